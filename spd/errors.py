@@ -1,0 +1,84 @@
+"""The errors `spd` raises on purpose: what is wrong, why, and what to type instead.
+
+Owns the exit codes. Imports nothing, so that every room may raise these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class SpdError(Exception):
+    """A refusal in words: one line of message, indented reasons, and fixes that can be pasted."""
+
+    exit_code = 1
+    default_code = "internal"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: Sequence[str] = (),
+        fix: Sequence[str] = (),
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = tuple(reason)
+        self.fix = tuple(fix)
+        self.code = code or self.default_code
+
+
+class UsageError(SpdError):
+    """The words typed are off: a bad value, a missing input, a refused overwrite."""
+
+    exit_code = 2
+    default_code = "usage"
+
+
+class NotFoundError(SpdError):
+    """A model or file is not there, or not available offline."""
+
+    exit_code = 3
+    default_code = "not_found"
+
+
+class IncompatibleError(SpdError):
+    """What was asked cannot be honoured: vocabulary, architecture, feature combination, context."""
+
+    exit_code = 4
+    default_code = "incompatible"
+
+
+class CheckpointError(IncompatibleError):
+    """A checkpoint that cannot be read, naming the file and the field."""
+
+    default_code = "checkpoint"
+
+
+class ResourceError(SpdError):
+    """Memory or disk does not suffice."""
+
+    exit_code = 5
+    default_code = "resources"
+
+
+class CheckFailedError(SpdError):
+    """A check that was asked for did not hold."""
+
+    exit_code = 6
+    default_code = "check_failed"
+
+
+class NetworkError(SpdError):
+    """The network, an authentication or a gated repository stood in the way."""
+
+    exit_code = 8
+    default_code = "network"
+
+
+class EngineError(SpdError):
+    """A worker or the engine failed while running."""
+
+    exit_code = 9
+    default_code = "engine"

@@ -1,0 +1,1 @@
+"""Pure functions on tensors; each operation's contract and torch form live in `op.py`."""

@@ -1,0 +1,72 @@
+"""Grouped-query attention over pages with a causal query window.
+
+Torch form. The shape of the arithmetic depends on the window's width and on whole blocks of
+`KV_BLOCK` positions only: blocks beyond the context are masked and add exact zeros, so a row's
+result does not depend on how far the host's bound of its context lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KV_BLOCK = 512
+"""Positions a block: torch's CPU flash attention walks keys in blocks of this many."""
+
+
+def causal_bias(positions: Tensor, context: int, groups: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask [1, 1, groups * Q, context]: 0 where key <= positions [Q], else -inf."""
+    keys = torch.arange(context, device=positions.device)
+    hidden = keys > positions.unsqueeze(-1)
+    bias = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
+    return bias.repeat(groups, 1)[None, None]
+
+
+def gather_pages(pages: Tensor, page_ids: Tensor, first: int | None, count: int) -> Tensor:
+    """Keys or values of `count` pages in order as [1, K, count * page, D].
+
+    `first` is the first page's number where the pages are consecutive (a view, nothing copied);
+    None reads them through page_ids [count].
+    """
+    run = pages[first : first + count] if first is not None else pages.index_select(0, page_ids)
+    return run.flatten(0, 1).transpose(0, 1).unsqueeze(0)
+
+
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    biases: Sequence[Tensor | None],
+    first_pages: Sequence[int | None],
+    scale: float,
+) -> Tensor:
+    """Attend query [S, Q, H, D] to each slot's pages; returns [S, Q, H, D].
+
+    key_pages, value_pages [P, page, K, D] with H a multiple of K; page_table int64 [S, pages];
+    biases: one `causal_bias` a slot, or None for a slot without rows (zeros are returned);
+    first_pages: see `gather_pages`. Query head h uses KV head h // (H / K).
+    """
+    slots, width, heads, size = query.shape
+    kv_heads = key_pages.shape[2]
+    groups = heads // kv_heads
+    page_size = key_pages.shape[1]
+    folded = query.view(slots, width, kv_heads, groups, size).permute(0, 2, 3, 1, 4)
+    outputs = []
+    for s, (bias, first) in enumerate(zip(biases, first_pages, strict=True)):
+        if bias is None:
+            outputs.append(query.new_zeros(width, heads, size))
+            continue
+        count = bias.shape[-1] // page_size
+        ids = page_table[s, :count]
+        keys = gather_pages(key_pages, ids, first, count)
+        values = gather_pages(value_pages, ids, first, count)
+        rows = folded[s].reshape(1, kv_heads, groups * width, size)
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=bias, scale=scale)
+        outputs.append(
+            out.view(kv_heads, groups, width, size).permute(2, 0, 1, 3).reshape(width, heads, size)
+        )
+    return outputs[0].unsqueeze(0) if slots == 1 else torch.stack(outputs)

@@ -1,0 +1,147 @@
+"""What the user asked of the engine: wishes, `auto` allowed. Checked on construction. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from spd.errors import IncompatibleError, SpdError, UsageError
+
+SPEC_METHODS = ("auto", "off", "mtp", "draft", "ngram", "eagle3")
+VERIFY_RULES = ("coupled", "rejection", "block")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+KERNELS = ("auto", "torch", "triton")
+MAX_DRAFT = 31
+"""Drafts a round at most: one tile of 32 rows holds the window."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine can be asked; defaults are `auto` wherever the plan may choose."""
+
+    model: Path
+    draft_model: Path | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    spec: str = "auto"
+    draft_max: int | None = None
+    adaptive: bool = True
+    draft_ctx: int | None = None
+    ngram_min: int = 3
+    ngram_max: int = 8
+    verify: str = "coupled"
+    lag: int | None = None
+    graphs: bool | None = None
+    kernels: str = "auto"
+    slots: int = 1
+    ctx: int | None = None
+    memory_fraction: float = 0.9
+    prefix_sharing: bool = True
+    threads: int | None = None
+    load: str = "auto"
+    tp: int = 1
+    draft_tp: int = 1
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_ranges(self)
+        for clash in CLASHES:
+            if clash.when(self):
+                raise clash.error
+
+
+def _check_choices(config: EngineConfig) -> None:
+    for flag, value, known in (
+        ("--spec", config.spec, SPEC_METHODS),
+        ("--verify", config.verify, VERIFY_RULES),
+        ("--dtype", config.dtype, DTYPES),
+        ("--kernels", config.kernels, KERNELS),
+        ("--load", config.load, ("auto", "dummy")),
+    ):
+        if value not in known:
+            raise UsageError(f"{flag} {value} is not known", fix=[f"{flag} {'|'.join(known)}"])
+    device = config.device
+    if device not in ("auto", "cpu", "cuda") and not (device.startswith("cuda:") and device[5:].isdigit()):
+        raise UsageError(f"--device {device} is not known", fix=["--device auto|cpu|cuda|cuda:N"])
+
+
+def _check_ranges(config: EngineConfig) -> None:
+    ranges: tuple[tuple[str, float | None, float, float], ...] = (
+        ("--draft-max", config.draft_max, 0, MAX_DRAFT),
+        ("--draft-ctx", config.draft_ctx, 1, 2**24),
+        ("--ngram-min", config.ngram_min, 1, 64),
+        ("--ngram-max", config.ngram_max, config.ngram_min, 64),
+        ("--lag", config.lag, 0, 2),
+        ("--ctx", config.ctx, 2, 2**24),
+        ("--memory-fraction", config.memory_fraction, 0.01, 1.0),
+        ("--threads", config.threads, 1, 1024),
+        ("slots", config.slots, 1, 1024),
+        ("--tp", config.tp, 1, 64),
+        ("--draft-tp", config.draft_tp, 1, 64),
+    )
+    for flag, value, low, high in ranges:
+        if value is not None and not low <= value <= high:
+            raise UsageError(f"{flag} {value} is out of range", reason=[f"valid: {low} to {high}"])
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Wishes that cannot be met together, or not yet, and the error that says so."""
+
+    when: Callable[[EngineConfig], bool]
+    error: SpdError
+
+
+CLASHES = (
+    Clash(
+        lambda c: c.spec == "mtp",
+        IncompatibleError(
+            "--spec mtp: no MTP head can be loaded by this version of spd",
+            fix=["--spec auto", "--spec ngram"],
+            code="no_mtp_head",
+        ),
+    ),
+    Clash(
+        lambda c: c.spec == "eagle3",
+        IncompatibleError(
+            "--spec eagle3 is not built", fix=["--spec auto", "--spec ngram"], code="no_eagle3"
+        ),
+    ),
+    Clash(
+        lambda c: c.verify != "coupled",
+        IncompatibleError(
+            "only --verify coupled exists in this version of spd",
+            reason=["It is exact for every drafter and gives the same text as --spec off."],
+            fix=["--verify coupled"],
+        ),
+    ),
+    Clash(
+        lambda c: c.draft_model is not None and c.spec in ("off", "ngram"),
+        UsageError(
+            "--draft-model is for --spec draft, and another method was asked for",
+            fix=["--spec draft --draft-model FOLDER", "leave --draft-model out"],
+        ),
+    ),
+    Clash(
+        lambda c: c.spec == "off" and bool(c.draft_max),
+        UsageError(
+            "--draft-max needs speculation, and --spec off turns it off", fix=["leave one of them out"]
+        ),
+    ),
+    Clash(
+        lambda c: c.tp > 1 or c.draft_tp > 1,
+        IncompatibleError(
+            "tensor parallelism is not built in this version of spd", fix=["--tp 1 --draft-tp 1"]
+        ),
+    ),
+    Clash(
+        lambda c: c.kernels == "triton",
+        IncompatibleError("no Triton kernels are built in this version of spd", fix=["--kernels auto"]),
+    ),
+    Clash(
+        lambda c: c.graphs is True,
+        IncompatibleError("CUDA graphs are not captured in this version of spd", fix=["--graphs off"]),
+    ),
+)
+"""Every combination of options that is refused; each has its own message."""

@@ -1,0 +1,60 @@
+"""Token ids to text as it grows: whole characters only, stop strings found across tokens and rounds.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+
+
+def _held_back(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that could be the beginning of a stop string."""
+    longest = max((len(stop) for stop in stops), default=0)
+    for size in range(min(longest - 1, len(text)), 0, -1):
+        if any(stop.startswith(text[-size:]) for stop in stops):
+            return size
+    return 0
+
+
+class Detokenizer:
+    """Turns tokens into text for one request.
+
+    `token_bytes` gives a token's exact bytes (b"" for special tokens). Bytes that are not UTF-8
+    become U+FFFD once it is sure that no continuation follows.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], stops: Sequence[str], min_tokens: int) -> None:
+        self._token_bytes, self._stops, self._min_tokens = token_bytes, tuple(stops), min_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = ""
+        self._count = 0
+        self.stopped = False
+
+    def push(self, token_id: int) -> bool:
+        """Take one token; True when it completes a stop string, whose text is then cut away."""
+        self._count += 1
+        self._pending += self._decoder.decode(self._token_bytes(token_id))
+        return self._look_for_stop()
+
+    def _look_for_stop(self) -> bool:
+        if self._count <= self._min_tokens:
+            return False
+        found = [at for stop in self._stops if (at := self._pending.find(stop)) >= 0]
+        if found:
+            self._pending = self._pending[: min(found)]
+            self.stopped = True
+        return self.stopped
+
+    def take(self, *, final: bool = False) -> str:
+        """Text that no later token can change; everything that is left when `final`."""
+        if final and not self.stopped:
+            self._pending += self._decoder.decode(b"", final=True)
+            self._look_for_stop()
+        keep = 0 if final or self._count < self._min_tokens else _held_back(self._pending, self._stops)
+        text, self._pending = (
+            self._pending[: len(self._pending) - keep],
+            self._pending[len(self._pending) - keep :],
+        )
+        return text

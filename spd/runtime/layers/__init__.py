@@ -1,0 +1,1 @@
+"""Parts of a decoder: plain numbers and prebound tensors, no configuration objects."""

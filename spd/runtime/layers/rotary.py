@@ -1,0 +1,87 @@
+"""Rotary frequencies of every supported kind, and the tables a forward pass reads.
+
+Kinds: default, linear (position interpolation), llama3 (frequency bands), yarn (Peng et al. 2023).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from spd.formats.model_config import RopeConfig
+
+
+def _llama3(inverse: Tensor, rope: RopeConfig) -> Tensor:
+    """Slow frequencies divided by the factor, fast ones kept, a smooth band between."""
+    original = float(rope.original_max_positions or 8192)
+    wavelength = 2 * math.pi / inverse
+    low, high = original / rope.low_freq_factor, original / rope.high_freq_factor
+    smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    mixed = (1 - smooth) * inverse / rope.factor + smooth * inverse
+    scaled = torch.where(wavelength > low, inverse / rope.factor, inverse)
+    return torch.where((wavelength <= low) & (wavelength >= high), mixed, scaled)
+
+
+def _yarn(inverse: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+    """Interpolate dimensions that turn rarely over the original context, keep those that turn often."""
+    original = float(rope.original_max_positions or 4096)
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    span = (high - low) or 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    return inverse / rope.factor * ramp + inverse * (1 - ramp)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """The scale that YaRN puts on cos and sin; 1 for the other kinds."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _yarn_scale(rope.factor, rope.mscale) / _yarn_scale(rope.factor, rope.mscale_all_dim)
+    return _yarn_scale(rope.factor, 1.0)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Float32 [D / 2] angles a position, by the kind of `rope`."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inverse = 1.0 / (rope.theta**exponents)
+    if rope.kind == "linear":
+        return inverse / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(inverse, rope)
+    if rope.kind == "yarn":
+        return _yarn(inverse, rope, head_dim)
+    return inverse
+
+
+class RotaryTable:
+    """cos and sin for every position up to a limit, in the model's dtype."""
+
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: str
+    ) -> None:
+        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse_frequencies(
+            rope, head_dim
+        )
+        scale = attention_factor(rope)
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        self.cos = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
+        self.sin = torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, D] at positions [T]; the sine's first half is negated."""
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)

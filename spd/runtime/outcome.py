@@ -1,0 +1,107 @@
+"""From a round's tensors to what each request received: stops, counters, log-probabilities."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from spd.runtime.request import TokenLogprob
+from spd.runtime.round import FAILED, FULL, STOPPED, RoundOutput
+from spd.runtime.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One slot's share of a round, in host values."""
+
+    length: int
+    draft: list[int]
+    sampled: list[int]
+    accepted: int
+    committed: int
+    reason: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What the request keeps of a round."""
+
+    tokens: list[int]
+    drafted: tuple[bool, ...]
+    finish_reason: str | None
+    logprobs: tuple[TokenLogprob, ...]
+
+
+def read_outcomes(output: RoundOutput) -> list[Outcome]:
+    """Read a round's tensors on the host; one outcome a slot."""
+    length, num_drafts = output.length.tolist(), output.num_drafts.tolist()
+    draft, sampled = output.draft.tolist(), output.sampled.tolist()
+    accepted, committed, reason = output.accepted.tolist(), output.committed.tolist(), output.reason.tolist()
+    scores = None
+    if output.logprobs is not None:
+        scores = [tensor.tolist() for tensor in output.logprobs]
+    outcomes = []
+    for s in range(len(length)):
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if scores is not None:
+            own, values, ids = (part[s] for part in scores)
+            logprobs = tuple(
+                TokenLogprob(sampled[s][i], own[i], tuple(zip(ids[i], values[i], strict=True)))
+                for i in range(committed[s])
+            )
+        outcomes.append(
+            Outcome(
+                length[s],
+                draft[s][: num_drafts[s]],
+                sampled[s],
+                accepted[s],
+                committed[s],
+                reason[s],
+                logprobs,
+            )
+        )
+    return outcomes
+
+
+def settle(sequence: Sequence, outcome: Outcome) -> Settled:
+    """Walk the committed tokens in order; the first stop cuts the rest away.
+
+    At each token stop ids come first, then stop strings, then the length limit, so a stop on the
+    last allowed token is a stop.
+    """
+    tokens: list[int] = []
+    reason: str | None = None
+    for i, token in enumerate(outcome.sampled[: outcome.committed]):
+        tokens.append(token)
+        if outcome.reason == STOPPED and i == outcome.committed - 1:
+            reason = "stop"
+        elif sequence.detokenizer.push(token):
+            reason = "stop"
+            break
+    if reason is None and outcome.reason == FULL:
+        reason = "length"
+    if reason is None and outcome.reason == FAILED:
+        reason = "error"
+    accepted = min(outcome.accepted, len(tokens))
+    _count(sequence, outcome, tokens, accepted)
+    wanted = sequence.request.params.logprobs
+    logprobs: tuple[TokenLogprob, ...] = ()
+    if wanted is not None:
+        logprobs = tuple(TokenLogprob(lp.token_id, lp.logprob, lp.top[:wanted]) for lp in outcome.logprobs)
+    drafted = tuple(i < accepted for i in range(len(tokens)))
+    return Settled(tokens, drafted, reason, logprobs[: len(tokens)])
+
+
+def _count(sequence: Sequence, outcome: Outcome, tokens: list[int], accepted: int) -> None:
+    sequence.rounds_read += 1
+    sequence.generated += tokens
+    now, metrics = time.perf_counter(), sequence.metrics
+    metrics.completion_tokens += len(tokens)
+    metrics.count_round(len(outcome.draft), outcome.accepted, accepted)
+    if sequence.first_token_at is None:
+        sequence.first_token_at = now
+        metrics.first_token_ms = 1000 * (now - sequence.accepted_at)
+    else:
+        metrics.tokens_after_first += len(tokens)
+        metrics.predicted_ms = 1000 * (now - sequence.first_token_at)

@@ -1,0 +1,127 @@
+"""Orders and what comes back: sampling parameters, requests, events. No torch here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from spd.errors import UsageError
+
+MAX_STOP_IDS = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+MAX_LOGPROBS = 20
+MAX_TOKENS = 2**24
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. temperature 0 is argmax; top_k 0 and logprobs None are off.
+
+    Raises UsageError naming the parameter and its valid range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _between("temperature", self.temperature, 0.0, 100.0)
+        if 0.0 < self.temperature < 1e-3:
+            raise UsageError(
+                f"temperature {self.temperature} is too small to sample with",
+                reason=["valid: 0 (greedy), or 0.001 to 100"],
+            )
+        _between("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _between("top_k", self.top_k, 0, 2**31 - 1)
+        _between("min_p", self.min_p, 0.0, 1.0)
+        _between("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _between("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _between("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        _between("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        if self.max_tokens is not None:
+            _between("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+            if self.min_tokens > self.max_tokens:
+                raise UsageError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        _between("seed", self.seed, 0, 2**63 - 1)
+        if self.logprobs is not None:
+            _between("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._check_stops()
+        for token_id, bias in self.logit_bias:
+            _between("logit_bias id", token_id, 0, 2**31 - 1)
+            _between("logit_bias", bias, -1000.0, 1000.0)
+
+    def _check_stops(self) -> None:
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise UsageError(
+                f"{len(self.stop_token_ids)} stop token ids", reason=[f"valid: at most {MAX_STOP_IDS}"]
+            )
+        for token_id in self.stop_token_ids:
+            _between("stop_token_ids", token_id, 0, 2**31 - 1)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise UsageError(f"{len(self.stop)} stop strings", reason=[f"valid: at most {MAX_STOP_STRINGS}"])
+        for text in self.stop:
+            if not 1 <= len(text) <= MAX_STOP_LENGTH:
+                raise UsageError(
+                    f"a stop string of {len(text)} characters",
+                    reason=[f"valid: 1 to {MAX_STOP_LENGTH} characters"],
+                )
+
+
+def _between(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    inside = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
+    if not inside:
+        start = f"above {low:g}" if open_low else f"{low:g}"
+        raise UsageError(f"{name} {value} is out of range", reason=[f"valid: {start} to {high:g}"])
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt in token ids, and how to continue it.
+
+    `spans` are the lengths of the prompt's parts in order, each ("prompt" or "generated", length):
+    text that an earlier request generated keeps its kind, so that its cache can be found again.
+    Empty means one prompt span.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    spans: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The model's own log-probability of a token, before any processing, and of the likeliest ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one round brought one request; text holds whole characters only.
+
+    finish_reason is None while it goes on, then "stop", "length", "abort" or "error".
+    `drafted` says for each token whether it was an accepted draft.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None = None
+    drafted: tuple[bool, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()

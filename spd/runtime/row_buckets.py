@@ -1,0 +1,47 @@
+"""Which numbers of rows give the same bits on this machine, found by trying, once, at load.
+
+Libraries choose their arithmetic by shape: another instruction, another blocking, a scalar tail. Rows
+are therefore only ever computed in buckets that were seen to agree, bit for bit and at every row
+position, with the widest bucket, on the model's own first layers and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+WIDEST = 32
+CANDIDATES = (2, 4, 8, 16)
+"""Without 1: a single row is a matrix-vector product, which libraries sum in another order, and which
+reads the same weights in the same time as two rows."""
+PROBED_LAYERS = 4
+
+Window = Callable[[int, int, int], tuple[Tensor, Tensor]]
+"""(first row, rows, blocks of context) to hidden states and logits of those rows."""
+
+
+@torch.inference_mode()
+def admitted_buckets(window: Window) -> tuple[int, ...]:
+    """Row counts, ascending, whose results equal the widest bucket's; the widest is always last.
+
+    `window` runs rows of one fixed text, at the same positions whichever window they come in.
+    """
+    hidden, logits = window(0, WIDEST, 1)
+
+    def agrees(width: int) -> bool:
+        for first in range(0, WIDEST, width):
+            narrow, scores = window(first, width, 1 + first // width % 2)
+            end = first + width
+            if not torch.equal(narrow, hidden[first:end]) or not torch.equal(scores, logits[first:end]):
+                return False
+        return True
+
+    return (*(width for width in CANDIDATES if agrees(width)), WIDEST)
+
+
+def bucket_for(rows: int, buckets: tuple[int, ...]) -> int:
+    """The smallest padded number of rows: a bucket, or whole tiles of the widest and a bucket."""
+    whole, rest = divmod(rows, WIDEST)
+    return whole * WIDEST + (next(b for b in buckets if b >= rest) if rest else 0)

@@ -1,0 +1,95 @@
+"""Which program writes which cache positions: whole chunks by prefill, the rest by verify tiles.
+
+The bits of a cache entry are a function of tokens and spans alone, so hits, misses and replays agree.
+No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+Kind = Literal["chunk", "tile"]
+
+
+class Run(NamedTuple):
+    """Positions start to end (exclusive) written by one kind of program."""
+
+    start: int
+    end: int
+    kind: Kind
+
+
+def program_runs(spans: Iterable[tuple[str, int]], chunk: int) -> list[Run]:
+    """Cut spans ("prompt" or "generated", length) into runs.
+
+    A prompt span's full chunks, counted from the span's start, are chunk runs of exactly `chunk`
+    positions; its tail and every generated span are tile runs. The tail holds at least the span's
+    last token, which the first round feeds. Neighbouring tile runs are joined.
+    """
+    runs: list[Run] = []
+    position = 0
+    for origin, length in spans:
+        end = position + length
+        while origin == "prompt" and position + chunk < end:
+            runs.append(Run(position, position + chunk, "chunk"))
+            position += chunk
+        if position < end:
+            if runs and runs[-1].kind == "tile":
+                runs[-1] = Run(runs[-1].start, end, "tile")
+            else:
+                runs.append(Run(position, end, "tile"))
+            position = end
+    return runs
+
+
+def clip_runs(runs: Sequence[Run], end: int) -> list[Run]:
+    """Runs that describe positions below `end` when the rest will be written by tiles.
+
+    A chunk that would be cut becomes a tile run: a program never runs half a chunk.
+    """
+    clipped: list[Run] = []
+    for run in runs:
+        if run.start >= end:
+            break
+        kept = run if run.end <= end else Run(run.start, end, "tile")
+        if clipped and kept.kind == "tile" and clipped[-1].kind == "tile":
+            clipped[-1] = Run(clipped[-1].start, kept.end, "tile")
+        else:
+            clipped.append(kept)
+    return clipped
+
+
+def reusable_prefix(runs: Sequence[Run], cached: int) -> int:
+    """How many of `cached` leading positions can be kept without cutting a chunk run."""
+    for run in runs:
+        if run.kind == "chunk" and run.start < cached < run.end:
+            return run.start
+    return cached
+
+
+def kinds_in(runs: Sequence[Run], start: int, end: int) -> tuple[tuple[int, int, Kind], ...]:
+    """Runs seen through a window, as (offset of the run's start, end in the window, kind).
+
+    A chunk run's start is given relative to the window even where it lies before it: which chunk a
+    position belongs to is part of how it was computed.
+    """
+    return tuple(
+        (
+            run.start - start if run.kind == "chunk" else max(run.start, start) - start,
+            min(run.end, end) - start,
+            run.kind,
+        )
+        for run in runs
+        if run.start < end and run.end > start
+    )
+
+
+def extend_tile(runs: Sequence[Run], end: int) -> list[Run]:
+    """Runs continued by verify-class tiles up to `end`."""
+    start = runs[-1].end if runs else 0
+    if start >= end:
+        return list(runs)
+    if runs and runs[-1].kind == "tile":
+        return [*runs[:-1], Run(runs[-1].start, end, "tile")]
+    return [*runs, Run(start, end, "tile")]

@@ -1,0 +1,116 @@
+"""Each operation against its definition in float64, and the rows' independence of each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spd.kernels.coupled_verify import coupled_verify
+from spd.kernels.paged_attention import KV_BLOCK, causal_bias, paged_attention
+from spd.kernels.rms_norm import rms_norm
+from spd.kernels.rotary import apply_rotary
+from spd.kernels.silu_mul import silu_mul
+from spd.kernels.store_kv import store_kv
+
+
+def test_rms_norm_against_its_definition() -> None:
+    x, weight = torch.randn(5, 3, 16), torch.rand(16) + 0.5
+    expected = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    assert (rms_norm(x, weight, 1e-5) - expected).abs().max() < 1e-5
+    heads = torch.rand(3, 16) + 0.5
+    expected = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * heads
+    assert (rms_norm(x, heads, 1e-5) - expected).abs().max() < 1e-5
+
+
+def test_rotary_turns_pairs_of_halves() -> None:
+    x, angle = torch.randn(4, 2, 6), torch.rand(4, 3)
+    cos, sin = angle.cos(), angle.sin()
+    turned = apply_rotary(x, torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1))
+    first = x[..., :3] * cos[:, None] - x[..., 3:] * sin[:, None]
+    second = x[..., 3:] * cos[:, None] + x[..., :3] * sin[:, None]
+    assert (turned - torch.cat((first, second), -1)).abs().max() < 1e-6
+
+
+def test_silu_mul_gates_the_first_half() -> None:
+    x = torch.randn(3, 8)
+    assert (silu_mul(x) - x[:, :4] * torch.sigmoid(x[:, :4]) * x[:, 4:]).abs().max() < 1e-6
+
+
+def test_store_kv_writes_slots_only() -> None:
+    pages_k, pages_v = torch.zeros(4, 2, 1, 3), torch.zeros(4, 2, 1, 3)
+    key, value = torch.randn(2, 1, 3), torch.randn(2, 1, 3)
+    store_kv(key, value, pages_k, pages_v, torch.tensor([5, 0]))
+    assert torch.equal(pages_k.flatten(0, 1)[5], key[0]) and torch.equal(pages_v.flatten(0, 1)[0], value[1])
+    assert pages_k.count_nonzero() == 6
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (8, 1)])
+def test_paged_attention_against_its_definition(heads: int, kv_heads: int) -> None:
+    size, page, width = 16, 64, 3
+    pool_k, pool_v = torch.randn(20, page, kv_heads, size), torch.randn(20, page, kv_heads, size)
+    table = torch.tensor([[7, 3, 12, 5, 1, 0, 2, 19], list(range(8, 16))])
+    starts = [130, 5]
+    query = torch.randn(2, width, heads, size)
+    positions = torch.tensor([[s + i for i in range(width)] for s in starts])
+    biases = [causal_bias(positions[s], KV_BLOCK, heads // kv_heads, torch.float32) for s in range(2)]
+    out = paged_attention(query, pool_k, pool_v, table, biases, [None, 8], size**-0.5)
+    for s in range(2):
+        keys = pool_k[table[s]].flatten(0, 1).double()
+        values = pool_v[table[s]].flatten(0, 1).double()
+        for i in range(width):
+            for h in range(heads):
+                seen = starts[s] + i + 1
+                group = h // (heads // kv_heads)
+                weights = (keys[:seen, group] @ query[s, i, h].double() * size**-0.5).softmax(0)
+                assert (out[s, i, h] - weights @ values[:seen, group]).abs().max() < 1e-4
+
+
+def test_attention_does_not_see_past_its_bound() -> None:
+    """One block or two, pages consecutive or not: the same bits; the hidden block may hold anything finite."""
+    size, page = 16, 64
+    pool = torch.randn(40, page, 2, size)
+    query = torch.randn(1, 4, 4, size)
+    positions = torch.arange(100, 104)
+    consecutive = torch.arange(2, 18)[None]
+    scattered = consecutive.flip(1)
+    moved = pool.clone()
+    moved[scattered[0]] = pool[consecutive[0]]
+
+    def run(pages: torch.Tensor, table: torch.Tensor, blocks: int, first: int | None) -> torch.Tensor:
+        bias = causal_bias(positions, blocks * KV_BLOCK, 2, torch.float32)
+        return paged_attention(query, pages, pages, table, [bias], [first], 0.25)
+
+    base = run(pool, consecutive, 1, 2)
+    assert torch.equal(base, run(pool, consecutive, 2, 2))
+    assert torch.equal(base, run(pool, consecutive, 1, None))
+    assert torch.equal(base, run(moved, scattered, 1, None))
+
+
+def test_slot_without_rows_gives_zeros() -> None:
+    pool = torch.randn(10, 64, 1, 8)
+    query = torch.randn(2, 1, 2, 8)
+    bias = causal_bias(torch.tensor([3]), KV_BLOCK, 2, torch.float32)
+    out = paged_attention(query, pool, pool, torch.arange(8).expand(2, -1), [None, bias], [None, 0], 1.0)
+    assert out[0].count_nonzero() == 0 and out[1].count_nonzero() > 0
+
+
+@pytest.mark.parametrize(
+    ("draft", "sampled", "real", "accepted"),
+    [
+        ([4, 5, 6], [4, 5, 6, 7], 3, 3),
+        ([4, 5, 6], [4, 5, 6, 7], 2, 2),
+        ([4, 5, 6], [4, 9, 6, 7], 3, 1),
+        ([4, 5, 6], [9, 5, 6, 7], 3, 0),
+        ([4, 5, 6], [4, 5, 6, 7], 0, 0),
+    ],
+)
+def test_coupled_verify_counts_the_leading_matches(
+    draft: list[int], sampled: list[int], real: int, accepted: int
+) -> None:
+    found = coupled_verify(torch.tensor([draft]), torch.tensor([sampled]), torch.tensor([real]))
+    assert found.tolist() == [accepted]
+
+
+def test_coupled_verify_of_no_drafts() -> None:
+    none = torch.empty(2, 0, dtype=torch.long)
+    assert coupled_verify(none, torch.tensor([[1], [2]]), torch.tensor([0, 0])).tolist() == [0, 0]

@@ -1,0 +1,255 @@
+"""The never arrows, the size limits, and what may read the environment: read from the source itself."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SPD = ROOT / "spd"
+FILE_LIMIT, FUNCTION_LIMIT, SPD_LIMIT, RUNTIME_LIMIT = 400, 70, 14_000, 7_000
+TORCH_FREE = {
+    "spd.errors",
+    "spd.formats.model_config",
+    "spd.formats.generation_config",
+    "spd.formats.hub",
+    "spd.formats.tokenizer",
+    "spd.formats.chat_template",
+    "spd.formats.demo",
+    "spd.runtime",
+    "spd.runtime.config",
+    "spd.runtime.request",
+    "spd.runtime.scheduler",
+    "spd.runtime.sequence",
+    "spd.runtime.sampler_class",
+    "spd.runtime.spans",
+    "spd.runtime.page_table",
+    "spd.runtime.metrics",
+    "spd.runtime.detokenizer",
+    "spd.runtime.draft_length",
+    "spd.runtime.models",
+    "spd.runtime.models.weights",
+    "spd.runtime.models.llama",
+    "spd.runtime.models.qwen3",
+}
+READ_ENVIRONMENT = {"spd.cli.app", "spd.formats.hub"}
+
+
+def modules(root: Path = SPD) -> Iterator[tuple[str, ast.Module, str]]:
+    """(dotted name, tree, text) of every module below `root`."""
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        text = path.read_text(encoding="utf-8")
+        yield ".".join(p for p in parts if p != "__init__"), ast.parse(text), text
+
+
+def imports(tree: ast.Module, *, top_level: bool = False) -> set[str]:
+    """Absolute names of imported modules; with `top_level` only those run at import."""
+    found: set[str] = set()
+    nodes: list[ast.AST] = list(tree.body) if top_level else list(ast.walk(tree))
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+        elif top_level and isinstance(node, ast.If | ast.Try):
+            if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
+                nodes += [*node.body, *node.orelse]
+    return found
+
+
+def names(module: str, roots: str | tuple[str, ...]) -> bool:
+    """Whether `module` is one of `roots` or lies below one."""
+    return any(
+        module == r or module.startswith(r + ".") for r in ([roots] if isinstance(roots, str) else roots)
+    )
+
+
+def violations(tree: list[tuple[str, ast.Module, str]]) -> list[str]:
+    """Every broken arrow, as `importer -> imported: rule`."""
+    proposers = {m for m, _, _ in tree if names(m, "spd.runtime.proposers")} - {"spd.runtime.proposers"}
+    methods = proposers - {"spd.runtime.proposers.base"}
+    broken = []
+    for module, parsed, _ in tree:
+        every, top = imports(parsed), imports(parsed, top_level=True)
+        rules: list[tuple[bool, set[str], tuple[str, ...], str]] = [
+            (
+                names(module, "spd.formats"),
+                every,
+                ("spd.runtime", "spd.kernels", "spd.cli", "triton"),
+                "formats",
+            ),
+            (names(module, "spd.runtime"), every, ("spd.cli", "typer", "rich"), "runtime never imports cli"),
+            (names(module, "spd.cli"), top, ("torch", "triton", "numpy", "spd.kernels"), "cli stays light"),
+            (
+                names(module, ("spd.runtime.models", "spd.runtime.layers")),
+                every,
+                tuple(
+                    f"spd.runtime.{name}"
+                    for name in (
+                        "request",
+                        "sequence",
+                        "scheduler",
+                        "engine",
+                        "sampler",
+                        "round",
+                        "proposers",
+                    )
+                ),
+                "models see tensors only",
+            ),
+            (
+                module in methods,
+                every,
+                (*(methods - {module}), *(f"spd.runtime.{n}" for n in ("engine", "scheduler", "sequence", "round"))),
+                "proposers know the state only",
+            ),
+            (
+                not names(module, "spd.runtime.proposers"),
+                every,
+                tuple(methods),
+                "only proposers/__init__ names a method",
+            ),
+            (True, every, ("transformers", "click", "pydantic"), "never imported"),
+            (module in TORCH_FREE, top, ("torch", "triton", "numpy"), "torch-free"),
+        ]
+        for applies, imported, forbidden, rule in rules:
+            if applies:
+                broken += [
+                    f"{module} -> {name}: {rule}" for name in sorted(imported) if names(name, forbidden)
+                ]
+        if names(module, "spd.kernels"):
+            allowed = ("torch", "triton", "spd.errors", "spd.kernels", "__future__", *sys.stdlib_module_names)
+            broken += [f"{module} -> {name}: kernels" for name in sorted(every) if not names(name, allowed)]
+    return broken
+
+
+def test_no_arrow_is_broken() -> None:
+    assert violations(list(modules())) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("spd.kernels.bad", "from spd.runtime.plan import EnginePlan"),
+        ("spd.formats.bad", "def f():\n    import spd.kernels.rotary"),
+        ("spd.runtime.bad", "from spd.cli import app"),
+        ("spd.cli.bad", "import torch"),
+        ("spd.runtime.models.bad", "from spd.runtime.request import Request"),
+        ("spd.runtime.proposers.ngram", "from spd.runtime.proposers.draft_model import DraftModelProposer"),
+        ("spd.runtime.proposers.draft_model", "from spd.runtime.engine import Engine"),
+        ("spd.runtime.bad", "from spd.runtime.proposers.ngram import NgramProposer"),
+        ("spd.runtime.bad", "import transformers"),
+        ("spd.runtime.scheduler", "import torch"),
+    ],
+)
+def test_planted_violations_are_seen(module: str, source: str) -> None:
+    planted = [(m, t, s) for m, t, s in modules() if m != module] + [(module, ast.parse(source), source)]
+    assert any(line.startswith(module + " ") for line in violations(planted))
+
+
+def oversized(tree: list[tuple[str, ast.Module, str]]) -> list[str]:
+    """Files and functions above the limits."""
+    found = []
+    for module, parsed, text in tree:
+        lines = text.count("\n")
+        if lines > FILE_LIMIT:
+            found.append(f"{module}: {lines} lines")
+        for node in ast.walk(parsed):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size = (node.end_lineno or 0) - node.lineno + 1
+                if size > FUNCTION_LIMIT:
+                    found.append(f"{module}.{node.name}: {size} lines")
+    return found
+
+
+def test_sizes() -> None:
+    tree = list(modules())
+    assert oversized(tree) == []
+    assert sum(text.count("\n") for _, _, text in tree) <= SPD_LIMIT
+    assert sum(text.count("\n") for m, _, text in tree if names(m, "spd.runtime")) <= RUNTIME_LIMIT
+
+
+def test_planted_size_is_seen() -> None:
+    long_file = "x = 1\n" * (FILE_LIMIT + 1)
+    long_function = "def f():\n" + "    x = 1\n" * FUNCTION_LIMIT
+    planted = [("a", ast.parse(long_file), long_file), ("b", ast.parse(long_function), long_function)]
+    assert len(oversized(planted)) == 2
+
+
+def environment_readers(tree: list[tuple[str, ast.Module, str]]) -> set[str]:
+    """Modules that touch os.environ or os.getenv."""
+    return {
+        module
+        for module, parsed, _ in tree
+        for node in ast.walk(parsed)
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
+    }
+
+
+def test_environment_is_read_in_two_files() -> None:
+    assert environment_readers(list(modules())) <= READ_ENVIRONMENT
+    planted = "import os\nos.environ['X']"
+    assert environment_readers([("spd.bad", ast.parse(planted), planted)]) == {"spd.bad"}
+
+
+def runtime_talk(tree: list[tuple[str, ast.Module, str]]) -> list[str]:
+    """Calls of print, exit and uses of argv in the runtime."""
+    found = []
+    for module, parsed, _ in tree:
+        if not names(module, ("spd.runtime", "spd.formats", "spd.kernels")):
+            continue
+        for node in ast.walk(parsed):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("print", "exit")
+            ):
+                found.append(f"{module}:{node.lineno} {node.func.id}")
+            if isinstance(node, ast.Attribute) and node.attr in ("argv", "_exit"):
+                found.append(f"{module}:{node.lineno} {node.attr}")
+    return found
+
+
+def test_runtime_never_prints_or_exits() -> None:
+    assert runtime_talk(list(modules())) == []
+    planted = "print('hello')"
+    assert runtime_talk([("spd.runtime.bad", ast.parse(planted), planted)]) != []
+
+
+def mutable_globals(tree: list[tuple[str, ast.Module, str]]) -> list[str]:
+    """Lower-case module-level names bound to lists, dicts or sets: state without an owner."""
+    found = []
+    for module, parsed, _ in tree:
+        for node in parsed.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(
+                node.value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp
+            ):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found += [
+                    f"{module}: {t.id}"
+                    for t in targets
+                    if isinstance(t, ast.Name) and not t.id.strip("_").isupper() and not t.id.startswith("__")
+                ]
+    return found
+
+
+def test_no_mutable_globals() -> None:
+    assert mutable_globals(list(modules())) == []
+    assert mutable_globals([("spd.bad", ast.parse("cache = {}"), "")]) == ["spd.bad: cache"]
+
+
+def test_cli_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; import spd.cli.app; "
+        "heavy = {'torch', 'triton', 'numpy', 'tokenizers', 'safetensors', 'huggingface_hub', 'jinja2'}; "
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
