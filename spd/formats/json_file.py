@@ -1,0 +1,262 @@
+"""Reading untrusted files: regular files only, bounded sizes, strict JSON, typed and ranged fields.
+
+Every refusal is a `CheckpointError` of one line that starts with the file and names the field.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from spd.errors import CheckpointError
+
+CONFIG_LIMIT = 10_000_000  # bytes; the largest published config.json is below 100 kB
+MAX_DEPTH = 64
+MAX_CONTAINERS = 3_000_000  # bounds the memory that a hostile but small file can turn into
+
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
+
+
+def shown(value: object) -> str:
+    """A value of a file as it may appear in a message: one printable line of at most 80 characters."""
+    line = json.dumps(value) if isinstance(value, bool | float | None) else ascii(value)
+    return line if len(line) <= 80 else line[:77] + "..."
+
+
+def one_line(error: object) -> str:
+    """What a library says, as a part of a message: one printable line of at most 200 characters."""
+    text = str(error)
+    line = text if text.isprintable() else ascii(text)
+    return line if len(line) <= 200 else line[:197] + "..."
+
+
+def listed(names: list[str], limit: int = 20) -> list[str]:
+    """At most `limit` of the names, then how many more there are."""
+    return [*names[:limit], *([f"and {len(names) - limit} more"] if len(names) > limit else [])]
+
+
+def names_in(folder: Path) -> list[str]:
+    """The sorted names in a folder, broken links included."""
+    try:
+        return sorted(os.listdir(folder))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def open_regular_file(path: Path) -> BinaryIO:
+    """Open a regular file, or a link to one, without ever blocking on a FIFO or a device.
+
+    Raises `CheckpointError` with the system's reason, or with what the thing is instead.
+    """
+    try:
+        _require_regular(path, os.stat(path))
+        # The name may have changed hands since: O_NONBLOCK keeps even that open from hanging.
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        file = os.fdopen(os.open(path, flags), "rb")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        _require_regular(path, os.fstat(file.fileno()))
+    except CheckpointError:
+        file.close()
+        raise
+    return file
+
+
+def _require_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((words for test, words in _KINDS if test(status.st_mode)), "no regular file")
+        raise CheckpointError(f"{path}: is {kind}, not a file")
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """The whole content of a regular file of at most `limit` bytes."""
+    with open_regular_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise CheckpointError(f"{path}: is larger than {limit:,} bytes")
+        try:
+            data = file.read(size + 1)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    if len(data) != size:
+        raise CheckpointError(f"{path}: changed while it was read")
+    return data
+
+
+def read_text(path: Path, limit: int) -> str:
+    """The content of a UTF-8 file of at most `limit` bytes, without a byte order mark."""
+    return decode_utf8(read_bytes(path, limit), str(path))
+
+
+def decode_utf8(data: bytes, where: str) -> str:
+    """UTF-8 bytes as text; UTF-16 is refused by name."""
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in data[:4]:
+        raise CheckpointError(f"{where}: is UTF-16 or binary, UTF-8 is expected")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where}: is not UTF-8 at byte {error.start}") from None
+
+
+def parse_json(text: str, where: str) -> object:
+    """Strict JSON: no NaN or Infinity, no duplicate keys, no lone surrogates, bounded depth and size."""
+
+    def refuse_constant(word: str) -> NoReturn:
+        raise CheckpointError(f"{where}: {word} is not JSON")
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise CheckpointError(f"{where}: {shown(twice)}: the key is there twice")
+        return result
+
+    if text.count("[") + text.count("{") > MAX_CONTAINERS:
+        raise CheckpointError(f"{where}: holds more than {MAX_CONTAINERS:,} lists and objects")
+    try:
+        value: object = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(
+            f"{where}: is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from None
+    except RecursionError:
+        raise CheckpointError(f"{where}: is nested more than {MAX_DEPTH} deep") from None
+    except ValueError:  # an integer of thousands of digits
+        raise CheckpointError(f"{where}: holds a number that is too long") from None
+    if _deeper_than(value, MAX_DEPTH):
+        raise CheckpointError(f"{where}: is nested more than {MAX_DEPTH} deep")
+    if "\\ud" in text or "\\uD" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise CheckpointError(f"{where}: holds half of a surrogate pair") from None
+    return value
+
+
+def _deeper_than(value: object, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node if isinstance(node, list) else ())
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def read_json_object(path: Path, limit: int = CONFIG_LIMIT) -> dict[str, object]:
+    """The JSON object that a file holds."""
+    value = parse_json(read_text(path, limit), str(path))
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: is not a JSON object")
+    return value
+
+
+class Fields:
+    """Typed, ranged reading of a JSON object; null counts as absent.
+
+    `where` starts every message: the file, and for a nested object the key that holds it.
+    """
+
+    def __init__(self, where: str, values: Mapping[str, object]) -> None:
+        self.where = where
+        self.values = values
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def refused(self, key: str, why: str) -> CheckpointError:
+        """The error for a field: file, field, reason."""
+        return CheckpointError(f"{self.where}: {key}: {why}")
+
+    def get(self, key: str) -> object:
+        """The raw value, `None` when absent."""
+        return self.values.get(key)
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        """A whole number in [low, high]; 4096.0 and true are not whole numbers."""
+        value = self._present(key, default)
+        if type(value) is not int or not low <= value <= high:
+            raise self.refused(key, f"{shown(value)} is not a whole number from {low} to {high}")
+        return value
+
+    def optional_integer(self, key: str, low: int, high: int) -> int | None:
+        """As `integer`, `None` when absent."""
+        return self.integer(key, low, high) if key in self else None
+
+    def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        """A finite number in [low, high]."""
+        value = self._present(key, default)
+        if type(value) not in (int, float) or not isinstance(value, int | float):
+            raise self.refused(key, f"{shown(value)} is not a number from {low:g} to {high:g}")
+        if not low <= value <= high:  # NaN neither
+            raise self.refused(key, f"{shown(value)} is not a number from {low:g} to {high:g}")
+        return float(value)
+
+    def optional_number(self, key: str, low: float, high: float) -> float | None:
+        """As `number`, `None` when absent."""
+        return self.number(key, low, high) if key in self else None
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """true or false."""
+        value = self._present(key, default)
+        if not isinstance(value, bool):
+            raise self.refused(key, f"{shown(value)} is not true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._present(key, default)
+        if not isinstance(value, str):
+            raise self.refused(key, f"{shown(value)} is not a string")
+        return value
+
+    def choice(self, key: str, choices: Mapping[str, str], default: str | None = None) -> str:
+        """What a string stands for in `choices`; any other string is refused by name."""
+        value = self.text(key, default)
+        if value not in choices:
+            raise self.refused(key, f"{shown(value)} is not supported ({', '.join(choices)} are)")
+        return choices[value]
+
+    def token_ids(self, key: str, end: int) -> tuple[int, ...]:
+        """One token id or a list of them, each in [0, end); empty when absent."""
+        value = self.get(key)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for token_id in ids:
+            if type(token_id) is not int or not 0 <= token_id < end:
+                raise self.refused(key, f"{shown(token_id)} is not a token id from 0 to {end - 1}")
+        if len(ids) > 1000:
+            raise self.refused(key, f"{len(ids)} token ids are more than 1000")
+        return tuple(dict.fromkeys(ids))
+
+    def fields(self, key: str) -> Fields | None:
+        """A nested object, `None` when absent."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.refused(key, f"{shown(value)} is not an object")
+        return Fields(f"{self.where}: {key}", value)
+
+    def _present(self, key: str, default: object) -> object:
+        value = self.values.get(key)
+        if value is None:
+            if default is None:
+                raise self.refused(key, "is missing" if key not in self.values else "is null")
+            return default
+        return value

@@ -1,0 +1,177 @@
+"""The child process that renders chat templates: Jinja2 in its sandbox, under hard limits.
+
+A template is a program from an untrusted folder. Inside one process nothing stops `'a' * 10**10` or a
+filter that pads to a gigabyte, so the kernel does: CPU time by a timer, memory by a resource limit. The
+parent kills what outlives them. Frames on stdin and stdout are a 4-byte length and JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from datetime import datetime
+from typing import Any, BinaryIO, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+try:
+    import resource
+except ImportError:  # not on Windows: there the parent's clock is the only limit
+    resource = None  # type: ignore[assignment]
+
+CPU_SECONDS = 1.0
+MEMORY_BYTES = 256 << 20  # beside what the interpreter itself occupies and what the messages need
+MEMORY_PER_INPUT_BYTE = 40
+OUTPUT_CHARACTERS = 1 << 20  # beside what the messages hold
+
+
+class Refused(Exception):
+    """`raise_exception` in a template: the template does not want these messages."""
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}`, which marks the assistant's part for training; here it is a plain block."""
+
+    tags = {"generation"}  # noqa: RUF012 - the attribute that Jinja2 reads
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """Hugging Face's environment; what the sandbox finds unsafe is an error at once, not an empty value."""
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
+        self.filters["tojson"] = _to_json
+        del self.filters["random"], self.globals["lipsum"]  # the same messages must give the same prompt
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja2's own filter escapes HTML, which no model was trained on.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: Any) -> NoReturn:
+    raise Refused(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def render(
+    environment: TemplateEnvironment, source: str, variables: dict[str, Any], limit: int
+) -> dict[str, Any]:
+    """Render one template: {"text": ...}, or {"error": kind, "message": ..., "line": ...}."""
+    try:
+        parts, length = [], 0
+        for part in environment.from_string(source).generate(**variables):
+            length += len(part)
+            if length > limit:
+                return {"error": "output", "message": f"writes more than {limit} characters", "line": None}
+            parts.append(part)
+        return {"text": "".join(parts)}
+    except TemplateSyntaxError as error:
+        return {"error": "syntax", "message": str(error.message), "line": error.lineno}
+    except MemoryError:
+        return {"error": "memory", "message": "needs too much memory", "line": None}
+    except RecursionError:
+        return {
+            "error": "recursion",
+            "message": "is nested too deeply or calls itself without end",
+            "line": None,
+        }
+    except Refused as error:
+        return {"error": "refused", "message": str(error), "line": _line(error)}
+    except SecurityError as error:
+        return {"error": "sandbox", "message": str(error.message), "line": _line(error)}
+    except TemplateError as error:
+        return {"error": "template", "message": str(error.message), "line": _line(error)}
+    except Exception as error:  # a template may fail in any way that Python code can
+        return {"error": "template", "message": f"{type(error).__name__}: {error}", "line": _line(error)}
+
+
+def _line(error: BaseException) -> int | None:
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
+
+
+def main() -> None:
+    """Serve requests until stdin ends: {"source", "variables"} in, the result of `render` out."""
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    base = _occupied_memory()
+    environment = TemplateEnvironment()
+    write_frame(sink, b"{}")
+    while (data := read_frame(source)) is not None:
+        _limit(base + MEMORY_BYTES + MEMORY_PER_INPUT_BYTE * len(data))
+        request = json.loads(data)
+        result = render(environment, request["source"], request["variables"], OUTPUT_CHARACTERS + len(data))
+        _set_timer(0.0)  # before the answer: none may arrive from a process about to end
+        write_frame(sink, json.dumps(result).encode())
+
+
+def _occupied_memory() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 512 << 20
+
+
+def _limit(memory: int) -> None:
+    """Arm the limits of one request; the timer's signal ends the process, in C code too."""
+    if resource is not None:
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        soft = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+        with suppress(ValueError, OSError):  # some systems know the limit but refuse it
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    _set_timer(CPU_SECONDS)
+
+
+def _set_timer(seconds: float) -> None:
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def read_frame(file: BinaryIO, limit: int = 1 << 32) -> bytes | None:
+    """One frame, `None` at the end of the stream or when it is longer than `limit`."""
+    prefix = file.read(4)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 4 or length > limit:
+        return None
+    data = file.read(length)
+    return data if len(data) == length else None
+
+
+def write_frame(file: BinaryIO, data: bytes) -> None:
+    """One frame: a 4-byte length, little-endian, and the data."""
+    file.write(len(data).to_bytes(4, "little") + data)
+    file.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Text to token ids and back, over the `tokenizers` library and `tokenizer.json` alone.
+
+Plain text never becomes a special token unless asked, and every token's exact bytes are known, so that
+text can be put together incrementally. Byte-level and SentencePiece-style vocabularies are supported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import tokenizers
+
+from spd.errors import CheckpointError, IncompatibleError, UsageError
+from spd.formats.json_file import one_line, shown
+from spd.formats.tokenizer_config import TokenizerConfig, read_tokenizer_config
+from spd.formats.tokenizer_file import EncodingTimeout, load_tokenizer, within
+
+MAX_ID = (1 << 24) - 1
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """How a token's text becomes bytes.
+
+    `alphabet` is the byte of each character (byte-level vocabularies), else `replacements` are made in
+    the text, tokens like <0x0A> being bytes; `strips` drops the space that a whole text begins with.
+    """
+
+    alphabet: dict[str, int] | None
+    replacements: tuple[tuple[str, str], ...] = ()
+    byte_fallback: bool = False
+    strips: bool = False
+
+    def bytes_of(self, token: str) -> bytes:
+        if self.alphabet is not None:
+            try:
+                return bytes(self.alphabet[character] for character in token)
+            except KeyError:  # a token added as plain text
+                return token.encode()
+        if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        return token.encode()
+
+
+class Tokenizer:
+    """The tokenizer of a model folder; safe to use from several threads."""
+
+    def __init__(self, library: tokenizers.Tokenizer, config: TokenizerConfig, where: str) -> None:
+        self._library = library
+        self._where = where
+        self._lock = threading.Lock()
+        self._stuck = False
+        self._bytes: dict[int, bytes] = {}
+        # Names given in tokenizer_config.json are special even where tokenizer.json forgets to say so.
+        named = [
+            name
+            for name in (*config.roles.values(), *config.additional)
+            if self.token_to_id(name) is not None
+        ]
+        library.add_special_tokens(
+            [tokenizers.AddedToken(name, special=True, normalized=False) for name in named]
+        )
+        self.special_tokens = {
+            token.content: token_id
+            for token_id, token in sorted(library.get_added_tokens_decoder().items())
+            if token.special or token.content in named
+        }
+        self.special_ids = frozenset(self.special_tokens.values())
+        self.bos_id = self._role(config, "bos_token")
+        self.eos_id = self._role(config, "eos_token")
+        self._unknown_id = self._role(config, "unk_token")
+        self._decoder = _read_decoder(library, where)
+        self._prefix, self._suffix = self._read_surroundings(config)
+        self.adds_bos = self.bos_id is not None and self._prefix[:1] == (self.bos_id,)
+
+    @classmethod
+    def open(cls, folder: Path) -> Tokenizer:
+        """Load the tokenizer of a model folder. Raises `CheckpointError` naming the file."""
+        config = read_tokenizer_config(folder)
+        return cls(load_tokenizer(folder), config, str(folder / "tokenizer.json"))
+
+    def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        `parse_special` lets strings such as <|im_end|> become special tokens; `add_special` puts around
+        the text what the tokenizer is set up to put there (usually the BOS token).
+        Raises `UsageError` for text that is not Unicode, `IncompatibleError` when the tokenizer fails.
+        """
+        ids = self._encode(text, parse_special)
+        if not parse_special and self._has_special(ids):
+            ids = self._encode_in_pieces(text)
+        return [*self._prefix, *ids, *self._suffix] if add_special else ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of token ids: their bytes as UTF-8, U+FFFD for what is none."""
+        raw = b"".join(
+            (b"" if skip_special else self._token(token_id).encode())
+            if token_id in self.special_ids
+            else self.token_bytes(token_id)
+            for token_id in ids
+        )
+        return raw.decode("utf-8", "replace").removeprefix(" " if self._decoder.strips else "")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes that a token stands for; none for special tokens and for ids without a token.
+
+        A leading space counts, also where `strips_leading_space` drops it from the start of a whole text.
+        """
+        known = self._bytes.get(token_id)
+        if known is None:
+            special = token_id in self.special_ids
+            known = b"" if special else self._decoder.bytes_of(self._token(token_id))
+            self._bytes[token_id] = known
+        return known
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token given as it is written in the vocabulary."""
+        return self._library.token_to_id(token)
+
+    @property
+    def strips_leading_space(self) -> bool:
+        """Whether a whole decoded text loses the space it begins with (SentencePiece)."""
+        return self._decoder.strips
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The highest token id plus one, added tokens included."""
+        highest = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not 0 <= highest <= MAX_ID:
+            raise CheckpointError(f"{self._where}: token ids reach {highest}, 0 to {MAX_ID} are supported")
+        return highest + 1
+
+    def fingerprint(self) -> str:
+        """SHA-256 in hex over all pairs of id and token; equal for tokenizers with one vocabulary."""
+        vocabulary = self._library.get_vocab(with_added_tokens=True)
+        pairs = sorted((token_id, token) for token, token_id in vocabulary.items())
+        return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+    def _token(self, token_id: int) -> str:
+        return (self._library.id_to_token(token_id) if 0 <= token_id <= MAX_ID else None) or ""
+
+    def _role(self, config: TokenizerConfig, role: str) -> int | None:
+        name = config.roles.get(role)
+        return None if name is None else self.token_to_id(name)
+
+    def _has_special(self, ids: Sequence[int]) -> bool:
+        return not (self.special_ids - {self._unknown_id}).isdisjoint(ids)
+
+    def _encode(self, text: str, parse_special: bool) -> list[int]:
+        if self._stuck:
+            raise IncompatibleError(f"{self._where}: an earlier text did not come back from the tokenizer")
+        seconds = 5 + len(text) / 50_000
+        try:
+            with self._lock:
+                self._library.encode_special_tokens = not parse_special
+                # Of the encoding calls only this one lets go of the interpreter, so that a clock can run.
+                call = partial(self._library.encode_batch_fast, [text], add_special_tokens=False)
+                ids: list[int] = within(seconds, call)[0].ids
+                return ids
+        except EncodingTimeout:
+            self._stuck = True
+            raise IncompatibleError(
+                f"{self._where}: takes more than {seconds:.0f} s to encode this text"
+            ) from None
+        except (TypeError, UnicodeEncodeError):
+            raise UsageError("the text is not Unicode: it holds half of a surrogate pair") from None
+        except Exception as error:
+            raise IncompatibleError(f"{self._where}: cannot encode this text: {one_line(error)}") from None
+
+    def _encode_in_pieces(self, text: str) -> list[int]:
+        """Plain text through a vocabulary that holds special tokens as ordinary words: cut inside each."""
+        names = sorted((name for name in self.special_tokens if len(name) > 1), key=len, reverse=True)
+        cuts = "|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names) or "(?!)"
+        ids = [
+            token_id
+            for piece in re.split(cuts, text)
+            for token_id in self._encode(piece, parse_special=False)
+        ]
+        if self._has_special(ids):
+            raise IncompatibleError(f"{self._where}: turns plain text into special tokens")
+        return ids
+
+    def _read_surroundings(self, config: TokenizerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the post-processor puts before and after a text, corrected by what the config says."""
+        whole = self._library.encode("a")
+        if not all(self._token(token_id) for token_id in whole.ids):
+            raise CheckpointError(f"{self._where}: post_processor: adds token ids that do not exist")
+        own = [position for position, added in enumerate(whole.special_tokens_mask) if not added]
+        first, last = (own[0], own[-1] + 1) if own else (len(whole.ids), len(whole.ids))
+        prefix, suffix = tuple(whole.ids[:first]), tuple(whole.ids[last:])
+        for flag, token_id, name in (
+            (config.add_bos, self.bos_id, "bos"),
+            (config.add_eos, self.eos_id, "eos"),
+        ):
+            if flag and token_id is None:
+                raise CheckpointError(
+                    f"{self._where}: add_{name}_token: is true, but there is no {name}_token"
+                )
+        if config.add_bos is not None and self.bos_id is not None:
+            prefix = (self.bos_id,) * config.add_bos + prefix[prefix[:1] == (self.bos_id,) :]
+        if config.add_eos is not None and self.eos_id is not None:
+            suffix = suffix[: len(suffix) - (suffix[-1:] == (self.eos_id,))] + (self.eos_id,) * config.add_eos
+        return prefix, suffix
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-ins of GPT-2 for the 256 bytes, character to byte."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _read_decoder(library: tokenizers.Tokenizer, where: str) -> _Decoder:
+    """Understand the decoder of a tokenizer; one whose bytes a token are unknown is refused by name."""
+    state = None if library.decoder is None else json.loads(library.decoder.__getstate__())
+    steps = [] if state is None else state["decoders"] if state["type"] == "Sequence" else [state]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _Decoder(_byte_alphabet())
+    replacements: list[tuple[str, str]] = []
+    strips = False
+    for position, step in enumerate(steps):
+        kind = step["type"]
+        if kind == "Replace" and "String" in step["pattern"]:
+            replacements.append((step["pattern"]["String"], step["content"]))
+        elif kind == "Metaspace":
+            replacements.append((step["replacement"], " "))
+            strips |= step["prepend_scheme"] != "never"
+        elif kind == "Strip" and (step["content"], step["start"], step["stop"]) == (" ", 1, 0):
+            if "Fuse" not in kinds[:position]:
+                raise CheckpointError(f"{where}: decoder: Strip without Fuse before it is not supported")
+            strips = True
+        elif kind not in ("ByteFallback", "Fuse"):
+            raise CheckpointError(f"{where}: decoder: {shown(kind)} is not supported here")
+    if not replacements:
+        raise CheckpointError(
+            f"{where}: decoder: {shown(kinds)} is not supported (ByteLevel and SentencePiece are)"
+        )
+    return _Decoder(None, tuple(replacements), "ByteFallback" in kinds, strips)

@@ -1,0 +1,290 @@
+"""Model folders: single files, shards and their index, reading, and the comparison with a model's needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spd.errors import CheckpointError
+from spd.formats.checkpoint import Checkpoint, check_tensors
+from tests.formats.formats_helpers import entry, refused, shard_bytes, write_json, write_shard, write_sharded
+
+INDEX = "model.safetensors.index.json"
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def test_a_single_file(tmp_path: Path) -> None:
+    write_shard(tmp_path / "model.safetensors", {"a": [2, 3], "b": [4]})
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert set(checkpoint.tensors) == {"a", "b"} and checkpoint.total_bytes == 40
+        assert checkpoint.shards == (tmp_path / "model.safetensors",)
+        tensor = checkpoint.read("b")
+        assert tuple(tensor.shape) == (4,) and tensor.numpy().tobytes() == b"\2" * 16
+        assert tuple(checkpoint.read("a").shape) == (2, 3)
+    assert tensor.numpy().tobytes() == b"\2" * 16  # outlives its checkpoint
+
+
+def test_shards(tmp_path: Path) -> None:
+    write_sharded(tmp_path, {ONE: {"a": [2]}, TWO: {"b": [1], "c": [3]}})
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert [path.name for path in checkpoint.shards] == [ONE, TWO]
+        assert checkpoint.tensors["c"].shard.name == TWO and checkpoint.notes == ()
+        assert checkpoint.read("c").numpy().tobytes() == b"\2" * 12
+        assert checkpoint.read("a").numpy().tobytes() == b"\1" * 8
+
+
+def test_a_single_file_wins_over_an_index(tmp_path: Path) -> None:
+    write_sharded(tmp_path, {ONE: {"a": [2]}, TWO: {"b": [1]}})
+    write_shard(tmp_path / "model.safetensors", {"z": [1]})
+    assert set(Checkpoint.open(tmp_path).tensors) == {"z"}
+
+
+def test_bfloat16_and_zero_sized_tensors(tmp_path: Path) -> None:
+    header = {"w": entry([2], 0, 4, "BF16"), "z": entry([2, 0], 4, 4, "F16")}
+    (tmp_path / "model.safetensors").write_bytes(shard_bytes(header, b"\x80\x3f\x00\x40"))
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert checkpoint.read("w").tolist() == [1.0, 2.0]
+        assert tuple(checkpoint.read("z").shape) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ((), ("model.safetensors", INDEX)),
+        (("pytorch_model.bin",), ("pytorch_model.bin", "pickle")),
+        (("model.pth",), ("model.pth", "pickle")),
+        (("model.gguf",), ("model.gguf", "GGUF")),
+        (("other.safetensors",), ("model.safetensors",)),
+    ],
+)
+def test_folders_without_weights(tmp_path: Path, names: tuple[str, ...], words: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    with refused(CheckpointError, str(tmp_path), *words):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    with refused(CheckpointError, "nowhere", "No such file"):
+        Checkpoint.open(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with refused(CheckpointError, "file", "Not a directory"):
+        Checkpoint.open(tmp_path / "file")
+
+
+def test_a_file_without_tensors(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(shard_bytes({}))
+    with refused(CheckpointError, "model.safetensors", "no tensors"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".ckpt", ".PKL"])
+def test_an_index_that_names_pickles(tmp_path: Path, suffix: str) -> None:
+    write_json(tmp_path, INDEX, {"weight_map": {"a": f"model{suffix}"}})
+    (tmp_path / f"model{suffix}").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    with refused(CheckpointError, INDEX, f"model{suffix}", "pickle formats are not supported"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../a.safetensors", "/etc/a.safetensors", "sub/a.safetensors", "..\\a.safetensors"),
+        "C:a.safetensors",
+        *("\\\\host\\share\\a.safetensors", "a\0.safetensors", "a\n.safetensors", "CON.safetensors"),
+        *("nul.safetensors", "com1.x.safetensors", ".safetensors", "..", "", "a.safetensors ", "a.json"),
+        *("a?.safetensors", "a\u202e.safetensors"),
+    ],
+)  # fmt: skip
+def test_shard_names_that_are_refused(tmp_path: Path, name: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    write_shard(tmp_path / "a.safetensors", {"a": [1]})
+    write_json(outside, INDEX, {"weight_map": {"a": name}})
+    with refused(CheckpointError, INDEX, "weight_map", "name" if name != "a.json" else "a.json"):
+        Checkpoint.open(outside)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[]", ("not a JSON object",)),
+        ("{", ("not JSON",)),
+        ("{}", ("weight_map",)),
+        ('{"weight_map": {}}', ("weight_map",)),
+        ('{"weight_map": ["a"]}', ("weight_map",)),
+        ('{"weight_map": {"a": 1}}', ("weight_map", "'a'", "string")),
+        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', ("'a'", "twice")),
+        ('{"weight_map": {"a": "x.safetensors", "b": "X.safetensors"}}', ("upper and lower case",)),
+    ],
+)
+def test_index_files_that_are_refused(tmp_path: Path, content: str, words: tuple[str, ...]) -> None:
+    write_shard(tmp_path / "x.safetensors", {"a": [1]})
+    write_shard(tmp_path / "X.safetensors", {"b": [1]})
+    (tmp_path / INDEX).write_text(content)
+    with refused(CheckpointError, f"{tmp_path}/{INDEX}: ", *words):
+        Checkpoint.open(tmp_path)
+
+
+def test_an_index_of_200_megabytes(tmp_path: Path) -> None:
+    with open(tmp_path / INDEX, "wb") as file:
+        file.truncate(200_000_000)
+    with refused(CheckpointError, INDEX, "100,000,000 bytes", seconds=1):
+        Checkpoint.open(tmp_path)
+
+
+def test_absent_shards_are_all_named(tmp_path: Path) -> None:
+    names = [f"model-{i:05}-of-00004.safetensors" for i in range(1, 5)]
+    write_sharded(tmp_path, {name: {f"t{i}": [1]} for i, name in enumerate(names)})
+    for name in names[1:3]:
+        (tmp_path / name).unlink()
+    with refused(CheckpointError, INDEX, "2 of 4", *names[1:3]):
+        Checkpoint.open(tmp_path)
+    (tmp_path / names[1]).symlink_to("blob-that-never-arrived")
+    write_shard(tmp_path / names[2], {"t2": [1]})
+    with refused(CheckpointError, names[1], "No such file"):
+        Checkpoint.open(tmp_path)
+
+
+def test_many_absent_shards_are_counted(tmp_path: Path) -> None:
+    write_json(tmp_path, INDEX, {"weight_map": {f"t{i}": f"s{i:03}.safetensors" for i in range(60)}})
+    with refused(CheckpointError, "60 of 60", "s000", "and 40 more"):
+        Checkpoint.open(tmp_path)
+
+
+def test_the_shard_that_is_damaged_is_named(tmp_path: Path) -> None:
+    write_sharded(tmp_path, {ONE: {"a": [2]}, TWO: {"b": [4]}})
+    os.truncate(tmp_path / TWO, os.path.getsize(tmp_path / TWO) - 2)
+    with refused(CheckpointError, TWO, "2 bytes", "missing"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+    write_sharded(tmp_path, {ONE: {"a": [2], "c": [1]}, TWO: {"b": [1], "a": [2]}})
+    with refused(CheckpointError, "'a'", ONE, TWO):
+        Checkpoint.open(tmp_path)
+
+
+def test_index_and_shards_disagree(tmp_path: Path) -> None:
+    weight_map = write_sharded(tmp_path, {ONE: {"a": [2]}, TWO: {"b": [1], "c": [1]}})
+    write_json(tmp_path, INDEX, {"weight_map": {**weight_map, "a": TWO, "d": ONE}})
+    with refused(CheckpointError, INDEX, "2 tensors", "'a'", ONE, TWO) as caught:
+        Checkpoint.open(tmp_path)
+    assert any("'d'" in line for line in caught.value.reason)
+    del weight_map["c"]
+    write_json(tmp_path, INDEX, {"weight_map": weight_map})
+    with refused(CheckpointError, INDEX, "'c'", "not in the index"):
+        Checkpoint.open(tmp_path)
+
+
+def test_files_beside_the_index_are_noted(tmp_path: Path) -> None:
+    write_sharded(tmp_path, {ONE: {"a": [2]}, "model-00002-of-00003.safetensors": {"b": [1]}})
+    (tmp_path / "extra.safetensors").write_bytes(b"damaged, but nobody asked")
+    checkpoint = Checkpoint.open(tmp_path)
+    assert set(checkpoint.tensors) == {"a", "b"}
+    assert len(checkpoint.notes) == 2
+    assert "extra.safetensors" in checkpoint.notes[0] and "2 and 3 shards" in checkpoint.notes[1]
+
+
+def test_a_file_truncated_or_replaced_while_in_use(tmp_path: Path) -> None:
+    path = write_shard(tmp_path / "model.safetensors", {"a": [1000], "b": [1000]})
+    with Checkpoint.open(tmp_path) as checkpoint:
+        checkpoint.read("a")
+        checkpoint.check_unchanged()
+        os.truncate(path, 500)
+        with refused(CheckpointError, "model.safetensors", "changed while in use", "bytes became 500"):
+            checkpoint.read("b")
+        with refused(CheckpointError, "changed while in use"):
+            checkpoint.check_unchanged()
+    write_shard(path, {"a": [1000], "b": [1000]})
+    with Checkpoint.open(tmp_path) as checkpoint:  # replaced between header and data
+        write_shard(tmp_path / "new", {"b": [1000], "a": [1000]})
+        os.replace(tmp_path / "new", path)
+        with refused(CheckpointError, "model.safetensors", "replaced"):
+            checkpoint.read("a")
+        path.unlink()
+        with refused(CheckpointError, "model.safetensors", "No such file"):
+            checkpoint.read("a")
+
+
+def test_a_name_that_is_not_there(tmp_path: Path) -> None:
+    write_shard(tmp_path / "model.safetensors", {"a": [1]})
+    with refused(CheckpointError, "'b'"):
+        Checkpoint.open(tmp_path).read("b")
+
+
+def test_check_tensors_lists_everything_at_once(tmp_path: Path) -> None:
+    header = {
+        "ok": entry([2], 0, 8),
+        "transposed": entry([3, 2], 8, 32),
+        "complex": entry([1], 32, 40, "C64"),
+        "fp8": entry([4], 40, 44, "F8_E4M3"),
+        "empty": entry([2, 0], 44, 44),
+        "extra": entry([1], 44, 48),
+        "rotary.inv_freq": entry([1], 48, 52),
+    }
+    (tmp_path / "model.safetensors").write_bytes(shard_bytes(header, bytes(52)))
+    checkpoint = Checkpoint.open(tmp_path)
+    needed = {"ok": (2,), "transposed": (2, 3), "complex": (1,), "fp8": (4,), "empty": (2, 2), "gone": (1,)}
+    with refused(CheckpointError, "1 missing", "2 of another shape", "2 of an unsupported dtype") as caught:
+        check_tensors(checkpoint, needed, ignorable=lambda name: name.endswith("inv_freq"))
+    lines = "\n".join(caught.value.reason)
+    assert len(caught.value.reason) == 5
+    assert "'transposed' in model.safetensors: shape is [3, 2], expected [2, 3]" in lines
+    assert "'gone': is missing" in lines and "dtype C64" in lines and "dtype F8_E4M3" in lines
+    assert "[2, 0], expected [2, 2]" in lines and "'ok'" not in lines
+    assert check_tensors(checkpoint, {"ok": (2,)}, ignorable=lambda name: name != "extra") == ["extra"]
+    with refused(CheckpointError, "'ok'", "F32"):
+        check_tensors(checkpoint, {"ok": (2,)}, ignorable=lambda name: True, dtypes=("BF16",))
+
+
+def test_check_tensors_counts_beyond_twenty(tmp_path: Path) -> None:
+    write_shard(tmp_path / "model.safetensors", {"a": [1]})
+    with refused(CheckpointError, "60 missing") as caught:
+        check_tensors(
+            Checkpoint.open(tmp_path), {f"t{i}": (1,) for i in range(60)}, ignorable=lambda name: True
+        )
+    assert len(caught.value.reason) == 21 and caught.value.reason[-1] == "and 40 more"
+
+
+def test_sixty_shards_are_listed_quickly_and_without_torch(tmp_path: Path) -> None:
+    weight_map = {}
+    for shard in range(60):
+        name = f"model-{shard + 1:05}-of-00060.safetensors"
+        tensors = {f"model.layers.{shard}.{part}.weight": [2**14, 2**13] for part in range(12)}
+        header, position = {}, 0
+        for tensor, shape in tensors.items():
+            header[tensor] = entry(shape, position, position + 2**28, "BF16")
+            position += 2**28
+        raw = shard_bytes(header)
+        (tmp_path / name).write_bytes(raw)
+        os.truncate(tmp_path / name, len(raw) + position)  # sparse: 3 GiB that occupy nothing
+        weight_map.update(dict.fromkeys(tensors, name))
+    write_json(tmp_path, INDEX, {"weight_map": weight_map})
+    start = time.monotonic()
+    assert Checkpoint.open(tmp_path).total_bytes == 60 * 12 * 2**28
+    assert time.monotonic() - start < 0.5
+    code = (
+        "import json, sys; from pathlib import Path; from spd.formats.checkpoint import Checkpoint;"
+        "Checkpoint.open(Path(sys.argv[1])); "
+        "print(json.dumps([m for m in ('torch', 'numpy') if m in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == []
+
+
+def test_modules_of_this_room_leave_torch_alone() -> None:
+    names = ["model_config", "generation_config", "hub", "tokenizer", "chat_template", "demo", "checkpoint"]
+    code = (
+        f"import sys\nfor name in {names}: __import__('spd.formats.' + name)\nprint('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,182 @@
+"""References to folders: paths, the embedded demo, the local Hugging Face cache; never the network."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from spd.errors import IncompatibleError, NotFoundError, UsageError
+from spd.formats import hub
+from spd.formats.demo import demo_draft_folder, demo_folder
+from spd.formats.hub import list_cached_models, resolve_model
+from tests.formats.formats_helpers import refused
+
+FIRST, SECOND = "a" * 40, "ab" * 20
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with one model of two snapshots, while the network is forbidden."""
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(socket, "socket", forbidden)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "hub" / "models--org--Model-1.5B"
+    for commit in (FIRST, SECOND):
+        (model / "snapshots" / commit).mkdir(parents=True)
+        (model / "snapshots" / commit / "config.json").write_text("{}")
+    (model / "refs" / "refs" / "pr").mkdir(parents=True)
+    (model / "refs" / "main").write_text(FIRST + "\n")
+    (model / "refs" / "v2").write_text(SECOND)
+    (model / "refs" / "refs" / "pr" / "1").write_text(SECOND)
+    (model / "refs" / "gone").write_text("c" * 40)
+    (tmp_path / "hub" / "models--org--empty").mkdir()
+    (tmp_path / "hub" / "datasets--org--data").mkdir()
+    return tmp_path / "hub"
+
+
+def snapshot(cache: Path, commit: str) -> Path:
+    return cache / "models--org--Model-1.5B" / "snapshots" / commit
+
+
+@pytest.mark.parametrize(
+    ("revision", "commit"),
+    [
+        (None, FIRST),
+        ("main", FIRST),
+        ("v2", SECOND),
+        ("refs/pr/1", SECOND),
+        (SECOND, SECOND),
+        (SECOND[:7], SECOND),
+    ],
+)
+def test_cached_models(cache: Path, revision: str | None, commit: str) -> None:
+    assert resolve_model("org/Model-1.5B", revision) == snapshot(cache, commit)
+
+
+def test_listing_is_sorted_and_quick(cache: Path) -> None:
+    for number in range(40):
+        (cache / f"models--lab--m{number:02}" / "snapshots" / FIRST).mkdir(parents=True)
+    (cache / "models--gpt2" / "snapshots" / FIRST).mkdir(parents=True)
+    start = time.monotonic()
+    names = list_cached_models()
+    assert time.monotonic() - start < 0.05
+    assert names == sorted(names) and len(names) == 42
+    assert "org/Model-1.5B" in names and "gpt2" in names and "org/empty" not in names
+
+
+def test_no_cache_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "nowhere"))
+    assert list_cached_models() == []
+    with refused(NotFoundError, "org/model", exit_code=3):
+        resolve_model("org/model")
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert hub.cache_folder() == Path("/home/me/.cache/huggingface/hub")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert hub.cache_folder() == Path("/xdg/huggingface/hub")
+    monkeypatch.setenv("HF_HOME", "~/hf")
+    assert hub.cache_folder() == Path("/home/me/hf/hub")
+    monkeypatch.setenv("HF_HUB_CACHE", "/cache")
+    assert hub.cache_folder() == Path("/cache")
+
+
+def test_paths(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = cache.parent / "org" / "Model-1.5B"
+    folder.mkdir(parents=True)
+    for reference in (str(folder), "./org/Model-1.5B", "org/Model-1.5B"):  # a folder wins over the cache
+        assert resolve_model(reference).resolve() == folder
+    monkeypatch.setenv("HOME", str(cache.parent))
+    assert resolve_model("~/org/Model-1.5B") == folder
+
+
+def test_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert demo_draft_folder().parent == demo_folder() and demo_folder().parent.name == "formats"
+    monkeypatch.setattr(hub, "demo_folder", lambda: tmp_path)
+    with refused(NotFoundError, "demo", exit_code=3):
+        resolve_model("demo")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "demo").mkdir()
+    assert resolve_model("demo") == tmp_path
+    assert resolve_model("./demo") == Path("demo")
+    with refused(UsageError, "revision", exit_code=2):
+        resolve_model("demo", "main")
+
+
+def test_what_was_looked_for_is_said(cache: Path) -> None:
+    with refused(NotFoundError, "org/Model-15B", exit_code=3) as caught:
+        resolve_model("org/Model-15B")
+    reason = "\n".join(caught.value.reason)
+    assert str(cache / "models--org--Model-15B") in reason
+    assert "in the cache: org/Model-1.5B" in reason
+    assert caught.value.fix == ("hf download org/Model-15B",)
+
+
+@pytest.mark.parametrize("revision", ["v3", "gone", "abc", SECOND[:6], "d" * 40, "a"])
+def test_revisions_that_are_not_there(cache: Path, revision: str) -> None:
+    with refused(NotFoundError, "org/Model-1.5B", revision, exit_code=3) as caught:
+        resolve_model("org/Model-1.5B", revision)
+    assert any("v2" in line for line in caught.value.reason)
+    assert caught.value.fix == (f"hf download org/Model-1.5B --revision {revision}",)
+
+
+@pytest.mark.parametrize("revision", ["", "../main", "/etc/passwd", "a/../b", "a b", "x\0", "-x", "a\n"])
+def test_revisions_that_cannot_be(cache: Path, revision: str) -> None:
+    with refused(UsageError, "revision", exit_code=2):
+        resolve_model("org/Model-1.5B", revision)
+
+
+def test_without_main_the_only_snapshot_counts(cache: Path) -> None:
+    model = cache / "models--org--Model-1.5B"
+    (model / "refs" / "main").unlink()
+    with refused(NotFoundError, "'main'", exit_code=3):
+        resolve_model("org/Model-1.5B")
+    (snapshot(cache, FIRST) / "config.json").unlink()
+    snapshot(cache, FIRST).rmdir()
+    assert resolve_model("org/Model-1.5B") == snapshot(cache, SECOND)
+
+
+def test_an_incomplete_download(cache: Path) -> None:
+    (snapshot(cache, FIRST) / "config.json").unlink()
+    with refused(NotFoundError, "incomplete", "config.json", exit_code=3):
+        resolve_model("org/Model-1.5B")
+
+
+def test_a_ref_that_points_elsewhere_is_not_followed(cache: Path) -> None:
+    (cache / "models--org--Model-1.5B" / "refs" / "main").write_text("../../../..")
+    with refused(NotFoundError, "main", exit_code=3):
+        resolve_model("org/Model-1.5B")
+
+
+@pytest.mark.parametrize("reference", ["", "   ", "a\0b"])
+def test_words_that_are_no_model(cache: Path, reference: str) -> None:
+    with refused(UsageError, exit_code=2):
+        resolve_model(reference)
+
+
+@pytest.mark.parametrize(
+    "reference", ["./nothing", "/nothing/at/all", "../x", "a/b/c", "a--b/c", "o/..", "~nobody/x", "x" * 5000]
+)
+def test_paths_that_are_not_there(cache: Path, reference: str) -> None:
+    with pytest.raises(NotFoundError) as caught:
+        resolve_model(reference)
+    assert caught.value.exit_code == 3
+
+
+def test_files_are_not_folders(cache: Path) -> None:
+    for name, word in (("model.gguf", "GGUF"), ("model.safetensors", "folder")):
+        path = cache / name
+        path.write_bytes(b"")
+        with refused(IncompatibleError, str(path), word):
+            resolve_model(str(path))

@@ -1,0 +1,312 @@
+"""config.json: what is read, and that every absurd value is refused by file and field."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from spd.errors import CheckpointError
+from spd.formats.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeConfig, read_model_config
+from tests.formats.formats_helpers import LLAMA, QWEN3, refused, write_json
+
+
+def read(folder: Path, config: object) -> ModelConfig:
+    write_json(folder, "config.json", config)
+    return read_model_config(folder)
+
+
+def without(config: dict, *keys: str) -> dict:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def test_llama_is_read(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA)
+    assert config == ModelConfig(
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=300,
+        max_positions=512,
+        rms_norm_eps=1e-5,
+        hidden_act="silu",
+        tie_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+        rope=RopeConfig("default", 500000.0),
+        dtype="bfloat16",
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+def test_qwen3_as_published_is_read(tmp_path: Path) -> None:
+    published = {
+        **QWEN3,
+        **{"attention_bias": True, "attention_dropout": 0.0, "tie_word_embeddings": True, "use_cache": True},
+        **{
+            "max_window_layers": 28,
+            "rope_scaling": None,
+            "sliding_window": None,
+            "use_sliding_window": False,
+        },
+        **{
+            "rope_theta": 1000000,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "eos_token_id": [7, 8, 7],
+        },
+        **{"auto_map": {"AutoModelForCausalLM": "modeling_evil.Model"}, "bos_token_id": None},
+    }
+    config = read(tmp_path, published)
+    assert (config.head_dim, config.num_kv_heads, config.attention_bias) == (32, 1, True)
+    assert (config.tie_embeddings, config.eos_token_ids, config.bos_token_id) == (True, (7, 8), None)
+    assert config.rope == RopeConfig("default", 1e6)
+
+
+def test_defaults_are_those_of_hugging_face(tmp_path: Path) -> None:
+    keys = (
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_theta",
+        "torch_dtype",
+        "eos_token_id",
+    )
+    config = read(tmp_path, without(LLAMA, *keys, "bos_token_id", "model_type"))
+    assert (config.num_kv_heads, config.max_positions, config.rms_norm_eps) == (4, 2048, 1e-6)
+    assert (config.rope, config.dtype, config.eos_token_ids) == (RopeConfig("default", 1e4), "float32", ())
+    assert read(tmp_path, without(QWEN3, "max_position_embeddings")).max_positions == 32768
+
+
+def test_biases_and_alternative_spellings(tmp_path: Path) -> None:
+    config = read(tmp_path, {**LLAMA, "mlp_bias": True, "attention_bias": True, "hidden_act": "swish"})
+    assert (config.mlp_bias, config.attention_bias, config.hidden_act) == (True, True, "silu")
+    assert read(tmp_path, {**LLAMA, "torch_dtype": "torch.float16"}).dtype == "float16"
+    assert read(tmp_path, {**without(LLAMA, "torch_dtype"), "dtype": "float32"}).dtype == "float32"
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+YARN = {
+    **{"type": "yarn", "factor": 4, "original_max_position_embeddings": 128, "beta_fast": 16, "beta_slow": 2},
+    **{"attention_factor": 1.2, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+}
+ROPES = [
+    ({"rope_type": "default"}, RopeConfig("default", 5e5)),
+    ({}, RopeConfig("default", 5e5)),
+    ({"type": "linear", "factor": 2}, RopeConfig("linear", 5e5, 2.0)),
+    ({"rope_type": "linear", "type": "linear", "factor": 2.5}, RopeConfig("linear", 5e5, 2.5)),
+    (LLAMA3, RopeConfig("llama3", 5e5, 32.0, 128, low_freq_factor=1.0, high_freq_factor=4.0)),
+    ({"rope_type": "yarn", "factor": 4.0}, RopeConfig("yarn", 5e5, 4.0, 512)),
+    (
+        YARN,
+        RopeConfig(
+            *("yarn", 5e5, 4.0, 128),
+            **{
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "attention_factor": 1.2,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+            },
+            truncate=False,
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("scaling", "expected"), ROPES)
+def test_rope_in_both_spellings(tmp_path: Path, scaling: dict, expected: RopeConfig) -> None:
+    assert read(tmp_path, {**LLAMA, "rope_scaling": scaling}).rope == expected
+    new = without(LLAMA, "rope_theta")
+    if scaling:
+        assert read(tmp_path, {**new, "rope_parameters": {**scaling, "rope_theta": 5e5}}).rope == expected
+        both = {"rope_parameters": {**scaling, "rope_theta": 5e5}, "rope_scaling": scaling}
+        assert read(tmp_path, {**LLAMA, **both}).rope == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, ("rope_scaling", '"dynamic"', "yarn")),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, ("rope_type", "longrope")),
+        ({"rope_scaling": {"rope_type": "yarn", "type": "linear", "factor": 2}}, ("type", "disagrees")),
+        ({"rope_scaling": {"factor": 2}}, ("rope_scaling", "rope_type", "missing")),
+        ({"rope_scaling": {"type": "linear"}}, ("factor", "missing")),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, ("factor", "0.5")),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, ("factor", "'2'")),
+        ({"rope_scaling": {"type": "linear", "factor": True}}, ("factor", "true")),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "mrope_section": [1]}}, ("mrope_section", "known")),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ("high_freq_factor", "low_freq_factor")),
+        ({"rope_scaling": without(LLAMA3, "low_freq_factor")}, ("low_freq_factor", "missing")),
+        ({"rope_scaling": without(LLAMA3, "original_max_position_embeddings")}, ("original_max", "missing")),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 0}}, ("original_max",)),
+        ({"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 1}}, ("beta_fast",)),
+        ({"rope_scaling": {**YARN, "attention_factor": -1}}, ("attention_factor",)),
+        ({"rope_scaling": {**YARN, "truncate": 1}}, ("truncate",)),
+        ({"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, ("partial_rotary_factor",)),
+        ({"rope_scaling": "linear"}, ("rope_scaling", "object")),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ("full_attention",)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, ("rope_theta", "disagrees")),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2}},
+            ("rope_scaling", "disagrees"),
+        ),
+        ({"rope_theta": 0.5}, ("rope_theta",)),
+        ({"rope_theta": 1e300}, ("rope_theta",)),
+        ({"rope_theta": "1e6"}, ("rope_theta",)),
+    ],
+)
+def test_rope_that_is_refused(tmp_path: Path, change: dict, words: tuple[str, ...]) -> None:
+    with refused(CheckpointError, "config.json", *(word.strip('"') for word in words), seconds=1):
+        read(tmp_path, {**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("num_hidden_layers", value) for value in (10**9, 0, -1, 2.0, "2", True, [2], 10**400)),
+        *(("hidden_size", value) for value in (-1, 0, 64.0, 2**40)),
+        ("intermediate_size", -5),
+        *(("num_attention_heads", value) for value in (0, 5, -4, 10**6)),
+        *(("num_key_value_heads", value) for value in (0, 3, 8)),
+        *(("head_dim", value) for value in (0, 15, 16.0, 10**6)),
+        *(("vocab_size", value) for value in (0, 2**31, 300.0)),
+        *(("max_position_embeddings", value) for value in (0, 10**12, 4096.0)),
+        *(("rms_norm_eps", value) for value in (0, -1e-6, 1.5, "1e-6", True)),
+        *(("tie_word_embeddings", value) for value in (1, "true")),
+        *(("attention_bias", value) for value in (0, "no")),
+        ("mlp_bias", "yes"),
+        *(("hidden_act", value) for value in ("gelu", "gelu_pytorch_tanh", 3)),
+        *(("torch_dtype", value) for value in ("float8_e4m3fn", "float64", "auto", 16)),
+        ("dtype", "float16"),  # disagrees with torch_dtype
+        *(("architectures", value) for value in (["GPT2LMHeadModel"], [], None, "LlamaForCausalLM", [3])),
+        ("architectures", ["LlamaForCausalLM", "Qwen3ForCausalLM"]),
+        ("model_type", "mistral"),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("compression_config", {"x": 1}),
+        ("partial_rotary_factor", 0.5),
+        ("sliding_window", 128),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("layer_types", ["full_attention"]),
+        ("layer_types", {"a": 1}),
+        *(("eos_token_id", value) for value in (300, -1, 2.0, [2, 300], [[2]], "2", [0] * 2000, 2**70)),
+        *(("bos_token_id", value) for value in (300, -1, [1])),
+    ],
+)
+def test_values_that_are_refused(tmp_path: Path, field: str, value: object) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with refused(CheckpointError, f"{tmp_path}/config.json: ", field, seconds=1):
+        read(tmp_path, {**LLAMA, field: value})
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB
+
+
+@pytest.mark.parametrize(
+    "field", ["hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "architectures"]
+)
+def test_what_must_be_there(tmp_path: Path, field: str) -> None:
+    with refused(CheckpointError, "config.json", field):
+        read(tmp_path, without(LLAMA, field))
+
+
+def test_quantization_and_architecture_name_what_they_found(tmp_path: Path) -> None:
+    with refused(CheckpointError, "quantization_config", "'gptq'"):
+        read(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "gptq"}})
+    with refused(CheckpointError, "'GPT2LMHeadModel'", *SUPPORTED_ARCHITECTURES):
+        read(tmp_path, {**LLAMA, "architectures": ["GPT2LMHeadModel"]})
+
+
+def test_sliding_window_switched_off_is_accepted(tmp_path: Path) -> None:
+    off = {"sliding_window": 128, "use_sliding_window": False, "layer_types": ["full_attention"] * 2}
+    assert read(tmp_path, {**QWEN3, **off}).num_layers == 2
+    with refused(CheckpointError, "sliding_window", "128"):
+        read(tmp_path, {**QWEN3, **off, "use_sliding_window": True})
+
+
+def test_terminal_escapes_in_a_value_do_not_reach_the_message(tmp_path: Path) -> None:
+    with refused(CheckpointError, "hidden_act", "\\x1b"):
+        read(tmp_path, {**LLAMA, "hidden_act": "\x1b[2Jgelu\n" * 100})
+
+
+def test_auto_map_is_never_executed(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    code = f"open({str(canary)!r}, 'w')\nclass Model: pass\n"
+    for name in ("modeling_evil.py", "configuration_evil.py", "__init__.py"):
+        (tmp_path / name).write_text(code)
+    read(
+        tmp_path,
+        {**LLAMA, "auto_map": {"AutoConfig": "configuration_evil.C", "AutoModel": "modeling_evil.Model"}},
+    )
+    assert not canary.exists()
+
+
+GOOD = json.dumps(LLAMA).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", ("is not JSON", "line 1")),
+        (b"{", ("is not JSON",)),
+        (b"[1, 2]", ("is not a JSON object",)),
+        (b"null", ("is not a JSON object",)),
+        (GOOD.replace(b"500000.0", b"NaN"), ("NaN", "not JSON")),
+        (b'{"unknown": Infinity}', ("Infinity", "not JSON")),
+        (GOOD.replace(b"500000.0", b"-Infinity"), ("-Infinity",)),
+        (GOOD.replace(b"500000.0", b"1e999"), ("rope_theta",)),
+        (GOOD.replace(b"500000.0", b"1" * 5000), ("number", "too long")),
+        (GOOD[:-1] + b', "hidden_size": 65}', ("hidden_size", "twice")),
+        (GOOD.decode().encode("utf-16"), ("UTF-16",)),
+        (GOOD.decode().encode("utf-16-le"), ("UTF-16",)),
+        (b'{"a": "\xff"}', ("not UTF-8", "byte 7")),
+        (b'{"a": "\\ud800"}', ("surrogate",)),
+        (b"[" * 10_000 + b"]" * 10_000, ("nested",)),
+        (b"[" * 1_000_000, ("nested",)),
+        (b'{"a":' * 100 + b"1" + b"}" * 100, ("nested",)),
+        (b"[" + b"[]," * 3_000_001 + b"0]", ("lists and objects",)),
+    ],
+    ids=lambda value: repr(value[:24]) if isinstance(value, bytes) else "",
+)
+def test_files_that_are_refused(tmp_path: Path, data: bytes, words: tuple[str, ...]) -> None:
+    (tmp_path / "config.json").write_bytes(data)
+    with refused(CheckpointError, f"{tmp_path}/config.json: ", *words, seconds=2):
+        read_model_config(tmp_path)
+
+
+def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + GOOD)
+    assert read_model_config(tmp_path).hidden_size == 64
+
+
+def test_missing_and_oversized_files_and_other_things(tmp_path: Path) -> None:
+    with refused(CheckpointError, f"{tmp_path}/config.json: No such file"):
+        read_model_config(tmp_path)
+    path = tmp_path / "config.json"
+    with open(path, "wb") as file:
+        file.truncate(10_000_001)
+    with refused(CheckpointError, "config.json", "10,000,000 bytes", seconds=1):
+        read_model_config(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with refused(CheckpointError, "config.json", "FIFO", seconds=1):
+        read_model_config(tmp_path)
+
+
+def test_a_file_that_grows_behind_its_size_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("/proc/self/maps")  # says it has 0 bytes
+    with refused(CheckpointError, "config.json", "changed while it was read"):
+        read_model_config(tmp_path)

@@ -1,0 +1,426 @@
+"""The tokenizer: exact bytes, no special tokens out of plain text, and guards against hostile files."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from spd.errors import CheckpointError, IncompatibleError, UsageError
+from spd.formats import tokenizer as module
+from spd.formats import tokenizer_file
+from spd.formats.tokenizer import Tokenizer
+from tests.formats.formats_helpers import refused, write_json
+from tests.formats.formats_tokenizers import (
+    byte_level,
+    sentencepiece,
+    write,
+    write_byte_level,
+    write_sentencepiece,
+)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    make = {"bytes": write_byte_level, "sentencepiece": write_sentencepiece}
+    return {name: write_folder(tmp_path_factory.mktemp(name)) for name, write_folder in make.items()}
+
+
+@pytest.fixture(scope="session")
+def opened(folders: dict[str, Path]) -> dict[str, Tokenizer]:
+    return {name: Tokenizer.open(folder) for name, folder in folders.items()}
+
+
+def changed(folder: Path, change: Any, **config: object) -> Path:
+    """A byte-level folder whose tokenizer.json went through `change`."""
+    write_byte_level(folder, **config)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    change(content)
+    write_json(folder, "tokenizer.json", content)
+    return folder
+
+
+# What is read
+
+
+def test_names_and_sizes(opened: dict[str, Tokenizer]) -> None:
+    tokenizer = opened["bytes"]
+    library = byte_level()
+    assert tokenizer.special_tokens == {
+        name: library.token_to_id(name) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "※")
+    }
+    assert tokenizer.special_ids == frozenset(tokenizer.special_tokens.values())
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, library.token_to_id("<|im_end|>"))
+    assert tokenizer.vocab_size == max(library.get_vocab().values()) + 1
+    assert tokenizer.token_to_id("nothing") is None and not tokenizer.adds_bos
+    assert not tokenizer.strips_leading_space and opened["sentencepiece"].strips_leading_space
+
+
+def test_bos(opened: dict[str, Tokenizer]) -> None:
+    tokenizer = opened["sentencepiece"]
+    assert tokenizer.adds_bos and tokenizer.bos_id == 1
+    plain = tokenizer.encode("hello")
+    assert plain[0] != 1 and tokenizer.encode("hello", add_special=True) == [1, *plain]
+    assert tokenizer.encode("", add_special=True) == [1]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, ([1], [])),
+        ({"add_bos_token": True}, ([1], [])),
+        ({"add_bos_token": False}, ([], [])),
+        ({"add_eos_token": True}, ([1], [2])),
+        ({"add_bos_token": False, "add_eos_token": True}, ([], [2])),
+    ],
+)
+def test_flags_overrule_the_post_processor(tmp_path: Path, config: dict, expected: tuple) -> None:
+    tokenizer = Tokenizer.open(write_sentencepiece(tmp_path, **config))
+    plain = tokenizer.encode("hello")
+    assert tokenizer.encode("hello", add_special=True) == [*expected[0], *plain, *expected[1]]
+    assert tokenizer.adds_bos == bool(expected[0])
+
+
+def test_bos_without_a_post_processor(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(write_byte_level(tmp_path, bos_token="<|endoftext|>", add_bos_token=True))
+    assert tokenizer.encode("a", add_special=True)[0] == tokenizer.bos_id and tokenizer.adds_bos
+    with refused(CheckpointError, "add_bos_token", "bos_token"):
+        Tokenizer.open(write_byte_level(tmp_path, bos_token=None, add_bos_token=True))
+
+
+def test_names_from_either_file(tmp_path: Path) -> None:
+    write_byte_level(tmp_path, eos_token={"content": "<|im_end|>", "lstrip": False})
+    write_json(
+        tmp_path, "special_tokens_map.json", {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
+    )
+    tokenizer = Tokenizer.open(tmp_path)
+    assert tokenizer.eos_id == tokenizer.token_to_id("<|im_end|>")
+    assert tokenizer.bos_id == tokenizer.token_to_id("<|im_start|>")
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+    assert Tokenizer.open(tmp_path).eos_id is None
+
+
+@pytest.mark.parametrize("value", [3, [], {"content": 3}, {"x": "y"}, ""])
+def test_names_that_are_refused(tmp_path: Path, value: object) -> None:
+    with refused(CheckpointError, "tokenizer_config.json", "eos_token"):
+        Tokenizer.open(write_byte_level(tmp_path, eos_token=value))
+
+
+def test_a_token_named_special_in_the_config_is_special(tmp_path: Path) -> None:
+    extra = ["<think>", "<not in the vocabulary>"]
+    plain = Tokenizer.open(write_byte_level(tmp_path))
+    assert plain.encode("<think>") == [plain.token_to_id("<think>")]
+    tokenizer = Tokenizer.open(write_byte_level(tmp_path, additional_special_tokens=extra))
+    think = tokenizer.token_to_id("<think>")
+    assert think in tokenizer.special_ids and think not in tokenizer.encode("<think>")
+    assert tokenizer.encode("<think>", parse_special=True) == [think]
+    assert tokenizer.vocab_size == plain.vocab_size and tokenizer.fingerprint() == plain.fingerprint()
+
+
+def test_a_word_of_the_model_named_special_in_the_config_is_special(tmp_path: Path) -> None:
+    def add_word(content: dict) -> None:
+        content["model"]["vocab"]["<word>"] = 5000
+
+    tokenizer = Tokenizer.open(changed(tmp_path, add_word, pad_token="<word>"))
+    assert 5000 in tokenizer.special_ids and 5000 not in tokenizer.encode("a<word>")
+    assert tokenizer.encode("<word>", parse_special=True) == [5000]
+
+
+def test_fingerprint(tmp_path: Path, opened: dict[str, Tokenizer]) -> None:
+    same = Tokenizer.open(write_byte_level(tmp_path, eos_token="<|endoftext|>"))
+    assert same.fingerprint() == opened["bytes"].fingerprint() != opened["sentencepiece"].fingerprint()
+    assert len(same.fingerprint()) == 64
+    library = byte_level()
+    library.add_tokens(["<new>"])
+    assert Tokenizer.open(write(tmp_path, library)).fingerprint() != same.fingerprint()
+
+
+def test_truncation_and_padding_in_the_file_are_switched_off(tmp_path: Path) -> None:
+    library = byte_level()
+    library.enable_truncation(2)
+    library.enable_padding(length=50)
+    tokenizer = Tokenizer.open(write(tmp_path, library))
+    assert tokenizer.decode(tokenizer.encode("The quick brown fox")) == "The quick brown fox"
+
+
+# Encoding
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_text_survives(opened: dict[str, Tokenizer], kind: str, text: str) -> None:
+    tokenizer = opened[kind]
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    raw = b"".join(tokenizer.token_bytes(token_id) for token_id in ids)
+    assert raw.decode() == (" " + text if kind == "sentencepiece" and text else text)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_decoding_equals_the_librarys(opened: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
+    library = {"bytes": byte_level, "sentencepiece": sentencepiece}[kind]()
+    tokenizer = opened[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
+    for skip in (True, False):
+        text = tokenizer.decode(ids, skip_special=skip)
+        if "\ufffd" not in text:  # where bytes are no UTF-8 the library writes as many marks as bytes
+            assert text == library.decode(ids, skip_special_tokens=skip)
+
+
+def test_long_texts_and_odd_characters(opened: dict[str, Tokenizer]) -> None:
+    text = "The quick\r\n\0brown fox \x1b[0m" * 40_000
+    start = time.monotonic()
+    assert opened["bytes"].decode(opened["bytes"].encode(text)) == text
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfff" * 1000])
+def test_half_a_surrogate_pair(opened: dict[str, Tokenizer], text: str) -> None:
+    with refused(UsageError, "surrogate", exit_code=2):
+        opened["bytes"].encode(text)
+
+
+@pytest.mark.parametrize("name", ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "※"])
+def test_special_tokens_are_text_unless_asked(opened: dict[str, Tokenizer], name: str) -> None:
+    tokenizer = opened["bytes"]
+    text = f"a{name}\n{name}"
+    ids = tokenizer.encode(text)
+    assert tokenizer.special_ids.isdisjoint(ids) and tokenizer.decode(ids) == text
+    parsed = tokenizer.encode(text, parse_special=True)
+    assert parsed.count(tokenizer.special_tokens[name]) == 2 and tokenizer.decode(parsed) == "a\n"
+    assert tokenizer.decode(parsed, skip_special=False) == text
+    assert tokenizer.encode(text) == ids  # asking leaves nothing behind
+
+
+def test_special_tokens_that_are_words_of_the_model(tmp_path: Path) -> None:
+    pieces = [("<unk>", 0.0), ("</s>", -1.0), ("▁", -2.0), *((c, -3.0) for c in "</s>abc")]
+    library = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
+    library.pre_tokenizer = pre_tokenizers.Metaspace()
+    library.decoder = decoders.Metaspace()
+    library.add_special_tokens(["<unk>", "</s>"])
+    tokenizer = Tokenizer.open(write(tmp_path, library, eos_token="</s>", unk_token="<unk>"))
+    assert 1 in library.encode("a</s>b").ids and 1 in tokenizer.encode("a</s>b", parse_special=True)
+    assert 1 not in tokenizer.encode("a</s>b</s>")
+    assert tokenizer.encode("a☃")[-1] == 0  # the unknown token is no injection
+
+
+def test_plain_text_that_cannot_be_kept_apart_is_refused(tmp_path: Path) -> None:
+    library = byte_level()
+    library.add_special_tokens(["a"])  # now the ordinary letter is the special token
+    with refused(IncompatibleError, "tokenizer.json", "special"):
+        Tokenizer.open(write(tmp_path, library)).encode("banana split")
+
+
+# The bytes of a token
+
+
+def test_every_byte_has_a_token(opened: dict[str, Tokenizer]) -> None:
+    tokenizer = opened["bytes"]
+    for character, byte in module._byte_alphabet().items():
+        token_id = tokenizer.token_to_id(character)
+        assert token_id is not None and tokenizer.token_bytes(token_id) == bytes([byte])
+    sentence = opened["sentencepiece"]
+    assert [sentence.token_bytes(3 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+
+
+def test_bytes_of_other_tokens(opened: dict[str, Tokenizer]) -> None:
+    tokenizer = opened["bytes"]
+    assert tokenizer.token_bytes(tokenizer.token_to_id("<think>")) == b"<think>"
+    assert all(tokenizer.token_bytes(token_id) == b"" for token_id in tokenizer.special_ids)
+    for absent in (tokenizer.vocab_size, 2**24, 2**40, -1):
+        assert tokenizer.token_bytes(absent) == b"" and tokenizer.decode([absent]) == ""
+    sentence = opened["sentencepiece"]
+    assert sentence.token_bytes(sentence.token_to_id("▁hello")) == b" hello"
+    assert sentence.token_bytes(1) == b"" and sentence.decode([1], skip_special=False) == "<s>"
+
+
+def test_added_tokens_outside_the_alphabet(tmp_path: Path) -> None:
+    library = byte_level()
+    library.add_tokens([AddedToken("two words", normalized=False), AddedToken("<｜x｜>", normalized=False)])
+    tokenizer = Tokenizer.open(write(tmp_path, library))
+    for text in ("two words", "<｜x｜>"):
+        (token_id,) = tokenizer.encode(text)
+        assert tokenizer.token_bytes(token_id) == text.encode()
+
+
+@pytest.mark.parametrize(
+    ("decoder", "expected"),
+    [
+        (decoders.Metaspace(), "hello hello"),
+        (decoders.Metaspace(prepend_scheme="never"), " hello hello"),
+        (
+            decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")]),
+            "hello hello",
+        ),
+        (
+            decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+            " hello hello",
+        ),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.Replace("llo", "y")]), " hey hey"),
+    ],
+)
+def test_sentencepiece_decoders(tmp_path: Path, decoder: Any, expected: str) -> None:
+    library = sentencepiece()
+    library.decoder = decoder
+    tokenizer = Tokenizer.open(write(tmp_path, library))
+    ids = [tokenizer.token_to_id("▁hello")] * 2
+    assert tokenizer.decode(ids) == expected == library.decode(ids)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        *(None, decoders.WordPiece(), decoders.BPEDecoder(), decoders.CTC(), decoders.Fuse()),
+        decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]),
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)]),
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+        decoders.Sequence([decoders.Replace(tokenizers.Regex("▁+"), " ")]),
+    ],
+)
+def test_decoders_that_are_refused(tmp_path: Path, decoder: Any) -> None:
+    library = sentencepiece()
+    if decoder is not None:
+        library.decoder = decoder
+    write(tmp_path, library)
+    if decoder is None:
+        content = json.loads((tmp_path / "tokenizer.json").read_text())
+        write_json(tmp_path, "tokenizer.json", {**content, "decoder": None})
+    with refused(CheckpointError, "tokenizer.json", "decoder"):
+        Tokenizer.open(tmp_path)
+
+
+# Hostile files
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "vocab.json"])
+def test_other_formats_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with refused(CheckpointError, name, "tokenizer.json"):
+        Tokenizer.open(tmp_path)
+
+
+def test_absent_or_no_file(tmp_path: Path) -> None:
+    with refused(CheckpointError, "tokenizer.json", "missing"):
+        Tokenizer.open(tmp_path)
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with refused(CheckpointError, "tokenizer.json", "FIFO", seconds=1):
+        Tokenizer.open(tmp_path)
+
+
+def test_half_a_gigabyte(tmp_path: Path) -> None:
+    with open(tmp_path / "tokenizer.json", "wb") as file:
+        file.truncate(500_000_000)
+    with refused(CheckpointError, "tokenizer.json", "200,000,000", seconds=1):
+        Tokenizer.open(tmp_path)
+
+
+def set_regex(pattern: str) -> Any:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return lambda content: content.update(pre_tokenizer=split)
+
+
+def set_merges(*merges: str) -> Any:
+    return lambda content: content["model"].update(vocab={"a": 0, "b": 1, "ab": 2}, merges=list(merges))
+
+
+BOS_TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {"<s>": {"id": "<s>", "ids": [4_000_000_000], "tokens": ["<s>"]}},
+}
+
+
+NO_TOKENS = {**BOS_TEMPLATE, "special_tokens": {}}
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda content: content.pop("model"), "Model"),
+        (lambda content: content.update(version="9.0"), "version"),
+        (lambda content: content["model"].update(merges=[["a", "zz"]]), "zz"),
+        (set_merges("a b", "ab a", "b ab"), "range"),
+        (lambda content: content["model"].update(vocab={"a": 2**32}, merges=[]), "u32"),
+        (lambda content: content["model"].update(dropout=0.1), "dropout"),
+        (lambda content: content.update(decoder={"type": "Evil"}), ""),
+        (lambda content: content.update(post_processor=BOS_TEMPLATE), "post_processor"),
+        (lambda content: content.update(post_processor=NO_TOKENS), "post_processor"),
+        (set_regex("("), ""),
+        (set_regex("(" * 100_000), "depth"),
+        (set_regex("(a+)+$"), "retry-limit"),
+        (set_regex("(\\s+)+$"), "retry-limit"),
+    ],
+)  # fmt: skip
+def test_files_that_are_refused(tmp_path: Path, capfd, change: Any, word: str) -> None:
+    with refused(CheckpointError, f"{tmp_path}/tokenizer.json: ", word):
+        Tokenizer.open(changed(tmp_path, change))
+    assert capfd.readouterr() == ("", "")  # the library's panics stay out of sight
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000, b"\xff", b"\x80\x04cos\nsystem\n"])
+def test_no_tokenizer_at_all(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with refused(CheckpointError, "tokenizer.json"):
+        Tokenizer.open(tmp_path)
+
+
+def test_ids_beyond_reason(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(changed(tmp_path, lambda c: c["model"]["vocab"].update(far=2**31)))
+    with refused(CheckpointError, "tokenizer.json", str(2**31)):
+        _ = tokenizer.vocab_size
+
+
+def test_standard_error_is_left_as_it_was(tmp_path: Path, capfd) -> None:
+    Tokenizer.open(write_byte_level(tmp_path))
+    os.write(2, b"still here")
+    assert capfd.readouterr().err == "still here"
+
+
+def test_a_pattern_that_is_slow_on_some_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    tokenizer = Tokenizer.open(changed(tmp_path, set_regex("q*q*[bc](?<!b)(?<!c)")))
+    assert tokenizer.encode("fine")
+    within = module.within
+    monkeypatch.setattr(module, "within", lambda seconds, call: within(0.1, call))
+    with refused(IncompatibleError, "tokenizer.json", "encode", seconds=3):
+        tokenizer.encode("q" * 1000 + "b")
+    with refused(IncompatibleError, "tokenizer.json", "earlier", seconds=1):
+        tokenizer.encode("fine")
+
+
+def test_a_pattern_that_panics_on_some_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(changed(tmp_path, set_regex("(q+)+$")))
+    with refused(IncompatibleError, "tokenizer.json", "retry-limit"):
+        tokenizer.encode("q" * 60 + "b")
+    assert tokenizer.decode(tokenizer.encode("fine")) == "fine"
+
+
+def test_interrupts_pass_through() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer_file.converting_panics(interrupted)
+
+
+def test_a_template_processor_with_its_tokens(tmp_path: Path) -> None:
+    library = byte_level()
+    end = library.token_to_id("<|endoftext|>")
+    library.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
+    )
+    tokenizer = Tokenizer.open(write(tmp_path, library, bos_token="<|endoftext|>"))
+    assert tokenizer.encode("x", add_special=True) == [end, *tokenizer.encode("x"), end]
+    assert tokenizer.adds_bos
