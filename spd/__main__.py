@@ -1,0 +1,31 @@
+"""The executable: `spd` and `python -m spd`.
+
+Owns the first milliseconds: the version is answered before anything is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+
+def main() -> int:
+    """Run the command line and return its exit status."""
+    if sys.argv[1:] in (["-V"], ["--version"]):
+        from spd import __version__
+
+        print(f"spd {__version__}", flush=True)
+        return 0
+    try:
+        from spd.cli.app import main as run
+
+        return run(sys.argv[1:])
+    except KeyboardInterrupt:  # only before the command line has taken the signals over
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""The application: commands, the one error boundary, and the end of the process.
+
+The only file of the command line that reads environment variables. Imports stay thin: a command's
+body loads what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+from typer.main import get_command
+
+from spd import __version__
+from spd.cli.argv import Invocation, prepare
+from spd.cli.completions import complete, completions
+from spd.cli.generate import generate
+from spd.cli.inspect import inspect
+from spd.cli.options import CompletionOptions, GenerateOptions, InspectOptions, Session, as_command
+from spd.cli.output import (
+    Console,
+    OutputClosed,
+    hold_standard_descriptors,
+    silence_stdout,
+    wants_color,
+    write_error,
+    write_stderr,
+)
+from spd.cli.signals import Interrupted, SignalGuard, die_by
+from spd.errors import CheckpointError, EngineError, NotFoundError, ResourceError, SpdError, UsageError
+
+PIPE_CLOSED = 141
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+COMPLETION_VARIABLE = "_SPD_COMPLETE"
+REPORT = "run it again with --debug, and report what it prints"
+COMMANDS = ("generate", "inspect", "completions")
+
+ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
+
+Standard output carries the answer, standard error everything else. The model `demo` is built in.
+--json, --color, -q, -v and --debug may stand before the command too.
+"""
+
+ROOT_EPILOG = """Examples:
+
+spd generate "What does os.path.join do?"
+
+git diff | spd generate -m Qwen/Qwen3-4B "Write a commit message"
+
+spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
+"""
+
+GENERATE_EPILOG = """Examples:
+
+spd generate --stats "What does os.path.join do?"
+
+spd generate --raw --temperature 0 -n 64 "def read_lines(path):"
+
+cat notes.md | spd generate -s "Be terse" "Summarise"
+
+spd generate --json "Hello" | jq .metrics.speculative_decoding
+
+spd generate --dry-run -f long.txt "Summarise"
+"""
+
+INSPECT_EPILOG = """Examples:
+
+spd inspect demo
+
+spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --json
+"""
+
+COMPLETIONS_EPILOG = """Examples:
+
+eval "$(spd completions bash)"
+
+spd completions zsh > ~/.zfunc/_spd
+
+spd completions fish > ~/.config/fish/completions/spd.fish
+"""
+
+
+def build_app(*, completing: bool = False) -> typer.Typer:
+    """The Typer application with every command; `completing` registers the shells with Typer."""
+    app = typer.Typer(
+        name="spd",
+        help=ROOT_HELP,
+        epilog=ROOT_EPILOG,
+        add_completion=completing,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(root)
+    commands: tuple[tuple[Callable[..., Any], str], ...] = (
+        (as_command(generate, GenerateOptions), GENERATE_EPILOG),
+        (as_command(inspect, InspectOptions), INSPECT_EPILOG),
+        (as_command(completions, CompletionOptions), COMPLETIONS_EPILOG),
+    )
+    for command, epilog in commands:
+        app.command(epilog=epilog)(command)
+    return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"spd {__version__}")
+        raise typer.Exit
+
+
+def root(
+    version: bool = typer.Option(
+        False, "--version", "-V", callback=_show_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """Holds the options that stand before a command."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `spd` with these arguments and return its exit status; ends by the signal if one came."""
+    hold_standard_descriptors()
+    guard = SignalGuard()
+    try:
+        guard.install()
+        status = _run(list(argv), guard)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except Interrupted as stop:
+        silence_stdout()
+        return die_by(stop.signum)
+    except (OutputClosed, BrokenPipeError):
+        silence_stdout()
+        return PIPE_CLOSED
+    except OSError as error:  # help into a full disk, known only when it is flushed
+        silence_stdout()
+        full = ResourceError(f"cannot write: {error.strerror}", fix=["free some space"], code="write_failed")
+        write_error(full, Console(), as_json=False)
+        return full.exit_code
+    finally:
+        guard.uninstall()
+
+
+def _run(argv: list[str], guard: SignalGuard) -> int:
+    """Parse and run; every error becomes lines (or one JSON object) and an exit status."""
+    console, as_json = Console(), "--json" in argv
+    try:
+        if os.environ.get(COMPLETION_VARIABLE):
+            return complete(build_app(completing=True), COMPLETION_VARIABLE)
+        invocation = prepare(argv or ["--help"])
+        console, as_json = _console(invocation), invocation.json
+        for note in invocation.notes:
+            console.note(note)
+        command = get_command(build_app())
+        result = command(
+            args=list(invocation.args), prog_name="spd", standalone_mode=False, obj=Session(console, guard)
+        )
+        return result if isinstance(result, int) else 0
+    except SystemExit as stop:  # how Typer and rich end when standard output breaks under their help
+        silence_stdout()
+        return PIPE_CLOSED if stop.code == 1 else int(stop.code or 0)
+    except Exception as error:
+        if isinstance(error, OutputClosed) or (isinstance(error, OSError) and error.errno in DISK_FULL):
+            raise
+        if console.debug:
+            write_stderr("".join(traceback.format_exception(error)))
+        failure = _explain(error, argv, console)
+        write_error(failure, console, as_json=as_json)
+        return failure.exit_code
+
+
+def _console(invocation: Invocation) -> Console:
+    """How this run talks, from its flags and the environment; rich reads the choice from the latter."""
+    if invocation.color == "never":
+        os.environ["NO_COLOR"] = "1"
+    return Console(
+        color=wants_color(sys.stderr, os.environ, invocation.color),
+        quiet=invocation.quiet,
+        debug=invocation.debug or os.environ.get("SPD_DEBUG", "0") not in ("", "0"),
+    )
+
+
+def _explain(error: Exception, argv: Sequence[str], console: Console) -> SpdError:
+    """The refusal to show for an exception; what nobody foresaw goes to a log file."""
+    if isinstance(error, SpdError):
+        if error.fix:
+            return error
+        return type(error)(error.message, reason=error.reason, fix=[_usual_fix(error, argv)], code=error.code)
+    if isinstance(error, typer.TyperException):
+        message = error.format_message()
+        return UsageError(message[:1].lower() + message[1:].rstrip("."), fix=[_help_for(argv)])
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return ResourceError(
+            "out of memory",
+            reason=[str(error).splitlines()[0]] if str(error) else [],
+            fix=["--ctx 4k for a smaller cache, --spec off or --spec ngram to do without a draft model"],
+            code="out_of_memory",
+        )
+    return SpdError(
+        f"unexpected {type(error).__name__}: {error}",
+        reason=() if console.debug else _write_log(error),
+        fix=[REPORT],
+    )
+
+
+def _usual_fix(error: SpdError, argv: Sequence[str]) -> str:
+    """What helps against an error of this kind, where the error itself does not say."""
+    if isinstance(error, CheckpointError):
+        return "give another model folder, or download this one again"
+    if isinstance(error, NotFoundError):
+        return "check the name or the path"
+    if isinstance(error, ResourceError):
+        return "ask for less (--ctx, --draft-max), or free memory"
+    return REPORT if isinstance(error, EngineError) else _help_for(argv)
+
+
+def _help_for(argv: Sequence[str]) -> str:
+    command = next((word for word in argv if word in COMMANDS), "")
+    return f"spd {command} --help".replace("  ", " ")
+
+
+def _write_log(error: Exception) -> list[str]:
+    """Keep the traceback in a private temporary file: code lines and the message, no prompt."""
+    import tempfile
+
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="spd-error-", suffix=".log")
+        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as log:
+            log.write(f"spd {__version__}, Python {sys.version}\n")
+            log.write("".join(traceback.format_exception(error)))
+    except OSError:
+        return []
+    return [f"details: {path}"]

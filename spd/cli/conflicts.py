@@ -1,0 +1,180 @@
+"""Options that cannot be honoured together, in one table, each with its own message.
+
+Only what the command line alone knows (prompts and outputs, and speculation flags that would be
+dropped in silence); what the engine cannot do together stands in `spd.runtime.config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spd.cli.options import GenerateOptions
+from spd.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """One combination that is refused."""
+
+    name: str
+    when: Callable[[GenerateOptions], bool]
+    message: str
+    fix: str
+
+
+def _has_text(o: GenerateOptions) -> bool:
+    return o.prompt is not None or o.prompt_option is not None or bool(o.file)
+
+
+def _has_system(o: GenerateOptions) -> bool:
+    return o.system is not None or o.system_file is not None
+
+
+def _has_ngram(o: GenerateOptions) -> bool:
+    return o.ngram_min is not None or o.ngram_max is not None
+
+
+CONFLICTS = (
+    Conflict(
+        "two-prompts",
+        lambda o: o.prompt is not None and o.prompt_option is not None,
+        "the prompt is given twice: as an argument and with --prompt",
+        "use one of them; text from files (-f) and stdin comes before it",
+    ),
+    Conflict(
+        "two-systems",
+        lambda o: o.system is not None and o.system_file is not None,
+        "the system message is given twice: --system and --system-file",
+        "use one of them",
+    ),
+    Conflict(
+        "raw-system",
+        lambda o: o.raw and _has_system(o),
+        "--raw uses no chat template, so there is no place for a system message",
+        "leave --raw out, or write the system message into the text",
+    ),
+    Conflict(
+        "raw-messages",
+        lambda o: o.raw and o.messages is not None,
+        "--raw uses no chat template, which --messages needs",
+        "leave --raw out, or give the text with -f",
+    ),
+    Conflict(
+        "raw-template-arg",
+        lambda o: o.raw and bool(o.template_arg),
+        "--raw uses no chat template, so --template-arg would do nothing",
+        "leave one of them out",
+    ),
+    Conflict(
+        "parse-special",
+        lambda o: o.parse_special and not o.raw,
+        "--parse-special is for --raw: inside a chat, text never becomes special tokens",
+        "--raw --parse-special",
+    ),
+    Conflict(
+        "ids-text",
+        lambda o: o.prompt_ids is not None and _has_text(o),
+        "--prompt-ids is the whole prompt; it cannot be joined with text",
+        "leave out --prompt-ids, or the PROMPT, --prompt and --file",
+    ),
+    Conflict(
+        "ids-messages",
+        lambda o: o.prompt_ids is not None and o.messages is not None,
+        "--prompt-ids is the whole prompt; it cannot be joined with --messages",
+        "leave one of them out",
+    ),
+    Conflict(
+        "ids-system",
+        lambda o: o.prompt_ids is not None and _has_system(o),
+        "--prompt-ids is the whole prompt; it cannot be joined with a system message",
+        "leave one of them out",
+    ),
+    Conflict(
+        "ids-template-arg",
+        lambda o: o.prompt_ids is not None and bool(o.template_arg),
+        "--prompt-ids uses no chat template, so --template-arg would do nothing",
+        "leave one of them out",
+    ),
+    Conflict(
+        "ids-parse-special",
+        lambda o: o.prompt_ids is not None and o.parse_special,
+        "--prompt-ids has no text in which --parse-special could look",
+        "leave one of them out",
+    ),
+    Conflict(
+        "messages-text",
+        lambda o: o.messages is not None and _has_text(o),
+        "--messages is the whole chat; it cannot be joined with a prompt",
+        "put the prompt into the file as its last user message",
+    ),
+    Conflict(
+        "messages-system",
+        lambda o: o.messages is not None and _has_system(o),
+        "--messages is the whole chat; it cannot be joined with --system",
+        'put {"role": "system", "content": ...} first in the file',
+    ),
+    Conflict(
+        "draft-model-method",
+        lambda o: o.draft_model is not None and o.spec in ("off", "ngram", "mtp"),
+        "--draft-model is for --spec draft, and another method was asked for",
+        "--spec draft, or leave --draft-model out",
+    ),
+    Conflict(
+        "draft-max-off",
+        lambda o: o.draft_max is not None and o.spec == "off",
+        "--draft-max needs speculation, and --spec off turns it off",
+        "leave one of them out",
+    ),
+    Conflict(
+        "draft-ctx-method",
+        lambda o: o.draft_ctx is not None and o.spec in ("off", "ngram"),
+        "--draft-ctx is the context of a draft model, and --spec says that none runs",
+        "--spec draft, or leave --draft-ctx out",
+    ),
+    Conflict(
+        "ngram-method",
+        lambda o: _has_ngram(o) and o.spec not in ("auto", "ngram"),
+        "--ngram-min and --ngram-max are for --spec ngram, and another method was asked for",
+        "--spec ngram, or leave them out",
+    ),
+    Conflict(
+        "json-stream",
+        lambda o: o.json and o.stream is True,
+        "--json prints one object at the end, so it cannot stream",
+        "leave one of them out",
+    ),
+    Conflict(
+        "logprobs-json",
+        lambda o: o.logprobs is not None and not o.json,
+        "--logprobs are printed with --json only",
+        "--json --logprobs N",
+    ),
+    Conflict(
+        "dry-run-measures",
+        lambda o: o.dry_run and (o.stats or o.trace is not None),
+        "--dry-run runs no model, so there is nothing for --stats or --trace",
+        "leave one of them out",
+    ),
+    Conflict(
+        "quiet-verbose",
+        lambda o: o.quiet and o.verbose,
+        "--quiet and --verbose contradict each other",
+        "leave one of them out",
+    ),
+    Conflict(
+        "color-twice",
+        lambda o: o.no_color and o.color == "always",
+        "--no-color and --color always contradict each other",
+        "leave one of them out",
+    ),
+)
+
+
+def check_conflicts(options: GenerateOptions) -> None:
+    """Raise UsageError for the first combination in the table that applies."""
+    for conflict in CONFLICTS:
+        if conflict.when(options):
+            raise UsageError(
+                conflict.message, fix=[conflict.fix], code=f"conflict_{conflict.name.replace('-', '_')}"
+            )

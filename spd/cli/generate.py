@@ -1,0 +1,136 @@
+"""`spd generate`: one prompt in, one reply out, made for pipes and scripts.
+
+Whatever can be refused is refused before torch is imported and weights are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from spd.cli.conflicts import check_conflicts
+from spd.cli.options import GenerateOptions, Session
+from spd.cli.output import Sink, TraceFile, check_writable, loading, to_json, write_stderr
+from spd.cli.signals import Interrupted
+from spd.errors import EngineError
+
+if TYPE_CHECKING:
+    from spd.cli.job import Job
+    from spd.cli.reply import Delivery
+    from spd.runtime import Engine
+
+
+def generate(session: Session, options: GenerateOptions) -> None:
+    """Answer one prompt, for pipes and scripts; the text is the same with and without speculation."""
+    check_conflicts(options)
+    for path in (options.output, options.trace):
+        if path is not None:
+            check_writable(path)
+    sink = Sink.stdout() if options.output is None else Sink.file(options.output)
+    from spd.cli.job import plan_job
+
+    job = plan_job(options)
+    if options.dry_run:
+        _show_prompt(session, options, job, sink)
+    elif options.trace is None:
+        _run(session, options, job, sink, None)
+    else:
+        with TraceFile(options.trace) as trace:
+            _run(session, options, job, sink, trace)
+
+
+def _show_prompt(session: Session, options: GenerateOptions, job: Job, sink: Sink) -> None:
+    """What --dry-run shows: the prompt as text on stdout, how many tokens it is on stderr."""
+    from spd.cli.encode import render_asked
+
+    _note_dropped(session, job)
+    text = render_asked(job.kept, job.vocabulary, job.ids)
+    if not options.json:
+        sink.write(text if text.endswith("\n") else text + "\n")
+        write_stderr(f"{len(job.ids):,} tokens of {job.context:,}\n")
+        return
+    shown = {
+        "schema": "spd.prompt/1",
+        "model": options.model,
+        "prompt": text,
+        "prompt_ids": job.ids,
+        "prompt_tokens": len(job.ids),
+        "context": job.context,
+        "params": dataclasses.asdict(job.sampling.params),
+    }
+    sink.write(to_json(shown) + "\n")
+
+
+def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace: TraceFile | None) -> None:
+    """Load, decode and deliver."""
+    from spd.cli.job import fit_to_engine
+    from spd.cli.reply import Delivery
+
+    with loading(f"loading {options.model}", quiet=session.console.quiet):
+        from spd.runtime import Engine
+
+        engine = Engine(job.config)
+    if trace is not None:
+        engine.trace = trace.write_record
+    job = fit_to_engine(job, engine.plan.ctx)
+    _say_before(session, options, job, engine)
+    delivery = Delivery(
+        sink, engine, job.request(), streaming=options.stream is not False and not options.json
+    )
+    try:
+        delivery.run(session.guard)
+    except Interrupted:
+        delivery.give_up()
+        _finish(options, job, delivery)
+        raise
+    except Exception:
+        if not options.json:
+            delivery.finish_text()
+        raise
+    with session.guard.hold():
+        _finish(options, job, delivery)
+    engine.close()
+    if delivery.reply.finish_reason == "error":
+        raise EngineError(
+            "the model failed while generating", reason=["What came before the fault was printed."]
+        )
+
+
+def _finish(options: GenerateOptions, job: Job, delivery: Delivery) -> None:
+    """Print what remains to be printed: the end of the text or the object, and the statistics."""
+    from spd.cli.report import reply_object, stats_line
+
+    if options.json:
+        shown = reply_object(
+            delivery.reply, delivery.metrics, delivery.engine, job.sampling.params, options.model
+        )
+        delivery.sink.write(to_json(shown) + "\n")
+    else:
+        delivery.finish_text()
+    if options.stats:
+        write_stderr(stats_line(delivery.metrics) + "\n")
+
+
+def _say_before(session: Session, options: GenerateOptions, job: Job, engine: Engine) -> None:
+    """Notes about limits that the user may not expect, and the plan of a verbose run."""
+    from spd.cli.report import plan_lines
+
+    plan, params = engine.plan, job.sampling.params
+    _note_dropped(session, job)
+    room = plan.ctx - len(job.ids)
+    if params.max_tokens is not None and params.max_tokens > room:
+        session.console.note(
+            f"the context leaves room for {room:,} tokens, fewer than -n {params.max_tokens:,}"
+        )
+    if options.load == "dummy":
+        session.console.note("random weights (--load dummy): the text means nothing, only the speed does")
+    if session.console.verbose:
+        for line in plan_lines(plan.as_dict(), params, job.sampling.sources):
+            session.console.detail(line)
+
+
+def _note_dropped(session: Session, job: Job) -> None:
+    if job.dropped:
+        session.console.note(
+            f"dropped the oldest {job.dropped:,} tokens of the prompt (--overflow truncate-left)"
+        )

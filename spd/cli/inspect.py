@@ -1,0 +1,229 @@
+"""`spd inspect`: what a model folder holds, and whether a draft model fits it.
+
+Reads headers and JSON only: torch is never imported, weights are never touched.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.options import InspectOptions, Session
+from spd.cli.output import Sink, to_json
+from spd.errors import IncompatibleError, SpdError
+
+if TYPE_CHECKING:
+    from spd.formats.checkpoint import Checkpoint
+    from spd.formats.model_config import ModelConfig
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+PROBE = ({"role": "user", "content": "Hello"},)
+MAX_LISTED = 8
+
+
+def inspect(session: Session, options: InspectOptions) -> None:
+    """Show what a model is and needs, and whether a draft model fits it; loads no weights."""
+    from spd.formats.hub import resolve_model
+
+    sink = Sink.stdout()
+    target = describe(options.model, resolve_model(options.model, options.revision))
+    shown: dict[str, Any] = {"schema": "spd.inspect/1", "target": target}
+    refusal = None
+    if options.draft is not None:
+        draft = describe(options.draft, resolve_model(options.draft))
+        refusal = mismatch(target, draft)
+        shown |= {"draft": draft, "compatible": refusal is None}
+    if options.json:
+        if refusal is None:  # else the one object on standard output is the error's
+            sink.write(to_json(shown) + "\n")
+    else:
+        sink.write("".join(line + "\n" for line in inspect_lines(shown)))
+    for note in target["notes"]:
+        session.console.detail(f"note    {note}")
+    if refusal is not None:
+        raise refusal
+
+
+def describe(name: str, folder: Path) -> dict[str, Any]:
+    """Every fact about one model folder, as JSON values. Raises CheckpointError."""
+    from spd.formats.checkpoint import Checkpoint
+    from spd.formats.model_config import read_model_config
+
+    config = read_model_config(folder)
+    with Checkpoint.open(folder) as checkpoint:
+        dtypes = sorted({meta.dtype for meta in checkpoint.tensors.values()})
+        unexpected = check_names(checkpoint, config)
+        return {
+            "model": name,
+            "folder": str(folder),
+            "architecture": config.architecture,
+            "parameters": sum(_product(meta.shape) for meta in checkpoint.tensors.values()),
+            "layers": config.num_layers,
+            "hidden_size": config.hidden_size,
+            "heads": config.num_heads,
+            "kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "max_positions": config.max_positions,
+            "rope": config.rope.kind,
+            "tied_embeddings": config.tie_embeddings,
+            "dtype": config.dtype,
+            "stored_dtypes": dtypes,
+            "weight_bytes": checkpoint.total_bytes,
+            "tensors": len(checkpoint.tensors),
+            "shards": len(checkpoint.shards),
+            "unexpected_tensors": unexpected,
+            "mtp_tensors": sum(tensor.startswith("mtp.") for tensor in unexpected),
+            "kv_bytes_per_token": kv_bytes(config),
+            "vocabulary": vocabulary_facts(folder, config),
+            "template": template_facts(folder),
+            "notes": list(checkpoint.notes),
+        }
+
+
+def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
+    """Names that the architecture does not use. Raises one CheckpointError for all that it lacks."""
+    from spd.formats.checkpoint import check_tensors
+    from spd.runtime.models import family_differences
+    from spd.runtime.models.weights import expected_tensors, is_ignorable
+
+    expected = expected_tensors(config, family_differences(config))
+    return check_tensors(checkpoint, expected, ignorable=is_ignorable)
+
+
+def kv_bytes(config: ModelConfig) -> int:
+    """Bytes of keys and values that one token adds, in the dtype of the weights."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPE_BYTES[config.dtype]
+
+
+def vocabulary_facts(folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """Rows of the embedding, ids that the tokenizer uses, and the fingerprint that pairs are checked by."""
+    from spd.formats.tokenizer import Tokenizer
+
+    facts: dict[str, Any] = {"size": config.vocab_size, "used": None, "sha256": None}
+    if (folder / "tokenizer.json").exists():
+        tokenizer = Tokenizer.open(folder)
+        facts |= {"used": tokenizer.vocab_size, "sha256": tokenizer.fingerprint()}
+    return facts
+
+
+def template_facts(folder: Path) -> dict[str, Any]:
+    """Whether there is a chat template, and whether it renders a greeting."""
+    from spd.formats.chat_template import ChatTemplate
+
+    try:
+        template = ChatTemplate.open(folder)
+        if template is None:
+            return {"present": False, "renders": None, "error": None}
+        template.render(PROBE)
+    except SpdError as error:
+        return {"present": True, "renders": False, "error": error.message}
+    return {"present": True, "renders": True, "error": None}
+
+
+def mismatch(target: dict[str, Any], draft: dict[str, Any]) -> IncompatibleError | None:
+    """The refusal of a pair whose tokenizers differ in any id; None if they agree."""
+    ours, theirs = target["vocabulary"], draft["vocabulary"]
+    if ours["sha256"] is not None and ours["sha256"] == theirs["sha256"]:
+        return None
+    if ours["sha256"] is None and theirs["sha256"] is None:
+        return None
+    sides = []
+    for role, model in (("target", target), ("draft", draft)):
+        digest = model["vocabulary"]["sha256"]
+        words = f"sha256 {digest[:16]}" if digest else "no tokenizer.json"
+        sides.append(f"{role:<6} {model['model']}  {model['vocabulary']['size']:,} ids  {words}")
+    return IncompatibleError(
+        "draft model does not share the target's vocabulary",
+        reason=[*sides, "A draft's token ids would mean other text, so spd does not run this pair."],
+        fix=["a draft model with the same tokenizer.json", "--spec ngram needs no draft model"],
+        code="vocab_mismatch",
+    )
+
+
+def inspect_lines(shown: dict[str, Any]) -> list[str]:
+    """The facts as aligned lines for people."""
+    target = shown["target"]
+    kind = "MHA" if target["kv_heads"] == target["heads"] else "GQA"
+    shape = (
+        f"{target['layers']} layers",
+        f"hidden {target['hidden_size']:,}",
+        f"{kind} {target['heads']}/{target['kv_heads']}",
+        f"head {target['head_dim']}",
+        f"rope {target['rope']}",
+        f"ctx {target['max_positions']:,}",
+    )
+    weights = (
+        f"{target['dtype']} (stored {', '.join(target['stored_dtypes'])})",
+        _size(target["weight_bytes"]),
+        f"{target['tensors']:,} tensors in {_plural(target['shards'], 'shard')}",
+    )
+    lines = [
+        f"target    {_headline(target)}",
+        f"shape     {' · '.join(shape)}",
+        f"weights   {' · '.join(weights)}",
+        *_tensor_lines(target),
+        f"vocab     {_vocabulary_words(target['vocabulary'])}",
+        f"template  {_template_words(target['template'])}",
+        f"memory    {_memory_words(target)}",
+    ]
+    draft = shown.get("draft")
+    if draft is not None:
+        words = "same vocabulary" if shown["compatible"] else "another vocabulary: this pair cannot run"
+        lines += [f"draft     {_headline(draft)}", f"          {_memory_words(draft)}", f"pair      {words}"]
+    return lines
+
+
+def _headline(model: dict[str, Any]) -> str:
+    return f"{model['model']} · {model['architecture']} · {_count(model['parameters'])} params"
+
+
+def _memory_words(model: dict[str, Any]) -> str:
+    return f"{_size(model['weight_bytes'])} weights + {_size(model['kv_bytes_per_token'])} a token of context"
+
+
+def _vocabulary_words(vocabulary: dict[str, Any]) -> str:
+    if not vocabulary["sha256"]:
+        return f"{vocabulary['size']:,} · no tokenizer.json: --prompt-ids only"
+    return f"{vocabulary['size']:,} ({vocabulary['used']:,} used) · sha256 {vocabulary['sha256'][:16]}"
+
+
+def _tensor_lines(target: dict[str, Any]) -> list[str]:
+    unexpected = target["unexpected_tensors"]
+    if not unexpected:
+        return ["tensors   all that the architecture needs, no others"]
+    listed = ", ".join(unexpected[:MAX_LISTED]) + (", …" if len(unexpected) > MAX_LISTED else "")
+    lines = [f"tensors   all that the architecture needs, and {len(unexpected)} that are not used: {listed}"]
+    if target["mtp_tensors"]:
+        lines.append(f"mtp       {target['mtp_tensors']} tensors found; this version of spd cannot use them")
+    return lines
+
+
+def _template_words(template: dict[str, Any]) -> str:
+    if not template["present"]:
+        return "none: use --raw"
+    return "renders" if template["renders"] else f"does not render: {template['error']}"
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+def _size(number: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number} B"
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")

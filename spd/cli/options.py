@@ -1,0 +1,329 @@
+"""Every option of every command, once: names, help, panels, defaults.
+
+Commands receive one frozen object. A default of None means "not given", which the table of
+conflicts and the model's own defaults rely on. Nothing heavy is imported here, and no method is
+generated that nobody calls: that is a fifth of the time until `--help`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+
+import typer
+
+from spd.cli.output import Console
+from spd.cli.signals import SignalGuard
+
+_prompt = functools.partial(typer.Option, rich_help_panel="Prompt")
+_model = functools.partial(typer.Option, rich_help_panel="Model")
+_speculation = functools.partial(typer.Option, rich_help_panel="Speculation")
+_sampling = functools.partial(typer.Option, rich_help_panel="Sampling")
+_output = functools.partial(typer.Option, rich_help_panel="Output")
+_advanced = functools.partial(typer.Option, rich_help_panel="Advanced")
+
+
+def parse_size(text: str) -> int:
+    """A count such as 4096, 8k or 32K (k = 1024)."""
+    match = re.fullmatch(r"(\d{1,12})([kK]?)", text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a number of tokens such as 4096, 8k or 32k")
+    return int(match[1]) * (1024 if match[2] else 1)
+
+
+def model_names(incomplete: str) -> list[str]:
+    """What TAB offers for a model: the demo and what the local cache holds; never an error."""
+    try:
+        from spd.formats.hub import list_cached_models
+
+        return sorted({"demo", *list_cached_models()})
+    except Exception:
+        return ["demo"]
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a command gets from the application: where to talk, and the guard of the signals."""
+
+    console: Console
+    guard: SignalGuard
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class CommonOptions:
+    """Flags that every command takes, before or after its name."""
+
+    color: Annotated[Literal["auto", "always", "never"], _output("--color", help="Colour in messages.")] = (
+        "auto"
+    )
+    no_color: Annotated[bool, _output("--no-color", help="As --color never.")] = False
+    quiet: Annotated[bool, _output("-q", "--quiet", help="No notes on stderr.")] = False
+    verbose: Annotated[bool, _output("-v", "--verbose", help="Plan, seed and parameters on stderr.")] = False
+    debug: Annotated[bool, _advanced("--debug", help="Tracebacks with errors (also SPD_DEBUG=1).")] = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class ModelOptions:
+    """Which model, where and how it runs."""
+
+    model: Annotated[
+        str,
+        _model(
+            "-m",
+            "--model",
+            envvar="SPD_MODEL",
+            autocompletion=model_names,
+            metavar="MODEL",
+            help="A folder, org/name from the local Hugging Face cache, or demo.",
+        ),
+    ] = "demo"
+    revision: Annotated[str | None, _model(metavar="REV", help="Branch, tag or commit in the cache.")] = None
+    device: Annotated[str, _model(metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], _model(help="Arithmetic of the weights.")
+    ] = "auto"
+    ctx: Annotated[
+        int | None,
+        _model(parser=parse_size, metavar="N", help="Context in tokens, such as 8k. Default: the model's."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class AdvancedOptions:
+    """How the machine is used."""
+
+    kernels: Annotated[Literal["auto", "torch", "triton"], _advanced(help="Who does the arithmetic.")] = (
+        "auto"
+    )
+    graphs: Annotated[Literal["auto", "on", "off"], _advanced(help="Capture CUDA graphs.")] = "auto"
+    lag: Annotated[
+        Literal["auto", "0", "1", "2"], _advanced(help="Rounds the host may run behind the device.")
+    ] = "auto"
+    memory_fraction: Annotated[
+        float, _advanced(metavar="F", help="Share of device memory to use, above 0 to 1.")
+    ] = 0.9
+    threads: Annotated[int | None, _advanced(metavar="N", help="CPU threads.")] = None
+    tp: Annotated[int, _advanced(metavar="N", help="Tensor parallel ranks.")] = 1
+    draft_tp: Annotated[int, _advanced(metavar="N", help="Ranks of the draft model.")] = 1
+    load: Annotated[
+        Literal["auto", "dummy"],
+        _advanced(help="dummy: random weights of the configured shapes, for speed only."),
+    ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class SpeculationOptions:
+    """Who proposes tokens and how many. No choice here changes the text."""
+
+    spec: Annotated[
+        Literal["auto", "off", "mtp", "draft", "ngram", "eagle3"],
+        _speculation(help="Who proposes tokens. The text is the same with each."),
+    ] = "auto"
+    draft_model: Annotated[
+        str | None,
+        _speculation(autocompletion=model_names, metavar="MODEL", help="A smaller model, same vocabulary."),
+    ] = None
+    draft_max: Annotated[int | None, _speculation(metavar="K", help="Draft tokens a round at most.")] = None
+    adaptive: Annotated[
+        bool, _speculation("--adaptive/--no-adaptive", help="Fit K to what is accepted, down to 0.")
+    ] = True
+    draft_ctx: Annotated[
+        int | None,
+        _speculation(parser=parse_size, metavar="N", help="Context of the draft model; no drafts beyond."),
+    ] = None
+    ngram_min: Annotated[int | None, _speculation(metavar="N", help="Shortest match. Default: 3.")] = None
+    ngram_max: Annotated[int | None, _speculation(metavar="N", help="Longest match tried. Default: 8.")] = (
+        None
+    )
+    verify: Annotated[
+        Literal["coupled", "rejection", "block"], _speculation(help="How drafts are accepted.")
+    ] = "coupled"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class SamplingOptions:
+    """How tokens are drawn; what is not given comes from the model's generation_config.json."""
+
+    temperature: Annotated[
+        float | None, _sampling(metavar="T", help="0 is greedy. Default: the model's, else 0.7.")
+    ] = None
+    top_p: Annotated[float | None, _sampling(metavar="P", help="Default: the model's, else 1.")] = None
+    top_k: Annotated[int | None, _sampling(metavar="K", help="0 is off. Default: the model's, else 0.")] = (
+        None
+    )
+    min_p: Annotated[float | None, _sampling(metavar="P", help="0 is off. Default: the model's, else 0.")] = (
+        None
+    )
+    repetition_penalty: Annotated[
+        float | None, _sampling(metavar="X", help="1 is off. Default: the model's, else 1.")
+    ] = None
+    presence_penalty: Annotated[
+        float, _sampling(metavar="X", help="Subtracted once a token has been generated.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, _sampling(metavar="X", help="Subtracted for each time it has been.")
+    ] = 0.0
+    logit_bias: Annotated[
+        list[str] | None, _sampling(metavar="ID=VALUE", help="Add VALUE to a token's logit. Repeatable.")
+    ] = None
+    min_tokens: Annotated[int, _sampling(metavar="N", help="No end of text before N tokens.")] = 0
+    max_tokens: Annotated[
+        int | None,
+        _sampling("-n", "--max-tokens", metavar="N", help="Stop after N tokens. Default: the context."),
+    ] = None
+    stop: Annotated[
+        list[str] | None, _sampling(metavar="TEXT", help="Stop before TEXT; \\n is a newline. Repeatable.")
+    ] = None
+    stop_token_id: Annotated[
+        list[int] | None, _sampling(metavar="ID", help="Stop at a token. Repeatable.")
+    ] = None
+    ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Do not stop at the end-of-text token.")] = (
+        False
+    )
+    seed: Annotated[
+        int | None, _sampling(metavar="N", help="Repeat a reply. Default: a new one, see -v.")
+    ] = None
+    logprobs: Annotated[
+        int | None, _output(metavar="N", help="With --json: log-probabilities, and the N likeliest tokens.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class PromptOptions:
+    """What is asked."""
+
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Text; it follows stdin and files.")
+    ] = None
+    prompt_option: Annotated[
+        str | None, _prompt("-p", "--prompt", metavar="TEXT", help="As the PROMPT argument.")
+    ] = None
+    file: Annotated[
+        list[str] | None,
+        _prompt("-f", "--file", metavar="FILE", help="Text from a file, - is stdin. Repeatable."),
+    ] = None
+    system: Annotated[str | None, _prompt("-s", "--system", metavar="TEXT", help="System message.")] = None
+    system_file: Annotated[str | None, _prompt(metavar="FILE", help="System message from a file.")] = None
+    messages: Annotated[
+        str | None, _prompt(metavar="FILE", help="A chat as JSON: role and content each.")
+    ] = None
+    template_arg: Annotated[
+        list[str] | None, _prompt(metavar="K=V", help="A variable for the chat template. Repeatable.")
+    ] = None
+    raw: Annotated[bool, _prompt("--raw", help="No chat template: continue the text.")] = False
+    parse_special: Annotated[
+        bool, _prompt("--parse-special", help="With --raw: read special tokens in the text.")
+    ] = False
+    prompt_ids: Annotated[str | None, _prompt(metavar="1,2,3", help="Token ids instead of text.")] = None
+    overflow: Annotated[
+        Literal["error", "truncate-left"],
+        _prompt(help="A prompt too long is refused, or loses its oldest tokens."),
+    ] = "error"
+    dry_run: Annotated[
+        bool, _prompt("--dry-run", help="Show the prompt and its tokens; load no weights.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class OutputOptions:
+    """What comes back and where."""
+
+    json: Annotated[bool, _output("--json", help="One JSON object: text, tokens, timings, acceptance.")] = (
+        False
+    )
+    stream: Annotated[
+        bool | None, _output("--stream/--no-stream", help="Text as it comes, or all at the end.")
+    ] = None
+    output: Annotated[
+        Path | None, _output("-o", "--output", metavar="FILE", help="Write there, not to stdout.")
+    ] = None
+    stats: Annotated[bool, _output("--stats", help="Speed and acceptance on stderr at the end.")] = False
+    trace: Annotated[Path | None, _output(metavar="FILE", help="One JSON line a round.")] = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GenerateOptions(
+    AdvancedOptions,
+    CommonOptions,
+    OutputOptions,
+    SamplingOptions,
+    SpeculationOptions,
+    ModelOptions,
+    PromptOptions,
+):
+    """Everything `spd generate` takes."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class InspectOptions(CommonOptions):
+    """Everything `spd inspect` takes."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            envvar="SPD_MODEL",
+            autocompletion=model_names,
+            help="A folder, org/name, or demo.",
+        ),
+    ] = "demo"
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft",
+            "--draft-model",
+            autocompletion=model_names,
+            metavar="MODEL",
+            help="Check it as a draft model.",
+        ),
+    ] = None
+    revision: Annotated[
+        str | None, typer.Option(metavar="REV", help="Branch, tag or commit in the cache.")
+    ] = None
+    json: Annotated[bool, _output("--json", help="One JSON object.")] = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class CompletionOptions(CommonOptions):
+    """Everything `spd completions` takes."""
+
+    shell: Annotated[
+        Literal["bash", "zsh", "fish", "powershell"], typer.Argument(metavar="SHELL", help="Whose script.")
+    ]
+
+
+Options = TypeVar("Options", bound=CommonOptions)
+
+
+def as_command(
+    body: Callable[[Session, Options], int | None], options: type[Options]
+) -> Callable[..., int | None]:
+    """A function with one parameter for each field of `options`, as Typer reads commands."""
+
+    def run(context: typer.Context, **values: Any) -> int | None:
+        session: Session = context.obj
+        console = dataclasses.replace(session.console, verbose=values["verbose"])
+        return body(dataclasses.replace(session, console=console), options(**values))
+
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    ]
+    for field in dataclasses.fields(options):
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        parameters.append(
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
+            )
+        )
+    run.__name__ = body.__name__
+    run.__doc__ = body.__doc__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__dict__["__signature__"] = inspect.Signature(parameters)
+    return run

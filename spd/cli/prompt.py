@@ -1,0 +1,186 @@
+"""What is asked, gathered: argument, files, stdin, chat files; checked as text, not yet as tokens.
+
+Text is passed on as it is (NUL bytes and CRLF included); what is not UTF-8 is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spd.cli.options import PromptOptions
+from spd.cli.output import is_terminal
+from spd.errors import NotFoundError, UsageError
+
+MAX_BYTES = 64 * 2**20
+"""Most bytes read from one file or stdin: far beyond any context, and no /dev/zero."""
+
+RESERVED_ARGS = frozenset({"messages", "add_generation_prompt"})
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One of: token ids, raw text, or the messages of a chat with the template's variables."""
+
+    ids: tuple[int, ...] | None = None
+    text: str | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
+    variables: Mapping[str, Any] | None = None
+    parse_special: bool = False
+
+
+def gather(options: PromptOptions) -> Asked:
+    """Read everything the options name. Raises UsageError and NotFoundError."""
+    if options.prompt_ids is not None:
+        return Asked(ids=parse_ids(options.prompt_ids))
+    variables = parse_variables(options.template_arg or ())
+    if options.messages is not None:
+        return Asked(messages=read_messages(options.messages), variables=variables)
+    text = gather_text(options)
+    if options.raw:
+        return Asked(text=text, parse_special=options.parse_special)
+    messages: list[Mapping[str, Any]] = []
+    system = read_text(options.system_file) if options.system_file is not None else options.system
+    if system is not None:
+        messages.append({"role": "system", "content": check_text(system, "the system message")})
+    messages.append({"role": "user", "content": text})
+    return Asked(messages=tuple(messages), variables=variables)
+
+
+def gather_text(options: PromptOptions) -> str:
+    """Stdin and files first, a blank line between parts, then the argument."""
+    argument = options.prompt if options.prompt is not None else options.prompt_option
+    files = list(options.file or ())
+    if files.count("-") + (options.system_file == "-") > 1:
+        raise UsageError("stdin (-) is named twice and can be read once", fix=["leave one - out"])
+    parts = []
+    if "-" not in files and options.system_file != "-" and _is_piped():
+        piped = read_text("-")
+        parts = [piped] if piped else []
+    parts += [read_text(name) for name in files]
+    if argument is not None:
+        parts.append(check_text(argument, "the prompt"))
+    if not parts:
+        why = "stdin is a terminal" if is_terminal(sys.stdin) else "stdin is empty"
+        raise UsageError(
+            "nothing to generate from",
+            reason=[f"No PROMPT argument and {why}."],
+            fix=['spd generate "your prompt"', 'echo "your prompt" | spd generate'],
+            code="no_prompt",
+        )
+    if len(parts) == 1:
+        return parts[0] if options.raw else _without_last_newline(parts[0], argument is None)
+    return "\n\n".join([_without_last_newline(part, True) for part in parts[:-1]] + [parts[-1]])
+
+
+def _without_last_newline(text: str, from_file: bool) -> str:
+    """Text without the newline that ends its last line in a file."""
+    if not from_file:
+        return text
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+
+
+def _is_piped() -> bool:
+    """Whether stdin is there and not a terminal."""
+    return sys.stdin is not None and not sys.stdin.closed and not is_terminal(sys.stdin)
+
+
+def read_text(name: str) -> str:
+    """A file's or stdin's text (-), at most 64 MiB of UTF-8; a byte order mark is dropped."""
+    shown = "stdin" if name == "-" else name
+    try:
+        if name == "-":
+            data = sys.stdin.buffer.read(MAX_BYTES + 1) if sys.stdin is not None else b""
+        else:
+            path = Path(name)
+            if stat.S_ISDIR(path.stat().st_mode):
+                raise UsageError(f"{name} is a folder, not a text file", fix=[f"-f {name.rstrip('/')}/FILE"])
+            with path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise NotFoundError(
+            f"no file {name}", fix=["check the path; - reads stdin"], code="no_file"
+        ) from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot read {shown}: {why}", fix=["name a file that can be read"]) from None
+    if len(data) > MAX_BYTES:
+        raise UsageError(
+            f"{shown} is larger than {MAX_BYTES >> 20} MiB", fix=["cut it to what the model should read"]
+        )
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{shown} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}",
+            fix=["iconv -f ENCODING -t utf-8 FILE | spd generate"],
+        ) from None
+
+
+def check_text(text: str, what: str) -> str:
+    """Text without lone surrogates, which is how undecodable bytes arrive. Raises UsageError."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{what} is not Unicode text: a lone U+{ord(text[error.start]):04X} at character {error.start}",
+            fix=["give UTF-8 text"],
+        ) from None
+    return text
+
+
+def parse_ids(text: str) -> tuple[int, ...]:
+    """Token ids separated by commas or blanks. Raises UsageError."""
+    words = text.replace(",", " ").split()
+    try:
+        ids = tuple(int(word) for word in words)
+    except ValueError:
+        raise UsageError(
+            f"--prompt-ids {text[:60]} is not a list of token ids", fix=["--prompt-ids 1,2,3"]
+        ) from None
+    if not ids:
+        raise UsageError("--prompt-ids is empty", fix=["--prompt-ids 1,2,3"])
+    return ids
+
+
+def parse_variables(words: Sequence[str]) -> dict[str, Any]:
+    """`k=v` words as template variables; v is read as JSON where it is JSON (true, 3), else as text."""
+    variables: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier() or name in RESERVED_ARGS:
+            raise UsageError(
+                f"--template-arg {word} is not NAME=VALUE", fix=["--template-arg enable_thinking=false"]
+            )
+        try:
+            variables[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            variables[name] = check_text(value, "--template-arg")
+    return variables
+
+
+def read_messages(name: str) -> tuple[Mapping[str, Any], ...]:
+    """A chat from a JSON file: a list of messages, or an object with `messages`. Raises UsageError."""
+    shown = "stdin" if name == "-" else name
+    fix = ['[{"role": "user", "content": "Hello"}]']
+    try:
+        loaded = json.loads(read_text(name))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{shown} is not JSON: {error}", fix=fix) from None
+    if isinstance(loaded, dict):
+        loaded = loaded.get("messages")
+    if not isinstance(loaded, list) or not loaded:
+        raise UsageError(f"{shown} holds no list of messages", fix=fix)
+    for number, message in enumerate(loaded):
+        if not isinstance(message, dict):
+            raise UsageError(f"{shown}: message {number} is not an object", fix=fix)
+        for field in ("role", "content"):
+            if not isinstance(message.get(field), str):
+                raise UsageError(f"{shown}: message {number} has no text in `{field}`", fix=fix)
+        check_text(json.dumps(message, ensure_ascii=False), f"{shown}: message {number}")
+    return tuple(loaded)

@@ -1,0 +1,97 @@
+"""What is said about a reply: the JSON object, the statistics line, the plan of a verbose run.
+
+The names in the JSON object are the ones other tools already read; its schema is versioned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spd.cli.reply import Reply
+    from spd.formats.tokenizer import Tokenizer
+    from spd.runtime import Engine, RequestMetrics
+    from spd.runtime.request import SamplingParams, TokenLogprob
+
+SCHEMA = "spd.generate/1"
+
+
+def reply_object(
+    reply: Reply, metrics: RequestMetrics, engine: Engine, params: SamplingParams, model: str
+) -> dict[str, Any]:
+    """The object of `spd generate --json`."""
+    shown: dict[str, Any] = {
+        "schema": SCHEMA,
+        "model": model,
+        "text": reply.text,
+        "reasoning": None,
+        "token_ids": reply.token_ids,
+        "finish_reason": reply.finish_reason,
+        "usage": metrics.usage(),
+        "timings": metrics.timings(),
+        "metrics": {
+            "speculative_decoding": metrics.speculative_decoding(engine.plan.spec, engine.plan.draft_max)
+        },
+        "seed": params.seed,
+        "params": dataclasses.asdict(params),
+        "plan": engine.plan.as_dict(),
+        "versions": versions(),
+    }
+    if params.logprobs is not None:
+        shown["logprobs"] = [_logprob(entry, engine.tokenizer) for entry in reply.logprobs]
+    return shown
+
+
+def versions() -> dict[str, str]:
+    """Versions of what took part, from modules that are loaded already."""
+    from spd import __version__
+
+    found = {"spd": __version__, "python": platform.python_version()}
+    for name in ("torch", "tokenizers", "triton"):
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            found[name] = str(version)
+    return found
+
+
+def _logprob(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    def named(token_id: int, logprob: float) -> dict[str, Any]:
+        data = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
+        return {
+            "token_id": token_id,
+            "token": data.decode("utf-8", "replace"),
+            "bytes": list(data),
+            "logprob": logprob,
+        }
+
+    return {**named(entry.token_id, entry.logprob), "top": [named(*likely) for likely in entry.top]}
+
+
+def stats_line(metrics: RequestMetrics) -> str:
+    """`318 tok · 64.8 tok/s · first 0.21 s · 3.05 tok/round · drafts 213/416 (51%)`."""
+    parts = [f"{metrics.completion_tokens} tok"]
+    if metrics.decode_tokens_per_second:
+        parts.append(f"{metrics.decode_tokens_per_second:.1f} tok/s")
+    if metrics.first_token_ms:
+        parts.append(f"first {metrics.first_token_ms / 1000:.2f} s")
+    if metrics.rounds:
+        parts.append(f"{metrics.mean_acceptance_length:.2f} tok/round")
+    if metrics.draft_n:
+        share = f"{metrics.draft_acceptance_rate:.0%}"
+        parts.append(f"drafts {metrics.draft_n_accepted}/{metrics.draft_n} ({share})")
+    return " · ".join(parts)
+
+
+def plan_lines(plan: Mapping[str, Any], params: SamplingParams, sources: Mapping[str, str]) -> Sequence[str]:
+    """What --verbose shows before the first token: the plan, then the parameters with their origin."""
+    lines = ["plan    " + "  ".join(f"{name}={value}" for name, value in plan.items())]
+    values = dataclasses.asdict(params)
+    shown = [
+        f"{name}={value} ({sources[name]})" if name in sources else f"{name}={value}"
+        for name, value in values.items()
+    ]
+    return [*lines, "params  " + "  ".join(shown)]

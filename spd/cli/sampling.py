@@ -1,0 +1,127 @@
+"""From flags to sampling parameters: the model's defaults, the seed, and what a shell cannot type.
+
+Ranges are checked by `SamplingParams`; here its words become the flags that were typed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.options import SamplingOptions
+from spd.errors import UsageError
+
+if TYPE_CHECKING:
+    from spd.formats.generation_config import GenerationConfig
+    from spd.runtime.request import SamplingParams
+
+BUILT_IN = (("temperature", 0.7), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0))
+FLAG_NAMES = {"stop_token_ids": "--stop-token-id"}
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "\\": "\\", "'": "'", '"': '"'}
+ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Sampling parameters, and where each of the model-dependent ones came from."""
+
+    params: SamplingParams
+    sources: dict[str, str]
+
+
+def resolve_sampling(options: SamplingOptions, model: GenerationConfig, vocab_size: int) -> Resolved:
+    """Flags, then generation_config.json, then built-in values. Raises UsageError."""
+    from spd.runtime.request import SamplingParams
+
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, built_in in BUILT_IN:
+        given, suggested = getattr(options, name), getattr(model, name)
+        if name == "temperature" and model.do_sample is False:
+            suggested = 0.0
+        if given is not None:
+            values[name], sources[name] = given, "flag"
+        elif suggested is not None:
+            values[name], sources[name] = suggested, "generation_config.json"
+        else:
+            values[name], sources[name] = built_in, "default"
+    sources["seed"] = "flag" if options.seed is not None else "drawn"
+    stop_ids = tuple(options.stop_token_id or ())
+    bias = tuple(parse_logit_bias(text) for text in options.logit_bias or ())
+    check_ids(stop_ids, vocab_size, "--stop-token-id")
+    check_ids([token_id for token_id, _ in bias], vocab_size, "--logit-bias")
+    try:
+        params = SamplingParams(
+            **values,
+            presence_penalty=options.presence_penalty,
+            frequency_penalty=options.frequency_penalty,
+            logit_bias=bias,
+            min_tokens=options.min_tokens,
+            max_tokens=options.max_tokens,
+            stop_token_ids=stop_ids,
+            stop=tuple(unescape(text) for text in options.stop or ()),
+            ignore_eos=options.ignore_eos,
+            seed=secrets.randbits(63) if options.seed is None else options.seed,
+            logprobs=options.logprobs,
+        )
+    except UsageError as error:
+        raise _in_flags(
+            error, [field.name for field in dataclasses.fields(SamplingParams)], sources
+        ) from error
+    return Resolved(params, sources)
+
+
+def _in_flags(error: UsageError, names: Sequence[str], sources: dict[str, str]) -> UsageError:
+    """The same refusal, naming the flag that was typed, or the file that the value came from."""
+
+    def flag(match: re.Match[str]) -> str:
+        word = match.group()
+        return FLAG_NAMES.get(word, "--" + word.replace("_", "-"))
+
+    message = re.sub(
+        "|".join(rf"\b{name}\b" for name in sorted(names, key=len, reverse=True)), flag, error.message
+    )
+    words = error.message.split()
+    name = words[0] if words else ""
+    reason = list(error.reason)
+    if sources.get(name) == "generation_config.json":
+        reason.append("The value comes from the model's generation_config.json; the flag overrides it.")
+    return UsageError(message, reason=reason, fix=error.fix, code=error.code)
+
+
+def parse_logit_bias(text: str) -> tuple[int, float]:
+    """`ID=VALUE` as a token id and a bias. Raises UsageError."""
+    left, equals, right = text.partition("=")
+    try:
+        if not equals:
+            raise ValueError
+        return int(left), float(right)
+    except ValueError:
+        raise UsageError(f"--logit-bias {text} is not ID=VALUE", fix=["--logit-bias 42=-5"]) from None
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, flag: str) -> None:
+    """Raise UsageError for a token id that the vocabulary does not have."""
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise UsageError(
+                f"{flag}: token id {token_id} is not in the vocabulary",
+                reason=[f"valid: 0 to {vocab_size - 1}"],
+            )
+
+
+def unescape(text: str) -> str:
+    r"""Text with \n, \t, \r, \0, \\, \xHH, \uHHHH and \UHHHHHHHH read as in Python; others stay."""
+
+    def read(match: re.Match[str]) -> str:
+        body = match[1]
+        if len(body) > 1:
+            number = int(body[1:], 16)
+            return chr(number) if number < 0x110000 else match[0]
+        return ESCAPES.get(body, match[0])
+
+    return ESCAPE.sub(read, text)

@@ -1,0 +1,79 @@
+"""Interrupts: the first says `stopping…` and unwinds, the second ends the process at once.
+
+Owns the handlers for SIGINT and SIGTERM and the way a process ends by a signal, so that a shell
+loop around `spd` stops too (an exit status of 130 alone does not tell the shell).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+WATCHED = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(BaseException):
+    """A signal asked the program to stop; not an Exception, so that nothing swallows it by accident."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+class SignalGuard:
+    """Turns the first SIGINT or SIGTERM into `Interrupted`, except while output is being written."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._held = 0
+        self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
+
+    def install(self) -> None:
+        """Take the signals over; one that the parent process ignores stays ignored."""
+        for signum in WATCHED:
+            with suppress(ValueError):  # not in the main thread: the caller keeps its own handlers
+                if signal.getsignal(signum) != signal.SIG_IGN:
+                    self._previous[signum] = signal.signal(signum, self._handle)
+
+    def uninstall(self) -> None:
+        """Give back the handlers that were there before."""
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._previous.clear()
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        for watched in self._previous:
+            signal.signal(watched, signal.SIG_DFL)
+        self.received = signum
+        with suppress(OSError):
+            os.write(2, "stopping…\n".encode(getattr(sys.stderr, "encoding", None) or "utf-8", "replace"))
+        if not self._held:
+            raise Interrupted(signum)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Finish what is inside before a signal may unwind."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+        self.check()
+
+    def check(self) -> None:
+        """Raise Interrupted if a signal has come, also one whose exception was lost in a callback."""
+        if self.received is not None and not self._held:
+            raise Interrupted(self.received)
+
+
+def die_by(signum: int) -> int:
+    """End this process by the signal itself; returns the shell's status where that is impossible."""
+    signal.signal(signum, signal.SIG_DFL)
+    if os.name == "posix":
+        os.kill(os.getpid(), signum)
+    return 128 + signum

@@ -1,0 +1,251 @@
+"""A model folder without weights, an engine without a model, and the command line run in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+import spd.runtime
+from spd.formats.tokenizer import Tokenizer
+from spd.runtime.metrics import RequestMetrics, RoundRecord
+from spd.runtime.request import Event, Request, TokenLogprob
+
+ROOT = Path(__file__).resolve().parents[2]
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "vocab_size": 264,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": None,
+    "eos_token_id": 258,
+}
+
+
+def write_tokenizer(folder: Path, specials: Sequence[str] = SPECIALS) -> None:
+    """A byte-level vocabulary: ids 0 to 255 are bytes, then the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(list(specials))
+    library.save(str(folder / "tokenizer.json"))
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    """The small files of a model folder; `changes` are keys of config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, "top_k": 20}))
+    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model folder with tokenizer and template, and no weights."""
+    return write_model(tmp_path / "model")
+
+
+@dataclass(frozen=True)
+class FakePlan:
+    """As much of a plan as the command line reads."""
+
+    ctx: int
+    spec: str = "draft"
+    draft_max: int = 4
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return dataclasses.asdict(self)
+
+
+@dataclass
+class Script:
+    """What the fake engine says, one string an event, and what it was asked."""
+
+    pieces: Sequence[str] = ("Hello", " wörld", "!")
+    finish: str = "stop"
+    ctx: int | None = None
+    fail: BaseException | None = None
+    tokenizer: bool = True
+    on_step: Callable[[int], None] | None = None
+    engines: list[FakeEngine] = field(default_factory=list)
+
+    @property
+    def request(self) -> Request:
+        """The one request that was added."""
+        return self.engines[-1].requests[-1]
+
+    @property
+    def engine(self) -> FakeEngine:
+        """The one engine that was built."""
+        return self.engines[-1]
+
+
+class FakeEngine:
+    """Says its script, one piece a step, and counts as if each piece were one accepted draft and one more."""
+
+    def __init__(self, config: Any, script: Script) -> None:
+        self.config, self.script = config, script
+        self.plan = FakePlan(script.ctx or config.ctx or 128)
+        self.tokenizer = Tokenizer.open(config.model) if script.tokenizer else None
+        self.requests: list[Request] = []
+        self.trace: Callable[[RoundRecord], None] | None = None
+        self.closed = self.aborted = False
+        self._left = list(script.pieces)
+        self._steps = 0
+        self._metrics = RequestMetrics(prompt_ms=10.0, first_token_ms=12.0)
+        script.engines.append(self)
+
+    def add(self, request: Request) -> None:
+        self.requests.append(request)
+        self._metrics.prompt_tokens = len(request.prompt_ids)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._left) and not self.aborted
+
+    def step(self) -> list[Event]:
+        if self.aborted:
+            return [Event("0", (), "", "abort")]
+        if self.script.on_step:
+            self.script.on_step(self._steps)
+        if self.script.fail is not None and self._steps == 1:
+            raise self.script.fail
+        self._steps += 1
+        piece = self._left.pop(0)
+        ids = (self._steps, self._steps + 1)
+        self._metrics.count_round(4, 1, 1)
+        self._metrics.completion_tokens += 2
+        self._metrics.predicted_ms += 20.0
+        self._metrics.tokens_after_first += 2
+        if self.trace is not None:
+            ms = {"draft": 1.0, "verify": 2.0, "rest": 0.5}
+            self.trace(RoundRecord("0", self._steps, 9, "draft", [1], [1, 2], 1, [1, 2], ms, 4))
+        wanted = self.requests[-1].params.logprobs
+        logprobs = (
+            ()
+            if wanted is None
+            else tuple(TokenLogprob(i, -0.5, ((i, -0.5), (66, float("-inf")))) for i in ids)
+        )
+        reason = None if self._left else self.script.finish
+        return [Event("0", ids, piece, reason, drafted=(True, False), logprobs=logprobs)]
+
+    def abort(self, request_id: str) -> None:
+        self.aborted = True
+
+    def metrics(self, request_id: str) -> RequestMetrics:
+        return self._metrics
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Puts the fake engine in the place of the real one, which is then never imported."""
+    said = Script()
+    monkeypatch.setitem(vars(spd.runtime), "Engine", lambda config: FakeEngine(config, said))
+    return said
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one run of the command line left."""
+
+    code: int
+    out: bytes
+    err: str
+
+    @property
+    def text(self) -> str:
+        """Standard output as text."""
+        return self.out.decode()
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """Standard output as one JSON object."""
+        loaded: dict[str, Any] = json.loads(self.out)
+        return loaded
+
+
+class Stdin(io.TextIOWrapper):
+    """Standard input of given bytes; a terminal or not."""
+
+    def __init__(self, data: bytes, terminal: bool) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def spd_run(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Iterator[Run]:
+    """`spd_run("generate", "Hi", stdin=b"...")` runs the command line here; no stdin is a terminal."""
+    from spd.cli.app import main
+
+    for name in ("SPD_MODEL", "SPD_DEBUG", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "_SPD_COMPLETE"):
+        monkeypatch.delenv(name, raising=False)
+    saved = dict(os.environ)
+
+    def run(*argv: object, stdin: bytes | None = None, closed: bool = False) -> Ran:
+        capfdbinary.readouterr()
+        monkeypatch.setattr(sys, "stdin", None if closed else Stdin(stdin or b"", stdin is None))
+        code = main([str(word) for word in argv])
+        out, err = capfdbinary.readouterr()
+        return Ran(code, out, err.decode())
+
+    yield run
+    for name in set(os.environ) - set(saved):
+        del os.environ[name]
+
+
+def refused(ran: Ran, code: int, *words: str) -> None:
+    """Assert one well-formed refusal: its status, nothing on stdout, an error line, a fix, these words."""
+    assert ran.code == code, ran
+    assert ran.out == b""
+    lines = ran.err.splitlines()
+    assert lines[0].startswith("error: ") or lines[0].startswith("note: ")
+    assert "Traceback" not in ran.err and "\x1b" not in ran.err
+    assert any(line.startswith("  fix: ") for line in lines), ran.err
+    for word in words:
+        assert word in ran.err, (word, ran.err)
+
+
+@pytest.fixture
+def assert_refused() -> Callable[..., None]:
+    """See `refused`."""
+    return refused

@@ -1,0 +1,69 @@
+"""Every combination in the table of conflicts is refused with its own words, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spd.cli.conflicts import CONFLICTS
+
+CASES: dict[str, list[str]] = {
+    "two-prompts": ["Hi", "-p", "Hi"],
+    "two-systems": ["Hi", "-s", "x", "--system-file", "x"],
+    "raw-system": ["Hi", "--raw", "-s", "x"],
+    "raw-messages": ["--raw", "--messages", "x"],
+    "raw-template-arg": ["Hi", "--raw", "--template-arg", "a=1"],
+    "parse-special": ["Hi", "--parse-special"],
+    "ids-text": ["--prompt-ids", "1", "-f", "x"],
+    "ids-messages": ["--prompt-ids", "1", "--messages", "x"],
+    "ids-system": ["--prompt-ids", "1", "-s", "x"],
+    "ids-template-arg": ["--prompt-ids", "1", "--template-arg", "a=1"],
+    "ids-parse-special": ["--prompt-ids", "1", "--raw", "--parse-special"],
+    "messages-text": ["Hi", "--messages", "x"],
+    "messages-system": ["--messages", "x", "--system-file", "x"],
+    "draft-model-method": ["Hi", "--draft-model", "demo", "--spec", "ngram"],
+    "draft-max-off": ["Hi", "--draft-max", "4", "--spec", "off"],
+    "draft-ctx-method": ["Hi", "--draft-ctx", "1k", "--spec", "ngram"],
+    "ngram-method": ["Hi", "--ngram-min", "2", "--spec", "draft"],
+    "json-stream": ["Hi", "--json", "--stream"],
+    "logprobs-json": ["Hi", "--logprobs", "2"],
+    "dry-run-measures": ["Hi", "--dry-run", "--stats"],
+    "quiet-verbose": ["Hi", "-qv"],
+    "color-twice": ["Hi", "--no-color", "--color", "always"],
+}
+
+
+def test_every_conflict_has_a_case_and_its_own_words() -> None:
+    assert [conflict.name for conflict in CONFLICTS] == list(CASES)
+    assert len({conflict.message for conflict in CONFLICTS}) == len(CONFLICTS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused(
+    name: str, spd_run: Callable, assert_refused: Callable, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    conflict = next(conflict for conflict in CONFLICTS if conflict.name == name)
+    ran = spd_run("generate", "-m", model, *CASES[name])
+    if "--json" in CASES[name]:
+        assert ran.code == 2 and ran.json["error"]["message"] == conflict.message
+        assert ran.json["error"]["fix"] == [conflict.fix]
+    else:
+        assert_refused(ran, 2, conflict.message, conflict.fix)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--prompt-ids", "1", "--raw"],
+        ["Hi", "--ngram-min", "2"],
+        ["Hi", "--draft-max", "0"],
+        ["Hi", "--spec", "off", "--no-adaptive"],
+        ["Hi", "--json", "--logprobs", "2", "--no-stream"],
+        ["Hi", "-s", "x", "--template-arg", "a=1"],
+    ],
+)
+def test_allowed(argv: list[str], spd_run: Callable, model: Path, script: object) -> None:
+    assert spd_run("generate", "-m", model, *argv).code == 0

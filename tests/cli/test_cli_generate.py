@@ -1,0 +1,313 @@
+"""`spd generate` around a fake engine: what goes to which stream, and what the engine is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spd.errors import EngineError, ResourceError
+
+
+def test_text_and_one_newline_on_stdout_nothing_on_stderr(spd_run: Callable, model: Path, script) -> None:
+    ran = spd_run("generate", "-m", model, "Hi")
+    assert (ran.code, ran.text, ran.err) == (0, "Hello wörld!\n", "")
+    assert script.engine.closed
+
+
+@pytest.mark.parametrize(
+    ("pieces", "out"),
+    [
+        (["a\n"], "a\n"),
+        (["a\n", "\n"], "a\n\n"),
+        ([""], "\n"),
+        (["a", ""], "a\n"),
+        (["a\r\n"], "a\r\n"),
+        (["\x1b[31m\x00"], "\x1b[31m\x00\n"),
+    ],
+)
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_exactly_one_newline_is_added_where_none_is(
+    pieces: list[str], out: str, stream: str, spd_run: Callable, model: Path, script
+) -> None:
+    script.pieces = pieces
+    assert spd_run("generate", "-m", model, stream, "Hi").text == out
+
+
+def test_each_event_is_out_before_the_next_step(
+    spd_run: Callable, model: Path, script, tmp_path: Path
+) -> None:
+    seen = []
+    script.on_step = lambda step: seen.append((tmp_path / "out").read_text() if step else "")
+    spd_run("generate", "-m", model, "Hi", "-o", tmp_path / "out")
+    assert seen == ["", "Hello", "Hello wörld"]
+    seen.clear()
+    spd_run("generate", "-m", model, "Hi", "-o", tmp_path / "new", "--no-stream")
+    assert not any(seen) or seen[0] == ""
+
+
+def test_output_file(spd_run: Callable, model: Path, script, tmp_path: Path) -> None:
+    ran = spd_run("generate", "-m", model, "Hi", "-o", tmp_path / "out")
+    assert (ran.out, (tmp_path / "out").read_text()) == (b"", "Hello wörld!\n")
+
+
+def test_a_refused_run_does_not_touch_the_output_file(spd_run: Callable, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("precious")
+    assert spd_run("generate", "-m", model, "Hi", "-o", tmp_path / "out", "--top-p", "7").code == 2
+    assert (tmp_path / "out").read_text() == "precious"
+
+
+def test_the_request(spd_run: Callable, model: Path, script) -> None:
+    argv = ["--stop", r"\n\n", "--stop-token-id", 7, "-n", 9, "--seed", 5, "--ignore-eos", "--temperature", 1]
+    spd_run("generate", "-m", model, "Hi", *argv)
+    params = script.request.params
+    assert (params.stop, params.stop_token_ids, params.max_tokens, params.seed) == (("\n\n",), (7,), 9, 5)
+    assert params.ignore_eos and params.temperature == 1.0 and params.top_k == 20
+
+
+def test_the_engine_configuration(spd_run: Callable, model: Path, script) -> None:
+    argv = (
+        "--device cpu --dtype float32 --ctx 64 --spec ngram --draft-max 3 --no-adaptive --ngram-min 2 --lag 2"
+    )
+    argv += " --graphs off --kernels torch --memory-fraction 0.5 --threads 3 --load dummy --ngram-max 5"
+    spd_run("generate", "-m", model, "Hi", *argv.split())
+    config = script.engine.config
+    assert config.model == model and config.draft_model is None
+    assert (config.device, config.dtype, config.ctx, config.spec) == ("cpu", "float32", 64, "ngram")
+    assert (config.draft_max, config.adaptive, config.ngram_min, config.ngram_max) == (3, False, 2, 5)
+    assert (config.lag, config.graphs, config.kernels, config.threads) == (2, False, "torch", 3)
+    assert (config.memory_fraction, config.load, config.tp, config.draft_tp) == (0.5, "dummy", 1, 1)
+
+
+def test_defaults_of_the_engine_configuration(spd_run: Callable, model: Path, script) -> None:
+    from spd.runtime.config import EngineConfig
+
+    spd_run("generate", "-m", model, "Hi")
+    assert script.engine.config == EngineConfig(model=model)
+
+
+def test_json_object(spd_run: Callable, model: Path, script) -> None:
+    ran = spd_run("generate", "-m", model, "--json", "Hi", "--logprobs", 2, "--seed", 11)
+    shown = ran.json
+    assert (ran.code, ran.err, ran.text.count("\n")) == (0, "", 1)
+    assert shown["schema"] == "spd.generate/1" and shown["model"] == str(model)
+    assert shown["text"] == "Hello wörld!" and shown["token_ids"] == [1, 2, 2, 3, 3, 4]
+    assert (shown["finish_reason"], shown["seed"], shown["params"]["seed"]) == ("stop", 11, 11)
+    assert shown["usage"]["completion_tokens"] == 6
+    assert shown["usage"]["prompt_tokens"] == len(script.request.prompt_ids)
+    assert shown["timings"]["draft_n"] == 12 and shown["timings"]["draft_n_accepted"] == 3
+    speculation = shown["metrics"]["speculative_decoding"]
+    assert (speculation["method"], speculation["num_spec_tokens"], speculation["num_spec_steps"]) == (
+        "draft",
+        4,
+        3,
+    )
+    assert shown["plan"]["ctx"] == 128 and shown["versions"]["spd"] and shown["versions"]["python"]
+    assert len(shown["logprobs"]) == 6
+    entry = shown["logprobs"][0]
+    assert (entry["token_id"], entry["token"], entry["logprob"]) == (1, '"', -0.5)
+    assert [likely["logprob"] for likely in entry["top"]] == [-0.5, None]
+
+
+def test_json_without_logprobs_has_none(spd_run: Callable, model: Path, script) -> None:
+    assert "logprobs" not in spd_run("generate", "-m", model, "--json", "Hi").json
+
+
+def test_a_printed_seed_replays(spd_run: Callable, model: Path, script) -> None:
+    seed = spd_run("generate", "-m", model, "--json", "Hi").json["seed"]
+    spd_run("generate", "-m", model, "Hi", "--seed", seed)
+    assert script.request.params.seed == seed and 0 <= seed < 2**63
+
+
+def test_stats_line(spd_run: Callable, model: Path, script) -> None:
+    ran = spd_run("generate", "-m", model, "Hi", "--stats")
+    assert ran.text == "Hello wörld!\n"
+    assert ran.err == "6 tok · 100.0 tok/s · first 0.01 s · 2.00 tok/round · drafts 3/12 (25%)\n"
+
+
+def test_verbose_shows_plan_seed_and_origins(spd_run: Callable, model: Path, script) -> None:
+    ran = spd_run("generate", "-m", model, "Hi", "-v", "--seed", 4, "--top-p", 0.5)
+    assert "plan    ctx=128" in ran.err and "seed=4 (flag)" in ran.err
+    assert "top_p=0.5 (flag)" in ran.err and "top_k=20 (generation_config.json)" in ran.err
+    assert ran.text == "Hello wörld!\n"
+
+
+def test_trace_has_one_json_line_a_round(spd_run: Callable, model: Path, script, tmp_path: Path) -> None:
+    spd_run("generate", "-m", model, "Hi", "--trace", tmp_path / "trace")
+    records = [json.loads(line) for line in (tmp_path / "trace").read_text().splitlines()]
+    assert [record["round"] for record in records] == [1, 2, 3]
+    assert set(records[0]) >= {
+        "request",
+        "position",
+        "method",
+        "draft",
+        "sampled",
+        "accepted",
+        "committed",
+        "ms",
+    }
+
+
+def test_a_full_trace_disk_ends_the_run_with_5(
+    spd_run: Callable, assert_refused: Callable, model: Path, script
+) -> None:
+    ran = spd_run("generate", "-m", model, "Hi", "--trace", "/dev/full")
+    assert ran.code == 5 and "cannot write the trace: No space left" in ran.err
+
+
+def test_dry_run_builds_no_engine(spd_run: Callable, model: Path, script) -> None:
+    ran = spd_run("generate", "-m", model, "--dry-run", "-s", "Be terse", "Hi")
+    want = "<|im_start|>system\nBe terse<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert ran.text == want and ran.code == 0
+    assert ran.err == "39 tokens of 128\n" and not script.engines
+
+
+def test_dry_run_as_json(spd_run: Callable, model: Path, script) -> None:
+    shown = spd_run("generate", "-m", model, "--dry-run", "--json", "--raw", "Hi").json
+    assert (shown["prompt"], shown["prompt_tokens"], shown["context"]) == ("Hi", 2, 128)
+    assert len(shown["prompt_ids"]) == 2 and not script.engines
+
+
+def test_a_model_that_fails_while_generating(spd_run: Callable, model: Path, script) -> None:
+    script.finish = "error"
+    ran = spd_run("generate", "-m", model, "Hi")
+    assert (ran.code, ran.text) == (9, "Hello wörld!\n")
+    assert ran.err.startswith("error: the model failed while generating\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (EngineError("a worker died"), 9, "error: a worker died"),
+        (ResourceError("no memory"), 5, "error: no memory"),
+        (MemoryError(), 5, "error: out of memory"),
+        (
+            type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory.\nTried"),
+            5,
+            "CUDA out of memory.",
+        ),
+        (RuntimeError("odd"), 1, "error: unexpected RuntimeError: odd"),
+        (OSError(5, "Input/output error"), 1, "error: unexpected OSError"),
+    ],
+)
+def test_errors_while_generating_keep_what_was_printed(
+    error: Exception, code: int, words: str, spd_run: Callable, model: Path, script
+) -> None:
+    script.fail = error
+    ran = spd_run("generate", "-m", model, "Hi")
+    assert (ran.code, ran.text) == (code, "Hello\n")
+    assert words in ran.err and "Traceback" not in ran.err
+    ran = spd_run("generate", "-m", model, "Hi", "--json")
+    assert ran.json["error"]["exit"] == code == ran.code and ran.err == ""
+
+
+def test_unexpected_errors_leave_a_log_without_the_prompt(spd_run: Callable, model: Path, script) -> None:
+    script.fail = RuntimeError("odd")
+    ran = spd_run("generate", "-m", model, "my secret words")
+    path = Path(ran.err.split("details: ")[1].splitlines()[0])
+    log = path.read_text()
+    path.unlink()
+    assert "RuntimeError: odd" in log and "secret" not in log
+    assert "--debug" in ran.err
+
+
+@pytest.mark.parametrize("how", ["flag", "variable"])
+def test_debug_shows_the_traceback(
+    how: str, spd_run: Callable, model: Path, script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.fail = RuntimeError("odd")
+    if how == "variable":
+        monkeypatch.setenv("SPD_DEBUG", "1")
+    ran = spd_run("generate", "-m", model, "Hi", *(["--debug"] if how == "flag" else []))
+    assert "Traceback" in ran.err and "details:" not in ran.err
+
+
+def test_a_model_without_tokenizer_takes_and_gives_ids(
+    spd_run: Callable, assert_refused: Callable, model: Path, script
+) -> None:
+    (model / "tokenizer.json").unlink()
+    script.tokenizer, script.pieces = False, ["", ""]
+    assert spd_run("generate", "-m", model, "--prompt-ids", "1,2 3").text == "1,2,2,3\n"
+    assert script.request.prompt_ids == (1, 2, 3)
+    assert_refused(spd_run("generate", "-m", model, "Hi"), 4, "no tokenizer.json", "--prompt-ids")
+
+
+def test_notes_of_foreign_flags(spd_run: Callable, model: Path, script) -> None:
+    ran = spd_run("generate", "-m", model, "Hi", "--num-draft-tokens", "3", "--temp", "0")
+    assert ran.err.splitlines() == [
+        "note: --num-draft-tokens is --draft-max here",
+        "note: --temp is --temperature here",
+    ]
+    assert script.engine.config.draft_max == 3
+    assert spd_run("-q", "generate", "-m", model, "Hi", "--temp", "0").err == ""
+
+
+def test_the_model_comes_from_the_environment(
+    spd_run: Callable, model: Path, script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPD_MODEL", str(model))
+    assert spd_run("generate", "Hi").code == 0
+    assert script.engine.config.model == model
+
+
+def test_dummy_weights_say_so(spd_run: Callable, model: Path, script) -> None:
+    assert "random weights" in spd_run("generate", "-m", model, "Hi", "--load", "dummy").err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--spec", "mtp"], "mtp"),
+        (["--spec", "eagle3"], "eagle3"),
+        (["--verify", "rejection"], "coupled"),
+        (["--verify", "block"], "coupled"),
+        (["--tp", "2"], "parallel"),
+        (["--kernels", "triton"], "riton"),
+        (["--graphs", "on"], "raphs"),
+        (["--num-beams", "4"], "beam search"),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_4(
+    argv: list[str], words: str, spd_run: Callable, assert_refused: Callable, model: Path, script
+) -> None:
+    assert_refused(spd_run("generate", "-m", model, "Hi", *argv), 4, words)
+    assert not script.engines
+
+
+def test_models_that_are_not_there(
+    spd_run: Callable, assert_refused: Callable, model: Path, tmp_path: Path
+) -> None:
+    assert spd_run("generate", "-m", tmp_path / "nothing", "Hi").code == 3
+    ran = spd_run("generate", "-m", "nobody/nothing", "Hi")
+    assert ran.code == 3 and "hf download" in ran.err
+    assert spd_run("generate", "-m", model, "Hi", "--draft-model", "nobody/nothing").code == 3
+
+
+def test_no_escape_bytes_off_terminal(spd_run: Callable, model: Path, script) -> None:
+    ran = spd_run("generate", "-m", model, "Hi", "--stats", "-v", "--temp", "0")
+    assert b"\x1b" not in ran.out and "\x1b" not in ran.err
+    coloured = spd_run("--color", "always", "generate", "-m", model, "Hi", "--temp", "0")
+    assert b"\x1b" not in coloured.out and "\x1b" in coloured.err
+
+
+def test_full_stdout_ends_with_5_and_no_loop(spd_run: Callable, model: Path, script) -> None:
+    script.pieces = ["a"] * 50
+    ran = spd_run("generate", "-m", model, "Hi", "-o", "/dev/full")
+    assert ran.code == 5 and "No space left" in ran.err
+    assert len(script.engine._left) == 49, "decoding goes on after the first failed write"
+
+
+def test_a_reader_that_leaves_ends_with_141_quietly(
+    spd_run: Callable, model: Path, script, tmp_path: Path
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    script.pieces = ["a"] * 50
+    script.on_step = lambda step: os.close(reader) if step == 1 else None
+    ran = spd_run("generate", "-m", model, "Hi", "-o", fifo)
+    assert (ran.code, ran.err) == (141, "")
+    assert len(script.engine._left) == 48

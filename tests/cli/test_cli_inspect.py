@@ -1,0 +1,146 @@
+"""`spd inspect` on folders with real headers and no weights worth the name."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from spd.formats.model_config import read_model_config
+from spd.runtime.models import family_differences
+from spd.runtime.models.weights import expected_tensors
+
+ROOT = Path(__file__).resolve().parents[2]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def expected(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that the folder's configuration asks for."""
+    config = read_model_config(folder)
+    return expected_tensors(config, family_differences(config))
+
+
+def write_shard(path: Path, shapes: Shapes) -> None:
+    """A safetensors file of bfloat16 zeros; its data is a hole."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        size = 2
+        for length in shape:
+            size *= length
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+
+
+@pytest.fixture
+def whole(model: Path) -> Path:
+    """A model folder with weights."""
+    write_shard(model / "model.safetensors", expected(model))
+    return model
+
+
+def test_lines(spd_run: Callable, whole: Path) -> None:
+    ran = spd_run("inspect", whole)
+    assert ran.code == 0 and ran.err == ""
+    lines = {line.split()[0]: line for line in ran.text.splitlines()}
+    assert "LlamaForCausalLM" in lines["target"]
+    assert "2 layers" in lines["shape"] and "GQA 2/1" in lines["shape"] and "ctx 128" in lines["shape"]
+    assert "bfloat16 (stored BF16)" in lines["weights"] and "1 shard" in lines["weights"]
+    assert "264 (259 used) · sha256 " in lines["vocab"]
+    assert lines["template"].split() == ["template", "renders"]
+    assert "32 B a token" in lines["memory"]
+    assert "all that the architecture needs, no others" in lines["tensors"]
+
+
+def test_json(spd_run: Callable, whole: Path) -> None:
+    shown = spd_run("inspect", whole, "--json").json
+    target = shown["target"]
+    assert shown["schema"] == "spd.inspect/1" and "draft" not in shown
+    sizes = expected(whole).values()
+    count = sum(a * (b[0] if b else 1) for a, *b in sizes)
+    assert (target["parameters"], target["weight_bytes"], target["tensors"]) == (count, 2 * count, len(sizes))
+    assert target["kv_bytes_per_token"] == 2 * 2 * 1 * 4 * 2
+    assert len(target["vocabulary"]["sha256"]) == 64 and target["vocabulary"]["used"] == 259
+
+
+def test_tensors_that_are_missing_or_too_many(
+    spd_run: Callable, assert_refused: Callable, model: Path
+) -> None:
+    shapes = expected(model)
+    write_shard(model / "model.safetensors", shapes | {"mtp.fc.weight": (8, 16), "odd": (1,)})
+    ran = spd_run("inspect", model)
+    assert "2 that are not used: mtp.fc.weight, odd" in ran.text and "mtp       1 tensors" in ran.text
+    del shapes["model.norm.weight"]
+    write_shard(model / "model.safetensors", shapes)
+    ran = spd_run("inspect", model)
+    assert ran.code == 4 and "model.norm.weight" in ran.err and ran.out == b""
+
+
+def test_a_pair_with_one_vocabulary(spd_run: Callable, whole: Path) -> None:
+    ran = spd_run("inspect", whole, "--draft", whole)
+    assert ran.code == 0 and "pair      same vocabulary" in ran.text
+    assert spd_run("inspect", whole, "--draft-model", whole, "--json").json["compatible"] is True
+
+
+def test_a_pair_with_two_vocabularies(spd_run: Callable, whole: Path, tmp_path: Path) -> None:
+    from tests.cli.conftest import write_model, write_tokenizer
+
+    other = write_model(tmp_path / "other")
+    write_tokenizer(other, ("<|im_start|>", "<|im_end|>", "<|endoftext|>"))  # the same words, other ids
+    write_shard(other / "model.safetensors", expected(other))
+    ran = spd_run("inspect", whole, "--draft", other)
+    assert ran.code == 4 and "pair      another vocabulary" in ran.text
+    assert "does not share the target's vocabulary" in ran.err and ran.err.count("sha256") == 2
+    ran = spd_run("inspect", whole, "--draft", other, "--json")
+    assert ran.code == 4 and ran.json["error"]["code"] == "vocab_mismatch"
+
+
+def test_a_folder_without_tokenizer_or_template(spd_run: Callable, whole: Path) -> None:
+    (whole / "tokenizer_config.json").unlink()
+    assert "none: use --raw" in spd_run("inspect", whole).text
+    (whole / "tokenizer.json").unlink()
+    assert "--prompt-ids only" in spd_run("inspect", whole).text
+
+
+def test_a_template_that_does_not_render(spd_run: Callable, whole: Path) -> None:
+    (whole / "tokenizer_config.json").write_text('{"chat_template": "{{ raise_exception(1) }}{% if"}')
+    ran = spd_run("inspect", whole)
+    assert ran.code == 0 and "does not render: " in ran.text
+
+
+def test_folders_that_are_not_models(spd_run: Callable, assert_refused: Callable, tmp_path: Path) -> None:
+    assert spd_run("inspect", tmp_path).code == 4
+    assert spd_run("inspect", tmp_path / "missing").code == 3
+    assert spd_run("inspect", "nobody/nothing", "--json").json["error"]["exit"] == 3
+
+
+def test_sixty_shards_in_half_a_second_without_torch(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 60}
+    (model / "config.json").write_text(json.dumps(config))
+    shards: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in expected(model).items():
+        layer = name.split(".")[2] if name.startswith("model.layers.") else "0"
+        shards.setdefault(f"model-{int(layer) + 1:05}-of-00060.safetensors", {})[name] = shape
+    for shard, shapes in shards.items():
+        write_shard(model / shard, shapes)
+    weight_map = {name: shard for shard, shapes in shards.items() for name in shapes}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    code = (
+        "import sys, time; import spd.cli.app as app; began = time.perf_counter();"
+        f"code = app.main(['inspect', {str(model)!r}]);"
+        "heavy = {'torch', 'numpy', 'transformers'} & set(sys.modules);"
+        "print(code, time.perf_counter() - began, sorted(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    last = done.stdout.splitlines()[-1].split(maxsplit=2)
+    assert "60 shards" in done.stdout and last[0] == "0" and last[2] == "[]"
+    assert float(last[1]) < 5.0, "half a second on an idle machine; a wide margin for a busy one"

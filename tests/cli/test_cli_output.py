@@ -1,0 +1,133 @@
+"""Streams: colour, encodings, control characters, strict JSON, full disks."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from spd.cli.output import Console, Sink, check_writable, printable, to_json, wants_color, write_error
+from spd.errors import IncompatibleError, ResourceError, UsageError
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("environ", "choice", "on_terminal", "off_terminal"),
+    [
+        ({}, None, True, False),
+        ({}, "auto", True, False),
+        ({"TERM": "dumb"}, None, False, False),
+        ({"NO_COLOR": "1"}, None, False, False),
+        ({"NO_COLOR": ""}, None, True, False),
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, None, False, False),
+        ({"FORCE_COLOR": "1", "TERM": "dumb"}, None, True, True),
+        ({"CLICOLOR_FORCE": "0"}, None, True, False),
+        ({"CLICOLOR_FORCE": "1"}, None, True, True),
+        ({"NO_COLOR": "1"}, "always", True, True),
+        ({"FORCE_COLOR": "1"}, "never", False, False),
+    ],
+)
+def test_colour_order(environ: dict, choice: str | None, on_terminal: bool, off_terminal: bool) -> None:
+    assert wants_color(Terminal(), environ, choice) is on_terminal
+    assert wants_color(io.StringIO(), environ, choice) is off_terminal
+    assert wants_color(None, environ, choice) is (choice == "always" or (off_terminal and choice is None))
+
+
+def test_control_characters_are_spelled_out() -> None:
+    assert (
+        printable("a\x1b[31mb\x00\x9bc\td\r\ne\rf\udcffé") == "a\\x1b[31mb\\x00\\x9bc\td\r\ne\\x0df\\udcffé"
+    )
+
+
+def test_json_is_strict_one_line() -> None:
+    shown = to_json({"a": float("-inf"), "b": (1.5, float("nan")), 3: Path("x"), "é": "a\nb", "t": True})
+    assert json.loads(shown) == {"a": None, "b": [1.5, None], "3": "x", "é": "a\nb", "t": True}
+    assert "\n" not in shown and "é" in shown
+
+
+def error() -> IncompatibleError:
+    return IncompatibleError(
+        "no\x1b[2J way\nsecond", reason=["because\nof two"], fix=["do this", "or that"], code="nope"
+    )
+
+
+def test_error_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    write_error(error(), Console(), as_json=False)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "error: no\\x1b[2J way",
+        "  second",
+        "  because",
+        "  of two",
+        "  fix: do this",
+        "       or that",
+    ]
+
+
+def test_error_lines_in_colour(capsys: pytest.CaptureFixture[str]) -> None:
+    write_error(error(), Console(color=True), as_json=False)
+    assert capsys.readouterr().err.startswith("\x1b[1;31merror:\x1b[0m no")
+
+
+def test_error_object(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    write_error(error(), Console(), as_json=True)
+    out, err = capfdbinary.readouterr()
+    shown = json.loads(out)["error"]
+    assert err == b"" and (shown["code"], shown["exit"], shown["fix"]) == ("nope", 4, ["do this", "or that"])
+
+
+def test_file_is_emptied_by_the_first_write_only(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text("old and long")
+    sink = Sink.file(path)
+    assert path.read_text() == "old and long"
+    sink.write("né")
+    sink.write("w\n")
+    assert path.read_bytes() == "néw\n".encode()
+
+
+def test_terminal_of_another_encoding(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("wb") as file:
+        Sink(file.fileno(), encoding="ascii", terminal=True).write("é\x1b[0m\n")
+    assert (tmp_path / "out").read_bytes() == b"?\\x1b[0m\n"
+
+
+def test_full_disk_is_a_resource_error() -> None:
+    with open("/dev/full", "wb") as full, pytest.raises(ResourceError, match="No space left"):
+        Sink(full.fileno()).write("x")
+
+
+def test_a_slow_non_blocking_reader_gets_everything() -> None:
+    import threading
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    text, got = "x" * 300_000, []
+
+    def read() -> None:
+        while data := os.read(reader, 4096):
+            got.append(data)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    Sink(writer).write(text)
+    os.close(writer)
+    thread.join(10)
+    assert sum(map(len, got)) == len(text)
+    os.close(reader)
+
+
+def test_early_check_of_a_file(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    for bad in (tmp_path, tmp_path / "no" / "file"):
+        with pytest.raises(UsageError, match="cannot write"):
+            check_writable(bad)

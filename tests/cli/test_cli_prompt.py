@@ -1,0 +1,288 @@
+"""What is asked: arguments, files, stdin, chats, ids; odd text; and prompts that are too long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spd.cli.prompt import parse_variables
+
+START, END = "<|im_start|>", "<|im_end|>"
+
+
+def shown(spd_run: Callable, model: Path, *argv: object, **how: object) -> str:
+    """The prompt as --dry-run renders it."""
+    ran = spd_run("generate", "-m", model, "--dry-run", "--json", *argv, **how)
+    assert ran.code == 0, ran
+    return ran.json["prompt"]
+
+
+def user(text: str) -> str:
+    return f"{START}user\n{text}{END}\n{START}assistant\n"
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").write_text("first\n")
+    (tmp_path / "b").write_text("second\n\n")
+    return tmp_path
+
+
+def test_argument_and_option(spd_run: Callable, model: Path) -> None:
+    assert shown(spd_run, model, "Hi") == shown(spd_run, model, "-p", "Hi") == user("Hi")
+    assert shown(spd_run, model, "--", "--json") == user("--json")
+    assert shown(spd_run, model, "-p", "-md") == user("-md")
+
+
+def test_stdin_and_files_then_a_blank_line_then_the_argument(
+    spd_run: Callable, model: Path, files: Path
+) -> None:
+    assert shown(spd_run, model, "ask", stdin=b"piped\n") == user("piped\n\nask")
+    assert shown(spd_run, model, "-f", "a", "-f", "b", "ask", stdin=b"piped") == user(
+        "piped\n\nfirst\n\nsecond\n\n\nask"
+    )
+    assert shown(spd_run, model, "-f", "a", "-f", "-", "ask", stdin=b"piped\r\n") == user(
+        "first\n\npiped\n\nask"
+    )
+    assert shown(spd_run, model, "ask", stdin=b"") == user("ask")
+
+
+def test_one_source_alone(spd_run: Callable, model: Path, files: Path) -> None:
+    assert shown(spd_run, model, stdin=b"piped\n") == user("piped")
+    assert shown(spd_run, model, "-f", "a") == user("first")
+    assert shown(spd_run, model, "ask\n") == user("ask\n")
+    assert shown(spd_run, model, "--raw", "-f", "a") == "first\n", "raw text is continued as it is"
+    assert shown(spd_run, model, "--raw", stdin=b"def f():\r\n") == "def f():\r\n"
+
+
+def test_stdin_is_not_read_when_it_is_a_terminal_or_not_needed(
+    spd_run: Callable, assert_refused: Callable, model: Path, script
+) -> None:
+    assert_refused(spd_run("generate", "-m", model), 2, "nothing to generate from", "stdin is a terminal")
+    assert_refused(
+        spd_run("generate", "-m", model, stdin=b""), 2, "nothing to generate from", "stdin is empty"
+    )
+    assert_refused(spd_run("generate", "-m", model, closed=True), 2, "nothing to generate from")
+    assert spd_run("generate", "-m", model, "--prompt-ids", "5", stdin=b"junk").code == 0
+    assert script.request.prompt_ids == (5,)
+
+
+def test_system_message(spd_run: Callable, model: Path, files: Path) -> None:
+    want = f"{START}system\nBe\n{END}\n" + user("Hi")
+    (files / "s").write_text("Be\n")
+    assert (
+        shown(spd_run, model, "-s", "Be\n", "Hi") == shown(spd_run, model, "--system-file", "s", "Hi") == want
+    )
+    assert shown(spd_run, model, "--system-file", "-", "Hi", stdin=b"Be\n") == want
+
+
+def test_stdin_named_twice(spd_run: Callable, assert_refused: Callable, model: Path) -> None:
+    ran = spd_run("generate", "-m", model, "-f", "-", "--system-file", "-", stdin=b"x")
+    assert_refused(ran, 2, "stdin (-) is named twice")
+
+
+def test_messages(spd_run: Callable, model: Path, files: Path) -> None:
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "é"}]
+    (files / "chat").write_text(json.dumps(chat))
+    want = f"{START}system\nS{END}\n" + user("é")
+    assert shown(spd_run, model, "--messages", "chat") == want
+    assert shown(spd_run, model, "--messages", "-", stdin=json.dumps({"messages": chat}).encode()) == want
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is not JSON"),
+        ("[", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("{}", "no list of messages"),
+        ("[]", "no list of messages"),
+        ("[1]", "message 0 is not an object"),
+        ('[{"role": "user"}]', "message 0 has no text in `content`"),
+        ('[{"role": 1, "content": "x"}]', "message 0 has no text in `role`"),
+        ('[{"role": "user", "content": "\\ud800"}]', "a lone U+D800"),
+    ],
+)
+def test_bad_messages(
+    text: str, words: str, spd_run: Callable, assert_refused: Callable, model: Path
+) -> None:
+    assert_refused(spd_run("generate", "-m", model, "--messages", "-", stdin=text.encode()), 2, words)
+
+
+def test_files_that_cannot_be_read(
+    spd_run: Callable, assert_refused: Callable, model: Path, files: Path
+) -> None:
+    assert_refused(spd_run("generate", "-m", model, "-f", "missing"), 3, "no file missing")
+    assert_refused(spd_run("generate", "-m", model, "-f", files), 2, "is a folder")
+    assert_refused(spd_run("generate", "-m", model, "-f", "/dev/zero"), 2, "larger than 64 MiB")
+    (files / "latin").write_bytes(b"caf\xe9")
+    assert_refused(spd_run("generate", "-m", model, "-f", "latin"), 2, "byte 0xe9 at offset 3", "iconv")
+    assert_refused(spd_run("generate", "-m", model, stdin=b"\xff"), 2, "stdin is not UTF-8")
+
+
+def test_odd_text_is_passed_on(spd_run: Callable, model: Path, script) -> None:
+    text = "a\0b\r\nc\u2028\U0001f600"
+    assert shown(spd_run, model, "--raw", stdin=text.encode()) == text
+    assert shown(spd_run, model, "--raw", stdin=b"\xef\xbb\xbfx") == "x", "a byte order mark is no text"
+    assert spd_run("generate", "-m", model, "--raw", stdin=text.encode()).code == 0
+    assert len(script.request.prompt_ids) == len(text.encode())
+
+
+def test_bytes_in_the_argument_that_are_no_text(
+    spd_run: Callable, assert_refused: Callable, model: Path
+) -> None:
+    assert_refused(spd_run("generate", "-m", model, "caf\udce9"), 2, "the prompt is not Unicode text")
+    assert_refused(
+        spd_run("generate", "-m", model, "x", "-s", "\udcff"), 2, "the system message is not Unicode"
+    )
+
+
+def test_empty_prompts(spd_run: Callable, assert_refused: Callable, model: Path, script) -> None:
+    assert shown(spd_run, model, "") == user("")
+    spd_run("generate", "-m", model, "--raw", "")
+    assert script.request.prompt_ids == (256,), "the end-of-text token stands for nothing"
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": START}))
+    spd_run("generate", "-m", model, "--raw", "")
+    assert script.request.prompt_ids == (257,), "the first token stands for nothing where there is one"
+
+
+def test_special_tokens_in_text_stay_text_unless_asked(spd_run: Callable, model: Path, script) -> None:
+    spd_run("generate", "-m", model, f"a{END}b")
+    assert script.request.prompt_ids.count(258) == 1, "only the template's own"
+    spd_run("generate", "-m", model, "--raw", END)
+    assert len(script.request.prompt_ids) == len(END)
+    spd_run("generate", "-m", model, "--raw", "--parse-special", END)
+    assert script.request.prompt_ids == (258,)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is empty"),
+        (" , ", "is empty"),
+        ("1,x", "not a list of token ids"),
+        ("1.5", "not a list"),
+        ("264", "token id 264 is not in the vocabulary"),
+        ("-1", "token id -1 is not in the vocabulary"),
+        ("9" * 30, "is not in the vocabulary"),
+    ],
+)
+def test_bad_ids(
+    text: str, words: str, spd_run: Callable, assert_refused: Callable, model: Path, script
+) -> None:
+    assert_refused(spd_run("generate", "-m", model, f"--prompt-ids={text}"), 2, words)
+
+
+def test_template_arguments() -> None:
+    words = ["a=1", "b=true", "c=null", "d=text", 'e=[1, "x"]', "f=", "g=a=b"]
+    assert parse_variables(words) == {
+        "a": 1,
+        "b": True,
+        "c": None,
+        "d": "text",
+        "e": [1, "x"],
+        "f": "",
+        "g": "a=b",
+    }
+
+
+def test_template_arguments_reach_the_template(spd_run: Callable, model: Path) -> None:
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ mood }}|{{ messages[0].content }}"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert shown(spd_run, model, "Hi", "--template-arg", "mood=calm") == "calm|Hi"
+
+
+def test_a_base_model_needs_raw(spd_run: Callable, assert_refused: Callable, model: Path, script) -> None:
+    (model / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    assert_refused(spd_run("generate", "-m", model, "Hi"), 4, "has no chat template", "fix: --raw")
+    assert spd_run("generate", "-m", model, "--raw", "Hi").code == 0
+
+
+# -- prompts that are too long: the context of this model is 128 --------------------------------
+
+
+@pytest.mark.parametrize(("length", "code"), [(126, 0), (127, 0), (128, 4), (129, 4), (5000, 4)])
+def test_the_context_limit(length: int, code: int, spd_run: Callable, model: Path, script) -> None:
+    assert spd_run("generate", "-m", model, "--raw", "x" * length).code == code
+    assert bool(script.engines) is (code == 0)
+
+
+def test_overflow_says_tokens_limit_and_way_out(
+    spd_run: Callable, assert_refused: Callable, model: Path
+) -> None:
+    ran = spd_run("generate", "-m", model, "--raw", "x" * 5000, "--ctx", "64")
+    assert_refused(ran, 4, "prompt is 5,000 tokens but the context is 64", "--overflow truncate-left")
+    assert "oldest 4,968 tokens (leaves 32 for the reply)" in ran.err and "--ctx 5k" not in ran.err
+    ran = spd_run("generate", "-m", model, "--raw", "x" * 70, "--ctx", "64", "-n", "10")
+    assert "oldest 16 tokens (leaves 10 for the reply)" in ran.err and "--ctx" in ran.err
+
+
+def test_truncation_keeps_the_newest_tokens_and_room(spd_run: Callable, model: Path, script) -> None:
+    ran = spd_run(
+        "generate", "-m", model, "--raw", "a" * 200 + "b" * 50, "--overflow", "truncate-left", "-n", "28"
+    )
+    ids = script.request.prompt_ids
+    assert len(ids) == 100 and len(set(ids[50:])) == 1 and ids[49] != ids[50]
+    assert ran.err == "note: dropped the oldest 150 tokens of the prompt (--overflow truncate-left)\n"
+
+
+def test_the_truncated_prompt_is_what_a_dry_run_shows(spd_run: Callable, model: Path) -> None:
+    argv = ["--raw", "a" * 200 + "bé", "--overflow", "truncate-left", "-n", "124"]
+    assert shown(spd_run, model, *argv) == "abé"
+
+
+def test_truncation_leaves_what_fits_alone(spd_run: Callable, model: Path, script) -> None:
+    assert spd_run("generate", "-m", model, "--raw", "a" * 64, "--overflow", "truncate-left").err == ""
+    assert len(script.request.prompt_ids) == 64
+
+
+def test_truncation_of_a_chat_keeps_system_and_template(spd_run: Callable, model: Path, script) -> None:
+    argv = ["--overflow", "truncate-left", "-n", "20", "-s", "SYS", "ä" * 200 + "end"]
+    text = shown(spd_run, model, *argv)
+    assert text.startswith(f"{START}system\nSYS{END}\n{START}user\nä") and text.endswith(user("end")[-18:])
+    assert "\ufffd" not in text and f"end{END}" in text
+    spd_run("generate", "-m", model, *argv)
+    assert 100 < len(script.request.prompt_ids) <= 108
+
+
+def test_truncation_of_a_chat_drops_old_turns_first(spd_run: Callable, model: Path, files: Path) -> None:
+    turns = [
+        ("system", "S"),
+        ("user", "old" * 9),
+        ("assistant", "reply"),
+        ("user", "middle"),
+        ("assistant", "yes"),
+    ]
+    chat = [{"role": role, "content": text} for role, text in [*turns, ("user", "last")]]
+    (files / "chat").write_text(json.dumps(chat))
+    text = shown(spd_run, model, "--messages", "chat", "--overflow", "truncate-left", "-n", "60")
+    assert "old" not in text and "reply" not in text, "a turn goes with its reply"
+    assert text.startswith(f"{START}system\nS{END}\n{START}user\nmiddle{END}\n")
+    text = shown(spd_run, model, "--messages", "chat", "--overflow", "truncate-left", "-n", "90")
+    assert text.startswith(f"{START}system\nS{END}\n{START}user\nlast")
+
+
+def test_truncation_that_cannot_help(spd_run: Callable, assert_refused: Callable, model: Path) -> None:
+    ran = spd_run("generate", "-m", model, "-s", "x" * 300, "Hi", "--overflow", "truncate-left")
+    assert_refused(ran, 4, "cannot be cut enough")
+    ran = spd_run("generate", "-m", model, "Hi" * 99, "--overflow", "truncate-left", "-n", "128")
+    assert_refused(ran, 4, "leaves no room for a prompt")
+
+
+def test_a_smaller_context_of_the_engine_counts(spd_run: Callable, model: Path, script) -> None:
+    script.ctx = 32
+    ran = spd_run("generate", "-m", model, "--raw", "x" * 50)
+    assert ran.code == 4 and "50 tokens but the context is 32" in ran.err
+    ran = spd_run("generate", "-m", model, "--raw", "x" * 50, "--overflow", "truncate-left", "-n", "8")
+    assert ran.code == 0 and len(script.request.prompt_ids) == 24
+
+
+def test_a_reply_that_the_context_cuts_is_announced(spd_run: Callable, model: Path, script) -> None:
+    ran = spd_run("generate", "-m", model, "--raw", "x" * 100, "-n", "50")
+    assert ran.code == 0 and ran.err == "note: the context leaves room for 28 tokens, fewer than -n 50\n"

@@ -1,0 +1,169 @@
+"""From flags to sampling parameters: origin of defaults, escapes, ids, and every refused value of C4.59."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spd.cli.options import GenerateOptions
+from spd.cli.sampling import parse_logit_bias, resolve_sampling, unescape
+from spd.errors import UsageError
+from spd.formats.generation_config import GenerationConfig
+
+
+def resolve(model: GenerationConfig | None = None, **flags: object):
+    return resolve_sampling(GenerateOptions(**flags), model or GenerationConfig(), 264)
+
+
+def test_built_in_defaults() -> None:
+    resolved = resolve()
+    params = resolved.params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.7, 1.0, 0, 0.0)
+    assert params.repetition_penalty == 1.0 and resolved.sources["temperature"] == "default"
+
+
+def test_the_models_defaults_come_before_built_in_and_after_flags() -> None:
+    model = GenerationConfig(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1)
+    resolved = resolve(model, top_p=0.5)
+    params, sources = resolved.params, resolved.sources
+    assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.5, 20)
+    assert params.repetition_penalty == 1.1 and params.min_p == 0.0
+    assert (sources["temperature"], sources["top_p"], sources["min_p"]) == (
+        "generation_config.json",
+        "flag",
+        "default",
+    )
+
+
+def test_a_model_that_does_not_sample_is_greedy_unless_told() -> None:
+    model = GenerationConfig(temperature=0.6, do_sample=False)
+    assert resolve(model).params.temperature == 0.0
+    assert resolve(model, temperature=0.9).params.temperature == 0.9
+    assert resolve(GenerationConfig(temperature=0.6, do_sample=True)).params.temperature == 0.6
+
+
+def test_a_seed_is_drawn_and_given_ones_are_kept() -> None:
+    drawn = {resolve().params.seed for _ in range(4)}
+    assert len(drawn) == 4 and all(0 <= seed < 2**63 for seed in drawn)
+    assert resolve(seed=2**63 - 1).params.seed == 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (r"\n\n", "\n\n"),
+        (r"a\tb\r\0", "a\tb\r\0"),
+        (r"\\n", "\\n"),
+        (r"\x41é\U0001f600", "Aé😀"),
+        (r"\d \q", r"\d \q"),
+        (r"\xZZ", r"\xZZ"),
+        (r"\UFFFFFFFF", r"\UFFFFFFFF"),
+        ("end\\", "end\\"),
+        ("\n", "\n"),
+    ],
+)
+def test_escapes(typed: str, meant: str) -> None:
+    assert unescape(typed) == meant
+
+
+@given(st.text())
+def test_text_without_backslashes_stays(text: str) -> None:
+    assert unescape(text.replace("\\", "")) == text.replace("\\", "")
+
+
+def test_logit_bias() -> None:
+    assert parse_logit_bias("42=-5.5") == (42, -5.5)
+    assert resolve(logit_bias=["1=2", "2=-1"]).params.logit_bias == ((1, 2.0), (2, -1.0))
+    for bad in ("42", "x=1", "1=x", "=", "1=2=3"):
+        with pytest.raises(UsageError, match="ID=VALUE"):
+            parse_logit_bias(bad)
+
+
+REFUSED = [
+    (["--temperature", "nan"], "--temperature nan", "valid: 0 to 100"),
+    (["--temperature", "-1"], "--temperature -1", "valid: 0 to 100"),
+    (["--temperature", "inf"], "--temperature inf", "valid: 0 to 100"),
+    (["--temperature", "1e-9"], "--temperature 1e-09", "0 (greedy), or 0.001 to 100"),
+    (["--top-p", "0"], "--top-p 0", "valid: above 0 to 1"),
+    (["--top-p", "1.5"], "--top-p 1.5", "valid: above 0 to 1"),
+    (["--top-k", "-5"], "--top-k -5", "valid: 0 to"),
+    (["--top-k", "10000000000"], "--top-k 10000000000", "valid: 0 to"),
+    (["--min-p", "2"], "--min-p 2", "valid: 0 to 1"),
+    (["--repetition-penalty", "inf"], "--repetition-penalty inf", "valid: 0.01 to 100"),
+    (["--presence-penalty", "inf"], "--presence-penalty inf", "valid: -100 to 100"),
+    (["--frequency-penalty", "nan"], "--frequency-penalty nan", "valid: -100 to 100"),
+    (["-n", "0"], "--max-tokens 0", "valid: 1 to"),
+    (["-n", "-1"], "--max-tokens -1", "valid: 1 to"),
+    (["-n", "1000000000000"], "--max-tokens 1000000000000", "valid: 1 to"),
+    (["--min-tokens", "-1"], "--min-tokens -1", "valid: 0 to"),
+    (["--min-tokens", "5", "-n", "4"], "--min-tokens 5", "--max-tokens 4"),
+    (["--draft-max", "-1"], "--draft-max -1", "valid: 0 to"),
+    (["--draft-max", "1000000"], "--draft-max 1000000", "valid: 0 to"),
+    (["--seed", str(2**70)], "--seed", "valid: 0 to"),
+    (["--seed", "-1"], "--seed -1", "valid: 0 to"),
+    (["--json", "--logprobs", "21"], "--logprobs 21", "valid: 0 to 20"),
+    (["--logit-bias", "1=inf"], "--logit-bias inf", "valid: -1000 to 1000"),
+    (["--logit-bias", "264=1"], "token id 264 is not in the vocabulary", "valid: 0 to"),
+    (["--logit-bias", "-1=1"], "token id -1 is not in the vocabulary", "valid: 0 to"),
+    (["--stop-token-id", "9999"], "token id 9999 is not in the vocabulary", "valid: 0 to"),
+    (["--stop", ""], "stop string of 0 characters", "valid: 1 to"),
+    (["--ctx", "0"], "--ctx 0", "valid: 2 to"),
+    (["--ctx", "8x"], "--ctx", "8k"),
+    (["--ctx", "-4"], "--ctx", "8k"),
+    (["--threads", "0"], "--threads 0", "valid: 1 to"),
+    (["--memory-fraction", "nan"], "--memory-fraction nan", "valid: 0.01 to 1"),
+    (["--tp", "0"], "--tp 0", "valid: 1 to"),
+    (["--lag", "3"], "--lag", "'0', '1', '2'"),
+    (["--temperature", "warm"], "--temperature", "valid float"),
+    (["--seed", "1.5"], "--seed", "valid int"),
+    (["--device", "mps"], "--device mps", "auto|cpu|cuda"),
+    (["--dtype", "int4"], "--dtype", "bfloat16"),
+    (["--spec", "ngram,draft"], "--spec", "ngram"),
+    (["--template-arg", "messages=1"], "NAME=VALUE", ""),
+    (["--template-arg", "a b"], "NAME=VALUE", ""),
+]
+
+
+@pytest.mark.parametrize(("argv", "what", "valid"), REFUSED, ids=[" ".join(case[0]) for case in REFUSED])
+def test_values_out_of_range_are_refused_with_the_range(
+    argv: list[str], what: str, valid: str, spd_run: Callable, assert_refused: Callable, model: Path, script
+) -> None:
+    ran = spd_run("generate", "-m", model, "Hi", *argv)
+    if "--json" in argv:
+        shown = ran.json["error"]
+        assert ran.code == 2 and what in shown["message"] and valid in " ".join(shown["reason"])
+    else:
+        assert_refused(ran, 2, what, valid)
+    assert not script.engines, "refused before anything is loaded"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--top-p", "1"],
+        ["--top-k", "1"],
+        ["--temperature", "0"],
+        ["--temperature", "0.001"],
+        ["--min-p", "1"],
+        ["-n", "1"],
+        ["--draft-max", "0"],
+        ["--seed", "0"],
+        ["--logit-bias", "258=-1000"],
+        ["--ctx", "2K", "--ctx", "64"],
+        ["--spec", "ngram", "--ngram-min", "2", "--ngram-max", "2"],
+    ],
+)
+def test_boundaries_are_accepted(argv: list[str], spd_run: Callable, model: Path, script) -> None:
+    ran = spd_run("generate", "-m", model, "Hi", *argv)
+    assert ran.code == 0, ran.err
+
+
+def test_a_value_of_the_models_file_is_named_as_such(
+    spd_run: Callable, assert_refused: Callable, model: Path, script
+) -> None:
+    (model / "generation_config.json").write_text('{"temperature": 200}')
+    assert_refused(spd_run("generate", "-m", model, "Hi"), 2, "--temperature 200", "generation_config.json")

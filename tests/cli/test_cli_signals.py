@@ -1,0 +1,215 @@
+"""Signals, pipes and closed streams, each in a process of its own around the fake engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spd.cli.output import Sink
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def program(model: Path, *argv: str, at: str = "step", pieces: int = 40, pause: float = 0.05) -> list[str]:
+    """A command that runs `spd generate` with an engine that takes its time while loading or decoding."""
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import spd.runtime
+from tests.cli.conftest import FakeEngine, Script
+def slow(step):
+    time.sleep({pause})
+    if {at!r} == "hang" and step == 2:
+        print("hanging", file=sys.stderr, flush=True)
+        while True: time.sleep(0.01)
+def build(config):
+    if {at!r} == "load":
+        print("loading", file=sys.stderr, flush=True)
+        time.sleep(60)
+    return FakeEngine(config, Script(pieces=["word "] * {pieces}, on_step=slow))
+vars(spd.runtime)["Engine"] = build
+from spd.cli.app import main
+code = main(["generate", "-m", {str(model)!r}, "Hi", *{list(argv)!r}])
+sys.exit(code)
+"""
+    return [sys.executable, "-c", code]
+
+
+def start(command: list[str], **how: object) -> subprocess.Popen[bytes]:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
+    return subprocess.Popen(command, cwd=ROOT, **pipes)
+
+
+def wait_for(process: subprocess.Popen[bytes], line: bytes) -> None:
+    """Read one line of standard error."""
+    assert process.stderr is not None and process.stderr.readline() == line
+
+
+def finish(process: subprocess.Popen[bytes]) -> tuple[int, bytes, str]:
+    out, err = process.communicate(timeout=100)  # a bound against hangs, not a measurement
+    return process.returncode, out, (err or b"").decode()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_decoding_keeps_the_text_and_ends_by_the_signal(signum: int, model: Path) -> None:
+    process = start(program(model))
+    assert process.stdout is not None
+    first = os.read(process.stdout.fileno(), 5)
+    process.send_signal(signum)
+    code, out, err = finish(process)
+    assert code == -signum
+    assert first + out == b"word " * ((len(first + out) - 1) // 5) + b"\n"
+    assert err == "stopping…\n"
+
+
+def test_a_signal_with_json_prints_what_there_is(model: Path) -> None:
+    process = start(program(model, "--json", "--stats", at="hang"))
+    wait_for(process, b"hanging\n")
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    shown = json.loads(out)
+    assert code == -signal.SIGINT and shown["finish_reason"] == "abort"
+    assert shown["text"] == "word " * 2 and len(shown["token_ids"]) == 4
+    assert err.startswith("stopping…\n4 tok")
+
+
+def test_a_signal_while_loading(model: Path) -> None:
+    process = start(program(model, at="load"))
+    wait_for(process, b"loading\n")
+    process.send_signal(signal.SIGINT)
+    assert finish(process) == (-signal.SIGINT, b"", "stopping…\n")
+
+
+def test_a_second_signal_ends_at_once(model: Path) -> None:
+    command = program(model, at="hang")
+    command[-1] = command[-1].replace(
+        "vars(spd.runtime)", "FakeEngine.abort = lambda self, request: time.sleep(30)\nvars(spd.runtime)"
+    )
+    process = start(command)
+    assert process.stdout is not None
+    os.read(process.stdout.fileno(), 5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert (code, err) == (-signal.SIGINT, "")
+
+
+def test_an_engine_that_cannot_be_asked_any_more(model: Path) -> None:
+    command = program(model, "--json", at="hang")
+    command[-1] = command[-1].replace("vars(spd.runtime)", "del FakeEngine.abort\nvars(spd.runtime)")
+    process = start(command)
+    wait_for(process, b"hanging\n")
+    process.send_signal(signal.SIGINT)
+    code, out, _ = finish(process)
+    assert code == -signal.SIGINT and json.loads(out)["finish_reason"] == "abort"
+
+
+def test_a_signal_swallowed_inside_the_engine_still_stops_the_run(model: Path, script) -> None:
+    from spd.cli.reply import Delivery
+    from spd.cli.signals import Interrupted, SignalGuard
+    from spd.runtime import Engine, EngineConfig, Request, SamplingParams
+
+    guard, order = SignalGuard(), Request("0", (1,), SamplingParams())
+    guard.install()
+
+    def swallow(step: int) -> None:
+        with contextlib.suppress(Interrupted):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    script.on_step = lambda step: swallow(step) if step == 0 else None
+    delivery = Delivery(
+        Sink(os.open(os.devnull, os.O_WRONLY)), Engine(EngineConfig(model)), order, streaming=True
+    )
+    try:
+        with pytest.raises(Interrupted):
+            delivery.run(guard)
+    finally:
+        guard.uninstall()
+    assert delivery.reply.text == "Hello"
+
+
+def test_a_shell_loop_stops(model: Path, tmp_path: Path) -> None:
+    command = " ".join(f"'{word}'" for word in program(model, pieces=400)[:1])
+    (tmp_path / "run.py").write_text(program(model, pieces=400)[2])
+    loop = f"for i in 1 2 3; do echo round; {command} {tmp_path / 'run.py'}; done"
+    process = start(["bash", "-c", loop], start_new_session=True)
+    assert process.stdout is not None
+    seen = b""
+    while b"word" not in seen:
+        seen += os.read(process.stdout.fileno(), 100)
+    os.killpg(process.pid, signal.SIGINT)
+    code, out, _ = finish(process)
+    assert (seen + out).count(b"round") == 1 and code == -signal.SIGINT
+
+
+def test_an_ignored_signal_stays_ignored(model: Path) -> None:
+    process = start(program(model, pieces=8), preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    assert process.stdout is not None
+    first = os.read(process.stdout.fileno(), 5)
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert (code, first + out, err) == (0, b"word " * 8 + b"\n", "")
+
+
+def test_a_reader_that_leaves(model: Path) -> None:
+    process = start(program(model, pieces=400))
+    assert process.stdout is not None
+    os.read(process.stdout.fileno(), 5)
+    process.stdout.close()
+    process.stdout = None
+    assert process.wait(100) == 141
+    assert process.stderr is not None and process.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("redirect", "code", "words"),
+    [
+        (">/dev/full", 5, "No space left"),
+        (">&-", 5, "standard output is closed"),
+        ("2>&-", 0, ""),
+        ("<&-", 0, ""),
+        (">&- 2>&-", 5, ""),
+        ("--json >/dev/full", 5, "No space left"),
+        ("--json >&-", 5, "standard output is closed"),
+    ],
+)
+def test_closed_and_full_streams(redirect: str, code: int, words: str, model: Path, tmp_path: Path) -> None:
+    argv = ["--json"] if "--json" in redirect else []
+    (tmp_path / "run.py").write_text(program(model, *argv, pieces=2, pause=0)[2])
+    shell = f"exec '{sys.executable}' '{tmp_path / 'run.py'}' {redirect.replace('--json', '')}"
+    done = finish(start(["bash", "-c", shell]))
+    assert done[0] == code, done
+    assert words in done[2] and "Traceback" not in done[2] and "Exception ignored" not in done[2]
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"], ["completions", "bash"]])
+def test_help_into_a_closed_pipe_is_quiet(argv: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start([sys.executable, "-m", "spd", *argv], stdout=writer)
+    os.close(writer)
+    code, _, err = finish(process)
+    assert (code, err) == (141, "")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version", "x"], ["completions", "bash"]])
+def test_help_into_a_full_disk(argv: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        code, _, err = finish(start([sys.executable, "-m", "spd", *argv], stdout=full))
+    assert code == 5 and "No space left" in err and "Traceback" not in err
+
+
+def test_an_output_file_needs_no_stdout(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(program(model, "-o", str(tmp_path / "out"), pieces=2, pause=0)[2])
+    done = finish(start(["bash", "-c", f"exec '{sys.executable}' '{tmp_path / 'run.py'}' >&-"]))
+    assert done[0] == 0 and (tmp_path / "out").read_text() == "word word \n"

@@ -1,0 +1,171 @@
+"""Start-up, help, the version, and what is never imported on the way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import spd
+from spd import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = [
+    "torch",
+    "triton",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "transformers",
+    "huggingface_hub",
+    "pydantic",
+]
+HEAVY += ["jinja2", "prompt_toolkit"]
+
+
+def loaded_after(*argv: str, **environment: str) -> tuple[str, set[str]]:
+    """Standard output, and the top-level modules in memory, after `spd ARGV` in a new process."""
+    code = (
+        "import sys, atexit\n"
+        "atexit.register(lambda: print('\\n'.join(sys.modules), file=sys.stderr))\n"
+        f"sys.argv = ['spd', *{list(argv)!r}]\n"
+        "from spd.__main__ import main\n"
+        "sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | environment,
+    )
+    return done.stdout, set(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["generate", "-h"], ["inspect", "--help"], ["completions", "bash"]]
+)
+def test_help_loads_nothing_heavy(argv: list[str]) -> None:
+    out, modules = loaded_after(*argv)
+    assert out and not modules & set(HEAVY)
+
+
+def test_completion_loads_nothing_heavy(tmp_path: Path) -> None:
+    (tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc").mkdir(parents=True)
+    question = {"COMP_WORDS": "spd generate -m ", "COMP_CWORD": "3", "_SPD_COMPLETE": "complete_bash"}
+    out, modules = loaded_after(**question, HF_HUB_CACHE=str(tmp_path))
+    assert out.split() == ["Qwen/Qwen3-0.6B", "demo"] and not modules & set(HEAVY)
+
+
+@pytest.mark.parametrize("flag", ["-V", "--version"])
+def test_version_loads_nothing_at_all(flag: str) -> None:
+    out, modules = loaded_after(flag)
+    assert out == f"spd {spd.__version__}\n"
+    assert not modules & {"typer", "rich", "spd.cli", "spd.cli.app", *HEAVY}
+
+
+def test_version_in_other_places(spd_run: Callable) -> None:
+    assert spd_run("--version").text == spd_run("-V", "generate").text == f"spd {spd.__version__}\n"
+
+
+def test_no_words_at_all_show_help(spd_run: Callable) -> None:
+    ran = spd_run()
+    assert ran.code == 0 and "generate" in ran.text and "inspect" in ran.text and ran.err == ""
+
+
+def test_help_names_the_commands_of_this_edition_only(spd_run: Callable) -> None:
+    from typer.main import get_command
+
+    from spd.cli.app import COMMANDS, build_app
+
+    assert tuple(get_command(build_app()).commands) == COMMANDS == ("generate", "inspect", "completions")
+
+
+def test_help_has_panels_and_examples(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    text = spd_run("generate", "--help").text
+    panels = [
+        text.index(f"─ {name} ─")
+        for name in ("Prompt", "Model", "Speculation", "Sampling", "Output", "Advanced")
+    ]
+    assert panels == sorted(panels)
+    assert "Examples:" in text and "spd generate --stats" in text and "\x1b" not in text
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+def test_help_at_any_width(columns: str, spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    ran = spd_run("generate", "--help")
+    assert ran.code == 0 and max(map(len, ran.text.splitlines())) <= int(columns)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["generat"], "generate"),
+        (["generate", "--temprature", "1"], "--temperature"),
+        (["generate", "--json=1", "x"], "--json"),
+        (["generate", "a", "b"], "unexpected extra argument"),
+        (["generate", "-m"], "requires an argument"),
+        (["completions"], "SHELL"),
+        (["completions", "tcsh"], "'bash'"),
+        (["--nonsense"], "--nonsense"),
+        (["chat"], "No such command 'chat'".lower()),
+    ],
+)
+def test_words_that_are_off(argv: list[str], words: str, spd_run: Callable, assert_refused: Callable) -> None:
+    ran = spd_run(*argv)
+    if argv[1:2] == ["--json=1"]:
+        assert ran.code == 2 and words in ran.json["error"]["message"]
+    else:
+        assert ran.code == 2 and words.lower() in ran.err.lower(), ran
+        assert_refused(ran, 2, "--help")
+
+
+def test_usage_errors_as_json(spd_run: Callable) -> None:
+    ran = spd_run("--json", "generate", "--temperature", "warm")
+    shown = ran.json["error"]
+    assert (ran.code, shown["code"], shown["exit"], ran.err) == (2, "usage", 2, "")
+    assert shown["fix"] == ["spd generate --help"]
+
+
+def test_public_names_are_lazy_and_complete() -> None:
+    code = "import spd, sys; print('torch' in sys.modules); print(spd.SamplingParams, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines()[0] == "False" and done.stdout.rstrip().endswith("False")
+    with pytest.raises(AttributeError, match="nothing"):
+        spd.nothing  # noqa: B018
+    for name in set(spd.__all__) - {"Engine", "EnginePlan", "make_plan"}:
+        assert getattr(spd, name) is not None
+
+
+def test_stdin_is_left_alone_by_help(spd_run: Callable) -> None:
+    assert spd_run("generate", "--help", closed=True).code == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (errors.UsageError("x"), "spd generate --help"),
+        (errors.NotFoundError("x"), "check the name"),
+        (errors.CheckpointError("x"), "another model folder"),
+        (errors.IncompatibleError("x"), "spd generate --help"),
+        (errors.ResourceError("x"), "ask for less"),
+        (errors.EngineError("x"), "--debug"),
+        (errors.CheckFailedError("x", fix=["y"]), "y"),
+        (errors.NetworkError("x"), "--help"),
+        (ValueError("x"), "--debug"),
+    ],
+)
+def test_every_error_has_a_fix_and_keeps_its_status(
+    error: Exception, fix: str, spd_run: Callable, assert_refused: Callable, model: Path, script
+) -> None:
+    script.fail, script.pieces = error, ["", "", ""]
+    ran = spd_run("generate", "-m", model, "Hi", "-o", os.devnull)
+    assert_refused(ran, getattr(error, "exit_code", 1), f"fix: {fix}" if fix == "y" else fix)
