@@ -58,9 +58,10 @@ def imports(tree: ast.Module, *, top_level: bool = False) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+        elif top_level and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            nodes += node.orelse
         elif top_level and isinstance(node, ast.If | ast.Try):
-            if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
-                nodes += [*node.body, *node.orelse]
+            nodes += [*node.body, *node.orelse]
     return found
 
 
@@ -107,7 +108,10 @@ def violations(tree: list[tuple[str, ast.Module, str]]) -> list[str]:
             (
                 module in methods,
                 every,
-                (*(methods - {module}), *(f"spd.runtime.{n}" for n in ("engine", "scheduler", "sequence", "round"))),
+                (
+                    *(methods - {module}),
+                    *(f"spd.runtime.{n}" for n in ("engine", "scheduler", "sequence", "round")),
+                ),
                 "proposers know the state only",
             ),
             (

@@ -29,6 +29,8 @@ class Detokenizer:
         self._token_bytes, self._stops, self._min_tokens = token_bytes, tuple(stops), min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = ""
+        self._ignored = 0
+        """Leading characters of `_pending` that came within the first min_tokens tokens."""
         self._count = 0
         self.stopped = False
 
@@ -36,12 +38,16 @@ class Detokenizer:
         """Take one token; True when it completes a stop string, whose text is then cut away."""
         self._count += 1
         self._pending += self._decoder.decode(self._token_bytes(token_id))
+        if self._count <= self._min_tokens:
+            self._ignored = len(self._pending)
         return self._look_for_stop()
 
     def _look_for_stop(self) -> bool:
         if self._count <= self._min_tokens:
             return False
-        found = [at for stop in self._stops if (at := self._pending.find(stop)) >= 0]
+        # A stop counts when it is completed after the minimum, however tokens fall into rounds.
+        starts = ((stop, max(0, self._ignored - len(stop) + 1)) for stop in self._stops)
+        found = [at for stop, start in starts if (at := self._pending.find(stop, start)) >= 0]
         if found:
             self._pending = self._pending[: min(found)]
             self.stopped = True
@@ -52,9 +58,10 @@ class Detokenizer:
         if final and not self.stopped:
             self._pending += self._decoder.decode(b"", final=True)
             self._look_for_stop()
-        keep = 0 if final or self._count < self._min_tokens else _held_back(self._pending, self._stops)
+        keep = 0 if final else _held_back(self._pending, self._stops)
         text, self._pending = (
             self._pending[: len(self._pending) - keep],
             self._pending[len(self._pending) - keep :],
         )
+        self._ignored = max(0, self._ignored - len(text))
         return text

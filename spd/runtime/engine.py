@@ -192,10 +192,12 @@ class Engine:
         runs = clip_runs(sequence.runs, end)
         hashes = page_hashes(prompt, runs, size, end) if self.plan.prefix_sharing else []
         shared = self._pages.match(hashes)
-        cached = reusable_prefix(runs, len(shared) * size)
+        cached = len(shared) * size
+        # Back to where neither a page nor a chunk is cut: a later span's chunks may start inside a page.
+        while (whole := reusable_prefix(runs, cached) // size * size) < cached:
+            cached = whole
         keep = cached // size
         self._pages.release(shared[keep:])
-        cached = keep * size
         sequence.pages = shared[:keep]
         self._grow(sequence, len(prompt))
         view = SlotView(len(prompt), sequence.pages)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
+from torch import Tensor
 
 from spd.runtime.models.base import CausalModel, LayerCache
 from spd.runtime.page_table import NUM_RESERVED
 
 
-def bytes_per_page(model: CausalModel, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one page takes over all layers, keys and values."""
-    return 2 * model.num_layers * page_size * model.num_kv_heads * model.head_dim * dtype.itemsize
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Zeros that, on CPU, take memory only once they are written: fresh pages of an anonymous map."""
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class KvCache:
@@ -22,9 +29,7 @@ class KvCache:
         self.page_size, self.num_pages = page_size, num_pages
         shape = (num_pages, page_size, model.num_kv_heads, model.head_dim)
         self.layers = [
-            LayerCache(
-                torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
-            )
+            LayerCache(lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device))
             for _ in range(model.num_layers)
         ]
 

@@ -1,0 +1,97 @@
+"""What several tests share: tiny checkpoints on a shelf, and runs of whole generations."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spd.runtime import Engine, EngineConfig, Request, RequestMetrics, RoundRecord, SamplingParams
+from tests.recipes.tiny import VARIANTS, write_tiny
+
+
+class TinyShelf:
+    """Writes each tiny checkpoint once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def get(self, variant: str = "qwen3", **options: Any) -> Path:
+        """The folder of a variant with options of `write_tiny` on top."""
+        arguments = {**VARIANTS[variant], **options}
+        key = hashlib.sha256(repr(sorted(arguments.items())).encode()).hexdigest()[:16]
+        folder = self.folder / f"{variant}-{key}"
+        return folder if folder.exists() else write_tiny(folder, **arguments)
+
+
+@dataclass
+class Run:
+    """Everything one request gave."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[float] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    rounds: list[RoundRecord] = field(default_factory=list)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def output(self) -> tuple[list[int], str, str | None]:
+        """What must not depend on speculation."""
+        return self.tokens, self.text, self.finish_reason
+
+    @property
+    def drafts(self) -> list[tuple[list[int], int]]:
+        """(drafts, accepted) of each round."""
+        return [(record.draft, record.accepted) for record in self.rounds]
+
+
+def make_engine(model: Path, **wishes: Any) -> Engine:
+    """A small engine: one thread, float32, a short context, fixed k unless said otherwise."""
+    defaults: dict[str, Any] = {
+        "threads": 1,
+        "dtype": "float32",
+        "ctx": 256,
+        "adaptive": False,
+        "spec": "off",
+    }
+    return Engine(EngineConfig(model=model, **{**defaults, **wishes}))
+
+
+def run_all(engine: Engine, prompts: list[tuple[int, ...]], params: list[SamplingParams]) -> list[Run]:
+    """Run every prompt to its end, together as far as the engine has slots."""
+    runs = {f"r{i}": Run() for i in range(len(prompts))}
+    engine.trace = lambda record: runs[record.request].rounds.append(record)
+    requests = [Request(f"r{i}", p, q) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
+    for event in engine.generate(requests):
+        run = runs[event.request_id]
+        assert run.finish_reason is None, "an event after the end"
+        run.tokens += event.token_ids
+        run.text += event.text
+        run.finish_reason = event.finish_reason
+        run.logprobs += [entry.logprob for entry in event.logprobs]
+        run.drafted += event.drafted
+    for name, run in runs.items():
+        run.metrics = engine.metrics(name)
+    engine.trace = None
+    return list(runs.values())
+
+
+def run_one(model: Path, prompt: tuple[int, ...], params: SamplingParams, **wishes: Any) -> Run:
+    """One prompt on an engine of its own."""
+    return run_all(make_engine(model, **wishes), [prompt], [params])[0]
+
+
+def random_prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[tuple[int, ...]]:
+    """Prompts of repeated fragments, so that n-gram lookup finds something."""
+    import random
+
+    source = random.Random(seed)
+    prompts = []
+    for _ in range(count):
+        fragment = [source.randrange(vocab) for _ in range(max(3, length // 4))]
+        prompt = (fragment * 5)[: length - 2] + [source.randrange(vocab) for _ in range(2)]
+        prompts.append(tuple(prompt))
+    return prompts

@@ -1,0 +1,300 @@
+"""The demo's corpus: the Python standard library's own source and docstrings, made into text.
+
+Owns which files are read, how near-duplicates are dropped, the split into training and held-out
+modules, and the question-and-answer pairs made from docstrings. Everything is a function of the
+running interpreter's standard library, so the same Python gives the same hash.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import inspect
+import re
+import sys
+import sysconfig
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+HELD_OUT_PERCENT = 6
+SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "__pycache__",
+    "_bundled",
+    "lib-dynload",
+    "turtledemo",
+    "lib2to3",
+    "config-3",  # build configuration, named by version and platform
+}
+QUESTION_MODULES = [
+    "os",
+    "os.path",
+    "json",
+    "re",
+    "math",
+    "cmath",
+    "itertools",
+    "functools",
+    "collections",
+    "string",
+    "pathlib",
+    "shutil",
+    "random",
+    "statistics",
+    "datetime",
+    "time",
+    "textwrap",
+    "glob",
+    "fnmatch",
+    "heapq",
+    "bisect",
+    "copy",
+    "operator",
+    "csv",
+    "hashlib",
+    "hmac",
+    "base64",
+    "binascii",
+    "urllib.parse",
+    "subprocess",
+    "threading",
+    "queue",
+    "tempfile",
+    "struct",
+    "zlib",
+    "gzip",
+    "pickle",
+    "shelve",
+    "logging",
+    "argparse",
+    "getpass",
+    "platform",
+    "sys",
+    "inspect",
+    "types",
+    "typing",
+    "contextlib",
+    "dataclasses",
+    "enum",
+    "abc",
+    "decimal",
+    "fractions",
+    "numbers",
+    "secrets",
+    "uuid",
+    "calendar",
+    "locale",
+    "html",
+    "difflib",
+    "unicodedata",
+    "ast",
+    "dis",
+    "keyword",
+    "token",
+    "tokenize",
+    "traceback",
+    "warnings",
+    "weakref",
+    "gc",
+    "atexit",
+    "signal",
+    "socket",
+    "select",
+    "ssl",
+    "asyncio",
+    "zipfile",
+    "tarfile",
+    "configparser",
+    "io",
+    "codecs",
+    "pprint",
+    "reprlib",
+    "timeit",
+    "cProfile",
+    "linecache",
+    "filecmp",
+    "stat",
+    "errno",
+    "array",
+    "colorsys",
+    "bz2",
+    "lzma",
+    "sched",
+    "http.client",
+    "ipaddress",
+    "shlex",
+]
+QUESTION_TYPES = (str, bytes, list, dict, set, frozenset, tuple, int, float, bytearray, complex, range)
+QUESTIONS = (
+    "What does {name} do?",
+    "what does {name} do",
+    "What is {name} for?",
+    "Explain {name}.",
+    "Describe {name} in one sentence.",
+    "What does {name} do in Python?",
+)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and held-out source texts, and the (name, answer) pairs of documented functions."""
+
+    training: tuple[str, ...]
+    held_out: tuple[str, ...]
+    answers: tuple[tuple[str, str], ...]
+
+    def digest(self) -> str:
+        """SHA-256 over every text in order."""
+        state = hashlib.sha256()
+        for part in (*self.training, "\0", *self.held_out, "\0", *(f"{n}\0{a}" for n, a in self.answers)):
+            state.update(part.encode())
+            state.update(b"\1")
+        return state.hexdigest()
+
+
+def _stable_hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def _shingles(text: str) -> set[int]:
+    lines = [line.strip() for line in text.splitlines() if len(line.strip()) > 3]
+    return {
+        hash_ for i in range(len(lines) - 3) if (hash_ := _stable_hash("\n".join(lines[i : i + 4]))) % 8 == 0
+    }
+
+
+def _source_files() -> list[tuple[str, str]]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if (
+            SKIPPED_FOLDERS.intersection(
+                p.split(".")[0] if p.startswith("config-") else p for p in relative.parts
+            )
+            or path.stat().st_size > 900_000
+        ):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if len(text) > 200:
+            files.append((str(relative), text))
+    return files
+
+
+def _without_near_duplicates(files: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Drop a file when over 40 % of its sampled 4-line shingles were seen in earlier files."""
+    seen: set[int] = set()
+    kept = []
+    for name, text in files:
+        shingles = _shingles(text)
+        if len(shingles) >= 3 and len(shingles & seen) > 0.4 * len(shingles):
+            continue
+        if re.match(r"encodings/(cp|mac_|iso|koi)", name) or re.match(r"_?sysconfigdata", name):
+            continue
+        seen |= shingles
+        kept.append((name, text))
+    return kept
+
+
+def _first_paragraph(doc: str) -> str:
+    paragraphs = [" ".join(p.split()) for p in inspect.cleandoc(doc).split("\n\n")]
+    only_signature = re.compile(r"^[\w.]+\([^)]*\)( *-+> .{0,60})?$")
+    signature = re.compile(r"^[\w.]+\([^)]*\)( *-> *[\w\[\], .|]+)?( *--? *)?")
+    paragraphs = [p for p in paragraphs if not only_signature.match(p)]
+    texts = [t for p in paragraphs if (t := signature.sub("", p).strip(" ->\n"))]
+    if not texts:
+        return ""
+    answer = texts[0]
+    if len(answer) < 60 and len(texts) > 1 and not texts[1].startswith((">>>", ":")):
+        answer = answer.rstrip(".:") + ". " + texts[1]
+    if len(answer) > 240:
+        cut = answer[:240].rfind(". ")
+        answer = answer[: cut + 1] if cut > 40 else answer[:240].rsplit(" ", 1)[0]
+    return answer[0].upper() + answer[1:] if answer else ""
+
+
+def _documented(module_name: str) -> list[tuple[str, str]]:
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError:
+        return []
+    pairs = []
+    for attribute in sorted(getattr(module, "__all__", None) or dir(module)):
+        value = getattr(module, attribute, None)
+        if attribute.startswith("_") or not (inspect.isroutine(value) or inspect.isclass(value)):
+            continue
+        doc = inspect.getdoc(value)
+        owner = getattr(value, "__module__", None) or module_name
+        if doc and (
+            owner.lstrip("_").split(".")[0]
+            in (module_name.split(".")[0], "posixpath", "posix", "genericpath")
+        ):
+            pairs.append((f"{module_name}.{attribute}", doc))
+    return pairs
+
+
+def question_answers() -> tuple[tuple[str, str], ...]:
+    """(qualified name, answer) pairs: the first paragraph of each public docstring, once a text."""
+    import builtins
+
+    raw = [pair for name in QUESTION_MODULES for pair in _documented(name)]
+    for attribute in sorted(dir(builtins)):
+        value = getattr(builtins, attribute)
+        error = inspect.isclass(value) and issubclass(value, BaseException)
+        if not attribute.startswith("_") and callable(value) and not error and inspect.getdoc(value):
+            raw.append((attribute, inspect.getdoc(value) or ""))
+    for kind in QUESTION_TYPES:
+        for attribute in sorted(vars(kind)):
+            doc = inspect.getdoc(getattr(kind, attribute))
+            if not attribute.startswith("_") and doc:
+                raw.append((f"{kind.__name__}.{attribute}", doc))
+    pairs: dict[str, str] = {}
+    for name, doc in raw:
+        answer = _first_paragraph(doc)
+        if len(answer) > 20 and name not in pairs and re.search(r" at 0x[0-9a-f]{6,}", answer) is None:
+            pairs[name] = answer
+    return tuple(pairs.items())
+
+
+def _is_held_out(module: str) -> bool:
+    """Whether a top-level module is held out; C modules go with their Python twin."""
+    names = (module, "_py" + module)
+    return any(_stable_hash("held-out:" + name) % 100 < HELD_OUT_PERCENT for name in names)
+
+
+def build_corpus() -> Corpus:
+    """Read the running interpreter's standard library into a `Corpus`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        answers = question_answers()
+    training, held_out = [], []
+    for name, text in _without_near_duplicates(_source_files()):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ast.parse(text)
+        except SyntaxError:
+            continue
+        document = f"# {name}\n{text.rstrip()}\n"
+        (held_out if _is_held_out(name.split("/")[0].removesuffix(".py")) else training).append(document)
+    answers = tuple(pair for pair in answers if not _is_held_out(pair[0].split(".")[0]))
+    return Corpus(tuple(training), tuple(held_out), answers)
+
+
+if __name__ == "__main__":
+    corpus = build_corpus()
+    size = sum(len(t.encode()) for t in corpus.training)
+    held = sum(len(t.encode()) for t in corpus.held_out)
+    print(f"python {sys.version.split()[0]}: {len(corpus.training)} training files, {size:,} bytes")
+    print(f"{len(corpus.held_out)} held-out files, {held:,} bytes; {len(corpus.answers)} answers")
+    print("sha256", corpus.digest())
+    for name, answer in corpus.answers[:: max(1, len(corpus.answers) // 40)]:
+        print(f"  {name}: {answer}")

@@ -1,0 +1,128 @@
+"""Write the 0.35 B checkpoint of the CPU benchmarks, and the draft made of its first two layers.
+
+Qwen3-shaped with random weights. The layers after the draft's own speak softly (DAMPING), so that the
+draft, which lacks them, agrees with the target's greedy choice about as often as a trained one would.
+Its acceptance is natural to these two folders and says nothing about a trained model: it is for speed
+and equality. Deterministic; importing nothing from `spd`. Run it from the repository root:
+
+    python tests/recipes/medium.py OUT            writes OUT and OUT/draft
+    python tests/recipes/medium.py OUT --measure  also generates with transformers and prints the agreement
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.recipes.tiny import QWEN3, write_json, write_tensors, write_tiny
+
+DRAFT_LAYERS = 2
+DAMPING = 0.03
+SHAPE: dict[str, Any] = {
+    "hidden": 1024,
+    "layers": 28,
+    "heads": 16,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "intermediate": 3072,
+    "vocab": 8192,
+    "max_positions": 4096,
+}
+
+
+def write_medium(folder: Path, dtype: str = "bfloat16", seed: int = 0, **shape: Any) -> Path:
+    """Write the target and return its folder; `shape` overrides SHAPE (tests write a small one)."""
+    damping = shape.pop("damping", DAMPING)
+    return write_tiny(
+        folder,
+        architecture=QWEN3,
+        tie=True,
+        dtype=dtype,
+        seed=seed,
+        rope={"rope_type": "default", "rope_theta": 1e6},
+        residual_gain=lambda layer: 1.0 if layer < DRAFT_LAYERS else damping,
+        **{**SHAPE, **shape},
+    )
+
+
+def write_medium_draft(folder: Path, source: Path, layers: int = DRAFT_LAYERS) -> Path:
+    """Write the draft: `source`'s embeddings, final norm and first layers, bit for bit; return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["num_hidden_layers"] = layers
+    write_json(folder / "config.json", config)
+    kept = {
+        name: tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+        if not name.startswith("model.layers.") or int(name.split(".")[2]) < layers
+    }
+    write_tensors(folder, kept)
+    for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(source / file, folder / file)
+    return folder
+
+
+def measure(folder: Path, draft: Path, tokens: int = 192, prompts: int = 2) -> dict[str, float]:
+    """Generate greedily with transformers and compare the draft's choice at every position.
+
+    Returns the share of positions where both choose the same token, the mean number of tokens a round
+    of four drafts would commit, and the share of distinct 4-grams in the target's text.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM  # type: ignore[import-not-found,unused-ignore]
+
+    target_model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    draft_model = AutoModelForCausalLM.from_pretrained(draft, dtype="auto")
+    agreed: list[bool] = []
+    rounds = 0
+    fourgrams: list[tuple[int, ...]] = []
+    for prompt in range(prompts):
+        generator = torch.Generator().manual_seed(prompt)
+        ids = torch.randint(3, target_model.config.vocab_size, (1, 16), generator=generator)
+        with torch.inference_mode():
+            text = target_model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                do_sample=False,
+                eos_token_id=None,
+            )
+            guess = draft_model(text).logits[0, ids.shape[1] - 1 : -1].argmax(-1)
+        new = text[0, ids.shape[1] :]
+        same = (guess == new).tolist()
+        agreed += same
+        position = 0
+        while position < len(same):
+            accepted = 0
+            while accepted < 4 and position + accepted < len(same) and same[position + accepted]:
+                accepted += 1
+            position += accepted + 1
+            rounds += 1
+        listed = new.tolist()
+        fourgrams += [(prompt, *listed[i : i + 4]) for i in range(len(listed) - 3)]
+    return {
+        "agreement": sum(agreed) / len(agreed),
+        "tokens_per_round_k4": len(agreed) / rounds,
+        "distinct_4grams": len(set(fourgrams)) / len(fourgrams),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write the 0.35 B benchmark checkpoint and its draft.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--damping", type=float, default=DAMPING)
+    parser.add_argument("--measure", action="store_true", help="needs transformers")
+    options = parser.parse_args()
+    print(write_medium(options.out, options.dtype, options.seed, damping=options.damping))
+    print(write_medium_draft(options.out / "draft", options.out))
+    if options.measure:
+        print(json.dumps(measure(options.out, options.out / "draft")))

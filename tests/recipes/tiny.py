@@ -1,0 +1,323 @@
+"""Write tiny random checkpoints in the Hugging Face layout: names, config and tokenizer as published ones.
+
+Plain torch, safetensors and json; imports nothing from `spd`, so that what it writes is evidence
+independent of the program that reads it. Every tensor is drawn from (seed, tensor name), so a variant
+keeps its bits when another one changes. By hand: `python tests/recipes/tiny.py OUT` writes all VARIANTS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+FIRST_SPECIAL = 256
+SMALLEST_TOKENIZER = FIRST_SPECIAL + len(SPECIAL_TOKENS)
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+
+# How strongly the random layers speak. Attention is sharp (scores with this standard deviation) and
+# the residual stream is made by the layers rather than by the token itself, or greedy text would
+# repeat its last token; logits have LOGIT_STD, or sampling would be uniform and argmax a tie in bf16.
+SCORE_STD = 2.0
+LOGIT_STD = 3.0
+EMBEDDING_STD = 0.05
+
+LLAMA = "LlamaForCausalLM"
+QWEN3 = "Qwen3ForCausalLM"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama2": {"architecture": LLAMA, "kv_heads": 4, "tie": False},
+    "llama3": {
+        "architecture": LLAMA,
+        "tie": False,
+        "rope": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "linear": {"architecture": LLAMA, "rope": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    "yarn": {
+        "architecture": QWEN3,
+        "rope": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "tied": {"architecture": LLAMA, "tie": True},
+    "biases": {"architecture": LLAMA, "tie": False, "attention_bias": True, "mlp_bias": True},
+    "qwen3": {"architecture": QWEN3, "tie": False},
+    "qwen3_bias": {"architecture": QWEN3, "attention_bias": True},
+    "wide_heads": {"architecture": QWEN3, "head_dim": 32, "tie": False},
+    "gqa1": {"architecture": LLAMA, "heads": 8, "kv_heads": 8},
+    "gqa2": {"architecture": LLAMA, "heads": 8, "kv_heads": 4},
+    "gqa4": {"architecture": LLAMA, "heads": 8, "kv_heads": 2},
+    "gqa8": {"architecture": LLAMA, "heads": 8, "kv_heads": 1},
+    "sharded": {"architecture": QWEN3, "tie": False, "shards": 3},
+}
+
+
+def write_tiny(
+    folder: Path,
+    *,
+    architecture: str = LLAMA,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    intermediate: int = 128,
+    vocab: int = 320,
+    rope: Mapping[str, Any] | None = None,
+    tie: bool = True,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    dtype: str = "float32",
+    shards: int = 1,
+    seed: int = 0,
+    max_positions: int = 512,
+    eos: Sequence[int] | None = None,
+    tokenizer: bool = True,
+    rope_style: str = "legacy",
+    residual_gain: Callable[[int], float] | None = None,
+) -> Path:
+    """Write one random checkpoint and return its folder; the same arguments give the same bytes.
+
+    `rope` is Hugging Face's dictionary with `rope_type` and `rope_theta`; `rope_style` writes it the old
+    way ("legacy": `rope_theta` and `rope_scaling`) or the way of transformers 5 ("parameters").
+    `residual_gain` scales layer i's output projections. `eos` defaults to the tokenizer's two end tokens.
+    Raises ValueError for shapes no checkpoint has, and for a tokenizer in fewer than 259 tokens.
+    """
+    if architecture not in MODEL_TYPES:
+        raise ValueError(f"architecture: {architecture!r} is not one of {', '.join(MODEL_TYPES)}")
+    if heads % kv_heads or head_dim % 2:
+        raise ValueError(f"heads {heads} must be a multiple of kv_heads {kv_heads}, head_dim {head_dim} even")
+    if tokenizer and vocab < SMALLEST_TOKENIZER:
+        raise ValueError(f"vocab: a byte-level tokenizer needs {SMALLEST_TOKENIZER}, not {vocab}")
+    if eos is None:
+        eos = (FIRST_SPECIAL + 2, FIRST_SPECIAL) if tokenizer else ()
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": MODEL_TYPES[architecture],
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_positions,
+        "rms_norm_eps": 1e-6 if architecture == QWEN3 else 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": tie,
+        "attention_bias": attention_bias,
+        "torch_dtype": dtype,
+        "bos_token_id": FIRST_SPECIAL if tokenizer else None,
+        "eos_token_id": list(eos) if len(eos) > 1 else (eos[0] if eos else None),
+        "use_cache": True,
+    }
+    if architecture == LLAMA:
+        config["mlp_bias"] = mlp_bias
+    elif mlp_bias:
+        raise ValueError("mlp_bias: Qwen3 has none")
+    _put_rope(config, rope or {"rope_type": "default", "rope_theta": 10000.0}, rope_style)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = random_tensors(config, seed, residual_gain or (lambda layer: 1.0))
+    write_tensors(folder, {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}, shards)
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", _generation_config(config))
+    if tokenizer:
+        write_tokenizer(folder, vocab, max_positions)
+    return folder
+
+
+def _put_rope(config: dict[str, Any], rope: Mapping[str, Any], style: str) -> None:
+    if style == "parameters":
+        config["rope_parameters"] = dict(rope)
+        return
+    if style != "legacy":
+        raise ValueError(f"rope_style: {style!r} is neither 'legacy' nor 'parameters'")
+    config["rope_theta"] = rope["rope_theta"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    config["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
+
+
+def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
+    return {**kept, "do_sample": False}
+
+
+def random_tensors(
+    config: Mapping[str, Any], seed: int, residual_gain: Callable[[int], float]
+) -> dict[str, torch.Tensor]:
+    """Draw every tensor of a checkpoint in float32, named as Hugging Face names them."""
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query = config["num_attention_heads"] * head_dim
+    key = config["num_key_value_heads"] * head_dim
+    qk_norm = config["architectures"][0] == QWEN3
+    tensors: dict[str, torch.Tensor] = {}
+
+    def draw(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> None:
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        tensors[name] = torch.randn(shape, generator=generator) * std + mean
+
+    draw("model.embed_tokens.weight", (config["vocab_size"], hidden), EMBEDDING_STD)
+    # q·k / sqrt(d) has the standard deviation wanted when each factor carries its square root
+    # (for Qwen3 the norm weights carry it, since they undo any scale of the projections).
+    sharpness = math.sqrt(SCORE_STD)
+    projection = 1.0 if qk_norm else sharpness
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        gain = residual_gain(layer)
+        linears = {
+            "self_attn.q_proj": (query, hidden, projection),
+            "self_attn.k_proj": (key, hidden, projection),
+            "self_attn.v_proj": (key, hidden, 1.0),
+            "self_attn.o_proj": (hidden, query, 1.5 * gain),
+            "mlp.gate_proj": (inner, hidden, 1.5),
+            "mlp.up_proj": (inner, hidden, 1.0),
+            "mlp.down_proj": (hidden, inner, 1.5 * gain),
+        }
+        for name, (rows, columns, scale) in linears.items():
+            draw(f"{prefix}{name}.weight", (rows, columns), scale / math.sqrt(columns))
+            biased = config["attention_bias"] if name.startswith("self_attn") else config.get("mlp_bias")
+            if biased:
+                draw(f"{prefix}{name}.bias", (rows,), 0.2)
+        draw(f"{prefix}input_layernorm.weight", (hidden,), 0.1, 1.0)
+        draw(f"{prefix}post_attention_layernorm.weight", (hidden,), 0.1, 1.0)
+        if qk_norm:
+            draw(f"{prefix}self_attn.q_norm.weight", (head_dim,), 0.1, sharpness)
+            draw(f"{prefix}self_attn.k_norm.weight", (head_dim,), 0.1, sharpness)
+    head_std = EMBEDDING_STD if config["tie_word_embeddings"] else 1.0 / math.sqrt(hidden)
+    final = LOGIT_STD / (head_std * math.sqrt(hidden))
+    draw("model.norm.weight", (hidden,), 0.1 * final, final)
+    if not config["tie_word_embeddings"]:
+        draw("lm_head.weight", (config["vocab_size"], hidden), head_std)
+    return tensors
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shards: int = 1) -> None:
+    """Write one `model.safetensors`, or `shards` files of consecutive tensors with their index."""
+    metadata = {"format": "pt"}
+    if shards == 1:
+        save_file(dict(tensors), folder / "model.safetensors", metadata=metadata)
+        return
+    names = list(tensors)
+    if not 1 < shards <= len(names):
+        raise ValueError(f"shards: {shards} is not between 1 and {len(names)}")
+    weight_map: dict[str, str] = {}
+    for shard in range(shards):
+        part = names[len(names) * shard // shards : len(names) * (shard + 1) // shards]
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file, metadata=metadata)
+        weight_map.update(dict.fromkeys(part, file))
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / "model.safetensors.index.json", index)
+
+
+def byte_alphabet() -> list[str]:
+    """Return the printable stand-in of each byte, as GPT-2's byte-level BPE defines it."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
+    """Write a byte-level BPE whose ids 0..255 are the bytes, then the specials, then pairs of bytes.
+
+    Every id below `vocab` is a token, so that any id a random model emits can be decoded.
+    """
+    alphabet = byte_alphabet()
+    ids = {token: index for index, token in enumerate(alphabet)}
+    merges: list[list[str]] = []
+    common = [alphabet[byte] for byte in (32, *range(97, 123), *range(33, 97), *range(123, 127))]
+    wanted = vocab - SMALLEST_TOKENIZER
+    for total in range(2 * len(common) - 1):
+        for first in range(max(0, total - len(common) + 1), min(total + 1, len(common))):
+            if len(merges) < wanted:
+                pair = [common[first], common[total - first]]
+                ids["".join(pair)] = SMALLEST_TOKENIZER + len(merges)
+                merges.append(pair)
+    if len(merges) < wanted:
+        raise ValueError(f"vocab: at most {SMALLEST_TOKENIZER + len(merges)} with a tokenizer, not {vocab}")
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": FIRST_SPECIAL + i, "content": token, **flags} for i, token in enumerate(SPECIAL_TOKENS)]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    write_json(
+        folder / "tokenizer.json",
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "ignore_merges": False,
+                "vocab": ids,
+                "merges": merges,
+            },
+        },
+    )
+    decoder = {
+        str(entry["id"]): {key: value for key, value in entry.items() if key != "id"} for entry in added
+    }
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "add_bos_token": False,
+            "add_prefix_space": False,
+            "added_tokens_decoder": decoder,
+            "bos_token": None,
+            "chat_template": CHAT_TEMPLATE,
+            "clean_up_tokenization_spaces": False,
+            "eos_token": SPECIAL_TOKENS[2],
+            "model_max_length": max_positions,
+            "pad_token": SPECIAL_TOKENS[0],
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "unk_token": None,
+        },
+    )
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write one JSON object, indented, with a final newline."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write every tiny variant below a folder.")
+    parser.add_argument("out", type=Path)
+    out: Path = parser.parse_args().out
+    for variant, shape in VARIANTS.items():
+        print(write_tiny(out / variant, **shape))

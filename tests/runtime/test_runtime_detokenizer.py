@@ -1,0 +1,191 @@
+"""Text as it grows equals the whole decoded; stops do not depend on how tokens fall into rounds."""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from spd.runtime import Engine, EngineConfig, Request, SamplingParams
+from spd.runtime.detokenizer import Detokenizer
+from tests.recipes.tiny import write_tiny
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(
+    tokens: Sequence[bytes], stops: Sequence[str] = (), min_tokens: int = 0, rounds: Sequence[int] = ()
+) -> tuple[list[str], int | None]:
+    """Texts handed out a round, and how many tokens were taken before a stop; rounds are token counts.
+
+    Without `rounds` every token is a round; tokens that are left over make a last one.
+    """
+    detokenizer = Detokenizer(tokens.__getitem__, stops, min_tokens)
+    sizes, texts, at = list(rounds or [1] * len(tokens)), [], 0
+    while at < len(tokens):
+        for _ in range(sizes.pop(0) if sizes else len(tokens)):
+            if at < len(tokens):
+                at += 1
+                if detokenizer.push(at - 1):
+                    return [*texts, detokenizer.take(final=True)], at
+        texts.append(detokenizer.take())
+    return [*texts, detokenizer.take(final=True)], None
+
+
+def stopped_by_definition(
+    tokens: Sequence[bytes], stops: Sequence[str], min_tokens: int
+) -> tuple[str, int | None]:
+    """The text a request keeps, and the token count at its stop, from whole prefixes of the tokens."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = ""
+    for count, token in enumerate(tokens, 1):
+        before = len(text)
+        text += decoder.decode(token)
+        # Occurrences that this token's characters complete; the one that begins first wins.
+        found = [
+            start
+            for stop in stops
+            for start in range(len(text))
+            if text.startswith(stop, start) and start + len(stop) > before
+        ]
+        if count > min_tokens and found:
+            return text[: min(found)], count
+    return text + decoder.decode(b"", final=True), None
+
+
+rounds_lists = st.lists(st.integers(0, 4), max_size=12)
+any_bytes = st.lists(st.one_of(st.binary(max_size=3), st.sampled_from("é€🎈ß ").map(str.encode)), max_size=8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(parts=any_bytes, cuts=st.lists(st.integers(0, 30), max_size=10), rounds=rounds_lists)
+def test_text_equals_the_whole_decoded_for_any_split(
+    parts: list[bytes], cuts: list[int], rounds: list[int]
+) -> None:
+    """Characters cut over tokens, and bytes that are no UTF-8, at every place."""
+    whole = b"".join(parts)
+    borders = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
+    tokens = [whole[a:b] for a, b in itertools.pairwise(borders)]
+    texts, stopped = run(tokens, rounds=rounds)
+    assert stopped is None
+    assert "".join(texts) == whole.decode("utf-8", "replace")
+
+
+def test_only_whole_characters_are_handed_out() -> None:
+    texts, _ = run(["a€".encode()[:2], "€".encode()[1:2], "€".encode()[2:] + b"b", "é".encode()[:1]])
+    assert texts == ["a", "", "€b", "", "\ufffd"]
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    tokens=st.lists(
+        st.text("ab", max_size=3).map(str.encode) | st.sampled_from([b"\xc3", b"\xa9"]), max_size=10
+    ),
+    stops=st.lists(st.text("abé", min_size=1, max_size=4), max_size=3),
+    min_tokens=st.integers(0, 5),
+    rounds=rounds_lists,
+)
+@example(tokens=[b"a", b"b", b"c"], stops=["ab"], min_tokens=2, rounds=[3])
+@example(tokens=[b"a", b"b", b"c"], stops=["abc"], min_tokens=2, rounds=[1, 1, 1])
+@example(tokens=[b"a", b"a", b"a"], stops=["aa"], min_tokens=2, rounds=[3])
+def test_stops_are_found_by_definition_in_any_rounds(
+    tokens: list[bytes], stops: list[str], min_tokens: int, rounds: list[int]
+) -> None:
+    """A stop counts once a token after the first min_tokens completes it, whatever a round holds."""
+    texts, stopped = run(tokens, stops, min_tokens, rounds)
+    assert ("".join(texts), stopped) == stopped_by_definition(tokens, stops, min_tokens)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tokens=st.lists(st.text("ab", min_size=1, max_size=2).map(str.encode), max_size=10),
+    stops=st.lists(st.text("ab", min_size=2, max_size=4), min_size=1, max_size=3),
+)
+def test_only_the_beginning_of_a_stop_is_held_back(tokens: list[bytes], stops: list[str]) -> None:
+    """After each token, what is not yet handed out could still become a stop; nothing else waits."""
+    texts, stopped = run(tokens, stops)
+    told = ""
+    for count, text in enumerate(texts[: len(tokens) if stopped is None else stopped - 1], 1):
+        told += text
+        waiting = b"".join(tokens[:count]).decode()[len(told) :]
+        assert not waiting or any(stop.startswith(waiting) and stop != waiting for stop in stops)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stops", "texts", "stopped"),
+    [
+        ([b"one STOP two"], ["STOP"], ["one "], 1),
+        ([b"one S", b"TO", b"P two"], ["STOP"], ["one ", "", ""], 3),
+        ([b"one S", b"TO", b"RE"], ["STOP"], ["one ", "", "STORE", ""], None),
+        ([b"ST", b"STO", b"P"], ["STOP"], ["", "ST", ""], 3),
+        ([b"abcd"], ["bc", "abcd"], [""], 1),  # of stops that one token completes, the first to begin
+        ([b"a", b"b", b"c", b"d"], ["abcd", "bc"], ["", "", "a"], 3),
+        ([b"x", b"ab"], ["b", "ab"], ["x", ""], 2),
+        ([b"caf\xc3", b"\xa9!"], ["é"], ["caf", ""], 2),
+        ([b"\xe2", b"\x82", b"\xac"], ["€"], ["", "", ""], 3),
+        ([b"S", b"T"], ["STOP"], ["", "", "ST"], None),
+        ([b"\xf0\x9f", b"S"], ["\ufffdS"], ["", ""], 2),
+        ([b"a", b"", b"b"], ["ab"], ["", "", ""], 3),
+    ],
+)
+def test_stops_within_and_across_tokens(
+    tokens: list[bytes], stops: list[str], texts: list[str], stopped: int | None
+) -> None:
+    assert run(tokens, stops) == (texts, stopped)
+
+
+def test_stops_before_the_minimum_are_text() -> None:
+    assert run([b"END", b"a", b"END", b"b"], ["END"], min_tokens=2) == (["END", "a", ""], 3)
+    assert run([b"END", b"END"], ["END"], min_tokens=1)[1] == 2
+    # Begun before and completed after: a stop.
+    assert run([b"xE", b"N", b"D"], ["END"], min_tokens=2) == (["x", "", ""], 3)
+
+
+# -- in the engine -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("model"), layers=1, hidden=32, heads=2, kv_heads=1)
+
+
+def generate(model: Path, orders: Sequence[SamplingParams], **config: Any) -> list[tuple[str, Any, Any]]:
+    """Text, ids and finish reason of each order, one after the other."""
+    wishes = {"threads": 1, "dtype": "float32", "ctx": 128, "adaptive": False, **config}
+    engine = Engine(EngineConfig(model=model, **wishes))
+    results = []
+    for i, params in enumerate(orders):
+        events = list(engine.generate([Request(str(i), (72, 101, 108, 108, 111), params)]))
+        tokens = [token for event in events for token in event.token_ids]
+        results.append(("".join(event.text for event in events), tokens, events[-1].finish_reason))
+    return results
+
+
+@pytest.mark.parametrize("min_tokens", [0, 7])
+def test_stop_strings_cut_the_same_text_with_and_without_speculation(model: Path, min_tokens: int) -> None:
+    """Two characters of the text as the stop string; the drafter is right, so rounds are wide."""
+    plain = {"max_tokens": 16, "ignore_eos": True}
+    ((whole, _, reason),) = generate(model, [SamplingParams(**plain)], spec="off")
+    assert reason == "length" and len(whole) > 9
+    orders = [
+        SamplingParams(**plain, stop=(whole[at : at + 2],), min_tokens=min_tokens)
+        for at in range(0, len(whole) - 1, 2)
+    ]
+    alone = generate(model, orders, spec="off")
+    assert generate(model, orders, spec="draft", draft_model=model, draft_max=6) == alone
+    for text, _, reason in alone:
+        assert whole.startswith(text) and (reason == "stop" or (min_tokens and text == whole))
+    assert len({len(tokens) for _, tokens, _ in alone}) > 4

@@ -1,0 +1,82 @@
+"""Golden: every shape variant against `transformers` in float32, logits and whole generations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spd.runtime import SamplingParams
+from spd.runtime.model_runner import SlotView
+from tests.helpers import make_engine, random_prompts, run_all
+from tests.recipes.tiny import VARIANTS
+
+transformers = pytest.importorskip("transformers")
+
+
+def greedy(reference: Any, prompt: tuple[int, ...], count: int) -> list[int]:
+    """What `generate` appends; the mask is given, or it would be guessed from padding ids."""
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    whole = reference.generate(
+        ids, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    tokens: list[int] = whole[0, len(prompt) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_logits_and_greedy_text_equal_transformers(tiny: Callable[..., Path], variant: str) -> None:
+    folder = tiny(variant)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    engine = make_engine(folder)
+    vocab = engine.usable_vocab
+    prompt = random_prompts(1, 90, 256, seed=len(variant))[0]
+
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0]
+        runner = engine._parts.runner
+        view = SlotView(len(prompt), list(range(2, 10)))
+        table = runner.page_row(view.pages, 8)[None]
+        ids = torch.tensor([prompt])
+        found = []
+        for start, stop in ((0, 64), (64, 80), (80, 90)):  # one chunk of prefill, then tiles
+            window = ids[:, start:stop]
+            positions = torch.arange(start, stop)[None]
+            hidden = runner.forward(
+                window, positions, torch.ones_like(window, dtype=torch.bool), table, [view]
+            )
+            found.append(runner.logits(hidden)[0])
+    assert (torch.cat(found) - expected).abs().max() < 1e-4
+
+    with torch.inference_mode():
+        wanted = greedy(reference, prompt, 64)
+    assert max(wanted) < vocab
+    run = run_all(engine, [prompt], [SamplingParams(max_tokens=64)])[0]
+    assert run.tokens == wanted
+    assert run.text == tokenizer.decode(wanted, skip_special_tokens=True)
+    assert run.finish_reason == ("stop" if wanted[-1] in engine.eos_ids else "length")
+
+
+def test_an_end_token_ends_both(tiny: Callable[..., Path]) -> None:
+    """The same model with its own fifth greedy token declared as the end: both stop there, end included."""
+    folder = tiny("qwen3")
+    prompt = random_prompts(1, 20, 256)[0]
+    free = run_all(make_engine(folder), [prompt], [SamplingParams(max_tokens=24)])[0]
+    end = next(t for t in free.tokens[4:] if free.tokens.index(t) >= 4)
+    stopping = tiny("qwen3", eos=(end,))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(stopping, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        wanted = greedy(reference, prompt, 24)
+    for wishes in (
+        {},
+        {"spec": "ngram", "draft_max": 4},
+        {"spec": "draft", "draft_model": stopping, "draft_max": 4},
+    ):
+        run = run_all(make_engine(stopping, **wishes), [prompt], [SamplingParams(max_tokens=24)])[0]
+        assert run.tokens == wanted
+        assert run.finish_reason == "stop" and run.tokens[-1] == end

@@ -1,0 +1,397 @@
+"""The joint law of what rounds commit equals the target's own, by exact enumeration in float64.
+
+Three tokens, every draft string, every string of sampled rows: the real round runs once with a slot for
+each case, over a model that remembers what was fed to it, and each case weighs what the target and an
+arbitrarily correlated drafter give it. No randomness decides anything; errors stay below 1e-12.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from spd.runtime.model_runner import SlotView
+from spd.runtime.request import SamplingParams
+from spd.runtime.round import FULL, GOING_ON, STOPPED, Round
+from spd.runtime.sampler import Sampler
+from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.state import RoundState
+
+VOCAB = 3
+PROMPT = (1, 2)
+LIMIT_OF_ERROR = 1e-12
+Text = tuple[int, ...]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- the target: a table of logits by context, and its processed law in plain Python ------------------
+
+
+def context_numbers(tokens: Tensor) -> Tensor:
+    """The number of each prefix of tokens [S, n], one to one; -1 from the first unwritten (-1) on."""
+    numbers = torch.full_like(tokens, -1)
+    number, written = tokens.new_zeros(tokens.shape[0]), torch.ones(tokens.shape[0], dtype=torch.bool)
+    for column in range(tokens.shape[1]):
+        written = written & (tokens[:, column] >= 0)
+        number = number * VOCAB + 1 + tokens[:, column].clamp(min=0)
+        numbers[:, column] = torch.where(written, number, -1)
+    return numbers
+
+
+def number_of(text: Sequence[int]) -> int:
+    return int(context_numbers(torch.tensor([list(text)]))[0, -1])
+
+
+def target_table(depth: int, seed: int, masked: bool) -> Tensor:
+    """Float64 logits [contexts + 1, 3]; the last row is what unwritten contexts give.
+
+    With `masked`, probabilities hold zeros and some contexts leave a single token.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(((VOCAB ** (depth + 1)) // 2 + 1, VOCAB), generator=generator, dtype=torch.float64)
+    logits = (4 * weights - 2).clone()
+    if masked:
+        kept = torch.randint(VOCAB, (len(logits), 1), generator=generator)
+        hidden = torch.rand(logits.shape, generator=generator) < 0.4
+        logits.masked_fill_(hidden.scatter(1, kept, False), float("-inf"))
+    logits[-1] = torch.tensor([0.1, 0.0, -0.1], dtype=torch.float64)
+    return logits
+
+
+def processed_by_definition(logits: Sequence[float], text: Text, params: SamplingParams) -> list[float]:
+    """Probabilities of the next token after PROMPT + text, step by step as the documentation says."""
+    scores = list(logits)
+    for token, bias in params.logit_bias:
+        scores[token] += bias
+    for v in range(VOCAB):
+        if v in PROMPT or v in text:
+            r = params.repetition_penalty
+            scores[v] = scores[v] / r if scores[v] > 0 else scores[v] * r
+        scores[v] -= params.frequency_penalty * text.count(v) + params.presence_penalty * (v in text)
+    if len(text) < params.min_tokens:
+        scores = [-math.inf if v in params.stop_token_ids else x for v, x in enumerate(scores)]
+    scores = [x / params.temperature for x in scores]
+    order = sorted(range(VOCAB), key=lambda v: (-scores[v], v))[: params.top_k or VOCAB]
+    total = math.fsum(math.exp(scores[v]) for v in order)
+    kept, before = [], 0.0
+    for v in order:
+        share = math.exp(scores[v]) / total
+        if not kept or (before < params.top_p and share >= params.min_p * math.exp(scores[order[0]]) / total):
+            kept.append(v)
+        before += share
+    total = math.fsum(math.exp(scores[v]) for v in kept)
+    return [math.exp(x) / total if v in kept else 0.0 for v, x in enumerate(scores)]
+
+
+class Law:
+    """Masses of whole texts: those that ended, and those that reached the horizon."""
+
+    def __init__(self, table: Tensor, params: SamplingParams, horizon: int) -> None:
+        self.rows, self.params, self.horizon = table.tolist(), params, horizon
+        self.conditionals: dict[Text, list[float]] = {}
+
+    def ends(self, text: Text) -> bool:
+        return len(text) >= self.horizon or (bool(text) and text[-1] in self.params.stop_token_ids)
+
+    def extend(self, law: defaultdict[Text, float], text: Text, mass: float) -> None:
+        """Add a text's mass, continued by the target until it ends."""
+        if self.ends(text):
+            law[text] += mass
+            return
+        if text not in self.conditionals:
+            row = self.rows[number_of(PROMPT + text)]
+            self.conditionals[text] = processed_by_definition(row, text, self.params)
+        for v, probability in enumerate(self.conditionals[text]):
+            if probability:
+                self.extend(law, (*text, v), mass * probability)
+
+
+# -- drafters: any conditional law of a draft given the context and the row's own sample ---------------
+
+DraftLaw = Callable[[int], Tensor]  # contexts -> [contexts, sampled, draft]
+
+
+def _equal(contexts: int) -> Tensor:
+    return torch.eye(VOCAB, dtype=torch.float64).expand(contexts, -1, -1)
+
+
+def _never(contexts: int) -> Tensor:
+    return (1 - _equal(contexts)) / (VOCAB - 1)
+
+
+def _random(contexts: int) -> Tensor:
+    table = torch.rand(
+        contexts, VOCAB, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
+    )
+    return table / table.sum(-1, keepdim=True)
+
+
+def _one_hot(contexts: int) -> Tensor:
+    choice = torch.randint(VOCAB, (contexts, 1), generator=torch.Generator().manual_seed(10))
+    return torch.eye(VOCAB, dtype=torch.float64)[choice].expand(-1, VOCAB, -1)
+
+
+def _only_zeros_match(contexts: int) -> Tensor:
+    """Equal where the sample is token 0, else never: acceptance as biased as it can be."""
+    return torch.where(torch.arange(VOCAB)[:, None] == 0, _equal(contexts), _never(contexts))
+
+
+DRAFT_LAWS: dict[str, DraftLaw] = {
+    "equal": _equal,
+    "never": _never,
+    "random": _random,
+    "one-hot": _one_hot,
+    "only-zeros-match": _only_zeros_match,
+}
+
+
+# -- the real round over a scripted model and scripted draws -------------------------------------------
+
+
+class RememberingRunner:
+    """A model that knows a context only through what was written at its positions, slot by slot."""
+
+    def __init__(self, slots: int, max_len: int, table: Tensor) -> None:
+        self.memory = torch.full((slots, max_len), -1, dtype=torch.long)
+        self.memory[:, : len(PROMPT) - 1] = torch.tensor(PROMPT[:-1])
+        self.table = table
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, valid: Tensor, page_table: Tensor, views: object
+    ) -> Tensor:
+        assert ((token_ids >= 0) & (token_ids < VOCAB)).all(), "an id beyond the vocabulary was fed"
+        for column in range(token_ids.shape[1]):
+            at = positions[:, column : column + 1]
+            old = self.memory.gather(1, at)
+            new = torch.where(valid[:, column : column + 1], token_ids[:, column : column + 1], old)
+            self.memory.scatter_(1, at, new)
+        numbers = context_numbers(self.memory).gather(1, positions)
+        self.contexts = torch.where(valid, numbers, -1)
+        return self.contexts
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.table[hidden]
+
+
+class ScriptedSampler(Sampler):
+    """The real processing; the draw is the case's own string of samples."""
+
+    script: Tensor
+    processed: Tensor
+    positions: Tensor
+
+    def draw(self, processed: Tensor, positions: Tensor, needs: SamplerClass) -> Tensor:
+        self.processed, self.positions = processed, positions
+        return self.script
+
+
+PLAIN = SamplingParams(temperature=1.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One law check: the k of each round, sampling parameters, and the target's seed."""
+
+    ks: tuple[int, ...]
+    params: SamplingParams = PLAIN
+    seed: int = 0
+    masked: bool = False
+    odd_drafts: bool = False
+    """Ids outside the vocabulary instead of the drafts that equal token 2."""
+
+    @property
+    def horizon(self) -> int:
+        reach = sum(k + 1 for k in self.ks)
+        return min(reach, self.params.max_tokens or reach)
+
+
+def enumerate_round(k: int) -> Tensor:
+    """Every (num_drafts, drafts, samples) of a round with k drafts: [cases, 1 + k + k + 1]."""
+    strings = itertools.product(range(k + 1), *[range(VOCAB)] * (2 * k + 1))
+    return torch.tensor(list(strings), dtype=torch.long)
+
+
+class Enumeration:
+    """All cases of all rounds side by side, a slot each."""
+
+    def __init__(self, case: Case, table: Tensor) -> None:
+        parts = [enumerate_round(k) for k in case.ks]
+        grid = torch.cartesian_prod(*(torch.arange(len(part)) for part in parts)).view(-1, len(parts))
+        self.plans = [part[grid[:, i]] for i, part in enumerate(parts)]
+        self.case, slots, params = case, len(grid), case.params
+        depth = len(PROMPT) + sum(k + 1 for k in case.ks)
+        state = self.state = RoundState(slots, depth + 1, max(case.ks), 1, "cpu")
+        state.tokens[:, : len(PROMPT)] = torch.tensor(PROMPT)
+        state.length.fill_(len(PROMPT))
+        state.length_limit.fill_(len(PROMPT) + (params.max_tokens or depth))
+        state.min_length.fill_(len(PROMPT) + params.min_tokens)
+        if params.stop_token_ids:
+            state.stop_ids[:, : len(params.stop_token_ids)] = torch.tensor(params.stop_token_ids)
+        state.active.fill_(True)
+        self.runner = RememberingRunner(slots, depth + 1, table)
+        self.sampler = ScriptedSampler(state, VOCAB, VOCAB)
+        self.sampler.admit(0, params, torch.tensor(PROMPT))
+        for tensor in (*self.sampler.numbers.values(), self.sampler.top_k, self.sampler.bias):
+            if tensor is not None:
+                tensor.copy_(tensor[:1].clone().expand_as(tensor))
+        if self.sampler.counts is not None:
+            self.sampler.counts.in_prompt[:, list(PROMPT)] = True
+        self.round = Round(state, self.runner, self.sampler, None, lambda: None)  # type: ignore[arg-type]
+        self.weights = torch.ones(slots, dtype=torch.float64)
+
+    def run(self, number: int, draft_law: Tensor) -> None:
+        """Run one round over every case and multiply what target and drafter give it."""
+        k, plan, state = self.case.ks[number], self.plans[number], self.state
+        num_drafts, draft, script = plan[:, 0], plan[:, 1 : k + 1], plan[:, k + 1 :]
+        state.num_drafts.copy_(num_drafts)
+        odd = torch.where(draft[:, :1] == 0, -1, 7)
+        state.draft[:, :k] = torch.where((draft == 2) & self.case.odd_drafts, odd, draft)
+        self.sampler.script = script
+        views = [SlotView(1, ())] * state.slots
+        started, was_active = state.length.clone(), state.active.clone()
+        output = self.round.run(k, views, SamplerClass.of(self.case.params), None, 0)
+        assert torch.equal(self.sampler.positions, started[:, None] + torch.arange(k + 1)), "noise positions"
+        probabilities = self.sampler.processed.softmax(-1)
+        contexts = self.runner.contexts
+        self.weights *= probabilities.gather(-1, script[..., None]).squeeze(-1).prod(-1)
+        self.weights /= k + 1  # num_drafts: uniform
+        for i in range(k):
+            self.weights *= draft_law[contexts[:, i], script[:, i], draft[:, i]]
+        self._check_bookkeeping(started, was_active, output.committed, output.reason)
+
+    def _check_bookkeeping(
+        self, started: Tensor, was_active: Tensor, committed: Tensor, reason: Tensor
+    ) -> None:
+        """Lengths, silence, and the reason of every case that can happen."""
+        state, possible = self.state, self.weights > 0
+        assert torch.equal(state.length, started + committed), "lengths"
+        assert (committed[~was_active] == 0).all(), "a silent slot committed tokens"
+        assert (committed[was_active & possible] >= 1).all(), "a round without a token"
+        last = state.tokens.gather(1, state.length[:, None] - 1)
+        stops = torch.tensor(self.case.params.stop_token_ids or (-9,))
+        expected = torch.where(state.length >= state.length_limit, FULL, GOING_ON)
+        expected = torch.where(torch.isin(last[:, 0], stops), STOPPED, expected)
+        checked = was_active & possible
+        assert torch.equal(reason[checked], expected[checked]), "reasons"
+        assert torch.equal(state.active[checked], expected[checked] == GOING_ON), "active"
+
+    def masses(self) -> dict[Text, float]:
+        """Weights of the committed texts."""
+        masses: dict[Text, float] = {}
+        possible = self.weights > 0
+        for length in self.state.length[possible].unique().tolist():
+            chosen = possible & (self.state.length == length)
+            texts, which = self.state.tokens[chosen, len(PROMPT) : length].unique(dim=0, return_inverse=True)
+            sums = torch.zeros(len(texts), dtype=torch.float64).index_add_(0, which, self.weights[chosen])
+            masses |= {tuple(text): mass for text, mass in zip(texts.tolist(), sums.tolist(), strict=True)}
+        return masses
+
+
+def law_error(case: Case, draft_law: str) -> float:
+    """Greatest difference between the rounds' law, continued by the target, and the target's own."""
+    table = target_table(len(PROMPT) + sum(k + 1 for k in case.ks) + 1, case.seed, case.masked)
+    enumeration = Enumeration(case, table)
+    conditional = DRAFT_LAWS[draft_law](len(table))
+    with torch.inference_mode():
+        for number in range(len(case.ks)):
+            enumeration.run(number, conditional)
+    target = Law(table, case.params, case.horizon)
+    wanted: defaultdict[Text, float] = defaultdict(float)
+    target.extend(wanted, (), 1.0)
+    got: defaultdict[Text, float] = defaultdict(float)
+    for text, mass in enumeration.masses().items():
+        target.extend(got, text, mass)
+    assert abs(sum(got.values()) - 1) < LIMIT_OF_ERROR, "masses do not add up: a row saw what it must not"
+    assert len(wanted) > 1
+    return max(abs(got[text] - wanted[text]) for text in {*got, *wanted})
+
+
+def check_law(case: Case, *draft_laws: str) -> None:
+    """Assert the law under the named drafters (all of them by default)."""
+    for draft_law in draft_laws or DRAFT_LAWS:
+        error = law_error(case, draft_law)
+        assert error < LIMIT_OF_ERROR, f"{draft_law}: the law differs by {error:.3g}"
+
+
+PENALTIES = SamplingParams(
+    temperature=0.75, repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5
+)
+MIN_TOKENS = SamplingParams(temperature=1.0, stop_token_ids=(0,), min_tokens=2)
+TRUNCATION = SamplingParams(temperature=1.25, top_k=2, top_p=0.75, min_p=0.125)
+EVERYTHING = SamplingParams(
+    temperature=0.5,
+    top_p=0.875,
+    min_p=0.0625,
+    repetition_penalty=1.25,
+    presence_penalty=-0.5,
+    frequency_penalty=0.25,
+    logit_bias=((0, 1.5), (1, -0.5)),
+    stop_token_ids=(1,),
+    min_tokens=1,
+    max_tokens=4,
+)
+
+
+@pytest.mark.parametrize("draft_law", DRAFT_LAWS)
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+def test_one_round_has_the_targets_law(k: int, masked: bool, draft_law: str) -> None:
+    check_law(Case((k,), seed=k, masked=masked), draft_law)
+
+
+@pytest.mark.parametrize("ks", [(1, 1), (0, 2), (2, 0, 1), (1, 1, 1)])
+def test_rounds_in_a_row_have_the_targets_law(ks: tuple[int, ...]) -> None:
+    check_law(Case(ks, seed=11), "random", "only-zeros-match")
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5])
+@pytest.mark.parametrize("stops", [(), (2,), (0, 1)])
+def test_texts_cut_by_stop_ids_and_limits_have_the_targets_cut_law(
+    stops: tuple[int, ...], limit: int
+) -> None:
+    params = SamplingParams(temperature=1.0, stop_token_ids=stops, max_tokens=limit)
+    check_law(Case((3,), params, seed=limit), "random", "equal")
+    check_law(Case((1, 1), params, seed=limit), "random", "equal")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [PENALTIES, MIN_TOKENS, TRUNCATION, EVERYTHING],
+    ids=["penalties", "min-tokens", "truncation", "everything"],
+)
+@pytest.mark.parametrize("ks", [(2,), (3,), (1, 1)])
+def test_processed_rows_have_the_law_of_the_definition(ks: tuple[int, ...], params: SamplingParams) -> None:
+    check_law(Case(ks, params, seed=5), "random", "equal")
+
+
+@pytest.mark.parametrize("ks", [(3,), (1, 1)])
+def test_ids_beyond_the_vocabulary_change_no_law(ks: tuple[int, ...]) -> None:
+    check_law(Case(ks, seed=6, odd_drafts=True), "random", "equal")
+
+
+def test_every_committed_token_is_the_targets_draw_for_its_own_context() -> None:
+    """Case by case: what is committed was sampled in rows whose drafts are the committed text itself."""
+    case = Case((3,))
+    enumeration = Enumeration(case, target_table(8, 0, False))
+    enumeration.run(0, _random(len(enumeration.runner.table)))
+    plan = enumeration.plans[0]
+    for row, length, tokens in zip(
+        plan.tolist(), enumeration.state.length.tolist(), enumeration.state.tokens.tolist(), strict=True
+    ):
+        num_drafts, draft, sampled = row[0], row[1:4], row[4:]
+        longest = next((i for i in range(num_drafts) if draft[i] != sampled[i]), num_drafts)
+        assert tokens[len(PROMPT) : length] == sampled[: longest + 1]

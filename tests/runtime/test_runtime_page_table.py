@@ -1,0 +1,193 @@
+"""Pages against a model made of plain dictionaries, and what their hashes depend on."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from spd.runtime.page_table import NUM_RESERVED, PageTable, page_hashes
+from spd.runtime.spans import Run
+
+digests = st.integers(0, 5).map(lambda n: b"digest %d" % n)
+
+
+def has_run(pages: set[int], count: int) -> bool:
+    """Whether `count` consecutive pages are among them."""
+    return any(all(first + i in pages for i in range(count)) for first in pages)
+
+
+class PageTableModel(RuleBasedStateMachine):
+    """users: uses of each page; published: its digest; idle: published pages without a use, oldest first."""
+
+    @initialize(size=st.integers(1, 12))
+    def start(self, size: int) -> None:
+        self.everything = set(range(NUM_RESERVED, NUM_RESERVED + size))
+        self.table = PageTable(NUM_RESERVED + size)
+        self.users: Counter[int] = Counter()
+        self.published: dict[int, bytes] = {}
+        self.idle: list[int] = []
+
+    def free(self) -> set[int]:
+        return self.everything - set(self.users) - set(self.idle)
+
+    @rule(count=st.integers(0, 7), after=st.none() | st.integers(NUM_RESERVED - 1, 14))
+    def allocate(self, count: int, after: int | None) -> None:
+        if count > len(self.free()) + len(self.idle):
+            with pytest.raises(MemoryError, match=f"{count} pages wanted"):
+                self.table.allocate(count, after)
+            return  # the invariants see that nothing was taken
+        while len(self.free()) < count:
+            del self.published[self.idle.pop(0)]  # the oldest, and no more than needed
+        free = self.free()
+        pages = self.table.allocate(count, after)
+        assert len(pages) == len(set(pages)) == count and set(pages) <= free
+        if after is not None and all(after + 1 + i in free for i in range(count)):
+            assert pages == list(range(after + 1, after + 1 + count))
+        elif after is None and count and has_run(free, count):
+            assert pages == list(range(pages[0], pages[0] + count))
+        self.users.update(pages)
+
+    @rule(wanted=st.lists(digests, max_size=4))
+    def match(self, wanted: list[bytes]) -> None:
+        page_of = {digest: page for page, digest in self.published.items()}
+        expected = []
+        for digest in wanted:
+            if digest not in page_of:
+                break
+            expected.append(page_of[digest])
+        assert self.table.match(wanted) == expected
+        self.users.update(expected)
+        self.idle = [page for page in self.idle if page not in expected]
+
+    @rule(page=st.integers(NUM_RESERVED, 14), digest=digests)
+    def publish(self, page: int, digest: bytes) -> None:
+        if page not in self.users:
+            with pytest.raises(ValueError, match="not in use"):
+                self.table.publish(page, digest)
+            return
+        self.table.publish(page, digest)
+        if page not in self.published and digest not in self.published.values():
+            self.published[page] = digest
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        if not self.users:
+            return
+        uses = sorted(self.users.elements())
+        picked = data.draw(st.lists(st.integers(0, len(uses) - 1), unique=True, max_size=len(uses)))
+        pages = [uses[i] for i in picked]
+        self.table.release(pages)
+        for page in pages:
+            self.users[page] -= 1
+            if not self.users[page]:
+                del self.users[page]
+                if page in self.published:
+                    self.idle.append(page)
+
+    @invariant()
+    def agree(self) -> None:
+        self.table.check()
+        assert self.table.num_available == len(self.free()) + len(self.idle)
+        for page in self.everything:
+            assert self.table.is_published(page) == (page in self.published)
+
+
+TestPageTable = PageTableModel.TestCase
+TestPageTable.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def test_a_pool_of_reserved_pages_only_is_refused() -> None:
+    with pytest.raises(ValueError, match="reserved"):
+        PageTable(NUM_RESERVED)
+
+
+def test_reserved_pages_are_never_handed_out() -> None:
+    assert sorted(PageTable(8).allocate(6)) == list(range(NUM_RESERVED, 8))
+
+
+def test_idle_pages_are_reclaimed_oldest_first() -> None:
+    table = PageTable(NUM_RESERVED + 4)
+    first, second, third, spare = table.allocate(4)
+    for page in (first, second, third):
+        table.publish(page, bytes([page]))
+    table.release([second])
+    table.release([first, spare])
+    table.release([third])
+    assert table.match([bytes([second])]) == [second]  # used again: young again
+    table.release([second])
+    table.allocate(2)
+    assert [table.is_published(page) for page in (first, third, second)] == [False, True, True]
+    table.allocate(1)
+    assert [table.is_published(page) for page in (third, second)] == [False, True]
+    table.check()
+
+
+def test_a_shared_page_outlives_its_first_user() -> None:
+    table = PageTable(NUM_RESERVED + 2)
+    (page,) = table.allocate(1)
+    table.publish(page, b"text")
+    assert table.match([b"text", b"unknown"]) == [page]
+    table.release([page])
+    with pytest.raises(MemoryError):
+        table.allocate(2)
+    table.release([page])
+    assert len(table.allocate(2)) == 2
+
+
+# -- hashes ------------------------------------------------------------------------------------------
+
+TOKENS = list(range(100, 112))
+RUNS = [Run(0, 12, "tile")]
+
+
+def hashes(tokens: list[int] = TOKENS, runs: list[Run] = RUNS, end: int = 12) -> list[bytes]:
+    return page_hashes(tokens, runs, 4, end)
+
+
+@pytest.mark.parametrize(("end", "pages"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (11, 2), (12, 3)])
+def test_only_full_pages_are_hashed(end: int, pages: int) -> None:
+    assert hashes(end=end) == hashes()[:pages]
+    assert len(hashes(end=end)) == pages
+
+
+def test_hashes_differ_from_the_first_changed_token_on() -> None:
+    for at in range(12):
+        changed = [*TOKENS[:at], 5, *TOKENS[at + 1 :]]
+        equal = [a == b for a, b in zip(hashes(changed), hashes(), strict=True)]
+        assert equal == [page < at // 4 for page in range(3)]
+
+
+def test_hashes_tell_ids_apart_that_read_alike() -> None:
+    texts = [[1, 23, 4, 5], [12, 3, 4, 5], [1, 2, 34, 5], [1, 2, 3, 45]]
+    assert len({page_hashes(text, RUNS, 4, 4)[0] for text in texts}) == 4
+
+
+def test_equal_pages_at_other_places_have_other_hashes() -> None:
+    assert len(set(hashes([7] * 12))) == 3
+
+
+def test_hashes_depend_on_the_programs_that_wrote_the_page() -> None:
+    cuts = [
+        [Run(0, 12, "tile")],
+        [Run(0, 8, "chunk"), Run(8, 12, "tile")],
+        [Run(0, 4, "tile"), Run(4, 12, "chunk")],
+        [Run(0, 2, "tile"), Run(2, 10, "chunk"), Run(10, 12, "tile")],
+        [Run(0, 4, "chunk"), Run(4, 8, "chunk"), Run(8, 12, "chunk")],
+    ]
+    last = [hashes(runs=runs)[-1] for runs in cuts]
+    assert len(set(last)) == len(cuts)
+    # Which chunk a page lies in counts too: the second half of one is not the first half of another.
+    second = [
+        hashes([7] * 12, runs)[1]
+        for runs in ([Run(0, 8, "chunk")], [Run(0, 4, "chunk"), Run(4, 12, "chunk")])
+    ]
+    assert second[0] != second[1]
+
+
+def test_hashes_do_not_depend_on_what_comes_later() -> None:
+    longer = [Run(0, 30, "tile")]
+    assert page_hashes([*TOKENS, *range(18)], longer, 4, 12) == hashes()

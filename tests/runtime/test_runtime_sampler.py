@@ -1,0 +1,380 @@
+"""The sampler: window rows equal single rows bit for bit, truncation by definition, and fair draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spd.runtime.request import SamplingParams
+from spd.runtime.sampler import Sampler, truncate
+from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.state import RoundState
+
+VOCAB = 37
+EVERY_STEP = SamplerClass(True, True, True, True, True)
+FALSE_ALARM = 1e-6
+"""Chance that a chi-square test below fails on a right sampler, for a seed taken at random."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sampler_of(
+    slots: Sequence[tuple[Sequence[int], SamplingParams]], vocab: int = VOCAB, usable: int | None = None
+) -> Sampler:
+    """A sampler whose slots hold these (prompt, parameters)."""
+    state = RoundState(len(slots), 64, 8, 1, "cpu")
+    sampler = Sampler(state, vocab, usable or vocab)
+    for slot, (prompt, params) in enumerate(slots):
+        ids = torch.tensor(prompt)
+        stops = list(params.stop_token_ids)
+        state.admit(slot, ids, 60, len(prompt) + params.min_tokens, stops, 60)
+        sampler.admit(slot, params, ids)
+    return sampler
+
+
+def needs_of(slots: Sequence[tuple[Sequence[int], SamplingParams]]) -> SamplerClass:
+    needs = SamplerClass()
+    for _, params in slots:
+        needs = needs | SamplerClass.of(params)
+    return needs
+
+
+def normal(*shape: int, seed: int, scale: float = 2.0) -> Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+token = st.integers(0, VOCAB - 1)
+parameters = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 0.9, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 3, 20, 100]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3]),
+    repetition_penalty=st.sampled_from([1.0, 0.7, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.6, -1.1]),
+    frequency_penalty=st.sampled_from([0.0, 0.35, -0.2]),
+    logit_bias=st.lists(st.tuples(token, st.sampled_from([-5.0, 2.5])), max_size=3).map(tuple),
+    stop_token_ids=st.lists(token, max_size=3).map(tuple),
+    min_tokens=st.integers(0, 5),
+    seed=st.integers(0, 2**63 - 1),
+)
+slot = st.tuples(st.lists(token, min_size=1, max_size=6), parameters)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    slots=st.lists(slot, min_size=1, max_size=3),
+    drafts=st.lists(st.lists(token, min_size=3, max_size=3), max_size=5),
+    seed=st.integers(0, 2**32),
+)
+def test_a_window_equals_its_rows_one_by_one(
+    slots: list[tuple[list[int], SamplingParams]], drafts: list[list[int]], seed: int
+) -> None:
+    """Every row of a verify window, bitwise, against single rows with the drafts committed before them."""
+    draft = torch.tensor(drafts, dtype=torch.long).view(-1, 3).T[: len(slots)]
+    logits, needs = normal(len(slots), draft.shape[1] + 1, VOCAB, seed=seed), needs_of(slots)
+    positions = torch.tensor([[len(prompt)] for prompt, _ in slots]) + torch.arange(draft.shape[1] + 1)
+    window = sampler_of(slots)
+    processed = window.process(logits, draft, needs)
+    drawn = window.draw(processed, positions, needs)
+    together = sampler_of(slots)
+    alone = [sampler_of([one]) for one in slots]
+    nothing = torch.zeros(len(slots), 0, dtype=torch.long)
+    for row in range(logits.shape[1]):
+        one = together.process(logits[:, row : row + 1], nothing, needs)
+        assert torch.equal(one[:, 0], processed[:, row])
+        for s, sampler in enumerate(alone):
+            own = needs_of(slots[s : s + 1])
+            single = sampler.process(logits[s : s + 1, row : row + 1], nothing[:1], own)
+            token_alone = sampler.draw(single, positions[s : s + 1, row : row + 1], own)
+            assert token_alone[0, 0] == drawn[s, row]  # other slots' needs change no token
+        if row < draft.shape[1]:
+            for sampler, tokens in [(together, draft), *((a, draft[s : s + 1]) for s, a in enumerate(alone))]:
+                if sampler.counts is not None:
+                    sampler.counts.commit(tokens[:, row : row + 1], torch.ones(len(tokens), 1).bool())
+                sampler.state.length += 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(slots=st.lists(slot, min_size=2, max_size=3), seed=st.integers(0, 2**32))
+def test_steps_that_nobody_needs_change_no_token(
+    slots: list[tuple[list[int], SamplingParams]], seed: int
+) -> None:
+    logits, draft = normal(len(slots), 3, VOCAB, seed=seed), torch.zeros(len(slots), 2, dtype=torch.long)
+    sampler, positions = sampler_of(slots), torch.arange(3).expand(len(slots), -1)
+    drawn = [
+        sampler.draw(sampler.process(logits, draft, needs), positions, needs)
+        for needs in (needs_of(slots), EVERY_STEP)
+    ]
+    assert torch.equal(*drawn)
+
+
+# -- truncation --------------------------------------------------------------------------------------
+
+
+def truncated_by_definition(
+    logits: Sequence[float], top_k: int, top_p: float, min_p: float
+) -> tuple[set[int], float]:
+    """Ids kept, in float64, and how far the closest decision was from its threshold."""
+    order = sorted(range(len(logits)), key=lambda v: (-logits[v], v))[: top_k or len(logits)]
+    weights = [math.exp(logits[v] - logits[order[0]]) for v in order]
+    total = math.fsum(weights)
+    kept, margin, before = {order[0]}, math.inf, 0.0
+    for v, weight in zip(order, weights, strict=True):
+        if v != order[0]:
+            margin = min(margin, abs(before - top_p) if top_p < 1 else math.inf, abs(weight - min_p))
+            if (top_p >= 1 or before < top_p) and weight >= min_p:
+                kept.add(v)
+        before += weight / total
+    return kept, margin
+
+
+def kept_ids(logits: Sequence[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
+    """What `truncate` keeps of one row; the kept logits are unchanged."""
+    row = torch.tensor(logits, dtype=torch.float32)
+    result = truncate(row.view(1, 1, -1), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))
+    kept = result[0, 0] > float("-inf")
+    assert torch.equal(result[0, 0][kept], row[kept])
+    return kept.nonzero().flatten().tolist()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    logits=st.lists(st.integers(-12, 12).map(lambda n: n / 4), min_size=1, max_size=24),
+    top_k=st.integers(0, 30),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.sampled_from([0.0, 0.011, 0.11, 0.61, 0.93]),
+)
+def test_truncation_is_what_the_definition_keeps(
+    logits: list[float], top_k: int, top_p: float, min_p: float
+) -> None:
+    """Values on a coarse grid: most rows hold ties."""
+    kept, margin = truncated_by_definition(logits, top_k, top_p, min_p)
+    if margin > 1e-5:  # nearer to a threshold, float32 may differ from float64
+        assert kept_ids(logits, top_k, top_p, min_p) == sorted(kept)
+
+
+def test_exactly_k_are_kept_and_ties_go_to_the_lowest_ids() -> None:
+    assert kept_ids([0.0, 1.0, 1.0, 1.0, 1.0, 2.0], top_k=3) == [1, 2, 5]
+    assert kept_ids([3.0] * 9, top_k=4) == [0, 1, 2, 3]
+    assert kept_ids([1.0, 3.0, 3.0], top_k=1) == [1]
+    assert kept_ids([1.0, 3.0, 3.0], top_k=50) == [0, 1, 2]
+    assert kept_ids([1.0, 3.0, 3.0], top_k=0) == [0, 1, 2]
+
+
+def test_top_p_keeps_the_token_that_crosses_it_and_no_more() -> None:
+    quarters = [5.0] * 4  # probabilities of exactly 1/4
+    assert kept_ids(quarters, top_p=0.25) == [0]
+    assert kept_ids(quarters, top_p=0.26) == [0, 1]
+    assert kept_ids(quarters, top_p=0.5) == [0, 1]
+    assert kept_ids(quarters, top_p=0.75001) == [0, 1, 2, 3]
+    assert kept_ids(quarters, top_p=1e-6) == [0]
+    # At 1 nothing is cut, however small: sums of float32 reach 1 before the tail.
+    assert kept_ids([40.0, 0.0, -60.0, 10.0], top_p=1.0) == [0, 1, 2, 3]
+
+
+def test_min_p_is_relative_to_the_likeliest() -> None:
+    assert kept_ids([2.0, 2.0, 1.0, -1.0], min_p=1.0) == [0, 1]
+    assert kept_ids([2.0, 2.0, 1.0, -1.0], min_p=0.36) == [0, 1, 2]
+    assert kept_ids([2.0, 2.0, 1.0, -1.0], min_p=0.37) == [0, 1]
+    assert kept_ids([-90.0, -95.0], min_p=0.0) == [0, 1]
+
+
+def test_rows_already_hidden_stay_hidden() -> None:
+    hidden = float("-inf")
+    for arguments in ({}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.001}):
+        assert kept_ids([hidden, 0.0, hidden, 1.0], **arguments) == [1, 3]
+
+
+# -- order -------------------------------------------------------------------------------------------
+
+HIDDEN = -math.inf
+ORDERS: dict[str, tuple[dict[str, Any], list[float], list[float]]] = {
+    # name: parameters, logits, processed; token 0 is the prompt's, token 1 was generated.
+    "bias before repetition": (
+        {"logit_bias": ((0, 3.0),), "repetition_penalty": 4.0},
+        [-1.0, -1.0, 4.0, 0.0],
+        [0.5, -4.0, 4.0, 0.0],
+    ),
+    "repetition before presence": (
+        {"repetition_penalty": 2.0, "presence_penalty": 1.0},
+        [3.0, 3.0, 3.0, 0.0],
+        [1.5, 0.5, 3.0, 0.0],
+    ),
+    "penalties before temperature": (
+        {"frequency_penalty": 1.0, "temperature": 0.5},
+        [2.0, 2.0, 2.0, 2.0],
+        [4.0, 2.0, 4.0, 4.0],
+    ),
+    "bias before top-k": (
+        {"logit_bias": ((3, 9.0),), "top_k": 1},
+        [1.0, 2.0, 3.0, 0.0],
+        [HIDDEN] * 3 + [9.0],
+    ),
+    "penalties before top-k": (
+        {"presence_penalty": 2.0, "top_k": 1},
+        [1.0, 3.0, 2.0, 0.0],
+        [HIDDEN, HIDDEN, 2.0, HIDDEN],
+    ),
+    "minimum length before top-k": (
+        {"min_tokens": 2, "stop_token_ids": (2,), "top_k": 1},
+        [0.0, 1.0, 3.0, 2.0],
+        [HIDDEN, HIDDEN, HIDDEN, 2.0],
+    ),
+    "temperature before top-p": (  # at 1 the first token alone holds 0.64; at 4 it holds 0.32
+        {"temperature": 4.0, "top_p": 0.5},
+        [2.0, 1.0, 0.0, -1.0],
+        [0.5, 0.25, HIDDEN, HIDDEN],
+    ),
+    "top-k before top-p": (  # probabilities .4 .3 .2 .1; of the first two .57 .43
+        {"top_k": 2, "top_p": 0.5},
+        [math.log(4.0), math.log(3.0), math.log(2.0), 0.0],
+        [math.log(4.0), HIDDEN, HIDDEN, HIDDEN],
+    ),
+    "temperature before min-p": (
+        {"temperature": 4.0, "min_p": 0.5},
+        [4.0, 2.0, 0.0, -4.0],
+        [1.0, 0.5, HIDDEN, HIDDEN],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_steps_come_in_their_order(name: str) -> None:
+    """Each case gives another result when its two steps change places."""
+    changes, logits, expected = ORDERS[name]
+    params = SamplingParams(**{"temperature": 1.0, **changes})
+    sampler = sampler_of([([0], params)], vocab=4)
+    if sampler.counts is not None:
+        sampler.counts.commit(torch.tensor([[1]]), torch.tensor([[True]]))
+    sampler.state.length += 1
+    nothing = torch.zeros(1, 0, dtype=torch.long)
+    processed = sampler.process(torch.tensor([[logits]]), nothing, SamplerClass.of(params))
+    assert processed[0, 0].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_minimum_length_hides_stops_up_to_its_last_token() -> None:
+    params = SamplingParams(min_tokens=2, stop_token_ids=(3, 1))
+    sampler = sampler_of([([0, 0], params), ([0], SamplingParams(stop_token_ids=(2,)))], vocab=4)
+    draft = torch.zeros(2, 3, dtype=torch.long)
+    hidden = sampler.process(torch.zeros(2, 4, 4), draft, needs_of([([0], params)])).isinf()
+    assert hidden[0].nonzero().tolist() == [[0, 1], [0, 3], [1, 1], [1, 3]]
+    assert not hidden[1].any()
+
+
+# -- draws -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(params=parameters, usable=st.integers(1, VOCAB - 1), seed=st.integers(0, 2**32))
+def test_padded_vocabulary_is_never_drawn(params: SamplingParams, usable: int, seed: int) -> None:
+    """Rows beyond the tokenizer's vocabulary stay out, however likely the model thinks they are."""
+    params = SamplingParams(
+        temperature=params.temperature, top_k=params.top_k, min_p=params.min_p, seed=params.seed
+    )
+    sampler, needs = sampler_of([([0], params)], usable=usable), SamplerClass.of(params)
+    logits = normal(1, 4, VOCAB, seed=seed)
+    logits[..., usable:] += 1000
+    before = logits.clone()
+    processed = sampler.process(logits, torch.zeros(1, 3, dtype=torch.long), needs)
+    positions = torch.arange(4)[None]
+    assert torch.equal(logits, before)
+    assert (processed[..., usable:] == float("-inf")).all()
+    assert (sampler.draw(processed, positions, needs) < usable).all()
+    assert (sampler.draw_draft(logits, positions, needs) < usable).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(ties=st.sets(st.integers(0, 4999), min_size=1, max_size=8), noise=st.booleans())
+def test_greedy_ties_go_to_the_lowest_id(ties: set[int], noise: bool) -> None:
+    """Also beside a sampled slot, where noise is drawn for the batch."""
+    greedy, sampled = SamplingParams(), SamplingParams(temperature=1.0)
+    sampler = sampler_of([([0], greedy), ([0], sampled if noise else greedy)], vocab=5000)
+    logits = normal(2, 2, 5000, seed=1, scale=0.1).clamp(max=1)
+    logits[0, :, list(ties)] = 1.5
+    positions = torch.arange(2).expand(2, -1)
+    assert sampler.draw(logits, positions, SamplerClass(noise=noise))[0].tolist() == [min(ties)] * 2
+
+
+def chi_square_tail(statistic: float, degrees: int) -> float:
+    """P(chi-square of an even number of degrees > statistic), in closed form."""
+    assert degrees % 2 == 0
+    half = statistic / 2
+    return math.exp(-half) * math.fsum(half**i / math.factorial(i) for i in range(degrees // 2))
+
+
+def assert_fair(counts: Tensor, probabilities: Tensor) -> None:
+    expected = probabilities.double() * counts.sum()
+    assert expected.min() > 20
+    statistic = float(((counts.double() - expected) ** 2 / expected).sum())
+    assert chi_square_tail(statistic, len(counts) - 1) > FALSE_ALARM, statistic
+
+
+@pytest.mark.parametrize("seed", [0, 2**62 + 12345])
+@pytest.mark.parametrize("temperature", [0.7, 1.6])
+def test_draws_follow_the_softmax(temperature: float, seed: int) -> None:
+    """12,000 draws at consecutive positions, nine tokens: a chi-square of 8 degrees."""
+    params = SamplingParams(temperature=temperature, seed=seed)
+    sampler, needs = sampler_of([([0], params)], vocab=9), SamplerClass.of(params)
+    logits = normal(1, 1, 9, seed=3, scale=0.8)
+    processed = sampler.process(logits, torch.zeros(1, 0, dtype=torch.long), needs)
+    draws = sampler.draw(processed.expand(1, 12_000, 9), torch.arange(12_000)[None], needs)[0]
+    probabilities = (logits[0, 0].double() / temperature).softmax(-1)
+    assert_fair(torch.bincount(draws, minlength=9), probabilities)
+    # Neighbouring positions are independent: pairs of (is token 0, 1 or another), 9 cells, 8 degrees.
+    classes = draws.clamp(max=2)
+    marginal = torch.stack([probabilities[0], probabilities[1], probabilities[2:].sum()])
+    pairs = torch.bincount(classes[0::2] * 3 + classes[1::2], minlength=9)
+    assert_fair(pairs, (marginal[:, None] * marginal).flatten())
+
+
+def test_draws_of_truncated_rows_follow_the_renormalised_softmax() -> None:
+    params = SamplingParams(temperature=1.0, top_k=5, seed=4)
+    sampler, needs = sampler_of([([0], params)], vocab=9), SamplerClass.of(params)
+    logits = normal(1, 1, 9, seed=5, scale=0.8)
+    processed = sampler.process(logits, torch.zeros(1, 0, dtype=torch.long), needs)
+    draws = sampler.draw(processed.expand(1, 8000, 9), torch.arange(8000)[None], needs)[0]
+    best = logits[0, 0].sort(descending=True, stable=True).indices[:5]
+    counts = torch.bincount(draws, minlength=9)
+    assert counts[best].sum() == 8000
+    assert_fair(counts[best], logits[0, 0, best].double().softmax(-1))
+
+
+def test_draws_are_keyed_by_seed_and_position_only() -> None:
+    """Two seeds draw independently; the same seed draws the same whichever slot and row asks."""
+    params = [SamplingParams(temperature=1.0, seed=seed) for seed in (7, 8, 7)]
+    sampler = sampler_of([([0], p) for p in params], vocab=64)
+    positions = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [8, 5, 7, 6]])
+    draws = sampler.draw(torch.zeros(3, 4, 64), positions, SamplerClass(noise=True))
+    assert draws[2].tolist() == draws[0][[3, 0, 2, 1]].tolist()
+    assert (draws[0] != draws[1]).any()
+    assert len(set(draws[0].tolist())) > 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**63 - 1), temperature=st.sampled_from([0.0, 0.8]), bias=st.sampled_from([0.0, 3.0])
+)
+def test_a_drafter_with_the_targets_logits_draws_the_targets_tokens(
+    seed: int, temperature: float, bias: float
+) -> None:
+    params = SamplingParams(temperature=temperature, seed=seed, logit_bias=((3, bias),))
+    sampler, needs = sampler_of([([0], params)]), SamplerClass.of(params)
+    logits, positions = normal(1, 3, VOCAB, seed=seed % 2**32), torch.tensor([[9, 10, 11]])
+    processed = sampler.process(logits, torch.zeros(1, 2, dtype=torch.long), needs)
+    assert torch.equal(
+        sampler.draw_draft(logits, positions, needs), sampler.draw(processed, positions, needs)
+    )

@@ -1,0 +1,169 @@
+"""Which program writes which position: runs against a plain list of positions, and hits in an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spd.runtime import Engine, EngineConfig, Request, SamplingParams
+from spd.runtime.model_runner import ModelRunner
+from spd.runtime.spans import Run, clip_runs, extend_tile, kinds_in, program_runs, reusable_prefix
+from tests.recipes.tiny import write_tiny
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+spans_lists = st.lists(st.tuples(st.sampled_from(["prompt", "generated"]), st.integers(0, 19)), max_size=5)
+chunks = st.integers(1, 6)
+Position = tuple[str, int]  # how a position is written: ("tile", 0) or ("chunk", offset in its chunk)
+
+
+def positions_of(spans: list[tuple[str, int]], chunk: int) -> list[Position]:
+    """Every position by the rule: full chunks of a prompt span that leave it a last token, tiles else."""
+    written: list[Position] = []
+    for origin, length in spans:
+        whole = (max(length, 1) - 1) // chunk * chunk if origin == "prompt" else 0
+        written += [("chunk", i % chunk) if i < whole else ("tile", 0) for i in range(length)]
+    return written
+
+
+def expand(runs: list[Run]) -> list[Position]:
+    """Runs as positions; asserts that they lie end to end and that neighbouring tiles are joined."""
+    written: list[Position] = []
+    for i, run in enumerate(runs):
+        assert run.start == len(written) < run.end
+        assert i == 0 or not (run.kind == runs[i - 1].kind == "tile")
+        written += [(run.kind, n if run.kind == "chunk" else 0) for n in range(run.end - run.start)]
+    return written
+
+
+@settings(max_examples=200, deadline=None)
+@given(spans=spans_lists, chunk=chunks)
+def test_runs_follow_the_rule(spans: list[tuple[str, int]], chunk: int) -> None:
+    runs = program_runs(spans, chunk)
+    assert expand(runs) == positions_of(spans, chunk)
+    assert all(run.end - run.start == chunk for run in runs if run.kind == "chunk")
+
+
+def test_runs_of_a_chat() -> None:
+    spans = [("prompt", 9), ("generated", 5), ("prompt", 4), ("generated", 0), ("prompt", 5)]
+    assert program_runs(spans, 4) == [
+        Run(0, 4, "chunk"),
+        Run(4, 8, "chunk"),
+        Run(8, 18, "tile"),  # a tail, what was generated, and a prompt of one chunk's length
+        Run(18, 22, "chunk"),
+        Run(22, 23, "tile"),
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(spans=spans_lists, chunk=chunks, data=st.data())
+def test_clipped_runs_hold_whole_chunks_only(
+    spans: list[tuple[str, int]], chunk: int, data: st.DataObject
+) -> None:
+    written = positions_of(spans, chunk)
+    end = data.draw(st.integers(0, len(written)))
+    expected = written[:end]
+    while expected and expected[-1][0] == "chunk" and expected[-1][1] < chunk - 1:
+        cut = expected[-1][1] + 1
+        expected[-cut:] = [("tile", 0)] * cut
+    assert expand(clip_runs(program_runs(spans, chunk), end)) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(spans=spans_lists, chunk=chunks, data=st.data())
+def test_a_reusable_prefix_is_the_longest_that_cuts_no_chunk(
+    spans: list[tuple[str, int]], chunk: int, data: st.DataObject
+) -> None:
+    written = [*positions_of(spans, chunk), ("tile", 0)]
+    cached = data.draw(st.integers(0, len(written) - 1))
+    whole = [n for n in range(cached + 1) if written[n][0] == "tile" or written[n][1] == 0]
+    assert reusable_prefix(program_runs(spans, chunk), cached) == max(whole)
+
+
+@settings(max_examples=100, deadline=None)
+@given(spans=spans_lists, chunk=chunks, more=st.integers(-3, 9))
+def test_extended_runs_go_on_in_tiles(spans: list[tuple[str, int]], chunk: int, more: int) -> None:
+    written = positions_of(spans, chunk)
+    end = max(0, len(written) + more)
+    extended = expand(extend_tile(program_runs(spans, chunk), end))
+    assert extended == written + [("tile", 0)] * (end - len(written))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    first=spans_lists,
+    second=spans_lists,
+    chunk=chunks,
+    width=st.integers(1, 6),
+    offsets=st.tuples(*[st.integers(0, 30)] * 2),
+)
+def test_windows_look_alike_exactly_where_their_positions_do(
+    first: list[tuple[str, int]],
+    second: list[tuple[str, int]],
+    chunk: int,
+    width: int,
+    offsets: tuple[int, int],
+) -> None:
+    """Two windows' kinds are equal if and only if each position was written in the same way."""
+    views, written = [], []
+    for spans, start in zip((first, second), offsets, strict=True):
+        positions = positions_of(spans, chunk)
+        if start + width > len(positions):
+            return
+        views.append(kinds_in(program_runs(spans, chunk), start, start + width))
+        written.append(positions[start : start + width])
+    assert (views[0] == views[1]) == (written[0] == written[1])
+
+
+# -- in the engine -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(first position, rows) of every forward pass wider than a round without drafts."""
+    seen: list[tuple[int, int]] = []
+    forward = ModelRunner.forward
+
+    def spy(self: ModelRunner, token_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if token_ids.shape[1] > 1:
+            seen.append((int(positions[0, 0]), token_ids.shape[1]))
+        return forward(self, token_ids, positions, *rest)
+
+    monkeypatch.setattr(ModelRunner, "forward", spy)
+    return seen
+
+
+@pytest.mark.parametrize("first_span", [0, 10, 64, 100])
+def test_a_cache_hit_cuts_no_chunk(first_span: int, tmp_path: Path, forwards: list[tuple[int, int]]) -> None:
+    """Wherever a later span begins, what a hit leaves to do runs through the programs of a miss."""
+    model = write_tiny(tmp_path, vocab=61, tokenizer=False, layers=1)
+    text = torch.randint(61, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    engine = Engine(EngineConfig(model=model, threads=1, dtype="float32", ctx=512, spec="off"))
+    cached = []
+    for length in (290, 150, 220, 290):
+        forwards.clear()
+        spans = [("prompt", first_span), ("prompt", length - first_span)]
+        request = Request(str(length), tuple(text[:length]), SamplingParams(max_tokens=2), tuple(spans))
+        assert sum(len(event.token_ids) for event in engine.generate([request])) == 2
+        written = positions_of(spans, 64)
+        for start, rows in forwards:
+            expected = [("chunk", n) if rows == 64 else ("tile", 0) for n in range(rows)]
+            assert written[start : start + rows] == expected
+        cached.append(engine.metrics(str(length)).cached_tokens)
+    assert cached[0] == 0
+    assert (
+        cached[1:] == {0: [128, 192, 256], 10: [0, 0, 0], 64: [128, 192, 256], 100: [64, 64, 256]}[first_span]
+    )
