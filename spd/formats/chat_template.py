@@ -47,7 +47,7 @@ class ChatTemplate:
         """The prompt for messages; `variables` reach the template as they would in Hugging Face.
 
         Raises `IncompatibleError` when the template refuses the messages, `CheckpointError` naming file
-        and line when it is faulty, unsafe or exceeds its limits (1 s of computing, 1 MiB beside the
+        and line when it is faulty, unsafe or exceeds its limits (half a second of computing, 1 MiB beside the
         messages), `UsageError` for messages that are no JSON values.
         """
         has_tools = variables.get("tools") is not None and self.source.tool_use is not None

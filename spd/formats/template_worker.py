@@ -26,7 +26,8 @@ try:
 except ImportError:  # not on Windows: there the parent's clock is the only limit
     resource = None  # type: ignore[assignment]
 
-CPU_SECONDS = 1.0
+CPU_SECONDS = 0.5
+CPU_SECONDS_PER_INPUT_BYTE = 1e-7
 MEMORY_BYTES = 256 << 20  # beside what the interpreter itself occupies and what the messages need
 MEMORY_PER_INPUT_BYTE = 40
 OUTPUT_CHARACTERS = 1 << 20  # beside what the messages hold
@@ -126,7 +127,8 @@ def main() -> None:
     environment = TemplateEnvironment()
     write_frame(sink, b"{}")
     while (data := read_frame(source)) is not None:
-        _limit(base + MEMORY_BYTES + MEMORY_PER_INPUT_BYTE * len(data))
+        _limit_memory(base + MEMORY_BYTES + MEMORY_PER_INPUT_BYTE * len(data))
+        _set_timer(CPU_SECONDS + CPU_SECONDS_PER_INPUT_BYTE * len(data))
         request = json.loads(data)
         result = render(environment, request["source"], request["variables"], OUTPUT_CHARACTERS + len(data))
         _set_timer(0.0)  # before the answer: none may arrive from a process about to end
@@ -141,17 +143,16 @@ def _occupied_memory() -> int:
         return 512 << 20
 
 
-def _limit(memory: int) -> None:
-    """Arm the limits of one request; the timer's signal ends the process, in C code too."""
+def _limit_memory(memory: int) -> None:
     if resource is not None:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         soft = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
         with suppress(ValueError, OSError):  # some systems know the limit but refuse it
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    _set_timer(CPU_SECONDS)
 
 
 def _set_timer(seconds: float) -> None:
+    """After so much CPU time a signal ends the process, inside C code too; 0 disarms."""
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, seconds)

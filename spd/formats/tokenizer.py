@@ -78,7 +78,8 @@ class Tokenizer:
         self.special_ids = frozenset(self.special_tokens.values())
         self.bos_id = self._role(config, "bos_token")
         self.eos_id = self._role(config, "eos_token")
-        self._unknown_id = self._role(config, "unk_token")
+        # The unknown token may well come out of plain text; no other special one may.
+        self._forbidden_ids = self.special_ids - {self._role(config, "unk_token")}
         self._decoder = _read_decoder(library, where)
         self._prefix, self._suffix = self._read_surroundings(config)
         self.adds_bos = self.bos_id is not None and self._prefix[:1] == (self.bos_id,)
@@ -154,12 +155,12 @@ class Tokenizer:
         return None if name is None else self.token_to_id(name)
 
     def _has_special(self, ids: Sequence[int]) -> bool:
-        return not (self.special_ids - {self._unknown_id}).isdisjoint(ids)
+        return not self._forbidden_ids.isdisjoint(ids)
 
     def _encode(self, text: str, parse_special: bool) -> list[int]:
         if self._stuck:
             raise IncompatibleError(f"{self._where}: an earlier text did not come back from the tokenizer")
-        seconds = 5 + len(text) / 50_000
+        seconds = 30 + len(text) / 10_000
         try:
             with self._lock:
                 self._library.encode_special_tokens = not parse_special

@@ -21,7 +21,7 @@ from spd.formats.json_file import names_in, one_line, read_bytes
 
 FILE_NAME = "tokenizer.json"
 FILE_LIMIT = 200_000_000  # bytes; the largest published ones have about 35 million
-PROBE_SECONDS = 2.0
+PROBE_SECONDS = 3.0
 # Runs of one kind of character ended by another: what makes a careless pattern backtrack.
 _PROBES = tuple(
     unit * 192 + end for unit in ("a", "A", " ", "1", "\n", "é", "中", "a ", "!") for end in ("", "?", "x")

@@ -267,9 +267,9 @@ def test_sixty_shards_are_listed_quickly_and_without_torch(tmp_path: Path) -> No
         os.truncate(tmp_path / name, len(raw) + position)  # sparse: 3 GiB that occupy nothing
         weight_map.update(dict.fromkeys(tensors, name))
     write_json(tmp_path, INDEX, {"weight_map": weight_map})
-    start = time.monotonic()
+    start = time.process_time()
     assert Checkpoint.open(tmp_path).total_bytes == 60 * 12 * 2**28
-    assert time.monotonic() - start < 0.5
+    assert time.process_time() - start < 0.5
     code = (
         "import json, sys; from pathlib import Path; from spd.formats.checkpoint import Checkpoint;"
         "Checkpoint.open(Path(sys.argv[1])); "

@@ -181,9 +181,9 @@ def test_decoding_equals_the_librarys(opened: dict[str, Tokenizer], kind: str, d
 
 def test_long_texts_and_odd_characters(opened: dict[str, Tokenizer]) -> None:
     text = "The quick\r\n\0brown fox \x1b[0m" * 40_000
-    start = time.monotonic()
+    start = time.process_time()
     assert opened["bytes"].decode(opened["bytes"].encode(text)) == text
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfff" * 1000])
@@ -360,8 +360,8 @@ NO_TOKENS = {**BOS_TEMPLATE, "special_tokens": {}}
         (lambda content: content.update(post_processor=NO_TOKENS), "post_processor"),
         (set_regex("("), ""),
         (set_regex("(" * 100_000), "depth"),
-        (set_regex("(a+)+$"), "retry-limit"),
-        (set_regex("(\\s+)+$"), "retry-limit"),
+        (set_regex("(a+)+$"), "pre_tokenizer"),
+        (set_regex("(\\s+)+$"), "pre_tokenizer"),
     ],
 )  # fmt: skip
 def test_files_that_are_refused(tmp_path: Path, capfd, change: Any, word: str) -> None:

@@ -31,6 +31,7 @@ SKIPPED_FOLDERS = {
     "lib2to3",
     "config-3",  # build configuration, named by version and platform
 }
+PATCHED_BY_TORCH = {"inspect.getfile"}  # loses its docstring where torch was imported first
 QUESTION_MODULES = [
     "os",
     "os.path",
@@ -259,6 +260,8 @@ def question_answers() -> tuple[tuple[str, str], ...]:
     pairs: dict[str, str] = {}
     for name, doc in raw:
         answer = _first_paragraph(doc)
+        if name in PATCHED_BY_TORCH:
+            continue
         if len(answer) > 20 and name not in pairs and re.search(r" at 0x[0-9a-f]{6,}", answer) is None:
             pairs[name] = answer
     return tuple(pairs.items())

@@ -78,8 +78,8 @@ def measure(folder: Path, draft: Path, tokens: int = 192, prompts: int = 2) -> d
     import torch
     from transformers import AutoModelForCausalLM  # type: ignore[import-not-found,unused-ignore]
 
-    target_model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    draft_model = AutoModelForCausalLM.from_pretrained(draft, dtype="auto")
+    target_model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    draft_model: Any = AutoModelForCausalLM.from_pretrained(draft, dtype="auto")
     agreed: list[bool] = []
     rounds = 0
     fourgrams: list[tuple[int, ...]] = []

@@ -249,7 +249,8 @@ def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
     Every id below `vocab` is a token, so that any id a random model emits can be decoded.
     """
     alphabet = byte_alphabet()
-    ids = {token: index for index, token in enumerate(alphabet)}
+    # The specials stand in the vocabulary too, or the library would number them after its last entry.
+    ids = {token: index for index, token in enumerate((*alphabet, *SPECIAL_TOKENS))}
     merges: list[list[str]] = []
     common = [alphabet[byte] for byte in (32, *range(97, 123), *range(33, 97), *range(123, 127))]
     wanted = vocab - SMALLEST_TOKENIZER

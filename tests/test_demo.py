@@ -1,0 +1,143 @@
+"""The demo is what it is labelled as: it answers, it is no parrot and no loop, its drafts get accepted."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from spd.formats.chat_template import ChatTemplate, encode_chat
+from spd.formats.demo import demo_draft_folder, demo_folder
+from spd.formats.tokenizer import Tokenizer
+from spd.runtime import SamplingParams
+from tests.helpers import Run, make_engine, run_all
+from tests.recipes.demo_corpus import build_corpus
+
+QUESTIONS = {
+    "os.path.join": ("join", "path"),
+    "os.listdir": ("list", "directory"),
+    "os.getcwd": ("current", "directory"),
+    "os.path.exists": ("path", "exists"),
+    "os.remove": ("remove", "file"),
+    "json.dumps": ("serialize", "json"),
+    "json.loads": ("deserialize", "json"),
+    "math.sqrt": ("square root",),
+    "re.sub": ("replac", "pattern"),
+    "re.compile": ("compile", "pattern"),
+    "random.choice": ("random", "element"),
+    "random.shuffle": ("shuffle",),
+    "time.sleep": ("delay", "second"),
+    "glob.glob": ("path", "pattern"),
+    "textwrap.dedent": ("whitespace",),
+    "heapq.heappush": ("heap", "item"),
+    "functools.reduce": ("function", "sequence"),
+    "str.join": ("concatenate", "string"),
+    "len": ("number", "items"),
+    "dict.get": ("key", "default"),
+}
+GATE = 15
+
+
+def ask(name: str) -> tuple[int, ...]:
+    template = ChatTemplate.open(demo_folder())
+    assert template is not None
+    messages = [{"role": "user", "content": f"What does {name} do?"}]
+    return tuple(encode_chat(Tokenizer.open(demo_folder()), template, messages))
+
+
+def replies(temperature: float, count: int, **wishes: object) -> list[Run]:
+    names = list(QUESTIONS)
+    engine = make_engine(demo_folder(), dtype="bfloat16", ctx=512, **wishes)
+    prompts = [ask(names[i % len(names)]) for i in range(count)]
+    params = [SamplingParams(temperature=temperature, max_tokens=64, seed=i) for i in range(count)]
+    return run_all(engine, prompts, params)
+
+
+def test_it_answers_questions_about_documented_functions(capsys: pytest.CaptureFixture[str]) -> None:
+    answered = 0
+    for run, (name, words) in zip(replies(0.0, len(QUESTIONS)), QUESTIONS.items(), strict=True):
+        good = all(word in run.text.lower() for word in words)
+        answered += good
+        with capsys.disabled():
+            print(f"{'+' if good else '-'} {name}: {run.text}")
+    assert answered >= GATE, f"{answered} of {len(QUESTIONS)} answered"
+
+
+def test_sampled_replies_are_no_loop() -> None:
+    grams = [
+        tuple(words[i : i + 4])
+        for run in replies(0.8, 50)
+        if (words := run.text.split())
+        for i in range(len(words) - 3)
+    ]
+    assert len(grams) > 200
+    assert len(set(grams)) / len(grams) >= 0.6
+
+
+def test_it_fits_and_says_what_it_is() -> None:
+    files = [path for path in demo_folder().rglob("*") if path.is_file()]
+    weights = [path for path in files if path.suffix == ".safetensors"]
+    assert len(weights) == 2 and sum(path.stat().st_size for path in weights) <= 24 * 2**20
+    record = json.loads((demo_folder() / "training.json").read_text())
+    for stage in ("target", "draft"):
+        assert (
+            record[stage]["tokens"] > 0 and record[stage]["seconds"] > 0 and len(record[stage]["curve"]) > 10
+        )
+    readme = (demo_folder() / "README.md").read_text()
+    assert "standard library" in readme and record["corpus_sha256"] in readme
+    assert (demo_draft_folder() / "tokenizer.json").read_bytes() == (
+        demo_folder() / "tokenizer.json"
+    ).read_bytes()
+
+
+def test_natural_acceptance_of_the_draft() -> None:
+    runs = replies(0.0, 10, spec="draft", draft_model=demo_draft_folder(), draft_max=4)
+    drafted = sum(run.metrics.draft_n for run in runs)
+    accepted = sum(run.metrics.draft_n_accepted for run in runs)
+    assert accepted / drafted > 0.05, f"{accepted} of {drafted}"
+
+
+@pytest.mark.slow
+def test_held_out_bits_per_byte_beat_xz(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the modules that training never saw, in the same text; the recorded hash tells whether it is."""
+    corpus = build_corpus()
+    record = json.loads((demo_folder() / "training.json").read_text())
+    if record["corpus_sha256"] != corpus.digest():
+        pytest.skip("another Python version: its standard library was not held out")
+    text = "".join(corpus.held_out)
+    xz = 8 * len(lzma.compress(text.encode(), preset=9)) / len(text.encode())
+    bits = _bits_per_byte(demo_folder(), corpus.held_out)
+    with capsys.disabled():
+        print(f"held-out bits per byte: demo {bits:.3f}, xz -9 {xz:.3f}")
+    assert bits < xz
+
+
+@torch.inference_mode()
+def _bits_per_byte(folder: Path, texts: tuple[str, ...]) -> float:
+    """Cross entropy through spd's own forward pass, in windows of 512 tokens."""
+    from spd.runtime.model_runner import SlotView
+
+    engine = make_engine(folder, dtype="bfloat16", ctx=512)
+    runner, tokenizer = engine._parts.runner, engine.tokenizer
+    assert tokenizer is not None
+    view = SlotView(512, list(range(2, 10)))
+    table = runner.page_row(view.pages, 8)[None]
+    end, nats, size = tokenizer.token_to_id("<|endoftext|>"), 0.0, 0
+    assert end is not None
+    for text in texts:
+        ids = torch.tensor([end, *tokenizer.encode(text)])
+        size += len(text.encode())
+        for start in range(0, len(ids) - 1, 512):
+            window = ids[start : start + 513]
+            for first in range(0, len(window) - 1, 32):
+                rows = window[first : min(first + 32, len(window) - 1)][None]
+                positions = torch.arange(first, first + rows.shape[1])[None]
+                valid = torch.ones_like(rows, dtype=torch.bool)
+                logits = runner.logits(runner.forward(rows, positions, valid, table, [view]))[0]
+                labels = window[first + 1 : first + 1 + rows.shape[1]]
+                nats += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+    return nats / math.log(2) / size
