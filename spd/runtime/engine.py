@@ -10,10 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from spd.errors import EngineError, IncompatibleError, UsageError
+from spd.errors import CheckpointError, EngineError, IncompatibleError, UsageError
 from spd.formats.generation_config import read_generation_config
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.tokenizer import Tokenizer
@@ -50,13 +51,12 @@ class Engine:
         self.config = config
         self.plan: EnginePlan = make_plan(config)
         self.model_config: ModelConfig = read_model_config(config.model)
-        has_tokenizer = (config.model / "tokenizer.json").exists()
-        self.tokenizer: Tokenizer | None = Tokenizer.open(config.model) if has_tokenizer else None
-        generation = read_generation_config(config.model)
+        vocab = self.model_config.vocab_size
+        self.tokenizer: Tokenizer | None = _open_tokenizer(config.model, vocab)
+        generation = read_generation_config(config.model, vocab_size=vocab)
         self.eos_ids = generation.eos_token_ids or self.model_config.eos_token_ids
         torch.set_num_threads(self.plan.threads)
-        vocab = self.model_config.vocab_size
-        self.usable_vocab = min(vocab, self.tokenizer.vocab_size) if self.tokenizer else vocab
+        self.usable_vocab = self.tokenizer.vocab_size if self.tokenizer else vocab
         self._parts: Assembly = assemble(self.plan, self.model_config, self.usable_vocab)
         self._pages = PageTable(self.plan.num_pages)
         self._scheduler = Scheduler(self.plan.slots)
@@ -248,18 +248,20 @@ class Engine:
     # -- reading what happened ---------------------------------------------------------------------
 
     def _read(self, entry: _InFlight) -> None:
-        outcomes = read_outcomes(entry.output)
+        outcomes, output = read_outcomes(entry.output), entry.output
+        draft_seconds, verify_seconds, _ = output.seconds
+        self._draft_length.observe_cost(
+            output.draft.shape[1], verify_seconds, draft_seconds, output.draft_forwards
+        )
         for sequence in self._scheduler.running():
             if entry.epochs[sequence.slot] == sequence.epoch:
-                self._apply(sequence, outcomes[sequence.slot], entry.output)
+                self._apply(sequence, outcomes[sequence.slot], output)
 
     def _apply(self, sequence: Sequence, outcome: Outcome, output: RoundOutput) -> None:
         sequence.in_flight.popleft()
         settled = settle(sequence, outcome)
-        draft_s, verify_s, _ = output.seconds
-        self._draft_length.observe(
-            len(outcome.draft), outcome.accepted, draft_s, verify_s, output.draft_forwards
-        )
+        if sequence.rounds_read > 1:  # nothing could have been drafted for the first
+            self._draft_length.observe(output.draft.shape[1], len(outcome.draft), outcome.accepted)
         if self.trace is not None:
             self.trace(self._record(sequence, outcome, output, settled.tokens))
         reason = settled.finish_reason
@@ -316,3 +318,17 @@ class Engine:
         sequence.pages = []
         self._scheduler.slots[sequence.slot] = None
         self._finished[sequence.request.id] = sequence.metrics
+
+
+def _open_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
+    """The folder's tokenizer if it has one; its ids must fit the embedding, which may be padded."""
+    if not (folder / "tokenizer.json").exists():
+        return None
+    tokenizer = Tokenizer.open(folder)
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"{folder / 'tokenizer.json'}: {tokenizer.vocab_size} token ids, but config.json says "
+            f"vocab_size {vocab_size}",
+            reason=["Some tokens would have no embedding."],
+        )
+    return tokenizer

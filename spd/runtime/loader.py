@@ -112,4 +112,6 @@ def load_model(folder: Path, *, dtype: str, device: str, positions: int, load: s
         unexpected = check_tensors(checkpoint, shapes, ignorable=is_ignorable)
         if unexpected:
             logger.warning("%d tensors of %s are not used, %s first", len(unexpected), folder, unexpected[0])
-        return build_decoder(config, checkpoint.read, positions, kind, device)
+        model = build_decoder(config, checkpoint.read, positions, kind, device)
+        checkpoint.check_unchanged()
+        return model

@@ -53,7 +53,9 @@ class ModelRunner:
         pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * self.pages_per_block))
         shape = (pages[-1] + 1, self.cache.page_size, model.num_kv_heads, model.head_dim)
         caches = [
-            LayerCache(*(torch.randn(shape, generator=generator).to(self.device, self.dtype) for _ in range(2)))
+            LayerCache(
+                *(torch.randn(shape, generator=generator).to(self.device, self.dtype) for _ in range(2))
+            )
             for _ in range(min(PROBED_LAYERS, model.num_layers))
         ]
         ids = torch.randint(model.vocab_size, (1, WIDEST), generator=generator).to(self.device)

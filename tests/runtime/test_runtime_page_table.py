@@ -126,6 +126,17 @@ def test_idle_pages_are_reclaimed_oldest_first() -> None:
     table.check()
 
 
+def test_pages_are_consecutive_where_they_can_be() -> None:
+    table = PageTable(NUM_RESERVED + 9)
+    pages = table.allocate(9)
+    table.release([pages[0], pages[2], pages[3], pages[5], pages[6], pages[7]])
+    assert table.allocate(3) == pages[5:8]  # the run that holds them all, not the lowest pages
+    assert table.allocate(3) == [*pages[2:4], pages[0]]  # else the longest run first
+    table.release(pages)
+    table.allocate(3)
+    assert table.allocate(2, after=pages[5]) == pages[6:8]
+
+
 def test_a_shared_page_outlives_its_first_user() -> None:
     table = PageTable(NUM_RESERVED + 2)
     (page,) = table.allocate(1)
@@ -176,6 +187,7 @@ def test_hashes_depend_on_the_programs_that_wrote_the_page() -> None:
         [Run(0, 8, "chunk"), Run(8, 12, "tile")],
         [Run(0, 4, "tile"), Run(4, 12, "chunk")],
         [Run(0, 2, "tile"), Run(2, 10, "chunk"), Run(10, 12, "tile")],
+        [Run(0, 3, "tile"), Run(3, 11, "chunk"), Run(11, 12, "tile")],
         [Run(0, 4, "chunk"), Run(4, 8, "chunk"), Run(8, 12, "chunk")],
     ]
     last = [hashes(runs=runs)[-1] for runs in cuts]

@@ -102,30 +102,23 @@ def test_extended_runs_go_on_in_tiles(spans: list[tuple[str, int]], chunk: int, 
     assert extended == written + [("tile", 0)] * (end - len(written))
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    first=spans_lists,
-    second=spans_lists,
-    chunk=chunks,
-    width=st.integers(1, 6),
-    offsets=st.tuples(*[st.integers(0, 30)] * 2),
-)
-def test_windows_look_alike_exactly_where_their_positions_do(
-    first: list[tuple[str, int]],
-    second: list[tuple[str, int]],
-    chunk: int,
-    width: int,
-    offsets: tuple[int, int],
-) -> None:
-    """Two windows' kinds are equal if and only if each position was written in the same way."""
-    views, written = [], []
-    for spans, start in zip((first, second), offsets, strict=True):
-        positions = positions_of(spans, chunk)
-        if start + width > len(positions):
-            return
-        views.append(kinds_in(program_runs(spans, chunk), start, start + width))
-        written.append(positions[start : start + width])
-    assert (views[0] == views[1]) == (written[0] == written[1])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4])
+@pytest.mark.parametrize("width", [1, 2, 4, 5])
+def test_windows_look_alike_exactly_where_their_positions_do(width: int, chunk: int) -> None:
+    """Over all windows of some texts: equal kinds if and only if every position was written alike."""
+    texts = [
+        [("prompt", 14)],
+        [("prompt", 3), ("generated", 4), ("prompt", 9)],
+        [("generated", 2), ("prompt", 1), ("prompt", 11)],
+    ]
+    looks: dict[object, set[object]] = {}
+    for spans in texts:
+        positions, runs = positions_of(spans, chunk), program_runs(spans, chunk)
+        for start in range(len(positions) - width + 1):
+            view = kinds_in(runs, start, start + width)
+            looks.setdefault(view, set()).add(tuple(positions[start : start + width]))
+    assert all(len(written) == 1 for written in looks.values())
+    assert len(set().union(*looks.values())) == len(looks)
 
 
 # -- in the engine -----------------------------------------------------------------------------------

@@ -1,0 +1,171 @@
+"""Wishes that are refused, each with its own words and exit code, and the edges that are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spd.errors import IncompatibleError, SpdError, UsageError
+from spd.runtime.config import CLASHES, DTYPES, KERNELS, MAX_DRAFT, SPEC_METHODS, EngineConfig
+from spd.runtime.request import SamplingParams
+
+DRAFT = Path("draft")
+
+
+def config(**wishes: Any) -> EngineConfig:
+    return EngineConfig(model=Path("model"), **wishes)
+
+
+REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str, str]] = [
+    ({"spec": "mtp"}, IncompatibleError, "--spec mtp: no MTP head", "no_mtp_head"),
+    ({"spec": "eagle3"}, IncompatibleError, "--spec eagle3 is not built", "no_eagle3"),
+    ({"verify": "rejection"}, IncompatibleError, "only --verify coupled", "incompatible"),
+    ({"verify": "block"}, IncompatibleError, "only --verify coupled", "incompatible"),
+    ({"draft_model": DRAFT, "spec": "off"}, UsageError, "--draft-model is for --spec draft", "usage"),
+    ({"draft_model": DRAFT, "spec": "ngram"}, UsageError, "--draft-model is for --spec draft", "usage"),
+    ({"spec": "off", "draft_max": 1}, UsageError, "--draft-max needs speculation", "usage"),
+    ({"tp": 2}, IncompatibleError, "tensor parallelism is not built", "incompatible"),
+    ({"draft_tp": 2}, IncompatibleError, "tensor parallelism is not built", "incompatible"),
+    ({"kernels": "triton"}, IncompatibleError, "no Triton kernels", "incompatible"),
+    ({"graphs": True}, IncompatibleError, "CUDA graphs are not captured", "incompatible"),
+]
+
+
+def names_of(case: tuple[Any, ...]) -> str:
+    return " ".join(f"{name}={value}" for name, value in case[0].items())
+
+
+@pytest.mark.parametrize("case", REFUSED_TOGETHER, ids=names_of)
+def test_wishes_that_clash_are_refused(case: tuple[dict[str, Any], type[SpdError], str, str]) -> None:
+    wishes, kind, words, code = case
+    with pytest.raises(SpdError) as caught:
+        config(**wishes)
+    error = caught.value
+    assert type(error) is kind and error.exit_code == {UsageError: 2, IncompatibleError: 4}[kind]
+    assert words in error.message and error.code == code and error.fix
+    assert "\n" not in error.message
+
+
+def test_every_clash_has_its_own_message_and_a_case_here() -> None:
+    messages = [clash.error.message for clash in CLASHES]
+    assert len(set(messages)) == len(messages)
+    for message in messages:
+        assert any(words in message for _, _, words, _ in REFUSED_TOGETHER)
+
+
+RANGES: list[tuple[str, str, float, float, float, float]] = [
+    # field, as it is called in the message, lowest, highest, below, above
+    ("draft_max", "--draft-max", 0, MAX_DRAFT, -1, MAX_DRAFT + 1),
+    ("draft_ctx", "--draft-ctx", 1, 2**24, 0, 2**24 + 1),
+    ("ngram_min", "--ngram-min", 1, 8, 0, 65),
+    ("ngram_max", "--ngram-max", 3, 64, 2, 65),
+    ("lag", "--lag", 0, 2, -1, 3),
+    ("ctx", "--ctx", 2, 2**24, 1, 2**24 + 1),
+    ("memory_fraction", "--memory-fraction", 0.01, 1.0, 0.0, 1.01),
+    ("threads", "--threads", 1, 1024, 0, 1025),
+    ("slots", "slots", 1, 1024, 0, 1025),
+    ("tp", "--tp", 1, 1, 0, 65),
+    ("draft_tp", "--draft-tp", 1, 1, 0, 65),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "flag", "low", "high", "below", "above"), RANGES, ids=[r[0] for r in RANGES]
+)
+def test_ranges_hold_at_their_edges(
+    field: str, flag: str, low: float, high: float, below: float, above: float
+) -> None:
+    for value in (low, high):
+        assert getattr(config(**{field: value}), field) == value
+    for value in (below, above, float("nan")):
+        with pytest.raises(UsageError) as caught:
+            config(**{field: value})
+        assert caught.value.message == f"{flag} {value} is out of range"
+        assert caught.value.reason[0].startswith("valid: ") and caught.value.exit_code == 2
+
+
+def test_the_longest_ngram_is_not_below_the_shortest() -> None:
+    assert config(ngram_min=8, ngram_max=8).ngram_max == 8
+    with pytest.raises(UsageError, match="--ngram-max 8 is out of range") as caught:
+        config(ngram_min=9)
+    assert caught.value.reason == ("valid: 9 to 64",)
+
+
+@pytest.mark.parametrize(
+    ("field", "flag", "known"),
+    [
+        ("spec", "--spec", set(SPEC_METHODS) - {"mtp", "eagle3"}),
+        ("verify", "--verify", {"coupled"}),
+        ("dtype", "--dtype", set(DTYPES)),
+        ("kernels", "--kernels", set(KERNELS) - {"triton"}),
+        ("load", "--load", {"auto", "dummy"}),
+        ("device", "--device", {"auto", "cpu", "cuda", "cuda:0", "cuda:17"}),
+    ],
+)
+def test_choices_are_known_words(field: str, flag: str, known: set[str]) -> None:
+    for value in known:
+        assert getattr(config(**{field: value}), field) == value
+    for value in ("", "AUTO", "fast", "cuda:", "cuda:-1", "cuda:x", "cuda0"):
+        with pytest.raises(UsageError, match="is not known") as caught:
+            config(**{field: value})
+        assert caught.value.message == f"{flag} {value} is not known"
+        assert caught.value.fix[0].startswith(f"{flag} ")
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"spec": "off", "draft_max": 0},
+        {"spec": "draft", "draft_model": DRAFT},
+        {"spec": "auto", "draft_model": DRAFT, "draft_max": MAX_DRAFT},
+        {"spec": "draft"},  # the plan knows whether a draft model is at hand
+        {"graphs": False},
+        {"verify": "coupled", "lag": 2, "adaptive": False},
+    ],
+    ids=str,
+)
+def test_wishes_that_go_together_are_taken(wishes: dict[str, Any]) -> None:
+    made = config(**wishes)
+    assert {name: getattr(made, name) for name in wishes} == wishes
+
+
+# -- sampling parameters -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "refused"),
+    [
+        ("temperature", [0.0, 0.001, 100.0], [-0.1, 1e-9, 0.0009, 100.1]),
+        ("top_p", [1e-9, 1.0], [0.0, -0.1, 1.01]),
+        ("top_k", [0, 1, 2**31 - 1], [-1, 2**31]),
+        ("min_p", [0.0, 1.0], [-0.01, 1.01]),
+        ("repetition_penalty", [0.01, 100.0], [0.0, -1.0, 101.0]),
+        ("presence_penalty", [-100.0, 100.0], [-100.5, 100.5]),
+        ("frequency_penalty", [-100.0, 100.0], [-100.5, 100.5]),
+        ("min_tokens", [0, 2**24], [-1, 2**24 + 1]),
+        ("max_tokens", [None, 1, 2**24], [0, -1, 2**24 + 1]),
+        ("seed", [0, 2**63 - 1], [-1, 2**63]),
+        ("logprobs", [None, 0, 20], [-1, 21]),
+        ("logit_bias", [((0, -1000.0), (5, 1000.0))], [((-1, 0.0),), ((0, 1000.5),), ((2**31, 0.0),)]),
+        ("stop_token_ids", [(), tuple(range(16))], [tuple(range(17)), (-1,), (2**31,)]),
+        ("stop", [(), ("x" * 256,), ("a",) * 16], [("",), ("x" * 257,), ("a",) * 17]),
+    ],
+)
+def test_sampling_parameters_hold_at_their_edges(name: str, taken: list[Any], refused: list[Any]) -> None:
+    for value in taken:
+        assert getattr(SamplingParams(**{name: value}), name) == value
+    unreal = [] if name in ("logit_bias", "stop_token_ids", "stop") else [float("nan"), float("inf")]
+    for value in [*refused, *unreal]:
+        with pytest.raises(UsageError) as caught:
+            SamplingParams(**{name: value})
+        words = {"stop": "stop string", "stop_token_ids": "stop"}.get(name, name)
+        assert words in caught.value.message.replace("_", " " if name == "stop_token_ids" else "_")
+        assert caught.value.reason[0].startswith("valid: ")
+
+
+def test_the_minimum_is_not_above_the_maximum() -> None:
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+    with pytest.raises(UsageError, match="min_tokens 6 is more than max_tokens 5"):
+        SamplingParams(min_tokens=6, max_tokens=5)

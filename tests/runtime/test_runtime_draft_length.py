@@ -1,0 +1,118 @@
+"""How many tokens are drafted: fixed when asked, else what acceptance and cost favour."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spd.runtime.draft_length import PROBE_EVERY, WARM_UP_ROUNDS, DraftLength, expected_tokens
+
+
+def play(
+    length: DraftLength, rounds: int, rate: float, draft_seconds: float = 0.001, verify_seconds: float = 0.01
+) -> list[int]:
+    """The k of each round when this share of the drafts is accepted, all of them leading."""
+    chosen = []
+    for _ in range(rounds):
+        k = length.choose()
+        chosen.append(k)
+        length.observe_cost(k, verify_seconds, draft_seconds * k, k)
+        length.observe(k, k, round(rate * k))
+    return chosen
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("k", [0, 1, 4, 31])
+def test_expected_tokens_is_the_mean_of_the_leading_run(rate: float, k: int) -> None:
+    assert expected_tokens(rate, k) == pytest.approx(sum(rate**i for i in range(k + 1)))
+
+
+@pytest.mark.parametrize("maximum", [0, 1, 7])
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_a_fixed_k_stays(maximum: int, rate: float) -> None:
+    assert set(play(DraftLength(maximum, adaptive=False), 100, rate)) == {maximum}
+
+
+def test_a_maximum_of_zero_never_drafts() -> None:
+    assert set(play(DraftLength(0, adaptive=True), 100, 0.0)) == {0}
+
+
+def test_the_first_rounds_measure() -> None:
+    assert play(DraftLength(5, adaptive=True), WARM_UP_ROUNDS, 0.0) == [5] * WARM_UP_ROUNDS
+
+
+def test_without_acceptance_k_goes_to_zero_and_is_probed() -> None:
+    chosen = play(DraftLength(6, adaptive=True), 400, 0.0)
+    settled = chosen[60:]
+    probes = [i for i, k in enumerate(settled) if k]
+    assert {settled[i] for i in probes} == {2}
+    assert {b - a for a, b in itertools.pairwise(probes)} == {PROBE_EVERY}
+    assert len(probes) >= 10
+
+
+def test_a_probe_is_not_above_the_maximum() -> None:
+    assert set(play(DraftLength(1, adaptive=True), 400, 0.0)[60:]) == {0, 1}
+
+
+def test_with_full_acceptance_k_goes_to_the_maximum() -> None:
+    assert set(play(DraftLength(9, adaptive=True), 200, 1.0)[60:]) == {9}
+
+
+def test_k_rises_again_when_drafts_are_accepted_again() -> None:
+    length = DraftLength(4, adaptive=True)
+    assert play(length, 100, 0.0)[-1] == 0
+    assert play(length, 20 * PROBE_EVERY, 1.0)[-1] == 4
+
+
+def test_dear_drafts_are_given_up() -> None:
+    """A draft forward as long as the verification can gain nothing, whatever is accepted."""
+    assert play(DraftLength(4, adaptive=True), 31, 1.0, draft_seconds=0.02, verify_seconds=0.01)[-1] == 0
+
+
+def test_k_follows_the_measured_cost_of_verification() -> None:
+    """Rows are cheap up to two and dear beyond: k stays there although nearly all would be accepted."""
+    length = DraftLength(8, adaptive=True, rate=0.95, rounds=WARM_UP_ROUNDS)
+    assert length.choose() == 8
+    for k in range(9):
+        length.observe_cost(k, 0.01 if k <= 2 else 0.05, 0.0, 0)
+    assert length.choose() == 2
+    length.observe_cost(2, 0.01, 0.04, 2)  # and dear drafts count as well
+    assert length.choose() == 0
+
+
+def test_the_rate_is_conditional() -> None:
+    """Drafts after the first rejected one say nothing: one failure a round, not k."""
+    length = DraftLength(8, adaptive=True, rate=0.5)
+    length.observe(8, 8, 0)
+    assert length.rate == pytest.approx(0.45)
+    length.observe(8, 8, 8)
+    assert length.rate == pytest.approx(1 - 0.55 * 0.9**8)
+    rate = length.rate
+    length.observe(0, 0, 0)  # nothing was to be drafted
+    assert length.rate == rate
+    length.observe(8, 0, 0)  # nothing could be: as good as rejected
+    assert length.rate == pytest.approx(0.9 * rate)
+    length.observe(8, 3, 2)
+    assert length.rate == pytest.approx(0.9 * (1 - 0.81 * (1 - 0.9 * rate)))
+
+
+seconds = st.floats(1e-6, 10)
+outcomes = st.lists(st.tuples(st.booleans(), st.booleans(), seconds, st.just(0.0) | seconds), max_size=60)
+
+
+@settings(max_examples=80, deadline=None)
+@given(maximum=st.integers(0, 5), outcomes=outcomes, forwards=st.booleans())
+def test_k_stays_in_range_whatever_is_observed(
+    maximum: int, outcomes: list[tuple[bool, bool, float, float]], forwards: bool
+) -> None:
+    length = DraftLength(maximum, adaptive=True)
+    for proposed, accepted, verify_seconds, draft_seconds in outcomes:
+        k = length.choose()
+        assert 0 <= k <= maximum
+        length.observe_cost(k, verify_seconds, draft_seconds, k * forwards)
+        length.observe(k, k * proposed, k * proposed * accepted)
+        assert 0 <= length.rate <= 1
+        assert all(length.cost(k) >= 0 for k in range(maximum + 1))

@@ -1,0 +1,128 @@
+"""Loading: what a checkpoint must hold, what is refused, and that a plan says what was decided."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spd.errors import CheckpointError, IncompatibleError, ResourceError, SpdError
+from spd.runtime import EngineConfig, SamplingParams, make_plan
+from tests.helpers import make_engine, random_prompts, run_all
+
+
+@pytest.fixture
+def copied(tiny: Callable[..., Path], tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("qwen3"), folder)
+    return folder
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def refusal(folder: Path) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        make_engine(folder)
+    assert caught.value.exit_code == 4
+    return caught.value
+
+
+def text_of(error: SpdError) -> str:
+    return "\n".join((error.message, *error.reason))
+
+
+def test_every_fault_of_the_weights_in_one_message(copied: Path) -> None:
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        del weights["model.norm.weight"]
+        weights["model.layers.0.self_attn.o_proj.weight"] = torch.zeros(3, 5)
+
+    edit_weights(copied, spoil)
+    said = text_of(refusal(copied))
+    for name in ("layers.1.mlp.up_proj", "model.norm.weight", "layers.0.self_attn.o_proj"):
+        assert name in said
+
+
+def test_a_tokenizer_wider_than_the_embedding_is_refused(copied: Path) -> None:
+    edit_config(copied, vocab_size=200, eos_token_id=1, bos_token_id=None)
+    (copied / "generation_config.json").unlink()
+    edit_weights(
+        copied,
+        lambda w: w.update({n: w[n][:200].clone() for n in ("model.embed_tokens.weight", "lm_head.weight")}),
+    )
+    assert "tokenizer.json" in refusal(copied).message
+
+
+def test_padded_rows_of_the_vocabulary_are_never_sampled(copied: Path) -> None:
+    """80 rows beyond the tokenizer's 320: their logits are made the largest, and still nobody sees them."""
+
+    def pad(weights: dict[str, torch.Tensor]) -> None:
+        for name, gain in (("model.embed_tokens.weight", 1), ("lm_head.weight", 50)):
+            weights[name] = torch.cat((weights[name], weights[name][:80] * gain))
+
+    prompts = random_prompts(3, 20, 256)
+    params = [SamplingParams(temperature=t, max_tokens=20, ignore_eos=True) for t in (0.0, 0.7, 1.5)]
+    before = run_all(make_engine(copied), prompts, params)
+    edit_weights(copied, pad)
+    edit_config(copied, vocab_size=400)
+    after = run_all(make_engine(copied), prompts, params)
+    assert all(max(run.tokens) < 320 for run in after)
+    assert [run.output for run in after] == [run.output for run in before]
+
+
+def test_unused_tensors_do_not_matter(copied: Path) -> None:
+    before = run_all(make_engine(copied), random_prompts(1, 9, 256), [SamplingParams(max_tokens=9)])[0]
+    edit_weights(copied, lambda w: w.update({"model.vision.weight": torch.zeros(2)}))
+    after = run_all(make_engine(copied), random_prompts(1, 9, 256), [SamplingParams(max_tokens=9)])[0]
+    assert after.output == before.output
+
+
+def test_a_draft_with_another_vocabulary_is_refused(tiny: Callable[..., Path], copied: Path) -> None:
+    tokenizer = json.loads((copied / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {
+        token: (1 if i == 0 else 0 if i == 1 else i) for token, i in tokenizer["model"]["vocab"].items()
+    }
+    (copied / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(IncompatibleError) as caught:
+        make_engine(tiny("qwen3"), spec="draft", draft_model=copied)
+    assert caught.value.code == "vocab_mismatch" and caught.value.fix
+
+
+def test_the_plan_leaves_no_auto(tiny: Callable[..., Path]) -> None:
+    plan = make_plan(EngineConfig(model=tiny("qwen3"))).as_dict()
+    assert "auto" not in [value for name, value in plan.items() if name not in ("load",)]
+    assert plan["spec"] == "ngram" and plan["ctx"] == 512 and plan["lag"] == 0
+    json.dumps(plan)
+
+
+def test_what_does_not_fit_names_the_flags(tiny: Callable[..., Path]) -> None:
+    with pytest.raises(ResourceError) as caught:
+        make_plan(EngineConfig(model=tiny("qwen3", max_positions=2**20), slots=1024, ctx=2**20))
+    assert any("--ctx" in line for line in caught.value.fix) and "GiB" in caught.value.reason[0]
+
+
+def test_a_context_beyond_the_model_is_refused(tiny: Callable[..., Path]) -> None:
+    with pytest.raises(IncompatibleError):
+        make_plan(EngineConfig(model=tiny("qwen3"), ctx=513))
+
+
+def test_dummy_weights_run_without_weights(copied: Path) -> None:
+    (copied / "model.safetensors").unlink()
+    run = run_all(
+        make_engine(copied, load="dummy"), random_prompts(1, 9, 256), [SamplingParams(max_tokens=5)]
+    )[0]
+    assert len(run.tokens) >= 1

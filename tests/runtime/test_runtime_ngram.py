@@ -1,0 +1,114 @@
+"""Prompt lookup against a plain Python search, on short alphabets where matches abound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spd.runtime.model_runner import EMPTY_SLOT, SlotView
+from spd.runtime.proposers.ngram import NgramProposer
+from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.state import RoundState
+
+MAX_LEN, MAX_DRAFT = 40, 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def search(text: Sequence[int], k: int, shortest: int, longest: int) -> list[int]:
+    """What followed the last earlier occurrence of the longest suffix that has one."""
+    for size in range(min(longest, len(text) - 1), shortest - 1, -1):
+        for end in range(len(text) - 1, size - 1, -1):
+            if text[end - size : end] == text[len(text) - size :]:
+                return list(text[end : end + k])
+    return []
+
+
+def propose(
+    texts: Sequence[Sequence[int] | None], k: int, shortest: int, longest: int, junk: int = 0, slack: int = 0
+) -> list[list[int]]:
+    """Drafts of a batch; None is a silent slot. `junk` fills the row after each text, where old drafts lie.
+
+    `slack` is how far the host's bound of a length lies above it.
+    """
+    state = RoundState(len(texts), MAX_LEN, MAX_DRAFT, 1, "cpu")
+    state.tokens.fill_(junk)
+    state.draft.fill_(-7)
+    views = []
+    for slot, text in enumerate(texts):
+        row = [junk] if text is None else list(text)
+        state.admit(slot, torch.tensor(row), MAX_LEN, 0, [], MAX_LEN)
+        state.active[slot] = text is not None
+        views.append(EMPTY_SLOT if text is None else SlotView(min(len(row) + slack, MAX_LEN), ()))
+    state.num_drafts.fill_(3)
+    forwards = NgramProposer(state, shortest, longest).draft(k, views, SamplerClass())
+    assert forwards == 0
+    assert (state.draft[:, k:] == -7).all()
+    counts = state.num_drafts.tolist()
+    assert all(0 <= count <= k for count in counts)
+    return [drafts[:count] for drafts, count in zip(state.draft.tolist(), counts, strict=True)]
+
+
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=24) | st.lists(
+    st.integers(0, 1), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    batch=st.lists(st.none() | texts, min_size=1, max_size=4),
+    k=st.integers(1, MAX_DRAFT),
+    sizes=st.tuples(st.integers(1, 5), st.integers(0, 5)),
+    junk=st.integers(0, 2),
+    slack=st.integers(0, 9),
+)
+def test_drafts_equal_a_plain_search_row_by_row(
+    batch: list[list[int] | None], k: int, sizes: tuple[int, int], junk: int, slack: int
+) -> None:
+    shortest, longest = sizes[0], sizes[0] + sizes[1]
+    expected = [[] if text is None else search(text, k, shortest, longest) for text in batch]
+    assert propose(batch, k, shortest, longest, junk, slack) == expected
+
+
+def test_the_longest_match_comes_before_a_later_one() -> None:
+    text = [1, 2, 3, 7, 7, 9, 3, 8, 1, 2, 3]
+    assert propose([text], 2, 1, 3) == [[7, 7]]
+    assert propose([text], 2, 1, 1) == [[8, 1]]
+
+
+def test_of_equal_matches_the_most_recent_wins() -> None:
+    assert propose([[1, 2, 5, 1, 2, 6, 1, 2]], 3, 2, 4) == [[6, 1, 2]]
+
+
+def test_matches_longer_than_the_longest_are_equal() -> None:
+    text = [1, 2, 3, 4, 5, 9, 3, 4, 6, 1, 2, 3, 4]
+    assert propose([text], 1, 1, 2) == [[6]]
+    assert propose([text], 1, 1, 4) == [[5]]
+
+
+def test_drafts_end_with_the_committed_tokens() -> None:
+    """The match may overlap the suffix; what it proposes never goes beyond the text."""
+    assert propose([[4, 4, 4]], 8, 1, 8, junk=4, slack=9) == [[4]]
+    assert propose([[1, 2, 1, 2]], 8, 1, 8, junk=1, slack=9) == [[1, 2]]
+
+
+def test_short_matches_are_no_matches() -> None:
+    text = [1, 2, 9, 1, 2]
+    assert propose([text], 4, 2, 8) == [[9, 1, 2]]
+    assert propose([text], 4, 3, 8) == [[]]
+    assert propose([[5]], 4, 1, 8) == [[]]
+
+
+def test_silent_slots_draft_nothing() -> None:
+    assert propose([None, [1, 1], None], 2, 1, 1, junk=1) == [[], [1], []]
+    assert propose([None, None], 2, 1, 1) == [[], []]
