@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ class EngineConfig:
         _check_ranges(self)
         for clash in CLASHES:
             if clash.when(self):
-                raise clash.error
+                raise copy.copy(clash.error)  # a shared instance would gather tracebacks
 
 
 def _check_choices(config: EngineConfig) -> None:
@@ -62,7 +63,7 @@ def _check_choices(config: EngineConfig) -> None:
         if value not in known:
             raise UsageError(f"{flag} {value} is not known", fix=[f"{flag} {'|'.join(known)}"])
     device = config.device
-    if device not in ("auto", "cpu", "cuda") and not (device.startswith("cuda:") and device[5:].isdigit()):
+    if device not in ("auto", "cpu", "cuda") and not (device.startswith("cuda:") and device[5:].isascii() and device[5:].isdigit()):
         raise UsageError(f"--device {device} is not known", fix=["--device auto|cpu|cuda|cuda:N"])
 
 

@@ -58,7 +58,7 @@ class DraftLength:
             return 1.0 + (ROW_COST + 0.1) * k
         nearest = min(self.verify_seconds, key=lambda known: abs(known - k))
         verify = self.verify_seconds[nearest] * (1 + ROW_COST * k) / (1 + ROW_COST * nearest)
-        return verify + k * (self.draft_seconds or 0.0)
+        return max(verify + k * (self.draft_seconds or 0.0), 1e-9)  # a coarse clock may say zero
 
     def observe(self, k: int, drafted: int, accepted: int) -> None:
         """One slot's outcome of a round verified at k with `drafted` real drafts."""

@@ -97,6 +97,8 @@ class Engine:
             )
         if request.spans and sum(n for _, n in request.spans) != length:
             raise UsageError("the prompt's spans do not add up to its length")
+        if any(origin not in ("prompt", "generated") or n < 1 for origin, n in request.spans):
+            raise UsageError("a span is neither prompt nor generated, or empty")
         self._scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -314,7 +316,8 @@ class Engine:
                 sequence.pages, page_hashes(sequence.tokens(), runs, self.plan.page_size, end), strict=False
             ):
                 self._pages.publish(page, digest)
-        self._pages.release(sequence.pages)
+        # Last page first: the end of a chain is of no use without its beginning.
+        self._pages.release(sequence.pages[::-1])
         sequence.pages = []
         self._scheduler.slots[sequence.slot] = None
         self._finished[sequence.request.id] = sequence.metrics

@@ -66,7 +66,7 @@ def test_paged_attention_against_its_definition(heads: int, kv_heads: int) -> No
 
 
 def test_attention_does_not_see_past_its_bound() -> None:
-    """One block or two, pages consecutive or not: the same bits; the hidden block may hold anything finite."""
+    """One block or two, pages consecutive or not: the same bits; hidden blocks may hold anything finite."""
     size, page = 16, 64
     pool = torch.randn(40, page, 2, size)
     query = torch.randn(1, 4, 4, size)

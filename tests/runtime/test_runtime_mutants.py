@@ -22,19 +22,14 @@ from spd.runtime.penalties import TokenCounts
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.round import Round
 from spd.runtime.sampler import Sampler
+from spd.runtime.scheduler import Scheduler
 from spd.runtime.state import RoundState
 from tests.recipes.tiny import write_tiny
 from tests.runtime.test_runtime_law import MIN_TOKENS, PENALTIES, TRUNCATION, Case, check_law
 
 PROMPTS = [(3, 1, 4, 1, 5, 9, 2, 6), (5, 5, 5, 7), (60, 2, 33, 4, 60, 2, 33, 4, 60, 2), (11,)]
-SHAPE: dict[str, Any] = {
-    "vocab": 61,
-    "tokenizer": False,
-    "hidden": 32,
-    "heads": 2,
-    "kv_heads": 1,
-    "intermediate": 64,
-}
+SHAPE: dict[str, Any] = {"vocab": 61, "tokenizer": False, "hidden": 32, "heads": 2, "intermediate": 64}
+WISHES: dict[str, Any] = {"threads": 1, "dtype": "float32", "ctx": 256, "adaptive": False, "ngram_min": 1}
 Texts = list[tuple[int, ...]]
 
 
@@ -65,24 +60,23 @@ def generate(
     """Texts and counters of one request for each of `params`; `draft` is a folder, "off" or "ngram"."""
     folder = models / draft
     spec = {"spec": "draft", "draft_model": folder, "draft_max": 4} if folder.exists() else {"spec": draft}
-    wishes: dict[str, Any] = {
-        "model": models / "target",
-        "threads": 1,
-        "dtype": "float32",
-        "ctx": 256,
-        "adaptive": False,
-        "slots": len(params),
-        "ngram_min": 1,
-        **spec,
-        **config,
-    }
-    engine = Engine(EngineConfig(**wishes))
+    wishes = {"slots": len(params), **WISHES, **spec, **config}
+    engine = Engine(EngineConfig(model=models / "target", **wishes))
     requests = [Request(str(i), prompts[i], p) for i, p in enumerate(params)]
+    for request in requests:
+        engine.add(request)
     texts: Texts = [()] * len(params)
-    for event in engine.generate(requests):
-        texts[int(event.request_id)] += event.token_ids
-    assert all(texts)
-    return texts, [engine.metrics(request.id) for request in requests]
+    for _ in range(40 * len(params)):
+        for event in engine.step():
+            texts[int(event.request_id)] += event.token_ids
+    assert all(texts) and not engine.has_work, "a request did not end"
+    counters = [engine.metrics(request.id) for request in requests]
+    for (
+        metrics
+    ) in counters:  # each round commits its accepted drafts and one token, but for a draft that stops
+        extra = metrics.rounds + metrics.draft_n_accepted - metrics.completion_tokens
+        assert extra in (0, 1), "rounds do not add up to the text"
+    return texts, counters
 
 
 def same_text(models: Path, params: list[SamplingParams], *drafts: str, **config: Any) -> None:
@@ -145,7 +139,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "text, sampled": lambda m: same_text(m, SAMPLED, "target", "shallow"),
     "text, mixed": lambda m: same_text(m, MIXED, "target", "shallow"),
     "text, n-gram": lambda m: same_text(m, GREEDY[:2] + MIXED[:2], "ngram"),
-    "text, late reading": lambda m: same_text(m, MIXED, "shallow", lag=2, adaptive=True),
+    "text, late reading": lambda m: same_text(m, MIXED, "shallow", lag=2, adaptive=True, slots=2),
     "text of a batch": text_of_batch,
     "self-draft": self_draft_is_accepted,
 }
@@ -155,42 +149,28 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 
 Patch = pytest.MonkeyPatch
 Mutation = Callable[[Patch], None]
-VERIFY = "spd.runtime.round.coupled_verify"
 
 
 def _verify(rule: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Mutation:
-    return lambda patch: patch.setattr(VERIFY, rule)
+    """Another rule of acceptance: (draft, sampled, which drafts are real) to accepted."""
 
+    def verify(draft: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:
+        return rule(draft, sampled, torch.arange(draft.shape[1]) < num_drafts.unsqueeze(-1))
 
-def _real(draft: Tensor, num_drafts: Tensor) -> Tensor:
-    return torch.arange(draft.shape[1]) < num_drafts.unsqueeze(-1)
+    return lambda patch: patch.setattr("spd.runtime.round.coupled_verify", verify)
 
 
 def _leading(flags: Tensor) -> Tensor:
     return flags.long().cumprod(dim=-1).sum(dim=-1)
 
 
-def _sum(draft: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:
-    return ((draft == sampled[:, :-1]) & _real(draft, num_drafts)).long().sum(dim=-1)
+def _one_more(draft: Tensor, sampled: Tensor, real: Tensor) -> Tensor:
+    return torch.minimum(_leading((draft == sampled[:, :-1]) & real) + 1, real.sum(dim=-1))
 
 
-def _all_real(draft: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:
-    return _leading(draft == sampled[:, :-1])
-
-
-def _shifted(draft: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:
-    return _leading((draft == sampled[:, 1:]) & _real(draft, num_drafts))
-
-
-def _one_more(draft: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:
-    right = _leading((draft == sampled[:, :-1]) & _real(draft, num_drafts))
-    return torch.minimum(right + 1, num_drafts)
-
-
-def _first_is_free(draft: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:
-    flags = draft == sampled[:, :-1]
-    flags[:, :1] = True
-    return _leading(flags & _real(draft, num_drafts))
+def _first_is_free(draft: Tensor, sampled: Tensor, real: Tensor) -> Tensor:
+    first = torch.arange(draft.shape[1]) == 0
+    return _leading(((draft == sampled[:, :-1]) | first) & real)
 
 
 def _before_commit(change: Callable[[RoundState, Tensor, Tensor], None]) -> Mutation:
@@ -241,20 +221,18 @@ def _rejected_draft_stays(patch: Patch) -> None:
     patch.setattr(Round, "_commit", changed)
 
 
-def _usable(*, known: bool, room: bool) -> Mutation:
-    """The drafts that enter verification, without one of the two cuts."""
+def _limit_is_not_seen(patch: Patch) -> None:
+    usable = Round._usable_drafts
+    patch.setattr(
+        Round, "_usable_drafts", lambda self, k: (usable(self, k)[0], self.state.num_drafts.clamp(0, k))
+    )
 
-    def usable(self: Round, k: int) -> tuple[Tensor, Tensor]:
-        state = self.state
-        draft = state.draft[:, :k].clone()
-        count = state.num_drafts.clamp(0, k)
-        if known:
-            count = torch.minimum(count, _leading((draft >= 0) & (draft < self.sampler.usable_vocab)))
-        if room:
-            count = torch.minimum(count, (state.length_limit - state.length - 1).clamp(min=0))
-        return draft, count
 
-    return lambda patch: patch.setattr(Round, "_usable_drafts", usable)
+def _unknown_ids_are_fed(patch: Patch) -> None:
+    usable = Round._usable_drafts
+    patch.setattr(
+        Round, "_usable_drafts", lambda self, k: (self.state.draft[:, :k].clone(), usable(self, k)[1])
+    )
 
 
 def _stops_in_last_row_only(patch: Patch) -> None:
@@ -360,10 +338,17 @@ def _draft_noise_off(patch: Patch) -> None:
     patch.setattr(Sampler, "draw_draft", lambda s, logits, at, needs: draw(s, logits, at + 1, needs))
 
 
+def _occupants_look_alike(patch: Patch) -> None:
+    patch.setattr(Scheduler, "next_epoch", lambda self: 1)
+
+
 MUTANTS: dict[str, tuple[Mutation, str]] = {
-    "accepted drafts are summed": (_verify(_sum), "law"),
-    "num_drafts is ignored": (_verify(_all_real), "law"),
-    "drafts are compared with the next row": (_verify(_shifted), "law"),
+    "accepted drafts are summed": (_verify(lambda d, s, real: ((d == s[:, :-1]) & real).sum(dim=-1)), "law"),
+    "num_drafts is ignored": (_verify(lambda d, s, real: _leading(d == s[:, :-1])), "law"),
+    "drafts are compared with the next row": (
+        _verify(lambda d, s, real: _leading((d == s[:, 1:]) & real)),
+        "law",
+    ),
     "one draft more is accepted": (_verify(_one_more), "law"),
     "the first draft is always accepted": (_verify(_first_is_free), "law"),
     "the draft is emitted for the recovered token": (_before_commit(_draft_not_recovered), "law"),
@@ -371,31 +356,23 @@ MUTANTS: dict[str, tuple[Mutation, str]] = {
     "a rejected draft stays": (_rejected_draft_stays, "law"),
     "silent slots commit": (_before_commit(_silent_slots_speak), "law of stops over rounds"),
     "stop ids do not cut the accepted run": (_stops_in_last_row_only, "law of stops"),
-    "the length limit does not cut": (_usable(known=True, room=False), "law of limits"),
-    "unknown ids are fed": (_usable(known=False, room=True), "law of odd drafts"),
+    "the length limit does not cut": (_limit_is_not_seen, "law of limits"),
+    "unknown ids are fed": (_unknown_ids_are_fed, "law of odd drafts"),
     "temperature for the first row only": (_first_row_only(noise=False), "law of temperature"),
     "truncation for the first row only": (_first_row_only(truncation=False), "law of truncation"),
     "bias for the first row only": (_first_row_only(bias=False), "law of bias"),
     "penalties do not see the drafts": (_counts(_without_drafts), "law of penalties"),
     "penalties see one draft too many": (_counts(_one_draft_too_many), "law of penalties"),
-    "committed tokens are not counted": (
-        _commit_counts(torch.zeros_like),
-        "law of penalties over rounds",
-    ),
+    "committed tokens are not counted": (_commit_counts(torch.zeros_like), "law of penalties over rounds"),
     "rejected samples are counted": (_commit_counts(torch.ones_like), "law of penalties over rounds"),
     "min_tokens treats every row as the first": (_hide(torch.zeros_like), "law of min_tokens"),
     "min_tokens is one row late": (_hide(lambda rows: (rows - 1).clamp(min=0)), "law of min_tokens"),
     "min_tokens is one row early": (_hide(lambda rows: rows + (rows > 0)), "law of min_tokens"),
-    "noise by row": (
-        _noise(lambda positions: torch.arange(positions.shape[1]).expand_as(positions)),
-        "text, sampled",
-    ),
-    "noise one position off when k > 0": (
-        _noise(lambda positions: positions + (positions.shape[1] > 1)),
-        "text, sampled",
-    ),
+    "noise by row": (_noise(lambda at: torch.arange(at.shape[1]).expand_as(at)), "text, sampled"),
+    "noise one position off when k > 0": (_noise(lambda at: at + (at.shape[1] > 1)), "text, sampled"),
     "noise by slot": (_seed_of_slot, "text of a batch"),
     "keys and values one position off": (_kv_one_off, "text, greedy"),
+    "rounds of a slot's last occupant are read": (_occupants_look_alike, "text, late reading"),
     "the draft model misses the token before the last": (_short_draft_window, "self-draft"),
     "the drafter draws with the next position's noise": (_draft_noise_off, "self-draft"),
 }
