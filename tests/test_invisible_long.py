@@ -56,7 +56,8 @@ def test_demo_matrix(method: str, dtype: str, capsys: pytest.CaptureFixture[str]
         for i, p in enumerate(prompts)
     ]
     asked, params = [p for p, _ in work], [q for _, q in work]
-    wishes: dict[str, Any] = {"spec": method, "dtype": dtype, "ctx": 256, "ngram_min": 2}
+    # Speculation runs eight requests together; the plain run, each alone.
+    wishes: dict[str, Any] = {"spec": method, "dtype": dtype, "ctx": 256, "ngram_min": 2, "slots": 8}
     if method == "draft":
         wishes["draft_model"] = demo_draft_folder()
     plain = run_all(make_engine(demo_folder(), dtype=dtype), asked, params)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from spd.cli.conflicts import check_conflicts
 from spd.cli.options import GenerateOptions, Session
-from spd.cli.output import Sink, TraceFile, check_writable, loading, to_json, write_stderr
+from spd.cli.output import Sink, TraceFile, check_writable, loading, to_json, write_error, write_stderr
 from spd.cli.signals import Interrupted
 from spd.errors import EngineError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from spd.runtime import Engine
 
 
-def generate(session: Session, options: GenerateOptions) -> None:
+def generate(session: Session, options: GenerateOptions) -> int:
     """Answer one prompt, for pipes and scripts; the text is the same with and without speculation."""
     check_conflicts(options)
     for path in (options.output, options.trace):
@@ -32,11 +32,11 @@ def generate(session: Session, options: GenerateOptions) -> None:
     job = plan_job(options)
     if options.dry_run:
         _show_prompt(session, options, job, sink)
-    elif options.trace is None:
-        _run(session, options, job, sink, None)
-    else:
-        with TraceFile(options.trace) as trace:
-            _run(session, options, job, sink, trace)
+        return 0
+    if options.trace is None:
+        return _run(session, options, job, sink, None)
+    with TraceFile(options.trace) as trace:
+        return _run(session, options, job, sink, trace)
 
 
 def _show_prompt(session: Session, options: GenerateOptions, job: Job, sink: Sink) -> None:
@@ -61,8 +61,8 @@ def _show_prompt(session: Session, options: GenerateOptions, job: Job, sink: Sin
     sink.write(to_json(shown) + "\n")
 
 
-def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace: TraceFile | None) -> None:
-    """Load, decode and deliver."""
+def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace: TraceFile | None) -> int:
+    """Load, decode and deliver; returns the exit status."""
     from spd.cli.job import fit_to_engine
     from spd.cli.reply import Delivery
 
@@ -90,10 +90,17 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
     with session.guard.hold():
         _finish(options, job, delivery)
     engine.close()
-    if delivery.reply.finish_reason == "error":
-        raise EngineError(
-            "the model failed while generating", reason=["What came before the fault was printed."]
-        )
+    if delivery.reply.finish_reason != "error":
+        return 0
+    failure = EngineError(
+        "the model failed while generating",
+        reason=["What came before the fault was printed."],
+        fix=["--dtype float32, or run it again with --debug and report what it prints"],
+    )
+    if not options.json:
+        raise failure
+    write_error(failure, session.console, as_json=False)  # the one object on stdout is the reply
+    return failure.exit_code
 
 
 def _finish(options: GenerateOptions, job: Job, delivery: Delivery) -> None:

@@ -31,7 +31,7 @@ _advanced = functools.partial(typer.Option, rich_help_panel="Advanced")
 
 def parse_size(text: str) -> int:
     """A count such as 4096, 8k or 32K (k = 1024)."""
-    match = re.fullmatch(r"(\d{1,12})([kK]?)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,12})([kK]?)", text.strip())
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a number of tokens such as 4096, 8k or 32k")
     return int(match[1]) * (1024 if match[2] else 1)

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,9 +91,9 @@ class FakePlan:
 
 @dataclass
 class Script:
-    """What the fake engine says, one string an event, and what it was asked."""
+    """What the fake engine says, one string an event (None: a step without one), and what it was asked."""
 
-    pieces: Sequence[str] = ("Hello", " wörld", "!")
+    pieces: Sequence[str | None] = ("Hello", " wörld", "!")
     finish: str = "stop"
     ctx: int | None = None
     fail: BaseException | None = None
@@ -143,6 +144,8 @@ class FakeEngine:
             raise self.script.fail
         self._steps += 1
         piece = self._left.pop(0)
+        if piece is None:
+            return []
         ids = (self._steps, self._steps + 1)
         self._metrics.count_round(4, 1, 1)
         self._metrics.completion_tokens += 2
@@ -213,12 +216,15 @@ Run = Callable[..., Ran]
 
 
 @pytest.fixture
-def spd_run(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Iterator[Run]:
+def spd_run(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
+) -> Iterator[Run]:
     """`spd_run("generate", "Hi", stdin=b"...")` runs the command line here; no stdin is a terminal."""
     from spd.cli.app import main
 
     for name in ("SPD_MODEL", "SPD_DEBUG", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "_SPD_COMPLETE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where logs of unexpected errors go
     saved = dict(os.environ)
 
     def run(*argv: object, stdin: bytes | None = None, closed: bool = False) -> Ran:

@@ -176,6 +176,9 @@ def test_a_model_that_fails_while_generating(spd_run: Callable, model: Path, scr
     ran = spd_run("generate", "-m", model, "Hi")
     assert (ran.code, ran.text) == (9, "Hello wörld!\n")
     assert ran.err.startswith("error: the model failed while generating\n")
+    ran = spd_run("generate", "-m", model, "Hi", "--json")
+    assert (ran.code, ran.json["finish_reason"], ran.json["text"]) == (9, "error", "Hello wörld!")
+    assert "the model failed" in ran.err, "one object on stdout, the words on stderr"
 
 
 @pytest.mark.parametrize(

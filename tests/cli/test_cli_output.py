@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -106,13 +108,12 @@ def test_full_disk_is_a_resource_error() -> None:
 
 
 def test_a_slow_non_blocking_reader_gets_everything() -> None:
-    import threading
-
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     text, got = "x" * 300_000, []
 
     def read() -> None:
+        time.sleep(0.2)  # the pipe is full by then
         while data := os.read(reader, 4096):
             got.append(data)
 

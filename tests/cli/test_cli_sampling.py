@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spd.cli.options import GenerateOptions
+from spd.cli.options import GenerateOptions, parse_size
 from spd.cli.sampling import parse_logit_bias, resolve_sampling, unescape
 from spd.errors import UsageError
 from spd.formats.generation_config import GenerationConfig
@@ -107,7 +108,7 @@ REFUSED = [
     (["--seed", "-1"], "--seed -1", "valid: 0 to"),
     (["--json", "--logprobs", "21"], "--logprobs 21", "valid: 0 to 20"),
     (["--logit-bias", "1=inf"], "--logit-bias inf", "valid: -1000 to 1000"),
-    (["--logit-bias", "264=1"], "token id 264 is not in the vocabulary", "valid: 0 to"),
+    (["--logit-bias", "259=1"], "token id 259 is not in the vocabulary", "valid: 0 to"),
     (["--logit-bias", "-1=1"], "token id -1 is not in the vocabulary", "valid: 0 to"),
     (["--stop-token-id", "9999"], "token id 9999 is not in the vocabulary", "valid: 0 to"),
     (["--stop", ""], "stop string of 0 characters", "valid: 1 to"),
@@ -160,6 +161,19 @@ def test_values_out_of_range_are_refused_with_the_range(
 def test_boundaries_are_accepted(argv: list[str], spd_run: Callable, model: Path, script) -> None:
     ran = spd_run("generate", "-m", model, "Hi", *argv)
     assert ran.code == 0, ran.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "tokens"), [("4096", 4096), ("8k", 8192), ("32K", 32768), (" 1k ", 1024), ("0", 0)]
+)
+def test_sizes(typed: str, tokens: int) -> None:
+    assert parse_size(typed) == tokens
+
+
+@pytest.mark.parametrize("typed", ["", "k", "8kk", "-1", "1.5k", "1e3", "9" * 13, "٤"])
+def test_words_that_are_no_sizes(typed: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_size(typed)
 
 
 def test_a_value_of_the_models_file_is_named_as_such(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -90,15 +91,15 @@ def test_a_signal_while_loading(model: Path) -> None:
 
 def test_a_second_signal_ends_at_once(model: Path) -> None:
     command = program(model, at="hang")
+    slow = "def slow_abort(self, request): print('aborting', file=sys.stderr, flush=True); time.sleep(60)"
     command[-1] = command[-1].replace(
-        "vars(spd.runtime)", "FakeEngine.abort = lambda self, request: time.sleep(30)\nvars(spd.runtime)"
+        "vars(spd.runtime)", f"{slow}\nFakeEngine.abort = slow_abort\nvars(spd.runtime)"
     )
     process = start(command)
-    assert process.stdout is not None
-    os.read(process.stdout.fileno(), 5)
+    wait_for(process, b"hanging\n")
     process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None
+    wait_for(process, "stopping…\n".encode())
+    wait_for(process, b"aborting\n")
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process)
     assert (code, err) == (-signal.SIGINT, "")
@@ -126,7 +127,10 @@ def test_a_signal_swallowed_inside_the_engine_still_stops_the_run(model: Path, s
         with contextlib.suppress(Interrupted):
             os.kill(os.getpid(), signal.SIGINT)
 
-    script.on_step = lambda step: swallow(step) if step == 0 else None
+    script.pieces, script.on_step = (
+        ["Hello", None, "never"],
+        lambda step: swallow(step) if step == 1 else None,
+    )
     delivery = Delivery(
         Sink(os.open(os.devnull, os.O_WRONLY)), Engine(EngineConfig(model)), order, streaming=True
     )
@@ -213,3 +217,78 @@ def test_an_output_file_needs_no_stdout(model: Path, tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(program(model, "-o", str(tmp_path / "out"), pieces=2, pause=0)[2])
     done = finish(start(["bash", "-c", f"exec '{sys.executable}' '{tmp_path / 'run.py'}' >&-"]))
     assert done[0] == 0 and (tmp_path / "out").read_text() == "word word \n"
+
+
+def test_no_opened_file_takes_the_number_of_a_closed_stream(model: Path, tmp_path: Path) -> None:
+    code = program(model, "-o", str(tmp_path / "out"), pieces=2, pause=0)[2]
+    look = f"""
+    import os
+    with open({str(tmp_path / "fd")!r}, "w") as file:
+        file.write(" ".join(os.readlink(f"/proc/self/fd/{{n}}") for n in range(3)))
+"""
+    code = code.replace("def slow(step):\n", f"def slow(step):{look}")
+    (tmp_path / "run.py").write_text(code)
+    done = finish(start(["bash", "-c", f"exec '{sys.executable}' '{tmp_path / 'run.py'}' <&- >&- 2>&-"]))
+    assert done[0] == 0 and (tmp_path / "fd").read_text() == "/dev/null /dev/null /dev/null"
+
+
+def in_terminal(command: list[str], typed: bytes = b"", **environment: str) -> tuple[int, bytes]:
+    """Run a command in a terminal of its own, type once something is shown, and return what was shown."""
+    pid, master = pty.fork()
+    if not pid:
+        # like a shell, this child leads the session: when the leader ends, unread output is lost
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        inner = os.fork()
+        if not inner:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.chdir(ROOT)
+            os.execve(command[0], command, os.environ | {"TERM": "xterm"} | environment)
+        code = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
+        time.sleep(0.5)
+        os._exit(code if code >= 0 else 128 - code)
+    shown = b""
+    try:
+        while data := os.read(master, 4096):
+            shown += data
+            if typed and b"word" in shown:
+                os.write(master, typed)
+                typed = b""
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    finally:
+        os.close(master)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown
+
+
+def test_in_a_terminal(model: Path) -> None:
+    code, shown = in_terminal(program(model, "--temp", "0", pieces=2, pause=0))
+    assert code == 0
+    note, rest = shown.split(b"\r\n", 1)
+    assert note == b"\x1b[36mnote:\x1b[0m --temp is --temperature here"
+    loading, answer = rest.rsplit(b"\r", 2)[0], rest.rsplit(b"\r", 2)[1]
+    assert loading.startswith(b"loading ") and loading.endswith(b" ") and answer == b"word word "
+    assert b"\x1b" not in rest
+
+
+@pytest.mark.parametrize("variable", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_in_a_terminal_without_colour(variable: dict[str, str], model: Path) -> None:
+    code, shown = in_terminal(program(model, "--temp", "0", "-q", pieces=1, pause=0), **variable)
+    assert (code, shown) == (0, b"word \r\n")
+
+
+def test_control_c_in_a_terminal(model: Path) -> None:
+    code, shown = in_terminal(program(model, pieces=400), b"\x03")
+    assert code == 128 + signal.SIGINT and "stopping…".encode() in shown and shown.endswith(b"\r\n")
+
+
+def test_a_terminal_without_a_prompt_does_not_wait(model: Path) -> None:
+    command = program(model)
+    command[-1] = command[-1].replace("'Hi', ", "").replace('"Hi", ', "")
+    code, shown = in_terminal(command)
+    assert code == 2 and b"stdin is a terminal" in shown
+
+
+def test_control_characters_of_the_model_do_not_reach_the_terminal(model: Path) -> None:
+    command = program(model, "-q", pieces=1, pause=0)
+    command[-1] = command[-1].replace('"word "', repr("a\x1b[2Jb\tc"))
+    assert in_terminal(command) == (0, b"a\\x1b[2Jb\tc\r\n")

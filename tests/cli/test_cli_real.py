@@ -1,0 +1,99 @@
+"""The command line around the real engine and the embedded demo: few runs, since each loads a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spd.formats.demo import demo_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+RAW = ["generate", "--raw", "--ctx", "512", "-n", "24", "--seed", "7", "def read_lines(path):"]
+
+pytestmark = pytest.mark.skipif(not (demo_folder() / "config.json").exists(), reason="the demo is not there")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _keep_threads() -> object:
+    """The engine sets the thread count of the whole process; give it back."""
+    import torch
+
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_text_is_the_same_with_each_method(spd_run: Callable, tmp_path: Path) -> None:
+    replies: dict[str, list[object]] = {}
+    for spec in ("off", "draft", "ngram"):
+        fixed = [] if spec == "off" else ["--no-adaptive", "--draft-max", "3"]
+        trace = tmp_path / spec
+        ran = spd_run(
+            *RAW,
+            "--temperature",
+            "0.8",
+            "--spec",
+            spec,
+            *fixed,
+            "--json",
+            "--logprobs",
+            "2",
+            "--trace",
+            trace,
+        )
+        assert ran.code == 0, ran
+        shown = ran.json
+        replies[spec] = [shown[key] for key in ("text", "token_ids", "finish_reason", "logprobs")]
+        assert [entry["token_id"] for entry in shown["logprobs"]] == shown["token_ids"]
+        assert all(
+            e["logprob"] <= e["top"][0]["logprob"] <= 0 and len(e["top"]) == 2 for e in shown["logprobs"]
+        )
+        timings, counts = shown["timings"], shown["metrics"]["speculative_decoding"]
+        assert timings["predicted_n"] == len(shown["token_ids"]) == shown["usage"]["completion_tokens"]
+        assert timings["predicted_n"] == counts["num_spec_steps"] + timings["draft_n_accepted"]
+        assert counts["method"] == spec == shown["plan"]["spec"]
+        records = [json.loads(line) for line in trace.read_text().splitlines()]
+        assert [token for record in records for token in record["committed"]] == shown["token_ids"]
+    assert replies["off"] == replies["draft"] == replies["ngram"]
+
+
+def test_a_chat_reply_and_its_statistics(spd_run: Callable) -> None:
+    ran = spd_run("generate", "--ctx", "512", "-n", "12", "--stats", "What does os.path.join do?")
+    assert ran.code == 0 and ran.text.strip() and ran.text.count("\n") >= 1
+    assert " tok · " in ran.err and "tok/round" in ran.err
+
+
+def test_inspect_accepts_the_demo_and_its_draft(spd_run: Callable) -> None:
+    shown = spd_run("inspect", "demo", "--draft", demo_folder() / "draft", "--json").json
+    assert shown["compatible"] and shown["target"]["unexpected_tensors"] == []
+    assert shown["target"]["template"]["renders"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_real_run(signum: int) -> None:
+    argv = [sys.executable, "-m", "spd", *RAW[:-1], "-n", "400", "--ignore-eos", "--spec", "off", "import os"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+    assert process.stdout is not None
+    first = os.read(process.stdout.fileno(), 1)
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == -signum and (first + out).endswith(b"\n") and err == "stopping…\n".encode()
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_a_real_run() -> None:
+    argv = [sys.executable, "-m", "spd", *RAW[:-1], "-n", "400", "--ignore-eos", "--spec", "off", "import os"]
+    process = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1)
+    assert process.stdout is not None and process.stderr is not None
+    os.read(process.stdout.fileno(), 1)
+    process.stdout.close()
+    assert process.wait(100) == 141 and process.stderr.read() == b""
