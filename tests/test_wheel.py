@@ -1,0 +1,49 @@
+"""The built wheel, not the checkout: it carries the demo, and its one executable does the main job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_holds_the_package_and_the_demo_only(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    for needed in (
+        "spd/py.typed",
+        "spd/formats/demo/model.safetensors",
+        "spd/formats/demo/tokenizer.json",
+        "spd/formats/demo/draft/model.safetensors",
+    ):
+        assert needed in names
+    assert not [n for n in names if n.startswith(("tests/", "benchmarks/"))]
+    assert wheel.stat().st_size < 26 * 2**20
+
+
+def test_the_installed_executable_answers(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    assert [p.name for p in (site / "bin").iterdir()] == ["spd"]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    command = [str(site / "bin" / "spd"), "generate", "-m", "demo", "What does os.path.join do?"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "path" in done.stdout and done.stdout.endswith("\n") and "\x1b" not in done.stdout
+    where = [sys.executable, "-c", "import spd; print(spd.__file__)"]
+    found = subprocess.run(where, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True)
+    assert str(site) in found.stdout
