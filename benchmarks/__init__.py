@@ -1,0 +1,1 @@
+"""Benchmarks of `spd`: imported by nothing, not part of the wheel."""

@@ -1,0 +1,85 @@
+"""What a figure depends on and a reader cannot see: the machine, the commit, the versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the CPU's model and relevant features, its cores, memory and system."""
+    fields: dict[str, str] = {}
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    meminfo = Path("/proc/meminfo")
+    memory = int(meminfo.read_text().split()[1]) * 1024 if meminfo.exists() else None
+    return {
+        "cpu": fields.get("model name", platform.processor()),
+        "cpu_features": [feature for feature in CPU_FEATURES if feature in flags],
+        "cores": os.cpu_count(),
+        "memory_bytes": memory,
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+    }
+
+
+def describe_commit() -> dict[str, Any]:
+    """Return the commit of the working tree and whether it was changed; None where git says nothing."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return run.stdout.strip()
+
+    status = git("status", "--porcelain")
+    return {"commit": git("rev-parse", "HEAD"), "changed": None if status is None else bool(status)}
+
+
+def group_cpu_seconds(group: int) -> float:
+    """Return the CPU seconds used so far by the living processes of one process group."""
+    ticks = 0
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it ended between the listing and the reading
+            if int(fields[2]) == group:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def busy_cpu_seconds() -> float:
+    """Return the seconds all CPUs of the machine were busy so far, time stolen by its host included."""
+    user, nice, system, _idle, _wait, irq, soft_irq, steal = (
+        int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    )
+    return (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+class ForeignLoad:
+    """How many CPUs something else kept busy while a process group worked; a figure above ~0.1 is noise."""
+
+    def __init__(self, group: int) -> None:
+        self.group = group
+        self.own, self.busy, self.at = group_cpu_seconds(group), busy_cpu_seconds(), time.monotonic()
+
+    def read(self) -> tuple[float, float]:
+        """Return since this was made: CPUs busy with others on average, and the group's own CPU seconds."""
+        own = group_cpu_seconds(self.group) - self.own
+        busy = busy_cpu_seconds() - self.busy
+        return max(0.0, busy - own) / max(1e-9, time.monotonic() - self.at), own

@@ -1,0 +1,93 @@
+"""The few lines a person reads first; the report holds everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def digest(report: Mapping[str, Any]) -> str:
+    """Return one or a few lines a probe."""
+    lines = []
+    for name, probe in report["probes"].items():
+        if probe["status"] != "ok":
+            words = (probe.get("error") or probe.get("log") or [probe.get("why", "")])[-1:]
+            lines.append(f"{name}: {probe['status']} {' '.join(words)}")
+        elif name in RENDERERS:
+            lines += [f"{name}: {line}" for line in RENDERERS[name](probe["result"])]
+    return "\n".join(lines)
+
+
+def _device(result: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{result['name']}, driver {result['driver']}, torch {result['torch']}, triton {result['triton']}"
+    ]
+
+
+def _bandwidth(result: Mapping[str, Any]) -> list[str]:
+    rates = ", ".join(f"{name} {one['bytes_per_second'] / 1e12:.2f}" for name, one in result.items())
+    return [f"TB/s: {rates}"]
+
+
+def _gemm(result: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for case in result["equality"]:
+        for one in case["triton"]:
+            bad = {
+                tile: found
+                for tile, found in one["tiles"].items()
+                if not found["equal_to_tile_16"]
+                or found["rows_that_differ"]
+                or found["positions_that_differ"]
+            }
+            shape = f"{case['dtype']} N {case['n']} K {case['k']}"
+            config = f"{one['config']['block_n']}x{one['config']['block_k']}"
+            lines.append(
+                f"{shape} triton {config}: " + ("all equal" if not bad else f"DIFFER at tiles {list(bad)}")
+            )
+        lines.append(f"{shape} F.linear differs at rows {case['linear_rows_that_differ']}")
+    for case in result["speed"]:
+        best = max(case["share_of_read_rate"], key=case["share_of_read_rate"].get)
+        shares = case["share_of_read_rate"]
+        lines.append(
+            f"N {case['n']} K {case['k']} rows {case['rows']}: linear {shares['linear']:.2f}, "
+            f"best {best} {shares[best]:.2f} of the read rate"
+        )
+    return lines
+
+
+def _graph(result: Mapping[str, Any]) -> list[str]:
+    return [f"{name}: {one['us_per_node']:.2f} us a node" for name, one in result.items()]
+
+
+def _sdpa(result: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}: {one['refused']}"
+        if "refused" in one
+        else f"{name}: {one['differing']} of {one['cases']} differ"
+        for name, one in result.items()
+    ]
+
+
+def _spd(result: Mapping[str, Any]) -> list[str]:
+    lines = [f"{result['differing_tokens']} tokens changed by speculation"]
+    for temperature in ("temperature_0.0", "temperature_0.8"):
+        for name, row in result[temperature].items():
+            lines.append(
+                f"{temperature} {name}: {row['tokens_per_second']['median']:.1f} tokens/s, "
+                f"{row['speedup']:.2f} x, "
+                f"acceptance length {row['acceptance_length']['median']:.2f}, "
+                f"{row['differing_tokens']} of {row['tokens']} tokens differ"
+            )
+    return lines
+
+
+RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
+    "device": _device,
+    "bandwidth": _bandwidth,
+    "gemm_equality": _gemm,
+    "graph_nodes": _graph,
+    "sdpa_equality": _sdpa,
+    "spd_demo": _spd,
+    "spd_medium": _spd,
+}

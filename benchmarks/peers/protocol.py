@@ -1,0 +1,123 @@
+"""The worker side of a peer benchmark: JSON lines on stdin and stdout, one object a line.
+
+Owns the loop, the threads and the clock, so that every engine is timed by the same words. A worker
+answers {"op": "generate"} with token ids and the arrival time of every chunk; what the engine itself
+prints goes to stderr, where it cannot spoil the lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What every worker is told on its command line."""
+
+    model: Path
+    draft: Path | None
+    draft_max: int
+    threads: int
+    dtype: str
+    ctx: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens that arrived together, and when: seconds since the request was handed over."""
+
+    seconds: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One finished request."""
+
+    token_ids: list[int]
+    chunks: list[Chunk]
+    extra: dict[str, Any]
+
+
+class PeerEngine(Protocol):
+    """What a worker offers once it is loaded."""
+
+    def versions(self) -> Mapping[str, str]:
+        """Return the versions that matter, by package."""
+        ...
+
+    def generate(self, prompt_ids: Sequence[int], tokens: int, **extra: Any) -> Generation:
+        """Generate exactly `tokens` tokens greedily, ignoring end tokens."""
+        ...
+
+
+class ChunkClock:
+    """Collect the chunks of one request; the clock starts when it is made."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.chunks: list[Chunk] = []
+        self.start = time.perf_counter()
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Note tokens that have just arrived; an empty arrival is no chunk."""
+        if token_ids:
+            self.chunks.append(Chunk(time.perf_counter() - self.start, len(token_ids)))
+            self.token_ids += token_ids
+
+    def finish(self, **extra: Any) -> Generation:
+        """Close the request."""
+        return Generation(self.token_ids, self.chunks, extra)
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
+    """Read the command line that `peers_cpu.py` writes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--draft-max", type=int, default=4)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--ctx", type=int, default=2048)
+    return WorkerOptions(**vars(parser.parse_args(arguments)))
+
+
+def serve(load: Callable[[WorkerOptions], PeerEngine]) -> int:
+    """Load the engine, say so, then answer one line at a time until stdin ends or "quit" comes.
+
+    A failure is answered as {"error": traceback}; one while loading ends the process with status 1.
+    """
+    lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def say(value: Mapping[str, Any]) -> None:
+        lines.write(json.dumps(value) + "\n")
+        lines.flush()
+
+    try:
+        started = time.perf_counter()
+        engine = load(parse_options())
+        loaded = time.perf_counter() - started
+        say({"ready": True, "load_seconds": loaded, "versions": dict(engine.versions())})
+    except Exception:
+        say({"error": traceback.format_exc()})
+        return 1
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["op"] == "quit":
+            break
+        try:
+            result = engine.generate(request["prompt_ids"], request["tokens"], **request.get("extra", {}))
+            say(asdict(result))
+        except Exception:
+            say({"error": traceback.format_exc()})
+    return 0

@@ -1,0 +1,230 @@
+"""The peer comparison: its protocol, its rounds and its figures, with workers that need no engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from benchmarks import peers_cpu
+from benchmarks.environment import ROOT, ForeignLoad, describe_commit, describe_machine
+from benchmarks.peers.worker import Entry, Worker, WorkerError, read_answer
+from benchmarks.statistics import paired_ratio, summarize
+from tests.recipes.medium import write_medium, write_medium_draft
+
+SHAPE = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_medium(tmp_path_factory.mktemp("small"), "float32", vocab=320, max_positions=256, **SHAPE)
+    write_medium_draft(folder / "draft", folder)
+    return folder
+
+
+def fake(name: str, mode: str = "good") -> Entry:
+    command = (sys.executable, "-m", "tests.benchmarks.fake_worker", mode, "--model", "m", "--threads", "1")
+    return Entry(name, command, {})
+
+
+def run_fakes(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: list[Entry], rounds: int = 2
+) -> tuple[int, dict[str, object]]:
+    monkeypatch.setattr(peers_cpu, "entries", lambda options: entries)
+    out = tmp_path / "peers.json"
+    arguments = [str(checkpoint), "-n", "24", "--prompt-tokens", "4", "--rounds", str(rounds)]
+    status = peers_cpu.main([*arguments, "--threads", "1", "--pause", "0", "--out", str(out)])
+    return status, json.loads(out.read_text())
+
+
+def test_rounds_give_figures_ratios_and_equality(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    entries = [fake("spd-plain"), fake("vllm-plain", "differs"), fake("spd-rows")]
+    status, report = run_fakes(checkpoint, tmp_path, monkeypatch, entries)
+    assert status == 0
+    names = report["entries"]
+    assert isinstance(names, dict) and list(names) == ["spd-plain", "vllm-plain"]
+    plain = names["spd-plain"]
+    # 23 tokens after the first in 12 steps of at least 5 ms.
+    assert plain["tokens_per_step"]["median"] == pytest.approx(23 / 12)
+    assert 0 < plain["decode_tokens_per_second"]["median"] <= 23 / 12 / 0.005
+    assert len(plain["decode_tokens_per_second"]["values"]) == 2
+    assert plain["versions"] == {"fake": "1.0", "cpus": "1"}
+    assert plain["equal_to_spd_plain"] == {"equal_texts": 2, "texts": 2, "first_difference": [None, None]}
+    assert names["vllm-plain"]["equal_to_spd_plain"]["first_difference"] == [11, 11]
+    assert list(report["ratios"]) == ["spd-plain / vllm-plain"]  # type: ignore[call-overload]
+    assert report["verify_over_decode"]["ratio"]["median"] == pytest.approx(1.1)  # type: ignore[index]
+    shown = capsys.readouterr()
+    assert "0/2" in shown.out and "verify(8 rows)" in shown.out and "chatter" not in shown.out
+    order = [line.split()[2] for line in shown.err.splitlines() if line.startswith("round ")]
+    assert order == ["spd-plain:", "vllm-plain:", "spd-rows:"] * 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("no-load", "cannot load this"),
+        ("dies", "died"),
+        ("raises", "lost the thread"),
+        ("short", "gave 23 tokens, not 24"),
+    ],
+)
+def test_a_peer_that_fails_is_left_out_and_named(
+    mode: str, words: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, report = run_fakes(
+        checkpoint, tmp_path, monkeypatch, [fake("spd-plain"), fake("vllm-plain", mode)], rounds=1
+    )
+    assert status == 1
+    assert list(report["entries"]) == ["spd-plain"]  # type: ignore[call-overload]
+    assert words in report["failures"]["vllm-plain"]  # type: ignore[index]
+
+
+def test_speculation_that_changes_tokens_fails_the_command(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [fake("spd-plain"), fake("spd-draft", "differs")]
+    status, report = run_fakes(checkpoint, tmp_path, monkeypatch, entries, rounds=1)
+    assert status == 1 and report["failures"] == {}
+
+
+def test_workers_pause_and_end(tmp_path: Path) -> None:
+    worker = Worker(fake("one"), tmp_path / "log", sorted(os.sched_getaffinity(0))[:1])
+    worker.wait_ready(60)
+    worker.pause()
+    with pytest.raises(WorkerError, match="did not answer"):
+        worker.generate([1, 2], 8, timeout=0.5)
+    worker.resume()
+    worker.close()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(worker.group, 0)
+    assert "chatter" in (tmp_path / "log").read_text()
+
+
+def test_a_terminated_comparison_leaves_no_worker_behind(checkpoint: Path, tmp_path: Path) -> None:
+    script = f"""
+from benchmarks import peers_cpu
+from benchmarks.peers.worker import Entry
+import sys
+worker = "tests.benchmarks.fake_worker"
+command = (sys.executable, "-m", worker, "good", "--model", {str(tmp_path)!r}, "--threads", "1")
+peers_cpu.entries = lambda options: [Entry("one", command, {{}}), Entry("two", command, {{}})]
+peers_cpu.main([{str(checkpoint)!r}, "-n", "100000", "--out", {str(tmp_path / "out")!r}])
+"""
+    run = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert run.stderr is not None
+    assert any(line.strip() == "rounds begin" for line in run.stderr)
+    assert len(processes_naming(tmp_path)) == 2
+    run.send_signal(signal.SIGTERM)
+    run.communicate(timeout=90)
+    assert run.returncode == 128 + signal.SIGTERM
+    assert processes_naming(tmp_path) == []
+
+
+def processes_naming(folder: Path) -> list[str]:
+    """Workers whose command line holds the folder's name."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = path.read_bytes().decode(errors="replace").split("\0")
+            if str(folder) in words and "tests.benchmarks.fake_worker" in words:
+                found.append(path.parent.name)
+    return found
+
+
+def test_one_chunk_has_no_decode_speed() -> None:
+    with pytest.raises(WorkerError, match="1 chunks"):
+        read_answer({"token_ids": [1], "chunks": [{"seconds": 1.0, "tokens": 1}], "extra": {}})
+
+
+def test_the_real_worker_answers_and_speculation_changes_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "peers.json"
+    arguments = [str(checkpoint), "-n", "20", "--prompt-tokens", "6", "--rounds", "1", "--rows", "3"]
+    arguments += ["--threads", "1", "--ctx", "128", "--dtype", "float32", "--pause", "0", "--out", str(out)]
+    assert peers_cpu.main(arguments) == 0
+    report = json.loads(out.read_text())
+    assert list(report["entries"]) == ["spd-plain", "spd-draft"]
+    assert report["entries"]["spd-draft"]["equal_to_spd_plain"]["equal_texts"] == 1
+    assert report["entries"]["spd-plain"]["tokens_per_step"]["median"] == 1
+    assert report["entries"]["spd-draft"]["tokens_per_step"]["median"] > 1
+    assert report["verify_over_decode"]["rows"] == 3
+    assert report["verify_over_decode"]["ratio"]["median"] > 0
+
+
+def test_commands_of_the_peers(checkpoint: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "vllm"
+    (prefix / "lib").mkdir(parents=True)
+    (prefix / "lib" / "libiomp5.so").touch()
+    arguments = [str(checkpoint), "--threads", "1", "--vllm-python", str(prefix / "bin" / "python")]
+    options = peers_cpu.parse_options([*arguments, "--transformers-python", "/other/bin/python"])
+    by_name = {entry.name: entry for entry in peers_cpu.entries(options)}
+    assert list(by_name) == [
+        "spd-plain",
+        "spd-draft",
+        "transformers-plain",
+        "transformers-draft",
+        "vllm-plain",
+        "vllm-draft",
+        "spd-rows",
+    ]
+    vllm = by_name["vllm-draft"]
+    assert vllm.command[0] == str(prefix / "bin" / "python")
+    assert vllm.command[-4:] == ("--draft", str(checkpoint / "draft"), "--draft-max", "4")
+    assert vllm.environment["LD_PRELOAD"].startswith(str(prefix / "lib" / "libiomp5.so"))
+    assert vllm.environment["VLLM_CPU_OMP_THREADS_BIND"] == str(options.cpus[0])
+    assert "LD_PRELOAD" not in by_name["spd-plain"].environment
+    assert "--draft" not in by_name["transformers-plain"].command
+    with pytest.raises(SystemExit, match="entries are"):
+        peers_cpu.entries(peers_cpu.parse_options([*arguments, "--only", "llama"]))
+
+
+def test_prompts_are_the_same_every_time_and_differ_by_round(checkpoint: Path) -> None:
+    options = peers_cpu.parse_options([str(checkpoint), "--rounds", "3"])
+    first, again = (peers_cpu.prompts(options, 8192) for _ in range(2))
+    assert first == again and len({tuple(prompt) for prompt in first}) == 3
+    assert all(300 <= token < 8192 for prompt in first for token in prompt)
+
+
+def test_statistics() -> None:
+    assert summarize([3.0, 1.0, 2.0]).as_dict() == {
+        "median": 2.0,
+        "low": 1.0,
+        "high": 3.0,
+        "values": (3.0, 1.0, 2.0),
+    }
+    # Pairs first, medians after: a slow round must cancel.
+    assert paired_ratio([10.0, 1.0, 30.0], [5.0, 0.5, 15.0]).median == 2.0
+    with pytest.raises(ValueError, match="nothing was measured"):
+        summarize([])
+
+
+def test_environment_is_described() -> None:
+    machine = describe_machine()
+    assert machine["cpu"] and machine["cores"] == os.cpu_count() and machine["memory_bytes"] > 2**28
+    assert set(describe_commit()) == {"commit", "changed"}
+
+
+def test_load_is_told_apart_by_whose_it_is() -> None:
+    spin = "import time\nprint(1, flush=True)\nwhile True: pass"
+    with subprocess.Popen(
+        [sys.executable, "-c", spin], stdout=subprocess.PIPE, start_new_session=True
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        mine, others = ForeignLoad(child.pid), ForeignLoad(2**22 + 1)
+        time.sleep(1.0)
+        (without, own), (with_it, none) = mine.read(), others.read()
+        child.kill()
+    assert own > 0.1 and none == 0.0
+    assert with_it - without == pytest.approx(own, abs=0.5)
+    assert 0 <= without <= (os.cpu_count() or 1) + 0.2
