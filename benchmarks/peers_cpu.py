@@ -261,7 +261,7 @@ def report(options: Options, tallies: Mapping[str, Tally], failures: Mapping[str
             "decode_tokens_per_second": summarize(speeds[name]).as_dict(),
             "ttft_ms": summarize([1000 * a.ttft_seconds for a in tally.answers]).as_dict(),
             "tokens_per_step": summarize([a.tokens_per_step for a in tally.answers]).as_dict(),
-            # With one thread this stands up to other load; with more, waiting threads may spin in it.
+            # The prompt included. With one thread this stands up to other load; waiting threads spin in it.
             "cpu_ms_per_token": summarize(
                 [1000 * a.cpu_seconds / options.tokens for a in tally.answers]
             ).as_dict(),

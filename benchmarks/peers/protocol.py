@@ -8,8 +8,10 @@ prints goes to stderr, where it cannot spoil the lines.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -91,11 +93,18 @@ def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
     return WorkerOptions(**vars(parser.parse_args(arguments)))
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, even while it is stopped (Linux)."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
 def serve(load: Callable[[WorkerOptions], PeerEngine]) -> int:
     """Load the engine, say so, then answer one line at a time until stdin ends or "quit" comes.
 
     A failure is answered as {"error": traceback}; one while loading ends the process with status 1.
     """
+    die_with_parent()
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 

@@ -97,8 +97,8 @@ class Engine:
             )
         if request.spans and sum(n for _, n in request.spans) != length:
             raise UsageError("the prompt's spans do not add up to its length")
-        if any(origin not in ("prompt", "generated") or n < 1 for origin, n in request.spans):
-            raise UsageError("a span is neither prompt nor generated, or empty")
+        if any(origin not in ("prompt", "generated") or n < 0 for origin, n in request.spans):
+            raise UsageError("a span is neither prompt nor generated, or its length is negative")
         self._scheduler.add(request)
 
     def abort(self, request_id: str) -> None:

@@ -88,7 +88,8 @@ def test_every_id_is_a_token_and_every_text_comes_back(tmp_path: Path) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 600
     assert all(tokenizer.id_to_token(index) is not None for index in range(600))
-    for text in ("Hello, world", "wörld — 日本 🙂\n\t\x00", "<|im_end|> said <|im_start|>"):
+    every_byte = "".join(map(chr, range(0x500))) + "\ud7ff\uffff\U0010ffff"
+    for text in (every_byte, "Hello, world", "wörld — 日本 🙂\n\t\x00", "<|im_end|> said <|im_start|>"):
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
     assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [256, 257, 258]
     assert len(tokenizer.encode("a test of it").ids) < len("a test of it")

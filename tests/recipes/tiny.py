@@ -107,12 +107,7 @@ def write_tiny(
     `residual_gain` scales layer i's output projections. `eos` defaults to the tokenizer's two end tokens.
     Raises ValueError for shapes no checkpoint has, and for a tokenizer in fewer than 259 tokens.
     """
-    if architecture not in MODEL_TYPES:
-        raise ValueError(f"architecture: {architecture!r} is not one of {', '.join(MODEL_TYPES)}")
-    if heads % kv_heads or head_dim % 2:
-        raise ValueError(f"heads {heads} must be a multiple of kv_heads {kv_heads}, head_dim {head_dim} even")
-    if tokenizer and vocab < SMALLEST_TOKENIZER:
-        raise ValueError(f"vocab: a byte-level tokenizer needs {SMALLEST_TOKENIZER}, not {vocab}")
+    _check_shape(architecture, heads, kv_heads, head_dim, vocab if tokenizer else None)
     if eos is None:
         eos = (FIRST_SPECIAL + 2, FIRST_SPECIAL) if tokenizer else ()
     config: dict[str, Any] = {
@@ -148,6 +143,15 @@ def write_tiny(
     if tokenizer:
         write_tokenizer(folder, vocab, max_positions)
     return folder
+
+
+def _check_shape(architecture: str, heads: int, kv_heads: int, head_dim: int, tokens: int | None) -> None:
+    if architecture not in MODEL_TYPES:
+        raise ValueError(f"architecture: {architecture!r} is not one of {', '.join(MODEL_TYPES)}")
+    if heads % kv_heads or head_dim % 2:
+        raise ValueError(f"heads {heads} must be a multiple of kv_heads {kv_heads}, head_dim {head_dim} even")
+    if tokens is not None and tokens < SMALLEST_TOKENIZER:
+        raise ValueError(f"vocab: a byte-level tokenizer needs {SMALLEST_TOKENIZER}, not {tokens}")
 
 
 def _put_rope(config: dict[str, Any], rope: Mapping[str, Any], style: str) -> None:
