@@ -10,6 +10,7 @@ import errno
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -124,6 +125,8 @@ def root(
 def main(argv: Sequence[str]) -> int:
     """Run `spd` with these arguments and return its exit status; ends by the signal if one came."""
     hold_standard_descriptors()
+    # torch says so on import where NumPy is absent; spd does not need it.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     guard = SignalGuard()
     try:
         guard.install()

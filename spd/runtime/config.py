@@ -63,7 +63,9 @@ def _check_choices(config: EngineConfig) -> None:
         if value not in known:
             raise UsageError(f"{flag} {value} is not known", fix=[f"{flag} {'|'.join(known)}"])
     device = config.device
-    if device not in ("auto", "cpu", "cuda") and not (device.startswith("cuda:") and device[5:].isascii() and device[5:].isdigit()):
+    if device not in ("auto", "cpu", "cuda") and not (
+        device.startswith("cuda:") and device[5:].isascii() and device[5:].isdigit()
+    ):
         raise UsageError(f"--device {device} is not known", fix=["--device auto|cpu|cuda|cuda:N"])
 
 
