@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import codecs
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 from spd.runtime.detokenizer import Detokenizer
 from tests.recipes.tiny import write_tiny
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -28,14 +28,6 @@ VOCAB = 3
 PROMPT = (1, 2)
 LIMIT_OF_ERROR = 1e-12
 Text = tuple[int, ...]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # -- the target: a table of logits by context, and its processed law in plain Python ------------------

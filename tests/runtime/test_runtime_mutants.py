@@ -7,7 +7,7 @@ models. Every check passes on the program as it is and must fail under the fault
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,6 @@ PROMPTS = [(3, 1, 4, 1, 5, 9, 2, 6), (5, 5, 5, 7), (60, 2, 33, 4, 60, 2, 33, 4, 
 SHAPE: dict[str, Any] = {"vocab": 61, "tokenizer": False, "hidden": 32, "heads": 2, "intermediate": 64}
 WISHES: dict[str, Any] = {"threads": 1, "dtype": "float32", "ctx": 256, "adaptive": False, "ngram_min": 1}
 Texts = list[tuple[int, ...]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

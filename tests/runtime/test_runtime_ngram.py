@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,14 +14,6 @@ from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RoundState
 
 MAX_LEN, MAX_DRAFT = 40, 8
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def search(text: Sequence[int], k: int, shortest: int, longest: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,14 +21,6 @@ VOCAB = 37
 EVERY_STEP = SamplerClass(True, True, True, True, True)
 FALSE_ALARM = 1e-6
 """Chance that a chi-square test below fails on a right sampler, for a seed taken at random."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sampler_of(

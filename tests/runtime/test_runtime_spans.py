@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,6 @@ from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 from spd.runtime.model_runner import ModelRunner
 from spd.runtime.spans import Run, clip_runs, extend_tile, kinds_in, program_runs, reusable_prefix
 from tests.recipes.tiny import write_tiny
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 spans_lists = st.lists(st.tuples(st.sampled_from(["prompt", "generated"]), st.integers(0, 19)), max_size=5)
 chunks = st.integers(1, 6)
