@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import TinyShelf
+if not torch.cuda.is_available():
+    # Read by triton when it is first imported: without a GPU its kernels run in the interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from tests.helpers import TinyShelf  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,13 +1,15 @@
 """Grouped-query attention over pages with a causal query window.
 
-Torch form. The shape of the arithmetic depends on the window's width and on whole blocks of
-`KV_BLOCK` positions only: blocks beyond the context are masked and add exact zeros, so a row's
-result does not depend on how far the host's bound of its context lies.
+Planned once a forward pass, run by every layer. Torch form: the shape of the arithmetic depends on
+the window's width and on whole blocks of `KV_BLOCK` positions only. Blocks beyond the context are
+masked and add exact zeros, so a row's result does not depend on how far the host's bound of its
+context lies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,30 @@ from torch import Tensor
 
 KV_BLOCK = 512
 """Positions a block: torch's CPU flash attention walks keys in blocks of this many."""
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """The shape of a model's attention: query head h reads KV head h // (num_heads / num_kv_heads)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What a forward pass prepares for all its layers; each form of the operation adds its own."""
+
+    page_table: Tensor  # [S, pages] int64
+
+
+@dataclass(frozen=True)
+class MaskPlan(AttentionPlan):
+    """The torch form's plan: one additive mask a slot (None: no rows), and where its pages lie in a run."""
+
+    biases: tuple[Tensor | None, ...]
+    first_pages: tuple[int | None, ...]
 
 
 def causal_bias(positions: Tensor, context: int, groups: int, dtype: torch.dtype) -> Tensor:
@@ -35,7 +61,44 @@ def gather_pages(pages: Tensor, page_ids: Tensor, first: int | None, count: int)
     return run.flatten(0, 1).transpose(0, 1).unsqueeze(0)
 
 
+def plan_attention(
+    positions: Tensor,
+    valid: Tensor,
+    page_table: Tensor,
+    heads: AttentionHeads,
+    page_size: int,
+    dtype: torch.dtype,
+    bounds: Sequence[int],
+    first_pages: Sequence[int | None],
+) -> AttentionPlan:
+    """Prepare `paged_attention` of windows at positions int64 [S, Q], ascending in a slot.
+
+    valid bool [S, Q]: rows that are not hold any position within the cache, and their result is any
+    finite number; page_table int64 [S, pages] of pages of page_size positions; dtype the model's;
+    bounds: for each slot a number of positions that its rows do not reach beyond, 0 for a slot without
+    valid rows; first_pages: see `gather_pages`, for as many pages as the bound's whole blocks take.
+    """
+    groups = heads.num_heads // heads.num_kv_heads
+    biases = tuple(
+        causal_bias(positions[s], -(-bound // KV_BLOCK) * KV_BLOCK, groups, dtype) if bound else None
+        for s, bound in enumerate(bounds)
+    )
+    return MaskPlan(page_table, biases, tuple(first_pages))
+
+
 def paged_attention(
+    query: Tensor, key_pages: Tensor, value_pages: Tensor, plan: AttentionPlan, scale: float
+) -> Tensor:
+    """Attend the planned windows' query [S, Q, H, D] to each slot's pages; returns [S, Q, H, D].
+
+    key_pages, value_pages [P, page, K, D] with H a multiple of K; plan: of this file's
+    `plan_attention`. A row sees the positions up to its own; a slot without valid rows gives zeros.
+    """
+    assert isinstance(plan, MaskPlan)
+    return attend_pages(query, key_pages, value_pages, plan.page_table, plan.biases, plan.first_pages, scale)
+
+
+def attend_pages(
     query: Tensor,
     key_pages: Tensor,
     value_pages: Tensor,

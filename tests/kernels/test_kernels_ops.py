@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spd.kernels.coupled_verify import coupled_verify
-from spd.kernels.paged_attention import KV_BLOCK, causal_bias, paged_attention
+from spd.kernels.paged_attention import AttentionHeads, paged_attention, plan_attention
 from spd.kernels.rms_norm import rms_norm
 from spd.kernels.rotary import apply_rotary
 from spd.kernels.silu_mul import silu_mul
@@ -52,8 +52,9 @@ def test_paged_attention_against_its_definition(heads: int, kv_heads: int) -> No
     starts = [130, 5]
     query = torch.randn(2, width, heads, size)
     positions = torch.tensor([[s + i for i in range(width)] for s in starts])
-    biases = [causal_bias(positions[s], KV_BLOCK, heads // kv_heads, torch.float32) for s in range(2)]
-    out = paged_attention(query, pool_k, pool_v, table, biases, [None, 8], size**-0.5)
+    shape, valid = AttentionHeads(heads, kv_heads, size), torch.ones(2, width, dtype=torch.bool)
+    plan = plan_attention(positions, valid, table, shape, page, torch.float32, [133, 8], [None, 8])
+    out = paged_attention(query, pool_k, pool_v, plan, size**-0.5)
     for s in range(2):
         keys = pool_k[table[s]].flatten(0, 1).double()
         values = pool_v[table[s]].flatten(0, 1).double()
@@ -70,27 +71,31 @@ def test_attention_does_not_see_past_its_bound() -> None:
     size, page = 16, 64
     pool = torch.randn(40, page, 2, size)
     query = torch.randn(1, 4, 4, size)
-    positions = torch.arange(100, 104)
+    positions, valid = torch.arange(100, 104)[None], torch.ones(1, 4, dtype=torch.bool)
+    heads = AttentionHeads(4, 2, size)
     consecutive = torch.arange(2, 18)[None]
     scattered = consecutive.flip(1)
     moved = pool.clone()
     moved[scattered[0]] = pool[consecutive[0]]
 
-    def run(pages: torch.Tensor, table: torch.Tensor, blocks: int, first: int | None) -> torch.Tensor:
-        bias = causal_bias(positions, blocks * KV_BLOCK, 2, torch.float32)
-        return paged_attention(query, pages, pages, table, [bias], [first], 0.25)
+    def run(pages: torch.Tensor, table: torch.Tensor, bound: int, first: int | None) -> torch.Tensor:
+        plan = plan_attention(positions, valid, table, heads, page, torch.float32, [bound], [first])
+        return paged_attention(query, pages, pages, plan, 0.25)
 
-    base = run(pool, consecutive, 1, 2)
-    assert torch.equal(base, run(pool, consecutive, 2, 2))
-    assert torch.equal(base, run(pool, consecutive, 1, None))
-    assert torch.equal(base, run(moved, scattered, 1, None))
+    base = run(pool, consecutive, 104, 2)
+    assert torch.equal(base, run(pool, consecutive, 512, 2))
+    assert torch.equal(base, run(pool, consecutive, 513, 2))
+    assert torch.equal(base, run(pool, consecutive, 104, None))
+    assert torch.equal(base, run(moved, scattered, 104, None))
 
 
 def test_slot_without_rows_gives_zeros() -> None:
     pool = torch.randn(10, 64, 1, 8)
     query = torch.randn(2, 1, 2, 8)
-    bias = causal_bias(torch.tensor([3]), KV_BLOCK, 2, torch.float32)
-    out = paged_attention(query, pool, pool, torch.arange(8).expand(2, -1), [None, bias], [None, 0], 1.0)
+    table, valid = torch.arange(8).expand(2, -1), torch.tensor([[False], [True]])
+    positions, heads = torch.full((2, 1), 3), AttentionHeads(2, 1, 8)
+    plan = plan_attention(positions, valid, table, heads, 64, torch.float32, [0, 4], [None, 0])
+    out = paged_attention(query, pool, pool, plan, 1.0)
     assert out[0].count_nonzero() == 0 and out[1].count_nonzero() > 0
 
 

@@ -1,0 +1,235 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""The kernels of `paged_attention`, and the online softmax that `prefill_attention` shares.
+
+Chunks are ranges of absolute positions: SMALL positions each below FROM, LARGE ones from there on.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+LOG2_E = math.log2(math.e)
+"""Weights are powers of two, so that scales of scores take this along."""
+UNSEEN = tl.constexpr(-1.0e30)
+"""Maximum of no scores: finite, so that a row without keys subtracts without NaN."""
+
+
+@triton.jit
+def chunk_of(position, SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr):
+    """The chunk that holds a position."""
+    return tl.where(position < FROM, position // SMALL, FROM // SMALL + (position - FROM) // LARGE)
+
+
+@triton.jit(
+    do_not_specialize=["slots", "queries", "max_chunks"],
+    do_not_specialize_on_alignment=["positions", "valid"],
+)
+def plan_attention_kernel(
+    positions,
+    valid,
+    last,
+    items,
+    count,
+    slots,
+    queries,
+    max_chunks,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SMALL: tl.constexpr,
+    LARGE: tl.constexpr,
+    FROM: tl.constexpr,
+):
+    """One slot's items. Large chunks of all slots come first, so that no program ends on one."""
+    FEW: tl.constexpr = FROM // SMALL
+    slot = tl.program_id(0)
+    every = tl.arange(0, SLOTS)
+    top = tl.full((SLOTS,), -1, tl.int64)
+    for q in range(queries):
+        at = every * queries + q
+        counted = tl.load(valid + at, mask=every < slots, other=0) != 0
+        top = tl.maximum(top, tl.load(positions + at, mask=counted, other=-1))
+    top = top.to(tl.int32)
+    reached = tl.minimum(chunk_of(top, SMALL, LARGE, FROM) + 1, max_chunks)
+    chunks = tl.where(top >= 0, reached, 0)
+    small = tl.minimum(chunks, FEW)
+    large = chunks - small
+    first_small = tl.sum(large) + tl.sum(tl.where(every < slot, small, 0))
+    first_large = tl.sum(tl.where(every < slot, large, 0))
+    mine = tl.sum(tl.where(every == slot, chunks, 0))
+    for start in range(0, mine, BLOCK):
+        chunk = start + tl.arange(0, BLOCK)
+        at = tl.where(chunk < FEW, first_small + chunk, first_large + chunk - FEW)
+        tl.store(items + at, (slot << 16) | chunk, mask=chunk < mine)
+    tl.store(last + slot, tl.sum(tl.where(every == slot, top, 0)))
+    if slot == 0:
+        tl.store(count, tl.sum(chunks))
+
+
+@triton.jit
+def attend_blocks(
+    maximum,
+    total,
+    acc,
+    q,
+    key_pages,
+    value_pages,
+    page_row,
+    head,
+    position,
+    begin,
+    end,
+    scale,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
+    """Take keys [begin, end) into a tile's online softmax; MASKED unless every row sees all of them.
+
+    begin is a multiple of BLOCK; scale includes log2(e), for weights are powers of two.
+    """
+    column = tl.arange(0, BLOCK_D)
+    kept = (column < D)[None, :]
+    page = tl.load(page_row + begin // PAGE, mask=begin < end, other=0)
+    for start in range(begin, end, BLOCK):
+        key = start + tl.arange(0, BLOCK)
+        # Beyond `end` the pools may hold anything, NaN too, and zero times NaN is NaN.
+        live = (key < end)[:, None] & kept if MASKED else kept
+        offsets = head * D + column[None, :]
+        if PAGE % BLOCK == 0:
+            first = (page * PAGE + start % PAGE) * (K * D)
+            offsets += tl.arange(0, BLOCK)[:, None] * (K * D)
+            # One block ahead: keys that wait for their page's number could not be fetched early.
+            following = start + BLOCK
+            page = tl.load(page_row + following // PAGE, mask=following < end, other=0)
+        else:
+            pages = tl.load(page_row + key // PAGE, mask=key < end, other=0)
+            first = ((pages * PAGE + key % PAGE) * (K * D))[:, None]
+        k = tl.load(key_pages + first + offsets, mask=live, other=0.0, eviction_policy=EVICTION)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if MASKED:
+            scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        raised = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp2(scores - raised[:, None])
+        shrink = tl.exp2(maximum - raised)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(value_pages + first + offsets, mask=live, other=0.0, eviction_policy=EVICTION)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        maximum = raised
+    return maximum, total, acc
+
+
+@triton.jit(
+    do_not_specialize=["queries", "pages", "max_chunks"],
+    do_not_specialize_on_alignment=["page_table", "positions"],
+)
+def attend_chunk_kernel(
+    query,
+    key_pages,
+    value_pages,
+    page_table,
+    positions,
+    last,
+    items,
+    count,
+    partial,
+    stats,
+    scale,
+    queries,
+    pages,
+    max_chunks,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SMALL: tl.constexpr,
+    LARGE: tl.constexpr,
+    FROM: tl.constexpr,
+):
+    """TILE rows (a slot's queries by its group's heads) against one chunk of one KV head, item by item."""
+    FEW: tl.constexpr = FROM // SMALL
+    rows = queries * GROUPS
+    tiles = tl.cdiv(rows, TILE)
+    column = tl.arange(0, BLOCK_D)
+    for work in range(tl.program_id(0), tl.load(count) * (K * tiles), tl.num_programs(0)):
+        item = tl.load(items + work // (K * tiles))
+        slot = (item >> 16).to(tl.int64)
+        chunk = item & 0xFFFF
+        head = (work // tiles) % K
+        row = (work % tiles) * TILE + tl.arange(0, TILE)
+        token = slot * queries + row // GROUPS
+        seen = tl.load(positions + token, mask=row < rows, other=-1).to(tl.int32)
+        wanted = (row < rows)[:, None] & (column < D)[None, :]
+        source = query + (token * (K * GROUPS) + head * GROUPS + row % GROUPS)[:, None] * D + column[None, :]
+        q = tl.load(source, mask=wanted, other=0.0)
+        begin = tl.where(chunk < FEW, chunk * SMALL, FROM + (chunk - FEW) * LARGE)
+        end = tl.minimum(begin + tl.where(chunk < FEW, SMALL, LARGE), tl.load(last + slot) + 1)
+
+        maximum, total, acc = attend_blocks(
+            tl.full((TILE,), UNSEEN, tl.float32), tl.zeros((TILE,), tl.float32),
+            tl.zeros((TILE, BLOCK_D), tl.float32), q, key_pages, value_pages, page_table + slot * pages,
+            head, seen, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, True, "evict_first",
+        )  # fmt: skip
+        at = ((slot * max_chunks + chunk) * K + head) * rows + row
+        tl.store(partial + at[:, None] * D + column[None, :], acc, mask=wanted)
+        tl.store(stats + at * 2, maximum, mask=row < rows)
+        tl.store(stats + at * 2 + 1, total, mask=row < rows)
+
+
+@triton.jit(
+    do_not_specialize=["queries", "max_chunks"], do_not_specialize_on_alignment=["positions", "valid"]
+)
+def combine_chunks_kernel(
+    partial,
+    stats,
+    positions,
+    valid,
+    out,
+    queries,
+    max_chunks,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SMALL: tl.constexpr,
+    LARGE: tl.constexpr,
+    FROM: tl.constexpr,
+):
+    """One row of one head: its chunks up to its own position, BLOCK at a time; zeros for an invalid row."""
+    head = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
+    slot = token // queries
+    row = (token % queries) * GROUPS + head % GROUPS
+    column = tl.arange(0, BLOCK_D)
+    position = tl.load(positions + token).to(tl.int32)
+    reached = tl.minimum(chunk_of(position, SMALL, LARGE, FROM) + 1, max_chunks)
+    chunks = tl.where(tl.load(valid + token) != 0, reached, 0)
+    maximum = tl.full((), UNSEEN, tl.float32)
+    total = tl.zeros((), tl.float32)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(0, chunks, BLOCK):
+        chunk = start + tl.arange(0, BLOCK)
+        live = chunk < chunks
+        at = ((slot * max_chunks + chunk) * K + head // GROUPS) * (queries * GROUPS) + row
+        values = partial + at[:, None] * D + column[None, :]
+        x = tl.load(values, mask=live[:, None] & (column < D)[None, :], other=0.0)
+        peak = tl.load(stats + at * 2, mask=live, other=UNSEEN)
+        raised = tl.maximum(maximum, tl.max(peak, 0))
+        weights = tl.where(live, tl.exp2(peak - raised), 0.0)
+        shrink = tl.exp2(maximum - raised)
+        total = total * shrink + tl.sum(weights * tl.load(stats + at * 2 + 1, mask=live, other=0.0), 0)
+        acc = acc * shrink + tl.sum(weights[:, None] * x, 0)
+        maximum = raised
+    acc = acc / tl.where(chunks > 0, total, 1.0)
+    to = out + (token * (K * GROUPS) + head) * D + column
+    tl.store(to, acc.to(out.dtype.element_ty), mask=column < D)

@@ -1,0 +1,46 @@
+"""Prompt lookup: propose what followed the longest earlier occurrence of the current suffix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def ngram_lookup(
+    tokens: Tensor,
+    length: Tensor,
+    active: Tensor,
+    k: int,
+    ngram_min: int,
+    ngram_max: int,
+    bound: int,
+    draft_out: Tensor,
+    num_drafts_out: Tensor,
+) -> None:
+    """Draft up to k tokens that followed the longest earlier match of the suffix, the latest of equals.
+
+    tokens int64 [S, T], of which each slot's first length [S] count and are not negative; active bool
+    [S]. Matches are ngram_min >= 1 to ngram_max tokens long. Written in place: num_drafts_out int64 [S],
+    how many of those k tokens are committed ones (0 without a match and in silent slots), and
+    draft_out[:, :k] int64, zero after them. bound is at least every active slot's length; only this
+    form needs it. Source: Saxena 2023 (prompt lookup decoding).
+    """
+    tokens = tokens[:, : max(1, bound)]
+    width = tokens.shape[1]
+    ends = torch.arange(width, device=tokens.device)
+    last = (length - 1).unsqueeze(-1)
+    matching = (ends < last) & active.unsqueeze(-1)
+    suffix = torch.zeros_like(tokens)
+    for back in range(min(ngram_max, width)):
+        current = tokens.gather(1, (last - back).clamp(0, width - 1))
+        shifted = tokens if back == 0 else torch.nn.functional.pad(tokens, (back, 0), value=-1)[:, :width]
+        matching = matching & (shifted == current) & (last >= back)
+        suffix += matching
+    # The longest suffix first, then the most recent end: one number orders both.
+    best = (suffix * (width + 1) + ends).argmax(dim=-1, keepdim=True)
+    found = (suffix.gather(1, best) >= ngram_min) & active.unsqueeze(-1)
+    available = torch.where(found, (last - best).clamp(max=k), 0)
+    rows = torch.arange(k, device=tokens.device)
+    follow = tokens.gather(1, (best + 1 + rows).clamp(max=width - 1))
+    draft_out[:, :k] = torch.where(rows < available, follow, 0)
+    num_drafts_out.copy_(available.squeeze(-1))

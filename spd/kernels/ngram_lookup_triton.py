@@ -1,0 +1,188 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Triton form of `ngram_lookup`: a few programs a slot walk its tokens, and one picks among their finds.
+
+A find is one int64, the length of the match above the position of its end, so that the greatest is the
+longest and of equals the latest. Short rows are walked by one program, in one launch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spd.kernels.launch import Signature, power_of_two
+
+BLOCK = 1024
+PARTS = 16
+ONE_PROGRAM = 5 * BLOCK
+"""Rows up to here are walked by one program: a second launch costs more than the walk."""
+
+
+@triton.jit
+def suffix_lengths(row, ends, last, ngram_max):
+    """How many tokens back from each end equal those back from `last`, at most ngram_max; int64."""
+    TOGETHER: tl.constexpr = 4
+    final = tl.load(row + last)
+    there = tl.load(row + ends, mask=ends < last, other=0)
+    matching = (ends < last) & (there == final)
+    suffix = matching.to(tl.int64)
+    back = 1
+    # Several tokens a turn, so that their loads do not wait for each other's comparisons.
+    while (back < ngram_max) & (tl.max(matching.to(tl.int32)) > 0):
+        alive = matching
+        for i in tl.static_range(TOGETHER):
+            current = tl.load(row + last - back - i, mask=last >= back + i, other=0)
+            shifted = tl.load(row + ends - back - i, mask=alive & (ends >= back + i), other=0)
+            matching = matching & (shifted == current) & (ends >= back + i)
+            suffix += matching.to(tl.int64)
+        back += TOGETHER
+    return tl.minimum(suffix, ngram_max)
+
+
+@triton.jit
+def write_draft(row, best, last, ngram_min, k, draft, num_drafts, DRAFTS: tl.constexpr):
+    """Write what followed the best find, as far as tokens are committed."""
+    end = best & 0xFFFFFFFF
+    count = tl.where((best >> 32) >= ngram_min, tl.minimum(last - end, k), 0)
+    lane = tl.arange(0, DRAFTS)
+    ids = tl.load(row + end + 1 + lane, mask=lane < count, other=0)
+    tl.store(draft + lane, ids, mask=lane < k)
+    tl.store(num_drafts, count)
+
+
+_VARYING = ("tokens_stride", "draft_stride", "k", "ngram_min", "ngram_max")
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def walk_kernel(
+    tokens,
+    length,
+    active,
+    finds,
+    draft,
+    num_drafts,
+    tokens_stride,
+    draft_stride,
+    k,
+    ngram_min,
+    ngram_max,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    DRAFTS: tl.constexpr,
+):
+    """Blocks part, part + PARTS, ... of one slot; alone, it also writes the draft."""
+    s = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    row = tokens + s * tokens_stride
+    # A silent slot has nothing before its last token.
+    last = tl.where(tl.load(active + s) != 0, tl.load(length + s) - 1, 0)
+    best = tl.zeros((BLOCK,), dtype=tl.int64)
+    start = (part * BLOCK).to(tl.int64)
+    while start < last:
+        ends = start + tl.arange(0, BLOCK)
+        best = tl.maximum(best, (suffix_lengths(row, ends, last, ngram_max) << 32) | ends)
+        start += PARTS * BLOCK
+    found = tl.max(best)
+    if PARTS == 1:
+        write_draft(row, found, last, ngram_min, k, draft + s * draft_stride, num_drafts + s, DRAFTS)
+    else:
+        tl.store(finds + s * PARTS + part, found)
+
+
+@triton.jit(do_not_specialize=_VARYING[:-1])
+def pick_kernel(
+    tokens,
+    length,
+    finds,
+    draft,
+    num_drafts,
+    tokens_stride,
+    draft_stride,
+    k,
+    ngram_min,
+    PARTS: tl.constexpr,
+    DRAFTS: tl.constexpr,
+):
+    """The best of one slot's finds."""
+    s = tl.program_id(0).to(tl.int64)
+    best = tl.max(tl.load(finds + s * PARTS + tl.arange(0, PARTS)))
+    last = tl.load(length + s) - 1
+    row = tokens + s * tokens_stride
+    write_draft(row, best, last, ngram_min, k, draft + s * draft_stride, num_drafts + s, DRAFTS)
+
+
+def ngram_lookup(
+    tokens: Tensor,
+    length: Tensor,
+    active: Tensor,
+    k: int,
+    ngram_min: int,
+    ngram_max: int,
+    bound: int,
+    draft_out: Tensor,
+    num_drafts_out: Tensor,
+) -> None:
+    """See `ngram_lookup.ngram_lookup`; bound is not used, and rows have stride 1."""
+    slots, width = tokens.shape
+    parts = 1 if width <= ONE_PROGRAM else PARTS
+    strides, drafts = (tokens.stride(0), draft_out.stride(0)), power_of_two(k)
+    finds = (
+        num_drafts_out if parts == 1 else torch.empty(slots, PARTS, dtype=torch.int64, device=tokens.device)
+    )
+    walk_kernel[(slots, parts)](
+        tokens,
+        length,
+        active,
+        finds,
+        draft_out,
+        num_drafts_out,
+        *strides,
+        k,
+        ngram_min,
+        ngram_max,
+        BLOCK=BLOCK,
+        PARTS=parts,
+        DRAFTS=drafts,
+        num_warps=4,
+    )
+    if parts > 1:
+        pick_kernel[(slots,)](
+            tokens,
+            length,
+            finds,
+            draft_out,
+            num_drafts_out,
+            *strides,
+            k,
+            ngram_min,
+            PARTS=parts,
+            DRAFTS=drafts,
+            num_warps=1,
+        )
+
+
+def signatures() -> dict[str, Signature]:
+    """A long row's two kernels and a short row's one."""
+    types = dict.fromkeys(("tokens", "length", "finds", "draft", "num_drafts"), "*i64")
+    picking = types | dict.fromkeys(_VARYING[:-1], "i32")
+    walking = picking | {"active": "*i1", "ngram_max": "i32"}
+    found = {
+        f"ngram_walk_{parts}": Signature(
+            walk_kernel,
+            walking,
+            {"BLOCK": BLOCK, "PARTS": parts, "DRAFTS": 8},
+            {"num_warps": 4},
+            unspecialized=_VARYING,
+        )
+        for parts in (1, PARTS)
+    }
+    found["ngram_pick"] = Signature(
+        pick_kernel,
+        picking,
+        {"PARTS": PARTS, "DRAFTS": 8},
+        {"num_warps": 1},
+        unspecialized=_VARYING[:-1],
+    )
+    return found

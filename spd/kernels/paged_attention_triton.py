@@ -1,0 +1,213 @@
+"""Triton twin of `paged_attention`: split-KV attention whose splits are fixed by the absolute position.
+
+A plan kernel lists the (slot, chunk) pairs that hold context, a persistent grid attends each chunk for
+itself, and a last kernel combines a row's chunks in their order. A row's bits depend on its query, its
+position and the keys up to it: other rows only bring more tiles, more chunks that the row never reads,
+or keys that are masked and add exact zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spd.kernels.attention_kernels_triton import (
+    LOG2_E,
+    attend_chunk_kernel,
+    combine_chunks_kernel,
+    plan_attention_kernel,
+)
+from spd.kernels.launch import Signature, ceil_div, power_of_two
+from spd.kernels.paged_attention import AttentionHeads, AttentionPlan
+
+SMALL_CHUNK, LARGE_CHUNK, LARGE_FROM = 128, 512, 4096
+"""Positions a chunk, before LARGE_FROM and from there: many programs soon, few partial results later."""
+ROW_TILE, KEY_BLOCK = 64, 64
+"""The least rows Hopper's matrix units take at once: padding them costs no time where memory is the limit,
+while a second tile would read the keys a second time. float32 has no such units; see `tile_shape`."""
+PROGRAMS_A_PROCESSOR = 2
+"""As many as shared memory holds at a time."""
+PROCESSORS = 132
+"""Assumed where there is no CUDA device to ask."""
+COMBINED_CHUNKS = 16
+PLANNED_CHUNKS = 128
+
+
+@dataclass(frozen=True)
+class SplitPlan(AttentionPlan):
+    """Work of one forward pass, on the device: items [0, count) and float32 room for their results."""
+
+    positions: Tensor  # [S, Q] int64
+    valid: Tensor  # [S, Q] bool
+    last: Tensor  # [S] int32: the last valid position, -1 where there is none
+    items: Tensor  # [S * max_chunks] int32: slot << 16 | chunk
+    count: Tensor  # [1] int32
+    partial: Tensor  # [S, max_chunks, K, Q * H / K, D] float32: values weighted by exp2(score - maximum)
+    stats: Tensor  # [S, max_chunks, K, Q * H / K, 2] float32: maximum and sum of the weights
+    heads: AttentionHeads
+    max_chunks: int
+    programs: int
+
+
+def tile_shape(dtype: torch.dtype, head_dim: int) -> tuple[int, int, int]:
+    """Rows and keys a tile, and pipeline stages: functions of the model alone, never of the rows."""
+    wide = head_dim > 128
+    if dtype == torch.float32:
+        return ROW_TILE // 4, KEY_BLOCK // (4 if wide else 2), 2
+    return ROW_TILE, KEY_BLOCK // (2 if wide else 1), 2 if wide else 3
+
+
+def _chunk_constants() -> dict[str, int]:
+    return {"SMALL": SMALL_CHUNK, "LARGE": LARGE_CHUNK, "FROM": LARGE_FROM}
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def plan_attention(
+    positions: Tensor,
+    valid: Tensor,
+    page_table: Tensor,
+    heads: AttentionHeads,
+    page_size: int,
+    dtype: torch.dtype,
+    bounds: Sequence[int],
+    first_pages: Sequence[int | None],
+) -> AttentionPlan:
+    """Prepare `paged_attention` of windows at positions int64 [S, Q]: one small kernel, no look by the host.
+
+    As in `spd.kernels.paged_attention`, but lengths are the device's: bounds and first_pages are not
+    used. S is below 32768; the room taken goes by the page table's width.
+    """
+    slots, width = positions.shape
+    capacity = page_table.shape[1] * page_size
+    max_chunks = ceil_div(min(capacity, LARGE_FROM), SMALL_CHUNK)
+    max_chunks += ceil_div(max(capacity - LARGE_FROM, 0), LARGE_CHUNK)
+    results = slots * max_chunks * heads.num_heads * width
+    device = positions.device
+    plan = SplitPlan(
+        page_table=page_table.contiguous(),
+        positions=positions.contiguous(),
+        valid=valid.contiguous(),
+        last=torch.empty(slots, dtype=torch.int32, device=device),
+        items=torch.empty(slots * max_chunks, dtype=torch.int32, device=device),
+        count=torch.empty(1, dtype=torch.int32, device=device),
+        partial=torch.empty(results * heads.head_dim, dtype=torch.float32, device=device),
+        stats=torch.empty(results * 2, dtype=torch.float32, device=device),
+        heads=heads,
+        max_chunks=max_chunks,
+        programs=PROGRAMS_A_PROCESSOR * _processors(device),
+    )
+    plan_attention_kernel[(slots,)](
+        plan.positions,
+        plan.valid,
+        plan.last,
+        plan.items,
+        plan.count,
+        slots,
+        width,
+        max_chunks,
+        SLOTS=power_of_two(slots),
+        BLOCK=PLANNED_CHUNKS,
+        num_warps=1,
+        **_chunk_constants(),
+    )
+    return plan
+
+
+def paged_attention(
+    query: Tensor, key_pages: Tensor, value_pages: Tensor, plan: AttentionPlan, scale: float
+) -> Tensor:
+    """Attend the planned windows' query [S, Q, H, D] to each slot's pages; returns [S, Q, H, D].
+
+    As in `spd.kernels.paged_attention`, with a plan of this file; invalid rows give zeros.
+    """
+    assert isinstance(plan, SplitPlan)
+    slots, width, num_heads, size = query.shape
+    kv_heads = plan.heads.num_kv_heads
+    tile, block, stages = tile_shape(query.dtype, size)
+    shape = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size} | _chunk_constants()
+    shape["BLOCK_D"] = max(16, power_of_two(size))
+    attend_chunk_kernel[(plan.programs,)](
+        query.contiguous(),
+        key_pages,
+        value_pages,
+        plan.page_table,
+        plan.positions,
+        plan.last,
+        plan.items,
+        plan.count,
+        plan.partial,
+        plan.stats,
+        scale * LOG2_E,
+        width,
+        plan.page_table.shape[1],
+        plan.max_chunks,
+        PAGE=key_pages.shape[1],
+        TILE=tile,
+        BLOCK=block,
+        num_warps=4,
+        num_stages=stages,
+        **shape,
+    )
+    out = torch.empty((slots, width, num_heads, size), dtype=query.dtype, device=query.device)
+    combine_chunks_kernel[(num_heads, slots * width)](
+        plan.partial,
+        plan.stats,
+        plan.positions,
+        plan.valid,
+        out,
+        width,
+        plan.max_chunks,
+        BLOCK=COMBINED_CHUNKS,
+        num_warps=1,
+        **shape,
+    )
+    return out
+
+
+def signatures() -> dict[str, Signature]:
+    """The three kernels as launched for an 8B model."""
+    chunks = _chunk_constants()
+    plan_types = {"positions": "*i64", "valid": "*i1"} | dict.fromkeys(("last", "items", "count"), "*i32")
+    plan_types |= dict.fromkeys(("slots", "queries", "max_chunks"), "i32")
+    loose = ("positions", "valid", "page_table", "slots", "queries", "pages", "max_chunks")
+    found = {
+        "plan_attention": Signature(
+            plan_attention_kernel,
+            plan_types,
+            {"SLOTS": 16, "BLOCK": PLANNED_CHUNKS} | chunks,
+            {"num_warps": 1},
+            loose,
+        )
+    }
+    tile, block, stages = tile_shape(torch.bfloat16, 128)
+    shape = {"K": 8, "GROUPS": 4, "D": 128, "BLOCK_D": 128} | chunks
+    work = {"positions": "*i64", "partial": "*fp32", "stats": "*fp32", "queries": "i32", "max_chunks": "i32"}
+    lists = {"page_table": "*i64", "last": "*i32", "items": "*i32", "count": "*i32", "pages": "i32"}
+    lists |= {"scale": "fp32"}
+    for name in ("bf16", "fp16"):
+        found[f"attend_chunk_{name}"] = Signature(
+            attend_chunk_kernel,
+            dict.fromkeys(("query", "key_pages", "value_pages"), f"*{name}")
+            | work
+            | lists
+            | {"scale": "fp32"},
+            shape | {"PAGE": 64, "TILE": tile, "BLOCK": block},
+            {"num_warps": 4, "num_stages": stages},
+            loose,
+        )
+        found[f"combine_chunks_{name}"] = Signature(
+            combine_chunks_kernel,
+            work | {"valid": "*i1", "out": f"*{name}"},
+            shape | {"BLOCK": COMBINED_CHUNKS},
+            {"num_warps": 1},
+            loose,
+        )
+    return found

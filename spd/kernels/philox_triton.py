@@ -1,0 +1,201 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Philox4x32-10 and Gumbel noise on the GPU, and the device functions every drawing kernel shares.
+
+The integers equal the torch form's bit for bit. A token drawn by one kernel must be drawn by all: the
+sampling kernels (`sampling_triton`) and the fused vocabulary product with its draw (`skinny_linear_triton`)
+divide by the temperature, add the noise and compare through the functions of this file and no others.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spd.kernels.launch import Signature, ceil_div
+from spd.kernels.philox import MULTIPLIERS, WEYL
+
+MULTIPLIER_0 = tl.constexpr(MULTIPLIERS[0])
+MULTIPLIER_1 = tl.constexpr(MULTIPLIERS[1])
+WEYL_0 = tl.constexpr(WEYL[0])
+WEYL_1 = tl.constexpr(WEYL[1])
+UNIT = tl.constexpr(2.0**-32)
+LOWEST_UNIFORM = tl.constexpr(2.0**-33)
+HIGHEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+KEY_OF_INFINITY = tl.constexpr(0x7F800000)
+KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
+GROUPS_PER_PROGRAM = 256
+
+
+@triton.jit
+def philox_words(c0, c1, c2, c3, k0, k1):
+    """Four words from four counters and two keys, uint32 blocks that broadcast against each other."""
+    for _ in tl.static_range(10):
+        high0 = tl.umulhi(c0, MULTIPLIER_0)
+        high1 = tl.umulhi(c2, MULTIPLIER_1)
+        low0 = tl.mul(c0, MULTIPLIER_0, sanitize_overflow=False)
+        low1 = tl.mul(c2, MULTIPLIER_1, sanitize_overflow=False)
+        c0 = high1 ^ c1 ^ k0
+        c1 = low1
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 = tl.add(k0, WEYL_0, sanitize_overflow=False)
+        k1 = tl.add(k1, WEYL_1, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def random_bits4(seed, position, stream, groups):
+    """32 random bits for the token ids 4 * groups + lane: four uint32 blocks, one a lane.
+
+    seed, position int64, scalars or blocks that broadcast against groups; stream a small integer.
+    """
+    zero = (position * 0).to(tl.uint32)
+    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    return philox_words(groups.to(tl.uint32), position.to(tl.uint32), zero + stream, zero, low, high)
+
+
+@triton.jit
+def uniform(bits):
+    """Float32 uniforms in [2**-33, 1 - 2**-24] from uint32 blocks."""
+    return tl.minimum(tl.maximum(bits.to(tl.float32) * UNIT, LOWEST_UNIFORM), HIGHEST_UNIFORM)
+
+
+@triton.jit
+def gumbel_of(bits):
+    """Standard Gumbel noise, float32, from uint32 blocks."""
+    return -tl.log(-tl.log(uniform(bits)))
+
+
+@triton.jit
+def gumbel4(seed, position, stream, groups):
+    """Gumbel noise for the token ids 4 * groups + lane: four float32 blocks, one a lane.
+
+    groups [G] with scalar seed and position, or [G, 1] with seed and position [1, T].
+    """
+    bits0, bits1, bits2, bits3 = random_bits4(seed, position, stream, groups)
+    return gumbel_of(bits0), gumbel_of(bits1), gumbel_of(bits2), gumbel_of(bits3)
+
+
+@triton.jit
+def interleave4(lane0, lane1, lane2, lane3):
+    """Blocks [G] or [G, T] of four lanes as one [4 G] or [4 G, T] in the order of token ids."""
+    lanes = tl.join(tl.join(lane0, lane2), tl.join(lane1, lane3))  # [..., lane // 2, lane % 2]
+    if len(lanes.shape) == 3:
+        return tl.reshape(lanes, (lanes.shape[0] * 4,))
+    else:
+        return tl.reshape(tl.permute(lanes, (0, 2, 3, 1)), (lanes.shape[0] * 4, lanes.shape[1]))
+
+
+# -- the draw: used by sampling_triton and by the vocabulary product that draws (skinny_linear_triton) --
+
+
+@triton.jit
+def scaled_logit(logit, temperature):
+    """Float32 logits divided by the temperature as IEEE division does it; unchanged at temperatures <= 0."""
+    return tl.div_rn(logit, tl.where(temperature > 0, temperature, 1.0))
+
+
+@triton.jit
+def noisy_logit(scaled, noise, temperature):
+    """Scaled logits with their noise; without it at temperatures <= 0."""
+    return tl.where(temperature > 0, scaled + noise, scaled)
+
+
+@triton.jit
+def order_key(value):
+    """Int32 keys in the order of float32 values: -0 equals 0, and NaN stands above infinity."""
+    bits = value.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ MAGNITUDE, bits)
+    return tl.where(value == 0, 0, tl.where(value == value, key, MAGNITUDE))
+
+
+@triton.jit
+def key_value(key):
+    """The float32 value of an order key."""
+    return tl.where(key < 0, key ^ MAGNITUDE, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def draw_rank(score, ids):
+    """Int64 ranks of (score, token id): the greatest is what is drawn, ties to the lowest id, NaN first.
+
+    Ranks of parts of a vocabulary are combined with `max` in any order.
+    """
+    return (order_key(score).to(tl.int64) << 32) | (ids ^ MAGNITUDE).to(tl.int64)
+
+
+@triton.jit
+def rank_token(rank):
+    """The token id of a rank, int64."""
+    return (rank & MAGNITUDE) ^ MAGNITUDE
+
+
+@triton.jit
+def rank_is_finite(rank):
+    """Whether a rank's score is finite; noise is, so a scored logit is if and only if its score is."""
+    key = rank >> 32
+    return (key > KEY_OF_MINUS_INFINITY) & (key < KEY_OF_INFINITY)
+
+
+NO_RANK = tl.constexpr(-(2**63))
+"""Below every rank: for ids beyond the vocabulary."""
+
+
+# -- noise by itself, for tests ------------------------------------------------------------------------
+
+
+@triton.jit
+def noise_kernel(seed, position, out, stream, vocab_size, BITS: tl.constexpr, GROUPS: tl.constexpr):
+    """Bits (int64) or Gumbel noise (float32) of a row's block of token ids."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * GROUPS
+    groups = first + tl.arange(0, GROUPS)
+    key, at = tl.load(seed + row), tl.load(position + row)
+    if BITS:
+        bits0, bits1, bits2, bits3 = random_bits4(key, at, stream, groups)
+        values = interleave4(bits0, bits1, bits2, bits3).to(tl.int64)
+    else:
+        noise0, noise1, noise2, noise3 = gumbel4(key, at, stream, groups)
+        values = interleave4(noise0, noise1, noise2, noise3)
+    ids = 4 * first + tl.arange(0, 4 * GROUPS)
+    tl.store(out + row * vocab_size + ids, values, mask=ids < vocab_size)
+
+
+def _noise(seed: Tensor, position: Tensor, stream: int, vocab_size: int, dtype: torch.dtype) -> Tensor:
+    seed = seed + torch.zeros_like(position)
+    position = position + torch.zeros_like(seed)
+    out = torch.empty((*seed.shape, vocab_size), dtype=dtype, device=seed.device)
+    grid = (seed.numel(), ceil_div(vocab_size, 4 * GROUPS_PER_PROGRAM))
+    bits = dtype == torch.int64
+    noise_kernel[grid](
+        seed, position, out, stream, vocab_size, BITS=bits, GROUPS=GROUPS_PER_PROGRAM, enable_fp_fusion=False
+    )
+    return out
+
+
+def random_bits(seed: Tensor, position: Tensor, stream: int, vocab_size: int) -> Tensor:
+    """32 random bits for every token id: int64 [..., V] from seed [...] and position [...], int64."""
+    return _noise(seed, position, stream, vocab_size, torch.int64)
+
+
+def gumbel(seed: Tensor, position: Tensor, stream: int, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise, float32 [..., V], for seed [...] and absolute position [...], int64."""
+    return _noise(seed, position, stream, vocab_size, torch.float32)
+
+
+def signatures() -> dict[str, Signature]:
+    """The noise of one row of an 8B model's vocabulary."""
+    types = {"seed": "*i64", "position": "*i64", "stream": "i32", "vocab_size": "i32"}
+    return {
+        name: Signature(
+            noise_kernel,
+            {**types, "out": out},
+            {"BITS": name == "random_bits", "GROUPS": GROUPS_PER_PROGRAM},
+            {"enable_fp_fusion": False},
+            hot=False,
+        )
+        for name, out in (("random_bits", "*i64"), ("gumbel", "*fp32"))
+    }

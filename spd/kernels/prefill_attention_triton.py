@@ -1,0 +1,122 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Triton twin of `prefill_attention`: online softmax over key blocks for a tile of one head's rows.
+
+Source: Dao 2023 (FlashAttention-2). Nothing but the rows and the start decides a bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spd.kernels.attention_kernels_triton import LOG2_E, UNSEEN, attend_blocks
+from spd.kernels.launch import Signature, ceil_div, power_of_two
+from spd.kernels.paged_attention_triton import tile_shape
+
+ROW_TILE = 128
+FEW_HEADS = 32
+"""Below this many, half the rows a tile: chunks of 512 rows then still reach most processors."""
+
+
+@triton.jit(do_not_specialize=["rows", "start"], do_not_specialize_on_alignment=["page_row"])
+def prefill_attention_kernel(
+    query,
+    key_pages,
+    value_pages,
+    page_row,
+    out,
+    scale,
+    rows,
+    start,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """TILE rows of one head. The last tiles see the most keys and go first."""
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    row = tile * TILE + tl.arange(0, TILE)
+    column = tl.arange(0, BLOCK_D)
+    wanted = (row < rows)[:, None] & (column < D)[None, :]
+    at = (row * (K * GROUPS) + head)[:, None] * D + column[None, :]
+    q = tl.load(query + at, mask=wanted, other=0.0)
+    position = start + row
+    seen_by_all = (start + tile * TILE + 1) // BLOCK * BLOCK
+    end = start + tl.minimum(rows, (tile + 1) * TILE)
+
+    maximum = tl.full((TILE,), UNSEEN, tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, BLOCK_D), tl.float32)
+    maximum, total, acc = attend_blocks(
+        maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
+        0, seen_by_all, scale, K, D, PAGE, BLOCK, BLOCK_D, False, "",
+    )  # fmt: skip
+    maximum, total, acc = attend_blocks(
+        maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
+        seen_by_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, True, "",
+    )  # fmt: skip
+    tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
+
+
+def _tile(dtype: torch.dtype, head_dim: int, num_heads: int) -> dict[str, int]:
+    """Launch choices, functions of the model alone."""
+    rows, keys, stages = tile_shape(dtype, head_dim)
+    warps = 4
+    if dtype != torch.float32 and (num_heads >= FEW_HEADS or head_dim > 128):
+        rows, warps = ROW_TILE, 8
+    return {"TILE": rows, "BLOCK": keys, "num_stages": stages, "num_warps": warps}
+
+
+def prefill_attention(
+    query: Tensor, key_pages: Tensor, value_pages: Tensor, page_row: Tensor, start: int, scale: float
+) -> Tensor:
+    """Attend query [Q, H, D] at positions start to start + Q - 1, whose KV is stored; returns [Q, H, D].
+
+    As in `spd.kernels.prefill_attention`; the pools and page_row contiguous.
+    """
+    rows, num_heads, size = query.shape
+    page_size, kv_heads = key_pages.shape[1:3]
+    out = torch.empty((rows, num_heads, size), dtype=query.dtype, device=query.device)
+    tile = _tile(query.dtype, size, num_heads)
+    prefill_attention_kernel[(num_heads, ceil_div(rows, tile["TILE"]))](
+        query.contiguous(),
+        key_pages,
+        value_pages,
+        page_row,
+        out,
+        scale * LOG2_E,
+        rows,
+        start,
+        K=kv_heads,
+        GROUPS=num_heads // kv_heads,
+        D=size,
+        PAGE=page_size,
+        BLOCK_D=max(16, power_of_two(size)),
+        **tile,
+    )
+    return out
+
+
+def signatures() -> dict[str, Signature]:
+    """The kernel as launched for an 8B model."""
+    found = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        tile = _tile(dtype, 128, 32)
+        types = dict.fromkeys(("query", "key_pages", "value_pages", "out"), f"*{name}")
+        types |= {"page_row": "*i64", "scale": "fp32", "rows": "i32", "start": "i32"}
+        found[f"prefill_attention_{name}"] = Signature(
+            prefill_attention_kernel,
+            types,
+            {"K": 8, "GROUPS": 4, "D": 128, "PAGE": 64, "BLOCK_D": 128}
+            | {key: tile[key] for key in ("TILE", "BLOCK")},
+            {key: tile[key] for key in ("num_stages", "num_warps")},
+            unspecialized=("page_row", "rows", "start"),
+            hot=False,
+        )
+    return found

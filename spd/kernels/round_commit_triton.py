@@ -1,0 +1,193 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Triton form of `round_commit`: one launch, one program a slot, which alone touches the slot's state."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spd.kernels.launch import Signature, power_of_two
+from spd.kernels.round_commit import EMISSION_HEAD, FAILED, FULL, GOING_ON, STOPPED, emission_max_k
+from spd.kernels.round_finish import COMMITTED, NUM_TIMES
+from spd.kernels.round_finish_triton import timer_and_now, write_time
+
+_GOING_ON, _STOPPED = tl.constexpr(GOING_ON), tl.constexpr(STOPPED)
+_FULL, _FAILED = tl.constexpr(FULL), tl.constexpr(FAILED)
+_HEAD = tl.constexpr(EMISSION_HEAD)
+_COMMITTED, _NUM_TIMES = tl.constexpr(COMMITTED), tl.constexpr(NUM_TIMES)
+
+
+@triton.jit
+def emit(at, length, num_drafts, accepted, count, reason, k, ids, samples, max_k, ROWS: tl.constexpr):
+    """Write one slot's emission: the head, the drafts and the samples."""
+    row = tl.arange(0, ROWS)
+    tl.store(at, length)
+    tl.store(at + 1, num_drafts)
+    tl.store(at + 2, accepted)
+    tl.store(at + 3, count)
+    tl.store(at + 4, reason)
+    tl.store(at + 5, k)
+    tl.store(at + _HEAD + row, ids, mask=row < k)
+    tl.store(at + _HEAD + max_k + row, samples, mask=row <= k)
+
+
+_VARYING = (
+    *("draft_stride", "sampled_stride", "finite_stride", "tokens_stride", "stop_stride", "generated_stride"),
+    *("ring_stride", "slot_stride", "depth", "k", "stops", "max_k", "now"),
+)
+
+
+# One warp: it reads a slot's length and state before it writes them, with nothing between to wait for.
+@triton.jit(do_not_specialize=_VARYING)
+def commit_kernel(
+    draft,
+    num_drafts,
+    sampled,
+    finite,
+    tokens,
+    length,
+    length_limit,
+    stop_ids,
+    active,
+    generated,
+    ring,
+    counter,
+    accepted,
+    times,
+    draft_stride,
+    sampled_stride,
+    finite_stride,
+    tokens_stride,
+    stop_stride,
+    generated_stride,
+    ring_stride,
+    slot_stride,
+    depth,
+    k,
+    stops,
+    max_k,
+    now,
+    ROWS: tl.constexpr,
+    STOPS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    GIVEN: tl.constexpr,
+    TIMED: tl.constexpr,
+    TIMER: tl.constexpr,
+):
+    """Lane i is row i of the slot's window."""
+    s = tl.program_id(0).to(tl.int64)
+    if TIMED:
+        write_time(times, counter, depth, now, s == 0, _COMMITTED, _NUM_TIMES, TIMER)
+    row = tl.arange(0, ROWS)
+    inside = row <= k
+    samples = tl.load(sampled + s * sampled_stride + row, mask=inside, other=0)
+    ids = tl.load(draft + s * draft_stride + row, mask=row < k, other=0)
+    sound = tl.load(finite + s * finite_stride + row, mask=inside, other=1)
+    lane = tl.arange(0, STOPS)
+    stop_id = tl.load(stop_ids + s * stop_stride + lane, mask=lane < stops, other=0)
+    real = tl.load(num_drafts + s)
+    size = tl.load(length + s)
+    limit = tl.load(length_limit + s)
+    live = tl.load(active + s) != 0
+    place = tl.load(counter) % depth
+    if GIVEN:
+        right = tl.load(accepted + s).to(tl.int32)
+    else:
+        # Row k has no draft, so it always differs.
+        right = tl.min(tl.where((ids == samples) & (row < k) & (row < real), ROWS, row))
+    hits = (samples[:, None] == stop_id[None, :]) & (lane < stops)[None, :]
+    is_stop = tl.max(hits.to(tl.int32), axis=1) > 0
+    # Beyond what was accepted neither of the two changes anything.
+    stop = tl.min(tl.where(is_stop, row, k + 1))
+    bad = tl.min(tl.where(sound == 0, row, k + 1))
+    count = tl.where(live, tl.minimum(tl.minimum(right, stop) + 1, bad), 0)
+    reason = tl.where(size + count >= limit, _FULL, _GOING_ON)
+    reason = tl.where((stop <= right) & (stop < bad), _STOPPED, reason)
+    reason = tl.where((bad <= right) & (bad < stop), _FAILED, reason)
+    reason = tl.where(live, reason, _GOING_ON)
+    kept = row < count
+    tl.store(tokens + s * tokens_stride + size + row, samples, mask=kept)
+    if COUNTED:
+        # Atomic, for one token may be committed twice in a window; integers add up in any order.
+        ones = tl.full((ROWS,), 1, tl.int32)
+        tl.atomic_add(generated + s * generated_stride + samples, ones, mask=kept, sem="relaxed")
+    tl.store(length + s, size + count)
+    tl.store(active + s, live & (reason == _GOING_ON))
+    at = ring + place * ring_stride + s * slot_stride
+    emit(at, size, real, right, count, reason, k, ids, samples, max_k, ROWS)
+
+
+def round_commit(
+    draft: Tensor,
+    num_drafts: Tensor,
+    sampled: Tensor,
+    finite: Tensor,
+    tokens: Tensor,
+    length: Tensor,
+    length_limit: Tensor,
+    stop_ids: Tensor,
+    active: Tensor,
+    generated: Tensor | None,
+    ring: Tensor,
+    counter: Tensor,
+    accepted: Tensor | None = None,
+    times: Tensor | None = None,
+) -> None:
+    """See `round_commit.round_commit`; the last dimension of every tensor has stride 1."""
+    slots, k = draft.shape
+    timer, now = timer_and_now(commit_kernel) if times is not None else (False, 0)
+    commit_kernel[(slots,)](
+        draft,
+        num_drafts,
+        sampled,
+        finite,
+        tokens,
+        length,
+        length_limit,
+        stop_ids,
+        active,
+        generated if generated is not None else length,
+        ring,
+        counter,
+        accepted if accepted is not None else length,
+        times if times is not None else length,
+        draft.stride(0),
+        sampled.stride(0),
+        finite.stride(0),
+        tokens.stride(0),
+        stop_ids.stride(0),
+        generated.stride(0) if generated is not None else 0,
+        ring.stride(0),
+        ring.stride(1),
+        ring.shape[0],
+        k,
+        stop_ids.shape[1],
+        emission_max_k(ring.shape[2]),
+        now,
+        ROWS=power_of_two(k + 1),
+        STOPS=power_of_two(stop_ids.shape[1]),
+        COUNTED=generated is not None,
+        GIVEN=accepted is not None,
+        TIMED=times is not None,
+        TIMER=timer,
+        num_warps=1,
+    )
+
+
+def signatures() -> dict[str, Signature]:
+    """Plain decoding, a usual and the widest window; counts, given acceptance and times in the last."""
+    names = commit_kernel.arg_names
+    types = dict.fromkeys(names[: names.index("draft_stride")], "*i64")
+    types |= {"finite": "*i1", "active": "*i1", "generated": "*i32"} | dict.fromkeys(_VARYING, "i32")
+    found = {}
+    for rows, counted, given in ((1, False, False), (8, False, False), (8, True, True), (32, True, False)):
+        constants = {"ROWS": rows, "STOPS": 32, "COUNTED": counted, "GIVEN": given}
+        found[f"round_commit_{rows}{'_counted' * counted}{'_given' * given}"] = Signature(
+            commit_kernel,
+            types if counted else types | {"generated": "*i64"},
+            constants | {"TIMED": rows > 1, "TIMER": rows > 1},
+            {"num_warps": 1},
+            unspecialized=_VARYING,
+        )
+    return found

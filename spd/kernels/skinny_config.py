@@ -1,0 +1,92 @@
+"""Launch choices of the skinny products: by a weight's shape, type and device, never by the rows.
+
+A choice may differ from weight to weight, for each is always multiplied by the same program; it must
+not differ between two calls with one weight, or a row's bits would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+TOKEN_TILE = 16
+"""Rows of x a program multiplies; more rows are more programs."""
+
+PROGRAMS = 128
+"""Programs that fill the device: about one for each multiprocessor of the largest ones."""
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """How one product is cut: `block_n` weight rows by `block_k` columns a step, K in `split_k` parts.
+
+    All are powers of two but split_k. For gate and up together, block_n counts the rows of both.
+    """
+
+    block_n: int
+    block_k: int
+    split_k: int = 1
+    warps: int = 4
+    stages: int = 3
+    block_t: int = TOKEN_TILE
+
+
+MEASURED: Mapping[tuple[tuple[int, int], int, int, int], LinearConfig] = MappingProxyType({})
+"""Choices that measurements gave, by (capability, n, k, itemsize); the rules below serve the rest."""
+
+
+def shared_limit(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory a program may use; of devices that are not known, the least of all."""
+    if capability[0] in (9, 10, 11):
+        return 227 * 1024
+    return 163 * 1024 if capability in ((8, 0), (8, 7)) else 99 * 1024
+
+
+def config_for(n: int, k: int, itemsize: int, capability: tuple[int, int]) -> LinearConfig:
+    """The choices for a weight [n, k] of `itemsize` bytes a value on a device of this capability.
+
+    Measured on an H200 with bfloat16 weights: tiles of 64 rows, narrower ones for short weights, 256 bytes
+    of a row a step; K in parts only where there are fewer than `PROGRAMS` / 2 tiles; the fewer programs
+    share a multiprocessor, the more stages each needs in flight.
+    """
+    measured = MEASURED.get((capability, n, k, itemsize))
+    if measured is not None:
+        return measured
+    block_n = max(16, min(64 if n >= 2048 else 32, 1 << max(0, n - 1).bit_length()))
+    block_k = max(16, min(256 // itemsize, 1 << max(0, k - 1).bit_length()))
+    tiles = -(-n // block_n)
+    split_k = 1 if tiles >= PROGRAMS // 2 else max(1, min(PROGRAMS // tiles, 4, k // (4 * block_k)))
+    if split_k > 1 or tiles > PROGRAMS:
+        stages = 4
+    else:
+        stages = 6 if k < 8192 else 8
+    return LinearConfig(block_n, block_k, split_k, 4, _fitting(stages, block_n, block_k, itemsize, capability))
+
+
+def _fitting(stages: int, block_n: int, block_k: int, itemsize: int, capability: tuple[int, int]) -> int:
+    """As many of the stages as shared memory holds, at least two."""
+    step_bytes = (block_n + TOKEN_TILE) * block_k * itemsize
+    return max(2, min(stages, (shared_limit(capability) - 8 * 1024) // step_bytes))
+
+
+def paired(config: LinearConfig, n: int) -> LinearConfig:
+    """The choices for a weight of n gate and up rows together: half a tile of each, at least 16."""
+    if config.block_n == 64 and n >= 128 * PROGRAMS:
+        return replace(config, block_n=128, stages=min(config.stages, 3))
+    return replace(config, block_n=max(32, config.block_n))
+
+
+def unsplit(config: LinearConfig) -> LinearConfig:
+    """The choices for a product whose K stays whole."""
+    return replace(config, split_k=1)
+
+
+def workspace_sizes(n: int, rows: int, config: LinearConfig) -> tuple[int, int]:
+    """Float32 partials and int32 counters that suffice for products of up to `rows` rows by a weight of n
+    rows, paired or not: (0, 0) unsplit."""
+    if config.split_k == 1:
+        return 0, 0
+    tokens = -(-rows // config.block_t) * config.block_t
+    widest = paired(config, n).block_n
+    padded = -(-n // widest) * widest
+    return padded * tokens * config.split_k, padded // config.block_n * (tokens // config.block_t)

@@ -1,0 +1,380 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""The kernels of `skinny_linear`: weights on the matrix unit's long side, tokens on its short one.
+
+A program multiplies BLOCK_N weight rows by BLOCK_T tokens. The tokens of one weight tile are neighbours
+in the grid, (token tiles, weight tiles, parts of K), so that the second finds the weights in cache. Rows
+beyond the last load as zeros; weight rows beyond the last read the last one and are not stored. Nothing
+but the masks and the grid's first axis knows the number of rows, so that it cannot choose the bits.
+
+With PDL a launch may begin before the previous kernel has ended, and waits for it before its first read.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from spd.kernels.launch import Signature
+from spd.kernels.philox import STREAM_TARGET
+from spd.kernels.philox_triton import (
+    NO_RANK,
+    draw_rank,
+    gumbel4,
+    interleave4,
+    noisy_logit,
+    rank_is_finite,
+    rank_token,
+    scaled_logit,
+)
+
+STREAM = tl.constexpr(STREAM_TARGET)
+
+
+@triton.jit
+def load_weights(tile, row, column, k, EVEN_K: tl.constexpr):
+    """[BLOCK_N, BLOCK_K]; every weight is read once, so it should leave the cache first."""
+    at = tile + row[:, None] * k + column[None, :]
+    if EVEN_K:
+        return tl.load(at, eviction_policy="evict_first")
+    return tl.load(at, mask=column[None, :] < k, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_tokens(x, row_t, rows, column, k, EVEN_K: tl.constexpr):
+    """[BLOCK_K, BLOCK_T]."""
+    at = x + row_t[None, :] * k + column[:, None]
+    if EVEN_K:
+        return tl.load(at, mask=row_t[None, :] < rows, other=0.0)
+    return tl.load(at, mask=(row_t[None, :] < rows) & (column[:, None] < k), other=0.0)
+
+
+@triton.jit
+def tile_rows(w, first, n, k, BLOCK_N: tl.constexpr):
+    """Where weight row `first` begins, and row offsets from it that end at the last of n rows."""
+    row = tl.minimum(tl.arange(0, BLOCK_N), n - 1 - first)
+    return w + first.to(tl.int64) * k, row
+
+
+@triton.jit
+def part_of_k(k, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
+    """First and last column, exclusive, of this program's part: whole blocks but for the very last."""
+    if SPLIT_K == 1:
+        return 0, k
+    size = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLIT_K) * BLOCK_K
+    begin = tl.program_id(2) * size
+    return begin, tl.minimum(begin + size, k)
+
+
+@triton.jit
+def product(
+    w,
+    x,
+    first,
+    row_t,
+    rows,
+    n,
+    k,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """float32 [BLOCK_N, BLOCK_T]: weight rows from `first` on times tokens row_t, over this part of K."""
+    tile, row = tile_rows(w, first, n, k, BLOCK_N)
+    begin, end = part_of_k(k, BLOCK_K, SPLIT_K)
+    total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        weights = load_weights(tile, row, column, k, EVEN_K)
+        total = tl.dot(weights, load_tokens(x, row_t, rows, column, k, EVEN_K), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def load_squares(squares, row_t, rows, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """[BLOCK_T, BLOCK_P]: a row's partial sums, added up where they are more than BLOCK_P."""
+    part = tl.arange(0, BLOCK_P)
+    at = squares + row_t[:, None] * PARTS + part[None, :]
+    inside = (row_t[:, None] < rows) & (part[None, :] < PARTS)
+    total = tl.load(at, mask=inside, other=0.0)
+    for start in tl.static_range(BLOCK_P, PARTS, BLOCK_P):
+        inside = (row_t[:, None] < rows) & (start + part[None, :] < PARTS)
+        total += tl.load(at + start, mask=inside, other=0.0)
+    return total
+
+
+@triton.jit
+def norm_scale(partial_squares, k, epsilon):
+    """1 / root mean square of every row [T] from its partial sums [T, P]."""
+    return tl.rsqrt(tl.sum(partial_squares, 1) / k + epsilon)
+
+
+@triton.jit
+def hand_in(total, partials, tile, row_t, rows, SLOTS: tl.constexpr, SLOT, BLOCK_N, BLOCK_T):
+    """Write this part's sums to slot SLOT of the tile's SLOTS in the workspace, token by token."""
+    token = tl.arange(0, BLOCK_T)
+    at = (
+        (tile * SLOTS + SLOT) * (BLOCK_N * BLOCK_T)
+        + tl.arange(0, BLOCK_N)[:, None]
+        + token[None, :] * BLOCK_N
+    )
+    tl.store(partials + at, total, mask=row_t[None, :] < rows)
+
+
+@triton.jit
+def add_up(partials, tile, row_t, rows, FIRST: tl.constexpr, SLOTS, STEP: tl.constexpr, BLOCK_N, BLOCK_T):
+    """The sum of the tile's slots FIRST, FIRST + STEP, ..., always in that order."""
+    token = tl.arange(0, BLOCK_T)
+    at = partials + tile * SLOTS * (BLOCK_N * BLOCK_T)
+    at += tl.arange(0, BLOCK_N)[:, None] + token[None, :] * BLOCK_N
+    mask = row_t[None, :] < rows
+    total = tl.load(at + FIRST * BLOCK_N * BLOCK_T, mask=mask, other=0.0, cache_modifier=".cg")
+    for slot in tl.static_range(FIRST + STEP, SLOTS, STEP):
+        total += tl.load(at + slot * BLOCK_N * BLOCK_T, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def last_to_arrive(counters, tile, SPLIT_K: tl.constexpr):
+    """Whether all other parts of the tile are in the workspace; their sums are visible then."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1
+    tl.store(counters + tile, 0, mask=last)
+    return last
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Wait for the previous kernel, then let the next one be launched; it waits likewise."""
+    if PDL:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=["rows"])
+def linear_kernel(
+    w,
+    x,
+    y,
+    bias,
+    squares,
+    residual,
+    squares_out,
+    partials,
+    counters,
+    rows,
+    n,
+    k,
+    epsilon,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y = x Wᵀ, scaled by the norm where there are squares, plus bias, plus residual; squares of y."""
+    begin(PDL)
+    first = tl.program_id(1) * BLOCK_N
+    row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row_n = first + tl.arange(0, BLOCK_N)
+    at = row_t[None, :] * n + row_n[:, None]
+    mask = (row_t[None, :] < rows) & (row_n[:, None] < n)
+    # Loaded ahead of the product, so that nothing but the weights is waited for.
+    if squares is not None:
+        partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
+    if bias is not None:
+        shift = tl.load(bias + row_n, mask=row_n < n, other=0.0)
+    if residual is not None:
+        stream = tl.load(residual + at, mask=mask, other=0.0)
+    total = product(w, x, first, row_t, rows, n, k, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K)
+    if SPLIT_K > 1:
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        hand_in(total, partials, tile, row_t, rows, SPLIT_K, tl.program_id(2), BLOCK_N, BLOCK_T)
+        if not last_to_arrive(counters, tile, SPLIT_K):
+            return
+        total = add_up(partials, tile, row_t, rows, 0, SPLIT_K, 1, BLOCK_N, BLOCK_T)
+    if squares is not None:
+        total *= norm_scale(partial_squares, k, epsilon)[None, :]
+    if bias is not None:
+        total += shift.to(tl.float32)[:, None]
+    if residual is not None:
+        total += stream.to(tl.float32)
+    rounded = total.to(y.dtype.element_ty)
+    tl.store(y + at, rounded, mask=mask)
+    if squares_out is not None:
+        value = tl.where(mask, rounded.to(tl.float32), 0.0)
+        at_squares = squares_out + row_t * tl.num_programs(1) + tl.program_id(1)
+        tl.store(at_squares, tl.sum(value * value, 0), mask=row_t < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gate_up_kernel(
+    w,
+    x,
+    y,
+    bias,
+    squares,
+    partials,
+    counters,
+    rows,
+    n,
+    k,
+    epsilon,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y [T, n] = silu(gate) * up of the normed x; weight rows 0..n are the gate's, n..2n the other's."""
+    begin(PDL)
+    first = tl.program_id(1) * BLOCK_N
+    row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row_n = first + tl.arange(0, BLOCK_N)
+    partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
+    if bias is not None:
+        gate_shift = tl.load(bias + row_n, mask=row_n < n, other=0.0)
+        up_shift = tl.load(bias + n + row_n, mask=row_n < n, other=0.0)
+    gate_tile, row = tile_rows(w, first, n, k, BLOCK_N)
+    up_tile, _ = tile_rows(w, n + first, 2 * n, k, BLOCK_N)
+    start_k, end_k = part_of_k(k, BLOCK_K, SPLIT_K)
+    gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    for start in range(start_k, end_k, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        tokens = load_tokens(x, row_t, rows, column, k, EVEN_K)
+        gate = tl.dot(load_weights(gate_tile, row, column, k, EVEN_K), tokens, gate, input_precision="ieee")
+        up = tl.dot(load_weights(up_tile, row, column, k, EVEN_K), tokens, up, input_precision="ieee")
+    if SPLIT_K > 1:
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        slot = tl.program_id(2) * 2
+        hand_in(gate, partials, tile, row_t, rows, 2 * SPLIT_K, slot, BLOCK_N, BLOCK_T)
+        hand_in(up, partials, tile, row_t, rows, 2 * SPLIT_K, slot + 1, BLOCK_N, BLOCK_T)
+        if not last_to_arrive(counters, tile, SPLIT_K):
+            return
+        gate = add_up(partials, tile, row_t, rows, 0, 2 * SPLIT_K, 2, BLOCK_N, BLOCK_T)
+        up = add_up(partials, tile, row_t, rows, 1, 2 * SPLIT_K, 2, BLOCK_N, BLOCK_T)
+    scale = norm_scale(partial_squares, k, epsilon)[None, :]
+    gate *= scale
+    up *= scale
+    if bias is not None:
+        gate += gate_shift.to(tl.float32)[:, None]
+        up += up_shift.to(tl.float32)[:, None]
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    mask = (row_t[None, :] < rows) & (row_n[:, None] < n)
+    tl.store(y + row_t[None, :] * n + row_n[:, None], value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "step", "window"])
+def head_kernel(
+    w,
+    x,
+    logits,
+    ranks,
+    seed,
+    position,
+    step,
+    temperature,
+    window,
+    rows,
+    n,
+    k,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Store logits [T, n], or where there are none the rank of each tile's draw [T, tiles].
+
+    Row t belongs to slot t // window, and draws at position[slot] + step + t % window. The draw is
+    to be compiled as written: launch without fused multiply-add.
+    """
+    begin(PDL)
+    first = tl.program_id(1) * BLOCK_N
+    row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row_n = first + tl.arange(0, BLOCK_N)
+    if logits is None:
+        slot = row_t // window
+        heat = tl.load(temperature + slot, mask=row_t < rows, other=0.0)
+    score = product(w, x, first, row_t, rows, n, k, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K)
+    if logits is not None:
+        mask = (row_t[None, :] < rows) & (row_n[:, None] < n)
+        tl.store(logits + row_t[None, :] * n + row_n[:, None], score, mask=mask)
+    else:
+        if tl.max(heat, 0) > 0:
+            key = tl.load(seed + slot, mask=row_t < rows, other=0)[None, :]
+            place = tl.load(position + slot, mask=row_t < rows, other=0)
+            place = (place + step + row_t % window)[None, :]
+            groups = first // 4 + tl.arange(0, BLOCK_N // 4)[:, None]
+            noise0, noise1, noise2, noise3 = gumbel4(key, place, STREAM, groups)
+            noise = interleave4(noise0, noise1, noise2, noise3)
+            score = noisy_logit(scaled_logit(score, heat[None, :]), noise, heat[None, :])
+        rank = tl.where(row_n[:, None] < n, draw_rank(score, row_n[:, None]), NO_RANK)
+        at = row_t * tl.num_programs(1) + tl.program_id(1)
+        tl.store(ranks + at, tl.max(rank, 0), mask=row_t < rows)
+
+
+@triton.jit
+def choose_kernel(ranks, token, finite, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program a row: the best of its tiles [T, tiles]."""
+    begin(PDL)
+    row = tl.program_id(0)
+    best = tl.full((BLOCK,), NO_RANK, dtype=tl.int64)
+    for start in range(0, tiles, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        best = tl.maximum(best, tl.load(ranks + row * tiles + at, mask=at < tiles, other=NO_RANK))
+    chosen = tl.max(best, 0)
+    tl.store(token + row, rank_token(chosen))
+    tl.store(finite + row, rank_is_finite(chosen))
+
+
+@triton.jit
+def embed_kernel(token_ids, table, x, squares, h, BLOCK_H: tl.constexpr, PDL: tl.constexpr):
+    """One program a row and part of it: copy table[id], and sum the part's squares."""
+    begin(PDL)
+    row, part = tl.program_id(0), tl.program_id(1)
+    token = tl.load(token_ids + row).to(tl.int64)
+    column = part * BLOCK_H + tl.arange(0, BLOCK_H)
+    value = tl.load(table + token * h + column, mask=column < h, other=0.0)
+    tl.store(x + row * h + column, value, mask=column < h)
+    wide = value.to(tl.float32)
+    tl.store(squares + row * tl.num_programs(1) + part, tl.sum(wide * wide, 0))
+
+
+@triton.jit
+def rms_norm_rows_kernel(
+    x,
+    squares,
+    weight,
+    y,
+    k,
+    epsilon,
+    PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row and part of it."""
+    begin(PDL)
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    part = tl.arange(0, BLOCK_P)
+    total = tl.sum(tl.load(squares + row * PARTS + part, mask=part < PARTS, other=0.0), 0)
+    value = tl.load(x + row * k + column, mask=column < k, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
+    value = value * tl.rsqrt(total / k + epsilon) * factor
+    tl.store(y + row * k + column, value.to(y.dtype.element_ty), mask=column < k)
+
+
+def signatures() -> dict[str, Signature]:
+    """None: `skinny_linear_triton`, which launches these kernels, describes them."""
+    return {}

@@ -1,0 +1,136 @@
+"""Linear layers for a few rows, with the norm's statistics carried beside the residual stream.
+
+The residual stream x [T, K] travels with `squares` float32 [T, P]: partial sums of the squares of each
+row of x as stored, however many. Their sum over P, divided by K, is the mean square, so that a norm costs
+its reader one factor a row. The norm's own weight is folded into the matrix that follows it when weights
+are loaded: W' = W * norm_weight. Weights are [N, K], contiguous, as checkpoints store them.
+
+The torch forms below also serve prompt chunks of hundreds of rows on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spd.kernels.philox import STREAM_TARGET, gumbel
+
+
+@dataclass(frozen=True)
+class LinearWorkspace:
+    """What products that are cut along K share: float32 partial sums, and int32 counters that are zero
+    between calls. One serves all products that run one after another."""
+
+    partials: Tensor
+    counters: Tensor
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The CUDA compute capability of a device, (0, 0) of a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    """float32 [T, 1]."""
+    return x.float().square().sum(dim=-1, keepdim=True)
+
+
+def _normed(x: Tensor, squares: Tensor, epsilon: float) -> Tensor:
+    """x over its root mean square, rounded once: before the product, where float16 cannot overflow."""
+    scale = torch.rsqrt(squares.sum(dim=-1, keepdim=True) / x.shape[1] + epsilon)
+    return (x.float() * scale).to(x.dtype)
+
+
+def embed(token_ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of table [V, H] for token_ids int64 [T]: (x [T, H], squares [T, P]); ids lie in [0, V)."""
+    x = table[token_ids]
+    return x, _sum_of_squares(x)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: LinearWorkspace | None = None
+) -> Tensor:
+    """x [T, K] times weight [N, K], plus bias [N]: [T, N] in x's type, summed in float32."""
+    return F.linear(x, weight, bias)
+
+
+def norm_linear(
+    x: Tensor,
+    squares: Tensor,
+    epsilon: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    workspace: LinearWorkspace | None = None,
+) -> Tensor:
+    """The root-mean-square norm of x [T, K], its weight folded into weight [N, K], then `linear`: [T, N].
+
+    Equals (x Wᵀ) * rsqrt(sum(squares) / K + epsilon) + bias. Source: Zhang & Sennrich 2019.
+    """
+    return F.linear(_normed(x, squares, epsilon), weight, bias)
+
+
+def norm_gate_up(
+    x: Tensor,
+    squares: Tensor,
+    epsilon: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    workspace: LinearWorkspace | None = None,
+) -> Tensor:
+    """silu(gate) * up for `norm_linear` by weight [2 * I, K], gate rows first: [T, I], rounded once."""
+    gate, up = norm_linear(x, squares, epsilon, weight, bias).float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def linear_residual(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, workspace: LinearWorkspace | None = None
+) -> tuple[Tensor, Tensor]:
+    """residual [T, N] + `linear`: (the new residual stream [T, N], its squares [T, P]); not in place."""
+    y = torch.addmm(residual, x, weight.t())
+    if bias is not None:
+        y = y + bias
+    return y, _sum_of_squares(y)
+
+
+def rms_norm_rows(x: Tensor, squares: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x [T, K] * rsqrt(sum(squares) / K + epsilon) * weight [K], in float32 and rounded once: [T, K]."""
+    scale = torch.rsqrt(squares.sum(dim=-1, keepdim=True) / x.shape[1] + epsilon)
+    return (x.float() * scale * weight.float()).to(x.dtype)
+
+
+def head_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Logits float32 [T, V] of hidden states x [T, K] by weight [V, K]."""
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x, weight).float()
+
+
+def head_sample(
+    x: Tensor,
+    weight: Tensor,
+    usable_vocab: int,
+    seed: Tensor,
+    first: Tensor,
+    step: int,
+    temperature: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Draw a token for every row of x [T, K] from the logits of weight [V, K]'s first `usable_vocab` rows.
+
+    The rows are S slots' windows of T / S rows; row r of slot s draws the token at absolute position
+    first[s] + step + r: the largest of logit / temperature + noise where temperature[s] > 0, of the
+    logits where it is 0; ties go to the lowest id. The noise is the emitted draw's: Gumbel, keyed by
+    seed[s] and the position. seed, first int64 [S]; temperature float32 [S]. Returns (token int64 [T],
+    finite bool [T]): whether the token's own logit is finite and none of the row's is NaN.
+    """
+    slots, rows = seed.shape[0], x.shape[0] // seed.shape[0]
+    heat = temperature.repeat_interleave(rows).unsqueeze(-1)
+    positions = first.unsqueeze(-1) + step + torch.arange(rows, device=x.device)
+    logits = head_logits(x, weight)[:, :usable_vocab]
+    processed = torch.where(heat > 0, logits / heat, logits)
+    noise = gumbel(seed.unsqueeze(-1).expand(slots, rows), positions, STREAM_TARGET, usable_vocab)
+    token = torch.where(heat > 0, processed + noise.view(slots * rows, -1), processed).argmax(dim=-1)
+    chosen = processed.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+    return token, chosen.isfinite() & ~processed.isnan().any(dim=-1)

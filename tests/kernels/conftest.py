@@ -1,0 +1,37 @@
+"""Kernels run in Triton's interpreter where there is no GPU, and on the GPU where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where Triton kernels run here."""
+    return str(request.param)
+
+
+@pytest.fixture
+def dtypes(device: str) -> tuple[torch.dtype, ...]:
+    """Types whose products can be trusted there; the interpreter gets bfloat16 ones wrong."""
+    return (torch.float32, torch.float16) if device == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _poison(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def poisoned_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = make(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made.fill_(-(2**7 - 3))
+
+    return poisoned_empty
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds NaN (or a nonsense integer), so that an element nobody wrote is seen."""
+    monkeypatch.setattr(torch, "empty", _poison(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", _poison(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", _poison(torch.Tensor.new_empty))

@@ -1,0 +1,140 @@
+"""The draft model's windows against a plain walk over each slot."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from spd.kernels.draft_window import DraftWindow
+
+PAGE, PAGES, MAX_LEN, TRASH, WIDE = 4, 7, 30, 2, 9
+
+
+@pytest.fixture(params=["draft_window", "draft_window_triton"])
+def op(request: pytest.FixtureRequest) -> Any:
+    """The module of either form."""
+    if request.param.endswith("_triton"):
+        pytest.importorskip("triton")
+    return importlib.import_module(f"spd.kernels.{request.param}")
+
+
+def make_state(seed: int, slots: int, device: str) -> dict[str, torch.Tensor]:
+    """Whole state tensors, two slots more than are run."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    rows = slots + 2
+    length = [rng.randint(1, MAX_LEN) for _ in range(rows)]
+    limits = [rng.choice((n - 3, n - 1, n, n + 1, n + 3, MAX_LEN, 0)) for n in length]
+    state = {
+        "tokens": torch.randint(99, (rows, MAX_LEN + WIDE + 1), generator=generator),
+        "length": torch.tensor(length),
+        "active": torch.tensor([rng.random() < 0.8 for _ in range(rows)]),
+        "draft_limit": torch.tensor(limits),
+        "page_table": torch.randint(2, 2**33, (rows, PAGES), generator=generator),
+        "draft": torch.full((rows, WIDE), -7),
+        "num_drafts": torch.full((rows,), 11),
+    }
+    return {name: tensor.to(device) for name, tensor in state.items()}
+
+
+def expected_rows(
+    lists: dict[str, Any], s: int, positions: list[int], limit: int
+) -> tuple[list[int], list[bool], list[int]]:
+    """Positions, validity and KV slots of one slot's rows."""
+    found: tuple[list[int], list[bool], list[int]] = ([], [], [])
+    table = lists["page_table"][s]
+    for position in positions:
+        valid = bool(lists["active"][s]) and 0 <= position < lists["draft_limit"][s]
+        clamped = min(max(position, 0), limit - 1)
+        found[0].append(clamped)
+        found[1].append(valid)
+        slot = table[min(clamped // PAGE, len(table) - 1)] * PAGE + clamped % PAGE
+        found[2].append(slot if valid else TRASH)
+    return found
+
+
+def assert_window(window: DraftWindow, expected: list[tuple[Any, ...]]) -> None:
+    for i, name in enumerate(("token_ids", "positions", "valid", "kv_slots")):
+        tensor = getattr(window, name)
+        assert tensor.dtype == (torch.bool if name == "valid" else torch.int64)
+        assert tensor.tolist() == [row[i] for row in expected], name
+
+
+def committed(op: Any, state: dict[str, torch.Tensor], slots: int, width: int, limit: int) -> DraftWindow:
+    """The committed window of the first slots, and that nothing was written."""
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    rows = [t[:slots] for name, t in state.items() if name not in ("draft", "num_drafts")]
+    window: DraftWindow = op.committed_window(*rows, width, PAGE, limit, TRASH)
+    for name, tensor in before.items():
+        assert torch.equal(tensor, state[name]), name
+    return window
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 9, 17])
+@pytest.mark.parametrize("slots", [1, 7])
+def test_committed_window_equals_its_definition(op: Any, device: str, slots: int, width: int) -> None:
+    for seed in range(6):
+        for limit in (MAX_LEN - 4, 40):
+            state = make_state(seed, slots, device)
+            lists = {name: tensor.tolist() for name, tensor in state.items()}
+            expected = []
+            for s in range(slots):
+                positions = [lists["length"][s] - width + i for i in range(width)]
+                tokens = [lists["tokens"][s][max(0, p)] for p in positions]
+                expected.append((tokens, *expected_rows(lists, s, positions, limit)))
+            assert_window(committed(op, state, slots, width, limit), expected)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, WIDE])
+@pytest.mark.parametrize("slots", [1, 7])
+def test_steps_equal_their_definition(op: Any, device: str, slots: int, k: int) -> None:
+    for seed in range(4):
+        limit = (MAX_LEN, MAX_LEN - 4, 40)[seed % 3]
+        state = make_state(seed, slots, device)
+        lists = {name: tensor.tolist() for name, tensor in state.items()}
+        # A column of something wider: its row stride is not 1.
+        drawn = torch.randint(99, (slots, 3), generator=torch.Generator().manual_seed(seed)).to(device)
+        for step in range(k):
+            sampled = (drawn + step)[:, :1]
+            rows = [state[name][:slots] for name in ("length", "active", "draft_limit", "page_table")]
+            outputs = state["draft"][:slots], state["num_drafts"][:slots]
+            window = op.draft_step(sampled, *rows, step, PAGE, limit, TRASH, *outputs, k)
+            expected = []
+            for s in range(slots):
+                token, length = int(drawn[s, 0]) + step, lists["length"][s]
+                lists["draft"][s][step] = token
+                if step == k - 1:
+                    room = min(max(lists["draft_limit"][s] - length + 1, 0), k)
+                    lists["num_drafts"][s] = room if lists["active"][s] else 0
+                expected.append(([token], *expected_rows(lists, s, [length + step], limit)))
+            assert_window(window, expected)
+            assert {name: tensor.tolist() for name, tensor in state.items()} == lists
+
+
+def test_a_slot_does_not_see_its_neighbours(op: Any, device: str) -> None:
+    state = make_state(3, 6, device)
+    together = committed(op, state, 6, 3, MAX_LEN)
+    for s in range(6):
+        alone = committed(op, {name: tensor[s : s + 1] for name, tensor in state.items()}, 1, 3, MAX_LEN)
+        for name in DraftWindow.__dataclass_fields__:
+            assert torch.equal(getattr(alone, name)[0], getattr(together, name)[s])
+
+
+def test_every_kind_of_row_is_among_the_random_ones() -> None:
+    """Before the text, beyond the draft's limit, of a silent slot, cut by the limit, past the table."""
+    seen = set()
+    for seed in range(6):
+        state = make_state(seed, 6, "cpu")
+        for s in range(6):
+            first, last = int(state["length"][s]) - 9, int(state["length"][s]) + 4
+            live = bool(state["active"][s])
+            seen |= {"silent"} if not live else set()
+            seen |= {"before"} if live and first < 0 < int(state["draft_limit"][s]) else set()
+            seen |= {"beyond"} if live and last - 5 >= int(state["draft_limit"][s]) else set()
+            seen |= {"inside"} if live and first >= 0 and last < int(state["draft_limit"][s]) else set()
+            seen |= {"past the table"} if last >= PAGE * PAGES else set()
+    assert len(seen) == 5, seen

@@ -1,0 +1,147 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Noise and the draw in Triton: the torch form's integers, its noise to a last bit, the order of draws."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from spd.kernels import philox
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from spd.kernels import philox_triton  # noqa: E402
+from spd.kernels.philox_triton import draw_rank, gumbel4, interleave4, rank_is_finite, rank_token  # noqa: E402
+from tests.kernels.test_kernels_philox import PUBLISHED  # noqa: E402
+
+
+def keys_and_places(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    seed = torch.randint(-(2**63), 2**63 - 1, (2, 3), generator=generator)
+    position = torch.randint(2**33, (2, 3), generator=generator)
+    return seed.to(device), position.to(device)
+
+
+@triton.jit
+def words_kernel(words):
+    counter0, counter1 = tl.load(words), tl.load(words + 1)
+    counter2, counter3 = tl.load(words + 2), tl.load(words + 3)
+    key0, key1 = tl.load(words + 4), tl.load(words + 5)
+    word0, word1, word2, word3 = philox_triton.philox_words(
+        counter0.to(tl.uint32), counter1.to(tl.uint32), counter2.to(tl.uint32), counter3.to(tl.uint32),
+        key0.to(tl.uint32), key1.to(tl.uint32),
+    )  # fmt: skip
+    tl.store(words, word0.to(tl.int64))
+    tl.store(words + 1, word1.to(tl.int64))
+    tl.store(words + 2, word2.to(tl.int64))
+    tl.store(words + 3, word3.to(tl.int64))
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), PUBLISHED)
+def test_published_vectors(
+    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...], device: str
+) -> None:
+    words = torch.tensor([*counter, *key], device=device)
+    words_kernel[(1,)](words)
+    assert tuple(words[:4].tolist()) == expected
+
+
+@pytest.mark.parametrize("stream", [0, 3])
+@pytest.mark.parametrize("vocab", [1, 3, 17, 1000, 5003])
+def test_bits_are_the_same_integers(vocab: int, stream: int, device: str) -> None:
+    seed, position = keys_and_places(device)
+    bits = philox_triton.random_bits(seed, position, stream, vocab)
+    assert torch.equal(bits, philox.random_bits(seed, position, stream, vocab))
+
+
+@pytest.mark.parametrize("vocab", [1, 17, 5003])
+def test_noise_is_the_references_to_a_last_bit(vocab: int, device: str) -> None:
+    seed, position = keys_and_places(device)
+    noise = philox_triton.gumbel(seed, position, philox.STREAM_TARGET, vocab)
+    expected = philox.gumbel(seed, position, philox.STREAM_TARGET, vocab)
+    torch.testing.assert_close(noise, expected, rtol=3e-7, atol=3e-7)
+
+
+@triton.jit
+def ends_kernel(bits, out):
+    at = tl.arange(0, 2)
+    tl.store(out + at, philox_triton.gumbel_of(tl.load(bits + at).to(tl.uint32)))
+
+
+def test_uniforms_are_clamped_at_both_ends(device: str) -> None:
+    found = torch.empty(2, device=device)
+    ends_kernel[(1,)](torch.tensor([0, 0xFFFFFFFF], device=device), found)
+    ends = torch.tensor([2.0**-33, 1 - 2.0**-24], dtype=torch.float64)
+    expected = -(-ends.log()).log()
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-6, atol=0)
+
+
+@triton.jit
+def tile_kernel(seed, position, out, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.arange(0, ROWS)
+    lane0, lane1, lane2, lane3 = gumbel4(
+        tl.load(seed + row)[None, :], tl.load(position + row)[None, :], 0, tl.arange(0, GROUPS)[:, None]
+    )
+    token = tl.arange(0, 4 * GROUPS)
+    tl.store(out + row[None, :] * 4 * GROUPS + token[:, None], interleave4(lane0, lane1, lane2, lane3))
+
+
+def test_a_tile_of_rows_holds_each_rows_noise(device: str) -> None:
+    """Groups [G, 1] against rows [1, T], as a fused kernel asks for it, equal one row at a time."""
+    seed, position = (values.flatten()[:4].clone() for values in keys_and_places(device))
+    tile = torch.empty(4, 32, device=device)
+    tile_kernel[(1,)](seed, position, tile, GROUPS=8, ROWS=4)
+    assert torch.equal(tile, philox_triton.gumbel(seed, position, philox.STREAM_TARGET, 32))
+
+
+@triton.jit
+def rank_kernel(score, ids, rank, token, finite, size, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    inside = at < size
+    ranks = draw_rank(tl.load(score + at, mask=inside), tl.load(ids + at, mask=inside))
+    tl.store(rank + at, ranks, mask=inside)
+    tl.store(token + at, rank_token(ranks), mask=inside)
+    tl.store(finite + at, rank_is_finite(ranks), mask=inside)
+
+
+def test_ranks_order_scores_then_ids(device: str) -> None:
+    """From the least drawn to the first drawn; equal scores come with falling ids."""
+    ordered = [
+        *[(-math.inf, 7), (-math.inf, 0), (-3e38, 1), (-1.0, 3), (-1.0, 2), (-1e-45, 0), (0.0, 9), (-0.0, 8)],
+        *[(0.0, 4), (1e-45, 5), (2.5, 262143), (2.5, 6), (3e38, 2**31 - 1), (math.inf, 3), (math.nan, 5)],
+        (-math.nan, 1),
+    ]
+    score = torch.tensor([s for s, _ in ordered], device=device)
+    ids = torch.tensor([i for _, i in ordered], dtype=torch.int32, device=device)
+    rank, token = (torch.empty(len(ordered), dtype=torch.int64, device=device) for _ in range(2))
+    finite = torch.zeros(len(ordered), dtype=torch.bool, device=device)
+    rank_kernel[(1,)](score, ids, rank, token, finite, len(ordered), SIZE=16)
+    assert (rank.diff() > 0).all()
+    assert (rank > philox_triton.NO_RANK.value).all()
+    assert torch.equal(token, ids.long())
+    assert torch.equal(finite, score.isfinite())
+
+
+@triton.jit
+def scale_kernel(logit, temperature, noise, out, size, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    inside = at < size
+    heat = tl.load(temperature + at, mask=inside, other=1.0)
+    scaled = philox_triton.scaled_logit(tl.load(logit + at, mask=inside, other=0.0), heat)
+    noisy = philox_triton.noisy_logit(scaled, tl.load(noise + at, mask=inside, other=0.0), heat)
+    tl.store(out + at, noisy, mask=inside)
+
+
+def test_temperature_and_noise_are_one_division_and_one_sum(device: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    logit, noise = (9 * torch.randn(2, 3000, generator=generator)).to(device)
+    temperature = (3 * torch.rand(3000, generator=generator) - 0.5).clamp(min=0).to(device)
+    found = torch.empty(3000, device=device)
+    scale_kernel[(1,)](logit, temperature, noise, found, 3000, SIZE=4096, enable_fp_fusion=False)
+    assert (temperature == 0).any()
+    expected = torch.where(temperature > 0, logit / temperature + noise, logit)
+    assert torch.equal(found, expected)

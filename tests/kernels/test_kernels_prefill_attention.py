@@ -1,0 +1,100 @@
+"""Attention of prompt chunks: against float64, and independent of where the pages lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spd.kernels import prefill_attention as reference
+
+twin = pytest.importorskip("spd.kernels.prefill_attention_triton")
+
+
+def paged(
+    whole: torch.Tensor, page: int, seed: int, dead: float = float("nan")
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool whose shuffled pages hold whole [positions, K, D], `dead` beyond; and the pages in order."""
+    count = -(-whole.shape[0] // page) + 2
+    order = torch.randperm(count + 3, generator=torch.Generator().manual_seed(seed))
+    row = order[:count].to(whole.device)
+    pool = whole.new_full((len(order), page, *whole.shape[1:]), dead)
+    at = torch.arange(whole.shape[0], device=whole.device)
+    pool[row[at // page], at % page] = whole
+    return pool, row
+
+
+def straight(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The definition in `dtype`."""
+    rows, heads, size = query.shape
+    groups = heads // keys.shape[1]
+    keys, values = (t.to(dtype).repeat_interleave(groups, 1) for t in (keys, values))
+    scores = torch.einsum("qhd,thd->hqt", query.to(dtype), keys) * size**-0.5
+    at = torch.arange(start, start + rows, device=query.device)[:, None]
+    hidden = torch.arange(keys.shape[0], device=query.device)[None] > at
+    return torch.einsum("hqt,thd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
+
+
+def make(
+    device: str, dtype: torch.dtype, rows: int, start: int, heads: tuple[int, int], size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(2)
+    query = torch.randn(rows, heads[0], size).to(device, dtype)
+    keys, values = (torch.randn(start + rows, heads[1], size).to(device, dtype) for _ in range(2))
+    return query, keys, values
+
+
+@pytest.mark.parametrize(
+    ("rows", "start", "heads", "size", "page"),
+    [
+        (1, 0, (2, 2), 16, 64),
+        (130, 0, (3, 1), 16, 64),
+        (5, 63, (4, 2), 80, 64),
+        (33, 64, (7, 1), 96, 32),
+        (70, 190, (2, 1), 32, 16),
+        (140, 65, (4, 1), 16, 128),
+    ],
+)
+def test_against_its_definition(
+    device: str,
+    dtypes: tuple[torch.dtype, ...],
+    rows: int,
+    start: int,
+    heads: tuple[int, int],
+    size: int,
+    page: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Models of four heads count as large ones here, and take the wide tiles."""
+    monkeypatch.setattr(twin, "FEW_HEADS", 4)
+    for dtype in dtypes:
+        query, keys, values = make(device, dtype, rows, start, heads, size)
+        key_pages, page_row = paged(keys, page, 5)
+        value_pages, _ = paged(values, page, 5)
+        out = twin.prefill_attention(query, key_pages, value_pages, page_row, start, size**-0.5)
+        right = straight(query, keys, values, start, torch.float64)
+        plain = straight(query, keys, values, start, dtype)
+        assert out.dtype == dtype and out.shape == query.shape
+        assert (out - right).abs().max() <= 2 * (plain - right).abs().max() + 1e-6
+
+
+def test_pages_and_dead_positions_change_nothing(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    for dtype in dtypes:
+        query, keys, values = make(device, dtype, 40, 90, (3, 1), 16)
+        results = []
+        for seed, dead in ((1, float("nan")), (2, 3.0), (3, float("inf"))):
+            key_pages, page_row = paged(keys, 64, seed, dead)
+            value_pages, _ = paged(values, 64, seed, dead)
+            results.append(twin.prefill_attention(query, key_pages, value_pages, page_row, 90, 0.25))
+        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize(("rows", "start"), [(1, 0), (7, 509), (20, 520)])
+def test_the_torch_form(rows: int, start: int) -> None:
+    """Pages beyond the positions are read masked, so they must be finite; there may be none."""
+    query, keys, values = make("cpu", torch.float32, rows, start, (4, 2), 16)
+    key_pages, page_row = paged(keys, 64, 4, dead=0.0)
+    value_pages, _ = paged(values, 64, 4, dead=0.0)
+    out = reference.prefill_attention(query, key_pages, value_pages, page_row, start, 0.25)
+    assert (out - straight(query, keys, values, start, torch.float64)).abs().max() < 1e-5

@@ -1,0 +1,249 @@
+"""The commit against a plain walk over each slot: every tensor it may write, and every row it may not."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from spd.kernels.round_commit import (
+    EMISSION_HEAD,
+    FAILED,
+    FULL,
+    GOING_ON,
+    STOPPED,
+    emission_max_k,
+    emission_width,
+    read_emission,
+)
+from spd.kernels.round_finish import COMMITTED, NUM_TIMES
+
+MAX_LEN, VOCAB, DEPTH, SPARE = 24, 6, 3, 2
+
+
+@pytest.fixture(params=["round_commit", "round_commit_triton"])
+def op(request: pytest.FixtureRequest) -> Any:
+    """The module of either form."""
+    if request.param.endswith("_triton"):
+        pytest.importorskip("triton")
+    return importlib.import_module(f"spd.kernels.{request.param}")
+
+
+def make_state(
+    seed: int, slots: int, k: int, device: str, stops: int = 5, slack: int = 0
+) -> dict[str, torch.Tensor]:
+    """Whole state tensors of SPARE more slots than are run; the tokens are few, so that drafts are right."""
+    rng = random.Random(seed)
+    rows, max_k = slots + SPARE, k + 2
+
+    def integers(*shape: int, below: int = VOCAB) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rng.getrandbits(30))
+        return torch.randint(below, shape, generator=generator)
+
+    sampled, draft = integers(rows, max_k + 1), integers(rows, max_k)
+    length = torch.tensor([rng.randint(1, MAX_LEN - 1) for _ in range(rows)])
+    for s in range(rows):
+        right = rng.choice((0, k, rng.randint(0, k)))
+        draft[s, :right] = sampled[s, :right]
+    stop_ids = torch.full((rows, stops), -1)
+    for s in range(rows):
+        for j in range(rng.choice((0, 1, stops)) if k < 12 else rng.choice((0, 0, 1))):
+            stop_ids[s, j] = rng.choice((rng.randrange(VOCAB), VOCAB + 3))
+    doubt = 0.3 / (k + 1)
+    state = {
+        "draft": draft,
+        "num_drafts": torch.tensor([rng.choice((0, k, k + 3, rng.randint(0, k))) for _ in range(rows)]),
+        "sampled": sampled,
+        "finite": torch.tensor([[rng.random() > doubt for _ in range(max_k + 1)] for _ in range(rows)]),
+        "tokens": integers(rows, MAX_LEN + max_k + 1),
+        "length": length,
+        "length_limit": torch.tensor(
+            [min(MAX_LEN, int(n) + rng.choice((0, 1, 2, k, k + 1, k + 2, 20))) for n in length]
+        ),
+        "stop_ids": stop_ids,
+        "active": torch.tensor([rng.random() < 0.8 for _ in range(rows)]),
+        "generated": integers(rows, VOCAB + 4, below=9).to(torch.int32),
+        "ring": integers(DEPTH, rows, emission_width(max_k) + slack, below=1000),
+        "counter": torch.tensor([rng.randrange(3 * DEPTH)]),
+    }
+    return {name: tensor.to(device) for name, tensor in state.items()}
+
+
+def arguments(state: dict[str, torch.Tensor], slots: int, k: int) -> dict[str, torch.Tensor]:
+    """Views of the first slots, as a round of fewer than all would pass."""
+    widths = {"draft": k, "sampled": k + 1, "finite": k + 1}
+    whole = ("ring", "counter")
+    cut = {name: t if name in whole else t[:slots] for name, t in state.items()}
+    return {name: t[:, : widths[name]] if name in widths else t for name, t in cut.items()}
+
+
+def expect(state: dict[str, torch.Tensor], slots: int, k: int, given: list[int] | None = None) -> set[str]:
+    """Do to the state, in plain Python, what the commit should; returns what was met."""
+    met = set()
+    place = int(state["counter"]) % DEPTH
+    samples_at = EMISSION_HEAD + (state["ring"].shape[2] - 7) // 2
+    for s in range(slots):
+        draft, sampled = state["draft"][s, :k].tolist(), state["sampled"][s, : k + 1].tolist()
+        before, real = int(state["length"][s]), int(state["num_drafts"][s])
+        accepted = 0
+        while accepted < min(k, real) and draft[accepted] == sampled[accepted]:
+            accepted += 1
+        if given is not None:
+            accepted = given[s]
+        stops, finite = set(state["stop_ids"][s].tolist()), state["finite"][s].tolist()
+        stop = next((i for i in range(accepted + 1) if sampled[i] in stops), None)
+        bad = next((i for i in range(accepted + 1) if not finite[i]), None)
+        ends = [accepted + 1, *([] if stop is None else [stop + 1]), *([] if bad is None else [bad])]
+        count, reason = min(ends), GOING_ON
+        if before + count >= int(state["length_limit"][s]):
+            reason = FULL
+        if stop is not None and (bad is None or stop < bad):
+            reason = STOPPED
+        if bad is not None and (stop is None or bad < stop):
+            reason = FAILED
+        if not state["active"][s]:
+            count, reason = 0, GOING_ON
+            met.add("silent")
+        for i in range(count):
+            state["tokens"][s, before + i] = sampled[i]
+            state["generated"][s, sampled[i]] += 1
+        met |= {f"reason {reason}", *(["stop inside"] if stop is not None and stop < accepted else [])}
+        met |= {"bad inside"} if bad is not None and 0 < bad < accepted else set()
+        met |= {"accepted some"} if 0 < accepted < k else set()
+        met |= {"counted twice"} if len(set(sampled[:count])) < count else set()
+        met |= {"all"} if count == k + 1 else set()
+        state["length"][s] = before + count
+        state["active"][s] = bool(state["active"][s]) and reason == GOING_ON
+        head = [before, real, accepted, count, reason, k]
+        state["ring"][place, s, : EMISSION_HEAD + k] = torch.tensor(head + draft)
+        state["ring"][place, s, samples_at : samples_at + k + 1] = torch.tensor(sampled)
+    return met
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].cpu(), tensor), name
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 4, 7, 12, 31])
+@pytest.mark.parametrize("slots", [1, 3, 17])
+def test_commit_equals_its_definition(op: Any, device: str, slots: int, k: int) -> None:
+    for seed in range(8 if slots < 17 else 3):
+        state = make_state(seed, slots, k, device)
+        expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
+        expect(expected, slots, k)
+        op.round_commit(**arguments(state, slots, k))
+        assert_same(state, expected)
+
+
+def test_every_kind_of_end_is_among_the_random_ones() -> None:
+    met = set()
+    for seed in range(8):
+        for k in (1, 4, 7):
+            met |= expect(make_state(seed, 3, k, "cpu"), 3, k)
+    assert met == {
+        *("silent", "stop inside", "bad inside", "accepted some", "counted twice", "all"),
+        *(f"reason {reason}" for reason in (GOING_ON, STOPPED, FULL, FAILED)),
+    }
+
+
+@pytest.mark.parametrize("k", [0, 3, 7])
+def test_acceptance_may_come_from_another_rule(op: Any, device: str, k: int) -> None:
+    for seed in range(6):
+        state = make_state(seed, 5, k, device)
+        given = [random.Random(seed + s).randint(0, k) for s in range(5)]
+        expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
+        expect(expected, 5, k, given)
+        op.round_commit(**arguments(state, 5, k), accepted=torch.tensor(given, device=device))
+        assert_same(state, expected)
+
+
+def test_without_counts(op: Any, device: str) -> None:
+    state = make_state(3, 5, 4, device)
+    expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
+    expect(expected, 5, 4)
+    expected["generated"] = state["generated"].cpu().clone()
+    op.round_commit(**{**arguments(state, 5, 4), "generated": None})
+    assert_same(state, expected)
+
+
+@pytest.mark.parametrize("stops", [1, 24, 40])
+def test_any_number_of_stop_ids(op: Any, device: str, stops: int) -> None:
+    """The last one counts, and what pads the kernel's lanes, id 0, is none."""
+    for last, reason in ((0, STOPPED), (5, GOING_ON)):
+        state = make_state(1, 2, 3, device, stops=stops)
+        for name, value in (("sampled", 0), ("finite", True), ("active", True), ("length", 3), ("draft", 0)):
+            state[name].fill_(value)
+        state["length_limit"].fill_(MAX_LEN)
+        state["stop_ids"].fill_(-1)[:, -1] = last
+        expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
+        assert expect(expected, 2, 3) >= {f"reason {reason}"}
+        op.round_commit(**arguments(state, 2, 3))
+        assert_same(state, expected)
+
+
+def test_a_slot_does_not_see_its_neighbours(op: Any, device: str) -> None:
+    together = make_state(9, 6, 4, device)
+    alone = {name: tensor.clone() for name, tensor in together.items()}
+    op.round_commit(**arguments(together, 6, 4))
+    for s in range(6):
+        cut = {name: t if name == "counter" else t[s : s + 1] for name, t in alone.items()}
+        cut["ring"] = alone["ring"][:, s : s + 1]
+        op.round_commit(**arguments(cut, 1, 4))
+    assert_same(alone, {name: tensor.cpu() for name, tensor in together.items()})
+
+
+def test_lengths_and_tokens_at_the_row_s_end(op: Any, device: str) -> None:
+    """A silent slot as long as can be, and one that fills its row, write nothing beyond it."""
+    state = make_state(4, 2, 3, device)
+    state["length"][:2] = torch.tensor([MAX_LEN, MAX_LEN - 1], device=device)
+    state["length_limit"].fill_(MAX_LEN)
+    state["active"][:2] = torch.tensor([False, True], device=device)
+    state["finite"].fill_(True)
+    state["stop_ids"].fill_(-1)
+    state["num_drafts"].fill_(0)
+    expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
+    assert expect(expected, 2, 3) == {"silent", "reason 0", f"reason {FULL}"}
+    op.round_commit(**arguments(state, 2, 3))
+    assert_same(state, expected)
+
+
+def test_the_commit_is_marked(op: Any, device: str) -> None:
+    state = make_state(6, 3, 2, device)
+    state["counter"].fill_(DEPTH + 1)
+    expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
+    expect(expected, 3, 2)
+    times = torch.full((DEPTH, NUM_TIMES), -5, device=device)
+    op.round_commit(**arguments(state, 3, 2), times=times)
+    assert (times != -5).nonzero().tolist() == [[1, COMMITTED]]
+    assert_same(state, expected)
+
+
+@pytest.mark.parametrize("slack", [0, 1, 4])
+def test_what_the_host_reads(op: Any, device: str, slack: int) -> None:
+    """An emission says everything by itself, in a ring wider than needed too."""
+    k = 3
+    state = make_state(7, 4, k, device, slack=slack)
+    expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
+    expect(expected, 4, k)
+    length = state["length"].tolist()
+    op.round_commit(**arguments(state, 4, k))
+    assert_same(state, expected)
+    for s, row in enumerate(state["ring"][int(state["counter"]) % DEPTH, :4].tolist()):
+        emission = read_emission(row)
+        assert emission.draft == expected["draft"][s, :k].tolist()
+        assert emission.sampled == expected["sampled"][s, : k + 1].tolist()
+        assert (emission.length, emission.num_drafts) == (length[s], int(expected["num_drafts"][s]))
+        assert emission.length + emission.committed == expected["length"][s]
+        assert bool(expected["active"][s]) <= (emission.reason == GOING_ON)
+        ends = emission.reason in (STOPPED, FAILED)
+        assert ends or emission.committed in (0, emission.accepted + 1)
+
+
+def test_width_and_capacity_belong_together() -> None:
+    assert [emission_width(k) for k in (0, 1, 4)] == [7, 9, 15]
+    for k in range(40):
+        assert emission_max_k(emission_width(k)) == k == emission_max_k(emission_width(k) + 1)

@@ -1,0 +1,157 @@
+"""The round's window against a plain walk over each slot."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from spd.kernels.round_finish import BEGAN, NUM_TIMES
+from spd.kernels.round_window import RoundWindow
+
+PAGE, PAGES, MAX_LEN, VOCAB, TRASH = 4, 9, 30, 50, 3
+# Shorter than MAX_LEN by a page, as a page table is that does not cover the last positions.
+COVERED = (PAGES - 2) * PAGE
+
+
+@pytest.fixture(params=["round_window", "round_window_triton"])
+def op(request: pytest.FixtureRequest) -> Any:
+    """The module of either form."""
+    if request.param.endswith("_triton"):
+        pytest.importorskip("triton")
+    return importlib.import_module(f"spd.kernels.{request.param}")
+
+
+def make_state(seed: int, slots: int, k: int, device: str) -> dict[str, torch.Tensor]:
+    """Rows of larger tensors, with strides that are not their widths; every kind of slot among them."""
+    rng = random.Random(seed)
+    length = [rng.randint(1, MAX_LEN) for _ in range(slots)]
+    limit = [min(MAX_LEN, max(1, n + rng.choice((-2, 0, 1, 2, 3, k, k + 1, k + 2, 40)))) for n in length]
+    bad = (-1, VOCAB, VOCAB + 9, -(2**40), 2**40)
+    draft = [
+        [rng.choice(bad) if rng.random() < 0.1 else rng.randrange(VOCAB) for _ in range(k + 2)]
+        for _ in range(slots)
+    ]
+    proposed = [rng.choice((-1, 0, k, k + 3, rng.randint(0, k))) for _ in range(slots)]
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB, (slots + 3, MAX_LEN + k + 5), generator=generator)
+    table = torch.randint(2, 2**33, (slots + 2, PAGES + 3), generator=generator)
+    padding = torch.zeros(3, k + 2, dtype=torch.int64)
+    state = {
+        "tokens": tokens[:slots, : MAX_LEN + k + 1],
+        "length": torch.tensor(length),
+        "draft": torch.cat((torch.tensor(draft), padding))[:slots, : max(1, k)],
+        "num_drafts": torch.tensor(proposed),
+        "active": torch.tensor([rng.random() < 0.8 for _ in range(slots)]),
+        "length_limit": torch.tensor(limit),
+        "page_table": table[:slots, : PAGES - 2],
+    }
+    return {name: moved(tensor, device) for name, tensor in state.items()}
+
+
+def moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """On the device with its strides."""
+    if device == "cpu":
+        return tensor
+    there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return there.copy_(tensor)
+
+
+def expected_window(state: dict[str, torch.Tensor], k: int, table_limit: bool = True) -> dict[str, Any]:
+    """The definition, one slot and one row after another."""
+    lists = {name: tensor.tolist() for name, tensor in state.items()}
+    found: dict[str, Any] = {name: [] for name in RoundWindow.__dataclass_fields__}
+    for s, n in enumerate(lists["length"]):
+        draft = lists["draft"][s][:k]
+        known = [0 <= token < VOCAB for token in draft]
+        leading = known.index(False) if False in known else k
+        count = max(0, min(lists["num_drafts"][s], k))
+        count = min(count, leading, max(0, lists["length_limit"][s] - n - 1))
+        draft = [token if fine else 0 for token, fine in zip(draft, known, strict=True)]
+        positions = [min(n - 1 + i, MAX_LEN - 1) for i in range(k + 1)]
+        valid = [bool(lists["active"][s]) and i <= count for i in range(k + 1)]
+        table = lists["page_table"][s]
+        slots = [table[min(p // PAGE, len(table) - 1)] * PAGE + p % PAGE for p in positions]
+        found["token_ids"].append([lists["tokens"][s][n - 1], *draft])
+        found["positions"].append(positions)
+        found["valid"].append(valid)
+        found["kv_slots"].append([p if fed else TRASH for p, fed in zip(slots, valid, strict=True)])
+        found["draft"].append(draft)
+        found["num_drafts"].append(count)
+    return found
+
+
+def run(op: Any, state: dict[str, torch.Tensor], k: int, *clock: torch.Tensor) -> RoundWindow:
+    """The window, and that nothing it read was written."""
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    window: RoundWindow = op.round_window(*state.values(), k, PAGE, VOCAB, MAX_LEN, TRASH, *clock)
+    for name, tensor in before.items():
+        assert torch.equal(tensor, state[name]), name
+    return window
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 4, 7, 12, 31])
+@pytest.mark.parametrize("slots", [1, 2, 7, 19])
+def test_window_equals_its_definition(op: Any, device: str, slots: int, k: int) -> None:
+    for seed in range(6 if slots < 19 else 2):
+        state = make_state(seed, slots, k, device)
+        window, expected = run(op, state, k), expected_window(state, k)
+        for name, values in expected.items():
+            tensor = getattr(window, name)
+            assert tensor.dtype == (torch.bool if name == "valid" else torch.int64)
+            assert tensor.is_contiguous(), name
+            assert tensor.tolist() == values, name
+
+
+def test_every_kind_of_slot_is_among_the_random_ones() -> None:
+    """Cut by an unknown id, by the limit, by the count, by nothing; clamped positions; silent slots."""
+    seen = set()
+    for seed in range(40):
+        state = make_state(seed, 7, 4, "cpu")
+        window = expected_window(state, 4)
+        for s in range(7):
+            room = int(state["length_limit"][s] - state["length"][s]) - 1
+            count, proposed = window["num_drafts"][s], int(state["num_drafts"][s])
+            draft = state["draft"][s, :4].tolist()
+            unknown = count < 4 and not 0 <= draft[count] < VOCAB
+            seen |= {"limit"} if count == room < min(4, proposed) and not unknown else set()
+            seen |= {"past the limit"} if room < 0 else set()
+            seen |= {"unknown"} if unknown and count < min(room, proposed) else set()
+            seen |= {"count"} if count == proposed < min(4, room) and not unknown else set()
+            seen |= {"whole"} if count == 4 else set()
+            seen |= {"negative"} if proposed < 0 else set()
+            seen |= {"silent"} if not state["active"][s] else set()
+            seen |= {"clamped"} if window["positions"][s][4] == window["positions"][s][3] else set()
+            seen |= {"table end"} if window["positions"][s][4] >= COVERED else set()
+    assert len(seen) == 9, seen
+
+
+def test_pages_beyond_32_bits_keep_their_place(op: Any, device: str) -> None:
+    state = make_state(1, 2, 2, device)
+    state["page_table"].fill_(2**31 - 1)
+    state["active"].fill_(True)
+    window = run(op, state, 2)
+    offset = (window.positions[:, 0] % PAGE).tolist()
+    assert window.kv_slots[:, 0].tolist() == [(2**31 - 1) * PAGE + n for n in offset]
+
+
+def test_a_slot_does_not_see_its_neighbours(op: Any, device: str) -> None:
+    state = make_state(5, 7, 4, device)
+    together = run(op, state, 4)
+    for s in range(7):
+        alone = run(op, {name: tensor[s : s + 1] for name, tensor in state.items()}, 4)
+        for name in RoundWindow.__dataclass_fields__:
+            assert torch.equal(getattr(alone, name)[0], getattr(together, name)[s])
+
+
+def test_the_beginning_is_marked(op: Any, device: str) -> None:
+    state = make_state(2, 3, 2, device)
+    times = torch.full((3, NUM_TIMES), -5, device=device)
+    counter = torch.tensor([4], device=device)
+    window = run(op, state, 2, times, counter)
+    assert window.num_drafts.tolist() == expected_window(state, 2)["num_drafts"]
+    marked = (times != -5).nonzero().tolist()
+    assert marked == [[1, BEGAN]] and counter.tolist() == [4]

@@ -1,0 +1,355 @@
+"""Skinny products: right, the same bits for a row in any company, and draws that equal the logits' own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from spd.kernels import philox_triton, sampling_triton, skinny_kernels_triton
+from spd.kernels import skinny_linear as reference
+from spd.kernels import skinny_linear_triton as twin
+from spd.kernels.sampling import SamplingTensors
+from spd.kernels.skinny_config import LinearConfig, config_for, paired, shared_limit, workspace_sizes
+from spd.kernels.skinny_linear import LinearWorkspace, capability_of
+
+EPSILON = 1e-5
+SMALL = LinearConfig(block_n=16, block_k=32, stages=2)
+SPLIT = replace(SMALL, split_k=3)
+FORMS = pytest.mark.parametrize("config", [SMALL, SPLIT], ids=["whole", "split"])
+SHAPES = [(1, 16, 1), (40, 72, 5), (33, 130, 17), (96, 96, 16), (71, 64, 3)]
+"""(N, K, T): one row and column, sizes that no block divides, and sizes that all do."""
+
+
+class Operands:
+    """Random operands of one shape, the residual stream's squares in `parts` uneven parts."""
+
+    def __init__(self, n: int, k: int, rows: int, dtype: torch.dtype, device: str, parts: int = 3) -> None:
+        generator = torch.Generator().manual_seed(n * 1000 + k * 10 + rows)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        self.x, self.residual, self.scale = normal(rows, k), normal(rows, n), normal(k)
+        self.weight, self.bias = normal(n, k), normal(n)
+        self.pair, self.pair_bias = normal(2 * n, k), normal(2 * n)
+        self.squares = squares_of(self.x, parts)
+
+
+def squares_of(x: Tensor, parts: int) -> Tensor:
+    chunks = x.float().square().tensor_split(parts, dim=1)
+    return torch.stack([chunk.sum(1) for chunk in chunks], dim=1)
+
+
+def close(found: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """Error at most twice that of plain torch in the same type, and a little where that is luckily small."""
+    assert found.dtype == plain.dtype and found.shape == exact.shape
+    size = 1.0 + exact.abs().max().item()
+    allowed = 2 * (plain.double() - exact).abs().max().item() + 2 * torch.finfo(found.dtype).eps * size
+    assert (found.double() - exact).abs().max().item() <= allowed
+
+
+def wide(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.double() for tensor in tensors]
+
+
+@pytest.mark.parametrize(("n", "k", "rows"), SHAPES)
+@pytest.mark.parametrize("config", [SMALL, SPLIT, None], ids=["whole", "split", "default"])
+def test_products(
+    n: int, k: int, rows: int, config: LinearConfig | None, device: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    for dtype in dtypes:
+        o = Operands(n, k, rows, dtype, device)
+        x, weight, pair, residual = wide(o.x, o.weight, o.pair, o.residual)
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)
+        biases = [(None, None), (o.bias, o.pair_bias)]
+        if device == "cpu":  # the interpreter is slow
+            del biases[dtype == torch.float32]
+        for bias, pair_bias in biases:
+            shift, pair_shift = (0.0, 0.0) if bias is None else (bias.double(), pair_bias.double())
+            found = twin.linear(o.x, o.weight, bias, config=config)
+            close(found, reference.linear(o.x, o.weight, bias), x @ weight.T + shift)
+            arguments = (o.x, o.squares, EPSILON, o.weight, bias)
+            found = twin.norm_linear(*arguments, config=config)
+            close(found, reference.norm_linear(*arguments), normed @ weight.T + shift)
+            arguments = (o.x, o.squares, EPSILON, o.pair, pair_bias)
+            found = twin.norm_gate_up(*arguments, config=config)
+            gate, up = (normed @ pair.T + pair_shift).chunk(2, dim=-1)
+            close(found, reference.norm_gate_up(*arguments), torch.nn.functional.silu(gate) * up)
+            found, squares = twin.linear_residual(o.x, o.weight, bias, o.residual, config=config)
+            plain, _ = reference.linear_residual(o.x, o.weight, bias, o.residual)
+            close(found, plain, residual + x @ weight.T + shift)
+            assert squares.dtype == torch.float32 and squares.shape[0] == rows
+            torch.testing.assert_close(squares.sum(1), found.float().square().sum(1), rtol=1e-5, atol=1e-6)
+        close(twin.head_logits(o.x, o.weight, config=config), (o.x @ o.weight.T).float(), x @ weight.T)
+
+
+def test_squares_have_a_part_for_every_tile(device: str) -> None:
+    o = Operands(40, 72, 5, torch.float32, device)
+    y, squares = twin.linear_residual(o.x, o.weight, None, o.residual, config=SMALL)
+    parts = [part.square().sum(1) for part in y.split(SMALL.block_n, dim=1)]
+    torch.testing.assert_close(squares, torch.stack(parts, dim=1))
+
+
+@pytest.mark.parametrize(("h", "parts"), [(16, 1), (80, 3), (5000, 200)])
+def test_rows(h: int, parts: int, device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    for dtype in (*dtypes, torch.bfloat16):
+        o = Operands(11, h, 3, dtype, device, parts)
+        ids = torch.tensor([10, 0, 10], device=device)
+        x, squares = twin.embed(ids, o.weight)
+        assert torch.equal(x, o.weight[ids])
+        torch.testing.assert_close(squares.sum(1), x.float().square().sum(1), rtol=1e-5, atol=0)
+        arguments = (o.x, o.squares, o.scale, EPSILON)
+        (wide_x, scale), plain = wide(o.x, o.scale), reference.rms_norm_rows(*arguments)
+        exact = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + EPSILON) * scale
+        close(twin.rms_norm_rows(*arguments), plain, exact)
+
+
+def test_many_parts_of_squares(device: str) -> None:
+    """More parts than a program holds at once."""
+    o = Operands(20, 300, 3, torch.float32, device, parts=300)
+    plain = reference.norm_linear(o.x, o.squares, EPSILON, o.weight, None)
+    torch.testing.assert_close(twin.norm_linear(o.x, o.squares, EPSILON, o.weight, None, config=SMALL), plain)
+
+
+def operations(
+    o: Operands, config: LinearConfig, rows: int
+) -> dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]]:
+    """Every operation as a function of x [T, K] and the residual [T, N], all of whose results are by row."""
+    device = o.x.device
+    workspace = LinearWorkspace(
+        torch.full((1 << 18,), float("nan"), device=device),
+        torch.zeros(64, dtype=torch.int32, device=device),
+    )
+    seed = torch.full((rows,), 2**40 + 3, device=device)
+    first = torch.full((rows,), 7, device=device)
+    heat = torch.full((rows,), 0.8, device=device)
+
+    def sample(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        t = len(x)
+        return twin.head_sample(x, o.weight, o.weight.shape[0] - 1, seed[:t], first[:t], 2, heat[:t])
+
+    def normed(form: Callable[..., Tensor], weight: Tensor, bias: Tensor) -> Callable[..., tuple[Tensor]]:
+        return lambda x, _: (form(x, squares_of(x, 3), EPSILON, weight, bias, workspace, config=config),)
+
+    return {
+        "linear": lambda x, _: (twin.linear(x, o.weight, o.bias, workspace, config=config),),
+        "norm_linear": normed(twin.norm_linear, o.weight, o.bias),
+        "norm_gate_up": normed(twin.norm_gate_up, o.pair, o.pair_bias),
+        "linear_residual": lambda x, r: twin.linear_residual(
+            x, o.weight, o.bias, r, workspace, config=config
+        ),
+        "rms_norm_rows": lambda x, _: (twin.rms_norm_rows(x, squares_of(x, 3), o.scale, EPSILON),),
+        "head_logits": lambda x, _: (twin.head_logits(x, o.weight, config=config),),
+        "head_sample": sample,
+    }
+
+
+@FORMS
+def test_a_rows_bits_do_not_depend_on_the_number_of_rows(
+    config: LinearConfig, device: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    tried = range(1, 17) if device == "cuda" else (1, 2, 7, 16)
+    for dtype in dtypes if device == "cuda" else dtypes[-1:]:
+        o = Operands(24, 80, 17, dtype, device)
+        for name, run in operations(o, config, 17).items():
+            every = run(o.x, o.residual)
+            for rows in tried:
+                some = run(o.x[:rows], o.residual[:rows])
+                for whole, part in zip(every, some, strict=True):
+                    assert torch.equal(part, whole[:rows]), (name, dtype, rows)
+
+
+@FORMS
+def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
+    config: LinearConfig, device: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    places = range(17) if device == "cuda" else (0, 6, 12, 16)
+    for dtype in dtypes if device == "cuda" else dtypes[-1:]:
+        o = Operands(24, 80, 17, dtype, device)
+        for name, run in operations(o, config, 17).items():
+            alone = run(o.x[3:4], o.residual[3:4])
+            for place in places:
+                other = (300.0, float("nan"), float("inf"), 0.001, 1.0)[place % 5]
+                x, residual = o.x * other, o.residual * other
+                x[place], residual[place] = o.x[3], o.residual[3]
+                for one, among in zip(alone, run(x, residual), strict=True):
+                    assert torch.equal(one[0], among[place]), (name, dtype, place, other)
+
+
+def test_workspace_is_left_as_it_was_found(device: str) -> None:
+    weights = [torch.randn(n, k, device=device) for n, k in ((64, 1024), (16, 2048), (48, 1024), (300, 40))]
+    sizes = []
+    for weight in weights:
+        config = config_for(*weight.shape, weight.element_size(), capability_of(weight.device))
+        sizes.append(workspace_sizes(weight.shape[0], 17, config))
+    partials, counters = (max(column) for column in zip(*sizes, strict=True))
+    assert counters > 0
+    workspace = LinearWorkspace(
+        torch.empty(partials, device=device), torch.zeros(counters, dtype=torch.int32, device=device)
+    )
+    for weight in weights:
+        x = torch.randn(17, weight.shape[1], device=device)
+        squares = squares_of(x, 2)
+        assert torch.equal(twin.linear(x, weight, None, workspace), twin.linear(x, weight, None))
+        shared = twin.norm_gate_up(x, squares, EPSILON, weight, None, workspace)
+        assert torch.equal(shared, twin.norm_gate_up(x, squares, EPSILON, weight, None))
+        assert not workspace.counters.any()
+
+
+def test_a_workspace_that_is_too_small_is_refused(device: str) -> None:
+    o = Operands(40, 200, 17, torch.float32, device)
+    small = LinearWorkspace(torch.empty(10, device=device), torch.zeros(64, dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match="too small for 17 rows"):
+        twin.linear(o.x, o.weight, None, small, config=SPLIT)
+
+
+Keys = tuple[Tensor, Tensor, int, Tensor]
+
+
+def sample_operands(slots: int, window: int, device: str, dtype: torch.dtype) -> tuple[Operands, Keys]:
+    """Windows of rows at positions beyond 32 bits; the first slot draws at temperature 0."""
+    seed = torch.arange(slots, device=device) * 7**20 - 2**62
+    first = torch.arange(slots, device=device) * 2**31 + 5
+    heat = torch.linspace(0.0, 1.5, slots, device=device)
+    return Operands(77, 64, slots * window, dtype, device), (seed, first, 3, heat)
+
+
+@pytest.mark.parametrize("usable", [77, 61, 1])
+def test_sample_is_the_draw_from_the_stored_logits(
+    usable: int, device: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Rows of temperature 0 among others, in one tile of tokens and in two."""
+    for dtype in dtypes:
+        for slots, window in ((1, 1), (5, 1), (5, 4)):
+            o, keys = sample_operands(slots, window, device, dtype)
+            token, finite = twin.head_sample(o.x, o.weight, usable, *keys, config=SMALL)
+            logits = twin.head_logits(o.x, o.weight, config=SMALL)[:, :usable].view(slots, window, usable)
+            seed, first, step, heat = keys
+            positions = first[:, None] + step + torch.arange(window, device=device)
+            noise = philox_triton.gumbel(seed[:, None].expand(slots, window), positions, 0, usable)
+            heat = heat.view(-1, 1, 1)
+            score = torch.where(heat > 0, logits / heat + noise, logits)
+            assert token.dtype == torch.int64 and torch.equal(token, score.argmax(-1).flatten())
+            assert finite.dtype == torch.bool and finite.all()
+            plain, plain_finite = reference.head_sample(o.x, o.weight, usable, *keys)
+            assert torch.equal(plain_finite, finite)
+            if dtype == torch.float32:
+                assert torch.equal(plain, token)
+
+
+def test_sample_is_the_full_samplers_draw(device: str) -> None:
+    o, keys = sample_operands(5, 2, device, torch.float16)
+    seed, first, step, heat = keys
+    one, none = torch.ones(5, device=device), torch.zeros(5, dtype=torch.int64, device=device)
+    tensors = SamplingTensors(
+        heat, one, 0 * one, one, 0 * one, 0 * one, none, seed, None, None, None, none[:, None], none, none
+    )
+    steps = SimpleNamespace(noise=True, truncation=False, penalties=False, bias=False, min_length=False)
+    logits = twin.head_logits(o.x, o.weight).view(5, 2, -1)
+    positions = first[:, None] + step + torch.arange(2, device=device)
+    drawn = sampling_triton.sample_rows(logits, none[:, None], positions, tensors, steps, 70)
+    for full, fused in zip(drawn, twin.head_sample(o.x, o.weight, 70, *keys), strict=True):
+        assert torch.equal(full.flatten(), fused)
+
+
+def test_ties_go_to_the_lowest_id_across_tiles(device: str) -> None:
+    o, (seed, first, step, heat) = sample_operands(4, 1, device, torch.float32)
+    o.weight[:] = o.weight[5]
+    x = o.x * (o.x @ o.weight[5]).sign().unsqueeze(1)
+    o.weight[:3] = -o.weight[:3]
+    token, finite = twin.head_sample(x, o.weight, 77, seed, first, step, 0 * heat, config=SMALL)
+    assert token.tolist() == [3] * 4 and finite.all()
+
+
+def test_rows_without_finite_logits_are_told(device: str) -> None:
+    """NaN anywhere below `usable_vocab`, infinities that win or that are everywhere; never beyond it."""
+    o, (seed, first, step, heat) = sample_operands(6, 1, device, torch.float32)
+    weight, x = torch.zeros_like(o.weight), torch.zeros_like(o.x)
+    weight[:, 0] = 1.0
+    weight[40] = 0.0
+    weight[40, 1] = 1.0
+    weight[70, 2] = float("nan")
+    x[0, 0], x[1, 1], x[2, 1] = 1.0, float("nan"), float("inf")
+    x[3, 0], x[4, 0], x[4, 1] = float("-inf"), 1.0, -1e30
+    x[5, 0] = 1.0
+    for temperature in (0.0, 0.7):
+        keys = (seed, first, step, torch.full_like(heat, temperature))
+        token, finite = twin.head_sample(x, weight, 61, *keys, config=SMALL)
+        assert finite.tolist() == [True, False, False, False, True, True]
+        assert torch.equal(finite, reference.head_sample(x, weight, 61, *keys)[1])
+        assert token.min() >= 0 and token.max() < 61
+        assert not twin.head_sample(x, weight, 77, *keys, config=SMALL)[1].any()
+
+
+def test_the_number_of_rows_does_not_choose_the_program() -> None:
+    """Triton would compile one row apart from five, and sixteen apart from both, unless told not to."""
+    kernels = [
+        node
+        for node in ast.parse(Path(skinny_kernels_triton.__file__).read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+    ]
+    counted = [k for k in kernels if "rows" in [argument.arg for argument in k.args.args]]
+    assert [k.name for k in counted] == ["linear_kernel", "gate_up_kernel", "head_kernel"]
+    for kernel in counted:
+        assert ast.unparse(kernel.decorator_list[0]).startswith("triton.jit(do_not_specialize=['rows'")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0), (0, 0)])
+def test_configs_fit_every_weight_and_device(capability: tuple[int, int]) -> None:
+    for itemsize in (2, 4):
+        for n in (1, 16, 100, 1024, 4096, 24576, 151937, 262144):
+            for k in (16, 64, 100, 1024, 4096, 12288):
+                config = config_for(n, k, itemsize, capability)
+                for size in (config.block_n, config.block_k, config.block_t):
+                    assert size >= 16 and size & (size - 1) == 0
+                assert paired(config, n).block_n >= 32 and 1 <= config.split_k <= 8 and config.stages >= 2
+                for each in (config, paired(config, n)):
+                    step = (each.block_n + each.block_t) * each.block_k * itemsize
+                    assert each.stages * step <= shared_limit(capability)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs gigabytes of a GPU")
+def test_offsets_beyond_32_bits() -> None:
+    n, k = (1 << 17) + 3, 1 << 14
+    weight = torch.zeros(n, k, dtype=torch.bfloat16, device="cuda")
+    weight[-1, -1] = 2.0
+    x = torch.ones(2, k, dtype=torch.bfloat16, device="cuda")
+    logits = twin.head_logits(x, weight)
+    assert logits[:, -1].tolist() == [2.0, 2.0] and logits.sum().item() == 4.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_captured_graph_follows_its_inputs() -> None:
+    """Split products among others, replayed: counters begin every replay at zero."""
+    o, keys = sample_operands(5, 1, "cuda", torch.bfloat16)
+    o.residual = o.x.clone()
+    square = torch.randn(64, 64, device="cuda").to(torch.bfloat16)
+    counters = torch.zeros(8, dtype=torch.int32, device="cuda")
+    workspace = LinearWorkspace(torch.empty(1 << 16, device="cuda"), counters)
+
+    def step() -> tuple[Tensor, ...]:
+        y, squares = twin.linear_residual(o.x, square, None, o.residual, workspace, config=SPLIT)
+        hidden = twin.norm_linear(y, squares, EPSILON, square, None, workspace, config=SPLIT)
+        return hidden, *twin.head_sample(hidden, o.weight, 77, *keys, config=SMALL)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        o.x.normal_()
+        keys[1].add_(1)
+        graph.replay()
+        for found, expected in zip(captured, step(), strict=True):
+            assert torch.equal(found, expected)
