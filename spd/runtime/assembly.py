@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from spd.formats.model_config import ModelConfig
+from spd.formats.model_config import ModelConfig, read_model_config
+from spd.kernels.dispatch import Kernels, load_kernels
+from spd.runtime.graphs import CapturedRounds
+from spd.runtime.imposed import ImposedAcceptance
 from spd.runtime.kv_cache import KvCache
 from spd.runtime.loader import load_model
-from spd.runtime.model_runner import ModelRunner
+from spd.runtime.memory import tensor_bytes
+from spd.runtime.model_runner import TAIL_ROWS, ModelRunner
+from spd.runtime.out_of_memory import memory_phase
 from spd.runtime.plan import EnginePlan
+from spd.runtime.progress import LoadMeter, Progress
 from spd.runtime.proposers import build_proposer
 from spd.runtime.proposers.base import Proposer
 from spd.runtime.round import Round
+from spd.runtime.round_queue import CATCH_UP, RoundQueue
 from spd.runtime.sampler import Sampler
 from spd.runtime.state import RoundState
 
@@ -28,32 +34,50 @@ class Assembly:
     runner: ModelRunner
     sampler: Sampler
     proposer: Proposer | None
-    round: Round
+    queue: RoundQueue
 
 
-def _runner(plan: EnginePlan, folder: str, positions: int) -> ModelRunner:
-    model = load_model(
-        Path(folder), dtype=plan.dtype, device=plan.device, positions=positions, load=plan.load
-    )
-    cache = KvCache(model, plan.num_pages, plan.page_size, getattr(torch, plan.dtype), plan.device)
-    return ModelRunner(model, cache, plan.chunk, plan.device)
+def _runner(plan: EnginePlan, kernels: Kernels, folder: str, positions: int, meter: LoadMeter) -> ModelRunner:
+    with memory_phase(f"loading the weights of {Path(folder).name}"):
+        model = load_model(
+            Path(folder),
+            dtype=plan.dtype,
+            device=plan.device,
+            positions=positions,
+            kernels=kernels,
+            load=plan.load,
+            meter=meter,
+            rows=max(TAIL_ROWS[kernels.name], plan.slots * (max(plan.draft_max, CATCH_UP) + 1)),
+        )
+    with memory_phase("making room for keys and values"):
+        cache = KvCache(model, plan.num_pages, plan.page_size, getattr(torch, plan.dtype), plan.device)
+    with memory_phase("trying the first layers"):
+        return ModelRunner(model, cache, plan.chunk, plan.device, kernels)
 
 
-def _clock(device: str) -> Callable[[], None]:
-    """What to wait for before a time is read: nothing on CPU, where every call returns when it is done."""
-    return lambda: None
+def _meter(plan: EnginePlan, config: ModelConfig, draft: str | None, progress: Progress | None) -> LoadMeter:
+    models = [config, read_model_config(Path(draft))] if draft else [config]
+    return LoadMeter(progress, sum(tensor_bytes(model, plan.dtype) for model in models))
 
 
-def assemble(plan: EnginePlan, config: ModelConfig, usable_vocab: int) -> Assembly:
-    """Load and allocate everything that the plan names."""
-    runner = _runner(plan, plan.model, plan.ctx)
-    draft_runner = (
-        _runner(plan, plan.draft_model, plan.draft_ctx) if plan.spec == "draft" and plan.draft_model else None
-    )
+def assemble(
+    plan: EnginePlan, config: ModelConfig, usable_vocab: int, progress: Progress | None = None
+) -> Assembly:
+    """Load and allocate everything that the plan names. Raises OutOfMemory naming the phase."""
+    kernels = load_kernels(plan.kernels)
+    if plan.device != "cpu":
+        torch.cuda.set_device(torch.device(plan.device).index or 0)
+    draft = plan.draft_model if plan.spec == "draft" else None
+    meter = _meter(plan, config, draft, progress)
+    runner = _runner(plan, kernels, plan.model, plan.ctx, meter)
+    draft_runner = _runner(plan, kernels, draft, plan.draft_ctx, meter) if draft else None
     pages = -(-(plan.ctx + plan.page_size) // 512) * (512 // plan.page_size)
     state = RoundState(plan.slots, plan.ctx, plan.draft_max, pages, plan.device)
-    sampler = Sampler(state, config.vocab_size, usable_vocab)
-    proposer = build_proposer(plan, state, sampler, draft_runner)
-    return Assembly(
-        state, runner, sampler, proposer, Round(state, runner, sampler, proposer, _clock(plan.device))
-    )
+    sampler = Sampler(state, config.vocab_size, usable_vocab, kernels)
+    proposer = build_proposer(plan, kernels, state, sampler, draft_runner)
+    imposed = None
+    if plan.synthetic_acceptance is not None:
+        imposed = ImposedAcceptance(plan.synthetic_acceptance, plan.draft_max, plan.device)
+    round_ = Round(state, runner, sampler, proposer, kernels, imposed)
+    queue = RoundQueue(round_, CapturedRounds(round_) if plan.graphs else None)
+    return Assembly(state, runner, sampler, proposer, queue)

@@ -32,6 +32,7 @@ class EngineConfig:
     ngram_min: int = 3
     ngram_max: int = 8
     verify: str = "coupled"
+    synthetic_acceptance: float | None = None
     lag: int | None = None
     graphs: bool | None = None
     kernels: str = "auto"
@@ -133,18 +134,17 @@ CLASHES = (
         ),
     ),
     Clash(
+        lambda c: c.synthetic_acceptance is not None and c.spec == "off",
+        UsageError(
+            "--synthetic-acceptance needs speculation, and --spec off turns it off",
+            fix=["leave one of them out"],
+        ),
+    ),
+    Clash(
         lambda c: c.tp > 1 or c.draft_tp > 1,
         IncompatibleError(
             "tensor parallelism is not built in this version of spd", fix=["--tp 1 --draft-tp 1"]
         ),
-    ),
-    Clash(
-        lambda c: c.kernels == "triton",
-        IncompatibleError("no Triton kernels are built in this version of spd", fix=["--kernels auto"]),
-    ),
-    Clash(
-        lambda c: c.graphs is True,
-        IncompatibleError("CUDA graphs are not captured in this version of spd", fix=["--graphs off"]),
     ),
 )
 """Every combination of options that is refused; each has its own message."""

@@ -32,6 +32,8 @@ class DraftLength:
 
     maximum: int
     adaptive: bool
+    tiers: tuple[int, ...] = ()
+    """The values of k to choose from; empty means all from 0 to `maximum`."""
     rate: float = 0.7
     rounds: int = 0
     since_probe: int = 0
@@ -44,7 +46,8 @@ class DraftLength:
         """k for the next round, 0 to `maximum`."""
         if not self.adaptive or self.maximum == 0 or self.rounds < WARM_UP_ROUNDS:
             return self.maximum
-        best = max(range(self.maximum + 1), key=lambda k: expected_tokens(self.rate, k) / self.cost(k))
+        choices = self.tiers or range(self.maximum + 1)
+        best = max(choices, key=lambda k: expected_tokens(self.rate, k) / self.cost(k))
         if best == 0:
             self.since_probe += 1
             if self.since_probe >= PROBE_EVERY:

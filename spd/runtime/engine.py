@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from spd.errors import CheckpointError, EngineError, IncompatibleError, UsageError
+from spd.errors import CheckpointError, IncompatibleError, UsageError
 from spd.formats.generation_config import read_generation_config
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.tokenizer import Tokenizer
@@ -24,30 +24,38 @@ from spd.runtime.detokenizer import Detokenizer
 from spd.runtime.draft_length import DraftLength
 from spd.runtime.metrics import RequestMetrics, RoundRecord
 from spd.runtime.model_runner import EMPTY_SLOT, SlotView
+from spd.runtime.out_of_memory import explained, is_out_of_memory
 from spd.runtime.outcome import Outcome, read_outcomes, settle
 from spd.runtime.page_table import PageTable, page_hashes
 from spd.runtime.plan import EnginePlan, make_plan
+from spd.runtime.progress import Progress
 from spd.runtime.request import Event, Request
-from spd.runtime.round import RoundOutput
+from spd.runtime.round_queue import RoundResult, Ticket
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.scheduler import Scheduler
 from spd.runtime.sequence import Sequence
 from spd.runtime.spans import clip_runs, extend_tile, program_runs, reusable_prefix
 from spd.runtime.state import NUM_STOP_IDS
+from spd.runtime.transfer import to_device
 
 
 @dataclass(frozen=True)
 class _InFlight:
     """A round enqueued and not yet read, with the epoch of each slot's occupant then (0: none)."""
 
-    output: RoundOutput
+    ticket: Ticket
     epochs: tuple[int, ...]
 
 
 class Engine:
-    """Runs requests over one model; see `EngineConfig` for what can be asked."""
+    """Runs requests over one model; see `EngineConfig` for what can be asked.
 
-    def __init__(self, config: EngineConfig) -> None:
+    `progress` hears how far loading has come. Where memory runs out, while loading or later, the error is
+    a ResourceError; requests that ran then end with an "error" event, and the engine can go on.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        began = time.perf_counter()
         self.config = config
         self.plan: EnginePlan = make_plan(config)
         self.model_config: ModelConfig = read_model_config(config.model)
@@ -57,15 +65,21 @@ class Engine:
         self.eos_ids = generation.eos_token_ids or self.model_config.eos_token_ids
         torch.set_num_threads(self.plan.threads)
         self.usable_vocab = self.tokenizer.vocab_size if self.tokenizer else vocab
-        self._parts: Assembly = assemble(self.plan, self.model_config, self.usable_vocab)
+        try:
+            self._parts: Assembly = assemble(self.plan, self.model_config, self.usable_vocab, progress)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise explained(error, self.plan, "loading") from None
         self._pages = PageTable(self.plan.num_pages)
         self._scheduler = Scheduler(self.plan.slots)
         self._in_flight: deque[_InFlight] = deque()
         self._finished: dict[str, RequestMetrics] = {}
         self._ready: list[Event] = []
-        self._draft_length = DraftLength(self.plan.draft_max, self.plan.adaptive)
+        self._draft_length = DraftLength(self.plan.draft_max, self.plan.adaptive, self.plan.draft_tiers)
         self._k = 0
         self.trace: Callable[[RoundRecord], None] | None = None
+        self.load_ms = 1000 * (time.perf_counter() - began)
 
     # -- orders ----------------------------------------------------------------------------------
 
@@ -150,10 +164,24 @@ class Engine:
             launched = self._enqueue()
             while self._in_flight and (len(self._in_flight) > self.plan.lag or not launched):
                 self._read(self._in_flight.popleft())
-        except MemoryError as error:
-            raise EngineError(f"out of memory while running: {error}") from error
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            refusal = explained(error, self.plan, "running")
+            self._fail_running()
+            raise refusal from None
         events, self._ready = self._ready, []
         return events
+
+    def _fail_running(self) -> None:
+        """End every running request with an error: a round broke off, and nobody knows where."""
+        self._in_flight.clear()
+        self._parts.queue.restart()
+        for sequence in self._scheduler.running():
+            text = sequence.detokenizer.take(final=True)
+            self._ready.append(Event(sequence.request.id, (), text, "error"))
+            sequence.finish_reason = "error"
+            self._retire(sequence)
 
     def _admit(self, request: Request, slot: int) -> None:
         began = time.perf_counter()
@@ -176,12 +204,13 @@ class Engine:
         self._scheduler.slots[slot] = sequence
         sequence.runs = program_runs(request.spans or (("prompt", len(prompt)),), self.plan.chunk)
         stops = list(dict.fromkeys((*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids)))
-        ids = torch.tensor(prompt, dtype=torch.long, device=self.plan.device)
+        ids = to_device(prompt, torch.long, self.plan.device)
         self._parts.state.admit(
             slot, ids, limit, len(prompt) + params.min_tokens, stops[:NUM_STOP_IDS], self.plan.draft_ctx
         )
         self._parts.sampler.admit(slot, params, ids)
         cached = self._prefill(sequence, ids)
+        sequence.metrics.load_ms = self.load_ms
         sequence.metrics.prompt_tokens = len(prompt)
         sequence.metrics.cached_tokens = cached
         sequence.metrics.prompt_ms = 1000 * (time.perf_counter() - began)
@@ -239,33 +268,32 @@ class Engine:
             wanted = sequence.request.params.logprobs
             logprobs = logprobs if wanted is None else max(wanted, logprobs or 0)
             sequence.in_flight.append(k + 1)
-        output = self._parts.round.run(k, views, needs, logprobs, next_k)
+        ticket = self._parts.queue.launch(k, views, needs, logprobs, next_k)
         self._k = next_k
         epochs = [0] * self.plan.slots
         for sequence in live:
             epochs[sequence.slot] = sequence.epoch
-        self._in_flight.append(_InFlight(output, tuple(epochs)))
+        self._in_flight.append(_InFlight(ticket, tuple(epochs)))
         return True
 
     # -- reading what happened ---------------------------------------------------------------------
 
     def _read(self, entry: _InFlight) -> None:
-        outcomes, output = read_outcomes(entry.output), entry.output
-        draft_seconds, verify_seconds, _ = output.seconds
-        self._draft_length.observe_cost(
-            output.draft.shape[1], verify_seconds, draft_seconds, output.draft_forwards
-        )
+        result = entry.ticket.read()
+        outcomes = read_outcomes(result)
+        draft_seconds, verify_seconds, _ = result.seconds
+        self._draft_length.observe_cost(result.k, verify_seconds, draft_seconds, result.draft_forwards)
         for sequence in self._scheduler.running():
             if entry.epochs[sequence.slot] == sequence.epoch:
-                self._apply(sequence, outcomes[sequence.slot], output)
+                self._apply(sequence, outcomes[sequence.slot], result)
 
-    def _apply(self, sequence: Sequence, outcome: Outcome, output: RoundOutput) -> None:
+    def _apply(self, sequence: Sequence, outcome: Outcome, result: RoundResult) -> None:
         sequence.in_flight.popleft()
         settled = settle(sequence, outcome)
         if sequence.rounds_read > 1:  # nothing could have been drafted for the first
-            self._draft_length.observe(output.draft.shape[1], len(outcome.draft), outcome.accepted)
+            self._draft_length.observe(result.k, len(outcome.draft), outcome.accepted)
         if self.trace is not None:
-            self.trace(self._record(sequence, outcome, output, settled.tokens))
+            self.trace(self._record(sequence, outcome, result, settled.tokens))
         reason = settled.finish_reason
         if settled.tokens or reason:
             text = sequence.detokenizer.take(final=reason is not None)
@@ -284,9 +312,9 @@ class Engine:
             self._retire(sequence)
 
     def _record(
-        self, sequence: Sequence, outcome: Outcome, output: RoundOutput, tokens: list[int]
+        self, sequence: Sequence, outcome: Outcome, result: RoundResult, tokens: list[int]
     ) -> RoundRecord:
-        draft, verify, rest = (round(1000 * s, 3) for s in output.seconds)
+        draft, verify, rest = (round(1000 * s, 3) for s in result.seconds)
         return RoundRecord(
             request=sequence.request.id,
             round=sequence.rounds_read - 1,
@@ -297,7 +325,7 @@ class Engine:
             accepted=outcome.accepted,
             committed=tokens,
             ms={"draft": draft, "verify": verify, "rest": rest},
-            draft_forwards=output.draft_forwards,
+            draft_forwards=result.draft_forwards,
         )
 
     def _retire(self, sequence: Sequence) -> None:

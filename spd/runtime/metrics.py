@@ -34,6 +34,8 @@ class RequestMetrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    load_ms: float = 0.0
+    """Of the engine, before the request: with `first_token_ms` what a cold start takes."""
     prompt_ms: float = 0.0
     first_token_ms: float = 0.0
     predicted_ms: float = 0.0
@@ -86,6 +88,7 @@ class RequestMetrics:
         return {
             "prompt_n": self.prompt_tokens - self.cached_tokens,
             "cache_n": self.cached_tokens,
+            "load_ms": round(self.load_ms, 3),
             "prompt_ms": round(self.prompt_ms, 3),
             "first_token_ms": round(self.first_token_ms, 3),
             "predicted_n": self.completion_tokens,
@@ -96,8 +99,8 @@ class RequestMetrics:
             "draft_n_accepted_raw": self.draft_n_accepted_raw,
         }
 
-    def speculative_decoding(self, method: str, k: int) -> dict[str, Any]:
-        """vLLM-shaped speculation metrics; acceptance is natural unless said otherwise."""
+    def speculative_decoding(self, method: str, k: int, *, imposed: bool = False) -> dict[str, Any]:
+        """vLLM-shaped speculation metrics; says whether acceptance was earned or imposed."""
         return {
             "method": method,
             "num_spec_tokens": k,
@@ -108,7 +111,7 @@ class RequestMetrics:
             "draft_acceptance_rate": round(self.draft_acceptance_rate, 4),
             "acceptance_histogram": list(self.acceptance_histogram),
             "accepted_per_position": list(self.accepted_per_position),
-            "acceptance": "natural",
+            "acceptance": "imposed" if imposed else "natural",
         }
 
 

@@ -1,22 +1,63 @@
 """Runs one model over its paged cache: windows of a few rows, and prefill by spans.
 
-Owns the model, its pools and the row buckets. Knows slots as rows of a page table, not requests.
+Owns the model, its pools and how rows are padded. Knows slots as rows of a page table, not requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from spd.kernels.paged_attention import KV_BLOCK, causal_bias
+from spd.kernels.dispatch import Kernels
+from spd.kernels.paged_attention import KV_BLOCK, AttentionHeads
+from spd.kernels.round_window import kv_slots
 from spd.runtime.kv_cache import KvCache
 from spd.runtime.models.base import CausalModel, ForwardBatch, LayerCache
 from spd.runtime.page_table import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
 from spd.runtime.row_buckets import CANDIDATES, PROBED_LAYERS, WIDEST, admitted_buckets, bucket_for
 from spd.runtime.spans import Run
+from spd.runtime.transfer import to_device
+
+TAIL_ROWS = {"torch": WIDEST, "triton": 64}
+"""Rows of a verify-class pass over a prompt's tail. Its bits do not depend on them."""
+
+
+class Rows(Protocol):
+    """Windows of Q positions for each of S slots; positions ascend in a window."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """int64 [S, Q]."""
+        ...
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [S, Q]."""
+        ...
+
+    @property
+    def valid(self) -> Tensor:
+        """bool [S, Q]: rows that are not write their KV to the trash page."""
+        ...
+
+    @property
+    def kv_slots(self) -> Tensor:
+        """int64 [S, Q], into the flattened pools."""
+        ...
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Rows of one slot's prompt; see `Rows`."""
+
+    token_ids: Tensor
+    positions: Tensor
+    valid: Tensor
+    kv_slots: Tensor
 
 
 @dataclass(frozen=True)
@@ -34,14 +75,20 @@ EMPTY_SLOT = SlotView(0, ())
 
 
 class ModelRunner:
-    """One model, its cache and its two programs: verify-class tiles and prefill chunks."""
+    """One model, its cache and its two programs: verify-class windows and prompt chunks."""
 
-    def __init__(self, model: CausalModel, cache: KvCache, chunk: int, device: str) -> None:
+    def __init__(self, model: CausalModel, cache: KvCache, chunk: int, device: str, kernels: Kernels) -> None:
         self.model, self.cache, self.chunk, self.device = model, cache, chunk, device
+        self.kernels = kernels
         self.dtype = cache.layers[0].key.dtype
+        self.heads = AttentionHeads(model.num_heads, model.num_kv_heads, model.head_dim)
         self.pages_per_block = KV_BLOCK // cache.page_size
-        self.buckets: tuple[int, ...] = (*CANDIDATES, WIDEST)
-        self.buckets = self._find_buckets()
+        self.trash_slot = TRASH_PAGE * cache.page_size
+        self.buckets: tuple[int, ...] | None = None
+        """Row counts that give the same bits; None where every number does by construction."""
+        if kernels.name == "torch":
+            self.buckets = (*CANDIDATES, WIDEST)
+            self.buckets = self._find_buckets()
 
     def _find_buckets(self) -> tuple[int, ...]:
         """Run one fixed text through the first layers in windows of every width; see `row_buckets`."""
@@ -64,10 +111,9 @@ class ModelRunner:
 
         def window(first: int, rows: int, blocks: int) -> tuple[Tensor, Tensor]:
             cut = slice(first, first + rows)
-            valid = torch.ones(1, rows, dtype=torch.bool, device=self.device)
             views = [SlotView(blocks * KV_BLOCK, pages)]
-            batch = self._batch(ids[:, cut], positions[:, cut], valid, table, views, WIDEST)
-            hidden = model.forward(batch, caches)
+            prompt = self._prompt_rows(ids[:, cut], positions[:, cut], table)
+            hidden = model.forward(self._batch(prompt, table, views, WIDEST), caches)
             return hidden, model.logits(hidden, WIDEST)
 
         return admitted_buckets(window)
@@ -80,91 +126,106 @@ class ModelRunner:
 
     def page_row(self, pages: Sequence[int], width: int) -> Tensor:
         """A page-table row int64 [width], unused entries pointing at the zero page."""
-        row = torch.full((width,), ZERO_PAGE, dtype=torch.long)
-        row[: len(pages)] = torch.tensor(pages, dtype=torch.long)
-        return row.to(self.device)
+        return to_device([*pages, *[ZERO_PAGE] * (width - len(pages))], torch.long, self.device)
 
-    def _kv_slots(self, page_table: Tensor, positions: Tensor, valid: Tensor) -> Tensor:
-        size = self.cache.page_size
-        columns = (positions // size).clamp(max=page_table.shape[1] - 1)
-        slots = page_table.gather(1, columns) * size + positions % size
-        return torch.where(valid, slots, TRASH_PAGE * size)
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        valid: Tensor,
-        page_table: Tensor,
-        views: Sequence[SlotView],
-    ) -> Tensor:
-        """Hidden states [S, Q, hidden] of windows of Q positions, writing the KV of valid rows.
-
-        token_ids, positions int64 [S, Q] with positions ascending in a window; valid bool [S, Q];
-        page_table int64 [S, pages]; one view a slot.
-        """
-        slots, width = token_ids.shape
-        if width == self.chunk and slots == 1:
-            padded, tile = width, width
-        else:
-            padded, tile = bucket_for(width, self.buckets), WIDEST
+    def forward(self, rows: Rows, page_table: Tensor, views: Sequence[SlotView]) -> Tensor:
+        """Hidden states [S, Q, hidden] of windows, writing the KV of valid rows; one view a slot."""
+        slots, width = rows.token_ids.shape
+        padded = width if self.buckets is None else bucket_for(width, self.buckets)
         if padded > width:
-            token_ids, positions, valid = (
-                torch.cat((t, t[:, -1:].expand(-1, padded - width)), dim=1)
-                for t in (token_ids, positions, valid)
-            )
-            valid = valid.clone()
-            valid[:, width:] = False
-        batch = self._batch(token_ids, positions, valid, page_table, views, tile)
-        hidden = self.model.forward(batch, self.cache.layers)
+            rows = self._padded(rows, padded - width)
+        hidden = self.model.forward(self._batch(rows, page_table, views, WIDEST), self.cache.layers)
         return hidden[: slots * padded].view(slots, padded, -1)[:, :width]
+
+    def _padded(self, rows: Rows, extra: int) -> PromptRows:
+        """The rows with `extra` more in every window, which repeat its last and keep nothing."""
+        last = (t[:, -1:].expand(-1, extra) for t in (rows.token_ids, rows.positions))
+        ids, positions = (torch.cat((t, e), 1) for t, e in zip((rows.token_ids, rows.positions), last))
+        nothing = rows.valid.new_zeros(rows.valid.shape[0], extra)
+        trash = torch.full_like(rows.kv_slots[:, :1], self.trash_slot).expand(-1, extra)
+        return PromptRows(
+            ids, positions, torch.cat((rows.valid, nothing), 1), torch.cat((rows.kv_slots, trash), 1)
+        )
 
     def _batch(
         self,
-        token_ids: Tensor,
-        positions: Tensor,
-        valid: Tensor,
+        rows: Rows,
         page_table: Tensor,
         views: Sequence[SlotView],
         tile: int,
+        chunk_start: int | None = None,
     ) -> ForwardBatch:
-        slots, width = token_ids.shape
-        rows = slots * width
-        extra = (bucket_for(rows, self.buckets) if tile == WIDEST else rows) - rows
-        flat = [t.reshape(-1) for t in (token_ids, positions, self._kv_slots(page_table, positions, valid))]
-        if extra:
-            flat = [torch.cat((t, t.new_zeros(extra))) for t in flat]
-        groups = self.model.num_heads // self.model.num_kv_heads
-        biases: list[Tensor | None] = []
-        first_pages: list[int | None] = []
-        for s, view in enumerate(views):
-            blocks = -(-view.bound // KV_BLOCK)
-            if not blocks:
-                biases.append(None)
-                first_pages.append(None)
-                continue
-            biases.append(causal_bias(positions[s], blocks * KV_BLOCK, groups, self.dtype))
-            first_pages.append(self._first_page(view.pages, blocks * self.pages_per_block))
+        slots, width = rows.token_ids.shape
+        flat = [t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots)]
+        if self.buckets is not None and chunk_start is None:
+            extra = bucket_for(slots * width, self.buckets) - slots * width
+            if extra:
+                flat = [torch.cat((t, t.new_zeros(extra))) for t in flat]
+        plan = None
+        if chunk_start is None or self.buckets is not None:
+            plan = self._attention_plan(rows, page_table, views)
         return ForwardBatch(
             token_ids=flat[0],
             positions=flat[1],
             kv_slots=flat[2],
             page_table=page_table,
-            biases=tuple(biases),
-            first_pages=tuple(first_pages),
+            plan=plan,
             num_slots=slots,
             width=width,
             tile=tile,
+            chunk_start=chunk_start,
+        )
+
+    def _attention_plan(self, rows: Rows, page_table: Tensor, views: Sequence[SlotView]) -> object:
+        bounds, first_pages = [], []
+        if self.buckets is not None:  # only the torch form asks the host
+            for view in views:
+                bounds.append(view.bound)
+                pages = -(-view.bound // KV_BLOCK) * self.pages_per_block
+                first_pages.append(self._first_page(view.pages, pages) if pages else None)
+        return self.kernels.plan_attention(
+            rows.positions,
+            rows.valid,
+            page_table,
+            self.heads,
+            self.cache.page_size,
+            self.dtype,
+            bounds,
+            first_pages,
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [..., V] of hidden [..., hidden]."""
         flat = hidden.reshape(-1, hidden.shape[-1])
-        extra = bucket_for(flat.shape[0], self.buckets) - flat.shape[0]
+        rows = flat.shape[0]
+        extra = 0 if self.buckets is None else bucket_for(rows, self.buckets) - rows
         if extra:
             flat = torch.cat((flat, flat.new_zeros(extra, flat.shape[1])))
-        logits = self.model.logits(flat, WIDEST)
-        return logits[: logits.shape[0] - extra].view(*hidden.shape[:-1], -1)
+        return self.model.logits(flat, WIDEST)[:rows].view(*hidden.shape[:-1], -1)
+
+    def sample(
+        self,
+        hidden: Tensor,
+        usable_vocab: int,
+        seed: Tensor,
+        first: Tensor,
+        step: int,
+        temperature: Tensor,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Tokens [S, R] and whether each is finite, by the model's own drawing head; None without one.
+
+        hidden [S, R, hidden]; seed, first, temperature [S]: row r draws the token at first + step + r.
+        """
+        slots, rows = hidden.shape[:2]
+        drawn = self.model.sample(
+            hidden.reshape(slots * rows, -1), usable_vocab, seed, first, step, temperature
+        )
+        return None if drawn is None else (drawn[0].view(slots, rows), drawn[1].view(slots, rows))
+
+    def _prompt_rows(self, token_ids: Tensor, positions: Tensor, page_table: Tensor) -> PromptRows:
+        valid = torch.ones_like(token_ids, dtype=torch.bool)
+        slots = kv_slots(page_table, positions, valid, self.cache.page_size, self.trash_slot)
+        return PromptRows(token_ids, positions, valid, slots)
 
     def prefill(self, token_ids: Tensor, start: int, end: int, runs: Sequence[Run], view: SlotView) -> int:
         """Write the KV of positions start to end of one slot; returns the number of forward passes.
@@ -176,12 +237,32 @@ class ModelRunner:
         passes = 0
         for run in runs:
             first, last = max(run.start, start), min(run.end, end)
-            step = self.chunk if run.kind == "chunk" else WIDEST
+            chunked = run.kind == "chunk"
+            step = self.chunk if chunked else TAIL_ROWS[self.kernels.name]
             for begin in range(first, last, step):
                 stop = min(begin + step, last)
-                positions = torch.arange(begin, stop, device=self.device)[None]
-                ids = token_ids[:, begin:stop]
-                seen = SlotView(stop, view.pages)
-                self.forward(ids, positions, torch.ones_like(ids, dtype=torch.bool), page_table, [seen])
+                self.forward_prompt(token_ids, begin, stop, page_table, view.pages, chunked=chunked)
                 passes += 1
         return passes
+
+    def forward_prompt(
+        self,
+        token_ids: Tensor,
+        begin: int,
+        end: int,
+        page_table: Tensor,
+        pages: Sequence[int],
+        *,
+        chunked: bool,
+    ) -> Tensor:
+        """Hidden states [1, end - begin, hidden] of positions of one slot's prompt, writing their KV.
+
+        token_ids int64 [1, length]; page_table int64 [1, pages]; chunked: as one whole prompt chunk.
+        """
+        positions = torch.arange(begin, end, device=self.device)[None]
+        rows = self._prompt_rows(token_ids[:, begin:end], positions, page_table)
+        views = [SlotView(end, pages)]
+        if not chunked:
+            return self.forward(rows, page_table, views)
+        batch = self._batch(rows, page_table, views, end - begin, chunk_start=begin)
+        return self.model.forward(batch, self.cache.layers).unsqueeze(0)

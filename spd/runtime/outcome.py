@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from spd.kernels.round_commit import FAILED, FULL, STOPPED
 from spd.runtime.request import TokenLogprob
-from spd.runtime.round import FAILED, FULL, STOPPED, RoundOutput
+from spd.runtime.round_queue import RoundResult
 from spd.runtime.sequence import Sequence
 
 
@@ -33,31 +34,25 @@ class Settled:
     logprobs: tuple[TokenLogprob, ...]
 
 
-def read_outcomes(output: RoundOutput) -> list[Outcome]:
-    """Read a round's tensors on the host; one outcome a slot."""
-    length, num_drafts = output.length.tolist(), output.num_drafts.tolist()
-    draft, sampled = output.draft.tolist(), output.sampled.tolist()
-    accepted, committed, reason = output.accepted.tolist(), output.committed.tolist(), output.reason.tolist()
-    scores = None
-    if output.logprobs is not None:
-        scores = [tensor.tolist() for tensor in output.logprobs]
+def read_outcomes(result: RoundResult) -> list[Outcome]:
+    """What a round did to each slot."""
     outcomes = []
-    for s in range(len(length)):
+    for s, emission in enumerate(result.emissions):
         logprobs: tuple[TokenLogprob, ...] = ()
-        if scores is not None:
-            own, values, ids = (part[s] for part in scores)
+        if result.logprobs is not None:
+            own, values, ids = (part[s] for part in result.logprobs)
             logprobs = tuple(
-                TokenLogprob(sampled[s][i], own[i], tuple(zip(ids[i], values[i], strict=True)))
-                for i in range(committed[s])
+                TokenLogprob(emission.sampled[i], own[i], tuple(zip(ids[i], values[i], strict=True)))
+                for i in range(emission.committed)
             )
         outcomes.append(
             Outcome(
-                length[s],
-                draft[s][: num_drafts[s]],
-                sampled[s],
-                accepted[s],
-                committed[s],
-                reason[s],
+                emission.length,
+                emission.draft[: emission.num_drafts],
+                emission.sampled,
+                emission.accepted,
+                emission.committed,
+                emission.reason,
                 logprobs,
             )
         )

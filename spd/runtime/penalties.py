@@ -1,4 +1,4 @@
-"""Token counts of each slot's history, and the penalties and biases that read them."""
+"""Token counts of each slot's history, for the penalties that read them."""
 
 from __future__ import annotations
 
@@ -22,29 +22,3 @@ class TokenCounts:
     def commit(self, tokens: Tensor, kept: Tensor) -> None:
         """Count tokens [S, n] where kept [S, n]."""
         self.generated.scatter_add_(1, tokens, kept.to(torch.int32))
-
-    def rows(self, draft: Tensor) -> Tensor:
-        """Counts for every row of a window, as if the earlier drafts [S, k] were accepted: [S, k + 1, V]."""
-        k = draft.shape[1]
-        counts = self.generated.unsqueeze(1).repeat(1, k + 1, 1)
-        for i in range(k):
-            counts[:, i + 1 :].scatter_add_(
-                2, draft[:, i, None, None].expand(-1, k - i, 1), counts.new_ones(draft.shape[0], k - i, 1)
-            )
-        return counts
-
-
-def apply_penalties(
-    logits: Tensor, counts: Tensor, in_prompt: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-) -> Tensor:
-    """Penalised logits [S, R, V] from counts [S, R, V], in_prompt [S, V] and one strength a slot [S].
-
-    Repetition divides positive and multiplies negative logits of tokens seen in prompt or output
-    (Keskar et al. 2019); presence and frequency subtract for generated tokens only.
-    """
-    seen = (counts > 0) | in_prompt.unsqueeze(1)
-    strength = repetition.view(-1, 1, 1)
-    repeated = torch.where(logits > 0, logits / strength, logits * strength)
-    logits = torch.where(seen, repeated, logits)
-    logits = logits - frequency.view(-1, 1, 1) * counts
-    return logits - presence.view(-1, 1, 1) * (counts > 0)

@@ -14,19 +14,22 @@ from typing import Any
 import torch
 
 from spd.errors import IncompatibleError, ResourceError, UsageError
-from spd.formats.checkpoint import Checkpoint
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.config import EngineConfig
-from spd.runtime.page_table import NUM_RESERVED
-
-PAGE_SIZE = 64
-CHUNK = {"cpu": 64, "cuda": 512}
-DEFAULT_DRAFT_MAX = {"draft": 4, "ngram": 8}
-AUTO_CTX = 32768
-"""Context that `auto` stops at; longer ones are had by asking."""
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+from spd.runtime.memory import (
+    AUTO_CTX,
+    CHUNK,
+    DEFAULT_DRAFT_MAX,
+    PAGE_SIZE,
+    MemoryShape,
+    at_context,
+    largest,
+    measure,
+    num_pages,
+    refusal,
+)
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,13 @@ class EnginePlan:
     spec_reason: str
     draft_model: str | None
     draft_max: int
+    draft_tiers: tuple[int, ...]
     draft_ctx: int
     adaptive: bool
     ngram_min: int
     ngram_max: int
     verify: str
+    synthetic_acceptance: float | None
     lag: int
     graphs: bool
     kernels: str
@@ -60,6 +65,8 @@ class EnginePlan:
     weight_bytes: int
     draft_weight_bytes: int
     cache_bytes: int
+    workspace_bytes: int
+    graph_bytes: int
     memory_budget_bytes: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,14 +97,72 @@ def _dtype(wish: str, device: str, config: ModelConfig) -> str:
     return config.dtype
 
 
+def _kernels(wish: str, device: str, dtype: str) -> str:
+    """Triton where there is a GPU; asked for on CPU, only in Triton's interpreter, which is for tests."""
+    if wish == "torch" or (wish == "auto" and device == "cpu"):
+        return "torch"
+    try:
+        from triton import knobs
+    except ImportError as error:
+        if wish == "auto":
+            return "torch"
+        raise ResourceError(
+            "--kernels triton, but triton is not installed", fix=["--kernels torch"]
+        ) from error
+    if device != "cpu":
+        return "triton"
+    if not knobs.runtime.interpret:
+        raise ResourceError(
+            "--kernels triton needs a CUDA device",
+            reason=["Without one they run only in Triton's interpreter: set TRITON_INTERPRET=1 (very slow)."],
+            fix=["--kernels torch"],
+        )
+    if dtype == "bfloat16":
+        raise IncompatibleError(
+            "Triton's interpreter gets bfloat16 products wrong", fix=["--dtype float32", "--kernels torch"]
+        )
+    return "triton"
+
+
+def _graphs(wish: bool | None, device: str, kernels: str) -> bool:
+    """Rounds are captured where their kernels ask nothing of the host."""
+    possible = device != "cpu" and kernels == "triton"
+    if wish and not possible:
+        raise IncompatibleError(
+            "--graphs on needs a CUDA device and Triton kernels",
+            reason=[f"device {device}, kernels {kernels}"],
+            fix=["--graphs off"],
+        )
+    return possible and wish is not False
+
+
+def _synthetic_acceptance(length: float | None, draft_max: int) -> float | None:
+    if length is not None and not 1 <= length <= draft_max + 1:
+        raise UsageError(
+            f"--synthetic-acceptance {length:g} is out of range",
+            reason=[f"valid: 1 to {draft_max + 1}: a round commits its accepted drafts and one token more"],
+            fix=["--draft-max K with a larger K"],
+        )
+    return length
+
+
+def _draft_tiers(draft_max: int, graphs: bool) -> tuple[int, ...]:
+    """The values of k that adapting may choose: few where each is a graph of its own."""
+    if not graphs:
+        return tuple(range(draft_max + 1))
+    return tuple(sorted({0, draft_max, *(k for k in (1, 2, 4, 6, 8, 12, 16, 24) if k < draft_max)}))
+
+
 def _physical_cores() -> int:
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def _memory_budget(device: str, fraction: float) -> int:
+def _free_memory(device: str) -> int:
+    """Bytes that can be had on a device; beyond all bounds where nobody can say."""
     if device != "cpu":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * fraction)
+        # What torch holds and does not use is handed out before anything new.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     try:
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -105,7 +170,7 @@ def _memory_budget(device: str, fraction: float) -> int:
                 available = int(line.split()[1]) * 1024
     except (OSError, ValueError):
         return 2**62
-    return int(available * fraction)
+    return available
 
 
 def same_vocabulary(target: Path, draft: Path) -> bool:
@@ -149,51 +214,54 @@ def _method(config: EngineConfig) -> tuple[str, Path | None, str]:
     return "ngram", None, "no draft model is known for this model"
 
 
-def _page_bytes(config: ModelConfig, dtype: str) -> int:
-    return 2 * config.num_layers * PAGE_SIZE * config.num_kv_heads * config.head_dim * DTYPE_BYTES[dtype]
-
-
-def _weight_bytes(folder: Path, config: ModelConfig, dtype: str, load: str) -> int:
-    if load == "dummy":
-        per_layer = config.hidden_size * (
-            2 * config.num_heads * config.head_dim
-            + 2 * config.num_kv_heads * config.head_dim
-            + 3 * config.intermediate_size
+def _shape(
+    config: EngineConfig,
+    model: ModelConfig,
+    draft: ModelConfig | None,
+    dtype: str,
+    kernels: str,
+    graphs: bool,
+    draft_max: int,
+    on_cpu: bool,
+) -> MemoryShape:
+    """What is asked for in numbers; an automatic context is as long as it may become."""
+    if config.ctx is not None and config.ctx > model.max_positions:
+        raise IncompatibleError(
+            f"--ctx {config.ctx} is more than the model's {model.max_positions} positions",
+            fix=[f"--ctx {model.max_positions}"],
         )
-        tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-        return (config.num_layers * per_layer + tables) * DTYPE_BYTES[dtype]
-    with Checkpoint.open(folder) as checkpoint:
-        sizes = {"F32": 4, "F64": 8}
-        return sum(
-            meta.nbytes * DTYPE_BYTES[dtype] // sizes.get(meta.dtype, 2)
-            for meta in checkpoint.tensors.values()
-        )
-
-
-def _context(config: EngineConfig, model: ModelConfig, page_bytes: int, memory: int) -> int:
-    if config.ctx is not None:
-        if config.ctx > model.max_positions:
-            raise IncompatibleError(
-                f"--ctx {config.ctx} is more than the model's {model.max_positions} positions",
-                fix=[f"--ctx {model.max_positions}"],
-            )
-        return config.ctx
-    fitting = max(0, memory) // max(1, page_bytes * config.slots) * PAGE_SIZE
-    return (
-        max(min(model.max_positions, AUTO_CTX), 2)
-        if fitting >= AUTO_CTX
-        else min(model.max_positions, fitting)
+    ctx = config.ctx or max(2, min(model.max_positions, AUTO_CTX))
+    return MemoryShape(
+        target=model,
+        draft=draft if draft_max else None,
+        dtype=dtype,
+        slots=config.slots,
+        ctx=ctx,
+        draft_ctx=min(draft.max_positions if draft else ctx, config.draft_ctx or ctx, ctx),
+        draft_max=draft_max,
+        chunk=CHUNK[kernels],
+        kernels=kernels,
+        graphs=graphs,
+        on_cpu=on_cpu,
     )
 
 
-def _pages(ctx: int, slots: int) -> int:
-    """Pages for every slot at full length, in whole attention blocks, and the reserved ones."""
-    block = 512
-    return NUM_RESERVED + slots * (-(-(ctx + 64) // block)) * (block // PAGE_SIZE)
+def _fitted(config: EngineConfig, shape: MemoryShape, device: str, free: int) -> MemoryShape:
+    """The shape, with an automatic context cut to what fits. Raises ResourceError if nothing does."""
+    usable = int(free * config.memory_fraction)
+
+    def fits(ctx: int) -> bool:
+        return measure(at_context(shape, ctx)).total <= usable
+
+    ctx = shape.ctx if config.ctx else largest(fits, shape.ctx, PAGE_SIZE)
+    if not ctx or not fits(ctx):
+        smallest = at_context(shape, ctx or min(shape.ctx, PAGE_SIZE))
+        raise refusal(smallest, device, free, config.memory_fraction, config.draft_model is not None)
+    return at_context(shape, ctx)
 
 
 def make_plan(config: EngineConfig) -> EnginePlan:
-    """Resolve every `auto`. Reads configurations and headers only.
+    """Resolve every `auto`. Reads configurations and vocabularies only.
 
     Raises the error of whatever cannot be honoured; ResourceError names the flag that frees memory.
     """
@@ -201,31 +269,16 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     device = _device(config.device)
     kind = "cpu" if device == "cpu" else "cuda"
     dtype = _dtype(config.dtype, device, model)
+    kernels = _kernels(config.kernels, device, dtype)
+    graphs = _graphs(config.graphs, device, kernels)
     method, draft_folder, reason = _method(config)
     draft = read_model_config(draft_folder) if draft_folder else None
-    weights = _weight_bytes(config.model, model, dtype, config.load)
-    draft_weights = _weight_bytes(draft_folder, draft, dtype, config.load) if draft and draft_folder else 0
-    budget = _memory_budget(device, config.memory_fraction)
-    page_bytes = _page_bytes(model, dtype) + (_page_bytes(draft, dtype) if draft else 0)
-    ctx = _context(config, model, page_bytes, budget - weights - draft_weights)
-    num_pages = _pages(ctx, config.slots)
-    need = weights + draft_weights + (num_pages * page_bytes if ctx >= 2 else 0)
-    if ctx < 2 or need > budget:
-        gib = 2**30
-        raise ResourceError(
-            f"not enough memory on {device}",
-            reason=[
-                f"need {need / gib:.2f} GiB (weights {weights / gib:.2f}, draft {draft_weights / gib:.2f}, "
-                f"kv {num_pages * page_bytes / gib:.2f} for {ctx} tokens), usable {budget / gib:.2f} GiB"
-            ],
-            fix=[
-                "--ctx N with a smaller context",
-                "--spec ngram (frees the draft model)",
-                "--memory-fraction 1.0",
-            ],
-        )
-    draft_max = DEFAULT_DRAFT_MAX.get(method, 0) if config.draft_max is None else config.draft_max
-    draft_ctx = min(draft.max_positions if draft else ctx, config.draft_ctx or ctx, ctx)
+    wanted = DEFAULT_DRAFT_MAX.get(method, 0) if config.draft_max is None else config.draft_max
+    draft_max = wanted if method != "off" else 0
+    shape = _shape(config, model, draft, dtype, kernels, graphs, draft_max, device == "cpu")
+    free = _free_memory(device)
+    shape = _fitted(config, shape, device, free)
+    need = measure(shape)
     return EnginePlan(
         model=str(config.model),
         architecture=model.architecture,
@@ -234,25 +287,29 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         spec=method if draft_max else "off",
         spec_reason=reason,
         draft_model=str(draft_folder) if draft_folder else None,
-        draft_max=draft_max if method != "off" else 0,
-        draft_ctx=draft_ctx,
+        draft_max=draft_max,
+        draft_tiers=_draft_tiers(draft_max, graphs),
+        draft_ctx=shape.draft_ctx,
         adaptive=config.adaptive,
         ngram_min=config.ngram_min,
         ngram_max=config.ngram_max,
         verify=config.verify,
+        synthetic_acceptance=_synthetic_acceptance(config.synthetic_acceptance, draft_max),
         lag=config.lag if config.lag is not None else (0 if kind == "cpu" else 1),
-        graphs=False,
-        kernels="torch",
+        graphs=graphs,
+        kernels=kernels,
         slots=config.slots,
-        ctx=ctx,
+        ctx=shape.ctx,
         page_size=PAGE_SIZE,
-        num_pages=num_pages,
-        chunk=CHUNK[kind],
+        num_pages=num_pages(shape.ctx, shape.slots),
+        chunk=shape.chunk,
         prefix_sharing=config.prefix_sharing,
         threads=config.threads or _physical_cores(),
         load=config.load,
-        weight_bytes=weights,
-        draft_weight_bytes=draft_weights,
-        cache_bytes=num_pages * page_bytes,
-        memory_budget_bytes=budget,
+        weight_bytes=need.weights,
+        draft_weight_bytes=need.draft_weights,
+        cache_bytes=need.cache + need.draft_cache,
+        workspace_bytes=need.workspace,
+        graph_bytes=need.graphs,
+        memory_budget_bytes=int(free * config.memory_fraction),
     )

@@ -1,7 +1,6 @@
-"""From logits to tokens: one function for every row, speculated or not.
+"""Every slot's sampling parameters as tensors, and the draws of target and drafter from their logits.
 
-Order: bias, penalties, minimum length, temperature, top-k, top-p, min-p; then argmax, with keyed
-noise at temperatures above zero. A row's result depends on its own logits, history and keys only.
+What is done to logits stands in `kernels/sampling.py`; here is whose parameters it is done with.
 """
 
 from __future__ import annotations
@@ -9,40 +8,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spd.kernels.philox import STREAM_TARGET, gumbel
-from spd.runtime.penalties import TokenCounts, apply_penalties
+from spd.kernels.dispatch import Kernels
+from spd.kernels.sampling import SamplingTensors, draw_rows, process_rows, scale
+from spd.runtime.model_runner import ModelRunner
+from spd.runtime.penalties import TokenCounts
 from spd.runtime.request import SamplingParams
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RoundState
-
-NEGATIVE_INFINITY = float("-inf")
-
-
-def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Logits [S, R, V] with everything outside top-k, top-p and min-p at -inf; parameters [S].
-
-    Exactly top_k are kept, ties to the lowest id (0 keeps all); top-p walks by probability, then id,
-    and keeps the token that crosses it; min-p is relative to the likeliest. The likeliest is always kept.
-    """
-    order = torch.sort(logits, dim=-1, descending=True, stable=True)
-    ranks = torch.arange(logits.shape[-1], device=logits.device)
-    k = torch.where(top_k > 0, top_k, logits.shape[-1]).view(-1, 1, 1)
-    keep = ranks < k
-    probabilities = torch.where(keep, order.values, NEGATIVE_INFINITY).softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    keep = keep & ((before < top_p.view(-1, 1, 1)) | (top_p.view(-1, 1, 1) >= 1))
-    keep = keep & (probabilities >= min_p.view(-1, 1, 1) * probabilities[..., :1])
-    keep = keep | (ranks == 0)
-    return torch.full_like(logits, NEGATIVE_INFINITY).scatter_(
-        -1, order.indices, torch.where(keep, order.values, NEGATIVE_INFINITY)
-    )
 
 
 class Sampler:
     """Sampling parameters of every slot as tensors, and the draw."""
 
-    def __init__(self, state: RoundState, vocab_size: int, usable_vocab: int) -> None:
+    def __init__(self, state: RoundState, vocab_size: int, usable_vocab: int, kernels: Kernels) -> None:
         slots, device = state.slots, state.device
+        self.kernels = kernels
         self.state, self.vocab_size, self.usable_vocab, self.device = state, vocab_size, usable_vocab, device
         self.numbers = {
             name: torch.full((slots,), neutral, dtype=torch.float32, device=device)
@@ -63,75 +43,87 @@ class Sampler:
     def admit(self, slot: int, params: SamplingParams, prompt: Tensor) -> None:
         """Write a slot's parameters; prompt int64 [n] feeds the penalties."""
         for name, tensor in self.numbers.items():
-            tensor[slot] = getattr(params, name)
-        self.top_k[slot] = params.top_k
-        self.seed[slot] = params.seed
+            tensor[slot].fill_(getattr(params, name))
+        self.top_k[slot].fill_(params.top_k)
+        self.seed[slot].fill_(params.seed)
         if self.bias is not None:
-            self.bias[slot] = 0
+            self.bias[slot].fill_(0)
         if params.logit_bias:
             if self.bias is None:
                 self.bias = torch.zeros(self.state.slots, self.vocab_size, device=self.device)
             for token_id, value in params.logit_bias:
-                self.bias[slot, token_id] = value
+                self.bias[slot, token_id].fill_(value)
         if SamplerClass.of(params).penalties and self.counts is None:
             self.counts = TokenCounts(self.state.slots, self.vocab_size, self.device)
         if self.counts is not None:
             self.counts.admit(slot, prompt)
 
+    @property
+    def tensors(self) -> SamplingTensors:
+        """The parameters and histories of all slots, as the kernels take them."""
+        state, counts = self.state, self.counts
+        return SamplingTensors(
+            **self.numbers,
+            top_k=self.top_k,
+            seed=self.seed,
+            bias=self.bias,
+            in_prompt=counts.in_prompt if counts is not None else None,
+            generated=counts.generated if counts is not None else None,
+            stop_ids=state.stop_ids,
+            length=state.length,
+            min_length=state.min_length,
+        )
+
     def process(self, logits: Tensor, draft: Tensor, needs: SamplerClass) -> Tensor:
         """The target's processed logits, float32 [S, R, V], for the R = k + 1 rows of draft [S, k]."""
-        numbers = self.numbers
-        if self.usable_vocab < logits.shape[-1]:
-            logits = logits.clone()
-            logits[..., self.usable_vocab :] = NEGATIVE_INFINITY
-        if needs.bias and self.bias is not None:
-            logits = logits + self.bias.unsqueeze(1)
-        if needs.penalties and self.counts is not None:
-            logits = apply_penalties(
-                logits,
-                self.counts.rows(draft),
-                self.counts.in_prompt,
-                numbers["repetition_penalty"],
-                numbers["presence_penalty"],
-                numbers["frequency_penalty"],
-            )
-        if needs.min_length:
-            logits = self._hide_stops(logits)
-        if needs.noise:
-            temperature = numbers["temperature"].view(-1, 1, 1)
-            logits = torch.where(temperature > 0, logits / temperature, logits)
-        if needs.truncation:
-            logits = truncate(logits, self.top_k, numbers["top_p"], numbers["min_p"])
-        return logits
-
-    def _hide_stops(self, logits: Tensor) -> Tensor:
-        """Stop ids at -inf in rows whose token would end the text before its minimum length."""
-        rows = torch.arange(logits.shape[1], device=logits.device)
-        early = self.state.length.unsqueeze(-1) + rows < self.state.min_length.unsqueeze(-1)
-        ids = self.state.stop_ids
-        hidden = torch.zeros(ids.shape[0], logits.shape[-1] + 1, dtype=torch.bool, device=logits.device)
-        hidden.scatter_(1, torch.where(ids < 0, logits.shape[-1], ids), True)
-        return logits.masked_fill(early.unsqueeze(-1) & hidden[:, None, :-1], NEGATIVE_INFINITY)
+        return process_rows(logits, draft, self.tensors, needs, self.usable_vocab)
 
     def draw(self, processed: Tensor, positions: Tensor, needs: SamplerClass) -> Tensor:
         """Token ids [S, R] at absolute positions [S, R] from processed logits [S, R, V]."""
-        if not needs.noise:
-            return processed.argmax(dim=-1)
-        seed = self.seed.unsqueeze(-1).expand_as(positions)
-        noise = gumbel(seed, positions, STREAM_TARGET, processed.shape[-1])
-        greedy = (self.numbers["temperature"] <= 0).view(-1, 1, 1)
-        return torch.where(greedy, processed, processed + noise).argmax(dim=-1)
+        return draw_rows(processed, positions, self.tensors, needs)
 
-    def draw_draft(self, logits: Tensor, positions: Tensor, needs: SamplerClass) -> Tensor:
-        """A drafter's tokens [S, R] from its logits [S, R, V']: bias, temperature, the target's noise.
+    def sample(self, logits: Tensor, draft: Tensor, needs: SamplerClass) -> tuple[Tensor, Tensor]:
+        """The target's tokens [S, R] from its logits [S, R, V], and whether each is finite."""
+        rows = torch.arange(logits.shape[1], device=logits.device)
+        positions = self.state.length.unsqueeze(-1) + rows
+        drawn: tuple[Tensor, Tensor] = self.kernels.sample_rows(
+            logits, draft, positions, self.tensors, needs, self.usable_vocab
+        )
+        return drawn
+
+    def draw_fused(
+        self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplerClass
+    ) -> tuple[Tensor, Tensor] | None:
+        """Tokens [S, R] at positions length + step and on, from hidden [S, R, hidden], where a head can draw.
+
+        None where the model has no such head, or where the draw needs the logits themselves. Whether
+        each token is finite comes second.
+        """
+        if needs.truncation or needs.penalties or needs.bias or needs.min_length:
+            return None
+        return runner.sample(
+            hidden,
+            min(self.usable_vocab, runner.model.vocab_size),
+            self.seed,
+            self.state.length,
+            step,
+            self.numbers["temperature"],
+        )
+
+    def draw_draft(self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplerClass) -> Tensor:
+        """A drafter's tokens [S, 1] from its hidden [S, 1, hidden]: bias, temperature, the target's noise.
 
         Sharing the noise makes the draft likely to equal the target's draw; it decides nothing.
         """
+        wanted = SamplerClass(noise=needs.noise, bias=needs.bias)
+        drawn = self.draw_fused(runner, hidden, step, wanted)
+        if drawn is not None:
+            return drawn[0]
+        logits = runner.logits(hidden)
         limit = min(self.usable_vocab, logits.shape[-1])
         logits = logits[..., :limit]
         if needs.bias and self.bias is not None:
             logits = logits + self.bias[:, None, :limit]
         if needs.noise:
-            temperature = self.numbers["temperature"].view(-1, 1, 1)
-            logits = torch.where(temperature > 0, logits / temperature, logits)
-        return self.draw(logits, positions, needs)
+            logits = scale(logits, self.numbers["temperature"])
+        return self.draw(logits, (self.state.length + step).unsqueeze(-1), needs)

@@ -5,17 +5,24 @@ The host writes a row when it admits or retires a request; between that, only th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from spd.kernels.round_commit import emission_width
+from spd.kernels.round_finish import NUM_TIMES
 from spd.runtime.page_table import ZERO_PAGE
 from spd.runtime.request import MAX_STOP_IDS
+from spd.runtime.transfer import to_device
 
 NUM_STOP_IDS = MAX_STOP_IDS + 8
+RING_DEPTH = 4
+"""Rounds whose emissions are kept: the one that runs, two unread ones at most (lag 2), one to spare."""
 
 
 class RoundState:
-    """Static tensors of S slots; every field's first dimension is the slot."""
+    """Static tensors of S slots; every field's first dimension is the slot, but for the ring's."""
 
     def __init__(self, slots: int, max_len: int, max_draft: int, pages: int, device: str) -> None:
         def integers(*shape: int, fill: int = 0) -> Tensor:
@@ -33,6 +40,13 @@ class RoundState:
         self.page_table = integers(pages, fill=ZERO_PAGE)
         self.stop_ids = integers(NUM_STOP_IDS, fill=-1)
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.ring = torch.zeros(
+            RING_DEPTH, slots, emission_width(max_draft), dtype=torch.long, device=device
+        )
+        """What each round emitted: int64 [depth, S, W], see `read_emission`."""
+        self.times = torch.zeros(RING_DEPTH, NUM_TIMES, dtype=torch.long, device=device)
+        self.counter = torch.zeros(1, dtype=torch.long, device=device)
+        """Rounds run so far; its remainder by the depth is the ring's row."""
 
     def admit(
         self,
@@ -40,28 +54,23 @@ class RoundState:
         prompt: Tensor,
         length_limit: int,
         min_length: int,
-        stop_ids: list[int],
+        stop_ids: Sequence[int],
         draft_limit: int,
     ) -> None:
-        """Write a row: prompt int64 [n]; length_limit and min_length are absolute lengths."""
+        """Write a row: prompt int64 [n] on the device; length_limit and min_length are absolute lengths."""
         count = prompt.shape[0]
         self.tokens[slot, :count] = prompt
-        self.length[slot] = count
-        self.prompt_length[slot] = count
-        self.length_limit[slot] = length_limit
-        self.min_length[slot] = min_length
-        self.num_drafts[slot] = 0
-        self.draft_limit[slot] = draft_limit
-        self.stop_ids[slot] = -1
-        if stop_ids:
-            self.stop_ids[slot, : len(stop_ids)] = torch.tensor(stop_ids, device=self.device)
-        self.active[slot] = True
+        self.length[slot].fill_(count)
+        self.prompt_length[slot].fill_(count)
+        self.length_limit[slot].fill_(length_limit)
+        self.min_length[slot].fill_(min_length)
+        self.num_drafts[slot].fill_(0)
+        self.draft_limit[slot].fill_(draft_limit)
+        padded = [*stop_ids, *[-1] * (NUM_STOP_IDS - len(stop_ids))]
+        self.stop_ids[slot] = to_device(padded, torch.long, self.device)
+        self.active[slot].fill_(True)
 
     def retire(self, slot: int) -> None:
         """Silence a slot: its rows are masked from the next round on."""
-        self.active[slot] = False
-        self.num_drafts[slot] = 0
-
-    def is_stop(self, tokens: Tensor) -> Tensor:
-        """Whether tokens [S, n] are among their slot's stop ids."""
-        return (tokens.unsqueeze(-1) == self.stop_ids.unsqueeze(1)).any(dim=-1)
+        self.active[slot].fill_(False)
+        self.num_drafts[slot].fill_(0)

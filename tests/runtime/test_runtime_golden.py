@@ -45,11 +45,7 @@ def test_logits_and_greedy_text_equal_transformers(tiny: Callable[..., Path], va
         ids = torch.tensor([prompt])
         found = []
         for start, stop in ((0, 64), (64, 80), (80, 90)):  # one chunk of prefill, then tiles
-            window = ids[:, start:stop]
-            positions = torch.arange(start, stop)[None]
-            hidden = runner.forward(
-                window, positions, torch.ones_like(window, dtype=torch.bool), table, [view]
-            )
+            hidden = runner.forward_prompt(ids, start, stop, table, view.pages, chunked=stop - start == 64)
             found.append(runner.logits(hidden)[0])
     assert (torch.cat(found) - expected).abs().max() < 1e-4
 

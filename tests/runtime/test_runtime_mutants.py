@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spd.kernels.sampling import SamplingTensors
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 from spd.runtime.metrics import RequestMetrics
 from spd.runtime.model_runner import ModelRunner
@@ -273,16 +274,16 @@ def _seed_of_slot(patch: Patch) -> None:
     patch.setattr(Sampler, "admit", changed)
 
 
-def _counts(rows: Callable[[TokenCounts, Tensor], Tensor]) -> Mutation:
-    return lambda patch: patch.setattr(TokenCounts, "rows", rows)
+def _counts(rows: Callable[[Tensor, Tensor], Tensor]) -> Mutation:
+    return lambda patch: patch.setattr("spd.kernels.sampling.count_rows", rows)
 
 
-def _without_drafts(self: TokenCounts, draft: Tensor) -> Tensor:
-    return self.generated.unsqueeze(1).repeat(1, draft.shape[1] + 1, 1)
+def _without_drafts(generated: Tensor, draft: Tensor) -> Tensor:
+    return generated.unsqueeze(1).repeat(1, draft.shape[1] + 1, 1)
 
 
-def _one_draft_too_many(self: TokenCounts, draft: Tensor) -> Tensor:
-    counts = _without_drafts(self, draft)
+def _one_draft_too_many(generated: Tensor, draft: Tensor) -> Tensor:
+    counts = _without_drafts(generated, draft)
     for i in range(draft.shape[1]):
         ones = counts.new_ones(len(draft), draft.shape[1] + 1 - i, 1)
         counts[:, i:].scatter_add_(2, draft[:, i, None, None].expand_as(ones).contiguous(), ones)
@@ -300,13 +301,13 @@ def _commit_counts(change: Callable[[Tensor], Tensor]) -> Mutation:
 def _hide(early: Callable[[Tensor], Tensor]) -> Mutation:
     """The mask of min_tokens, with row i taken for row early(i)."""
 
-    def hide(self: Sampler, logits: Tensor) -> Tensor:
+    def hide(logits: Tensor, tensors: SamplingTensors) -> Tensor:
         rows = early(torch.arange(logits.shape[1]))
-        hidden = self.state.is_stop(torch.arange(logits.shape[2]).expand(logits.shape[0], -1))
-        masked = self.state.length.unsqueeze(-1) + rows < self.state.min_length.unsqueeze(-1)
+        hidden = (torch.arange(logits.shape[2])[:, None] == tensors.stop_ids.unsqueeze(1)).any(dim=-1)
+        masked = tensors.length.unsqueeze(-1) + rows < tensors.min_length.unsqueeze(-1)
         return logits.masked_fill(masked.unsqueeze(-1) & hidden.unsqueeze(1), float("-inf"))
 
-    return lambda patch: patch.setattr(Sampler, "_hide_stops", hide)
+    return lambda patch: patch.setattr("spd.kernels.sampling.hide_stops", hide)
 
 
 def _kv_one_off(patch: Patch) -> None:

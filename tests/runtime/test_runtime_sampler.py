@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from spd.kernels.dispatch import load_kernels
+from spd.kernels.sampling import truncate
 from spd.runtime.request import SamplingParams
-from spd.runtime.sampler import Sampler, truncate
+from spd.runtime.sampler import Sampler
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RoundState
 
@@ -28,7 +30,7 @@ def sampler_of(
 ) -> Sampler:
     """A sampler whose slots hold these (prompt, parameters)."""
     state = RoundState(len(slots), 64, 8, 1, "cpu")
-    sampler = Sampler(state, vocab, usable or vocab)
+    sampler = Sampler(state, vocab, usable or vocab, load_kernels("torch"))
     for slot, (prompt, params) in enumerate(slots):
         ids = torch.tensor(prompt)
         stops = list(params.stop_token_ids)

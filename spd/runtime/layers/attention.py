@@ -1,16 +1,14 @@
-"""Grouped-query attention of one layer: project, normalise, rotate, store, attend, project back."""
+"""Grouped-query attention of one layer: norm, project, rotate, store, attend, project back, add."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from spd.kernels.paged_attention import paged_attention
-from spd.kernels.rms_norm import rms_norm
-from spd.kernels.rotary import apply_rotary
-from spd.kernels.store_kv import store_kv
-from spd.runtime.layers.linear import Linear
-from spd.runtime.models.base import ForwardBatch, LayerCache
+from spd.kernels.dispatch import Kernels
+from spd.runtime.layers.linear import AnyLinear
+from spd.runtime.layers.rotary import RotaryRows
+from spd.runtime.models.base import ForwardBatch, LayerCache, Residual
 
 
 class Attention:
@@ -18,15 +16,17 @@ class Attention:
 
     def __init__(
         self,
-        qkv: Linear,
-        output: Linear,
+        norm: Tensor,
+        qkv: AnyLinear,
+        output: AnyLinear,
         head_dim: int,
         num_heads: int,
         num_kv_heads: int,
         qk_norm: tuple[Tensor, Tensor] | None,
         epsilon: float,
+        kernels: Kernels,
     ) -> None:
-        self.qkv, self.output = qkv, output
+        self.norm, self.qkv, self.output, self.kernels = norm, qkv, output, kernels
         self.head_dim, self.num_heads, self.num_kv_heads = head_dim, num_heads, num_kv_heads
         self.epsilon = epsilon
         self.scale = head_dim**-0.5
@@ -37,22 +37,36 @@ class Attention:
                 (query.expand(num_heads, -1), key.expand(num_kv_heads, -1))
             ).contiguous()
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
-        """x [T, hidden] to [T, hidden]; writes this layer's KV of the T rows, then reads the pages."""
-        rotated_heads = self.num_heads + self.num_kv_heads
-        fused = self.qkv(x, batch.tile).view(-1, rotated_heads + self.num_kv_heads, self.head_dim)
-        rotated, value = fused[:, :rotated_heads], fused[:, rotated_heads:]
-        if self.qk_weight is not None:
-            rotated = rms_norm(rotated, self.qk_weight, self.epsilon)
-        rotated = apply_rotary(rotated, cos, sin)
-        store_kv(rotated[:, self.num_heads :], value, cache.key, cache.value, batch.kv_slots)
-        rows = batch.num_slots * batch.width
-        query = rotated[:rows, : self.num_heads].reshape(
-            batch.num_slots, batch.width, self.num_heads, self.head_dim
+    def __call__(
+        self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
+    ) -> Residual:
+        """The stream [T, hidden] with this block added; stores the KV of the T rows, then reads the pages."""
+        qkv = self.qkv.after_norm(stream, self.norm, self.epsilon, batch)
+        query = self.kernels.rotary_store(
+            qkv,
+            rotary.cos,
+            rotary.sin,
+            rotary.positions,
+            batch.kv_slots,
+            self.qk_weight,
+            self.epsilon,
+            cache.key,
+            cache.value,
+            self.num_heads,
         )
-        mixed = paged_attention(
-            query, cache.key, cache.value, batch.page_table, batch.biases, batch.first_pages, self.scale
-        ).reshape(rows, self.num_heads * self.head_dim)
-        if rows < x.shape[0]:
-            mixed = torch.cat((mixed, mixed.new_zeros(x.shape[0] - rows, mixed.shape[1])))
-        return self.output(mixed, batch.tile)
+        mixed = self._attend(query, batch, cache)
+        return self.output.onto(mixed, stream, batch)
+
+    def _attend(self, query: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
+        """query [T, H, D] to [T, H * D]."""
+        total, width = query.shape[0], self.num_heads * self.head_dim
+        if batch.chunk_start is not None and batch.plan is None:
+            mixed: Tensor = self.kernels.prefill_attention(
+                query, cache.key, cache.value, batch.page_table[0], batch.chunk_start, self.scale
+            )
+            return mixed.view(total, width)
+        rows = batch.num_slots * batch.width
+        window = query[:rows].view(batch.num_slots, batch.width, self.num_heads, self.head_dim)
+        mixed = self.kernels.paged_attention(window, cache.key, cache.value, batch.plan, self.scale)
+        mixed = mixed.reshape(rows, width)
+        return mixed if rows == total else torch.cat((mixed, mixed.new_zeros(total - rows, width)))

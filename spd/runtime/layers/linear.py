@@ -1,17 +1,45 @@
-"""Linear layers on prebound weights, prepacked for oneDNN where that is available.
+"""Linear layers on prebound weights, in the two forms that the layers can be built with.
 
-A call never lets the number of rows choose the arithmetic freely: rows come in buckets that were
-seen to give the same bits (see `spd.runtime.row_buckets`), and wider inputs are cut into tiles.
+`Linear` is torch's: prepacked for oneDNN on CPU; the number of rows never chooses the arithmetic freely,
+since rows come in buckets that were seen to give the same bits (see `spd.runtime.row_buckets`).
+`SkinnyLinear` is Triton's: its arithmetic does not depend on the number of rows by construction, except
+in the prompt-chunk program, which has one size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spd.kernels.dispatch import Kernels
+from spd.kernels.rms_norm import rms_norm
+from spd.kernels.silu_mul import silu_mul
+from spd.kernels.skinny_config import config_for, workspace_sizes
+from spd.kernels.skinny_linear import LinearWorkspace, capability_of
+from spd.runtime.models.base import ForwardBatch, Residual
+
 PACK_ROWS = 16
 """Rows that oneDNN is told to expect when it lays out a weight."""
+
+
+class AnyLinear(Protocol):
+    """y = x Wᵀ + b with what stands before and after it in a layer, W [N, K]."""
+
+    def after_norm(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
+        """RMS-norm the stream [T, K] with scales norm [K], then multiply: [T, N]."""
+        ...
+
+    def gated(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
+        """`after_norm`, then silu of the first half of N times the second: [T, N / 2]."""
+        ...
+
+    def onto(self, x: Tensor, stream: Residual, batch: ForwardBatch) -> Residual:
+        """The stream [T, N] plus the product of x [T, K]."""
+        ...
 
 
 def can_prepack(weight: Tensor) -> bool:
@@ -24,7 +52,7 @@ def can_prepack(weight: Tensor) -> bool:
 
 
 class Linear:
-    """y = x Wᵀ + b, with W [N, K] packed once and never changed."""
+    """Torch's form, with W packed once and never changed."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -46,3 +74,70 @@ class Linear:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return y
         return F.linear(x, self.weight, self.bias)
+
+    def after_norm(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
+        """See `AnyLinear`."""
+        return self(rms_norm(stream.x, norm, epsilon), batch.tile)
+
+    def gated(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
+        """See `AnyLinear`."""
+        return silu_mul(self.after_norm(stream, norm, epsilon, batch))
+
+    def onto(self, x: Tensor, stream: Residual, batch: ForwardBatch) -> Residual:
+        """See `AnyLinear`."""
+        return Residual(stream.x + self(x, batch.tile))
+
+
+class SkinnyLinear:
+    """Triton's form. A norm before it is folded into W at load: only its row scale is applied here."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
+        self.weight, self.bias, self.kernels = weight.contiguous(), bias, kernels
+        self.workspace: LinearWorkspace | None = None
+        """Shared by all of a model's products, since they run in turn."""
+
+    def after_norm(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
+        """See `AnyLinear`."""
+        if batch.chunk_start is not None:
+            return F.linear(self._normed(stream, epsilon), self.weight, self.bias)
+        y: Tensor = self.kernels.norm_linear(
+            stream.x, stream.squares, epsilon, self.weight, self.bias, self.workspace
+        )
+        return y
+
+    def gated(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
+        """See `AnyLinear`."""
+        if batch.chunk_start is not None:
+            return silu_mul(self.after_norm(stream, norm, epsilon, batch))
+        y: Tensor = self.kernels.norm_gate_up(
+            stream.x, stream.squares, epsilon, self.weight, self.bias, self.workspace
+        )
+        return y
+
+    def onto(self, x: Tensor, stream: Residual, batch: ForwardBatch) -> Residual:
+        """See `AnyLinear`."""
+        if batch.chunk_start is not None:
+            return Residual(stream.x + F.linear(x, self.weight, self.bias))
+        return Residual(*self.kernels.linear_residual(x, self.weight, self.bias, stream.x, self.workspace))
+
+    @staticmethod
+    def _normed(stream: Residual, epsilon: float) -> Tensor:
+        return F.rms_norm(stream.x, (stream.x.shape[-1],), None, epsilon)
+
+
+def share_workspace(products: Iterable[SkinnyLinear], rows: int) -> None:
+    """Give products that run in turn one workspace, for up to `rows` rows."""
+    products = list(products)
+    sizes = [
+        workspace_sizes(n, rows, config_for(n, k, p.weight.element_size(), capability_of(p.weight.device)))
+        for p in products
+        for n, k in [p.weight.shape]
+    ]
+    partials, counters = (max(column) for column in zip(*sizes, strict=True))
+    device = products[0].weight.device
+    workspace = LinearWorkspace(
+        torch.zeros(partials, dtype=torch.float32, device=device),
+        torch.zeros(counters, dtype=torch.int32, device=device),
+    )
+    for product in products:
+        product.workspace = workspace

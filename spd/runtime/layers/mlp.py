@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from spd.kernels.silu_mul import silu_mul
-from spd.runtime.layers.linear import Linear
+from spd.runtime.layers.linear import AnyLinear
+from spd.runtime.models.base import ForwardBatch, Residual
 
 
 class GatedMlp:
-    """down(silu(gate(x)) * up(x)), gate and up fused into one matrix."""
+    """stream + down(silu(gate(norm(stream))) * up(norm(stream))), gate and up fused into one matrix."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self.gate_up, self.down = gate_up, down
+    def __init__(self, norm: Tensor, gate_up: AnyLinear, down: AnyLinear, epsilon: float) -> None:
+        self.norm, self.gate_up, self.down, self.epsilon = norm, gate_up, down, epsilon
 
-    def __call__(self, x: Tensor, tile: int) -> Tensor:
-        """x [T, hidden] to [T, hidden]."""
-        return self.down(silu_mul(self.gate_up(x, tile)), tile)
+    def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
+        """The stream [T, hidden] with this block added."""
+        return self.down.onto(self.gate_up.gated(stream, self.norm, self.epsilon, batch), stream, batch)

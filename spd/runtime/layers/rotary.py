@@ -6,6 +6,7 @@ Kinds: default, linear (position interpolation), llama3 (frequency bands), yarn 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -68,8 +69,17 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return inverse
 
 
+@dataclass(frozen=True)
+class RotaryRows:
+    """cos and sin for the rows of one pass: their own [T, D], or whole tables and int64 positions [T]."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
+
+
 class RotaryTable:
-    """cos and sin for every position up to a limit, in the model's dtype."""
+    """cos and sin [M, D] for every position below a limit; the sine's first half is negated."""
 
     def __init__(
         self, rope: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: str
@@ -79,9 +89,12 @@ class RotaryTable:
         )
         scale = attention_factor(rope)
         cos, sin = angles.cos() * scale, angles.sin() * scale
+        self.max_positions = max_positions
         self.cos = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
         self.sin = torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype)
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, D] at positions [T]; the sine's first half is negated."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+    def rows(self, positions: Tensor, *, gathered: bool) -> RotaryRows:
+        """For rows at int64 positions [T]; gathered once here, or left to a kernel that looks them up."""
+        if not gathered:
+            return RotaryRows(self.cos, self.sin, positions)
+        return RotaryRows(self.cos[positions], self.sin[positions], None)

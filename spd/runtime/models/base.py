@@ -6,7 +6,7 @@ Models know tensors and this batch; never requests, schedulers, proposers or sam
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -16,18 +16,27 @@ class ForwardBatch:
     """Rows of one forward pass: a window of `width` positions for each of `num_slots` slots.
 
     T rows = num_slots * width, rounded up to a row bucket with rows that are dropped. page_table is
-    int64 [S, pages]; biases and first_pages are one entry a slot (see `paged_attention`).
+    int64 [S, pages]; plan is what `plan_attention` made of the rows. A prompt chunk of one slot has a
+    chunk_start, its first position; the kernels that attend by it need no plan.
     """
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     kv_slots: Tensor  # [T] int64, into the flattened pools
     page_table: Tensor  # [S, pages] int64
-    biases: tuple[Tensor | None, ...]
-    first_pages: tuple[int | None, ...]
+    plan: Any
     num_slots: int
     width: int
     tile: int
+    chunk_start: int | None = None
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The residual stream x [T, hidden], with partial sums of squares of its rows where kernels keep them."""
+
+    x: Tensor
+    squares: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,4 +64,14 @@ class CausalModel(Protocol):
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Float32 logits [T, V] of hidden [T, hidden]."""
+        ...
+
+    def sample(
+        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Tokens [T] and whether each is finite, by a head fused with the draw; None where there is none.
+
+        hidden [T, hidden] of S slots with T / S rows each; seed, first, temperature [S]: row r of a slot
+        draws the token at position first + step + r.
+        """
         ...

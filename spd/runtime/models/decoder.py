@@ -10,22 +10,25 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from spd.kernels.dispatch import Kernels
 from spd.kernels.rms_norm import rms_norm
 from spd.runtime.layers.attention import Attention
-from spd.runtime.layers.linear import Linear
+from spd.runtime.layers.linear import AnyLinear, Linear, SkinnyLinear
 from spd.runtime.layers.mlp import GatedMlp
 from spd.runtime.layers.rotary import RotaryTable
-from spd.runtime.models.base import ForwardBatch, LayerCache
+from spd.runtime.models.base import ForwardBatch, LayerCache, Residual
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer's parts and norm scales."""
+    """One layer's two blocks, each with its norm before and its sum after."""
 
-    input_norm: Tensor
     attention: Attention
-    post_norm: Tensor
     mlp: GatedMlp
+
+    def products(self) -> tuple[AnyLinear, ...]:
+        """The layer's matrices in the order in which they run."""
+        return self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down
 
 
 class Decoder:
@@ -36,30 +39,53 @@ class Decoder:
         embedding: Tensor,
         layers: list[DecoderLayer],
         final_norm: Tensor,
-        head: Linear,
+        head: Linear | SkinnyLinear,
         rotary: RotaryTable,
         epsilon: float,
+        kernels: Kernels,
     ) -> None:
         self.embedding, self.layers, self.final_norm, self.head = embedding, layers, final_norm, head
-        self.rotary, self.epsilon = rotary, epsilon
+        self.rotary, self.epsilon, self.kernels = rotary, epsilon, kernels
         first = layers[0].attention
         self.num_layers = len(layers)
         self.num_heads, self.num_kv_heads, self.head_dim = first.num_heads, first.num_kv_heads, first.head_dim
         self.vocab_size, self.hidden_size = embedding.shape
-        self.max_positions = rotary.cos.shape[0]
+        self.max_positions = rotary.max_positions
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> Tensor:
         """Hidden states after the final norm, [T, hidden]; writes the KV of every row.
 
         Runs as many layers as there are caches: all of them, but for a probe of the arithmetic.
         """
-        x = self.embedding[batch.token_ids]
-        cos, sin = self.rotary.at(batch.positions)
+        rotary = self.rotary.rows(batch.positions, gathered=self.kernels.name == "torch")
+        stream = self._embed(batch)
         for layer, cache in zip(self.layers, caches, strict=False):
-            x = x + layer.attention(rms_norm(x, layer.input_norm, self.epsilon), cos, sin, batch, cache)
-            x = x + layer.mlp(rms_norm(x, layer.post_norm, self.epsilon), batch.tile)
-        return rms_norm(x, self.final_norm, self.epsilon)
+            stream = layer.attention(stream, rotary, batch, cache)
+            stream = layer.mlp(stream, batch)
+        if stream.squares is None:
+            return rms_norm(stream.x, self.final_norm, self.epsilon)
+        hidden: Tensor = self.kernels.rms_norm_rows(stream.x, stream.squares, self.final_norm, self.epsilon)
+        return hidden
+
+    def _embed(self, batch: ForwardBatch) -> Residual:
+        if isinstance(self.head, SkinnyLinear) and batch.chunk_start is None:
+            return Residual(*self.kernels.embed(batch.token_ids, self.embedding))
+        return Residual(self.embedding[batch.token_ids])
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Float32 logits [T, V]."""
+        if isinstance(self.head, SkinnyLinear):
+            scores: Tensor = self.kernels.head_logits(hidden, self.head.weight)
+            return scores
         return self.head(hidden, tile).float()
+
+    def sample(
+        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Tokens [T] and whether each is finite; see `CausalModel`."""
+        if not isinstance(self.head, SkinnyLinear):
+            return None
+        drawn: tuple[Tensor, Tensor] = self.kernels.head_sample(
+            hidden, self.head.weight, usable_vocab, seed, first, step, temperature
+        )
+        return drawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spd.kernels.dispatch import Kernels
 from spd.runtime.model_runner import ModelRunner
 from spd.runtime.plan import EnginePlan
 from spd.runtime.proposers.base import Proposer
@@ -12,12 +13,16 @@ from spd.runtime.state import RoundState
 
 
 def build_proposer(
-    plan: EnginePlan, state: RoundState, sampler: Sampler, draft_runner: ModelRunner | None
+    plan: EnginePlan,
+    kernels: Kernels,
+    state: RoundState,
+    sampler: Sampler,
+    draft_runner: ModelRunner | None,
 ) -> Proposer | None:
     """The proposer that the plan names; None when nothing is speculated."""
     if plan.spec == "ngram":
-        return NgramProposer(state, plan.ngram_min, plan.ngram_max)
+        return NgramProposer(state, kernels, plan.ngram_min, plan.ngram_max)
     if plan.spec == "draft":
         assert draft_runner is not None
-        return DraftModelProposer(state, draft_runner, sampler, plan.draft_ctx)
+        return DraftModelProposer(state, kernels, draft_runner, sampler, plan.draft_ctx)
     return None

@@ -16,22 +16,29 @@ from spd.runtime.spans import Run
 
 
 class Proposer(Protocol):
-    """Writes `state.draft[:, :k]` and `state.num_drafts`; anything it proposes is verified."""
+    """Writes `state.draft[:, :k]` and `state.num_drafts`; anything it proposes is verified.
+
+    `draft` is part of the round's device program: fixed shapes, nothing read from the device, nothing
+    that depends on earlier calls. What a cache misses from rounds that did not draft is brought up by
+    `catch_up`, outside of it.
+    """
 
     method: str
     draft_limit: int | None
     """Positions its cache can hold; None has no limit."""
+    forwards_a_draft: int
+    """Forward passes for each token it drafts: 1 for a model, 0 for a lookup."""
 
     def prefill(self, token_ids: Tensor, start: int, end: int, runs: Sequence[Run], view: SlotView) -> None:
         """Bring one slot's cache from `start` to `end` over its prompt int64 [1, length]."""
         ...
 
-    def draft(self, k: int, views: Sequence[SlotView], needs: SamplerClass) -> int:
-        """Propose the next k >= 1 tokens of every active slot; returns the forward passes run."""
+    def draft(self, k: int, views: Sequence[SlotView], needs: SamplerClass) -> None:
+        """Propose the next k >= 1 tokens of every active slot."""
         ...
 
-    def skip(self, views: Sequence[SlotView]) -> int:
-        """A round went by without drafting (k = 0): catch up when it is due; returns forward passes."""
+    def catch_up(self, rounds: int, views: Sequence[SlotView]) -> None:
+        """Feed what `rounds` rounds without drafting committed, one token each."""
         ...
 
     def clear(self, pages: list[int]) -> None:

@@ -1,37 +1,36 @@
 """An independent draft model with its own paged cache, sharing the target's page numbers.
 
 A round runs exactly k draft forwards. The first takes every token whose draft KV is missing: the last
-two committed ones, or more after rounds that did not draft. Rejected positions need no undoing: they
-lie beyond the committed length and are overwritten.
+two committed ones. Rejected positions need no undoing: they lie beyond the committed length and are
+overwritten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from spd.kernels.dispatch import Kernels
 from spd.runtime.model_runner import ModelRunner, SlotView
 from spd.runtime.sampler import Sampler
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.spans import Run, clip_runs
 from spd.runtime.state import RoundState
 
-CATCH_UP = 16
-"""Rounds without drafting after which the cache is brought up in one pass."""
-
 
 class DraftModelProposer:
     """Drafts by a small model, with the target's noise on the draft's own distribution."""
 
     method = "draft"
+    forwards_a_draft = 1
 
-    def __init__(self, state: RoundState, runner: ModelRunner, sampler: Sampler, draft_limit: int) -> None:
-        self.state, self.runner, self.sampler = state, runner, sampler
+    def __init__(
+        self, state: RoundState, kernels: Kernels, runner: ModelRunner, sampler: Sampler, draft_limit: int
+    ) -> None:
+        self.state, self.kernels, self.runner, self.sampler = state, kernels, runner, sampler
         self.draft_limit: int | None = draft_limit
         self.limit = draft_limit
-        self.behind = 0
 
     def prefill(self, token_ids: Tensor, start: int, end: int, runs: Sequence[Run], view: SlotView) -> None:
         """Feed the prompt up to the draft model's own context limit."""
@@ -43,39 +42,45 @@ class DraftModelProposer:
         """Zero pages of the draft's cache."""
         self.runner.cache.clear(pages)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, views: Sequence[SlotView]) -> Tensor:
-        """Hidden states [S, Q, hidden]; rows outside the limit or of silent slots write nothing."""
+    def _feed_committed(self, width: int, views: Sequence[SlotView]) -> Tensor:
+        """Feed the last `width` committed tokens of every slot; hidden states [S, width, hidden]."""
         state = self.state
-        valid = state.active.unsqueeze(-1) & (positions >= 0) & (positions < state.draft_limit.unsqueeze(-1))
-        clamped = positions.clamp(0, self.limit - 1)
-        return self.runner.forward(tokens, clamped, valid, state.page_table, views)
+        rows = self.kernels.committed_window(
+            state.tokens,
+            state.length,
+            state.active,
+            state.draft_limit,
+            state.page_table,
+            width,
+            self.runner.cache.page_size,
+            self.limit,
+            self.runner.trash_slot,
+        )
+        return self.runner.forward(rows, state.page_table, views)
 
-    def _committed_window(self, width: int) -> tuple[Tensor, Tensor]:
-        """The last `width` committed tokens and their positions, [S, width]; some may be negative."""
-        positions = self.state.length.unsqueeze(-1) - width + torch.arange(width, device=self.state.device)
-        return self.state.tokens.gather(1, positions.clamp(min=0)), positions
+    def catch_up(self, rounds: int, views: Sequence[SlotView]) -> None:
+        """Feed the tokens that `rounds` rounds without drafting left out, and the one before them."""
+        self._feed_committed(rounds + 1, views)
 
-    def skip(self, views: Sequence[SlotView]) -> int:
-        """Count a round without drafts; every 16 of them, feed what was committed meanwhile."""
-        self.behind += 1
-        if self.behind < CATCH_UP:
-            return 0
-        self._forward(*self._committed_window(self.behind + 1), views)
-        self.behind = 0
-        return 1
-
-    def draft(self, k: int, views: Sequence[SlotView], needs: SamplerClass) -> int:
+    def draft(self, k: int, views: Sequence[SlotView], needs: SamplerClass) -> None:
         """Propose k tokens a slot, fewer where the draft's context ends."""
         state = self.state
-        tokens, positions = self._committed_window(2 + self.behind)
-        self.behind = 0
-        last = state.length.unsqueeze(-1)
+        hidden = self._feed_committed(2, views)[:, -1:]
         for step in range(k):
-            hidden = self._forward(tokens, positions, views)[:, -1:]
-            at = last + step
-            tokens = self.sampler.draw_draft(self.runner.logits(hidden), at, needs)
-            positions = at
-            state.draft[:, step : step + 1] = tokens
-        room = (state.draft_limit - state.length + 1).clamp(0, k)
-        state.num_drafts.copy_(torch.where(state.active, room, 0))
-        return k
+            drawn = self.sampler.draw_draft(self.runner, hidden, step, needs)
+            rows = self.kernels.draft_step(
+                drawn,
+                state.length,
+                state.active,
+                state.draft_limit,
+                state.page_table,
+                step,
+                self.runner.cache.page_size,
+                self.limit,
+                self.runner.trash_slot,
+                state.draft,
+                state.num_drafts,
+                k,
+            )
+            if step < k - 1:
+                hidden = self.runner.forward(rows, state.page_table, views)

@@ -1,0 +1,264 @@
+"""How much memory an engine takes, part by part, and what frees how much of it. No torch here.
+
+The parts are bounds from shapes alone, so a plan can refuse before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from spd.errors import ResourceError
+from spd.formats.model_config import ModelConfig
+from spd.runtime.models import family_differences
+from spd.runtime.models.weights import layer_tensors
+from spd.runtime.page_table import NUM_RESERVED
+
+PAGE_SIZE = 64
+ATTENTION_BLOCK = 512
+"""Positions that attention walks at a time; a slot's pages come in whole blocks."""
+WINDOW_ROWS = 32
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+LOGIT_COPIES = {"torch": 16, "triton": 4}
+"""Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws noise in tensors."""
+CHUNK = {"torch": 64, "triton": 256}
+"""Positions of a prompt chunk, by the form of the kernels."""
+DEFAULT_DRAFT_MAX = {"draft": 4, "ngram": 8}
+AUTO_CTX = 32768
+"""Context that `auto` stops at; longer ones are had by asking."""
+GRAPH_BYTES = 2**29
+"""Kept free for captured graphs and their private pools."""
+DRAFT_ROWS = 18
+"""Rows a slot of the widest forward pass of a draft model: rounds to catch up with, and two."""
+WORTH_NAMING = 0.01
+"""Share of the whole below which a remedy is not mentioned, unless it suffices."""
+
+
+@dataclass(frozen=True)
+class MemoryShape:
+    """Everything that decides how much memory an engine takes."""
+
+    target: ModelConfig
+    draft: ModelConfig | None
+    dtype: str
+    slots: int
+    ctx: int
+    draft_ctx: int
+    draft_max: int
+    chunk: int
+    kernels: str
+    graphs: bool
+    on_cpu: bool
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes of each part."""
+
+    weights: int
+    draft_weights: int
+    cache: int
+    draft_cache: int
+    workspace: int
+    graphs: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(vars(self).values())
+
+    def words(self) -> str:
+        """Every part that takes something, such as `weights 15.26 GiB + cache 4.50 GiB`."""
+        named = {name.replace("_", " "): size for name, size in vars(self).items()}
+        return " + ".join(f"{name} {show_size(size)}" for name, size in named.items() if size)
+
+
+def show_size(size: int) -> str:
+    """Bytes in the unit that suits them, two decimals."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if abs(size) >= scale / 10:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size / 2**10:.2f} KiB"
+
+
+def tensor_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of the tensors that are read from a checkpoint, in the dtype they are kept in."""
+    layer = sum(math.prod(shape) for shape in layer_tensors(config, family_differences(config)).values())
+    tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    return (config.num_layers * layer + tables + config.hidden_size) * DTYPE_BYTES[dtype]
+
+
+def num_pages(ctx: int, slots: int) -> int:
+    """Pages for every slot at full length, in whole attention blocks, and the reserved ones."""
+    blocks = -(-(ctx + PAGE_SIZE) // ATTENTION_BLOCK)
+    return NUM_RESERVED + slots * blocks * (ATTENTION_BLOCK // PAGE_SIZE)
+
+
+def page_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of one page of keys and values over all layers."""
+    return 2 * config.num_layers * PAGE_SIZE * config.num_kv_heads * config.head_dim * DTYPE_BYTES[dtype]
+
+
+def measure(shape: MemoryShape) -> MemoryNeed:
+    """What an engine of this shape takes."""
+    target, draft = shape.target, shape.draft
+    pages = num_pages(shape.ctx, shape.slots)
+    rows = shape.slots * (shape.draft_max + 1)
+    workspace = _workspace(shape, target, shape.ctx, rows, rows)
+    if draft is not None:
+        workspace += _workspace(shape, draft, shape.draft_ctx, shape.slots * DRAFT_ROWS, shape.slots)
+    return MemoryNeed(
+        weights=_weights(target, shape),
+        draft_weights=_weights(draft, shape) if draft else 0,
+        cache=pages * page_bytes(target, shape.dtype),
+        # The same page numbers serve both models, so both have as many pages.
+        draft_cache=pages * page_bytes(draft, shape.dtype) if draft else 0,
+        workspace=workspace,
+        graphs=GRAPH_BYTES if shape.graphs and not shape.on_cpu else 0,
+    )
+
+
+def _weights(config: ModelConfig, shape: MemoryShape) -> int:
+    """The tensors, and on CPU the packed copy of a tied head (float16 is not packed)."""
+    width = DTYPE_BYTES[shape.dtype]
+    packed = shape.on_cpu and config.tie_embeddings and shape.dtype != "float16"
+    return tensor_bytes(config, shape.dtype) + packed * config.vocab_size * config.hidden_size * width
+
+
+def _workspace(shape: MemoryShape, model: ModelConfig, positions: int, rows: int, sampled: int) -> int:
+    """What one model's forward passes and sampling hold beside weights and cache, summed, bounded above.
+
+    `rows` go through a window's forward pass, `sampled` of them through the head:
+    logits      sampled x vocabulary x 4 bytes x LOGIT_COPIES
+    history     slots x vocabulary x 9 bytes: token counts, prompt marks, biases
+    attention   rows x heads x blocks of 512 positions x (head size + 2) x 4 bytes, of split softmax sums;
+                in torch's form also a mask of rows x positions for each head of a group
+    activations rows of a window or a prompt chunk x (4 hidden + 3 inner + 2 qkv) elements
+    rotary      2 x positions x head size elements
+    """
+    width, widest = DTYPE_BYTES[shape.dtype], max(shape.chunk, WINDOW_ROWS, rows)
+    logits = sampled * model.vocab_size * 4 * LOGIT_COPIES[shape.kernels]
+    history = shape.slots * model.vocab_size * 9
+    blocks = -(-positions // ATTENTION_BLOCK)
+    attention = rows * model.num_heads * blocks * (model.head_dim + 2) * 4
+    if shape.kernels == "torch":
+        groups = model.num_heads // model.num_kv_heads
+        attention += widest * groups * blocks * ATTENTION_BLOCK * (width + 1)
+    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    activations = widest * (4 * model.hidden_size + 3 * model.intermediate_size + 2 * qkv) * width
+    return logits + history + attention + activations + 2 * positions * model.head_dim * width
+
+
+def largest(fits: Callable[[int], bool], most: int, step: int) -> int:
+    """The largest multiple of `step` below `most`, or `most` itself, for which `fits` holds; 0 if none.
+
+    What fits at one size must fit at every smaller one.
+    """
+    if fits(most):
+        return most
+    low, high = 0, -(-most // step)  # low fits or is 0, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What to type instead, the bytes it frees, and whether that is enough (None: nobody knows)."""
+
+    flag: str
+    frees: int
+    suffices: bool | None
+
+    def words(self) -> str:
+        """One line for an error's fixes."""
+        more = ", not enough alone" if self.suffices is False else ""
+        return f"{self.flag}  (frees {show_size(self.frees)}{more})"
+
+
+def remedies(shape: MemoryShape, usable: int | None, draft_flag: bool = False) -> list[Remedy]:
+    """Every wish that would take noticeably less: what suffices first and the smallest sacrifice of it.
+
+    `usable` bytes are there; None when only the device knows, and then contexts and slots are halved.
+    `draft_flag`: the draft model was asked for by --draft-model, which other methods refuse.
+    """
+    now = measure(shape).total
+
+    def fits(changed: MemoryShape) -> bool:
+        return usable is not None and measure(changed).total <= usable
+
+    found = []
+    for flag, changed in [*_smaller(shape, fits), *_otherwise(shape, draft_flag)]:
+        frees, suffices = now - measure(changed).total, fits(changed) if usable is not None else None
+        if suffices or frees >= WORTH_NAMING * now:
+            found.append(Remedy(flag, frees, suffices))
+    found = [remedy for remedy in found if not any(_spares(other, remedy, now) for other in found)]
+    return sorted(found, key=lambda remedy: (0, remedy.frees) if remedy.suffices else (1, -remedy.frees))
+
+
+def _spares(ngram: Remedy, off: Remedy, now: int) -> bool:
+    """Whether giving up the draft model alone does as much as giving up speculation."""
+    if not ngram.flag.startswith("--spec ngram") or not off.flag.startswith("--spec off"):
+        return False
+    return ngram.suffices == off.suffices and off.frees - ngram.frees < WORTH_NAMING * now
+
+
+def _smaller(shape: MemoryShape, fits: Callable[[MemoryShape], bool]) -> Iterator[tuple[str, MemoryShape]]:
+    """The same with fewer positions or slots: as many as fit, or half."""
+    ctx = largest(lambda n: fits(at_context(shape, n)), shape.ctx - 1, PAGE_SIZE)
+    ctx = _round_down(ctx or shape.ctx // 2)
+    if 2 <= ctx < shape.ctx:
+        yield f"--ctx {ctx}", at_context(shape, ctx)
+    slots = largest(lambda n: fits(replace(shape, slots=n)), shape.slots - 1, 1) or shape.slots // 2
+    if slots:
+        yield f"{slots} instead of {shape.slots} slots", replace(shape, slots=slots)
+
+
+def _otherwise(shape: MemoryShape, draft_flag: bool) -> Iterator[tuple[str, MemoryShape]]:
+    """Another method, dtype or way of running."""
+    if shape.draft is not None:
+        alone = replace(shape, draft=None)
+        without = ", without --draft-model" if draft_flag else ""
+        if half := shape.draft_ctx // 2:
+            yield f"--draft-ctx {half}", replace(shape, draft_ctx=half)
+        yield f"--spec ngram{without}", replace(alone, draft_max=DEFAULT_DRAFT_MAX["ngram"])
+        yield f"--spec off{without}", replace(alone, draft_max=0)
+    elif shape.draft_max:
+        yield "--spec off", replace(shape, draft_max=0)
+    if shape.dtype == "float32":
+        yield "--dtype bfloat16", replace(shape, dtype="bfloat16")
+    if shape.graphs:
+        yield "--graphs off", replace(shape, graphs=False)
+
+
+def refusal(
+    shape: MemoryShape, device: str, free: int, fraction: float, draft_flag: bool = False
+) -> ResourceError:
+    """The error for a shape that takes more than `fraction` of the `free` bytes of a device."""
+    need, usable = measure(shape), int(free * fraction)
+    fix = [remedy.words() for remedy in remedies(shape, usable, draft_flag)]
+    percent = -(-100 * need.total // max(1, free))
+    if percent <= 100:
+        gained = free * percent // 100 - usable
+        fix.append(f"--memory-fraction {percent / 100:g}  (allows {show_size(gained)} more)")
+    return ResourceError(
+        f"not enough memory on {device} for a context of {shape.ctx:,} tokens",
+        reason=[
+            f"needed are {show_size(need.total)}, usable {show_size(usable)}: "
+            f"{fraction:g} of the {show_size(free)} that are free",
+            need.words(),
+        ],
+        fix=fix or ["a smaller model, or a device with more memory"],
+    )
+
+
+def at_context(shape: MemoryShape, ctx: int) -> MemoryShape:
+    """The shape with another context, the draft model's no longer than it."""
+    return replace(shape, ctx=ctx, draft_ctx=min(shape.draft_ctx, ctx))
+
+
+def _round_down(ctx: int) -> int:
+    """A context that is easy to type."""
+    return ctx // 1024 * 1024 if ctx >= 4096 else ctx

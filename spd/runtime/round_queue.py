@@ -1,0 +1,141 @@
+"""Rounds on their way: enqueued by the host, read some rounds later, never waited for in between.
+
+What a round emitted is copied to pinned memory on a stream of its own. A ring of `RING_DEPTH` rows
+separates the round that writes from the ones being read, so the host has to read a round before it
+enqueues the `RING_DEPTH`-th after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spd.kernels.round_commit import Emission, read_emission
+from spd.kernels.round_finish import BEGAN, COMMITTED, ENDED, VERIFIED
+from spd.runtime.graphs import CapturedRounds, RoundShape
+from spd.runtime.model_runner import SlotView
+from spd.runtime.round import Logprobs, Round
+from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.state import RING_DEPTH, RoundState
+
+CATCH_UP = 16
+"""Rounds without drafting after which the drafter's cache is brought up in one pass."""
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What one round emitted, in host values; one emission a slot."""
+
+    emissions: list[Emission]
+    logprobs: tuple[list[list[float]], list[list[list[float]]], list[list[list[int]]]] | None
+    k: int
+    draft_forwards: int
+    seconds: tuple[float, float, float]
+    """Draft, verify, rest, by the device's clock; a GPU counts sampling as verification."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A round enqueued and not yet read."""
+
+    k: int
+    draft_forwards: int
+    """Forward passes of the drafting loop."""
+    fetch: Callable[[], tuple[Tensor, Tensor, Logprobs | None]]
+
+    def read(self) -> RoundResult:
+        """Wait until the round has run, and return what it emitted."""
+        ring, times, logprobs = self.fetch()
+        began, verified, committed, ended = (times[c].item() for c in (BEGAN, VERIFIED, COMMITTED, ENDED))
+        verified = verified if began <= verified <= committed else committed
+        scores = None
+        if logprobs is not None:
+            own, values, ids = (tensor.tolist() for tensor in logprobs)
+            scores = own, values, ids
+        return RoundResult(
+            [read_emission(row) for row in ring.tolist()],
+            scores,
+            self.k,
+            self.draft_forwards,
+            (1e-9 * (ended - committed), 1e-9 * (verified - began), 1e-9 * (committed - verified)),
+        )
+
+
+class HostCopies:
+    """Copies of the ring in pinned memory, made on a stream of their own. CUDA only."""
+
+    def __init__(self, state: RoundState) -> None:
+        self.state = state
+        self.stream = torch.cuda.Stream(device=state.device)
+        self.ring = torch.empty_like(state.ring, device="cpu").pin_memory()
+        self.times = torch.empty_like(state.times, device="cpu").pin_memory()
+
+    def start(
+        self, row: int, logprobs: Logprobs | None
+    ) -> Callable[[], tuple[Tensor, Tensor, Logprobs | None]]:
+        """Copy a ring row once everything enqueued so far has run; the result waits for the copy."""
+        # A graph's outputs are overwritten by its next replay, which does not wait for this stream.
+        kept = None if logprobs is None else tuple(t.clone() for t in logprobs)
+        ran = torch.cuda.Event()
+        ran.record()
+        copied = torch.cuda.Event()
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(ran)
+            self.ring[row].copy_(self.state.ring[row], non_blocking=True)
+            self.times[row].copy_(self.state.times[row], non_blocking=True)
+            on_host = None
+            if kept is not None:
+                on_host = tuple(torch.empty_like(t, device="cpu", pin_memory=True) for t in kept)
+                for source, target in zip(kept, on_host, strict=True):
+                    target.copy_(source, non_blocking=True)
+                    source.record_stream(self.stream)
+            copied.record()
+
+        def fetch() -> tuple[Tensor, Tensor, Logprobs | None]:
+            copied.synchronize()
+            scores = None if on_host is None else (on_host[0], on_host[1], on_host[2])
+            return self.ring[row], self.times[row], scores
+
+        return fetch
+
+
+class RoundQueue:
+    """Runs rounds in order, captured or eager, and hands out a ticket for each."""
+
+    def __init__(self, round_: Round, captured: CapturedRounds | None) -> None:
+        self.round, self.captured = round_, captured
+        self.state = round_.state
+        self.copies = HostCopies(self.state) if self.state.device != "cpu" else None
+        self.launched = 0
+        self.behind = 0
+        """Rounds without drafting since the proposer's cache was last brought up."""
+
+    def restart(self) -> None:
+        """After a round that broke off: the next one writes the row of the ring that will be read for it."""
+        self.state.counter.fill_(self.launched)
+        self.behind = 0
+
+    def launch(
+        self, k: int, views: Sequence[SlotView], needs: SamplerClass, num_logprobs: int | None, next_k: int
+    ) -> Ticket:
+        """Enqueue one round; see `Round.run`."""
+        proposer = self.round.proposer
+        if proposer is not None:
+            if self.behind >= CATCH_UP or (next_k and self.behind):
+                with torch.inference_mode():
+                    proposer.catch_up(self.behind, views)
+                self.behind = 0
+            self.behind += not next_k
+        if self.captured is not None:
+            logprobs = self.captured.run(RoundShape(k, next_k, needs, num_logprobs), views)
+        else:
+            logprobs = self.round.run(k, views, needs, num_logprobs, next_k)
+        row = self.launched % RING_DEPTH
+        self.launched += 1
+        forwards = 0 if proposer is None else next_k * proposer.forwards_a_draft
+        if self.copies is not None:
+            return Ticket(k, forwards, self.copies.start(row, logprobs))
+        return Ticket(k, forwards, lambda: (self.state.ring[row], self.state.times[row], logprobs))

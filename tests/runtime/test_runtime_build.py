@@ -1,0 +1,211 @@
+"""Building a decoder: the same weights whichever way they are read, folded norms, dummy weights, progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from spd.formats.checkpoint import Checkpoint
+from spd.formats.model_config import read_model_config
+from spd.kernels.dispatch import load_kernels
+from spd.runtime import SamplingParams, loader, weight_space
+from spd.runtime.dummy_weights import DUMMY_DOWN, dummy_fill
+from spd.runtime.loader import build_decoder, mapped_fill, threaded_fill
+from spd.runtime.memory import tensor_bytes
+from spd.runtime.models.decoder import Decoder
+from spd.runtime.progress import LoadMeter, LoadProgress
+from spd.runtime.weight_space import Fill, fold_norm
+from tests.helpers import make_engine, random_prompts, run_all
+
+WAYS: dict[str, tuple[Callable[[Checkpoint, LoadMeter], Fill], bool]] = {
+    "mapped": (mapped_fill, False),
+    "threaded": (threaded_fill, True),
+}
+
+
+def build(folder: Path, way: str = "mapped", meter: LoadMeter | None = None, **how: object) -> Decoder:
+    """A decoder in float16, which nothing packs: its weights can be looked at."""
+    fill, at_once = WAYS[way]
+    config, kernels, meter = read_model_config(folder), load_kernels("torch"), meter or LoadMeter()
+    with Checkpoint.open(folder) as checkpoint, torch.inference_mode():
+        return build_decoder(
+            config,
+            fill(checkpoint, meter),
+            64,
+            torch.float16,
+            "cpu",
+            kernels,
+            at_once=at_once,
+            meter=meter,
+            **how,  # type: ignore[arg-type]
+        )
+
+
+def held(model: Decoder) -> dict[str, Tensor]:
+    """What a decoder holds, by the names of the parts it was fused from."""
+    found = {"embed_tokens": model.embedding, "head": model.head.weight, "norm": model.final_norm}
+    for i, layer in enumerate(model.layers):
+        attention, mlp = layer.attention, layer.mlp
+        for name, linear in (
+            ("q+k+v", attention.qkv),
+            ("o", attention.output),
+            ("gate+up", mlp.gate_up),
+            ("down", mlp.down),
+        ):
+            found[f"{i}.{name}"] = linear.weight
+            if linear.bias is not None:
+                found[f"{i}.{name}.bias"] = linear.bias
+        found |= {f"{i}.input_norm": attention.norm, f"{i}.post_norm": mlp.norm}
+        if attention.qk_weight is not None:
+            found[f"{i}.qk_norm"] = attention.qk_weight
+    return found
+
+
+def wanted(folder: Path) -> dict[str, Tensor]:
+    """The same, fused here from the file's tensors."""
+    config, tensors = read_model_config(folder), {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= {name: tensor.to(torch.float16) for name, tensor in load_file(file).items()}
+    head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+    found = {
+        "embed_tokens": tensors["model.embed_tokens.weight"],
+        "head": tensors[head],
+        "norm": tensors["model.norm.weight"],
+    }
+    for i in range(config.num_layers):
+        prefix = f"model.layers.{i}."
+        for fused, block in (("q+k+v", "self_attn"), ("o", "self_attn"), ("gate+up", "mlp"), ("down", "mlp")):
+            for kind in ("weight", "bias"):
+                names = [f"{prefix}{block}.{part}_proj.{kind}" for part in fused.split("+")]
+                if names[0] in tensors:
+                    key = f"{i}.{fused}" + (".bias" if kind == "bias" else "")
+                    found[key] = torch.cat([tensors[name] for name in names])
+        found[f"{i}.input_norm"] = tensors[prefix + "input_layernorm.weight"]
+        found[f"{i}.post_norm"] = tensors[prefix + "post_attention_layernorm.weight"]
+        if prefix + "self_attn.q_norm.weight" in tensors:
+            query = tensors[prefix + "self_attn.q_norm.weight"].expand(config.num_heads, -1)
+            key = tensors[prefix + "self_attn.k_norm.weight"].expand(config.num_kv_heads, -1)
+            found[f"{i}.qk_norm"] = torch.cat((query, key))
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variant", ["qwen3", "biases", "tied", "sharded", "gqa4"])
+def test_every_weight_lands_where_it_belongs(variant: str, way: str, tiny: Callable[..., Path]) -> None:
+    model, expected = held(build(tiny(variant), way)), wanted(tiny(variant))
+    assert model.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(model[name], tensor), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_progress_counts_every_byte(way: str, tiny: Callable[..., Path]) -> None:
+    folder, told = tiny("biases"), list[LoadProgress]()
+    total = tensor_bytes(read_model_config(folder), "float16")
+    build(folder, way, LoadMeter(told.append, total))
+    read = [report for report in told if report.phase == "read"]
+    assert all(report.total == total for report in told)
+    assert read[-1].done == total and [r.done for r in read] == sorted(r.done for r in read)
+    packed = [report.done for report in told if report.phase == "pack"]
+    assert packed == sorted(packed) and len(packed) == (2 if way == "threaded" else 0)
+    assert not packed or 0 < packed[-1] <= total
+
+
+def test_the_engine_tells_its_progress(tiny: Callable[..., Path]) -> None:
+    from spd.runtime import Engine, EngineConfig
+
+    told: list[LoadProgress] = []
+    wishes = {"threads": 1, "dtype": "float32", "ctx": 256, "spec": "draft"}
+    Engine(EngineConfig(model=tiny("tied"), draft_model=tiny("tied", layers=1), **wishes), told.append)
+    assert told[-1].done == told[-1].total and told[0].done < told[0].total
+    sizes = [tensor_bytes(read_model_config(f), "float32") for f in (tiny("tied"), tiny("tied", layers=1))]
+    assert told[-1].total == sum(sizes)
+
+
+# -- folded norms ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows_a_step", [1, 3, 1000])
+def test_a_folded_norm_is_rounded_once(
+    dtype: torch.dtype, rows_a_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_space, "FOLD_BYTES", rows_a_step * 4 * 40)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(17, 40, generator=generator).to(dtype)
+    norm = (1 + torch.randn(40, generator=generator)).to(dtype)
+    expected = (weight.double() * norm.double()).float().to(dtype)
+    address = weight.data_ptr()
+    fold_norm(weight, norm)
+    assert torch.equal(weight, expected) and weight.data_ptr() == address
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_norms_are_folded_into_the_matrices_behind_them_only(way: str, tiny: Callable[..., Path]) -> None:
+    plain, folded = held(build(tiny("qwen3"), way)), held(build(tiny("qwen3"), way, fold_norms=True))
+    for name, tensor in plain.items():
+        layer, _, part = name.partition(".")
+        norm = {"q+k+v": "input_norm", "gate+up": "post_norm"}.get(part)
+        expected = tensor
+        if norm is not None:
+            expected = (tensor.float() * plain[f"{layer}.{norm}"].float()).half()
+            assert not torch.equal(expected, tensor)
+        assert torch.equal(folded[name], expected), name
+
+
+# -- dummy weights ---------------------------------------------------------------------------------
+
+
+def dummy(folder: Path, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
+    config, kernels = read_model_config(folder), load_kernels("torch")
+    fill = dummy_fill("cpu", config.tie_embeddings, LoadMeter())
+    return held(build_decoder(config, fill, 64, dtype, "cpu", kernels))
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "biases", "tied"])
+def test_dummy_weights_are_random_finite_and_repeatable(variant: str, tiny: Callable[..., Path]) -> None:
+    first, again = dummy(tiny(variant)), dummy(tiny(variant))
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name]), name
+        if name.endswith("norm"):
+            assert bool((tensor == 1).all()), name
+        else:
+            assert bool(tensor.isfinite().all()) and tensor.unique().numel() > tensor.numel() / 20, name
+    matrices = [tensor for name, tensor in first.items() if tensor.dim() == 2 and not name.endswith("norm")]
+    for i, one in enumerate(matrices):
+        for other in matrices[:i]:
+            if one is not other and one.shape == other.shape and one.data_ptr() != other.data_ptr():
+                assert not torch.equal(one, other)
+
+
+def test_dummy_matrices_keep_the_size_of_what_passes_through(tiny: Callable[..., Path]) -> None:
+    for name, tensor in dummy(tiny("qwen3", hidden=256, intermediate=512)).items():
+        if name.endswith(("q+k+v", "o", "gate+up", "down")):
+            x = torch.randn(64, tensor.shape[1], generator=torch.Generator().manual_seed(0))
+            gain = DUMMY_DOWN if name.endswith("down") else 1.0
+            assert 0.9 < float((x @ tensor.float().T).std()) / gain < 1.1, name
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_dummy_models_say_many_different_things(tie: bool, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tiny("tied" if tie else "qwen3", tie=tie, hidden=128, vocab=2000, layers=6)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0)] * 3
+    runs = run_all(make_engine(tmp_path, load="dummy"), random_prompts(3, 20, 2000), params)
+    for run in runs:
+        assert len(run.tokens) == 40 and len(set(run.tokens)) >= 20
+        assert all(-12 < logprob < -0.05 for logprob in run.logprobs), "neither uniform nor certain"
+    assert len({tuple(run.tokens) for run in runs}) == 3
+
+
+def test_a_cpu_reads_through_maps(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(loader, "mapped_fill", lambda *_: taken.append("mapped") or (lambda views: None))
+    kernels = load_kernels("torch")
+    loader.load_model(tiny("qwen3"), dtype="float16", device="cpu", positions=8, kernels=kernels)
+    assert taken == ["mapped"]

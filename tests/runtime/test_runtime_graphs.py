@@ -1,0 +1,437 @@
+"""Captured rounds without a GPU: a stand-in for capture runs the program again and watches what it touches.
+
+What a CUDA graph takes for granted is checked at every replay: the same operations with the same host
+values, the same shapes, and every lasting tensor at its old address.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spd.kernels.dispatch import Kernels, load_kernels
+from spd.kernels.paged_attention import AttentionPlan
+from spd.runtime import Engine, SamplingParams, assembly
+from spd.runtime.graphs import CapturedRounds, RoundShape
+from spd.runtime.model_runner import SlotView
+from spd.runtime.page_table import TRASH_PAGE
+from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.state import RING_DEPTH
+from tests.helpers import Run, make_engine, random_prompts, run_all
+
+ONLY_TORCH_ASKS = {"plan_attention": (6, 7), "ngram_lookup": (6,)}
+"""Arguments that hold the host's upper bounds, by their place; kernels in torch's form alone read them."""
+
+
+def tensors_in(
+    thing: object, path: str = "parts", seen: set[int] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that an object and what it holds keep, by where it is kept.
+
+    Left out are oneDNN's own, which have no address.
+    """
+    seen = set() if seen is None else seen
+    if isinstance(thing, Tensor):
+        if not thing.is_mkldnn:
+            yield path, thing
+        return
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Mapping):
+        inner: list[tuple[str, Any]] = [(f"[{key}]", value) for key, value in thing.items()]
+    elif isinstance(thing, list | tuple):
+        inner = [(f"[{i}]", value) for i, value in enumerate(thing)]
+    elif type(thing).__module__.startswith("spd.") and not isinstance(thing, Kernels | CapturedRounds):
+        inner = [(f".{name}", value) for name, value in vars(thing).items()]
+    else:
+        return
+    for name, value in inner:
+        yield from tensors_in(value, path + name, seen)
+
+
+class Tape:
+    """The calls of operations while it listens, in words that must be the same at every replay."""
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+        self.lasting: dict[int, str] | None = None
+        """Where the memory of each lasting tensor is kept; None while nobody listens."""
+        self.calls: list[tuple[str, list[object]]] = []
+
+    def listen(self, lasting: Mapping[str, Tensor]) -> None:
+        """Begin anew."""
+        self.lasting = {tensor.untyped_storage().data_ptr(): path for path, tensor in lasting.items()}
+        self.calls = []
+
+    def wrap(self, kernels: Kernels) -> Kernels:
+        """The operations, each saying with what it was called."""
+        names = [field.name for field in dataclasses.fields(kernels) if field.name != "name"]
+        return dataclasses.replace(
+            kernels, **{name: self._proxy(name, getattr(kernels, name)) for name in names}
+        )
+
+    def _proxy(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.lasting is not None:
+                free = ONLY_TORCH_ASKS.get(name, ()) if self.form == "torch" else ()
+                words = [self._words(value) for i, value in enumerate(args) if i not in free]
+                self.calls.append((name, [*words, *((key, self._words(v)) for key, v in kwargs.items())]))
+            return operation(*args, **kwargs)
+
+        return call
+
+    def _words(self, value: object) -> object:
+        assert self.lasting is not None
+        if isinstance(value, Tensor):
+            path = self.lasting.get(value.untyped_storage().data_ptr(), "passing")
+            offset = value.storage_offset() if path != "passing" else 0
+            return path, offset, tuple(value.shape), value.stride(), value.dtype
+        if isinstance(value, AttentionPlan):
+            return type(value).__name__
+        if dataclasses.is_dataclass(value) and not isinstance(value, SamplerClass):
+            return [self._words(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        if isinstance(value, list | tuple):
+            return [self._words(inner) for inner in value]
+        assert value is None or isinstance(value, bool | int | float | str | torch.dtype | SamplerClass), (
+            value
+        )
+        return value
+
+
+class StandIn(CapturedRounds):
+    """Captures by running once and noting everything; replays by running again and comparing."""
+
+    def __init__(self, engine: Engine, tape: Tape) -> None:
+        super().__init__(engine._parts.queue.round, capture=self.capture_by_watching)
+        self.parts, self.tape = engine._parts, tape
+        self.views: Sequence[SlotView] = ()
+        self.replays = 0
+        if tape.form == "torch":  # a graph never looks at the views, so it may keep those of its capture
+            honest = self.round.run
+            self.round.run = lambda k, views, *rest: honest(k, self.views, *rest)  # type: ignore[method-assign]
+
+    def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Any:
+        """See `CapturedRounds.run`."""
+        self.views = views
+        return super().run(shape, views)
+
+    def lasting(self) -> dict[str, Tensor]:
+        """Every tensor that outlives a round, by where it is kept."""
+        return dict(tensors_in(self.parts))
+
+    def capture_by_watching(self, program: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """See `capture_cuda`."""
+        held = self.lasting()
+        where = {path: (tensor.data_ptr(), tensor.shape, tensor.stride()) for path, tensor in held.items()}
+
+        def watched() -> tuple[Any, list[tuple[str, list[object]]]]:
+            self.tape.listen(held)
+            result, calls = program(), self.tape.calls
+            self.tape.lasting = None
+            return result, calls
+
+        result, calls = watched()
+        assert calls, "no operation was seen"
+
+        def replay() -> None:
+            again, seen = watched()
+            assert seen == calls, next((a, b) for a, b in zip(calls, seen, strict=False) if a != b)
+            now = self.lasting()
+            for path, tensor in held.items():
+                assert now[path] is tensor, f"{path} was replaced"
+                assert (tensor.data_ptr(), tensor.shape, tensor.stride()) == where[path], f"{path} has moved"
+            with torch.inference_mode():
+                for old, new in zip(result or (), again or (), strict=True):
+                    old.copy_(new)
+            self.replays += 1
+
+        return replay, result
+
+
+@pytest.fixture
+def watched_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine, StandIn]]:
+    """An engine whose rounds are captured by the stand-in."""
+
+    def make(model: Path, **wishes: Any) -> tuple[Engine, StandIn]:
+        tape = Tape(wishes.get("kernels", "torch"))
+        with monkeypatch.context() as patch:
+            patch.setattr(assembly, "load_kernels", lambda name: tape.wrap(load_kernels(name)))
+            engine = make_engine(model, slots=2, **wishes)
+        engine._parts.queue.captured = stand_in = StandIn(engine, tape)
+        return engine, stand_in
+
+    return make
+
+
+def damped(layer: int) -> float:
+    return 1.0 if layer < 1 else 0.12
+
+
+@pytest.fixture(scope="module")
+def target(tiny: Callable[..., Path]) -> Path:
+    return tiny("qwen3", residual_gain=damped, seed=5)
+
+
+@pytest.fixture(scope="module")
+def methods(tiny: Callable[..., Path]) -> dict[str, dict[str, Any]]:
+    draft = tiny("qwen3", layers=1, residual_gain=damped, seed=5)
+    return {
+        "off": {"spec": "off"},
+        "ngram": {"spec": "ngram", "ngram_min": 1},
+        "draft": {"spec": "draft", "draft_model": draft},
+    }
+
+
+PROMPTS = [*random_prompts(4, 12, 256), *random_prompts(3, 70, 256, seed=1)]
+PARAMS: list[dict[str, Any]] = [
+    {"max_tokens": 5},
+    {"max_tokens": 14},
+    {"max_tokens": 9, "temperature": 0.8},
+    {"max_tokens": 12, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"max_tokens": 8, "temperature": 1.0, "top_p": 0.8, "top_k": 30, "logit_bias": ((7, 2.0),)},
+    {"max_tokens": 12, "min_tokens": 5, "stop_token_ids": tuple(range(0, 256, 16))},
+    {"max_tokens": 14, "temperature": 0.7, "presence_penalty": 0.5, "min_p": 0.05},
+]
+"""Two run at a time, so the needs of a round change whenever one makes room for the next."""
+
+
+def run_batch(engine: Engine) -> list[Run]:
+    params = [SamplingParams(**{"seed": i, **options}) for i, options in enumerate(PARAMS)]
+    return run_all(engine, PROMPTS, params)
+
+
+def story(runs: list[Run]) -> list[tuple[object, object, object]]:
+    """Everything that a round decided: tokens, drafts and how many were accepted, in order."""
+    return [(run.output, run.drafts, [record.sampled for record in run.rounds]) for run in runs]
+
+
+CASES = [("off", 0), *((method, k) for method in ("ngram", "draft") for k in (1, 3))]
+
+
+@pytest.mark.parametrize(("method", "k"), CASES)
+def test_replays_are_what_eager_rounds_are(
+    target: Path,
+    methods: dict[str, dict[str, Any]],
+    watched_engine: Callable[..., tuple[Engine, StandIn]],
+    method: str,
+    k: int,
+) -> None:
+    wishes = {**methods[method], **({"draft_max": k} if k else {})}
+    plain = run_batch(make_engine(target, slots=2))
+    eager = story(run_batch(make_engine(target, slots=2, **wishes)))
+    assert [tokens for tokens, _, _ in eager] == [run.output for run in plain]
+    for lag in (0, 1, 2):
+        engine, captured = watched_engine(target, lag=lag, **wishes)
+        runs = run_batch(engine)
+        assert story(runs) == eager, lag
+        shapes = list(captured.captured)
+        needs = {shape.needs for shape in shapes}
+        assert captured.replays > 2 * len(shapes) and len(needs) > 4 and SamplerClass() in needs
+        assert {(shape.k, shape.next_k) for shape in shapes} == ({(0, k), (k, k)} if k else {(0, 0)})
+    if k:
+        metrics = [run.metrics for run in runs]
+        assert 0 < sum(m.draft_n_accepted for m in metrics) < sum(m.draft_n for m in metrics)
+
+
+def test_stops_inside_accepted_runs(
+    target: Path,
+    methods: dict[str, dict[str, Any]],
+    watched_engine: Callable[..., tuple[Engine, StandIn]],
+) -> None:
+    wishes = {**methods["draft"], "draft_max": 3}
+    text = run_all(make_engine(target), PROMPTS[:1], [SamplingParams(max_tokens=12)])[0].tokens
+    params = [SamplingParams(max_tokens=12, stop_token_ids=(token,)) for token in text[2:10]]
+    prompts = PROMPTS[:1] * len(params)
+    eager = run_all(make_engine(target, slots=2, **wishes), prompts, params)
+    assert any(len(record.committed) <= record.accepted for run in eager for record in run.rounds)
+    assert {run.finish_reason for run in eager} == {"stop"}
+    for lag in (0, 2):
+        engine, _ = watched_engine(target, lag=lag, **wishes)
+        assert story(run_all(engine, prompts, params)) == story(eager)
+
+
+def test_lengths_that_change(
+    target: Path,
+    methods: dict[str, dict[str, Any]],
+    watched_engine: Callable[..., tuple[Engine, StandIn]],
+) -> None:
+    """Each pair of lengths is a program of its own; drafts are brought up between them."""
+    pattern = [3, 0, 1, 1, 0, 0, 3, 2, 0]
+    plain = [run.output for run in run_batch(make_engine(target, slots=2))]
+    for method in ("ngram", "draft"):
+        told = []
+        for lag, watched in ((0, False), (0, True), (2, True)):
+            wishes = {**methods[method], "draft_max": 3, "lag": lag}
+            engine = (
+                watched_engine(target, **wishes)[0] if watched else make_engine(target, slots=2, **wishes)
+            )
+            lengths = iter(pattern * 40)
+            engine._draft_length.choose = lambda lengths=lengths: next(lengths)  # type: ignore[method-assign]
+            told.append(run_batch(engine))
+            assert [run.output for run in told[-1]] == plain
+        assert story(told[0]) == story(told[1])
+
+
+def test_logprobs_are_the_eager_ones(
+    target: Path,
+    methods: dict[str, dict[str, Any]],
+    watched_engine: Callable[..., tuple[Engine, StandIn]],
+) -> None:
+    params = [SamplingParams(max_tokens=8, logprobs=n, temperature=0.5) for n in (3, 0)]
+    wishes = {**methods["draft"], "draft_max": 2, "lag": 0}
+    eager = run_all(make_engine(target, slots=2, **wishes), PROMPTS[:2], params)
+    runs = run_all(watched_engine(target, **wishes)[0], PROMPTS[:2], params)
+    assert [run.logprobs for run in runs] == [run.logprobs for run in eager]
+    assert all(len(run.logprobs) == 8 for run in runs)
+
+
+def step_into(engine: Engine, steps: int) -> None:
+    """Requests under way in both slots, with rounds not yet read."""
+    from spd.runtime import Request
+
+    for i in range(2):
+        params = SamplingParams(max_tokens=60, repetition_penalty=1.2, temperature=0.5 * i, ignore_eos=True)
+        engine.add(Request(f"r{i}", PROMPTS[4 * i], params))
+    for _ in range(steps):
+        engine.step()
+
+
+def snapshot(engine: Engine) -> dict[str, Tensor]:
+    return {path: tensor.clone() for path, tensor in tensors_in(engine._parts)}
+
+
+@pytest.mark.parametrize("method", ["off", "ngram", "draft"])
+def test_preparing_a_shape_leaves_everything_as_it_was(
+    target: Path,
+    methods: dict[str, dict[str, Any]],
+    watched_engine: Callable[..., tuple[Engine, StandIn]],
+    method: str,
+) -> None:
+    """Silent slots write to the page that swallows, and to the ring's row that the next round writes."""
+    k = 0 if method == "off" else 3
+    engine, captured = watched_engine(target, lag=2, **methods[method], **({"draft_max": k} if k else {}))
+    step_into(engine, 5)
+    assert len(engine._in_flight) == 2
+    before, views = snapshot(engine), captured.views
+    row = int(engine._parts.state.counter) % RING_DEPTH
+    unread = [(row - 1) % RING_DEPTH, (row - 2) % RING_DEPTH]
+    captured._capture = lambda program: (lambda: None, None)  # as a real capture, it runs nothing
+    fresh = SamplerClass(True, True, True, False, True)
+    shapes = [RoundShape(k, max(0, k - 1), fresh, 2), RoundShape(0, k, SamplerClass(), None)]
+    for shape in shapes:
+        assert shape not in captured.captured
+        captured._prepare(shape, views)
+    assert int(engine._parts.state.active.sum()) == 2
+    for path, tensor in snapshot(engine).items():
+        kept, old = tensor, before[path]
+        if path.endswith((".ring", ".times")):
+            assert torch.equal(kept[unread], old[unread]), path
+            others = [i for i in range(RING_DEPTH) if i != row]
+            kept, old = kept[others], old[others]
+        elif path.endswith((".key", ".value")):
+            assert not torch.equal(kept[TRASH_PAGE], torch.zeros_like(kept[TRASH_PAGE])), "nothing ran"
+            kept, old = kept[TRASH_PAGE + 1 :], old[TRASH_PAGE + 1 :]
+        assert torch.equal(kept, old), path
+
+
+def test_preparing_in_the_middle_changes_no_text(
+    target: Path,
+    methods: dict[str, dict[str, Any]],
+    watched_engine: Callable[..., tuple[Engine, StandIn]],
+) -> None:
+    """Every round is prepared anew, as if none had been captured: nothing else may happen."""
+    wishes = {**methods["draft"], "draft_max": 3}
+    eager = story(run_batch(make_engine(target, slots=2, **wishes)))
+    for lag in (0, 2):
+        engine, captured = watched_engine(target, lag=lag, **wishes)
+
+        def forgetful(shape: RoundShape, views: Sequence[SlotView], captured: StandIn = captured) -> Any:
+            captured.captured.clear()
+            return StandIn.run(captured, shape, views)
+
+        captured.run = forgetful  # type: ignore[method-assign]
+        assert story(run_batch(engine)) == eager
+
+
+def replace_lengths(engine: Engine, captured: StandIn) -> None:
+    engine._parts.state.length = engine._parts.state.length.clone()
+
+
+def replace_pool(engine: Engine, captured: StandIn) -> None:
+    cache = engine._parts.runner.cache
+    cache.layers[1] = dataclasses.replace(cache.layers[1], key=cache.layers[1].key.clone())
+
+
+def move_seed(engine: Engine, captured: StandIn) -> None:
+    engine._parts.sampler.seed.set_(engine._parts.sampler.seed.clone())  # type: ignore[call-overload]
+
+
+def change_host_value(engine: Engine, captured: StandIn) -> None:
+    engine._parts.state.max_len -= 1
+
+
+def change_number_of_calls(engine: Engine, captured: StandIn) -> None:
+    honest, state = captured.round._commit, engine._parts.state
+
+    def more(*args: Any) -> None:
+        captured.round.kernels.mark_time(state.times, state.counter, 1, False)
+        honest(*args)
+
+    captured.round._commit = more  # type: ignore[method-assign]
+
+
+def take_a_copy(engine: Engine, captured: StandIn) -> None:
+    honest = captured.round.kernels.round_window
+    changed = dataclasses.replace(
+        captured.round.kernels, round_window=lambda tokens, *rest: honest(tokens.clone(), *rest)
+    )
+    captured.round.kernels = changed
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [replace_lengths, replace_pool, move_seed, change_host_value, change_number_of_calls, take_a_copy],
+)
+def test_planted_faults_are_seen(
+    target: Path,
+    watched_engine: Callable[..., tuple[Engine, StandIn]],
+    fault: Callable[[Engine, StandIn], None],
+) -> None:
+    engine, captured = watched_engine(target, lag=1)
+    step_into(engine, 3)
+    fault(engine, captured)
+    with pytest.raises(AssertionError):
+        engine.step()
+
+
+def test_in_the_form_that_is_captured(
+    target: Path,
+    methods: dict[str, dict[str, Any]],
+    watched_engine: Callable[..., tuple[Engine, StandIn]],
+) -> None:
+    """Triton's kernels in its interpreter: the host's bounds stay those of the capture, and do not matter."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter needs TRITON_INTERPRET, which is set where there is no GPU")
+    prompts = random_prompts(2, 9, 256)
+    params = [SamplingParams(max_tokens=5, temperature=t) for t in (0.0, 0.9)]
+    for method in ("draft", "ngram"):
+        wishes = {
+            **methods[method],
+            "draft_max": 2,
+            "lag": 1,
+            "ctx": 128,
+            "kernels": "triton",
+            "device": "cpu",
+        }
+        eager = story(run_all(make_engine(target, slots=2, **wishes), prompts, params))
+        engine, captured = watched_engine(target, **wishes)
+        assert story(run_all(engine, prompts, params)) == eager
+        assert captured.replays > 2

@@ -1,0 +1,490 @@
+"""The memory plan: what is counted, what is refused and advised, and what happens when memory runs out."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import re
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spd.errors import ResourceError
+from spd.formats.checkpoint import Checkpoint
+from spd.formats.model_config import ModelConfig, read_model_config
+from spd.kernels.paged_attention import KV_BLOCK
+from spd.runtime import Engine, EngineConfig, Request, SamplingParams, assembly, make_plan, memory, plan
+from spd.runtime.graphs import CapturedRounds, RoundShape
+from spd.runtime.memory import (
+    MemoryShape,
+    at_context,
+    largest,
+    measure,
+    num_pages,
+    refusal,
+    remedies,
+    show_size,
+    tensor_bytes,
+)
+from spd.runtime.model_runner import ModelRunner
+from spd.runtime.models import family_differences
+from spd.runtime.models.weights import expected_tensors
+from spd.runtime.out_of_memory import OutOfMemory, is_out_of_memory, memory_phase, shape_of
+from spd.runtime.round import Round
+from spd.runtime.round_queue import CATCH_UP
+from spd.runtime.row_buckets import WIDEST
+from spd.runtime.sampler_class import SamplerClass
+from tests.helpers import make_engine, random_prompts, run_all
+from tests.recipes.tiny import VARIANTS
+
+GIB = 2**30
+
+
+def config_8b(**changes: Any) -> ModelConfig:
+    """The shapes of an 8B model."""
+    from spd.formats.model_config import RopeConfig
+
+    return ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        **{
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_layers": 36,
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "max_positions": 40960,
+            "tie_embeddings": False,
+            **changes,
+        },
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+        attention_bias=False,
+        mlp_bias=False,
+        rope=RopeConfig("default", 1e6),
+        dtype="bfloat16",
+        bos_token_id=None,
+        eos_token_ids=(),
+    )
+
+
+SMALL = config_8b(hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_embeddings=True)
+
+
+def shape_8b(**changes: Any) -> MemoryShape:
+    wishes: dict[str, Any] = {
+        "target": config_8b(),
+        "draft": None,
+        "dtype": "bfloat16",
+        "slots": 1,
+        "ctx": 32768,
+        "draft_ctx": 32768,
+        "draft_max": 4,
+        "chunk": 256,
+        "kernels": "triton",
+        "graphs": True,
+        "on_cpu": False,
+    }
+    return MemoryShape(**{**wishes, **changes})
+
+
+# -- what is counted -------------------------------------------------------------------------------
+
+
+def test_numbers_that_stand_in_two_places() -> None:
+    assert (memory.ATTENTION_BLOCK, memory.WINDOW_ROWS, memory.DRAFT_ROWS) == (KV_BLOCK, WIDEST, CATCH_UP + 2)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_are_counted_to_the_byte(variant: str, tiny: Callable[..., Path]) -> None:
+    config = read_model_config(tiny(variant))
+    expected = expected_tensors(config, family_differences(config))
+    with Checkpoint.open(tiny(variant)) as checkpoint:
+        stored = sum(checkpoint.tensors[name].nbytes for name in expected)
+    assert tensor_bytes(config, "float32") == stored == 2 * tensor_bytes(config, "bfloat16")
+
+
+def test_an_engine_holds_what_its_plan_counts(tiny: Callable[..., Path]) -> None:
+    engine = make_engine(tiny("tied"), spec="draft", draft_model=tiny("tied", layers=1), slots=3, ctx=500)
+    runner = engine._parts.runner
+    caches = [runner.cache, engine._parts.proposer.runner.cache]  # type: ignore[union-attr]
+    held = sum(t.nbytes for cache in caches for layer in cache.layers for t in (layer.key, layer.value))
+    assert engine.plan.cache_bytes == held and engine.plan.num_pages == num_pages(500, 3)
+    config = read_model_config(tiny("tied"))
+    packed_head = config.vocab_size * config.hidden_size * 4
+    assert engine.plan.weight_bytes == tensor_bytes(config, "float32") + packed_head
+    assert engine.plan.workspace_bytes > 0 and engine.plan.graph_bytes == 0
+
+
+def test_an_8b_model_takes_what_everyone_knows_it_takes() -> None:
+    need = measure(shape_8b())
+    assert 15.2 < need.weights / GIB < 15.4 and 4.5 < need.cache / GIB < 4.7
+    assert 0.01 < need.workspace / GIB < 0.3 and need.graphs == GIB // 2
+    assert need.total == sum(dataclasses.astuple(need))
+
+
+def test_each_part_grows_with_what_it_is_for() -> None:
+    before = measure(shape_8b())
+    longer = measure(at_context(shape_8b(), 65536))
+    assert longer.cache > 1.9 * before.cache and longer.weights == before.weights
+    wider = measure(shape_8b(slots=16))
+    assert wider.cache > 15 * before.cache and wider.workspace > 4 * before.workspace
+    deeper = measure(shape_8b(draft_max=31))
+    assert deeper.workspace > 2 * before.workspace and deeper.cache == before.cache
+    drafted = measure(shape_8b(draft=SMALL))
+    assert drafted.draft_weights > GIB and drafted.draft_cache > 3 * GIB > 0 == before.draft_cache
+    assert measure(shape_8b(kernels="torch")).workspace > before.workspace
+    assert measure(shape_8b(graphs=False)).graphs == 0 == measure(shape_8b(on_cpu=True)).graphs
+    tied = shape_8b(target=SMALL)
+    assert measure(dataclasses.replace(tied, on_cpu=True)).weights > measure(tied).weights
+
+
+@pytest.mark.parametrize("step", [1, 7, 64])
+def test_the_largest_that_fits_is_found(step: int) -> None:
+    for most in range(1, 200, 3):
+        for bound in (-1, 0, 1, 5, 63, 64, 65, 130, 500):
+            sizes = [*range(step, most, step), most]
+            expected = max((size for size in sizes if size <= bound), default=0)
+            assert largest(lambda size, bound=bound: size <= bound, most, step) == expected
+
+
+# -- what is refused and advised -------------------------------------------------------------------
+
+
+def pretend_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(plan, "_free_memory", lambda device: free)
+
+
+def total_of(made: Any) -> int:
+    parts = ("weight_bytes", "draft_weight_bytes", "cache_bytes", "workspace_bytes", "graph_bytes")
+    return sum(getattr(made, part) for part in parts)
+
+
+def test_an_automatic_context_is_the_longest_that_fits(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32", slots=4)
+    pretend_free(monkeypatch, 2**40)
+    whole = make_plan(wishes)
+    assert whole.ctx == 8192 and total_of(whole) < 2**30
+    pretend_free(monkeypatch, total_of(whole))
+    cut = make_plan(wishes)
+    assert 64 <= cut.ctx < 8192 and total_of(cut) <= cut.memory_budget_bytes
+    more = dataclasses.replace(shape_of(cut), ctx=cut.ctx + 64)
+    assert measure(more).total > cut.memory_budget_bytes == int(total_of(whole) * 0.9)
+
+
+def refused(shape: MemoryShape, free: int, **how: Any) -> list[str]:
+    error = refusal(shape, "cuda:0", free, how.pop("fraction", 0.9), **how)
+    assert error.exit_code == 5 and error.code == "resources"
+    assert "cuda:0" in error.message and f"{shape.ctx:,}" in error.message
+    assert error.reason[1] == measure(shape).words() and show_size(measure(shape).total) in error.reason[0]
+    return list(error.fix)
+
+
+def test_a_refusal_names_every_part_and_what_would_fit() -> None:
+    shape = shape_8b(draft=SMALL)
+    fix = refused(shape, 24 * GIB)
+    words = measure(shape).words()
+    for part in ("weights", "draft weights", "cache", "draft cache", "workspace", "graphs"):
+        assert re.search(rf"(^|\+ ){part} \d", words), words
+    context, ngram, *_ = fix
+    assert context.startswith("--ctx ") and ngram.startswith("--spec ngram "), "the smallest sacrifice first"
+    assert not any(line.startswith("--spec off") for line in fix), "which frees hardly more than ngram"
+    ctx = int(context.split()[1])
+    assert ctx % 1024 == 0 and "not enough" not in context
+    assert measure(at_context(shape, ctx)).total <= 24 * GIB * 0.9
+    assert measure(at_context(shape, ctx + 1024)).total > 24 * GIB * 0.9
+    frees = measure(shape).total - measure(at_context(shape, ctx)).total
+    assert f"(frees {show_size(frees)})" in context
+
+
+def test_advice_that_is_not_enough_alone_says_so() -> None:
+    fix = refused(shape_8b(draft=SMALL, slots=2, dtype="float32"), 24 * GIB)
+    assert any("not enough alone" in line for line in fix)
+    enough = ["not enough alone" not in line for line in fix]
+    assert enough == sorted(enough, reverse=True), "what suffices comes first"
+    assert any(line.startswith("--dtype bfloat16 ") for line in fix)
+
+
+@pytest.mark.parametrize("free", [17, 20, 24, 30, 40])
+def test_every_figure_in_the_advice_is_true(free: int) -> None:
+    shape = shape_8b(draft=SMALL, slots=4, dtype="float32", draft_max=8)
+    for remedy in remedies(shape, free * GIB, draft_flag=True):
+        flag, value = remedy.flag.split(",")[0].rsplit(" ", 1)
+        changed = {
+            "--ctx": lambda value=value: at_context(shape, int(value)),
+            "--draft-ctx": lambda value=value: dataclasses.replace(shape, draft_ctx=int(value)),
+            "--spec": lambda value=value: dataclasses.replace(
+                shape, draft=None, draft_max={"ngram": 8, "off": 0}[value]
+            ),
+            "--dtype": lambda value=value: dataclasses.replace(shape, dtype=value),
+            "--graphs": lambda: dataclasses.replace(shape, graphs=False),
+        }.get(flag, lambda r=remedy: dataclasses.replace(shape, slots=int(r.flag.split()[0])))()
+        assert remedy.frees == measure(shape).total - measure(changed).total > 0, remedy
+        assert remedy.suffices is (measure(changed).total <= free * GIB), remedy
+
+
+def test_a_draft_model_that_was_asked_for_must_be_left_out() -> None:
+    asked = refused(shape_8b(draft=SMALL), 24 * GIB, draft_flag=True)
+    assert any(line.startswith("--spec ngram, without --draft-model ") for line in asked)
+    assert not any("--draft-model" in line for line in refused(shape_8b(draft=SMALL), 24 * GIB))
+    assert not any("ngram" in line for line in refused(shape_8b(), 16 * GIB)), "nothing is freed by it"
+
+
+def test_the_memory_fraction_is_advised_where_it_would_do() -> None:
+    total = measure(shape_8b()).total
+    fix = refused(shape_8b(), int(total * 1.05))
+    fraction = float(next(line for line in fix if line.startswith("--memory-fraction ")).split()[1])
+    assert fraction <= 1 and total * 1.05 * fraction >= total
+    assert not any("--memory-fraction" in line for line in refused(shape_8b(), total - 1))
+
+
+def test_following_the_advice_leads_to_a_plan(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny("qwen3", max_positions=65536, hidden=128)
+    wishes = {"model": folder, "dtype": "float32", "slots": 8, "ctx": 60000}
+    pretend_free(monkeypatch, 100 * 2**20)
+    with pytest.raises(ResourceError) as caught:
+        make_plan(EngineConfig(**wishes))
+    tried = 0
+    for line in caught.value.fix:
+        if "not enough" in line:
+            continue
+        if match := re.match(r"--ctx (\d+) ", line):
+            make_plan(EngineConfig(**{**wishes, "ctx": int(match[1])}))
+            tried += 1
+        if match := re.match(r"(\d+) instead of 8 slots", line):
+            make_plan(EngineConfig(**{**wishes, "slots": int(match[1])}))
+            tried += 1
+    assert tried == 2, caught.value.fix
+
+
+def test_where_nothing_helps_it_says_so(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_free(monkeypatch, 2**16)
+    with pytest.raises(ResourceError) as caught:
+        make_plan(EngineConfig(model=tiny("qwen3"), dtype="bfloat16", spec="off"))
+    assert "64 tokens" in caught.value.message, "not even the smallest context fits"
+    assert caught.value.fix == ("a smaller model, or a device with more memory",)
+    error = refusal(shape_8b(ctx=2, graphs=False, draft_max=0), "cuda", GIB, 1.0)
+    assert error.fix == ("a smaller model, or a device with more memory",)
+
+
+def test_a_method_that_is_off_loads_and_counts_no_draft(tiny: Callable[..., Path]) -> None:
+    made = make_plan(EngineConfig(model=tiny("tied"), draft_model=tiny("tied"), draft_max=0))
+    assert made.spec == "off" and made.draft_weight_bytes == 0
+
+
+# -- when memory runs out --------------------------------------------------------------------------
+
+NO_MEMORY: list[BaseException] = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+def test_every_way_of_saying_it_is_understood() -> None:
+    assert all(is_out_of_memory(error) for error in NO_MEMORY)
+    others = [RuntimeError("illegal memory access"), OSError(errno.ENOSPC, "No space"), ValueError("memory")]
+    assert not any(is_out_of_memory(error) for error in others)
+
+
+def test_a_phase_names_itself_once_and_lets_other_errors_pass() -> None:
+    with pytest.raises(OutOfMemory) as caught, memory_phase("outer"), memory_phase("inner"):
+        raise NO_MEMORY[0]
+    assert caught.value.phase == "inner" and "Tried to allocate" in str(caught.value)
+    with pytest.raises(ZeroDivisionError), memory_phase("outer"):
+        _ = 1 / 0
+
+
+def fail(error: BaseException, after: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Wraps a function so that one call, after `after` good ones, raises; later ones are good again."""
+    calls = iter([*[None] * after, error])
+
+    def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if (raised := next(calls, None)) is not None:
+                raise raised
+            return real(*args, **kwargs)
+
+        return wrapped
+
+    return wrap
+
+
+LOADING: list[tuple[str, object, str]] = [
+    ("loading the weights of qwen3", assembly, "load_model"),
+    ("making room for keys and values", assembly, "KvCache"),
+    ("trying the first layers", ModelRunner, "_find_buckets"),
+    ("loading", assembly, "RoundState"),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(("phase", "owner", "name"), LOADING, ids=[entry[2] for entry in LOADING])
+def test_no_memory_while_loading(
+    phase: str,
+    owner: Any,
+    name: str,
+    error: BaseException,
+    tiny: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(owner, name, fail(error)(getattr(owner, name)))
+    with pytest.raises(ResourceError) as caught:
+        make_engine(tiny("qwen3"), spec="ngram")
+    refusal = caught.value
+    assert refusal.message.startswith(f"out of memory on cpu while {phase}") and refusal.exit_code == 5
+    assert refusal.code == "out_of_memory" and "weights" in refusal.reason[-1]
+    assert any(re.match(r"--ctx 128  \(frees \d", line) for line in refusal.fix)
+    assert any(line.startswith("--dtype bfloat16  (frees ") for line in refusal.fix)
+    assert not any("not enough" in line for line in refusal.fix), "nobody knows what would be"
+    assert not any("ngram" in line for line in refusal.fix)
+
+
+def test_what_was_allocated_is_let_go(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def hungry(*args: Any) -> None:
+        big = torch.zeros(1000)
+        held.append(weakref.ref(big))
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(assembly, "KvCache", hungry)
+    with pytest.raises(ResourceError) as caught:
+        make_engine(tiny("qwen3"))
+    assert held[0]() is None, "while the error is still at hand"
+    assert caught.value.message
+
+
+def test_no_memory_while_capturing(tiny: Callable[..., Path]) -> None:
+    engine = make_engine(tiny("qwen3"), spec="off", ctx=128)
+
+    def capture(program: Callable[[], Any]) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine._parts.queue.captured = CapturedRounds(engine._parts.queue.round, capture)
+    engine.add(Request("a", (1, 2, 3), SamplingParams(max_tokens=4)))
+    with pytest.raises(ResourceError, match="out of memory on cpu while capturing a round"):
+        engine.step()
+    assert [(e.request_id, e.finish_reason) for e in engine.step()] == [("a", "error")]
+    engine._parts.queue.captured = None
+    assert_still_right(engine, tiny("qwen3"), ctx=128)
+
+
+def test_a_shape_is_captured_again_after_it_failed(tiny: Callable[..., Path]) -> None:
+    engine = make_engine(tiny("qwen3"), spec="off", ctx=128)
+    captured = CapturedRounds(engine._parts.queue.round, fail(MemoryError())(lambda program: (program, None)))
+    shape, views = RoundShape(0, 0, SamplerClass(), None), engine_views(engine)
+    with pytest.raises(OutOfMemory):
+        captured.run(shape, views)
+    assert shape not in captured.captured
+    captured.run(shape, views)
+    assert shape in captured.captured
+
+
+def engine_views(engine: Engine) -> list[Any]:
+    from spd.runtime.model_runner import EMPTY_SLOT
+
+    return [EMPTY_SLOT] * engine.plan.slots
+
+
+PROMPTS = random_prompts(3, 90, 256)
+
+
+def assert_still_right(engine: Engine, folder: Path, **wishes: Any) -> None:
+    """The engine answers as a fresh one does."""
+    params = [SamplingParams(max_tokens=12, temperature=t, seed=3) for t in (0.0, 0.9, 0.0)]
+    expected = [run.output for run in run_all(make_engine(folder, **wishes), PROMPTS, params)]
+    assert [run.output for run in run_all(engine, PROMPTS, params)] == expected
+    assert not engine.has_work
+
+
+RUNNING = [
+    ("prefill", ModelRunner, "prefill", 1),
+    ("first round", Round, "run", 0),
+    ("later round", Round, "run", 4),
+    ("after commit", Round, "_commit", 3),
+    ("pages", Engine, "_grow", 2),
+]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("spec", ["off", "ngram", "draft"])
+@pytest.mark.parametrize(("where", "owner", "name", "after"), RUNNING, ids=[entry[0] for entry in RUNNING])
+def test_no_memory_while_running(
+    where: str,
+    owner: Any,
+    name: str,
+    after: int,
+    spec: str,
+    lag: int,
+    tiny: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tiny("qwen3")
+    wishes: dict[str, Any] = {"spec": spec, "slots": 2, "lag": lag, "ctx": 256}
+    wishes |= {"draft_model": folder} if spec == "draft" else {}
+    engine = make_engine(folder, **wishes)
+    real = getattr(owner, name)
+    if where == "after commit":
+
+        def broken(*args: Any, _fail: Any = fail(MemoryError(), after)(lambda: None)) -> None:
+            real(*args)
+            _fail()
+
+        monkeypatch.setattr(owner, name, broken)
+    else:
+        monkeypatch.setattr(owner, name, fail(torch.OutOfMemoryError("CUDA out of memory"), after)(real))
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(Request(f"r{i}", prompt, SamplingParams(max_tokens=30, ignore_eos=True)))
+    reasons: dict[str, list[str | None]] = {f"r{i}": [] for i in range(3)}
+    failed = 0
+    while engine.has_work:
+        try:
+            events = engine.step()
+        except ResourceError as refusal:
+            assert refusal.message == "out of memory on cpu while running"
+            assert refusal.exit_code == 5 and any("--dtype bfloat16" in line for line in refusal.fix)
+            failed += 1
+            continue
+        for event in events:
+            reasons[event.request_id].append(event.finish_reason)
+    ends = {name: [reason for reason in said if reason] for name, said in reasons.items()}
+    assert failed == 1 and all(len(end) == 1 for end in ends.values()), ends
+    assert ends["r0"] == ["error"] and ends["r2"] == ["length"], ends
+    monkeypatch.setattr(owner, name, real)
+    assert_still_right(engine, folder, **wishes)
+    engine.close()
+
+
+def test_an_engine_without_memory_can_be_closed(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(tiny("qwen3"), slots=2)
+    monkeypatch.setattr(Round, "run", fail(MemoryError())(Round.run))
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(Request(f"r{i}", prompt, SamplingParams()))
+    with pytest.raises(ResourceError):
+        engine.step()
+    engine.close()
+    assert not engine.has_work
+
+
+def test_other_errors_are_not_touched(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(tiny("qwen3"))
+    monkeypatch.setattr(Round, "run", fail(ZeroDivisionError())(Round.run))
+    engine.add(Request("a", (1, 2), SamplingParams()))
+    with pytest.raises(ZeroDivisionError):
+        engine.step()

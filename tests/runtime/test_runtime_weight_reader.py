@@ -1,0 +1,333 @@
+"""The threaded reader against plain reads: dtypes, odd offsets, cut tensors, faults, and the rings' order."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from spd.errors import CheckpointError
+from spd.formats.checkpoint import Checkpoint
+from spd.runtime.weight_lanes import BUFFERS, Lane, Piece
+from spd.runtime.weight_reader import ALIGNMENT, DTYPES, MAX_PIECES, plan_chunks, read_tensors
+
+CODES = {dtype: code for code, dtype in DTYPES.items()} | {torch.int64: "I64"}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def raw(tensor: Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+
+
+def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file in the order given, nothing aligned: the header's length is odd."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.itemsize
+        header[name] = {
+            "dtype": CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + size],
+        }
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (1 - len(text) % 2)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            file.write(raw(tensor) if tensor.numel() else b"")
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+MIXED = {
+    "a": random(3, dtype=torch.bfloat16),
+    "b": random(5, 7, dtype=torch.float32, seed=1),
+    "c": random(1, dtype=torch.float16, seed=2),
+    "unused": random(3, dtype=torch.bfloat16, seed=3),
+    "d": random(11, 3, dtype=torch.float64, seed=4),
+    "empty": torch.empty(0, 4),
+    "e": random(1000, dtype=torch.bfloat16, seed=5),
+}
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Iterator[Checkpoint]:
+    """Two shards' worth of everything; `f` stands alone in the second one."""
+    write_shard(tmp_path / "model-1.safetensors", MIXED)
+    write_shard(tmp_path / "model-2.safetensors", {"f": random(40, 10, seed=6)})
+    weight_map = dict.fromkeys(MIXED, "model-1.safetensors") | {"f": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with Checkpoint.open(tmp_path) as checkpoint:
+        yield checkpoint
+
+
+def single(folder: Path, tensors: dict[str, Tensor]) -> Checkpoint:
+    write_shard(folder / "model.safetensors", tensors)
+    return Checkpoint.open(folder)
+
+
+def destinations(checkpoint: Checkpoint, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
+    """Poisoned memory for everything but `unused`."""
+    return {
+        name: torch.full(meta.shape, float("nan"), dtype=dtype, device=device)
+        for name, meta in checkpoint.tensors.items()
+        if name != "unused"
+    }
+
+
+def reading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "spd-read"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk_bytes", [64, 100, 1000, 2**20])
+@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=str)
+def test_every_dtype_arrives_as_torch_casts_it(
+    mixed: Checkpoint, dtype: torch.dtype, chunk_bytes: int, device: str
+) -> None:
+    views = destinations(mixed, dtype, device)
+    read_tensors(mixed, views, threads=3, chunk_bytes=chunk_bytes)
+    for name, view in views.items():
+        assert torch.equal(view.cpu(), mixed.read(name).to(dtype)), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parts_land_in_the_rows_of_a_fused_matrix(tmp_path: Path, device: str) -> None:
+    parts = {name: random(rows, 33, seed=rows) for name, rows in (("k", 5), ("q", 64), ("v", 1))}
+    fused = torch.full((70, 33), float("nan"), dtype=torch.bfloat16, device=device)
+    with single(tmp_path, parts) as checkpoint:
+        read_tensors(checkpoint, {"q": fused[:64], "k": fused[64:69], "v": fused[69:]}, chunk_bytes=1024)
+    wanted = torch.cat((parts["q"], parts["k"], parts["v"])).to(torch.bfloat16)
+    assert torch.equal(fused.cpu(), wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_thousands_of_tiny_tensors_and_one_large_one(tmp_path: Path, device: str) -> None:
+    tensors = {f"t{i}": random(1, seed=i) for i in range(3 * MAX_PIECES)}
+    tensors["large"] = random(300, 1001, seed=1)
+    with single(tmp_path, tensors) as checkpoint:
+        views = destinations(checkpoint, torch.float32, device)
+        assert max(len(chunk.pieces) for chunk in plan_chunks(checkpoint.tensors, views)) == MAX_PIECES
+        read_tensors(checkpoint, views, threads=4, chunk_bytes=40_000)
+    assert all(torch.equal(view.cpu(), tensors[name]) for name, view in views.items())
+
+
+@pytest.mark.parametrize("chunk_bytes", [8, 72, 333, 2**16])
+def test_chunks_cover_every_element_once_in_the_order_of_the_files(
+    mixed: Checkpoint, chunk_bytes: int
+) -> None:
+    views = destinations(mixed, torch.float32)
+    chunks = plan_chunks(mixed.tensors, views, chunk_bytes)
+    places = [(chunk.shard, chunk.offset) for chunk in chunks]
+    assert places == sorted(places) and len(set(places)) == len(places)
+    for view in views.values():
+        view.fill_(0)
+    for chunk in chunks:
+        assert 0 < chunk.end <= chunk_bytes
+        end = 0
+        for piece in chunk.pieces:
+            assert piece.begin >= end and piece.begin % ALIGNMENT == 0
+            end = piece.begin + piece.nbytes
+            assert piece.nbytes == piece.target.numel() * piece.dtype.itemsize > 0
+            piece.target.add_(1)
+        following = [other for other in chunks if other.shard == chunk.shard and other.offset > chunk.offset]
+        size = sum(piece.nbytes for piece in chunk.pieces)
+        assert not following or chunk.offset + size <= min(other.offset for other in following)
+    assert all(bool((view == 1).all()) for view in views.values())
+
+
+def test_neighbours_share_a_chunk_and_a_gap_ends_it(mixed: Checkpoint) -> None:
+    chunks = plan_chunks(mixed.tensors, destinations(mixed, torch.float32))
+    assert [len(chunk.pieces) for chunk in chunks] == [3, 2, 1]
+
+
+class LateLane(Lane):
+    """Copies nothing before it must: a buffer read into too early would be seen in the result."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.due: dict[int, Sequence[Piece]] = {}
+        self.used: set[int] = set()
+
+    def wait(self, index: int) -> None:
+        super().copy(index, self.due.pop(index, ()))
+
+    def copy(self, index: int, pieces: Sequence[Piece]) -> None:
+        assert index not in self.due
+        self.due[index] = pieces
+        self.used.add(index)
+
+    def finish(self) -> None:
+        for index in range(BUFFERS):
+            self.wait(index)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_buffer_is_reused_only_after_its_copies(mixed: Checkpoint, threads: int) -> None:
+    views, lanes = destinations(mixed, torch.float32), []
+
+    def lane(nbytes: int) -> Lane:
+        lanes.append(LateLane(nbytes))
+        return lanes[-1]
+
+    read_tensors(mixed, views, threads=threads, chunk_bytes=128, lane=lane)
+    assert all(torch.equal(view, mixed.read(name).float()) for name, view in views.items())
+    assert max(len(lane.used) for lane in lanes) == BUFFERS and len(lanes) == threads
+
+
+def test_progress_is_told_in_the_callers_thread_and_adds_up(mixed: Checkpoint) -> None:
+    views, told = destinations(mixed, torch.bfloat16), []
+
+    def advance(nbytes: int) -> None:
+        told.append((nbytes, threading.current_thread()))
+
+    read_tensors(mixed, views, advance=advance, chunk_bytes=256)
+    assert sum(nbytes for nbytes, _ in told) == sum(view.nbytes for view in views.values())
+    assert {thread for _, thread in told} == {threading.current_thread()}
+
+
+Preadv = Callable[[int, Sequence[memoryview], int], int]
+
+
+def in_its_place(monkeypatch: pytest.MonkeyPatch, make: Callable[[Preadv], Preadv]) -> None:
+    monkeypatch.setattr(os, "preadv", make(os.preadv))
+
+
+def test_short_reads_are_continued(mixed: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(preadv: Preadv) -> Preadv:
+        return lambda descriptor, views, offset: preadv(descriptor, [views[0][:7]], offset)
+
+    in_its_place(monkeypatch, short)
+    views = destinations(mixed, torch.float32)
+    read_tensors(mixed, views, chunk_bytes=512)
+    assert all(torch.equal(view, mixed.read(name).float()) for name, view in views.items())
+
+
+@pytest.mark.parametrize("failing", [1, 5])
+def test_an_error_of_the_disk_names_the_file(
+    mixed: Checkpoint, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    calls = []
+
+    def broken(preadv: Preadv) -> Preadv:
+        def read(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+            calls.append(offset)
+            if len(calls) == failing:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return preadv(descriptor, views, offset)
+
+        return read
+
+    in_its_place(monkeypatch, broken)
+    with pytest.raises(CheckpointError, match=r"model-\d\.safetensors: Input/output error"):
+        read_tensors(mixed, destinations(mixed, torch.float32), threads=1, chunk_bytes=64)
+    assert not reading_threads() and len(calls) == failing
+
+
+def test_an_error_in_one_thread_stops_the_others(mixed: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def slow(preadv: Preadv) -> Preadv:
+        def read(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+            calls.append(offset)
+            if len(calls) == 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            time.sleep(0.02)
+            return preadv(descriptor, views, offset)
+
+        return read
+
+    in_its_place(monkeypatch, slow)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        read_tensors(mixed, destinations(mixed, torch.float32), threads=3, chunk_bytes=64)
+    chunks = plan_chunks(mixed.tensors, destinations(mixed, torch.float32), 64)
+    assert not reading_threads() and len(calls) < len(chunks) / 2
+
+
+@pytest.mark.parametrize("how", ["truncate", "replace", "touch"])
+def test_a_file_that_changes_while_it_is_read(
+    mixed: Checkpoint, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    shard = mixed.shards[0]
+
+    def disturb() -> None:
+        if how == "truncate":
+            os.truncate(shard, os.stat(shard).st_size - 500)
+        elif how == "replace":
+            write_shard(shard.with_name("new"), MIXED)
+            os.replace(shard.with_name("new"), shard)
+        else:
+            os.utime(shard, (1, 1))
+
+    def disturbed(preadv: Preadv) -> Preadv:
+        first = iter([disturb])
+
+        def read(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+            next(first, lambda: None)()
+            return preadv(descriptor, views, offset)
+
+        return read
+
+    in_its_place(monkeypatch, disturbed)
+    words = "was truncated while it was read" if how == "truncate" else "changed while in use"
+    with pytest.raises(CheckpointError, match=words) as caught:
+        read_tensors(mixed, destinations(mixed, torch.float32), threads=2, chunk_bytes=256)
+    assert str(shard) in caught.value.message and not reading_threads()
+
+
+def test_a_file_that_changed_since_its_header_was_read(
+    mixed: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.utime(mixed.shards[1], (1, 1))
+    monkeypatch.delattr(os, "preadv")  # nothing is read of it
+    with pytest.raises(CheckpointError, match=r"model-2\.safetensors: changed while in use"):
+        read_tensors(mixed, destinations(mixed, torch.float32))
+
+
+def test_an_interrupt_in_the_caller_leaves_no_thread(mixed: Checkpoint) -> None:
+    def interrupt(nbytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read_tensors(mixed, destinations(mixed, torch.float32), advance=interrupt, threads=3, chunk_bytes=64)
+    assert not reading_threads()
+
+
+def test_a_ring_that_finds_no_memory(mixed: Checkpoint) -> None:
+    def none(nbytes: int) -> Lane:
+        raise torch.OutOfMemoryError("no pinned memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        read_tensors(mixed, destinations(mixed, torch.float32), lane=none)
+    assert not reading_threads()
+
+
+def test_what_cannot_be_read_into_what(mixed: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nobody"):
+        read_tensors(mixed, {"nobody": torch.empty(1)})
+    for wrong in (torch.empty(4), torch.empty(7, 5).t()):
+        with pytest.raises(ValueError, match="cannot fill"):
+            read_tensors(mixed, {"b" if wrong.dim() == 2 else "a": wrong})
+    (tmp_path / "ids").mkdir()
+    with (
+        single(tmp_path / "ids", {"i": torch.arange(3)}) as checkpoint,
+        pytest.raises(CheckpointError, match="I64"),
+    ):
+        read_tensors(checkpoint, {"i": torch.empty(3)})
+
+
+def test_nothing_to_read_is_read_at_once(mixed: Checkpoint) -> None:
+    read_tensors(mixed, {})
+    read_tensors(mixed, {"empty": torch.empty(0, 4)})
