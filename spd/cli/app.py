@@ -20,9 +20,17 @@ from typer.main import get_command
 from spd import __version__
 from spd.cli.argv import Invocation, prepare
 from spd.cli.completions import complete, completions
+from spd.cli.doctor import doctor
 from spd.cli.generate import generate
 from spd.cli.inspect import inspect
-from spd.cli.options import CompletionOptions, GenerateOptions, InspectOptions, Session, as_command
+from spd.cli.options import (
+    CompletionOptions,
+    DoctorOptions,
+    GenerateOptions,
+    InspectOptions,
+    Session,
+    as_command,
+)
 from spd.cli.output import (
     Console,
     OutputClosed,
@@ -39,7 +47,7 @@ PIPE_CLOSED = 141
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMPLETION_VARIABLE = "_SPD_COMPLETE"
 REPORT = "run it again with --debug, and report what it prints"
-COMMANDS = ("generate", "inspect", "completions")
+COMMANDS = ("generate", "inspect", "doctor", "completions")
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
 
@@ -76,6 +84,13 @@ spd inspect demo
 spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --json
 """
 
+DOCTOR_EPILOG = """Examples:
+
+spd doctor
+
+spd doctor --quick --json
+"""
+
 COMPLETIONS_EPILOG = """Examples:
 
 eval "$(spd completions bash)"
@@ -101,6 +116,7 @@ def build_app(*, completing: bool = False) -> typer.Typer:
     commands: tuple[tuple[Callable[..., Any], str], ...] = (
         (as_command(generate, GenerateOptions), GENERATE_EPILOG),
         (as_command(inspect, InspectOptions), INSPECT_EPILOG),
+        (as_command(doctor, DoctorOptions), DOCTOR_EPILOG),
         (as_command(completions, CompletionOptions), COMPLETIONS_EPILOG),
     )
     for command, epilog in commands:

@@ -77,7 +77,7 @@ FLAGS = SHARED_FLAGS | {
     "--raw",
     "--parse-special",
 }
-FLAGS |= {"--stats", "--stream", "--no-stream", "--dry-run", "--ignore-eos"}
+FLAGS |= {"--stats", "--stream", "--no-stream", "--dry-run", "--ignore-eos", "--quick"}
 """Options that take no value."""
 
 VALUE_SHORTS = frozenset("mpfnso")

@@ -9,8 +9,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from spd.cli.conflicts import check_conflicts
+from spd.cli.loading import loading
 from spd.cli.options import GenerateOptions, Session
-from spd.cli.output import Sink, TraceFile, check_writable, loading, to_json, write_error, write_stderr
+from spd.cli.output import Sink, TraceFile, check_writable, to_json, write_error, write_stderr
 from spd.cli.signals import Interrupted
 from spd.errors import EngineError
 
@@ -66,10 +67,10 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
     from spd.cli.job import fit_to_engine
     from spd.cli.reply import Delivery
 
-    with loading(f"loading {options.model}", quiet=session.console.quiet):
+    with loading(f"loading {options.model}", session.console) as progress:
         from spd.runtime import Engine
 
-        engine = Engine(job.config)
+        engine = Engine(job.config, progress=progress)
     if trace is not None:
         engine.trace = trace.write_record
     job = fit_to_engine(job, engine.plan.ctx)
@@ -115,7 +116,8 @@ def _finish(options: GenerateOptions, job: Job, delivery: Delivery) -> None:
     else:
         delivery.finish_text()
     if options.stats:
-        write_stderr(stats_line(delivery.metrics) + "\n")
+        imposed = options.synthetic_acceptance is not None
+        write_stderr(stats_line(delivery.metrics, imposed=imposed) + "\n")
 
 
 def _say_before(session: Session, options: GenerateOptions, job: Job, engine: Engine) -> None:
@@ -130,10 +132,15 @@ def _say_before(session: Session, options: GenerateOptions, job: Job, engine: En
             f"the context leaves room for {room:,} tokens, fewer than -n {params.max_tokens:,}"
         )
     if options.load == "dummy":
-        session.console.note("random weights (--load dummy): the text means nothing, only the speed does")
+        session.console.note(
+            "random weights (--load dummy): the text is noise, only the speed means something"
+        )
+    if plan.synthetic_acceptance is not None:
+        session.console.note("imposed acceptance (--synthetic-acceptance): the text means nothing")
     if session.console.verbose:
         for line in plan_lines(plan.as_dict(), params, job.sampling.sources):
             session.console.detail(line)
+        session.console.detail(f"load    {engine.load_ms / 1000:.2f} s")
 
 
 def _note_dropped(session: Session, job: Job) -> None:

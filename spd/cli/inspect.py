@@ -28,11 +28,12 @@ def inspect(session: Session, options: InspectOptions) -> None:
     sink = Sink.stdout()
     target = describe(options.model, resolve_model(options.model, options.revision))
     shown: dict[str, Any] = {"schema": "spd.inspect/1", "target": target}
-    refusal = None
+    refusal, draft = None, None
     if options.draft is not None:
         draft = describe(options.draft, resolve_model(options.draft))
         refusal = mismatch(target, draft)
         shown |= {"draft": draft, "compatible": refusal is None}
+    shown["needs"] = needs(target, draft)
     if options.json:
         if refusal is None:  # else the one object on standard output is the error's
             sink.write(to_json(shown) + "\n")
@@ -93,6 +94,31 @@ def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
 def kv_bytes(config: ModelConfig) -> int:
     """Bytes of keys and values that one token adds, in the dtype of the weights."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPE_BYTES[config.dtype]
+
+
+def needs(target: dict[str, Any], draft: dict[str, Any] | None) -> dict[str, Any]:
+    """Bytes that a run with one request and no flags takes at most, part by part, without CUDA graphs."""
+    from spd.formats.model_config import read_model_config
+    from spd.runtime.memory import AUTO_CTX, CHUNK, DEFAULT_DRAFT_MAX, MemoryShape, measure
+
+    config = read_model_config(Path(target["folder"]))
+    other = read_model_config(Path(draft["folder"])) if draft is not None else None
+    ctx = min(config.max_positions, AUTO_CTX)
+    shape = MemoryShape(
+        target=config,
+        draft=other,
+        dtype=config.dtype,
+        slots=1,
+        ctx=ctx,
+        draft_ctx=min(other.max_positions, ctx) if other else ctx,
+        draft_max=DEFAULT_DRAFT_MAX["draft" if other else "ngram"],
+        chunk=CHUNK["torch"],
+        kernels="torch",
+        graphs=False,
+        on_cpu=False,
+    )
+    need = measure(shape)
+    return {"ctx": ctx, "total": need.total, "parts": vars(need)}
 
 
 def vocabulary_facts(folder: Path, config: ModelConfig) -> dict[str, Any]:
@@ -170,7 +196,11 @@ def inspect_lines(shown: dict[str, Any]) -> list[str]:
     if draft is not None:
         words = "same vocabulary" if shown["compatible"] else "another vocabulary: this pair cannot run"
         lines += [f"draft     {_headline(draft)}", f"          {_memory_words(draft)}", f"pair      {words}"]
-    return lines
+    need = shown["needs"]
+    parts = " + ".join(
+        f"{_size(size)} {name.replace('_', ' ')}" for name, size in need["parts"].items() if size
+    )
+    return [*lines, f"needs     {_size(need['total'])} for {need['ctx']:,} tokens: {parts}"]
 
 
 def _headline(model: dict[str, Any]) -> str:

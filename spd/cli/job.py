@@ -97,6 +97,7 @@ def engine_config(options: GenerateOptions, folder: Path) -> EngineConfig:
         adaptive=options.adaptive,
         draft_ctx=options.draft_ctx,
         verify=options.verify,
+        synthetic_acceptance=options.synthetic_acceptance,
         lag=None if options.lag == "auto" else int(options.lag),
         graphs=None if options.graphs == "auto" else options.graphs == "on",
         kernels=options.kernels,

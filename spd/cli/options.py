@@ -133,6 +133,10 @@ class SpeculationOptions:
     adaptive: Annotated[
         bool, _speculation("--adaptive/--no-adaptive", help="Fit K to what is accepted, down to 0.")
     ] = True
+    synthetic_acceptance: Annotated[
+        float | None,
+        _speculation(metavar="LENGTH", help="Impose this many tokens a round: for speed, the text is noise."),
+    ] = None
     draft_ctx: Annotated[
         int | None,
         _speculation(parser=parse_size, metavar="N", help="Context of the draft model; no drafts beyond."),
@@ -287,6 +291,14 @@ class InspectOptions(CommonOptions):
         str | None, typer.Option(metavar="REV", help="Branch, tag or commit in the cache.")
     ] = None
     json: Annotated[bool, _output("--json", help="One JSON object.")] = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class DoctorOptions(CommonOptions):
+    """Everything `spd doctor` takes."""
+
+    quick: Annotated[bool, _output("--quick", help="Look only: compile and generate nothing.")] = False
+    json: Annotated[bool, _output("--json", help="One JSON object: every check with its facts.")] = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -13,8 +13,8 @@ import os
 import re
 import select
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -211,20 +211,6 @@ def _write_failed(what: str, error: OSError) -> ResourceError:
         fix=["free some space, or name another file"],
         code="write_failed",
     )
-
-
-@contextmanager
-def loading(text: str, *, quiet: bool) -> Iterator[None]:
-    """Say on a terminal what takes its time, and take it back when it is done."""
-    shown = not quiet and is_terminal(sys.stderr)
-    if shown:
-        write_stderr(f"{printable(text)} …")
-    try:
-        yield
-    finally:
-        if shown:
-            width = len(printable(text)) + 2
-            write_stderr("\r" + " " * width + "\r")
 
 
 def check_writable(path: Path) -> None:

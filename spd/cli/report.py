@@ -34,7 +34,11 @@ def reply_object(
         "usage": metrics.usage(),
         "timings": metrics.timings(),
         "metrics": {
-            "speculative_decoding": metrics.speculative_decoding(engine.plan.spec, engine.plan.draft_max)
+            "speculative_decoding": metrics.speculative_decoding(
+                engine.plan.spec,
+                engine.plan.draft_max,
+                imposed=engine.plan.synthetic_acceptance is not None,
+            )
         },
         "seed": params.seed,
         "params": dataclasses.asdict(params),
@@ -71,27 +75,50 @@ def _logprob(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, Any]
     return {**named(entry.token_id, entry.logprob), "top": [named(*likely) for likely in entry.top]}
 
 
-def stats_line(metrics: RequestMetrics) -> str:
-    """`318 tok · 64.8 tok/s · first 0.21 s · 3.05 tok/round · drafts 213/416 (51%)`."""
+def stats_line(metrics: RequestMetrics, *, imposed: bool = False) -> str:
+    """`318 tok · 64.8 tok/s · load 3.2 s · first 0.21 s · 3.05 tok/round · drafts 213/416 (51%)`.
+
+    The first token takes `first` when the model is loaded, and `load` more when it is not.
+    """
     parts = [f"{metrics.completion_tokens} tok"]
     if metrics.decode_tokens_per_second:
         parts.append(f"{metrics.decode_tokens_per_second:.1f} tok/s")
+    if metrics.load_ms:
+        parts.append(f"load {metrics.load_ms / 1000:.2f} s")
     if metrics.first_token_ms:
         parts.append(f"first {metrics.first_token_ms / 1000:.2f} s")
     if metrics.rounds:
         parts.append(f"{metrics.mean_acceptance_length:.2f} tok/round")
     if metrics.draft_n:
         share = f"{metrics.draft_acceptance_rate:.0%}"
-        parts.append(f"drafts {metrics.draft_n_accepted}/{metrics.draft_n} ({share})")
+        how = " imposed" if imposed else ""
+        parts.append(f"drafts {metrics.draft_n_accepted}/{metrics.draft_n} ({share}{how})")
     return " · ".join(parts)
 
 
 def plan_lines(plan: Mapping[str, Any], params: SamplingParams, sources: Mapping[str, str]) -> Sequence[str]:
     """What --verbose shows before the first token: the plan, then the parameters with their origin."""
     lines = ["plan    " + "  ".join(f"{name}={value}" for name, value in plan.items())]
+    if "memory_budget_bytes" in plan:
+        lines.append("memory  " + _memory_words(plan))
     values = dataclasses.asdict(params)
     shown = [
         f"{name}={value} ({sources[name]})" if name in sources else f"{name}={value}"
         for name, value in values.items()
     ]
     return [*lines, "params  " + "  ".join(shown)]
+
+
+def _memory_words(plan: Mapping[str, Any]) -> str:
+    """What the plan counted, part by part, against what may be used."""
+    from spd.runtime.memory import show_size
+
+    parts = {
+        "weights": plan["weight_bytes"],
+        "draft weights": plan["draft_weight_bytes"],
+        "caches": plan["cache_bytes"],
+        "workspace": plan["workspace_bytes"],
+        "graphs": plan["graph_bytes"],
+    }
+    named = " + ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
+    return f"{named} = {show_size(sum(parts.values()))} of {show_size(plan['memory_budget_bytes'])} usable"

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
 from spd.errors import CheckpointError
-from spd.formats.json_file import listed, names_in, one_line, read_json_object, shown
+from spd.formats.json_file import listed, names_in, one_line, open_regular_file, read_json_object, shown
 from spd.formats.safetensors_header import FileIdentity, ShardHeader, TensorMeta, read_shard_header
 
 if TYPE_CHECKING:
@@ -96,6 +96,19 @@ class Checkpoint:
         self._check_identity(meta.shard)
         return tensor
 
+    def open_shard(self, shard: Path) -> BinaryIO:
+        """A shard opened for reading, seen to be the file whose header was checked.
+
+        Raises `CheckpointError`. Who reads from it for long calls `check_unchanged` at the end.
+        """
+        file = open_regular_file(shard)
+        try:
+            self._compare(shard, FileIdentity.of(os.fstat(file.fileno())))
+        except CheckpointError:
+            file.close()
+            raise
+        return file
+
     def check_unchanged(self) -> None:
         """Raise `CheckpointError` when any shard is no longer the file that was opened."""
         for shard in self.shards:
@@ -119,6 +132,9 @@ class Checkpoint:
             now = FileIdentity.of(os.stat(shard))
         except OSError as error:
             raise CheckpointError(f"{shard}: changed while in use: {error.strerror}") from None
+        self._compare(shard, now)
+
+    def _compare(self, shard: Path, now: FileIdentity) -> None:
         opened = self._identities[shard]
         if now != opened:
             what = f"{opened.size} bytes became {now.size}" if now.size != opened.size else "it was replaced"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 
@@ -13,3 +14,18 @@ def demo_folder() -> Path:
 def demo_draft_folder() -> Path:
     """The folder of the embedded demo draft model."""
     return demo_folder() / "draft"
+
+
+def demo_faults(folder: Path) -> list[str]:
+    """Which of a demo folder's files are missing or not the ones in its SHA256SUMS, in words."""
+    faults = []
+    for line in (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines():
+        digest, name = line.split(maxsplit=1)
+        try:
+            found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        except OSError as error:
+            faults.append(f"{name}: {error.strerror}")
+        else:
+            if found != digest:
+                faults.append(f"{name}: sha256 {found[:16]}, expected {digest[:16]}")
+    return faults

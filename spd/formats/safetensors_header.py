@@ -29,13 +29,17 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """One tensor of a checkpoint: `dtype` is the safetensors code, `nbytes` its size in `shard`."""
+    """One tensor of a checkpoint: `dtype` is the safetensors code, `nbytes` its size in `shard`.
+
+    `offset` is its first byte, counted from the beginning of the file.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     shard: Path
     nbytes: int
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def read_shard_header(path: Path) -> ShardHeader:
         raise CheckpointError(f"{path}: header: is not a JSON object")
     _check_metadata(path, header.pop("__metadata__", None))
     spans: list[tuple[int, int, str]] = []
-    tensors = tuple(_tensor(path, name, entry, spans) for name, entry in header.items())
+    tensors = tuple(_tensor(path, name, entry, spans, 8 + length) for name, entry in header.items())
     _check_layout(path, sorted(spans), identity.size - 8 - length)
     return ShardHeader(path, identity, tensors)
 
@@ -107,7 +111,10 @@ def _check_metadata(path: Path, metadata: object) -> None:
         raise CheckpointError(f"{path}: __metadata__: is not an object of strings")
 
 
-def _tensor(path: Path, name: str, entry: object, spans: list[tuple[int, int, str]]) -> TensorMeta:
+def _tensor(
+    path: Path, name: str, entry: object, spans: list[tuple[int, int, str]], data: int
+) -> TensorMeta:
+    """One entry of the header; `data` is where the tensors' bytes begin in the file."""
     where = f"{path}: tensor {shown(name)}"
     if not isinstance(entry, dict):
         raise CheckpointError(f"{where}: is not an object with dtype, shape and data_offsets")
@@ -133,7 +140,7 @@ def _tensor(path: Path, name: str, entry: object, spans: list[tuple[int, int, st
             f"{where}: data_offsets: hold {end - begin} bytes, {dtype} {shown(shape)} needs {bits / 8:g}"
         )
     spans.append((begin, end, name))
-    return TensorMeta(name, dtype, tuple(shape), path, end - begin)
+    return TensorMeta(name, dtype, tuple(shape), path, end - begin, data + begin)
 
 
 def _checked_product(sizes: list[int], where: str) -> int:

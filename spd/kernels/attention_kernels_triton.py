@@ -79,6 +79,7 @@ def attend_blocks(
     page_row,
     head,
     position,
+    page,
     begin,
     end,
     scale,
@@ -92,11 +93,10 @@ def attend_blocks(
 ):
     """Take keys [begin, end) into a tile's online softmax; MASKED unless every row sees all of them.
 
-    begin is a multiple of BLOCK; scale includes log2(e), for weights are powers of two.
+    begin is a multiple of BLOCK and lies in `page`; scale includes log2(e), for weights are powers of two.
     """
     column = tl.arange(0, BLOCK_D)
     kept = (column < D)[None, :]
-    page = tl.load(page_row + begin // PAGE, mask=begin < end, other=0)
     for start in range(begin, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
         # Beyond `end` the pools may hold anything, NaN too, and zero times NaN is NaN.
@@ -126,7 +126,7 @@ def attend_blocks(
 
 
 @triton.jit(
-    do_not_specialize=["queries", "pages", "max_chunks"],
+    do_not_specialize=["slots", "queries", "pages", "max_chunks"],
     do_not_specialize_on_alignment=["page_table", "positions"],
 )
 def attend_chunk_kernel(
@@ -141,6 +141,7 @@ def attend_chunk_kernel(
     partial,
     stats,
     scale,
+    slots,
     queries,
     pages,
     max_chunks,
@@ -160,8 +161,13 @@ def attend_chunk_kernel(
     rows = queries * GROUPS
     tiles = tl.cdiv(rows, TILE)
     column = tl.arange(0, BLOCK_D)
+    # Loads that wait for one another are what a short context costs: the first item is fetched beside the
+    # count, each further one early, and a chunk's page before it is known where the context ends.
+    most = slots * max_chunks
+    item = tl.load(
+        items + tl.program_id(0) // (K * tiles), mask=tl.program_id(0) // (K * tiles) < most, other=0
+    )
     for work in range(tl.program_id(0), tl.load(count) * (K * tiles), tl.num_programs(0)):
-        item = tl.load(items + work // (K * tiles))
         slot = (item >> 16).to(tl.int64)
         chunk = item & 0xFFFF
         head = (work // tiles) % K
@@ -172,12 +178,16 @@ def attend_chunk_kernel(
         source = query + (token * (K * GROUPS) + head * GROUPS + row % GROUPS)[:, None] * D + column[None, :]
         q = tl.load(source, mask=wanted, other=0.0)
         begin = tl.where(chunk < FEW, chunk * SMALL, FROM + (chunk - FEW) * LARGE)
+        page_row = page_table + slot * pages
+        page = tl.load(page_row + begin // PAGE)
+        following = (work + tl.num_programs(0)) // (K * tiles)
+        item = tl.load(items + following, mask=following < most, other=0)
         end = tl.minimum(begin + tl.where(chunk < FEW, SMALL, LARGE), tl.load(last + slot) + 1)
 
         maximum, total, acc = attend_blocks(
             tl.full((TILE,), UNSEEN, tl.float32), tl.zeros((TILE,), tl.float32),
-            tl.zeros((TILE, BLOCK_D), tl.float32), q, key_pages, value_pages, page_table + slot * pages,
-            head, seen, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, True, "evict_first",
+            tl.zeros((TILE, BLOCK_D), tl.float32), q, key_pages, value_pages, page_row,
+            head, seen, page, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, True, "evict_first",
         )  # fmt: skip
         at = ((slot * max_chunks + chunk) * K + head) * rows + row
         tl.store(partial + at[:, None] * D + column[None, :], acc, mask=wanted)

@@ -34,11 +34,11 @@ def ngram_lookup(
     for back in range(min(ngram_max, width)):
         current = tokens.gather(1, (last - back).clamp(0, width - 1))
         shifted = tokens if back == 0 else torch.nn.functional.pad(tokens, (back, 0), value=-1)[:, :width]
-        matching = matching & (shifted == current) & (last >= back)
+        matching = matching & (shifted == current)
         suffix += matching
     # The longest suffix first, then the most recent end: one number orders both.
     best = (suffix * (width + 1) + ends).argmax(dim=-1, keepdim=True)
-    found = (suffix.gather(1, best) >= ngram_min) & active.unsqueeze(-1)
+    found = suffix.gather(1, best) >= ngram_min
     available = torch.where(found, (last - best).clamp(max=k), 0)
     rows = torch.arange(k, device=tokens.device)
     follow = tokens.gather(1, (best + 1 + rows).clamp(max=width - 1))

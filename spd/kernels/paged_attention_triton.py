@@ -146,6 +146,7 @@ def paged_attention(
         plan.partial,
         plan.stats,
         scale * LOG2_E,
+        slots,
         width,
         plan.page_table.shape[1],
         plan.max_chunks,
@@ -190,15 +191,12 @@ def signatures() -> dict[str, Signature]:
     tile, block, stages = tile_shape(torch.bfloat16, 128)
     shape = {"K": 8, "GROUPS": 4, "D": 128, "BLOCK_D": 128} | chunks
     work = {"positions": "*i64", "partial": "*fp32", "stats": "*fp32", "queries": "i32", "max_chunks": "i32"}
-    lists = {"page_table": "*i64", "last": "*i32", "items": "*i32", "count": "*i32", "pages": "i32"}
-    lists |= {"scale": "fp32"}
+    lists = {"page_table": "*i64", "last": "*i32", "items": "*i32", "count": "*i32"}
+    lists |= {"slots": "i32", "pages": "i32", "scale": "fp32"}
     for name in ("bf16", "fp16"):
         found[f"attend_chunk_{name}"] = Signature(
             attend_chunk_kernel,
-            dict.fromkeys(("query", "key_pages", "value_pages"), f"*{name}")
-            | work
-            | lists
-            | {"scale": "fp32"},
+            dict.fromkeys(("query", "key_pages", "value_pages"), f"*{name}") | work | lists,
             shape | {"PAGE": 64, "TILE": tile, "BLOCK": block},
             {"num_warps": 4, "num_stages": stages},
             loose,

@@ -53,13 +53,15 @@ def prefill_attention_kernel(
     maximum = tl.full((TILE,), UNSEEN, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     acc = tl.zeros((TILE, BLOCK_D), tl.float32)
+    first = tl.load(page_row)
     maximum, total, acc = attend_blocks(
         maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
-        0, seen_by_all, scale, K, D, PAGE, BLOCK, BLOCK_D, False, "",
+        first, 0, seen_by_all, scale, K, D, PAGE, BLOCK, BLOCK_D, False, "",
     )  # fmt: skip
+    later = tl.load(page_row + seen_by_all // PAGE, mask=seen_by_all < end, other=0)
     maximum, total, acc = attend_blocks(
         maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
-        seen_by_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, True, "",
+        later, seen_by_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, True, "",
     )  # fmt: skip
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
 

@@ -90,8 +90,6 @@ def rotary_store(
     kv_heads, size = key_pages.shape[2:]
     rows = qkv.shape[0]
     query = torch.empty((rows, num_heads, size), dtype=qkv.dtype, device=qkv.device)
-    if not rows:
-        return query
     rotary_store_kernel[(rows, ceil_div(num_heads + 2 * kv_heads, HEADS_A_PROGRAM))](
         qkv.contiguous(),
         cos,

@@ -123,5 +123,5 @@ def _decide(
     count = torch.where(active, count, 0)
     reason = torch.where(length + count >= length_limit, FULL, GOING_ON)
     reason = torch.where((stop <= accepted) & (stop < bad), STOPPED, reason)
-    reason = torch.where((bad <= accepted) & (bad < stop), FAILED, reason)
+    reason = torch.where((bad <= accepted) & (bad <= stop), FAILED, reason)
     return count, torch.where(active, reason, GOING_ON)

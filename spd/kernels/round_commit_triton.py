@@ -32,6 +32,22 @@ def emit(at, length, num_drafts, accepted, count, reason, k, ids, samples, max_k
     tl.store(at + _HEAD + max_k + row, samples, mask=row <= k)
 
 
+@triton.jit
+def decide(samples, sound, row, k, right, stop_id, is_id, size, limit, live):
+    """How many samples a slot keeps, and the reason why it ends; `right` leading drafts were accepted."""
+    hits = (samples[:, None] == stop_id[None, :]) & is_id[None, :]
+    is_stop = tl.max(hits.to(tl.int32), axis=1) > 0
+    # Beyond what was accepted neither of the two changes anything.
+    stop = tl.min(tl.where(is_stop, row, k + 1))
+    bad = tl.min(tl.where(sound == 0, row, k + 1))
+    count = tl.where(live, tl.minimum(tl.minimum(right, stop) + 1, bad), 0)
+    reason = tl.where(size + count >= limit, _FULL, _GOING_ON)
+    reason = tl.where((stop <= right) & (stop < bad), _STOPPED, reason)
+    # A row without finite logits has no token, so that it cannot be a stop either.
+    reason = tl.where((bad <= right) & (bad <= stop), _FAILED, reason)
+    return count, tl.where(live, reason, _GOING_ON)
+
+
 _VARYING = (
     *("draft_stride", "sampled_stride", "finite_stride", "tokens_stride", "stop_stride", "generated_stride"),
     *("ring_stride", "slot_stride", "depth", "k", "stops", "max_k", "now"),
@@ -96,16 +112,7 @@ def commit_kernel(
     else:
         # Row k has no draft, so it always differs.
         right = tl.min(tl.where((ids == samples) & (row < k) & (row < real), ROWS, row))
-    hits = (samples[:, None] == stop_id[None, :]) & (lane < stops)[None, :]
-    is_stop = tl.max(hits.to(tl.int32), axis=1) > 0
-    # Beyond what was accepted neither of the two changes anything.
-    stop = tl.min(tl.where(is_stop, row, k + 1))
-    bad = tl.min(tl.where(sound == 0, row, k + 1))
-    count = tl.where(live, tl.minimum(tl.minimum(right, stop) + 1, bad), 0)
-    reason = tl.where(size + count >= limit, _FULL, _GOING_ON)
-    reason = tl.where((stop <= right) & (stop < bad), _STOPPED, reason)
-    reason = tl.where((bad <= right) & (bad < stop), _FAILED, reason)
-    reason = tl.where(live, reason, _GOING_ON)
+    count, reason = decide(samples, sound, row, k, right, stop_id, lane < stops, size, limit, live)
     kept = row < count
     tl.store(tokens + s * tokens_stride + size + row, samples, mask=kept)
     if COUNTED:

@@ -11,10 +11,15 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 TOKEN_TILE = 16
-"""Rows of x a program multiplies; more rows are more programs."""
+"""Rows of x a program multiplies at least; more rows are more programs."""
+
+WIDER_TILES = (32, 64)
+"""Tiles for more rows of 16-bit values. They may follow the rows because each output is summed along K in
+the same steps whatever stands beside it: tests compare the bits on a GPU."""
 
 PROGRAMS = 128
 """Programs that fill the device: about one for each multiprocessor of the largest ones."""
+
 
 @dataclass(frozen=True)
 class LinearConfig:
@@ -60,13 +65,31 @@ def config_for(n: int, k: int, itemsize: int, capability: tuple[int, int]) -> Li
         stages = 4
     else:
         stages = 6 if k < 8192 else 8
-    return LinearConfig(block_n, block_k, split_k, 4, _fitting(stages, block_n, block_k, itemsize, capability))
+    return LinearConfig(
+        block_n,
+        block_k,
+        split_k,
+        4,
+        _fitting(stages, (block_n + TOKEN_TILE) * block_k * itemsize, capability),
+    )
 
 
-def _fitting(stages: int, block_n: int, block_k: int, itemsize: int, capability: tuple[int, int]) -> int:
-    """As many of the stages as shared memory holds, at least two."""
-    step_bytes = (block_n + TOKEN_TILE) * block_k * itemsize
+def _fitting(stages: int, step_bytes: int, capability: tuple[int, int]) -> int:
+    """As many of the stages of step_bytes as shared memory holds, at least two."""
     return max(2, min(stages, (shared_limit(capability) - 8 * 1024) // step_bytes))
+
+
+def token_tile(rows: int, itemsize: int) -> int:
+    """Rows of x a program multiplies where there are `rows` in all."""
+    if itemsize != 2 or rows <= TOKEN_TILE:
+        return TOKEN_TILE
+    return next((tile for tile in WIDER_TILES if tile >= rows), WIDER_TILES[-1])
+
+
+def with_tile(config: LinearConfig, block_t: int, itemsize: int, capability: tuple[int, int]) -> LinearConfig:
+    """The same program for another tile of tokens: everything that could change a bit stays."""
+    step_bytes = (config.block_n + block_t) * config.block_k * itemsize
+    return replace(config, block_t=block_t, stages=_fitting(config.stages, step_bytes, capability))
 
 
 def paired(config: LinearConfig, n: int) -> LinearConfig:
@@ -86,7 +109,8 @@ def workspace_sizes(n: int, rows: int, config: LinearConfig) -> tuple[int, int]:
     rows, paired or not: (0, 0) unsplit."""
     if config.split_k == 1:
         return 0, 0
-    tokens = -(-rows // config.block_t) * config.block_t
+    widest_tile = max(config.block_t, *WIDER_TILES)
+    tokens = -(-rows // widest_tile) * widest_tile
     widest = paired(config, n).block_n
     padded = -(-n // widest) * widest
-    return padded * tokens * config.split_k, padded // config.block_n * (tokens // config.block_t)
+    return padded * tokens * config.split_k, padded // config.block_n * (tokens // TOKEN_TILE)

@@ -4,7 +4,8 @@
 A program multiplies BLOCK_N weight rows by BLOCK_T tokens. The tokens of one weight tile are neighbours
 in the grid, (token tiles, weight tiles, parts of K), so that the second finds the weights in cache. Rows
 beyond the last load as zeros; weight rows beyond the last read the last one and are not stored. Nothing
-but the masks and the grid's first axis knows the number of rows, so that it cannot choose the bits.
+but the masks, the grid's first axis and BLOCK_T knows the number of rows. BLOCK_T lays a tile out over
+threads otherwise, so nothing may be summed in an order that a layout chooses: see `pairwise_sum`.
 
 With PDL a launch may begin before the previous kernel has ended, and waits for it before its first read.
 """
@@ -106,9 +107,22 @@ def load_squares(squares, row_t, rows, PARTS: tl.constexpr, BLOCK_P: tl.constexp
 
 
 @triton.jit
+def pairwise_sum(x):
+    """Sums [T] along the last axis of x [T, P], P a power of two up to 1024: neighbours, then their sums.
+
+    The order is written out, for that of `tl.sum` follows from how x lies over threads. Of two summands
+    there is but one order; it takes a launch without fused multiply-add to keep products apart as well.
+    """
+    for _ in tl.static_range(10):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
+    return tl.reshape(x, (x.shape[0],))
+
+
+@triton.jit
 def norm_scale(partial_squares, k, epsilon):
     """1 / root mean square of every row [T] from its partial sums [T, P]."""
-    return tl.rsqrt(tl.sum(partial_squares, 1) / k + epsilon)
+    return tl.rsqrt(pairwise_sum(partial_squares) / k + epsilon)
 
 
 @triton.jit
@@ -209,7 +223,7 @@ def linear_kernel(
     if squares_out is not None:
         value = tl.where(mask, rounded.to(tl.float32), 0.0)
         at_squares = squares_out + row_t * tl.num_programs(1) + tl.program_id(1)
-        tl.store(at_squares, tl.sum(value * value, 0), mask=row_t < rows)
+        tl.store(at_squares, pairwise_sum(tl.trans(value * value)), mask=row_t < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])

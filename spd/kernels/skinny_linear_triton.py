@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from spd.kernels.launch import Signature, ceil_div, power_of_two
-from spd.kernels.skinny_config import LinearConfig, config_for, paired, unsplit, workspace_sizes
+from spd.kernels.skinny_config import (
+    TOKEN_TILE,
+    LinearConfig,
+    config_for,
+    paired,
+    token_tile,
+    unsplit,
+    with_tile,
+    workspace_sizes,
+)
 from spd.kernels.skinny_kernels_triton import (
     choose_kernel,
     embed_kernel,
@@ -33,8 +42,24 @@ CHOICE_BLOCK = 2048
 
 
 @cache
-def _config(n: int, k: int, itemsize: int, device: torch.device) -> LinearConfig:
-    return config_for(n, k, itemsize, capability_of(device))
+def _cached_config(
+    n: int, k: int, itemsize: int, device: torch.device, tile: int, pair: bool
+) -> LinearConfig:
+    capability = capability_of(device)
+    config = config_for(n, k, itemsize, capability)
+    return with_tile(paired(config, n) if pair else config, tile, itemsize, capability)
+
+
+def _config(weight: Tensor, rows: int, *, pair: bool = False) -> LinearConfig:
+    """The choices for a weight, gate and up rows together if it is a pair, and the tile for these rows."""
+    size = weight.element_size()
+    return _cached_config(*weight.shape, size, weight.device, token_tile(rows, size), pair)
+
+
+def _fuses(weight: Tensor) -> bool:
+    """Whether multiply-adds may be fused: where tiles have one size, and float32 products consist of them.
+    Else which pairs meet in a thread, and so are fused, would follow from the tile."""
+    return weight.dtype == torch.float32
 
 
 def _constants(config: LinearConfig, k: int, parts: int) -> dict[str, Any]:
@@ -81,7 +106,7 @@ def _product(
     """y, and its squares where there is a residual."""
     rows, k = x.shape
     n = weight.shape[0]
-    config = config or _config(n, k, weight.element_size(), weight.device)
+    config = config or _config(weight, rows)
     tiles = ceil_div(n, config.block_n)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     squares_out = None
@@ -105,6 +130,7 @@ def _product(
         **_constants(config, k, 1 if squares is None else squares.shape[1]),
         num_warps=config.warps,
         num_stages=config.stages,
+        enable_fp_fusion=_fuses(weight),
     )
     return y, squares_out
 
@@ -159,7 +185,7 @@ def norm_gate_up(
     """See `skinny_linear.norm_gate_up`; a program holds gate rows and the up rows that belong to them."""
     rows, k = x.shape
     n = weight.shape[0] // 2
-    config = paired(config or _config(2 * n, k, weight.element_size(), weight.device), 2 * n)
+    config = paired(config, 2 * n) if config else _config(weight, rows, pair=True)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     partials, counters = _workspace(workspace, 2 * n, rows, config, x.device)
     constants = _constants(config, k, squares.shape[1]) | {"BLOCK_N": config.block_n // 2}
@@ -178,6 +204,7 @@ def norm_gate_up(
         **constants,
         num_warps=config.warps,
         num_stages=config.stages,
+        enable_fp_fusion=_fuses(weight),
     )
     return y
 
@@ -249,9 +276,9 @@ def _head(
 
 def head_logits(x: Tensor, weight: Tensor, *, config: LinearConfig | None = None) -> Tensor:
     """See `skinny_linear.head_logits`."""
-    n, k = weight.shape
+    n = weight.shape[0]
     logits = torch.empty(x.shape[0], n, dtype=torch.float32, device=x.device)
-    config = unsplit(config or _config(n, k, weight.element_size(), weight.device))
+    config = unsplit(config or _config(weight, x.shape[0]))
     _head(x, weight, n, logits, (None, None, None, 0, None, 1), config)
     return logits
 
@@ -269,7 +296,7 @@ def head_sample(
 ) -> tuple[Tensor, Tensor]:
     """See `skinny_linear.head_sample`; the logits are the very bits that `head_logits` stores."""
     rows, device = x.shape[0], x.device
-    config = unsplit(config or _config(*weight.shape, weight.element_size(), weight.device))
+    config = unsplit(config or _config(weight, rows))
     tiles = ceil_div(usable_vocab, config.block_n)
     ranks = torch.empty(rows, tiles, dtype=torch.int64, device=device)
     draw = (ranks, seed, first, step, temperature, rows // seed.shape[0])
@@ -281,52 +308,60 @@ def head_sample(
     return token, finite
 
 
-def _product_signature(n: int, k: int, dtype: str, parts: int, residual: bool) -> Signature:
-    """One product of the weight [n, k], with squares of x in `parts` or, where 0, without."""
-    config = config_for(n, k, 2, (9, 0))
-    types = dict.fromkeys(("w", "x", "y"), f"*{dtype}") | {"epsilon": "fp32"}
-    types |= dict.fromkeys(("rows", "n", "k"), "i32")
-    types |= {"squares": "*fp32"} if parts else {}
-    types |= {"residual": f"*{dtype}", "squares_out": "*fp32"} if residual else {}
-    types |= {"partials": "*fp32", "counters": "*i32"} if config.split_k > 1 else {}
-    names = ("bias", "squares", "residual", "squares_out", "partials", "counters")
-    absent = {name: None for name in names if name not in types}
-    constants = _constants(config, k, max(1, parts)) | absent
-    options = {"num_warps": config.warps, "num_stages": config.stages}
-    return Signature(linear_kernel, types, constants, options, unspecialized=("rows", "epsilon"))
-
-
-def _gate_up_signature(n: int, k: int, dtype: str, parts: int) -> Signature:
-    config = paired(config_for(n, k, 2, (9, 0)), n)
-    types = dict.fromkeys(("w", "x", "y"), f"*{dtype}") | {"squares": "*fp32", "epsilon": "fp32"}
-    types |= dict.fromkeys(("rows", "n", "k"), "i32")
-    types |= {"partials": "*fp32", "counters": "*i32"} if config.split_k > 1 else {}
-    absent = {name: None for name in ("bias", "partials", "counters") if name not in types}
-    constants = _constants(config, k, parts) | {"BLOCK_N": config.block_n // 2} | absent
-    options = {"num_warps": config.warps, "num_stages": config.stages}
-    return Signature(gate_up_kernel, types, constants, options, unspecialized=("rows", "epsilon"))
-
-
-def _head_signature(n: int, k: int, dtype: str, outputs: dict[str, str]) -> Signature:
-    config = config_for(n, k, 2, (9, 0))
-    types = {"w": f"*{dtype}", "x": f"*{dtype}"} | outputs | dict.fromkeys(("rows", "n", "k"), "i32")
-    names = ("logits", "ranks", "seed", "position", "temperature")
-    constants: dict[str, Any] = {name: None for name in names if name not in types}
-    shared = _constants(config, k, 1)
-    constants |= {name: shared[name] for name in ("BLOCK_N", "BLOCK_T", "BLOCK_K", "EVEN_K", "PDL")}
-    types |= {"step": "i32", "window": "i32"}
+def _described(
+    kernel: Any, config: LinearConfig, k: int, parts: int, types: dict[str, str], whole: dict[str, Any]
+) -> Signature:
+    """A product's kernel with the arguments in types, none of the others, and the constants in `whole`."""
+    types = types | dict.fromkeys(("rows", "n", "k"), "i32")
+    if "partials" in kernel.arg_names and config.split_k > 1:
+        types |= {"partials": "*fp32", "counters": "*i32"}
+    constants = _constants(config, k, parts) | whole
+    constants = {name: constants.get(name) for name in kernel.arg_names if name not in types}
     options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": False}
-    return Signature(head_kernel, types, constants, options, unspecialized=("rows", "step", "window"))
+    return Signature(kernel, types, constants, options, unspecialized=("rows", "epsilon", "step", "window"))
+
+
+def _layer_signatures(
+    dtype: str, tile: int, hidden: int, qkv: int, out: int, inner: int
+) -> dict[str, Signature]:
+    """A layer's products: qkv [qkv, hidden], out [hidden, out], gate_up [2 * inner, hidden] and down."""
+    device = (9, 0)
+    product = dict.fromkeys(("w", "x", "y"), f"*{dtype}") | {"epsilon": "fp32"}
+    normed = product | {"squares": "*fp32"}
+    added = product | {"residual": f"*{dtype}", "squares_out": "*fp32"}
+    found = {}
+    for name, n, k, types in (("out", hidden, out, added), ("down", hidden, inner, added)):
+        config = with_tile(config_for(n, k, 2, device), tile, 2, device)
+        found[name] = _described(linear_kernel, config, k, 1, types, {})
+    parts = ceil_div(hidden, config.block_n)
+    config = with_tile(config_for(qkv, hidden, 2, device), tile, 2, device)
+    found["qkv"] = _described(linear_kernel, config, hidden, parts, normed, {})
+    config = paired(config_for(2 * inner, hidden, 2, device), 2 * inner)
+    config = with_tile(config, tile, 2, device)
+    half = {"BLOCK_N": config.block_n // 2}
+    found["gate_up"] = _described(gate_up_kernel, config, hidden, parts, normed, half)
+    return found
+
+
+def _head_signatures(dtype: str, tile: int, vocab: int, hidden: int) -> dict[str, Signature]:
+    """The head's logits and its draw."""
+    config = with_tile(config_for(vocab, hidden, 2, (9, 0)), tile, 2, (9, 0))
+    types = dict.fromkeys(("w", "x"), f"*{dtype}") | dict.fromkeys(("step", "window"), "i32")
+    draw = {"ranks": "*i64", "seed": "*i64", "position": "*i64", "temperature": "*fp32"}
+    return {
+        name: _described(head_kernel, unsplit(config), hidden, 1, types | outputs, {})
+        for name, outputs in (("head_logits", {"logits": "*fp32"}), ("head_sample", draw))
+    }
 
 
 def _row_signatures() -> dict[str, Signature]:
     """The kernels that work on a row each."""
-    tiles, four = ceil_div(151936, 128), {"num_warps": 4}
+    tiles, four = ceil_div(151936, config_for(151936, 4096, 2, (9, 0)).block_n), {"num_warps": 4}
     choose = {"ranks": "*i64", "token": "*i64", "finite": "*i1", "tiles": "i32"}
     embed = {"token_ids": "*i64", "table": "*bf16", "x": "*bf16", "squares": "*fp32", "h": "i32"}
     norm = {"x": "*bf16", "squares": "*fp32", "weight": "*bf16", "y": "*bf16", "k": "i32", "epsilon": "fp32"}
     block = {"BLOCK": min(power_of_two(tiles), CHOICE_BLOCK), "PDL": False}
-    norm_blocks = {"PARTS": 128, "BLOCK_P": 128, "BLOCK_K": COPY_BLOCK, "PDL": False}
+    norm_blocks = {"PARTS": 64, "BLOCK_P": 64, "BLOCK_K": COPY_BLOCK, "PDL": False}
     return {
         "choose": Signature(choose_kernel, choose, block, four, unspecialized=("tiles",)),
         "embed": Signature(embed_kernel, embed, {"BLOCK_H": COPY_BLOCK, "PDL": False}, four),
@@ -335,18 +370,17 @@ def _row_signatures() -> dict[str, Signature]:
 
 
 def signatures() -> dict[str, Signature]:
-    """The products of an 8B model and a 0.6B one by their weights' shapes, the head, and the rest."""
-    sample = {"ranks": "*i64", "seed": "*i64", "position": "*i64", "temperature": "*fp32"}
+    """The products of an 8B and a 0.6B model, an 8B's for up to 64 rows, its head, and the row kernels."""
     found = _row_signatures()
     for dtype in ("bf16", "fp16"):
-        for size, parts, qkv, out, gate_up, down in (
-            ("8b", 128, (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)),
-            ("0.6b", 64, (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),
-        ):
-            found[f"qkv_{size}_{dtype}"] = _product_signature(*qkv, dtype, parts, False)
-            found[f"out_{size}_{dtype}"] = _product_signature(*out, dtype, 0, True)
-            found[f"gate_up_{size}_{dtype}"] = _gate_up_signature(*gate_up, dtype, parts)
-            found[f"down_{size}_{dtype}"] = _product_signature(*down, dtype, 0, True)
-        found[f"head_logits_{dtype}"] = _head_signature(151936, 4096, dtype, {"logits": "*fp32"})
-        found[f"head_sample_{dtype}"] = _head_signature(151936, 4096, dtype, sample)
+        groups = {
+            "8b": _layer_signatures(dtype, TOKEN_TILE, 4096, 6144, 4096, 12288)
+            | _head_signatures(dtype, TOKEN_TILE, 151936, 4096),
+            "0.6b": _layer_signatures(dtype, TOKEN_TILE, 1024, 4096, 2048, 3072),
+        }
+        if dtype == "bf16":
+            groups["8b_wide"] = _layer_signatures(dtype, 64, 4096, 6144, 4096, 12288)
+            groups["8b_wide"] |= _head_signatures(dtype, 64, 151936, 4096)
+        for group, members in groups.items():
+            found |= {f"{name}_{group}_{dtype}": signature for name, signature in members.items()}
     return found

@@ -42,7 +42,7 @@ class CapturedRounds:
         self._capture = capture or self.capture_cuda
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Logprobs | None:
-        """Run one round of this shape; see `Round.run`. The log-probabilities' memory is reused by the next."""
+        """Run one round of this shape; see `Round.run`. The next run reuses the log-probabilities' memory."""
         if shape not in self.captured:
             with memory_phase("capturing a round"):
                 self.captured[shape] = self._prepare(shape, views)

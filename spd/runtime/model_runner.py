@@ -139,8 +139,9 @@ class ModelRunner:
 
     def _padded(self, rows: Rows, extra: int) -> PromptRows:
         """The rows with `extra` more in every window, which repeat its last and keep nothing."""
-        last = (t[:, -1:].expand(-1, extra) for t in (rows.token_ids, rows.positions))
-        ids, positions = (torch.cat((t, e), 1) for t, e in zip((rows.token_ids, rows.positions), last))
+        ids, positions = (
+            torch.cat((t, t[:, -1:].expand(-1, extra)), 1) for t in (rows.token_ids, rows.positions)
+        )
         nothing = rows.valid.new_zeros(rows.valid.shape[0], extra)
         trash = torch.full_like(rows.kv_slots[:, :1], self.trash_slot).expand(-1, extra)
         return PromptRows(

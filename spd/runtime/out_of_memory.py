@@ -44,7 +44,6 @@ def memory_phase(phase: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             raise
-        let_go(error)
         raise OutOfMemory(phase, _first_line(error)) from None
 
 

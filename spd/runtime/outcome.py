@@ -40,7 +40,8 @@ def read_outcomes(result: RoundResult) -> list[Outcome]:
     for s, emission in enumerate(result.emissions):
         logprobs: tuple[TokenLogprob, ...] = ()
         if result.logprobs is not None:
-            own, values, ids = (part[s] for part in result.logprobs)
+            scores = result.logprobs
+            own, values, ids = scores.own[s], scores.values[s], scores.ids[s]
             logprobs = tuple(
                 TokenLogprob(emission.sampled[i], own[i], tuple(zip(ids[i], values[i], strict=True)))
                 for i in range(emission.committed)

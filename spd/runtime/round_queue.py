@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call"
 """Rounds on their way: enqueued by the host, read some rounds later, never waited for in between.
 
 What a round emitted is copied to pinned memory on a stream of its own. A ring of `RING_DEPTH` rows
@@ -26,11 +27,20 @@ CATCH_UP = 16
 
 
 @dataclass(frozen=True)
+class HostLogprobs:
+    """Log-probabilities in host values: of the samples [S][R]; the likeliest, values and ids [S][R][N]."""
+
+    own: list[list[float]]
+    values: list[list[list[float]]]
+    ids: list[list[list[int]]]
+
+
+@dataclass(frozen=True)
 class RoundResult:
     """What one round emitted, in host values; one emission a slot."""
 
     emissions: list[Emission]
-    logprobs: tuple[list[list[float]], list[list[list[float]]], list[list[list[int]]]] | None
+    logprobs: HostLogprobs | None
     k: int
     draft_forwards: int
     seconds: tuple[float, float, float]
@@ -53,8 +63,7 @@ class Ticket:
         verified = verified if began <= verified <= committed else committed
         scores = None
         if logprobs is not None:
-            own, values, ids = (tensor.tolist() for tensor in logprobs)
-            scores = own, values, ids
+            scores = HostLogprobs(*(tensor.tolist() for tensor in logprobs))
         return RoundResult(
             [read_emission(row) for row in ring.tolist()],
             scores,

@@ -24,8 +24,6 @@ from spd.runtime.models.weights import (
 
 Fill = Callable[[Mapping[str, Tensor]], None]
 """Writes every view from its namesake, wherever that comes from."""
-FOLD_BYTES = 2**26
-"""Float32 scratch of one step of `fold_norm`."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +114,6 @@ class WeightSpace:
 def fold_norm(weight: Tensor, norm: Tensor) -> None:
     """Scale the columns of weight [N, K] by norm [K] in place: the norm's own scales become ones.
 
-    Computed in float32 and rounded once, in steps of rows that bound the scratch memory.
+    torch multiplies in float32 and rounds once, without a copy of the matrix.
     """
-    scales = norm.float()
-    step = max(1, FOLD_BYTES // (4 * weight.shape[1]))
-    for start in range(0, weight.shape[0], step):
-        rows = weight[start : start + step]
-        rows.copy_(rows.float().mul_(scales))
+    weight.mul_(norm)

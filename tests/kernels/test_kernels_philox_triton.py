@@ -113,9 +113,10 @@ def test_ranks_order_scores_then_ids(device: str) -> None:
     ordered = [
         *[(-math.inf, 7), (-math.inf, 0), (-3e38, 1), (-1.0, 3), (-1.0, 2), (-1e-45, 0), (0.0, 9), (-0.0, 8)],
         *[(0.0, 4), (1e-45, 5), (2.5, 262143), (2.5, 6), (3e38, 2**31 - 1), (math.inf, 3), (math.nan, 5)],
-        (-math.nan, 1),
+        (math.nan, 1),
     ]
     score = torch.tensor([s for s, _ in ordered], device=device)
+    score.view(torch.int32)[-2] = -(2**22)  # a NaN with its sign bit set
     ids = torch.tensor([i for _, i in ordered], dtype=torch.int32, device=device)
     rank, token = (torch.empty(len(ordered), dtype=torch.int64, device=device) for _ in range(2))
     finite = torch.zeros(len(ordered), dtype=torch.bool, device=device)

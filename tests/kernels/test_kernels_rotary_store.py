@@ -166,10 +166,6 @@ def test_a_row_alone_is_the_row_among_others(device: str, dtypes: tuple[torch.dt
             assert torch.equal(value.flatten(0, 1)[slot], values.flatten(0, 1)[slot])
 
 
-def test_no_rows(device: str) -> None:
-    assert make(device, torch.float32, 0, (4, 2), 16).run(twin.rotary_store)[0].shape == (0, 4, 16)
-
-
 @pytest.mark.parametrize("normed", [True, False])
 def test_the_torch_form_is_the_composition(normed: bool) -> None:
     inputs = make("cpu", torch.float16, 4, (4, 2), 16, normed)

@@ -102,7 +102,7 @@ def expect(state: dict[str, torch.Tensor], slots: int, k: int, given: list[int] 
             reason = FULL
         if stop is not None and (bad is None or stop < bad):
             reason = STOPPED
-        if bad is not None and (stop is None or bad < stop):
+        if bad is not None and (stop is None or bad <= stop):
             reason = FAILED
         if not state["active"][s]:
             count, reason = 0, GOING_ON

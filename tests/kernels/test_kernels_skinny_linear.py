@@ -18,7 +18,14 @@ from spd.kernels import philox_triton, sampling_triton, skinny_kernels_triton
 from spd.kernels import skinny_linear as reference
 from spd.kernels import skinny_linear_triton as twin
 from spd.kernels.sampling import SamplingTensors
-from spd.kernels.skinny_config import LinearConfig, config_for, paired, shared_limit, workspace_sizes
+from spd.kernels.skinny_config import (
+    LinearConfig,
+    config_for,
+    paired,
+    shared_limit,
+    with_tile,
+    workspace_sizes,
+)
 from spd.kernels.skinny_linear import LinearWorkspace, capability_of
 
 EPSILON = 1e-5
@@ -74,7 +81,7 @@ def test_products(
         if device == "cpu":  # the interpreter is slow
             del biases[dtype == torch.float32]
         for bias, pair_bias in biases:
-            shift, pair_shift = (0.0, 0.0) if bias is None else (bias.double(), pair_bias.double())
+            shift, pair_shift = (0.0 if b is None else b.double() for b in (bias, pair_bias))
             found = twin.linear(o.x, o.weight, bias, config=config)
             close(found, reference.linear(o.x, o.weight, bias), x @ weight.T + shift)
             arguments = (o.x, o.squares, EPSILON, o.weight, bias)
@@ -95,7 +102,7 @@ def test_products(
 def test_squares_have_a_part_for_every_tile(device: str) -> None:
     o = Operands(40, 72, 5, torch.float32, device)
     y, squares = twin.linear_residual(o.x, o.weight, None, o.residual, config=SMALL)
-    parts = [part.square().sum(1) for part in y.split(SMALL.block_n, dim=1)]
+    parts = [part.square().sum(1) for part in y.tensor_split((16, 32), dim=1)]
     torch.testing.assert_close(squares, torch.stack(parts, dim=1))
 
 
@@ -185,20 +192,17 @@ def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
                     assert torch.equal(one[0], among[place]), (name, dtype, place, other)
 
 
-def test_workspace_is_left_as_it_was_found(device: str) -> None:
-    weights = [torch.randn(n, k, device=device) for n, k in ((64, 1024), (16, 2048), (48, 1024), (300, 40))]
-    sizes = []
-    for weight in weights:
-        config = config_for(*weight.shape, weight.element_size(), capability_of(weight.device))
-        sizes.append(workspace_sizes(weight.shape[0], 17, config))
-    partials, counters = (max(column) for column in zip(*sizes, strict=True))
-    assert counters > 0
+@pytest.mark.parametrize(("n", "k"), [(64, 1024), (16, 2048), (48, 1024), (300, 40)])
+def test_workspace_suffices_and_is_left_as_it_was_found(n: int, k: int, device: str) -> None:
+    weight, x = torch.randn(n, k, device=device), torch.randn(17, k, device=device)
+    config = config_for(n, k, weight.element_size(), capability_of(weight.device))
+    partials, counters = workspace_sizes(n, 17, config)
+    assert (counters > 0) == (k > 40)
     workspace = LinearWorkspace(
         torch.empty(partials, device=device), torch.zeros(counters, dtype=torch.int32, device=device)
     )
-    for weight in weights:
-        x = torch.randn(17, weight.shape[1], device=device)
-        squares = squares_of(x, 2)
+    squares = squares_of(x, 2)
+    for _ in range(2):
         assert torch.equal(twin.linear(x, weight, None, workspace), twin.linear(x, weight, None))
         shared = twin.norm_gate_up(x, squares, EPSILON, weight, None, workspace)
         assert torch.equal(shared, twin.norm_gate_up(x, squares, EPSILON, weight, None))
@@ -312,7 +316,8 @@ def test_configs_fit_every_weight_and_device(capability: tuple[int, int]) -> Non
                 for size in (config.block_n, config.block_k, config.block_t):
                     assert size >= 16 and size & (size - 1) == 0
                 assert paired(config, n).block_n >= 32 and 1 <= config.split_k <= 8 and config.stages >= 2
-                for each in (config, paired(config, n)):
+                for tile in (16, 32, 64):
+                    each = with_tile(paired(config, n), tile, itemsize, capability)
                     step = (each.block_n + each.block_t) * each.block_k * itemsize
                     assert each.stages * step <= shared_limit(capability)
 
@@ -326,6 +331,35 @@ def test_offsets_beyond_32_bits() -> None:
     x = torch.ones(2, k, dtype=torch.bfloat16, device="cuda")
     logits = twin.head_logits(x, weight)
     assert logits[:, -1].tolist() == [2.0, 2.0] and logits.sum().item() == 4.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 12288), (1024, 3072), (24576, 1024), (1000, 320)])
+def test_wider_token_tiles_give_the_same_bits(n: int, k: int, dtype: torch.dtype) -> None:
+    """The tile follows the number of rows, so each row of 1 to 130 must equal the row alone."""
+    torch.manual_seed(n)
+    weight = (torch.randn(n, k, device="cuda") / k**0.5).to(dtype)
+    x = torch.randn(130, k, device="cuda").to(dtype)
+    residual = torch.randn(130, n, device="cuda").to(dtype)
+    squares = [squares_of(x, parts) for parts in (128, 64, 8, 3)]
+
+    def products(rows: slice) -> list[torch.Tensor]:
+        part, sums = x[rows].contiguous(), squares[-1][rows].contiguous()
+        new, partial = twin.linear_residual(part, weight, None, residual[rows].contiguous())
+        found = [
+            *(twin.norm_linear(part, s[rows].contiguous(), EPSILON, weight, None) for s in squares),
+            new,
+            partial,
+            twin.head_logits(part, weight),
+        ]
+        return found if n % 2 else [*found, twin.norm_gate_up(part, sums, EPSILON, weight, None)]
+
+    alone = [torch.cat(parts) for parts in zip(*(products(slice(i, i + 1)) for i in range(130)), strict=True)]
+    for rows in (2, 5, 16, 17, 31, 32, 33, 40, 64, 65, 100, 128, 130):
+        for one, every in zip(alone, products(slice(0, rows)), strict=True):
+            assert torch.equal(one[:rows], every)
 
 
 @pytest.mark.gpu

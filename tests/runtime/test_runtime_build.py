@@ -13,7 +13,7 @@ from torch import Tensor
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import read_model_config
 from spd.kernels.dispatch import load_kernels
-from spd.runtime import SamplingParams, loader, weight_space
+from spd.runtime import SamplingParams, loader
 from spd.runtime.dummy_weights import DUMMY_DOWN, dummy_fill
 from spd.runtime.loader import build_decoder, mapped_fill, threaded_fill
 from spd.runtime.memory import tensor_bytes
@@ -95,9 +95,10 @@ def wanted(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("variant", ["qwen3", "biases", "tied", "sharded", "gqa4"])
+@pytest.mark.parametrize("variant", ["qwen3", "biases", "qwen3_bias", "mlp_bias", "tied", "sharded", "gqa4"])
 def test_every_weight_lands_where_it_belongs(variant: str, way: str, tiny: Callable[..., Path]) -> None:
-    model, expected = held(build(tiny(variant), way)), wanted(tiny(variant))
+    folder = tiny("llama2", mlp_bias=True) if variant == "mlp_bias" else tiny(variant)
+    model, expected = held(build(folder, way)), wanted(folder)
     assert model.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(model[name], tensor), name
@@ -131,14 +132,11 @@ def test_the_engine_tells_its_progress(tiny: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rows_a_step", [1, 3, 1000])
-def test_a_folded_norm_is_rounded_once(
-    dtype: torch.dtype, rows_a_step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_space, "FOLD_BYTES", rows_a_step * 4 * 40)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_folded_norm_is_rounded_once(dtype: torch.dtype, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(17, 40, generator=generator).to(dtype)
-    norm = (1 + torch.randn(40, generator=generator)).to(dtype)
+    weight = torch.randn(170, 43, generator=generator).to(device, dtype)
+    norm = (1 + torch.randn(43, generator=generator)).to(device, dtype)
     expected = (weight.double() * norm.double()).float().to(dtype)
     address = weight.data_ptr()
     fold_norm(weight, norm)
@@ -199,7 +197,7 @@ def test_dummy_models_say_many_different_things(tie: bool, tiny: Callable[..., P
     runs = run_all(make_engine(tmp_path, load="dummy"), random_prompts(3, 20, 2000), params)
     for run in runs:
         assert len(run.tokens) == 40 and len(set(run.tokens)) >= 20
-        assert all(-12 < logprob < -0.05 for logprob in run.logprobs), "neither uniform nor certain"
+        assert all(-5 < logprob < -0.01 for logprob in run.logprobs), "neither uniform nor certain"
     assert len({tuple(run.tokens) for run in runs}) == 3
 
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call"
 """The joint law of what rounds commit equals the target's own, by exact enumeration in float64.
 
 Three tokens, every draft string, every string of sampled rows: the real round runs once with a slot for
@@ -7,25 +8,33 @@ arbitrarily correlated drafter give it. No randomness decides anything; errors s
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from spd.runtime.model_runner import SlotView
+from spd.kernels import sampling
+from spd.kernels.dispatch import load_kernels
+from spd.kernels.round_commit import FAILED, FULL, GOING_ON, STOPPED, Emission, read_emission
+from spd.kernels.sampling import SamplingSteps, SamplingTensors
+from spd.runtime.model_runner import Rows, SlotView
 from spd.runtime.request import SamplingParams
-from spd.runtime.round import FULL, GOING_ON, STOPPED, Round
+from spd.runtime.round import Round
 from spd.runtime.sampler import Sampler
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RoundState
 
 VOCAB = 3
 PROMPT = (1, 2)
+PAGE_SIZE = 2
 LIMIT_OF_ERROR = 1e-12
 Text = tuple[int, ...]
 
@@ -79,7 +88,8 @@ def processed_by_definition(logits: Sequence[float], text: Text, params: Samplin
     scores = [x / params.temperature for x in scores]
     order = sorted(range(VOCAB), key=lambda v: (-scores[v], v))[: params.top_k or VOCAB]
     total = math.fsum(math.exp(scores[v]) for v in order)
-    kept, before = [], 0.0
+    kept: list[int] = []
+    before = 0.0
     for v in order:
         share = math.exp(scores[v]) / total
         if not kept or (before < params.top_p and share >= params.min_p * math.exp(scores[order[0]]) / total):
@@ -154,41 +164,71 @@ DRAFT_LAWS: dict[str, DraftLaw] = {
 # -- the real round over a scripted model and scripted draws -------------------------------------------
 
 
+class Script:
+    """A case's own samples in place of every draw, and what was to be drawn from, at which positions."""
+
+    samples: Tensor
+    processed: Tensor
+    positions: Tensor
+
+    def draw(self, processed: Tensor, positions: Tensor) -> Tensor:
+        """In place of noise and argmax."""
+        self.processed, self.positions = processed, positions
+        return self.samples
+
+    def sample_rows(
+        self,
+        logits: Tensor,
+        draft: Tensor,
+        positions: Tensor,
+        tensors: SamplingTensors,
+        steps: SamplingSteps,
+        usable_vocab: int,
+    ) -> tuple[Tensor, Tensor]:
+        """The real processing around the scripted draw."""
+        with mock.patch.object(sampling, "draw_rows", lambda p, at, *_: self.draw(p, at)):
+            return sampling.sample_rows(logits, draft, positions, tensors, steps, usable_vocab)
+
+
 class RememberingRunner:
-    """A model that knows a context only through what was written at its positions, slot by slot."""
+    """A model that knows a context only through what was written to its pages.
 
-    def __init__(self, slots: int, max_len: int, table: Tensor) -> None:
-        self.memory = torch.full((slots, max_len), -1, dtype=torch.long)
-        self.memory[:, : len(PROMPT) - 1] = torch.tensor(PROMPT[:-1])
-        self.table = table
+    With `head` it draws from its logits itself, by temperature alone.
+    """
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, valid: Tensor, page_table: Tensor, views: object
-    ) -> Tensor:
-        assert ((token_ids >= 0) & (token_ids < VOCAB)).all(), "an id beyond the vocabulary was fed"
-        for column in range(token_ids.shape[1]):
-            at = positions[:, column : column + 1]
-            old = self.memory.gather(1, at)
-            new = torch.where(valid[:, column : column + 1], token_ids[:, column : column + 1], old)
-            self.memory.scatter_(1, at, new)
-        numbers = context_numbers(self.memory).gather(1, positions)
-        self.contexts = torch.where(valid, numbers, -1)
+    def __init__(self, state: RoundState, table: Tensor, script: Script, head: bool) -> None:
+        pages = state.page_table.shape[1]
+        shuffled = torch.randperm(state.slots * pages, generator=torch.Generator().manual_seed(8))
+        state.page_table.copy_(1 + shuffled.view(state.slots, pages))
+        self.cache, self.trash_slot = SimpleNamespace(page_size=PAGE_SIZE), 0
+        self.model = SimpleNamespace(vocab_size=VOCAB)
+        self.pool = torch.full(((1 + state.slots * pages) * PAGE_SIZE,), -1, dtype=torch.long)
+        for position, token in enumerate(PROMPT[:-1]):
+            page = state.page_table[:, position // PAGE_SIZE]
+            self.pool[page * PAGE_SIZE + position % PAGE_SIZE] = token
+        self.table, self.script, self.head = table, script, head
+
+    def forward(self, rows: Rows, page_table: Tensor, views: object) -> Tensor:
+        assert ((rows.token_ids >= 0) & (rows.token_ids < VOCAB)).all(), "an id beyond the vocabulary was fed"
+        assert (rows.kv_slots[~rows.valid] == self.trash_slot).all(), "a row that does not count was kept"
+        self.pool[rows.kv_slots] = rows.token_ids
+        self.pool[:PAGE_SIZE] = -1
+        memory = self.pool.view(-1, PAGE_SIZE)[page_table].flatten(1)
+        numbers = context_numbers(memory).gather(1, rows.positions)
+        self.contexts = torch.where(rows.valid, numbers, -1)
         return self.contexts
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden]
 
-
-class ScriptedSampler(Sampler):
-    """The real processing; the draw is the case's own string of samples."""
-
-    script: Tensor
-    processed: Tensor
-    positions: Tensor
-
-    def draw(self, processed: Tensor, positions: Tensor, needs: SamplerClass) -> Tensor:
-        self.processed, self.positions = processed, positions
-        return self.script
+    def sample(
+        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        if not self.head:
+            return None
+        positions = first.unsqueeze(-1) + step + torch.arange(hidden.shape[1])
+        drawn = self.script.draw(self.table[hidden] / temperature.view(-1, 1, 1), positions)
+        return drawn, torch.ones_like(drawn, dtype=torch.bool)
 
 
 PLAIN = SamplingParams(temperature=1.0)
@@ -204,6 +244,8 @@ class Case:
     masked: bool = False
     odd_drafts: bool = False
     """Ids outside the vocabulary instead of the drafts that equal token 2."""
+    head: bool = False
+    """Whether the model has a head that draws by itself."""
 
     @property
     def horizon(self) -> int:
@@ -226,7 +268,7 @@ class Enumeration:
         self.plans = [part[grid[:, i]] for i, part in enumerate(parts)]
         self.case, slots, params = case, len(grid), case.params
         depth = len(PROMPT) + sum(k + 1 for k in case.ks)
-        state = self.state = RoundState(slots, depth + 1, max(case.ks), 1, "cpu")
+        state = self.state = RoundState(slots, depth + 1, max(case.ks), depth // PAGE_SIZE + 1, "cpu")
         state.tokens[:, : len(PROMPT)] = torch.tensor(PROMPT)
         state.length.fill_(len(PROMPT))
         state.length_limit.fill_(len(PROMPT) + (params.max_tokens or depth))
@@ -234,15 +276,17 @@ class Enumeration:
         if params.stop_token_ids:
             state.stop_ids[:, : len(params.stop_token_ids)] = torch.tensor(params.stop_token_ids)
         state.active.fill_(True)
-        self.runner = RememberingRunner(slots, depth + 1, table)
-        self.sampler = ScriptedSampler(state, VOCAB, VOCAB)
+        self.script = Script()
+        self.runner = RememberingRunner(state, table, self.script, case.head)
+        kernels = dataclasses.replace(load_kernels("torch"), sample_rows=self.script.sample_rows)
+        self.sampler = Sampler(state, VOCAB, VOCAB, kernels)
         self.sampler.admit(0, params, torch.tensor(PROMPT))
         for tensor in (*self.sampler.numbers.values(), self.sampler.top_k, self.sampler.bias):
             if tensor is not None:
                 tensor.copy_(tensor[:1].clone().expand_as(tensor))
         if self.sampler.counts is not None:
             self.sampler.counts.in_prompt[:, list(PROMPT)] = True
-        self.round = Round(state, self.runner, self.sampler, None, lambda: None)  # type: ignore[arg-type]
+        self.round = Round(state, self.runner, self.sampler, None, kernels)  # type: ignore[arg-type]
         self.weights = torch.ones(slots, dtype=torch.float64)
 
     def run(self, number: int, draft_law: Tensor) -> None:
@@ -252,27 +296,35 @@ class Enumeration:
         state.num_drafts.copy_(num_drafts)
         odd = torch.where(draft[:, :1] == 0, -1, 7)
         state.draft[:, :k] = torch.where((draft == 2) & self.case.odd_drafts, odd, draft)
-        self.sampler.script = script
+        self.script.samples = script
         views = [SlotView(1, ())] * state.slots
-        started, was_active = state.length.clone(), state.active.clone()
-        output = self.round.run(k, views, SamplerClass.of(self.case.params), None, 0)
-        assert torch.equal(self.sampler.positions, started[:, None] + torch.arange(k + 1)), "noise positions"
-        probabilities = self.sampler.processed.softmax(-1)
+        started, was_active, place = state.length.clone(), state.active.clone(), int(state.counter)
+        self.round.run(k, views, SamplerClass.of(self.case.params), None, 0)
+        assert torch.equal(self.script.positions, started[:, None] + torch.arange(k + 1)), "noise positions"
+        probabilities = self.script.processed.softmax(-1)
         contexts = self.runner.contexts
         self.weights *= probabilities.gather(-1, script[..., None]).squeeze(-1).prod(-1)
         self.weights /= k + 1  # num_drafts: uniform
         for i in range(k):
             self.weights *= draft_law[contexts[:, i], script[:, i], draft[:, i]]
-        self._check_bookkeeping(started, was_active, output.committed, output.reason)
+        assert int(state.counter) == place + 1, "the ring's row"
+        self.emissions = [read_emission(row) for row in state.ring[place % len(state.ring)].tolist()]
+        self._check_bookkeeping(k, started, was_active)
 
-    def _check_bookkeeping(
-        self, started: Tensor, was_active: Tensor, committed: Tensor, reason: Tensor
-    ) -> None:
-        """Lengths, silence, and the reason of every case that can happen."""
+    def _check_bookkeeping(self, k: int, started: Tensor, was_active: Tensor) -> None:
+        """Lengths, silence, and the reason of every case that can happen; what is told is what was done."""
         state, possible = self.state, self.weights > 0
+        length, committed, reason = torch.tensor(
+            [(emission.length, emission.committed, emission.reason) for emission in self.emissions]
+        ).unbind(1)
+        sampled = torch.tensor([emission.sampled for emission in self.emissions])
+        assert torch.equal(length, started), "lengths before"
         assert torch.equal(state.length, started + committed), "lengths"
         assert (committed[~was_active] == 0).all(), "a silent slot committed tokens"
         assert (committed[was_active & possible] >= 1).all(), "a round without a token"
+        rows = torch.arange(k + 1)
+        appended = state.tokens.gather(1, started[:, None] + rows)
+        assert ((appended == sampled) | (rows >= committed[:, None])).all(), "other tokens are told"
         last = state.tokens.gather(1, state.length[:, None] - 1)
         stops = torch.tensor(self.case.params.stop_token_ids or (-9,))
         expected = torch.where(state.length >= state.length_limit, FULL, GOING_ON)
@@ -370,20 +422,67 @@ def test_processed_rows_have_the_law_of_the_definition(ks: tuple[int, ...], para
     check_law(Case(ks, params, seed=5), "random", "equal")
 
 
+@pytest.mark.parametrize(
+    "params",
+    [PLAIN, PENALTIES, MIN_TOKENS, TRUNCATION, EVERYTHING],
+    ids=["plain", "penalties", "min-tokens", "truncation", "everything"],
+)
+def test_a_head_that_draws_by_itself_has_the_targets_law(params: SamplingParams) -> None:
+    check_law(Case((2,), params, seed=7, head=True), "random", "equal")
+    check_law(Case((1, 1), params, seed=7, head=True), "random")
+
+
 @pytest.mark.parametrize("ks", [(3,), (1, 1)])
 def test_ids_beyond_the_vocabulary_change_no_law(ks: tuple[int, ...]) -> None:
     check_law(Case(ks, seed=6, odd_drafts=True), "random", "equal")
 
 
-def test_every_committed_token_is_the_targets_draw_for_its_own_context() -> None:
-    """Case by case: what is committed was sampled in rows whose drafts are the committed text itself."""
-    case = Case((3,))
-    enumeration = Enumeration(case, target_table(8, 0, False))
+def emission_by_definition(case: Case, plan: Sequence[int], logits: Tensor) -> Emission:
+    """What the one round of `case` must tell of a slot: (num_drafts, drafts, samples), logits of its rows."""
+    (k,), limit = case.ks, case.params.max_tokens or math.inf
+    draft, sampled = list(plan[1 : k + 1]), list(plan[k + 1 :])
+    known = [not case.odd_drafts or token != 2 for token in draft]
+    leading = next((i for i in range(k) if not known[i]), k)
+    num_drafts = int(min(plan[0], leading, limit - 1))
+    accepted = next((i for i in range(num_drafts) if draft[i] != sampled[i]), num_drafts)
+    committed, reason = accepted + 1, GOING_ON
+    for i, token in enumerate(sampled[: accepted + 1]):
+        if not logits[i, token].isfinite():
+            committed, reason = i, FAILED
+            break
+        if token in case.params.stop_token_ids:
+            committed, reason = i + 1, STOPPED
+            break
+    if reason == GOING_ON and committed >= limit:
+        reason = FULL
+    fed = [token if kept else 0 for token, kept in zip(draft, known, strict=True)]
+    return Emission(len(PROMPT), num_drafts, accepted, committed, reason, fed, sampled)
+
+
+def check_emissions(case: Case) -> None:
+    """Assert, case by case, that what is told is the definition's, and that the text is what is told.
+
+    So what is committed was sampled in rows whose drafts are the committed text itself.
+    """
+    enumeration = Enumeration(case, target_table(len(PROMPT) + case.ks[0] + 2, case.seed, case.masked))
     enumeration.run(0, _random(len(enumeration.runner.table)))
-    plan = enumeration.plans[0]
-    for row, length, tokens in zip(
-        plan.tolist(), enumeration.state.length.tolist(), enumeration.state.tokens.tolist(), strict=True
-    ):
-        num_drafts, draft, sampled = row[0], row[1:4], row[4:]
-        longest = next((i for i in range(num_drafts) if draft[i] != sampled[i]), num_drafts)
-        assert tokens[len(PROMPT) : length] == sampled[: longest + 1]
+    logits = enumeration.runner.table[enumeration.runner.contexts]
+    texts = enumeration.state.tokens[:, len(PROMPT) :].tolist()
+    for s, emission in enumerate(enumeration.emissions):
+        wanted = emission_by_definition(case, enumeration.plans[0][s].tolist(), logits[s])
+        assert emission == wanted, "another round is told"
+        told = emission.sampled[: emission.committed]
+        assert texts[s] == told + [0] * (len(texts[s]) - len(told)), "other tokens are told"
+
+
+STOPS_AND_LIMIT = SamplingParams(temperature=1.0, stop_token_ids=(1,), max_tokens=3)
+
+
+@pytest.mark.parametrize("params", [PLAIN, STOPS_AND_LIMIT], ids=["plain", "stops-and-limit"])
+@pytest.mark.parametrize("odd_drafts", [False, True], ids=["known", "odd"])
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+def test_every_committed_token_is_the_targets_draw_for_its_own_context(
+    masked: bool, odd_drafts: bool, params: SamplingParams
+) -> None:
+    """With `masked` there are samples whose logit is not finite, which end a text with an error."""
+    check_emissions(Case((3,), params, masked=masked, odd_drafts=odd_drafts))

@@ -132,6 +132,7 @@ def test_an_8b_model_takes_what_everyone_knows_it_takes() -> None:
 def test_each_part_grows_with_what_it_is_for() -> None:
     before = measure(shape_8b())
     longer = measure(at_context(shape_8b(), 65536))
+    assert at_context(shape_8b(), 100).draft_ctx == 100
     assert longer.cache > 1.9 * before.cache and longer.weights == before.weights
     wider = measure(shape_8b(slots=16))
     assert wider.cache > 15 * before.cache and wider.workspace > 4 * before.workspace
@@ -416,6 +417,7 @@ RUNNING = [
     ("first round", Round, "run", 0),
     ("later round", Round, "run", 4),
     ("after commit", Round, "_commit", 3),
+    ("after a round", Round, "run", 3),
     ("pages", Engine, "_grow", 2),
 ]
 
@@ -438,11 +440,12 @@ def test_no_memory_while_running(
     wishes |= {"draft_model": folder} if spec == "draft" else {}
     engine = make_engine(folder, **wishes)
     real = getattr(owner, name)
-    if where == "after commit":
+    if where.startswith("after"):
 
-        def broken(*args: Any, _fail: Any = fail(MemoryError(), after)(lambda: None)) -> None:
-            real(*args)
+        def broken(*args: Any, _fail: Any = fail(MemoryError(), after)(lambda: None)) -> Any:
+            result = real(*args)
             _fail()
+            return result
 
         monkeypatch.setattr(owner, name, broken)
     else:
@@ -458,6 +461,7 @@ def test_no_memory_while_running(
             assert refusal.message == "out of memory on cpu while running"
             assert refusal.exit_code == 5 and any("--dtype bfloat16" in line for line in refusal.fix)
             failed += 1
+            assert not engine._in_flight
             continue
         for event in events:
             reasons[event.request_id].append(event.finish_reason)

@@ -1,0 +1,101 @@
+"""`spd doctor`: whether this machine can run `spd`, looked at and tried out, with what to do where not."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.loading import loading
+from spd.cli.options import DoctorOptions, Session
+from spd.cli.output import Sink, is_terminal, to_json
+
+if TYPE_CHECKING:
+    from spd.runtime.diagnostics import Finding
+
+MARKS = {"ok": "✓", "warning": "!", "failed": "✗"}
+PLAIN_MARKS = {"ok": "[ok]", "warning": "[!]", "failed": "[x]"}
+NAME_WIDTH = 13
+
+
+def doctor(session: Session, options: DoctorOptions) -> int:
+    """Check this machine and try it out: compile, time, compare; exits 1 if a check failed."""
+    from spd.runtime.diagnostics import FAILED, Step, steps
+
+    sink = Sink.stdout()
+    marks = MARKS if _holds_marks() else PLAIN_MARKS
+    asked = steps(quick=options.quick)
+    asked.insert(6, Step("terminal", lambda: terminal(session.console.color)))
+    done: dict[str, Finding] = {}
+    checks: list[dict[str, Any]] = []
+    for step in asked:
+        began = time.perf_counter()
+        with loading(f"{step.name}: trying", session.console) if step.slow else nullcontext():
+            finding = step.run(done)
+        done[step.name] = finding
+        checks.append(_as_json(step.name, finding, time.perf_counter() - began))
+        if not options.json:
+            sink.write(_lines(marks[finding.status], step.name, finding))
+    good = all(finding.status != FAILED for finding in done.values())
+    if options.json:
+        sink.write(to_json({"schema": "spd.doctor/1", "ok": good, "checks": checks}) + "\n")
+    else:
+        sink.write(_summary(done))
+    return 0 if good else 1
+
+
+def terminal(color: bool) -> Finding:
+    """Encoding and colour of the streams."""
+    from spd.runtime.diagnostics import OK, WARNING, Finding
+
+    on_terminal = is_terminal(sys.stdout)
+    encoding = (getattr(sys.stdout, "encoding", None) or "none").lower()
+    facts = {"stdout": on_terminal, "stderr": is_terminal(sys.stderr), "encoding": encoding, "color": color}
+    words = (
+        "standard output is a terminal" if on_terminal else "standard output is no terminal",
+        encoding,
+        "colour" if color else "no colour",
+    )
+    line = " · ".join(words)
+    if on_terminal and "utf" not in encoding:
+        return Finding(WARNING, f"{line}: some text cannot be shown", ("export LANG=C.UTF-8",), facts)
+    return Finding(OK, line, (), facts)
+
+
+def _holds_marks() -> bool:
+    if not is_terminal(sys.stdout):
+        return True  # what is not a terminal gets UTF-8
+    try:
+        "".join(MARKS.values()).encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _as_json(name: str, finding: Finding, seconds: float) -> dict[str, Any]:
+    return {
+        "name": name,
+        "status": finding.status,
+        "line": finding.line,
+        "fix": list(finding.fix),
+        "facts": dict(finding.facts),
+        "seconds": round(seconds, 4),
+    }
+
+
+def _lines(mark: str, name: str, finding: Finding) -> str:
+    lines = [f"{mark} {name:<{NAME_WIDTH}}  {finding.line}"]
+    lines += [f"    fix: {fix}" for fix in finding.fix]
+    return "".join(line + "\n" for line in lines)
+
+
+def _summary(done: dict[str, Finding]) -> str:
+    from spd.runtime.diagnostics import FAILED, WARNING
+
+    counts = []
+    for status, word in ((FAILED, "problem"), (WARNING, "warning")):
+        number = sum(finding.status == status for finding in done.values())
+        if number:
+            counts.append(f"{number} {word}" + ("s" if number > 1 else ""))
+    return f"{', '.join(counts)} · details: spd doctor --json\n" if counts else "all is well\n"
