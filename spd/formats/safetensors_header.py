@@ -111,9 +111,7 @@ def _check_metadata(path: Path, metadata: object) -> None:
         raise CheckpointError(f"{path}: __metadata__: is not an object of strings")
 
 
-def _tensor(
-    path: Path, name: str, entry: object, spans: list[tuple[int, int, str]], data: int
-) -> TensorMeta:
+def _tensor(path: Path, name: str, entry: object, spans: list[tuple[int, int, str]], data: int) -> TensorMeta:
     """One entry of the header; `data` is where the tensors' bytes begin in the file."""
     where = f"{path}: tensor {shown(name)}"
     if not isinstance(entry, dict):

@@ -11,6 +11,8 @@ import math
 import triton
 import triton.language as tl
 
+from spd.kernels.overlap_triton import release, wait
+
 LOG2_E = math.log2(math.e)
 """Weights are powers of two, so that scales of scores take this along."""
 UNSEEN = tl.constexpr(-1.0e30)
@@ -79,7 +81,6 @@ def attend_blocks(
     page_row,
     head,
     position,
-    page,
     begin,
     end,
     scale,
@@ -88,30 +89,39 @@ def attend_blocks(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SPAN: tl.constexpr,
     MASKED: tl.constexpr,
     EVICTION: tl.constexpr,
 ):
-    """Take keys [begin, end) into a tile's online softmax; MASKED unless every row sees all of them.
+    """Take keys [begin, end), at most SPAN, into a tile's online softmax; MASKED unless rows see all of them.
 
-    begin is a multiple of BLOCK and lies in `page`; scale includes log2(e), for weights are powers of two.
+    begin is a multiple of BLOCK; scale includes log2(e), for weights are powers of two. Where pages hold
+    whole blocks, the span's page numbers are fetched at once: a block whose address waited for a load of
+    its own could not be fetched ahead.
     """
     column = tl.arange(0, BLOCK_D)
     kept = (column < D)[None, :]
+    WHOLE: tl.constexpr = PAGE % BLOCK == 0
+    # One more than a span fills, since it may begin inside a page; a power of two.
+    PAGES: tl.constexpr = 2 * (SPAN // PAGE) if SPAN >= PAGE else 2
+    first_page = begin // PAGE
+    ahead = tl.arange(0, PAGES)
+    if WHOLE:
+        page_ids = tl.load(page_row + first_page + ahead, mask=(first_page + ahead) * PAGE < end, other=0)
     for start in range(begin, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
         # Beyond `end` the pools may hold anything, NaN too, and zero times NaN is NaN.
         live = (key < end)[:, None] & kept if MASKED else kept
         offsets = head * D + column[None, :]
-        if PAGE % BLOCK == 0:
+        if WHOLE:
+            page = tl.sum(tl.where(ahead == start // PAGE - first_page, page_ids, 0), 0)
             first = (page * PAGE + start % PAGE) * (K * D)
             offsets += tl.arange(0, BLOCK)[:, None] * (K * D)
-            # One block ahead: keys that wait for their page's number could not be fetched early.
-            following = start + BLOCK
-            page = tl.load(page_row + following // PAGE, mask=following < end, other=0)
         else:
             pages = tl.load(page_row + key // PAGE, mask=key < end, other=0)
             first = ((pages * PAGE + key % PAGE) * (K * D))[:, None]
         k = tl.load(key_pages + first + offsets, mask=live, other=0.0, eviction_policy=EVICTION)
+        v = tl.load(value_pages + first + offsets, mask=live, other=0.0, eviction_policy=EVICTION)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if MASKED:
             scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
@@ -119,7 +129,6 @@ def attend_blocks(
         weights = tl.exp2(scores - raised[:, None])
         shrink = tl.exp2(maximum - raised)
         total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(value_pages + first + offsets, mask=live, other=0.0, eviction_policy=EVICTION)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         maximum = raised
     return maximum, total, acc
@@ -155,14 +164,17 @@ def attend_chunk_kernel(
     SMALL: tl.constexpr,
     LARGE: tl.constexpr,
     FROM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """TILE rows (a slot's queries by its group's heads) against one chunk of one KV head, item by item."""
+    wait(PDL)
+    release(PDL)
     FEW: tl.constexpr = FROM // SMALL
     rows = queries * GROUPS
     tiles = tl.cdiv(rows, TILE)
     column = tl.arange(0, BLOCK_D)
     # Loads that wait for one another are what a short context costs: the first item is fetched beside the
-    # count, each further one early, and a chunk's page before it is known where the context ends.
+    # count, each further one early.
     most = slots * max_chunks
     item = tl.load(
         items + tl.program_id(0) // (K * tiles), mask=tl.program_id(0) // (K * tiles) < most, other=0
@@ -179,7 +191,6 @@ def attend_chunk_kernel(
         q = tl.load(source, mask=wanted, other=0.0)
         begin = tl.where(chunk < FEW, chunk * SMALL, FROM + (chunk - FEW) * LARGE)
         page_row = page_table + slot * pages
-        page = tl.load(page_row + begin // PAGE)
         following = (work + tl.num_programs(0)) // (K * tiles)
         item = tl.load(items + following, mask=following < most, other=0)
         end = tl.minimum(begin + tl.where(chunk < FEW, SMALL, LARGE), tl.load(last + slot) + 1)
@@ -187,7 +198,7 @@ def attend_chunk_kernel(
         maximum, total, acc = attend_blocks(
             tl.full((TILE,), UNSEEN, tl.float32), tl.zeros((TILE,), tl.float32),
             tl.zeros((TILE, BLOCK_D), tl.float32), q, key_pages, value_pages, page_row,
-            head, seen, page, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, True, "evict_first",
+            head, seen, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, LARGE, True, "evict_first",
         )  # fmt: skip
         at = ((slot * max_chunks + chunk) * K + head) * rows + row
         tl.store(partial + at[:, None] * D + column[None, :], acc, mask=wanted)
@@ -214,8 +225,11 @@ def combine_chunks_kernel(
     SMALL: tl.constexpr,
     LARGE: tl.constexpr,
     FROM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row of one head: its chunks up to its own position, BLOCK at a time; zeros for an invalid row."""
+    wait(PDL)
+    release(PDL)
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
     slot = token // queries

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
+
+import torch
+
+OVERLAP = True
+"""Whether kernels may begin while the one before them ends, on devices that can."""
 
 
 @dataclass(frozen=True)
@@ -31,3 +37,15 @@ def ceil_div(amount: int, size: int) -> int:
 def power_of_two(size: int) -> int:
     """The smallest power of two that is at least `size`."""
     return 1 << max(0, size - 1).bit_length()
+
+
+@cache
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that may begin before the previous one has ended.
+
+    Such a kernel has the constant PDL and waits, in every program, before it touches anything that
+    another kernel reads or writes. Source: programmatic dependent launch, compute capability 9.0.
+    """
+    if OVERLAP and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}

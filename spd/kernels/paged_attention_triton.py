@@ -20,7 +20,7 @@ from spd.kernels.attention_kernels_triton import (
     combine_chunks_kernel,
     plan_attention_kernel,
 )
-from spd.kernels.launch import Signature, ceil_div, power_of_two
+from spd.kernels.launch import Signature, ceil_div, overlap, power_of_two
 from spd.kernels.paged_attention import AttentionHeads, AttentionPlan
 
 SMALL_CHUNK, LARGE_CHUNK, LARGE_FROM = 128, 512, 4096
@@ -32,6 +32,7 @@ PROGRAMS_A_PROCESSOR = 2
 """As many as shared memory holds at a time."""
 PROCESSORS = 132
 """Assumed where there is no CUDA device to ask."""
+WARPS = 4
 COMBINED_CHUNKS = 16
 PLANNED_CHUNKS = 128
 
@@ -153,9 +154,10 @@ def paged_attention(
         PAGE=key_pages.shape[1],
         TILE=tile,
         BLOCK=block,
-        num_warps=4,
+        num_warps=WARPS,
         num_stages=stages,
         **shape,
+        **overlap(query.device),
     )
     out = torch.empty((slots, width, num_heads, size), dtype=query.dtype, device=query.device)
     combine_chunks_kernel[(num_heads, slots * width)](
@@ -169,6 +171,7 @@ def paged_attention(
         BLOCK=COMBINED_CHUNKS,
         num_warps=1,
         **shape,
+        **overlap(query.device),
     )
     return out
 
@@ -197,14 +200,14 @@ def signatures() -> dict[str, Signature]:
         found[f"attend_chunk_{name}"] = Signature(
             attend_chunk_kernel,
             dict.fromkeys(("query", "key_pages", "value_pages"), f"*{name}") | work | lists,
-            shape | {"PAGE": 64, "TILE": tile, "BLOCK": block},
-            {"num_warps": 4, "num_stages": stages},
+            shape | {"PAGE": 64, "TILE": tile, "BLOCK": block, "PDL": True},
+            {"num_warps": WARPS, "num_stages": stages},
             loose,
         )
         found[f"combine_chunks_{name}"] = Signature(
             combine_chunks_kernel,
             work | {"valid": "*i1", "out": f"*{name}"},
-            shape | {"BLOCK": COMBINED_CHUNKS},
+            shape | {"BLOCK": COMBINED_CHUNKS, "PDL": True},
             {"num_warps": 1},
             loose,
         )

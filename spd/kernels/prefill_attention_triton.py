@@ -15,6 +15,8 @@ from spd.kernels.attention_kernels_triton import LOG2_E, UNSEEN, attend_blocks
 from spd.kernels.launch import Signature, ceil_div, power_of_two
 from spd.kernels.paged_attention_triton import tile_shape
 
+SPAN = 512
+"""Keys whose pages are looked up at once."""
 ROW_TILE = 128
 FEW_HEADS = 32
 """Below this many, half the rows a tile: chunks of 512 rows then still reach most processors."""
@@ -37,6 +39,7 @@ def prefill_attention_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     """TILE rows of one head. The last tiles see the most keys and go first."""
     head = tl.program_id(0)
@@ -53,15 +56,14 @@ def prefill_attention_kernel(
     maximum = tl.full((TILE,), UNSEEN, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     acc = tl.zeros((TILE, BLOCK_D), tl.float32)
-    first = tl.load(page_row)
+    for begin in range(0, seen_by_all, SPAN):
+        maximum, total, acc = attend_blocks(
+            maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
+            begin, tl.minimum(begin + SPAN, seen_by_all), scale, K, D, PAGE, BLOCK, BLOCK_D, SPAN, False, "",
+        )  # fmt: skip
     maximum, total, acc = attend_blocks(
         maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
-        first, 0, seen_by_all, scale, K, D, PAGE, BLOCK, BLOCK_D, False, "",
-    )  # fmt: skip
-    later = tl.load(page_row + seen_by_all // PAGE, mask=seen_by_all < end, other=0)
-    maximum, total, acc = attend_blocks(
-        maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
-        later, seen_by_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, True, "",
+        seen_by_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SPAN, True, "",
     )  # fmt: skip
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
 
@@ -100,6 +102,7 @@ def prefill_attention(
         D=size,
         PAGE=page_size,
         BLOCK_D=max(16, power_of_two(size)),
+        SPAN=SPAN,
         **tile,
     )
     return out
@@ -115,7 +118,7 @@ def signatures() -> dict[str, Signature]:
         found[f"prefill_attention_{name}"] = Signature(
             prefill_attention_kernel,
             types,
-            {"K": 8, "GROUPS": 4, "D": 128, "PAGE": 64, "BLOCK_D": 128}
+            {"K": 8, "GROUPS": 4, "D": 128, "PAGE": 64, "BLOCK_D": 128, "SPAN": SPAN}
             | {key: tile[key] for key in ("TILE", "BLOCK")},
             {key: tile[key] for key in ("num_stages", "num_warps")},
             unspecialized=("page_row", "rows", "start"),

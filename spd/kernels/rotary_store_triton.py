@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spd.kernels.launch import Signature, ceil_div, power_of_two
+from spd.kernels.launch import Signature, ceil_div, overlap, power_of_two
+from spd.kernels.overlap_triton import release, wait
 
 HEADS_A_PROGRAM = 4
 """Fills a warp with 16-byte loads of 128 16-bit elements a head, and sums a head within the warp."""
@@ -31,8 +32,11 @@ def rotary_store_kernel(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row and HEADS of its H + 2K heads; a head is two halves of HALF elements, padded to BLOCK."""
+    wait(PDL)
+    release(PDL)
     D: tl.constexpr = 2 * HALF
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -107,6 +111,7 @@ def rotary_store(
         HEADS=HEADS_A_PROGRAM,
         BLOCK=power_of_two(size // 2),
         num_warps=1,
+        **overlap(qkv.device),
     )
     return query
 

@@ -93,8 +93,11 @@ def with_tile(config: LinearConfig, block_t: int, itemsize: int, capability: tup
 
 
 def paired(config: LinearConfig, n: int) -> LinearConfig:
-    """The choices for a weight of n gate and up rows together: half a tile of each, at least 16."""
-    if config.block_n == 64 and n >= 128 * PROGRAMS:
+    """The choices for a weight of n gate and up rows together: half a tile of each, at least 16.
+
+    Tiles twice as tall where they fill the device once and not more: two programs fit a multiprocessor.
+    """
+    if config.block_n == 64 and PROGRAMS <= n // 128 <= 2 * PROGRAMS + 8:
         return replace(config, block_n=128, stages=min(config.stages, 3))
     return replace(config, block_n=max(32, config.block_n))
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from spd.kernels.launch import Signature
+from spd.kernels.overlap_triton import release, wait
 from spd.kernels.philox import STREAM_TARGET
 from spd.kernels.philox_triton import (
     NO_RANK,
@@ -33,9 +33,9 @@ STREAM = tl.constexpr(STREAM_TARGET)
 
 
 @triton.jit
-def load_weights(tile, row, column, k, EVEN_K: tl.constexpr):
+def load_weights(weight_rows, column, k, EVEN_K: tl.constexpr):
     """[BLOCK_N, BLOCK_K]; every weight is read once, so it should leave the cache first."""
-    at = tile + row[:, None] * k + column[None, :]
+    at = weight_rows + column[None, :]
     if EVEN_K:
         return tl.load(at, eviction_policy="evict_first")
     return tl.load(at, mask=column[None, :] < k, other=0.0, eviction_policy="evict_first")
@@ -51,10 +51,27 @@ def load_tokens(x, row_t, rows, column, k, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def tile_rows(w, first, n, k, BLOCK_N: tl.constexpr):
-    """Where weight row `first` begins, and row offsets from it that end at the last of n rows."""
+def rows_of_weight(w, first, n, k, BLOCK_N: tl.constexpr):
+    """Where each of a tile's weight rows begins [BLOCK_N, 1], from row `first` to the last of n."""
     row = tl.minimum(tl.arange(0, BLOCK_N), n - 1 - first)
-    return w + first.to(tl.int64) * k, row
+    return w + first.to(tl.int64) * k + row[:, None] * k
+
+
+@triton.jit
+def prefetch_weights(weight_rows, k, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+    """Bring the tile's first columns into L2 while the previous kernel ends: weights come from none."""
+    if PDL:
+        LINE: tl.constexpr = 128 // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
+        LINES: tl.constexpr = 4 * BLOCK_K // LINE
+        line = tl.minimum(tl.arange(0, LINES) * LINE, k - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [weight_rows + line[None, :]],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -69,12 +86,10 @@ def part_of_k(k, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
 
 @triton.jit
 def product(
-    w,
+    weight_rows,
     x,
-    first,
     row_t,
     rows,
-    n,
     k,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -82,13 +97,12 @@ def product(
     SPLIT_K: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """float32 [BLOCK_N, BLOCK_T]: weight rows from `first` on times tokens row_t, over this part of K."""
-    tile, row = tile_rows(w, first, n, k, BLOCK_N)
+    """float32 [BLOCK_N, BLOCK_T]: weight rows times tokens row_t, over this part of K."""
     begin, end = part_of_k(k, BLOCK_K, SPLIT_K)
     total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for start in range(begin, end, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
-        weights = load_weights(tile, row, column, k, EVEN_K)
+        weights = load_weights(weight_rows, column, k, EVEN_K)
         total = tl.dot(weights, load_tokens(x, row_t, rows, column, k, EVEN_K), total, input_precision="ieee")
     return total
 
@@ -138,14 +152,14 @@ def hand_in(total, partials, tile, row_t, rows, SLOTS: tl.constexpr, SLOT, BLOCK
 
 
 @triton.jit
-def add_up(partials, tile, row_t, rows, FIRST: tl.constexpr, SLOTS, STEP: tl.constexpr, BLOCK_N, BLOCK_T):
-    """The sum of the tile's slots FIRST, FIRST + STEP, ..., always in that order."""
+def add_up(partials, tile, row_t, rows, SLOTS: tl.constexpr, BLOCK_N, BLOCK_T):
+    """The sum of the tile's slots, always in their order."""
     token = tl.arange(0, BLOCK_T)
     at = partials + tile * SLOTS * (BLOCK_N * BLOCK_T)
     at += tl.arange(0, BLOCK_N)[:, None] + token[None, :] * BLOCK_N
     mask = row_t[None, :] < rows
-    total = tl.load(at + FIRST * BLOCK_N * BLOCK_T, mask=mask, other=0.0, cache_modifier=".cg")
-    for slot in tl.static_range(FIRST + STEP, SLOTS, STEP):
+    total = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+    for slot in tl.static_range(1, SLOTS):
         total += tl.load(at + slot * BLOCK_N * BLOCK_T, mask=mask, other=0.0, cache_modifier=".cg")
     return total
 
@@ -157,14 +171,6 @@ def last_to_arrive(counters, tile, SPLIT_K: tl.constexpr):
     last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1
     tl.store(counters + tile, 0, mask=last)
     return last
-
-
-@triton.jit
-def begin(PDL: tl.constexpr):
-    """Wait for the previous kernel, then let the next one be launched; it waits likewise."""
-    if PDL:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -192,8 +198,10 @@ def linear_kernel(
     PDL: tl.constexpr,
 ):
     """y = x Wᵀ, scaled by the norm where there are squares, plus bias, plus residual; squares of y."""
-    begin(PDL)
     first = tl.program_id(1) * BLOCK_N
+    weight_rows = rows_of_weight(w, first, n, k, BLOCK_N)
+    prefetch_weights(weight_rows, k, BLOCK_K, PDL)
+    wait(PDL)
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
     at = row_t[None, :] * n + row_n[:, None]
@@ -205,13 +213,14 @@ def linear_kernel(
         shift = tl.load(bias + row_n, mask=row_n < n, other=0.0)
     if residual is not None:
         stream = tl.load(residual + at, mask=mask, other=0.0)
-    total = product(w, x, first, row_t, rows, n, k, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K)
+    total = product(weight_rows, x, row_t, rows, k, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K)
+    release(PDL)
     if SPLIT_K > 1:
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         hand_in(total, partials, tile, row_t, rows, SPLIT_K, tl.program_id(2), BLOCK_N, BLOCK_T)
         if not last_to_arrive(counters, tile, SPLIT_K):
             return
-        total = add_up(partials, tile, row_t, rows, 0, SPLIT_K, 1, BLOCK_N, BLOCK_T)
+        total = add_up(partials, tile, row_t, rows, SPLIT_K, BLOCK_N, BLOCK_T)
     if squares is not None:
         total *= norm_scale(partial_squares, k, epsilon)[None, :]
     if bias is not None:
@@ -249,33 +258,33 @@ def gate_up_kernel(
     PDL: tl.constexpr,
 ):
     """y [T, n] = silu(gate) * up of the normed x; weight rows 0..n are the gate's, n..2n the other's."""
-    begin(PDL)
     first = tl.program_id(1) * BLOCK_N
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
-    partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
     if bias is not None:
         gate_shift = tl.load(bias + row_n, mask=row_n < n, other=0.0)
         up_shift = tl.load(bias + n + row_n, mask=row_n < n, other=0.0)
-    gate_tile, row = tile_rows(w, first, n, k, BLOCK_N)
-    up_tile, _ = tile_rows(w, n + first, 2 * n, k, BLOCK_N)
+    # Gate rows and the up rows that belong to them stand in one tile, so that one product takes both.
+    lane = tl.arange(0, 2 * BLOCK_N)
+    row = tl.minimum(first + lane % BLOCK_N, n - 1) + lane // BLOCK_N * n
+    weight_rows = w + row[:, None].to(tl.int64) * k
+    prefetch_weights(weight_rows, k, BLOCK_K, PDL)
+    wait(PDL)
     start_k, end_k = part_of_k(k, BLOCK_K, SPLIT_K)
-    gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
+    both = tl.zeros((2 * BLOCK_N, BLOCK_T), dtype=tl.float32)
     for start in range(start_k, end_k, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
-        tokens = load_tokens(x, row_t, rows, column, k, EVEN_K)
-        gate = tl.dot(load_weights(gate_tile, row, column, k, EVEN_K), tokens, gate, input_precision="ieee")
-        up = tl.dot(load_weights(up_tile, row, column, k, EVEN_K), tokens, up, input_precision="ieee")
+        weights = load_weights(weight_rows, column, k, EVEN_K)
+        both = tl.dot(weights, load_tokens(x, row_t, rows, column, k, EVEN_K), both, input_precision="ieee")
+    release(PDL)
     if SPLIT_K > 1:
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        slot = tl.program_id(2) * 2
-        hand_in(gate, partials, tile, row_t, rows, 2 * SPLIT_K, slot, BLOCK_N, BLOCK_T)
-        hand_in(up, partials, tile, row_t, rows, 2 * SPLIT_K, slot + 1, BLOCK_N, BLOCK_T)
+        hand_in(both, partials, tile, row_t, rows, SPLIT_K, tl.program_id(2), 2 * BLOCK_N, BLOCK_T)
         if not last_to_arrive(counters, tile, SPLIT_K):
             return
-        gate = add_up(partials, tile, row_t, rows, 0, 2 * SPLIT_K, 2, BLOCK_N, BLOCK_T)
-        up = add_up(partials, tile, row_t, rows, 1, 2 * SPLIT_K, 2, BLOCK_N, BLOCK_T)
+        both = add_up(partials, tile, row_t, rows, SPLIT_K, 2 * BLOCK_N, BLOCK_T)
+    gate, up = tl.split(tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_T)), (1, 2, 0)))
     scale = norm_scale(partial_squares, k, epsilon)[None, :]
     gate *= scale
     up *= scale
@@ -312,14 +321,17 @@ def head_kernel(
     Row t belongs to slot t // window, and draws at position[slot] + step + t % window. The draw is
     to be compiled as written: launch without fused multiply-add.
     """
-    begin(PDL)
     first = tl.program_id(1) * BLOCK_N
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
+    weight_rows = rows_of_weight(w, first, n, k, BLOCK_N)
+    prefetch_weights(weight_rows, k, BLOCK_K, PDL)
+    wait(PDL)
     if logits is None:
         slot = row_t // window
         heat = tl.load(temperature + slot, mask=row_t < rows, other=0.0)
-    score = product(w, x, first, row_t, rows, n, k, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K)
+    score = product(weight_rows, x, row_t, rows, k, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K)
+    release(PDL)
     if logits is not None:
         mask = (row_t[None, :] < rows) & (row_n[:, None] < n)
         tl.store(logits + row_t[None, :] * n + row_n[:, None], score, mask=mask)
@@ -340,7 +352,8 @@ def head_kernel(
 @triton.jit
 def choose_kernel(ranks, token, finite, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program a row: the best of its tiles [T, tiles]."""
-    begin(PDL)
+    wait(PDL)
+    release(PDL)
     row = tl.program_id(0)
     best = tl.full((BLOCK,), NO_RANK, dtype=tl.int64)
     for start in range(0, tiles, BLOCK):
@@ -354,7 +367,8 @@ def choose_kernel(ranks, token, finite, tiles, BLOCK: tl.constexpr, PDL: tl.cons
 @triton.jit
 def embed_kernel(token_ids, table, x, squares, h, BLOCK_H: tl.constexpr, PDL: tl.constexpr):
     """One program a row and part of it: copy table[id], and sum the part's squares."""
-    begin(PDL)
+    wait(PDL)
+    release(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     token = tl.load(token_ids + row).to(tl.int64)
     column = part * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -378,7 +392,8 @@ def rms_norm_rows_kernel(
     PDL: tl.constexpr,
 ):
     """One program a row and part of it."""
-    begin(PDL)
+    wait(PDL)
+    release(PDL)
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     part = tl.arange(0, BLOCK_P)

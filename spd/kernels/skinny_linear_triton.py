@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spd.kernels.launch import Signature, ceil_div, power_of_two
+from spd.kernels.launch import Signature, ceil_div, overlap, power_of_two
 from spd.kernels.skinny_config import (
     TOKEN_TILE,
     LinearConfig,
@@ -72,7 +72,6 @@ def _constants(config: LinearConfig, k: int, parts: int) -> dict[str, Any]:
         "EVEN_K": k % config.block_k == 0,
         "PARTS": parts,
         "BLOCK_P": min(power_of_two(parts), PARTS_BLOCK),
-        "PDL": False,
     }
 
 
@@ -128,6 +127,7 @@ def _product(
         k,
         epsilon,
         **_constants(config, k, 1 if squares is None else squares.shape[1]),
+        **overlap(x.device),
         num_warps=config.warps,
         num_stages=config.stages,
         enable_fp_fusion=_fuses(weight),
@@ -142,7 +142,9 @@ def embed(token_ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     parts = ceil_div(h, block)
     x = torch.empty(rows, h, dtype=table.dtype, device=table.device)
     squares = torch.empty(rows, parts, dtype=torch.float32, device=table.device)
-    embed_kernel[(rows, parts)](token_ids, table, x, squares, h, BLOCK_H=block, PDL=False, num_warps=4)
+    embed_kernel[(rows, parts)](
+        token_ids, table, x, squares, h, BLOCK_H=block, **overlap(x.device), num_warps=4
+    )
     return x, squares
 
 
@@ -202,6 +204,7 @@ def norm_gate_up(
         k,
         epsilon,
         **constants,
+        **overlap(x.device),
         num_warps=config.warps,
         num_stages=config.stages,
         enable_fp_fusion=_fuses(weight),
@@ -239,7 +242,7 @@ def rms_norm_rows(x: Tensor, squares: Tensor, weight: Tensor, epsilon: float) ->
         PARTS=parts,
         BLOCK_P=power_of_two(parts),
         BLOCK_K=block,
-        PDL=False,
+        **overlap(x.device),
         num_warps=4,
     )
     return y
@@ -267,7 +270,7 @@ def _head(
         BLOCK_T=config.block_t,
         BLOCK_K=config.block_k,
         EVEN_K=k % config.block_k == 0,
-        PDL=False,
+        **overlap(x.device),
         num_warps=config.warps,
         num_stages=config.stages,
         enable_fp_fusion=False,
@@ -304,7 +307,7 @@ def head_sample(
     token = torch.empty(rows, dtype=torch.int64, device=device)
     finite = torch.empty(rows, dtype=torch.bool, device=device)
     block = min(power_of_two(tiles), CHOICE_BLOCK)
-    choose_kernel[(rows,)](ranks, token, finite, tiles, BLOCK=block, PDL=False, num_warps=4)
+    choose_kernel[(rows,)](ranks, token, finite, tiles, BLOCK=block, **overlap(x.device), num_warps=4)
     return token, finite
 
 
@@ -315,7 +318,7 @@ def _described(
     types = types | dict.fromkeys(("rows", "n", "k"), "i32")
     if "partials" in kernel.arg_names and config.split_k > 1:
         types |= {"partials": "*fp32", "counters": "*i32"}
-    constants = _constants(config, k, parts) | whole
+    constants = _constants(config, k, parts) | {"PDL": True} | whole
     constants = {name: constants.get(name) for name in kernel.arg_names if name not in types}
     options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": False}
     return Signature(kernel, types, constants, options, unspecialized=("rows", "epsilon", "step", "window"))
@@ -360,11 +363,11 @@ def _row_signatures() -> dict[str, Signature]:
     choose = {"ranks": "*i64", "token": "*i64", "finite": "*i1", "tiles": "i32"}
     embed = {"token_ids": "*i64", "table": "*bf16", "x": "*bf16", "squares": "*fp32", "h": "i32"}
     norm = {"x": "*bf16", "squares": "*fp32", "weight": "*bf16", "y": "*bf16", "k": "i32", "epsilon": "fp32"}
-    block = {"BLOCK": min(power_of_two(tiles), CHOICE_BLOCK), "PDL": False}
-    norm_blocks = {"PARTS": 64, "BLOCK_P": 64, "BLOCK_K": COPY_BLOCK, "PDL": False}
+    block = {"BLOCK": min(power_of_two(tiles), CHOICE_BLOCK), "PDL": True}
+    norm_blocks = {"PARTS": 64, "BLOCK_P": 64, "BLOCK_K": COPY_BLOCK, "PDL": True}
     return {
         "choose": Signature(choose_kernel, choose, block, four, unspecialized=("tiles",)),
-        "embed": Signature(embed_kernel, embed, {"BLOCK_H": COPY_BLOCK, "PDL": False}, four),
+        "embed": Signature(embed_kernel, embed, {"BLOCK_H": COPY_BLOCK, "PDL": True}, four),
         "rms_norm_rows": Signature(rms_norm_rows_kernel, norm, norm_blocks, four, unspecialized=("epsilon",)),
     }
 

@@ -87,9 +87,8 @@ def load_keys(processed, row, ids, vocab_size):
 
 @triton.jit
 def first_bound(top, i):
-    """Bound i of the first pass, descending from above all keys to below all; top is the highest logit."""
-    key = order_key(top - i * SPACING)
-    return tl.where(i == 0, HIGHEST_KEY, tl.where(i == BOUNDS - 1, LOWEST_KEY, key)).to(tl.int64)
+    """Bound i of the first pass, descending from the highest logit, top, to below all keys; int64."""
+    return tl.where(i == BOUNDS - 1, LOWEST_KEY, order_key(top - i * SPACING)).to(tl.int64)
 
 
 @triton.jit
@@ -242,18 +241,21 @@ def bisect(keys, masses, listed, low, high, base, need, by_count, CHUNK: tl.cons
 
 
 @triton.jit
-def nth_tied_id(keys, ids, listed, key, ties, CHUNK: tl.constexpr):
-    """The token id of the ties-th listed token, counted from 1, that has this key."""
-    seen = tl.zeros((), dtype=tl.int64)
-    found = tl.zeros((), dtype=tl.int32)
+def last_tied_id(keys, ids, listed, key, above, weight, need, CHUNK: tl.constexpr):
+    """The highest id of the listed tokens of this key before which lies less than `need`.
+
+    above is what lies above the key, weight what each of its tokens adds.
+    """
+    before = above
+    last = tl.zeros((), dtype=tl.int32)
     for start in range(0, listed, CHUNK):
         at = start + tl.arange(0, CHUNK)
         tied = (tl.load(keys + at, mask=at < listed, other=LOWEST_KEY) == key) & (at < listed)
-        number = seen + tl.cumsum(tied.to(tl.int32))
-        is_it = tied & (number == ties)
-        found += tl.sum(tl.where(is_it, tl.load(ids + at, mask=is_it, other=0), 0))
-        seen += tl.sum(tied.to(tl.int32))
-    return found
+        number = tl.cumsum(tied.to(tl.int32))
+        kept = tied & (before + (number - 1).to(tl.int64) * weight < need)
+        last = tl.maximum(last, tl.max(tl.load(ids + at, mask=kept, other=0)))
+        before += tl.sum(tied.to(tl.int32)).to(tl.int64) * weight
+    return last
 
 
 @triton.jit(do_not_specialize=["rows_per_slot"])
@@ -265,8 +267,6 @@ def threshold_kernel(
     row = tl.program_id(0).to(tl.int64)
     cuts_k, cuts_p, _, p = row_cuts(temperature, top_k, top_p, row // rows_per_slot, vocab_size)
     top_key = row_highest(highest, row, highest_blocks, HIGHEST_BLOCKS)
-    tl.store(thresholds + row * 3, LOWEST_KEY)
-    tl.store(thresholds + row * 3 + 1, HIGHEST_KEY)
     tl.store(thresholds + row * 3 + 2, top_key)
     if cuts_k | cuts_p:
         top = key_value(top_key)
@@ -283,11 +283,13 @@ def threshold_kernel(
             by_count, need = limit < 1, tl.maximum(limit, 1)
             key, above = bisect(keys, masses, listed, key - 1, high, base, need, by_count, CHUNK)
         key = key.to(tl.int32)
-        mass = tl.maximum(token_mass(key_value(key), top), 1)
-        ties = tl.where(by_count, need - above, (need - above + mass - 1) // mass)
-        tl.store(thresholds + row * 3, key)
+        weight = tl.where(by_count, 1, token_mass(key_value(key), top))
         ids = list_ids + row * vocab_size
-        tl.store(thresholds + row * 3 + 1, nth_tied_id(keys, ids, listed, key, ties, CHUNK))
+        tl.store(thresholds + row * 3, key)
+        tl.store(thresholds + row * 3 + 1, last_tied_id(keys, ids, listed, key, above, weight, need, CHUNK))
+    else:
+        tl.store(thresholds + row * 3, LOWEST_KEY)
+        tl.store(thresholds + row * 3 + 1, HIGHEST_KEY)
 
 
 @triton.jit

@@ -178,4 +178,6 @@ def load_model(
             rows=rows,
         )
         checkpoint.check_unchanged()
+        if on_cuda:
+            torch.cuda.empty_cache()  # the readers' streams would keep their scratch memory to themselves
         return model

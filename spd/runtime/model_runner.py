@@ -197,7 +197,7 @@ class ModelRunner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [..., V] of hidden [..., hidden]."""
-        flat = hidden.reshape(-1, hidden.shape[-1])
+        flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         rows = flat.shape[0]
         extra = 0 if self.buckets is None else bucket_for(rows, self.buckets) - rows
         if extra:
@@ -218,9 +218,9 @@ class ModelRunner:
         hidden [S, R, hidden]; seed, first, temperature [S]: row r draws the token at first + step + r.
         """
         slots, rows = hidden.shape[:2]
-        drawn = self.model.sample(
-            hidden.reshape(slots * rows, -1), usable_vocab, seed, first, step, temperature
-        )
+        # The last row of every window reshapes to a view with gaps, which kernels do not read.
+        flat = hidden.reshape(slots * rows, -1).contiguous()
+        drawn = self.model.sample(flat, usable_vocab, seed, first, step, temperature)
         return None if drawn is None else (drawn[0].view(slots, rows), drawn[1].view(slots, rows))
 
     def _prompt_rows(self, token_ids: Tensor, positions: Tensor, page_table: Tensor) -> PromptRows:

@@ -2,7 +2,7 @@
 
 Three tokens, every draft string, every pattern of passed tests, every last token: each case is a slot of
 one call of the rule, with the comparison and the last draw scripted and their probabilities recorded.
-Then seeded faults that the enumeration must see, the real streams of noise, and the Triton twins.
+Then seeded faults that the enumeration must see, and the real streams of noise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from spd.kernels.philox import STREAM_TARGET, gumbel
 VOCAB = 3
 LIMIT_OF_ERROR = 1e-12
 RULES = ["rejection_verify", "block_verify"]
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of log(0)
 Text = tuple[int, ...]
 Law = dict[Text, Tensor]
 Patch = pytest.MonkeyPatch
@@ -313,85 +312,3 @@ def test_streams_are_disjoint(rule: str, monkeypatch: Patch) -> None:
     assert statistic_of_first_tokens(rule, STREAM_RESIDUAL) > 50
     monkeypatch.setattr(draft_verify, "STREAM_ACCEPTANCE", STREAM_RESIDUAL)
     assert statistic_of_first_tokens(rule, STREAM_DRAFT) > 50
-
-
-# -- the kernels -------------------------------------------------------------------------------------
-
-Arguments = tuple[Tensor, "Tensor | None", Tensor, Tensor, Tensor, Tensor]
-
-
-def random_arguments(slots: int, k: int, vocab: int, seed: int, one_hot: bool, device: str) -> Arguments:
-    """Drafters near the target, so that prefixes of every length pass."""
-    g = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(slots, k + 1, vocab, generator=g)
-    logits[torch.rand(logits.shape, generator=g) < 0.1] = -1e4  # probability 0
-    near = logits[:, :k] + 0.7 * torch.randn(slots, k, vocab, generator=g)
-    laws = near.softmax(dim=-1)
-    draft = torch.multinomial(laws.reshape(-1, vocab), 1, generator=g).view(slots, k)
-    if one_hot and k:
-        draft = near.argmax(dim=-1)
-    num_drafts = (k - torch.randint(0, 3, (slots,), generator=g)).clamp(min=0)
-    seeds = torch.randint(2**62, (slots,), generator=g)
-    positions = torch.randint(2**30, (slots, 1), generator=g) + torch.arange(k + 1)
-    target, laws = logits.softmax(dim=-1).to(device), laws.to(device)
-    integers = (draft.to(device), num_drafts.to(device), seeds.to(device), positions.to(device))
-    return target, None if one_hot else laws, *integers
-
-
-@pytest.fixture
-def twin(monkeypatch: Patch) -> object:
-    """The Triton form, over blocks so small that the vocabularies fill several."""
-    pytest.importorskip("triton")
-    from spd.kernels import draft_verify_triton
-
-    monkeypatch.setattr(draft_verify_triton, "BLOCK", 256)
-    return draft_verify_triton
-
-
-def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], share: float) -> None:
-    """Equal but for a share of slots, where a last bit of a sum or a logarithm decides."""
-    assert found[0].dtype == found[1].dtype == torch.int64
-    different = (found[0] != expected[0]).any(dim=-1) | (found[1] != expected[1])
-    assert different.float().mean() <= share
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("one_hot", [False, True], ids=["sampled", "one-hot"])
-@pytest.mark.parametrize("k", [0, 1, 2, 5])
-def test_kernels_do_as_the_reference(rule: str, one_hot: bool, k: int, twin: object, device: str) -> None:
-    lengths = set()
-    for vocab in (3, 17, 1003):
-        slots = 6 if device == "cpu" else 2000
-        arguments = random_arguments(slots, k, vocab, vocab + k, one_hot, device)
-        found = getattr(twin, rule)(*arguments)
-        assert_same(found, getattr(draft_verify, rule)(*arguments), 0.0 if device == "cpu" else 1e-3)
-        lengths |= set(found[1].tolist())
-    assert len(lengths) > min(k, 2)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_equal_laws_and_rounded_ones(rule: str, twin: object, device: str) -> None:
-    """Where draft and target agree all is accepted; where rounding leaves no residual, the row is drawn."""
-    target, laws, draft, _, seed, positions = random_arguments(5, 3, 300, 8, False, device)
-    assert laws is not None
-    real = torch.full_like(seed, 3)
-    found = getattr(twin, rule)(target, target[:, :3].contiguous(), draft, real, seed, positions)
-    assert found[1].tolist() == [3] * 5
-    above = (target[:, :3] * 4).contiguous()  # exceeds the target everywhere: residuals of nothing
-    arguments = (target, above, draft, real, seed, positions)
-    found = getattr(twin, rule)(*arguments)
-    assert_same(found, getattr(draft_verify, rule)(*arguments), 0.0)
-    rows = target.gather(1, found[1][:, None, None].expand(-1, 1, 300))[:, 0]
-    last = found[0].gather(1, found[1][:, None])
-    assert (rows.gather(1, last) > 0).all()
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_slot_is_the_same_alone_and_among_others(rule: str, twin: object, device: str) -> None:
-    arguments = random_arguments(4, 3, 1003, 21, False, device)
-    tokens, accepted = getattr(twin, rule)(*arguments)
-    for slot in range(4):
-        alone = [a[slot : slot + 1].contiguous() for a in arguments if a is not None]
-        found = getattr(twin, rule)(*alone)
-        assert torch.equal(found[0], tokens[slot : slot + 1])
-        assert torch.equal(found[1], accepted[slot : slot + 1])

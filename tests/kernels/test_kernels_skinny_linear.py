@@ -369,8 +369,8 @@ def test_a_captured_graph_follows_its_inputs() -> None:
     o, keys = sample_operands(5, 1, "cuda", torch.bfloat16)
     o.residual = o.x.clone()
     square = torch.randn(64, 64, device="cuda").to(torch.bfloat16)
-    counters = torch.zeros(8, dtype=torch.int32, device="cuda")
-    workspace = LinearWorkspace(torch.empty(1 << 16, device="cuda"), counters)
+    counters = torch.zeros(64, dtype=torch.int32, device="cuda")
+    workspace = LinearWorkspace(torch.empty(1 << 18, device="cuda"), counters)
 
     def step() -> tuple[Tensor, ...]:
         y, squares = twin.linear_residual(o.x, square, None, o.residual, workspace, config=SPLIT)

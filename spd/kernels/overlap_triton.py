@@ -1,0 +1,33 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Programmatic dependent launch: a kernel's first steps while the one before it ends. See `launch.overlap`.
+
+Every kernel launched so waits in all its programs before its first access to what another kernel reads
+or writes. As the kernel before it has waited likewise, everything earlier has ended too.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from spd.kernels.launch import Signature
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Wait until the previous kernel has ended; nothing it wrote may be read, nor overwritten, before."""
+    if PDL:
+        cuda.gdc_wait()
+
+
+@triton.jit
+def release(PDL: tl.constexpr):
+    """Let the next kernel be launched: it waits for this one before it reads what it writes."""
+    if PDL:
+        cuda.gdc_launch_dependents()
+
+
+def signatures() -> dict[str, Signature]:
+    """Device functions only."""
+    return {}

@@ -1,0 +1,79 @@
+"""Compile kernels ahead of time for one architecture; started by tests in a process without the interpreter.
+
+Usage: compile_ahead.py ARCH MODULE...  Prints one JSON line a kernel: name, registers, local and shared
+bytes, and which instructions its PTX holds. Needs no GPU: Triton brings the assembler.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+
+def compile_for(signature: Any, arch: int) -> Any:
+    """Compile one signature; pointers and sizes divisible by 16 but for those it names."""
+    names = signature.kernel.arg_names
+    constants = {**signature.constants}
+    if arch < 90 and "PDL" in constants:
+        constants["PDL"] = False
+    types = {name: signature.types.get(name, "constexpr") for name in names}
+    loose = getattr(signature, "unspecialized", ("rows",))
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name in signature.types and name not in loose and signature.types[name] not in ("fp32", "i1")
+    }
+    source = triton.compiler.ASTSource(
+        fn=signature.kernel,
+        signature=types,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=attributes,
+    )
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=signature.options)
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers, and bytes of local memory and stack, as the assembler counted them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return {"registers": found["REG"], "local": found["STACK"] + found["LOCAL"]}
+
+
+def main() -> None:
+    """Compile every signature of the modules."""
+    arch = int(sys.argv[1])
+    for module in sys.argv[2:]:
+        for name, signature in importlib.import_module(module).signatures().items():
+            compiled = compile_for(signature, arch)
+            ptx = compiled.asm["ptx"]
+            line = {
+                "module": module,
+                "name": name,
+                "hot": getattr(signature, "hot", True),
+                **usage(compiled.asm["cubin"]),
+                "shared": compiled.metadata.shared,
+                "target": re.findall(r"\.target (\w+)", ptx),
+                "wgmma": "wgmma.mma_async" in ptx,
+                "mma": "mma.sync" in ptx,
+                "async_copies": "cp.async" in ptx,
+                "wide_loads": "ld.global.v4" in ptx or ".L1::no_allocate.v4" in ptx,
+            }
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

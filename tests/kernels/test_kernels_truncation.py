@@ -1,0 +1,136 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Truncation keeps exactly the reference's tokens, and masses are the same integers everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from spd.kernels.sampling import token_mass, truncate
+from tests.kernels.sampling_cases import INFINITY, NAN, number, random_case
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from spd.kernels import truncation_triton  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of inf - inf
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and chunks so small that a few hundred ids fill several."""
+    monkeypatch.setattr(truncation_triton, "BLOCK", 64)
+    monkeypatch.setattr(truncation_triton, "CHUNK", 16)
+
+
+def kept_by_kernels(processed: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Which of processed [rows, V] the thresholds keep, one slot a row."""
+    keys = order_keys(processed)
+    ones = torch.ones_like(top_p)
+    tensors = random_case(len(processed), 0, 3, 0, str(processed.device)).tensors
+    tensors = replace(tensors, temperature=ones, top_k=top_k, top_p=top_p)
+    highest = torch.stack((keys.amax(dim=-1), keys[:, 0]), dim=-1).int()
+    found = truncation_triton.find_thresholds(processed, highest, 1, tensors).long()
+    assert torch.equal(found[:, 2], keys.amax(dim=-1))
+    ids = torch.arange(processed.shape[1], device=processed.device)
+    return (keys > found[:, :1]) | ((keys == found[:, :1]) & (ids <= found[:, 1:2]))
+
+
+def order_keys(values: Tensor) -> Tensor:
+    bits = values.view(torch.int32).long()
+    keys = torch.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
+    return torch.where(values == 0, 0, torch.where(values.isnan(), 2**31 - 1, keys))
+
+
+def assert_same_kept(processed: Tensor, top_k: Tensor, top_p: Tensor) -> None:
+    """The reference's -inf says what is not kept; -1e38 stands in for a -inf of the row's own."""
+    marked = torch.where(processed == -INFINITY, -1e38, processed)
+    expected = truncate(marked[:, None], top_k, top_p, torch.zeros_like(top_p))[:, 0] != -INFINITY
+    assert torch.equal(kept_by_kernels(processed, top_k, top_p), expected)
+
+
+def test_truncation_keeps_what_the_reference_keeps(device: str, small_blocks: None) -> None:
+    """Both cuts, each alone, and neither, over several blocks and chunks, with and without ties."""
+    rows = number(device, 12)
+    g = torch.Generator().manual_seed(3)
+    processed = 3 * torch.randn(rows, 200, generator=g)
+    processed[1::2] = (2 * processed[1::2]).round() / 2
+    top_k = torch.tensor([0, 7, 60, 7, 199, 200]).repeat(rows)[:rows]
+    top_p = torch.tensor([0.9, 1.0, 0.6, 0.3, 0.995, 0.05, 0.8]).repeat(rows)[:rows]
+    assert_same_kept(processed.to(device), top_k.to(device), top_p.to(device))
+
+
+EXTREMES: dict[str, tuple[list[float], int, float]] = {
+    "all equal": ([2.5] * 17, 5, 1.0),
+    "all equal, by mass": ([2.5] * 17, 0, 0.5),
+    "all equal, both": ([2.5] * 17, 9, 0.4),
+    "all equal, more of both": ([2.5] * 5, 4, 0.6),
+    "ties over many chunks": ([2.5] * 150, 90, 1.0),
+    "a long tail": ([0.0] + [-21.5] * 150, 0, 1.0 - 2.0**-24),
+    "infinities by mass": ([1.0, INFINITY, 2.0, INFINITY], 0, 0.5),
+    "infinities by both": ([1.0, INFINITY, 2.0, INFINITY], 3, 0.5),
+    "not a number, by mass": ([1.0, NAN, 2.0, NAN, INFINITY], 0, 0.5),
+    "not a number, by count": ([1.0, NAN, 2.0, NAN, INFINITY], 2, 1.0),
+    "one token": ([1.0], 0, 0.5),
+    "two zeros": ([-0.0, 0.0, -0.0, 0.0], 2, 1.0),
+    "both sides of zero": ([-1e-40, 1e-40, 0.0, -0.0, 2.0, -2.0], 3, 1.0),
+    "far apart": ([3e38, -3e38, 1.0, 3e38, -1.0], 3, 0.9),
+    "below all bounds": ([50.0, 0.0, -50.0, -1e30, -1e30, -1e30], 5, 1.0),
+    "a mass of nothing": ([90.0, 0.0, -5.0, 1.0], 0, 0.999999),
+    "hidden tokens": ([-INFINITY, 1.0, -INFINITY, 0.5], 3, 1.0),
+    "hidden tokens, by mass": ([-INFINITY, 1.0, -INFINITY, 0.5], 0, 0.7),
+    "the smallest share": ([1.0, 3.0, 3.0, 2.0], 0, 1e-9),
+    "the largest share": ([1.0, 3.0, 3.0, 2.0], 0, 1.0 - 2.0**-24),
+    "on a quarter": ([5.0] * 4, 0, 0.25),
+    "past a quarter": ([5.0] * 4, 0, 0.25 + 2.0**-25),
+    "neighbouring floats": ([1.0, 1.0 + 2.0**-23, 1.0 - 2.0**-24, 1.0], 2, 1.0),
+    "half of an odd sum": ([5.0, 5.0, 5.0 - 22.15], 0, 0.5),
+    "the next one has the lowest id": ([1.0, 1.1, 1.2], 2, 1.0),
+    "k is one": ([4.0, 7.0, 7.0, 1.0], 1, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_truncation_at_its_edges(name: str, device: str, small_blocks: None) -> None:
+    logits, top_k, top_p = EXTREMES[name]
+    assert_same_kept(
+        torch.tensor([logits], device=device),
+        torch.tensor([top_k], device=device),
+        torch.tensor([top_p], device=device),
+    )
+
+
+def test_masses_are_the_same_integers_everywhere(device: str) -> None:
+    """Also at the ends of the range, beyond it, and for what is no number."""
+    generator = torch.Generator().manual_seed(4)
+    differences = -30 * torch.rand(4000, generator=generator)
+    edges = torch.tensor([0.0, -0.0, -1e-9, -27.7, -27.8, -1e3, -INFINITY, NAN])
+    differences = torch.cat((differences, edges)).to(device)
+    found = torch.empty(len(differences), dtype=torch.int64, device=device)
+    mass_kernel[(1,)](differences, found, len(differences), SIZE=4096, enable_fp_fusion=False)
+    assert torch.equal(found, token_mass(differences, torch.zeros(1, device=device)))
+
+
+@triton.jit
+def mass_kernel(x, out, size, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, SIZE)
+    value = tl.load(x + at, mask=at < size, other=0.0)
+    tl.store(out + at, truncation_triton.token_mass(value, 0.0), mask=at < size)
+
+
+def test_masses_are_right_and_fall_with_the_logit() -> None:
+    differences = torch.linspace(-30, 0, 200_001)
+    mass = token_mass(differences, torch.zeros(1))
+    exact = differences.double().exp() * 2.0**32
+    assert (mass.double() - exact).abs().le(exact * 2e-6 + 1).all()
+    near = differences > -1
+    assert (mass.double() - exact)[near].abs().le(exact[near] * 2e-7).all()
+    assert (mass.diff() >= 0).all()
+    assert int(token_mass(torch.tensor(7.5), torch.tensor(7.5))) == 2**32
+    assert token_mass(torch.tensor([NAN, -INFINITY, INFINITY]), torch.tensor(INFINITY)).tolist() == [0, 0, 0]
+    assert int(token_mass(torch.tensor(-27.9), torch.tensor(0.0))) == 0
