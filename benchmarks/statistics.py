@@ -1,9 +1,10 @@
-"""Medians with their spread, and paired ratios: the only statistics the benchmarks report."""
+"""Medians with their spread, paired ratios and intervals: the only statistics the benchmarks report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import ceil, comb
 from statistics import median
 from typing import Any
 
@@ -35,3 +36,27 @@ def summarize(values: Sequence[float]) -> Summary:
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Summary:
     """Summarize the ratios of values measured in the same round, so that a slow minute hits both sides."""
     return summarize([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the sample does not exceed (nearest rank)."""
+    if not values:
+        raise ValueError("nothing was measured")
+    return sorted(values)[max(0, ceil(share * len(values)) - 1)]
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """An interval that holds the median of whatever the sample is from, with at least `confidence`.
+
+    Two order statistics, by the binomial distribution of how many values fall below the median; nothing
+    is assumed of the distribution. None where the sample is too small (fewer than 6 values at 0.95).
+    """
+    n, ordered = len(values), sorted(values)
+    found = None
+    outside = 0.0  # probability that the median lies below the rank-th value
+    for rank in range(n // 2):
+        outside += comb(n, rank) / 2**n
+        if 1 - 2 * outside < confidence:
+            break
+        found = (ordered[rank], ordered[n - 1 - rank])
+    return found

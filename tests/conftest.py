@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     # Read by triton when it is first imported: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.helpers import TinyShelf  # noqa: E402
+from tests.helpers import TinyShelf
 
 
 @pytest.fixture(autouse=True, scope="session")

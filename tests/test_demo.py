@@ -134,10 +134,9 @@ def _bits_per_byte(folder: Path, texts: tuple[str, ...]) -> float:
         for start in range(0, len(ids) - 1, 512):
             window = ids[start : start + 513]
             for first in range(0, len(window) - 1, 32):
-                rows = window[first : min(first + 32, len(window) - 1)][None]
-                positions = torch.arange(first, first + rows.shape[1])[None]
-                valid = torch.ones_like(rows, dtype=torch.bool)
-                logits = runner.logits(runner.forward(rows, positions, valid, table, [view]))[0]
-                labels = window[first + 1 : first + 1 + rows.shape[1]]
+                stop = min(first + 32, len(window) - 1)
+                hidden = runner.forward_prompt(window[None], first, stop, table, view.pages, chunked=False)
+                logits = runner.logits(hidden)[0]
+                labels = window[first + 1 : stop + 1]
                 nats += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
     return nats / math.log(2) / size

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from benchmarks.gpu_suite import digest_speed as speed
+
 
 def digest(report: Mapping[str, Any]) -> str:
-    """Return one or a few lines a probe."""
+    """Return one or a few lines a probe, also of one that was stopped with a part of its result."""
     lines = []
     for name, probe in report["probes"].items():
         if probe["status"] != "ok":
             words = (probe.get("error") or probe.get("log") or [probe.get("why", "")])[-1:]
             lines.append(f"{name}: {probe['status']} {' '.join(words)}")
-        elif name in RENDERERS:
+        if name in RENDERERS and "result" in probe:
             lines += [f"{name}: {line}" for line in RENDERERS[name](probe["result"])]
     return "\n".join(lines)
 
@@ -70,15 +72,18 @@ def _sdpa(result: Mapping[str, Any]) -> list[str]:
 
 
 def _spd(result: Mapping[str, Any]) -> list[str]:
-    lines = [f"{result['differing_tokens']} tokens changed by speculation"]
-    for temperature in ("temperature_0.0", "temperature_0.8"):
-        for name, row in result[temperature].items():
-            lines.append(
-                f"{temperature} {name}: {row['tokens_per_second']['median']:.1f} tokens/s, "
-                f"{row['speedup']:.2f} x, "
-                f"acceptance length {row['acceptance_length']['median']:.2f}, "
-                f"{row['differing_tokens']} of {row['tokens']} tokens differ"
-            )
+    lines = [
+        f"{result['differing_tokens']} of {result['compared_tokens']} tokens changed; "
+        f"{result['differing_counts']} requests drafted or accepted otherwise"
+    ]
+    for name, row in result["settings"].items():
+        lines.append(
+            f"{name}: {row['error']}"
+            if "error" in row
+            else f"{name}: {row['differing_tokens']} of {row['tokens']} tokens differ, "
+            f"{row['other_counts']} of {row['requests']} counts, {row['rejected']} drafts rejected, "
+            f"acceptance length {row['acceptance_length']:.2f}, {row['tokens_per_second']:.0f} tokens/s"
+        )
     return lines
 
 
@@ -90,4 +95,6 @@ RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "sdpa_equality": _sdpa,
     "spd_demo": _spd,
     "spd_medium": _spd,
+    "self_draft": _spd,
+    **speed.RENDERERS,
 }

@@ -1,7 +1,7 @@
 """Runs the probes, each in a process of its own, and writes the report after every one.
 
-Owns the report's shape and the time budget: a probe that fails, hangs or is killed leaves a line that
-says so, and the others still run.
+Owns the report's shape and the time budget: a probe that fails, hangs or is killed leaves what it had
+found by then and a line that says so, and the others still run.
 """
 
 from __future__ import annotations
@@ -15,61 +15,121 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import ROOT, describe_commit, describe_machine
 
 REPORT = "gpu_suite.json"
+Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A function of no arguments that returns JSON values, and the seconds it may take."""
+    """A function, as `load_function` takes it, and the seconds it may take.
+
+    It returns JSON values, or yields what it has so far again and again: the last is then the result,
+    also of a probe that is stopped. `usual`: whether it runs where no probe is named.
+    """
 
     name: str
     function: str
     seconds: float
+    usual: bool = True
 
 
+HERE = "benchmarks.gpu_suite"
 PROBES = (
-    Probe("device", "benchmarks.gpu_suite.measure:describe_gpu", 60),
-    Probe("bandwidth", "benchmarks.gpu_suite.bandwidth:run", 90),
-    Probe("gemm_equality", "benchmarks.gpu_suite.gemm_equality:run", 200),
-    Probe("graph_nodes", "benchmarks.gpu_suite.graph_nodes:run", 90),
-    Probe("sdpa_equality", "benchmarks.gpu_suite.sdpa_equality:run", 90),
-    Probe("spd_demo", "benchmarks.gpu_suite.spd_rounds:run", 200),
-    Probe("spd_medium", "benchmarks.gpu_suite.spd_rounds:run_medium", 240),
+    Probe("device", f"{HERE}.measure:describe_gpu", 10),
+    Probe("warm_up", f"{HERE}.warm_up:run", 90),
+    Probe("bandwidth", f"{HERE}.bandwidth:run", 15),
+    Probe("spd_demo", f"{HERE}.spd_rounds:run", 75),
+    Probe("self_draft", f"{HERE}.spd_rounds:run_self_draft", 25),
+    Probe("plain", f"{HERE}.end_to_end:run_plain", 50),
+    Probe("draft", f"{HERE}.end_to_end:run_draft", 65),
+    Probe("kernel_table", f"{HERE}.kernel_table:run", 45),
+    Probe("batches", f"{HERE}.batches:run", 70),
+    Probe("peers_eager", f"{HERE}.peers_gpu:run_eager", 40),
+    Probe("peers_loop", f"{HERE}.peers_gpu:run_loop", 45),
+    Probe("peers_static", f"{HERE}.peers_gpu:run_static", 90, usual=False),
+    Probe("spd_medium", f"{HERE}.spd_rounds:run_medium", 120, usual=False),
+    Probe("gemm_equality", f"{HERE}.gemm_equality:run", 200, usual=False),
+    Probe("graph_nodes", f"{HERE}.graph_nodes:run", 90, usual=False),
+    Probe("sdpa_equality", f"{HERE}.sdpa_equality:run", 90, usual=False),
 )
 
 
-def load_function(reference: str) -> Callable[[], dict[str, Any]]:
-    """Return the function named `module:name`."""
-    module, _, name = reference.partition(":")
-    function: Callable[[], dict[str, Any]] = getattr(importlib.import_module(module), name)
-    return function
+def load_function(reference: str) -> Callable[[], Answer | Iterator[Answer]]:
+    """Return the function named `module:name`, or `module:name:argument...` with arguments bound."""
+    module, name, *arguments = reference.split(":")
+    return partial(getattr(importlib.import_module(module), name), *arguments)
 
 
-def run_here(function: str, result: Path) -> int:
-    """Run one probe in this process and write {"result"} or {"error"}; the child's side."""
+def rounded(value: Any) -> Any:
+    """The same JSON value with every float to five digits, which is more than any of them means."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def write_json(path: Path, text: str) -> None:
+    """Replace the file at once: a kill in the middle of a write must not lose what was there."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+def run_here(function: str, result: Path, seconds: float = float("inf")) -> int:
+    """Run one probe in this process; the child's side.
+
+    Writes {"result", "whole"} after everything the probe yields, and does not ask for more once `seconds`
+    have passed; {"error"} beside the last result where it raises.
+    """
+    began = time.monotonic()
+    answer: Answer = {}
+
+    def keep(found: Answer, whole: bool) -> None:
+        answer.update(result=rounded(found), whole=whole)
+        write_json(result, json.dumps(answer))
+
     try:
-        answer: dict[str, Any] = {"result": load_function(function)()}
+        found = load_function(function)()
+        if isinstance(found, dict):
+            keep(found, True)
+        else:
+            latest: Answer = {}
+            for latest in found:
+                keep(latest, False)
+                if time.monotonic() - began > seconds:
+                    break
+            else:
+                keep(latest, True)
     except Exception:
-        answer = {"error": traceback.format_exc()}
-    result.write_text(json.dumps(answer), encoding="utf-8")
+        answer["error"] = traceback.format_exc()
+        write_json(result, json.dumps(answer))
     return 1 if "error" in answer else 0
 
 
-def run_probe(probe: Probe, seconds: float) -> dict[str, Any]:
+def child_command(function: str, result: Path, seconds: float) -> tuple[list[str], dict[str, str]]:
+    """The command that runs one probe in another process, and its environment."""
+    command = [sys.executable, "-m", HERE, "--child", function, "--child-result", str(result)]
+    command += ["--child-seconds", str(seconds)]
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return command, {**os.environ, "PYTHONPATH": path}
+
+
+def run_probe(probe: Probe, seconds: float) -> Answer:
     """Run one probe in a child process for at most `seconds`; never raises for what the probe does."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         result, log = Path(place) / "result.json", Path(place) / "log"
-        command = [sys.executable, "-m", "benchmarks.gpu_suite"]
-        command += ["--child", probe.function, "--child-result", str(result)]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        # The child stops between two cases, a little before it would be killed in the middle of one.
+        command, environment = child_command(probe.function, result, 0.9 * seconds - 3)
         with log.open("w", encoding="utf-8") as output:
             child = subprocess.Popen(
                 command, stdout=output, stderr=output, env=environment, cwd=ROOT, start_new_session=True
@@ -84,25 +144,24 @@ def run_probe(probe: Probe, seconds: float) -> dict[str, Any]:
                     child.wait()
         taken = {"seconds": round(time.monotonic() - began, 1)}
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
+        answer: Answer = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+        found = {"result": answer["result"]} if "result" in answer else {}
         if status is None:
-            return {"status": "timed out", **taken, "log": tail}
-        if not result.exists():
-            return {"status": "died", **taken, "exit_status": status, "log": tail}
-        answer = json.loads(result.read_text(encoding="utf-8"))
+            return {"status": "timed out", **taken, "log": tail, **found}
         if "error" in answer:
-            return {"status": "failed", **taken, "error": answer["error"].splitlines(), "log": tail}
-        return {"status": "ok", **taken, "result": answer["result"]}
+            return {"status": "failed", **taken, "error": answer["error"].splitlines(), "log": tail, **found}
+        if status != 0 or not found:
+            return {"status": "died", **taken, "exit_status": status, "log": tail, **found}
+        return {"status": "ok" if answer["whole"] else "cut short", **taken, **found}
 
 
-def run_suite(
-    out: Path, probes: Sequence[Probe], budget: float, say: Callable[[str], None]
-) -> dict[str, Any]:
+def run_suite(out: Path, probes: Sequence[Probe], budget: float, say: Callable[[str], None]) -> Answer:
     """Run the probes within `budget` seconds, rewriting the report in `out` after each; returns it."""
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    found: dict[str, Any] = {}
-    report: dict[str, Any] = {
-        "schema": "spd.benchmarks.gpu_suite/1",
+    found: Answer = {}
+    report: Answer = {
+        "schema": "spd.benchmarks.gpu_suite/2",
         "machine": describe_machine(),
         **describe_commit(),
         "probes": found,
@@ -113,14 +172,14 @@ def run_suite(
             found[probe.name] = {"status": "not run", "why": "the time budget was spent"}
         else:
             found[probe.name] = run_probe(probe, min(probe.seconds, left))
-        _write(out / REPORT, report)
+        write_json(out / REPORT, report_text(report))
         taken = found[probe.name].get("seconds", 0.0)
         say(f"{probe.name}: {found[probe.name]['status']} ({taken} s)")
     return report
 
 
-def _write(path: Path, report: dict[str, Any]) -> None:
-    # A kill in the middle of a write must not lose the probes before.
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    draft.replace(path)
+def report_text(report: Answer) -> str:
+    """The report as JSON, a line for each of its fields and each probe."""
+    probes = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in report["probes"].items())
+    fields = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in report.items() if k != "probes"]
+    return "{\n" + ",\n".join([*fields, f' "probes": {{\n{probes}\n }}']) + "\n}\n"

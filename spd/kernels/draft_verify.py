@@ -31,9 +31,10 @@ def rejection_verify(
     target [S, R, V], the target's processed probabilities in each of the R = k + 1 rows; draft_probs
     [S, k, V], exactly those each draft was drawn from with STREAM_DRAFT, or None where a draft was not
     drawn at all (all probability on it); draft int64 [S, k], ids of the vocabulary; num_drafts int64 [S],
-    how many of the k are real; seed int64 [S]; positions int64 [S, R], absolute ones of the tokens decided. Row s of tokens
-    holds the accepted drafts, the recovered or bonus token, and NO_TOKEN beyond. A draft of probability
-    0 under the target is never accepted. Source: Leviathan et al. 2023; Chen et al. 2023.
+    how many of the k are real; seed int64 [S]; positions int64 [S, R], absolute ones of the tokens
+    decided. Row s of tokens holds the accepted drafts, the recovered or bonus token, and NO_TOKEN beyond.
+    A draft of probability 0 under the target is never accepted. Source: Leviathan et al. 2023; Chen et
+    al. 2023.
     """
     chances = draft_ratios(target, draft_probs, draft).clamp(max=1)
     real = torch.arange(draft.shape[1], device=draft.device) < num_drafts.unsqueeze(-1)

@@ -24,8 +24,6 @@ from spd.kernels.philox_triton import (
     gumbel4,
     interleave4,
     noisy_logit,
-    rank_is_finite,
-    rank_token,
     scaled_logit,
 )
 
@@ -108,6 +106,52 @@ def product(
 
 
 @triton.jit
+def gate_and_up(
+    w,
+    x,
+    first,
+    row_t,
+    rows,
+    n,
+    k,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """float32 [BLOCK_N, BLOCK_T] each: gate rows from `first` on, and the up rows n below them.
+
+    A tile that is too short for the matrix unit alone is multiplied with its partner, as one.
+    """
+    begin, end = part_of_k(k, BLOCK_K, SPLIT_K)
+    if BLOCK_N >= 64:
+        gate_rows = rows_of_weight(w, first, n, k, BLOCK_N)
+        up_rows = rows_of_weight(w, n + first, 2 * n, k, BLOCK_N)
+        gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+        for start in range(begin, end, BLOCK_K):
+            column = start + tl.arange(0, BLOCK_K)
+            tokens = load_tokens(x, row_t, rows, column, k, EVEN_K)
+            weights = load_weights(gate_rows, column, k, EVEN_K)
+            gate = tl.dot(weights, tokens, gate, input_precision="ieee")
+            weights = load_weights(up_rows, column, k, EVEN_K)
+            up = tl.dot(weights, tokens, up, input_precision="ieee")
+    else:
+        lane = tl.arange(0, 2 * BLOCK_N)
+        row = tl.minimum(first + lane % BLOCK_N, n - 1) + lane // BLOCK_N * n
+        both_rows = w + row[:, None].to(tl.int64) * k
+        both = tl.zeros((2 * BLOCK_N, BLOCK_T), dtype=tl.float32)
+        for start in range(begin, end, BLOCK_K):
+            column = start + tl.arange(0, BLOCK_K)
+            weights = load_weights(both_rows, column, k, EVEN_K)
+            tokens = load_tokens(x, row_t, rows, column, k, EVEN_K)
+            both = tl.dot(weights, tokens, both, input_precision="ieee")
+        gate, up = tl.split(tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_T)), (1, 2, 0)))
+    return gate, up
+
+
+@triton.jit
 def load_squares(squares, row_t, rows, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
     """[BLOCK_T, BLOCK_P]: a row's partial sums, added up where they are more than BLOCK_P."""
     part = tl.arange(0, BLOCK_P)
@@ -152,14 +196,14 @@ def hand_in(total, partials, tile, row_t, rows, SLOTS: tl.constexpr, SLOT, BLOCK
 
 
 @triton.jit
-def add_up(partials, tile, row_t, rows, SLOTS: tl.constexpr, BLOCK_N, BLOCK_T):
-    """The sum of the tile's slots, always in their order."""
+def add_up(partials, tile, row_t, rows, FIRST: tl.constexpr, SLOTS, STEP: tl.constexpr, BLOCK_N, BLOCK_T):
+    """The sum of the tile's slots FIRST, FIRST + STEP, ..., always in that order."""
     token = tl.arange(0, BLOCK_T)
     at = partials + tile * SLOTS * (BLOCK_N * BLOCK_T)
     at += tl.arange(0, BLOCK_N)[:, None] + token[None, :] * BLOCK_N
     mask = row_t[None, :] < rows
-    total = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-    for slot in tl.static_range(1, SLOTS):
+    total = tl.load(at + FIRST * BLOCK_N * BLOCK_T, mask=mask, other=0.0, cache_modifier=".cg")
+    for slot in tl.static_range(FIRST + STEP, SLOTS, STEP):
         total += tl.load(at + slot * BLOCK_N * BLOCK_T, mask=mask, other=0.0, cache_modifier=".cg")
     return total
 
@@ -220,7 +264,7 @@ def linear_kernel(
         hand_in(total, partials, tile, row_t, rows, SPLIT_K, tl.program_id(2), BLOCK_N, BLOCK_T)
         if not last_to_arrive(counters, tile, SPLIT_K):
             return
-        total = add_up(partials, tile, row_t, rows, SPLIT_K, BLOCK_N, BLOCK_T)
+        total = add_up(partials, tile, row_t, rows, 0, SPLIT_K, 1, BLOCK_N, BLOCK_T)
     if squares is not None:
         total *= norm_scale(partial_squares, k, epsilon)[None, :]
     if bias is not None:
@@ -264,27 +308,20 @@ def gate_up_kernel(
     if bias is not None:
         gate_shift = tl.load(bias + row_n, mask=row_n < n, other=0.0)
         up_shift = tl.load(bias + n + row_n, mask=row_n < n, other=0.0)
-    # Gate rows and the up rows that belong to them stand in one tile, so that one product takes both.
-    lane = tl.arange(0, 2 * BLOCK_N)
-    row = tl.minimum(first + lane % BLOCK_N, n - 1) + lane // BLOCK_N * n
-    weight_rows = w + row[:, None].to(tl.int64) * k
-    prefetch_weights(weight_rows, k, BLOCK_K, PDL)
+    prefetch_weights(rows_of_weight(w, first, n, k, BLOCK_N), k, BLOCK_K, PDL)
     wait(PDL)
-    start_k, end_k = part_of_k(k, BLOCK_K, SPLIT_K)
     partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
-    both = tl.zeros((2 * BLOCK_N, BLOCK_T), dtype=tl.float32)
-    for start in range(start_k, end_k, BLOCK_K):
-        column = start + tl.arange(0, BLOCK_K)
-        weights = load_weights(weight_rows, column, k, EVEN_K)
-        both = tl.dot(weights, load_tokens(x, row_t, rows, column, k, EVEN_K), both, input_precision="ieee")
+    gate, up = gate_and_up(w, x, first, row_t, rows, n, k, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K)
     release(PDL)
     if SPLIT_K > 1:
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        hand_in(both, partials, tile, row_t, rows, SPLIT_K, tl.program_id(2), 2 * BLOCK_N, BLOCK_T)
+        slot = tl.program_id(2) * 2
+        hand_in(gate, partials, tile, row_t, rows, 2 * SPLIT_K, slot, BLOCK_N, BLOCK_T)
+        hand_in(up, partials, tile, row_t, rows, 2 * SPLIT_K, slot + 1, BLOCK_N, BLOCK_T)
         if not last_to_arrive(counters, tile, SPLIT_K):
             return
-        both = add_up(partials, tile, row_t, rows, SPLIT_K, 2 * BLOCK_N, BLOCK_T)
-    gate, up = tl.split(tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_T)), (1, 2, 0)))
+        gate = add_up(partials, tile, row_t, rows, 0, 2 * SPLIT_K, 2, BLOCK_N, BLOCK_T)
+        up = add_up(partials, tile, row_t, rows, 1, 2 * SPLIT_K, 2, BLOCK_N, BLOCK_T)
     scale = norm_scale(partial_squares, k, epsilon)[None, :]
     gate *= scale
     up *= scale
@@ -347,61 +384,6 @@ def head_kernel(
         rank = tl.where(row_n[:, None] < n, draw_rank(score, row_n[:, None]), NO_RANK)
         at = row_t * tl.num_programs(1) + tl.program_id(1)
         tl.store(ranks + at, tl.max(rank, 0), mask=row_t < rows)
-
-
-@triton.jit
-def choose_kernel(ranks, token, finite, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One program a row: the best of its tiles [T, tiles]."""
-    wait(PDL)
-    release(PDL)
-    row = tl.program_id(0)
-    best = tl.full((BLOCK,), NO_RANK, dtype=tl.int64)
-    for start in range(0, tiles, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        best = tl.maximum(best, tl.load(ranks + row * tiles + at, mask=at < tiles, other=NO_RANK))
-    chosen = tl.max(best, 0)
-    tl.store(token + row, rank_token(chosen))
-    tl.store(finite + row, rank_is_finite(chosen))
-
-
-@triton.jit
-def embed_kernel(token_ids, table, x, squares, h, BLOCK_H: tl.constexpr, PDL: tl.constexpr):
-    """One program a row and part of it: copy table[id], and sum the part's squares."""
-    wait(PDL)
-    release(PDL)
-    row, part = tl.program_id(0), tl.program_id(1)
-    token = tl.load(token_ids + row).to(tl.int64)
-    column = part * BLOCK_H + tl.arange(0, BLOCK_H)
-    value = tl.load(table + token * h + column, mask=column < h, other=0.0)
-    tl.store(x + row * h + column, value, mask=column < h)
-    wide = value.to(tl.float32)
-    tl.store(squares + row * tl.num_programs(1) + part, tl.sum(wide * wide, 0))
-
-
-@triton.jit
-def rms_norm_rows_kernel(
-    x,
-    squares,
-    weight,
-    y,
-    k,
-    epsilon,
-    PARTS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program a row and part of it."""
-    wait(PDL)
-    release(PDL)
-    row = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    part = tl.arange(0, BLOCK_P)
-    total = tl.sum(tl.load(squares + row * PARTS + part, mask=part < PARTS, other=0.0), 0)
-    value = tl.load(x + row * k + column, mask=column < k, other=0.0).to(tl.float32)
-    factor = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
-    value = value * tl.rsqrt(total / k + epsilon) * factor
-    tl.store(y + row * k + column, value.to(y.dtype.element_ty), mask=column < k)
 
 
 def signatures() -> dict[str, Signature]:

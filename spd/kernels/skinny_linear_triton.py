@@ -24,14 +24,12 @@ from spd.kernels.skinny_config import (
     workspace_sizes,
 )
 from spd.kernels.skinny_kernels_triton import (
-    choose_kernel,
-    embed_kernel,
     gate_up_kernel,
     head_kernel,
     linear_kernel,
-    rms_norm_rows_kernel,
 )
 from spd.kernels.skinny_linear import LinearWorkspace, capability_of
+from spd.kernels.skinny_rows_triton import choose_kernel, embed_kernel, rms_norm_rows_kernel
 
 PARTS_BLOCK = 128
 """Partial sums of squares a program holds for every row."""

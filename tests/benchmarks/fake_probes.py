@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -29,3 +30,30 @@ def hang() -> dict[str, Any]:
     print("said before hanging", flush=True)
     time.sleep(600)
     return {}
+
+
+def grow_and_hang() -> Iterator[dict[str, Any]]:
+    """Find something, then never come back."""
+    yield {"found": [1]}
+    yield {"found": [1, 2]}
+    time.sleep(600)
+
+
+def grow_and_fail() -> Iterator[dict[str, Any]]:
+    """Find something, then raise."""
+    yield {"found": [1]}
+    raise ValueError("on purpose")
+
+
+def grow_forever() -> Iterator[dict[str, Any]]:
+    """Find ever more."""
+    found: list[float] = []
+    while True:
+        found.append(1 / 3)
+        time.sleep(0.05)
+        yield {"found": found}
+
+
+def say(word: str) -> dict[str, Any]:
+    """Answer what the reference binds."""
+    return {"word": word}

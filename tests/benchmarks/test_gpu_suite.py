@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 pytest.importorskip("triton")
 
 from benchmarks.gpu_suite import __main__ as command
+from benchmarks.gpu_suite import spd_rounds
 from benchmarks.gpu_suite.digest import RENDERERS, digest
 from benchmarks.gpu_suite.gemm_equality import (
     position_differences,
@@ -23,8 +24,8 @@ from benchmarks.gpu_suite.gemm_equality import (
 )
 from benchmarks.gpu_suite.graph_nodes import slope
 from benchmarks.gpu_suite.sdpa_equality import count_differences
-from benchmarks.gpu_suite.spd_rounds import Setting, compare, differing_tokens
-from benchmarks.gpu_suite.suite import PROBES, REPORT, Probe, load_function, run_suite
+from benchmarks.gpu_suite.spd_rounds import Outcome, Setting, compare, differing_tokens
+from benchmarks.gpu_suite.suite import PROBES, REPORT, Probe, load_function, rounded, run_suite
 from tests.recipes.medium import write_medium, write_medium_draft
 
 HERE = "tests.benchmarks.fake_probes"
@@ -74,6 +75,23 @@ def test_a_probe_that_fails_dies_or_hangs_loses_no_other(tmp_path: Path) -> None
     assert json.loads((tmp_path / REPORT).read_text()) == json.loads(json.dumps(report))
 
 
+def test_what_a_probe_had_found_outlives_it(tmp_path: Path) -> None:
+    probes = [
+        Probe("hangs", f"{HERE}:grow_and_hang", 8),
+        Probe("fails", f"{HERE}:grow_and_fail", 60),
+        Probe("is long", f"{HERE}:grow_forever", 8),
+        Probe("says", f"{HERE}:say:hello", 60),
+    ]
+    report = run_suite(tmp_path, probes, 200, lambda line: None)["probes"]
+    assert [report[probe.name]["status"] for probe in probes] == ["timed out", "failed", "cut short", "ok"]
+    assert report["hangs"]["result"] == {"found": [1, 2]}
+    assert report["fails"]["result"] == {"found": [1]} and "on purpose" in report["fails"]["error"][-1]
+    assert len(report["is long"]["result"]["found"]) > 2
+    assert set(report["is long"]["result"]["found"]) == {0.33333}
+    assert report["says"]["result"] == {"word": "hello"}
+    assert json.loads((tmp_path / REPORT).read_text())["probes"] == report
+
+
 def test_the_budget_is_kept(tmp_path: Path) -> None:
     probes = [Probe("hangs", f"{HERE}:hang", 4), Probe("works", f"{HERE}:work", 60)]
     began = time.monotonic()
@@ -85,7 +103,13 @@ def test_the_budget_is_kept(tmp_path: Path) -> None:
 
 def test_every_probe_is_a_function_and_has_words() -> None:
     assert all(callable(load_function(probe.function)) for probe in PROBES)
-    assert set(RENDERERS) == {probe.name for probe in PROBES}
+    assert {probe.name for probe in PROBES} == set(RENDERERS)
+    assert sum(probe.seconds for probe in PROBES if probe.usual) < 540
+
+
+def test_figures_are_short() -> None:
+    values = {"a": [1.23456789, {"b": 123456789.0}], "c": (1, True, None, "1.23456789")}
+    assert rounded(values) == {"a": [1.2346, {"b": 123460000.0}], "c": [1, True, None, "1.23456789"]}
 
 
 def _even_linear(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -140,19 +164,70 @@ def test_differing_tokens_counts_positions_and_length() -> None:
     assert differing_tokens([1, 9, 3], [1, 2, 3, 4]) == 2
 
 
-def test_rounds_are_compared_on_the_cpu_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A small model and its draft."""
+    place = tmp_path_factory.mktemp("pair")
     shape = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96}
-    folder = write_medium(tmp_path / "target", "float32", vocab=300, max_positions=256, **shape)
-    draft = write_medium_draft(tmp_path / "draft", folder)
-    prompts = [[5, 6, 7, 8, 9], list(range(40, 60))]
-    settings = (Setting("draft", 2), Setting("ngram", 2))
-    result = compare(folder, draft, prompts, tokens=12, device="cpu", settings=settings)
-    assert result["differing_tokens"] == 0
-    rows = result["temperature_0.8"]
-    assert [rows[name]["tokens"] for name in ("off", "draft_k2", "ngram_k2")] == [24, 24, 24]
-    assert rows["draft_k2"]["acceptance_length"]["median"] > 1
+    folder = write_medium(place / "target", "float32", vocab=300, max_positions=256, **shape)
+    return folder, write_medium_draft(place / "draft", folder)
+
+
+PROMPTS = [[5, 6, 7, 8, 9], list(range(40, 60)), [3]]
+
+
+def test_rounds_are_compared_on_the_cpu_too(pair: tuple[Path, Path]) -> None:
+    settings = (
+        Setting("draft", 2, slots=2),
+        Setting("draft", 2, lag=2),
+        Setting("ngram", 2, requests=2, tokens=5),
+        Setting("off", graphs=True),
+    )
+    reports = list(compare(*pair, PROMPTS, tokens=10, device="cpu", settings=settings, threads=1))
+    result = reports[-1]
+    assert len(reports) == 4
+    assert result["differing_tokens"] == result["differing_counts"] == 0
+    rows = result["settings"]
+    # Requests end 0, 3 or 6 tokens early, in each of three runs.
+    assert [rows[name]["tokens"] for name in ("draft_k2_b2", "draft_k2_lag2", "ngram_k2_5t")] == [63, 63, 21]
+    assert result["compared_tokens"] == 147
+    assert rows["draft_k2_b2"]["acceptance_length"] > 1 and rows["draft_k2_b2"]["rejected"] > 0
+    assert "IncompatibleError" in rows["off_captured"]["error"]
     text = digest({"probes": {"spd_demo": {"status": "ok", "result": result}}})
-    assert "0 tokens changed by speculation" in text and "draft_k2" in text
+    assert (
+        "0 of 147 tokens changed" in text
+        and "draft_k2_lag2: 0 of 63" in text
+        and "off_captured: Incomp" in text
+    )
+
+
+def test_a_changed_token_and_a_changed_count_are_found(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = spd_rounds.generate
+
+    def faulty(engine: Any, jobs: Any, prompts: Any, tokens: int) -> Any:
+        outcomes = generate(engine, jobs, prompts, tokens)
+        if engine.plan.spec == "draft" and engine.plan.lag == 1:
+            one = outcomes[jobs[0]]
+            outcomes[jobs[0]] = Outcome((one.ids[0] + 1, *one.ids[1:-1]), (*one.counts[:1], 99), 0)
+        return outcomes
+
+    monkeypatch.setattr(spd_rounds, "generate", faulty)
+    settings = (Setting("draft", 2), Setting("draft", 2, lag=1))
+    given: dict[str, Any] = {
+        "tokens": 6,
+        "device": "cpu",
+        "settings": settings,
+        "runs": ("greedy",),
+        "threads": 1,
+    }
+    *_, result = compare(*pair, PROMPTS[:1], **given)
+    rows = result["settings"]
+    assert (rows["draft_k2"]["differing_tokens"], rows["draft_k2"]["other_counts"]) == (0, 0)
+    # One token is another, one is missing.
+    assert (rows["draft_k2_lag1"]["differing_tokens"], rows["draft_k2_lag1"]["other_counts"]) == (2, 1)
+    assert (result["differing_tokens"], result["differing_counts"]) == (2, 1)
 
 
 def test_digest_names_what_went_wrong() -> None:

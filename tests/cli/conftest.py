@@ -83,6 +83,7 @@ class FakePlan:
     ctx: int
     spec: str = "draft"
     draft_max: int = 4
+    synthetic_acceptance: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
@@ -99,6 +100,8 @@ class Script:
     fail: BaseException | None = None
     tokenizer: bool = True
     on_step: Callable[[int], None] | None = None
+    on_load: Callable[[Any], None] | None = None
+    load_ms: float = 0.0
     engines: list[FakeEngine] = field(default_factory=list)
 
     @property
@@ -115,8 +118,11 @@ class Script:
 class FakeEngine:
     """Says its script, one piece a step, and counts as if each piece were one accepted draft and one more."""
 
-    def __init__(self, config: Any, script: Script) -> None:
+    def __init__(self, config: Any, script: Script, progress: Any = None) -> None:
         self.config, self.script = config, script
+        self.load_ms = script.load_ms
+        if script.on_load:
+            script.on_load(progress)
         self.plan = FakePlan(script.ctx or config.ctx or 128)
         self.tokenizer = Tokenizer.open(config.model) if script.tokenizer else None
         self.requests: list[Request] = []
@@ -124,7 +130,7 @@ class FakeEngine:
         self.closed = self.aborted = False
         self._left = list(script.pieces)
         self._steps = 0
-        self._metrics = RequestMetrics(prompt_ms=10.0, first_token_ms=12.0)
+        self._metrics = RequestMetrics(load_ms=script.load_ms, prompt_ms=10.0, first_token_ms=12.0)
         script.engines.append(self)
 
     def add(self, request: Request) -> None:
@@ -177,7 +183,9 @@ class FakeEngine:
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     """Puts the fake engine in the place of the real one, which is then never imported."""
     said = Script()
-    monkeypatch.setitem(vars(spd.runtime), "Engine", lambda config: FakeEngine(config, said))
+    monkeypatch.setitem(
+        vars(spd.runtime), "Engine", lambda config, progress=None: FakeEngine(config, said, progress)
+    )
     return said
 
 

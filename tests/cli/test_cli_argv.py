@@ -31,7 +31,8 @@ def test_foreign_flags_lead_to_flags_that_exist_and_hide_none() -> None:
 def test_flags_without_a_value_are_known_exactly() -> None:
     """The shim must know what the parser will read as a value."""
     flags, shorts = set(), set()
-    for param in generate_params():
+    commands = get_command(build_app()).commands.values()
+    for param in [param for command in commands for param in command.params]:
         names = {name for name in (*param.opts, *param.secondary_opts) if name.startswith("-")}
         if getattr(param, "is_flag", False):
             flags |= names

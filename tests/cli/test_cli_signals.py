@@ -31,7 +31,7 @@ def slow(step):
     if {at!r} == "hang" and step == 2:
         print("hanging", file=sys.stderr, flush=True)
         while True: time.sleep(0.01)
-def build(config):
+def build(config, progress=None):
     if {at!r} == "load":
         print("loading", file=sys.stderr, flush=True)
         time.sleep(60)

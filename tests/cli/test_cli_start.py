@@ -49,7 +49,7 @@ def loaded_after(*argv: str, **environment: str) -> tuple[str, set[str]]:
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["generate", "-h"], ["inspect", "--help"], ["completions", "bash"]]
+    "argv", [["--help"], ["generate", "-h"], ["inspect", "--help"], ["doctor", "-h"], ["completions", "bash"]]
 )
 def test_help_loads_nothing_heavy(argv: list[str]) -> None:
     out, modules = loaded_after(*argv)
@@ -84,7 +84,11 @@ def test_help_names_the_commands_of_this_edition_only(spd_run: Callable) -> None
 
     from spd.cli.app import COMMANDS, build_app
 
-    assert tuple(get_command(build_app()).commands) == COMMANDS == ("generate", "inspect", "completions")
+    assert (
+        tuple(get_command(build_app()).commands)
+        == COMMANDS
+        == ("generate", "inspect", "doctor", "completions")
+    )
 
 
 def test_help_has_panels_and_examples(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("coarse", [False, True], ids=["fine", "ties"])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_every_step_draws_the_references_tokens(vocab: int, coarse: bool, device: str) -> None:
-    assert_same_tokens(random_case(number(device, 4), 1, vocab, vocab, device, coarse), EVERY_STEP)
+    assert_same_tokens(random_case(number(device, 8), 1, vocab, vocab, device, coarse), EVERY_STEP)
 
 
 @pytest.mark.parametrize("k", range(6))

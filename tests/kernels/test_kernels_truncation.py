@@ -89,6 +89,7 @@ EXTREMES: dict[str, tuple[list[float], int, float]] = {
     "on a quarter": ([5.0] * 4, 0, 0.25),
     "past a quarter": ([5.0] * 4, 0, 0.25 + 2.0**-25),
     "neighbouring floats": ([1.0, 1.0 + 2.0**-23, 1.0 - 2.0**-24, 1.0], 2, 1.0),
+    "both end in one tie": ([3.0, 2.0, 2.0, 2.0, 2.0], 4, 0.8),
     "half of an odd sum": ([5.0, 5.0, 5.0 - 22.15], 0, 0.5),
     "the next one has the lowest id": ([1.0, 1.1, 1.2], 2, 1.0),
     "k is one": ([4.0, 7.0, 7.0, 1.0], 1, 0.5),

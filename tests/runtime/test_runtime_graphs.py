@@ -160,6 +160,11 @@ class StandIn(CapturedRounds):
         return replay, result
 
 
+def two_slots(model: Path, **wishes: Any) -> Engine:
+    """An engine on the CPU, whatever else is there."""
+    return make_engine(model, **{"slots": 2, "device": "cpu", **wishes})
+
+
 @pytest.fixture
 def watched_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine, StandIn]]:
     """An engine whose rounds are captured by the stand-in."""
@@ -168,7 +173,7 @@ def watched_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engin
         tape = Tape(wishes.get("kernels", "torch"))
         with monkeypatch.context() as patch:
             patch.setattr(assembly, "load_kernels", lambda name: tape.wrap(load_kernels(name)))
-            engine = make_engine(model, slots=2, **wishes)
+            engine = two_slots(model, **wishes)
         engine._parts.queue.captured = stand_in = StandIn(engine, tape)
         return engine, stand_in
 
@@ -229,8 +234,8 @@ def test_replays_are_what_eager_rounds_are(
     k: int,
 ) -> None:
     wishes = {**methods[method], **({"draft_max": k} if k else {})}
-    plain = run_batch(make_engine(target, slots=2))
-    eager = story(run_batch(make_engine(target, slots=2, **wishes)))
+    plain = run_batch(two_slots(target))
+    eager = story(run_batch(two_slots(target, **wishes)))
     assert [tokens for tokens, _, _ in eager] == [run.output for run in plain]
     for lag in (0, 1, 2):
         engine, captured = watched_engine(target, lag=lag, **wishes)
@@ -251,10 +256,10 @@ def test_stops_inside_accepted_runs(
     watched_engine: Callable[..., tuple[Engine, StandIn]],
 ) -> None:
     wishes = {**methods["draft"], "draft_max": 3}
-    text = run_all(make_engine(target), PROMPTS[:1], [SamplingParams(max_tokens=12)])[0].tokens
+    text = run_all(two_slots(target), PROMPTS[:1], [SamplingParams(max_tokens=12)])[0].tokens
     params = [SamplingParams(max_tokens=12, stop_token_ids=(token,)) for token in text[2:10]]
     prompts = PROMPTS[:1] * len(params)
-    eager = run_all(make_engine(target, slots=2, **wishes), prompts, params)
+    eager = run_all(two_slots(target, **wishes), prompts, params)
     assert any(len(record.committed) <= record.accepted for run in eager for record in run.rounds)
     assert {run.finish_reason for run in eager} == {"stop"}
     for lag in (0, 2):
@@ -269,14 +274,12 @@ def test_lengths_that_change(
 ) -> None:
     """Each pair of lengths is a program of its own; drafts are brought up between them."""
     pattern = [3, 0, 1, 1, 0, 0, 3, 2, 0]
-    plain = [run.output for run in run_batch(make_engine(target, slots=2))]
+    plain = [run.output for run in run_batch(two_slots(target))]
     for method in ("ngram", "draft"):
         told = []
         for lag, watched in ((0, False), (0, True), (2, True)):
             wishes = {**methods[method], "draft_max": 3, "lag": lag}
-            engine = (
-                watched_engine(target, **wishes)[0] if watched else make_engine(target, slots=2, **wishes)
-            )
+            engine = watched_engine(target, **wishes)[0] if watched else two_slots(target, **wishes)
             lengths = iter(pattern * 40)
             engine._draft_length.choose = lambda lengths=lengths: next(lengths)  # type: ignore[method-assign]
             told.append(run_batch(engine))
@@ -292,7 +295,7 @@ def test_logprobs_are_the_eager_ones(
     wanted = (None, None, 3, 0, None)
     params = [SamplingParams(max_tokens=8, logprobs=n, temperature=0.5) for n in wanted]
     wishes = {**methods["draft"], "draft_max": 2, "lag": 0}
-    eager = run_all(make_engine(target, slots=2, **wishes), PROMPTS[:5], params)
+    eager = run_all(two_slots(target, **wishes), PROMPTS[:5], params)
     runs = run_all(watched_engine(target, **wishes)[0], PROMPTS[:5], params)
     assert [run.logprobs for run in runs] == [run.logprobs for run in eager]
     assert [len(run.logprobs) for run in runs] == [0, 0, 8, 8, 0]
@@ -354,7 +357,7 @@ def test_preparing_in_the_middle_changes_no_text(
 ) -> None:
     """Every round is prepared anew, as if none had been captured: nothing else may happen."""
     wishes = {**methods["draft"], "draft_max": 3}
-    eager = story(run_batch(make_engine(target, slots=2, **wishes)))
+    eager = story(run_batch(two_slots(target, **wishes)))
     for lag in (0, 2):
         engine, captured = watched_engine(target, lag=lag, **wishes)
 
@@ -417,27 +420,28 @@ def test_planted_faults_are_seen(
         engine.step()
 
 
+@pytest.mark.parametrize("method", ["draft", pytest.param("ngram", marks=pytest.mark.slow)])
 def test_in_the_form_that_is_captured(
-    target: Path,
-    methods: dict[str, dict[str, Any]],
+    tiny: Callable[..., Path],
     watched_engine: Callable[..., tuple[Engine, StandIn]],
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Triton's kernels in its interpreter: the host's bounds stay those of the capture, and do not matter."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter needs TRITON_INTERPRET, which is set where there is no GPU")
-    prompts = random_prompts(2, 9, 256)
-    params = [SamplingParams(max_tokens=5, temperature=t) for t in (0.0, 0.9)]
-    for method in ("draft", "ngram"):
-        wishes = {
-            **methods[method],
-            "draft_max": 2,
-            "lag": 1,
-            "ctx": 128,
-            "kernels": "triton",
-            "device": "cpu",
-        }
-        eager = story(run_all(make_engine(target, slots=2, **wishes), prompts, params))
-        engine, captured = watched_engine(target, **wishes)
-        assert story(run_all(engine, prompts, params)) == eager
-        assert captured.replays > 2
+    from spd.kernels import paged_attention_triton
+
+    monkeypatch.setattr(paged_attention_triton, "PROCESSORS", 1)  # idle programs take their time too
+    shape: dict[str, Any] = {"hidden": 32, "intermediate": 32, "vocab": 70, "tokenizer": False, "seed": 5}
+    target, draft = (tiny("qwen3", layers=n, residual_gain=damped, **shape) for n in (2, 1))
+    prompts = [*random_prompts(1, 70, 70), *random_prompts(1, 9, 70)]
+    params = [SamplingParams(max_tokens=8, temperature=t) for t in (0.0, 0.9)]
+    wishes = {"spec": method, "draft_max": 2, "lag": 1, "ctx": 128, "kernels": "triton"}
+    wishes |= {"draft_model": draft} if method == "draft" else {"ngram_min": 1}
+    eager = run_all(two_slots(target, **wishes), prompts, params)
+    engine, captured = watched_engine(target, **wishes)
+    assert story(run_all(engine, prompts, params)) == story(eager)
+    assert captured.replays > 2
+    assert sum(run.metrics.draft_n for run in eager) > 0

@@ -453,6 +453,7 @@ def test_no_memory_while_running(
     for i, prompt in enumerate(PROMPTS):
         engine.add(Request(f"r{i}", prompt, SamplingParams(max_tokens=30, ignore_eos=True)))
     reasons: dict[str, list[str | None]] = {f"r{i}": [] for i in range(3)}
+    last: list[int] = []
     failed = 0
     while engine.has_work:
         try:
@@ -465,10 +466,13 @@ def test_no_memory_while_running(
             continue
         for event in events:
             reasons[event.request_id].append(event.finish_reason)
+            last += event.token_ids if event.request_id == "r2" else ()
     ends = {name: [reason for reason in said if reason] for name, said in reasons.items()}
     assert failed == 1 and all(len(end) == 1 for end in ends.values()), ends
     assert ends["r0"] == ["error"] and ends["r2"] == ["length"], ends
     monkeypatch.setattr(owner, name, real)
+    alone = [SamplingParams(max_tokens=30, ignore_eos=True)]
+    assert last == run_all(make_engine(folder), PROMPTS[2:], alone)[0].tokens, "who waited is not harmed"
     assert_still_right(engine, folder, **wishes)
     engine.close()
 

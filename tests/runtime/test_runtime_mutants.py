@@ -1,35 +1,46 @@
 """Seeded faults in the verifier, the round, the sampler and the drafter, each caught by a named check.
 
-A check is either an exact law (`test_runtime_law`) or an equality of whole generations on tiny random
-models. Every check passes on the program as it is and must fail under the faults it is named for.
+A check is either an exact law (`round_law`) or an equality of whole generations on tiny random models.
+Every check passes on the program as it is and must fail under the faults it is named for; how they are
+made stands in `seeded_faults`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from spd.kernels.sampling import SamplingTensors
-from spd.runtime import Engine, EngineConfig, Request, SamplingParams
+from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
 from spd.runtime.metrics import RequestMetrics
-from spd.runtime.model_runner import ModelRunner
-from spd.runtime.penalties import TokenCounts
-from spd.runtime.proposers.draft_model import DraftModelProposer
-from spd.runtime.round import Round
-from spd.runtime.sampler import Sampler
-from spd.runtime.scheduler import Scheduler
-from spd.runtime.state import RoundState
+from spd.runtime.round_queue import CATCH_UP
 from tests.recipes.tiny import write_tiny
-from tests.runtime.test_runtime_law import MIN_TOKENS, PENALTIES, TRUNCATION, Case, check_law
+from tests.runtime import seeded_faults as fault
+from tests.runtime.round_law import (
+    MIN_TOKENS,
+    PENALTIES,
+    PLAIN,
+    STOPS_AND_LIMIT,
+    TRUNCATION,
+    Case,
+    check_emissions,
+    check_law,
+)
+from tests.runtime.test_runtime_ngram import search
 
 PROMPTS = [(3, 1, 4, 1, 5, 9, 2, 6), (5, 5, 5, 7), (60, 2, 33, 4, 60, 2, 33, 4, 60, 2), (11,)]
-SHAPE: dict[str, Any] = {"vocab": 61, "tokenizer": False, "hidden": 32, "heads": 2, "intermediate": 64}
+SHAPE: dict[str, Any] = {
+    "vocab": 61,
+    "tokenizer": False,
+    "hidden": 32,
+    "heads": 2,
+    "intermediate": 64,
+    "max_positions": 1024,
+}
 WISHES: dict[str, Any] = {"threads": 1, "dtype": "float32", "ctx": 256, "adaptive": False, "ngram_min": 1}
 Texts = list[tuple[int, ...]]
 
@@ -48,13 +59,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(
-    models: Path, params: list[SamplingParams], draft: str, prompts: Texts = PROMPTS, **config: Any
+    models: Path,
+    params: list[SamplingParams],
+    draft: str,
+    prompts: Texts = PROMPTS,
+    trace: Callable[[RoundRecord], None] | None = None,
+    lengths: Sequence[int] = (),
+    **config: Any,
 ) -> tuple[Texts, list[RequestMetrics]]:
-    """Texts and counters of one request for each of `params`; `draft` is a folder, "off" or "ngram"."""
+    """Texts and counters of one request for each of `params`; `draft` is a folder, "off" or "ngram".
+
+    `lengths` are how many tokens to draft round after round, over and over.
+    """
     folder = models / draft
     spec = {"spec": "draft", "draft_model": folder, "draft_max": 4} if folder.exists() else {"spec": draft}
     wishes = {"slots": len(params), **WISHES, **spec, **config}
     engine = Engine(EngineConfig(model=models / "target", **wishes))
+    engine.trace = trace
+    if lengths:
+        engine._draft_length.choose = itertools.cycle(lengths).__next__
     requests = [Request(str(i), prompts[i], p) for i, p in enumerate(params)]
     for request in requests:
         engine.add(request)
@@ -104,11 +127,42 @@ def text_of_batch(models: Path) -> None:
         assert alone[0] == together[i], "neighbours changed the text"
 
 
-def self_draft_is_accepted(models: Path) -> None:
+def text_beside_silent_slots(models: Path) -> None:
+    """A request may be given the pages of a slot that fell silent, which must leave them alone.
+
+    Two end in the same round; the third takes the first one's slot and, being long, the pages of both.
+    """
+    prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[2] * 54]
+    params = [SamplingParams(max_tokens=6), SamplingParams(max_tokens=6), SAMPLED[0]]
+    for draft in ("off", "shallow"):
+        alone, _ = generate(models, params[2:], draft, prompts[2:], slots=2, ctx=1024)
+        together, _ = generate(models, params, draft, prompts, slots=2, ctx=1024)
+        assert alone[0] == together[2], f"{draft}: a silent slot changed the text"
+
+
+def self_draft_is_accepted(models: Path, tokens: int = 24, least: int = 13, **options: Any) -> None:
     """A drafter that is the target itself, sharing its noise, is never rejected."""
-    _, counters = generate(models, GREEDY[:2] + SAMPLED[:2], "target")
+    params = _four(max_tokens=tokens)[:2] + _four(max_tokens=tokens, temperature=0.9)[:2]
+    _, counters = generate(models, params, "target", **options)
     for metrics in counters:
-        assert metrics.draft_n == metrics.draft_n_accepted > 12, "a right draft was rejected"
+        assert metrics.draft_n == metrics.draft_n_accepted >= least, "a right draft was rejected"
+
+
+PAUSES = (4, 0, 4, 4, 0, 0, 3, *[0] * 18, 2, 4)
+"""Short ones, and one that is longer than what is caught up in one pass."""
+
+
+def lookup_is_the_definition(models: Path) -> None:
+    """Prompt lookup drafts what followed the suffix in each request's own text."""
+    records: list[RoundRecord] = []
+    params = GREEDY[:2] + MIXED[:2]
+    texts, _ = generate(models, params, "ngram", trace=records.append, draft_max=4)
+    for record in records:
+        i = int(record.request)
+        text, room = PROMPTS[i] + texts[i], len(PROMPTS[i]) + 24 - record.position - 1
+        found = search(text[: record.position], 4, 1, 8)[:room] if record.round else []
+        assert record.draft == found, "other drafts than the definition's"
+    assert sum(len(record.draft) for record in records) > 20
 
 
 BIASED = SamplingParams(temperature=1.0, logit_bias=((0, 1.5), (2, -1.0)))
@@ -128,250 +182,167 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "law of stops over rounds": lambda _: check_law(Case((1, 1), STOPPING), "random"),
     "law of limits": lambda _: check_law(Case((3,), LIMITED), "equal"),
     "law of odd drafts": lambda _: check_law(Case((2,), odd_drafts=True), "equal"),
+    "law of a head": lambda _: check_law(Case((2,), PLAIN, head=True), "random"),
+    "law of a head, truncation": lambda _: check_law(Case((2,), TRUNCATION, head=True), "random"),
+    "law of a head, penalties": lambda _: check_law(Case((2,), PENALTIES, head=True), "random"),
+    "law of a head, min_tokens": lambda _: check_law(Case((2,), MIN_TOKENS, head=True), "random"),
+    "law of a head, bias": lambda _: check_law(Case((2,), BIASED, head=True), "random"),
+    "emissions of failures": lambda _: check_emissions(Case((2,), STOPS_AND_LIMIT, 2, masked=True)),
     "text, greedy": lambda m: same_text(m, GREEDY, "target", "stranger"),
     "text, sampled": lambda m: same_text(m, SAMPLED, "target", "shallow"),
     "text, mixed": lambda m: same_text(m, MIXED, "target", "shallow"),
     "text, n-gram": lambda m: same_text(m, GREEDY[:2] + MIXED[:2], "ngram"),
     "text, late reading": lambda m: same_text(m, MIXED, "shallow", lag=2, adaptive=True, slots=2),
+    "text, pauses": lambda m: same_text(m, MIXED, "shallow", "ngram", lag=1, lengths=PAUSES),
     "text of a batch": text_of_batch,
+    "text beside silent slots": text_beside_silent_slots,
     "self-draft": self_draft_is_accepted,
+    "self-draft with pauses": lambda m: self_draft_is_accepted(m, 100, 20, lengths=PAUSES),
+    "self-draft to its context's end": lambda m: self_draft_is_accepted(m, 24, 7, draft_ctx=20),
+    "drafts of prompt lookup": lookup_is_the_definition,
 }
 
 
 # -- the faults --------------------------------------------------------------------------------------
 
-Patch = pytest.MonkeyPatch
-Mutation = Callable[[Patch], None]
-
-
-def _verify(rule: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Mutation:
-    """Another rule of acceptance: (draft, sampled, which drafts are real) to accepted."""
-
-    def verify(draft: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:
-        return rule(draft, sampled, torch.arange(draft.shape[1]) < num_drafts.unsqueeze(-1))
-
-    return lambda patch: patch.setattr("spd.runtime.round.coupled_verify", verify)
-
-
-def _leading(flags: Tensor) -> Tensor:
-    return flags.long().cumprod(dim=-1).sum(dim=-1)
-
-
-def _one_more(draft: Tensor, sampled: Tensor, real: Tensor) -> Tensor:
-    return torch.minimum(_leading((draft == sampled[:, :-1]) & real) + 1, real.sum(dim=-1))
-
-
-def _first_is_free(draft: Tensor, sampled: Tensor, real: Tensor) -> Tensor:
-    first = torch.arange(draft.shape[1]) == 0
-    return _leading(((draft == sampled[:, :-1]) | first) & real)
-
-
-def _before_commit(change: Callable[[RoundState, Tensor, Tensor], None]) -> Mutation:
-    """Change the samples (in place) before they are committed."""
-
-    def apply(patch: Patch) -> None:
-        commit = Round._commit
-
-        def changed(self: Round, sampled: Tensor, accepted: Tensor, finite: Tensor) -> Any:
-            sampled = sampled.clone()
-            change(self.state, sampled, accepted)
-            return commit(self, sampled, accepted, finite)
-
-        patch.setattr(Round, "_commit", changed)
-
-    return apply
-
-
-def _draft_not_recovered(state: RoundState, sampled: Tensor, accepted: Tensor) -> None:
-    rejected, row = accepted < state.num_drafts, accepted.unsqueeze(-1)
-    draft = torch.cat((state.draft[:, : sampled.shape[1] - 1], sampled[:, -1:]), dim=1)
-    sampled.scatter_(1, row, torch.where(rejected[:, None], draft.gather(1, row), sampled.gather(1, row)))
-
-
-def _bonus_of_row_before(state: RoundState, sampled: Tensor, accepted: Tensor) -> None:
-    k = sampled.shape[1] - 1
-    if k:
-        sampled[:, k] = torch.where(accepted == k, sampled[:, k - 1], sampled[:, k])
-
-
-def _silent_slots_speak(state: RoundState, sampled: Tensor, accepted: Tensor) -> None:
-    state.active.fill_(True)
-
-
-def _rejected_draft_stays(patch: Patch) -> None:
-    commit = Round._commit
-
-    def changed(self: Round, sampled: Tensor, accepted: Tensor, finite: Tensor) -> Any:
-        state, k = self.state, sampled.shape[1] - 1
-        result = commit(self, sampled, accepted, finite)
-        if k:
-            extra = (accepted < torch.minimum(state.num_drafts, torch.tensor(k))).long()
-            at = accepted.clamp(max=k - 1).unsqueeze(-1)
-            state.tokens.scatter_(1, state.length.unsqueeze(-1), state.draft.gather(1, at))
-            state.length += extra
-        return result
-
-    patch.setattr(Round, "_commit", changed)
-
-
-def _limit_is_not_seen(patch: Patch) -> None:
-    usable = Round._usable_drafts
-    patch.setattr(
-        Round, "_usable_drafts", lambda self, k: (usable(self, k)[0], self.state.num_drafts.clamp(0, k))
-    )
-
-
-def _unknown_ids_are_fed(patch: Patch) -> None:
-    usable = Round._usable_drafts
-    patch.setattr(
-        Round, "_usable_drafts", lambda self, k: (self.state.draft[:, :k].clone(), usable(self, k)[1])
-    )
-
-
-def _stops_in_last_row_only(patch: Patch) -> None:
-    is_stop = RoundState.is_stop
-
-    def changed(self: RoundState, tokens: Tensor) -> Tensor:
-        flags = is_stop(self, tokens)
-        flags[:, :-1] = False
-        return flags
-
-    patch.setattr(RoundState, "is_stop", changed)
-
-
-def _first_row_only(**step: bool) -> Mutation:
-    """A step of the processing that verify rows do not get."""
-
-    def apply(patch: Patch) -> None:
-        process = Sampler.process
-
-        def changed(self: Sampler, logits: Tensor, draft: Tensor, needs: Any) -> Tensor:
-            cheap = process(self, logits, draft, dataclasses.replace(needs, **step))
-            return torch.cat((process(self, logits, draft, needs)[:, :1], cheap[:, 1:]), dim=1)
-
-        patch.setattr(Sampler, "process", changed)
-
-    return apply
-
-
-def _noise(key: Callable[[Tensor], Tensor]) -> Mutation:
-    """The target's noise at other positions than the tokens' own."""
-
-    def apply(patch: Patch) -> None:
-        draw = Sampler.draw
-        patch.setattr(Sampler, "draw", lambda s, p, positions, needs: draw(s, p, key(positions), needs))
-
-    return apply
-
-
-def _seed_of_slot(patch: Patch) -> None:
-    admit = Sampler.admit
-
-    def changed(self: Sampler, slot: int, params: SamplingParams, prompt: Tensor) -> None:
-        admit(self, slot, params, prompt)
-        self.seed[slot] = slot
-
-    patch.setattr(Sampler, "admit", changed)
-
-
-def _counts(rows: Callable[[Tensor, Tensor], Tensor]) -> Mutation:
-    return lambda patch: patch.setattr("spd.kernels.sampling.count_rows", rows)
-
-
-def _without_drafts(generated: Tensor, draft: Tensor) -> Tensor:
-    return generated.unsqueeze(1).repeat(1, draft.shape[1] + 1, 1)
-
-
-def _one_draft_too_many(generated: Tensor, draft: Tensor) -> Tensor:
-    counts = _without_drafts(generated, draft)
-    for i in range(draft.shape[1]):
-        ones = counts.new_ones(len(draft), draft.shape[1] + 1 - i, 1)
-        counts[:, i:].scatter_add_(2, draft[:, i, None, None].expand_as(ones).contiguous(), ones)
-    return counts
-
-
-def _commit_counts(change: Callable[[Tensor], Tensor]) -> Mutation:
-    def apply(patch: Patch) -> None:
-        commit = TokenCounts.commit
-        patch.setattr(TokenCounts, "commit", lambda s, tokens, kept: commit(s, tokens, change(kept)))
-
-    return apply
-
-
-def _hide(early: Callable[[Tensor], Tensor]) -> Mutation:
-    """The mask of min_tokens, with row i taken for row early(i)."""
-
-    def hide(logits: Tensor, tensors: SamplingTensors) -> Tensor:
-        rows = early(torch.arange(logits.shape[1]))
-        hidden = (torch.arange(logits.shape[2])[:, None] == tensors.stop_ids.unsqueeze(1)).any(dim=-1)
-        masked = tensors.length.unsqueeze(-1) + rows < tensors.min_length.unsqueeze(-1)
-        return logits.masked_fill(masked.unsqueeze(-1) & hidden.unsqueeze(1), float("-inf"))
-
-    return lambda patch: patch.setattr("spd.kernels.sampling.hide_stops", hide)
-
-
-def _kv_one_off(patch: Patch) -> None:
-    slots = ModelRunner._kv_slots
-
-    def changed(self: ModelRunner, page_table: Tensor, positions: Tensor, valid: Tensor) -> Tensor:
-        # Rows after a window's first, beyond every prompt: plain decoding has none.
-        later = (torch.arange(positions.shape[1]) > 0) & (positions >= 16)
-        return slots(self, page_table, positions + later.long(), valid)
-
-    patch.setattr(ModelRunner, "_kv_slots", changed)
-
-
-def _short_draft_window(patch: Patch) -> None:
-    window = DraftModelProposer._committed_window
-    patch.setattr(DraftModelProposer, "_committed_window", lambda self, width: window(self, width - 1))
-
-
-def _draft_noise_off(patch: Patch) -> None:
-    draw = Sampler.draw_draft
-    patch.setattr(Sampler, "draw_draft", lambda s, logits, at, needs: draw(s, logits, at + 1, needs))
-
-
-def _occupants_look_alike(patch: Patch) -> None:
-    patch.setattr(Scheduler, "next_epoch", lambda self: 1)
-
-
-MUTANTS: dict[str, tuple[Mutation, str]] = {
-    "accepted drafts are summed": (_verify(lambda d, s, real: ((d == s[:, :-1]) & real).sum(dim=-1)), "law"),
-    "num_drafts is ignored": (_verify(lambda d, s, real: _leading(d == s[:, :-1])), "law"),
-    "drafts are compared with the next row": (
-        _verify(lambda d, s, real: _leading((d == s[:, 1:]) & real)),
+MUTANTS: dict[str, tuple[fault.Mutation, str]] = {
+    "accepted drafts are summed": (
+        fault.verify(lambda d, s, real: ((d == s[:, :-1]) & real).sum(dim=-1)),
         "law",
     ),
-    "one draft more is accepted": (_verify(_one_more), "law"),
-    "the first draft is always accepted": (_verify(_first_is_free), "law"),
-    "the draft is emitted for the recovered token": (_before_commit(_draft_not_recovered), "law"),
-    "the bonus token comes from row k - 1": (_before_commit(_bonus_of_row_before), "law"),
-    "a rejected draft stays": (_rejected_draft_stays, "law"),
-    "silent slots commit": (_before_commit(_silent_slots_speak), "law of stops over rounds"),
-    "stop ids do not cut the accepted run": (_stops_in_last_row_only, "law of stops"),
-    "the length limit does not cut": (_limit_is_not_seen, "law of limits"),
-    "unknown ids are fed": (_unknown_ids_are_fed, "law of odd drafts"),
-    "temperature for the first row only": (_first_row_only(noise=False), "law of temperature"),
-    "truncation for the first row only": (_first_row_only(truncation=False), "law of truncation"),
-    "bias for the first row only": (_first_row_only(bias=False), "law of bias"),
-    "penalties do not see the drafts": (_counts(_without_drafts), "law of penalties"),
-    "penalties see one draft too many": (_counts(_one_draft_too_many), "law of penalties"),
-    "committed tokens are not counted": (_commit_counts(torch.zeros_like), "law of penalties over rounds"),
-    "rejected samples are counted": (_commit_counts(torch.ones_like), "law of penalties over rounds"),
-    "min_tokens treats every row as the first": (_hide(torch.zeros_like), "law of min_tokens"),
-    "min_tokens is one row late": (_hide(lambda rows: (rows - 1).clamp(min=0)), "law of min_tokens"),
-    "min_tokens is one row early": (_hide(lambda rows: rows + (rows > 0)), "law of min_tokens"),
-    "noise by row": (_noise(lambda at: torch.arange(at.shape[1]).expand_as(at)), "text, sampled"),
-    "noise one position off when k > 0": (_noise(lambda at: at + (at.shape[1] > 1)), "text, sampled"),
-    "noise by slot": (_seed_of_slot, "text of a batch"),
-    "keys and values one position off": (_kv_one_off, "text, greedy"),
-    "rounds of a slot's last occupant are read": (_occupants_look_alike, "text, late reading"),
-    "the draft model misses the token before the last": (_short_draft_window, "self-draft"),
-    "the drafter draws with the next position's noise": (_draft_noise_off, "self-draft"),
+    "num_drafts is ignored": (fault.verify(lambda d, s, real: fault.leading(d == s[:, :-1])), "law"),
+    "drafts are compared with the next row": (
+        fault.verify(lambda d, s, real: fault.leading((d == s[:, 1:]) & real)),
+        "law",
+    ),
+    "one draft more is accepted": (fault.verify(fault.one_more), "law"),
+    "the first draft is always accepted": (fault.verify(fault.first_is_free), "law"),
+    "the draft is emitted for the recovered token": (
+        fault.operation("round_commit", fault.draft_not_recovered),
+        "law",
+    ),
+    "the bonus token comes from row k - 1": (
+        fault.operation("round_commit", fault.bonus_of_row_before),
+        "law",
+    ),
+    "a rejected draft stays": (fault.operation("round_commit", after=fault.rejected_draft_stays), "law"),
+    "silent slots commit": (
+        fault.operation("round_commit", fault.silent_slots_speak),
+        "law of stops over rounds",
+    ),
+    "stop ids do not cut the accepted run": (fault.stops_in_last_row_only, "law of stops"),
+    "a row that is not finite is kept": (
+        fault.operation("round_commit", lambda a: {"finite": torch.ones_like(a.finite)}),
+        "emissions of failures",
+    ),
+    "a stop id is kept though its row is not finite": (
+        fault.operation("round_commit", fault.stops_are_finite),
+        "emissions of failures",
+    ),
+    "the length limit does not cut": (
+        fault.operation("round_window", lambda a: {"length_limit": a.length_limit + 9}),
+        "law of limits",
+    ),
+    "unknown ids are fed": (
+        fault.operation("round_window", after=fault.unknown_ids_are_fed),
+        "law of odd drafts",
+    ),
+    "the window begins with the token before the last": (
+        fault.operation("round_window", after=fault.begins_one_early),
+        "law",
+    ),
+    "rows of silent slots are kept": (
+        fault.operation("round_window", after=fault.kept_whatever_they_are),
+        "text beside silent slots",
+    ),
+    "rows go to the neighbour's pages": (
+        fault.operation("round_window", lambda a: {"page_table": a.page_table.roll(1, 0)}),
+        "law",
+    ),
+    "temperature for the first row only": (fault.first_row_only(noise=False), "law of temperature"),
+    "truncation for the first row only": (fault.first_row_only(truncation=False), "law of truncation"),
+    "bias for the first row only": (fault.first_row_only(bias=False), "law of bias"),
+    "penalties do not see the drafts": (fault.counts(fault.without_drafts), "law of penalties"),
+    "penalties see one draft too many": (fault.counts(fault.one_draft_too_many), "law of penalties"),
+    "committed tokens are not counted": (
+        fault.operation("round_commit", lambda a: {"generated": None}),
+        "law of penalties over rounds",
+    ),
+    "rejected samples are counted": (
+        fault.operation("round_commit", lambda a: {"generated": None}, fault.rejected_samples_are_counted),
+        "law of penalties over rounds",
+    ),
+    "min_tokens treats every row as the first": (fault.hide(torch.zeros_like), "law of min_tokens"),
+    "min_tokens is one row late": (fault.hide(lambda rows: (rows - 1).clamp(min=0)), "law of min_tokens"),
+    "min_tokens is one row early": (fault.hide(lambda rows: rows + (rows > 0)), "law of min_tokens"),
+    "a drawing head draws what is truncated": (fault.head(truncation=False), "law of a head, truncation"),
+    "a drawing head draws what is penalised": (fault.head(penalties=False), "law of a head, penalties"),
+    "a drawing head draws what min_tokens hides": (fault.head(min_length=False), "law of a head, min_tokens"),
+    "a drawing head draws what is biased": (fault.head(bias=False), "law of a head, bias"),
+    "a drawing head is one position late": (fault.head(late=1), "law of a head"),
+    "noise by row": (fault.noise(lambda at: torch.arange(at.shape[1]).expand_as(at)), "text, sampled"),
+    "noise one position off when k > 0": (fault.noise(lambda at: at + (at.shape[1] > 1)), "text, sampled"),
+    "noise by slot": (fault.seed_of_slot, "text of a batch"),
+    "keys and values one position off": (fault.kv_one_off, "text, greedy"),
+    "rounds of a slot's last occupant are read": (fault.occupants_look_alike, "text, late reading"),
+    "samples are read right behind the drafts": (
+        lambda patch: patch.setattr("spd.runtime.round_queue.read_emission", fault.read_behind_the_drafts),
+        "text, greedy",
+    ),
+    "a round is overwritten before it is read": (fault.ring_of_one, "text, late reading"),
+    "a round is told in the next one's row": (
+        fault.operation("round_commit", lambda a: {"counter": a.counter + 1}),
+        "law of two rounds",
+    ),
+    "the ring stands still": (
+        fault.operation("mark_time", lambda a: {"advance": False}),
+        "law of two rounds",
+    ),
+    "the draft model misses the token before the last": (
+        fault.operation("committed_window", lambda a: {"width": max(1, a.width - 1)}),
+        "self-draft",
+    ),
+    "the drafter draws with the next position's noise": (fault.draft_noise_off, "self-draft"),
+    "the drafter draws without the temperature": (
+        lambda patch: patch.setattr("spd.runtime.sampler.scale", lambda logits, temperature: logits),
+        "self-draft",
+    ),
+    "drafts are written one column late": (
+        fault.operation("draft_step", after=fault.drafts_one_column_late),
+        "self-draft",
+    ),
+    "a draft's keys are kept one position off": (
+        fault.operation("draft_step", after=fault.draft_kv_one_off),
+        "self-draft",
+    ),
+    "drafts go on behind the draft's context": (
+        fault.together(
+            fault.operation("draft_step", lambda a: {"draft_limit": a.draft_limit + 99}),
+            fault.operation("committed_window", lambda a: {"draft_limit": a.draft_limit + 99}),
+        ),
+        "self-draft to its context's end",
+    ),
+    "pauses are not counted": (fault.pauses_are_not_counted, "self-draft with pauses"),
+    "a pause is counted from its second round on": (fault.pauses_begin_late, "self-draft with pauses"),
+    "pauses are not caught up": (fault.catch_up(lambda rounds: None), "self-draft with pauses"),
+    "a pause's first token is not caught up": (fault.catch_up(lambda r: r - 1), "self-draft with pauses"),
+    "a long pause is not caught up": (
+        fault.catch_up(lambda rounds: rounds if rounds < CATCH_UP else None),
+        "self-draft with pauses",
+    ),
+    "prompt lookup proposes one token further on": (
+        fault.operation("ngram_lookup", after=fault.one_further),
+        "drafts of prompt lookup",
+    ),
+    "prompt lookup misses the last token": (
+        fault.operation("ngram_lookup", lambda a: {"length": a.length - 1}),
+        "drafts of prompt lookup",
+    ),
 }
 
 WORDS_OF_A_CATCH = (
-    "the law differs|do not add up|^lengths|^reasons|silent slot|was fed|changed the text|rejected"
+    "the law differs|do not add up|^lengths|^reasons|silent slot|was fed|was kept|changed the text|rejected"
+    "|is told|the ring's row|noise positions|other drafts|did not end"
 )
 
 

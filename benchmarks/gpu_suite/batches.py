@@ -1,0 +1,192 @@
+"""Probe: plain, speculative and adaptive decoding of several requests at once, at the 8B shape.
+
+The three engines live side by side and take turns at spans of equally many tokens, so that clocks, heat
+and contexts are the same for all; what is reported are ratios within a turn, with an interval for their
+median. Acceptance is imposed; a span's tokens are counted as its rounds commit on average, since the
+luck of a few draws would drown what is measured.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_suite.bandwidth import measure_read
+from benchmarks.gpu_suite.end_to_end import READ_GIB, config_of
+from benchmarks.gpu_suite.graph_timer import free_memory
+from benchmarks.gpu_suite.round_times import GREEDY, Recorder, Span, random_prompt, run_span, start
+from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_8B, Shape, round_bytes
+from benchmarks.gpu_suite.speculation import (
+    REFERENCE_K,
+    REFERENCE_LENGTH,
+    acceptance_rate,
+    mean_length,
+)
+from benchmarks.statistics import median_interval, paired_ratio
+from spd.runtime import Engine
+
+K = REFERENCE_K
+POOR_LENGTH = 1.2
+"""Tokens a round of a drafter that is nearly always wrong: speculation must step aside."""
+CASES = (
+    *((slots, REFERENCE_LENGTH, ("plain", "fixed", "auto")) for slots in (1, 16, 100, 4, 64)),
+    *((slots, POOR_LENGTH, ("plain", "auto")) for slots in (1, 16)),
+)
+TURNS, FEWEST_TURNS, SECONDS_A_CASE = 30, 10, 9.0
+SPAN_TOKENS = 20
+PROMPT, WARM, CONTEXT = 128, 12, 960
+
+
+@dataclass
+class Runner:
+    """One engine with its requests running, and what its spans gave."""
+
+    engine: Engine
+    recorder: Recorder
+    slots: int
+    rate: float
+    rates: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def turn(self) -> None:
+        """Run one span and note its tokens a second, as its rounds commit on average."""
+        span = run_span(self.engine, self.recorder, tokens=SPAN_TOKENS * self.slots)
+        expected = sum(mean_length(self.rate, one.k) for one in span.records) / len(span.records)
+        self.rates.append(self.slots * expected * span.rounds / span.seconds)
+        self.spans.append(span)
+
+    def describe(self) -> dict[str, Any]:
+        """Wall time of a round, tokens a second as counted and as expected, and the chosen k."""
+        rounds, seconds = (sum(getattr(s, name) for s in self.spans) for name in ("rounds", "seconds"))
+        tokens = sum(span.tokens for span in self.spans)
+        chosen = Counter(one.k for span in self.spans for one in span.records)
+        return {
+            "round_us": 1e6 * seconds / rounds,
+            "tokens_a_second": tokens / seconds,
+            "expected_tokens_a_second": paired_ratio(self.rates, [1.0] * len(self.rates)).median,
+            "rounds_at_k": {str(k): chosen[k] for k in sorted(chosen)},
+        }
+
+
+def ratio(runners: dict[str, Runner], over: str, under: str) -> dict[str, Any]:
+    """The ratio of two runners' tokens a second within a turn: median, interval, number of turns."""
+    ratios = paired_ratio(runners[over].rates, runners[under].rates)
+    return {
+        "median": ratios.median,
+        "interval_95": median_interval(ratios.values),
+        "turns": len(ratios.values),
+    }
+
+
+class ScriptedLengths:
+    """Draft lengths in a given order, in place of the engine's own choice; learns nothing."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.left = list(lengths)
+
+    def choose(self) -> int:
+        """The next one."""
+        return self.left.pop(0)
+
+    def observe(self, *given: Any) -> None:
+        """Nothing to learn."""
+
+    def observe_cost(self, *given: Any) -> None:
+        """Nothing to learn."""
+
+
+def every_pair(values: Sequence[int]) -> list[int]:
+    """The shortest sequence in which every value is followed by every value (de Bruijn, order 2)."""
+    found: list[int] = []
+    for index, value in enumerate(values):
+        found.append(value)
+        for other in values[index + 1 :]:
+            found += [value, other]
+    return [*found, *values[:1]]
+
+
+def capture_every_length(engine: Engine) -> None:
+    """Run one round of every shape that adapting may ask for, so that none is captured while it is timed."""
+    chosen, lengths = engine._draft_length, every_pair(engine.plan.draft_tiers)
+    engine._draft_length = ScriptedLengths(lengths)
+    for _ in lengths:
+        engine.step()
+    engine._draft_length = chosen
+
+
+def build(
+    parent: Path, target: Shape, draft: Shape, kind: str, slots: int, length: float, **rest: Any
+) -> Runner:
+    """An engine of one kind ("plain", "fixed", "auto") with all slots running and its graphs captured."""
+    wishes = {"slots": slots, "ctx": CONTEXT, **rest}
+    if kind == "plain":
+        config = config_of(parent, target, **wishes)
+    else:
+        config = config_of(parent, target, draft, K, length, adaptive=kind == "auto", **wishes)
+    engine = Engine(config)
+    prompts = [random_prompt(PROMPT, target.vocab, seed) for seed in range(slots)]
+    start(engine, prompts, GREEDY, 2)
+    if kind == "auto":
+        capture_every_length(engine)
+    for _ in range(WARM):
+        engine.step()
+    return Runner(engine, Recorder.of(engine), slots, acceptance_rate(length, K))
+
+
+def compare_kinds(
+    parent: Path, target: Shape, draft: Shape, slots: int, length: float, kinds: Sequence[str], **rest: Any
+) -> dict[str, Any]:
+    """Let the kinds take turns; their descriptions and ratios."""
+    free_memory()
+    runners: dict[str, Runner] = {}
+    try:
+        for kind in kinds:
+            runners[kind] = build(parent, target, draft, kind, slots, length, **rest)
+        began = time.perf_counter()
+        for turn in range(TURNS):
+            if turn >= FEWEST_TURNS and time.perf_counter() - began > SECONDS_A_CASE:
+                break
+            # Whoever comes first in a turn changes, so that none always follows the same one.
+            order = list(runners.values())
+            for runner in order[turn % len(order) :] + order[: turn % len(order)]:
+                runner.turn()
+        found: dict[str, Any] = {kind: runner.describe() for kind, runner in runners.items()}
+        pairs = [(a, b) for a, b in (("auto", "plain"), ("auto", "fixed"), ("fixed", "plain"))]
+        for over, under in pairs:
+            if over in runners and under in runners:
+                found[f"{over}_over_{under}"] = ratio(runners, over, under)
+        return found
+    finally:
+        for runner in runners.values():
+            runner.engine.close()
+
+
+def run(
+    target: Shape = QWEN3_8B,
+    draft: Shape = EAGLE_SIZE,
+    cases: Sequence[tuple[int, float, Sequence[str]]] = CASES,
+    read_rate: float | None = None,
+    **rest: Any,
+) -> Iterator[dict[str, Any]]:
+    """Every number of slots at the reference acceptance, then a poor drafter; yields after each."""
+    rate = read_rate or float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
+    found: dict[str, Any] = {}
+    report = {"read_bytes_per_second": rate, "k": K, "cases": found}
+    with tempfile.TemporaryDirectory() as place:
+        for slots, length, kinds in cases:
+            name, began = f"{slots} slots, length {length}", time.perf_counter()
+            try:
+                case = compare_kinds(Path(place), target, draft, slots, length, kinds, **rest)
+                context = PROMPT + WARM + SPAN_TOKENS * case["auto_over_plain"]["turns"] // 2
+                floor_us = 1e6 * round_bytes(target, None, [context] * slots, 0) / rate
+                case["plain"]["share_of_floor"] = floor_us / case["plain"]["round_us"]
+                found[name] = case
+            except Exception as error:
+                found[name] = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+            found[name]["seconds"] = round(time.perf_counter() - began, 1)
+            yield report

@@ -1,0 +1,146 @@
+# mypy: disable-error-code="no-untyped-call"
+"""A peer of our own making: one decode step over static tensors, compiled whole by torch.
+
+What a good torch user writes in a hundred lines (in the manner of gpt-fast): fused projections, a static
+cache indexed by a position held on the device, `torch.compile` with CUDA graphs, greedy choice.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.gpu_suite.shapes import Shape
+
+EPSILON = 1e-6
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """Root-mean-square norm in float32."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)).to(x.dtype) * weight
+
+
+class Block(nn.Module):
+    """One layer: attention over a static cache, then the gated MLP."""
+
+    qkv: Tensor
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+    first: Tensor
+    second: Tensor
+    query_norm: Tensor
+    key_norm: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, shape: Shape, positions: int) -> None:
+        super().__init__()
+        self.shape = shape
+        for name, (n, k) in shape.weights().items():
+            if name != "head":
+                self.register_parameter(name, nn.Parameter(torch.randn(n, k) * k**-0.5))
+        for name, size in (("first", shape.hidden), ("second", shape.hidden)):
+            self.register_parameter(name, nn.Parameter(torch.ones(size)))
+        for name in ("query_norm", "key_norm"):
+            self.register_parameter(name, nn.Parameter(torch.ones(shape.head_dim)))
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.zeros(1, shape.kv_heads, positions, shape.head_dim))
+
+    def forward(self, x: Tensor, where: Tensor, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [T, hidden] at positions where [T]; mask bool [T, positions]; cos and sin [T, head_dim]."""
+        s, rows = self.shape, x.shape[0]
+        qkv = F.linear(rms_norm(x, self.first), self.qkv).view(rows, -1, s.head_dim)
+        query, key, value = qkv.split((s.heads, s.kv_heads, s.kv_heads), dim=1)
+        query, key = rms_norm(query, self.query_norm), rms_norm(key, self.key_norm)
+        query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        self.keys.index_copy_(2, where, key.transpose(0, 1)[None])
+        self.values.index_copy_(2, where, value.transpose(0, 1)[None])
+        # A group's queries as rows of their KV head: no key is repeated for them.
+        folded = (
+            query.view(rows, s.kv_heads, -1, s.head_dim)
+            .transpose(0, 1)
+            .reshape(1, s.kv_heads, -1, s.head_dim)
+        )
+        seen = mask[:, None].expand(-1, s.heads // s.kv_heads, -1).reshape(-1, mask.shape[1])
+        mixed = F.scaled_dot_product_attention(folded, self.keys, self.values, attn_mask=seen[None, None])
+        mixed = mixed.view(s.kv_heads, rows, -1).transpose(0, 1).reshape(rows, -1)
+        x = x + F.linear(mixed, self.out)
+        gate, up = F.linear(rms_norm(x, self.second), self.gate_up).chunk(2, dim=-1)
+        return x + F.linear(F.silu(gate) * up, self.down)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]
+
+
+class Loop(nn.Module):
+    """The model and its step; made under `torch.device` and a default type, with random weights."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor
+
+    def __init__(self, shape: Shape, positions: int, theta: float = 1e6) -> None:
+        super().__init__()
+        self.positions = positions
+        self.embedding = nn.Parameter(torch.randn(shape.vocab, shape.hidden))
+        self.head = nn.Parameter(torch.randn(shape.vocab, shape.hidden) * shape.hidden**-0.5)
+        if shape.tied:
+            self.head = self.embedding
+        self.norm = nn.Parameter(torch.ones(shape.hidden))
+        self.layers = nn.ModuleList(Block(shape, positions) for _ in range(shape.layers))
+        kind = self.embedding.dtype
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        angles = torch.arange(positions, dtype=torch.float32)[:, None] * theta**-exponents
+        angles = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos", angles.cos().to(kind))
+        self.register_buffer("sin", angles.sin().to(kind))
+        self.register_buffer("mask", torch.ones(positions, positions, dtype=torch.bool).tril())
+
+    def forward(self, ids: Tensor, where: Tensor) -> Tensor:
+        """The likeliest token int64 [1] after the rows ids [T] at positions where [T]."""
+        x = self.embedding[ids]
+        mask, cos, sin = self.mask[where], self.cos[where], self.sin[where]
+        for layer in self.layers:
+            x = layer(x, where, mask, cos, sin)
+        logits = F.linear(rms_norm(x[-1:], self.norm), self.head)
+        return logits.float().argmax(dim=-1)
+
+
+class CompiledLoop:
+    """Generates with the compiled step; the prompt is read eagerly, as one batch of rows."""
+
+    def __init__(self, shape: Shape, positions: int, device: str, dtype: torch.dtype, compiled: bool) -> None:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                self.model = Loop(shape, positions).requires_grad_(False)
+        finally:
+            torch.set_default_dtype(default)
+        self.device = device
+        self.step = self.model.forward
+        if compiled:
+            from torch._inductor import config
+
+            config.coordinate_descent_tuning = True  # as gpt-fast does: slower to compile, faster to run
+            self.step = torch.compile(self.model, mode="reduce-overhead", fullgraph=True)
+
+    @torch.inference_mode()
+    def generate(self, prompt: list[int], tokens: int) -> list[int]:
+        """So many tokens, greedily; the host reads them once, at the end."""
+        ids = torch.tensor(prompt, device=self.device)
+        where = torch.arange(len(prompt), device=self.device)
+        token = self.model(ids, where)
+        place = where[-1:] + 1
+        found = [token]
+        for _ in range(tokens - 1):
+            torch.compiler.cudagraph_mark_step_begin()
+            token = self.step(token, place).clone()
+            place = place + 1
+            found.append(token)
+        return [int(one) for one in torch.cat(found).tolist()]

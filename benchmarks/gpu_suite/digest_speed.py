@@ -1,0 +1,131 @@
+"""Lines for the probes that measure speed; see `digest`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+Result = Mapping[str, Any]
+
+
+def _warm_up(result: Result) -> list[str]:
+    slowest = max((one["seconds"] for one in result.values()), default=0.0)
+    failed = [f"{name}: {one.get('error') or one['errors']}" for name, one in result.items() if len(one) > 1]
+    return [f"{len(result)} tasks in {slowest} s", *failed]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _kernel_table(result: Result) -> list[str]:
+    lines = [result["columns"]]
+    for name, case in result["cases"].items():
+        if "error" in case:
+            lines.append(f"{name}: {case['error']}")
+            continue
+        rows = [
+            f"{size}: {_number(us, '.1f')} {_number(share, '.2f')} {_number(rival, '.1f')}"
+            for size, (us, share, rival) in case["rows"].items()
+        ]
+        ratios = ["8/1 " + " ".join(f"{r:.3f}" for r in case["8_over_1"])] if case.get("8_over_1") else []
+        lines.append(f"{name}: " + "; ".join(rows + ratios + case.get("notes", [])))
+    return lines
+
+
+def _rounds(name: str, one: Result) -> str:
+    """A plain setting's rounds in one line."""
+    if "error" in one:
+        return f"{name}: {one['error']}"
+    share = f", {one['share_of_floor']:.3f} of the byte floor" if "share_of_floor" in one else ""
+    median, tail = one["period_us"]
+    return (
+        f"{name} at {one['context']}: {one['wall_us']:.0f} us a round{share} (device {median:.0f}, "
+        f"p90 {tail:.0f}; idle {one['idle_us'][0]:.1f}, p90 {one['idle_us'][1]:.1f})"
+    )
+
+
+def _several(results: Result) -> Iterator[str]:
+    """The rounds in a mapping that may be an error as a whole."""
+    if "error" in results:
+        yield str(results["error"])
+    for name, one in results.items():
+        if isinstance(one, dict) and ("wall_us" in one or "error" in one):
+            yield _rounds(name, one)
+
+
+def _host_reads(one: Result) -> list[str]:
+    if "host_reads" not in one:
+        return []
+    reads = one["host_reads"]
+    return [f"host reads: {reads['syncs']} in {reads['rounds']} rounds {' '.join(reads['lines'])}".rstrip()]
+
+
+def _plain(result: Result) -> list[str]:
+    sampling = result.get("sampling", {})
+    lines = [f"read {result['read_bytes_per_second'] / 1e12:.2f} TB/s", *_several(result["models"])]
+    for part in (sampling, result.get("contexts", {})):
+        lines += _several(part)
+    return [*lines, *_host_reads(sampling)]
+
+
+def _draft(result: Result) -> list[str]:
+    lines = []
+    for name, pair in result["pairs"].items():
+        lines += [f"{name}: {pair['error']}"] if "error" in pair else []
+        lines += [f"{name} plain: {_rounds('', pair['plain'])}"] if "plain" in pair else []
+        for k, one in sorted(pair.get("k", {}).items()):
+            lines.append(
+                f"{name} k={k}: {one['error']}"
+                if "error" in one
+                else f"{name} k={k}: {one['wall_us']:.0f} us, {pair['acceptance']} {one['length']:.2f} "
+                f"(counted {one['tokens_a_round']:.2f}): {one['speedup']:.2f} x, "
+                f"{one['share_of_ceiling']:.3f} of the ceiling, efficiency {one['efficiency']:.3f}, "
+                f"verify/plain {one['verify_over_plain']:.3f}, idle {one['idle_us'][0]:.1f} us"
+            )
+        lines += [f"{name} {line}" for line in _host_reads(pair)]
+    return lines
+
+
+def _batches(result: Result) -> list[str]:
+    lines = []
+    for name, case in result["cases"].items():
+        if "error" in case:
+            lines.append(f"{name}: {case['error']}")
+            continue
+        parts = []
+        for key, one in case.items():
+            if "_over_" in key:
+                low, high = one["interval_95"] or (float("nan"), float("nan"))
+                parts.append(f"{key} {one['median']:.3f} ({low:.3f} to {high:.3f}, n={one['turns']})")
+            elif isinstance(one, dict):
+                parts.append(f"{key} {one['round_us']:.0f} us {one['expected_tokens_a_second']:.0f} tokens/s")
+        lines.append(f"{name}: " + "; ".join(parts))
+    return lines
+
+
+def _contest(result: Result) -> list[str]:
+    """Speeds and ratios of one interleaved run."""
+    speeds = [f"{name} {one['median']:.1f}" for name, one in result["tokens_a_second"].items()]
+    ratios = [
+        f"{name} = {one['median']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
+        for name, one in result["ratios"].items()
+    ]
+    errors = [f"{name}: {error}" for name, error in result["errors"].items()]
+    return ["tokens/s: " + ", ".join(speeds), *ratios, *errors]
+
+
+def _peers_eager(result: Result) -> list[str]:
+    return [line for contest in result.values() for line in _contest(contest)]
+
+
+RENDERERS: Mapping[str, Callable[[Result], list[str]]] = {
+    "warm_up": _warm_up,
+    "kernel_table": _kernel_table,
+    "plain": _plain,
+    "draft": _draft,
+    "batches": _batches,
+    "peers_eager": _peers_eager,
+    "peers_loop": _contest,
+    "peers_static": _contest,
+}

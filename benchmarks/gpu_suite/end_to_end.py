@@ -1,0 +1,234 @@
+"""Probes: whole rounds of models of published shapes, against what their bytes allow.
+
+`run_plain` decodes without speculation: shares of the byte floor, contexts, sampling, host reads.
+`run_draft` speculates with a draft model at every k, at imposed acceptance. Weights are random.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_suite.bandwidth import measure_read
+from benchmarks.gpu_suite.graph_timer import free_memory
+from benchmarks.gpu_suite.round_times import (
+    GREEDY,
+    Load,
+    Recorder,
+    count_syncs,
+    measure_load,
+    start,
+    stop,
+    with_engine,
+)
+from benchmarks.gpu_suite.shapes import (
+    EAGLE_SIZE,
+    LLAMA_8B,
+    QWEN3_06B,
+    QWEN3_4B,
+    QWEN3_8B,
+    QWEN3_17B,
+    QWEN3_32B,
+    Shape,
+    round_bytes,
+    write_folder,
+)
+from benchmarks.gpu_suite.speculation import REFERENCE_K, gain, reference_length
+from spd.runtime import Engine, EngineConfig, SamplingParams
+from spd.runtime.draft_length import DraftLength
+
+PLAIN_SHAPES = (QWEN3_8B, QWEN3_06B, QWEN3_17B, QWEN3_4B, LLAMA_8B, QWEN3_32B)
+PAIRS = ((QWEN3_8B, EAGLE_SIZE), (QWEN3_8B, QWEN3_06B), (QWEN3_4B, QWEN3_06B), (QWEN3_32B, QWEN3_17B))
+LENGTHS_OF_K = (4, 7, 1, 2, 3, 5, 6)
+"""Every k, those with a goal of their own first."""
+CONTEXTS = (1024, 8192, 32256)
+LOAD = Load()
+READ_GIB = 2.0
+FILTERED = SamplingParams(
+    temperature=0.8, top_k=50, top_p=0.95, repetition_penalty=1.1, ignore_eos=True, seed=7
+)
+WARM = SamplingParams(temperature=0.8, ignore_eos=True, seed=7)
+
+
+def config_of(
+    parent: Path,
+    target: Shape,
+    draft: Shape | None = None,
+    k: int = 0,
+    length: float | None = None,
+    **rest: Any,
+) -> EngineConfig:
+    """An engine on random weights at fixed k, with `length` tokens a round imposed where that is built."""
+    wishes: dict[str, Any] = {"spec": "off", "prefix_sharing": False, "load": "dummy"}
+    if draft is not None:
+        wishes |= {"spec": "draft", "draft_model": write_folder(draft, parent), "draft_max": k}
+        wishes["adaptive"] = False
+        if length is not None and "synthetic_acceptance" in {field.name for field in fields(EngineConfig)}:
+            wishes["synthetic_acceptance"] = length
+    return EngineConfig(model=write_folder(target, parent), **{**wishes, **rest})
+
+
+def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The work's answer with the seconds it took, or why there is none: one fault must not end the rest."""
+    began = time.perf_counter()
+    try:
+        found = work()
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+    free_memory()
+    return {**found, "seconds": round(time.perf_counter() - began, 2)}
+
+
+def floor_share(found: dict[str, Any], target: Shape, slots: int, read_rate: float) -> dict[str, Any]:
+    """The measured rounds with their byte floor and its share of the wall time, for plain decoding."""
+    floor_us = 1e6 * round_bytes(target, None, [found["context"]] * slots, 0) / read_rate
+    return {**found, "floor_us": floor_us, "share_of_floor": floor_us / found["wall_us"]}
+
+
+def plain_rounds(engine: Engine, target: Shape, load: Load, read_rate: float) -> dict[str, Any]:
+    """One load on a fresh engine."""
+    found = measure_load(engine, Recorder.of(engine), load, target.vocab)
+    return floor_share(found, target, load.slots, read_rate)
+
+
+def sweep_contexts(
+    engine: Engine, target: Shape, load: Load, contexts: Sequence[int], read_rate: float
+) -> dict[str, Any]:
+    """Several contexts in one engine, whose static tensors are as wide as the longest needs."""
+    recorder, found = Recorder.of(engine), {}
+    for context in contexts:
+        measured = measure_load(engine, recorder, replace(load, prompt=context), target.vocab)
+        found[str(context)] = floor_share(measured, target, 1, read_rate)
+    return found
+
+
+def host_reads(engine: Engine, rounds: int) -> dict[str, Any]:
+    """`count_syncs` among the steady rounds of one short request."""
+    start(engine, [tuple(range(64))], GREEDY, 8)
+    found = count_syncs(engine, rounds)
+    stop(engine, 1)
+    return found
+
+
+def sample_kinds(engine: Engine, target: Shape, load: Load) -> dict[str, Any]:
+    """What drawing costs a round beside greedy choice; and host reads among its rounds."""
+    recorder = Recorder.of(engine)
+    found: dict[str, Any] = {}
+    for name, params in (("greedy", GREEDY), ("noise", WARM), ("filtered", FILTERED)):
+        found[name] = measure_load(engine, recorder, replace(load, params=params), target.vocab)
+    found["host_reads"] = host_reads(engine, load.rounds)
+    return found
+
+
+def run_plain(
+    shapes: Sequence[Shape] = PLAIN_SHAPES,
+    load: Load = LOAD,
+    contexts: Sequence[int] = CONTEXTS,
+    read_rate: float | None = None,
+    **rest: Any,
+) -> Iterator[dict[str, Any]]:
+    """Shares of the byte floor at batch 1 for every shape; sampling and contexts at the first of them."""
+    rate = read_rate or float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
+    models: dict[str, Any] = {}
+    report: dict[str, Any] = {"read_bytes_per_second": rate, "models": models}
+    with tempfile.TemporaryDirectory() as place:
+
+        def on_engine(shape: Shape, ctx: int, work: Callable[[Engine], dict[str, Any]]) -> dict[str, Any]:
+            config = config_of(Path(place), shape, ctx=ctx, **rest)
+            return attempt(partial(with_engine, config, work))
+
+        for shape in shapes:
+            work = partial(plain_rounds, target=shape, load=load, read_rate=rate)
+            models[shape.name] = on_engine(shape, load.context(0), work)
+            yield report
+            if shape is shapes[0]:
+                few = replace(load, rounds=load.rounds // 2)
+                kinds = partial(sample_kinds, target=shape, load=few)
+                report["sampling"] = on_engine(shape, load.context(0), kinds)
+                yield report
+                sweep = partial(sweep_contexts, target=shape, load=few, contexts=contexts, read_rate=rate)
+                widest = replace(load, prompt=max(contexts)).context(0)
+                report["contexts"] = on_engine(shape, widest, sweep)
+                yield report
+
+
+def judge(
+    found: dict[str, Any], plain: dict[str, Any], target: Shape, draft: Shape, k: int, read_rate: float
+) -> dict[str, Any]:
+    """The measured rounds with their gain at the acceptance length that was to be imposed."""
+    length = reference_length(k)
+    plain_floor = round_bytes(target, None, [plain["context"]], 0) / read_rate
+    floor = round_bytes(target, draft, [found["context"]], k) / read_rate
+    judged = gain(length, 1e-6 * plain["wall_us"], 1e-6 * found["wall_us"], plain_floor, floor)
+    verified = found["verify_us"][0] / plain["verify_us"][0]
+    return {**found, "length": length, **asdict(judged), "verify_over_plain": verified}
+
+
+def fix_draft_length(engine: Engine, k: int) -> None:
+    """Let an engine draft k tokens from now on: loading the weights again for every k would take minutes.
+
+    Imposed acceptance stays right, for its rate is one and the same at every k.
+    """
+    engine._draft_length = DraftLength(k, False)
+
+
+def sweep_drafts(
+    config: EngineConfig, target: Shape, draft: Shape, plain: dict[str, Any], read_rate: float, load: Load
+) -> Iterator[dict[str, Any]]:
+    """One pair at every k, on one engine that may draft the most; yields what it has after each k."""
+    free_memory()
+    engine = Engine(config)
+    recorder = Recorder.of(engine)
+    imposed = getattr(engine.plan, "synthetic_acceptance", None)
+    by_k: dict[str, Any] = {}
+    found = {"plain": plain, "acceptance": "natural" if imposed is None else "imposed", "k": by_k}
+
+    def rounds_at(k: int) -> dict[str, Any]:
+        fix_draft_length(engine, k)
+        return judge(measure_load(engine, recorder, load, target.vocab), plain, target, draft, k, read_rate)
+
+    try:
+        for k in LENGTHS_OF_K:
+            by_k[str(k)] = attempt(partial(rounds_at, k))
+            if k == REFERENCE_K:
+                found["host_reads"] = host_reads(engine, load.rounds // 2)
+            yield found
+    finally:
+        engine.close()
+
+
+def run_draft(
+    pairs: Sequence[tuple[Shape, Shape]] = PAIRS,
+    load: Load = LOAD,
+    read_rate: float | None = None,
+    **rest: Any,
+) -> Iterator[dict[str, Any]]:
+    """Every pair of target and draft: plain rounds, then speculation at every k at imposed acceptance."""
+    rate = read_rate or float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
+    found: dict[str, Any] = {}
+    report: dict[str, Any] = {"read_bytes_per_second": rate, "pairs": found}
+    plains: dict[str, dict[str, Any]] = {}
+    most = max(LENGTHS_OF_K)
+    with tempfile.TemporaryDirectory() as place:
+        parent = Path(place)
+        for target, draft in pairs:
+            name = f"{draft.name} > {target.name}"
+            if target.name not in plains:
+                work = partial(plain_rounds, target=target, load=load, read_rate=rate)
+                config = config_of(parent, target, ctx=load.context(0), **rest)
+                plains[target.name] = attempt(partial(with_engine, config, work))
+            plain = plains[target.name]
+            wishes = {"ctx": load.context(most), **rest}
+            config = config_of(parent, target, draft, most, reference_length(most), **wishes)
+            try:
+                for pair in sweep_drafts(config, target, draft, plain, rate, load):
+                    found[name] = pair
+                    yield report
+            except Exception as error:
+                found[name] = {**found.get(name, {}), "error": f"{type(error).__name__}: {str(error)[:400]}"}
+                yield report

@@ -1,0 +1,204 @@
+"""The measured kernels of `spd.kernels` that make up a layer, in whichever form is handed in.
+
+A case builds operands as a round has them, times the operation at several sizes and returns
+{size: [microseconds, share of the read rate or None, microseconds of torch's counterpart or None]}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu_suite.graph_timer import Call, Timer
+from spd.kernels.dispatch import Kernels
+from spd.kernels.paged_attention import AttentionHeads
+from spd.runtime.layers.linear import SkinnyLinear, share_workspace
+
+PAGE = 64
+EPSILON = 1e-6
+Row = list[float | None]
+Rows = dict[str, Row]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a case needs: the kernels, the timer, the type of weights, bytes a second that can be read."""
+
+    kernels: Kernels
+    timer: Timer
+    dtype: torch.dtype
+    read_rate: float
+    notes: list[str] = field(default_factory=list)
+    """Why a counterpart has no time."""
+
+    def row(self, calls: Sequence[Call], nbytes: int | None, rival: Sequence[Call] | None = None) -> Row:
+        """One line: time, share of the read rate for `nbytes` read by a call, time of the rival."""
+        us = self.timer.microseconds(calls)
+        share = 1e6 * nbytes / self.read_rate / us if nbytes and us else None
+        return [us, share, self._rival(rival)]
+
+    def _rival(self, calls: Sequence[Call] | None) -> float | None:
+        try:
+            return None if calls is None else self.timer.microseconds(calls)
+        except Exception as error:  # a counterpart's fault must not hide the kernel's own time
+            self.notes.append(f"{type(error).__name__}: {str(error)[:200]}")
+            return None
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Random values: zeros move faster than data does."""
+        return torch.randn(*shape, dtype=self.dtype, device=self.timer.device).mul_(scale)
+
+    def integers(self, *shape: int, fill: int = 0) -> Tensor:
+        """An int64 tensor."""
+        return torch.full(shape, fill, dtype=torch.long, device=self.timer.device)
+
+
+def linear_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int]) -> Rows:
+    """A product of a layer for each number of rows, against `torch.mm` alone; kind as in `Shape.weights`."""
+    kernels, found = bench.kernels, Rows()
+    weights = bench.normal(bench.timer.copies(2 * n * k), n, k, scale=k**-0.5).unbind()
+    product = SkinnyLinear(weights[0], None, kernels)
+    share_workspace([product], max(rows))
+    workspace = product.workspace
+    for count in rows:
+        x, residual = bench.normal(count, k), bench.normal(count, n)
+        squares = torch.full((count, 1), float(k), dtype=torch.float32, device=x.device)
+        y = torch.empty(count, n, dtype=x.dtype, device=x.device)
+
+        def call(w: Tensor, x: Tensor = x, squares: Tensor = squares, residual: Tensor = residual) -> Call:
+            if kind == "head":
+                return partial(kernels.head_logits, x, w)
+            if kind in ("out", "down"):
+                return partial(kernels.linear_residual, x, w, None, residual, workspace)
+            normed = kernels.norm_linear if kind == "qkv" else kernels.norm_gate_up
+            return partial(normed, x, squares, EPSILON, w, None, workspace)
+
+        rival = [partial(torch.mm, x, w.t(), out=y) for w in weights]
+        found[str(count)] = bench.row([call(w) for w in weights], weights[0].nbytes, rival)
+    return found
+
+
+def draw_case(bench: Bench, vocab: int, hidden: int, rows: Sequence[int]) -> Rows:
+    """The head with the draw fused, for one slot's window, against the bare head in the rival's column."""
+    kernels, found = bench.kernels, Rows()
+    copies = bench.timer.copies(2 * vocab * hidden)
+    weights = bench.normal(copies, vocab, hidden, scale=hidden**-0.5).unbind()
+    seed, first = bench.integers(1, fill=7), bench.integers(1, fill=1000)
+    for count in rows:
+        x = bench.normal(count, hidden)
+        bare = [partial(kernels.head_logits, x, w) for w in weights]
+        for temperature in (0.0, 0.8):
+            given = (vocab, seed, first, 0, torch.full((1,), temperature, device=x.device))
+            calls = [partial(kernels.head_sample, x, w, *given) for w in weights]
+            found[f"{count} T={temperature}"] = bench.row(calls, weights[0].nbytes, bare)
+    return found
+
+
+def row_case(bench: Bench, hidden: int, vocab: int, rows: Sequence[int]) -> Rows:
+    """Embedding and the last norm."""
+    kernels, found = bench.kernels, Rows()
+    table, weight = bench.normal(vocab, hidden), bench.normal(hidden)
+    for count in rows:
+        ids = torch.randint(vocab, (count,), device=table.device)
+        x, squares = kernels.embed(ids, table)
+        rival: list[Call] = [partial(F.embedding, ids, table)]
+        found[f"embed {count}"] = bench.row([partial(kernels.embed, ids, table)], None, rival)
+        rival = [partial(F.rms_norm, x, (hidden,), weight, EPSILON)]
+        call = partial(kernels.rms_norm_rows, x, squares, weight, EPSILON)
+        found[f"norm {count}"] = bench.row([call], None, rival)
+    return found
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Keys and values of several layers, each [pages, PAGE, K, D], and the slots' page table [S, P]."""
+
+    layers: list[tuple[Tensor, Tensor]]
+    page_table: Tensor
+
+    @classmethod
+    def build(cls, bench: Bench, heads: AttentionHeads, slots: int, context: int, copies: int) -> Pools:
+        """Full pages for `context` positions a slot, in an order that no stride predicts."""
+        pages = -(-context // PAGE)
+        shape = (slots * pages + 2, PAGE, heads.num_kv_heads, heads.head_dim)
+        layers = [(bench.normal(*shape), bench.normal(*shape)) for _ in range(copies)]
+        table = torch.randperm(slots * pages, device=bench.timer.device) + 2
+        return cls(layers, table.view(slots, pages))
+
+    def contiguous(self, slots: int, context: int) -> list[tuple[Tensor, ...]]:
+        """The same memory as if it held [slots, K, context, D] for a kernel without pages."""
+
+        def turned(pool: Tensor) -> Tensor:
+            kv_heads, size = pool.shape[2:]
+            flat = pool.view(-1)[: slots * context * kv_heads * size]
+            return flat.view(slots, context, kv_heads, size).transpose(1, 2)
+
+        return [tuple(turned(pool) for pool in layer) for layer in self.layers]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, scale=scale, is_causal=causal, enable_gqa=True)
+
+
+def attention_case(
+    bench: Bench, heads: AttentionHeads, slots: int, context: int, rows: Sequence[int]
+) -> Rows:
+    """Windows at the end of a context, against torch's attention over contiguous keys without a mask."""
+    kernels, found, device = bench.kernels, Rows(), bench.timer.device
+    nbytes = slots * context * 2 * heads.num_kv_heads * heads.head_dim * 2
+    pools = Pools.build(bench, heads, slots, context, bench.timer.copies(nbytes))
+    scale = heads.head_dim**-0.5
+    for width in rows:
+        positions = (torch.arange(width, device=device) + context - width).expand(slots, width).contiguous()
+        valid = torch.ones(slots, width, dtype=torch.bool, device=device)
+        window = (positions, valid, pools.page_table, heads, PAGE, bench.dtype)
+        planning = partial(kernels.plan_attention, *window, [context] * slots, [None] * slots)
+        plan = planning()
+        query = bench.normal(slots, width, heads.num_heads, heads.head_dim)
+        calls = [partial(kernels.paged_attention, query, k, v, plan, scale) for k, v in pools.layers]
+        plain = pools.contiguous(slots, context)
+        rival = [partial(_attend, query.transpose(1, 2), k, v, scale, False) for k, v in plain]
+        found[str(width)] = bench.row(calls, nbytes, rival)
+        found[f"plan {width}"] = bench.row([planning], None)
+    return found
+
+
+def prefill_case(bench: Bench, heads: AttentionHeads, chunk: int, starts: Sequence[int]) -> Rows:
+    """A chunk of a prompt after `start` positions; the second column is teraflops a second.
+
+    Torch's counterpart has a mask only where the chunk is all there is.
+    """
+    kernels, found = bench.kernels, Rows()
+    pools = Pools.build(bench, heads, 1, max(starts) + chunk, 1)
+    (keys, values), row = pools.layers[0], pools.page_table[0]
+    query, scale = bench.normal(chunk, heads.num_heads, heads.head_dim), heads.head_dim**-0.5
+    for start in starts:
+        [(k, v)] = pools.contiguous(1, start + chunk)
+        rival = partial(_attend, query[None].transpose(1, 2), k, v, scale, start == 0)
+        call = partial(kernels.prefill_attention, query, keys, values, row, start, scale)
+        us, _, torch_us = bench.row([call], None, [rival])
+        flops = 4 * chunk * (start + chunk / 2) * heads.num_heads * heads.head_dim
+        found[str(start)] = [us, 1e-6 * flops / us if us else None, torch_us]
+    return found
+
+
+def rotary_case(bench: Bench, heads: AttentionHeads, rows: Sequence[int]) -> Rows:
+    """What lies between the projection and attention, with the per-head norm."""
+    found, size = Rows(), heads.head_dim
+    keys, values = Pools.build(bench, heads, 1, 1024, 1).layers[0]
+    cos, sin = bench.normal(1024, size), bench.normal(1024, size)
+    weight = bench.normal(heads.num_heads + heads.num_kv_heads, size)
+    for count in rows:
+        qkv = bench.normal(count, (heads.num_heads + 2 * heads.num_kv_heads) * size)
+        positions = torch.arange(count, device=keys.device) + 500
+        where = (positions, positions + 2 * PAGE, weight, EPSILON, keys, values, heads.num_heads)
+        found[str(count)] = bench.row([partial(bench.kernels.rotary_store, qkv, cos, sin, *where)], None)
+    return found
+
+
+Case = Callable[[Bench], Rows]

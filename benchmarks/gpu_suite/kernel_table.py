@@ -1,0 +1,117 @@
+"""Probe: every kernel of a round by itself, against the memory's read rate and torch's counterpart.
+
+Times are of launches inside one CUDA graph, over operands in rotation that exceed the cache. A case that
+fails says so in its own line. `warm_parts` says how the compiling can be shared between processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_suite.bandwidth import measure_read
+from benchmarks.gpu_suite.graph_timer import GraphTimer, Once
+from benchmarks.gpu_suite.kernel_cases import (
+    Bench,
+    Case,
+    Rows,
+    attention_case,
+    draw_case,
+    linear_case,
+    prefill_case,
+    rotary_case,
+    row_case,
+)
+from benchmarks.gpu_suite.round_cases import lookup_case, round_case, sampling_case
+from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_06B, QWEN3_8B, SHAPES, Shape
+from spd.kernels.dispatch import load_kernels
+from spd.kernels.paged_attention import AttentionHeads
+
+ROWS = (1, 2, 4, 8, 16)
+READ_GIB = 2.0
+WIDE_ROW = 4096
+
+
+def heads_of(shape: Shape) -> AttentionHeads:
+    """The shape's attention."""
+    return AttentionHeads(shape.heads, shape.kv_heads, shape.head_dim)
+
+
+def cases() -> dict[str, Case]:
+    """Every case by its name, the ones that matter most first; equal matrices of two models once."""
+    found: dict[str, Case] = {}
+    seen: set[tuple[str, int, int]] = set()
+    for shape in (QWEN3_8B, *(one for one in SHAPES if one != QWEN3_8B), EAGLE_SIZE):
+        for kind, (n, k) in shape.weights().items():
+            if (kind, n, k) not in seen:
+                seen.add((kind, n, k))
+                found[f"{shape.name} {kind} {n}x{k}"] = partial(linear_case, kind=kind, n=n, k=k, rows=ROWS)
+    heads = heads_of(QWEN3_8B)
+    for slots in (1, 16):
+        for context in (1024, 4096, 32768):
+            name = f"paged_attention {slots} slots {context}"
+            found[name] = partial(attention_case, heads=heads, slots=slots, context=context, rows=(1, 5))
+    found["prefill_attention 256 after"] = partial(
+        prefill_case, heads=heads, chunk=256, starts=(0, 4096, 32512)
+    )
+    for shape in (QWEN3_8B, QWEN3_06B):
+        name = f"head_sample {shape.vocab}x{shape.hidden}"
+        found[name] = partial(draw_case, vocab=shape.vocab, hidden=shape.hidden, rows=(1, 5, 16))
+    vocab = QWEN3_8B.vocab
+    found["sample_rows"] = partial(sampling_case, vocab=vocab, rows=(1, 5, 16))
+    found["rotary_store"] = partial(rotary_case, heads=heads, rows=(1, 5, 16, 80))
+    found["embed and norm"] = partial(row_case, hidden=QWEN3_8B.hidden, vocab=vocab, rows=(1, 5, 16))
+    for slots in (1, 16):
+        name = f"round {slots} slots"
+        found[name] = partial(round_case, slots=slots, k=4, width=WIDE_ROW, vocab=vocab)
+    found["ngram_lookup"] = partial(lookup_case, slots=1, k=8, widths=(1024, WIDE_ROW, 32768), vocab=vocab)
+    return found
+
+
+def run_case(case: Case, bench: Bench) -> dict[str, Any]:
+    """The case's rows, with times of 8 rows over 1 where it has both; or why there are none."""
+    try:
+        rows: Rows = case(bench)
+    except Exception as error:  # one kernel's fault must not take the others' figures with it
+        return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    notes = {"notes": sorted(set(bench.notes))} if bench.notes else {}
+    bench.notes.clear()
+    return {"rows": rows, **eight_over_one(rows), **notes}
+
+
+def eight_over_one(rows: Rows) -> dict[str, list[float]]:
+    """Times of 8 rows over those of 1: of spd and of torch, where both were measured."""
+    if "1" not in rows or "8" not in rows:
+        return {}
+    pairs = [(rows["8"][column], rows["1"][column]) for column in (0, 2)]
+    return {"8_over_1": [eight / one for eight, one in pairs if eight and one]}
+
+
+@torch.inference_mode()
+def run() -> Iterator[dict[str, Any]]:
+    """Time every case; yields the report after each, so that a kill loses one."""
+    read_rate = float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
+    bench = Bench(load_kernels("triton"), GraphTimer(), torch.bfloat16, read_rate)
+    found: dict[str, Any] = {}
+    report = {
+        "read_bytes_per_second": read_rate,
+        "columns": "us, share of the read rate (prefill: TFLOP/s), us of torch (head_sample: bare head)",
+        "cases": found,
+    }
+    for name, case in cases().items():
+        began = time.perf_counter()
+        found[name] = run_case(case, bench)
+        found[name]["seconds"] = round(time.perf_counter() - began, 2)
+        yield report
+
+
+@torch.inference_mode()
+def warm_part(part: str, parts: str) -> dict[str, Any]:
+    """Compile what every parts-th case launches, by running each call once; the errors by case."""
+    bench = Bench(load_kernels("triton"), Once("cuda"), torch.bfloat16, 1.0)
+    results = {name: run_case(case, bench) for name, case in list(cases().items())[int(part) :: int(parts)]}
+    return {name: result["error"] for name, result in results.items() if "error" in result}

@@ -1,0 +1,128 @@
+"""The measured kernels of a round that are not a layer's: sampling, window, commit, lookup.
+
+See `kernel_cases` for what a case is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.gpu_suite.kernel_cases import PAGE, Bench, Rows
+from spd.kernels import sampling
+from spd.kernels.round_commit import emission_width
+from spd.kernels.round_finish import ENDED, NUM_TIMES
+from spd.runtime.sampler_class import SamplerClass
+
+STEPS = {
+    "noise": SamplerClass(noise=True),
+    "top-k top-p penalties": SamplerClass(noise=True, truncation=True, penalties=True),
+}
+
+
+def sampling_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
+    """One slot's rows by the separate sampler, against its torch form."""
+    found, device = Rows(), bench.timer.device
+
+    def number(value: float) -> torch.Tensor:
+        return torch.full((1,), value, device=device)
+
+    tensors = sampling.SamplingTensors(
+        temperature=number(0.8),
+        top_p=number(0.95),
+        min_p=number(0.0),
+        repetition_penalty=number(1.1),
+        presence_penalty=number(0.1),
+        frequency_penalty=number(0.1),
+        top_k=bench.integers(1, fill=50),
+        seed=bench.integers(1, fill=7),
+        bias=None,
+        in_prompt=torch.rand(1, vocab, device=device) < 0.01,
+        generated=(torch.rand(1, vocab, device=device) < 0.01).to(torch.int32),
+        stop_ids=bench.integers(1, 24, fill=-1),
+        length=bench.integers(1, fill=1000),
+        min_length=bench.integers(1),
+    )
+    for count in rows:
+        logits = 3 * torch.randn(1, count, vocab, device=device)
+        draft = torch.randint(vocab, (1, count - 1), device=device)
+        positions = (torch.arange(count, device=device) + 1000)[None]
+        for name, steps in STEPS.items():
+            given = (logits, draft, positions, tensors, steps, vocab)
+            calls = [partial(bench.kernels.sample_rows, *given)]
+            found[f"{count} {name}"] = bench.row(
+                calls, logits.nbytes, [partial(sampling.sample_rows, *given)]
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The state that a round's own kernels read and write, for S slots; see `spd.runtime.state`."""
+
+    tokens: torch.Tensor
+    length: torch.Tensor
+    limit: torch.Tensor
+    draft: torch.Tensor
+    num_drafts: torch.Tensor
+    active: torch.Tensor
+    page_table: torch.Tensor
+    stop_ids: torch.Tensor
+    ring: torch.Tensor
+    times: torch.Tensor
+    counter: torch.Tensor
+
+    @classmethod
+    def build(cls, bench: Bench, slots: int, k: int, width: int, vocab: int) -> Slots:
+        """Running slots in the middle of their text."""
+        device = bench.timer.device
+        pages = width // PAGE
+        return cls(
+            tokens=torch.randint(vocab, (slots, width), device=device),
+            length=bench.integers(slots, fill=width // 2),
+            limit=bench.integers(slots, fill=2**40),
+            draft=torch.randint(vocab, (slots, max(1, k)), device=device),
+            num_drafts=bench.integers(slots, fill=k),
+            active=torch.ones(slots, dtype=torch.bool, device=device),
+            page_table=torch.arange(slots * pages, device=device).view(slots, pages) + 2,
+            stop_ids=bench.integers(slots, 24, fill=-1),
+            ring=bench.integers(4, slots, emission_width(k)),
+            times=bench.integers(4, NUM_TIMES),
+            counter=bench.integers(1),
+        )
+
+
+def round_case(bench: Bench, slots: int, k: int, width: int, vocab: int) -> Rows:
+    """The kernels around the two models: window, commit, clock, and a drafter's windows."""
+    kernels, s = bench.kernels, Slots.build(bench, slots, k, width, vocab)
+    window = (s.tokens, s.length, s.draft, s.num_drafts, s.active, s.limit, s.page_table)
+    shape = (k, PAGE, vocab, width, 0, s.times, s.counter)
+    made = kernels.round_window(*window, *shape)
+    sampled = torch.randint(vocab, (slots, k + 1), device=bench.timer.device)
+    finite = torch.ones_like(sampled, dtype=torch.bool)
+    commit = (made.draft, made.num_drafts, sampled, finite, s.tokens, s.length, s.limit, s.stop_ids, s.active)
+    drafter = (s.length, s.active, s.limit, s.page_table)
+    step = (PAGE, width, 0, s.draft, s.num_drafts, max(1, k))
+    calls = {
+        "round_window": partial(kernels.round_window, *window, *shape),
+        "mark_time": partial(kernels.mark_time, s.times, s.counter, ENDED, True),
+        "committed_window": partial(kernels.committed_window, s.tokens, *drafter, 2, PAGE, width, 0),
+        "draft_step": partial(kernels.draft_step, sampled[:, :1], *drafter, 0, *step),
+        # Last, since every launch moves the lengths on; a row of `width` tokens has room for thousands.
+        "round_commit": partial(kernels.round_commit, *commit, None, s.ring, s.counter, None, s.times),
+    }
+    return {name: bench.row([call], None) for name, call in calls.items()}
+
+
+def lookup_case(bench: Bench, slots: int, k: int, widths: Sequence[int], vocab: int) -> Rows:
+    """Prompt lookup over contexts of several lengths."""
+    found = Rows()
+    for width in widths:
+        s = Slots.build(bench, slots, k, width, vocab)
+        given = (s.tokens, s.length, s.active, k, 3, 8, width, s.draft, s.num_drafts)
+        call = partial(bench.kernels.ngram_lookup, *given)
+        found[str(width)] = bench.row([call], slots * width // 2 * 8)
+    return found

@@ -1,0 +1,148 @@
+"""The models whose shapes are measured: config-only folders, and how many bytes a round of them must read.
+
+Nothing but `config.json` is written; the weights are random, made on the device (`load="dummy"`), so only
+speed and equality can be measured with them, never text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense decoder's sizes; `family` is "qwen3" (norms of query and key heads) or "llama"."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int = 151936
+    tied: bool = False
+    head_dim: int = 128
+    family: str = "qwen3"
+
+    def weights(self) -> dict[str, tuple[int, int]]:
+        """The matrices [N, K] of one layer and the head as they are multiplied: fused where they share x."""
+        rotated = (self.heads + 2 * self.kv_heads) * self.head_dim
+        return {
+            "qkv": (rotated, self.hidden),
+            "out": (self.hidden, self.heads * self.head_dim),
+            "gate_up": (2 * self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+            "head": (self.vocab, self.hidden),
+        }
+
+    def parameters(self) -> int:
+        """All weights of a checkpoint, a tied head counted once."""
+        norms = 2 * self.hidden + (2 * self.head_dim if self.family == "qwen3" else 0)
+        tables = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.layers * (self._layer_weights() + norms) + tables + self.hidden
+
+    def _layer_weights(self) -> int:
+        return sum(n * k for name, (n, k) in self.weights().items() if name != "head")
+
+    def read_weights(self) -> int:
+        """Weights that one forward pass reads: every matrix once, the head, no embedding table."""
+        return self.layers * self._layer_weights() + self.vocab * self.hidden
+
+    def kv_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of keys and values for one position."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+
+    def config(self) -> dict[str, Any]:
+        """`config.json` as the published checkpoints of this family have it, with these sizes."""
+        return {
+            "architectures": ["Qwen3ForCausalLM" if self.family == "qwen3" else "LlamaForCausalLM"],
+            "model_type": self.family,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "vocab_size": self.vocab,
+            "tie_word_embeddings": self.tied,
+            "attention_bias": False,
+            "torch_dtype": "bfloat16",
+            **_FAMILY_KEYS[self.family],
+        }
+
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_FAMILY_KEYS: dict[str, dict[str, Any]] = {
+    "qwen3": {"rope_theta": 1000000.0, "rms_norm_eps": 1e-06, "max_position_embeddings": 40960},
+    "llama": {
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-05,
+        "max_position_embeddings": 131072,
+        "rope_scaling": _LLAMA3,
+        "mlp_bias": False,
+    },
+}
+
+QWEN3_06B = Shape("Qwen3-0.6B", 1024, 28, 16, 8, 3072, tied=True)
+QWEN3_17B = Shape("Qwen3-1.7B", 2048, 28, 16, 8, 6144, tied=True)
+QWEN3_4B = Shape("Qwen3-4B", 2560, 36, 32, 8, 9728, tied=True)
+QWEN3_8B = Shape("Qwen3-8B", 4096, 36, 32, 8, 12288)
+QWEN3_32B = Shape("Qwen3-32B", 5120, 64, 64, 8, 25600)
+LLAMA_8B = Shape("Llama-3.1-8B", 4096, 32, 32, 8, 14336, vocab=128256, family="llama")
+EAGLE_SIZE = Shape("EAGLE-size", 2048, 1, 32, 8, 15360, tied=True)
+"""A drafter of one layer that reads 0.85 GB a forward, as the EAGLE-3 head of an 8B model does.
+
+A published head has the target's width and a vocabulary of 32k; with the whole vocabulary the same bytes
+need half the width: 0.62 GB of head and 0.23 GB of layer.
+"""
+SHAPES = (QWEN3_06B, QWEN3_17B, QWEN3_4B, QWEN3_8B, QWEN3_32B, LLAMA_8B)
+
+
+def write_folder(shape: Shape, parent: Path) -> Path:
+    """Write the shape's config-only folder below `parent` and return it."""
+    folder = parent / shape.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape.config(), indent=1) + "\n", encoding="utf-8")
+    return folder
+
+
+def shortened(shape: Shape, layers: int = 1) -> Shape:
+    """The same matrices in fewer layers: what compiles the same kernels in less time and memory."""
+    return replace(shape, name=f"{shape.name}-short", layers=min(layers, shape.layers))
+
+
+def forward_bytes(shape: Shape, contexts: Sequence[int], rows: int = 1, itemsize: int = 2) -> int:
+    """Bytes that one forward pass of `rows` rows for each of the slots must read.
+
+    contexts: positions each slot attends to. Weights once, every slot's keys and values once (its rows
+    share one read), one embedding row a row. What is written is not counted, nor activations.
+    """
+    embedding = len(contexts) * rows * shape.hidden
+    return (shape.read_weights() + embedding) * itemsize + sum(contexts) * shape.kv_bytes(itemsize)
+
+
+def draft_bytes(shape: Shape, contexts: Sequence[int], k: int, itemsize: int = 2) -> int:
+    """Bytes that the k forward passes which draft k tokens must read; the first has two rows a slot."""
+    if not k:
+        return 0
+    first = forward_bytes(shape, contexts, 2, itemsize)
+    return first + sum(forward_bytes(shape, [c + i for c in contexts], 1, itemsize) for i in range(1, k))
+
+
+def round_bytes(
+    target: Shape, draft: Shape | None, contexts: Sequence[int], k: int, itemsize: int = 2
+) -> int:
+    """Bytes that one round must read: k + 1 rows a slot of the target, then k drafts."""
+    verify = forward_bytes(target, contexts, k + 1, itemsize)
+    return verify + (draft_bytes(draft, contexts, k, itemsize) if draft is not None else 0)

@@ -1,0 +1,124 @@
+"""Probe: fill the compilers' caches on disk from many processes at once, so that later probes only measure.
+
+Every process runs what some probe will run, once and small: the same matrices in fewer layers compile
+the same kernels. It reports how long each took and what failed; its figures mean nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import ROOT
+from benchmarks.gpu_suite.batches import CASES as BATCH_CASES
+from benchmarks.gpu_suite.end_to_end import FILTERED, LENGTHS_OF_K, WARM, config_of, fix_draft_length
+from benchmarks.gpu_suite.round_times import GREEDY, random_prompt, start, stop, with_engine
+from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_8B, SHAPES, shortened
+from benchmarks.gpu_suite.spd_rounds import Setting, compare, demo_prompts
+from benchmarks.gpu_suite.speculation import reference_length
+from benchmarks.gpu_suite.suite import HERE, child_command
+from spd.formats.demo import demo_draft_folder, demo_folder
+from spd.runtime import Engine
+
+KERNEL_PARTS = 4
+PROMPT = 300
+"""Tokens of a prompt: a whole chunk and a rest."""
+TASKS = {
+    **{
+        f"kernels {part}": f"{HERE}.kernel_table:warm_part:{part}:{KERNEL_PARTS}"
+        for part in range(KERNEL_PARTS)
+    },
+    **{shape.name: f"{HERE}.warm_up:dry_run:{shape.name}" for shape in SHAPES},
+    "speculation": f"{HERE}.warm_up:dry_speculation",
+    "demo": f"{HERE}.warm_up:dry_demo",
+    "compiled loop": f"{HERE}.peers_gpu:warm_loop",
+}
+
+
+def dry_run(name: str) -> dict[str, Any]:
+    """A few plain rounds of a shape, with every kind of sampling that is measured."""
+    [shape] = [shape for shape in SHAPES if shape.name == name]
+
+    def work(engine: Engine) -> dict[str, Any]:
+        for params in (GREEDY, WARM, FILTERED):
+            start(engine, [random_prompt(PROMPT, shape.vocab, 0)], params, 3)
+            stop(engine, 1)
+        return {}
+
+    with tempfile.TemporaryDirectory() as place:
+        return with_engine(config_of(Path(place), shortened(shape), ctx=1024), work)
+
+
+def dry_speculation() -> dict[str, Any]:
+    """A few rounds at every k, and at every number of slots that is measured."""
+    most = max(LENGTHS_OF_K)
+
+    def work(engine: Engine) -> dict[str, Any]:
+        slots = engine.plan.slots
+        for k in (0, *LENGTHS_OF_K) if slots == 1 else (0, 4):
+            fix_draft_length(engine, k)
+            start(engine, [random_prompt(PROMPT, QWEN3_8B.vocab, i) for i in range(slots)], GREEDY, 3)
+            stop(engine, slots)
+        return {}
+
+    with tempfile.TemporaryDirectory() as place:
+        target, length = shortened(QWEN3_8B), reference_length(most)
+        for slots in sorted({case[0] for case in BATCH_CASES}):
+            config = config_of(Path(place), target, EAGLE_SIZE, most, length, ctx=1024, slots=slots)
+            with_engine(config, work)
+    return {}
+
+
+def dry_demo() -> dict[str, Any]:
+    """A few rounds of the demo with both drafters, alone and among others."""
+    settings = [
+        Setting(method, k, slots=slots) for slots in (1, 16) for method, k in (("draft", 7), ("ngram", 8))
+    ]
+    reports = compare(demo_folder(), demo_draft_folder(), demo_prompts()[-3:], tokens=12, settings=settings)
+    for report in reports:
+        errors = {name: row["error"] for name, row in report["settings"].items() if "error" in row}
+    return errors
+
+
+def run(tasks: dict[str, str] = TASKS) -> Iterator[dict[str, Any]]:
+    """Run every task in a process of its own, all at once; yields after each that ends."""
+    began = time.perf_counter()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as place:
+        running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
+        try:
+            for index, (name, reference) in enumerate(tasks.items()):
+                result = Path(place) / f"{index}.json"
+                command, environment = child_command(reference, result, float("inf"))
+                environment["OMP_NUM_THREADS"] = "2"
+                # In this process's group: whoever kills the probe kills them all.
+                child = subprocess.Popen(
+                    command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
+                running[name] = child, result
+            while running:
+                for name in [name for name, (child, _) in running.items() if child.poll() is not None]:
+                    child, result = running.pop(name)
+                    seconds = round(time.perf_counter() - began, 1)
+                    found[name] = {"seconds": seconds, **_errors(child.returncode, result)}
+                    yield found
+                time.sleep(0.1)
+        finally:
+            for child, _ in running.values():
+                child.kill()
+                child.wait()
+
+
+def _errors(status: int, result: Path) -> dict[str, Any]:
+    """What a task says went wrong; nothing where all is well."""
+    answer = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+    if "error" in answer:
+        return {"error": answer["error"].splitlines()[-1]}
+    if status or "result" not in answer:
+        return {"error": f"ended with status {status}"}
+    return {"errors": answer["result"]} if answer["result"] else {}

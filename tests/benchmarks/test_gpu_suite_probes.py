@@ -1,0 +1,320 @@
+"""The GPU suite's speed probes without a GPU: tiny models on the CPU; their figures mean nothing here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.gpu_suite import batches, peers_gpu, warm_up
+from benchmarks.gpu_suite.compiled_loop import CompiledLoop
+from benchmarks.gpu_suite.digest import digest
+from benchmarks.gpu_suite.end_to_end import config_of, run_draft, run_plain
+from benchmarks.gpu_suite.graph_timer import Once
+from benchmarks.gpu_suite.kernel_cases import (
+    Bench,
+    Case,
+    attention_case,
+    draw_case,
+    linear_case,
+    prefill_case,
+    rotary_case,
+    row_case,
+)
+from benchmarks.gpu_suite.kernel_table import cases, eight_over_one, run_case
+from benchmarks.gpu_suite.round_cases import lookup_case, round_case, sampling_case
+from benchmarks.gpu_suite.round_times import (
+    GREEDY,
+    Load,
+    Recorder,
+    RoundTimes,
+    Span,
+    describe_span,
+    measure_load,
+    random_prompt,
+    run_span,
+    start,
+    stop,
+    with_engine,
+)
+from benchmarks.gpu_suite.shapes import Shape
+from benchmarks.gpu_suite.speculation import REFERENCE_LENGTH
+from spd.kernels.dispatch import load_kernels
+from spd.kernels.paged_attention import AttentionHeads
+from spd.runtime import Engine
+
+TARGET = Shape("target", 64, 2, 4, 2, 96, vocab=300, head_dim=16)
+DRAFT = Shape("draft", 32, 1, 2, 2, 48, vocab=300, tied=True, head_dim=16)
+HEADS = AttentionHeads(4, 2, 16)
+CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
+SMALL = Load(prompt=20, warm=4, rounds=8)
+CASES: dict[str, Case] = {
+    **{kind: partial(linear_case, kind=kind, n=64, k=48, rows=(1, 8)) for kind in ("qkv", "out", "gate_up")},
+    "down": partial(linear_case, kind="down", n=64, k=48, rows=(1,)),
+    "head": partial(linear_case, kind="head", n=100, k=48, rows=(3,)),
+    "draw": partial(draw_case, vocab=100, hidden=32, rows=(1, 5)),
+    "rows": partial(row_case, hidden=32, vocab=100, rows=(1, 5)),
+    "attention": partial(attention_case, heads=HEADS, slots=2, context=512, rows=(1, 5)),
+    "prefill": partial(prefill_case, heads=HEADS, chunk=64, starts=(0, 512)),
+    "sampling": partial(sampling_case, vocab=300, rows=(1, 3)),
+    "rotary": partial(rotary_case, heads=HEADS, rows=(1, 3)),
+    "round": partial(round_case, slots=2, k=4, width=512, vocab=100),
+    "lookup": partial(lookup_case, slots=1, k=4, widths=(128,), vocab=100),
+}
+
+
+@pytest.mark.parametrize("form", ["torch", "triton"])
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_every_case_meets_its_contract_in_both_forms(name: str, form: str) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    bench = Bench(load_kernels(form), Once(device), torch.float32, 1e9)
+    result = run_case(CASES[name], bench)
+    assert "error" not in result, result["error"]
+    assert all(len(row) == 3 for row in result["rows"].values())
+
+
+def test_the_table_measures_every_kind_of_case() -> None:
+    functions = {case.func for case in cases().values()}  # type: ignore[attr-defined]
+    assert functions == {case.func for case in CASES.values()}  # type: ignore[attr-defined]
+    assert len(set(cases())) == len(cases())
+
+
+def test_shares_ratios_and_faults_of_the_table() -> None:
+    class Timed(Once):
+        def microseconds(self, calls: Any) -> float:
+            return 2.0
+
+    bench = Bench(load_kernels("torch"), Timed("cpu"), torch.float32, 4e9)
+    # 4000 bytes in 2 us are 2e9 bytes a second, half of what can be read.
+    assert bench.row([lambda: 0], 4000, [lambda: 0]) == [2.0, 0.5, 2.0]
+    assert bench.row([lambda: 0], None) == [2.0, None, None]
+    assert eight_over_one({"1": [2.0, None, 4.0], "8": [2.2, None, 5.0]})["8_over_1"] == pytest.approx(
+        [1.1, 1.25]
+    )
+    assert eight_over_one({"1": [2.0, None, 4.0]}) == {}
+
+    def broken(bench: Bench) -> Any:
+        raise RuntimeError("no such kernel")
+
+    assert run_case(broken, bench) == {"error": "RuntimeError: no such kernel"}
+
+    class Forgetful(Timed):
+        def microseconds(self, calls: Any) -> float:
+            return float(calls[0]())
+
+    forgetful = replace(bench, timer=Forgetful("cpu"))
+    noted = run_case(lambda bench: {"1": bench.row([lambda: 3], None, [lambda: 1 / 0])}, forgetful)
+    assert noted == {"rows": {"1": [3.0, None, None]}, "notes": ["ZeroDivisionError: division by zero"]}
+    rows = {
+        "a": {"rows": {"1": [2.0, None, 4.0], "8": [3.0, 0.5, None]}, "8_over_1": [1.5]},
+        "b": {"error": "E"},
+    }
+    result = {"columns": "us", "cases": rows}
+    text = digest({"probes": {"kernel_table": {"status": "cut short", "result": result}}})
+    assert "a: 1: 2.0 - 4.0; 8: 3.0 0.50 -; 8/1 1.500" in text and "b: E" in text and "cut short" in text
+
+
+def test_times_of_a_span_by_hand() -> None:
+    def one(began: int, committed: int, ended: int) -> RoundTimes:
+        return RoundTimes(4, began, committed, ended, 3000)
+
+    # The first two are left out: one was on its way, one followed an idle device.
+    records = [one(0, 1, 2), one(0, 1, 2), one(10_000, 13_000, 14_000), one(16_000, 20_000, 22_000)]
+    found = describe_span(Span(4, 40e-6, 24, records), slots=2, lag=1)
+    assert found["wall_us"] == pytest.approx(10) and found["tokens_a_round"] == 3
+    assert found["period_us"] == [6, 6] and found["idle_us"] == [2, 2]
+    assert found["device_us"] == [5, 6] and found["verify_us"] == [3.5, 4] and found["draft_us"] == [1.5, 2]
+    assert found["host_waits_us"] == 3
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_every_round_is_noted_in_order(lag: int, tmp_path: Path) -> None:
+    def work(engine: Engine) -> tuple[Span, Recorder, bool]:
+        recorder = Recorder.of(engine)
+        start(engine, [(1, 2, 3), (4, 5)], GREEDY, 3)
+        span = run_span(engine, recorder, tokens=9)
+        stop(engine, 2)
+        return span, recorder, engine.has_work
+
+    config = config_of(tmp_path, TARGET, ctx=64, slots=2, lag=lag, **CPU)
+    span, recorder, left = with_engine(config, work)
+    assert (span.rounds, span.tokens, len(span.records), left) == (5, 10, 5, False)
+    marks = [t for one in recorder.rounds for t in (one.began, one.committed, one.ended)]
+    assert marks == sorted(marks) and {one.k for one in recorder.rounds} == {0}
+
+
+def test_a_load_that_ends_early_is_no_measurement(tmp_path: Path) -> None:
+    def work(engine: Engine) -> Any:
+        return measure_load(engine, Recorder.of(engine), SMALL, TARGET.vocab)
+
+    with pytest.raises(RuntimeError, match="ended before"):
+        with_engine(config_of(tmp_path, TARGET, ctx=28, **CPU), work)
+
+
+def test_plain_rounds_of_a_tiny_model() -> None:
+    *_, report = run_plain([TARGET], SMALL, (20, 40), 1e9, **CPU)
+    model = report["models"]["target"]
+    assert model["tokens_a_round"] == 1 and model["rounds"] == 8
+    # 4 tokens were committed before the 8 that are watched, half of which lie behind on average.
+    assert model["context"] == 20 + 4 + 4
+    # Two layers of 30,720 weights, a head of 19,200 and an embedding row, each of 2 bytes; 256 a position.
+    assert model["floor_us"] == pytest.approx(1e-3 * (2 * (61_440 + 19_200 + 64) + 28 * 256))
+    assert set(report["sampling"]) >= {"greedy", "noise", "filtered"}
+    assert report["sampling"]["host_reads"]["syncs"] == 0
+    assert [report["contexts"][c]["context"] for c in ("20", "40")] == [26, 46]
+    text = digest({"probes": {"plain": {"status": "ok", "result": report}}})
+    assert "target at 28:" in text and "40 at 46:" in text and "host reads: 0 in 4 rounds" in text
+
+
+def test_drafted_rounds_of_tiny_models() -> None:
+    *_, report = run_draft([(TARGET, DRAFT)], SMALL, 1e9, **CPU)
+    pair = report["pairs"]["draft > target"]
+    assert pair["acceptance"] == "imposed" and set(pair["k"]) == set("1234567")
+    four = pair["k"]["4"]
+    assert four["length"] == pytest.approx(3.08) and 1 <= four["tokens_a_round"] <= 5
+    assert [pair["k"][k]["drafts_a_round"] for k in "1234567"] == [1, 2, 3, 4, 5, 6, 7]
+    assert four["speedup"] == pytest.approx(3.08 * pair["plain"]["wall_us"] / four["wall_us"])
+    text = digest({"probes": {"draft": {"status": "ok", "result": report}}})
+    assert "draft > target k=4:" in text and "imposed 3.08" in text
+
+
+def test_a_pair_that_cannot_be_loaded_is_a_line() -> None:
+    other = Shape("broken", 64, 2, 3, 2, 96, vocab=300, head_dim=16)
+    *_, report = run_draft([(other, DRAFT)], SMALL, 1e9, **CPU)
+    text = digest({"probes": {"draft": {"status": "ok", "result": report}}})
+    assert (
+        "draft > broken: CheckpointError" in text
+        and "CheckpointError" in report["pairs"]["draft > broken"]["error"]
+    )
+
+
+def test_kinds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TURNS", 6), ("FEWEST_TURNS", 6), ("SPAN_TOKENS", 3), ("WARM", 2)):
+        monkeypatch.setattr(batches, name, value)
+    monkeypatch.setattr(batches, "PROMPT", 16)
+    chosen = [(2, REFERENCE_LENGTH, ("plain", "fixed", "auto")), (1, 1.2, ("plain", "auto"))]
+    *_, report = batches.run(TARGET, DRAFT, chosen, 1e9, **{**CPU, "ctx": 200})
+    case = report["cases"][f"2 slots, length {REFERENCE_LENGTH}"]
+    assert case["plain"]["rounds_at_k"] == {"0": 18} and set(case["fixed"]["rounds_at_k"]) == {"4"}
+    ratio = case["fixed_over_plain"]
+    assert ratio["turns"] == 6 and ratio["interval_95"][0] <= ratio["median"] <= ratio["interval_95"][1]
+    assert "auto_over_plain" in case and "auto_over_fixed" in case
+    # A plain round commits one token a slot: expected and counted are the same.
+    plain = case["plain"]
+    assert plain["tokens_a_second"] == pytest.approx(2e6 / plain["round_us"])
+    text = digest({"probes": {"batches": {"status": "ok", "result": report}}})
+    assert "1 slots, length 1.2: plain" in text and "auto_over_plain" in text
+
+
+def test_every_pair_of_lengths_is_captured_once() -> None:
+    for values in ([0], [0, 4], [0, 1, 2, 4, 7]):
+        found = batches.every_pair(values)
+        pairs = list(pairwise(found))
+        assert len(pairs) == len(values) ** 2 == len(set(pairs))
+
+
+def test_a_runner_counts_what_rounds_commit_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [RoundTimes(k, 0, 0, 0, 0) for k in (0, 4)]
+    monkeypatch.setattr(batches, "run_span", lambda *given, **named: Span(2, 0.5, 99, records))
+    runner = batches.Runner(None, Recorder(), slots=3, rate=1.0)
+    runner.turn()
+    # Rounds of 1 and of 5 tokens for each of 3 slots in half a second.
+    assert runner.rates == [36.0]
+
+
+def test_the_compiled_loop_is_the_same_model_as_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = peers_gpu.random_transformer(TARGET, "cpu", torch.float32)
+    loop = CompiledLoop(TARGET, 64, "cpu", torch.float32, compiled=False)
+    named = model.state_dict()
+    with torch.no_grad():
+        loop.model.embedding.copy_(named["model.embed_tokens.weight"])
+        loop.model.head.copy_(named["lm_head.weight"])
+        for index, block in enumerate(loop.model.layers):
+            prefix = f"model.layers.{index}."
+            for ours, theirs in (
+                ("qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+                ("out", ("self_attn.o_proj",)),
+                ("gate_up", ("mlp.gate_proj", "mlp.up_proj")),
+                ("down", ("mlp.down_proj",)),
+            ):
+                parts = [named[f"{prefix}{name}.weight"] for name in theirs]
+                getattr(block, ours).copy_(torch.cat(parts))
+    monkeypatch.setattr(peers_gpu, "PROMPT", 11)
+    prompt = list(random_prompt(11, TARGET.vocab, 0))
+    found = loop.generate(prompt, 20)
+    ids = torch.tensor([prompt])
+    wanted = model.generate(ids, do_sample=False, max_new_tokens=20)[0, 11:].tolist()
+    assert found == wanted and len(set(found)) > 5
+
+
+def _contender(seconds: float, clock: list[float]) -> Callable[[int], None]:
+    def generate(tokens: int) -> None:
+        clock[0] += 1.0 + seconds * tokens
+
+    return generate
+
+
+def test_contenders_are_timed_without_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("benchmarks.gpu_suite.peers_gpu.time.perf_counter", lambda: clock[0])
+
+    def broken(tokens: int) -> None:
+        raise RuntimeError("cannot")
+
+    contenders = {"peer": _contender(0.02, clock), "broken": broken, "spd plain": _contender(0.005, clock)}
+    result = peers_gpu.interleave(contenders, turns=3, seconds=1e9)
+    speeds = result["tokens_a_second"]
+    assert speeds["peer"]["median"] == pytest.approx(50) and speeds["spd plain"]["median"] == pytest.approx(
+        200
+    )
+    assert list(result["ratios"]) == ["spd plain / peer"]
+    assert result["ratios"]["spd plain / peer"]["median"] == pytest.approx(4)
+    assert result["errors"] == {"broken": "RuntimeError: cannot"}
+    text = digest({"probes": {"peers_loop": {"status": "ok", "result": result}}})
+    assert "spd plain / peer = 4.00" in text and "broken: RuntimeError" in text
+
+
+def test_eager_peers_on_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    for name, value in (("PROMPT", 8), ("FEW", 2), ("MANY", 7), ("TURNS", 1), ("POSITIONS", 64)):
+        monkeypatch.setattr(peers_gpu, name, value)
+    *_, report = peers_gpu.run_eager(TARGET, DRAFT, **CPU)
+    assert report["eager"]["errors"] == report["assisted"]["errors"] == {}
+    assert list(report["eager"]["ratios"]) == ["spd plain / transformers eager"]
+    assert list(report["assisted"]["ratios"]) == ["spd all accepted / transformers assisted"]
+    text = digest({"probes": {"peers_eager": {"status": "ok", "result": report}}})
+    assert text.count("tokens/s:") == 2
+
+
+def test_assisted_generation_accepts_every_draft() -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    target = peers_gpu.random_transformer(TARGET, "cpu", torch.float32)
+    assistant = peers_gpu.random_transformer(DRAFT, "cpu", torch.float32)
+    rounds = []
+    target.register_forward_hook(lambda *given: rounds.append(1))
+    peers_gpu.assisted_contender(target, assistant)(20)
+    # The first forward also reads the prompt: 4 rounds of K + 1 tokens.
+    assert len(rounds) == 20 // (peers_gpu.K + 1)
+
+
+def test_warming_up_names_what_failed() -> None:
+    here = "tests.benchmarks.fake_probes"
+    tasks = {"works": f"{here}:work", "fails": f"{here}:fail", "dies": f"{here}:die"}
+    *_, found = warm_up.run(tasks)
+    assert found["fails"]["error"] == "ValueError: on purpose"
+    assert found["dies"]["error"] == "ended with status -9"
+    assert found["works"]["errors"] == {"answer": 42}
+    text = digest({"probes": {"warm_up": {"status": "ok", "result": found}}})
+    assert "3 tasks in" in text and "fails: ValueError: on purpose" in text

@@ -1,0 +1,272 @@
+"""`spd doctor`: real runs, what a fault looks like, and that asking for help costs nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import spd.formats.demo
+from spd.formats.demo import demo_faults, demo_folder
+from spd.runtime import diagnostics, smoke
+from spd.runtime.diagnostics import FAILED, OK, WARNING, Finding, Step
+
+ROOT = Path(__file__).resolve().parents[2]
+LOOKED_AT = ["python", "packages", "memory", "disk", "hf cache", "demo", "terminal", "torch", "cpu", "cuda"]
+LOOKED_AT += ["triton", "compile cache", "plan"]
+TRIED = ["gpu kernel", "cpu kernel", "generation"]
+
+
+def interprets() -> bool:
+    """Whether Triton is there and interprets its kernels, as in these tests where there is no GPU."""
+    return diagnostics.triton_library().facts.get("interpreted") is True
+
+
+interpreted = pytest.mark.skipif(not interprets(), reason="Triton's interpreter is not in use")
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads() -> Iterator[None]:
+    """An engine sets the thread count of the whole process; give it back."""
+    import torch
+
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def statuses(shown: dict[str, Any]) -> dict[str, str]:
+    return {check["name"]: check["status"] for check in shown["checks"]}
+
+
+def one(shown: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(check for check in shown["checks"] if check["name"] == name)
+    return found
+
+
+def test_a_real_run() -> None:
+    """Everything at once, in a process of its own that does not interpret kernels."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "error", "-m", "spd", "doctor", "--json"]
+    began = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=200)
+    assert time.perf_counter() - began < 90, "fifteen on an idle machine; a wide margin"
+    assert done.returncode == 0 and done.stderr == "", done
+    shown = json.loads(done.stdout)
+    assert shown["schema"] == "spd.doctor/1" and shown["ok"] is True
+    assert list(statuses(shown)) == LOOKED_AT + TRIED
+    for check in shown["checks"]:
+        assert set(check) == {"name", "status", "line", "fix", "facts", "seconds"}
+        assert check["line"] and "\n" not in check["line"]
+        assert bool(check["fix"]) == (check["status"] != OK)
+    kernel = one(shown, "gpu kernel")
+    if one(shown, "cuda")["facts"]["devices"]:
+        assert (
+            kernel["facts"]["ran"] and kernel["facts"]["error"] <= 2 * kernel["facts"]["torch_error"] + 1e-3
+        )
+    elif kernel["status"] == OK:
+        assert "compiled for sm_90" in kernel["line"] and "not run" in kernel["line"]
+        assert kernel["facts"]["cubin_bytes"] > 1000 and kernel["facts"]["compile_seconds"] > 0.05
+    product = one(shown, "cpu kernel")["facts"]
+    assert 0 < product["error"] < 1e-2 and product["milliseconds"] > 0
+    text = one(shown, "generation")["facts"]
+    assert len(text["tokens"]) == 8 == text["off_rounds"] > text["draft_rounds"]
+    assert one(shown, "plan")["facts"]["model"] == str(demo_folder())
+
+
+@interpreted
+def test_lines_of_a_quick_look(spd_run: Callable) -> None:
+    ran = spd_run("doctor", "--quick")
+    assert ran.code == 0 and ran.err == ""
+    lines = ran.text.splitlines()
+    names = [line[2:15].strip() for line in lines if not line.startswith("    fix: ")][:-1]
+    assert names == LOOKED_AT
+    assert any(line.startswith("! triton") and "interpreted" in line for line in lines)
+    assert "    fix: unset TRITON_INTERPRET" in lines
+    assert re.fullmatch(r"\d warnings? · details: spd doctor --json", lines[-1])
+
+
+def test_a_check_that_raises_is_a_failed_one(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Finding:
+        raise RuntimeError("the numbers are\nnot there")
+
+    monkeypatch.setattr(diagnostics, "main_memory", broken)
+    ran = spd_run("doctor", "--quick")
+    assert ran.code == 1 and ran.err == ""
+    assert "✗ memory         RuntimeError: the numbers are\n    fix: " in ran.text
+    assert ran.text.splitlines()[-1].startswith("1 problem")
+    shown = spd_run("--json", "doctor", "--quick").json
+    assert shown["ok"] is False and statuses(shown)["memory"] == FAILED
+    assert "def broken" not in one(shown, "memory")["line"]
+    assert "in broken" in one(shown, "memory")["facts"]["traceback"]
+    assert all(status != FAILED for name, status in statuses(shown).items() if name != "memory")
+
+
+def test_what_hangs_on_a_failure_is_not_asked(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spd.formats.demo, "demo_faults", lambda folder: ["model.safetensors: gone"])
+    ran = spd_run("doctor", "--quick", "--json")
+    assert ran.code == 1
+    assert one(ran.json, "demo")["line"] == "model.safetensors: gone" and one(ran.json, "demo")["fix"]
+    assert one(ran.json, "plan")["line"] == "not checked, because demo failed"
+    assert Step("x", lambda: Finding(OK, "asked"), ("y",)).run({"y": Finding(WARNING, "")}).line == "asked"
+
+
+def test_a_torch_that_cannot_be_imported(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    ran = spd_run("doctor", "--json")
+    assert ran.code == 1 and one(ran.json, "torch")["line"].startswith("ModuleNotFoundError")
+    for name in ("cpu", "cuda", "triton", "compile cache", "plan", *TRIED):
+        assert one(ran.json, name)["line"] == "not checked, because torch failed"
+
+
+def test_other_text_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Liar:
+        def __init__(self, config: Any) -> None:
+            self.spec = config.spec
+
+        def generate(self, requests: Any) -> list[SimpleNamespace]:
+            return [SimpleNamespace(token_ids=tuple(range(8)) if self.spec == "off" else (9,) * 8)]
+
+        def metrics(self, name: str) -> SimpleNamespace:
+            return SimpleNamespace(rounds=8, draft_n=4, draft_n_accepted=0)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("spd.runtime.engine.Engine", Liar)
+    finding = smoke.equal_texts()
+    assert finding.status == FAILED and "not the same text" in finding.line
+    assert finding.facts["off"] == list(range(8)) and finding.facts["draft"] == [9] * 8
+
+
+def test_a_product_that_is_off_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    from spd.runtime.layers.linear import Linear
+
+    honest = Linear.__call__
+    monkeypatch.setattr(Linear, "__call__", lambda self, x, tile: honest(self, x, tile) + 9)
+    monkeypatch.setattr(smoke, "SIZE", 256)
+    assert smoke.processor_linear().status == FAILED
+
+
+@interpreted
+def test_an_interpreted_product_that_is_off_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from spd.kernels import skinny_linear_triton
+
+    monkeypatch.setattr(
+        skinny_linear_triton, "linear", lambda x, weight, bias: torch.zeros(x.shape[0], weight.shape[0])
+    )
+    assert smoke._interpreted().status == FAILED
+
+
+@interpreted
+def test_the_interpreted_product_agrees() -> None:
+    assert smoke._interpreted().status == WARNING
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("2.8.1", WARNING), ("2.9", OK), ("2.13.0+cpu", OK), ("2.14", WARNING), (None, FAILED)],
+)
+def test_versions(version: str | None, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+
+    def found(name: str) -> str:
+        if name != "torch":
+            return real(name)
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+    finding = diagnostics.package_versions()
+    assert finding.status == status
+    assert finding.fix == (() if status == OK else ("pip install 'torch>=2.9,<2.14'",))
+
+
+def test_the_versions_are_those_that_the_package_asks_for() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    block = project[project.index("\ndependencies = [") : project.index("[project.optional")]
+    asked = {}
+    for name, words in re.findall(r'"([\w-]+)([^";]*)', block):
+        bounds = {word[:1]: word.lstrip("<>=") for word in words.split(",")}
+        asked[name] = (bounds[">"], bounds.get("<"))
+    assert asked == dict(diagnostics.SUPPORTED)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    finding = diagnostics.compile_cache()
+    assert (
+        finding.status == WARNING
+        and "cannot be written" in finding.line
+        and "TRITON_CACHE_DIR" in finding.fix[0]
+    )
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new" / "cache"))
+    assert diagnostics.compile_cache().status == OK and not (tmp_path / "new").exists()
+
+
+def test_the_hugging_face_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert "not there yet" in diagnostics.hugging_face_cache().line
+    (tmp_path / "hub" / "models--a--b" / "snapshots" / "c").mkdir(parents=True)
+    assert diagnostics.hugging_face_cache().facts["models"] == ["a/b"]
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    assert diagnostics.hugging_face_cache().status == FAILED
+
+
+def test_low_disk_and_memory_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnostics, "LOW_MEMORY", 2**60)
+    assert diagnostics.main_memory().status == WARNING
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    assert diagnostics.free_disk().status == WARNING
+
+
+def test_every_file_of_the_demo_is_vouched_for(tmp_path: Path) -> None:
+    """To write the list anew: `sha256sum $(git ls-files ...) > SHA256SUMS` in the demo's folder."""
+    demo = demo_folder()
+    assert demo_faults(demo) == []
+    listed = {line.split(maxsplit=1)[1] for line in (demo / "SHA256SUMS").read_text().splitlines()}
+    needed = {str(p.relative_to(demo)) for p in demo.rglob("*") if p.suffix in (".json", ".safetensors")}
+    assert listed == needed - {"training.json"}
+    shutil.copytree(demo, tmp_path / "demo")
+    with (tmp_path / "demo" / "model.safetensors").open("r+b") as file:
+        file.seek(1_000_000)
+        file.write(b"\xff")
+    (tmp_path / "demo" / "draft" / "config.json").unlink()
+    faults = demo_faults(tmp_path / "demo")
+    assert [fault.split(":")[0] for fault in faults] == ["model.safetensors", "draft/config.json"]
+
+
+def test_marks_that_a_terminal_cannot_show(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spd.cli import doctor
+
+    monkeypatch.setattr(doctor, "_holds_marks", lambda: False)
+    text = spd_run("doctor", "--quick").text
+    assert text.startswith("[ok] python") and "✓" not in text
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from spd.cli.app import main; status = main(['doctor', '--help']);"
+        "print(status, sorted({'torch', 'triton', 'numpy', 'tokenizers', 'spd.runtime.diagnostics'}"
+        " & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "--quick" in done.stdout and done.stdout.splitlines()[-1] == "0 []"

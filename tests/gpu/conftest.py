@@ -1,0 +1,19 @@
+"""Tests for a CUDA device: `pytest -m gpu tests/kernels tests/gpu`. Elsewhere all of them are skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what lies in this folder, and skip it where there is no device."""
+    for item in items:
+        if FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

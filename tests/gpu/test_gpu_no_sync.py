@@ -1,0 +1,83 @@
+"""Between two rounds the host waits for nothing but a copy that has long been made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from spd.formats.demo import demo_folder
+from spd.runtime import Engine, Request, SamplingParams
+from tests.gpu.gpu_helpers import demo_prompts, gpu_engine, method_wishes
+
+WARM, WATCHED = 12, 40
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises; an event's `synchronize` is not counted."""
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def start(engine: Engine, **more: Any) -> None:
+    """Requests of unlike needs in every slot, the first one about to need another block of pages."""
+    prompts = demo_prompts()
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"repetition_penalty": 1.2, "logit_bias": ((9, 1.0),)},
+        {"temperature": 0.7, "min_tokens": 5},
+    ]
+    for i in range(engine.plan.slots):
+        prompt = (prompts[3] * 2)[: 490 + 3 * i] if i % 2 == 0 else prompts[1]
+        params = SamplingParams(**{"max_tokens": 400, "ignore_eos": True, "seed": i, **kinds[i % 4], **more})
+        engine.add(Request(f"r{i}", prompt, params))
+    for _ in range(WARM):
+        engine.step()
+
+
+@pytest.mark.parametrize("method", ["off", "ngram", "draft"])
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_steady_rounds_wait_for_nothing(method: str, graphs: bool, logprobs: int | None) -> None:
+    k = {} if method == "off" else {"draft_max": 3}
+    wishes = {"dtype": "bfloat16", "slots": 4, "graphs": graphs, "lag": 1, **k, **method_wishes(method)}
+    with gpu_engine(demo_folder(), **wishes) as engine:
+        start(engine, logprobs=logprobs)
+        pages = len(engine._scheduler.running()[0].pages)
+        tokens = 0
+        with waiting_is_an_error():
+            for _ in range(WATCHED):
+                tokens += sum(len(event.token_ids) for event in engine.step())
+        assert tokens >= WATCHED, "nothing was generated"
+        assert len(engine._scheduler.running()[0].pages) > pages, "no pages were taken meanwhile"
+
+
+def test_one_that_waits_is_seen() -> None:
+    with gpu_engine(demo_folder(), dtype="bfloat16", slots=2, graphs=False, lag=1) as engine:
+        start(engine)
+        state, honest = engine._parts.state, engine._parts.runner.forward
+
+        def asking(*args: Any) -> Any:
+            state.length.max().item()
+            return honest(*args)
+
+        with waiting_is_an_error():
+            engine.step()
+            engine._parts.runner.forward = asking  # type: ignore[method-assign]
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                engine.step()
+
+
+def test_a_pageable_copy_is_seen() -> None:
+    with waiting_is_an_error(), pytest.raises(RuntimeError, match="synchroniz"):
+        torch.arange(8).to("cuda", non_blocking=False)

@@ -1,0 +1,160 @@
+"""Captured and eager, 0 to 2 rounds behind, alone and in a batch: one text, and one story of acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spd.formats.demo import demo_folder
+from tests.gpu.gpu_helpers import (
+    Work,
+    demo_prompts,
+    every_kind,
+    gpu_engine,
+    likely_stop,
+    method_wishes,
+    outputs,
+    run_work,
+    story,
+)
+from tests.helpers import Run, random_prompts
+
+CASES = [(method, k) for method in ("ngram", "draft") for k in (1, 4)]
+
+
+def same_logprobs(runs: list[Run], others: list[Run]) -> None:
+    for run, other in zip(runs, others, strict=True):
+        assert run.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def check_case(model: Path, work: Work, plain: list[Run], wishes: dict[str, Any]) -> list[Run]:
+    """Eager and captured runs at every lag against the plain text and against each other."""
+    told: list[dict[str, Any]] | None = None
+    for graphs in (False, True):
+        with gpu_engine(model, graphs=graphs, **wishes) as engine:
+            assert engine.plan.kernels == "triton" and engine.plan.graphs is graphs
+            for lag in (0, 1, 2):
+                runs = run_work(engine, work, lag)
+                assert outputs(runs) == outputs(plain), (graphs, lag)
+                same_logprobs(runs, plain)
+                told = told or story(runs)
+                assert story(runs) == told, (graphs, lag)
+            if graphs:
+                captured = engine._parts.queue.captured
+                assert captured is not None and captured.captured
+    return runs
+
+
+def spoke(runs: list[Run]) -> None:
+    """Something was accepted and something rejected, or the comparison saw nothing."""
+    drafted, accepted = (
+        sum(getattr(run.metrics, n) for run in runs) for n in ("draft_n", "draft_n_accepted")
+    )
+    assert 0 < accepted < drafted
+
+
+@pytest.fixture(scope="module")
+def demo_work() -> Work:
+    prompts = demo_prompts()
+    return every_kind(prompts, likely_stop(demo_folder(), prompts[2], dtype="bfloat16"))
+
+
+@pytest.fixture(scope="module")
+def demo_plain(demo_work: Work) -> list[Run]:
+    """Eager, in step, one at a time, nothing speculated."""
+    with gpu_engine(demo_folder(), dtype="bfloat16", graphs=False) as engine:
+        return run_work(engine, demo_work, 0)
+
+
+def test_the_work_sees_something(demo_plain: list[Run]) -> None:
+    assert {run.finish_reason for run in demo_plain} >= {"stop", "length"}
+    assert len({tuple(run.tokens) for run in demo_plain}) == len(demo_plain)
+
+
+def test_plain_rounds(demo_work: Work, demo_plain: list[Run]) -> None:
+    check_case(demo_folder(), demo_work, demo_plain, {"dtype": "bfloat16"})
+
+
+@pytest.mark.parametrize(("method", "k"), CASES)
+def test_alone(demo_work: Work, demo_plain: list[Run], method: str, k: int) -> None:
+    wishes = {"dtype": "bfloat16", "draft_max": k, **method_wishes(method)}
+    spoke(check_case(demo_folder(), demo_work, demo_plain, wishes))
+
+
+@pytest.mark.parametrize(("method", "k"), [("off", 0), ("ngram", 4), ("draft", 1), ("draft", 4)])
+def test_in_a_batch(demo_work: Work, demo_plain: list[Run], method: str, k: int) -> None:
+    """Sixteen slots: every request twice, beside all the others."""
+    wishes = {"dtype": "bfloat16", "slots": 16, **method_wishes(method), **({"draft_max": k} if k else {})}
+    runs = check_case(demo_folder(), demo_work * 2, demo_plain * 2, wishes)
+    half = len(demo_work)
+    assert story(runs[:half]) == story(runs[half:])
+    if k:
+        spoke(runs)
+
+
+def test_neighbours_do_not_change_acceptance(demo_work: Work) -> None:
+    wishes = {"dtype": "bfloat16", "draft_max": 4, **method_wishes("draft")}
+    told = []
+    for slots in (1, 3, 16):
+        with gpu_engine(demo_folder(), slots=slots, **wishes) as engine:
+            told.append(story(run_work(engine, demo_work, 1)))
+    assert told[0] == told[1] == told[2]
+
+
+def test_lengths_that_change(demo_work: Work, demo_plain: list[Run]) -> None:
+    """Graphs of several lengths in turn, and drafts brought up outside of them."""
+    told = []
+    for graphs, lag in ((False, 0), (True, 0), (True, 2)):
+        wishes = {"dtype": "bfloat16", "draft_max": 4, "graphs": graphs, **method_wishes("draft")}
+        with gpu_engine(demo_folder(), **wishes) as engine:
+            lengths = iter([4, 0, 1, 1, 0, 0, 4, 2, 0] * 100)
+            engine._draft_length.choose = lambda lengths=lengths: next(lengths)  # type: ignore[method-assign]
+            runs = run_work(engine, demo_work, lag)
+        assert outputs(runs) == outputs(demo_plain), (graphs, lag)
+        told.append(story(runs))
+    assert told[0] == told[1]
+
+
+def test_adapting_changes_nothing(demo_work: Work, demo_plain: list[Run]) -> None:
+    for method in ("ngram", "draft"):
+        wishes = {"dtype": "bfloat16", "draft_max": 6, "adaptive": True, **method_wishes(method)}
+        with gpu_engine(demo_folder(), slots=4, **wishes) as engine:
+            assert outputs(run_work(engine, demo_work, 2)) == outputs(demo_plain)
+
+
+def damped(layer: int) -> float:
+    return 1.0 if layer < 2 else 0.12
+
+
+def test_float32(tiny: Callable[..., Path]) -> None:
+    target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
+    draft = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
+    prompts = [*random_prompts(2, 20, 256), *random_prompts(2, 75, 256, seed=1)]
+    wishes: dict[str, Any] = {"dtype": "float32", "ctx": 256}
+    work = every_kind(prompts, likely_stop(target, prompts[2], **wishes))
+    with gpu_engine(target, graphs=False, **wishes) as engine:
+        plain = run_work(engine, work, 0)
+    for slots, method, k in ((1, "draft", 1), (1, "draft", 4), (16, "draft", 4), (1, "ngram", 4)):
+        case = {**wishes, "slots": slots, "draft_max": k, **method_wishes(method, draft)}
+        runs = check_case(target, work, plain, case)
+        if method == "draft":
+            spoke(runs)
+
+
+def test_a_shared_prefix(demo_plain: list[Run]) -> None:
+    """What a page of another request holds is what would have been computed."""
+    from spd.runtime import SamplingParams
+
+    prompt = demo_prompts()[3]
+    params = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
+    works = [[(p, params)] for p in (prompt, (*prompt, 9, 8, 7), prompt[:500], prompt)]
+    for wishes in ({}, {"draft_max": 4, **method_wishes("draft")}):
+        with gpu_engine(demo_folder(), dtype="bfloat16", prefix_sharing=True, **wishes) as engine:
+            shared = [run_work(engine, work, 1)[0] for work in works]
+        with gpu_engine(demo_folder(), dtype="bfloat16", **wishes) as engine:
+            fresh = [run_work(engine, work, 1)[0] for work in works]
+        assert outputs(shared) == outputs(fresh)
+        assert [run.metrics.cached_tokens > 0 for run in shared] == [False, True, True, True]

@@ -1,0 +1,320 @@
+# mypy: disable-error-code="no-untyped-call"
+"""Exact enumeration of what rounds commit: the machinery of `test_runtime_law`.
+
+Three tokens, every draft string, every string of sampled rows: the real round runs once with a slot for
+each case, over a model that remembers what was fed to it, and each case weighs what the target and an
+arbitrarily correlated drafter give it. No randomness decides anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from spd.kernels import sampling
+from spd.kernels.dispatch import load_kernels
+from spd.kernels.round_commit import FAILED, FULL, GOING_ON, STOPPED, Emission, read_emission
+from spd.kernels.sampling import SamplingSteps, SamplingTensors
+from spd.runtime.model_runner import Rows, SlotView
+from spd.runtime.request import SamplingParams
+from spd.runtime.round import Round
+from spd.runtime.sampler import Sampler
+from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.state import RoundState
+from tests.runtime.target_law import (
+    DRAFT_LAWS,
+    PROMPT,
+    VOCAB,
+    Law,
+    Text,
+    context_numbers,
+    random_drafts,
+    target_table,
+)
+
+PAGE_SIZE = 2
+LIMIT_OF_ERROR = 1e-12
+
+
+# -- the real round over a scripted model and scripted draws -------------------------------------------
+
+
+class Script:
+    """A case's own samples in place of every draw, and what was to be drawn from, at which positions."""
+
+    samples: Tensor
+    processed: Tensor
+    positions: Tensor
+
+    def draw(self, processed: Tensor, positions: Tensor) -> Tensor:
+        """In place of noise and argmax."""
+        self.processed, self.positions = processed, positions
+        return self.samples
+
+    def sample_rows(
+        self,
+        logits: Tensor,
+        draft: Tensor,
+        positions: Tensor,
+        tensors: SamplingTensors,
+        steps: SamplingSteps,
+        usable_vocab: int,
+    ) -> tuple[Tensor, Tensor]:
+        """The real processing around the scripted draw."""
+        with mock.patch.object(sampling, "draw_rows", lambda p, at, *_: self.draw(p, at)):
+            return sampling.sample_rows(logits, draft, positions, tensors, steps, usable_vocab)
+
+
+class RememberingRunner:
+    """A model that knows a context only through what was written to its pages.
+
+    With `head` it draws from its logits itself, by temperature alone.
+    """
+
+    def __init__(self, state: RoundState, table: Tensor, script: Script, head: bool) -> None:
+        pages = state.page_table.shape[1]
+        shuffled = torch.randperm(state.slots * pages, generator=torch.Generator().manual_seed(8))
+        state.page_table.copy_(1 + shuffled.view(state.slots, pages))
+        self.cache, self.trash_slot = SimpleNamespace(page_size=PAGE_SIZE), 0
+        self.model = SimpleNamespace(vocab_size=VOCAB)
+        self.pool = torch.full(((1 + state.slots * pages) * PAGE_SIZE,), -1, dtype=torch.long)
+        for position, token in enumerate(PROMPT[:-1]):
+            page = state.page_table[:, position // PAGE_SIZE]
+            self.pool[page * PAGE_SIZE + position % PAGE_SIZE] = token
+        self.table, self.script, self.head = table, script, head
+
+    def forward(self, rows: Rows, page_table: Tensor, views: object) -> Tensor:
+        assert ((rows.token_ids >= 0) & (rows.token_ids < VOCAB)).all(), "an id beyond the vocabulary was fed"
+        assert (rows.kv_slots[~rows.valid] == self.trash_slot).all(), "a row that does not count was kept"
+        self.pool[rows.kv_slots] = rows.token_ids
+        self.pool[:PAGE_SIZE] = -1
+        memory = self.pool.view(-1, PAGE_SIZE)[page_table].flatten(1)
+        numbers = context_numbers(memory).gather(1, rows.positions)
+        self.contexts = torch.where(rows.valid, numbers, -1)
+        return self.contexts
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.table[hidden]
+
+    def sample(
+        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        if not self.head:
+            return None
+        positions = first.unsqueeze(-1) + step + torch.arange(hidden.shape[1])
+        drawn = self.script.draw(self.table[hidden] / temperature.view(-1, 1, 1), positions)
+        return drawn, torch.ones_like(drawn, dtype=torch.bool)
+
+
+# -- cases and their enumeration ------------------------------------------------------------------------
+
+PLAIN = SamplingParams(temperature=1.0)
+PENALTIES = SamplingParams(
+    temperature=0.75, repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5
+)
+MIN_TOKENS = SamplingParams(temperature=1.0, stop_token_ids=(0,), min_tokens=2)
+TRUNCATION = SamplingParams(temperature=1.25, top_k=2, top_p=0.75, min_p=0.125)
+EVERYTHING = SamplingParams(
+    temperature=0.5,
+    top_p=0.875,
+    min_p=0.0625,
+    repetition_penalty=1.25,
+    presence_penalty=-0.5,
+    frequency_penalty=0.25,
+    logit_bias=((0, 1.5), (1, -0.5)),
+    stop_token_ids=(1,),
+    min_tokens=1,
+    max_tokens=4,
+)
+STOPS_AND_LIMIT = SamplingParams(temperature=1.0, stop_token_ids=(1,), max_tokens=3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One law check: the k of each round, sampling parameters, and the target's seed."""
+
+    ks: tuple[int, ...]
+    params: SamplingParams = PLAIN
+    seed: int = 0
+    masked: bool = False
+    odd_drafts: bool = False
+    """Ids outside the vocabulary instead of the drafts that equal token 2."""
+    head: bool = False
+    """Whether the model has a head that draws by itself."""
+
+    @property
+    def horizon(self) -> int:
+        reach = sum(k + 1 for k in self.ks)
+        return min(reach, self.params.max_tokens or reach)
+
+
+def enumerate_round(k: int) -> Tensor:
+    """Every (num_drafts, drafts, samples) of a round with k drafts: [cases, 1 + k + k + 1]."""
+    strings = itertools.product(range(k + 1), *[range(VOCAB)] * (2 * k + 1))
+    return torch.tensor(list(strings), dtype=torch.long)
+
+
+def emission_of_all(emitted: Tensor, k: int) -> Any:
+    """The emissions [S, W] of a round with k drafts as one whose values are tensors [S]."""
+    columns: list[Any] = list(emitted.unbind(1))
+    assert (columns[5] == k).all(), "another k is told"
+    columns[5] = k
+    return read_emission(columns)
+
+
+class Enumeration:
+    """All cases of all rounds side by side, a slot each."""
+
+    def __init__(self, case: Case, table: Tensor) -> None:
+        parts = [enumerate_round(k) for k in case.ks]
+        grid = torch.cartesian_prod(*(torch.arange(len(part)) for part in parts)).view(-1, len(parts))
+        self.plans = [part[grid[:, i]] for i, part in enumerate(parts)]
+        self.case, slots, params = case, len(grid), case.params
+        depth = len(PROMPT) + sum(k + 1 for k in case.ks)
+        state = self.state = RoundState(slots, depth + 1, max(case.ks), depth // PAGE_SIZE + 1, "cpu")
+        state.tokens[:, : len(PROMPT)] = torch.tensor(PROMPT)
+        state.length.fill_(len(PROMPT))
+        state.length_limit.fill_(len(PROMPT) + (params.max_tokens or depth))
+        state.min_length.fill_(len(PROMPT) + params.min_tokens)
+        if params.stop_token_ids:
+            state.stop_ids[:, : len(params.stop_token_ids)] = torch.tensor(params.stop_token_ids)
+        state.active.fill_(True)
+        self.script = Script()
+        self.runner = RememberingRunner(state, table, self.script, case.head)
+        kernels = dataclasses.replace(load_kernels("torch"), sample_rows=self.script.sample_rows)
+        self.sampler = Sampler(state, VOCAB, VOCAB, kernels)
+        self.sampler.admit(0, params, torch.tensor(PROMPT))
+        for tensor in (*self.sampler.numbers.values(), self.sampler.top_k, self.sampler.bias):
+            if tensor is not None:
+                tensor.copy_(tensor[:1].clone().expand_as(tensor))
+        if self.sampler.counts is not None:
+            self.sampler.counts.in_prompt[:, list(PROMPT)] = True
+        self.round = Round(state, self.runner, self.sampler, None, kernels)  # type: ignore[arg-type]
+        self.weights = torch.ones(slots, dtype=torch.float64)
+
+    def run(self, number: int, draft_law: Tensor) -> None:
+        """Run one round over every case and multiply what target and drafter give it."""
+        k, plan, state = self.case.ks[number], self.plans[number], self.state
+        num_drafts, draft, script = plan[:, 0], plan[:, 1 : k + 1], plan[:, k + 1 :]
+        state.num_drafts.copy_(num_drafts)
+        odd = torch.where(draft[:, :1] == 0, -1, 7)
+        state.draft[:, :k] = torch.where((draft == 2) & self.case.odd_drafts, odd, draft)
+        self.script.samples = script
+        views = [SlotView(1, ())] * state.slots
+        started, was_active, place = state.length.clone(), state.active.clone(), int(state.counter)
+        self.round.run(k, views, SamplerClass.of(self.case.params), None, 0)
+        assert torch.equal(self.script.positions, started[:, None] + torch.arange(k + 1)), "noise positions"
+        probabilities = self.script.processed.softmax(-1)
+        contexts = self.runner.contexts
+        self.weights *= probabilities.gather(-1, script[..., None]).squeeze(-1).prod(-1)
+        self.weights /= k + 1  # num_drafts: uniform
+        for i in range(k):
+            self.weights *= draft_law[contexts[:, i], script[:, i], draft[:, i]]
+        assert int(state.counter) == place + 1, "the ring's row"
+        self.emitted = state.ring[place % len(state.ring)]
+        self._check_bookkeeping(k, started, was_active)
+
+    def _check_bookkeeping(self, k: int, started: Tensor, was_active: Tensor) -> None:
+        """Lengths, silence, and the reason of every case that can happen; what is told is what was done."""
+        state, possible = self.state, self.weights > 0
+        told = emission_of_all(self.emitted, k)
+        committed, reason, rows = told.committed, told.reason, torch.arange(k + 1)
+        assert torch.equal(told.length, started), "lengths before"
+        assert torch.equal(state.length, started + committed), "lengths"
+        assert (committed[~was_active] == 0).all(), "a silent slot committed tokens"
+        assert (committed[was_active & possible] >= 1).all(), "a round without a token"
+        appended = state.tokens.gather(1, started[:, None] + rows)
+        same = appended == torch.stack(told.sampled, dim=1)
+        assert (same | (rows >= committed[:, None])).all(), "other tokens are told"
+        last = state.tokens.gather(1, state.length[:, None] - 1)
+        stops = torch.tensor(self.case.params.stop_token_ids or (-9,))
+        expected = torch.where(state.length >= state.length_limit, FULL, GOING_ON)
+        expected = torch.where(torch.isin(last[:, 0], stops), STOPPED, expected)
+        checked = was_active & possible
+        assert torch.equal(reason[checked], expected[checked]), "reasons"
+        assert torch.equal(state.active[checked], expected[checked] == GOING_ON), "active"
+
+    def masses(self) -> dict[Text, float]:
+        """Weights of the committed texts."""
+        masses: dict[Text, float] = {}
+        possible = self.weights > 0
+        for length in self.state.length[possible].unique().tolist():
+            chosen = possible & (self.state.length == length)
+            texts, which = self.state.tokens[chosen, len(PROMPT) : length].unique(dim=0, return_inverse=True)
+            sums = torch.zeros(len(texts), dtype=torch.float64).index_add_(0, which, self.weights[chosen])
+            masses |= {tuple(text): mass for text, mass in zip(texts.tolist(), sums.tolist(), strict=True)}
+        return masses
+
+
+def law_error(case: Case, draft_law: str) -> float:
+    """Greatest difference between the rounds' law, continued by the target, and the target's own."""
+    table = target_table(len(PROMPT) + sum(k + 1 for k in case.ks) + 1, case.seed, case.masked)
+    enumeration = Enumeration(case, table)
+    conditional = DRAFT_LAWS[draft_law](len(table))
+    with torch.inference_mode():
+        for number in range(len(case.ks)):
+            enumeration.run(number, conditional)
+    target = Law(table, case.params, case.horizon)
+    wanted: defaultdict[Text, float] = defaultdict(float)
+    target.extend(wanted, (), 1.0)
+    got: defaultdict[Text, float] = defaultdict(float)
+    for text, mass in enumeration.masses().items():
+        target.extend(got, text, mass)
+    assert abs(sum(got.values()) - 1) < LIMIT_OF_ERROR, "masses do not add up: a row saw what it must not"
+    assert len(wanted) > 1
+    return max(abs(got[text] - wanted[text]) for text in {*got, *wanted})
+
+
+def check_law(case: Case, *draft_laws: str) -> None:
+    """Assert the law under the named drafters (all of them by default)."""
+    for draft_law in draft_laws or DRAFT_LAWS:
+        error = law_error(case, draft_law)
+        assert error < LIMIT_OF_ERROR, f"{draft_law}: the law differs by {error:.3g}"
+
+
+def emission_by_definition(case: Case, plan: Sequence[int], logits: Tensor) -> Emission:
+    """What the one round of `case` must tell of a slot: (num_drafts, drafts, samples), logits of its rows."""
+    (k,), limit = case.ks, case.params.max_tokens or math.inf
+    draft, sampled = list(plan[1 : k + 1]), list(plan[k + 1 :])
+    known = [not case.odd_drafts or token != 2 for token in draft]
+    leading = next((i for i in range(k) if not known[i]), k)
+    num_drafts = int(min(plan[0], leading, limit - 1))
+    accepted = next((i for i in range(num_drafts) if draft[i] != sampled[i]), num_drafts)
+    committed, reason = accepted + 1, GOING_ON
+    for i, token in enumerate(sampled[: accepted + 1]):
+        if not logits[i, token].isfinite():
+            committed, reason = i, FAILED
+            break
+        if token in case.params.stop_token_ids:
+            committed, reason = i + 1, STOPPED
+            break
+    if reason == GOING_ON and committed >= limit:
+        reason = FULL
+    fed = [token if kept else 0 for token, kept in zip(draft, known, strict=True)]
+    return Emission(len(PROMPT), num_drafts, accepted, committed, reason, fed, sampled)
+
+
+def check_emissions(case: Case) -> None:
+    """Assert, case by case, that what is told is the definition's, and that the text is what is told.
+
+    So what is committed was sampled in rows whose drafts are the committed text itself.
+    """
+    enumeration = Enumeration(case, target_table(len(PROMPT) + case.ks[0] + 2, case.seed, case.masked))
+    enumeration.run(0, random_drafts(len(enumeration.runner.table)))
+    logits = enumeration.runner.table[enumeration.runner.contexts]
+    plans, texts = enumeration.plans[0].tolist(), enumeration.state.tokens[:, len(PROMPT) :].tolist()
+    for s, row in enumerate(enumeration.emitted.tolist()):
+        wanted = emission_by_definition(case, plans[s], logits[s])
+        assert read_emission(row) == wanted, "another round is told"
+        told = wanted.sampled[: wanted.committed]
+        assert texts[s] == told + [0] * (len(texts[s]) - len(told)), "other tokens are told"

@@ -1,0 +1,138 @@
+"""A target of three tokens by table, its processed law in plain Python, and drafters of any law."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from spd.runtime.request import SamplingParams
+
+VOCAB = 3
+PROMPT = (1, 2)
+Text = tuple[int, ...]
+
+
+# -- the target: a table of logits by context, and its processed law in plain Python ------------------
+
+
+def context_numbers(tokens: Tensor) -> Tensor:
+    """The number of each prefix of tokens [S, n], one to one; -1 from the first unwritten (-1) on."""
+    numbers = torch.full_like(tokens, -1)
+    number, written = tokens.new_zeros(tokens.shape[0]), torch.ones(tokens.shape[0], dtype=torch.bool)
+    for column in range(tokens.shape[1]):
+        written = written & (tokens[:, column] >= 0)
+        number = number * VOCAB + 1 + tokens[:, column].clamp(min=0)
+        numbers[:, column] = torch.where(written, number, -1)
+    return numbers
+
+
+def number_of(text: Sequence[int]) -> int:
+    return int(context_numbers(torch.tensor([list(text)]))[0, -1])
+
+
+def target_table(depth: int, seed: int, masked: bool) -> Tensor:
+    """Float64 logits [contexts + 1, 3]; the last row is what unwritten contexts give.
+
+    With `masked`, probabilities hold zeros and some contexts leave a single token.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(((VOCAB ** (depth + 1)) // 2 + 1, VOCAB), generator=generator, dtype=torch.float64)
+    logits = (4 * weights - 2).clone()
+    if masked:
+        kept = torch.randint(VOCAB, (len(logits), 1), generator=generator)
+        hidden = torch.rand(logits.shape, generator=generator) < 0.4
+        logits.masked_fill_(hidden.scatter(1, kept, False), float("-inf"))
+    logits[-1] = torch.tensor([0.1, 0.0, -0.1], dtype=torch.float64)
+    return logits
+
+
+def processed_by_definition(logits: Sequence[float], text: Text, params: SamplingParams) -> list[float]:
+    """Probabilities of the next token after PROMPT + text, step by step as the documentation says."""
+    scores = list(logits)
+    for token, bias in params.logit_bias:
+        scores[token] += bias
+    for v in range(VOCAB):
+        if v in PROMPT or v in text:
+            r = params.repetition_penalty
+            scores[v] = scores[v] / r if scores[v] > 0 else scores[v] * r
+        scores[v] -= params.frequency_penalty * text.count(v) + params.presence_penalty * (v in text)
+    if len(text) < params.min_tokens:
+        scores = [-math.inf if v in params.stop_token_ids else x for v, x in enumerate(scores)]
+    scores = [x / params.temperature for x in scores]
+    order = sorted(range(VOCAB), key=lambda v: (-scores[v], v))[: params.top_k or VOCAB]
+    total = math.fsum(math.exp(scores[v]) for v in order)
+    kept: list[int] = []
+    before = 0.0
+    for v in order:
+        share = math.exp(scores[v]) / total
+        if not kept or (before < params.top_p and share >= params.min_p * math.exp(scores[order[0]]) / total):
+            kept.append(v)
+        before += share
+    total = math.fsum(math.exp(scores[v]) for v in kept)
+    return [math.exp(x) / total if v in kept else 0.0 for v, x in enumerate(scores)]
+
+
+class Law:
+    """Masses of whole texts: those that ended, and those that reached the horizon."""
+
+    def __init__(self, table: Tensor, params: SamplingParams, horizon: int) -> None:
+        self.rows, self.params, self.horizon = table.tolist(), params, horizon
+        self.conditionals: dict[Text, list[float]] = {}
+
+    def ends(self, text: Text) -> bool:
+        return len(text) >= self.horizon or (bool(text) and text[-1] in self.params.stop_token_ids)
+
+    def extend(self, law: defaultdict[Text, float], text: Text, mass: float) -> None:
+        """Add a text's mass, continued by the target until it ends."""
+        if self.ends(text):
+            law[text] += mass
+            return
+        if text not in self.conditionals:
+            row = self.rows[number_of(PROMPT + text)]
+            self.conditionals[text] = processed_by_definition(row, text, self.params)
+        for v, probability in enumerate(self.conditionals[text]):
+            if probability:
+                self.extend(law, (*text, v), mass * probability)
+
+
+# -- drafters: any conditional law of a draft given the context and the row's own sample ---------------
+
+DraftLaw = Callable[[int], Tensor]  # contexts -> [contexts, sampled, draft]
+
+
+def _equal(contexts: int) -> Tensor:
+    return torch.eye(VOCAB, dtype=torch.float64).expand(contexts, -1, -1)
+
+
+def _never(contexts: int) -> Tensor:
+    return (1 - _equal(contexts)) / (VOCAB - 1)
+
+
+def random_drafts(contexts: int) -> Tensor:
+    table = torch.rand(
+        contexts, VOCAB, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
+    )
+    return table / table.sum(-1, keepdim=True)
+
+
+def _one_hot(contexts: int) -> Tensor:
+    choice = torch.randint(VOCAB, (contexts, 1), generator=torch.Generator().manual_seed(10))
+    return torch.eye(VOCAB, dtype=torch.float64)[choice].expand(-1, VOCAB, -1)
+
+
+def _only_zeros_match(contexts: int) -> Tensor:
+    """Equal where the sample is token 0, else never: acceptance as biased as it can be."""
+    return torch.where(torch.arange(VOCAB)[:, None] == 0, _equal(contexts), _never(contexts))
+
+
+DRAFT_LAWS: dict[str, DraftLaw] = {
+    "equal": _equal,
+    "never": _never,
+    "random": random_drafts,
+    "one-hot": _one_hot,
+    "only-zeros-match": _only_zeros_match,
+}

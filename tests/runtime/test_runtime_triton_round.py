@@ -1,0 +1,163 @@
+"""Whole texts by Triton's kernels, in its interpreter, against torch's: tokens, drafts and acceptance."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spd.kernels.dispatch import Kernels, load_kernels
+from spd.runtime import SamplingParams, assembly
+from tests.helpers import Run, make_engine, random_prompts, run_all
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="the interpreter needs TRITON_INTERPRET, which is set without a GPU only",
+)
+
+SHAPE: dict[str, Any] = {
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "intermediate": 48,
+    "vocab": 97,
+    "tokenizer": False,
+    "seed": 5,
+}
+USED_BY_NO_ROUND = {"linear"}
+"""A product without norm, residual or gate before or after it: no layer of a dense model has one."""
+
+
+def damped(layer: int) -> float:
+    return 1.0 if layer < 1 else 0.15
+
+
+@pytest.fixture(scope="module")
+def target(tiny: Callable[..., Path]) -> Path:
+    return tiny("qwen3", layers=2, residual_gain=damped, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def methods(tiny: Callable[..., Path]) -> dict[str, dict[str, Any]]:
+    draft = tiny("qwen3", layers=1, residual_gain=damped, **SHAPE)
+    return {
+        "off": {"spec": "off"},
+        "ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 3},
+        "draft": {"spec": "draft", "draft_model": draft, "draft_max": 3},
+    }
+
+
+@pytest.fixture(scope="module")
+def calls() -> Counter[str]:
+    """How often each operation of the Triton form ran in this file."""
+    return Counter()
+
+
+@pytest.fixture(autouse=True)
+def _counted(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> Iterator[None]:
+    """Count the operations; and a GPU of one processor, for the interpreter runs idle programs too."""
+    from spd.kernels import paged_attention_triton
+
+    def count(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return operation(*args, **kwargs)
+
+        return counted
+
+    def load(form: str) -> Kernels:
+        kernels = load_kernels(form)
+        if form == "torch":
+            return kernels
+        return dataclasses.replace(
+            kernels, **{name: count(name, getattr(kernels, name)) for name in OPERATIONS}
+        )
+
+    monkeypatch.setattr(assembly, "load_kernels", load)
+    monkeypatch.setattr(paged_attention_triton, "PROCESSORS", 1)
+    yield
+
+
+OPERATIONS = [field.name for field in dataclasses.fields(Kernels) if field.name != "name"]
+
+
+def both(
+    target: Path, prompts: list[tuple[int, ...]], params: list[SamplingParams], **wishes: Any
+) -> tuple[list[Run], list[Run]]:
+    """The runs of both forms, torch's first."""
+    wishes = {"ctx": 128, "device": "cpu", **wishes}
+    first, second = (
+        run_all(make_engine(target, kernels=form, **wishes), prompts, params) for form in ("torch", "triton")
+    )
+    return first, second
+
+
+def assert_same(first: list[Run], second: list[Run]) -> None:
+    assert [run.output for run in second] == [run.output for run in first]
+    # Float32 in both, and logits well apart: even the drafts are the same.
+    assert [run.drafts for run in second] == [run.drafts for run in first]
+
+
+PROMPT = random_prompts(1, 14, 97, seed=2)
+
+
+@pytest.mark.parametrize("method", ["off", "ngram", "draft"])
+def test_sixteen_tokens(target: Path, methods: dict[str, dict[str, Any]], method: str) -> None:
+    """Greedy and sampled side by side, which the interpreter runs almost as fast as one of them."""
+    params = [SamplingParams(max_tokens=16, temperature=temperature, seed=3) for temperature in (0.0, 0.8)]
+    first, second = both(target, PROMPT * 2, params, slots=2, **methods[method])
+    assert all(len(run.tokens) == 16 for run in first) and first[0].tokens != first[1].tokens
+    assert_same(first, second)
+    if method == "draft":
+        for run in first:
+            assert 0 < run.metrics.draft_n_accepted < run.metrics.draft_n
+
+
+def test_one_slot(target: Path, methods: dict[str, dict[str, Any]]) -> None:
+    params = [SamplingParams(max_tokens=6, temperature=0.8, seed=3)]
+    assert_same(*both(target, PROMPT, params, **methods["draft"]))
+
+
+def test_every_step_of_sampling(target: Path, methods: dict[str, dict[str, Any]]) -> None:
+    """Two slots: truncation, penalties, a bias, a minimum length, stops and log-probabilities."""
+    params = [
+        SamplingParams(max_tokens=8, temperature=0.9, top_p=0.8, top_k=40, min_p=0.01, frequency_penalty=0.3),
+        SamplingParams(
+            max_tokens=8,
+            repetition_penalty=1.3,
+            logit_bias=((5, 3.0), (6, -50.0)),
+            min_tokens=4,
+            stop_token_ids=(5, 7, 11),
+            logprobs=2,
+        ),
+    ]
+    prompts = [PROMPT[0], random_prompts(1, 5, 97)[0]]
+    first, second = both(target, prompts, params, slots=2, lag=1, **methods["draft"])
+    assert_same(first, second)
+    assert len(second[1].logprobs) == len(second[1].tokens) >= 4
+    assert second[1].logprobs == pytest.approx(first[1].logprobs, abs=1e-4)
+
+
+def test_a_prompt_of_more_than_a_chunk(
+    target: Path, methods: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two whole chunks and a tail; they are smaller here than they are, for the interpreter's sake."""
+    from spd.runtime import plan
+
+    monkeypatch.setattr(plan, "CHUNK", {"torch": 64, "triton": 64})
+    prompt = random_prompts(1, 150, 97, seed=4)
+    first, second = both(target, prompt, [SamplingParams(max_tokens=4)], ctx=192, **methods["off"])
+    assert_same(first, second)
+
+
+def test_every_operation_has_run(calls: Counter[str]) -> None:
+    """Over the tests above, which have to run with this one."""
+    assert set(OPERATIONS) - set(calls) == USED_BY_NO_ROUND
