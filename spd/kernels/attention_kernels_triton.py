@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""The kernels of `paged_attention`, and the online softmax that `prefill_attention` shares.
+"""The kernels of `paged_attention`, and the step of an online softmax that `prefill_attention` shares.
 
 Chunks are ranges of absolute positions: SMALL positions each below FROM, LARGE ones from there on.
 """
@@ -71,6 +71,20 @@ def plan_attention_kernel(
 
 
 @triton.jit
+def softmax_step(maximum, total, acc, q, k, v, key, position, scale, MASKED: tl.constexpr):
+    """Take one block of keys and values into a tile's online softmax."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if MASKED:
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    raised = tl.maximum(maximum, tl.max(scores, 1))
+    weights = tl.exp2(scores - raised[:, None])
+    shrink = tl.exp2(maximum - raised)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return raised, total, acc
+
+
+@triton.jit
 def attend_blocks(
     maximum,
     total,
@@ -90,10 +104,8 @@ def attend_blocks(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPAN: tl.constexpr,
-    MASKED: tl.constexpr,
-    EVICTION: tl.constexpr,
 ):
-    """Take keys [begin, end), at most SPAN, into a tile's online softmax; MASKED unless rows see all of them.
+    """Take keys [begin, end), at most SPAN, into a tile's online softmax, masked by each row's position.
 
     begin is a multiple of BLOCK; scale includes log2(e), for weights are powers of two. Where pages hold
     whole blocks, the span's page numbers are fetched at once: a block whose address waited for a load of
@@ -111,7 +123,7 @@ def attend_blocks(
     for start in range(begin, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
         # Beyond `end` the pools may hold anything, NaN too, and zero times NaN is NaN.
-        live = (key < end)[:, None] & kept if MASKED else kept
+        live = (key < end)[:, None] & kept
         offsets = head * D + column[None, :]
         if WHOLE:
             page = tl.sum(tl.where(ahead == start // PAGE - first_page, page_ids, 0), 0)
@@ -120,17 +132,9 @@ def attend_blocks(
         else:
             pages = tl.load(page_row + key // PAGE, mask=key < end, other=0)
             first = ((pages * PAGE + key % PAGE) * (K * D))[:, None]
-        k = tl.load(key_pages + first + offsets, mask=live, other=0.0, eviction_policy=EVICTION)
-        v = tl.load(value_pages + first + offsets, mask=live, other=0.0, eviction_policy=EVICTION)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if MASKED:
-            scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-        raised = tl.maximum(maximum, tl.max(scores, 1))
-        weights = tl.exp2(scores - raised[:, None])
-        shrink = tl.exp2(maximum - raised)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        maximum = raised
+        k = tl.load(key_pages + first + offsets, mask=live, other=0.0, eviction_policy="evict_first")
+        v = tl.load(value_pages + first + offsets, mask=live, other=0.0, eviction_policy="evict_first")
+        maximum, total, acc = softmax_step(maximum, total, acc, q, k, v, key, position, scale, True)
     return maximum, total, acc
 
 
@@ -198,7 +202,7 @@ def attend_chunk_kernel(
         maximum, total, acc = attend_blocks(
             tl.full((TILE,), UNSEEN, tl.float32), tl.zeros((TILE,), tl.float32),
             tl.zeros((TILE, BLOCK_D), tl.float32), q, key_pages, value_pages, page_row,
-            head, seen, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, LARGE, True, "evict_first",
+            head, seen, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, LARGE,
         )  # fmt: skip
         at = ((slot * max_chunks + chunk) * K + head) * rows + row
         tl.store(partial + at[:, None] * D + column[None, :], acc, mask=wanted)

@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from spd.kernels.launch import Signature
-
 
 @triton.jit
 def wait(PDL: tl.constexpr):
@@ -26,8 +24,3 @@ def release(PDL: tl.constexpr):
     """Let the next kernel be launched: it waits for this one before it reads what it writes."""
     if PDL:
         cuda.gdc_launch_dependents()
-
-
-def signatures() -> dict[str, Signature]:
-    """Device functions only."""
-    return {}

@@ -11,15 +11,62 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spd.kernels.attention_kernels_triton import LOG2_E, UNSEEN, attend_blocks
+from spd.kernels.attention_kernels_triton import LOG2_E, UNSEEN, softmax_step
 from spd.kernels.launch import Signature, ceil_div, power_of_two
 from spd.kernels.paged_attention_triton import tile_shape
 
-SPAN = 512
-"""Keys whose pages are looked up at once."""
 ROW_TILE = 128
 FEW_HEADS = 32
 """Below this many, half the rows a tile: chunks of 512 rows then still reach most processors."""
+
+
+@triton.jit
+def attend_range(
+    maximum,
+    total,
+    acc,
+    q,
+    key_pages,
+    value_pages,
+    page_row,
+    head,
+    position,
+    begin,
+    end,
+    scale,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take keys [begin, end) into a tile's online softmax; MASKED unless every row sees all of them.
+
+    begin is a multiple of BLOCK; scale includes log2(e). One loop over all of the keys, however many:
+    nested ones over spans of pages were measured slower.
+    """
+    column = tl.arange(0, BLOCK_D)
+    kept = (column < D)[None, :]
+    page = tl.load(page_row + begin // PAGE, mask=begin < end, other=0)
+    for start in range(begin, end, BLOCK):
+        key = start + tl.arange(0, BLOCK)
+        # Beyond `end` the pools may hold anything, NaN too, and zero times NaN is NaN.
+        live = (key < end)[:, None] & kept if MASKED else kept
+        offsets = head * D + column[None, :]
+        if PAGE % BLOCK == 0:
+            first = (page * PAGE + start % PAGE) * (K * D)
+            offsets += tl.arange(0, BLOCK)[:, None] * (K * D)
+            # One block ahead: keys that wait for their page's number could not be fetched early.
+            following = start + BLOCK
+            page = tl.load(page_row + following // PAGE, mask=following < end, other=0)
+        else:
+            pages = tl.load(page_row + key // PAGE, mask=key < end, other=0)
+            first = ((pages * PAGE + key % PAGE) * (K * D))[:, None]
+        k = tl.load(key_pages + first + offsets, mask=live, other=0.0)
+        v = tl.load(value_pages + first + offsets, mask=live, other=0.0)
+        maximum, total, acc = softmax_step(maximum, total, acc, q, k, v, key, position, scale, MASKED)
+    return maximum, total, acc
 
 
 @triton.jit(do_not_specialize=["rows", "start"], do_not_specialize_on_alignment=["page_row"])
@@ -39,7 +86,6 @@ def prefill_attention_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPAN: tl.constexpr,
 ):
     """TILE rows of one head. The last tiles see the most keys and go first."""
     head = tl.program_id(0)
@@ -56,14 +102,13 @@ def prefill_attention_kernel(
     maximum = tl.full((TILE,), UNSEEN, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     acc = tl.zeros((TILE, BLOCK_D), tl.float32)
-    for begin in range(0, seen_by_all, SPAN):
-        maximum, total, acc = attend_blocks(
-            maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
-            begin, tl.minimum(begin + SPAN, seen_by_all), scale, K, D, PAGE, BLOCK, BLOCK_D, SPAN, False, "",
-        )  # fmt: skip
-    maximum, total, acc = attend_blocks(
+    maximum, total, acc = attend_range(
         maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
-        seen_by_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SPAN, True, "",
+        0, seen_by_all, scale, K, D, PAGE, BLOCK, BLOCK_D, False,
+    )  # fmt: skip
+    maximum, total, acc = attend_range(
+        maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
+        seen_by_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, True,
     )  # fmt: skip
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
 
@@ -102,7 +147,6 @@ def prefill_attention(
         D=size,
         PAGE=page_size,
         BLOCK_D=max(16, power_of_two(size)),
-        SPAN=SPAN,
         **tile,
     )
     return out
@@ -118,7 +162,7 @@ def signatures() -> dict[str, Signature]:
         found[f"prefill_attention_{name}"] = Signature(
             prefill_attention_kernel,
             types,
-            {"K": 8, "GROUPS": 4, "D": 128, "PAGE": 64, "BLOCK_D": 128, "SPAN": SPAN}
+            {"K": 8, "GROUPS": 4, "D": 128, "PAGE": 64, "BLOCK_D": 128}
             | {key: tile[key] for key in ("TILE", "BLOCK")},
             {key: tile[key] for key in ("num_stages", "num_warps")},
             unspecialized=("page_row", "rows", "start"),

@@ -15,7 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spd.kernels.launch import Signature
 from spd.kernels.overlap_triton import release, wait
 from spd.kernels.philox import STREAM_TARGET
 from spd.kernels.philox_triton import (
@@ -384,8 +383,3 @@ def head_kernel(
         rank = tl.where(row_n[:, None] < n, draw_rank(score, row_n[:, None]), NO_RANK)
         at = row_t * tl.num_programs(1) + tl.program_id(1)
         tl.store(ranks + at, tl.max(rank, 0), mask=row_t < rows)
-
-
-def signatures() -> dict[str, Signature]:
-    """None: `skinny_linear_triton`, which launches these kernels, describes them."""
-    return {}

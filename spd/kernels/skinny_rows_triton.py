@@ -6,7 +6,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spd.kernels.launch import Signature
 from spd.kernels.overlap_triton import release, wait
 from spd.kernels.philox_triton import NO_RANK, rank_is_finite, rank_token
 
@@ -64,8 +63,3 @@ def rms_norm_rows_kernel(
     factor = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
     value = value * tl.rsqrt(total / k + epsilon) * factor
     tl.store(y + row * k + column, value.to(y.dtype.element_ty), mask=column < k)
-
-
-def signatures() -> dict[str, Signature]:
-    """Described where they are launched, in `skinny_linear_triton`."""
-    return {}

@@ -281,19 +281,29 @@ def cuda_devices() -> Finding:
                 "total_bytes": total,
             }
         )
-    number = int(vars(torch._C)["_cuda_getDriverVersion"]())
-    supported = f"{number // 1000}.{number % 1000 // 10}"
+    supported = _driver_cuda()
     facts = {"devices": devices, "driver": driver, "driver_cuda": supported}
     shown = [
         f"{i} {d['name']} sm_{d['capability'][0]}{d['capability'][1]} "
         f"{d['free_bytes'] / GIB:.1f} of {d['total_bytes'] / GIB:.1f} GiB free"
         for i, d in enumerate(devices)
     ]
-    line = f"{'; '.join(shown)} · driver {driver or 'unknown'} (CUDA {supported})"
+    line = f"{'; '.join(shown)} · driver {driver or 'unknown'} (CUDA {supported or 'unknown'})"
     old = [d["name"] for d in devices if tuple(d["capability"]) < OLDEST_CAPABILITY]
     if old:
         return Finding(WARNING, f"{line} · older than sm_80: {', '.join(old)}", ("--kernels torch",), facts)
     return Finding(OK, line, (), facts)
+
+
+def _driver_cuda() -> str | None:
+    """The newest CUDA version that the driver takes; not every build of torch can tell."""
+    import torch
+
+    ask = getattr(torch._C, "_cuda_getDriverVersion", None)
+    if ask is None:
+        return None
+    number = int(ask())
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def triton_library() -> Finding:

@@ -59,10 +59,12 @@ class CapturedRounds:
         def program() -> Logprobs | None:
             return self.round.run(shape.k, views, shape.needs, shape.num_logprobs, shape.next_k)
 
-        program()
-        captured: tuple[Any, Logprobs | None] = self._capture(program)
-        for tensor, value in kept:
-            tensor.copy_(value)
+        try:
+            program()
+            captured: tuple[Any, Logprobs | None] = self._capture(program)
+        finally:
+            for tensor, value in kept:
+                tensor.copy_(value)
         return captured
 
     def capture_cuda(self, program: Any) -> tuple[Any, Any]:

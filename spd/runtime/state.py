@@ -40,9 +40,7 @@ class RoundState:
         self.page_table = integers(pages, fill=ZERO_PAGE)
         self.stop_ids = integers(NUM_STOP_IDS, fill=-1)
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
-        self.ring = torch.zeros(
-            RING_DEPTH, slots, emission_width(max_draft), dtype=torch.long, device=device
-        )
+        self.ring = torch.zeros(RING_DEPTH, slots, emission_width(max_draft), dtype=torch.long, device=device)
         """What each round emitted: int64 [depth, S, W], see `read_emission`."""
         self.times = torch.zeros(RING_DEPTH, NUM_TIMES, dtype=torch.long, device=device)
         self.counter = torch.zeros(1, dtype=torch.long, device=device)

@@ -1,4 +1,4 @@
-"""What the GPU lane shares: engines on the device, requests of every kind, and what two runs must agree on."""
+"""What the GPU lane shares: engines on the device, requests of every kind, what runs must agree on."""
 
 from __future__ import annotations
 

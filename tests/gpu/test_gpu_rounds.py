@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from spd.formats.demo import demo_folder
+from spd.runtime import SamplingParams
 from tests.gpu.gpu_helpers import (
     Work,
     demo_prompts,
@@ -31,12 +32,12 @@ def same_logprobs(runs: list[Run], others: list[Run]) -> None:
 
 
 def check_case(model: Path, work: Work, plain: list[Run], wishes: dict[str, Any]) -> list[Run]:
-    """Eager and captured runs at every lag against the plain text and against each other."""
+    """Eager and captured runs, in step and behind, against the plain text and against each other."""
     told: list[dict[str, Any]] | None = None
-    for graphs in (False, True):
+    for graphs, lags in ((False, (0, 2)), (True, (0, 1, 2))):
         with gpu_engine(model, graphs=graphs, **wishes) as engine:
             assert engine.plan.kernels == "triton" and engine.plan.graphs is graphs
-            for lag in (0, 1, 2):
+            for lag in lags:
                 runs = run_work(engine, work, lag)
                 assert outputs(runs) == outputs(plain), (graphs, lag)
                 same_logprobs(runs, plain)
@@ -84,7 +85,7 @@ def test_alone(demo_work: Work, demo_plain: list[Run], method: str, k: int) -> N
     spoke(check_case(demo_folder(), demo_work, demo_plain, wishes))
 
 
-@pytest.mark.parametrize(("method", "k"), [("off", 0), ("ngram", 4), ("draft", 1), ("draft", 4)])
+@pytest.mark.parametrize(("method", "k"), [("off", 0), ("ngram", 4), ("draft", 4)])
 def test_in_a_batch(demo_work: Work, demo_plain: list[Run], method: str, k: int) -> None:
     """Sixteen slots: every request twice, beside all the others."""
     wishes = {"dtype": "bfloat16", "slots": 16, **method_wishes(method), **({"draft_max": k} if k else {})}
@@ -112,17 +113,16 @@ def test_lengths_that_change(demo_work: Work, demo_plain: list[Run]) -> None:
         with gpu_engine(demo_folder(), **wishes) as engine:
             lengths = iter([4, 0, 1, 1, 0, 0, 4, 2, 0] * 100)
             engine._draft_length.choose = lambda lengths=lengths: next(lengths)  # type: ignore[method-assign]
-            runs = run_work(engine, demo_work, lag)
-        assert outputs(runs) == outputs(demo_plain), (graphs, lag)
+            runs = run_work(engine, demo_work[:2], lag)
+        assert outputs(runs) == outputs(demo_plain[:2]), (graphs, lag)
         told.append(story(runs))
     assert told[0] == told[1]
 
 
 def test_adapting_changes_nothing(demo_work: Work, demo_plain: list[Run]) -> None:
-    for method in ("ngram", "draft"):
-        wishes = {"dtype": "bfloat16", "draft_max": 6, "adaptive": True, **method_wishes(method)}
-        with gpu_engine(demo_folder(), slots=4, **wishes) as engine:
-            assert outputs(run_work(engine, demo_work, 2)) == outputs(demo_plain)
+    wishes = {"dtype": "bfloat16", "draft_max": 6, "adaptive": True, **method_wishes("draft")}
+    with gpu_engine(demo_folder(), slots=4, **wishes) as engine:
+        assert outputs(run_work(engine, demo_work[:4], 2)) == outputs(demo_plain[:4])
 
 
 def damped(layer: int) -> float:
@@ -137,17 +137,15 @@ def test_float32(tiny: Callable[..., Path]) -> None:
     work = every_kind(prompts, likely_stop(target, prompts[2], **wishes))
     with gpu_engine(target, graphs=False, **wishes) as engine:
         plain = run_work(engine, work, 0)
-    for slots, method, k in ((1, "draft", 1), (1, "draft", 4), (16, "draft", 4), (1, "ngram", 4)):
+    for slots, method, k in ((1, "draft", 4), (16, "draft", 4), (1, "ngram", 1)):
         case = {**wishes, "slots": slots, "draft_max": k, **method_wishes(method, draft)}
         runs = check_case(target, work, plain, case)
         if method == "draft":
             spoke(runs)
 
 
-def test_a_shared_prefix(demo_plain: list[Run]) -> None:
+def test_a_shared_prefix() -> None:
     """What a page of another request holds is what would have been computed."""
-    from spd.runtime import SamplingParams
-
     prompt = demo_prompts()[3]
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
     works = [[(p, params)] for p in (prompt, (*prompt, 9, 8, 7), prompt[:500], prompt)]

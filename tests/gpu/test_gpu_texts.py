@@ -24,20 +24,20 @@ def test_sixty_four_tokens_are_those_of_the_cpu() -> None:
             assert run_work(engine, [(prompt, params)])[0].tokens == on_cpu.tokens
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("k", [1, 4, 7])
-def test_a_model_that_drafts_for_itself_is_always_right(dtype: str, k: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "k", "slots"),
+    [("bfloat16", 1, 1), ("bfloat16", 4, 1), ("bfloat16", 1, 4), ("bfloat16", 4, 4), ("float32", 4, 1)],
+)
+def test_a_model_that_drafts_for_itself_is_always_right(dtype: str, k: int, slots: int) -> None:
     """Greedy and sampled, alone and side by side: the same rows in windows of other widths."""
     work: Work = [
         (prompt, SamplingParams(max_tokens=30, temperature=0.8 * (i % 2), seed=i, ignore_eos=True))
         for i, prompt in enumerate(demo_prompts())
     ]
-    for slots in (1, 4):
-        wishes = {"dtype": dtype, "spec": "draft", "draft_model": demo_folder(), "draft_max": k}
-        with gpu_engine(demo_folder(), slots=slots, **wishes) as engine:
-            for run in run_work(engine, work, 1):
-                assert run.metrics.draft_n_accepted == run.metrics.draft_n > 0
-                assert run.metrics.acceptance_histogram[:1] in ([0], [1])  # nothing is drafted for the first
+    wishes = {"dtype": dtype, "spec": "draft", "draft_model": demo_folder(), "draft_max": k}
+    with gpu_engine(demo_folder(), slots=slots, **wishes) as engine:
+        for run in run_work(engine, work, 1):
+            assert run.metrics.draft_n_accepted == run.metrics.draft_n > 0
 
 
 def fill_memory() -> list[torch.Tensor]:

@@ -1,7 +1,8 @@
 """Compile kernels ahead of time for one architecture; started by tests in a process without the interpreter.
 
-Usage: compile_ahead.py ARCH MODULE...  Prints one JSON line a kernel: name, registers, local and shared
-bytes, and which instructions its PTX holds. Needs no GPU: Triton brings the assembler.
+Usage: compile_ahead.py ARCH WITHOUT MODULE...  Names that hold WITHOUT are left out. Prints one JSON line
+a kernel: name, registers, local and shared bytes, and which instructions its PTX holds. Needs no GPU, for
+Triton brings the assembler.
 """
 
 from __future__ import annotations
@@ -55,15 +56,19 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 def main() -> None:
     """Compile every signature of the modules."""
-    arch = int(sys.argv[1])
-    for module in sys.argv[2:]:
+    arch, without = int(sys.argv[1]), sys.argv[2]
+    for module in sys.argv[3:]:
         for name, signature in importlib.import_module(module).signatures().items():
+            if without in name:
+                continue
             compiled = compile_for(signature, arch)
             ptx = compiled.asm["ptx"]
             line = {
                 "module": module,
                 "name": name,
+                "kernel": signature.kernel.fn.__name__,
                 "hot": getattr(signature, "hot", True),
+                "any_rows": [p.name for p in signature.kernel.params if p.do_not_specialize],
                 **usage(compiled.asm["cubin"]),
                 "shared": compiled.metadata.shared,
                 "target": re.findall(r"\.target (\w+)", ptx),

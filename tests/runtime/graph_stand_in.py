@@ -1,0 +1,155 @@
+"""A stand-in for CUDA graphs: captures by running once and noting everything, replays by running again.
+
+What a graph takes for granted is checked at every replay: the same operations with the same host
+values, the same shapes, and every lasting tensor at its old address.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spd.kernels.dispatch import Kernels
+from spd.kernels.paged_attention import AttentionPlan
+from spd.runtime import Engine
+from spd.runtime.graphs import CapturedRounds, RoundShape
+from spd.runtime.model_runner import SlotView
+from spd.runtime.sampler_class import SamplerClass
+
+ONLY_TORCH_ASKS = {"plan_attention": (6, 7), "ngram_lookup": (6,)}
+"""Arguments that hold the host's upper bounds, by their place; kernels in torch's form alone read them."""
+
+
+def tensors_in(
+    thing: object, path: str = "parts", seen: set[int] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that an object and what it holds keep, by where it is kept.
+
+    Left out are oneDNN's own, which have no address.
+    """
+    seen = set() if seen is None else seen
+    if isinstance(thing, Tensor):
+        if not thing.is_mkldnn:
+            yield path, thing
+        return
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Mapping):
+        inner: list[tuple[str, Any]] = [(f"[{key}]", value) for key, value in thing.items()]
+    elif isinstance(thing, list | tuple):
+        inner = [(f"[{i}]", value) for i, value in enumerate(thing)]
+    elif type(thing).__module__.startswith("spd.") and not isinstance(thing, Kernels | CapturedRounds):
+        inner = [(f".{name}", value) for name, value in vars(thing).items()]
+    else:
+        return
+    for name, value in inner:
+        yield from tensors_in(value, path + name, seen)
+
+
+MOST_ROUNDS = 300
+
+
+class Tape:
+    """The calls of operations while it listens, in words that must be the same at every replay."""
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+        self.lasting: dict[int, str] | None = None
+        """Where the memory of each lasting tensor is kept; None while nobody listens."""
+        self.calls: list[tuple[str, list[object]]] = []
+
+    def listen(self, lasting: Mapping[str, Tensor]) -> None:
+        """Begin anew."""
+        self.lasting = {tensor.untyped_storage().data_ptr(): path for path, tensor in lasting.items()}
+        self.calls = []
+
+    def wrap(self, kernels: Kernels) -> Kernels:
+        """The operations, each saying with what it was called."""
+        names = [field.name for field in dataclasses.fields(kernels) if field.name != "name"]
+        return dataclasses.replace(
+            kernels, **{name: self._proxy(name, getattr(kernels, name)) for name in names}
+        )
+
+    def _proxy(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.lasting is not None:
+                free = ONLY_TORCH_ASKS.get(name, ()) if self.form == "torch" else ()
+                words = [self._words(value) for i, value in enumerate(args) if i not in free]
+                self.calls.append((name, [*words, *((key, self._words(v)) for key, v in kwargs.items())]))
+            return operation(*args, **kwargs)
+
+        return call
+
+    def _words(self, value: object) -> object:
+        assert self.lasting is not None
+        if isinstance(value, Tensor):
+            path = self.lasting.get(value.untyped_storage().data_ptr(), "passing")
+            offset = value.storage_offset() if path != "passing" else 0
+            return path, offset, tuple(value.shape), value.stride(), value.dtype
+        if isinstance(value, AttentionPlan):
+            return type(value).__name__
+        if dataclasses.is_dataclass(value) and not isinstance(value, SamplerClass):
+            return [self._words(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        if isinstance(value, list | tuple):
+            return [self._words(inner) for inner in value]
+        assert value is None or isinstance(value, bool | int | float | str | torch.dtype | SamplerClass), (
+            value
+        )
+        return value
+
+
+class StandIn(CapturedRounds):
+    """Captures by running once and noting everything; replays by running again and comparing."""
+
+    def __init__(self, engine: Engine, tape: Tape) -> None:
+        super().__init__(engine._parts.queue.round, capture=self.capture_by_watching)
+        self.parts, self.tape = engine._parts, tape
+        self.views: Sequence[SlotView] = ()
+        self.rounds = self.replays = 0
+        if tape.form == "torch":  # a graph never looks at the views, so it may keep those of its capture
+            honest = self.round.run
+            self.round.run = lambda k, views, *rest: honest(k, self.views, *rest)  # type: ignore[method-assign]
+
+    def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Any:
+        """See `CapturedRounds.run`."""
+        self.views = views
+        self.rounds += 1
+        assert self.rounds < MOST_ROUNDS, "the texts do not end"
+        return super().run(shape, views)
+
+    def lasting(self) -> dict[str, Tensor]:
+        """Every tensor that outlives a round, by where it is kept."""
+        return dict(tensors_in(self.parts))
+
+    def capture_by_watching(self, program: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """See `capture_cuda`."""
+        held = self.lasting()
+        where = {path: (tensor.data_ptr(), tensor.shape, tensor.stride()) for path, tensor in held.items()}
+
+        def watched() -> tuple[Any, list[tuple[str, list[object]]]]:
+            self.tape.listen(held)
+            result, calls = program(), self.tape.calls
+            self.tape.lasting = None
+            return result, calls
+
+        result, calls = watched()
+        assert calls, "no operation was seen"
+
+        def replay() -> None:
+            again, seen = watched()
+            assert seen == calls, next((a, b) for a, b in zip(calls, seen, strict=False) if a != b)
+            now = self.lasting()
+            for path, tensor in held.items():
+                assert now[path] is tensor, f"{path} was replaced"
+                assert (tensor.data_ptr(), tensor.shape, tensor.stride()) == where[path], f"{path} has moved"
+            with torch.inference_mode():
+                for old, new in zip(result or (), again or (), strict=True):
+                    old.copy_(new)
+            self.replays += 1
+
+        return replay, result
