@@ -268,8 +268,6 @@ def test_dummy_weights_say_so(spd_run: Callable, model: Path, script) -> None:
         (["--verify", "rejection"], "coupled"),
         (["--verify", "block"], "coupled"),
         (["--tp", "2"], "parallel"),
-        (["--kernels", "triton"], "riton"),
-        (["--graphs", "on"], "raphs"),
         (["--num-beams", "4"], "beam search"),
     ],
 )

@@ -28,8 +28,12 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str, str]] = [
     ({"spec": "off", "draft_max": 1}, UsageError, "--draft-max needs speculation", "usage"),
     ({"tp": 2}, IncompatibleError, "tensor parallelism is not built", "incompatible"),
     ({"draft_tp": 2}, IncompatibleError, "tensor parallelism is not built", "incompatible"),
-    ({"kernels": "triton"}, IncompatibleError, "no Triton kernels", "incompatible"),
-    ({"graphs": True}, IncompatibleError, "CUDA graphs are not captured", "incompatible"),
+    (
+        {"synthetic_acceptance": 2.0, "spec": "off"},
+        UsageError,
+        "--synthetic-acceptance needs speculation",
+        "usage",
+    ),
 ]
 
 
@@ -99,7 +103,7 @@ def test_the_longest_ngram_is_not_below_the_shortest() -> None:
         ("spec", "--spec", set(SPEC_METHODS) - {"mtp", "eagle3"}),
         ("verify", "--verify", {"coupled"}),
         ("dtype", "--dtype", set(DTYPES)),
-        ("kernels", "--kernels", set(KERNELS) - {"triton"}),
+        ("kernels", "--kernels", set(KERNELS)),
         ("load", "--load", {"auto", "dummy"}),
         ("device", "--device", {"auto", "cpu", "cuda", "cuda:0", "cuda:17"}),
     ],
@@ -122,6 +126,8 @@ def test_choices_are_known_words(field: str, flag: str, known: set[str]) -> None
         {"spec": "auto", "draft_model": DRAFT, "draft_max": MAX_DRAFT},
         {"spec": "draft"},  # the plan knows whether a draft model is at hand
         {"graphs": False},
+        {"graphs": True, "kernels": "triton"},  # the plan knows whether there is a device for them
+        {"synthetic_acceptance": 3.08, "draft_max": 4},
         {"verify": "coupled", "lag": 2, "adaptive": False},
     ],
     ids=str,

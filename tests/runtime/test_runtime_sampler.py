@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,6 +273,20 @@ def test_minimum_length_hides_stops_up_to_its_last_token() -> None:
 # -- draws -------------------------------------------------------------------------------------------
 
 
+def draft_all(sampler: Sampler, logits: torch.Tensor, needs: SamplerClass) -> torch.Tensor:
+    """What a drafter with these logits [1, R, V] draws at each of its R steps: [1, R]."""
+
+    def one(step: int) -> torch.Tensor:
+        runner: Any = SimpleNamespace(
+            logits=lambda _hidden: logits[:, step : step + 1],
+            sample=lambda *_arguments: None,
+            model=SimpleNamespace(vocab_size=logits.shape[-1]),
+        )
+        return sampler.draw_draft(runner, torch.zeros(1, 1, 1), step, needs)
+
+    return torch.cat([one(step) for step in range(logits.shape[1])], dim=1)
+
+
 @settings(max_examples=40, deadline=None)
 @given(params=parameters, usable=st.integers(1, VOCAB - 1), seed=st.integers(0, 2**32))
 def test_padded_vocabulary_is_never_drawn(params: SamplingParams, usable: int, seed: int) -> None:
@@ -288,7 +303,7 @@ def test_padded_vocabulary_is_never_drawn(params: SamplingParams, usable: int, s
     assert torch.equal(logits, before)
     assert (processed[..., usable:] == float("-inf")).all()
     assert (sampler.draw(processed, positions, needs) < usable).all()
-    assert (sampler.draw_draft(logits, positions, needs) < usable).all()
+    assert (draft_all(sampler, logits, needs) < usable).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -367,8 +382,7 @@ def test_a_drafter_with_the_targets_logits_draws_the_targets_tokens(
 ) -> None:
     params = SamplingParams(temperature=temperature, seed=seed, logit_bias=((3, bias),))
     sampler, needs = sampler_of([([0], params)]), SamplerClass.of(params)
-    logits, positions = normal(1, 3, VOCAB, seed=seed % 2**32), torch.tensor([[9, 10, 11]])
+    logits = normal(1, 3, VOCAB, seed=seed % 2**32)
+    positions = sampler.state.length.unsqueeze(-1) + torch.arange(3)
     processed = sampler.process(logits, torch.zeros(1, 2, dtype=torch.long), needs)
-    assert torch.equal(
-        sampler.draw_draft(logits, positions, needs), sampler.draw(processed, positions, needs)
-    )
+    assert torch.equal(draft_all(sampler, logits, needs), sampler.draw(processed, positions, needs))

@@ -116,16 +116,16 @@ def test_windows_look_alike_exactly_where_their_positions_do(width: int, chunk: 
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(first position, rows) of every forward pass wider than a round without drafts."""
+    """(first position, rows) of every forward pass over a prompt that is wider than one row."""
     seen: list[tuple[int, int]] = []
-    forward = ModelRunner.forward
+    forward = ModelRunner.forward_prompt
 
-    def spy(self: ModelRunner, token_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
-        if token_ids.shape[1] > 1:
-            seen.append((int(positions[0, 0]), token_ids.shape[1]))
-        return forward(self, token_ids, positions, *rest)
+    def spy(self: ModelRunner, ids: torch.Tensor, begin: int, end: int, *rest: Any, **more: Any) -> Any:
+        if end - begin > 1:
+            seen.append((begin, end - begin))
+        return forward(self, ids, begin, end, *rest, **more)
 
-    monkeypatch.setattr(ModelRunner, "forward", spy)
+    monkeypatch.setattr(ModelRunner, "forward_prompt", spy)
     return seen
 
 
