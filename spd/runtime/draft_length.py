@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 DECAY = 0.9
+"""What earlier rounds weigh after one more, in costs and in acceptance."""
 WARM_UP_ROUNDS = 4
 PROBE_EVERY = 16
+PROBE_SELDOM = 256
+"""Rounds without drafts between two probes: at first, and after probes that changed nothing."""
 PROBE_LENGTH = 2
-HOPEFUL_RATE = 0.6
+PROBE_MEMORY = 0.1
+"""What is left of the evidence when a probe is made, so that its outcome can overrule it."""
 ROW_COST = 0.01
 """Assumed extra cost of verifying one more row, as a share, until it has been measured."""
 
@@ -27,20 +31,29 @@ class DraftLength:
     """Chooses k for the next round; `observe` feeds it. Never changes the text, only the speed.
 
     `rate` is the measured probability that one more draft is accepted given that those before it
-    were; a round in which the proposer had nothing to propose counts as a failure. Times in seconds.
+    were; a round in which the proposer had nothing to propose counts as a failure. All slots of a round
+    weigh as much as all of another. Times in seconds.
     """
 
     maximum: int
     adaptive: bool
     tiers: tuple[int, ...] = ()
     """The values of k to choose from; empty means all from 0 to `maximum`."""
-    rate: float = 0.7
+    accepted: float = 7.0
+    tried: float = 10.0
+    """Drafts that were accepted, and those that could have been: sums that fade from round to round."""
     rounds: int = 0
     since_probe: int = 0
+    probe_gap: int = PROBE_EVERY
     draft_seconds: float | None = None
     """Of one draft forward (or one lookup)."""
     verify_seconds: dict[int, float] = field(default_factory=dict)
     """Of one verification, by k."""
+
+    @property
+    def rate(self) -> float:
+        """Accepted drafts as a share of those that could have been."""
+        return self.accepted / self.tried if self.tried else 0.0
 
     def choose(self) -> int:
         """k for the next round, 0 to `maximum`."""
@@ -48,35 +61,50 @@ class DraftLength:
             return self.maximum
         choices = self.tiers or range(self.maximum + 1)
         best = max(choices, key=lambda k: expected_tokens(self.rate, k) / self.cost(k))
-        if best == 0:
-            self.since_probe += 1
-            if self.since_probe >= PROBE_EVERY:
-                self.since_probe = 0
-                return min(PROBE_LENGTH, self.maximum)
-        return best
+        if best:
+            self.since_probe, self.probe_gap = 0, PROBE_EVERY
+            return best
+        self.since_probe += 1
+        if self.since_probe < self.probe_gap:
+            return 0
+        # Each probe costs a round of all slots: the longer none has paid, the fewer there are.
+        self.since_probe, self.probe_gap = 0, min(2 * self.probe_gap, PROBE_SELDOM)
+        self.accepted *= PROBE_MEMORY
+        self.tried *= PROBE_MEMORY
+        return min(PROBE_LENGTH, self.maximum)
 
     def cost(self, k: int) -> float:
-        """Seconds of a round at k: measured, or carried over from the nearest measured k."""
+        """Seconds of a round at k: measured, between two measured ones, or carried over from the nearest."""
         if not self.verify_seconds:
             return 1.0 + (ROW_COST + 0.1) * k
-        nearest = min(self.verify_seconds, key=lambda known: abs(known - k))
-        verify = self.verify_seconds[nearest] * (1 + ROW_COST * k) / (1 + ROW_COST * nearest)
+        below = max((known for known in self.verify_seconds if known <= k), default=None)
+        above = min((known for known in self.verify_seconds if known >= k), default=None)
+        if below is not None and above is not None:
+            share = (k - below) / (above - below) if above > below else 0.0
+            low, high = self.verify_seconds[below], self.verify_seconds[above]
+            verify = low + share * (high - low)
+        else:
+            nearest = above if below is None else below
+            assert nearest is not None
+            verify = self.verify_seconds[nearest] * (1 + ROW_COST * k) / (1 + ROW_COST * nearest)
         return max(verify + k * (self.draft_seconds or 0.0), 1e-9)  # a coarse clock may say zero
 
     def observe(self, k: int, drafted: int, accepted: int) -> None:
         """One slot's outcome of a round verified at k with `drafted` real drafts."""
-        self.rounds += 1
         if not k:
             return
-        for _ in range(accepted):
-            self.rate = _towards(self.rate, 1.0)
-        if accepted < drafted or not drafted:
-            self.rate = _towards(self.rate, 0.0)
-        elif k <= PROBE_LENGTH < self.maximum:
-            self.rate = max(self.rate, HOPEFUL_RATE)
+        self.accepted += accepted
+        self.tried += accepted + (accepted < drafted or not drafted)
 
     def observe_cost(self, k: int, verify_seconds: float, draft_seconds: float, forwards: int) -> None:
-        """What a round at k took: its verification, and the drafting after it in `forwards` passes."""
+        """What a round at k took: its verification, and the drafting after it in `forwards` passes.
+
+        Comes before its slots' outcomes.
+        """
+        self.rounds += 1
+        if k:
+            self.accepted *= DECAY
+            self.tried *= DECAY
         self.verify_seconds[k] = _towards(self.verify_seconds.get(k, verify_seconds), verify_seconds)
         if forwards:
             each = draft_seconds / forwards

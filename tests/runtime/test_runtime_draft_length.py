@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spd.runtime.draft_length import PROBE_EVERY, WARM_UP_ROUNDS, DraftLength, expected_tokens
+from spd.runtime.draft_length import (
+    PROBE_EVERY,
+    PROBE_MEMORY,
+    PROBE_SELDOM,
+    WARM_UP_ROUNDS,
+    DraftLength,
+    expected_tokens,
+)
 
 
 def play(
@@ -44,17 +51,17 @@ def test_the_first_rounds_measure() -> None:
     assert play(DraftLength(5, adaptive=True), WARM_UP_ROUNDS, 0.0) == [5] * WARM_UP_ROUNDS
 
 
-def test_without_acceptance_k_goes_to_zero_and_is_probed() -> None:
-    chosen = play(DraftLength(6, adaptive=True), 400, 0.0)
-    settled = chosen[60:]
-    probes = [i for i, k in enumerate(settled) if k]
-    assert {settled[i] for i in probes} == {2}
-    assert {b - a for a, b in itertools.pairwise(probes)} == {PROBE_EVERY}
-    assert len(probes) >= 10
+def test_without_acceptance_k_goes_to_zero_and_is_probed_ever_less() -> None:
+    chosen = play(DraftLength(6, adaptive=True), 2000, 0.0)
+    probes = [i for i, k in enumerate(chosen) if k][WARM_UP_ROUNDS:]
+    probes = [i for i in probes if chosen[i] == 2 and chosen[i - 1] == 0]
+    gaps = [b - a for a, b in itertools.pairwise(probes)]
+    assert gaps[:4] == [2 * PROBE_EVERY, 4 * PROBE_EVERY, 8 * PROBE_EVERY, PROBE_SELDOM]
+    assert set(gaps[3:]) == {PROBE_SELDOM}
 
 
 def test_a_probe_is_not_above_the_maximum() -> None:
-    assert set(play(DraftLength(1, adaptive=True), 400, 0.0)[60:]) == {0, 1}
+    assert set(play(DraftLength(1, adaptive=True), 900, 0.0)[60:]) == {0, 1}
 
 
 def test_with_full_acceptance_k_goes_to_the_maximum() -> None:
@@ -74,7 +81,7 @@ def test_dear_drafts_are_given_up() -> None:
 
 def test_k_follows_the_measured_cost_of_verification() -> None:
     """Rows are cheap up to two and dear beyond: k stays there although nearly all would be accepted."""
-    length = DraftLength(8, adaptive=True, rate=0.95, rounds=WARM_UP_ROUNDS)
+    length = DraftLength(8, adaptive=True, accepted=9.5, rounds=WARM_UP_ROUNDS)
     assert length.choose() == 8
     for k in range(9):
         length.observe_cost(k, 0.01 if k <= 2 else 0.05, 0.0, 0)
@@ -85,18 +92,66 @@ def test_k_follows_the_measured_cost_of_verification() -> None:
 
 def test_the_rate_is_conditional() -> None:
     """Drafts after the first rejected one say nothing: one failure a round, not k."""
-    length = DraftLength(8, adaptive=True, rate=0.5)
+    length = DraftLength(8, adaptive=True, accepted=5.0)
     length.observe(8, 8, 0)
-    assert length.rate == pytest.approx(0.45)
+    assert (length.accepted, length.tried) == (5, 11)
     length.observe(8, 8, 8)
-    assert length.rate == pytest.approx(1 - 0.55 * 0.9**8)
-    rate = length.rate
+    assert (length.accepted, length.tried) == (13, 19)
     length.observe(0, 0, 0)  # nothing was to be drafted
-    assert length.rate == rate
+    assert (length.accepted, length.tried) == (13, 19)
     length.observe(8, 0, 0)  # nothing could be: as good as rejected
-    assert length.rate == pytest.approx(0.9 * rate)
+    assert (length.accepted, length.tried) == (13, 20)
     length.observe(8, 3, 2)
-    assert length.rate == pytest.approx(0.9 * (1 - 0.81 * (1 - 0.9 * rate)))
+    assert (length.accepted, length.tried) == (15, 23)
+
+
+def test_a_rounds_slots_weigh_together() -> None:
+    """Sixteen slots' outcomes are one round's evidence: their order means nothing, and none rules alone."""
+    outcomes = [0, 4, 4, 2, 1, 4, 0, 3, 4, 4, 1, 2, 4, 0, 4, 3]
+    rates = []
+    for order in (outcomes, sorted(outcomes), sorted(outcomes, reverse=True)):
+        length = DraftLength(4, adaptive=True)
+        for _ in range(20):
+            length.observe_cost(4, 0.01, 0.004, 4)
+            for accepted in order:
+                length.observe(4, 4, accepted)
+        rates.append(length.rate)
+    failures = sum(accepted < 4 for accepted in outcomes)
+    assert rates == pytest.approx([sum(outcomes) / (sum(outcomes) + failures)] * 3, rel=0.02)
+
+
+def test_a_round_without_drafts_keeps_the_evidence() -> None:
+    length = DraftLength(4, adaptive=True)
+    length.observe_cost(0, 0.01, 0.0, 0)
+    assert (length.accepted, length.tried) == (7, 10)
+    length.observe_cost(4, 0.01, 0.0, 0)
+    assert (length.accepted, length.tried) == pytest.approx((6.3, 9))
+
+
+def test_a_probe_can_overrule_what_was_seen() -> None:
+    length = DraftLength(4, adaptive=True)
+    play(length, 60, 0.0)
+    assert length.rate < 0.05
+    while not length.choose():
+        pass
+    assert length.tried < PROBE_MEMORY * 20
+    length.observe(2, 2, 2)
+    assert length.rate > 0.5
+
+
+def test_batches_that_speculation_slows_are_left_alone() -> None:
+    """Verification of k = 4 three times as dear as plain decoding: hardly a round in a hundred drafts."""
+    length = DraftLength(4, adaptive=True, tiers=(0, 1, 2, 4))
+    cost = {0: 0.0085, 1: 0.014, 2: 0.019, 4: 0.029}
+    length.observe_cost(0, cost[0], 0.0, 0)  # an engine's first round has no drafts
+    seconds = 0.0
+    for _ in range(2000):
+        k = length.choose()
+        seconds += cost[k]
+        length.observe_cost(k, cost[k], 0.0, 0)
+        for slot in range(100):
+            length.observe(k, k, min(k, (0, 0, 1, 0, 2, 0, 1, 0)[slot % 8]))
+    assert seconds < 1.02 * 2000 * cost[0]
 
 
 seconds = st.floats(1e-6, 10)
