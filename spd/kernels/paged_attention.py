@@ -1,9 +1,9 @@
 """Grouped-query attention over pages with a causal query window.
 
 Planned once a forward pass, run by every layer. Torch form: the shape of the arithmetic depends on
-the window's width and on whole blocks of `KV_BLOCK` positions only. Blocks beyond the context are
-masked and add exact zeros, so a row's result does not depend on how far the host's bound of its
-context lies.
+the window's width and on whole blocks of `KV_BLOCK` positions only, or of a part of it where the runner
+saw equal bits. Blocks beyond the context are masked and add exact zeros, so a row's result does not
+depend on how far the host's bound of its context lies.
 """
 
 from __future__ import annotations
@@ -76,11 +76,12 @@ def plan_attention(
     valid bool [S, Q]: rows that are not hold any position within the cache, and their result is any
     finite number; page_table int64 [S, pages] of pages of page_size positions; dtype the model's;
     bounds: for each slot a number of positions that its rows do not reach beyond, 0 for a slot without
-    valid rows; first_pages: see `gather_pages`, for as many pages as the bound's whole blocks take.
+    valid rows, in blocks of a size that was seen to change no bit (`KV_BLOCK` or a part of it);
+    first_pages: see `gather_pages`, for as many pages as the bound takes.
     """
     groups = heads.num_heads // heads.num_kv_heads
     biases = tuple(
-        causal_bias(positions[s], -(-bound // KV_BLOCK) * KV_BLOCK, groups, dtype) if bound else None
+        causal_bias(positions[s], -(-bound // page_size) * page_size, groups, dtype) if bound else None
         for s, bound in enumerate(bounds)
     )
     return MaskPlan(page_table, biases, tuple(first_pages))

@@ -35,6 +35,8 @@ class Assembly:
     sampler: Sampler
     proposer: Proposer | None
     queue: RoundQueue
+    pages_per_block: int
+    """Pages by which a slot grows: whole blocks of context for the target and for the drafter."""
 
 
 def _runner(plan: EnginePlan, kernels: Kernels, folder: str, positions: int, meter: LoadMeter) -> ModelRunner:
@@ -80,4 +82,5 @@ def assemble(
         imposed = ImposedAcceptance(plan.synthetic_acceptance, plan.draft_max, plan.device)
     round_ = Round(state, runner, sampler, proposer, kernels, imposed)
     queue = RoundQueue(round_, CapturedRounds(round_) if plan.graphs else None)
-    return Assembly(state, runner, sampler, proposer, queue)
+    pages_per_block = max(each.pages_per_block for each in (runner, draft_runner) if each is not None)
+    return Assembly(state, runner, sampler, proposer, queue, pages_per_block)

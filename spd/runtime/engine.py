@@ -241,7 +241,7 @@ class Engine:
 
     def _grow(self, sequence: Sequence, positions: int) -> None:
         """Give a sequence pages for `positions` positions, in whole attention blocks."""
-        size, block = self.plan.page_size, self._parts.runner.pages_per_block
+        size, block = self.plan.page_size, self._parts.pages_per_block
         wanted = -(-min(positions, self.plan.ctx + size) // size)
         wanted = -(-wanted // block) * block
         missing = wanted - len(sequence.pages)

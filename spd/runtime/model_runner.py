@@ -18,7 +18,14 @@ from spd.kernels.round_window import kv_slots
 from spd.runtime.kv_cache import KvCache
 from spd.runtime.models.base import CausalModel, ForwardBatch, LayerCache
 from spd.runtime.page_table import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
-from spd.runtime.row_buckets import CANDIDATES, PROBED_LAYERS, WIDEST, admitted_buckets, bucket_for
+from spd.runtime.row_buckets import (
+    CANDIDATES,
+    PROBED_LAYERS,
+    WIDEST,
+    admitted_buckets,
+    admitted_context_block,
+    bucket_for,
+)
 from spd.runtime.spans import Run
 from spd.runtime.transfer import to_device
 
@@ -82,22 +89,29 @@ class ModelRunner:
         self.kernels = kernels
         self.dtype = cache.layers[0].key.dtype
         self.heads = AttentionHeads(model.num_heads, model.num_kv_heads, model.head_dim)
-        self.pages_per_block = KV_BLOCK // cache.page_size
+        self.context_block = KV_BLOCK
+        """Positions by which an attended context grows; see `row_buckets`."""
         self.trash_slot = TRASH_PAGE * cache.page_size
         self.buckets: tuple[int, ...] | None = None
         """Row counts that give the same bits; None where every number does by construction."""
         if kernels.name == "torch":
-            self.buckets = (*CANDIDATES, WIDEST)
-            self.buckets = self._find_buckets()
+            self._try_arithmetic()
 
-    def _find_buckets(self) -> tuple[int, ...]:
-        """Run one fixed text through the first layers in windows of every width; see `row_buckets`."""
+    @property
+    def pages_per_block(self) -> int:
+        """Pages by which an attended context grows."""
+        return self.context_block // self.cache.page_size
+
+    def _try_arithmetic(self) -> None:
+        """Run one fixed text through the first layers in windows of every shape; see `row_buckets`."""
         model = self.model
         start = min(KV_BLOCK, model.max_positions) - WIDEST
+        self.buckets = (WIDEST,)
         if start < 0:
-            return (WIDEST,)
+            return
+        self.buckets = (*CANDIDATES, WIDEST)  # none of them is rounded while they are tried
         generator = torch.Generator().manual_seed(0)
-        pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * self.pages_per_block))
+        pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * KV_BLOCK // self.cache.page_size))
         shape = (pages[-1] + 1, self.cache.page_size, model.num_kv_heads, model.head_dim)
         caches = [
             LayerCache(
@@ -106,17 +120,18 @@ class ModelRunner:
             for _ in range(min(PROBED_LAYERS, model.num_layers))
         ]
         ids = torch.randint(model.vocab_size, (1, WIDEST), generator=generator).to(self.device)
-        positions = torch.arange(start, start + WIDEST, device=self.device)[None]
         table = self.page_row(pages, len(pages))[None]
 
-        def window(first: int, rows: int, blocks: int) -> tuple[Tensor, Tensor]:
-            cut = slice(first, first + rows)
-            views = [SlotView(blocks * KV_BLOCK, pages)]
-            prompt = self._prompt_rows(ids[:, cut], positions[:, cut], table)
-            hidden = model.forward(self._batch(prompt, table, views, WIDEST), caches)
+        def window(start: int, first: int, rows: int, context: int) -> tuple[Tensor, Tensor]:
+            positions = torch.arange(start + first, start + first + rows, device=self.device)[None]
+            prompt = self._prompt_rows(ids[:, first : first + rows], positions, table)
+            self.context_block = self.cache.page_size  # the context is what is asked for
+            hidden = model.forward(self._batch(prompt, table, [SlotView(context, pages)], WIDEST), caches)
             return hidden, model.logits(hidden, WIDEST)
 
-        return admitted_buckets(window)
+        buckets = admitted_buckets(window, start, KV_BLOCK)
+        block = admitted_context_block(window, buckets, KV_BLOCK, min(2 * KV_BLOCK, model.max_positions))
+        self.buckets, self.context_block = buckets, block
 
     def _first_page(self, pages: Sequence[int], count: int) -> int | None:
         run = pages[:count]
@@ -181,8 +196,9 @@ class ModelRunner:
         bounds, first_pages = [], []
         if self.buckets is not None:  # only the torch form asks the host
             for view in views:
-                bounds.append(view.bound)
-                pages = -(-view.bound // KV_BLOCK) * self.pages_per_block
+                blocks = -(-view.bound // self.context_block)
+                bounds.append(blocks * self.context_block)
+                pages = blocks * self.pages_per_block
                 first_pages.append(self._first_page(view.pages, pages) if pages else None)
         return self.kernels.plan_attention(
             rows.positions,

@@ -18,21 +18,25 @@ CANDIDATES = (4, 8, 16)
 read the same weights in no more time (packed bfloat16 at 4 rows was measured faster than at 2)."""
 PROBED_LAYERS = 4
 
-Window = Callable[[int, int, int], tuple[Tensor, Tensor]]
-"""(first row, rows, blocks of context) to hidden states and logits of those rows."""
+CONTEXT_BLOCKS = (128, 256)
+"""Blocks of context to try besides the widest, which attention walks in one step."""
+
+Window = Callable[[int, int, int, int], tuple[Tensor, Tensor]]
+"""(position of row 0, first row, rows, context) to hidden states and logits of those rows."""
 
 
 @torch.inference_mode()
-def admitted_buckets(window: Window) -> tuple[int, ...]:
+def admitted_buckets(window: Window, start: int, block: int) -> tuple[int, ...]:
     """Row counts, ascending, whose results equal the widest bucket's; the widest is always last.
 
-    `window` runs rows of one fixed text, at the same positions whichever window they come in.
+    `window` runs rows of one fixed text, at the same positions whichever window they come in; here from
+    position `start` on, within a context of one or two blocks.
     """
-    hidden, logits = window(0, WIDEST, 1)
+    hidden, logits = window(start, 0, WIDEST, block)
 
     def agrees(width: int) -> bool:
         for first in range(0, WIDEST, width):
-            narrow, scores = window(first, width, 1 + first // width % 2)
+            narrow, scores = window(start, first, width, (1 + first // width % 2) * block)
             end = first + width
             if not torch.equal(narrow, hidden[first:end]) or not torch.equal(scores, logits[first:end]):
                 return False
@@ -45,3 +49,26 @@ def bucket_for(rows: int, buckets: tuple[int, ...]) -> int:
     """The smallest padded number of rows: a bucket, or whole tiles of the widest and a bucket."""
     whole, rest = divmod(rows, WIDEST)
     return whole * WIDEST + (next(b for b in buckets if b >= rest) if rest else 0)
+
+
+@torch.inference_mode()
+def admitted_context_block(window: Window, buckets: tuple[int, ...], block: int, limit: int) -> int:
+    """The smallest block of context whose results equal those of whole `block`s, in every bucket.
+
+    A context is masked beyond its rows, which adds exact zeros; yet a library may choose its arithmetic
+    by the context's length. `limit` positions can be tried.
+    """
+
+    def agrees(candidate: int) -> bool:
+        starts = [at + candidate - WIDEST for at in (0, block) if at + candidate <= limit]
+        for start in starts:
+            hidden, logits = window(start, 0, WIDEST, 2 * block)
+            shortest = start + WIDEST
+            for context in {shortest, shortest + candidate, max(block, shortest)}:
+                for rows in buckets:
+                    narrow, scores = window(start, 0, rows, context)
+                    if not torch.equal(narrow, hidden[:rows]) or not torch.equal(scores, logits[:rows]):
+                        return False
+        return bool(starts)
+
+    return next((candidate for candidate in CONTEXT_BLOCKS if agrees(candidate)), block)

@@ -327,7 +327,7 @@ def fail(error: BaseException, after: int = 0) -> Callable[[Callable[..., Any]],
 LOADING: list[tuple[str, object, str]] = [
     ("loading the weights of qwen3", assembly, "load_model"),
     ("making room for keys and values", assembly, "KvCache"),
-    ("trying the first layers", ModelRunner, "_find_buckets"),
+    ("trying the first layers", ModelRunner, "_try_arithmetic"),
     ("loading", assembly, "RoundState"),
 ]
 
