@@ -22,12 +22,16 @@ from spd.kernels.attention_kernels_triton import (
 )
 from spd.kernels.launch import Signature, ceil_div, overlap, power_of_two
 from spd.kernels.paged_attention import AttentionHeads, AttentionPlan
+from spd.kernels.skinny_config import shared_limit
+from spd.kernels.skinny_linear import capability_of
 
 SMALL_CHUNK, LARGE_CHUNK, LARGE_FROM = 128, 512, 4096
 """Positions a chunk, before LARGE_FROM and from there: many programs soon, few partial results later."""
 ROW_TILE, KEY_BLOCK = 64, 64
 """The least rows Hopper's matrix units take at once: padding them costs no time where memory is the limit,
 while a second tile would read the keys a second time. float32 has no such units; see `tile_shape`."""
+RESERVED_BYTES = 4096
+"""Of shared memory, for what a program sums across its threads."""
 PROGRAMS_A_PROCESSOR = 2
 """As many as shared memory holds at a time."""
 PROCESSORS = 132
@@ -53,12 +57,23 @@ class SplitPlan(AttentionPlan):
     programs: int
 
 
-def tile_shape(dtype: torch.dtype, head_dim: int) -> tuple[int, int, int]:
-    """Rows and keys a tile, and pipeline stages: functions of the model alone, never of the rows."""
+def tile_shape(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> tuple[int, int, int]:
+    """Rows and keys a tile, and pipeline stages: functions of model and device, never of the rows."""
     wide = head_dim > 128
     if dtype == torch.float32:
-        return ROW_TILE // 4, KEY_BLOCK // (4 if wide else 2), 2
-    return ROW_TILE, KEY_BLOCK // (2 if wide else 1), 2 if wide else 3
+        rows, keys, stages = ROW_TILE // 4, KEY_BLOCK // (4 if wide else 2), 2
+    else:
+        rows, keys, stages = ROW_TILE, KEY_BLOCK // (2 if wide else 1), 2 if wide else 3
+    return rows, keys, fitting_stages(stages, rows, keys, head_dim, dtype.itemsize, capability)
+
+
+def fitting_stages(
+    stages: int, rows: int, keys: int, head_dim: int, itemsize: int, capability: tuple[int, int]
+) -> int:
+    """As many of the stages, of keys and values each, as shared memory holds beside the rows."""
+    width = max(16, power_of_two(head_dim)) * itemsize
+    room = shared_limit(capability) - RESERVED_BYTES - rows * width
+    return max(1, min(stages, room // (2 * keys * width)))
 
 
 def _chunk_constants() -> dict[str, int]:
@@ -132,7 +147,7 @@ def paged_attention(
     assert isinstance(plan, SplitPlan)
     slots, width, num_heads, size = query.shape
     kv_heads = plan.heads.num_kv_heads
-    tile, block, stages = tile_shape(query.dtype, size)
+    tile, block, stages = tile_shape(query.dtype, size, capability_of(query.device))
     shape = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size} | _chunk_constants()
     shape["BLOCK_D"] = max(16, power_of_two(size))
     attend_chunk_kernel[(plan.programs,)](
@@ -191,7 +206,7 @@ def signatures() -> dict[str, Signature]:
             loose,
         )
     }
-    tile, block, stages = tile_shape(torch.bfloat16, 128)
+    tile, block, stages = tile_shape(torch.bfloat16, 128, (9, 0))
     shape = {"K": 8, "GROUPS": 4, "D": 128, "BLOCK_D": 128} | chunks
     work = {"positions": "*i64", "partial": "*fp32", "stats": "*fp32", "queries": "i32", "max_chunks": "i32"}
     lists = {"page_table": "*i64", "last": "*i32", "items": "*i32", "count": "*i32"}

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from spd.kernels.attention_kernels_triton import LOG2_E, UNSEEN, softmax_step
 from spd.kernels.launch import Signature, ceil_div, power_of_two
-from spd.kernels.paged_attention_triton import tile_shape
+from spd.kernels.paged_attention_triton import fitting_stages, tile_shape
+from spd.kernels.skinny_linear import capability_of
 
 ROW_TILE = 128
 FEW_HEADS = 32
@@ -113,12 +114,13 @@ def prefill_attention_kernel(
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
 
 
-def _tile(dtype: torch.dtype, head_dim: int, num_heads: int) -> dict[str, int]:
-    """Launch choices, functions of the model alone."""
-    rows, keys, stages = tile_shape(dtype, head_dim)
+def tile_of(dtype: torch.dtype, head_dim: int, num_heads: int, capability: tuple[int, int]) -> dict[str, int]:
+    """Launch choices, functions of model and device alone."""
+    rows, keys, stages = tile_shape(dtype, head_dim, capability)
     warps = 4
-    if dtype != torch.float32 and (num_heads >= FEW_HEADS or head_dim > 128):
-        rows, warps = ROW_TILE, 8
+    tall = fitting_stages(stages, ROW_TILE, keys, head_dim, dtype.itemsize, capability)
+    if dtype != torch.float32 and (num_heads >= FEW_HEADS or head_dim > 128) and tall >= 2:
+        rows, warps, stages = ROW_TILE, 8, tall
     return {"TILE": rows, "BLOCK": keys, "num_stages": stages, "num_warps": warps}
 
 
@@ -132,7 +134,7 @@ def prefill_attention(
     rows, num_heads, size = query.shape
     page_size, kv_heads = key_pages.shape[1:3]
     out = torch.empty((rows, num_heads, size), dtype=query.dtype, device=query.device)
-    tile = _tile(query.dtype, size, num_heads)
+    tile = tile_of(query.dtype, size, num_heads, capability_of(query.device))
     prefill_attention_kernel[(num_heads, ceil_div(rows, tile["TILE"]))](
         query.contiguous(),
         key_pages,
@@ -156,7 +158,7 @@ def signatures() -> dict[str, Signature]:
     """The kernel as launched for an 8B model."""
     found = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        tile = _tile(dtype, 128, 32)
+        tile = tile_of(dtype, 128, 32, (9, 0))
         types = dict.fromkeys(("query", "key_pages", "value_pages", "out"), f"*{name}")
         types |= {"page_row": "*i64", "scale": "fp32", "rows": "i32", "start": "i32"}
         found[f"prefill_attention_{name}"] = Signature(

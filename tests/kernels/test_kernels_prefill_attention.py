@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from spd.kernels import prefill_attention as reference
+from spd.kernels.launch import power_of_two
+from spd.kernels.skinny_config import shared_limit
 
 twin = pytest.importorskip("spd.kernels.prefill_attention_triton")
 
@@ -98,3 +100,20 @@ def test_the_torch_form(rows: int, start: int) -> None:
     value_pages, _ = paged(values, 64, 4, dead=0.0)
     out = reference.prefill_attention(query, key_pages, value_pages, page_row, start, 0.25)
     assert (out - straight(query, keys, values, start, torch.float64)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (0, 0)])
+def test_tiles_fit_every_devices_shared_memory(capability: tuple[int, int]) -> None:
+    """Both kernels hold the rows of a tile and its stages of keys and values at once."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for head_dim in (16, 64, 80, 128, 256):
+            width = max(16, power_of_two(head_dim)) * dtype.itemsize
+            rows, keys, stages = twin.tile_shape(dtype, head_dim, capability)
+            tile = twin.tile_of(dtype, head_dim, 32, capability)
+            for shape in ((rows, keys, stages), (tile["TILE"], tile["BLOCK"], tile["num_stages"])):
+                assert shape[2] >= 1
+                assert (shape[0] + 2 * shape[1] * shape[2]) * width < shared_limit(capability)
+    assert twin.tile_shape(torch.bfloat16, 128, (9, 0)) == (64, 64, 3)
+    assert twin.tile_of(torch.bfloat16, 128, 32, (9, 0)) == {
+        "TILE": 128, "BLOCK": 64, "num_stages": 3, "num_warps": 8,
+    }  # fmt: skip
