@@ -169,6 +169,14 @@ BIASED = SamplingParams(temperature=1.0, logit_bias=((0, 1.5), (2, -1.0)))
 STOPPING = SamplingParams(temperature=1.0, stop_token_ids=(2,))
 LIMITED = SamplingParams(temperature=1.0, max_tokens=2)
 
+
+def late_reading(models: Path) -> None:
+    """Rounds read two late, at lengths that stay, adapt and pause, with requests that follow each other."""
+    same_text(models, MIXED, "shallow", lag=2, adaptive=True, slots=2)
+    for slots in (1, 2):
+        same_text(models, MIXED, "shallow", lag=2, slots=slots)
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
     "law": lambda _: check_law(Case((2,)), "random", "only-zeros-match"),
     "law of two rounds": lambda _: check_law(Case((1, 1)), "random"),
@@ -192,7 +200,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "text, sampled": lambda m: same_text(m, SAMPLED, "target", "shallow"),
     "text, mixed": lambda m: same_text(m, MIXED, "target", "shallow"),
     "text, n-gram": lambda m: same_text(m, GREEDY[:2] + MIXED[:2], "ngram"),
-    "text, late reading": lambda m: same_text(m, MIXED, "shallow", lag=2, adaptive=True, slots=2),
+    "text, late reading": late_reading,
     "text, pauses": lambda m: same_text(m, MIXED, "shallow", "ngram", lag=1, lengths=PAUSES),
     "text of a batch": text_of_batch,
     "text beside silent slots": text_beside_silent_slots,
