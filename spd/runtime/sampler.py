@@ -5,11 +5,14 @@ What is done to logits stands in `kernels/sampling.py`; here is whose parameters
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from spd.kernels.dispatch import Kernels
-from spd.kernels.sampling import SamplingTensors, draw_rows, process_rows, scale
+from spd.kernels.sampling import SamplingTensors, draw_rows, process_rows
 from spd.runtime.model_runner import ModelRunner
 from spd.runtime.penalties import TokenCounts
 from spd.runtime.request import SamplingParams
@@ -120,10 +123,19 @@ class Sampler:
         if drawn is not None:
             return drawn[0]
         logits = runner.logits(hidden)
-        limit = min(self.usable_vocab, logits.shape[-1])
-        logits = logits[..., :limit]
-        if needs.bias and self.bias is not None:
-            logits = logits + self.bias[:, None, :limit]
-        if needs.noise:
-            logits = scale(logits, self.numbers["temperature"])
-        return self.draw(logits, (self.state.length + step).unsqueeze(-1), needs)
+        vocab_size, state = logits.shape[-1], self.state
+        sampled: Tensor = self.kernels.sample_rows(
+            logits,
+            state.draft[:, :0],
+            (state.length + step).unsqueeze(-1),
+            replace(self.tensors, bias=self._bias_over(vocab_size) if wanted.bias else None),
+            wanted,
+            min(self.usable_vocab, vocab_size),
+        )[0]
+        return sampled
+
+    def _bias_over(self, vocab_size: int) -> Tensor | None:
+        """The bias of a model with that many ids, which may be padded otherwise than the target's: [S, V]."""
+        if self.bias is None or self.bias.shape[1] == vocab_size:
+            return self.bias
+        return pad(self.bias, (0, vocab_size - self.bias.shape[1])).contiguous()

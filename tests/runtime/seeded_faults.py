@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -276,6 +277,16 @@ def draft_noise_off(patch: Patch) -> None:
     patch.setattr(
         Sampler, "draw_draft", lambda s, runner, h, step, needs: draw(s, runner, h, step + 1, needs)
     )
+
+
+def draft_without_temperature(patch: Patch) -> None:
+    draw = Sampler.draw_draft
+
+    def changed(self: Sampler, *args: Any) -> Tensor:
+        with mock.patch.dict(self.numbers, temperature=self.numbers["temperature"].sign()):
+            return draw(self, *args)
+
+    patch.setattr(Sampler, "draw_draft", changed)
 
 
 def drafts_one_column_late(window: Any, a: Arguments) -> Any:

@@ -311,10 +311,7 @@ MUTANTS: dict[str, tuple[fault.Mutation, str]] = {
         "self-draft",
     ),
     "the drafter draws with the next position's noise": (fault.draft_noise_off, "self-draft"),
-    "the drafter draws without the temperature": (
-        lambda patch: patch.setattr("spd.runtime.sampler.scale", lambda logits, temperature: logits),
-        "self-draft",
-    ),
+    "the drafter draws without the temperature": (fault.draft_without_temperature, "self-draft"),
     "drafts are written one column late": (
         fault.operation("draft_step", after=fault.drafts_one_column_late),
         "self-draft",

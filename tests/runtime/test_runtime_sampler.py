@@ -27,11 +27,14 @@ FALSE_ALARM = 1e-6
 
 
 def sampler_of(
-    slots: Sequence[tuple[Sequence[int], SamplingParams]], vocab: int = VOCAB, usable: int | None = None
+    slots: Sequence[tuple[Sequence[int], SamplingParams]],
+    vocab: int = VOCAB,
+    usable: int | None = None,
+    kernels: str = "torch",
 ) -> Sampler:
     """A sampler whose slots hold these (prompt, parameters)."""
     state = RoundState(len(slots), 64, 8, 1, "cpu")
-    sampler = Sampler(state, vocab, usable or vocab, load_kernels("torch"))
+    sampler = Sampler(state, vocab, usable or vocab, load_kernels(kernels))
     for slot, (prompt, params) in enumerate(slots):
         ids = torch.tensor(prompt)
         stops = list(params.stop_token_ids)
@@ -274,7 +277,7 @@ def test_minimum_length_hides_stops_up_to_its_last_token() -> None:
 
 
 def draft_all(sampler: Sampler, logits: torch.Tensor, needs: SamplerClass) -> torch.Tensor:
-    """What a drafter with these logits [1, R, V] draws at each of its R steps: [1, R]."""
+    """What a drafter with these logits [S, R, V] draws at each of its R steps: [S, R]."""
 
     def one(step: int) -> torch.Tensor:
         runner: Any = SimpleNamespace(
@@ -282,7 +285,7 @@ def draft_all(sampler: Sampler, logits: torch.Tensor, needs: SamplerClass) -> to
             sample=lambda *_arguments: None,
             model=SimpleNamespace(vocab_size=logits.shape[-1]),
         )
-        return sampler.draw_draft(runner, torch.zeros(1, 1, 1), step, needs)
+        return sampler.draw_draft(runner, torch.zeros(len(logits), 1, 1), step, needs)
 
     return torch.cat([one(step) for step in range(logits.shape[1])], dim=1)
 
@@ -386,3 +389,23 @@ def test_a_drafter_with_the_targets_logits_draws_the_targets_tokens(
     positions = sampler.state.length.unsqueeze(-1) + torch.arange(3)
     processed = sampler.process(logits, torch.zeros(1, 2, dtype=torch.long), needs)
     assert torch.equal(draft_all(sampler, logits, needs), sampler.draw(processed, positions, needs))
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("drafters_vocab", [VOCAB - 6, VOCAB + 6], ids=["narrower", "wider"])
+def test_a_drafter_of_another_width_sees_the_bias_of_its_own_ids(
+    drafters_vocab: int, temperature: float, kernels: str
+) -> None:
+    """Every slot's own bias, over embeddings that are padded otherwise than the target's."""
+    if kernels == "triton":
+        pytest.importorskip("triton")
+    params = [
+        SamplingParams(temperature=temperature, seed=i, logit_bias=((3 + 7 * i, 30.0), (35, 40.0)))
+        for i in range(3)
+    ]
+    slots = [([0], one) for one in params]
+    sampler, needs = sampler_of(slots, usable=VOCAB - 4, kernels=kernels), needs_of(slots)
+    logits = normal(3, 2, drafters_vocab, seed=2)
+    logits[..., VOCAB - 4 :] += 1000
+    assert draft_all(sampler, logits, needs).tolist() == [[3, 3], [10, 10], [17, 17]]
