@@ -8,10 +8,13 @@ overwritten.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
+from spd.kernels.draft_window import DraftWindow
 from spd.runtime.model_runner import ModelRunner, SlotView
 from spd.runtime.sampler import Sampler
 from spd.runtime.sampler_class import SamplerClass
@@ -42,10 +45,10 @@ class DraftModelProposer:
         """Zero pages of the draft's cache."""
         self.runner.cache.clear(pages)
 
-    def _feed_committed(self, width: int, views: Sequence[SlotView]) -> Tensor:
-        """Feed the last `width` committed tokens of every slot; hidden states [S, width, hidden]."""
+    def _committed(self, width: int) -> DraftWindow:
+        """The rows of the last `width` committed tokens of every slot."""
         state = self.state
-        rows = self.kernels.committed_window(
+        rows: DraftWindow = self.kernels.committed_window(
             state.tokens,
             state.length,
             state.active,
@@ -56,16 +59,22 @@ class DraftModelProposer:
             self.limit,
             self.runner.trash_slot,
         )
-        return self.runner.forward(rows, state.page_table, views)
+        return rows
 
     def catch_up(self, rounds: int, views: Sequence[SlotView]) -> None:
-        """Feed the tokens that `rounds` rounds without drafting left out, and the one before them."""
-        self._feed_committed(rounds + 1, views)
+        """Feed the tokens that `rounds` rounds without drafting left out, and the one before them.
+
+        A slot admitted since then has fewer: its prefilled pages, which may be shared, stay as they are.
+        """
+        state, rows = self.state, self._committed(rounds + 1)
+        kept = rows.valid & (rows.positions >= state.prompt_length.unsqueeze(-1) - 1)
+        slots = torch.where(kept, rows.kv_slots, self.runner.trash_slot)
+        self.runner.forward(replace(rows, valid=kept, kv_slots=slots), state.page_table, views)
 
     def draft(self, k: int, views: Sequence[SlotView], needs: SamplerClass) -> None:
         """Propose k tokens a slot, fewer where the draft's context ends."""
         state = self.state
-        hidden = self._feed_committed(2, views)[:, -1:]
+        hidden = self.runner.forward(self._committed(2), state.page_table, views)[:, -1:]
         for step in range(k):
             drawn = self.sampler.draw_draft(self.runner, hidden, step, needs)
             rows = self.kernels.draft_step(
