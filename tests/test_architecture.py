@@ -21,6 +21,8 @@ TORCH_FREE = {
     "spd.formats.tokenizer",
     "spd.formats.chat_template",
     "spd.formats.demo",
+    "spd.formats.mtp",
+    "spd.formats.mtp_folder",
     "spd.runtime",
     "spd.runtime.config",
     "spd.runtime.request",

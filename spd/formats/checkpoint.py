@@ -226,10 +226,13 @@ def check_tensors(
     *,
     ignorable: Callable[[str], bool] = lambda name: False,
     dtypes: Sequence[str] = FLOAT_DTYPES,
+    what: str = "tensors",
+    fix: Sequence[str] = (),
 ) -> list[str]:
     """Compare names, shapes and dtypes with what the model needs; returns unexpected names.
 
-    `ignorable` says which unexpected names need no mention. Raises ONE `CheckpointError` that lists every
+    `ignorable` says which unexpected names need no mention; `what` the expected ones are called in the
+    error, and `fix` is what it proposes. Raises ONE `CheckpointError` that lists every
     missing, mis-shaped or wrongly typed tensor (20 at most, then their number).
     """
     missing, shapes, types = [], [], []
@@ -248,7 +251,8 @@ def check_tensors(
         kinds = ((missing, "missing"), (shapes, "of another shape"), (types, "of an unsupported dtype"))
         counts = ", ".join(f"{len(found)} {words}" for found, words in kinds if found)
         raise CheckpointError(
-            f"{checkpoint.folder}: {len(expected)} tensors are needed: {counts}; first: {problems[0]}",
+            f"{checkpoint.folder}: {len(expected)} {what} are needed: {counts}; first: {problems[0]}",
             reason=listed(problems),
+            fix=fix,
         )
     return [name for name in checkpoint.tensors if name not in expected and not ignorable(name)]

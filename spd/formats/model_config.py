@@ -97,7 +97,11 @@ def read_model_config(folder: Path) -> ModelConfig:
     Source: `LlamaConfig` and `Qwen3Config` of Hugging Face transformers, versions 4 and 5.
     """
     path = folder / FILE_NAME
-    fields = Fields(str(path), read_json_object(path))
+    return model_config_of(Fields(str(path), read_json_object(path)))
+
+
+def model_config_of(fields: Fields) -> ModelConfig:
+    """As `read_model_config`, from a configuration that stands inside another file."""
     architecture = _architecture(fields)
     family = _FAMILIES[architecture]
     _refuse_what_would_change_the_model(fields)

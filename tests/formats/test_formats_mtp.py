@@ -1,0 +1,203 @@
+"""MTP heads are found by their tensors, checked to the last name, and refused in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from spd.errors import CheckpointError, IncompatibleError
+from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint
+from spd.formats.model_config import read_model_config
+from spd.formats.mtp import (
+    FAMILIES,
+    check_mtp,
+    declared_modules,
+    find_mtp,
+    is_mtp_tensor,
+    no_mtp,
+)
+from spd.formats.mtp_folder import check_fits, head_config, read_head_folder, verifier_hash
+from tests.formats.formats_helpers import QWEN3, refused, write_json
+
+HIDDEN, VOCAB, LAYERS = 8, 32, 2
+LAYER = {"input_layernorm.weight": (HIDDEN,), "mlp.down_proj.weight": (HIDDEN, 12)}
+DEEPSEEK = {
+    "enorm.weight": (HIDDEN,),
+    "hnorm.weight": (HIDDEN,),
+    "eh_proj.weight": (HIDDEN, 2 * HIDDEN),
+    "shared_head.norm.weight": (HIDDEN,),
+}
+COPIES = {"embed_tokens.weight": (VOCAB, HIDDEN), "shared_head.head.weight": (VOCAB, HIDDEN)}
+
+
+def deepseek(first: int = LAYERS, modules: int = 1, *, copies: bool = False) -> dict[str, tuple[int, ...]]:
+    inside = {**DEEPSEEK, **LAYER, **(COPIES if copies else {})}
+    return {f"model.layers.{first + m}.{n}": shape for m in range(modules) for n, shape in inside.items()}
+
+
+def checkpoint_of(
+    folder: Path, shapes: dict[str, tuple[int, ...]], dtype: Any = torch.bfloat16
+) -> Checkpoint:
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    save_file({"model.norm.weight": torch.ones(HIDDEN, dtype=dtype), **tensors}, folder / "model.safetensors")
+    return Checkpoint.open(folder)
+
+
+def test_a_head_is_found_by_its_names_whatever_the_configuration_says() -> None:
+    names = {"model.norm.weight", "model.layers.0.input_layernorm.weight", "lm_head.weight"}
+    assert find_mtp("DeepseekV3ForCausalLM", names, LAYERS) is None
+    found = find_mtp("DeepseekV3ForCausalLM", names | set(deepseek(copies=True)), LAYERS)
+    assert found is not None and (found.family.name, found.modules) == ("deepseek", 1)
+    assert found.own_embedding and found.own_head and found.layer_prefix(0) == "model.layers.2."
+    assert "copies of embedding and head" in found.words()
+    for architecture, name, normed in (
+        ("Glm4MoeForCausalLM", "glm4", False),
+        ("SomebodyElse", "deepseek", True),
+    ):
+        other = find_mtp(architecture, set(deepseek(modules=3)), LAYERS)
+        assert other is not None and (other.family.name, other.modules) == (name, 3)
+        assert other.family.recycles_normed is normed
+    for family in FAMILIES:
+        architecture = family.architectures[0] if family.architectures else "X"
+        layer = LAYERS if family.numbers_layers else 0
+        names = {family.projection.format(i=0, l=layer), f"{family.layer}x".format(i=1, l=layer + 1)}
+        found = find_mtp(architecture, names, LAYERS)
+        assert found is not None and found.family is family and found.modules == 2, family.name
+
+
+def test_conventions_of_the_families_are_the_published_ones() -> None:
+    table = {f.name: (f.hidden_first, f.masks_first, f.recycles_normed, f.centred_norms) for f in FAMILIES}
+    assert table == {
+        "deepseek": (False, True, True, False),
+        "glm4": (False, True, False, False),
+        "mimo": (True, True, True, False),
+        "ernie": (False, True, False, False),
+        "mtp": (False, False, True, False),
+        "qwen3_next": (False, False, True, True),
+    }
+    assert [f.name for f in FAMILIES if f.final_norm is None] == ["ernie"]
+    assert FAMILIES[0].masked(0, 0) and FAMILIES[0].masked(0, 2) and not FAMILIES[0].masked(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_head"),
+    [
+        ("model.layers.61.enorm.weight", True),
+        ("model.layers.62.mlp.down_proj.weight", True),
+        ("model.layers.60.mlp.down_proj.weight", False),
+        ("model.mtp_layers.0.input_proj.weight", True),
+        ("model.mtp_emb_norm.0.weight", True),
+        ("mtp.fc.weight", True),
+        ("model.mtp.layers.0.enorm.weight", True),
+        ("model.norm.weight", False),
+        ("model.embed_tokens.weight", False),
+        ("lm_head.weight", False),
+    ],
+)
+def test_which_tensors_are_a_head_s(name: str, is_head: bool) -> None:
+    assert is_mtp_tensor(name, 61) is is_head
+
+
+def test_a_complete_head_passes_and_anything_else_is_named(tmp_path: Path) -> None:
+    whole = deepseek(modules=2, copies=True)
+    layout = find_mtp("DeepseekV3ForCausalLM", set(whole), LAYERS)
+    assert layout is not None
+    with checkpoint_of(tmp_path / "whole", whole) as checkpoint:
+        assert set(check_mtp(checkpoint, layout, HIDDEN, VOCAB, LAYER, FLOAT_DTYPES)) == set(whole)
+    scaled = {**whole, "model.layers.2.mlp.down_proj.weight_scale_inv": (1, 1)}
+    with checkpoint_of(tmp_path / "scaled", scaled) as checkpoint:
+        assert set(check_mtp(checkpoint, layout, HIDDEN, VOCAB, LAYER, FLOAT_DTYPES)) == set(whole)
+    for name in deepseek(modules=2):
+        partial = {key: shape for key, shape in whole.items() if key != name}
+        found = find_mtp("DeepseekV3ForCausalLM", set(partial), LAYERS)
+        assert found == layout
+        with checkpoint_of(tmp_path / name, partial) as checkpoint:
+            with refused(CheckpointError, "tensors of the MTP head", "1 missing", name) as caught:
+                check_mtp(checkpoint, layout, HIDDEN, VOCAB, LAYER, FLOAT_DTYPES)
+            assert "--mtp HEAD" in caught.value.fix[0] and "convert-mtp" in caught.value.fix[0]
+    for extra, shape, words in (
+        ("model.layers.3.self_attn.indexer.wk.weight", (4,), "belong to none"),
+        ("model.layers.2.enorm.weight", (HIDDEN + 1,), "of another shape"),
+    ):
+        checkpoint = checkpoint_of(tmp_path / words, {**whole, extra: shape})
+        with checkpoint, refused(CheckpointError, words, extra):
+            check_mtp(checkpoint, layout, HIDDEN, VOCAB, LAYER, FLOAT_DTYPES)
+    checkpoint = checkpoint_of(tmp_path / "ints", whole, torch.int8)
+    with checkpoint, refused(CheckpointError, "unsupported dtype"):
+        check_mtp(checkpoint, layout, HIDDEN, VOCAB, LAYER, FLOAT_DTYPES)
+
+
+def test_a_lost_head_is_refused_with_the_way_to_attach_one(tmp_path: Path) -> None:
+    for config, count in (
+        (QWEN3, 0),
+        ({**QWEN3, "num_nextn_predict_layers": 1}, 1),
+        ({**QWEN3, "text_config": {"mtp_num_hidden_layers": 2}}, 2),
+    ):
+        write_json(tmp_path, "config.json", config)
+        assert declared_modules(tmp_path) == count
+    refusal = no_mtp(tmp_path, 61, 1)
+    assert isinstance(refusal, IncompatibleError) and refusal.exit_code == 4
+    assert (
+        "model.layers.61.eh_proj.weight" in refusal.reason[0]
+        and "config.json speaks of 1" in refusal.reason[1]
+    )
+    assert "--mtp HEAD" in refusal.fix[0]
+
+
+def head_folder(folder: Path, first: int = 0, **changes: Any) -> Path:
+    """A head of one module, numbered from layer `first` on."""
+    target = {**QWEN3, "hidden_size": HIDDEN, "vocab_size": VOCAB, "eos_token_id": 2}
+    checkpoint_of(folder, deepseek(first)).close()
+    config = head_config(target, "org/model", "f" * 64, 1, quantized=False)
+    write_json(folder, "config.json", {**config, **changes})
+    return folder
+
+
+def test_a_head_folder_is_read_back(tmp_path: Path) -> None:
+    for first in (0, LAYERS, 61):
+        head = read_head_folder(head_folder(tmp_path / str(first), first))
+        assert head.layout.family.name == "deepseek" and head.layout.first_layer == first
+        assert (head.verifier, head.verifier_sha256) == ("org/model", "f" * 64)
+        assert head.config.hidden_size == HIDDEN
+    for changes, words in (
+        ({"speculators_model_type": "eagle3"}, "eagle3"),
+        ({"num_nextn_predict_layers": 3}, "is 3, but 1 modules are there"),
+        ({"speculators_config": {}}, "verifier: is missing"),
+        ({"transformer_layer_config": None}, "no folder with an MTP head"),
+    ):
+        with refused(CheckpointError, words):
+            read_head_folder(head_folder(tmp_path / "bad", **changes))
+
+
+def test_quantization_goes_along_only_with_quantized_tensors() -> None:
+    target = {**QWEN3, "quantization_config": {"quant_method": "fp8"}}
+    for quantized in (False, True):
+        config = head_config(target, "x", "y", 1, quantized=quantized)
+        assert ("quantization_config" in config["transformer_layer_config"]) is quantized
+    assert json.loads(json.dumps(config)) == config
+
+
+def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
+    head = read_head_folder(head_folder(tmp_path / "head"))
+    target = {**QWEN3, "hidden_size": HIDDEN, "vocab_size": VOCAB}
+    write_json(tmp_path, "config.json", target)
+    check_fits(head, read_model_config(tmp_path), tmp_path)
+    write_json(tmp_path, "config.json", {**target, "vocab_size": 2 * VOCAB, "num_hidden_layers": 5})
+    with pytest.raises(IncompatibleError) as caught:
+        check_fits(head, read_model_config(tmp_path), tmp_path)
+    assert caught.value.exit_code == 4
+    assert "vocabulary size: head 32, target 64" in caught.value.reason[0]
+    assert "layers: head 2, target 5" in caught.value.reason[1]
+
+
+def test_the_verifier_s_hash_follows_its_final_norm(tmp_path: Path) -> None:
+    with checkpoint_of(tmp_path / "a", {"x": (3,)}) as one, checkpoint_of(tmp_path / "b", {"y": (5,)}) as two:
+        assert verifier_hash(one) == verifier_hash(two)
+    with checkpoint_of(tmp_path / "c", {"x": (3,)}, torch.float32) as three:
+        assert verifier_hash(three) != verifier_hash(one)
