@@ -36,6 +36,7 @@ TORCH_FREE = {
     "spd.runtime.draft_length",
     "spd.runtime.models",
     "spd.runtime.models.weights",
+    "spd.runtime.models.layouts",
     "spd.runtime.models.llama",
     "spd.runtime.models.qwen3",
 }

@@ -84,16 +84,18 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
 def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     """Names that the architecture does not use. Raises one CheckpointError for all that it lacks."""
     from spd.formats.checkpoint import check_tensors
-    from spd.runtime.models import family_differences
+    from spd.runtime.models import family_layout
     from spd.runtime.models.weights import expected_tensors, is_ignorable
 
-    expected = expected_tensors(config, family_differences(config))
+    expected = expected_tensors(config, family_layout(config))
     return check_tensors(checkpoint, expected, ignorable=is_ignorable)
 
 
 def kv_bytes(config: ModelConfig) -> int:
     """Bytes of keys and values that one token adds, in the dtype of the weights."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPE_BYTES[config.dtype]
+    from spd.runtime.memory import position_size
+
+    return position_size(config) * DTYPE_BYTES[config.dtype]
 
 
 def needs(target: dict[str, Any], draft: dict[str, Any] | None) -> dict[str, Any]:

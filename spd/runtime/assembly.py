@@ -52,7 +52,8 @@ def _runner(plan: EnginePlan, kernels: Kernels, folder: str, positions: int, met
             rows=max(TAIL_ROWS[kernels.name], plan.slots * (max(plan.draft_max, CATCH_UP) + 1)),
         )
     with memory_phase("making room for keys and values"):
-        cache = KvCache(model, plan.num_pages, plan.page_size, getattr(torch, plan.dtype), plan.device)
+        dtype = getattr(torch, plan.dtype)
+        cache = KvCache(model.cache_shapes, plan.num_pages, plan.page_size, dtype, plan.device)
     with memory_phase("trying the first layers"):
         return ModelRunner(model, cache, plan.chunk, plan.device, kernels)
 

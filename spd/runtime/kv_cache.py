@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from spd.runtime.models.base import CausalModel, LayerCache
+from spd.runtime.models.base import LayerCache
+from spd.runtime.models.layouts import Shape
 from spd.runtime.page_table import NUM_RESERVED
 
 
@@ -21,21 +23,28 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tenso
 
 
 class KvCache:
-    """Key and value pools [pages, page, K, D] a layer, zeroed: masked positions must be finite."""
+    """Pools [pages, page, ...] for each layer, zeroed: masked positions must be finite.
+
+    `cache_shapes` says, for each layer, what one position holds in each of its pools.
+    """
 
     def __init__(
-        self, model: CausalModel, num_pages: int, page_size: int, dtype: torch.dtype, device: str
+        self,
+        cache_shapes: Sequence[tuple[Shape, ...]],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str,
     ) -> None:
-        self.page_size, self.num_pages = page_size, num_pages
-        shape = (num_pages, page_size, model.num_kv_heads, model.head_dim)
+        self.page_size, self.num_pages, self.dtype = page_size, num_pages, dtype
         self.layers = [
-            LayerCache(lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device))
-            for _ in range(model.num_layers)
+            LayerCache(tuple(lazy_zeros((num_pages, page_size, *shape), dtype, device) for shape in position))
+            for position in cache_shapes
         ]
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages that may hold values that are not finite."""
         assert all(page >= NUM_RESERVED for page in pages)
         for layer in self.layers:
-            layer.key[pages] = 0
-            layer.value[pages] = 0
+            for pool in layer.pools:
+                pool[pages] = 0

@@ -18,17 +18,16 @@ from torch import Tensor
 from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.kernels.dispatch import Kernels
+from spd.kernels.paged_attention import AttentionHeads
 from spd.runtime.dummy_weights import dummy_fill
-from spd.runtime.layers.attention import Attention
-from spd.runtime.layers.linear import Linear, SkinnyLinear, share_workspace
-from spd.runtime.layers.mlp import GatedMlp
 from spd.runtime.layers.rotary import RotaryTable
-from spd.runtime.models import family_differences
-from spd.runtime.models.decoder import Decoder, DecoderLayer
-from spd.runtime.models.weights import expected_tensors, is_ignorable
+from spd.runtime.models import family_layout
+from spd.runtime.models.decoder import Decoder
+from spd.runtime.models.layer_builder import LayerBuilder, share_products
+from spd.runtime.models.weights import expected_tensors, is_ignorable, layer_prefix, table_destinations
 from spd.runtime.progress import LoadMeter
 from spd.runtime.weight_reader import read_tensors
-from spd.runtime.weight_space import Fill, Fused, LayerWeights, WeightSpace, fold_norm
+from spd.runtime.weight_space import Fill, LayerTensors, WeightSpace
 
 logger = logging.getLogger(__name__)
 
@@ -68,68 +67,34 @@ def build_decoder(
     With `fold_norms` the norms inside the layers are folded into the matrices behind them, as Triton's
     linear layers want them.
     """
-    space = WeightSpace(config, family_differences(config), dtype, device)
+    layout, space = family_layout(config), WeightSpace(dtype, device)
+    builder = LayerBuilder(kernels, config.rms_norm_eps, fold_norms=fold_norms)
     meter = meter or LoadMeter()
-
-    def finished(weights: LayerWeights) -> DecoderLayer:
-        layer = _finish_layer(config, weights, kernels, fold_norms)
-        if at_once:
-            meter.advance(_layer_bytes(weights), "pack")
-        return layer
-
-    tables = space.tables()
-    allocated: deque[LayerWeights] = deque()
+    tables = space.block(table_destinations(config))
+    allocated: deque[LayerTensors] = deque()
     if at_once:
-        allocated.extend(space.layer(layer) for layer in range(config.num_layers))
+        allocated.extend(space.layer(layer, layer_prefix(i)) for i, layer in enumerate(layout.layers))
     fill(space.take())
-    head = _linear(Fused(tables.head, None), kernels)
-    embedding, final_norm = tables.embedding, tables.final_norm
-    del tables  # the head may just have been packed, and is not needed twice
+    embedding, final_norm = tables["embedding"], tables["final_norm"]
+    head = builder.linear(tables.pop("head", embedding))
     layers = []
-    for layer in range(config.num_layers):
+    for index, layer in enumerate(layout.layers):
         if not at_once:
-            allocated.append(space.layer(layer))
+            allocated.append(space.layer(layer, layer_prefix(index)))
             fill(space.take())
-        layers.append(finished(allocated.popleft()))
-    products = [p for layer in layers for p in layer.products() if isinstance(p, SkinnyLinear)]
-    if products:
-        share_workspace(products, rows)
+        tensors = allocated.popleft()
+        nbytes = tensors.nbytes
+        layers.append(builder.layer(layer, tensors))
+        del tensors  # packed, and not needed twice
+        if at_once:
+            meter.advance(nbytes, "pack")
+    share_products(layers, rows)
+    attention = layout.layers[0].attention
     # Kernels round the rotated head once, so that they can use exact tables.
     exact = torch.float32 if kernels.name == "triton" else dtype
-    rotary = RotaryTable(config.rope, config.head_dim, positions, exact, device)
-    return Decoder(embedding, layers, final_norm, head, rotary, config.rms_norm_eps, kernels)
-
-
-def _layer_bytes(weights: LayerWeights) -> int:
-    return sum(f.weight.nbytes for f in (weights.qkv, weights.output, weights.gate_up, weights.down))
-
-
-def _linear(fused: Fused, kernels: Kernels) -> Linear | SkinnyLinear:
-    if kernels.name == "triton":
-        return SkinnyLinear(fused.weight, fused.bias, kernels)
-    return Linear(fused.weight, fused.bias)
-
-
-def _finish_layer(
-    config: ModelConfig, weights: LayerWeights, kernels: Kernels, fold_norms: bool
-) -> DecoderLayer:
-    """Fold, pack and put together one layer."""
-    if fold_norms:
-        fold_norm(weights.qkv.weight, weights.input_norm)
-        fold_norm(weights.gate_up.weight, weights.post_norm)
-    attention = Attention(
-        weights.input_norm,
-        _linear(weights.qkv, kernels),
-        _linear(weights.output, kernels),
-        config.head_dim,
-        config.num_heads,
-        config.num_kv_heads,
-        weights.qk_norm,
-        config.rms_norm_eps,
-        kernels,
-    )
-    gate_up, down = _linear(weights.gate_up, kernels), _linear(weights.down, kernels)
-    return DecoderLayer(attention, GatedMlp(weights.post_norm, gate_up, down, config.rms_norm_eps))
+    rotary = RotaryTable(config.rope, attention.rotary, positions, exact, device)
+    heads = AttentionHeads(*attention.heads)
+    return Decoder(embedding, layers, final_norm, head, rotary, heads, config.rms_norm_eps, kernels)
 
 
 @torch.inference_mode()
@@ -159,7 +124,7 @@ def load_model(
             config, fill, positions, kind, device, kernels, fold_norms=fold_norms, meter=meter, rows=rows
         )
     with Checkpoint.open(folder) as checkpoint:
-        shapes = expected_tensors(config, family_differences(config))
+        shapes = expected_tensors(config, family_layout(config))
         unexpected = check_tensors(checkpoint, shapes, ignorable=is_ignorable)
         if unexpected:
             logger.warning("%d tensors of %s are not used, %s first", len(unexpected), folder, unexpected[0])

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from spd.errors import ResourceError
 from spd.formats.model_config import ModelConfig
-from spd.runtime.models import family_differences
-from spd.runtime.models.weights import layer_tensors
+from spd.runtime.models import family_layout
+from spd.runtime.models.weights import destinations
 from spd.runtime.page_table import NUM_RESERVED
 
 PAGE_SIZE = 64
@@ -84,9 +84,10 @@ def show_size(size: int) -> str:
 
 def tensor_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of the tensors that are read from a checkpoint, in the dtype they are kept in."""
-    layer = sum(math.prod(shape) for shape in layer_tensors(config, family_differences(config)).values())
-    tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-    return (config.num_layers * layer + tables + config.hidden_size) * DTYPE_BYTES[dtype]
+    return sum(
+        destination.size * (4 if destination.exact else DTYPE_BYTES[dtype])
+        for _, destination in destinations(config, family_layout(config))
+    )
 
 
 def num_pages(ctx: int, slots: int) -> int:
@@ -96,8 +97,14 @@ def num_pages(ctx: int, slots: int) -> int:
 
 
 def page_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of one page of keys and values over all layers."""
-    return 2 * config.num_layers * PAGE_SIZE * config.num_kv_heads * config.head_dim * DTYPE_BYTES[dtype]
+    """Bytes of one page over all layers."""
+    return PAGE_SIZE * position_size(config) * DTYPE_BYTES[dtype]
+
+
+def position_size(config: ModelConfig) -> int:
+    """Elements that one position takes in the caches of all layers."""
+    layers = family_layout(config).layers
+    return sum(math.prod(shape) for layer in layers for shape in layer.attention.cache)
 
 
 def measure(shape: MemoryShape) -> MemoryNeed:
@@ -134,20 +141,21 @@ def _workspace(shape: MemoryShape, model: ModelConfig, positions: int, rows: int
     history     slots x vocabulary x 9 bytes: token counts, prompt marks, biases
     attention   rows x heads x blocks of 512 positions x (head size + 2) x 4 bytes, of split softmax sums;
                 in torch's form also a mask of rows x positions for each head of a group
-    activations rows of a window or a prompt chunk x (4 hidden + 3 inner + 2 qkv) elements
+    activations rows of a window or a prompt chunk x (4 hidden + MLP + 2 attention) elements
     rotary      2 x positions x head size elements
     """
     width, widest = DTYPE_BYTES[shape.dtype], max(shape.chunk, WINDOW_ROWS, rows)
+    layers = set(family_layout(model).layers)
+    num_heads, kv_heads, head_dim = next(iter(layers)).attention.heads
     logits = sampled * model.vocab_size * 4 * LOGIT_COPIES[shape.kernels]
     history = shape.slots * model.vocab_size * 9
     blocks = -(-positions // ATTENTION_BLOCK)
-    attention = rows * model.num_heads * blocks * (model.head_dim + 2) * 4
+    attention = rows * num_heads * blocks * (head_dim + 2) * 4
     if shape.kernels == "torch":
-        groups = model.num_heads // model.num_kv_heads
-        attention += widest * groups * blocks * ATTENTION_BLOCK * (width + 1)
-    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    activations = widest * (4 * model.hidden_size + 3 * model.intermediate_size + 2 * qkv) * width
-    return logits + history + attention + activations + 2 * positions * model.head_dim * width
+        attention += widest * (num_heads // kv_heads) * blocks * ATTENTION_BLOCK * (width + 1)
+    inner = max(layer.mlp.widest + 2 * layer.attention.widest for layer in layers)
+    activations = widest * (4 * model.hidden_size + inner) * width
+    return logits + history + attention + activations + 2 * positions * head_dim * width
 
 
 def largest(fits: Callable[[int], bool], most: int, step: int) -> int:

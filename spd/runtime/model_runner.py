@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
-from spd.kernels.paged_attention import KV_BLOCK, AttentionHeads
+from spd.kernels.paged_attention import KV_BLOCK
 from spd.kernels.round_window import kv_slots
 from spd.runtime.kv_cache import KvCache
 from spd.runtime.models.base import CausalModel, ForwardBatch, LayerCache
@@ -87,8 +87,7 @@ class ModelRunner:
     def __init__(self, model: CausalModel, cache: KvCache, chunk: int, device: str, kernels: Kernels) -> None:
         self.model, self.cache, self.chunk, self.device = model, cache, chunk, device
         self.kernels = kernels
-        self.dtype = cache.layers[0].key.dtype
-        self.heads = AttentionHeads(model.num_heads, model.num_kv_heads, model.head_dim)
+        self.dtype = cache.dtype
         self.context_block = KV_BLOCK
         """Positions by which an attended context grows; see `row_buckets`."""
         self.trash_slot = TRASH_PAGE * cache.page_size
@@ -112,12 +111,15 @@ class ModelRunner:
         self.buckets = (*CANDIDATES, WIDEST)  # none of them is rounded while they are tried
         generator = torch.Generator().manual_seed(0)
         pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * KV_BLOCK // self.cache.page_size))
-        shape = (pages[-1] + 1, self.cache.page_size, model.num_kv_heads, model.head_dim)
+        pool = (pages[-1] + 1, self.cache.page_size)
         caches = [
             LayerCache(
-                *(torch.randn(shape, generator=generator).to(self.device, self.dtype) for _ in range(2))
+                tuple(
+                    torch.randn(*pool, *shape, generator=generator).to(self.device, self.dtype)
+                    for shape in position
+                )
             )
-            for _ in range(min(PROBED_LAYERS, model.num_layers))
+            for position in model.cache_shapes[:PROBED_LAYERS]
         ]
         ids = torch.randint(model.vocab_size, (1, WIDEST), generator=generator).to(self.device)
         table = self.page_row(pages, len(pages))[None]
@@ -204,7 +206,7 @@ class ModelRunner:
             rows.positions,
             rows.valid,
             page_table,
-            self.heads,
+            self.model.heads,
             self.cache.page_size,
             self.dtype,
             bounds,

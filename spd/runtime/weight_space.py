@@ -12,58 +12,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spd.formats.model_config import ModelConfig
-from spd.runtime.models.weights import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    Differences,
-    expected_tensors,
-    layer_prefix,
-)
+from spd.runtime.models.layouts import Destination, LayerLayout
 
 Fill = Callable[[Mapping[str, Tensor]], None]
 """Writes every view from its namesake, wherever that comes from."""
 
-
-@dataclass(frozen=True)
-class Fused:
-    """A matrix [N, K] and its bias [N]; N counts the rows of every part."""
-
-    weight: Tensor
-    bias: Tensor | None
+Tensors = dict[str, Tensor]
+"""A block's tensors by the names that its layout gives them."""
 
 
 @dataclass(frozen=True)
-class TableWeights:
-    """What stands outside the layers; a tied head is the embedding itself."""
+class LayerTensors:
+    """One layer's tensors, block by block."""
 
-    embedding: Tensor
-    head: Tensor
-    final_norm: Tensor
+    attention: Tensors
+    mlp: Tensors
 
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One layer's tensors."""
-
-    input_norm: Tensor
-    qkv: Fused
-    output: Fused
-    qk_norm: tuple[Tensor, Tensor] | None
-    post_norm: Tensor
-    gate_up: Fused
-    down: Fused
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(tensor.nbytes for block in (self.attention, self.mlp) for tensor in block.values())
 
 
 class WeightSpace:
-    """Allocates a model's tensors, not yet filled, and keeps which view each checkpoint tensor fills."""
+    """Allocates tensors, not yet filled, and keeps which view each checkpoint tensor fills."""
 
-    def __init__(
-        self, config: ModelConfig, differences: Differences, dtype: torch.dtype, device: str
-    ) -> None:
-        self.config, self.differences, self.dtype, self.device = config, differences, dtype, device
-        self._shapes = expected_tensors(config, differences)
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        self.dtype, self.device = dtype, device
         self._views: dict[str, Tensor] = {}
 
     def take(self) -> Mapping[str, Tensor]:
@@ -71,42 +46,21 @@ class WeightSpace:
         views, self._views = self._views, {}
         return views
 
-    def tables(self) -> TableWeights:
-        """Allocate embedding, head and final norm."""
-        embedding = self._tensor(EMBEDDING)
-        head = embedding if self.config.tie_embeddings else self._tensor(HEAD)
-        return TableWeights(embedding, head, self._tensor(FINAL_NORM))
+    def block(self, destinations: Mapping[str, Destination], prefix: str = "") -> Tensors:
+        """Allocate what is described; the checkpoint's names begin with `prefix`."""
+        return {name: self._tensor(destination, prefix) for name, destination in destinations.items()}
 
-    def layer(self, layer: int) -> LayerWeights:
-        """Allocate one layer."""
-        config, prefix = self.config, layer_prefix(layer)
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        qk_norm = None
-        if self.differences.qk_norm:
-            qk_norm = (self._tensor(attention + "q_norm.weight"), self._tensor(attention + "k_norm.weight"))
-        return LayerWeights(
-            self._tensor(prefix + "input_layernorm.weight"),
-            self._fused(attention, ("q_proj", "k_proj", "v_proj"), config.attention_bias),
-            self._fused(attention, ("o_proj",), config.attention_bias),
-            qk_norm,
-            self._tensor(prefix + "post_attention_layernorm.weight"),
-            self._fused(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
-            self._fused(mlp, ("down_proj",), config.mlp_bias),
-        )
+    def layer(self, layout: LayerLayout, prefix: str) -> LayerTensors:
+        """Allocate one layer whose tensors stand below `prefix`, such as `model.layers.0.`."""
+        attention, mlp = layout.attention.destinations(), layout.mlp.destinations()
+        return LayerTensors(self.block(attention, prefix), self.block(mlp, prefix))
 
-    def _fused(self, block: str, names: tuple[str, ...], biased: bool) -> Fused:
-        weight = self._tensor(*(f"{block}{name}.weight" for name in names))
-        bias = self._tensor(*(f"{block}{name}.bias" for name in names)) if biased else None
-        return Fused(weight, bias)
-
-    def _tensor(self, *names: str) -> Tensor:
-        """One tensor that holds the named ones below each other."""
-        shapes = [self._shapes[name] for name in names]
-        rows = sum(shape[0] for shape in shapes)
-        whole = torch.empty((rows, *shapes[0][1:]), dtype=self.dtype, device=self.device)
+    def _tensor(self, destination: Destination, prefix: str) -> Tensor:
+        dtype = torch.float32 if destination.exact else self.dtype
+        whole = torch.empty(destination.shape, dtype=dtype, device=self.device)
         row = 0
-        for name, shape in zip(names, shapes, strict=True):
-            self._views[name] = whole[row : row + shape[0]]
+        for name, shape in destination.parts:
+            self._views[prefix + name] = whole[row : row + shape[0]]
             row += shape[0]
         return whole
 
@@ -117,3 +71,9 @@ def fold_norm(weight: Tensor, norm: Tensor) -> None:
     torch multiplies in float32 and rounds once, without a copy of the matrix.
     """
     weight.mul_(norm)
+
+
+def reorder_heads(tensor: Tensor, order: list[int]) -> None:
+    """Put rows of tensor [heads * D, ...] in another order within each head, in place; order lists D."""
+    heads = tensor.view(-1, len(order), *tensor.shape[1:])
+    heads.copy_(heads[:, order])

@@ -26,7 +26,7 @@ from benchmarks.gpu_suite.shapes import (
 from benchmarks.gpu_suite.speculation import acceptance_rate, gain, mean_length, reference_length
 from benchmarks.statistics import median_interval, percentile
 from spd.formats.model_config import read_model_config
-from spd.runtime.models import family_differences
+from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 
 TINY = Shape("tiny", hidden=8, layers=3, heads=4, kv_heads=2, intermediate=16, vocab=100, head_dim=4)
@@ -50,7 +50,7 @@ def test_shapes_have_the_published_number_of_parameters(shape: Shape, parameters
 @pytest.mark.parametrize("shape", [*SHAPES, EAGLE_SIZE], ids=lambda shape: shape.name)
 def test_folders_are_read_as_the_shape(shape: Shape, tmp_path: Path) -> None:
     config = read_model_config(write_folder(shape, tmp_path))
-    tensors = expected_tensors(config, family_differences(config))
+    tensors = expected_tensors(config, family_layout(config))
     sizes = [a if len(rest) == 0 else a * rest[0] for a, *rest in tensors.values()]
     assert sum(sizes) == shape.parameters()
     assert config.head_dim == 128 and config.dtype == "bfloat16"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spd.formats.model_config import read_model_config
-from spd.runtime.models import family_differences
+from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 def expected(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes that the folder's configuration asks for."""
     config = read_model_config(folder)
-    return expected_tensors(config, family_differences(config))
+    return expected_tensors(config, family_layout(config))
 
 
 def write_shard(path: Path, shapes: Shapes) -> None:

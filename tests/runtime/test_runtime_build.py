@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spd.formats.checkpoint import Checkpoint
@@ -17,9 +17,12 @@ from spd.runtime import SamplingParams, loader
 from spd.runtime.dummy_weights import DUMMY_DOWN, dummy_fill
 from spd.runtime.loader import build_decoder, mapped_fill, threaded_fill
 from spd.runtime.memory import tensor_bytes
+from spd.runtime.models import family_layout
 from spd.runtime.models.decoder import Decoder
+from spd.runtime.models.layer_builder import LayerBuilder
+from spd.runtime.models.layouts import Destination
 from spd.runtime.progress import LoadMeter, LoadProgress
-from spd.runtime.weight_space import Fill, fold_norm
+from spd.runtime.weight_space import Fill, WeightSpace, fold_norm
 from tests.helpers import make_engine, random_prompts, run_all
 
 WAYS: dict[str, tuple[Callable[[Checkpoint, LoadMeter], Fill], bool]] = {
@@ -126,6 +129,27 @@ def test_the_engine_tells_its_progress(tiny: Callable[..., Path]) -> None:
     assert told[-1].done == told[-1].total and told[0].done < told[0].total
     sizes = [tensor_bytes(read_model_config(f), "float32") for f in (tiny("tied"), tiny("tied", layers=1))]
     assert told[-1].total == sum(sizes)
+
+
+def test_one_layer_is_built_at_any_prefix(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """What a head inside a checkpoint needs: a layer under another name, and tensors of its own."""
+    folder, name = tiny("qwen3_bias"), "model.mtp_layers.0."
+    tensors = load_file(folder / "model.safetensors")
+    moved = {k.replace("model.layers.1.", name): v for k, v in tensors.items() if ".layers.1." in k}
+    save_file({**moved, name + "own.weight": torch.ones(3, 2)}, tmp_path / "model.safetensors")
+    config, kernels = read_model_config(folder), load_kernels("torch")
+    layout, space = family_layout(config).layers[1], WeightSpace(torch.float16, "cpu")
+    allocated = space.layer(layout, name)
+    own = space.block({"own": Destination.of({"own.weight": (3, 2)})}, name)
+    with Checkpoint.open(tmp_path) as checkpoint, torch.inference_mode():
+        mapped_fill(checkpoint, LoadMeter())(space.take())
+        layer = LayerBuilder(kernels, config.rms_norm_eps, fold_norms=False).layer(layout, allocated)
+    model = build(folder)
+    model.layers, expected = [layer], {k[2:]: v for k, v in held(model).items() if k.startswith("1.")}
+    assert expected.keys() == {k[2:] for k in held(model) if k.startswith("0.")}
+    for key, tensor in expected.items():
+        assert torch.equal(held(model)[f"0.{key}"], tensor), key
+    assert bool((own["own"] == 1).all()) and layer.cache_shapes == ((2, 16), (2, 16))
 
 
 # -- folded norms ----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from spd.runtime.memory import (
     tensor_bytes,
 )
 from spd.runtime.model_runner import ModelRunner
-from spd.runtime.models import family_differences
+from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 from spd.runtime.out_of_memory import OutOfMemory, is_out_of_memory, memory_phase, shape_of
 from spd.runtime.round import Round
@@ -104,7 +104,7 @@ def test_numbers_that_stand_in_two_places() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_weights_are_counted_to_the_byte(variant: str, tiny: Callable[..., Path]) -> None:
     config = read_model_config(tiny(variant))
-    expected = expected_tensors(config, family_differences(config))
+    expected = expected_tensors(config, family_layout(config))
     with Checkpoint.open(tiny(variant)) as checkpoint:
         stored = sum(checkpoint.tensors[name].nbytes for name in expected)
     assert tensor_bytes(config, "float32") == stored == 2 * tensor_bytes(config, "bfloat16")
@@ -114,7 +114,7 @@ def test_an_engine_holds_what_its_plan_counts(tiny: Callable[..., Path]) -> None
     engine = make_engine(tiny("tied"), spec="draft", draft_model=tiny("tied", layers=1), slots=3, ctx=500)
     runner = engine._parts.runner
     caches = [runner.cache, engine._parts.proposer.runner.cache]  # type: ignore[union-attr]
-    held = sum(t.nbytes for cache in caches for layer in cache.layers for t in (layer.key, layer.value))
+    held = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
     assert engine.plan.cache_bytes == held and engine.plan.num_pages == num_pages(500, 3)
     config = read_model_config(tiny("tied"))
     packed_head = config.vocab_size * config.hidden_size * 4

@@ -12,7 +12,7 @@ from spd.runtime.models.base import ForwardBatch, LayerCache, Residual
 
 
 class Attention:
-    """One layer's attention over a paged cache."""
+    """One layer's attention over a paged cache of keys and values."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class Attention:
     ) -> Residual:
         """The stream [T, hidden] with this block added; stores the KV of the T rows, then reads the pages."""
         qkv = self.qkv.after_norm(stream, self.norm, self.epsilon, batch)
+        key_pages, value_pages = cache.pools
         query = self.kernels.rotary_store(
             qkv,
             rotary.cos,
@@ -50,23 +51,27 @@ class Attention:
             batch.kv_slots,
             self.qk_weight,
             self.epsilon,
-            cache.key,
-            cache.value,
+            key_pages,
+            value_pages,
             self.num_heads,
         )
-        mixed = self._attend(query, batch, cache)
+        mixed = self._attend(query, batch, key_pages, value_pages)
         return self.output.onto(mixed, stream, batch)
 
-    def _attend(self, query: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
+    def products(self) -> tuple[AnyLinear, ...]:
+        """The block's matrices in the order in which they run."""
+        return self.qkv, self.output
+
+    def _attend(self, query: Tensor, batch: ForwardBatch, key_pages: Tensor, value_pages: Tensor) -> Tensor:
         """query [T, H, D] to [T, H * D]."""
         total, width = query.shape[0], self.num_heads * self.head_dim
         if batch.chunk_start is not None and batch.plan is None:
             mixed: Tensor = self.kernels.prefill_attention(
-                query, cache.key, cache.value, batch.page_table[0], batch.chunk_start, self.scale
+                query, key_pages, value_pages, batch.page_table[0], batch.chunk_start, self.scale
             )
             return mixed.view(total, width)
         rows = batch.num_slots * batch.width
         window = query[:rows].view(batch.num_slots, batch.width, self.num_heads, self.head_dim)
-        mixed = self.kernels.paged_attention(window, cache.key, cache.value, batch.plan, self.scale)
+        mixed = self.kernels.paged_attention(window, key_pages, value_pages, batch.plan, self.scale)
         mixed = mixed.reshape(rows, width)
         return mixed if rows == total else torch.cat((mixed, mixed.new_zeros(total - rows, width)))

@@ -42,6 +42,24 @@ class AnyLinear(Protocol):
         ...
 
 
+class AnyHead(Protocol):
+    """The product that makes logits of hidden states, and perhaps draws from them itself."""
+
+    weight: Tensor
+    carries_squares: bool
+    """Whether this form's products want a row's sum of squares beside the residual stream."""
+
+    def logits(self, hidden: Tensor, tile: int) -> Tensor:
+        """See `CausalModel`."""
+        ...
+
+    def sample(
+        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `CausalModel`."""
+        ...
+
+
 def can_prepack(weight: Tensor) -> bool:
     """Whether oneDNN holds this weight in its own layout: on CPU, bfloat16 or float32."""
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
@@ -53,6 +71,8 @@ def can_prepack(weight: Tensor) -> bool:
 
 class Linear:
     """Torch's form, with W packed once and never changed."""
+
+    carries_squares = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -87,9 +107,20 @@ class Linear:
         """See `AnyLinear`."""
         return Residual(stream.x + self(x, batch.tile))
 
+    def logits(self, hidden: Tensor, tile: int) -> Tensor:
+        """See `CausalModel`."""
+        return self(hidden, tile).float()
+
+    def sample(
+        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
+    ) -> None:
+        """This form does not draw."""
+
 
 class SkinnyLinear:
     """Triton's form. A norm before it is folded into W at load: only its row scale is applied here."""
+
+    carries_squares = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
         self.weight, self.bias, self.kernels = weight.contiguous(), bias, kernels
@@ -119,6 +150,20 @@ class SkinnyLinear:
         if batch.chunk_start is not None:
             return Residual(stream.x + F.linear(x, self.weight, self.bias))
         return Residual(*self.kernels.linear_residual(x, self.weight, self.bias, stream.x, self.workspace))
+
+    def logits(self, hidden: Tensor, tile: int) -> Tensor:
+        """See `CausalModel`."""
+        scores: Tensor = self.kernels.head_logits(hidden, self.weight)
+        return scores
+
+    def sample(
+        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `CausalModel`."""
+        drawn: tuple[Tensor, Tensor] = self.kernels.head_sample(
+            hidden, self.weight, usable_vocab, seed, first, step, temperature
+        )
+        return drawn
 
     @staticmethod
     def _normed(stream: Residual, epsilon: float) -> Tensor:

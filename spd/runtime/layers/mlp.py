@@ -17,3 +17,7 @@ class GatedMlp:
     def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
         """The stream [T, hidden] with this block added."""
         return self.down.onto(self.gate_up.gated(stream, self.norm, self.epsilon, batch), stream, batch)
+
+    def products(self) -> tuple[AnyLinear, ...]:
+        """The block's matrices in the order in which they run."""
+        return self.gate_up, self.down

@@ -9,9 +9,11 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spd.formats.model_config import RopeConfig
+from spd.runtime.models.layouts import RotaryDims
 
 
 def _llama3(inverse: Tensor, rope: RopeConfig) -> Tensor:
@@ -79,16 +81,18 @@ class RotaryRows:
 
 
 class RotaryTable:
-    """cos and sin [M, D] for every position below a limit; the sine's first half is negated."""
+    """cos and sin [M, D] for every position below a limit; the sine's first half is negated.
+
+    D is dims.width; what does not turn has cos 1 and sin 0 at the end of each half.
+    """
 
     def __init__(
-        self, rope: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: str
+        self, rope: RopeConfig, dims: RotaryDims, max_positions: int, dtype: torch.dtype, device: str
     ) -> None:
-        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse_frequencies(
-            rope, head_dim
-        )
-        scale = attention_factor(rope)
-        cos, sin = angles.cos() * scale, angles.sin() * scale
+        inverse = inverse_frequencies(rope, dims.rotated)
+        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse
+        scale, still = attention_factor(rope), (0, (dims.width - dims.rotated) // 2)
+        cos, sin = F.pad(angles.cos() * scale, still, value=1.0), F.pad(angles.sin() * scale, still)
         self.max_positions = max_positions
         self.cos = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
         self.sin = torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype)

@@ -6,7 +6,7 @@ import importlib
 
 from spd.errors import IncompatibleError
 from spd.formats.model_config import ModelConfig
-from spd.runtime.models.weights import Differences
+from spd.runtime.models.weights import ModelLayout
 
 FAMILIES = {
     "LlamaForCausalLM": "spd.runtime.models.llama",
@@ -14,12 +14,12 @@ FAMILIES = {
 }
 
 
-def family_differences(config: ModelConfig) -> Differences:
-    """What the configuration's family adds to the skeleton. Raises IncompatibleError if unknown."""
+def family_layout(config: ModelConfig) -> ModelLayout:
+    """What the configuration's family makes of it. Raises IncompatibleError if the family is unknown."""
     if config.architecture not in FAMILIES:
         raise IncompatibleError(
             f"architecture {config.architecture} is not supported",
             reason=["known architectures: " + ", ".join(sorted(FAMILIES))],
         )
-    found: Differences = importlib.import_module(FAMILIES[config.architecture]).differences(config)
+    found: ModelLayout = importlib.import_module(FAMILIES[config.architecture]).layout(config)
     return found

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from spd.kernels.paged_attention import AttentionHeads
+from spd.runtime.models.layouts import Shape
+
 
 @dataclass(frozen=True)
 class ForwardBatch:
@@ -41,19 +44,17 @@ class Residual:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's pools, each [pages, page, K, D]."""
+    """One layer's pools, each [pages, page, ...] with what its attention keeps of a position."""
 
-    key: Tensor
-    value: Tensor
+    pools: tuple[Tensor, ...]
 
 
 class CausalModel(Protocol):
     """A decoder the runner can drive."""
 
-    num_layers: int
-    num_kv_heads: int
-    num_heads: int
-    head_dim: int
+    cache_shapes: list[tuple[Shape, ...]]
+    """For each layer, what one position holds in each of its pools."""
+    heads: AttentionHeads
     hidden_size: int
     vocab_size: int
     max_positions: int

@@ -1,4 +1,4 @@
-"""The pre-norm decoder that every dense family shares: embed, layers, norm, head.
+"""The pre-norm decoder that every family shares: embed, layers, norm, head.
 
 A functional forward over prebound tensors: no `nn.Module`, no hooks, nothing looked up by name
 while it runs.
@@ -7,85 +7,120 @@ while it runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
+from spd.kernels.paged_attention import AttentionHeads
 from spd.kernels.rms_norm import rms_norm
-from spd.runtime.layers.attention import Attention
-from spd.runtime.layers.linear import AnyLinear, Linear, SkinnyLinear
-from spd.runtime.layers.mlp import GatedMlp
-from spd.runtime.layers.rotary import RotaryTable
+from spd.runtime.layers.linear import AnyHead, AnyLinear
+from spd.runtime.layers.rotary import RotaryRows, RotaryTable
 from spd.runtime.models.base import ForwardBatch, LayerCache, Residual
+from spd.runtime.models.layouts import Shape
+
+
+class AttentionBlock(Protocol):
+    """A layer's first block: it writes the rows' cache entries, then reads the pages."""
+
+    def __call__(
+        self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
+    ) -> Residual:
+        """The stream [T, hidden] with this block added."""
+        ...
+
+    def products(self) -> tuple[AnyLinear, ...]:
+        """The block's matrices in the order in which they run."""
+        ...
+
+
+class MlpBlock(Protocol):
+    """A layer's second block: each row by itself."""
+
+    def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
+        """The stream [T, hidden] with this block added."""
+        ...
+
+    def products(self) -> tuple[AnyLinear, ...]:
+        """The block's matrices in the order in which they run."""
+        ...
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer's two blocks, each with its norm before and its sum after."""
+    """One layer's two blocks, each with its norm before and its sum after, and its cache's shapes."""
 
-    attention: Attention
-    mlp: GatedMlp
+    attention: AttentionBlock
+    mlp: MlpBlock
+    cache_shapes: tuple[Shape, ...]
+
+    def __call__(
+        self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
+    ) -> Residual:
+        """The stream [T, hidden] with both blocks added; writes the rows' cache entries."""
+        return self.mlp(self.attention(stream, rotary, batch, cache), batch)
 
     def products(self) -> tuple[AnyLinear, ...]:
         """The layer's matrices in the order in which they run."""
-        return self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down
+        return *self.attention.products(), *self.mlp.products()
 
 
 class Decoder:
-    """A causal decoder over prebound tensors; see `CausalModel`."""
+    """A causal decoder over prebound tensors; see `CausalModel`.
+
+    Its parts are there for heads that share them: `embedding`, `head`, `final_norm`, `rotary`.
+    """
 
     def __init__(
         self,
         embedding: Tensor,
         layers: list[DecoderLayer],
         final_norm: Tensor,
-        head: Linear | SkinnyLinear,
+        head: AnyHead,
         rotary: RotaryTable,
+        heads: AttentionHeads,
         epsilon: float,
         kernels: Kernels,
     ) -> None:
         self.embedding, self.layers, self.final_norm, self.head = embedding, layers, final_norm, head
-        self.rotary, self.epsilon, self.kernels = rotary, epsilon, kernels
-        first = layers[0].attention
-        self.num_layers = len(layers)
-        self.num_heads, self.num_kv_heads, self.head_dim = first.num_heads, first.num_kv_heads, first.head_dim
+        self.rotary, self.heads, self.epsilon, self.kernels = rotary, heads, epsilon, kernels
+        self.cache_shapes = [layer.cache_shapes for layer in layers]
         self.vocab_size, self.hidden_size = embedding.shape
         self.max_positions = rotary.max_positions
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> Tensor:
-        """Hidden states after the final norm, [T, hidden]; writes the KV of every row.
+        """Hidden states after the final norm, [T, hidden]; writes the cache entries of every row.
 
         Runs as many layers as there are caches: all of them, but for a probe of the arithmetic.
         """
-        rotary = self.rotary.rows(batch.positions, gathered=self.kernels.name == "torch")
+        rotary = self.rotary_rows(batch)
         stream = self._embed(batch)
         for layer, cache in zip(self.layers, caches, strict=False):
-            stream = layer.attention(stream, rotary, batch, cache)
-            stream = layer.mlp(stream, batch)
+            stream = layer(stream, rotary, batch, cache)
+        return self.normed(stream, self.final_norm)
+
+    def rotary_rows(self, batch: ForwardBatch) -> RotaryRows:
+        """cos and sin for a batch's rows, as the layers want them."""
+        return self.rotary.rows(batch.positions, gathered=self.kernels.name == "torch")
+
+    def normed(self, stream: Residual, weight: Tensor) -> Tensor:
+        """The stream [T, hidden] normalised with scales weight [hidden]."""
         if stream.squares is None:
-            return rms_norm(stream.x, self.final_norm, self.epsilon)
-        hidden: Tensor = self.kernels.rms_norm_rows(stream.x, stream.squares, self.final_norm, self.epsilon)
+            return rms_norm(stream.x, weight, self.epsilon)
+        hidden: Tensor = self.kernels.rms_norm_rows(stream.x, stream.squares, weight, self.epsilon)
         return hidden
 
     def _embed(self, batch: ForwardBatch) -> Residual:
-        if isinstance(self.head, SkinnyLinear) and batch.chunk_start is None:
+        if self.head.carries_squares and batch.chunk_start is None:
             return Residual(*self.kernels.embed(batch.token_ids, self.embedding))
         return Residual(self.embedding[batch.token_ids])
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Float32 logits [T, V]."""
-        if isinstance(self.head, SkinnyLinear):
-            scores: Tensor = self.kernels.head_logits(hidden, self.head.weight)
-            return scores
-        return self.head(hidden, tile).float()
+        return self.head.logits(hidden, tile)
 
     def sample(
         self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         """Tokens [T] and whether each is finite; see `CausalModel`."""
-        if not isinstance(self.head, SkinnyLinear):
-            return None
-        drawn: tuple[Tensor, Tensor] = self.kernels.head_sample(
-            hidden, self.head.weight, usable_vocab, seed, first, step, temperature
-        )
-        return drawn
+        return self.head.sample(hidden, usable_vocab, seed, first, step, temperature)

@@ -1,11 +1,30 @@
-"""Llama (2, 3.x): the shared skeleton as it is."""
+"""Llama (2, 3.x): the shared blocks as they are. Other dense families start from these."""
 
 from __future__ import annotations
 
 from spd.formats.model_config import ModelConfig
-from spd.runtime.models.weights import Differences
+from spd.runtime.models.layouts import GqaLayout, LayerLayout, MlpLayout, RotaryDims
+from spd.runtime.models.weights import ModelLayout
 
 
-def differences(config: ModelConfig) -> Differences:
-    """Nothing beyond the skeleton: biases follow the configuration."""
-    return Differences()
+def attention(config: ModelConfig) -> GqaLayout:
+    """Grouped-query attention; biases follow the configuration."""
+    return GqaLayout(
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        RotaryDims(config.head_dim, config.head_dim),
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+    )
+
+
+def mlp(config: ModelConfig) -> MlpLayout:
+    """The gated MLP; biases follow the configuration."""
+    return MlpLayout(config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+
+def layout(config: ModelConfig) -> ModelLayout:
+    """Every layer alike."""
+    return ModelLayout((LayerLayout(attention(config), mlp(config)),) * config.num_layers)

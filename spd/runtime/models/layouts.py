@@ -1,0 +1,160 @@
+"""The blocks that layers are made of: which checkpoint tensors each one takes, and into which of its own.
+
+A layer is an attention block and an MLP block. A family chooses and fills in these descriptions, a pair
+for every layer; `layer_builder` makes the running blocks of them. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Destination:
+    """One tensor to allocate: the named checkpoint tensors below each other, rows counted together.
+
+    Names stand inside the layer (`self_attn.q_proj.weight`). With `exact` it is float32 whatever the rest
+    of the model is.
+    """
+
+    parts: tuple[tuple[str, Shape], ...]
+    exact: bool = False
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Shape], *, exact: bool = False) -> Destination:
+        """From names and shapes in order."""
+        return cls(tuple(parts.items()), exact)
+
+    @property
+    def shape(self) -> Shape:
+        """Of the whole."""
+        shapes = [shape for _, shape in self.parts]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
+
+
+def fused(block: str, rows: Mapping[str, int], columns: int, *, biased: bool = False) -> list[Destination]:
+    """A fused matrix of projections with the given numbers of rows, and its fused bias if there is one."""
+    weight = Destination.of({f"{block}.{name}.weight": (count, columns) for name, count in rows.items()})
+    if not biased:
+        return [weight]
+    return [weight, Destination.of({f"{block}.{name}.bias": (count,) for name, count in rows.items()})]
+
+
+def _named(name: str, matrix: list[Destination]) -> dict[str, Destination]:
+    """A matrix under its name, its bias under NAME_bias."""
+    return dict(zip((name, f"{name}_bias"), matrix, strict=False))
+
+
+@dataclass(frozen=True)
+class RotaryDims:
+    """How a head turns: `rotated` of its first dimensions, in pairs (2i, 2i + 1) where `interleaved`, else
+    first half against second half. The kernels know one form, all `width` dimensions in halves: weights
+    are reordered for it when they are loaded, and what does not turn gets the angle 0.
+    """
+
+    width: int
+    rotated: int
+    interleaved: bool = False
+
+    @property
+    def order(self) -> list[int] | None:
+        """The old index of each dimension in the kernels' form; None where nothing moves."""
+        turning, half = range(self.rotated), self.rotated // 2
+        first, second = (
+            (turning[0::2], turning[1::2]) if self.interleaved else (turning[:half], turning[half:])
+        )
+        rest = range(self.rotated, self.width)
+        still = len(rest) // 2
+        order = [*first, *rest[:still], *second, *rest[still:]]
+        return None if order == list(range(self.width)) else order
+
+
+@dataclass(frozen=True)
+class GqaLayout:
+    """Grouped-query attention: fused queries, keys and values, then the output."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: RotaryDims
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    """RMS norm of each query and key head before it is rotated."""
+
+    def destinations(self) -> dict[str, Destination]:
+        """See `BlockLayout`."""
+        size, hidden = self.head_dim, self.hidden_size
+        query, key = self.num_heads * size, self.num_kv_heads * size
+        block, qkv = "self_attn", {"q_proj": query, "k_proj": key, "v_proj": key}
+        found = {"norm": Destination.of({"input_layernorm.weight": (hidden,)})}
+        found |= _named("qkv", fused(block, qkv, hidden, biased=self.qkv_bias))
+        found |= _named("output", fused(block, {"o_proj": hidden}, query, biased=self.output_bias))
+        if self.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                found[name] = Destination.of({f"{block}.{name}.weight": (size,)})
+        return found
+
+    @property
+    def cache(self) -> tuple[Shape, ...]:
+        """What one position holds in each of the layer's pools: keys and values."""
+        return ((self.num_kv_heads, self.head_dim),) * 2
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, heads in the cache, and their size, as attention sees them."""
+        return self.num_heads, self.num_kv_heads, self.head_dim
+
+    @property
+    def widest(self) -> int:
+        """Elements a row of the widest intermediate result: queries, keys and values."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
+class MlpLayout:
+    """The gated MLP: gate and up fused, then down."""
+
+    hidden_size: int
+    intermediate_size: int
+    bias: bool = False
+
+    def destinations(self) -> dict[str, Destination]:
+        """See `BlockLayout`."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        found = {"norm": Destination.of({"post_attention_layernorm.weight": (hidden,)})}
+        gate_up = {"gate_proj": inner, "up_proj": inner}
+        found |= _named("gate_up", fused("mlp", gate_up, hidden, biased=self.bias))
+        return found | _named("down", fused("mlp", {"down_proj": hidden}, inner, biased=self.bias))
+
+    @property
+    def widest(self) -> int:
+        """Elements a row of the intermediate results: gate, up, and their product."""
+        return 3 * self.intermediate_size
+
+
+AttentionLayout = GqaLayout
+FeedForwardLayout = MlpLayout
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """One layer: two blocks, each with its norm before and its sum after."""
+
+    attention: AttentionLayout
+    mlp: FeedForwardLayout
+
+    def destinations(self) -> Iterator[Destination]:
+        """Everything that is allocated for the layer."""
+        yield from self.attention.destinations().values()
+        yield from self.mlp.destinations().values()

@@ -1,0 +1,61 @@
+"""Rotation: heads reordered at load turn in the kernels' one form as their own form says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spd.formats.model_config import RopeConfig
+from spd.kernels.rotary import apply_rotary
+from spd.runtime.layers.rotary import RotaryTable
+from spd.runtime.models.layouts import RotaryDims
+from spd.runtime.weight_space import reorder_heads
+
+ROPE = RopeConfig("default", 100.0)
+SCALED = RopeConfig("yarn", 100.0, 4.0, 32, attention_factor=1.5)
+
+
+def turned(x: torch.Tensor, position: int, dims: RotaryDims) -> torch.Tensor:
+    """One head x [D] turned by the definition, a pair at a time, in float64."""
+    y = x.double().clone()
+    half = dims.rotated // 2
+    for i in range(half):
+        first, second = (2 * i, 2 * i + 1) if dims.interleaved else (i, i + half)
+        angle = torch.tensor(position * 100.0 ** (-2 * i / dims.rotated), dtype=torch.float64)
+        a, b = x[first].double(), x[second].double()
+        y[first] = a * angle.cos() - b * angle.sin()
+        y[second] = b * angle.cos() + a * angle.sin()
+    return y
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("width", "rotated"), [(8, 8), (8, 4), (12, 6), (16, 4), (6, 2)])
+def test_every_form_of_rotation(width: int, rotated: int, interleaved: bool) -> None:
+    dims = RotaryDims(width, rotated, interleaved)
+    order = dims.order
+    assert sorted(order or range(width)) == list(range(width))
+    assert (order is None) == (width == rotated and not interleaved)
+    table = RotaryTable(ROPE, dims, 50, torch.float32, "cpu")
+    heads = torch.randn(3, width, generator=torch.Generator().manual_seed(width))
+    inside = heads.flatten().clone()
+    if order is not None:
+        reorder_heads(inside, order)
+    for position in (0, 1, 49):
+        found = apply_rotary(inside.view(3, width), table.cos[position], table.sin[position])
+        expected = torch.stack([turned(head, position, dims) for head in heads])
+        expected = expected if order is None else expected[:, order]
+        assert (found.double() - expected).abs().max() < 1e-5
+
+
+def test_a_scale_on_the_rotation_leaves_the_rest_alone() -> None:
+    """YaRN scales cos and sin; what does not turn keeps its size."""
+    table = RotaryTable(SCALED, RotaryDims(12, 4), 5, torch.float32, "cpu")
+    still = [2, 3, 4, 5, 8, 9, 10, 11]
+    assert bool((table.cos[:, still] == 1).all()) and bool((table.sin[:, still] == 0).all())
+    assert bool((table.cos[0, [0, 1, 6, 7]] == 1.5).all())
+
+
+def test_rows_of_a_matrix_move_by_whole_heads() -> None:
+    matrix = torch.arange(12.0)[:, None].repeat(1, 2)
+    reorder_heads(matrix, [0, 2, 1, 3])
+    assert matrix[:, 1].tolist() == [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11]
