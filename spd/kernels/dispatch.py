@@ -7,67 +7,49 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
 
-STEMS = {
-    "embed": "skinny_linear",
-    "norm_linear": "skinny_linear",
-    "norm_gate_up": "skinny_linear",
-    "linear": "skinny_linear",
-    "linear_residual": "skinny_linear",
-    "rms_norm_rows": "skinny_linear",
-    "head_logits": "skinny_linear",
-    "head_sample": "skinny_linear",
-    "rotary_store": "rotary_store",
-    "plan_attention": "paged_attention",
-    "paged_attention": "paged_attention",
-    "prefill_attention": "prefill_attention",
-    "sample_rows": "sampling",
-    "round_window": "round_window",
-    "round_commit": "round_commit",
-    "mark_time": "round_finish",
-    "ngram_lookup": "ngram_lookup",
-    "committed_window": "draft_window",
-    "draft_step": "draft_window",
-}
-"""The module `spd.kernels.STEM`, and `spd.kernels.STEM_triton`, that holds each operation."""
+Operation = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Every operation in one form; contracts stand with the torch references."""
+    """Every operation in one form, with the stem of its files; contracts stand with the torch references."""
 
     name: str
-    embed: Callable[..., Any]
-    norm_linear: Callable[..., Any]
-    norm_gate_up: Callable[..., Any]
-    linear: Callable[..., Any]
-    linear_residual: Callable[..., Any]
-    rms_norm_rows: Callable[..., Any]
-    head_logits: Callable[..., Any]
-    head_sample: Callable[..., Any]
-    rotary_store: Callable[..., Any]
-    plan_attention: Callable[..., Any]
-    paged_attention: Callable[..., Any]
-    prefill_attention: Callable[..., Any]
-    sample_rows: Callable[..., Any]
-    round_window: Callable[..., Any]
-    round_commit: Callable[..., Any]
-    mark_time: Callable[..., Any]
-    ngram_lookup: Callable[..., Any]
-    committed_window: Callable[..., Any]
-    draft_step: Callable[..., Any]
+    embed: Annotated[Operation, "skinny_linear"]
+    norm_linear: Annotated[Operation, "skinny_linear"]
+    norm_gate_up: Annotated[Operation, "skinny_linear"]
+    linear: Annotated[Operation, "skinny_linear"]
+    linear_residual: Annotated[Operation, "skinny_linear"]
+    rms_norm_rows: Annotated[Operation, "skinny_linear"]
+    head_logits: Annotated[Operation, "skinny_linear"]
+    head_sample: Annotated[Operation, "skinny_linear"]
+    rotary_store: Annotated[Operation, "rotary_store"]
+    plan_attention: Annotated[Operation, "paged_attention"]
+    paged_attention: Annotated[Operation, "paged_attention"]
+    prefill_attention: Annotated[Operation, "prefill_attention"]
+    sample_rows: Annotated[Operation, "sampling"]
+    round_window: Annotated[Operation, "round_window"]
+    round_commit: Annotated[Operation, "round_commit"]
+    mark_time: Annotated[Operation, "round_finish"]
+    ngram_lookup: Annotated[Operation, "ngram_lookup"]
+    committed_window: Annotated[Operation, "draft_window"]
+    draft_step: Annotated[Operation, "draft_window"]
+
+
+def operation_stems() -> dict[str, str]:
+    """Each operation's STEM: `spd.kernels.STEM` holds its torch form, `spd.kernels.STEM_triton` the other."""
+    hints = get_type_hints(Kernels, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if name != "name"}
 
 
 def load_kernels(name: str) -> Kernels:
     """The operations in the form `name`: "torch" or "triton". Imports triton for the latter only."""
     suffix = {"torch": "", "triton": "_triton"}[name]
-    operations = [field.name for field in fields(Kernels) if field.name != "name"]
-    return Kernels(
-        name,
-        **{
-            operation: getattr(importlib.import_module(f"spd.kernels.{STEMS[operation]}{suffix}"), operation)
-            for operation in operations
-        },
-    )
+    found = {
+        operation: getattr(importlib.import_module(f"spd.kernels.{stem}{suffix}"), operation)
+        for operation, stem in operation_stems().items()
+    }
+    return Kernels(name, **found)

@@ -14,19 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spd.kernels.attention_chunks import LARGE_CHUNK, LARGE_FROM, SMALL_CHUNK, num_chunks
 from spd.kernels.attention_kernels_triton import (
     LOG2_E,
     attend_chunk_kernel,
     combine_chunks_kernel,
     plan_attention_kernel,
 )
-from spd.kernels.launch import Signature, ceil_div, overlap, power_of_two
+from spd.kernels.launch import Signature, overlap, power_of_two
 from spd.kernels.paged_attention import AttentionHeads, AttentionPlan
 from spd.kernels.skinny_config import shared_limit
 from spd.kernels.skinny_linear import capability_of
 
-SMALL_CHUNK, LARGE_CHUNK, LARGE_FROM = 128, 512, 4096
-"""Positions a chunk, before LARGE_FROM and from there: many programs soon, few partial results later."""
 ROW_TILE, KEY_BLOCK = 64, 64
 """The least rows Hopper's matrix units take at once: padding them costs no time where memory is the limit,
 while a second tile would read the keys a second time. float32 has no such units; see `tile_shape`."""
@@ -103,8 +102,7 @@ def plan_attention(
     """
     slots, width = positions.shape
     capacity = page_table.shape[1] * page_size
-    max_chunks = ceil_div(min(capacity, LARGE_FROM), SMALL_CHUNK)
-    max_chunks += ceil_div(max(capacity - LARGE_FROM, 0), LARGE_CHUNK)
+    max_chunks = num_chunks(capacity, SMALL_CHUNK, LARGE_CHUNK, LARGE_FROM)
     results = slots * max_chunks * heads.num_heads * width
     device = positions.device
     plan = SplitPlan(

@@ -6,9 +6,7 @@ not differ between two calls with one weight, or a row's bits would.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 TOKEN_TILE = 16
 """Rows of x a program multiplies at least; more rows are more programs."""
@@ -36,10 +34,6 @@ class LinearConfig:
     block_t: int = TOKEN_TILE
 
 
-MEASURED: Mapping[tuple[tuple[int, int], int, int, int], LinearConfig] = MappingProxyType({})
-"""Choices that measurements gave, by (capability, n, k, itemsize); the rules below serve the rest."""
-
-
 def shared_limit(capability: tuple[int, int]) -> int:
     """Bytes of shared memory a program may use; of devices that are not known, the least of all."""
     if capability[0] in (9, 10, 11):
@@ -54,9 +48,6 @@ def config_for(n: int, k: int, itemsize: int, capability: tuple[int, int]) -> Li
     of a row a step; K in parts only where there are fewer than `PROGRAMS` / 2 tiles; the fewer programs
     share a multiprocessor, the more stages each needs in flight.
     """
-    measured = MEASURED.get((capability, n, k, itemsize))
-    if measured is not None:
-        return measured
     block_n = max(16, min(64 if n >= 2048 else 32, 1 << max(0, n - 1).bit_length()))
     block_k = max(16, min(256 // itemsize, 1 << max(0, k - 1).bit_length()))
     tiles = -(-n // block_n)

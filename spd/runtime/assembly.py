@@ -13,8 +13,8 @@ from spd.runtime.graphs import CapturedRounds
 from spd.runtime.imposed import ImposedAcceptance
 from spd.runtime.kv_cache import KvCache
 from spd.runtime.loader import load_model
-from spd.runtime.memory import tensor_bytes
-from spd.runtime.model_runner import TAIL_ROWS, ModelRunner
+from spd.runtime.memory import TAIL_ROWS, pages_a_slot, tensor_bytes
+from spd.runtime.model_runner import ModelRunner
 from spd.runtime.out_of_memory import memory_phase
 from spd.runtime.plan import EnginePlan
 from spd.runtime.progress import LoadMeter, Progress
@@ -74,8 +74,7 @@ def assemble(
     meter = _meter(plan, config, draft, progress)
     runner = _runner(plan, kernels, plan.model, plan.ctx, meter)
     draft_runner = _runner(plan, kernels, draft, plan.draft_ctx, meter) if draft else None
-    pages = -(-(plan.ctx + plan.page_size) // 512) * (512 // plan.page_size)
-    state = RoundState(plan.slots, plan.ctx, plan.draft_max, pages, plan.device)
+    state = RoundState(plan.slots, plan.ctx, plan.draft_max, pages_a_slot(plan.ctx), plan.device)
     sampler = Sampler(state, config.vocab_size, usable_vocab, kernels)
     proposer = build_proposer(plan, kernels, state, sampler, draft_runner)
     imposed = None

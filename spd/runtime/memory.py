@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from spd.errors import ResourceError
 from spd.formats.model_config import ModelConfig
+from spd.kernels.attention_chunks import num_chunks
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import destinations
 from spd.runtime.page_table import NUM_RESERVED
@@ -18,7 +19,8 @@ from spd.runtime.page_table import NUM_RESERVED
 PAGE_SIZE = 64
 ATTENTION_BLOCK = 512
 """Positions that attention walks at a time; a slot's pages come in whole blocks."""
-WINDOW_ROWS = 32
+TAIL_ROWS = {"torch": 32, "triton": 64}
+"""Rows of a verify-class pass over a prompt's tail. Its bits do not depend on them."""
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 LOGIT_COPIES = {"torch": 16, "triton": 4}
 """Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws noise in tensors."""
@@ -90,10 +92,14 @@ def tensor_bytes(config: ModelConfig, dtype: str) -> int:
     )
 
 
+def pages_a_slot(ctx: int) -> int:
+    """Pages of a slot at full length, in whole attention blocks."""
+    return -(-(ctx + PAGE_SIZE) // ATTENTION_BLOCK) * (ATTENTION_BLOCK // PAGE_SIZE)
+
+
 def num_pages(ctx: int, slots: int) -> int:
-    """Pages for every slot at full length, in whole attention blocks, and the reserved ones."""
-    blocks = -(-(ctx + PAGE_SIZE) // ATTENTION_BLOCK)
-    return NUM_RESERVED + slots * blocks * (ATTENTION_BLOCK // PAGE_SIZE)
+    """Pages for every slot at full length, and the reserved ones."""
+    return NUM_RESERVED + slots * pages_a_slot(ctx)
 
 
 def page_bytes(config: ModelConfig, dtype: str) -> int:
@@ -139,20 +145,21 @@ def _workspace(shape: MemoryShape, model: ModelConfig, positions: int, rows: int
     `rows` go through a window's forward pass, `sampled` of them through the head:
     logits      sampled x vocabulary x 4 bytes x LOGIT_COPIES
     history     slots x vocabulary x 9 bytes: token counts, prompt marks, biases
-    attention   rows x heads x blocks of 512 positions x (head size + 2) x 4 bytes, of split softmax sums;
+    attention   rows x heads x chunks of the context x (head size + 2) x 4 bytes, of split softmax sums;
                 in torch's form also a mask of rows x positions for each head of a group
     activations rows of a window or a prompt chunk x (4 hidden + MLP + 2 attention) elements
     rotary      2 x positions x head size elements
     """
-    width, widest = DTYPE_BYTES[shape.dtype], max(shape.chunk, WINDOW_ROWS, rows)
+    rows = max(rows, TAIL_ROWS[shape.kernels])
+    width, widest = DTYPE_BYTES[shape.dtype], max(shape.chunk, rows)
     layers = set(family_layout(model).layers)
     num_heads, kv_heads, head_dim = next(iter(layers)).attention.heads
     logits = sampled * model.vocab_size * 4 * LOGIT_COPIES[shape.kernels]
     history = shape.slots * model.vocab_size * 9
-    blocks = -(-positions // ATTENTION_BLOCK)
-    attention = rows * num_heads * blocks * (head_dim + 2) * 4
+    context = pages_a_slot(positions) * PAGE_SIZE
+    attention = rows * num_heads * num_chunks(context) * (head_dim + 2) * 4
     if shape.kernels == "torch":
-        attention += widest * (num_heads // kv_heads) * blocks * ATTENTION_BLOCK * (width + 1)
+        attention += widest * (num_heads // kv_heads) * context * (width + 1)
     inner = max(layer.mlp.widest + 2 * layer.attention.widest for layer in layers)
     activations = widest * (4 * model.hidden_size + inner) * width
     return logits + history + attention + activations + 2 * positions * head_dim * width

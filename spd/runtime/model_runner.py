@@ -16,6 +16,7 @@ from spd.kernels.dispatch import Kernels
 from spd.kernels.paged_attention import KV_BLOCK
 from spd.kernels.round_window import kv_slots
 from spd.runtime.kv_cache import KvCache
+from spd.runtime.memory import TAIL_ROWS
 from spd.runtime.models.base import CausalModel, ForwardBatch, LayerCache
 from spd.runtime.page_table import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
 from spd.runtime.row_buckets import (
@@ -28,9 +29,6 @@ from spd.runtime.row_buckets import (
 )
 from spd.runtime.spans import Run
 from spd.runtime.transfer import to_device
-
-TAIL_ROWS = {"torch": WIDEST, "triton": 64}
-"""Rows of a verify-class pass over a prompt's tail. Its bits do not depend on them."""
 
 
 class Rows(Protocol):

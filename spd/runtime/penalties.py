@@ -18,7 +18,3 @@ class TokenCounts:
         self.in_prompt[slot] = False
         self.in_prompt[slot, prompt] = True
         self.generated[slot] = 0
-
-    def commit(self, tokens: Tensor, kept: Tensor) -> None:
-        """Count tokens [S, n] where kept [S, n]."""
-        self.generated.scatter_add_(1, tokens, kept.to(torch.int32))

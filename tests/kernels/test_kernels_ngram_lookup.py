@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.prompt_lookup import search
+
 WIDTH, WIDE = 150, 12
 
 
@@ -25,15 +27,6 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(module, "PARTS", 4)
         monkeypatch.setattr(module, "ONE_PROGRAM", 1 << 30 if request.param == "short" else 8)
     return module
-
-
-def search(text: Sequence[int], k: int, shortest: int, longest: int) -> list[int]:
-    """What followed the last earlier occurrence of the longest suffix that has one."""
-    for size in range(min(longest, len(text) - 1), shortest - 1, -1):
-        for end in range(len(text) - 1, size - 1, -1):
-            if text[end - size : end] == text[len(text) - size :]:
-                return list(text[end : end + k])
-    return []
 
 
 def lookup(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spd.kernels import round_commit, round_window, sampling
 from spd.kernels.coupled_verify import coupled_verify
-from spd.kernels.dispatch import STEMS
+from spd.kernels.dispatch import operation_stems
 from spd.kernels.round_commit import EMISSION_HEAD, Emission
 from spd.kernels.sampling import SamplingTensors
 from spd.runtime.proposers.draft_model import DraftModelProposer
@@ -41,7 +41,7 @@ def operation(
     after: Callable[[Any, Arguments], Any] | None = None,
 ) -> Mutation:
     """Change an operation's arguments, or what it returns and wrote."""
-    module = importlib.import_module(f"spd.kernels.{STEMS[name]}")
+    module = importlib.import_module(f"spd.kernels.{operation_stems()[name]}")
     honest = getattr(module, name)
     signature = inspect.signature(honest)
 

@@ -13,17 +13,9 @@ from spd.runtime.model_runner import EMPTY_SLOT, SlotView
 from spd.runtime.proposers.ngram import NgramProposer
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RoundState
+from tests.prompt_lookup import search
 
 MAX_LEN, MAX_DRAFT = 40, 8
-
-
-def search(text: Sequence[int], k: int, shortest: int, longest: int) -> list[int]:
-    """What followed the last earlier occurrence of the longest suffix that has one."""
-    for size in range(min(longest, len(text) - 1), shortest - 1, -1):
-        for end in range(len(text) - 1, size - 1, -1):
-            if text[end - size : end] == text[len(text) - size :]:
-                return list(text[end : end + k])
-    return []
 
 
 def propose(

@@ -1,0 +1,14 @@
+"""Prompt lookup as a plain search, which every form of it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def search(text: Sequence[int], k: int, shortest: int, longest: int) -> list[int]:
+    """What followed the last earlier occurrence of the longest suffix that has one."""
+    for size in range(min(longest, len(text) - 1), shortest - 1, -1):
+        for end in range(len(text) - 1, size - 1, -1):
+            if text[end - size : end] == text[len(text) - size :]:
+                return list(text[end : end + k])
+    return []
