@@ -15,6 +15,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests.helpers import TinyShelf
+from tests.interpreted_dot import install
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    install()
 
 
 @pytest.fixture(autouse=True, scope="session")
