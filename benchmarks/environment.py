@@ -1,38 +1,17 @@
-"""What a figure depends on and a reader cannot see: the machine, the commit, the versions."""
+"""What a figure depends on and a reader cannot see: the commit, and the load of others."""
 
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+from spd.runtime.measuring.machine import describe_machine
+
+__all__ = ("ROOT", "ForeignLoad", "describe_commit", "describe_machine")
 ROOT = Path(__file__).resolve().parents[1]
-CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm")
-
-
-def describe_machine() -> dict[str, Any]:
-    """Return the CPU's model and relevant features, its cores, memory and system."""
-    fields: dict[str, str] = {}
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            key, _, value = line.partition(":")
-            fields.setdefault(key.strip(), value.strip())
-    flags = set(fields.get("flags", fields.get("Features", "")).split())
-    meminfo = Path("/proc/meminfo")
-    memory = int(meminfo.read_text().split()[1]) * 1024 if meminfo.exists() else None
-    return {
-        "cpu": fields.get("model name", platform.processor()),
-        "cpu_features": [feature for feature in CPU_FEATURES if feature in flags],
-        "cores": os.cpu_count(),
-        "memory_bytes": memory,
-        "system": platform.system(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-    }
 
 
 def describe_commit() -> dict[str, Any]:

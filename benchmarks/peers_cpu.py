@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.environment import ROOT, ForeignLoad, describe_commit, describe_machine
 from benchmarks.peers.worker import Answer, Entry, Worker, WorkerError, read_answer
-from benchmarks.statistics import paired_ratio, summarize
+from spd.runtime.measuring.statistics import paired_ratio, summarize
 
 REFERENCE = "spd-plain"
 ROWS_ENTRY = "spd-rows"

@@ -69,7 +69,7 @@ def bash_complete(tmp_path: Path):
 
 
 def test_bash_offers_what_fits(bash_complete) -> None:
-    assert bash_complete("spd", "") == ["generate", "inspect", "doctor", "completions"]
+    assert bash_complete("spd", "") == ["generate", "bench", "compare", "inspect", "doctor", "completions"]
     assert bash_complete("spd", "generate", "--draft-") == [
         "--draft-model",
         "--draft-max",

@@ -27,6 +27,8 @@ def test_the_wheel_holds_the_package_and_the_demo_only(wheel: Path) -> None:
         "spd/py.typed",
         "spd/formats/demo/model.safetensors",
         "spd/formats/demo/tokenizer.json",
+        "spd/runtime/measuring/prompts.jsonl",
+        "spd/runtime/measuring/schemas/bench.json",
         "spd/formats/demo/draft/model.safetensors",
     ):
         assert needed in names

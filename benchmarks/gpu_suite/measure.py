@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.statistics import Summary, summarize
+from spd.runtime.measuring.statistics import Summary, summarize
 
 
 def time_calls(calls: Sequence[Callable[[], object]], repeats: int = 30) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.gpu_suite.graph_timer import free_memory
-from benchmarks.statistics import percentile
 from spd.kernels.round_finish import BEGAN, COMMITTED, ENDED
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams
+from spd.runtime.measuring.statistics import percentile
 
 Result = TypeVar("Result")
 GREEDY = SamplingParams(ignore_eos=True)

@@ -19,6 +19,9 @@ from typer.main import get_command
 
 from spd import __version__
 from spd.cli.argv import Invocation, prepare
+from spd.cli.bench import bench
+from spd.cli.bench_options import BenchOptions, CompareOptions
+from spd.cli.compare import compare
 from spd.cli.completions import complete, completions
 from spd.cli.doctor import doctor
 from spd.cli.generate import generate
@@ -47,7 +50,7 @@ PIPE_CLOSED = 141
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMPLETION_VARIABLE = "_SPD_COMPLETE"
 REPORT = "run it again with --debug, and report what it prints"
-COMMANDS = ("generate", "inspect", "doctor", "completions")
+COMMANDS = ("generate", "bench", "compare", "inspect", "doctor", "completions")
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
 
@@ -75,6 +78,22 @@ cat notes.md | spd generate -s "Be terse" "Summarise"
 spd generate --json "Hello" | jq .metrics.speculative_decoding
 
 spd generate --dry-run -f long.txt "Summarise"
+"""
+
+BENCH_EPILOG = """Examples:
+
+spd bench
+
+spd bench -m FOLDER --spec draft,ngram --draft-max 2,4,8 --temperature 0 -o today.json
+
+spd bench --concurrency 1,4,16 --category code --baseline yesterday.json --fail-if-slower 3%
+"""
+
+COMPARE_EPILOG = """Examples:
+
+spd compare yesterday.json today.json
+
+spd compare --threshold 5% --json main.json branch.json
 """
 
 INSPECT_EPILOG = """Examples:
@@ -115,6 +134,8 @@ def build_app(*, completing: bool = False) -> typer.Typer:
     app.callback()(root)
     commands: tuple[tuple[Callable[..., Any], str], ...] = (
         (as_command(generate, GenerateOptions), GENERATE_EPILOG),
+        (as_command(bench, BenchOptions), BENCH_EPILOG),
+        (as_command(compare, CompareOptions), COMPARE_EPILOG),
         (as_command(inspect, InspectOptions), INSPECT_EPILOG),
         (as_command(doctor, DoctorOptions), DOCTOR_EPILOG),
         (as_command(completions, CompletionOptions), COMPLETIONS_EPILOG),

@@ -78,9 +78,10 @@ FLAGS = SHARED_FLAGS | {
     "--parse-special",
 }
 FLAGS |= {"--stats", "--stream", "--no-stream", "--dry-run", "--ignore-eos", "--quick"}
+FLAGS |= {"--jsonl", "--csv", "--markdown"}
 """Options that take no value."""
 
-VALUE_SHORTS = frozenset("mpfnso")
+VALUE_SHORTS = frozenset("mpfnsorw")
 
 
 @dataclass(frozen=True)

@@ -95,26 +95,32 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class AdvancedOptions:
-    """How the machine is used."""
+class MachineOptions:
+    """What the machine gives."""
 
     kernels: Annotated[Literal["auto", "torch", "triton"], _advanced(help="Who does the arithmetic.")] = (
         "auto"
     )
-    graphs: Annotated[Literal["auto", "on", "off"], _advanced(help="Capture CUDA graphs.")] = "auto"
-    lag: Annotated[
-        Literal["auto", "0", "1", "2"], _advanced(help="Rounds the host may run behind the device.")
-    ] = "auto"
     memory_fraction: Annotated[
         float, _advanced(metavar="F", help="Share of device memory to use, above 0 to 1.")
     ] = 0.9
     threads: Annotated[int | None, _advanced(metavar="N", help="CPU threads.")] = None
-    tp: Annotated[int, _advanced(metavar="N", help="Tensor parallel ranks.")] = 1
-    draft_tp: Annotated[int, _advanced(metavar="N", help="Ranks of the draft model.")] = 1
     load: Annotated[
         Literal["auto", "dummy"],
         _advanced(help="dummy: random weights of the configured shapes, for speed only."),
     ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class AdvancedOptions(MachineOptions):
+    """How the machine is used."""
+
+    graphs: Annotated[Literal["auto", "on", "off"], _advanced(help="Capture CUDA graphs.")] = "auto"
+    lag: Annotated[
+        Literal["auto", "0", "1", "2"], _advanced(help="Rounds the host may run behind the device.")
+    ] = "auto"
+    tp: Annotated[int, _advanced(metavar="N", help="Tensor parallel ranks.")] = 1
+    draft_tp: Annotated[int, _advanced(metavar="N", help="Ranks of the draft model.")] = 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import peers_cpu
 from benchmarks.environment import ROOT, ForeignLoad, describe_commit, describe_machine
 from benchmarks.peers.worker import Entry, Worker, WorkerError, read_answer
-from benchmarks.statistics import paired_ratio, summarize
+from spd.runtime.measuring.statistics import paired_ratio, summarize
 from tests.recipes.medium import write_medium, write_medium_draft
 
 SHAPE = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96}

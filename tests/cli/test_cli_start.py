@@ -49,7 +49,16 @@ def loaded_after(*argv: str, **environment: str) -> tuple[str, set[str]]:
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["generate", "-h"], ["inspect", "--help"], ["doctor", "-h"], ["completions", "bash"]]
+    "argv",
+    [
+        ["--help"],
+        ["generate", "-h"],
+        ["inspect", "--help"],
+        ["bench", "-h"],
+        ["compare", "-h"],
+        ["doctor", "-h"],
+        ["completions", "bash"],
+    ],
 )
 def test_help_loads_nothing_heavy(argv: list[str]) -> None:
     out, modules = loaded_after(*argv)
@@ -87,7 +96,7 @@ def test_help_names_the_commands_of_this_edition_only(spd_run: Callable) -> None
     assert (
         tuple(get_command(build_app()).commands)
         == COMMANDS
-        == ("generate", "inspect", "doctor", "completions")
+        == ("generate", "bench", "compare", "inspect", "doctor", "completions")
     )
 
 

@@ -1,0 +1,254 @@
+"""`spd bench`: every way of decoding on the same prompts, interleaved with plain decoding, with intervals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.bench_options import BenchOptions, numbers, parse_goodput, parse_share, split
+from spd.cli.bench_report import change_lines, render, summary_lines
+from spd.cli.options import Session, parse_size
+from spd.cli.output import Sink, check_writable, to_json
+from spd.cli.result_file import read_result
+from spd.cli.signals import Interrupted
+from spd.cli.ticker import Ticker
+from spd.errors import CheckFailedError, UsageError
+
+if TYPE_CHECKING:
+    from spd.runtime import EngineConfig
+    from spd.runtime.measuring.sweep import Load, Settings, Sweep
+
+SCHEMA = "spd.bench/1"
+DEFAULT_EACH = 2
+
+
+def bench(session: Session, options: BenchOptions) -> int:
+    """Measure speculation against plain decoding; exits 6 if a text differs or --fail-if-slower says so."""
+    chosen = [name for name in ("json", "jsonl", "csv", "markdown") if getattr(options, name)]
+    if len(chosen) > 1:
+        raise UsageError(
+            f"--{chosen[0]} and --{chosen[1]} are two forms of one output", fix=["leave one of them out"]
+        )
+    threshold = None
+    if options.fail_if_slower is not None:
+        threshold = parse_share(options.fail_if_slower, "--fail-if-slower")
+    if options.output is not None:
+        check_writable(options.output)
+    baseline = read_result(options.baseline) if options.baseline is not None else None
+    settings = _settings(options)
+    configs = sweep_configs(options)
+    sink = Sink.stdout()
+    sweep = _open_sweep(session, options, configs, settings)
+    ticker = Ticker(session.console)
+    try:
+        with ticker:
+            sweep.report = ticker.show
+            sweep.run()
+    except Interrupted:
+        _deliver(session, options, sweep, sink, baseline, threshold, interrupted=True)
+        raise
+    return _deliver(session, options, sweep, sink, baseline, threshold)
+
+
+def _open_sweep(
+    session: Session, options: BenchOptions, configs: Sequence[EngineConfig], settings: Settings
+) -> Sweep:
+    from spd.runtime.measuring.prompt_set import OWN, choose, read_prompts
+    from spd.runtime.measuring.questions import encode_questions
+    from spd.runtime.measuring.sweep import Sweep
+
+    categories = split(options.category, "--category") if options.category is not None else None
+    each = options.each or (DEFAULT_EACH if options.prompts is None else None)
+    prompts = choose(read_prompts(options.prompts or OWN), categories, each)
+    lengths: list[int | None] = [None]
+    if options.prompt_tokens is not None:
+        lengths = [parse_size(size) for size in split(options.prompt_tokens, "--prompt-tokens")]
+    folder = configs[0].model
+    questions = encode_questions(folder, prompts, lengths, settings.max_tokens, options.ctx)
+    if options.ctx is None:  # no more cache than what is asked needs
+        longest = max(len(question.ids) for question in questions)
+        configs = [replace(config, ctx=longest + settings.max_tokens) for config in configs]
+    return Sweep(configs, questions, settings, check=session.guard.check)
+
+
+def _settings(options: BenchOptions) -> Settings:
+    from spd.runtime.measuring.sweep import Settings
+
+    for flag, value, low in (
+        ("-n", options.max_tokens, 2),
+        ("--repetitions", options.repetitions or 1, 1),
+        ("--warmup", options.warmup, 0),
+        ("--each", options.each or 1, 1),
+        ("--time", options.time, 0),
+        ("--seed", options.seed, 0),
+    ):
+        if value < low:
+            raise UsageError(f"{flag} {value} is out of range", reason=[f"valid: {low} or more"])
+    return Settings(
+        temperatures=tuple(numbers(options.temperature, "--temperature", "float", 0, 100)),
+        loads=tuple(_loads(options)),
+        max_tokens=options.max_tokens,
+        repetitions=options.repetitions,
+        seconds=options.time,
+        warmup=options.warmup,
+        ignore_eos=options.ignore_eos,
+        seed=options.seed,
+        goodput=parse_goodput(options.goodput),
+    )
+
+
+def _loads(options: BenchOptions) -> list[Load]:
+    from spd.runtime.measuring.sweep import Load
+
+    slots = [int(n) for n in numbers(options.concurrency, "--concurrency", "int", 1, 1024)]
+    if options.rate is None:
+        return [Load(n) for n in slots]
+    return [Load(n, rate) for n in slots for rate in numbers(options.rate, "--rate", "float", 1e-3, 1e4)]
+
+
+def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
+    """One configuration a way of decoding; plain ones first, one for each setting of the machine."""
+    from spd.formats.hub import resolve_model
+    from spd.runtime import EngineConfig
+
+    draft_max: list[int | None] = [None]
+    if options.draft_max is not None:
+        draft_max = [int(k) for k in numbers(options.draft_max, "--draft-max", "int", 1, 31)]
+    adaptive = options.adaptive if options.adaptive is not None else len(draft_max) < 2
+    base = EngineConfig(
+        model=resolve_model(options.model, options.revision),
+        device=options.device,
+        dtype=options.dtype,
+        ctx=options.ctx,
+        kernels=options.kernels,
+        memory_fraction=options.memory_fraction,
+        threads=options.threads,
+        load=options.load,
+        prefix_sharing=False,  # a repeated prompt would be no prompt
+        spec="off",
+    )
+    machines = [
+        replace(
+            base,
+            lag=None if lag == "auto" else _lag(lag),
+            graphs={"auto": None, "on": True, "off": False}[_mode(graphs)],
+            tp=int(tp),
+        )
+        for lag, graphs, tp in itertools.product(
+            split(options.lag, "--lag"), split(options.graphs, "--graphs"), _ranks(options.tp, "--tp")
+        )
+    ]
+    draft = None if options.draft_model is None else resolve_model(options.draft_model)
+    methods = [m for m in split(options.spec, "--spec") if m not in ("off", "plain", "none")]
+    axes = itertools.product(
+        machines,
+        methods,
+        draft_max,
+        split(options.verify, "--verify"),
+        _ranks(options.draft_tp, "--draft-tp"),
+    )
+    return [
+        *machines,
+        *(
+            replace(
+                machine,
+                spec=method,
+                draft_model=draft if method in ("auto", "draft") else None,
+                draft_max=k,
+                adaptive=adaptive and options.synthetic_acceptance is None and rule == "coupled",
+                verify=rule,
+                synthetic_acceptance=options.synthetic_acceptance,
+                draft_tp=int(draft_tp),
+            )
+            for machine, method, k, rule, draft_tp in axes
+        ),
+    ]
+
+
+def _ranks(text: str, flag: str) -> list[int]:
+    return [int(n) for n in numbers(text, flag, "int", 1, 64)]
+
+
+def _lag(text: str) -> int:
+    return int(numbers(text, "--lag", "int", 0, 2)[0])
+
+
+def _mode(text: str) -> str:
+    if text not in ("auto", "on", "off"):
+        raise UsageError(f"--graphs {text} is not known", fix=["--graphs auto,on,off"])
+    return text
+
+
+def _deliver(
+    session: Session,
+    options: BenchOptions,
+    sweep: Sweep,
+    sink: Sink,
+    baseline: dict[str, Any] | None,
+    threshold: float | None,
+    *,
+    interrupted: bool = False,
+) -> int:
+    """Print what has been measured; returns the status. Raises CheckFailedError for a failed check."""
+    result = bench_result(options, sweep, interrupted=interrupted)
+    if options.output is not None:
+        options.output.write_text(to_json(result) + "\n", encoding="utf-8")
+    sink.write(render(result, options))
+    failures = []
+    if not (options.json or options.jsonl or options.csv):
+        sink.write("".join(line + "\n" for line in summary_lines(result)))
+    if result["equality"]["differences"]:
+        failures.append(f"{len(result['equality']['differences'])} texts differ from plain decoding")
+    if baseline is not None:
+        from spd.runtime.measuring.compare import compare
+
+        comparison = compare(baseline, result)
+        for line in change_lines(comparison, threshold or 0.0):
+            session.console.note(line)
+        if threshold is not None:
+            slower = sum(change.regressed(threshold) for change in comparison.changes)
+            failures += [f"{slower} rows are slower than the baseline"] if slower else []
+    elif threshold is not None:
+        slower = sum(is_slower(row, threshold) for row in result["rows"])
+        failures += [f"{slower} rows are slower than plain decoding"] if slower else []
+    if not failures or interrupted:
+        return 0
+    failure = CheckFailedError("; ".join(failures), fix=["spd explain, spd verify"])
+    if not options.json:
+        raise failure
+    from spd.cli.output import write_error
+
+    write_error(failure, session.console, as_json=False)  # the one object on stdout is the result
+    return failure.exit_code
+
+
+def is_slower(row: dict[str, Any], threshold: float) -> bool:
+    """Whether a row is slower than plain decoding by more than a share, and that is no noise."""
+    from spd.runtime.measuring.rows import verdict
+
+    ratio = row["speed_up"]
+    return ratio is not None and verdict(ratio) == "slower" and ratio["median"] < 1 - threshold
+
+
+def bench_result(options: BenchOptions, sweep: Sweep, *, interrupted: bool) -> dict[str, Any]:
+    """The object of `spd bench --json`; its schema is shipped in `spd/runtime/measuring/schemas`."""
+    from spd.cli.report import versions
+    from spd.runtime.measuring.machine import describe_machine
+    from spd.runtime.measuring.rows import make_rows
+
+    samples = list(sweep.samples)
+    return {
+        "schema": SCHEMA,
+        "model": options.model,
+        "versions": versions(),
+        "machine": describe_machine(),
+        "settings": {**asdict(sweep.settings), "draft_model": options.draft_model},
+        "prompts": {q.prompt.name: q.prompt.digest for q in sweep.questions},
+        "plans": [sweep.plans[index] for index in sorted(sweep.plans)],
+        "rows": make_rows(samples, sweep.plans),
+        "equality": {"tokens": sweep.compared, "differences": sweep.differences},
+        "samples": [{**asdict(sample), "speed": sample.speed} for sample in samples],
+        "interrupted": interrupted,
+    }

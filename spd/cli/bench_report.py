@@ -1,0 +1,213 @@
+"""A benchmark's result in words: tables, lines of JSON, CSV, and the sentences below a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.bench_options import BenchOptions
+from spd.cli.output import to_json
+from spd.cli.table import WIDTH, render_csv, render_markdown, render_table
+
+if TYPE_CHECKING:
+    from spd.runtime.measuring.compare import Comparison
+
+ROW_SCHEMA = "spd.bench.row/1"
+SLOWER = "▼"
+
+
+def render(result: Mapping[str, Any], options: BenchOptions) -> str:
+    """The result in the form that was asked for."""
+    rows = result["rows"]
+    if options.json:
+        return to_json(result) + "\n"
+    if options.jsonl:
+        return "".join(
+            to_json({"schema": ROW_SCHEMA, "model": result["model"], **row}) + "\n" for row in rows
+        )
+    if options.csv:
+        return render_csv(*flat_rows(rows))
+    if not rows:
+        return "nothing was measured\n"
+    if options.markdown:
+        return render_markdown(*table_rows(rows))
+    return headline(result) + "\n" + render_table(*table_rows(rows, short=True), expendable=3)
+
+
+def headline(result: Mapping[str, Any]) -> str:
+    """What was measured with what; lines of at most 80 columns."""
+    plan, settings = result["plans"][0], result["settings"]
+    least, most = (pick(row["repetitions"] for row in result["rows"]) for pick in (min, max))
+    times = f"r={least}" if least == most else f"r={least}–{most}"
+    device = result["machine"].get("gpu", "CPU") if plan["device"] != "cpu" else f"CPU x{plan['threads']}"
+    parts = [
+        f"{short_name(result['model'])} {plan['dtype']}",
+        device,
+        f"torch {result['versions'].get('torch', '?')}",
+        f"spd {result['versions']['spd']}",
+        f"{times} n={settings['max_tokens']}",
+    ]
+    if any(row["acceptance"] == "imposed" for row in result["rows"]):
+        parts.append("imposed acceptance")
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + 3 > WIDTH:
+            lines.append(part)
+        else:
+            lines[-1] += f" · {part}"
+    return "\n".join(lines)
+
+
+def short_name(name: str) -> str:
+    """A model's name, or the last part of a path, short enough for a table."""
+    last = name.rstrip("/").rpartition("/")[2] if name.startswith(("/", ".", "~")) else name
+    return last if len(last) <= WIDTH // 2 else last[: WIDTH // 2 - 1] + "…"
+
+
+def method_label(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """`draft k≤4`, with whatever else differs between rows."""
+    label = str(row["method"])
+    if row["method"] != "plain":
+        label += f" k{'≤' if row['adaptive'] else '='}{row['draft_max']}"
+        if row["verify"] != "coupled":
+            label += f" {row['verify']}"
+        if len({other["draft_tp"] for other in rows}) > 1:
+            label += f" draft-tp{row['draft_tp']}"
+    for name in ("lag", "graphs", "tp"):
+        if len({other[name] for other in rows}) > 1:
+            value = row[name]
+            label += (
+                f" {name}{value}" if not isinstance(value, bool) else f" {name} {'on' if value else 'off'}"
+            )
+    return label
+
+
+def table_rows(
+    rows: Sequence[Mapping[str, Any]], *, short: bool = False
+) -> tuple[list[str], list[list[str]]]:
+    """Header and cells; columns that say the same everywhere are left out. `short`: repeated names too."""
+    several = {
+        name: len({row[name] for row in rows}) > 1 for name in ("prompt_tokens_asked", "concurrency", "rate")
+    }
+    header = ["category", "T"]
+    header += ["tokens"] if several["prompt_tokens_asked"] else []
+    header += ["load"] if several["concurrency"] or several["rate"] else []
+    header += ["method", "tok/s", "±", "×plain", "±", "len", "acc", "TTFT"]
+    body: list[list[str]] = []
+    before: list[str] = []
+    for row in rows:
+        work = [row["category"], f"{row['temperature']:g}"]
+        work += [str(row["prompt_tokens_asked"] or "own")] if several["prompt_tokens_asked"] else []
+        work += [load_label(row)] if several["concurrency"] or several["rate"] else []
+        shown = [""] * len(work) if short and work == before else work
+        before = work
+        body.append([*shown, method_label(row, rows), *_figures(row)])
+    return header, body
+
+
+def load_label(row: Mapping[str, Any]) -> str:
+    """`4` requests at a time, or `2/s`."""
+    return f"{row['rate']:g}/s" if row["rate"] is not None else str(row["concurrency"])
+
+
+def _figures(row: Mapping[str, Any]) -> list[str]:
+    from spd.runtime.measuring.rows import verdict
+
+    speed, ratio = row["tokens_per_second"], row["speed_up"]
+    rate, ttft = row["acceptance_rate"], row["ttft_ms"]
+    mark = SLOWER if verdict(ratio) == "slower" else ""
+    return [
+        f"{speed['median']:.1f}",
+        _percent(speed["half_width"]),
+        "" if ratio is None else f"{ratio['median']:.2f}{mark}",
+        "" if ratio is None else _percent(ratio["half_width"]),
+        f"{row['acceptance_length']:.2f}",
+        "" if rate is None else f"{rate:.0%}",
+        "" if ttft is None else f"{ttft['median']:.0f}",
+    ]
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "?"
+    return ">99%" if share >= 0.995 else f"{share:.0%}" if share >= 0.095 else f"{share:.1%}"
+
+
+def flat_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Header and cells of the CSV: a row's plain values, and the figures of its nested ones."""
+    flat = [_flatten(row) for row in rows]
+    header = list(dict.fromkeys(name for row in flat for name in row))
+    return header, [[row.get(name) for name in header] for row in flat]
+
+
+def _flatten(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            found |= _flatten(value, f"{prefix}{name}.")
+        elif not isinstance(value, (list, tuple)):
+            found[prefix + name] = value
+    return found
+
+
+def summary_lines(result: Mapping[str, Any]) -> list[str]:
+    """What stands below a table: equality, the best way of decoding, what the intervals mean."""
+    lines = []
+    equality = result["equality"]
+    differences = equality["differences"]
+    if differences:
+        first = differences[0]
+        lines.append(
+            f"DIFFERENT: {len(differences)} texts are not those of plain decoding; the first: prompt "
+            f"{first['prompt']}, T {first['temperature']:g}, token {first['position']}"
+        )
+    elif equality["tokens"]:
+        lines.append(f"equal: every text is that of plain decoding ({equality['tokens']:,} tokens compared)")
+    if result["interrupted"]:
+        lines.append("interrupted: only whole repetitions are counted")
+    best = best_row(result["rows"])
+    if best is not None:
+        lines.append(_advice(best))
+    if result["rows"]:
+        lines.append("±: where a second run's median lies, 95 % · len: tokens a round · TTFT: ms")
+    return lines
+
+
+def best_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The speculating row with the highest ratio to plain, over all categories where there are several."""
+    whole = [row for row in rows if row["category"] == "all"] or list(rows)
+    paired = [row for row in whole if row["speed_up"] is not None]
+    return max(paired, key=lambda row: float(row["speed_up"]["median"]), default=None)
+
+
+def _advice(best: Mapping[str, Any]) -> str:
+    from spd.runtime.measuring.rows import verdict
+
+    ratio, judged = best["speed_up"]["median"], verdict(best["speed_up"])
+    flags = f"--spec {best['method']} --draft-max {best['draft_max']}"
+    if judged == "faster":
+        return f"best: {flags} at T {best['temperature']:g}, {ratio:.2f} × plain"
+    if judged == "slower":
+        return f"speculation does not pay here ({ratio:.2f} × plain at best): --spec off"
+    return f"no difference beyond noise: {flags} gives {ratio:.2f} × plain"
+
+
+def change_lines(comparison: Comparison, threshold: float) -> list[str]:
+    """One line a row whose change exceeds the noise, and a count of the others."""
+    lines = []
+    for change in comparison.changes:
+        if change.verdict != "within noise":
+            row = change.row
+            mark = f" {SLOWER}" if change.regressed(threshold) else ""
+            lines.append(
+                f"{row['category']}, T {row['temperature']:g}, {method_label(row, [row])}: "
+                f"{change.share:+.1%} since the baseline{mark}"
+            )
+    quiet = len(comparison.changes) - len(lines)
+    lines.append(f"{quiet} of {len(comparison.changes)} rows changed within noise since the baseline")
+    if comparison.only_before or comparison.only_after:
+        lines.append(
+            f"not compared: {comparison.only_before} rows of the baseline only, "
+            f"{comparison.only_after} of this run only"
+        )
+    return lines

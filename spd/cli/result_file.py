@@ -1,0 +1,30 @@
+"""Results of `spd bench` read back from their files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from spd.errors import NotFoundError, UsageError
+
+SCHEMA_PREFIX = "spd.bench/"
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """The object that `spd bench -o FILE` wrote. Raises NotFoundError and UsageError naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise NotFoundError(f"no file {path}", fix=["spd bench -o FILE writes one"]) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}", fix=["spd bench -o FILE writes one"]) from None
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if schema != f"{SCHEMA_PREFIX}1":
+        raise UsageError(
+            f"{path} is not a result of spd bench",
+            reason=[f"schema {schema!r}, expected {SCHEMA_PREFIX}1"],
+            fix=["spd bench -o FILE writes one"],
+        )
+    assert isinstance(value, dict)
+    return value

@@ -1,0 +1,1 @@
+"""Speculation measured, judged and explained; the engine knows nothing of this room."""

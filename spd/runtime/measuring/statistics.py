@@ -1,0 +1,174 @@
+"""Medians with their spread, paired ratios, intervals and tests: the only statistics that are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from math import ceil, comb, exp, isfinite, lgamma, log, log1p, pi, sqrt
+from statistics import fmean, median, stdev, variance
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A sample in one line: the median, the extremes and every value in the order measured."""
+
+    median: float
+    low: float
+    high: float
+    values: tuple[float, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g} ({self.low:.4g} to {self.high:.4g}, n={len(self.values)})"
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    """Summarize a sample; raises ValueError for an empty one, since no figure is better than a made one."""
+    if not values:
+        raise ValueError("nothing was measured")
+    return Summary(median(values), min(values), max(values), tuple(values))
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Summary:
+    """Summarize the ratios of values measured in the same round, so that a slow minute hits both sides."""
+    return summarize([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the sample does not exceed (nearest rank)."""
+    if not values:
+        raise ValueError("nothing was measured")
+    return sorted(values)[max(0, ceil(share * len(values)) - 1)]
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """An interval that holds the median of whatever the sample is from, with at least `confidence`.
+
+    Two order statistics, by the binomial distribution of how many values fall below the median; nothing
+    is assumed of the distribution. None where the sample is too small (fewer than 6 values at 0.95).
+    """
+    n, ordered = len(values), sorted(values)
+    found = None
+    outside = 0.0  # probability that the median lies below the rank-th value
+    for rank in range(n // 2):
+        outside += comb(n, rank) / 2**n
+        if 1 - 2 * outside < confidence:
+            break
+        found = (ordered[rank], ordered[n - 1 - rank])
+    return found
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median, and the interval in which a second run's median lies with 95 % chance.
+
+    `low` and `high` are None where one repetition says nothing of the next.
+    """
+
+    median: float
+    low: float | None
+    high: float | None
+    values: tuple[float, ...]
+
+    @property
+    def half_width(self) -> float | None:
+        """Half of the interval as a share of the median."""
+        if self.low is None or self.high is None or not self.median:
+            return None
+        return (self.high - self.low) / (2 * self.median)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "half_width": self.half_width}
+
+
+def repeat_interval(values: Sequence[float], confidence: float = 0.95) -> Spread:
+    """The median of repeated positive measurements and where the median of as many new ones will lie.
+
+    Student's t on the logarithms: both medians vary, each with pi / 2 times the variance of a mean.
+    Raises ValueError for an empty sample or one that is not positive.
+    """
+    if not values or min(values) <= 0:
+        raise ValueError("nothing positive was measured")
+    middle, n = median(values), len(values)
+    if n < 2:
+        return Spread(middle, None, None, tuple(values))
+    deviation = stdev(log(value) for value in values)
+    reach = student_quantile(n - 1, (1 + confidence) / 2) * deviation * sqrt(pi / n)
+    return Spread(middle, middle * exp(-reach), middle * exp(reach), tuple(values))
+
+
+def welch(first: Sequence[float], second: Sequence[float]) -> float:
+    """Probability of means at least this far apart if both samples had one mean (Welch's t, two-sided).
+
+    1.0 where a sample is too small to say; 0.0 where both are constant and differ.
+    """
+    if len(first) < 2 or len(second) < 2:
+        return 1.0
+    errors = variance(first) / len(first), variance(second) / len(second)
+    distance = abs(fmean(first) - fmean(second))
+    if not sum(errors):
+        return 0.0 if distance else 1.0
+    freedom = sum(errors) ** 2 / (errors[0] ** 2 / (len(first) - 1) + errors[1] ** 2 / (len(second) - 1))
+    return 2 * (1 - student_cdf(distance / sqrt(sum(errors)), freedom))
+
+
+def student_cdf(t: float, freedom: float) -> float:
+    """Probability that Student's t of `freedom` degrees lies below t."""
+    if not isfinite(t):
+        return 1.0 if t > 0 else 0.0
+    tail = incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t)) / 2
+    return 1 - tail if t > 0 else tail
+
+
+@lru_cache(maxsize=1024)
+def student_quantile(freedom: float, probability: float) -> float:
+    """The t below which Student's t lies with `probability`, between 0.5 and 1 (by bisection)."""
+    low, high = 0.0, 1.0
+    while student_cdf(high, freedom) < probability:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(middle, freedom) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def incomplete_beta(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22)."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):
+        return 1 - incomplete_beta(b, a, 1 - x)
+    front = exp(a * log(x) + b * log1p(-x) + lgamma(a + b) - lgamma(a) - lgamma(b)) / a
+    fraction = 1.0
+    for m in range(100, 0, -1):  # from the innermost term outwards
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        fraction = 1 + even / (1 + odd / fraction)
+    first = -(a + b) * x / (a + 1)
+    return front / (1 + first / fraction)
+
+
+def chi_square_tail(statistic: float, freedom: int) -> float:
+    """Probability that chi-square of `freedom` degrees exceeds `statistic`."""
+    if statistic <= 0 or freedom <= 0:
+        return 1.0
+    a, x = freedom / 2, statistic / 2
+    front = exp(a * log(x) - x - lgamma(a))
+    if x < a + 1:  # the series of the lower part
+        term = total = 1 / a
+        n = a
+        while term > total * 1e-15:
+            n += 1
+            term *= x / n
+            total += term
+        return max(0.0, 1 - front * total)
+    fraction = x + 1e9
+    for n in range(500, 0, -1):  # the continued fraction of the upper part
+        fraction = x + (n - a) / (1 + n / fraction)
+    return front / fraction

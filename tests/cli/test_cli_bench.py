@@ -1,0 +1,181 @@
+"""`spd bench` and `spd compare` from the command line, on random weights and on the demo."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spd.cli import app
+from spd.cli.signals import Interrupted, SignalGuard
+from tests.cli.conftest import write_model
+from tests.json_schema import faults
+from tests.runtime.seeded_faults import first_is_free, verify
+
+QUICK = (
+    "--load",
+    "dummy",
+    "--threads",
+    1,
+    "--spec",
+    "ngram",
+    "-n",
+    6,
+    "--temperature",
+    0,
+    "--dtype",
+    "float32",
+)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "abcabcabcabc", "category": "one"}, {"prompt": "xyxyxyxyxyx", "category": "two"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def run(spd_run: Callable[..., Any], model: Path, prompts: Path) -> Callable[..., Any]:
+    return lambda *words: spd_run("bench", "-m", model, "--prompts", prompts, *QUICK, *words)
+
+
+def test_the_object_fits_its_schema(run: Callable[..., Any], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    ran = run("--json", "-r", 2, "-o", out)
+    assert ran.code == 0 and faults(ran.json, "bench") == []
+    assert json.loads(out.read_text())["rows"] == ran.json["rows"]
+    assert [row["method"] for row in ran.json["rows"]] == ["plain", "ngram"] * 3
+    assert ran.json["equality"]["tokens"] > 0 and not ran.json["interrupted"]
+    broken = ran.json | {"surprise": 1}
+    broken["rows"][0]["lag"] = "auto"
+    del broken["rows"][1]["rounds"]
+    assert len(faults(broken, "bench")) == 3
+
+
+def test_the_table_fits_80_columns(run: Callable[..., Any]) -> None:
+    ran = run(
+        "-r",
+        2,
+        "--temperature",
+        "0,0.8",
+        "--draft-max",
+        "1,12",
+        "--prompt-tokens",
+        "20,30",
+        "--concurrency",
+        "1,4",
+        "--lag",
+        "0,1",
+    )
+    assert ran.code == 0 and ran.err == ""
+    lines = ran.text.splitlines()
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+    assert "ngram k=12" in ran.text and "equal: every text" in ran.text and "random" not in ran.text
+    assert "\x1b" not in ran.text
+
+
+def test_other_forms(run: Callable[..., Any]) -> None:
+    rows = [json.loads(line) for line in run("-r", 1, "--jsonl").text.splitlines()]
+    assert [row["schema"] for row in rows] == ["spd.bench.row/1"] * 6
+    read = list(csv.DictReader(io.StringIO(run("-r", 1, "--csv").text)))
+    assert [row["method"] for row in read] == ["plain", "ngram"] * 3
+    assert float(read[0]["tokens_per_second.median"]) > 0
+    lines = run("-r", 1, "--markdown").text.splitlines()
+    assert lines[0].startswith("| category | T | method |") and lines[1].startswith("| --- |")
+    assert lines[2].startswith("| one | 0 | plain |")
+
+
+def test_ctrl_c_prints_what_is_done(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(10**6))
+
+    def check(guard: SignalGuard) -> None:
+        if next(calls) == 60:
+            raise Interrupted(2)
+
+    monkeypatch.setattr(SignalGuard, "check", check)
+    monkeypatch.setattr(app, "die_by", lambda signum: 128 + signum)
+    monkeypatch.setattr(app, "silence_stdout", lambda: None)
+    ran = run("-r", 1000)
+    assert ran.code == 130
+    assert "ngram" in ran.text and "interrupted: only whole repetitions are counted" in ran.text
+
+
+def test_a_changed_text_is_a_failed_check(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    verify(first_is_free)(monkeypatch)
+    draft = write_model(tmp_path / "draft", num_hidden_layers=1)
+    work = ("--ignore-eos", "-n", 40, "--temperature", 1.5)
+    ran = run("-r", 1, "--spec", "draft", "--draft-model", draft, "--no-adaptive", *work)
+    assert ran.code == 6 and "DIFFERENT:" in ran.text and "differ from plain decoding" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--spec", "magic"), 2, "magic"),
+        (("--temperature", "hot"), 2, "--temperature hot is not a number"),
+        (("--draft-max", "2,,3"), 2, "empty member"),
+        (("--draft-max", "99"), 2, "out of range"),
+        (("--graphs", "maybe"), 2, "--graphs maybe"),
+        (("--category", "poems"), 2, "no prompts of category poems"),
+        (("--prompt-tokens", "1000"), 2, "do not fit the context"),
+        (("--fail-if-slower", "fast"), 2, "is not a share"),
+        (("--goodput", "speed:3"), 2, "--goodput speed:3"),
+        (("--json", "--csv"), 2, "two forms of one output"),
+        (("--baseline", "missing.json"), 3, "no file missing.json"),
+        (("--rate", "0"), 2, "out of range"),
+    ],
+)
+def test_refusals(
+    run: Callable[..., Any], assert_refused: Callable[..., None], words: tuple[str, ...], code: int, said: str
+) -> None:
+    ran = run(*words)
+    if "--json" in words:
+        assert ran.code == code and said in ran.json["error"]["message"]
+    else:
+        assert_refused(ran, code, said)
+
+
+def test_compare_and_baseline(run: Callable[..., Any], spd_run: Callable[..., Any], tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    assert run("-r", 3, "-o", old, "-q").code == 0
+    result = json.loads(old.read_text())
+    for row in result["rows"]:  # the same machine, a tenth as fast and as steady as a clock
+        speed = row["tokens_per_second"]
+        speed["values"] = [value / 10 for value in speed["values"]]
+        speed["median"] /= 10
+    new.write_text(json.dumps(result))
+    same = spd_run("compare", old, old)
+    assert same.code == 0 and "within noise" in same.text
+    ran = spd_run("compare", old, new)
+    assert ran.code == 6 and "-90.0%" in ran.text and "6 rows" in ran.err
+    assert max(map(len, ran.text.splitlines())) <= 80
+    assert spd_run("compare", new, old).code == 0
+    told = spd_run("compare", "--json", old, new)
+    assert told.code == 6 and all(change["regressed"] for change in told.json["comparisons"][0]["changes"])
+    assert spd_run("compare", old, new, "--threshold", "95%").code == 0
+    assert run("-r", 3, "--baseline", new, "--fail-if-slower", "3%").code == 0
+    doubled = json.loads(old.read_text())
+    for row in doubled["rows"]:
+        row["tokens_per_second"]["values"] = [1e9 + i for i in range(3)]
+        row["tokens_per_second"]["median"] = 1e9
+    new.write_text(json.dumps(doubled))
+    slower = run("-r", 3, "--baseline", new, "--fail-if-slower", "3%")
+    assert slower.code == 6 and "6 rows are slower than the baseline" in slower.err
+
+
+def test_slower_than_plain_fails_where_asked() -> None:
+    from spd.cli.bench import is_slower
+
+    row = {"speed_up": {"median": 0.9, "low": 0.85, "high": 0.95}}
+    assert is_slower(row, 0.03) and not is_slower(row, 0.2)
+    assert not is_slower({"speed_up": {"median": 0.9, "low": 0.7, "high": 1.1}}, 0.03)
+    assert not is_slower({"speed_up": None}, 0.03)

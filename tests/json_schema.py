@@ -1,0 +1,65 @@
+"""As much of JSON Schema as the shipped schemas use; a keyword it does not know is an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SCHEMAS = Path(__file__).parents[1] / "spd" / "runtime" / "measuring" / "schemas"
+TYPES: dict[str, Any] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+    "number": (int, float),
+    "integer": int,
+}
+NO_RULE = {"$schema", "$id", "$defs", "title"}
+
+
+def faults(value: object, name: str) -> list[str]:
+    """Where `value` breaks the shipped schema `name`, in words."""
+    schema = json.loads((SCHEMAS / f"{name}.json").read_text())
+    return list(_walk(value, schema, schema, "$"))
+
+
+def _is(value: object, kind: str) -> bool:
+    return isinstance(value, TYPES[kind]) and (isinstance(value, bool) == (kind == "boolean"))
+
+
+def _walk(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> Iterator[str]:
+    for keyword, rule in schema.items():
+        if keyword == "$ref":
+            yield from _walk(value, root["$defs"][rule.rpartition("/")[2]], root, at)
+        elif keyword == "type":
+            if not any(_is(value, kind) for kind in ([rule] if isinstance(rule, str) else rule)):
+                yield f"{at} is {type(value).__name__}, not {rule}"
+        elif keyword == "const":
+            if value != rule:
+                yield f"{at} is not {rule!r}"
+        elif keyword == "enum":
+            if value not in rule:
+                yield f"{at} is not one of {rule}"
+        elif keyword == "anyOf":
+            if all(list(_walk(value, option, root, at)) for option in rule):
+                yield f"{at} fits none of {len(rule)} forms"
+        elif keyword == "required":
+            missing = [] if not isinstance(value, dict) else [name for name in rule if name not in value]
+            yield from (f"{at}.{name} is missing" for name in missing)
+        elif keyword == "properties":
+            for name, inner in rule.items():
+                if isinstance(value, dict) and name in value:
+                    yield from _walk(value[name], inner, root, f"{at}.{name}")
+        elif keyword == "additionalProperties":
+            known = schema.get("properties", {})
+            yield from (
+                f"{at}.{n} is unknown" for n in (value if isinstance(value, dict) else ()) if n not in known
+            )
+        elif keyword == "items":
+            for number, item in enumerate(value if isinstance(value, list) else ()):
+                yield from _walk(item, rule, root, f"{at}[{number}]")
+        elif keyword not in NO_RULE:
+            raise AssertionError(f"keyword {keyword} is not known")

@@ -1,0 +1,93 @@
+"""Rows and comparisons from samples made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spd.runtime.measuring.compare import compare
+from spd.runtime.measuring.rows import make_rows, verdict
+from spd.runtime.measuring.sample import per_position
+from spd.runtime.measuring.sweep import Load, Work
+from spd.runtime.metrics import RoundRecord
+from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
+
+PLANS = {0: PLAIN, 1: DRAFT}
+
+
+def test_ratios_are_paired_by_repetition() -> None:
+    """A slow repetition slows both; the ratio stays 2."""
+    samples = [make_sample(0, r, 1.0 + r) for r in range(4)]
+    samples += [make_sample(1, r, (1.0 + r) / 2) for r in range(4)]
+    plain, draft = make_rows(samples, PLANS)
+    assert (plain["method"], draft["method"]) == ("plain", "draft")
+    assert plain["tokens_per_second"]["median"] == pytest.approx(10 / 2.5, rel=0.05)
+    assert plain["speed_up"] is None
+    assert draft["speed_up"]["values"] == pytest.approx([2.0] * 4)
+    assert draft["speed_up"]["half_width"] == pytest.approx(0, abs=1e-9) and verdict(draft["speed_up"])
+    assert draft["tokens_per_second"]["half_width"] > 0.1
+
+
+def test_a_broken_repetition_is_left_out() -> None:
+    samples = [
+        make_sample(c, r, 1.0, prompts=[p]) for r in range(2) for p in ("code/1", "code/2") for c in (0, 1)
+    ]
+    plain, draft = make_rows(samples[:-1], PLANS)
+    assert plain["repetitions"] == 2 and draft["repetitions"] == 1
+    assert len(draft["speed_up"]["values"]) == 1
+
+
+def test_all_categories_follow_each_one() -> None:
+    other = Work("edit", 0.0, None, Load())
+    samples = [make_sample(0, 0, 1.0), make_sample(0, 0, 3.0, work=other)]
+    rows = make_rows(samples, PLANS)
+    assert [row["category"] for row in rows] == ["code", "edit", "all"]
+    assert rows[-1]["tokens_per_second"]["median"] == pytest.approx(20 / 4)
+
+
+def test_speed_counts_what_the_load_says() -> None:
+    many = make_sample(0, 0, 1.0, work=Work("code", 0.0, None, Load(4)))
+    late = make_sample(0, 0, 1.0, work=Work("code", 0.0, None, Load(4, 2.0)))
+    assert many.speed == (11.0, 1.5)
+    assert late.speed == (1.0, 0.1)
+    rows = make_rows([many, late], PLANS)
+    assert [row["counts_as_speed"] for row in rows] == [
+        "output tokens over wall time",
+        "1 / mean TPOT of a request",
+    ]
+
+
+def record(draft: list[int], accepted: int) -> RoundRecord:
+    ms = {"draft": 1.0, "verify": 1.0, "rest": 0.0}
+    return RoundRecord(
+        "r", 1, 9, "draft", draft, [0] * (len(draft) + 1), accepted, [0] * (accepted + 1), ms, 2
+    )
+
+
+def test_rates_by_position() -> None:
+    drafted, tried, accepted = per_position(
+        [record([1, 2], 2), record([1, 2], 0), record([1], 1), record([], 0)]
+    )
+    assert (drafted, tried, accepted) == ([3, 2], [3, 1], [2, 1])
+
+
+def result(speeds: list[float], **settings: Any) -> dict[str, Any]:
+    rows = make_rows([make_sample(0, r, 10 / speed) for r, speed in enumerate(speeds)], PLANS)
+    return {"model": "demo", "settings": {"max_tokens": 64, "ignore_eos": False, **settings}, "rows": rows}
+
+
+def test_a_change_is_told_from_noise() -> None:
+    base = result([100, 101, 99, 100])
+    slower = compare(base, result([90, 91, 89, 90])).changes[0]
+    assert slower.verdict == "slower" and slower.share == pytest.approx(-0.1)
+    assert slower.regressed(0.03) and not slower.regressed(0.2)
+    noisy = compare(result([100, 130, 70, 100]), result([90, 120, 60, 90])).changes[0]
+    assert noisy.verdict == "within noise" and not noisy.regressed(0.03)
+    assert compare(base, result([120, 121, 119, 120])).changes[0].verdict == "faster"
+    assert not compare(base, result([120, 121, 119, 120])).changes[0].regressed(0.0)
+
+
+def test_only_the_same_work_is_compared() -> None:
+    comparison = compare(result([100.0]), result([100.0], max_tokens=32))
+    assert (comparison.changes, comparison.only_before, comparison.only_after) == ((), 1, 1)

@@ -1,0 +1,101 @@
+"""Sweeps over real engines of tiny checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spd.runtime import EngineConfig
+from spd.runtime.measuring.prompt_set import CATEGORIES, Prompt, choose, read_prompts
+from spd.runtime.measuring.rows import make_rows
+from spd.runtime.measuring.sweep import Load, Question, Settings, Sweep
+from tests.helpers import random_prompts
+from tests.runtime.seeded_faults import first_is_free, verify
+
+SETTINGS = Settings(temperatures=(0.0, 0.9), max_tokens=10, repetitions=2)
+
+
+def make_sweep(folder: Path, settings: Settings, **wishes: object) -> Sweep:
+    plain = EngineConfig(model=folder, threads=1, dtype="float32", ctx=128, spec="off", prefix_sharing=False)
+    spec = replace(plain, spec="ngram", ngram_min=1, draft_max=3, adaptive=False, **wishes)  # type: ignore[arg-type]
+    questions = [
+        Question(Prompt(f"{kind}/1", kind, ""), ids)
+        for kind, ids in zip(("code", "edit"), random_prompts(2, 20, 256), strict=True)
+    ]
+    return Sweep([plain, spec], questions, settings)
+
+
+def test_every_cell_is_measured_and_every_text_compared(tiny: Callable[..., Path]) -> None:
+    seen = []
+    sweep = make_sweep(tiny(), SETTINGS)
+    sweep.report = seen.append
+    sweep.run()
+    assert len(sweep.samples) == 2 * 2 * 2 * 2  # configurations, prompts, temperatures, repetitions
+    assert sweep.differences == [] and sweep.compared >= 16 * 1
+    rows = make_rows(sweep.samples, sweep.plans)
+    assert [(r["category"], r["temperature"], r["method"]) for r in rows] == [
+        (category, t, method)
+        for category in ("code", "edit", "all")
+        for t in (0.0, 0.9)
+        for method in ("plain", "ngram")
+    ]
+    assert all(row["tokens_per_second"]["median"] > 0 and row["repetitions"] == 2 for row in rows)
+    spec = rows[-1]
+    assert sum(spec["drafted_per_position"]) > 0 and spec["round_ms"]["verify"] > 0
+    # a round commits its accepted drafts and one token more, but for what the end cuts off
+    assert spec["acceptance_length"] <= 1 + sum(spec["accepted_per_position"]) / spec["rounds"] + 1e-9
+    assert seen[-1].done == seen[-1].total == 16
+
+
+def test_interleaving_turns(tiny: Callable[..., Path]) -> None:
+    sweep = make_sweep(tiny(), replace(SETTINGS, temperatures=(0.0,)))
+    sweep.run()
+    assert [sample.config for sample in sweep.samples] == [0, 1, 1, 0, 1, 0, 0, 1]
+
+
+def test_a_verifier_that_lets_drafts_through_is_seen(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify(first_is_free)(monkeypatch)
+    sweep = make_sweep(tiny(), SETTINGS)
+    sweep.run()
+    assert sweep.differences and all(difference["config"] == 1 for difference in sweep.differences)
+    first = sweep.differences[0]
+    assert first["plain"] != first["speculated"] and first["position"] >= 1
+
+
+def test_loads_give_the_same_texts(tiny: Callable[..., Path]) -> None:
+    loads = (Load(), Load(3), Load(2, rate=200.0))
+    sweep = make_sweep(
+        tiny(), replace(SETTINGS, temperatures=(0.9,), loads=loads, repetitions=1, goodput={"ttft": 1e9})
+    )
+    sweep.run()
+    assert sweep.differences == []
+    assert {sample.work.load for sample in sweep.samples} == set(loads)
+    # one at a time each prompt is a pass; together a category is one, filled up
+    assert [len(s.prompts) for s in sweep.samples if s.config == 0] == [1] * 2 + [3] * 2 + [16] * 2
+    assert all(sample.good == len(sample.prompts) for sample in sweep.samples)
+
+
+def test_imposed_acceptance_is_labelled_and_not_compared(tiny: Callable[..., Path]) -> None:
+    sweep = make_sweep(tiny(), replace(SETTINGS, repetitions=1), synthetic_acceptance=2.0)
+    sweep.run()
+    assert sweep.differences == []
+    rows = make_rows(sweep.samples, sweep.plans)
+    assert {row["method"]: row["acceptance"] for row in rows} == {"plain": "natural", "ngram": "imposed"}
+
+
+def test_the_number_of_repetitions_follows_from_the_time(tiny: Callable[..., Path]) -> None:
+    sweep = make_sweep(tiny(), Settings(temperatures=(0.0,), max_tokens=2, repetitions=None, seconds=0.0))
+    sweep.run()
+    assert {sample.repetition for sample in sweep.samples} == {0, 1, 2}
+
+
+def test_its_own_prompts() -> None:
+    prompts = read_prompts()
+    assert {prompt.category for prompt in prompts} == set(CATEGORIES)
+    assert len({prompt.text for prompt in prompts}) == len(prompts) == 20
+    assert [p.name for p in choose(prompts, ["edit", "code"], 1)] == ["edit/1", "code/1"]
