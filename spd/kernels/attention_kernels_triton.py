@@ -71,11 +71,16 @@ def plan_attention_kernel(
 
 
 @triton.jit
-def softmax_step(maximum, total, acc, q, k, v, key, position, scale, MASKED: tl.constexpr):
-    """Take one block of keys and values into a tile's online softmax."""
+def softmax_step(
+    maximum, total, acc, q, k, v, key, position, scale, MASKED: tl.constexpr, FIRST: tl.constexpr
+):
+    """Take one block of keys and values into a tile's online softmax; FIRST is `causal_bias`'s first_key."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if MASKED:
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        seen = key[None, :] <= position[:, None]
+        if FIRST:
+            seen = seen & (key[None, :] >= tl.minimum(position, FIRST)[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
     raised = tl.maximum(maximum, tl.max(scores, 1))
     weights = tl.exp2(scores - raised[:, None])
     shrink = tl.exp2(maximum - raised)
@@ -104,6 +109,7 @@ def attend_blocks(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPAN: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Take keys [begin, end), at most SPAN, into a tile's online softmax, masked by each row's position.
 
@@ -134,7 +140,7 @@ def attend_blocks(
             first = ((pages * PAGE + key % PAGE) * (K * D))[:, None]
         k = tl.load(key_pages + first + offsets, mask=live, other=0.0, eviction_policy="evict_first")
         v = tl.load(value_pages + first + offsets, mask=live, other=0.0, eviction_policy="evict_first")
-        maximum, total, acc = softmax_step(maximum, total, acc, q, k, v, key, position, scale, True)
+        maximum, total, acc = softmax_step(maximum, total, acc, q, k, v, key, position, scale, True, FIRST)
     return maximum, total, acc
 
 
@@ -168,6 +174,7 @@ def attend_chunk_kernel(
     SMALL: tl.constexpr,
     LARGE: tl.constexpr,
     FROM: tl.constexpr,
+    FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """TILE rows (a slot's queries by its group's heads) against one chunk of one KV head, item by item."""
@@ -202,7 +209,7 @@ def attend_chunk_kernel(
         maximum, total, acc = attend_blocks(
             tl.full((TILE,), UNSEEN, tl.float32), tl.zeros((TILE,), tl.float32),
             tl.zeros((TILE, BLOCK_D), tl.float32), q, key_pages, value_pages, page_row,
-            head, seen, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, LARGE,
+            head, seen, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, LARGE, FIRST,
         )  # fmt: skip
         at = ((slot * max_chunks + chunk) * K + head) * rows + row
         tl.store(partial + at[:, None] * D + column[None, :], acc, mask=wanted)

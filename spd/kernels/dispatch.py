@@ -37,6 +37,8 @@ class Kernels:
     ngram_lookup: Annotated[Operation, "ngram_lookup"]
     committed_window: Annotated[Operation, "draft_window"]
     draft_step: Annotated[Operation, "draft_window"]
+    head_input: Annotated[Operation, "head_input"]
+    keep_states: Annotated[Operation, "head_input"]
 
 
 def operation_stems() -> dict[str, str]:

@@ -29,9 +29,12 @@ def _rows(
     page_size: int,
     limit: int,
     trash_slot: int,
+    first: Tensor | None = None,
 ) -> DraftWindow:
     """Rows at positions [S, W]; those outside the limits or of silent slots are not valid."""
     valid = active.unsqueeze(-1) & (positions >= 0) & (positions < draft_limit.unsqueeze(-1))
+    if first is not None:
+        valid &= positions >= first.unsqueeze(-1)
     clamped = positions.clamp(0, limit - 1)
     slots = kv_slots(page_table, clamped, valid, page_size, trash_slot)
     return DraftWindow(token_ids, clamped, valid, slots)
@@ -47,15 +50,22 @@ def committed_window(
     page_size: int,
     limit: int,
     trash_slot: int,
+    first: Tensor | None = None,
+    draft: Tensor | None = None,
+    ahead: int = 0,
 ) -> DraftWindow:
     """The last `width` committed tokens of every slot, at positions length - width to length - 1.
 
     tokens int64 [S, T], page_table int64 [S, P], the others [S]. Rows before the text, from draft_limit
-    on or of silent slots are not valid; positions are cut to 0 to limit - 1.
+    on or of silent slots are not valid, nor those before the positions first int64 [S]; positions are cut
+    to 0 to limit - 1. The first `ahead` of draft int64 [S, >= ahead] follow the committed tokens.
     """
-    positions = length.unsqueeze(-1) - width + torch.arange(width, device=tokens.device)
-    ids = tokens.gather(1, positions.clamp(min=0))
-    return _rows(ids, positions, active, draft_limit, page_table, page_size, limit, trash_slot)
+    offsets = torch.arange(width + ahead, device=tokens.device)
+    positions = length.unsqueeze(-1) - width + offsets
+    ids = tokens.gather(1, positions[:, :width].clamp(min=0))
+    if draft is not None and ahead:
+        ids = torch.cat((ids, draft[:, :ahead]), dim=1)
+    return _rows(ids, positions, active, draft_limit, page_table, page_size, limit, trash_slot, first)
 
 
 def draft_step(

@@ -22,6 +22,7 @@ def store_rows(
     positions,
     inside,
     live,
+    first,
     draft_limit,
     table_row,
     table_width,
@@ -30,7 +31,7 @@ def store_rows(
     PAGE: tl.constexpr,
 ):
     """Write rows at `positions`, which may lie outside the limits, to index `at` of the outputs."""
-    valid = inside & (positions >= 0) & (positions < tl.where(live, draft_limit, 0))
+    valid = inside & (positions >= tl.maximum(first, 0)) & (positions < tl.where(live, draft_limit, 0))
     clamped = tl.minimum(tl.maximum(positions, 0), limit - 1)
     slots = page_slots(table_row, clamped, valid, table_width, trash_slot, PAGE)
     tl.store(out_positions + at, clamped, mask=inside)
@@ -38,7 +39,10 @@ def store_rows(
     tl.store(out_slots + at, slots, mask=inside)
 
 
-_VARYING = ("tokens_stride", "table_stride", "table_width", "width", "limit", "trash_slot")
+_VARYING = (
+    *("tokens_stride", "table_stride", "draft_stride", "table_width"),
+    *("width", "ahead", "limit", "trash_slot"),
+)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -48,26 +52,34 @@ def committed_kernel(
     active,
     draft_limit,
     page_table,
+    first,
+    draft,
     out_ids,
     out_positions,
     out_valid,
     out_slots,
     tokens_stride,
     table_stride,
+    draft_stride,
     table_width,
     width,
+    ahead,
     limit,
     trash_slot,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
-    """Lane i is row i of the slot's window."""
+    """Lane i is row i of the slot's window; `first` is read where BOUNDED."""
     s = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
-    inside = row < width
+    inside = row < width + ahead
+    drafted = inside & (row >= width)
     positions = tl.load(length + s) - width + row
-    ids = tl.load(tokens + s * tokens_stride + tl.maximum(positions, 0), mask=inside, other=0)
-    at = s * width + row
+    ids = tl.load(tokens + s * tokens_stride + tl.maximum(positions, 0), mask=row < width, other=0)
+    ids += tl.load(draft + s * draft_stride + row - width, mask=drafted, other=0)
+    at = s * (width + ahead) + row
+    begin = tl.load(first + s) if BOUNDED else 0
     tl.store(out_ids + at, ids, mask=inside)
     store_rows(
         out_positions,
@@ -77,6 +89,7 @@ def committed_kernel(
         positions,
         inside,
         tl.load(active + s) != 0,
+        begin,
         tl.load(draft_limit + s),
         page_table + s * table_stride,
         table_width,
@@ -96,29 +109,38 @@ def committed_window(
     page_size: int,
     limit: int,
     trash_slot: int,
+    first: Tensor | None = None,
+    draft: Tensor | None = None,
+    ahead: int = 0,
 ) -> DraftWindow:
     """See `draft_window.committed_window`; the last dimension of every tensor has stride 1."""
-    slots, device = length.shape[0], length.device
-    ids, positions, places = (torch.empty(slots, width, dtype=torch.int64, device=device) for _ in range(3))
-    window = DraftWindow(ids, positions, torch.empty(slots, width, dtype=torch.bool, device=device), places)
+    slots, rows, device = length.shape[0], width + ahead, length.device
+    ids, positions, places = (torch.empty(slots, rows, dtype=torch.int64, device=device) for _ in range(3))
+    window = DraftWindow(ids, positions, torch.empty(slots, rows, dtype=torch.bool, device=device), places)
+    draft = tokens if draft is None else draft
     committed_kernel[(slots,)](
         tokens,
         length,
         active,
         draft_limit,
         page_table,
+        length if first is None else first,
+        draft,
         ids,
         positions,
         window.valid,
         places,
         tokens.stride(0),
         page_table.stride(0),
+        draft.stride(0),
         page_table.shape[1],
         width,
+        ahead,
         limit,
         trash_slot,
         PAGE=page_size,
-        ROWS=power_of_two(width),
+        ROWS=power_of_two(rows),
+        BOUNDED=first is not None,
         num_warps=1,
     )
     return window
@@ -175,6 +197,7 @@ def step_kernel(
         size + step + row,
         row == 0,
         live,
+        0,
         draft_end,
         page_table + s * table_stride,
         table_width,
@@ -234,7 +257,11 @@ def signatures() -> dict[str, Signature]:
     types |= {"active": "*i1", "out_valid": "*i1"} | dict.fromkeys(_VARYING, "i32")
     found = {
         f"committed_window_{rows}": Signature(
-            committed_kernel, types, {"PAGE": 64, "ROWS": rows}, {"num_warps": 1}, unspecialized=_VARYING
+            committed_kernel,
+            types,
+            {"PAGE": 64, "ROWS": rows, "BOUNDED": rows > 2},
+            {"num_warps": 1},
+            unspecialized=_VARYING,
         )
         for rows in (2, 32)
     }

@@ -43,10 +43,16 @@ class MaskPlan(AttentionPlan):
     first_pages: tuple[int | None, ...]
 
 
-def causal_bias(positions: Tensor, context: int, groups: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask [1, 1, groups * Q, context]: 0 where key <= positions [Q], else -inf."""
-    keys = torch.arange(context, device=positions.device)
-    hidden = keys > positions.unsqueeze(-1)
+def causal_bias(
+    positions: Tensor, context: int, groups: int, dtype: torch.dtype, first_key: int = 0
+) -> Tensor:
+    """Additive mask [1, 1, groups * Q, context]: 0 where a row at positions [Q] sees the key, else -inf.
+
+    A row sees keys from first_key to its own position; before first_key, where there is nothing to see,
+    its own alone.
+    """
+    keys, rows = torch.arange(context, device=positions.device), positions.unsqueeze(-1)
+    hidden = (keys > rows) | (keys < rows.clamp(max=first_key))
     bias = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
     return bias.repeat(groups, 1)[None, None]
 
@@ -70,6 +76,7 @@ def plan_attention(
     dtype: torch.dtype,
     bounds: Sequence[int],
     first_pages: Sequence[int | None],
+    first_key: int = 0,
 ) -> AttentionPlan:
     """Prepare `paged_attention` of windows at positions int64 [S, Q], ascending in a slot.
 
@@ -77,11 +84,13 @@ def plan_attention(
     finite number; page_table int64 [S, pages] of pages of page_size positions; dtype the model's;
     bounds: for each slot a number of positions that its rows do not reach beyond, 0 for a slot without
     valid rows, in blocks of a size that was seen to change no bit (`KV_BLOCK` or a part of it);
-    first_pages: see `gather_pages`, for as many pages as the bound takes.
+    first_pages: see `gather_pages`, for as many pages as the bound takes; first_key: see `causal_bias`.
     """
     groups = heads.num_heads // heads.num_kv_heads
     biases = tuple(
-        causal_bias(positions[s], -(-bound // page_size) * page_size, groups, dtype) if bound else None
+        causal_bias(positions[s], -(-bound // page_size) * page_size, groups, dtype, first_key)
+        if bound
+        else None
         for s, bound in enumerate(bounds)
     )
     return MaskPlan(page_table, biases, tuple(first_pages))
@@ -93,7 +102,7 @@ def paged_attention(
     """Attend the planned windows' query [S, Q, H, D] to each slot's pages; returns [S, Q, H, D].
 
     key_pages, value_pages [P, page, K, D] with H a multiple of K; plan: of this file's
-    `plan_attention`. A row sees the positions up to its own; a slot without valid rows gives zeros.
+    `plan_attention`. A row sees what its `causal_bias` leaves; a slot without valid rows gives zeros.
     """
     assert isinstance(plan, MaskPlan)
     return attend_pages(query, key_pages, value_pages, plan.page_table, plan.biases, plan.first_pages, scale)

@@ -41,6 +41,7 @@ def attend_range(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Take keys [begin, end) into a tile's online softmax; MASKED unless every row sees all of them.
 
@@ -66,7 +67,7 @@ def attend_range(
             first = ((pages * PAGE + key % PAGE) * (K * D))[:, None]
         k = tl.load(key_pages + first + offsets, mask=live, other=0.0)
         v = tl.load(value_pages + first + offsets, mask=live, other=0.0)
-        maximum, total, acc = softmax_step(maximum, total, acc, q, k, v, key, position, scale, MASKED)
+        maximum, total, acc = softmax_step(maximum, total, acc, q, k, v, key, position, scale, MASKED, FIRST)
     return maximum, total, acc
 
 
@@ -87,6 +88,7 @@ def prefill_attention_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """TILE rows of one head. The last tiles see the most keys and go first."""
     head = tl.program_id(0)
@@ -105,11 +107,11 @@ def prefill_attention_kernel(
     acc = tl.zeros((TILE, BLOCK_D), tl.float32)
     maximum, total, acc = attend_range(
         maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
-        0, seen_by_all, scale, K, D, PAGE, BLOCK, BLOCK_D, False,
+        0, seen_by_all, scale, K, D, PAGE, BLOCK, BLOCK_D, FIRST > 0, FIRST,
     )  # fmt: skip
     maximum, total, acc = attend_range(
         maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
-        seen_by_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, True,
+        seen_by_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, True, FIRST,
     )  # fmt: skip
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
 
@@ -125,7 +127,13 @@ def tile_of(dtype: torch.dtype, head_dim: int, num_heads: int, capability: tuple
 
 
 def prefill_attention(
-    query: Tensor, key_pages: Tensor, value_pages: Tensor, page_row: Tensor, start: int, scale: float
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_row: Tensor,
+    start: int,
+    scale: float,
+    first_key: int = 0,
 ) -> Tensor:
     """Attend query [Q, H, D] at positions start to start + Q - 1, whose KV is stored; returns [Q, H, D].
 
@@ -149,6 +157,7 @@ def prefill_attention(
         D=size,
         PAGE=page_size,
         BLOCK_D=max(16, power_of_two(size)),
+        FIRST=first_key,
         **tile,
     )
     return out
@@ -164,7 +173,7 @@ def signatures() -> dict[str, Signature]:
         found[f"prefill_attention_{name}"] = Signature(
             prefill_attention_kernel,
             types,
-            {"K": 8, "GROUPS": 4, "D": 128, "PAGE": 64, "BLOCK_D": 128}
+            {"K": 8, "GROUPS": 4, "D": 128, "PAGE": 64, "BLOCK_D": 128, "FIRST": 0}
             | {key: tile[key] for key in ("TILE", "BLOCK")},
             {key: tile[key] for key in ("num_stages", "num_warps")},
             unspecialized=("page_row", "rows", "start"),

@@ -89,6 +89,36 @@ def test_committed_window_equals_its_definition(op: Any, device: str, slots: int
             assert_window(committed(op, state, slots, width, limit), expected)
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+@pytest.mark.parametrize("width", [1, 3, 8])
+def test_drafts_follow_the_committed_tokens_from_a_first_position_on(
+    op: Any, device: str, width: int, ahead: int
+) -> None:
+    seen = 0
+    for seed in range(6):
+        state = make_state(seed, 5, device)
+        first = (state["length"] - 3 + torch.arange(7, device=device) % 4).clamp(min=0)
+        lists = {name: tensor.tolist() for name, tensor in {**state, "first": first}.items()}
+        state["draft"].random_(99)
+        rows = [t[:5] for name, t in state.items() if name not in ("draft", "num_drafts")]
+        window = op.committed_window(
+            *rows, width, PAGE, MAX_LEN - 2, TRASH, first[:5], state["draft"][:5], ahead
+        )
+        expected = []
+        for s in range(5):
+            length = lists["length"][s]
+            at = [length - width + i for i in range(width + ahead)]
+            drafts = state["draft"][s].tolist()
+            tokens = [lists["tokens"][s][max(0, p)] if p < length else drafts[p - length] for p in at]
+            where, valid, slots = expected_rows(lists, s, at, MAX_LEN - 2)
+            valid = [v and p >= lists["first"][s] for v, p in zip(valid, at, strict=True)]
+            seen += valid.count(True)
+            slots = [slot if v else TRASH for slot, v in zip(slots, valid, strict=True)]
+            expected.append((tokens, where, valid, slots))
+        assert_window(window, expected)
+    assert seen
+
+
 @pytest.mark.parametrize("k", [1, 2, 5, WIDE])
 @pytest.mark.parametrize("slots", [1, 7])
 def test_steps_equal_their_definition(op: Any, device: str, slots: int, k: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -64,6 +66,37 @@ def test_paged_attention_against_its_definition(heads: int, kv_heads: int) -> No
                 group = h // (heads // kv_heads)
                 weights = (keys[:seen, group] @ query[s, i, h].double() * size**-0.5).softmax(0)
                 assert (out[s, i, h] - weights @ values[:seen, group]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("form", ["", "_triton"])
+@pytest.mark.parametrize("first", [1, 3])
+def test_keys_before_the_first_are_not_seen(device: str, form: str, first: int) -> None:
+    """Windows and prompt chunks; a row before the first key sees itself, so that it stays finite."""
+    if form:
+        pytest.importorskip("triton")
+    paged, prefill = (
+        importlib.import_module(f"spd.kernels.{name}_attention{form}") for name in ("paged", "prefill")
+    )
+    size, page, heads = 16, 64, AttentionHeads(4, 2, 16)
+    pool_k, pool_v = (torch.randn(10, page, 2, size, device=device) for _ in range(2))
+    table = torch.tensor([[7, 3, 5, 1, 0, 2, 9, 8]], device=device)
+    keys, values = (pool[table[0]].flatten(0, 1).double() for pool in (pool_k, pool_v))
+    for start, width in ((0, 6), (130, 3)):
+        query = torch.randn(1, width, 4, size, device=device)
+        positions = torch.arange(start, start + width, device=device)[None]
+        valid = torch.ones_like(positions, dtype=torch.bool)
+        plan = paged.plan_attention(
+            positions, valid, table, heads, page, torch.float32, [start + width], [None], first
+        )
+        window = paged.paged_attention(query, pool_k, pool_v, plan, 0.25)[0]
+        chunk = prefill.prefill_attention(query[0], pool_k, pool_v, table[0], start, 0.25, first)
+        for i in range(width):
+            seen = slice(min(first, start + i), start + i + 1)
+            for h in range(4):
+                weights = (keys[seen, h // 2] @ query[0, i, h].double() * 0.25).softmax(0)
+                expected = weights @ values[seen, h // 2]
+                assert (window[i, h] - expected).abs().max() < 1e-4
+                assert (chunk[i, h] - expected).abs().max() < 1e-4
 
 
 def test_attention_does_not_see_past_its_bound() -> None:

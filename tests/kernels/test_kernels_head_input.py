@@ -1,0 +1,91 @@
+"""What an MTP module reads and keeps, in both forms: against float64, and written out with loops."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from typing import Any
+
+import pytest
+import torch
+
+PAGE, PAGES, DEPTH, SIZE, VOCAB, EPSILON = 4, 9, 7, 24, 11, 0.05
+
+
+@pytest.fixture(params=["head_input", "head_input_triton"])
+def op(request: pytest.FixtureRequest) -> Any:
+    """The module of either form."""
+    if request.param.endswith("_triton"):
+        pytest.importorskip("triton")
+    return importlib.import_module(f"spd.kernels.{request.param}")
+
+
+@pytest.mark.parametrize("hidden_first", [False, True])
+@pytest.mark.parametrize("masked", [-1, 0, 5])
+@pytest.mark.parametrize(("slots", "width", "extra"), [(1, 1, 3), (3, 4, 0), (2, 3, 2)])
+def test_pairs_equal_their_definition(
+    op: Any, device: str, slots: int, width: int, extra: int, masked: int, hidden_first: bool
+) -> None:
+    torch.manual_seed(slots)
+    for depth, dtype in ((DEPTH, torch.float32), (1, torch.float32), (DEPTH, torch.float16)):
+        table, states = torch.randn(VOCAB, SIZE), torch.randn(slots, depth + 1, SIZE)
+        norms = torch.rand(2, SIZE) + 0.5
+        positions = torch.randint(0, 30, (slots * width + extra,))
+        positions[: slots * width : 2] = 5
+        tokens = torch.randint(VOCAB, positions.shape)
+        table, states, norms = (t.to(device, dtype) for t in (table, states, norms))
+        out = op.head_input(
+            tokens.to(device), table, states, depth, positions.to(device), width, *norms, EPSILON, masked,
+            hidden_first,
+        )  # fmt: skip
+        assert out.dtype == dtype and out.isfinite().all() and out.shape == (len(tokens), 2 * SIZE)
+        for row in range(slots * width):
+            position = int(positions[row])
+            token = table[tokens[row]].double() * (position != masked)
+            state = states[row // width, (position - 1) % depth].double()
+            halves = [
+                x / (x.square().mean() + EPSILON).sqrt() * norm.double()
+                for x, norm in zip((token, state), norms, strict=True)
+            ]
+            expected = torch.cat(halves[::-1] if hidden_first else halves)
+            assert (out[row].double() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_states_are_kept_where_they_belong(op: Any, device: str, slots: int) -> None:
+    source = random.Random(slots)
+    ends = 0
+    for _ in range(6):
+        width = source.randint(1, 5)
+        begin = [source.randint(0, 20) for _ in range(slots)]
+        positions = torch.tensor([[b + i for i in range(width)] for b in begin])
+        valid = torch.tensor([[source.random() < 0.7 for _ in range(width)] for _ in range(slots)])
+        # Rows that are not valid may stand at a valid row's place.
+        positions = torch.where(valid, positions, positions[:, :1])
+        pages = torch.tensor([source.sample(range(1, PAGES), 7) for _ in range(slots)])
+        kv_slots = pages.gather(1, positions // PAGE) * PAGE + positions % PAGE
+        kv_slots = torch.where(valid, kv_slots, 0)
+        whole = torch.randn(slots, width + 2, SIZE)
+        rows = whole[:, 1 : width + 1]  # windows with gaps between them
+        states, page_states = torch.randn(slots, DEPTH + 1, SIZE), torch.randn(PAGES, SIZE)
+        expected, expected_pages = states.clone(), page_states.clone()
+        for s in range(slots):
+            for i in range(width):
+                if valid[s, i]:
+                    expected[s, int(positions[s, i]) % DEPTH] = rows[s, i]
+                    if kv_slots[s, i] % PAGE == PAGE - 1:
+                        ends += 1
+                        if (kv_slots == kv_slots[s, i]).sum() == 1:
+                            expected_pages[int(kv_slots[s, i]) // PAGE] = rows[s, i]
+        if len({int(k) for k in kv_slots.flatten() if k}) < int((kv_slots > 0).sum()):
+            continue  # two slots share a page here, which no round does while it writes
+        places = [t.to(device) for t in (states, page_states)]
+        op.keep_states(
+            rows.to(device) if device != "cpu" else rows,
+            *(t.to(device) for t in (positions, valid, kv_slots)),
+            *places,
+            PAGE,
+        )
+        assert torch.equal(places[0][:, :DEPTH].cpu(), expected[:, :DEPTH])
+        assert torch.equal(places[1][1:].cpu(), expected_pages[1:])
+    assert ends, "no page ended: the test saw nothing"
