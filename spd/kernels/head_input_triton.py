@@ -181,5 +181,5 @@ def signatures() -> dict[str, Signature]:
         types = dict.fromkeys(("positions", "kv_slots"), "*i64") | {"valid": "*i1"}
         types |= dict.fromkeys(("rows", "states", "page_states"), "*bf16") | dict.fromkeys(_KEPT, "i32")
         kept = Signature(keep_states_kernel, types, block | {"PAGE": 64}, options, unspecialized=_KEPT)
-        found |= {f"head_input_{size}": pairs, f"keep_states_{size}": kept}
+        found |= {f"pairs_{size}": pairs, f"keep_states_{size}": kept}
     return found

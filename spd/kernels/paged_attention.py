@@ -26,6 +26,8 @@ class AttentionHeads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    first_key: int = 0
+    """The first position that holds anything; see `causal_bias`."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,6 @@ def plan_attention(
     dtype: torch.dtype,
     bounds: Sequence[int],
     first_pages: Sequence[int | None],
-    first_key: int = 0,
 ) -> AttentionPlan:
     """Prepare `paged_attention` of windows at positions int64 [S, Q], ascending in a slot.
 
@@ -84,11 +85,11 @@ def plan_attention(
     finite number; page_table int64 [S, pages] of pages of page_size positions; dtype the model's;
     bounds: for each slot a number of positions that its rows do not reach beyond, 0 for a slot without
     valid rows, in blocks of a size that was seen to change no bit (`KV_BLOCK` or a part of it);
-    first_pages: see `gather_pages`, for as many pages as the bound takes; first_key: see `causal_bias`.
+    first_pages: see `gather_pages`, for as many pages as the bound takes.
     """
     groups = heads.num_heads // heads.num_kv_heads
     biases = tuple(
-        causal_bias(positions[s], -(-bound // page_size) * page_size, groups, dtype, first_key)
+        causal_bias(positions[s], -(-bound // page_size) * page_size, groups, dtype, heads.first_key)
         if bound
         else None
         for s, bound in enumerate(bounds)

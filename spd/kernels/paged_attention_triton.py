@@ -54,7 +54,6 @@ class SplitPlan(AttentionPlan):
     heads: AttentionHeads
     max_chunks: int
     programs: int
-    first_key: int
 
 
 def tile_shape(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> tuple[int, int, int]:
@@ -95,7 +94,6 @@ def plan_attention(
     dtype: torch.dtype,
     bounds: Sequence[int],
     first_pages: Sequence[int | None],
-    first_key: int = 0,
 ) -> AttentionPlan:
     """Prepare `paged_attention` of windows at positions int64 [S, Q]: one small kernel, no look by the host.
 
@@ -119,7 +117,6 @@ def plan_attention(
         heads=heads,
         max_chunks=max_chunks,
         programs=PROGRAMS_A_PROCESSOR * _processors(device),
-        first_key=first_key,
     )
     plan_attention_kernel[(slots,)](
         plan.positions,
@@ -170,7 +167,7 @@ def paged_attention(
         PAGE=key_pages.shape[1],
         TILE=tile,
         BLOCK=block,
-        FIRST=plan.first_key,
+        FIRST=plan.heads.first_key,
         num_warps=WARPS,
         num_stages=stages,
         **shape,

@@ -77,7 +77,7 @@ def test_keys_before_the_first_are_not_seen(device: str, form: str, first: int) 
     paged, prefill = (
         importlib.import_module(f"spd.kernels.{name}_attention{form}") for name in ("paged", "prefill")
     )
-    size, page, heads = 16, 64, AttentionHeads(4, 2, 16)
+    size, page, heads = 16, 64, AttentionHeads(4, 2, 16, first)
     pool_k, pool_v = (torch.randn(10, page, 2, size, device=device) for _ in range(2))
     table = torch.tensor([[7, 3, 5, 1, 0, 2, 9, 8]], device=device)
     keys, values = (pool[table[0]].flatten(0, 1).double() for pool in (pool_k, pool_v))
@@ -86,7 +86,7 @@ def test_keys_before_the_first_are_not_seen(device: str, form: str, first: int) 
         positions = torch.arange(start, start + width, device=device)[None]
         valid = torch.ones_like(positions, dtype=torch.bool)
         plan = paged.plan_attention(
-            positions, valid, table, heads, page, torch.float32, [start + width], [None], first
+            positions, valid, table, heads, page, torch.float32, [start + width], [None]
         )
         window = paged.paged_attention(query, pool_k, pool_v, plan, 0.25)[0]
         chunk = prefill.prefill_attention(query[0], pool_k, pool_v, table[0], start, 0.25, first)
