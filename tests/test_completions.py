@@ -69,7 +69,15 @@ def bash_complete(tmp_path: Path):
 
 
 def test_bash_offers_what_fits(bash_complete) -> None:
-    assert bash_complete("spd", "") == ["generate", "bench", "compare", "inspect", "doctor", "completions"]
+    assert bash_complete("spd", "") == [
+        "generate",
+        "bench",
+        "compare",
+        "verify",
+        "inspect",
+        "doctor",
+        "completions",
+    ]
     assert bash_complete("spd", "generate", "--draft-") == [
         "--draft-model",
         "--draft-max",

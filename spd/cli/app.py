@@ -20,7 +20,7 @@ from typer.main import get_command
 from spd import __version__
 from spd.cli.argv import Invocation, prepare
 from spd.cli.bench import bench
-from spd.cli.bench_options import BenchOptions, CompareOptions
+from spd.cli.bench_options import BenchOptions, CompareOptions, VerifyOptions
 from spd.cli.compare import compare
 from spd.cli.completions import complete, completions
 from spd.cli.doctor import doctor
@@ -44,13 +44,14 @@ from spd.cli.output import (
     write_stderr,
 )
 from spd.cli.signals import Interrupted, SignalGuard, die_by
+from spd.cli.verify import verify
 from spd.errors import CheckpointError, EngineError, NotFoundError, ResourceError, SpdError, UsageError
 
 PIPE_CLOSED = 141
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMPLETION_VARIABLE = "_SPD_COMPLETE"
 REPORT = "run it again with --debug, and report what it prints"
-COMMANDS = ("generate", "bench", "compare", "inspect", "doctor", "completions")
+COMMANDS = ("generate", "bench", "compare", "verify", "inspect", "doctor", "completions")
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
 
@@ -96,6 +97,15 @@ spd compare yesterday.json today.json
 spd compare --threshold 5% --json main.json branch.json
 """
 
+VERIFY_EPILOG = """Examples:
+
+spd verify
+
+spd verify -m FOLDER --spec draft --draft-model FOLDER --lag 2 -o certificate.json
+
+spd verify --against lag=0 --lag 2 --tokens 50000 --concurrency 8
+"""
+
 INSPECT_EPILOG = """Examples:
 
 spd inspect demo
@@ -136,6 +146,7 @@ def build_app(*, completing: bool = False) -> typer.Typer:
         (as_command(generate, GenerateOptions), GENERATE_EPILOG),
         (as_command(bench, BenchOptions), BENCH_EPILOG),
         (as_command(compare, CompareOptions), COMPARE_EPILOG),
+        (as_command(verify, VerifyOptions), VERIFY_EPILOG),
         (as_command(inspect, InspectOptions), INSPECT_EPILOG),
         (as_command(doctor, DoctorOptions), DOCTOR_EPILOG),
         (as_command(completions, CompletionOptions), COMPLETIONS_EPILOG),

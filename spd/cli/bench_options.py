@@ -9,7 +9,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from spd.cli.options import CommonOptions, MachineOptions, ModelOptions, model_names
+from spd.cli.options import (
+    AdvancedOptions,
+    CommonOptions,
+    MachineOptions,
+    ModelOptions,
+    SpeculationOptions,
+    model_names,
+)
 from spd.errors import UsageError
 
 _sweep = functools.partial(typer.Option, rich_help_panel="What is compared")
@@ -125,6 +132,36 @@ class CompareOptions(CommonOptions):
         str, _judge(metavar="3%", help="Slower by more than this, and more than noise, is a regression.")
     ] = "3%"
     json: Annotated[bool, _output("--json", help="One JSON object.")] = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class VerifyOptions(AdvancedOptions, CommonOptions, SpeculationOptions, ModelOptions):
+    """Everything `spd verify` takes."""
+
+    adaptive: Annotated[
+        bool, _sweep("--adaptive/--no-adaptive", help="Fit K to what is accepted; held fixed by default.")
+    ] = False
+    against: Annotated[
+        str, _judge(metavar="SETTING=…", help="The other side: spec=off, lag=0, kernels=torch, slots=1 …")
+    ] = "spec=off"
+    category: Annotated[str | None, _work(metavar="NAMES", help="As for spd bench.")] = None
+    prompts: Annotated[Path | None, _work(metavar="FILE", help="Your own, as for spd bench.")] = None
+    each: Annotated[int | None, _work(metavar="N", help="Prompts of each category. Default: 2.")] = None
+    temperature: Annotated[str, _work(metavar="T,…", help="Sampling temperatures.")] = "0,0.8"
+    max_tokens: Annotated[int, _work("-n", "--max-tokens", metavar="N", help="Tokens a reply at most.")] = 64
+    ignore_eos: Annotated[bool, _work("--ignore-eos", help="Do not stop at the end of the text.")] = False
+    tokens: Annotated[int, _work(metavar="N", help="Ask with new seeds until replies could hold N.")] = 0
+    concurrency: Annotated[int, _work(metavar="N", help="Requests at a time.")] = 1
+    seed: Annotated[int, _work(metavar="N", help="Of sampling.")] = 0
+    draws: Annotated[
+        int | None,
+        _judge(metavar="N", help="Replies a prompt to test a rule's law with. Default: 300 if needed."),
+    ] = None
+    redraft: Annotated[int, _judge(metavar="N", help="Rounds whose drafts are drawn again.")] = 64
+    json: Annotated[bool, _output("--json", help="The certificate on standard output.")] = False
+    output: Annotated[
+        Path | None, _output("-o", "--output", metavar="FILE", help="Write the certificate there.")
+    ] = None
 
 
 def split(text: str, flag: str) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spd.cli.bench_options import VerifyOptions
 from spd.cli.encode import Vocabulary, fit
 from spd.cli.options import GenerateOptions
 from spd.cli.prompt import Asked, gather
@@ -79,7 +80,7 @@ def open_vocabulary(name: str, folder: Path) -> Vocabulary:
     )
 
 
-def engine_config(options: GenerateOptions, folder: Path) -> EngineConfig:
+def engine_config(options: GenerateOptions | VerifyOptions, folder: Path) -> EngineConfig:
     """The options as wishes for the engine. Raises what EngineConfig refuses."""
     from spd.formats.hub import resolve_model
     from spd.runtime import EngineConfig

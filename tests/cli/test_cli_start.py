@@ -56,6 +56,7 @@ def loaded_after(*argv: str, **environment: str) -> tuple[str, set[str]]:
         ["inspect", "--help"],
         ["bench", "-h"],
         ["compare", "-h"],
+        ["verify", "-h"],
         ["doctor", "-h"],
         ["completions", "bash"],
     ],
@@ -96,7 +97,7 @@ def test_help_names_the_commands_of_this_edition_only(spd_run: Callable) -> None
     assert (
         tuple(get_command(build_app()).commands)
         == COMMANDS
-        == ("generate", "bench", "compare", "inspect", "doctor", "completions")
+        == ("generate", "bench", "compare", "verify", "inspect", "doctor", "completions")
     )
 
 

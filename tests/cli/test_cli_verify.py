@@ -1,0 +1,88 @@
+"""`spd verify` from the command line: certificates, planted faults, settings to hold against each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spd.cli.verify import apply_settings
+from spd.runtime import EngineConfig
+from tests.cli.conftest import write_model
+from tests.json_schema import faults
+from tests.runtime import seeded_faults as planted
+
+
+@pytest.fixture
+def run(spd_run: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Random weights, whose greedy text would repeat one token: only sampled ones are asked for."""
+    target, draft = write_model(tmp_path / "m"), write_model(tmp_path / "d", num_hidden_layers=1)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("first\nsecond\n")
+    quick = ("--load", "dummy", "--threads", 1, "--dtype", "float32", "-n", 24, "--ignore-eos")
+    return lambda *words: spd_run(
+        *("verify", "-m", target, "--draft-model", draft, "--prompts", prompts, "--temperature", 1.5),
+        *quick,
+        *words,
+    )
+
+
+def test_a_certificate(run: Callable[..., Any], tmp_path: Path) -> None:
+    out = tmp_path / "certificate.json"
+    ran = run("--lag", 1, "-o", out, "--json", "--tokens", 100)
+    assert ran.code == 0 and faults(ran.json, "verify") == [] and json.loads(out.read_text()) == ran.json
+    assert ran.json["passed"] and ran.json["tokens"] >= 100 and ran.json["drafts_accepted"] > 0
+    assert ran.json["lag_parity"]["rounds"] > 10 and ran.json["lag_parity"]["differing"] == 0
+    assert ran.json["draft_replay"]["rounds"] > 10 and ran.json["draft_replay"]["differing"] == 0
+    assert set(ran.json["files"]) >= {"config.json", "tokenizer.json", "draft/config.json"}
+    assert ran.json["plans"]["reference"]["spec"] == "off" and ran.json["plans"]["candidate"]["lag"] == 1
+
+
+def test_words_and_a_fault(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = run("--redraft", 0)
+    assert ran.code == 0 and ran.text.endswith("passed\n") and ran.err == ""
+    planted.verify(planted.first_is_free)(monkeypatch)
+    ran = run()
+    assert ran.code == 6 and "FAILED" in ran.text and ": fault (seed " in ran.text and "top 2 " in ran.text
+    assert "2 of 2 texts differ" in ran.err
+    assert max(map(len, ran.text.splitlines())) <= 80
+
+
+def test_the_law_of_a_rule(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault is certain; a right program fails with a chance of 1e-4, and the seeds are fixed."""
+    words = ("--draws", 60, "--temperature", 0.5, "--concurrency", 8, "--redraft", 0, "--json")
+    law = run(*words).json["law"]
+    assert law["passed"] and law["false_alarm"] == 1e-4
+    planted.verify(planted.one_more)(monkeypatch)
+    assert not run(*words).json["law"]["passed"]
+
+
+def test_settings_held_against_each_other(tmp_path: Path) -> None:
+    config = EngineConfig(model=tmp_path, spec="draft", draft_model=tmp_path, draft_max=3, lag=2)
+    plain = apply_settings(config, "spec=off")
+    assert (plain.spec, plain.draft_model, plain.draft_max, plain.lag) == ("off", None, None, 2)
+    other = apply_settings(config, "lag=0, --draft-max=5,adaptive=off,dtype=float32")
+    assert (other.lag, other.draft_max, other.adaptive, other.dtype) == (0, 5, False, "float32")
+    assert apply_settings(config, "lag=auto").lag is None
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--against", "mood=good"), 2, "--against mood=good is not a setting"),
+        (("--against", "lag"), 2, "is not a setting"),
+        (("--against", "lag=soon"), 2, "is not a number"),
+        (("--against", "lag=7"), 2, "--lag 7 is out of range"),
+        (("--against", "adaptive=perhaps"), 2, "neither on nor off"),
+        (("--synthetic-acceptance", 2), 2, "nothing to verify"),
+        (("-n", 1), 2, "-n 1 is out of range"),
+        (("-o", "/nowhere/x.json"), 2, "cannot write"),
+    ],
+)
+def test_refusals(
+    run: Callable[..., Any], assert_refused: Callable[..., None], words: tuple[str, ...], code: int, said: str
+) -> None:
+    assert_refused(run(*words), code, said)

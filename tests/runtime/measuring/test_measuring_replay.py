@@ -1,0 +1,158 @@
+"""`verify`'s parts: faults planted in a real engine are found, and the engine as it is passes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from spd.kernels.round_window import RoundWindow
+from spd.runtime import EngineConfig
+from spd.runtime.measuring.draft_replay import draft_replay
+from spd.runtime.measuring.law_test import law_test, same_law
+from spd.runtime.measuring.prompt_set import Prompt
+from spd.runtime.measuring.replay import lag_parity, make_requests, promised_equal, replay
+from spd.runtime.measuring.sweep import Question
+from spd.runtime.model_runner import ModelRunner
+from spd.runtime.request import Request
+from tests.helpers import random_prompts
+from tests.runtime import seeded_faults as planted
+
+QUESTIONS = [
+    Question(Prompt(f"q/{i}", "q", ""), ids)
+    for i, ids in enumerate(random_prompts(3, 20, 256) + random_prompts(1, 75, 256, seed=1))
+]
+
+
+def damped(layer: int) -> float:
+    """Later layers speak softly, so that a draft of the first two often agrees."""
+    return 1.0 if layer < 2 else 0.12
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: Callable[..., Path]) -> tuple[EngineConfig, EngineConfig]:
+    """Plain decoding, and a draft model that is often right, at fixed k."""
+    target, draft = (tiny("qwen3", layers=n, residual_gain=damped, seed=3) for n in (4, 2))
+    plain = EngineConfig(model=target, threads=1, dtype="float32", ctx=256, spec="off")
+    return plain, replace(plain, spec="draft", draft_model=draft, draft_max=3, adaptive=False)
+
+
+def requests(count: int = 24, least: int = 0) -> list[tuple[str, Request]]:
+    return make_requests(QUESTIONS, (0.0, 0.9), max_tokens=count, ignore_eos=True, seed=0, least=least)
+
+
+def test_the_engine_passes(pair: tuple[EngineConfig, EngineConfig]) -> None:
+    plain, spec = pair
+    late = replace(spec, lag=2, slots=3)
+    result = replay(plain, late, requests())
+    assert result.differences == [] and result.texts == 8 and result.tokens == 8 * 24
+    assert result.speculated > 20 and promised_equal(result.plans)
+    parity = lag_parity(late, result.candidate)
+    assert parity.rounds > 50 and parity.differing == 0
+    drafts = draft_replay(result.plans[1], result.candidate, 24, seed=0)
+    assert drafts is not None and (drafts.rounds, drafts.differing) == (24, 0)
+
+
+def test_more_tokens_mean_more_seeds() -> None:
+    made = requests(10, least=300)
+    assert len(made) * 10 >= 300 and len({r.params.seed for _, r in made if r.params.temperature}) == 28
+    assert sum(not r.params.temperature for _, r in made) == 4
+
+
+def wrong_rope(patch: pytest.MonkeyPatch) -> None:
+    """Rows of a window after its first stand one position late."""
+    forward = ModelRunner.forward
+
+    def changed(self: ModelRunner, rows: RoundWindow, table: Tensor, views: object) -> Tensor:
+        late = rows.positions + (torch.arange(rows.positions.shape[1]) > 0)
+        return forward(self, replace(rows, positions=late), table, views)  # type: ignore[arg-type]
+
+    patch.setattr(ModelRunner, "forward", changed)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [planted.verify(planted.first_is_free), planted.verify(planted.one_more), planted.kv_one_off, wrong_rope],
+    ids=["first-is-free", "one-more", "kv-one-off", "wrong-rope"],
+)
+def test_a_planted_fault_changes_tokens(
+    pair: tuple[EngineConfig, EngineConfig], monkeypatch: pytest.MonkeyPatch, plant: planted.Mutation
+) -> None:
+    plant(monkeypatch)
+    result = replay(*pair, requests())
+    assert result.differences
+    first = result.differences[0]
+    assert first.reference != first.candidate and first.top_margin is not None
+    assert not all(difference.near_tie for difference in result.differences)
+    if first.margin is not None:  # the reference's own token has its best score
+        assert first.margin >= 0 and first.top_margin <= first.margin + 1e-6
+
+
+def test_a_leaking_draft_cache_changes_drafts_only(
+    pair: tuple[EngineConfig, EngineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted.operation("draft_step", after=planted.draft_kv_one_off)(monkeypatch)
+    result = replay(*pair, requests())
+    assert result.differences == []
+    drafts = draft_replay(result.plans[1], result.candidate, 24, seed=0)
+    assert drafts is not None and drafts.differing > 0 and drafts.first is not None
+
+
+def test_a_race_is_seen_in_the_acceptance(
+    pair: tuple[EngineConfig, EngineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter that reads a length which is not yet written, as happens only when the host runs ahead."""
+    from spd.runtime.round_queue import RoundQueue
+
+    launch = RoundQueue.launch
+
+    def changed(self: RoundQueue, *arguments: object) -> object:
+        if self.__dict__.get("ahead", 0) % 5 == 4 and late[0]:
+            self.state.draft.fill_(7)
+        self.__dict__["ahead"] = self.__dict__.get("ahead", 0) + 1
+        return launch(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RoundQueue, "launch", changed)
+    late = [True]
+    spec = replace(pair[1], lag=2)
+    result = replay(pair[0], spec, requests())
+    assert result.differences == []
+    late[0] = False
+    parity = lag_parity(spec, result.candidate)
+    assert parity.differing > 0 and parity.first is not None
+
+
+def test_a_near_tie_is_told_from_a_fault(pair: tuple[EngineConfig, EngineConfig]) -> None:
+    """Another dtype rounds otherwise: its differences are near-ties, and no equal bits were promised."""
+    plain, _ = pair
+    greedy = make_requests(QUESTIONS, (0.0,), max_tokens=60, ignore_eos=True, seed=0, least=0)
+    result = replay(replace(plain, dtype="bfloat16"), plain, greedy)
+    assert result.differences, "nothing to tell apart"
+    assert not promised_equal(result.plans)
+    assert all(difference.near_tie for difference in result.differences)
+
+
+def test_one_law_and_two() -> None:
+    """4 false alarms in 10,000 are expected of the first; the second is off by a tenth."""
+    draws = random.Random(5)
+    values = [draws.choices("abc", (5, 3, 2), k=4000) for _ in range(2)]
+    assert same_law(*values) > 1e-4
+    assert same_law(values[0], draws.choices("abc", (4.5, 3.5, 2), k=4000)) < 1e-4
+    assert same_law(["a"] * 50, ["a"] * 70) == 1.0
+
+
+def test_the_law_of_a_verifier_that_lets_drafts_through(
+    pair: tuple[EngineConfig, EngineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A right program fails this with a chance of 1e-4, and the seeds are fixed."""
+    plain, spec = (replace(config, slots=16) for config in pair)
+    test = lambda: law_test(plain, spec, QUESTIONS[:1], 0.15, 150, seed=0)  # noqa: E731
+    assert test().passed
+    planted.verify(planted.one_more)(monkeypatch)
+    broken = test()
+    assert not broken.passed and broken.probability < 1e-6
