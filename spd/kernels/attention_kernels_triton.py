@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """The kernels of `paged_attention`, and the step of an online softmax that `prefill_attention` shares.
 
-Chunks are ranges of absolute positions: SMALL positions each below FROM, LARGE ones from there on.
+Chunks are ranges of absolute positions: SMALL positions each below FROM, LARGE ones from there on. A
+SLIDING window or SOFTCAP of None has no steps in the compiled program.
 """
 
 from __future__ import annotations
@@ -25,6 +26,22 @@ def chunk_of(position, SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.conste
     return tl.where(position < FROM, position // SMALL, FROM // SMALL + (position - FROM) // LARGE)
 
 
+@triton.jit
+def first_chunk(
+    position, SLIDING: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr
+):
+    """The chunk that holds the first position that a row sees."""
+    return chunk_of(tl.maximum(position - (SLIDING - 1), 0), SMALL, LARGE, FROM)
+
+
+@triton.jit
+def tanh(x):
+    """To within 2e-7."""
+    power = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    size = (1.0 - power) / (1.0 + power)
+    return tl.where(x < 0, -size, size)
+
+
 @triton.jit(
     do_not_specialize=["slots", "queries", "max_chunks"],
     do_not_specialize_on_alignment=["positions", "valid"],
@@ -43,43 +60,73 @@ def plan_attention_kernel(
     SMALL: tl.constexpr,
     LARGE: tl.constexpr,
     FROM: tl.constexpr,
+    SLIDING: tl.constexpr,
 ):
     """One slot's items. Large chunks of all slots come first, so that no program ends on one."""
     FEW: tl.constexpr = FROM // SMALL
     slot = tl.program_id(0)
     every = tl.arange(0, SLOTS)
     top = tl.full((SLOTS,), -1, tl.int64)
+    low = tl.full((SLOTS,), 2**31 - 1, tl.int64)
     for q in range(queries):
         at = every * queries + q
         counted = tl.load(valid + at, mask=every < slots, other=0) != 0
         top = tl.maximum(top, tl.load(positions + at, mask=counted, other=-1))
+        if SLIDING is not None:
+            low = tl.minimum(low, tl.load(positions + at, mask=counted, other=2**31 - 1))
     top = top.to(tl.int32)
     reached = tl.minimum(chunk_of(top, SMALL, LARGE, FROM) + 1, max_chunks)
     chunks = tl.where(top >= 0, reached, 0)
     small = tl.minimum(chunks, FEW)
     large = chunks - small
+    if SLIDING is not None:
+        left = tl.minimum(first_chunk(low.to(tl.int32), SLIDING, SMALL, LARGE, FROM), chunks)
+        left_small = tl.minimum(left, FEW)
+        small -= left_small
+        large -= left - left_small
     first_small = tl.sum(large) + tl.sum(tl.where(every < slot, small, 0))
     first_large = tl.sum(tl.where(every < slot, large, 0))
     mine = tl.sum(tl.where(every == slot, chunks, 0))
-    for start in range(0, mine, BLOCK):
+    begin = 0
+    if SLIDING is not None:
+        begin = tl.sum(tl.where(every == slot, left, 0))
+        first_small -= tl.minimum(begin, FEW)
+        first_large -= tl.maximum(begin - FEW, 0)
+    for start in range(begin, mine, BLOCK):
         chunk = start + tl.arange(0, BLOCK)
         at = tl.where(chunk < FEW, first_small + chunk, first_large + chunk - FEW)
         tl.store(items + at, (slot << 16) | chunk, mask=chunk < mine)
     tl.store(last + slot, tl.sum(tl.where(every == slot, top, 0)))
     if slot == 0:
-        tl.store(count, tl.sum(chunks))
+        tl.store(count, tl.sum(small + large))
 
 
 @triton.jit
 def softmax_step(
-    maximum, total, acc, q, k, v, key, position, scale, MASKED: tl.constexpr, FIRST: tl.constexpr
+    maximum,
+    total,
+    acc,
+    q,
+    k,
+    v,
+    key,
+    position,
+    scale,
+    SLIDING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Take one block of keys and values into a tile's online softmax; FIRST is `causal_bias`'s first_key."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if SOFTCAP is not None:
+        scores = tanh(scores) * (SOFTCAP * 1.4426950408889634)
     if MASKED:
         seen = key[None, :] <= position[:, None]
         if FIRST:
             seen = seen & (key[None, :] >= tl.minimum(position, FIRST)[:, None])
+        if SLIDING is not None:
+            seen = seen & (key[None, :] > position[:, None] - SLIDING)
         scores = tl.where(seen, scores, float("-inf"))
     raised = tl.maximum(maximum, tl.max(scores, 1))
     weights = tl.exp2(scores - raised[:, None])
@@ -109,13 +156,15 @@ def attend_blocks(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPAN: tl.constexpr,
+    SLIDING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     FIRST: tl.constexpr,
 ):
     """Take keys [begin, end), at most SPAN, into a tile's online softmax, masked by each row's position.
 
-    begin is a multiple of BLOCK; scale includes log2(e), for weights are powers of two. Where pages hold
-    whole blocks, the span's page numbers are fetched at once: a block whose address waited for a load of
-    its own could not be fetched ahead.
+    begin is a multiple of BLOCK; for scale see `score_scale`. Where pages hold whole blocks, the span's page
+    numbers are fetched at once: a block whose address waited for a load of its own could not be fetched
+    ahead.
     """
     column = tl.arange(0, BLOCK_D)
     kept = (column < D)[None, :]
@@ -140,7 +189,9 @@ def attend_blocks(
             first = ((pages * PAGE + key % PAGE) * (K * D))[:, None]
         k = tl.load(key_pages + first + offsets, mask=live, other=0.0, eviction_policy="evict_first")
         v = tl.load(value_pages + first + offsets, mask=live, other=0.0, eviction_policy="evict_first")
-        maximum, total, acc = softmax_step(maximum, total, acc, q, k, v, key, position, scale, True, FIRST)
+        maximum, total, acc = softmax_step(
+            maximum, total, acc, q, k, v, key, position, scale, SLIDING, SOFTCAP, True, FIRST
+        )
     return maximum, total, acc
 
 
@@ -174,6 +225,8 @@ def attend_chunk_kernel(
     SMALL: tl.constexpr,
     LARGE: tl.constexpr,
     FROM: tl.constexpr,
+    SLIDING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -186,10 +239,8 @@ def attend_chunk_kernel(
     column = tl.arange(0, BLOCK_D)
     # Loads that wait for one another are what a short context costs: the first item is fetched beside the
     # count, each further one early.
-    most = slots * max_chunks
-    item = tl.load(
-        items + tl.program_id(0) // (K * tiles), mask=tl.program_id(0) // (K * tiles) < most, other=0
-    )
+    most, first = slots * max_chunks, tl.program_id(0) // (K * tiles)
+    item = tl.load(items + first, mask=first < most, other=0)
     for work in range(tl.program_id(0), tl.load(count) * (K * tiles), tl.num_programs(0)):
         slot = (item >> 16).to(tl.int64)
         chunk = item & 0xFFFF
@@ -205,11 +256,14 @@ def attend_chunk_kernel(
         following = (work + tl.num_programs(0)) // (K * tiles)
         item = tl.load(items + following, mask=following < most, other=0)
         end = tl.minimum(begin + tl.where(chunk < FEW, SMALL, LARGE), tl.load(last + slot) + 1)
-
+        if SLIDING is not None:
+            # Positions ascend in a slot: what its first row has left behind, every row has.
+            lowest = tl.load(positions + slot * queries).to(tl.int32)
+            begin = tl.maximum(begin, (lowest - (SLIDING - 1)) // BLOCK * BLOCK)
         maximum, total, acc = attend_blocks(
             tl.full((TILE,), UNSEEN, tl.float32), tl.zeros((TILE,), tl.float32),
             tl.zeros((TILE, BLOCK_D), tl.float32), q, key_pages, value_pages, page_row,
-            head, seen, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, LARGE, FIRST,
+            head, seen, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, LARGE, SLIDING, SOFTCAP, FIRST,
         )  # fmt: skip
         at = ((slot * max_chunks + chunk) * K + head) * rows + row
         tl.store(partial + at[:, None] * D + column[None, :], acc, mask=wanted)
@@ -236,9 +290,10 @@ def combine_chunks_kernel(
     SMALL: tl.constexpr,
     LARGE: tl.constexpr,
     FROM: tl.constexpr,
+    SLIDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of one head: its chunks up to its own position, BLOCK at a time; zeros for an invalid row."""
+    """One row of one head: the chunks of what it sees, BLOCK at a time; zeros for an invalid row."""
     wait(PDL)
     release(PDL)
     head = tl.program_id(0)
@@ -252,7 +307,10 @@ def combine_chunks_kernel(
     maximum = tl.full((), UNSEEN, tl.float32)
     total = tl.zeros((), tl.float32)
     acc = tl.zeros((BLOCK_D,), tl.float32)
-    for start in range(0, chunks, BLOCK):
+    begin = 0
+    if SLIDING is not None:
+        begin = first_chunk(position, SLIDING, SMALL, LARGE, FROM)
+    for start in range(begin, chunks, BLOCK):
         chunk = start + tl.arange(0, BLOCK)
         live = chunk < chunks
         at = ((slot * max_chunks + chunk) * K + head // GROUPS) * (queries * GROUPS) + row

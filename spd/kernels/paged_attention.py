@@ -3,12 +3,16 @@
 Planned once a forward pass, run by every layer. Torch form: the shape of the arithmetic depends on
 the window's width and on whole blocks of `KV_BLOCK` positions only, or of a part of it where the runner
 saw equal bits. Blocks beyond the context are masked and add exact zeros, so a row's result does not
-depend on how far the host's bound of its context lies.
+depend on how far the host's bound of its context lies. So do whole blocks that a layer's sliding window
+has left behind, which are therefore not read.
+
+A layer may slide: with `sliding` W its rows see their own position and the W - 1 before it. It may cap:
+with `softcap` C a score s counts as C tanh(s / C). Source: Beltagy et al. 2020; Gemma Team 2024 (Gemma 2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +32,8 @@ class AttentionHeads:
     head_dim: int
     first_key: int = 0
     """The first position that holds anything; see `causal_bias`."""
+    sliding: tuple[int | None, ...] = (None,)
+    """Every sliding window that a layer has; None is a layer without one."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +44,44 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
-class MaskPlan(AttentionPlan):
-    """The torch form's plan: one additive mask a slot (None: no rows), and where its pages lie in a run."""
+class SlotMask:
+    """What a slot's rows see of its pages from `first` on, whole blocks into it: `bias` as of `causal_bias`.
 
-    biases: tuple[Tensor | None, ...]
-    first_pages: tuple[int | None, ...]
+    `run` is the number of the page at `first` where the pages from there on are consecutive, else None.
+    """
+
+    bias: Tensor
+    first: int = 0
+    run: int | None = None
+
+
+@dataclass(frozen=True)
+class MaskPlan(AttentionPlan):
+    """The torch form's plan: for each sliding window one mask a slot (None: no rows)."""
+
+    masks: Mapping[int | None, tuple[SlotMask | None, ...]]
 
 
 def causal_bias(
-    positions: Tensor, context: int, groups: int, dtype: torch.dtype, first_key: int = 0
+    positions: Tensor,
+    context: int,
+    groups: int,
+    dtype: torch.dtype,
+    first_key: int = 0,
+    sliding: int | None = None,
+    start: int = 0,
 ) -> Tensor:
-    """Additive mask [1, 1, groups * Q, context]: 0 where a row at positions [Q] sees the key, else -inf.
+    """Additive mask [1, 1, groups * Q, context - start] of the keys from start to context - 1.
 
-    A row sees keys from first_key to its own position; before first_key, where there is nothing to see,
-    its own alone.
+    It is 0 where a row at positions [Q] sees the key, else -inf. A row sees keys from first_key to its own
+    position, `sliding` of them at most; before first_key, where there is nothing to see, its own alone.
     """
-    keys, rows = torch.arange(context, device=positions.device), positions.unsqueeze(-1)
+    keys = torch.arange(start, context, device=positions.device)
+    # Rows that are not valid may stand beyond the context: they see its end, for who sees nothing is NaN.
+    rows = positions.clamp(max=context - 1).unsqueeze(-1)
     hidden = (keys > rows) | (keys < rows.clamp(max=first_key))
+    if sliding is not None:
+        hidden |= keys <= rows - sliding
     bias = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
     return bias.repeat(groups, 1)[None, None]
 
@@ -88,25 +115,50 @@ def plan_attention(
     first_pages: see `gather_pages`, for as many pages as the bound takes.
     """
     groups = heads.num_heads // heads.num_kv_heads
-    biases = tuple(
-        causal_bias(positions[s], -(-bound // page_size) * page_size, groups, dtype, heads.first_key)
-        if bound
-        else None
-        for s, bound in enumerate(bounds)
+
+    def mask(s: int, sliding: int | None) -> SlotMask | None:
+        if not bounds[s]:
+            return None
+        context = -(-bounds[s] // page_size) * page_size
+        start = first_seen(positions[s], context, sliding)
+        first, run = start // page_size, first_pages[s]
+        bias = causal_bias(positions[s], context, groups, dtype, heads.first_key, sliding, start)
+        return SlotMask(bias, first, None if run is None else run + first)
+
+    return MaskPlan(
+        page_table,
+        {sliding: tuple(mask(s, sliding) for s in range(len(bounds))) for sliding in heads.sliding},
     )
-    return MaskPlan(page_table, biases, tuple(first_pages))
+
+
+def first_seen(positions: Tensor, context: int, sliding: int | None) -> int:
+    """Where to begin reading for rows at positions [Q]: whole blocks that no row sees are left out.
+
+    On a GPU, whose positions the host does not know, nothing is.
+    """
+    if sliding is None or positions.device.type != "cpu":
+        return 0
+    lowest = min(int(positions.min()), context - 1) - sliding + 1
+    return max(0, lowest) // KV_BLOCK * KV_BLOCK
 
 
 def paged_attention(
-    query: Tensor, key_pages: Tensor, value_pages: Tensor, plan: AttentionPlan, scale: float
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    sliding: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend the planned windows' query [S, Q, H, D] to each slot's pages; returns [S, Q, H, D].
 
     key_pages, value_pages [P, page, K, D] with H a multiple of K; plan: of this file's
-    `plan_attention`. A row sees what its `causal_bias` leaves; a slot without valid rows gives zeros.
+    `plan_attention`, for heads that name `sliding`. A row sees what its `causal_bias` leaves;
+    scores are capped at `softcap`; a slot without valid rows gives zeros.
     """
     assert isinstance(plan, MaskPlan)
-    return attend_pages(query, key_pages, value_pages, plan.page_table, plan.biases, plan.first_pages, scale)
+    return attend_pages(query, key_pages, value_pages, plan.page_table, plan.masks[sliding], scale, softcap)
 
 
 def attend_pages(
@@ -114,15 +166,15 @@ def attend_pages(
     key_pages: Tensor,
     value_pages: Tensor,
     page_table: Tensor,
-    biases: Sequence[Tensor | None],
-    first_pages: Sequence[int | None],
+    masks: Sequence[SlotMask | None],
     scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend query [S, Q, H, D] to each slot's pages; returns [S, Q, H, D].
 
     key_pages, value_pages [P, page, K, D] with H a multiple of K; page_table int64 [S, pages];
-    biases: one `causal_bias` a slot, or None for a slot without rows (zeros are returned);
-    first_pages: see `gather_pages`. Query head h uses KV head h // (H / K).
+    masks: one a slot, or None for a slot without rows (zeros are returned). Query head h uses KV head
+    h // (H / K).
     """
     slots, width, heads, size = query.shape
     kv_heads = key_pages.shape[2]
@@ -130,17 +182,43 @@ def attend_pages(
     page_size = key_pages.shape[1]
     folded = query.view(slots, width, kv_heads, groups, size).permute(0, 2, 3, 1, 4)
     outputs = []
-    for s, (bias, first) in enumerate(zip(biases, first_pages, strict=True)):
-        if bias is None:
+    for s, mask in enumerate(masks):
+        if mask is None:
             outputs.append(query.new_zeros(width, heads, size))
             continue
-        count = bias.shape[-1] // page_size
-        ids = page_table[s, :count]
-        keys = gather_pages(key_pages, ids, first, count)
-        values = gather_pages(value_pages, ids, first, count)
+        count = mask.bias.shape[-1] // page_size
+        ids = page_table[s, mask.first : mask.first + count]
+        keys = gather_pages(key_pages, ids, mask.run, count)
+        values = gather_pages(value_pages, ids, mask.run, count)
         rows = folded[s].reshape(1, kv_heads, groups * width, size)
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=bias, scale=scale)
+        if softcap is None:
+            out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask.bias, scale=scale)
+        else:
+            out = capped_attention(rows, keys, values, mask.bias, scale, softcap)
         outputs.append(
             out.view(kv_heads, groups, width, size).permute(2, 0, 1, 3).reshape(width, heads, size)
         )
     return outputs[0].unsqueeze(0) if slots == 1 else torch.stack(outputs)
+
+
+def capped_attention(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """Attend query [1, K, R, D] to keys and values [1, K, C, D] with capped scores; returns [1, K, R, D].
+
+    bias [1, 1, R, C] is added to the capped scores. In float32, a `KV_BLOCK` at a time: a product over all
+    keys would be summed in an order that their number decides.
+    """
+    wide = query.float()
+    blocks = [slice(at, at + KV_BLOCK) for at in range(0, keys.shape[2], KV_BLOCK)]
+    scores = [
+        ((wide @ keys[:, :, block].float().mT) * (scale / softcap)).tanh_() * softcap + bias[..., block]
+        for block in blocks
+    ]
+    peak = torch.stack([block.amax(-1, keepdim=True) for block in scores]).amax(0)
+    total, mixed = torch.zeros_like(peak), torch.zeros_like(wide)
+    for block, score in zip(blocks, scores, strict=True):
+        weights = score.sub_(peak).exp_()
+        total += weights.sum(-1, keepdim=True)
+        mixed += weights @ values[:, :, block].float()
+    return (mixed / total).to(query.dtype)

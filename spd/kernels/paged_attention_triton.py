@@ -3,13 +3,15 @@
 A plan kernel lists the (slot, chunk) pairs that hold context, a persistent grid attends each chunk for
 itself, and a last kernel combines a row's chunks in their order. A row's bits depend on its query, its
 position and the keys up to it: other rows only bring more tiles, more chunks that the row never reads,
-or keys that are masked and add exact zeros.
+or keys that are masked and add exact zeros. Chunks that a layer's sliding window has left behind are not
+listed, so every window has a list of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,14 +43,21 @@ PLANNED_CHUNKS = 128
 
 
 @dataclass(frozen=True)
-class SplitPlan(AttentionPlan):
-    """Work of one forward pass, on the device: items [0, count) and float32 room for their results."""
+class ChunkList:
+    """Chunks to attend, on the device: items [0, count)."""
 
-    positions: Tensor  # [S, Q] int64
-    valid: Tensor  # [S, Q] bool
     last: Tensor  # [S] int32: the last valid position, -1 where there is none
     items: Tensor  # [S * max_chunks] int32: slot << 16 | chunk
     count: Tensor  # [1] int32
+
+
+@dataclass(frozen=True)
+class SplitPlan(AttentionPlan):
+    """Work of one forward pass: a list for each sliding window, and float32 room for the results."""
+
+    positions: Tensor  # [S, Q] int64
+    valid: Tensor  # [S, Q] bool
+    lists: Mapping[int | None, ChunkList]
     partial: Tensor  # [S, max_chunks, K, Q * H / K, D] float32: values weighted by exp2(score - maximum)
     stats: Tensor  # [S, max_chunks, K, Q * H / K, 2] float32: maximum and sum of the weights
     heads: AttentionHeads
@@ -95,7 +104,8 @@ def plan_attention(
     bounds: Sequence[int],
     first_pages: Sequence[int | None],
 ) -> AttentionPlan:
-    """Prepare `paged_attention` of windows at positions int64 [S, Q]: one small kernel, no look by the host.
+    """Prepare `paged_attention` of windows at positions int64 [S, Q]: a small kernel for each sliding window,
+    no look by the host.
 
     As in `spd.kernels.paged_attention`, but lengths are the device's: bounds and first_pages are not
     used. S is below 32768; the room taken goes by the page table's width.
@@ -109,34 +119,52 @@ def plan_attention(
         page_table=page_table.contiguous(),
         positions=positions.contiguous(),
         valid=valid.contiguous(),
-        last=torch.empty(slots, dtype=torch.int32, device=device),
-        items=torch.empty(slots * max_chunks, dtype=torch.int32, device=device),
-        count=torch.empty(1, dtype=torch.int32, device=device),
+        lists={
+            sliding: ChunkList(
+                last=torch.empty(slots, dtype=torch.int32, device=device),
+                items=torch.empty(slots * max_chunks, dtype=torch.int32, device=device),
+                count=torch.empty(1, dtype=torch.int32, device=device),
+            )
+            for sliding in heads.sliding
+        },
         partial=torch.empty(results * heads.head_dim, dtype=torch.float32, device=device),
         stats=torch.empty(results * 2, dtype=torch.float32, device=device),
         heads=heads,
         max_chunks=max_chunks,
         programs=PROGRAMS_A_PROCESSOR * _processors(device),
     )
-    plan_attention_kernel[(slots,)](
-        plan.positions,
-        plan.valid,
-        plan.last,
-        plan.items,
-        plan.count,
-        slots,
-        width,
-        max_chunks,
-        SLOTS=power_of_two(slots),
-        BLOCK=PLANNED_CHUNKS,
-        num_warps=1,
-        **_chunk_constants(),
-    )
+    for sliding, chunks in plan.lists.items():
+        plan_attention_kernel[(slots,)](
+            plan.positions,
+            plan.valid,
+            chunks.last,
+            chunks.items,
+            chunks.count,
+            slots,
+            width,
+            max_chunks,
+            SLOTS=power_of_two(slots),
+            BLOCK=PLANNED_CHUNKS,
+            SLIDING=sliding,
+            num_warps=1,
+            **_chunk_constants(),
+        )
     return plan
 
 
+def score_scale(scale: float, softcap: float | None) -> float:
+    """What kernels multiply a product by: weights are powers of two; a score to be capped is in caps."""
+    return scale * LOG2_E if softcap is None else scale / softcap
+
+
 def paged_attention(
-    query: Tensor, key_pages: Tensor, value_pages: Tensor, plan: AttentionPlan, scale: float
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    sliding: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend the planned windows' query [S, Q, H, D] to each slot's pages; returns [S, Q, H, D].
 
@@ -144,27 +172,29 @@ def paged_attention(
     """
     assert isinstance(plan, SplitPlan)
     slots, width, num_heads, size = query.shape
+    chunks = plan.lists[sliding]
     kv_heads = plan.heads.num_kv_heads
     tile, block, stages = tile_shape(query.dtype, size, capability_of(query.device))
-    shape = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size} | _chunk_constants()
-    shape["BLOCK_D"] = max(16, power_of_two(size))
+    shape: dict[str, Any] = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size} | _chunk_constants()
+    shape |= {"BLOCK_D": max(16, power_of_two(size)), "SLIDING": sliding}
     attend_chunk_kernel[(plan.programs,)](
         query.contiguous(),
         key_pages,
         value_pages,
         plan.page_table,
         plan.positions,
-        plan.last,
-        plan.items,
-        plan.count,
+        chunks.last,
+        chunks.items,
+        chunks.count,
         plan.partial,
         plan.stats,
-        scale * LOG2_E,
+        score_scale(scale, softcap),
         slots,
         width,
         plan.page_table.shape[1],
         plan.max_chunks,
         PAGE=key_pages.shape[1],
+        SOFTCAP=softcap,
         TILE=tile,
         BLOCK=block,
         FIRST=plan.heads.first_key,
@@ -191,37 +221,46 @@ def paged_attention(
 
 
 def signatures() -> dict[str, Signature]:
-    """The three kernels as launched for an 8B model."""
+    """The three kernels as launched for an 8B model, and for layers that slide and cap as Gemma 2's do."""
+    plain = {"SLIDING": None, "SOFTCAP": None}
+    found = _signatures("", 8, 4, 128, plain)
+    return found | _signatures("_sliding", 4, 2, 256, {"SLIDING": 4096, "SOFTCAP": 50.0})
+
+
+def _signatures(
+    suffix: str, kv_heads: int, groups: int, size: int, kind: dict[str, Any]
+) -> dict[str, Signature]:
     chunks = _chunk_constants()
+    sliding = {"SLIDING": kind["SLIDING"]}
     plan_types = {"positions": "*i64", "valid": "*i1"} | dict.fromkeys(("last", "items", "count"), "*i32")
     plan_types |= dict.fromkeys(("slots", "queries", "max_chunks"), "i32")
     loose = ("positions", "valid", "page_table", "slots", "queries", "pages", "max_chunks")
     found = {
-        "plan_attention": Signature(
+        f"plan_attention{suffix}": Signature(
             plan_attention_kernel,
             plan_types,
-            {"SLOTS": 16, "BLOCK": PLANNED_CHUNKS} | chunks,
+            {"SLOTS": 16, "BLOCK": PLANNED_CHUNKS} | chunks | sliding,
             {"num_warps": 1},
             loose,
         )
     }
-    tile, block, stages = tile_shape(torch.bfloat16, 128, (9, 0))
-    shape = {"K": 8, "GROUPS": 4, "D": 128, "BLOCK_D": 128} | chunks
+    tile, block, stages = tile_shape(torch.bfloat16, size, (9, 0))
+    shape = {"K": kv_heads, "GROUPS": groups, "D": size, "BLOCK_D": size} | chunks
     work = {"positions": "*i64", "partial": "*fp32", "stats": "*fp32", "queries": "i32", "max_chunks": "i32"}
     lists = {"page_table": "*i64", "last": "*i32", "items": "*i32", "count": "*i32"}
     lists |= {"slots": "i32", "pages": "i32", "scale": "fp32"}
     for name in ("bf16", "fp16"):
-        found[f"attend_chunk_{name}"] = Signature(
+        found[f"attend_chunk{suffix}_{name}"] = Signature(
             attend_chunk_kernel,
             dict.fromkeys(("query", "key_pages", "value_pages"), f"*{name}") | work | lists,
-            shape | {"PAGE": 64, "TILE": tile, "BLOCK": block, "FIRST": 0, "PDL": True},
+            shape | kind | {"PAGE": 64, "TILE": tile, "BLOCK": block, "FIRST": 0, "PDL": True},
             {"num_warps": WARPS, "num_stages": stages},
             loose,
         )
-        found[f"combine_chunks_{name}"] = Signature(
+        found[f"combine_chunks{suffix}_{name}"] = Signature(
             combine_chunks_kernel,
             work | {"valid": "*i1", "out": f"*{name}"},
-            shape | {"BLOCK": COMBINED_CHUNKS, "PDL": True},
+            shape | sliding | {"BLOCK": COMBINED_CHUNKS, "PDL": True},
             {"num_warps": 1},
             loose,
         )

@@ -6,14 +6,16 @@ Source: Dao 2023 (FlashAttention-2). Nothing but the rows and the start decides 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from spd.kernels.attention_kernels_triton import LOG2_E, UNSEEN, softmax_step
+from spd.kernels.attention_kernels_triton import UNSEEN, softmax_step
 from spd.kernels.launch import Signature, ceil_div, power_of_two
-from spd.kernels.paged_attention_triton import fitting_stages, tile_shape
+from spd.kernels.paged_attention_triton import fitting_stages, score_scale, tile_shape
 from spd.kernels.skinny_linear import capability_of
 
 ROW_TILE = 128
@@ -40,12 +42,14 @@ def attend_range(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SLIDING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
     FIRST: tl.constexpr,
 ):
     """Take keys [begin, end) into a tile's online softmax; MASKED unless every row sees all of them.
 
-    begin is a multiple of BLOCK; scale includes log2(e). One loop over all of the keys, however many:
+    begin is a multiple of BLOCK; for scale see `score_scale`. One loop over all of the keys, however many:
     nested ones over spans of pages were measured slower.
     """
     column = tl.arange(0, BLOCK_D)
@@ -67,7 +71,9 @@ def attend_range(
             first = ((pages * PAGE + key % PAGE) * (K * D))[:, None]
         k = tl.load(key_pages + first + offsets, mask=live, other=0.0)
         v = tl.load(value_pages + first + offsets, mask=live, other=0.0)
-        maximum, total, acc = softmax_step(maximum, total, acc, q, k, v, key, position, scale, MASKED, FIRST)
+        maximum, total, acc = softmax_step(
+            maximum, total, acc, q, k, v, key, position, scale, SLIDING, SOFTCAP, MASKED, FIRST
+        )
     return maximum, total, acc
 
 
@@ -88,6 +94,8 @@ def prefill_attention_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SLIDING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     FIRST: tl.constexpr,
 ):
     """TILE rows of one head. The last tiles see the most keys and go first."""
@@ -105,13 +113,24 @@ def prefill_attention_kernel(
     maximum = tl.full((TILE,), UNSEEN, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     acc = tl.zeros((TILE, BLOCK_D), tl.float32)
+    begin = 0
+    if SLIDING is not None:
+        # Blocks that the last row's window cuts, then those that all rows see whole, then the last ones.
+        begin = tl.maximum(start + tile * TILE - (SLIDING - 1), 0) // BLOCK * BLOCK
+        cut = tl.maximum(end - SLIDING + BLOCK - 1, 0) // BLOCK * BLOCK
+        cut = tl.minimum(tl.maximum(cut, begin), seen_by_all)
+        maximum, total, acc = attend_range(
+            maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
+            begin, cut, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
+        )  # fmt: skip
+        begin = cut
     maximum, total, acc = attend_range(
         maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
-        0, seen_by_all, scale, K, D, PAGE, BLOCK, BLOCK_D, FIRST > 0, FIRST,
+        begin, seen_by_all, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, FIRST > 0, FIRST,
     )  # fmt: skip
     maximum, total, acc = attend_range(
         maximum, total, acc, q, key_pages, value_pages, page_row, head // GROUPS, position,
-        seen_by_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, True, FIRST,
+        seen_by_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
     )  # fmt: skip
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
 
@@ -134,6 +153,8 @@ def prefill_attention(
     start: int,
     scale: float,
     first_key: int = 0,
+    sliding: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend query [Q, H, D] at positions start to start + Q - 1, whose KV is stored; returns [Q, H, D].
 
@@ -149,7 +170,7 @@ def prefill_attention(
         value_pages,
         page_row,
         out,
-        scale * LOG2_E,
+        score_scale(scale, softcap),
         rows,
         start,
         K=kv_heads,
@@ -157,6 +178,8 @@ def prefill_attention(
         D=size,
         PAGE=page_size,
         BLOCK_D=max(16, power_of_two(size)),
+        SLIDING=sliding,
+        SOFTCAP=softcap,
         FIRST=first_key,
         **tile,
     )
@@ -164,19 +187,28 @@ def prefill_attention(
 
 
 def signatures() -> dict[str, Signature]:
-    """The kernel as launched for an 8B model."""
+    """The kernel as launched for an 8B model, and for layers that slide and cap as Gemma 2's do."""
+    plain, gemma = {"SLIDING": None, "SOFTCAP": None}, {"SLIDING": 4096, "SOFTCAP": 50.0}
     found = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        tile = tile_of(dtype, 128, 32, (9, 0))
-        types = dict.fromkeys(("query", "key_pages", "value_pages", "out"), f"*{name}")
-        types |= {"page_row": "*i64", "scale": "fp32", "rows": "i32", "start": "i32"}
-        found[f"prefill_attention_{name}"] = Signature(
-            prefill_attention_kernel,
-            types,
-            {"K": 8, "GROUPS": 4, "D": 128, "PAGE": 64, "BLOCK_D": 128, "FIRST": 0}
-            | {key: tile[key] for key in ("TILE", "BLOCK")},
-            {key: tile[key] for key in ("num_stages", "num_warps")},
-            unspecialized=("page_row", "rows", "start"),
-            hot=False,
-        )
+        found[f"prefill_attention_{name}"] = _signature(name, dtype, 8, 4, 128, plain)
+        found[f"prefill_attention_sliding_{name}"] = _signature(name, dtype, 4, 2, 256, gemma)
     return found
+
+
+def _signature(
+    name: str, dtype: torch.dtype, kv_heads: int, groups: int, size: int, kind: dict[str, Any]
+) -> Signature:
+    tile = tile_of(dtype, size, kv_heads * groups, (9, 0))
+    types = dict.fromkeys(("query", "key_pages", "value_pages", "out"), f"*{name}")
+    types |= {"page_row": "*i64", "scale": "fp32", "rows": "i32", "start": "i32"}
+    return Signature(
+        prefill_attention_kernel,
+        types,
+        {"K": kv_heads, "GROUPS": groups, "D": size, "PAGE": 64, "BLOCK_D": size, "FIRST": 0}
+        | kind
+        | {key: tile[key] for key in ("TILE", "BLOCK")},
+        {key: tile[key] for key in ("num_stages", "num_warps")},
+        unspecialized=("page_row", "rows", "start"),
+        hot=False,
+    )

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
 
 from spd.kernels.coupled_verify import coupled_verify
-from spd.kernels.paged_attention import AttentionHeads, paged_attention, plan_attention
+from spd.kernels.paged_attention import (
+    AttentionHeads,
+    MaskPlan,
+    SlotMask,
+    causal_bias,
+    paged_attention,
+    plan_attention,
+)
 from spd.kernels.rms_norm import rms_norm
 from spd.kernels.rotary import apply_rotary
 from spd.kernels.silu_mul import silu_mul
@@ -120,6 +128,56 @@ def test_attention_does_not_see_past_its_bound() -> None:
     assert torch.equal(base, run(pool, consecutive, 513, 2))
     assert torch.equal(base, run(pool, consecutive, 104, None))
     assert torch.equal(base, run(moved, scattered, 104, None))
+
+
+KINDS = [(None, None), (None, 3.0), (700, None), (700, 3.0), (40, None), (40, 3.0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("sliding", "softcap"), KINDS)
+def test_sliding_and_capped_attention(sliding: int | None, softcap: float | None, dtype: torch.dtype) -> None:
+    """Against the definition; and the same bits in fours, and where blocks left behind are read."""
+    size, page, start = 16, 64, 1060
+    generator = torch.Generator().manual_seed(1)
+    pool_k, pool_v = (torch.randn(40, page, 2, size, generator=generator).to(dtype) for _ in range(2))
+    table = torch.randperm(40, generator=generator)[None, :32]
+    query = torch.randn(1, 32, 4, size, generator=generator).to(dtype)
+    heads = AttentionHeads(4, 2, size, sliding=(None, sliding))
+
+    def run(first: int, rows: int, bound: int, *, read_all: bool = False) -> torch.Tensor:
+        positions = torch.arange(start + first, start + first + rows)[None]
+        valid = torch.ones(1, rows, dtype=torch.bool)
+        plan = plan_attention(positions, valid, table, heads, page, dtype, [bound], [None])
+        assert isinstance(plan, MaskPlan)
+        if read_all:
+            bias = causal_bias(positions[0], bound, 2, dtype, 0, sliding)
+            plan = replace(plan, masks={sliding: (SlotMask(bias),)})
+        rows_ = query[:, first : first + rows]
+        return paged_attention(rows_, pool_k, pool_v, plan, 0.25, sliding, softcap)[0]
+
+    together = run(0, 32, 1536)
+    assert torch.equal(together, run(0, 32, 1536, read_all=True))
+    for first in range(0, 32, 4):
+        assert torch.equal(run(first, 4, 1536 if first % 8 else 2048), together[first : first + 4])
+    keys, values = (pool[table[0]].flatten(0, 1).double() for pool in (pool_k, pool_v))
+    for i in (0, 17, 31):
+        seen = slice(max(0, start + i + 1 - (sliding or 9999)), start + i + 1)
+        for h in range(4):
+            scores = keys[seen, h // 2] @ query[0, i, h].double() * 0.25
+            scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+            right = scores.softmax(0) @ values[seen, h // 2]
+            assert (together[i, h] - right).abs().max() < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+def test_rows_that_do_not_count_are_finite_under_a_window() -> None:
+    """Rows that are not valid may stand behind the pages that are read, where a window shows them nothing."""
+    pool = torch.randn(10, 64, 1, 8)
+    table, valid = torch.arange(8)[None], torch.tensor([[True, False]])
+    for softcap in (None, 2.0):
+        heads = AttentionHeads(2, 1, 8, sliding=(16,))
+        plan = plan_attention(torch.tensor([[3, 400]]), valid, table, heads, 64, torch.float32, [64], [None])
+        out = paged_attention(torch.randn(1, 2, 2, 8), pool, pool, plan, 1.0, 16, softcap)
+        assert out.isfinite().all()
 
 
 def test_slot_without_rows_gives_zeros() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -33,6 +33,16 @@ class Cache:
     values: torch.Tensor
     heads: AttentionHeads
     page: int
+    softcap: float | None = None
+
+    @property
+    def sliding(self) -> int | None:
+        return self.heads.sliding[-1]
+
+    def like(self, sliding: int | None, softcap: float | None = None) -> Cache:
+        """The same in a layer that slides or caps; the plan is one for plain layers too."""
+        heads = replace(self.heads, sliding=(None, sliding))
+        return replace(self, heads=heads, softcap=softcap)
 
     def paged(self, windows: Sequence[Window], slots: Sequence[int], seed: int, spare: int = 0) -> tuple:  # type: ignore[type-arg]
         """Pools and a table for windows on the given slots; whatever lies beyond a window is NaN."""
@@ -82,16 +92,20 @@ def attend(
         (),
         (),
     )
-    out: torch.Tensor = twin.paged_attention(query, keys, values, plan, cache.heads.head_dim**-0.5)
+    scale = cache.heads.head_dim**-0.5
+    out: torch.Tensor = twin.paged_attention(query, keys, values, plan, scale, cache.sliding, cache.softcap)
     return out
 
 
 def straight(cache: Cache, slot: int, position: int, query: torch.Tensor) -> torch.Tensor:
     """One row's definition, query [H, D], in query's dtype."""
     groups = cache.heads.num_heads // cache.heads.num_kv_heads
-    keys = cache.keys[slot, : position + 1].to(query.dtype).repeat_interleave(groups, 1)
-    values = cache.values[slot, : position + 1].to(query.dtype).repeat_interleave(groups, 1)
+    seen = slice(max(0, position + 1 - (cache.sliding or position + 1)), position + 1)
+    keys = cache.keys[slot, seen].to(query.dtype).repeat_interleave(groups, 1)
+    values = cache.values[slot, seen].to(query.dtype).repeat_interleave(groups, 1)
     scores = torch.einsum("hd,thd->ht", query, keys) * cache.heads.head_dim**-0.5
+    if cache.softcap is not None:
+        scores = cache.softcap * (scores / cache.softcap).tanh()
     return torch.einsum("ht,thd->hd", scores.softmax(-1), values)
 
 
@@ -110,7 +124,7 @@ def check(cache: Cache, windows: Sequence[Window], width: int) -> None:
             allowed = max(allowed, float((plain - right).abs().max()))
         if not window.rows:
             assert out[s].count_nonzero() == 0
-    assert error <= 2 * allowed + 1e-6
+    assert error <= 2 * allowed + (2e-6 if cache.softcap else 1e-6)
 
 
 @pytest.fixture
@@ -144,13 +158,64 @@ def test_against_its_definition(
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("start", [0, 28, 122, 188])
+@pytest.mark.parametrize(("sliding", "softcap"), [(1, None), (33, 3.0), (100, None), (None, 3.0)])
+def test_sliding_and_capped_against_the_definition(
+    device: str, dtypes: tuple[torch.dtype, ...], sliding: int | None, softcap: float | None
+) -> None:
+    """Windows that end in a tile, at its edge, chunks back, and before the first position."""
+    windows = [Window(30, 4), Window(0, 0), Window(124, 5), Window(250, 5)]
+    dtype = dtypes[(sliding or 0) % len(dtypes)]
+    cache = make_cache(device, dtype, len(windows), 256, 3, 1, 16, 32)
+    check(cache.like(sliding, softcap), windows, 5)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_window_longer_than_the_context_changes_no_bit(
+    device: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    windows = [Window(0, 5), Window(60, 5), Window(195, 5)]
+    for dtype in dtypes:
+        cache = make_cache(device, dtype, 3, 200, 3, 1, 16, 32)
+        query = torch.randn(3, 5, 3, 16).to(device, dtype)
+        whole = attend(cache, windows, query)
+        assert torch.equal(attend(cache.like(200), windows, query), whole)
+        shorter = attend(cache.like(199), windows, query)
+        assert torch.equal(shorter[:2], whole[:2]) and torch.equal(shorter[2, :4], whole[2, :4])
+        assert not torch.equal(shorter[2, 4], whole[2, 4])
+
+
+@pytest.mark.usefixtures("small")
+def test_what_a_window_has_left_behind_is_not_read(device: str) -> None:
+    """Whole blocks of keys before every row's window hold NaN, and their chunks are not listed."""
+    cache = make_cache(device, torch.float32, 2, 256, 2, 1, 16, 32).like(40)
+    windows = [Window(230, 4), Window(100, 3)]
+    query = torch.randn(2, 4, 2, 16, device=device)
+    before = attend(cache, windows, query)
+    for slot, window in enumerate(windows):
+        for whole in (cache.keys, cache.values):
+            whole[slot, : (window.start - 39) // 16 * 16] = float("nan")
+    assert torch.equal(attend(cache, windows, query)[0], before[0])
+    positions = torch.tensor([[230, 231, 232, 233], [100, 101, 102, 250]], device=device)
+    valid = torch.tensor([[True] * 4, [True, True, True, False]], device=device)
+    table = torch.zeros(2, 8, dtype=torch.long, device=device)
+    plan = twin.plan_attention(positions, valid, table, cache.heads, 32, torch.float32, (), ())
+    chunks = plan.lists[40]
+    items = [divmod(item, 1 << 16) for item in chunks.items[: int(chunks.count)].tolist()]
+    # 191 to 233 lie in the large chunks from 128 and from 192 on, 61 to 102 in the small ones from 32 on.
+    assert items == [(0, 4), (0, 5), (1, 1), (1, 2), (1, 3)]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("start", "sliding", "softcap"),
+    [(0, None, None), (28, None, None), (122, None, None), (188, None, None), (188, 62, 2.0)],
+)
 def test_a_row_alone_is_the_row_among_others(
-    device: str, dtypes: tuple[torch.dtype, ...], start: int
+    device: str, dtypes: tuple[torch.dtype, ...], start: int, sliding: int | None, softcap: float | None
 ) -> None:
     """Windows of every width, padded or not, in any slot, beside any others, over any pages."""
     for dtype in dtypes:
-        cache = make_cache(device, dtype, 3, 208, 3, 1, 16, 32)
+        cache = make_cache(device, dtype, 3, 208, 3, 1, 16, 32).like(sliding, softcap)
         query = torch.randn(9, 3, 16).to(device, dtype)
         noise = torch.randn(3, 10, 3, 16).to(device, dtype)
         alone = [attend(cache, [Window(start + i, 1)], query[i][None, None])[0, 0] for i in range(9)]
@@ -195,8 +260,9 @@ def test_key_chunks_are_fixed_by_position(device: str, monkeypatch: pytest.Monke
     table = torch.zeros(len(ends), 80, dtype=torch.long, device=device)
     plan = twin.plan_attention(positions, valid, table, heads, 64, torch.float32, (), ())
     counts = [0, 1, 1, 2, 32, 33, 33, 34]
-    assert plan.max_chunks == 34 and plan.last.tolist() == [end - 1 for end in ends]
-    items = [divmod(item, 1 << 16) for item in plan.items[: int(plan.count)].tolist()]
+    chunks = plan.lists[None]
+    assert plan.max_chunks == 34 and chunks.last.tolist() == [end - 1 for end in ends]
+    items = [divmod(item, 1 << 16) for item in chunks.items[: int(chunks.count)].tolist()]
     assert sorted(items) == [(s, c) for s, count in enumerate(counts) for c in range(count)]
     assert all(chunk >= 32 for _, chunk in items[:4]) and all(chunk < 32 for _, chunk in items[4:])
 

@@ -26,7 +26,13 @@ def paged(
 
 
 def straight(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, dtype: torch.dtype
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: int,
+    dtype: torch.dtype,
+    sliding: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """The definition in `dtype`."""
     rows, heads, size = query.shape
@@ -34,7 +40,10 @@ def straight(
     keys, values = (t.to(dtype).repeat_interleave(groups, 1) for t in (keys, values))
     scores = torch.einsum("qhd,thd->hqt", query.to(dtype), keys) * size**-0.5
     at = torch.arange(start, start + rows, device=query.device)[:, None]
-    hidden = torch.arange(keys.shape[0], device=query.device)[None] > at
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    seen = torch.arange(keys.shape[0], device=query.device)[None]
+    hidden = (seen > at) | (seen <= at - (sliding or keys.shape[0]))
     return torch.einsum("hqt,thd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
 
 
@@ -81,6 +90,41 @@ def test_against_its_definition(
         assert (out - right).abs().max() <= 2 * (plain - right).abs().max() + 1e-6
 
 
+@pytest.mark.parametrize(("sliding", "softcap"), [(1, None), (64, 2.0), (130, None), (None, 2.0)])
+def test_sliding_and_capped_against_the_definition(
+    device: str, dtypes: tuple[torch.dtype, ...], sliding: int | None, softcap: float | None
+) -> None:
+    """Rows of three tiles, windows shorter than a tile and longer than two; blocks left behind hold NaN."""
+    dtype = dtypes[(sliding or 0) % len(dtypes)]
+    for rows, start in ((150, 70), (7, 190), (70, 0)):
+        query, keys, values = make(device, dtype, rows, start, (2, 1), 16)
+        right = straight(query, keys, values, start, torch.float64, sliding, softcap)
+        plain = straight(query, keys, values, start, dtype, sliding, softcap)
+        for whole in (keys, values):
+            whole[: max(0, start + 1 - (sliding or start + 1)) // 64 * 64] = float("nan")
+        key_pages, page_row = paged(keys, 64, 5)
+        value_pages, _ = paged(values, 64, 5)
+        out = twin.prefill_attention(
+            query, key_pages, value_pages, page_row, start, 0.25, 0, sliding, softcap
+        )
+        assert (out - right).abs().max() <= 2 * (plain - right).abs().max() + 2e-6
+
+
+def test_a_window_longer_than_the_context_changes_no_bit(
+    device: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    for dtype in dtypes:
+        query, keys, values = make(device, dtype, 150, 70, (2, 1), 16)
+        key_pages, page_row = paged(keys, 64, 5)
+        value_pages, _ = paged(values, 64, 5)
+        whole, wide, cut = (
+            twin.prefill_attention(query, key_pages, value_pages, page_row, 70, 0.25, 0, sliding)
+            for sliding in (None, 220, 219)
+        )
+        assert torch.equal(wide, whole)
+        assert torch.equal(cut[:-1], whole[:-1]) and not torch.equal(cut[-1], whole[-1])
+
+
 def test_pages_and_dead_positions_change_nothing(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
     for dtype in dtypes:
         query, keys, values = make(device, dtype, 40, 90, (3, 1), 16)
@@ -92,14 +136,20 @@ def test_pages_and_dead_positions_change_nothing(device: str, dtypes: tuple[torc
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize(("rows", "start"), [(1, 0), (7, 509), (20, 520)])
-def test_the_torch_form(rows: int, start: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "start", "sliding", "softcap"),
+    [(1, 0, None, None), (7, 509, None, None), (20, 520, None, 2.0), (7, 509, 30, None), (20, 600, 40, 2.0)],
+)
+def test_the_torch_form(rows: int, start: int, sliding: int | None, softcap: float | None) -> None:
     """Pages beyond the positions are read masked, so they must be finite; there may be none."""
     query, keys, values = make("cpu", torch.float32, rows, start, (4, 2), 16)
     key_pages, page_row = paged(keys, 64, 4, dead=0.0)
     value_pages, _ = paged(values, 64, 4, dead=0.0)
-    out = reference.prefill_attention(query, key_pages, value_pages, page_row, start, 0.25)
-    assert (out - straight(query, keys, values, start, torch.float64)).abs().max() < 1e-5
+    out = reference.prefill_attention(
+        query, key_pages, value_pages, page_row, start, 0.25, 0, sliding, softcap
+    )
+    right = straight(query, keys, values, start, torch.float64, sliding, softcap)
+    assert (out - right).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (0, 0)])
