@@ -45,11 +45,11 @@ def config_for(n: int, k: int, itemsize: int, capability: tuple[int, int]) -> Li
     """The choices for a weight [n, k] of `itemsize` bytes a value on a device of this capability.
 
     Measured on an H200 with bfloat16 weights: tiles of 64 rows, narrower ones for short weights, 256 bytes
-    of a row a step; K in parts only where there are fewer than `PROGRAMS` / 2 tiles; the fewer programs
-    share a multiprocessor, the more stages each needs in flight.
+    of a row a step (128 of eight-bit values: not measured); K in parts only where there are fewer than
+    `PROGRAMS` / 2 tiles; the fewer programs share a multiprocessor, the more stages each needs in flight.
     """
     block_n = max(16, min(64 if n >= 2048 else 32, 1 << max(0, n - 1).bit_length()))
-    block_k = max(16, min(256 // itemsize, 1 << max(0, k - 1).bit_length()))
+    block_k = max(16, min(128 if itemsize == 1 else 256 // itemsize, 1 << max(0, k - 1).bit_length()))
     tiles = -(-n // block_n)
     split_k = 1 if tiles >= PROGRAMS // 2 else max(1, min(PROGRAMS // tiles, 4, k // (4 * block_k)))
     if split_k > 1 or tiles > PROGRAMS:
@@ -61,8 +61,13 @@ def config_for(n: int, k: int, itemsize: int, capability: tuple[int, int]) -> Li
         block_k,
         split_k,
         4,
-        _fitting(stages, (block_n + TOKEN_TILE) * block_k * itemsize, capability),
+        _fitting(stages, _step_bytes(block_n, TOKEN_TILE, block_k, itemsize), capability),
     )
+
+
+def _step_bytes(block_n: int, block_t: int, block_k: int, itemsize: int) -> int:
+    """Bytes of weights and tokens a step: tokens keep 16 bits where weights have eight."""
+    return (block_n * itemsize + block_t * max(2, itemsize)) * block_k
 
 
 def _fitting(stages: int, step_bytes: int, capability: tuple[int, int]) -> int:
@@ -79,7 +84,7 @@ def token_tile(rows: int, itemsize: int) -> int:
 
 def with_tile(config: LinearConfig, block_t: int, itemsize: int, capability: tuple[int, int]) -> LinearConfig:
     """The same program for another tile of tokens: everything that could change a bit stays."""
-    step_bytes = (config.block_n + block_t) * config.block_k * itemsize
+    step_bytes = _step_bytes(config.block_n, block_t, config.block_k, itemsize)
     return replace(config, block_t=block_t, stages=_fitting(config.stages, step_bytes, capability))
 
 

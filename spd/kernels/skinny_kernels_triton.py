@@ -25,33 +25,9 @@ from spd.kernels.philox_triton import (
     noisy_logit,
     scaled_logit,
 )
+from spd.kernels.skinny_product_triton import gate_and_up, product, rows_of_weight
 
 STREAM = tl.constexpr(STREAM_TARGET)
-
-
-@triton.jit
-def load_weights(weight_rows, column, k, EVEN_K: tl.constexpr):
-    """[BLOCK_N, BLOCK_K]; every weight is read once, so it should leave the cache first."""
-    at = weight_rows + column[None, :]
-    if EVEN_K:
-        return tl.load(at, eviction_policy="evict_first")
-    return tl.load(at, mask=column[None, :] < k, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def load_tokens(x, row_t, rows, column, k, EVEN_K: tl.constexpr):
-    """[BLOCK_K, BLOCK_T]."""
-    at = x + row_t[None, :] * k + column[:, None]
-    if EVEN_K:
-        return tl.load(at, mask=row_t[None, :] < rows, other=0.0)
-    return tl.load(at, mask=(row_t[None, :] < rows) & (column[:, None] < k), other=0.0)
-
-
-@triton.jit
-def rows_of_weight(w, first, n, k, BLOCK_N: tl.constexpr):
-    """Where each of a tile's weight rows begins [BLOCK_N, 1], from row `first` to the last of n."""
-    row = tl.minimum(tl.arange(0, BLOCK_N), n - 1 - first)
-    return w + first.to(tl.int64) * k + row[:, None] * k
 
 
 @triton.jit
@@ -69,85 +45,6 @@ def prefetch_weights(weight_rows, k, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
             is_pure=False,
             pack=1,
         )
-
-
-@triton.jit
-def part_of_k(k, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
-    """First and last column, exclusive, of this program's part: whole blocks but for the very last."""
-    if SPLIT_K == 1:
-        return 0, k
-    size = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLIT_K) * BLOCK_K
-    begin = tl.program_id(2) * size
-    return begin, tl.minimum(begin + size, k)
-
-
-@triton.jit
-def product(
-    weight_rows,
-    x,
-    row_t,
-    rows,
-    k,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
-    """float32 [BLOCK_N, BLOCK_T]: weight rows times tokens row_t, over this part of K."""
-    begin, end = part_of_k(k, BLOCK_K, SPLIT_K)
-    total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-    for start in range(begin, end, BLOCK_K):
-        column = start + tl.arange(0, BLOCK_K)
-        weights = load_weights(weight_rows, column, k, EVEN_K)
-        total = tl.dot(weights, load_tokens(x, row_t, rows, column, k, EVEN_K), total, input_precision="ieee")
-    return total
-
-
-@triton.jit
-def gate_and_up(
-    w,
-    x,
-    first,
-    row_t,
-    rows,
-    n,
-    k,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
-    """float32 [BLOCK_N, BLOCK_T] each: gate rows from `first` on, and the up rows n below them.
-
-    A tile that is too short for the matrix unit alone is multiplied with its partner, as one.
-    """
-    begin, end = part_of_k(k, BLOCK_K, SPLIT_K)
-    if BLOCK_N >= 64:
-        gate_rows = rows_of_weight(w, first, n, k, BLOCK_N)
-        up_rows = rows_of_weight(w, n + first, 2 * n, k, BLOCK_N)
-        gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-        up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
-        for start in range(begin, end, BLOCK_K):
-            column = start + tl.arange(0, BLOCK_K)
-            tokens = load_tokens(x, row_t, rows, column, k, EVEN_K)
-            weights = load_weights(gate_rows, column, k, EVEN_K)
-            gate = tl.dot(weights, tokens, gate, input_precision="ieee")
-            weights = load_weights(up_rows, column, k, EVEN_K)
-            up = tl.dot(weights, tokens, up, input_precision="ieee")
-    else:
-        lane = tl.arange(0, 2 * BLOCK_N)
-        row = tl.minimum(first + lane % BLOCK_N, n - 1) + lane // BLOCK_N * n
-        both_rows = w + row[:, None].to(tl.int64) * k
-        both = tl.zeros((2 * BLOCK_N, BLOCK_T), dtype=tl.float32)
-        for start in range(begin, end, BLOCK_K):
-            column = start + tl.arange(0, BLOCK_K)
-            weights = load_weights(both_rows, column, k, EVEN_K)
-            tokens = load_tokens(x, row_t, rows, column, k, EVEN_K)
-            both = tl.dot(weights, tokens, both, input_precision="ieee")
-        gate, up = tl.split(tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_T)), (1, 2, 0)))
-    return gate, up
 
 
 @triton.jit
@@ -219,6 +116,8 @@ def last_to_arrive(counters, tile, SPLIT_K: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
     w,
+    scale,
+    columns,
     x,
     y,
     bias,
@@ -231,6 +130,8 @@ def linear_kernel(
     n,
     k,
     epsilon,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -256,7 +157,10 @@ def linear_kernel(
         shift = tl.load(bias + row_n, mask=row_n < n, other=0.0)
     if residual is not None:
         stream = tl.load(residual + at, mask=mask, other=0.0)
-    total = product(weight_rows, x, row_t, rows, k, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K)
+    total = product(
+        weight_rows, scale, columns, x, first, row_t, rows, n, k,
+        GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
+    )  # fmt: skip
     release(PDL)
     if SPLIT_K > 1:
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
@@ -281,6 +185,8 @@ def linear_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def gate_up_kernel(
     w,
+    scale,
+    columns,
     x,
     y,
     bias,
@@ -291,6 +197,8 @@ def gate_up_kernel(
     n,
     k,
     epsilon,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -310,7 +218,10 @@ def gate_up_kernel(
     prefetch_weights(rows_of_weight(w, first, n, k, BLOCK_N), k, BLOCK_K, PDL)
     wait(PDL)
     partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
-    gate, up = gate_and_up(w, x, first, row_t, rows, n, k, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K)
+    gate, up = gate_and_up(
+        w, scale, columns, x, first, row_t, rows, n, k,
+        GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
+    )  # fmt: skip
     release(PDL)
     if SPLIT_K > 1:
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
@@ -335,6 +246,8 @@ def gate_up_kernel(
 @triton.jit(do_not_specialize=["rows", "step", "window"])
 def head_kernel(
     w,
+    scale,
+    columns,
     x,
     logits,
     ranks,
@@ -346,6 +259,8 @@ def head_kernel(
     rows,
     n,
     k,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -366,7 +281,10 @@ def head_kernel(
     if logits is None:
         slot = row_t // window
         heat = tl.load(temperature + slot, mask=row_t < rows, other=0.0)
-    score = product(weight_rows, x, row_t, rows, k, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K)
+    score = product(
+        weight_rows, scale, columns, x, first, row_t, rows, n, k,
+        GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
+    )  # fmt: skip
     release(PDL)
     if logits is not None:
         mask = (row_t[None, :] < rows) & (row_n[:, None] < n)

@@ -5,6 +5,8 @@ row of x as stored, however many. Their sum over P, divided by K, is the mean sq
 its reader one factor a row. The norm's own weight is folded into the matrix that follows it when weights
 are loaded: W' = W * norm_weight. Weights are [N, K], contiguous, as checkpoints store them.
 
+Where a contract says weight, a `ScaledWeight` will do: eight bits a value, and scales.
+
 The torch forms below also serve prompt chunks of hundreds of rows on a GPU.
 """
 
@@ -26,6 +28,59 @@ class LinearWorkspace:
 
     partials: Tensor
     counters: Tensor
+
+
+SCALE_ROWS, SCALE_COLUMNS = 16, 128
+"""Rows and columns of a weight that share a scale where a row has more than one."""
+
+
+@dataclass(frozen=True)
+class ScaledWeight:
+    """A weight [N, K] kept in eight bits a value: each stands for itself times a float32 scale.
+
+    values: int8 with scales [N], one a row, or float8_e4m3fn with scales [ceil(N / 16), ceil(K / 128)],
+    one for each 16 rows by 128 columns (blocks of 128 rows repeat theirs, so that matrices which follow each
+    other in one weight may end anywhere on a multiple of 16 rows). columns [K] are factors of the columns,
+    such as the weight of the norm before, which cannot be folded into the values; x meets them, rounded once.
+    """
+
+    values: Tensor
+    scales: Tensor
+    columns: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, K)."""
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.values.device
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Rows and columns that share a scale; (1, 0) where a row has one for all of its columns."""
+        return (1, 0) if self.scales.dim() == 1 else (SCALE_ROWS, SCALE_COLUMNS)
+
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """The weight [N, K] in a dtype, each value rounded once."""
+        n, k = self.values.shape
+        scales = self.scales[:, None]
+        if self.scales.dim() == 2:
+            scales = self.scales.repeat_interleave(SCALE_ROWS, 0)[:n].repeat_interleave(SCALE_COLUMNS, 1)[
+                :, :k
+            ]
+        weight = self.values.float() * scales
+        return (weight if self.columns is None else weight * self.columns.float()).to(dtype)
+
+
+AnyWeight = Tensor | ScaledWeight
+
+
+def plain_weight(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
+    """The weight as a tensor."""
+    return weight.plain(dtype) if isinstance(weight, ScaledWeight) else weight
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -51,17 +106,17 @@ def embed(token_ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: LinearWorkspace | None = None
+    x: Tensor, weight: AnyWeight, bias: Tensor | None, workspace: LinearWorkspace | None = None
 ) -> Tensor:
     """x [T, K] times weight [N, K], plus bias [N]: [T, N] in x's type, summed in float32."""
-    return F.linear(x, weight, bias)
+    return F.linear(x, plain_weight(weight, x.dtype), bias)
 
 
 def norm_linear(
     x: Tensor,
     squares: Tensor,
     epsilon: float,
-    weight: Tensor,
+    weight: AnyWeight,
     bias: Tensor | None,
     workspace: LinearWorkspace | None = None,
 ) -> Tensor:
@@ -69,14 +124,14 @@ def norm_linear(
 
     Equals (x Wᵀ) * rsqrt(sum(squares) / K + epsilon) + bias. Source: Zhang & Sennrich 2019.
     """
-    return F.linear(_normed(x, squares, epsilon), weight, bias)
+    return F.linear(_normed(x, squares, epsilon), plain_weight(weight, x.dtype), bias)
 
 
 def norm_gate_up(
     x: Tensor,
     squares: Tensor,
     epsilon: float,
-    weight: Tensor,
+    weight: AnyWeight,
     bias: Tensor | None,
     workspace: LinearWorkspace | None = None,
 ) -> Tensor:
@@ -86,10 +141,14 @@ def norm_gate_up(
 
 
 def linear_residual(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, workspace: LinearWorkspace | None = None
+    x: Tensor,
+    weight: AnyWeight,
+    bias: Tensor | None,
+    residual: Tensor,
+    workspace: LinearWorkspace | None = None,
 ) -> tuple[Tensor, Tensor]:
     """residual [T, N] + `linear`: (the new residual stream [T, N], its squares [T, P]); not in place."""
-    y = torch.addmm(residual, x, weight.t())
+    y = torch.addmm(residual, x, plain_weight(weight, x.dtype).t())
     if bias is not None:
         y = y + bias
     return y, _sum_of_squares(y)
@@ -101,8 +160,9 @@ def rms_norm_rows(x: Tensor, squares: Tensor, weight: Tensor, epsilon: float) ->
     return (x.float() * scale * weight.float()).to(x.dtype)
 
 
-def head_logits(x: Tensor, weight: Tensor) -> Tensor:
+def head_logits(x: Tensor, weight: AnyWeight) -> Tensor:
     """Logits float32 [T, V] of hidden states x [T, K] by weight [V, K]."""
+    weight = plain_weight(weight, x.dtype)
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x, weight).float()
@@ -110,7 +170,7 @@ def head_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 def head_sample(
     x: Tensor,
-    weight: Tensor,
+    weight: AnyWeight,
     usable_vocab: int,
     seed: Tensor,
     first: Tensor,

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spd.kernels.launch import Signature, ceil_div, overlap, power_of_two
+from spd.kernels.launch import ceil_div, overlap, power_of_two
 from spd.kernels.skinny_config import (
-    TOKEN_TILE,
     LinearConfig,
     config_for,
     paired,
@@ -28,7 +27,7 @@ from spd.kernels.skinny_kernels_triton import (
     head_kernel,
     linear_kernel,
 )
-from spd.kernels.skinny_linear import LinearWorkspace, capability_of
+from spd.kernels.skinny_linear import AnyWeight, LinearWorkspace, ScaledWeight, capability_of
 from spd.kernels.skinny_rows_triton import choose_kernel, embed_kernel, rms_norm_rows_kernel
 
 PARTS_BLOCK = 128
@@ -48,19 +47,35 @@ def _cached_config(
     return with_tile(paired(config, n) if pair else config, tile, itemsize, capability)
 
 
-def _config(weight: Tensor, rows: int, *, pair: bool = False) -> LinearConfig:
-    """The choices for a weight, gate and up rows together if it is a pair, and the tile for these rows."""
-    size = weight.element_size()
-    return _cached_config(*weight.shape, size, weight.device, token_tile(rows, size), pair)
+def _config(weight: AnyWeight, x: Tensor, *, pair: bool = False) -> LinearConfig:
+    """The choices for a weight, gate and up rows together if it is a pair, and the tile for x's rows."""
+    tile = token_tile(x.shape[0], x.element_size())
+    return _cached_config(*weight.shape, _values(weight).element_size(), weight.device, tile, pair)
 
 
-def _fuses(weight: Tensor) -> bool:
+def _values(weight: AnyWeight) -> Tensor:
+    return weight.values if isinstance(weight, ScaledWeight) else weight
+
+
+def _operands(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The first arguments of every product's kernel: values, scales, factors of the columns."""
+    if isinstance(weight, ScaledWeight):
+        return weight.values, weight.scales, weight.columns
+    return weight, None, None
+
+
+def groups_of(weight: AnyWeight | None) -> dict[str, int]:
+    rows, columns = weight.groups if isinstance(weight, ScaledWeight) else (1, 0)
+    return {"GROUP_N": rows, "GROUP_K": columns}
+
+
+def _fuses(x: Tensor) -> bool:
     """Whether multiply-adds may be fused: where tiles have one size, and float32 products consist of them.
     Else which pairs meet in a thread, and so are fused, would follow from the tile."""
-    return weight.dtype == torch.float32
+    return x.dtype == torch.float32
 
 
-def _constants(config: LinearConfig, k: int, parts: int) -> dict[str, Any]:
+def constants_of(config: LinearConfig, k: int, parts: int) -> dict[str, Any]:
     """Constants of a product; `parts` is how many partial sums of squares a row of x has."""
     return {
         "BLOCK_N": config.block_n,
@@ -92,7 +107,7 @@ def _workspace(
 
 def _product(
     x: Tensor,
-    weight: Tensor,
+    weight: AnyWeight,
     bias: Tensor | None,
     squares: Tensor | None,
     epsilon: float,
@@ -103,7 +118,7 @@ def _product(
     """y, and its squares where there is a residual."""
     rows, k = x.shape
     n = weight.shape[0]
-    config = config or _config(weight, rows)
+    config = config or _config(weight, x)
     tiles = ceil_div(n, config.block_n)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     squares_out = None
@@ -111,7 +126,7 @@ def _product(
         squares_out = torch.empty(rows, tiles, dtype=torch.float32, device=x.device)
     partials, counters = _workspace(workspace, n, rows, config, x.device)
     linear_kernel[(ceil_div(rows, config.block_t), tiles, config.split_k)](
-        weight,
+        *_operands(weight),
         x,
         y,
         bias,
@@ -124,11 +139,12 @@ def _product(
         n,
         k,
         epsilon,
-        **_constants(config, k, 1 if squares is None else squares.shape[1]),
+        **constants_of(config, k, 1 if squares is None else squares.shape[1]),
+        **groups_of(weight),
         **overlap(x.device),
         num_warps=config.warps,
         num_stages=config.stages,
-        enable_fp_fusion=_fuses(weight),
+        enable_fp_fusion=_fuses(x),
     )
     return y, squares_out
 
@@ -148,7 +164,7 @@ def embed(token_ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: AnyWeight,
     bias: Tensor | None,
     workspace: LinearWorkspace | None = None,
     *,
@@ -162,7 +178,7 @@ def norm_linear(
     x: Tensor,
     squares: Tensor,
     epsilon: float,
-    weight: Tensor,
+    weight: AnyWeight,
     bias: Tensor | None,
     workspace: LinearWorkspace | None = None,
     *,
@@ -176,7 +192,7 @@ def norm_gate_up(
     x: Tensor,
     squares: Tensor,
     epsilon: float,
-    weight: Tensor,
+    weight: AnyWeight,
     bias: Tensor | None,
     workspace: LinearWorkspace | None = None,
     *,
@@ -185,12 +201,12 @@ def norm_gate_up(
     """See `skinny_linear.norm_gate_up`; a program holds gate rows and the up rows that belong to them."""
     rows, k = x.shape
     n = weight.shape[0] // 2
-    config = paired(config, 2 * n) if config else _config(weight, rows, pair=True)
+    config = paired(config, 2 * n) if config else _config(weight, x, pair=True)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     partials, counters = _workspace(workspace, 2 * n, rows, config, x.device)
-    constants = _constants(config, k, squares.shape[1]) | {"BLOCK_N": config.block_n // 2}
+    constants = constants_of(config, k, squares.shape[1]) | {"BLOCK_N": config.block_n // 2}
     gate_up_kernel[(ceil_div(rows, config.block_t), ceil_div(2 * n, config.block_n), config.split_k)](
-        weight,
+        *_operands(weight),
         x,
         y,
         bias,
@@ -202,17 +218,18 @@ def norm_gate_up(
         k,
         epsilon,
         **constants,
+        **groups_of(weight),
         **overlap(x.device),
         num_warps=config.warps,
         num_stages=config.stages,
-        enable_fp_fusion=_fuses(weight),
+        enable_fp_fusion=_fuses(x),
     )
     return y
 
 
 def linear_residual(
     x: Tensor,
-    weight: Tensor,
+    weight: AnyWeight,
     bias: Tensor | None,
     residual: Tensor,
     workspace: LinearWorkspace | None = None,
@@ -248,7 +265,7 @@ def rms_norm_rows(x: Tensor, squares: Tensor, weight: Tensor, epsilon: float) ->
 
 def _head(
     x: Tensor,
-    weight: Tensor,
+    weight: AnyWeight,
     n: int,
     logits: Tensor | None,
     draw: tuple[Tensor | int | None, ...],
@@ -257,13 +274,14 @@ def _head(
     """Launch the one kernel that both forms of the head share, over the first n rows of weight."""
     rows, k = x.shape
     head_kernel[(ceil_div(rows, config.block_t), ceil_div(n, config.block_n))](
-        weight,
+        *_operands(weight),
         x,
         logits,
         *draw,
         rows,
         n,
         k,
+        **groups_of(weight),
         BLOCK_N=config.block_n,
         BLOCK_T=config.block_t,
         BLOCK_K=config.block_k,
@@ -275,18 +293,18 @@ def _head(
     )
 
 
-def head_logits(x: Tensor, weight: Tensor, *, config: LinearConfig | None = None) -> Tensor:
+def head_logits(x: Tensor, weight: AnyWeight, *, config: LinearConfig | None = None) -> Tensor:
     """See `skinny_linear.head_logits`."""
     n = weight.shape[0]
     logits = torch.empty(x.shape[0], n, dtype=torch.float32, device=x.device)
-    config = unsplit(config or _config(weight, x.shape[0]))
+    config = unsplit(config or _config(weight, x))
     _head(x, weight, n, logits, (None, None, None, 0, None, 1), config)
     return logits
 
 
 def head_sample(
     x: Tensor,
-    weight: Tensor,
+    weight: AnyWeight,
     usable_vocab: int,
     seed: Tensor,
     first: Tensor,
@@ -297,7 +315,7 @@ def head_sample(
 ) -> tuple[Tensor, Tensor]:
     """See `skinny_linear.head_sample`; the logits are the very bits that `head_logits` stores."""
     rows, device = x.shape[0], x.device
-    config = unsplit(config or _config(weight, rows))
+    config = unsplit(config or _config(weight, x))
     tiles = ceil_div(usable_vocab, config.block_n)
     ranks = torch.empty(rows, tiles, dtype=torch.int64, device=device)
     draw = (ranks, seed, first, step, temperature, rows // seed.shape[0])
@@ -307,81 +325,3 @@ def head_sample(
     block = min(power_of_two(tiles), CHOICE_BLOCK)
     choose_kernel[(rows,)](ranks, token, finite, tiles, BLOCK=block, **overlap(x.device), num_warps=4)
     return token, finite
-
-
-def _described(
-    kernel: Any, config: LinearConfig, k: int, parts: int, types: dict[str, str], whole: dict[str, Any]
-) -> Signature:
-    """A product's kernel with the arguments in types, none of the others, and the constants in `whole`."""
-    types = types | dict.fromkeys(("rows", "n", "k"), "i32")
-    if "partials" in kernel.arg_names and config.split_k > 1:
-        types |= {"partials": "*fp32", "counters": "*i32"}
-    constants = _constants(config, k, parts) | {"PDL": True} | whole
-    constants = {name: constants.get(name) for name in kernel.arg_names if name not in types}
-    options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": False}
-    return Signature(kernel, types, constants, options, unspecialized=("rows", "epsilon", "step", "window"))
-
-
-def _layer_signatures(
-    dtype: str, tile: int, hidden: int, qkv: int, out: int, inner: int
-) -> dict[str, Signature]:
-    """A layer's products: qkv [qkv, hidden], out [hidden, out], gate_up [2 * inner, hidden] and down."""
-    device = (9, 0)
-    product = dict.fromkeys(("w", "x", "y"), f"*{dtype}") | {"epsilon": "fp32"}
-    normed = product | {"squares": "*fp32"}
-    added = product | {"residual": f"*{dtype}", "squares_out": "*fp32"}
-    found = {}
-    for name, n, k, types in (("out", hidden, out, added), ("down", hidden, inner, added)):
-        config = with_tile(config_for(n, k, 2, device), tile, 2, device)
-        found[name] = _described(linear_kernel, config, k, 1, types, {})
-    parts = ceil_div(hidden, config.block_n)
-    config = with_tile(config_for(qkv, hidden, 2, device), tile, 2, device)
-    found["qkv"] = _described(linear_kernel, config, hidden, parts, normed, {})
-    config = paired(config_for(2 * inner, hidden, 2, device), 2 * inner)
-    config = with_tile(config, tile, 2, device)
-    half = {"BLOCK_N": config.block_n // 2}
-    found["gate_up"] = _described(gate_up_kernel, config, hidden, parts, normed, half)
-    return found
-
-
-def _head_signatures(dtype: str, tile: int, vocab: int, hidden: int) -> dict[str, Signature]:
-    """The head's logits and its draw."""
-    config = with_tile(config_for(vocab, hidden, 2, (9, 0)), tile, 2, (9, 0))
-    types = dict.fromkeys(("w", "x"), f"*{dtype}") | dict.fromkeys(("step", "window"), "i32")
-    draw = {"ranks": "*i64", "seed": "*i64", "position": "*i64", "temperature": "*fp32"}
-    return {
-        name: _described(head_kernel, unsplit(config), hidden, 1, types | outputs, {})
-        for name, outputs in (("head_logits", {"logits": "*fp32"}), ("head_sample", draw))
-    }
-
-
-def _row_signatures() -> dict[str, Signature]:
-    """The kernels that work on a row each."""
-    tiles, four = ceil_div(151936, config_for(151936, 4096, 2, (9, 0)).block_n), {"num_warps": 4}
-    choose = {"ranks": "*i64", "token": "*i64", "finite": "*i1", "tiles": "i32"}
-    embed = {"token_ids": "*i64", "table": "*bf16", "x": "*bf16", "squares": "*fp32", "h": "i32"}
-    norm = {"x": "*bf16", "squares": "*fp32", "weight": "*bf16", "y": "*bf16", "k": "i32", "epsilon": "fp32"}
-    block = {"BLOCK": min(power_of_two(tiles), CHOICE_BLOCK), "PDL": True}
-    norm_blocks = {"PARTS": 64, "BLOCK_P": 64, "BLOCK_K": COPY_BLOCK, "PDL": True}
-    return {
-        "choose": Signature(choose_kernel, choose, block, four, unspecialized=("tiles",)),
-        "embed": Signature(embed_kernel, embed, {"BLOCK_H": COPY_BLOCK, "PDL": True}, four),
-        "rms_norm_rows": Signature(rms_norm_rows_kernel, norm, norm_blocks, four, unspecialized=("epsilon",)),
-    }
-
-
-def signatures() -> dict[str, Signature]:
-    """The products of an 8B and a 0.6B model, an 8B's for up to 64 rows, its head, and the row kernels."""
-    found = _row_signatures()
-    for dtype in ("bf16", "fp16"):
-        groups = {
-            "8b": _layer_signatures(dtype, TOKEN_TILE, 4096, 6144, 4096, 12288)
-            | _head_signatures(dtype, TOKEN_TILE, 151936, 4096),
-            "0.6b": _layer_signatures(dtype, TOKEN_TILE, 1024, 4096, 2048, 3072),
-        }
-        if dtype == "bf16":
-            groups["8b_wide"] = _layer_signatures(dtype, 64, 4096, 6144, 4096, 12288)
-            groups["8b_wide"] |= _head_signatures(dtype, 64, 151936, 4096)
-        for group, members in groups.items():
-            found |= {f"{name}_{group}_{dtype}": signature for name, signature in members.items()}
-    return found

@@ -43,7 +43,7 @@ def _compile_only() -> Finding:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from spd.kernels.skinny_linear_triton import signatures
+    from spd.kernels.skinny_signatures_triton import signatures
 
     name, signature = next((n, s) for n, s in signatures().items() if n.startswith("out_8b"))
     names = signature.kernel.arg_names
