@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spd.errors import SpdError
+    from spd.formats.demo import demo_folder
     from spd.runtime import (
+        AsyncEngine,
+        Completion,
         Engine,
         EngineConfig,
         EnginePlan,
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncEngine",
+    "Completion",
     "Engine",
     "EngineConfig",
     "EnginePlan",
@@ -36,6 +41,7 @@ __all__ = [
     "SamplingParams",
     "SpdError",
     "__version__",
+    "demo_folder",
     "make_plan",
 ]
 
@@ -43,5 +49,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'spd' has no attribute {name!r}")
-    room = "spd.errors" if name == "SpdError" else "spd.runtime"
+    room = {"SpdError": "spd.errors", "demo_folder": "spd.formats.demo"}.get(name, "spd.runtime")
     return getattr(importlib.import_module(room), name)

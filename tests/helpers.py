@@ -65,7 +65,7 @@ def run_all(engine: Engine, prompts: list[tuple[int, ...]], params: list[Samplin
     runs = {f"r{i}": Run() for i in range(len(prompts))}
     engine.trace = lambda record: runs[record.request].rounds.append(record)
     requests = [Request(f"r{i}", p, q) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
-    for event in engine.generate(requests):
+    for event in engine.stream(requests):
         run = runs[event.request_id]
         assert run.finish_reason is None, "an event after the end"
         run.tokens += event.token_ids

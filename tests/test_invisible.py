@@ -161,7 +161,7 @@ def test_prefix_hit_equals_miss(target: Path, methods: dict[str, dict[str, Any]]
         spans = (("prompt", len(common)), ("generated", len(reply)), ("prompt", 3))
         again = make_engine(target, ctx=500, prefix_sharing=False, **wishes)
         found = [
-            [e.token_ids for e in one.generate([Request("x", longer, params, spans)])]
+            [e.token_ids for e in one.stream([Request("x", longer, params, spans)])]
             for one in (engine, again)
         ]
         assert found[0] == found[1]

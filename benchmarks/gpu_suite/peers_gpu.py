@@ -88,7 +88,7 @@ def spd_contender(engine: Engine, vocab: int) -> Generate:
     prompt = random_prompt(PROMPT, vocab, 0)
 
     def generate(tokens: int) -> None:
-        for _ in engine.generate([Request("r", prompt, replace(GREEDY, max_tokens=tokens))]):
+        for _ in engine.stream([Request("r", prompt, replace(GREEDY, max_tokens=tokens))]):
             pass
 
     return generate

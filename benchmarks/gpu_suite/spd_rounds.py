@@ -149,7 +149,7 @@ def generate(
         params = replace(KINDS[job.kind], max_tokens=limit, seed=7 + job.prompt)
         requests[job] = Request(f"{job.prompt} {job.kind}", tuple(prompts[job.prompt]), params)
     texts: dict[str, list[int]] = {request.id: [] for request in requests.values()}
-    for event in engine.generate(requests.values()):
+    for event in engine.stream(requests.values()):
         texts[event.request_id] += event.token_ids
     found = {}
     for job, request in requests.items():

@@ -45,7 +45,7 @@ def generate_with(engine: Engine, request_id: str, prompt_ids: Sequence[int], to
     """Run one greedy request to exactly `tokens` tokens, noting every event."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     clock = ChunkClock()
-    for event in engine.generate([Request(id=request_id, prompt_ids=tuple(prompt_ids), params=params)]):
+    for event in engine.stream([Request(id=request_id, prompt_ids=tuple(prompt_ids), params=params)]):
         clock.add(list(event.token_ids))
     return clock.finish(mean_acceptance_length=engine.metrics(request_id).mean_acceptance_length)
 

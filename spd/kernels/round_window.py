@@ -44,13 +44,14 @@ def round_window(
     trash_slot: int,
     times: Tensor | None = None,
     counter: Tensor | None = None,
+    draft_cap: Tensor | None = None,
 ) -> RoundWindow:
     """The window of every slot: the token at length - 1, then the k drafts.
 
     tokens int64 [S, T], draft int64 [S, >= k], page_table int64 [S, P], the others [S], lengths at
-    least 1. Drafts end at the first id outside 0 to usable_vocab - 1, and where the token after them
-    would pass length_limit. Positions are at most max_len - 1. With times and counter (see
-    `round_finish`) the beginning is marked, in place.
+    least 1. Drafts end at the first id outside 0 to usable_vocab - 1, where the token after them would
+    pass length_limit, and after draft_cap of them where that is given, int64 [S]. Positions are at most
+    max_len - 1. With times and counter (see `round_finish`) the beginning is marked, in place.
     """
     if times is not None and counter is not None:
         mark_time(times, counter, BEGAN, False)
@@ -58,6 +59,8 @@ def round_window(
     known = (draft >= 0) & (draft < usable_vocab)
     leading = known.long().cumprod(dim=-1).sum(dim=-1)
     room = (length_limit - length - 1).clamp(min=0)
+    if draft_cap is not None:
+        num_drafts = torch.minimum(num_drafts, draft_cap)
     usable = torch.minimum(torch.minimum(num_drafts.clamp(0, k), leading), room)
     draft = torch.where(known, draft, 0)
     last = (length - 1).unsqueeze(-1)

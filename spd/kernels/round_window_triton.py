@@ -48,6 +48,7 @@ def window_kernel(
     out_count,
     times,
     counter,
+    draft_cap,
     tokens_stride,
     draft_stride,
     table_stride,
@@ -73,7 +74,7 @@ def window_kernel(
     ids = tl.load(draft + s * draft_stride + row - 1, mask=drafted, other=0)
     size = tl.load(length + s)
     limit = tl.load(length_limit + s)
-    proposed = tl.load(num_drafts + s)
+    proposed = tl.minimum(tl.load(num_drafts + s), tl.load(draft_cap + s))
     live = tl.load(active + s) != 0
     last = tl.load(tokens + s * tokens_stride + size - 1)
     known = (ids >= 0) & (ids < usable_vocab)
@@ -108,6 +109,7 @@ def round_window(
     trash_slot: int,
     times: Tensor | None = None,
     counter: Tensor | None = None,
+    draft_cap: Tensor | None = None,
 ) -> RoundWindow:
     """See `round_window.round_window`; the last dimension of every tensor has stride 1."""
     slots, device = length.shape[0], length.device
@@ -138,6 +140,7 @@ def round_window(
         window.num_drafts,
         times if timed else length,
         counter if timed else length,
+        num_drafts if draft_cap is None else draft_cap,
         tokens.stride(0),
         draft.stride(0),
         page_table.stride(0),

@@ -6,6 +6,8 @@ import importlib
 from typing import Any
 
 _HOMES = {
+    "AsyncEngine": "async_engine",
+    "Completion": "request",
     "Engine": "engine",
     "EngineConfig": "config",
     "EnginePlan": "plan",

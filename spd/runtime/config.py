@@ -19,7 +19,12 @@ MAX_DRAFT = 31
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything an engine can be asked; defaults are `auto` wherever the plan may choose."""
+    """Everything an engine can be asked; defaults are `auto` wherever the plan may choose.
+
+    `slots` requests decode together. `cache_pages` pages of 64 positions hold their keys and values: by
+    default enough for every slot at full context, or as many as fit; with fewer, who came last may have
+    to wait and be prefilled again, which changes no text.
+    """
 
     model: Path
     draft_model: Path | None = None
@@ -37,6 +42,7 @@ class EngineConfig:
     graphs: bool | None = None
     kernels: str = "auto"
     slots: int = 1
+    cache_pages: int | None = None
     ctx: int | None = None
     memory_fraction: float = 0.9
     prefix_sharing: bool = True
@@ -81,6 +87,7 @@ def _check_ranges(config: EngineConfig) -> None:
         ("--memory-fraction", config.memory_fraction, 0.01, 1.0),
         ("--threads", config.threads, 1, 1024),
         ("slots", config.slots, 1, 1024),
+        ("cache_pages", config.cache_pages, 1, 2**31 - 1),
         ("--tp", config.tp, 1, 64),
         ("--draft-tp", config.draft_tp, 1, 64),
     )

@@ -1,23 +1,24 @@
 """The engine: requests in, events out. The only owner of sequences.
 
-`step` enqueues a round and reads one that was enqueued `lag` rounds ago, so the host never stands
-between two rounds; with lag 0 it reads at once. The text does not depend on it.
+`step` writes a piece of a prompt, enqueues a round and reads one that was enqueued `lag` rounds ago, so
+the host never stands between two rounds; with lag 0 it reads at once. The text does not depend on it.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from spd.errors import CheckpointError, IncompatibleError, UsageError
+from spd.errors import CheckpointError
 from spd.formats.generation_config import read_generation_config
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.tokenizer import Tokenizer
+from spd.runtime.admission import check_request
 from spd.runtime.assembly import Assembly, assemble
 from spd.runtime.config import EngineConfig
 from spd.runtime.detokenizer import Detokenizer
@@ -25,23 +26,28 @@ from spd.runtime.draft_length import DraftLength
 from spd.runtime.metrics import RequestMetrics, RoundRecord
 from spd.runtime.model_runner import EMPTY_SLOT, SlotView
 from spd.runtime.out_of_memory import explained, is_out_of_memory
-from spd.runtime.outcome import Outcome, read_outcomes, settle
-from spd.runtime.page_table import PageTable, page_hashes
+from spd.runtime.outcome import Outcome, read_outcomes, record_of, settle
+from spd.runtime.page_table import PageTable
 from spd.runtime.plan import EnginePlan, make_plan
 from spd.runtime.progress import Progress
-from spd.runtime.request import Event, Request
+from spd.runtime.request import Completion, CompletionParts, Event, Request, TokenLogprob
 from spd.runtime.round_queue import RoundResult, Ticket
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.scheduler import Scheduler
 from spd.runtime.sequence import Sequence
-from spd.runtime.spans import clip_runs, extend_tile, program_runs, reusable_prefix
-from spd.runtime.state import NUM_STOP_IDS
-from spd.runtime.transfer import to_device
+from spd.runtime.slots import Slots
+from spd.runtime.spans import program_runs
+
+FINISHED_KEPT = 4096
+"""Requests whose counters can still be asked for after their end: the latest."""
+
+IDLE_PASSES = 16
+"""Passes over prompts in a step at whose beginning nobody decoded."""
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A round enqueued and not yet read, with the epoch of each slot's occupant then (0: none)."""
+    """A round enqueued and not yet read, with the epoch of each slot that took part (0: it did not)."""
 
     ticket: Ticket
     epochs: tuple[int, ...]
@@ -51,7 +57,18 @@ class Engine:
     """Runs requests over one model; see `EngineConfig` for what can be asked.
 
     `progress` hears how far loading has come. Where memory runs out, while loading or later, the error is
-    a ResourceError; requests that ran then end with an "error" event, and the engine can go on.
+    a ResourceError; requests that ran then end with an "error" event, and the engine can go on. Not for
+    several threads at once: `AsyncEngine` is.
+
+    >>> from spd import Engine, EngineConfig, Request, SamplingParams, demo_folder
+    >>> engine = Engine(EngineConfig(model=demo_folder(), slots=2, ctx=256, threads=1))
+    >>> ids = tuple(engine.tokenizer.encode("def read_lines(path):"))
+    >>> params = SamplingParams(max_tokens=8)
+    >>> first, second = engine.generate([Request("a", ids, params), Request("b", ids[:3], params)])
+    >>> (first.request_id, len(first.token_ids), second.finish_reason)
+    ('a', 8, 'length')
+    >>> "".join(event.text for event in engine.stream([Request("c", ids, params)])) == first.text
+    True
     """
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
@@ -72,9 +89,17 @@ class Engine:
                 raise
             raise explained(error, self.plan, "loading") from None
         self._pages = PageTable(self.plan.num_pages)
-        self._scheduler = Scheduler(self.plan.slots)
+        self._scheduler = Scheduler(
+            self.plan.slots,
+            self._pages,
+            self.plan.page_size,
+            self._parts.pages_per_block,
+            self.plan.ctx,
+            sharing=self.plan.prefix_sharing,
+        )
+        self._slots = Slots(self._parts, self.plan, self.eos_ids)
         self._in_flight: deque[_InFlight] = deque()
-        self._finished: dict[str, RequestMetrics] = {}
+        self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
         self._ready: list[Event] = []
         self._draft_length = DraftLength(self.plan.draft_max, self.plan.adaptive, self.plan.draft_tiers)
         self._k = 0
@@ -83,69 +108,90 @@ class Engine:
 
     # -- orders ----------------------------------------------------------------------------------
 
+    def check(self, request: Request) -> None:
+        """Raise what `add` would refuse the request with."""
+        check_request(
+            request,
+            self.plan,
+            self.model_config.vocab_size,
+            self.usable_vocab,
+            has_tokenizer=self.tokenizer is not None,
+        )
+
     def add(self, request: Request) -> None:
         """Queue a request. Whatever can be refused for one request alone is refused here."""
+        self.check(request)
         params, length = request.params, len(request.prompt_ids)
-        if not length:
-            raise UsageError("the prompt has no tokens", reason=["a first token is needed to continue from"])
-        wrong = next((t for t in request.prompt_ids if not 0 <= t < self.model_config.vocab_size), None)
-        if wrong is not None:
-            raise UsageError(
-                f"prompt token id {wrong} is out of range",
-                reason=[f"valid: 0 to {self.model_config.vocab_size - 1}"],
-            )
-        if length >= self.plan.ctx:
-            raise IncompatibleError(
-                f"prompt is {length:,} tokens but the context is {self.plan.ctx:,}",
-                fix=[f"--ctx N above {length}", "--overflow truncate-left to drop the oldest tokens"],
-                code="context_overflow",
-            )
-        for token_id in (*params.stop_token_ids, *(token for token, _ in params.logit_bias)):
-            if token_id >= self.usable_vocab:
-                raise UsageError(
-                    f"token id {token_id} is out of range", reason=[f"valid: 0 to {self.usable_vocab - 1}"]
-                )
-        if params.stop and self.tokenizer is None:
-            raise IncompatibleError(
-                "stop strings need a tokenizer, and the model folder has no tokenizer.json"
-            )
-        if request.spans and sum(n for _, n in request.spans) != length:
-            raise UsageError("the prompt's spans do not add up to its length")
-        if any(origin not in ("prompt", "generated") or n < 0 for origin, n in request.spans):
-            raise UsageError("a span is neither prompt nor generated, or its length is negative")
-        self._scheduler.add(request)
+        limit = self.plan.ctx if params.max_tokens is None else length + params.max_tokens
+        token_bytes = self.tokenizer.token_bytes if self.tokenizer else lambda _token: b""
+        sequence = Sequence(
+            request=request,
+            length_limit=min(self.plan.ctx, limit),
+            detokenizer=Detokenizer(token_bytes, params.stop, params.min_tokens),
+            needs=SamplerClass.of(params),
+            runs=program_runs(request.spans or (("prompt", length),), self.plan.chunk),
+        )
+        sequence.metrics.load_ms, sequence.metrics.prompt_tokens = self.load_ms, length
+        self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its event with finish_reason "abort" comes with the next step."""
-        if self._scheduler.withdraw(request_id):
-            self._finished[request_id] = RequestMetrics()
-            self._ready.append(Event(request_id, (), "", "abort"))
-            return
-        for sequence in self._scheduler.running():
-            if sequence.request.id == request_id:
-                text = sequence.detokenizer.take(final=True)
-                self._ready.append(Event(request_id, (), text, "abort"))
-                sequence.finish_reason = "abort"
-                self._retire(sequence)
+        sequence = self._scheduler.find(request_id)
+        if sequence is not None:
+            self._end(sequence, "abort")
 
     @property
     def has_work(self) -> bool:
         """Whether anything waits, runs or has not been handed out."""
-        return bool(self._scheduler.waiting or self._scheduler.running() or self._in_flight or self._ready)
+        return bool(self._scheduler.ids() or self._in_flight or self._ready)
 
     def metrics(self, request_id: str) -> RequestMetrics:
-        """Counters of a running or finished request. Raises KeyError for an unknown id."""
-        for sequence in self._scheduler.running():
-            if sequence.request.id == request_id:
-                return sequence.metrics
-        return self._finished[request_id]
+        """Counters of a request that waits, runs or ended of late. Raises KeyError for an unknown id."""
+        sequence = self._scheduler.find(request_id)
+        return self._finished[request_id] if sequence is None else sequence.metrics
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Event]:
-        """Run requests to their end, yielding events as they come."""
-        for request in requests:
-            self.add(request)
-        while self.has_work:
-            yield from self.step()
+    def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
+        """Run requests to their end, yielding events as they come; taken from `requests` as room appears.
+
+        What is not finished when the caller stops listening is aborted. Raises what `add` raises.
+        """
+        source, open_ids = iter(requests), set[str]()
+        more = True
+        try:
+            while more or self.has_work:
+                while more and len(self._scheduler.waiting) < self.plan.slots:
+                    request = next(source, None)
+                    if request is None:
+                        more = False
+                    else:
+                        self.add(request)
+                        open_ids.add(request.id)
+                for event in self.step():
+                    if event.finish_reason is not None:
+                        open_ids.discard(event.request_id)
+                    yield event
+        finally:
+            for request_id in open_ids:
+                self.abort(request_id)
+            self._ready = [event for event in self._ready if event.request_id not in open_ids]
+
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+        """Run requests to their end together; one completion each, in their order.
+
+        Raises what `add` would refuse any of them with, before the first one runs.
+        """
+        asked = list(requests)
+        for request in asked:
+            self.check(request)
+        parts = {request.id: CompletionParts() for request in asked}
+        counted: dict[str, RequestMetrics] = {}
+        for event in self.stream(asked):
+            name = event.request_id
+            if name in parts:
+                parts[name].take(event)
+                if event.finish_reason is not None:
+                    counted[name] = self.metrics(name)
+        return [parts[request.id].completion(request.id, counted[request.id]) for request in asked]
 
     def close(self) -> None:
         """Let go of everything that runs."""
@@ -153,17 +199,17 @@ class Engine:
             self.abort(request_id)
         self._ready.clear()
         self._in_flight.clear()
+        self._scheduler.drop_rounds()
 
     # -- one step --------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Admit, enqueue one round, read those that are due."""
+        """Admit and prefill, enqueue one round, read those that are due."""
         try:
-            while (slot := self._scheduler.free_slot()) is not None:
-                self._admit(self._scheduler.waiting.popleft(), slot)
+            self._prefill()
             launched = self._enqueue()
             while self._in_flight and (len(self._in_flight) > self.plan.lag or not launched):
-                self._read(self._in_flight.popleft())
+                self._read_oldest()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -176,110 +222,87 @@ class Engine:
     def _fail_running(self) -> None:
         """End every running request with an error: a round broke off, and nobody knows where."""
         self._in_flight.clear()
+        self._scheduler.drop_rounds()
         self._parts.queue.restart()
         for sequence in self._scheduler.running():
-            text = sequence.detokenizer.take(final=True)
-            self._ready.append(Event(sequence.request.id, (), text, "error"))
-            sequence.finish_reason = "error"
-            self._retire(sequence)
+            self._end(sequence, "error", "memory ran out")
 
-    def _admit(self, request: Request, slot: int) -> None:
-        began = time.perf_counter()
-        params, prompt = request.params, request.prompt_ids
-        limit = (
-            self.plan.ctx
-            if params.max_tokens is None
-            else min(self.plan.ctx, len(prompt) + params.max_tokens)
-        )
-        token_bytes = self.tokenizer.token_bytes if self.tokenizer else lambda _token: b""
-        sequence = Sequence(
-            request=request,
-            slot=slot,
-            epoch=self._scheduler.next_epoch(),
-            length_limit=limit,
-            detokenizer=Detokenizer(token_bytes, params.stop, params.min_tokens),
-            needs=SamplerClass.of(params),
-            accepted_at=began,
-        )
-        self._scheduler.slots[slot] = sequence
-        sequence.runs = program_runs(request.spans or (("prompt", len(prompt)),), self.plan.chunk)
-        stops = list(dict.fromkeys((*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids)))
-        ids = to_device(prompt, torch.long, self.plan.device)
-        self._parts.state.admit(
-            slot, ids, limit, len(prompt) + params.min_tokens, stops[:NUM_STOP_IDS], self.plan.draft_ctx
-        )
-        self._parts.sampler.admit(slot, params, ids)
-        cached = self._prefill(sequence, ids)
-        sequence.metrics.load_ms = self.load_ms
-        sequence.metrics.prompt_tokens = len(prompt)
-        sequence.metrics.cached_tokens = cached
-        sequence.metrics.prompt_ms = 1000 * (time.perf_counter() - began)
+    def _prefill(self) -> None:
+        """Write prompts: one pass where others decode meanwhile; else until one can, or a few."""
+        scheduler = self._scheduler
+        passes, most = 0, 1 if self._scheduler.decoding() else IDLE_PASSES
+        while (sequence := scheduler.next_to_prefill(2 * self.plan.draft_max + 1)) is not None:
+            began = time.perf_counter()
+            if sequence.admitted_at is None:
+                sequence.admitted_at = began
+                sequence.metrics.queue_ms = 1000 * (began - sequence.arrived_at)
+                sequence.metrics.cached_tokens = sequence.prefilled
+            if not sequence.placed:
+                self._slots.place(sequence)
+            before = sequence.prefilled
+            scheduler.wrote(sequence, self._slots.prefill(sequence, scheduler.prefill_runs(sequence)))
+            sequence.metrics.prompt_ms += 1000 * (time.perf_counter() - began)
+            if sequence is not scheduler.prefilling:
+                self._slots.activate(sequence)
+            passes += sequence.prefilled > before
+            if passes >= most and scheduler.decoding():
+                return
 
-    @torch.inference_mode()
-    def _prefill(self, sequence: Sequence, ids: torch.Tensor) -> int:
-        """Write the prompt's KV but for its last token; returns how many positions were shared."""
-        prompt, size = sequence.request.prompt_ids, self.plan.page_size
-        end = len(prompt) - 1
-        runs = clip_runs(sequence.runs, end)
-        hashes = page_hashes(prompt, runs, size, end) if self.plan.prefix_sharing else []
-        shared = self._pages.match(hashes)
-        cached = len(shared) * size
-        # Back to where neither a page nor a chunk is cut: a later span's chunks may start inside a page.
-        while (whole := reusable_prefix(runs, cached) // size * size) < cached:
-            cached = whole
-        keep = cached // size
-        self._pages.release(shared[keep:])
-        sequence.pages = shared[:keep]
-        self._grow(sequence, len(prompt))
-        view = SlotView(len(prompt), sequence.pages)
-        self._parts.runner.prefill(ids[None], cached, end, runs, view)
-        if self._parts.proposer is not None:
-            self._parts.proposer.prefill(ids[None], cached, end, runs, view)
-        for page, digest in list(zip(sequence.pages, hashes, strict=False))[keep:]:
-            self._pages.publish(page, digest)
-        return cached
+    def _reach(self, sequence: Sequence, k: int, next_k: int) -> int:
+        """The round feeds up to bound + k positions and drafts up to next_k beyond what it commits."""
+        return min(sequence.bound + k + 1 + next_k, self.plan.ctx)
 
-    def _grow(self, sequence: Sequence, positions: int) -> None:
-        """Give a sequence pages for `positions` positions, in whole attention blocks."""
-        size, block = self.plan.page_size, self._parts.pages_per_block
-        wanted = -(-min(positions, self.plan.ctx + size) // size)
-        wanted = -(-wanted // block) * block
-        missing = wanted - len(sequence.pages)
-        if missing > 0:
-            after = sequence.pages[-1] if sequence.pages else None
-            sequence.pages += self._pages.allocate(missing, after)
-            width = self._parts.state.page_table.shape[1]
-            self._parts.state.page_table[sequence.slot] = self._parts.runner.page_row(sequence.pages, width)
+    def _make_room(self, k: int, next_k: int) -> None:
+        """Pages for the next round of all who decode, oldest first; who came last gives way.
+
+        What is on its way is read first: it may end somebody, and bounds become lengths.
+        """
+        scheduler = self._scheduler
+        for sequence in sorted(scheduler.decoding(), key=lambda s: s.epoch):
+            while sequence.active:
+                held = len(sequence.pages)
+                if scheduler.grow(sequence, self._reach(sequence, k, next_k)):
+                    if len(sequence.pages) > held:
+                        self._slots.show_pages(sequence)
+                    break
+                if self._in_flight:
+                    self._read_oldest()
+                    continue
+                last = scheduler.last_to_come()
+                assert last is not None
+                self._parts.state.retire(last.slot)
+                scheduler.preempt(last)
 
     def _enqueue(self) -> bool:
-        """Enqueue one round over all running slots; False when every one may already be at its limit."""
-        live = self._scheduler.running()
-        if not any(s.bound < s.length_limit or not s.in_flight for s in live):
+        """Enqueue one round over all who decode; False when every one may already be at its limit."""
+        if not any(s.bound < s.length_limit or not s.in_flight for s in self._scheduler.decoding()):
             return False
         k, next_k = self._k, self._draft_length.choose()
-        views = [EMPTY_SLOT] * self.plan.slots
+        self._make_room(k, next_k)
+        live = self._scheduler.decoding()
+        if not live:
+            return False
+        views, epochs = [EMPTY_SLOT] * self.plan.slots, [0] * self.plan.slots
         needs, logprobs = SamplerClass(), None
         for sequence in live:
-            # The round feeds up to bound + k positions and drafts up to next_k beyond what it commits.
-            reach = min(sequence.bound + k + 1 + next_k, self.plan.ctx)
-            self._grow(sequence, reach)
-            views[sequence.slot] = SlotView(reach, sequence.pages)
+            views[sequence.slot] = SlotView(self._reach(sequence, k, next_k), sequence.pages)
+            epochs[sequence.slot] = sequence.epoch
             needs = needs | sequence.needs
             wanted = sequence.request.params.logprobs
             logprobs = logprobs if wanted is None else max(wanted, logprobs or 0)
             sequence.in_flight.append(k + 1)
         ticket = self._parts.queue.launch(k, views, needs, logprobs, next_k)
+        self._scheduler.launched()
         self._k = next_k
-        epochs = [0] * self.plan.slots
-        for sequence in live:
-            epochs[sequence.slot] = sequence.epoch
         self._in_flight.append(_InFlight(ticket, tuple(epochs)))
         return True
 
     # -- reading what happened ---------------------------------------------------------------------
 
-    def _read(self, entry: _InFlight) -> None:
+    def _read_oldest(self) -> None:
+        entry = self._in_flight.popleft()
         result = entry.ticket.read()
+        self._scheduler.read()
         outcomes = read_outcomes(result)
         draft_seconds, verify_seconds, _ = result.seconds
         self._draft_length.observe_cost(result.k, verify_seconds, draft_seconds, result.draft_forwards)
@@ -290,65 +313,52 @@ class Engine:
     def _apply(self, sequence: Sequence, outcome: Outcome, result: RoundResult) -> None:
         sequence.in_flight.popleft()
         settled = settle(sequence, outcome)
-        if sequence.rounds_read > 1:  # nothing could have been drafted for the first
+        if sequence.drafted_for:
             self._draft_length.observe(result.k, len(outcome.draft), outcome.accepted)
+        sequence.drafted_for = True
         if self.trace is not None:
-            self.trace(self._record(sequence, outcome, result, settled.tokens))
+            self.trace(record_of(sequence, outcome, result, settled.tokens, self.plan.spec))
         reason = settled.finish_reason
-        if settled.tokens or reason:
-            text = sequence.detokenizer.take(final=reason is not None)
+        if reason is not None:
+            error = "the model gave no finite number" if reason == "error" else None
+            self._end(sequence, reason, error, settled.tokens, settled.drafted, settled.logprobs)
+        elif settled.tokens:
+            text = sequence.detokenizer.take()
             self._ready.append(
                 Event(
                     sequence.request.id,
                     tuple(settled.tokens),
                     text,
-                    reason,
+                    None,
                     settled.drafted,
                     settled.logprobs,
                 )
             )
-        if reason:
-            sequence.finish_reason = reason
-            self._retire(sequence)
 
-    def _record(
-        self, sequence: Sequence, outcome: Outcome, result: RoundResult, tokens: list[int]
-    ) -> RoundRecord:
-        draft, verify, rest = (round(1000 * s, 3) for s in result.seconds)
-        return RoundRecord(
-            request=sequence.request.id,
-            round=sequence.rounds_read - 1,
-            position=outcome.length,
-            method=self.plan.spec,
-            draft=outcome.draft,
-            sampled=outcome.sampled[: len(outcome.draft) + 1],
-            accepted=outcome.accepted,
-            committed=tokens,
-            ms={"draft": draft, "verify": verify, "rest": rest},
-            draft_forwards=result.draft_forwards,
-        )
-
-    def _retire(self, sequence: Sequence) -> None:
-        """Free a sequence's slot and pages; publish the pages that hold committed tokens only."""
-        self._parts.state.retire(sequence.slot)
-        if sequence.finish_reason == "error":
-            own = [page for page in sequence.pages if not self._pages.is_published(page)]
-            self._parts.runner.cache.clear(own)
-            if self._parts.proposer is not None:
-                self._parts.proposer.clear(own)
-        elif self.plan.prefix_sharing:
-            # Everything after the prompt was written by verify-class tiles.
-            end = sequence.length - 1
-            runs = extend_tile(sequence.runs, end)
-            for page, digest in zip(
-                sequence.pages, page_hashes(sequence.tokens(), runs, self.plan.page_size, end), strict=False
-            ):
-                self._pages.publish(page, digest)
-        # Last page first: the end of a chain is of no use without its beginning.
-        self._pages.release(sequence.pages[::-1])
-        sequence.pages = []
-        self._scheduler.slots[sequence.slot] = None
-        self._finished[sequence.request.id] = sequence.metrics
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: str,
+        error: str | None = None,
+        tokens: Iterable[int] = (),
+        drafted: tuple[bool, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> None:
+        """Say that a request is over, and free what it holds."""
+        name = sequence.request.id
+        sequence.finish_reason = reason
+        text = sequence.detokenizer.take(final=True)
+        self._ready.append(Event(name, tuple(tokens), text, reason, drafted, logprobs, error))
+        if sequence.slot < 0:
+            self._scheduler.withdraw(sequence)
+        else:
+            self._parts.state.retire(sequence.slot)
+            own = self._scheduler.retire(sequence)
+            if own:
+                self._slots.clear(own)
+        self._finished[name] = sequence.metrics
+        while len(self._finished) > FINISHED_KEPT:
+            self._finished.popitem(last=False)
 
 
 def _open_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:

@@ -52,6 +52,16 @@ class MemoryShape:
     kernels: str
     graphs: bool
     on_cpu: bool
+    pages: int | None = None
+    """Of the caches; None for every slot at full length, or for one of them when `squeezed`."""
+    squeezed: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each cache, the reserved ones included."""
+        if self.pages is not None:
+            return NUM_RESERVED + self.pages
+        return NUM_RESERVED + fewest_pages(self.ctx) if self.squeezed else num_pages(self.ctx, self.slots)
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,11 @@ def num_pages(ctx: int, slots: int) -> int:
     return NUM_RESERVED + slots * pages_a_slot(ctx)
 
 
+def fewest_pages(ctx: int) -> int:
+    """Pages that one request at full length needs: with fewer it could never end."""
+    return -(-ctx // PAGE_SIZE)
+
+
 def page_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of one page over all layers."""
     return PAGE_SIZE * position_size(config) * DTYPE_BYTES[dtype]
@@ -116,7 +131,7 @@ def position_size(config: ModelConfig) -> int:
 def measure(shape: MemoryShape) -> MemoryNeed:
     """What an engine of this shape takes."""
     target, draft = shape.target, shape.draft
-    pages = num_pages(shape.ctx, shape.slots)
+    pages = shape.num_pages
     rows = shape.slots * (shape.draft_max + 1)
     workspace = _workspace(shape, target, shape.ctx, rows, rows)
     if draft is not None:

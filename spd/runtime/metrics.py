@@ -36,6 +36,9 @@ class RequestMetrics:
     completion_tokens: int = 0
     load_ms: float = 0.0
     """Of the engine, before the request: with `first_token_ms` what a cold start takes."""
+    queue_ms: float = 0.0
+    """From arrival to the first work on the prompt."""
+    preemptions: int = 0
     prompt_ms: float = 0.0
     first_token_ms: float = 0.0
     predicted_ms: float = 0.0

@@ -13,6 +13,7 @@ import torch
 from spd.errors import ResourceError, SpdError
 from spd.formats.model_config import read_model_config
 from spd.runtime.memory import MemoryShape, measure, remedies, show_size
+from spd.runtime.page_table import NUM_RESERVED
 from spd.runtime.plan import EnginePlan
 
 WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
@@ -92,6 +93,7 @@ def shape_of(plan: EnginePlan) -> MemoryShape:
         kernels=plan.kernels,
         graphs=plan.graphs,
         on_cpu=plan.device == "cpu",
+        pages=plan.num_pages - NUM_RESERVED,
     )
 
 

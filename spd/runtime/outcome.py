@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from spd.kernels.round_commit import FAILED, FULL, STOPPED
+from spd.runtime.metrics import RoundRecord
 from spd.runtime.request import TokenLogprob
 from spd.runtime.round_queue import RoundResult
 from spd.runtime.sequence import Sequence
@@ -97,7 +98,26 @@ def _count(sequence: Sequence, outcome: Outcome, tokens: list[int], accepted: in
     metrics.count_round(len(outcome.draft), outcome.accepted, accepted)
     if sequence.first_token_at is None:
         sequence.first_token_at = now
-        metrics.first_token_ms = 1000 * (now - sequence.accepted_at)
+        metrics.first_token_ms = 1000 * (now - sequence.arrived_at)
     else:
         metrics.tokens_after_first += len(tokens)
         metrics.predicted_ms = 1000 * (now - sequence.first_token_at)
+
+
+def record_of(
+    sequence: Sequence, outcome: Outcome, result: RoundResult, tokens: list[int], method: str
+) -> RoundRecord:
+    """One line of a trace: what a round did for one request, of which it keeps `tokens`."""
+    draft, verify, rest = (round(1000 * s, 3) for s in result.seconds)
+    return RoundRecord(
+        request=sequence.request.id,
+        round=sequence.rounds_read - 1,
+        position=outcome.length,
+        method=method,
+        draft=outcome.draft,
+        sampled=outcome.sampled[: len(outcome.draft) + 1],
+        accepted=outcome.accepted,
+        committed=tokens,
+        ms={"draft": draft, "verify": verify, "rest": rest},
+        draft_forwards=result.draft_forwards,
+    )

@@ -117,6 +117,10 @@ class PageTable:
                 else:
                     self._free.add(page)
 
+    def users(self) -> dict[int, int]:
+        """How many hold each page in use."""
+        return dict(self._users)
+
     def _unpublish(self, page: int) -> None:
         del self._page_of[self._hash_of.pop(page)]
         self._idle.pop(page, None)

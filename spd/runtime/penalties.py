@@ -13,8 +13,11 @@ class TokenCounts:
         self.in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
         self.generated = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
 
-    def admit(self, slot: int, prompt: Tensor) -> None:
-        """Start a row over with the prompt [n]."""
+    def admit(self, slot: int, prompt: Tensor, generated: Tensor | None = None) -> None:
+        """Start a row over with the prompt [n], and what was generated [m] before it was interrupted."""
         self.in_prompt[slot] = False
         self.in_prompt[slot, prompt] = True
         self.generated[slot] = 0
+        if generated is not None and generated.shape[0]:
+            ones = torch.ones_like(generated, dtype=torch.int32)
+            self.generated[slot].scatter_add_(0, generated, ones)

@@ -7,7 +7,7 @@ JSON result.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,19 @@ from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.config import EngineConfig
 from spd.runtime.memory import (
+    ATTENTION_BLOCK,
     AUTO_CTX,
     CHUNK,
     DEFAULT_DRAFT_MAX,
     PAGE_SIZE,
     MemoryShape,
     at_context,
+    fewest_pages,
     largest,
     measure,
-    num_pages,
     refusal,
 )
+from spd.runtime.page_table import NUM_RESERVED
 
 
 @dataclass(frozen=True)
@@ -243,21 +245,43 @@ def _shape(
         kernels=kernels,
         graphs=graphs,
         on_cpu=on_cpu,
+        pages=config.cache_pages,
     )
 
 
 def _fitted(config: EngineConfig, shape: MemoryShape, device: str, free: int) -> MemoryShape:
-    """The shape, with an automatic context cut to what fits. Raises ResourceError if nothing does."""
+    """The shape, with an automatic context and page number cut to what fits.
+
+    Pages are cut first, down to what one request needs. Raises ResourceError if nothing fits.
+    """
     usable = int(free * config.memory_fraction)
 
+    def least(ctx: int) -> MemoryShape:
+        return replace(at_context(shape, ctx), squeezed=shape.slots > 1)
+
     def fits(ctx: int) -> bool:
-        return measure(at_context(shape, ctx)).total <= usable
+        return measure(least(ctx)).total <= usable
 
     ctx = shape.ctx if config.ctx else largest(fits, shape.ctx, PAGE_SIZE)
     if not ctx or not fits(ctx):
-        smallest = at_context(shape, ctx or min(shape.ctx, PAGE_SIZE))
+        smallest = least(ctx or min(shape.ctx, PAGE_SIZE))
         raise refusal(smallest, device, free, config.memory_fraction, config.draft_model is not None)
-    return at_context(shape, ctx)
+    whole = at_context(shape, ctx)
+    if whole.pages is not None or measure(whole).total <= usable:
+        return whole
+    step = ATTENTION_BLOCK // PAGE_SIZE
+    pages = largest(lambda n: measure(replace(whole, pages=n)).total <= usable, whole.num_pages, step)
+    return replace(whole, pages=max(pages, fewest_pages(ctx)))
+
+
+def _check_pages(shape: MemoryShape) -> None:
+    if shape.num_pages - NUM_RESERVED < fewest_pages(shape.ctx):
+        raise UsageError(
+            f"{shape.pages} cache pages hold {(shape.pages or 0) * PAGE_SIZE:,} positions, "
+            f"but the context is {shape.ctx:,}",
+            reason=["A request at full length could never end."],
+            fix=[f"cache_pages={fewest_pages(shape.ctx)} or more", "a smaller ctx"],
+        )
 
 
 def make_plan(config: EngineConfig) -> EnginePlan:
@@ -278,6 +302,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     shape = _shape(config, model, draft, dtype, kernels, graphs, draft_max, device == "cpu")
     free = _free_memory(device)
     shape = _fitted(config, shape, device, free)
+    _check_pages(shape)
     need = measure(shape)
     return EnginePlan(
         model=str(config.model),
@@ -301,7 +326,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         slots=config.slots,
         ctx=shape.ctx,
         page_size=PAGE_SIZE,
-        num_pages=num_pages(shape.ctx, shape.slots),
+        num_pages=shape.num_pages,
         chunk=shape.chunk,
         prefix_sharing=config.prefix_sharing,
         threads=config.threads or _physical_cores(),

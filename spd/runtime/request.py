@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spd.errors import UsageError
+from spd.runtime.metrics import RequestMetrics
 
 MAX_STOP_IDS = 16
 MAX_STOP_STRINGS = 16
@@ -93,13 +94,19 @@ class Request:
 
     `spans` are the lengths of the prompt's parts in order, each ("prompt" or "generated", length):
     text that an earlier request generated keeps its kind, so that its cache can be found again.
-    Empty means one prompt span.
+    Empty means one prompt span. At most `draft_max` tokens a round are speculated for it, 0 for none,
+    None for as many as the engine does. It changes nothing but the speed.
     """
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     spans: tuple[tuple[str, int], ...] = ()
+    draft_max: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft_max is not None:
+            _between("draft_max", self.draft_max, 0, 2**31 - 1)
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ class Event:
     """What one round brought one request; text holds whole characters only.
 
     finish_reason is None while it goes on, then "stop", "length", "abort" or "error".
-    `drafted` says for each token whether it was an accepted draft.
+    `drafted` says for each token whether it was an accepted draft; `error` in words why one ended by it.
     """
 
     request_id: str
@@ -125,3 +132,51 @@ class Event:
     finish_reason: str | None = None
     drafted: tuple[bool, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Everything that one request brought; fields as in `Event`."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+    metrics: RequestMetrics
+    drafted: tuple[bool, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+
+@dataclass
+class CompletionParts:
+    """A completion while its events come in."""
+
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+
+    def take(self, event: Event) -> None:
+        """Add what an event brought."""
+        self.token_ids += event.token_ids
+        self.pieces.append(event.text)
+        self.drafted += event.drafted
+        self.logprobs += event.logprobs
+        self.finish_reason, self.error = event.finish_reason, event.error
+
+    def completion(self, request_id: str, metrics: RequestMetrics) -> Completion:
+        """The whole."""
+        return Completion(
+            request_id,
+            tuple(self.token_ids),
+            "".join(self.pieces),
+            self.finish_reason,
+            metrics,
+            tuple(self.drafted),
+            tuple(self.logprobs),
+            self.error,
+        )

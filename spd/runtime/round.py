@@ -65,6 +65,7 @@ class Round:
             self.runner.trash_slot,
             state.times,
             state.counter,
+            state.draft_cap,
         )
         hidden = self.runner.forward(window, state.page_table, views)
         if kernels.name == "torch":  # on a GPU one more launch would cost more than it tells

@@ -43,8 +43,10 @@ class Sampler:
         self.counts: TokenCounts | None = None
         self.bias: Tensor | None = None
 
-    def admit(self, slot: int, params: SamplingParams, prompt: Tensor) -> None:
-        """Write a slot's parameters; prompt int64 [n] feeds the penalties."""
+    def admit(
+        self, slot: int, params: SamplingParams, prompt: Tensor, generated: Tensor | None = None
+    ) -> None:
+        """Write a slot's parameters; prompt int64 [n] and what was generated before feed the penalties."""
         for name, tensor in self.numbers.items():
             tensor[slot].fill_(getattr(params, name))
         self.top_k[slot].fill_(params.top_k)
@@ -59,17 +61,16 @@ class Sampler:
         if SamplerClass.of(params).penalties and self.counts is None:
             self.counts = TokenCounts(self.state.slots, self.vocab_size, self.device)
         if self.counts is not None:
-            self.counts.admit(slot, prompt)
+            self.counts.admit(slot, prompt, generated)
 
-    @property
-    def tensors(self) -> SamplingTensors:
-        """The parameters and histories of all slots, as the kernels take them."""
-        state, counts = self.state, self.counts
+    def tensors(self, needs: SamplerClass) -> SamplingTensors:
+        """The parameters and histories of all slots, as far as these steps read them."""
+        state, counts = self.state, self.counts if needs.penalties else None
         return SamplingTensors(
             **self.numbers,
             top_k=self.top_k,
             seed=self.seed,
-            bias=self.bias,
+            bias=self.bias if needs.bias else None,
             in_prompt=counts.in_prompt if counts is not None else None,
             generated=counts.generated if counts is not None else None,
             stop_ids=state.stop_ids,
@@ -79,18 +80,18 @@ class Sampler:
 
     def process(self, logits: Tensor, draft: Tensor, needs: SamplerClass) -> Tensor:
         """The target's processed logits, float32 [S, R, V], for the R = k + 1 rows of draft [S, k]."""
-        return process_rows(logits, draft, self.tensors, needs, self.usable_vocab)
+        return process_rows(logits, draft, self.tensors(needs), needs, self.usable_vocab)
 
     def draw(self, processed: Tensor, positions: Tensor, needs: SamplerClass) -> Tensor:
         """Token ids [S, R] at absolute positions [S, R] from processed logits [S, R, V]."""
-        return draw_rows(processed, positions, self.tensors, needs)
+        return draw_rows(processed, positions, self.tensors(needs), needs)
 
     def sample(self, logits: Tensor, draft: Tensor, needs: SamplerClass) -> tuple[Tensor, Tensor]:
         """The target's tokens [S, R] from its logits [S, R, V], and whether each is finite."""
         rows = torch.arange(logits.shape[1], device=logits.device)
         positions = self.state.length.unsqueeze(-1) + rows
         drawn: tuple[Tensor, Tensor] = self.kernels.sample_rows(
-            logits, draft, positions, self.tensors, needs, self.usable_vocab
+            logits, draft, positions, self.tensors(needs), needs, self.usable_vocab
         )
         return drawn
 
@@ -128,7 +129,7 @@ class Sampler:
             logits,
             state.draft[:, :0],
             (state.length + step).unsqueeze(-1),
-            replace(self.tensors, bias=self._bias_over(vocab_size) if wanted.bias else None),
+            replace(self.tensors(wanted), bias=self._bias_over(vocab_size) if wanted.bias else None),
             wanted,
             min(self.usable_vocab, vocab_size),
         )[0]

@@ -1,4 +1,4 @@
-"""The engine's record of one running request. No torch here."""
+"""The engine's record of one request, from the waiting line to its end. No torch here."""
 
 from __future__ import annotations
 
@@ -12,28 +12,43 @@ from spd.runtime.request import Request
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.spans import Run
 
+NO_SLOT = -1
 
-@dataclass
+
+@dataclass(eq=False)
 class Sequence:
-    """One request in a slot. The host knows committed tokens late, so it keeps an upper bound.
+    """One request. The host knows committed tokens late, so it keeps an upper bound.
 
     `in_flight` holds the widths (k + 1) of rounds enqueued and not yet read.
     """
 
     request: Request
-    slot: int
-    epoch: int
     length_limit: int
     detokenizer: Detokenizer
     needs: SamplerClass
-    pages: list[int] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
+    """Which program writes the prompt's positions; what follows is written by tiles."""
+    slot: int = NO_SLOT
+    epoch: int = 0
+    pages: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    """Of the full pages that a prefill will have written."""
+    prefilled: int = 0
+    """Positions whose cache is there; all but the last token's before it may decode."""
+    placed: bool = False
+    """Whether the device knows of its stay in the slot."""
+    active: bool = False
+    """Whether it takes part in rounds: prefilled, and waiting for nothing."""
     generated: list[int] = field(default_factory=list)
     in_flight: deque[int] = field(default_factory=deque)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    accepted_at: float = field(default_factory=time.perf_counter)
+    arrived_at: float = field(default_factory=time.perf_counter)
+    admitted_at: float | None = None
     first_token_at: float | None = None
+    last_token_at: float = 0.0
     rounds_read: int = 0
+    drafted_for: bool = False
+    """Whether the round read next could have held drafts: not the first after a prefill."""
     finish_reason: str | None = None
 
     @property
@@ -45,6 +60,11 @@ class Sequence:
     def bound(self) -> int:
         """At most this many tokens are committed once every enqueued round has run."""
         return min(self.length + sum(self.in_flight), self.length_limit)
+
+    @property
+    def prefill_end(self) -> int:
+        """Positions that a prefill writes: all but the last token's, which a round feeds."""
+        return self.length - 1
 
     def tokens(self) -> list[int]:
         """Prompt and generated ids, in order."""

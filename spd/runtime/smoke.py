@@ -198,7 +198,7 @@ def equal_texts() -> Finding:
         # One thread: more gain a model of this size nothing, and lose much on a busy machine.
         wishes = EngineConfig(model=demo_folder(), spec=spec, ctx=512, adaptive=False, threads=1)
         engine = Engine(wishes)
-        events = list(engine.generate([Request("doctor", prompt, params)]))
+        events = list(engine.stream([Request("doctor", prompt, params)]))
         tokens[spec] = [token for event in events for token in event.token_ids]
         metrics = engine.metrics("doctor")
         engine.close()

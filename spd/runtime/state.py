@@ -32,11 +32,13 @@ class RoundState:
         self.tokens = integers(max_len + max_draft + 1)
         self.length = integers(fill=1)
         self.prompt_length = integers(fill=1)
+        """Tokens at admission: positions before the last of them were written by a prefill."""
         self.length_limit = integers(fill=1)
         self.min_length = integers()
         self.draft = integers(max(1, max_draft))
         self.num_drafts = integers()
         self.draft_limit = integers(fill=max_len)
+        self.draft_cap = integers(fill=max_draft)
         self.page_table = integers(pages, fill=ZERO_PAGE)
         self.stop_ids = integers(NUM_STOP_IDS, fill=-1)
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
@@ -54,8 +56,14 @@ class RoundState:
         min_length: int,
         stop_ids: Sequence[int],
         draft_limit: int,
+        draft_cap: int | None = None,
+        *,
+        active: bool = True,
     ) -> None:
-        """Write a row: prompt int64 [n] on the device; length_limit and min_length are absolute lengths."""
+        """Write a row: prompt int64 [n] on the device; length_limit and min_length are absolute lengths.
+
+        At most draft_cap drafts of a round are verified; None is as many as there are.
+        """
         count = prompt.shape[0]
         self.tokens[slot, :count] = prompt
         self.length[slot].fill_(count)
@@ -64,9 +72,14 @@ class RoundState:
         self.min_length[slot].fill_(min_length)
         self.num_drafts[slot].fill_(0)
         self.draft_limit[slot].fill_(draft_limit)
+        self.draft_cap[slot].fill_(self.max_draft if draft_cap is None else draft_cap)
         padded = [*stop_ids, *[-1] * (NUM_STOP_IDS - len(stop_ids))]
         self.stop_ids[slot] = to_device(padded, torch.long, self.device)
-        self.active[slot].fill_(True)
+        self.active[slot].fill_(active)
+
+    def set_active(self, slot: int, active: bool) -> None:
+        """Let a slot take part in rounds from the next one on, or keep it out of them."""
+        self.active[slot].fill_(active)
 
     def retire(self, slot: int) -> None:
         """Silence a slot: its rows are masked from the next round on."""

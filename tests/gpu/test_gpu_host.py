@@ -33,7 +33,7 @@ def text_of(engine: Engine, ids: Sequence[int], **params: Any) -> list[int]:
     """The tokens of one request."""
     wanted = {"temperature": 0.0, "max_tokens": 64, "ignore_eos": True, "seed": 5, **params}
     found: list[int] = []
-    for event in engine.generate([Request("r", tuple(ids), SamplingParams(**wanted))]):
+    for event in engine.stream([Request("r", tuple(ids), SamplingParams(**wanted))]):
         found += event.token_ids
     return found
 
@@ -118,7 +118,7 @@ def test_captured_and_eager_rounds_agree(slots: int) -> None:
             for i, ids in enumerate(prompts)
         ]
         texts: dict[str, list[int]] = {}
-        for event in engine.generate(requests):
+        for event in engine.stream(requests):
             texts.setdefault(event.request_id, []).extend(event.token_ids)
         counts = [
             (m.draft_n, m.draft_n_accepted_raw, list(m.accepted_per_position))

@@ -220,8 +220,8 @@ def noise(key: Callable[[Tensor], Tensor]) -> Mutation:
 def seed_of_slot(patch: Patch) -> None:
     admit = Sampler.admit
 
-    def changed(self: Sampler, slot: int, params: SamplingParams, prompt: Tensor) -> None:
-        admit(self, slot, params, prompt)
+    def changed(self: Sampler, slot: int, params: SamplingParams, *tokens: Tensor) -> None:
+        admit(self, slot, params, *tokens)
         self.seed[slot] = slot
 
     patch.setattr(Sampler, "admit", changed)

@@ -159,7 +159,7 @@ def generate(model: Path, orders: Sequence[SamplingParams], **config: Any) -> li
     engine = Engine(EngineConfig(model=model, **wishes))
     results = []
     for i, params in enumerate(orders):
-        events = list(engine.generate([Request(str(i), (72, 101, 108, 108, 111), params)]))
+        events = list(engine.stream([Request(str(i), (72, 101, 108, 108, 111), params)]))
         tokens = [token for event in events for token in event.token_ids]
         results.append(("".join(event.text for event in events), tokens, events[-1].finish_reason))
     return results

@@ -38,6 +38,7 @@ from spd.runtime.round import Round
 from spd.runtime.round_queue import CATCH_UP
 from spd.runtime.row_buckets import WIDEST
 from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.scheduler import Scheduler
 from tests.helpers import make_engine, random_prompts, run_all
 from tests.recipes.tiny import VARIANTS
 
@@ -171,7 +172,7 @@ def total_of(made: Any) -> int:
 def test_an_automatic_context_is_the_longest_that_fits(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32", slots=4)
+    wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32")
     pretend_free(monkeypatch, 2**40)
     whole = make_plan(wishes)
     assert whole.ctx == 8192 and total_of(whole) < 2**30
@@ -180,6 +181,25 @@ def test_an_automatic_context_is_the_longest_that_fits(
     assert 64 <= cut.ctx < 8192 and total_of(cut) <= cut.memory_budget_bytes
     more = dataclasses.replace(shape_of(cut), ctx=cut.ctx + 64)
     assert measure(more).total > cut.memory_budget_bytes == int(total_of(whole) * 0.9)
+
+
+def test_pages_give_way_before_an_automatic_context(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several slots: as many pages as fit, one request's at least, and only then a shorter context."""
+    wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32", slots=4)
+    pretend_free(monkeypatch, 2**40)
+    whole = make_plan(wishes)
+    assert (whole.ctx, whole.num_pages) == (8192, num_pages(8192, 4))
+    pretend_free(monkeypatch, total_of(whole))
+    fewer = make_plan(wishes)
+    assert fewer.ctx == 8192 and 130 <= fewer.num_pages < whole.num_pages
+    assert total_of(fewer) <= fewer.memory_budget_bytes
+    more = dataclasses.replace(shape_of(fewer), pages=fewer.num_pages + 8)
+    assert measure(more).total > fewer.memory_budget_bytes
+    pretend_free(monkeypatch, total_of(whole) // 2)
+    shorter = make_plan(wishes)
+    assert shorter.ctx < 8192 and shorter.num_pages - 2 >= shorter.ctx // 64
 
 
 def refused(shape: MemoryShape, free: int, **how: Any) -> list[str]:
@@ -253,7 +273,7 @@ def test_following_the_advice_leads_to_a_plan(
 ) -> None:
     folder = tiny("qwen3", max_positions=65536, hidden=128)
     wishes = {"model": folder, "dtype": "float32", "slots": 8, "ctx": 60000}
-    pretend_free(monkeypatch, 100 * 2**20)
+    pretend_free(monkeypatch, 89 * 2**20)
     with pytest.raises(ResourceError) as caught:
         make_plan(EngineConfig(**wishes))
     tried = 0
@@ -419,7 +439,7 @@ RUNNING = [
     ("later round", Round, "run", 4),
     ("after commit", Round, "_commit", 3),
     ("after a round", Round, "run", 3),
-    ("pages", Engine, "_grow", 2),
+    ("pages", Scheduler, "grow", 2),
 ]
 
 

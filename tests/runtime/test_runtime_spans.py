@@ -140,7 +140,7 @@ def test_a_cache_hit_cuts_no_chunk(first_span: int, tmp_path: Path, forwards: li
         forwards.clear()
         spans = [("prompt", first_span), ("prompt", length - first_span)]
         request = Request(str(length), tuple(text[:length]), SamplingParams(max_tokens=2), tuple(spans))
-        assert sum(len(event.token_ids) for event in engine.generate([request])) == 2
+        assert sum(len(event.token_ids) for event in engine.stream([request])) == 2
         written = positions_of(spans, 64)
         for start, rows in forwards:
             expected = [("chunk", n) if rows == 64 else ("tile", 0) for n in range(rows)]

@@ -81,4 +81,4 @@ def _drafts_again(engine: Engine, outcome: Outcome, record: RoundRecord) -> list
     )
     spans = (("prompt", len(request.prompt_ids)), ("generated", len(generated)))
     again = Request("again", prompt, params, tuple(span for span in spans if span[1]))
-    return [token for event in engine.generate([again]) for token in event.token_ids]
+    return [token for event in engine.stream([again]) for token in event.token_ids]

@@ -170,7 +170,7 @@ def _explain(engine: Engine, name: str, expected: Outcome, found: Outcome) -> Di
         params = replace(request.params, max_tokens=at + 1, logprobs=MAX_LOGPROBS)
         entries = [
             entry
-            for event in engine.generate([Request("margin", request.prompt_ids, params)])
+            for event in engine.stream([Request("margin", request.prompt_ids, params)])
             for entry in event.logprobs
         ]
         position = len(request.prompt_ids) + at

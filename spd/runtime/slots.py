@@ -1,0 +1,92 @@
+"""The device side of a slot: its row of the state, its prompt's cache, its page table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listed
+
+import torch
+from torch import Tensor
+
+from spd.runtime.assembly import Assembly
+from spd.runtime.memory import TAIL_ROWS
+from spd.runtime.model_runner import SlotView
+from spd.runtime.plan import EnginePlan
+from spd.runtime.sequence import Sequence
+from spd.runtime.spans import Run, extend_tile
+from spd.runtime.state import NUM_STOP_IDS
+from spd.runtime.transfer import to_device
+
+
+class Slots:
+    """Writes slots' rows as the scheduler decides; everything is enqueued, nothing is waited for."""
+
+    def __init__(self, parts: Assembly, plan: EnginePlan, eos_ids: Listed[int]) -> None:
+        self.parts, self.plan, self.eos_ids = parts, plan, tuple(eos_ids)
+        self._ids: Tensor | None = None
+        """Of the sequence that is being prefilled: int64 [length]."""
+
+    def place(self, sequence: Sequence) -> None:
+        """Write the row of a sequence that was given a slot; it stays silent until it is prefilled."""
+        params, state = sequence.request.params, self.parts.state
+        sequence.placed = True
+        self._ids = to_device(sequence.tokens(), torch.long, self.plan.device)
+        prompt = len(sequence.request.prompt_ids)
+        stops = list(dict.fromkeys((*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids)))
+        state.admit(
+            sequence.slot,
+            self._ids,
+            sequence.length_limit,
+            prompt + params.min_tokens,
+            stops[:NUM_STOP_IDS],
+            self.plan.draft_ctx,
+            sequence.request.draft_max,
+            active=False,
+        )
+        self.parts.sampler.admit(sequence.slot, params, self._ids[:prompt], self._ids[prompt:])
+        self.show_pages(sequence)
+
+    def show_pages(self, sequence: Sequence) -> None:
+        """Upload a sequence's page numbers."""
+        table = self.parts.state.page_table
+        table[sequence.slot] = self.parts.runner.page_row(sequence.pages, table.shape[1])
+
+    @torch.inference_mode()
+    def prefill(self, sequence: Sequence, runs: Listed[Run]) -> int:
+        """Enqueue the next pass over the prompt, at most one chunk; returns where it ended."""
+        start, end = sequence.prefilled, sequence.prefill_end
+        run = next((run for run in runs if run.start <= start < run.end), None)
+        if run is None:
+            return end
+        assert self._ids is not None
+        rows = self.plan.chunk if run.kind == "chunk" else TAIL_ROWS[self.plan.kernels]
+        stop = min(start + rows, run.end)
+        self._write(sequence, self._ids[None], start, stop, runs)
+        return stop
+
+    @torch.inference_mode()
+    def refill_draft(self, sequence: Sequence, positions: int) -> None:
+        """Write the drafter's cache of the last committed positions again, which it missed."""
+        proposer, end = self.parts.proposer, sequence.prefill_end
+        start = max(len(sequence.request.prompt_ids), end - positions)
+        if proposer is None or start >= end:
+            return
+        ids = to_device(sequence.tokens(), torch.long, self.plan.device)
+        runs = extend_tile(sequence.runs, end)
+        proposer.prefill(ids[None], start, end, runs, SlotView(sequence.length, sequence.pages))
+
+    def _write(self, sequence: Sequence, ids: Tensor, start: int, end: int, runs: Listed[Run]) -> None:
+        view = SlotView(sequence.length, sequence.pages)
+        self.parts.runner.prefill(ids, start, end, runs, view)
+        if self.parts.proposer is not None:
+            self.parts.proposer.prefill(ids, start, end, runs, view)
+
+    def activate(self, sequence: Sequence) -> None:
+        """Let a slot take part from the next round on."""
+        sequence.active = True
+        self.parts.state.set_active(sequence.slot, True)
+
+    def clear(self, pages: list[int]) -> None:
+        """Zero pages that may hold values that are not finite."""
+        self.parts.runner.cache.clear(pages)
+        if self.parts.proposer is not None:
+            self.parts.proposer.clear(pages)

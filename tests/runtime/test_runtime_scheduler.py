@@ -1,0 +1,251 @@
+"""The scheduler and its pages under arbitrary orders: nobody starves, nothing leaks, one writer a page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from spd.errors import UsageError
+from spd.runtime.detokenizer import Detokenizer
+from spd.runtime.page_table import NUM_RESERVED, PageTable
+from spd.runtime.request import Request, SamplingParams
+from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.scheduler import Scheduler
+from spd.runtime.sequence import Sequence
+from spd.runtime.spans import program_runs
+
+PAGE, CHUNK, CTX, BLOCK, MAX_DRAFT = 4, 4, 40, 2, 3
+
+
+def sequence_of(name: str, prompt: tuple[int, ...], limit: int) -> Sequence:
+    return Sequence(
+        request=Request(name, prompt, SamplingParams()),
+        length_limit=min(CTX, limit),
+        detokenizer=Detokenizer(lambda _: b"", (), 0),
+        needs=SamplerClass(),
+        runs=program_runs((("prompt", len(prompt)),), CHUNK),
+    )
+
+
+def scheduler_of(slots: int, pages: int, *, sharing: bool = True) -> Scheduler:
+    return Scheduler(slots, PageTable(NUM_RESERVED + pages), PAGE, BLOCK, CTX, sharing=sharing)
+
+
+class SchedulerModel(RuleBasedStateMachine):
+    """Drives a scheduler as the engine does, with rounds that accept what hypothesis likes."""
+
+    @initialize(
+        slots=st.integers(1, 4), spare=st.integers(0, 12), lag=st.integers(0, 2), sharing=st.booleans()
+    )
+    def start(self, slots: int, spare: int, lag: int, sharing: bool) -> None:
+        self.table = PageTable(NUM_RESERVED + CTX // PAGE + spare)
+        self.scheduler = Scheduler(slots, self.table, PAGE, BLOCK, CTX, sharing=sharing)
+        self.lag, self.added, self.ended = lag, 0, 0
+        self.rounds: list[list[tuple[Sequence, int]]] = []  # (who took part, its epoch) of each on its way
+        self.arrivals: dict[Sequence, int] = {}
+
+    # Texts of two letters share prefixes often.
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=CTX - 1), more=st.integers(1, CTX))
+    def add(self, prompt: list[int], more: int) -> None:
+        sequence = sequence_of(f"r{self.added}", tuple(prompt), len(prompt) + more)
+        self.scheduler.add(sequence)
+        self.arrivals[sequence] = self.added
+        self.added += 1
+
+    @rule()
+    def prefill(self) -> None:
+        sequence = self.scheduler.next_to_prefill(2 * MAX_DRAFT + 1)
+        if sequence is None:
+            return
+        runs = self.scheduler.prefill_runs(sequence)
+        run = next((r for r in runs if r.start <= sequence.prefilled < r.end), None)
+        if run is not None and run.kind == "chunk":
+            assert sequence.prefilled == run.start, "a hit cut a chunk"
+        self.scheduler.wrote(
+            sequence, sequence.prefill_end if run is None else min(run.end, sequence.prefilled + 4)
+        )
+        sequence.active = sequence is not self.scheduler.prefilling
+
+    def read(self, data: st.DataObject | None) -> None:
+        took_part = self.rounds.pop(0)
+        self.scheduler.read()
+        for sequence, epoch in took_part:
+            if sequence.epoch != epoch or sequence.finish_reason:
+                continue
+            width = sequence.in_flight.popleft()
+            room = sequence.length_limit - sequence.length
+            count = min(width if data is None else data.draw(st.integers(1, width)), room)
+            sequence.generated += [0] * count
+            if sequence.length == sequence.length_limit:
+                self.end(sequence, "length")
+            elif data is not None and data.draw(st.integers(0, 9)) == 0:
+                self.end(sequence, data.draw(st.sampled_from(["stop", "error"])))
+
+    def end(self, sequence: Sequence, reason: str) -> None:
+        sequence.finish_reason = reason
+        self.scheduler.retire(sequence)
+        self.ended += 1
+
+    def make_room(self, k: int, data: st.DataObject | None) -> None:
+        for sequence in sorted(self.scheduler.decoding(), key=lambda s: s.epoch):
+            while sequence.active:
+                if self.scheduler.grow(sequence, min(sequence.bound + 2 * k + 1, CTX)):
+                    break
+                if self.rounds:
+                    self.read(data)
+                    continue
+                last = self.scheduler.last_to_come()
+                assert last is not None
+                assert self.arrivals[last] == max(self.arrivals[s] for s in self.scheduler.running())
+                kept = list(last.generated)
+                self.scheduler.preempt(last)
+                assert last.generated == kept and self.scheduler.waiting[0] is last
+
+    def round(self, k: int, data: st.DataObject | None) -> None:
+        oldest = min(self.scheduler.decoding(), key=self.arrivals.__getitem__, default=None)
+        self.make_room(k, data)
+        live = self.scheduler.decoding()
+        launched = any(s.bound < s.length_limit or not s.in_flight for s in live)
+        if launched:
+            assert oldest in live or oldest is None or oldest.finish_reason, "who came first gave way"
+            for sequence in live:
+                sequence.in_flight.append(k + 1)
+            self.scheduler.launched()
+            self.rounds.append([(sequence, sequence.epoch) for sequence in live])
+        while self.rounds and (len(self.rounds) > self.lag or not launched):
+            self.read(data)
+
+    @rule(k=st.integers(0, MAX_DRAFT), data=st.data())
+    def one_round(self, k: int, data: st.DataObject) -> None:
+        self.round(k, data)
+
+    @precondition(lambda self: self.scheduler.ids())
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        sequence = self.scheduler.find(data.draw(st.sampled_from(self.scheduler.ids())))
+        assert sequence is not None
+        if sequence in self.scheduler.waiting:
+            self.scheduler.withdraw(sequence)
+            self.ended += 1
+        else:
+            self.end(sequence, "abort")
+
+    @invariant()
+    def agree(self) -> None:
+        self.scheduler.check()
+        line = [self.arrivals[sequence] for sequence in self.scheduler.waiting]
+        assert line == sorted(line), "somebody overtook in the line"
+        inside = [self.arrivals[sequence] for sequence in self.scheduler.running()]
+        assert not line or not inside or max(inside) < line[0]
+        assert self.added == self.ended + len(self.scheduler.ids())
+        # A page that a round on its way may write to belongs to nobody else.
+        for took_part in self.rounds:
+            for sequence, epoch in took_part:
+                assert sequence.epoch == epoch or sequence.finish_reason, "preempted under a running round"
+
+    def teardown(self) -> None:
+        """Left alone, every request ends, and every page comes back."""
+        for _ in range(60 * (1 + len(self.scheduler.ids()))):
+            if not self.scheduler.ids() and not self.rounds:
+                break
+            self.prefill()
+            self.round(1, None)
+        assert self.scheduler.ids() == [] and self.rounds == []
+        assert self.table.num_available == self.table.num_pages - NUM_RESERVED
+        assert self.added == self.ended
+
+
+TestScheduler = SchedulerModel.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def prefilled(scheduler: Scheduler, *sequences: Sequence) -> None:
+    for sequence in sequences:
+        scheduler.add(sequence)
+        assert scheduler.next_to_prefill(0) is sequence
+        scheduler.wrote(sequence, sequence.prefill_end)
+        sequence.active = True
+
+
+def test_one_name_is_one_request() -> None:
+    scheduler = scheduler_of(2, 20)
+    scheduler.add(sequence_of("a", (1,), 9))
+    with pytest.raises(UsageError, match="'a' is already running"):
+        scheduler.add(sequence_of("a", (1,), 9))
+
+
+def test_pages_stay_until_no_round_can_touch_them() -> None:
+    """A finished sequence's pages come back only when the rounds enqueued before its end have run."""
+    scheduler = scheduler_of(2, 12, sharing=False)
+    one = sequence_of("one", (1,) * 9, 30)
+    prefilled(scheduler, one)
+    free = scheduler.pages.num_available
+    for _ in range(2):
+        scheduler.launched()
+    scheduler.read()
+    one.finish_reason = "stop"
+    scheduler.retire(one)
+    assert scheduler.pages.num_available == free, "a round on its way may still write there"
+    scheduler.launched()  # enqueued after the end: its rows are masked
+    scheduler.read()
+    assert scheduler.pages.num_available == 12
+
+
+def test_a_prompt_finds_what_the_one_before_it_wrote() -> None:
+    """Two prompts of one beginning that wait together: the second is admitted after the first is written."""
+    scheduler = scheduler_of(3, 30)
+    text = tuple(range(18))
+    first, second = sequence_of("first", (*text, 1), 30), sequence_of("second", (*text, 2), 30)
+    scheduler.add(first)
+    scheduler.add(second)
+    assert scheduler.next_to_prefill(0) is first
+    scheduler.wrote(first, 8)
+    assert scheduler.next_to_prefill(0) is first
+    scheduler.wrote(first, first.prefill_end)
+    assert scheduler.next_to_prefill(0) is second
+    assert second.prefilled == 16 and second.pages[:4] == first.pages[:4]
+    scheduler.check()
+
+
+def test_who_is_too_large_for_now_holds_up_the_line() -> None:
+    """No starving: a small request does not slip past a large one that waits for pages."""
+    scheduler = scheduler_of(3, 12, sharing=False)
+    prefilled(scheduler, sequence_of("first", (1,) * 20, 30))
+    large, small = sequence_of("large", (1,) * 30, 40), sequence_of("small", (1,), 9)
+    scheduler.add(large)
+    scheduler.add(small)
+    assert scheduler.next_to_prefill(0) is None
+    first = scheduler.find("first")
+    assert first is not None
+    scheduler.retire(first)
+    assert scheduler.next_to_prefill(0) is large
+
+
+def test_a_replay_is_written_as_the_text_was() -> None:
+    """Prompt chunks by the prefill program, what was generated by tiles, and nothing beyond."""
+    scheduler = scheduler_of(1, 10)
+    one = sequence_of("one", (1,) * 11, 40)
+    prefilled(scheduler, one)
+    one.generated = [5] * 9
+    scheduler.preempt(one)
+    assert one.metrics.preemptions == scheduler.preemptions == 1
+    runs: list[Any] = [tuple(run) for run in scheduler.prefill_runs(one)]
+    assert runs == [(0, 4, "chunk"), (4, 8, "chunk"), (8, 19, "tile")]
+    assert scheduler.next_to_prefill(0) is one
+    assert one.prefilled == 16, "its own pages are found again"
+
+
+def test_without_room_for_whole_blocks_single_pages_do() -> None:
+    scheduler = scheduler_of(2, 11, sharing=False)
+    one = sequence_of("one", (1,), 40)
+    prefilled(scheduler, one)
+    assert len(one.pages) == BLOCK
+    assert scheduler.grow(one, 33) and len(one.pages) == 10
+    other = sequence_of("other", (1,), 9)
+    prefilled(scheduler, other)
+    assert len(other.pages) == 1
+    assert not scheduler.grow(other, 5) and len(other.pages) == 1

@@ -1,0 +1,144 @@
+"""The library as its docstrings show it: lists in order, events as they come, tasks of asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import doctest
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import spd
+import spd.runtime.async_engine
+import spd.runtime.engine
+from spd.errors import EngineError, UsageError
+from spd.runtime import AsyncEngine, EngineConfig, Request, SamplingParams
+from tests.helpers import make_engine, random_prompts, run_one
+
+PROMPTS = random_prompts(6, 30, 256)
+PARAMS = [SamplingParams(temperature=0.9, max_tokens=6 + 5 * i, seed=i, logprobs=1) for i in range(6)]
+REQUESTS = [Request(f"r{i}", p, q) for i, (p, q) in enumerate(zip(PROMPTS, PARAMS, strict=True))]
+
+
+@pytest.fixture(scope="module")
+def target(tiny: Callable[..., Path]) -> Path:
+    return tiny("qwen3", layers=1)
+
+
+@pytest.fixture(scope="module")
+def alone(target: Path) -> list[Any]:
+    return [run_one(target, p, q) for p, q in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@pytest.mark.parametrize("module", [spd.runtime.engine, spd.runtime.async_engine])
+def test_the_examples_in_the_docstrings(module: Any) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted > 3 and result.failed == 0
+
+
+def test_importing_spd_imports_nothing_heavy() -> None:
+    code = "import sys, spd; print([n for n in ('torch', 'llguidance', 'asyncio') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert all(getattr(spd, name) is not None for name in spd.__all__)
+
+
+def test_completions_come_in_the_order_asked(target: Path, alone: list[Any]) -> None:
+    engine = make_engine(target, slots=3, lag=1)
+    done = engine.generate(iter(REQUESTS[::-1]))
+    assert [one.request_id for one in done] == [request.id for request in REQUESTS[::-1]]
+    for one, run in zip(done, alone[::-1], strict=True):
+        assert (list(one.token_ids), one.text, one.finish_reason) == run.output
+        assert [entry.logprob for entry in one.logprobs] == run.logprobs
+        assert one.metrics.completion_tokens == len(one.token_ids) == len(one.drafted) and one.error is None
+    assert not engine.has_work
+
+
+def test_one_bad_request_stops_the_list_before_it_runs(target: Path) -> None:
+    engine = make_engine(target)
+    with pytest.raises(UsageError, match="no tokens"):
+        engine.generate([REQUESTS[0], Request("empty", (), PARAMS[0])])
+    assert not engine.has_work
+    assert [one.request_id for one in engine.generate([REQUESTS[0]])] == ["r0"]
+
+
+def test_requests_are_taken_as_room_appears(target: Path) -> None:
+    """Thousands of requests need not exist at once."""
+    engine, taken = make_engine(target, slots=2), 0
+
+    def source() -> Iterator[Request]:
+        nonlocal taken
+        for i in range(40):
+            taken += 1
+            yield Request(f"q{i}", PROMPTS[0], SamplingParams(max_tokens=3))
+
+    ended = 0
+    for event in engine.stream(source()):
+        ended += event.finish_reason is not None
+        assert taken - ended <= 2 * 2 + 2
+    assert ended == taken == 40
+
+
+def test_a_stream_left_early_takes_its_requests_along(target: Path, alone: list[Any]) -> None:
+    engine = make_engine(target, slots=2, lag=2)
+    available = engine._pages.num_available
+    for event in engine.stream(REQUESTS):
+        if event.token_ids:
+            break
+    for _ in range(3):
+        assert engine.step() == []
+    assert not engine.has_work and engine._pages.num_available == available
+    assert list(engine.generate([REQUESTS[1]])[0].token_ids) == alone[1].tokens
+
+
+def config(target: Path, **wishes: Any) -> EngineConfig:
+    return EngineConfig(model=target, threads=1, dtype="float32", ctx=256, spec="off", slots=3, **wishes)
+
+
+def test_tasks_get_what_each_alone_gets(target: Path, alone: list[Any]) -> None:
+    async def main() -> list[Any]:
+        with AsyncEngine(config(target, lag=1)) as engine:
+            return await asyncio.gather(*map(engine.generate, REQUESTS))
+
+    done = asyncio.run(main())
+    assert [(list(one.token_ids), one.text, one.finish_reason) for one in done] == [r.output for r in alone]
+
+
+def test_who_stops_listening_aborts_and_who_is_refused_is_told(target: Path, alone: list[Any]) -> None:
+    async def main() -> None:
+        with AsyncEngine(config(target)) as engine:
+            long = Request("long", PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True))
+            task = asyncio.create_task(engine.generate(long))
+            stream = engine.stream(Request("other", PROMPTS[1], SamplingParams(max_tokens=200)))
+            assert (await anext(stream)).request_id == "other"
+            with pytest.raises(UsageError, match="already running"):
+                await engine.generate(Request("other", PROMPTS[1], PARAMS[1]))
+            await stream.aclose()  # type: ignore[attr-defined]
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert list((await engine.generate(REQUESTS[2])).token_ids) == alone[2].tokens
+            assert engine.engine._scheduler.ids() == []
+
+    asyncio.run(main())
+
+
+def test_a_failed_engine_tells_everyone_and_stays_failed(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        engine = AsyncEngine(config(target))
+        monkeypatch.setattr(engine.engine._parts.queue, "launch", lambda *_: 1 // 0)
+        results = await asyncio.gather(*map(engine.generate, REQUESTS), return_exceptions=True)
+        assert len(results) == 6 and all(isinstance(error, EngineError) for error in results), results
+        with pytest.raises(EngineError, match="division"):
+            await engine.generate(REQUESTS[0])
+        engine.close()
+
+    asyncio.run(main())
+    assert all(thread.name != "spd engine" for thread in threading.enumerate())

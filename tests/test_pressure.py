@@ -1,0 +1,114 @@
+"""Too few pages and long prompts: being interrupted, or prefilled between others' rounds, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spd.errors import UsageError
+from spd.runtime import Engine, Event, Request, SamplingParams
+from tests.helpers import make_engine, random_prompts, run_all, run_one
+
+VOCAB, CTX, PAGES = 256, 320, 6
+PROMPTS = [random_prompts(1, n, VOCAB, seed=n)[0] for n in (70, 130, 9, 200, 64, 65, 30)]
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.8},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"temperature": 1.2, "logprobs": 2},
+    {"stop": ("e", "7"), "min_tokens": 40},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"logit_bias": ((5, 4.0),)},
+    {"min_tokens": 50, "stop_token_ids": tuple(range(0, 256, 16))},
+]
+PARAMS = [SamplingParams(max_tokens=64 + 9 * i, seed=i, **kind) for i, kind in enumerate(KINDS)]
+
+
+@pytest.fixture(scope="module")
+def target(tiny: Callable[..., Path]) -> Path:
+    return tiny("qwen3", layers=2, seed=3)
+
+
+@pytest.fixture(scope="module")
+def alone(target: Path) -> list[Any]:
+    return [run_one(target, p, q, ctx=CTX) for p, q in zip(PROMPTS, PARAMS, strict=True)]
+
+
+def squeezed(target: Path, method: str, **wishes: Any) -> Engine:
+    how: dict[str, dict[str, Any]] = {
+        "off": {},
+        "ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 3},
+        "draft": {"spec": "draft", "draft_model": target, "draft_max": 3},
+    }
+    return make_engine(target, ctx=CTX, **how[method], **wishes)
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+@pytest.mark.parametrize(("method", "lag"), [("off", 1), ("ngram", 0), ("draft", 2)])
+def test_interrupted_texts_are_the_same(
+    target: Path, alone: list[Any], method: str, lag: int, sharing: bool
+) -> None:
+    engine = squeezed(target, method, slots=5, lag=lag, cache_pages=PAGES, prefix_sharing=sharing)
+    runs = run_all(engine, PROMPTS, PARAMS)
+    assert [run.output for run in runs] == [run.output for run in alone]
+    assert [run.logprobs for run in runs] == [run.logprobs for run in alone]
+    interrupted = [run.metrics.preemptions for run in runs]
+    assert sum(interrupted) > 2 and interrupted[0] == 0, interrupted
+    for run in runs:  # what was written again is not counted again
+        assert run.metrics.rounds == len(run.rounds) == sum(run.metrics.acceptance_histogram)
+        ended_by_draft = run.finish_reason == "stop" and run.drafted[-1]
+        assert (
+            run.metrics.completion_tokens
+            == run.metrics.rounds + run.metrics.draft_n_accepted - ended_by_draft
+        )
+    if method == "draft":  # the drafter's cache came back too: it is the target, and always right
+        assert interrupted[5] and runs[5].metrics.draft_n_accepted == runs[5].metrics.draft_n > 0
+    engine._scheduler.check()
+    assert engine._pages.num_available == PAGES
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_long_prompts_do_not_stall_who_decodes(target: Path, lag: int) -> None:
+    """One pass over a prompt between two rounds: every step brings the others a token."""
+    engine = squeezed(target, "off", slots=3, lag=lag)
+    engine.add(Request("a", PROMPTS[2], SamplingParams(max_tokens=40)))
+    steps: list[list[Event]] = [engine.step() for _ in range(4)]
+    engine.add(Request("long", PROMPTS[3], SamplingParams(max_tokens=4)))
+    engine.add(Request("next", PROMPTS[1], SamplingParams(max_tokens=4)))
+    passes = []
+    while engine.has_work:
+        held = engine._scheduler.prefilling
+        before = held.prefilled if held else 0
+        steps.append(engine.step())
+        passes += [held.prefilled - before] if held and held.prefilled > before else []
+    came = [[event.request_id for event in events if event.token_ids] for events in steps]
+    talked = [i for i, names in enumerate(came) if "a" in names]
+    assert len(talked) >= 40 - lag and talked == list(range(talked[0], talked[-1] + 1)), (
+        "a waited for a prompt"
+    )
+    first = {name: next(i for i, names in enumerate(came) if name in names) for name in ("long", "next")}
+    assert first["long"] < first["next"], "first come, first served"
+    assert passes and max(passes) <= engine.plan.chunk
+
+
+def test_requests_choose_how_many_drafts(target: Path) -> None:
+    """0 to k drafts each, in one batch: never more than asked for, and the text is the same."""
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    alone = run_one(target, PROMPTS[0], params)
+    engine = squeezed(target, "draft", slots=5, lag=1)
+    seen: dict[str, list[int]] = {}
+    engine.trace = lambda record: seen.setdefault(record.request, []).append(len(record.draft))
+    caps = [0, 1, 2, 3, None]
+    done = engine.generate([Request(f"{cap}", PROMPTS[0], params, draft_max=cap) for cap in caps])
+    assert [list(one.token_ids) for one in done] == [alone.tokens] * 5
+    assert {name: max(counts) for name, counts in seen.items()} == {"0": 0, "1": 1, "2": 2, "3": 3, "None": 3}
+    assert done[0].metrics.draft_n == 0
+    for one in done:
+        assert one.metrics.draft_n_accepted == one.metrics.draft_n
+
+
+def test_a_pool_too_small_for_one_request_is_refused(target: Path) -> None:
+    with pytest.raises(UsageError, match="4 cache pages hold 256 positions, but the context is 320"):
+        make_engine(target, ctx=CTX, cache_pages=4)
