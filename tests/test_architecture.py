@@ -16,6 +16,7 @@ FILE_LIMIT, FUNCTION_LIMIT, SPD_LIMIT, RUNTIME_LIMIT = 400, 70, 32_000, 16_000
 TORCH_FREE = {
     "spd.errors",
     "spd.formats.model_config",
+    "spd.formats.block_config",
     "spd.formats.generation_config",
     "spd.formats.hub",
     "spd.formats.tokenizer",
@@ -46,6 +47,10 @@ TORCH_FREE = {
     "spd.runtime.models.layouts",
     "spd.runtime.models.llama",
     "spd.runtime.models.qwen3",
+    "spd.runtime.models.deepseek",
+    "spd.runtime.models.glm4_moe",
+    "spd.runtime.models.mimo",
+    "spd.runtime.models.ernie4_5",
 }
 READ_ENVIRONMENT = {"spd.cli.app", "spd.formats.hub"}
 

@@ -49,6 +49,7 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
     """Every fact about one model folder, as JSON values. Raises CheckpointError."""
     from spd.formats.checkpoint import Checkpoint
     from spd.formats.model_config import read_model_config
+    from spd.formats.mtp import is_mtp_tensor
 
     config = read_model_config(folder)
     with Checkpoint.open(folder) as checkpoint:
@@ -73,7 +74,7 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
             "tensors": len(checkpoint.tensors),
             "shards": len(checkpoint.shards),
             "unexpected_tensors": unexpected,
-            "mtp_tensors": sum(tensor.startswith("mtp.") for tensor in unexpected),
+            "mtp_tensors": sum(is_mtp_tensor(name, config.num_layers) for name in checkpoint.tensors),
             "kv_bytes_per_token": kv_bytes(config),
             "vocabulary": vocabulary_facts(folder, config),
             "template": template_facts(folder),
@@ -83,12 +84,10 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
 
 def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     """Names that the architecture does not use. Raises one CheckpointError for all that it lacks."""
-    from spd.formats.checkpoint import check_tensors
     from spd.runtime.models import family_layout
-    from spd.runtime.models.weights import expected_tensors, is_ignorable
+    from spd.runtime.models.weights import check_weights
 
-    expected = expected_tensors(config, family_layout(config))
-    return check_tensors(checkpoint, expected, ignorable=is_ignorable)
+    return check_weights(checkpoint, config, family_layout(config))
 
 
 def kv_bytes(config: ModelConfig) -> int:
@@ -221,10 +220,11 @@ def _vocabulary_words(vocabulary: dict[str, Any]) -> str:
 
 def _tensor_lines(target: dict[str, Any]) -> list[str]:
     unexpected = target["unexpected_tensors"]
-    if not unexpected:
-        return ["tensors   all that the architecture needs, no others"]
-    listed = ", ".join(unexpected[:MAX_LISTED]) + (", …" if len(unexpected) > MAX_LISTED else "")
-    lines = [f"tensors   all that the architecture needs, and {len(unexpected)} that are not used: {listed}"]
+    others = "no others"
+    if unexpected:
+        listed = ", ".join(unexpected[:MAX_LISTED]) + (", …" if len(unexpected) > MAX_LISTED else "")
+        others = f"and {len(unexpected)} that are not used: {listed}"
+    lines = [f"tensors   all that the architecture needs, {others}"]
     if target["mtp_tensors"]:
         lines.append(f"mtp       {target['mtp_tensors']} tensors found; this version of spd cannot use them")
     return lines

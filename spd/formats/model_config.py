@@ -6,10 +6,21 @@ change the model. Nothing a folder brings (`auto_map`, custom code) is ever impo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from spd.formats.block_config import (
+    ExpertsConfig,
+    LatentConfig,
+    deepseek_v2_experts,
+    deepseek_v3_experts,
+    ernie_experts,
+    qwen3_experts,
+    read_fp8_block,
+    read_latent,
+)
 from spd.formats.json_file import Fields, read_json_object, shown
 
 FILE_NAME = "config.json"
@@ -61,20 +72,49 @@ class ModelConfig:
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    rotary_dim: int | None = None
+    """The first dimensions of a head that rotate; None: all of them."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised per head, where a family leaves that to the checkpoint."""
+    latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
+    fp8_block: tuple[int, int] | None = None
+    """Rows and columns of the blocks that share a scale, where matrices are stored as FP8."""
 
 
 @dataclass(frozen=True)
 class _Family:
     model_type: str
     max_positions: int  # what Hugging Face assumes when the key is absent
-    mlp_bias: bool  # whether the family knows the key
+    mlp_bias: str | None = None  # the key of the MLP's biases, where the family has one
+    bias: str = "attention_bias"  # the key of the attention's biases
+    partial: float | None = None  # the share of a head that rotates when the key is absent; None: no key
+    latent: bool = False
+    experts: Callable[[Fields, int], ExpertsConfig | None] | None = None
+    theta: float = 10_000.0
 
 
 _FAMILIES = {
-    "LlamaForCausalLM": _Family("llama", 2048, True),
-    "Qwen3ForCausalLM": _Family("qwen3", 32768, False),
+    "LlamaForCausalLM": _Family("llama", 2048, "mlp_bias"),
+    "Qwen3ForCausalLM": _Family("qwen3", 32768),
+    "Qwen3MoeForCausalLM": _Family("qwen3_moe", 32768, experts=qwen3_experts),
+    "DeepseekV2ForCausalLM": _Family("deepseek_v2", 2048, latent=True, experts=deepseek_v2_experts),
+    "DeepseekV3ForCausalLM": _Family("deepseek_v3", 4096, latent=True, experts=deepseek_v3_experts),
+    "Glm4MoeForCausalLM": _Family("glm4_moe", 131072, partial=0.5, experts=deepseek_v3_experts),
+    "MiMoForCausalLM": _Family("mimo", 32768),
+    "Ernie4_5ForCausalLM": _Family("ernie4_5", 131072, "use_bias", "use_bias", theta=500_000.0),
+    "Ernie4_5_MoeForCausalLM": _Family(
+        "ernie4_5_moe", 131072, bias="use_bias", experts=ernie_experts, theta=500_000.0
+    ),
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+
+_REFUSED = {
+    "DeepseekV32ForCausalLM": "its sparse-attention indexer is",
+    "GlmMoeDsaForCausalLM": "its sparse-attention indexer is",
+    "Glm4MoeLiteForCausalLM": "latent attention in this family is",
+}
+"""Architectures close to supported ones, and what of them is not supported."""
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu"}
 _DTYPES = {
@@ -104,7 +144,9 @@ def model_config_of(fields: Fields) -> ModelConfig:
     """As `read_model_config`, from a configuration that stands inside another file."""
     architecture = _architecture(fields)
     family = _FAMILIES[architecture]
-    _refuse_what_would_change_the_model(fields)
+    fp8_block = read_fp8_block(fields)
+    if family.partial is None and fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
+        raise fields.refused("partial_rotary_factor", "rotating a part of the head is not supported")
 
     hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
@@ -112,6 +154,8 @@ def model_config_of(fields: Fields) -> ModelConfig:
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
     max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS, family.max_positions)
     _refuse_sliding_window(fields, num_layers)
+    latent = read_latent(fields) if family.latent else None
+    head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(fields, hidden_size, num_heads)
     return ModelConfig(
         architecture=architecture,
         model_type=family.model_type,
@@ -119,19 +163,24 @@ def model_config_of(fields: Fields) -> ModelConfig:
         intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
         num_layers=num_layers,
         num_heads=num_heads,
-        head_dim=_head_dim(fields, hidden_size, num_heads),
+        head_dim=head_dim,
         num_kv_heads=_num_kv_heads(fields, num_heads),
         vocab_size=vocab_size,
         max_positions=max_positions,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, 1e-6),
         hidden_act=fields.choice("hidden_act", _ACTIVATIONS, "silu"),
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
-        attention_bias=fields.boolean("attention_bias", False),
-        mlp_bias=fields.boolean("mlp_bias", False) if family.mlp_bias else False,
-        rope=_rope(fields, max_positions),
+        attention_bias=fields.boolean(family.bias, False),
+        mlp_bias=fields.boolean(family.mlp_bias, False) if family.mlp_bias else False,
+        rope=_rope(fields, family, max_positions),
         dtype=_dtype(fields),
         bos_token_id=fields.optional_integer("bos_token_id", 0, vocab_size - 1),
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
+        rotary_dim=_rotary_dim(fields, family.partial, head_dim) if family.partial is not None else None,
+        qk_norm=fields.boolean("use_qk_norm", False),
+        latent=latent,
+        experts=family.experts(fields, num_layers) if family.experts else None,
+        fp8_block=fp8_block,
     )
 
 
@@ -140,6 +189,8 @@ def _architecture(fields: Fields) -> str:
     supported = f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.refused("architectures", f"{shown(names)} does not name one architecture ({supported})")
+    if names[0] in _REFUSED:
+        raise fields.refused("architectures", f"{shown(names[0])}: {_REFUSED[names[0]]} not supported")
     if names[0] not in _FAMILIES:
         raise fields.refused("architectures", f"{shown(names[0])} is not supported ({supported})")
     expected = _FAMILIES[names[0]].model_type
@@ -149,16 +200,6 @@ def _architecture(fields: Fields) -> str:
             "model_type", f"{shown(model_type)} does not belong to {names[0]} ({expected} does)"
         )
     return names[0]
-
-
-def _refuse_what_would_change_the_model(fields: Fields) -> None:
-    for key in ("quantization_config", "compression_config"):
-        if key in fields:
-            value = fields.get(key)
-            method = value.get("quant_method") if isinstance(value, dict) else value
-            raise fields.refused(key, f"quantized weights ({shown(method)}) are not supported")
-    if fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
-        raise fields.refused("partial_rotary_factor", "rotating a part of the head is not supported")
 
 
 def _refuse_sliding_window(fields: Fields, num_layers: int) -> None:
@@ -201,10 +242,24 @@ def _dtype(fields: Fields) -> str:
     return new or old or "float32"
 
 
-def _rope(fields: Fields, max_positions: int) -> RopeConfig:
+def _rotary_dim(fields: Fields, default: float, head_dim: int) -> int:
+    """The dimensions of a head that rotate, from a share of it; both spellings as for `_rope`."""
+    nested = fields.fields("rope_parameters")
+    share = fields.number("partial_rotary_factor", 0.0, 1.0, default)
+    if nested is not None:
+        share = nested.number("partial_rotary_factor", 0.0, 1.0, share)
+    rotated = int(head_dim * share)
+    if rotated < 2 or rotated % 2:
+        raise fields.refused("partial_rotary_factor", f"{share:g} of {head_dim} is no even number above 0")
+    return rotated
+
+
+def _rope(fields: Fields, family: _Family, max_positions: int) -> RopeConfig:
     """Both spellings: `rope_theta` with `rope_scaling` (version 4), `rope_parameters` (version 5)."""
-    theta = fields.number("rope_theta", 1.0, 1e12, 10_000.0)
+    theta = fields.number("rope_theta", 1.0, 1e12, family.theta)
     old, new = fields.fields("rope_scaling"), fields.fields("rope_parameters")
+    if new is not None and family.partial is not None:
+        new = Fields(new.where, {k: v for k, v in new.values.items() if k != "partial_rotary_factor"})
     if new is None or not new.values:
         return _rope_of(old, theta, max_positions) if old and old.values else RopeConfig("default", theta)
     if "rope_theta" in fields and new.number("rope_theta", 1.0, 1e12, theta) != theta:

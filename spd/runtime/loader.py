@@ -15,16 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spd.formats.checkpoint import Checkpoint, check_tensors
+from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.kernels.dispatch import Kernels
 from spd.kernels.paged_attention import AttentionHeads
 from spd.runtime.dummy_weights import dummy_fill
+from spd.runtime.fp8_blocks import scaling_fill
 from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.models import family_layout
 from spd.runtime.models.decoder import Decoder
 from spd.runtime.models.layer_builder import LayerBuilder, share_products
-from spd.runtime.models.weights import expected_tensors, is_ignorable, layer_prefix, table_destinations
+from spd.runtime.models.weights import check_weights, layer_prefix, table_destinations
 from spd.runtime.progress import LoadMeter
 from spd.runtime.weight_reader import read_tensors
 from spd.runtime.weight_space import Fill, LayerTensors, WeightSpace
@@ -46,6 +47,15 @@ def mapped_fill(checkpoint: Checkpoint, meter: LoadMeter) -> Fill:
 def threaded_fill(checkpoint: Checkpoint, meter: LoadMeter) -> Fill:
     """Fill by reading threads and asynchronous copies."""
     return lambda views: read_tensors(checkpoint, views, advance=meter.advance)
+
+
+def checkpoint_fill(checkpoint: Checkpoint, config: ModelConfig, device: str, meter: LoadMeter) -> Fill:
+    """The fill that suits a device, with scales applied where the configuration speaks of FP8 blocks."""
+    way = threaded_fill if torch.device(device).type == "cuda" else mapped_fill
+    fill = way(checkpoint, meter)
+    if config.fp8_block is None:
+        return fill
+    return scaling_fill(checkpoint, fill, way(checkpoint, LoadMeter()), config.fp8_block)
 
 
 def build_decoder(
@@ -124,12 +134,11 @@ def load_model(
             config, fill, positions, kind, device, kernels, fold_norms=fold_norms, meter=meter, rows=rows
         )
     with Checkpoint.open(folder) as checkpoint:
-        shapes = expected_tensors(config, family_layout(config))
-        unexpected = check_tensors(checkpoint, shapes, ignorable=is_ignorable)
+        unexpected = check_weights(checkpoint, config, family_layout(config))
         if unexpected:
             logger.warning("%d tensors of %s are not used, %s first", len(unexpected), folder, unexpected[0])
         on_cuda = torch.device(device).type == "cuda"
-        fill = (threaded_fill if on_cuda else mapped_fill)(checkpoint, meter)
+        fill = checkpoint_fill(checkpoint, config, device, meter)
         model = build_decoder(
             config,
             fill,

@@ -35,6 +35,8 @@ DTYPES = {
     "F16": torch.float16,
     "F32": torch.float32,
     "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 Advance = Callable[[int], None]

@@ -2,7 +2,7 @@
 
 Plain torch, safetensors and json; imports nothing from `spd`, so that what it writes is evidence
 independent of the program that reads it. Every tensor is drawn from (seed, tensor name), so a variant
-keeps its bits when another one changes. By hand: `python tests/recipes/tiny.py OUT` writes all VARIANTS.
+keeps its bits when another one changes. By hand: `python -m tests.recipes.tiny OUT` writes all VARIANTS.
 """
 
 from __future__ import annotations
@@ -18,11 +18,23 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from tests.recipes.tiny_blocks import attention_matrices, is_biased, mlp_matrices, vectors
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 FIRST_SPECIAL = 256
 SMALLEST_TOKENIZER = FIRST_SPECIAL + len(SPECIAL_TOKENS)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "MiMoForCausalLM": "mimo",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+}
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}"
@@ -39,6 +51,30 @@ EMBEDDING_STD = 0.05
 
 LLAMA = "LlamaForCausalLM"
 QWEN3 = "Qwen3ForCausalLM"
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+SOFTMAX = {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}
+DEEPSEEK = {"architecture": "DeepseekV3ForCausalLM", "tie": False, "kv_heads": 4, "layers": 3}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama2": {"architecture": LLAMA, "kv_heads": 4, "tie": False},
     "llama3": {
@@ -72,6 +108,74 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gqa2": {"architecture": LLAMA, "heads": 8, "kv_heads": 4},
     "gqa4": {"architecture": LLAMA, "heads": 8, "kv_heads": 2},
     "gqa8": {"architecture": LLAMA, "heads": 8, "kv_heads": 1},
+    "deepseek_v3": {
+        **DEEPSEEK,
+        "rope": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "extra": {**LATENT, **EXPERTS, "q_lora_rank": 24},
+    },
+    "deepseek_v3_lite": {**DEEPSEEK, "extra": {**LATENT, **EXPERTS, "q_lora_rank": None}},
+    "deepseek_v3_bias": {
+        **DEEPSEEK,
+        "attention_bias": True,
+        "extra": {**LATENT, **EXPERTS, "q_lora_rank": 24, "norm_topk_prob": False, "topk_group": 4},
+    },
+    "deepseek_v2": {
+        **DEEPSEEK,
+        "architecture": "DeepseekV2ForCausalLM",
+        "rope": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        "extra": {**LATENT, **EXPERTS, **SOFTMAX, "q_lora_rank": 24, "topk_method": "group_limited_greedy"},
+    },
+    "deepseek_v2_lite": {
+        **DEEPSEEK,
+        "architecture": "DeepseekV2ForCausalLM",
+        "rope": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.0},
+        "extra": {**LATENT, **EXPERTS, **SOFTMAX, "q_lora_rank": None, "n_shared_experts": 2},
+    },
+    "glm4_moe": {
+        "architecture": "Glm4MoeForCausalLM",
+        "tie": False,
+        "attention_bias": True,
+        "extra": {
+            **EXPERTS,
+            "use_qk_norm": True,
+            "partial_rotary_factor": 0.5,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    },
+    "glm4_moe_air": {
+        "architecture": "Glm4MoeForCausalLM",
+        "attention_bias": True,
+        "extra": {**EXPERTS, "use_qk_norm": False, "partial_rotary_factor": 0.5},
+        "rope_style": "parameters",
+    },
+    "qwen3_moe": {
+        "architecture": "Qwen3MoeForCausalLM",
+        "tie": False,
+        "extra": {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [0],
+        },
+    },
+    "mimo": {"architecture": "MiMoForCausalLM", "tie": False, "attention_bias": True},
+    "ernie4_5": {"architecture": "Ernie4_5ForCausalLM", "extra": {"use_bias": True}},
+    "ernie4_5_moe": {
+        "architecture": "Ernie4_5_MoeForCausalLM",
+        "extra": {
+            "use_bias": False,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 1,
+            "moe_layer_interval": 1,
+        },
+    },
     "sharded": {"architecture": QWEN3, "tie": False, "shards": 3},
 }
 
@@ -99,12 +203,14 @@ def write_tiny(
     tokenizer: bool = True,
     rope_style: str = "legacy",
     residual_gain: Callable[[int], float] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write one random checkpoint and return its folder; the same arguments give the same bytes.
 
     `rope` is Hugging Face's dictionary with `rope_type` and `rope_theta`; `rope_style` writes it the old
     way ("legacy": `rope_theta` and `rope_scaling`) or the way of transformers 5 ("parameters").
-    `residual_gain` scales layer i's output projections. `eos` defaults to the tokenizer's two end tokens.
+    `residual_gain` scales layer i's output projections. `extra` keys go into the configuration as they are,
+    and choose the blocks of the layers. `eos` defaults to the tokenizer's two end tokens.
     Raises ValueError for shapes no checkpoint has, and for a tokenizer in fewer than 259 tokens.
     """
     _check_shape(architecture, heads, kv_heads, head_dim, vocab if tokenizer else None)
@@ -133,7 +239,10 @@ def write_tiny(
     if architecture == LLAMA:
         config["mlp_bias"] = mlp_bias
     elif mlp_bias:
-        raise ValueError("mlp_bias: Qwen3 has none")
+        raise ValueError(f"mlp_bias: {architecture} has none")
+    config |= extra or {}
+    if "kv_lora_rank" in config:
+        del config["head_dim"]
     _put_rope(config, rope or {"rope_type": "default", "rope_theta": 10000.0}, rope_style)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = random_tensors(config, seed, residual_gain or (lambda layer: 1.0))
@@ -157,6 +266,8 @@ def _check_shape(architecture: str, heads: int, kv_heads: int, head_dim: int, to
 def _put_rope(config: dict[str, Any], rope: Mapping[str, Any], style: str) -> None:
     if style == "parameters":
         config["rope_parameters"] = dict(rope)
+        if "partial_rotary_factor" in config:
+            config["rope_parameters"]["partial_rotary_factor"] = config.pop("partial_rotary_factor")
         return
     if style != "legacy":
         raise ValueError(f"rope_style: {style!r} is neither 'legacy' nor 'parameters'")
@@ -174,10 +285,7 @@ def random_tensors(
     config: Mapping[str, Any], seed: int, residual_gain: Callable[[int], float]
 ) -> dict[str, torch.Tensor]:
     """Draw every tensor of a checkpoint in float32, named as Hugging Face names them."""
-    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query = config["num_attention_heads"] * head_dim
-    key = config["num_key_value_heads"] * head_dim
-    qk_norm = config["architectures"][0] == QWEN3
+    hidden = config["hidden_size"]
     tensors: dict[str, torch.Tensor] = {}
 
     def draw(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> None:
@@ -187,31 +295,17 @@ def random_tensors(
 
     draw("model.embed_tokens.weight", (config["vocab_size"], hidden), EMBEDDING_STD)
     # q·k / sqrt(d) has the standard deviation wanted when each factor carries its square root
-    # (for Qwen3 the norm weights carry it, since they undo any scale of the projections).
+    # (where heads are normalised their norms carry it, since they undo any scale of the projections).
     sharpness = math.sqrt(SCORE_STD)
-    projection = 1.0 if qk_norm else sharpness
     for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        gain = residual_gain(layer)
-        linears = {
-            "self_attn.q_proj": (query, hidden, projection),
-            "self_attn.k_proj": (key, hidden, projection),
-            "self_attn.v_proj": (key, hidden, 1.0),
-            "self_attn.o_proj": (hidden, query, 1.5 * gain),
-            "mlp.gate_proj": (inner, hidden, 1.5),
-            "mlp.up_proj": (inner, hidden, 1.0),
-            "mlp.down_proj": (hidden, inner, 1.5 * gain),
-        }
-        for name, (rows, columns, scale) in linears.items():
+        prefix, gain = f"model.layers.{layer}.", residual_gain(layer)
+        matrices = (*attention_matrices(config, sharpness, gain), *mlp_matrices(config, layer, gain))
+        for name, rows, columns, scale in matrices:
             draw(f"{prefix}{name}.weight", (rows, columns), scale / math.sqrt(columns))
-            biased = config["attention_bias"] if name.startswith("self_attn") else config.get("mlp_bias")
-            if biased:
+            if is_biased(config, name):
                 draw(f"{prefix}{name}.bias", (rows,), 0.2)
-        draw(f"{prefix}input_layernorm.weight", (hidden,), 0.1, 1.0)
-        draw(f"{prefix}post_attention_layernorm.weight", (hidden,), 0.1, 1.0)
-        if qk_norm:
-            draw(f"{prefix}self_attn.q_norm.weight", (head_dim,), 0.1, sharpness)
-            draw(f"{prefix}self_attn.k_norm.weight", (head_dim,), 0.1, sharpness)
+        for name, shape, std, mean in vectors(config, layer, sharpness):
+            draw(f"{prefix}{name}", shape, std, mean)
     head_std = EMBEDDING_STD if config["tie_word_embeddings"] else 1.0 / math.sqrt(hidden)
     final = LOGIT_STD / (head_std * math.sqrt(hidden))
     draw("model.norm.weight", (hidden,), 0.1 * final, final)

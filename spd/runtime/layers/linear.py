@@ -8,7 +8,7 @@ in the prompt-chunk program, which has one size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -35,6 +35,10 @@ class AnyLinear(Protocol):
 
     def gated(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
         """`after_norm`, then silu of the first half of N times the second: [T, N / 2]."""
+        ...
+
+    def product(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """The product of x [T, K] alone: [T, N]."""
         ...
 
     def onto(self, x: Tensor, stream: Residual, batch: ForwardBatch) -> Residual:
@@ -69,6 +73,13 @@ def can_prepack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
+def in_tiles(apply: Callable[[Tensor], Tensor], x: Tensor, tile: int) -> Tensor:
+    """apply x [T, ...] at most `tile` rows at a time; a last partial tile is a bucket's size."""
+    if x.shape[0] <= tile:
+        return apply(x)
+    return torch.cat([apply(x[i : i + tile]) for i in range(0, x.shape[0], tile)])
+
+
 class Linear:
     """Torch's form, with W packed once and never changed."""
 
@@ -84,10 +95,8 @@ class Linear:
         self.weight = weight
 
     def __call__(self, x: Tensor, tile: int) -> Tensor:
-        """x [T, K] to [T, N], at most `tile` rows a call; a last partial tile is a bucket's size."""
-        if x.shape[0] <= tile:
-            return self._apply(x)
-        return torch.cat([self._apply(x[i : i + tile]) for i in range(0, x.shape[0], tile)])
+        """x [T, K] to [T, N], at most `tile` rows a call; see `in_tiles`."""
+        return in_tiles(self._apply, x, tile)
 
     def _apply(self, x: Tensor) -> Tensor:
         if self.packed:
@@ -102,6 +111,10 @@ class Linear:
     def gated(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
         """See `AnyLinear`."""
         return silu_mul(self.after_norm(stream, norm, epsilon, batch))
+
+    def product(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """See `AnyLinear`."""
+        return self(x, batch.tile)
 
     def onto(self, x: Tensor, stream: Residual, batch: ForwardBatch) -> Residual:
         """See `AnyLinear`."""
@@ -143,6 +156,13 @@ class SkinnyLinear:
         y: Tensor = self.kernels.norm_gate_up(
             stream.x, stream.squares, epsilon, self.weight, self.bias, self.workspace
         )
+        return y
+
+    def product(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """See `AnyLinear`."""
+        if batch.chunk_start is not None:
+            return F.linear(x, self.weight, self.bias)
+        y: Tensor = self.kernels.linear(x, self.weight, self.bias, self.workspace)
         return y
 
     def onto(self, x: Tensor, stream: Residual, batch: ForwardBatch) -> Residual:

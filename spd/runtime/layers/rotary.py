@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.formats.model_config import RopeConfig
-from spd.runtime.models.layouts import RotaryDims
+from spd.runtime.models.layouts import RotaryDims, yarn_scale
 
 
 def _llama3(inverse: Tensor, rope: RopeConfig) -> Tensor:
@@ -43,10 +43,6 @@ def _yarn(inverse: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     return inverse / rope.factor * ramp + inverse * (1 - ramp)
 
 
-def _yarn_scale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
 def attention_factor(rope: RopeConfig) -> float:
     """The scale that YaRN puts on cos and sin; 1 for the other kinds."""
     if rope.kind != "yarn":
@@ -54,8 +50,8 @@ def attention_factor(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return _yarn_scale(rope.factor, rope.mscale) / _yarn_scale(rope.factor, rope.mscale_all_dim)
-    return _yarn_scale(rope.factor, 1.0)
+        return yarn_scale(rope.factor, rope.mscale) / yarn_scale(rope.factor, rope.mscale_all_dim)
+    return yarn_scale(rope.factor, 1.0)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -11,6 +11,13 @@ from spd.runtime.models.weights import ModelLayout
 FAMILIES = {
     "LlamaForCausalLM": "spd.runtime.models.llama",
     "Qwen3ForCausalLM": "spd.runtime.models.qwen3",
+    "Qwen3MoeForCausalLM": "spd.runtime.models.qwen3",
+    "DeepseekV2ForCausalLM": "spd.runtime.models.deepseek",
+    "DeepseekV3ForCausalLM": "spd.runtime.models.deepseek",
+    "Glm4MoeForCausalLM": "spd.runtime.models.glm4_moe",
+    "MiMoForCausalLM": "spd.runtime.models.mimo",
+    "Ernie4_5ForCausalLM": "spd.runtime.models.ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "spd.runtime.models.ernie4_5",
 }
 
 

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.runtime.layers.attention import Attention
+from spd.runtime.layers.latent_attention import LatentAttention
 from spd.runtime.layers.linear import AnyLinear, Linear, SkinnyLinear, share_workspace
 from spd.runtime.layers.mlp import GatedMlp
-from spd.runtime.models.decoder import DecoderLayer
-from spd.runtime.models.layouts import GqaLayout, LayerLayout, MlpLayout
+from spd.runtime.layers.moe import MoeMlp
+from spd.runtime.models.decoder import AttentionBlock, DecoderLayer, MlpBlock
+from spd.runtime.models.layouts import GqaLayout, LatentLayout, LayerLayout, MlpLayout, MoeLayout
 from spd.runtime.weight_space import LayerTensors, Tensors, fold_norm, reorder_heads
 
 
@@ -32,8 +34,19 @@ class LayerBuilder:
 
     def layer(self, layout: LayerLayout, tensors: LayerTensors) -> DecoderLayer:
         """One layer. The tensors belong to it from then on: they are changed, or packed and worthless."""
-        attention = self._gqa(layout.attention, tensors.attention)
-        return DecoderLayer(attention, self._mlp(layout.mlp, tensors.mlp), layout.attention.cache)
+        attention: AttentionBlock
+        match layout.attention:
+            case GqaLayout():
+                attention = self._gqa(layout.attention, tensors.attention)
+            case LatentLayout():
+                attention = self._latent(layout.attention, tensors.attention)
+        mlp: MlpBlock
+        match layout.mlp:
+            case MlpLayout():
+                mlp = self._mlp(layout.mlp, tensors.mlp)
+            case MoeLayout():
+                mlp = self._moe(layout.mlp, tensors.mlp)
+        return DecoderLayer(attention, mlp, layout.attention.cache)
 
     def _after_norm(self, tensors: Tensors, name: str) -> AnyLinear:
         """The fused matrix `name` that reads the block's norm."""
@@ -59,6 +72,51 @@ class LayerBuilder:
             layout.num_heads,
             layout.num_kv_heads,
             qk_norm,
+            self.epsilon,
+            self.kernels,
+        )
+
+    def _latent(self, layout: LatentLayout, tensors: Tensors) -> LatentAttention:
+        order, latent = layout.rotary.order, layout.latent
+        if order is not None:
+            head = [*range(latent.nope_dim), *(latent.nope_dim + i for i in order)]
+            own = "query" in tensors
+            reorder_heads(tensors["query"] if own else tensors["down"][: layout.query_rows], head)
+            for name in ("down", "down_bias"):
+                if name in tensors:
+                    reorder_heads(tensors[name][-latent.rope_dim :], order)
+        query: AnyLinear | None = None
+        if "query_norm" in tensors:
+            query = self._matrix(tensors, "query")
+        elif "query" in tensors:
+            query = self._after_norm(tensors, "query")
+        return LatentAttention(
+            tensors["norm"],
+            self._after_norm(tensors, "down"),
+            tensors.get("query_norm"),
+            query,
+            tensors["latent_norm"],
+            tensors["up"],
+            self._matrix(tensors, "output"),
+            latent,
+            layout.num_heads,
+            layout.scale,
+            self.epsilon,
+            self.kernels,
+        )
+
+    def _moe(self, layout: MoeLayout, tensors: Tensors) -> MoeMlp:
+        experts = layout.experts
+        correction = tensors.get("correction")
+        shared = (self._matrix(tensors, "gate_up"), self._matrix(tensors, "down")) if layout.shared else None
+        return MoeMlp(
+            tensors["norm"],
+            tensors["router"],
+            correction.flatten() if correction is not None else None,
+            tensors["experts_gate_up"].view(experts.num_experts, -1, layout.hidden_size),
+            tensors["experts_down"].view(experts.num_experts, layout.hidden_size, -1),
+            shared,
+            experts.router,
             self.epsilon,
             self.kernels,
         )

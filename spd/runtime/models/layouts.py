@@ -10,7 +10,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from spd.formats.block_config import ExpertsConfig, LatentConfig
+
 Shape = tuple[int, ...]
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    """How much YaRN raises the temperature of attention for a context stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True)
@@ -122,20 +129,90 @@ class GqaLayout:
 
 
 @dataclass(frozen=True)
+class LatentLayout:
+    """Latent attention: what is kept of a position is one normed vector and one rotated key for all heads.
+
+    In the absorbed form: a query head is taken into the latent space by its part of the key matrix, and
+    what attention makes of the latent vectors becomes values afterwards.
+    """
+
+    hidden_size: int
+    num_heads: int
+    latent: LatentConfig
+    scale: float
+    bias: bool = False
+
+    @property
+    def rotary(self) -> RotaryDims:
+        """Of the parts of queries and keys that turn."""
+        return RotaryDims(self.latent.rope_dim, self.latent.rope_dim, self.latent.interleaved)
+
+    @property
+    def query_rows(self) -> int:
+        """Elements of all query heads."""
+        return self.num_heads * (self.latent.nope_dim + self.latent.rope_dim)
+
+    def destinations(self) -> dict[str, Destination]:
+        """See `BlockLayout`."""
+        hidden, rank, block, of = self.hidden_size, self.latent.rank, "self_attn", self.latent
+        kept, query_rank = {"kv_a_proj_with_mqa": rank + of.rope_dim}, of.query_rank
+        found = {"norm": Destination.of({"input_layernorm.weight": (hidden,)})}
+        if query_rank is None:
+            if self.bias:  # q_proj has none, so that the two share no matrix
+                found["query"] = fused(block, {"q_proj": self.query_rows}, hidden)[0]
+                found |= _named("down", fused(block, kept, hidden, biased=True))
+            else:
+                found["down"] = fused(block, {"q_proj": self.query_rows, **kept}, hidden)[0]
+        else:
+            down = {"q_a_proj": query_rank, **kept}
+            found |= _named("down", fused(block, down, hidden, biased=self.bias))
+            found["query_norm"] = Destination.of({f"{block}.q_a_layernorm.weight": (query_rank,)})
+            found["query"] = fused(block, {"q_b_proj": self.query_rows}, query_rank)[0]
+        found["latent_norm"] = Destination.of({f"{block}.kv_a_layernorm.weight": (rank,)})
+        up = self.num_heads * (of.nope_dim + of.value_dim)
+        found["up"] = fused(block, {"kv_b_proj": up}, rank)[0]
+        mixed = self.num_heads * of.value_dim
+        return found | _named("output", fused(block, {"o_proj": hidden}, mixed, biased=self.bias))
+
+    @property
+    def cache(self) -> tuple[Shape, ...]:
+        """What one position holds in the layer's pool: the normed vector, then the rotated key."""
+        return ((self.latent.rank + self.latent.rope_dim,),)
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, heads in the cache, and their size, as attention sees them."""
+        return self.num_heads, 1, self.latent.rank + self.latent.rope_dim
+
+    @property
+    def widest(self) -> int:
+        """Elements a row of the intermediate results: queries, in their own and in the latent space."""
+        return 2 * self.query_rows + 2 * self.num_heads * (self.latent.rank + self.latent.rope_dim)
+
+
+@dataclass(frozen=True)
 class MlpLayout:
     """The gated MLP: gate and up fused, then down."""
 
     hidden_size: int
     intermediate_size: int
     bias: bool = False
+    block: str = "mlp"
+    """What stands before the projections' names."""
 
     def destinations(self) -> dict[str, Destination]:
         """See `BlockLayout`."""
+        norm = Destination.of({"post_attention_layernorm.weight": (self.hidden_size,)})
+        return {"norm": norm, **self.matrices()}
+
+    def matrices(self) -> dict[str, Destination]:
+        """The destinations without the norm before them."""
         hidden, inner = self.hidden_size, self.intermediate_size
-        found = {"norm": Destination.of({"post_attention_layernorm.weight": (hidden,)})}
-        gate_up = {"gate_proj": inner, "up_proj": inner}
-        found |= _named("gate_up", fused("mlp", gate_up, hidden, biased=self.bias))
-        return found | _named("down", fused("mlp", {"down_proj": hidden}, inner, biased=self.bias))
+        found = _named(
+            "gate_up",
+            fused(self.block, {"gate_proj": inner, "up_proj": inner}, hidden, biased=self.bias),
+        )
+        return found | _named("down", fused(self.block, {"down_proj": hidden}, inner, biased=self.bias))
 
     @property
     def widest(self) -> int:
@@ -143,8 +220,55 @@ class MlpLayout:
         return 3 * self.intermediate_size
 
 
-AttentionLayout = GqaLayout
-FeedForwardLayout = MlpLayout
+@dataclass(frozen=True)
+class MoeLayout:
+    """Routed experts, all of them below each other in two tensors, and perhaps a shared one beside them."""
+
+    hidden_size: int
+    experts: ExpertsConfig
+
+    @property
+    def shared(self) -> MlpLayout | None:
+        """The expert that every row goes through."""
+        size = self.experts.shared_size
+        return MlpLayout(self.hidden_size, size, block="mlp.shared_experts") if size else None
+
+    def destinations(self) -> dict[str, Destination]:
+        """See `BlockLayout`."""
+        hidden, inner, experts = self.hidden_size, self.experts.intermediate_size, self.experts
+        count = experts.num_experts
+        found = {
+            "norm": Destination.of({"post_attention_layernorm.weight": (hidden,)}),
+            "router": Destination.of({"mlp.gate.weight": (count, hidden)}, exact=True),
+        }
+        if experts.router.corrected:
+            shape = (1, count) if experts.correction.startswith("moe_statics") else (count,)
+            found["correction"] = Destination.of({f"mlp.{experts.correction}": shape}, exact=True)
+        found["experts_gate_up"] = Destination.of(
+            {
+                f"mlp.experts.{expert}.{name}_proj.weight": (inner, hidden)
+                for expert in range(count)
+                for name in ("gate", "up")
+            }
+        )
+        found["experts_down"] = Destination.of(
+            {f"mlp.experts.{expert}.down_proj.weight": (hidden, inner) for expert in range(count)}
+        )
+        return found | (self.shared.matrices() if self.shared else {})
+
+    @property
+    def widest(self) -> int:
+        """Elements a row of the intermediate results: of the shared and of every chosen expert, in float32.
+
+        Few small experts are all computed: see `spd.kernels.moe`.
+        """
+        experts = self.experts
+        each = 3 * experts.intermediate_size + 2 * self.hidden_size
+        return 3 * experts.shared_size + 2 * each * min(experts.num_experts, 4 * experts.router.per_token)
+
+
+AttentionLayout = GqaLayout | LatentLayout
+FeedForwardLayout = MlpLayout | MoeLayout
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from spd.formats.model_config import ModelConfig
-from spd.runtime.models.layouts import GqaLayout, LayerLayout, MlpLayout, RotaryDims
+from spd.runtime.models.layouts import (
+    AttentionLayout,
+    GqaLayout,
+    LayerLayout,
+    MlpLayout,
+    MoeLayout,
+    RotaryDims,
+)
 from spd.runtime.models.weights import ModelLayout
 
 
@@ -14,7 +21,7 @@ def attention(config: ModelConfig) -> GqaLayout:
         config.num_heads,
         config.num_kv_heads,
         config.head_dim,
-        RotaryDims(config.head_dim, config.head_dim),
+        RotaryDims(config.head_dim, config.rotary_dim or config.head_dim),
         qkv_bias=config.attention_bias,
         output_bias=config.attention_bias,
     )
@@ -25,6 +32,15 @@ def mlp(config: ModelConfig) -> MlpLayout:
     return MlpLayout(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
 
+def layers(config: ModelConfig, attention: AttentionLayout) -> ModelLayout:
+    """One kind of attention; experts where the configuration says so, else the MLP."""
+    dense, experts = LayerLayout(attention, mlp(config)), config.experts
+    if experts is None:
+        return ModelLayout((dense,) * config.num_layers)
+    sparse = LayerLayout(attention, MoeLayout(config.hidden_size, experts))
+    return ModelLayout(tuple(sparse if chosen else dense for chosen in experts.sparse_layers))
+
+
 def layout(config: ModelConfig) -> ModelLayout:
     """Every layer alike."""
-    return ModelLayout((LayerLayout(attention(config), mlp(config)),) * config.num_layers)
+    return layers(config, attention(config))

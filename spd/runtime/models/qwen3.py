@@ -1,4 +1,4 @@
-"""Qwen3 (dense): queries and keys are normalised per head before they are rotated."""
+"""Qwen3, dense or with routed experts: queries and keys are normalised per head before they are rotated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from spd.formats.model_config import ModelConfig
 from spd.runtime.models import llama
-from spd.runtime.models.layouts import GqaLayout, LayerLayout
+from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.weights import ModelLayout
 
 
@@ -16,5 +16,5 @@ def attention(config: ModelConfig) -> GqaLayout:
 
 
 def layout(config: ModelConfig) -> ModelLayout:
-    """Every layer alike."""
-    return ModelLayout((LayerLayout(attention(config), llama.mlp(config)),) * config.num_layers)
+    """Experts where the configuration says so."""
+    return llama.layers(config, attention(config))

@@ -5,11 +5,13 @@ Tensor names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`), matr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, check_tensors
 from spd.formats.model_config import ModelConfig
-from spd.runtime.models.layouts import Destination, LayerLayout
+from spd.formats.mtp import is_mtp_tensor
+from spd.runtime.models.layouts import Destination, LayerLayout, Shape
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class ModelLayout:
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+FP8_DTYPE = "F8_E4M3"
+"""The safetensors name of the dtype that block-scaled matrices are stored in."""
 
 
 def layer_prefix(layer: int) -> str:
@@ -56,6 +60,40 @@ def expected_tensors(config: ModelConfig, layout: ModelLayout) -> dict[str, tupl
     }
 
 
+def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayout) -> list[str]:
+    """Names that the model does not use, an MTP head's left out.
+
+    Raises one CheckpointError for everything missing, mis-shaped or stored in a dtype that cannot be read.
+    """
+    expected, dtypes = expected_tensors(config, layout), list(FLOAT_DTYPES)
+    if config.fp8_block is not None:
+        expected |= stored_scales(checkpoint, expected, config.fp8_block)
+        dtypes += [FP8_DTYPE, "F8_E8M0"]
+    unexpected = check_tensors(checkpoint, expected, ignorable=is_ignorable, dtypes=dtypes)
+    return [name for name in unexpected if not is_mtp_tensor(name, config.num_layers)]
+
+
 def is_ignorable(name: str) -> bool:
     """Tensors that older exporters wrote and nobody needs: rotary tables, a tied head's copy."""
     return name.endswith("rotary_emb.inv_freq") or name == HEAD
+
+
+def scale_name(name: str) -> str:
+    """Where the scales of a tensor that is stored as FP8 stand."""
+    return f"{name}_scale_inv"
+
+
+def scale_shape(shape: Sequence[int], block: tuple[int, int]) -> Shape:
+    """Scales of a matrix in blocks of (rows, columns), of which the last ones may be partial."""
+    return tuple(-(-size // per) for size, per in zip(shape, block, strict=False))
+
+
+def stored_scales(
+    checkpoint: Checkpoint, expected: Mapping[str, Shape], block: tuple[int, int]
+) -> dict[str, Shape]:
+    """Names and shapes of the scales that expected tensors need which are stored as FP8."""
+    return {
+        scale_name(name): scale_shape(shape, block)
+        for name, shape in expected.items()
+        if name in checkpoint.tensors and checkpoint.tensors[name].dtype == FP8_DTYPE
+    }

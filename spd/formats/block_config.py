@@ -1,0 +1,196 @@
+"""What `config.json` says of latent attention, of routed experts, and of weights stored as FP8 blocks.
+
+Each family has its own keys for the same facts. Source: the configurations of `deepseek_v2`, `deepseek_v3`,
+`glm4_moe`, `qwen3_moe` and `ernie4_5_moe` in Hugging Face transformers, and the published `config.json`s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spd.formats.json_file import Fields, shown
+
+MAX_RANK, MAX_EXPERTS, MAX_BLOCK = 1 << 16, 1 << 14, 1 << 16
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Latent attention: keys and values are products of one small vector a token, which is what is kept.
+
+    A query and key head is `nope_dim` dimensions without position and `rope_dim` that rotate; the rotated
+    part of a key is one for all heads.
+    """
+
+    query_rank: int | None  # None: queries come straight from the hidden state
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How a token's experts are chosen and weighed.
+
+    Scores are the sigmoid or the softmax of the router's logits. Experts are chosen by scores plus a learned
+    correction, if there is one, from the `groups_kept` groups whose `group_best` best ones sum highest; they
+    are weighed by their scores alone, which `normalised` divides by their sum, times `scale`.
+    """
+
+    per_token: int
+    sigmoid: bool
+    corrected: bool
+    normalised: bool
+    scale: float = 1.0
+    groups: int = 1
+    groups_kept: int = 1
+    group_best: int = 1
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The routed experts, the shared one beside them (width 0: none), and which layers have them."""
+
+    num_experts: int
+    intermediate_size: int
+    shared_size: int
+    sparse_layers: tuple[bool, ...]
+    router: RouterConfig
+    correction: str = "gate.e_score_correction_bias"
+    """The correction's name inside the MLP."""
+
+
+def read_latent(fields: Fields) -> LatentConfig:
+    """Of `deepseek_v2` and `deepseek_v3`. Raises `CheckpointError` naming the field."""
+    rope_dim = fields.integer("qk_rope_head_dim", 2, 1024)
+    if rope_dim % 2:
+        raise fields.refused("qk_rope_head_dim", f"{rope_dim} is odd: rotary embedding needs pairs")
+    return LatentConfig(
+        fields.optional_integer("q_lora_rank", 1, MAX_RANK),
+        fields.integer("kv_lora_rank", 1, MAX_RANK),
+        fields.integer("qk_nope_head_dim", 1, 1024),
+        rope_dim,
+        fields.integer("v_head_dim", 1, 1024),
+        fields.boolean("rope_interleave", True),
+    )
+
+
+def _counted(fields: Fields, experts: str, per_token: str) -> tuple[int, int]:
+    """Experts, and how many a token takes."""
+    count = fields.integer(experts, 1, MAX_EXPERTS)
+    return count, fields.integer(per_token, 1, count)
+
+
+def _grouped(fields: Fields, count: int, per_token: int) -> tuple[int, int]:
+    """Groups of experts, and how many of them a token may take its experts from."""
+    groups = fields.integer("n_group", 1, count, 1)
+    kept = fields.integer("topk_group", 1, groups, 1)
+    if count % groups:
+        raise fields.refused("n_group", f"{groups} does not divide {count} experts")
+    if kept * (count // groups) < per_token:
+        raise fields.refused("topk_group", f"{kept} groups hold fewer than {per_token} experts")
+    return groups, kept
+
+
+def _after_dense(fields: Fields, num_layers: int, default: int) -> tuple[bool, ...]:
+    dense = fields.integer("first_k_dense_replace", 0, 1 << 16, default)
+    every = fields.integer("moe_layer_freq", 1, 1 << 16, 1)
+    return tuple(layer >= dense and layer % every == 0 for layer in range(num_layers))
+
+
+def _shared_size(fields: Fields, key: str, inner: int) -> int:
+    return inner * fields.integer(key, 0, 1024, 0)
+
+
+def _expect(fields: Fields, key: str, default: str, *known: str) -> str:
+    return fields.choice(key, {name: name for name in known}, default)
+
+
+def deepseek_v2_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
+    """Softmax scores; the best experts of all, or of the groups with the best single expert."""
+    if "n_routed_experts" not in fields:
+        return None
+    _expect(fields, "scoring_func", "softmax", "softmax")
+    count, per_token = _counted(fields, "n_routed_experts", "num_experts_per_tok")
+    method = _expect(fields, "topk_method", "greedy", "greedy", "group_limited_greedy")
+    groups, kept = (1, 1) if method == "greedy" else _grouped(fields, count, per_token)
+    if fields.boolean("norm_topk_prob", False):
+        raise fields.refused("norm_topk_prob", "true: no DeepSeek-V2 divides by the sum, and codes disagree")
+    scale = fields.number("routed_scaling_factor", 0.0, 1e6, 1.0)
+    router = RouterConfig(per_token, False, False, False, scale, groups, kept)
+    inner = fields.integer("moe_intermediate_size", 1, 1 << 20)
+    shared = _shared_size(fields, "n_shared_experts", inner)
+    return ExpertsConfig(count, inner, shared, _after_dense(fields, num_layers, 0), router)
+
+
+def deepseek_v3_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+    """Sigmoid scores with a learned correction; the groups with the best two experts."""
+    _expect(fields, "scoring_func", "sigmoid", "sigmoid")
+    _expect(fields, "topk_method", "noaux_tc", "noaux_tc")
+    count, per_token = _counted(fields, "n_routed_experts", "num_experts_per_tok")
+    groups, kept = _grouped(fields, count, per_token)
+    if count // groups < 2:
+        raise fields.refused("n_group", f"{groups} groups of {count} experts hold one each, two are needed")
+    scale = fields.number("routed_scaling_factor", 0.0, 1e6, 1.0)
+    normalised = fields.boolean("norm_topk_prob", True)
+    router = RouterConfig(per_token, True, True, normalised, scale, groups, kept, group_best=2)
+    inner = fields.integer("moe_intermediate_size", 1, 1 << 20)
+    shared = _shared_size(fields, "n_shared_experts", inner)
+    default = 3 if fields.get("model_type") == "deepseek_v3" else 1
+    return ExpertsConfig(count, inner, shared, _after_dense(fields, num_layers, default), router)
+
+
+def qwen3_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+    """Softmax scores of all experts."""
+    count, per_token = _counted(fields, "num_experts", "num_experts_per_tok")
+    step = fields.integer("decoder_sparse_step", 1, 1 << 16, 1)
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise fields.refused("mlp_only_layers", f"{shown(dense)} is not a list of layers")
+    sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+    router = RouterConfig(per_token, False, False, fields.boolean("norm_topk_prob", False))
+    inner = fields.integer("moe_intermediate_size", 1, 1 << 20)
+    return ExpertsConfig(count, inner, 0, sparse, router)
+
+
+def ernie_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+    """Softmax scores with a learned correction."""
+    count, per_token = _counted(fields, "moe_num_experts", "moe_k")
+    if fields.boolean("use_bias", False):
+        raise fields.refused("use_bias", "true: biases of experts are not supported")
+    first = fields.integer("moe_layer_start_index", 0, 1 << 16, 1)
+    last = fields.integer("moe_layer_end_index", -1, 1 << 16, -1)
+    every = fields.integer("moe_layer_interval", 1, 1 << 16, 1)
+    layers = range(first, num_layers if last == -1 else last + 1)
+    sparse = tuple(layer in layers and (layer + 1) % every == 0 for layer in range(num_layers))
+    inner = fields.integer("moe_intermediate_size", 1, 1 << 20)
+    shared = _shared_size(fields, "moe_num_shared_experts", inner)
+    router = RouterConfig(per_token, False, True, True)
+    return ExpertsConfig(count, inner, shared, sparse, router, "moe_statics.e_score_correction_bias")
+
+
+def read_fp8_block(fields: Fields) -> tuple[int, int] | None:
+    """Rows and columns of the blocks that share a scale; None where weights are not quantized.
+
+    Raises `CheckpointError` for every other way of quantizing.
+    """
+    if "compression_config" in fields:
+        raise fields.refused("compression_config", "quantized weights are not supported in this form")
+    if "quantization_config" not in fields:
+        return None
+    inner = fields.fields("quantization_config")
+    if inner is None or inner.get("quant_method") != "fp8" or "weight_block_size" not in inner:
+        method = inner.get("quant_method") if inner is not None else None
+        why = f"quantized weights ({shown(method)}) are not supported (fp8 with weight_block_size is)"
+        raise fields.refused("quantization_config", why)
+    _expect(inner, "fmt", "e4m3", "e4m3", "float8_e4m3fn")
+    _expect(inner, "activation_scheme", "dynamic", "dynamic")
+    _expect(inner, "scale_fmt", "float", "float", "ue8m0")
+    block = inner.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2:
+        raise inner.refused("weight_block_size", f"{shown(block)} is not a list of rows and columns")
+    for size in block:
+        if type(size) is not int or not 1 <= size <= MAX_BLOCK:
+            raise inner.refused("weight_block_size", f"{shown(size)} is not a whole number from 1 to 65536")
+    return block[0], block[1]

@@ -1,0 +1,48 @@
+"""Weights stored as FP8 with a scale a block: read into the run's dtype, a tensor at a time.
+
+W[i, j] = X.weight[i, j] * X.weight_scale_inv[i // rows, j // columns]; blocks at the edges may be partial.
+Source: the published DeepSeek-V3 checkpoint and its conversion script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from spd.formats.checkpoint import Checkpoint
+from spd.runtime.models.weights import FP8_DTYPE, scale_name, scale_shape
+from spd.runtime.weight_space import Fill
+
+STRIP = 8
+"""Rows of blocks that are scaled at a time: their scales are spread out over the elements in between."""
+
+
+def scaling_fill(checkpoint: Checkpoint, fill: Fill, fill_scales: Fill, block: tuple[int, int]) -> Fill:
+    """`fill`, then what is stored as FP8 is multiplied by its scales, in place.
+
+    `fill` casts FP8 to the views' dtype, which float16, bfloat16 and float32 all hold exactly; the product
+    is rounded once. Scales are written by `fill_scales`.
+    """
+
+    def scaled(views: Mapping[str, Tensor]) -> None:
+        fill(views)
+        stored = {name: view for name, view in views.items() if checkpoint.tensors[name].dtype == FP8_DTYPE}
+        scales = {
+            scale_name(name): torch.empty(scale_shape(view.shape, block), device=view.device)
+            for name, view in stored.items()
+        }
+        fill_scales(scales)
+        for name, view in stored.items():
+            scale_blocks(view, scales[scale_name(name)], block)
+
+    return scaled
+
+
+def scale_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> None:
+    """Multiply weight [N, K] in place by scales float32 [ceil(N / rows), ceil(K / columns)], block = both."""
+    rows, columns = block
+    for strip, own in zip(torch.split(weight, STRIP * rows), torch.split(scales, STRIP), strict=True):
+        spread = own.repeat_interleave(columns, 1)[:, : weight.shape[1]].repeat_interleave(rows, 0)
+        strip.mul_(spread[: strip.shape[0]])

@@ -1,0 +1,143 @@
+"""Weights stored as FP8 blocks: read as a plain reference reads them, refused in every other form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spd.errors import CheckpointError
+from spd.formats.checkpoint import Checkpoint
+from spd.formats.model_config import read_model_config
+from spd.runtime import SamplingParams, fp8_blocks
+from spd.runtime.fp8_blocks import scaling_fill
+from spd.runtime.loader import mapped_fill, threaded_fill
+from spd.runtime.models import family_layout
+from spd.runtime.models.weights import expected_tensors, stored_scales
+from spd.runtime.progress import LoadMeter
+from tests.helpers import make_engine, random_prompts, run_all
+from tests.recipes.fp8_twin import write_twin
+
+BLOCK = 16
+"""Of tiny matrices, so that there are several blocks and partial ones at both edges."""
+
+
+@pytest.fixture
+def twin(tiny: Callable[..., Path], tmp_path: Path) -> Path:
+    source = tiny("deepseek_v3", hidden=72, intermediate=104, dtype="bfloat16")
+    return write_twin(source, tmp_path / "twin", block=BLOCK)
+
+
+def plain(tensors: dict[str, torch.Tensor], name: str, dtype: torch.dtype) -> torch.Tensor:
+    """One tensor by the definition, an element's scale looked up by its place."""
+    if tensors[name].dtype != torch.float8_e4m3fn:
+        return tensors[name].to(dtype)
+    values, scales = tensors[name].float(), tensors[f"{name}_scale_inv"].float()
+    rows, columns = (torch.arange(size) // BLOCK for size in values.shape)
+    return (values * scales[rows][:, columns]).to(dtype)
+
+
+@pytest.mark.parametrize("way", [mapped_fill, threaded_fill])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_tensor_bit_for_bit(
+    twin: Path, way: Callable, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_blocks, "STRIP", 3)
+    config, tensors = read_model_config(twin), load_file(twin / "model.safetensors")
+    shapes = expected_tensors(config, family_layout(config))
+    with Checkpoint.open(twin) as checkpoint, torch.inference_mode():
+        views = {name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in shapes.items()}
+        fill, scales = way(checkpoint, LoadMeter()), way(checkpoint, LoadMeter())
+        scaling_fill(checkpoint, fill, scales, config.fp8_block)(views)
+        found = stored_scales(checkpoint, shapes, (BLOCK, BLOCK))
+    assert len(found) > 60 and any(shape == (3, 5) for shape in found.values()), "partial blocks are seen"
+    for name, view in views.items():
+        assert torch.equal(view, plain(tensors, name, dtype)), name
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "ue8m0"])
+def test_the_twin_speaks_as_its_dequantised_copy(
+    tiny: Callable[..., Path], tmp_path: Path, stored: str
+) -> None:
+    source = tiny("deepseek_v3", hidden=72, intermediate=104, dtype="bfloat16")
+    twin = write_twin(source, tmp_path / "twin", block=BLOCK, ue8m0=stored == "ue8m0")
+    tensors = load_file(twin / "model.safetensors")
+    kept = {"float32": torch.float32, "bfloat16": torch.bfloat16, "ue8m0": torch.float8_e8m0fnu}[stored]
+    tensors = {n: t.to(kept) if n.endswith("_scale_inv") else t for n, t in tensors.items()}
+    save_file(tensors, twin / "model.safetensors", metadata={"format": "pt"})
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in source.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    whole = {n: plain(tensors, n, torch.float32) for n in tensors if not n.endswith("_scale_inv")}
+    save_file(whole, copy / "model.safetensors", metadata={"format": "pt"})
+    params = [SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.8, seed=1)]
+    prompts = random_prompts(2, 70, 256)
+    told, same, other = (
+        [run.output for run in run_all(make_engine(folder), prompts, params)]
+        for folder in (twin, copy, source)
+    )
+    assert told == same
+    assert told != other, "FP8 changes something"
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
+    """Change the weights, and return the refusal."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        make_engine(folder)
+    return "\n".join((caught.value.message, *caught.value.reason))
+
+
+def test_scales_that_are_missing_or_of_another_shape(twin: Path) -> None:
+    gone, short = (f"model.layers.1.mlp.experts.{e}.up_proj.weight_scale_inv" for e in (3, 4))
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[gone]
+        tensors[short] = tensors[short][:, :-1].contiguous()
+
+    said = edit(twin, spoil)
+    assert f"'{gone}': is missing" in said and short in said and "shape is [2, 4], expected [2, 5]" in said
+
+
+def test_fp8_without_a_word_in_the_configuration(twin: Path) -> None:
+    path = twin / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    assert "dtype F8_E4M3 is not supported" in edit(twin, lambda tensors: None)
+
+
+def test_a_vector_stored_as_fp8_is_refused(twin: Path) -> None:
+    name = "model.layers.0.input_layernorm.weight"
+    said = edit(twin, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+    assert f"{name}_scale_inv" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"quant_method": "awq"}, "awq"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"weight_block_size": None}, "fp8"),
+        ({"weight_block_size": [128]}, "weight_block_size"),
+        ({"weight_block_size": [0, 128]}, "weight_block_size"),
+        ({"weight_block_size": [128.0, 128]}, "weight_block_size"),
+        ({"fmt": "e5m2"}, "e5m2"),
+        ({"activation_scheme": "static"}, "static"),
+        ({"scale_fmt": "int8"}, "int8"),
+    ],
+)
+def test_every_other_way_of_quantizing_is_refused(twin: Path, change: dict, word: str) -> None:
+    path = twin / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= change
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=word):
+        read_model_config(twin)

@@ -1,0 +1,194 @@
+"""Latent attention and routed experts in whole models: the naive form, published figures, equal bits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spd.errors import IncompatibleError
+from spd.formats.block_config import LatentConfig
+from spd.formats.model_config import ModelConfig, RopeConfig, read_model_config
+from spd.kernels import moe
+from spd.runtime.layers.rotary import inverse_frequencies
+from spd.runtime.model_runner import ModelRunner, SlotView
+from spd.runtime.models import deepseek, family_layout
+from spd.runtime.models.base import LayerCache, Residual
+from spd.runtime.models.weights import expected_tensors, scale_shape
+from tests.helpers import make_engine
+
+# -- published figures -----------------------------------------------------------------------------
+
+
+def deepseek_v3(tiny: Callable[..., Path]) -> ModelConfig:
+    """DeepSeek-V3's own numbers, two layers of them."""
+    rope = RopeConfig("yarn", 10000.0, 40.0, 4096, mscale=1.0, mscale_all_dim=1.0)
+    latent = LatentConfig(1536, 512, 128, 64, 128, True)
+    config = read_model_config(tiny("deepseek_v3"))
+    sizes = {"hidden_size": 7168, "num_heads": 128, "head_dim": 192}
+    return replace(config, latent=latent, rope=rope, **sizes)
+
+
+def test_figures_of_deepseek_v3(tiny: Callable[..., Path]) -> None:
+    config = deepseek_v3(tiny)
+    assert deepseek.softmax_scale(config) == pytest.approx(0.135234, abs=5e-7)
+    plain = inverse_frequencies(RopeConfig("default", 10000.0), 64)
+    share = inverse_frequencies(config.rope, 64) / plain
+    kept, stretched = torch.ones(11), torch.full((9,), 1 / 40)
+    torch.testing.assert_close(share[:11], kept), torch.testing.assert_close(share[23:], stretched)
+    assert 1 / 40 < float(share[22]) < float(share[11]) < 1, "the ramp runs from 10 to 23"
+    shapes = expected_tensors(config, family_layout(config))
+    assert shapes["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"] == (576, 7168)
+    assert shapes["model.layers.0.self_attn.kv_b_proj.weight"] == (32768, 512)
+    assert shapes["model.layers.0.self_attn.q_b_proj.weight"] == (24576, 1536)
+    assert scale_shape((576, 7168), (128, 128)) == (5, 56)
+    assert family_layout(config).layers[0].attention.cache == ((576,),)
+
+
+def test_the_scale_is_corrected_for_yarn_only(tiny: Callable[..., Path]) -> None:
+    config = deepseek_v3(tiny)
+    without = replace(config, rope=replace(config.rope, mscale_all_dim=None))
+    unstretched = replace(config, rope=RopeConfig("default", 10000.0))
+    for other in (without, unstretched):
+        assert deepseek.softmax_scale(other) == pytest.approx(192**-0.5, rel=1e-12)
+
+
+# -- the naive form --------------------------------------------------------------------------------
+
+
+def rotate_pairs(x: torch.Tensor, positions: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """x [T, heads, R] turned in interleaved pairs, by complex numbers."""
+    angles = positions[:, None].double() * inverse_frequencies(rope, x.shape[-1]).double()
+    pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def naive(x: torch.Tensor, tensors: dict[str, torch.Tensor], config: ModelConfig) -> torch.Tensor:
+    """Keys and values of every head expanded; float64, the checkpoint's own tensors, no cache."""
+    of, heads, rows = config.latent, config.num_heads, x.shape[0]
+    assert of is not None
+
+    def linear(name: str, value: torch.Tensor) -> torch.Tensor:
+        bias = tensors.get(f"{name}.bias")
+        return value @ tensors[f"{name}.weight"].double().T + (0 if bias is None else bias.double())
+
+    def norm(name: str, value: torch.Tensor, epsilon: float) -> torch.Tensor:
+        scale = (value.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+        return value * scale * tensors[f"{name}.weight"].double()
+
+    h = norm("input_layernorm", x.double(), config.rms_norm_eps)
+    if of.query_rank is None:
+        query = linear("self_attn.q_proj", h)
+    else:
+        query = norm("self_attn.q_a_layernorm", linear("self_attn.q_a_proj", h), 1e-6)
+        query = linear("self_attn.q_b_proj", query)
+    query = query.view(rows, heads, -1)
+    latent, turning = linear("self_attn.kv_a_proj_with_mqa", h).split((of.rank, of.rope_dim), -1)
+    both = linear("self_attn.kv_b_proj", norm("self_attn.kv_a_layernorm", latent, 1e-6))
+    still, value = both.view(rows, heads, -1).split((of.nope_dim, of.value_dim), -1)
+    positions = torch.arange(rows)
+    key = torch.cat((still, rotate_pairs(turning[:, None], positions, config.rope).expand(-1, heads, -1)), -1)
+    turned = rotate_pairs(query[..., of.nope_dim :], positions, config.rope)
+    query = torch.cat((query[..., : of.nope_dim], turned), -1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * deepseek.softmax_scale(config)
+    scores = scores.masked_fill(torch.ones(rows, rows).triu(1).bool(), -math.inf).softmax(-1)
+    return linear("self_attn.o_proj", torch.einsum("hqk,khd->qhd", scores, value).flatten(1))
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3", "deepseek_v3_lite", "deepseek_v3_bias"])
+def test_the_absorbed_form_is_the_naive_one(tiny: Callable[..., Path], variant: str) -> None:
+    folder = tiny(variant)
+    config, runner = read_model_config(folder), make_engine(folder)._parts.runner
+    stored = load_file(folder / "model.safetensors")
+    prefix = "model.layers.0."
+    tensors = {name.removeprefix(prefix): t for name, t in stored.items() if name.startswith(prefix)}
+    x = torch.randn(32, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    view = SlotView(32, range(2, 10))
+    with torch.inference_mode():
+        table, ids = runner.page_row(view.pages, 8)[None], torch.zeros(1, 32, dtype=torch.long)
+        rows = runner._prompt_rows(ids, torch.arange(32)[None], table)
+        batch = runner._batch(rows, table, [view], 32)
+        model = runner.model
+        attention = model.layers[0].attention
+        found = attention(Residual(x), model.rotary_rows(batch), batch, runner.cache.layers[0])
+    added = found.x.double() - x.double()
+    assert (added - naive(x, tensors, config)).abs().max() < 1e-5
+
+
+# -- equal bits ------------------------------------------------------------------------------------
+
+LENGTH = 75
+
+
+def row_hidden(
+    runner: ModelRunner, texts: Sequence[Sequence[int]], starts: Sequence[int], width: int
+) -> torch.Tensor:
+    """Hidden states [S, width, hidden] of windows at `starts` of texts whose beginnings are in the cache."""
+    ids = torch.tensor([t[s : s + width] for t, s in zip(texts, starts, strict=True)])
+    positions = torch.tensor([[s + i for i in range(width)] for s in starts])
+    views = [SlotView(LENGTH + 40, range(2 + 8 * i, 10 + 8 * i)) for i in range(len(texts))]
+    table = torch.stack([runner.page_row(view.pages, 8) for view in views])
+    return runner.forward(runner._prompt_rows(ids, positions, table), table, views)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["all", "chosen"])
+@pytest.mark.parametrize("variant", ["deepseek_v3", "deepseek_v2", "glm4_moe", "qwen3_moe"])
+def test_a_row_has_the_same_bits_in_every_window(
+    tiny: Callable[..., Path], variant: str, form: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row, with 0 to 7 other rows behind or before it and up to 3 other slots beside it."""
+    if form == "chosen":
+        monkeypatch.setattr(moe, "SMALL_EXPERTS", 0)
+    # Wide enough that products of few rows could take another path: K above 320.
+    folder = tiny(variant, hidden=384, intermediate=448, layers=2)
+    runner = make_engine(folder, dtype=dtype, slots=4)._parts.runner
+    assert runner.buckets is not None and runner.buckets[0] <= 8, "else every window has one size"
+    generator = torch.Generator().manual_seed(3)
+    texts = torch.randint(256, (4, LENGTH + 20), generator=generator).tolist()
+    with torch.inference_mode():
+        for slot in range(4):
+            pages = range(2 + 8 * slot, 10 + 8 * slot)
+            table, view = runner.page_row(pages, 8)[None], SlotView(LENGTH, pages)
+            ids = torch.tensor([texts[slot]])
+            runner.forward_prompt(ids, 0, 64, table, view.pages, chunked=True)
+            runner.forward_prompt(ids, 64, LENGTH, table, view.pages, chunked=False)
+        plain = [row_hidden(runner, texts[:1], [LENGTH + i], 1)[0, 0] for i in range(8)]
+        for width in range(2, 9):
+            found = row_hidden(runner, texts[:1], [LENGTH], width)[0]
+            for row in range(width):
+                assert torch.equal(found[row], plain[row]), (width, row)
+            strangers = [texts[0][: LENGTH + 1] + texts[1][LENGTH + 1 :]]
+            assert torch.equal(row_hidden(runner, strangers, [LENGTH], width)[0, 0], plain[0])
+            row_hidden(runner, texts[:1], [LENGTH], width)  # the rows behind are put right again
+        for slots, width in ((2, 1), (3, 3), (4, 5), (4, 9)):
+            starts = [LENGTH, LENGTH - 3, LENGTH - 9, LENGTH - 20][:slots]
+            found = row_hidden(runner, texts[:slots], starts, width)[0]
+            for row in range(min(width, 8)):
+                assert torch.equal(found[row], plain[row]), (slots, width, row)
+
+
+def test_pools_hold_one_vector_a_position(tiny: Callable[..., Path]) -> None:
+    runner = make_engine(tiny("deepseek_v3"))._parts.runner
+    shapes = {tuple(pool.shape[2:]) for layer in runner.cache.layers for pool in layer.pools}
+    assert shapes == {(40,)} and all(isinstance(layer, LayerCache) for layer in runner.cache.layers)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("variant", "need"), [("deepseek_v3", "latent attention"), ("qwen3_moe", "experts")])
+def test_triton_is_refused_by_name(tiny: Callable[..., Path], variant: str, need: str) -> None:
+    with pytest.raises(IncompatibleError, match=need) as caught:
+        make_engine(tiny(variant), kernels="triton")
+    assert json.loads((tiny(variant) / "config.json").read_text())["architectures"][0] in str(caught.value)
+    assert caught.value.fix == ("--kernels torch",)
+    with pytest.raises(IncompatibleError, match=need):
+        make_engine(tiny("qwen3"), kernels="triton", spec="draft", draft_model=tiny(variant))
