@@ -73,6 +73,7 @@ def test_bash_offers_what_fits(bash_complete) -> None:
         "generate",
         "bench",
         "compare",
+        "explain",
         "verify",
         "inspect",
         "doctor",

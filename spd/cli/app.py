@@ -20,10 +20,11 @@ from typer.main import get_command
 from spd import __version__
 from spd.cli.argv import Invocation, prepare
 from spd.cli.bench import bench
-from spd.cli.bench_options import BenchOptions, CompareOptions, VerifyOptions
+from spd.cli.bench_options import BenchOptions, CompareOptions, ExplainOptions, VerifyOptions
 from spd.cli.compare import compare
 from spd.cli.completions import complete, completions
 from spd.cli.doctor import doctor
+from spd.cli.explain import explain
 from spd.cli.generate import generate
 from spd.cli.inspect import inspect
 from spd.cli.options import (
@@ -51,7 +52,7 @@ PIPE_CLOSED = 141
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMPLETION_VARIABLE = "_SPD_COMPLETE"
 REPORT = "run it again with --debug, and report what it prints"
-COMMANDS = ("generate", "bench", "compare", "verify", "inspect", "doctor", "completions")
+COMMANDS = ("generate", "bench", "compare", "explain", "verify", "inspect", "doctor", "completions")
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
 
@@ -95,6 +96,13 @@ COMPARE_EPILOG = """Examples:
 spd compare yesterday.json today.json
 
 spd compare --threshold 5% --json main.json branch.json
+"""
+
+EXPLAIN_EPILOG = """Examples:
+
+spd generate -n 256 --trace run.jsonl "Write a poem" && spd explain run.jsonl
+
+spd explain plain.jsonl draft.jsonl --json
 """
 
 VERIFY_EPILOG = """Examples:
@@ -146,6 +154,7 @@ def build_app(*, completing: bool = False) -> typer.Typer:
         (as_command(generate, GenerateOptions), GENERATE_EPILOG),
         (as_command(bench, BenchOptions), BENCH_EPILOG),
         (as_command(compare, CompareOptions), COMPARE_EPILOG),
+        (as_command(explain, ExplainOptions), EXPLAIN_EPILOG),
         (as_command(verify, VerifyOptions), VERIFY_EPILOG),
         (as_command(inspect, InspectOptions), INSPECT_EPILOG),
         (as_command(doctor, DoctorOptions), DOCTOR_EPILOG),

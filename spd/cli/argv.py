@@ -78,7 +78,7 @@ FLAGS = SHARED_FLAGS | {
     "--parse-special",
 }
 FLAGS |= {"--stats", "--stream", "--no-stream", "--dry-run", "--ignore-eos", "--quick"}
-FLAGS |= {"--jsonl", "--csv", "--markdown"}
+FLAGS |= {"--jsonl", "--csv", "--markdown", "--explain"}
 """Options that take no value."""
 
 VALUE_SHORTS = frozenset("mpfnsorw")

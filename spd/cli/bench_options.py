@@ -135,6 +135,16 @@ class CompareOptions(CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ExplainOptions(CommonOptions):
+    """Everything `spd explain` takes."""
+
+    files: Annotated[
+        list[Path], typer.Argument(metavar="TRACE …", help="Files of --trace, all of one model.")
+    ]
+    json: Annotated[bool, _output("--json", help="One JSON object.")] = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class VerifyOptions(AdvancedOptions, CommonOptions, SpeculationOptions, ModelOptions):
     """Everything `spd verify` takes."""
 

@@ -152,8 +152,8 @@ CONFLICTS = (
     ),
     Conflict(
         "dry-run-measures",
-        lambda o: o.dry_run and (o.stats or o.trace is not None),
-        "--dry-run runs no model, so there is nothing for --stats or --trace",
+        lambda o: o.dry_run and (o.stats or o.explain or o.trace is not None),
+        "--dry-run runs no model, so there is nothing for --stats, --explain or --trace",
         "leave one of them out",
     ),
     Conflict(

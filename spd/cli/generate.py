@@ -9,6 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from spd.cli.conflicts import check_conflicts
+from spd.cli.explain import live_explanation, trace_header
 from spd.cli.loading import loading
 from spd.cli.options import GenerateOptions, Session
 from spd.cli.output import Sink, TraceFile, check_writable, to_json, write_error, write_stderr
@@ -18,7 +19,8 @@ from spd.errors import EngineError
 if TYPE_CHECKING:
     from spd.cli.job import Job
     from spd.cli.reply import Delivery
-    from spd.runtime import Engine
+    from spd.runtime import Engine, RoundRecord
+    from spd.runtime.measuring.trace_file import Trace
 
 
 def generate(session: Session, options: GenerateOptions) -> int:
@@ -71,9 +73,8 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
         from spd.runtime import Engine
 
         engine = Engine(job.config, progress=progress)
-    if trace is not None:
-        engine.trace = trace.write_record
     job = fit_to_engine(job, engine.plan.ctx)
+    watched = _watch(options, job, engine, trace)
     _say_before(session, options, job, engine)
     delivery = Delivery(
         sink, engine, job.request(), streaming=options.stream is not False and not options.json
@@ -90,6 +91,8 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
         raise
     with session.guard.hold():
         _finish(options, job, delivery)
+        if watched is not None:
+            write_stderr(live_explanation(watched))
     engine.close()
     if delivery.reply.finish_reason != "error":
         return 0
@@ -102,6 +105,27 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
         raise failure
     write_error(failure, session.console, as_json=False)  # the one object on stdout is the reply
     return failure.exit_code
+
+
+def _watch(options: GenerateOptions, job: Job, engine: Engine, trace: TraceFile | None) -> Trace | None:
+    """Have every round written to the trace file and kept for --explain, as far as either is wanted."""
+    from spd.runtime.measuring.trace_file import Trace
+
+    header = trace_header(engine, options.model, job.sampling.params.temperature, tuple(job.ids))
+    if trace is not None:
+        trace.write_record(header)
+        engine.trace = trace.write_record
+    if not options.explain:
+        return None
+    watched = Trace(header=header)
+
+    def both(record: RoundRecord) -> None:
+        watched.add(record)
+        if trace is not None:
+            trace.write_record(record)
+
+    engine.trace = both
+    return watched
 
 
 def _finish(options: GenerateOptions, job: Job, delivery: Delivery) -> None:

@@ -254,7 +254,12 @@ class OutputOptions:
         Path | None, _output("-o", "--output", metavar="FILE", help="Write there, not to stdout.")
     ] = None
     stats: Annotated[bool, _output("--stats", help="Speed and acceptance on stderr at the end.")] = False
-    trace: Annotated[Path | None, _output(metavar="FILE", help="One JSON line a round.")] = None
+    trace: Annotated[
+        Path | None, _output(metavar="FILE", help="What ran, then one JSON line a round, for spd explain.")
+    ] = None
+    explain: Annotated[
+        bool, _output("--explain", help="Why speculation pays or not, on stderr at the end.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

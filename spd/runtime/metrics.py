@@ -24,7 +24,10 @@ class RoundRecord:
     accepted: int
     committed: list[int]
     ms: dict[str, float]
+    """Draft, verify, rest, and host: the gap between the round before and this one, by the device's clock."""
     draft_forwards: int
+    k: int
+    """Drafts a slot that the round had room for; `draft` may hold fewer."""
 
 
 @dataclass

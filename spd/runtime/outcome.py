@@ -118,6 +118,7 @@ def record_of(
         sampled=outcome.sampled[: len(outcome.draft) + 1],
         accepted=outcome.accepted,
         committed=tokens,
-        ms={"draft": draft, "verify": verify, "rest": rest},
+        ms={"draft": draft, "verify": verify, "rest": rest, "host": round(1000 * result.gap, 3)},
         draft_forwards=result.draft_forwards,
+        k=result.k,
     )

@@ -45,6 +45,8 @@ class RoundResult:
     draft_forwards: int
     seconds: tuple[float, float, float]
     """Draft, verify, rest, by the device's clock; a GPU counts sampling as verification."""
+    gap: float
+    """Seconds without a round before it, by the same clock; 0 for the first."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,15 @@ class Ticket:
     draft_forwards: int
     """Forward passes of the drafting loop."""
     fetch: Callable[[], tuple[Tensor, Tensor, Logprobs | None]]
+    gap_before: Callable[[int, int], float]
+    """Seconds since the round that was read before, from when this one began and ended in nanoseconds."""
 
     def read(self) -> RoundResult:
         """Wait until the round has run, and return what it emitted."""
         ring, times, logprobs = self.fetch()
         began, verified, committed, ended = (times[c].item() for c in (BEGAN, VERIFIED, COMMITTED, ENDED))
         verified = verified if began <= verified <= committed else committed
+        gap = self.gap_before(int(began), int(ended))
         scores = None
         if logprobs is not None:
             scores = HostLogprobs(*(tensor.tolist() for tensor in logprobs))
@@ -70,6 +75,7 @@ class Ticket:
             self.k,
             self.draft_forwards,
             (1e-9 * (ended - committed), 1e-9 * (verified - began), 1e-9 * (committed - verified)),
+            gap,
         )
 
 
@@ -121,6 +127,7 @@ class RoundQueue:
         self.launched = 0
         self.behind = 0
         """Rounds without drafting since the proposer's cache was last brought up."""
+        self._ended = 0
 
     def restart(self) -> None:
         """After a round that broke off: the next one writes the row of the ring that will be read for it."""
@@ -146,5 +153,12 @@ class RoundQueue:
         self.launched += 1
         forwards = 0 if proposer is None else next_k * proposer.forwards_a_draft
         if self.copies is not None:
-            return Ticket(k, forwards, self.copies.start(row, logprobs))
-        return Ticket(k, forwards, lambda: (self.state.ring[row], self.state.times[row], logprobs))
+            return Ticket(k, forwards, self.copies.start(row, logprobs), self._gap_before)
+        ring, times = self.state.ring, self.state.times
+        return Ticket(k, forwards, lambda: (ring[row], times[row], logprobs), self._gap_before)
+
+    def _gap_before(self, began: int, ended: int) -> float:
+        """Rounds are read in order."""
+        gap = max(0, began - self._ended) if self._ended else 0
+        self._ended = ended
+        return 1e-9 * gap

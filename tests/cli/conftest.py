@@ -159,7 +159,7 @@ class FakeEngine:
         self._metrics.tokens_after_first += 2
         if self.trace is not None:
             ms = {"draft": 1.0, "verify": 2.0, "rest": 0.5}
-            self.trace(RoundRecord("0", self._steps, 9, "draft", [1], [1, 2], 1, [1, 2], ms, 4))
+            self.trace(RoundRecord("0", self._steps, 9, "draft", [1], [1, 2], 1, [1, 2], ms, 4, 1))
         wanted = self.requests[-1].params.logprobs
         logprobs = (
             ()

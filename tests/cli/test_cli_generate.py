@@ -135,9 +135,13 @@ def test_verbose_shows_plan_seed_and_origins(spd_run: Callable, model: Path, scr
     assert ran.text == "Hello wörld!\n"
 
 
-def test_trace_has_one_json_line_a_round(spd_run: Callable, model: Path, script, tmp_path: Path) -> None:
+def test_trace_has_what_ran_and_one_json_line_a_round(
+    spd_run: Callable, model: Path, script, tmp_path: Path
+) -> None:
     spd_run("generate", "-m", model, "Hi", "--trace", tmp_path / "trace")
-    records = [json.loads(line) for line in (tmp_path / "trace").read_text().splitlines()]
+    header, *records = [json.loads(line) for line in (tmp_path / "trace").read_text().splitlines()]
+    assert header["schema"] == "spd.trace/1" and len(header["prompt_ids"]) > 2
+    assert header["plan"]["spec"] == "draft"
     assert [record["round"] for record in records] == [1, 2, 3]
     assert set(records[0]) >= {
         "request",

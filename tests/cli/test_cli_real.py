@@ -59,7 +59,7 @@ def test_the_text_is_the_same_with_each_method(spd_run: Callable, tmp_path: Path
         assert timings["predicted_n"] == len(shown["token_ids"]) == shown["usage"]["completion_tokens"]
         assert timings["predicted_n"] == counts["num_spec_steps"] + timings["draft_n_accepted"]
         assert counts["method"] == spec == shown["plan"]["spec"]
-        records = [json.loads(line) for line in trace.read_text().splitlines()]
+        _, *records = [json.loads(line) for line in trace.read_text().splitlines()]
         assert [token for record in records for token in record["committed"]] == shown["token_ids"]
     assert replies["off"] == replies["draft"] == replies["ngram"]
 

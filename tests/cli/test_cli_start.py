@@ -97,7 +97,7 @@ def test_help_names_the_commands_of_this_edition_only(spd_run: Callable) -> None
     assert (
         tuple(get_command(build_app()).commands)
         == COMMANDS
-        == ("generate", "bench", "compare", "verify", "inspect", "doctor", "completions")
+        == ("generate", "bench", "compare", "explain", "verify", "inspect", "doctor", "completions")
     )
 
 

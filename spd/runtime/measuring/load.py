@@ -109,6 +109,7 @@ def run_pass(
     check: called between steps; whatever it raises ends the pass.
     """
     timelines = {request.id: Timeline(request, 0.0) for request in requests}
+    metrics: dict[str, RequestMetrics] = {}
     records: list[RoundRecord] = []
     engine.trace = records.append
     waiting, running = list(requests), 0
@@ -129,12 +130,14 @@ def run_pass(
                 time.sleep(max(0.0, began + arrivals[len(requests) - len(waiting)] - now))
                 continue
             for event in engine.step():
-                running -= _note(timelines[event.request_id], event)
+                if _note(timelines[event.request_id], event):
+                    running -= 1
+                    metrics[event.request_id] = engine.metrics(event.request_id)
             check()
     finally:
         engine.trace = None
     seconds = time.perf_counter() - began
-    return Pass(list(timelines.values()), records, [engine.metrics(r.id) for r in requests], seconds)
+    return Pass(list(timelines.values()), records, [metrics[r.id] for r in requests], seconds)
 
 
 def _is_due(

@@ -61,7 +61,7 @@ def test_speed_counts_what_the_load_says() -> None:
 def record(draft: list[int], accepted: int) -> RoundRecord:
     ms = {"draft": 1.0, "verify": 1.0, "rest": 0.0}
     return RoundRecord(
-        "r", 1, 9, "draft", draft, [0] * (len(draft) + 1), accepted, [0] * (accepted + 1), ms, 2
+        "r", 1, 9, "draft", draft, [0] * (len(draft) + 1), accepted, [0] * (accepted + 1), ms, 2, 2
     )
 
 

@@ -1,0 +1,91 @@
+"""`spd explain`: why speculation pays or does not, from a trace: a table, and a paragraph in words."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from spd.cli.bench_options import ExplainOptions
+from spd.cli.options import Session
+from spd.cli.output import Sink, to_json
+from spd.cli.table import WIDTH, render_table
+from spd.errors import IncompatibleError
+
+if TYPE_CHECKING:
+    from spd.runtime import Engine
+    from spd.runtime.measuring.explain import Explanation
+    from spd.runtime.measuring.trace_file import Trace, TraceHeader
+
+
+def explain(session: Session, options: ExplainOptions) -> int:
+    """Say in words what a trace shows: costs, acceptance, the best K, and what to try next."""
+    from spd.runtime.measuring.explain import explain as explain_traces
+    from spd.runtime.measuring.trace_file import read_traces
+
+    sink = Sink.stdout()
+    traces = read_traces(options.files)
+    models = {trace.header.model for trace in traces if trace.header is not None}
+    if len(models) > 1:
+        raise IncompatibleError(
+            "the traces are of different models", reason=sorted(models), fix=["spd explain one at a time"]
+        )
+    found = explain_traces(traces)
+    sink.write(to_json(found.as_dict()) + "\n" if options.json else explanation_text(found))
+    return 0
+
+
+def explanation_text(found: Explanation) -> str:
+    """The table of prospects, acceptance by position, and the paragraph."""
+    from spd.runtime.measuring.explain_words import paragraph
+
+    chosen = [p for p in (found.plain, *found.own, *found.ngram) if _is_shown(p.k, p.method, found)]
+    best = found.best
+    rows = [
+        [
+            f"{p.method} k={p.k}" if p.k else "plain",
+            f"{p.round_ms:.2f}",
+            f"{p.length:.2f}",
+            f"{p.round_ms / found.plain.round_ms:.2f}",
+            f"{p.tokens_per_second:.1f}",
+            f"{p.speed_up:.2f}",
+            ("← now" if (p.method, p.k) == (found.now.method, found.now.k) else "")
+            + (" ← best" if (p.method, p.k) == (best.method, best.k) else ""),
+        ]
+        for p in chosen
+    ]
+    text = render_table(["", "ms/round", "tok/round", "pays from", "tok/s", "× plain", ""], rows)
+    measured = " ".join(f"{n}:{ms:.2f}" for n, ms in found.costs.verify.items())
+    text += f"verify ms by rows, measured: {measured}\n"
+    if found.acceptance.conditional:
+        rates = " ".join(f"{rate:.0%}" for rate in found.acceptance.conditional)
+        text += f"accepted by position, if all before were: {rates}\n"
+    return text + "\n" + textwrap.fill(paragraph(found), WIDTH) + "\n"
+
+
+def _is_shown(k: int, method: str, found: Explanation) -> bool:
+    """Short ones, the one that ran, the best, and one of each method's long ones."""
+    return (
+        k <= 4
+        or k in (6, 8, 12, 16)
+        or (method, k)
+        in (
+            (found.now.method, found.now.k),
+            (found.best.method, found.best.k),
+        )
+    )
+
+
+def trace_header(engine: Engine, model: str, temperature: float, prompt_ids: tuple[int, ...]) -> TraceHeader:
+    """The first line of a trace file."""
+    from spd.runtime.measuring.trace_file import TraceHeader
+
+    return TraceHeader(model, temperature, engine.plan.as_dict(), prompt_ids)
+
+
+def live_explanation(trace: Trace) -> str:
+    """The paragraph after a reply; a sentence where there was too little to see."""
+    from spd.runtime.measuring.explain import explain as explain_traces
+
+    if not trace.rounds:
+        return "explain: the reply was too short, nothing was speculated\n"
+    return explanation_text(explain_traces([trace]))

@@ -1,0 +1,72 @@
+"""Traces read back: the rounds of some requests, and what the header says of their engine. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spd.errors import NotFoundError, UsageError
+from spd.runtime.metrics import RoundRecord
+
+HEADER = "spd.trace/1"
+
+
+@dataclass(frozen=True)
+class TraceHeader:
+    """The first line of a trace file: what the rounds alone do not say."""
+
+    model: str
+    temperature: float
+    plan: Mapping[str, Any]
+    prompt_ids: tuple[int, ...] = ()
+    schema: str = HEADER
+
+
+@dataclass
+class Trace:
+    """Rounds in the order read, without those that follow a prompt: nothing was drafted for them."""
+
+    rounds: list[RoundRecord] = field(default_factory=list)
+    header: TraceHeader | None = None
+    committed: dict[str, list[int]] = field(default_factory=dict)
+    """Every committed token of each request, the first rounds' too."""
+
+    def add(self, record: RoundRecord) -> None:
+        """Take a round."""
+        self.committed.setdefault(record.request, []).extend(record.committed)
+        if record.round > 0:
+            self.rounds.append(record)
+
+
+def read_traces(paths: Iterable[Path]) -> list[Trace]:
+    """One trace a file. Raises NotFoundError, and UsageError naming the line that is none."""
+    return [_read(path) for path in paths]
+
+
+def _read(path: Path) -> Trace:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise NotFoundError(f"no file {path}", fix=["spd generate --trace FILE writes one"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+    trace = Trace()
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+            if value.get("schema") == HEADER:
+                trace.header = TraceHeader(**{**value, "prompt_ids": tuple(value["prompt_ids"])})
+            else:
+                trace.add(RoundRecord(**value))
+        except (ValueError, TypeError, AttributeError, KeyError):
+            if number == len(lines):  # what a run that was killed left of its last line
+                continue
+            raise UsageError(
+                f"{path}, line {number} is no round of a trace", fix=["spd generate --trace FILE writes them"]
+            ) from None
+    if not trace.rounds:
+        raise UsageError(f"{path} holds no rounds beyond a first one", fix=["a longer reply: -n 256"])
+    return trace

@@ -1,0 +1,40 @@
+"""`spd explain` and `generate --explain` from the command line, on the demo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+QUICK = ("--threads", 1, "--ctx", 256, "-n", 40, "--temperature", 0)
+ASK = "What does os.path.join do?"
+
+
+def test_a_trace_and_a_live_run_say_the_same(spd_run: Callable[..., Any], tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    live = spd_run("generate", *QUICK, "--no-adaptive", "--trace", trace, "--explain", ASK)
+    assert live.code == 0 and "What limits it is" in live.err and live.text.strip()
+    told = spd_run("explain", trace)
+    assert told.code == 0 and told.text == live.err
+    assert max(map(len, told.text.splitlines())) <= 80
+    assert "draft k=4" in told.text and "← now" in told.text and "← best" in told.text
+    assert "N-gram lookup on this text would give" in told.text.replace("\n", " ")
+    shown = spd_run("explain", trace, "--json").json
+    assert shown["method"] == "draft" and shown["k"] == 4 and shown["rounds"] > 5
+
+
+def test_traces_of_two_runs_share_their_costs(spd_run: Callable[..., Any], tmp_path: Path) -> None:
+    plain, draft = tmp_path / "plain", tmp_path / "draft"
+    spd_run("generate", *QUICK, "--spec", "off", "--trace", plain, ASK)
+    spd_run("generate", *QUICK, "--draft-max", 2, "--no-adaptive", "--trace", draft, ASK)
+    shown = spd_run("explain", plain, draft, "--json").json
+    assert shown["plain_measured"] and set(shown["verify_ms"]) == {"1", "3"} and shown["k"] == 2
+
+
+def test_refusals(spd_run: Callable[..., Any], assert_refused: Callable[..., None], tmp_path: Path) -> None:
+    assert_refused(spd_run("explain", tmp_path / "none"), 3, "no file")
+    (tmp_path / "text").write_text("hello\nworld\n")
+    assert_refused(spd_run("explain", tmp_path / "text"), 2, "line 1 is no round of a trace")
+    (tmp_path / "empty").write_text("")
+    assert_refused(spd_run("explain", tmp_path / "empty"), 2, "no rounds beyond a first one")
+    assert_refused(spd_run("explain"), 2, "spd explain --help")

@@ -1,0 +1,200 @@
+"""Explanations of made traces, whose law is known, and of real ones, whose tokens are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from spd.errors import UsageError
+from spd.runtime import SamplingParams
+from spd.runtime.measuring.cost_model import fit_acceptance, tokens_per_second
+from spd.runtime.measuring.explain import Explanation, explain, simulate_lookup
+from spd.runtime.measuring.explain_words import bottleneck, next_step, paragraph
+from spd.runtime.measuring.trace_file import Trace, TraceHeader, read_traces
+from spd.runtime.metrics import RoundRecord
+from tests.helpers import make_engine, random_prompts, run_all
+from tests.prompt_lookup import search
+from tests.runtime.measuring.test_measuring_replay import damped
+
+
+def make_trace(
+    k: int,
+    rate: float,
+    *,
+    verify: tuple[float, float] = (10.0, 0.2),
+    draft: float = 1.0,
+    host: float = 0.1,
+    rounds: int = 400,
+    temperature: float = 0.0,
+) -> Trace:
+    """Rounds at k of a model whose verify takes base + slope * rows, and each draft `draft` ms."""
+    draws = random.Random(k)
+    trace = Trace(header=TraceHeader("m", temperature, {"verify": "coupled"}))
+    for number in range(rounds + 1):
+        accepted = 0
+        while accepted < k and draws.random() < rate:
+            accepted += 1
+        base, slope = verify
+        times = {"draft": draft * k, "verify": base + slope * (k + 1), "rest": 0.3, "host": host}
+        ms = {part: value * draws.uniform(0.95, 1.05) for part, value in times.items()}
+        committed = [draws.randrange(1000) for _ in range(accepted + 1)]
+        trace.add(RoundRecord("r", number, 9, "draft", [0] * k, [0] * (k + 1), accepted, committed, ms, k, k))
+    return trace
+
+
+def truth(k: int, rate: float, draft: float = 1.0) -> float:
+    """Tokens a second of the law behind `make_trace`."""
+    length = sum(rate**i for i in range(k + 1))
+    return 1000 * length / (10 + 0.2 * (k + 1) + draft * k + 0.4)
+
+
+@pytest.mark.parametrize("rate", [0.4, 0.7, 0.9])
+@pytest.mark.parametrize("left_out", [1, 2, 3, 5, 8])
+def test_a_length_left_out_is_predicted(rate: float, left_out: int) -> None:
+    """Within 10 %: 400 rounds at each of the others leave about 4 % of error at the most."""
+    found = explain([make_trace(k, rate) for k in (0, 1, 2, 3, 4, 5, 6, 8) if k != left_out])
+    assert left_out + 1 not in found.costs.verify
+    predicted = tokens_per_second(found.costs, found.acceptance, left_out)
+    assert predicted == pytest.approx(truth(left_out, rate), rel=0.1)
+    best = max(range(17), key=lambda k: truth(k, rate))
+    assert truth(found.best.k, rate) >= 0.97 * truth(best, rate)
+
+
+def test_plain_decoding_is_carried_over_where_no_plain_round_was_seen() -> None:
+    found = explain([make_trace(2, 0.7), make_trace(4, 0.7)])
+    assert not found.costs.plain_measured and "not in the trace" in paragraph(found)
+    assert found.plain.round_ms == pytest.approx(10.6, rel=0.1)
+    assert found.break_even(4) == pytest.approx((11.0 + 4 + 0.4) / 10.6, rel=0.1)
+
+
+CASES = {
+    "a useless drafter": (make_trace(4, 0.0), "acceptance: hardly a draft is right", "--spec off"),
+    "a poor drafter": (
+        make_trace(4, 0.15, verify=(5.0, 1.5)),
+        "acceptance: even a free drafter",
+        "--spec off",
+    ),
+    "a slow drafter": (make_trace(4, 0.6, draft=6.0), "drafting: with a free drafter it would pay", "--spec"),
+    "wide verification": (
+        make_trace(6, 0.5, verify=(6.0, 2.5), draft=0.1),
+        "verification: its extra rows",
+        "--draft-max 1",
+    ),
+    "a slow host": (make_trace(2, 0.5, host=12.0), "the host", "--graphs on"),
+    "a good drafter": (make_trace(4, 0.8), "drafting", "nothing: this is the best"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_limits_it_and_what_to_try(name: str) -> None:
+    trace, limit, step = CASES[name]
+    found = explain([trace, make_trace(0, 0.0, verify=_verify(trace))])
+    slower = name in ("a useless drafter", "a poor drafter", "a slow drafter", "wide verification")
+    assert (found.now.speed_up < 1) == slower, found.now
+    assert bottleneck(found).startswith(limit), bottleneck(found)
+    assert step in next_step(found) or name == "a slow host"
+    assert bottleneck(found) in paragraph(found)
+
+
+def _verify(trace: Trace) -> tuple[float, float]:
+    """The law of a made trace's verification, from its own figures."""
+    for wanted in ((10.0, 0.2), (5.0, 1.5), (6.0, 2.5)):
+        record = trace.rounds[0]
+        if record.ms["verify"] == pytest.approx(wanted[0] + wanted[1] * (record.k + 1), rel=0.06):
+            return wanted
+    raise AssertionError("no such law")
+
+
+def test_rejection_is_bounded_where_tokens_were_sampled() -> None:
+    greedy, sampled = explain([make_trace(3, 0.6)]), explain([make_trace(3, 0.6, temperature=0.8)])
+    assert greedy.bounded is None and sampled.bounded is not None
+    assert sampled.bounded.length == pytest.approx(sum(0.75**i for i in range(4)), rel=0.1)
+    assert "--verify rejection would give" in paragraph(sampled)
+
+
+def test_a_trace_of_plain_decoding() -> None:
+    found = explain([make_trace(0, 0.0)])
+    assert (found.k, found.own, found.now) == (0, (), found.plain)
+    assert paragraph(found).startswith("Nothing was drafted in 400 rounds")
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: Callable[..., Path]) -> tuple[Path, Path]:
+    target, draft = (tiny("qwen3", layers=n, residual_gain=damped, seed=3) for n in (4, 2))
+    return target, draft
+
+
+def real_rounds(target: Path, k: int, **wishes: object) -> list[RoundRecord]:
+    prompts = random_prompts(6, 20, 256)
+    params = [SamplingParams(max_tokens=60, ignore_eos=True, temperature=t) for t in (0.0, 0.7) * 3]
+    engine = make_engine(target, draft_max=k, slots=6, **wishes)
+    return [record for run in run_all(engine, prompts, params) for record in run.rounds]
+
+
+def test_the_length_at_a_k_left_out_is_that_of_a_real_run(pair: tuple[Path, Path]) -> None:
+    """Tokens, not times: the same on every machine."""
+    wishes = {"spec": "draft", "draft_model": pair[1]}
+    long = [record for record in real_rounds(pair[0], 6, **wishes) if record.round]
+    predicted = fit_acceptance(long)
+    for k in (1, 2, 3, 4):
+        real = fit_acceptance([record for record in real_rounds(pair[0], k, **wishes) if record.round])
+        assert predicted.length(k) == pytest.approx(real.length(k), rel=0.1), k
+
+
+def test_lookup_is_simulated_as_it_runs(pair: tuple[Path, Path]) -> None:
+    records = real_rounds(pair[0], 4, spec="ngram")
+    prompts = random_prompts(6, 20, 256)
+    proposed = 0
+    for i, prompt in enumerate(prompts):
+        own = [record for record in records if record.request == f"r{i}"]
+        tokens = [token for record in own for token in record.committed]
+        simulated = simulate_lookup(prompt, tokens, 4)
+        assert simulated[:-1] == [record.accepted for record in own[1:-1]]
+        proposed += sum(simulated)
+    assert proposed > 0
+
+
+def test_lookup_is_the_plain_search() -> None:
+    draws = random.Random(3)
+    text = [draws.randrange(3) for _ in range(120)]
+    prompt, generated = text[:30], text[30:]
+    accepted, at = [], 31
+    while at < len(text):
+        draft: Sequence[int] = search(text[:at], 5, 3, 8)
+        right = 0
+        while right < len(draft) and at + right < len(text) and draft[right] == text[at + right]:
+            right += 1
+        accepted.append(right)
+        at += right + 1
+    assert simulate_lookup(prompt, generated, 5) == accepted and sum(accepted) > 10
+
+
+def write(path: Path, trace: Trace) -> Path:
+    lines = [dataclasses.asdict(trace.header)] if trace.header else []
+    lines += [dataclasses.asdict(record) for record in trace.rounds]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_trace_file_is_read_back(tmp_path: Path) -> None:
+    trace = make_trace(3, 0.5, rounds=20)
+    path = write(tmp_path / "trace", trace)
+    (again,) = read_traces([path])
+    assert again == trace or (again.rounds == trace.rounds and again.header == trace.header)
+    path.write_text(path.read_text() + '{"request": "r", "rou')  # a run that was killed
+    assert read_traces([path])[0].rounds == trace.rounds
+    path.write_text("no round\n" + path.read_text())
+    with pytest.raises(UsageError, match="line 1 is no round"):
+        read_traces([path])
+
+
+def test_an_explanation_is_plain_json() -> None:
+    found: Explanation = explain([make_trace(4, 0.7, temperature=0.5)])
+    shown = json.loads(json.dumps(found.as_dict()))
+    assert shown["schema"] == "spd.explain/1" and shown["best"]["k"] == found.best.k
+    assert shown["words"] == paragraph(found)
