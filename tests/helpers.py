@@ -62,9 +62,15 @@ def make_engine(model: Path, **wishes: Any) -> Engine:
 
 def run_all(engine: Engine, prompts: list[tuple[int, ...]], params: list[SamplingParams]) -> list[Run]:
     """Run every prompt to its end, together as far as the engine has slots."""
-    runs = {f"r{i}": Run() for i in range(len(prompts))}
+    return run_requests(
+        engine, [Request(f"r{i}", p, q) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
+    )
+
+
+def run_requests(engine: Engine, requests: list[Request]) -> list[Run]:
+    """Run every request to its end, together as far as the engine has slots."""
+    runs = {request.id: Run() for request in requests}
     engine.trace = lambda record: runs[record.request].rounds.append(record)
-    requests = [Request(f"r{i}", p, q) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
     for event in engine.stream(requests):
         run = runs[event.request_id]
         assert run.finish_reason is None, "an event after the end"

@@ -1,7 +1,7 @@
 """From logits to tokens for every row of a window, speculated or not: the contract and its torch form.
 
-Order: unusable ids, bias, penalties, minimum length, temperature, top-k, top-p, min-p; then argmax, with
-keyed noise at temperatures above zero. A row's result depends on its own logits, history and keys only.
+Order: unusable ids, bias, penalties, minimum length, mask, temperature, top-k, top-p, min-p; then argmax,
+with keyed noise at temperatures above zero. A row's result depends on its own logits, history and keys only.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class SamplingSteps(Protocol):
     def bias(self) -> bool: ...
     @property
     def min_length(self) -> bool: ...
+    @property
+    def grammar(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class SamplingTensors:
     """Int64 [S]: committed tokens, prompt included; the first row's token comes at this index."""
     min_length: Tensor
     """Int64 [S]: no stop id is drawn at an index below it."""
+    mask: Tensor | None = None
+    """Int32 [S, >= R, words]: bit v & 31 of word v >> 5 says whether token v may be drawn in a row."""
 
 
 def sample_rows(
@@ -113,6 +117,8 @@ def process_rows(
         logits = apply_penalties(logits, count_rows(tensors.generated, draft), tensors)
     if steps.min_length:
         logits = hide_stops(logits, tensors)
+    if steps.grammar and tensors.mask is not None:
+        logits = apply_mask(logits, tensors.mask)
     if steps.noise:
         logits = scale(logits, tensors.temperature)
     if steps.truncation:
@@ -173,6 +179,13 @@ def hide_stops(logits: Tensor, tensors: SamplingTensors) -> Tensor:
     hidden = torch.zeros(ids.shape[0], logits.shape[-1] + 1, dtype=torch.bool, device=logits.device)
     hidden.scatter_(1, torch.where(ids < 0, logits.shape[-1], ids), True)
     return logits.masked_fill(early.unsqueeze(-1) & hidden[:, None, :-1], NEGATIVE_INFINITY)
+
+
+def apply_mask(logits: Tensor, mask: Tensor) -> Tensor:
+    """Logits [S, R, V] at -inf where a mask's bit is not set."""
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    words = mask[:, : logits.shape[1]].index_select(-1, ids >> 5)
+    return logits.masked_fill((words >> (ids & 31).to(torch.int32)) & 1 == 0, NEGATIVE_INFINITY)
 
 
 def token_mass(logits: Tensor, highest: Tensor) -> Tensor:

@@ -37,7 +37,9 @@ BLOCK = 2048
 """Token ids a program; a multiple of 4."""
 WARPS = 8
 
-VARYING = ["rows_per_slot", "draft_stride", "position_stride_0", "position_stride_1"]
+VARYING = [
+    *("rows_per_slot", "draft_stride", "mask_stride", "mask_words", "position_stride_0", "position_stride_1")
+]
 """What differs between calls of one model, and must therefore not choose the program."""
 
 
@@ -55,9 +57,12 @@ def processed_logits(
     stop_ids,
     length,
     min_length,
+    mask,
     row,
     rows_per_slot,
     draft_stride,
+    mask_stride,
+    mask_words,
     ids,
     vocab_size,
     usable_vocab,
@@ -65,6 +70,7 @@ def processed_logits(
     BIAS: tl.constexpr,
     PENALTIES: tl.constexpr,
     MIN_LENGTH: tl.constexpr,
+    MASK: tl.constexpr,
     NOISE: tl.constexpr,
 ):
     """A row's logits of a block of ids after every step before truncation; -inf beyond the vocabulary."""
@@ -87,6 +93,10 @@ def processed_logits(
         early = tl.load(length + slot) + number < tl.load(min_length + slot)
         for j in range(tl.where(early, STOPS, 0)):
             x = tl.where(ids == tl.load(stop_ids + slot * STOPS + j), float("-inf"), x)
+    if MASK:
+        words = mask + slot * mask_stride + number * mask_words
+        word = tl.load(words + (ids >> 5), mask=inside, other=0)
+        x = tl.where(((word >> (ids & 31)) & 1) != 0, x, float("-inf"))
     if NOISE:
         x = scaled_logit(x, tl.load(temperature + slot))
     return x
@@ -111,17 +121,18 @@ def block_rank(
 @triton.jit(do_not_specialize=VARYING)
 def draw_kernel(
     logits, draft, positions, temperature, repetition, presence, frequency, seed, bias, in_prompt,
-    generated, stop_ids, length, min_length, ranks, rows_per_slot, draft_stride, position_stride_0,
-    position_stride_1, vocab_size, usable_vocab, STOPS: tl.constexpr, BIAS: tl.constexpr,
-    PENALTIES: tl.constexpr, MIN_LENGTH: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr,
+    generated, stop_ids, length, min_length, mask, ranks, rows_per_slot, draft_stride, mask_stride,
+    mask_words, position_stride_0, position_stride_1, vocab_size, usable_vocab, STOPS: tl.constexpr,
+    BIAS: tl.constexpr, PENALTIES: tl.constexpr, MIN_LENGTH: tl.constexpr, MASK: tl.constexpr,
+    NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Process a block of a row and write its greatest rank: int64 [rows, blocks]."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = processed_logits(
         logits, draft, bias, in_prompt, generated, repetition, presence, frequency, temperature, stop_ids,
-        length, min_length, row, rows_per_slot, draft_stride, ids, vocab_size, usable_vocab,
-        STOPS, BIAS, PENALTIES, MIN_LENGTH, NOISE,
+        length, min_length, mask, row, rows_per_slot, draft_stride, mask_stride, mask_words, ids, vocab_size,
+        usable_vocab, STOPS, BIAS, PENALTIES, MIN_LENGTH, MASK, NOISE,
     )  # fmt: skip
     rank = block_rank(
         x, seed, positions, temperature, row, rows_per_slot, position_stride_0, position_stride_1,
@@ -130,20 +141,20 @@ def draw_kernel(
     tl.store(ranks + row * tl.num_programs(1) + block, rank)
 
 
-@triton.jit(do_not_specialize=["rows_per_slot", "draft_stride"])
+@triton.jit(do_not_specialize=["rows_per_slot", "draft_stride", "mask_stride", "mask_words"])
 def process_kernel(
     logits, draft, temperature, repetition, presence, frequency, bias, in_prompt, generated, stop_ids,
-    length, min_length, processed, highest, rows_per_slot, draft_stride, vocab_size, usable_vocab,
-    STOPS: tl.constexpr, BIAS: tl.constexpr, PENALTIES: tl.constexpr, MIN_LENGTH: tl.constexpr,
-    NOISE: tl.constexpr, BLOCK: tl.constexpr,
+    length, min_length, mask, processed, highest, rows_per_slot, draft_stride, mask_stride, mask_words,
+    vocab_size, usable_vocab, STOPS: tl.constexpr, BIAS: tl.constexpr, PENALTIES: tl.constexpr,
+    MIN_LENGTH: tl.constexpr, MASK: tl.constexpr, NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write a row's processed block, float32 [rows, V], and its highest order key, int32 [rows, blocks]."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = processed_logits(
         logits, draft, bias, in_prompt, generated, repetition, presence, frequency, temperature, stop_ids,
-        length, min_length, row, rows_per_slot, draft_stride, ids, vocab_size, usable_vocab,
-        STOPS, BIAS, PENALTIES, MIN_LENGTH, NOISE,
+        length, min_length, mask, row, rows_per_slot, draft_stride, mask_stride, mask_words, ids, vocab_size,
+        usable_vocab, STOPS, BIAS, PENALTIES, MIN_LENGTH, MASK, NOISE,
     )  # fmt: skip
     tl.store(processed + row * vocab_size + ids, x, mask=ids < vocab_size)
     tl.store(highest + row * tl.num_programs(1) + block, tl.max(order_key(x)))
@@ -188,6 +199,7 @@ def sample_rows(
     rows, blocks = slots * rows_per_slot, ceil_div(vocab_size, BLOCK)
     grid, device = (rows, blocks), logits.device
     flags, history = _history(logits, tensors, steps)
+    mask = (0, 0) if tensors.mask is None else (tensors.mask.stride(0), tensors.mask.stride(1))
     ranks = torch.empty(rows, blocks, dtype=torch.int64, device=device)
     where = (rows_per_slot, positions.stride(0), positions.stride(1), vocab_size)
     penalties = (
@@ -200,7 +212,7 @@ def sample_rows(
         processed = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
         highest = torch.empty(rows, blocks, dtype=torch.int32, device=device)
         process_kernel[grid](
-            logits, draft, *penalties, *history, processed, highest, rows_per_slot, draft.stride(0),
+            logits, draft, *penalties, *history, processed, highest, rows_per_slot, draft.stride(0), *mask,
             vocab_size, usable_vocab, **flags, **noise,
         )  # fmt: skip
         thresholds = find_thresholds(processed, highest, rows_per_slot, tensors)
@@ -211,7 +223,7 @@ def sample_rows(
     else:
         draw_kernel[grid](
             logits, draft, positions, *penalties, tensors.seed, *history, ranks, rows_per_slot,
-            draft.stride(0), *where[1:], usable_vocab, **flags, **noise,
+            draft.stride(0), *mask, *where[1:], usable_vocab, **flags, **noise,
         )  # fmt: skip
     sampled = torch.empty(slots, rows_per_slot, dtype=torch.int64, device=device)
     finite = torch.empty(slots, rows_per_slot, dtype=torch.bool, device=device)
@@ -229,6 +241,7 @@ def _history(
         "BIAS": steps.bias and bias is not None,
         "PENALTIES": steps.penalties and in_prompt is not None and generated is not None,
         "MIN_LENGTH": steps.min_length,
+        "MASK": steps.grammar and tensors.mask is not None,
     }
     absent = logits
     history = (
@@ -238,6 +251,7 @@ def _history(
         tensors.stop_ids,
         tensors.length,
         tensors.min_length,
+        absent if tensors.mask is None else tensors.mask,
     )
     return flags, history
 
@@ -249,12 +263,12 @@ def signatures() -> dict[str, Signature]:
         **dict.fromkeys(("logits", "bias", "processed"), "*fp32"),
         **dict.fromkeys(("temperature", "repetition", "presence", "frequency", "min_p"), "*fp32"),
         **dict.fromkeys(("draft", "positions", "seed", "stop_ids", "length", "min_length"), "*i64"),
-        **dict.fromkeys(("generated", "highest", "thresholds"), "*i32"),
+        **dict.fromkeys(("generated", "highest", "thresholds", "mask"), "*i32"),
         **dict.fromkeys((*VARYING, "vocab_size", "usable_vocab", "blocks"), "i32"),
         **{"in_prompt": "*i1", "finite": "*i1", "ranks": "*i64", "sampled": "*i64"},
     }
-    every = {"STOPS": 24, "BIAS": True, "PENALTIES": True, "MIN_LENGTH": True}
-    none = {"STOPS": 24, "BIAS": False, "PENALTIES": False, "MIN_LENGTH": False}
+    every = {"STOPS": 24, "BIAS": True, "PENALTIES": True, "MIN_LENGTH": True, "MASK": True}
+    none = {"STOPS": 24, "BIAS": False, "PENALTIES": False, "MIN_LENGTH": False, "MASK": False}
     noise, greedy = {"NOISE": True, "BLOCK": BLOCK}, {"NOISE": False, "BLOCK": BLOCK}
     exact = {"num_warps": WARPS, "enable_fp_fusion": False}
     kernels: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {

@@ -1,39 +1,99 @@
-"""Whatever can be refused for one request alone, refused before it waits for anything."""
+"""From a request to a sequence; whatever can be refused for one request alone is refused here."""
 
 from __future__ import annotations
 
-from spd.errors import IncompatibleError, UsageError
+from dataclasses import replace
+from pathlib import Path
+
+from spd.errors import CheckpointError, IncompatibleError, UsageError
+from spd.formats.generation_config import read_generation_config
+from spd.formats.model_config import read_model_config
+from spd.formats.tokenizer import Tokenizer
+from spd.runtime.detokenizer import Detokenizer
+from spd.runtime.grammar import GrammarCompiler
 from spd.runtime.plan import EnginePlan
-from spd.runtime.request import Request
+from spd.runtime.request import Request, SamplingParams
+from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.sequence import Sequence
+from spd.runtime.spans import program_runs
+from spd.runtime.state import NUM_STOP_IDS
 
 
-def check_request(
-    request: Request, plan: EnginePlan, vocab_size: int, usable_vocab: int, *, has_tokenizer: bool
-) -> None:
-    """Raise UsageError or IncompatibleError for a request that this engine cannot run.
+class Admission:
+    """Everything about a model that decides whether a request can run: vocabulary, ends, context."""
 
-    vocab_size ids have an embedding, usable_vocab of them can be drawn.
-    """
-    params, length = request.params, len(request.prompt_ids)
-    if not length:
-        raise UsageError("the prompt has no tokens", reason=["a first token is needed to continue from"])
-    wrong = next((t for t in request.prompt_ids if not 0 <= t < vocab_size), None)
-    if wrong is not None:
-        raise UsageError(f"prompt token id {wrong} is out of range", reason=[f"valid: 0 to {vocab_size - 1}"])
-    if length >= plan.ctx:
-        raise IncompatibleError(
-            f"prompt is {length:,} tokens but the context is {plan.ctx:,}",
-            fix=[f"--ctx N above {length}", "--overflow truncate-left to drop the oldest tokens"],
-            code="context_overflow",
+    def __init__(self, folder: Path, plan: EnginePlan) -> None:
+        config = read_model_config(folder)
+        self.plan, self.vocab_size = plan, config.vocab_size
+        self.tokenizer = open_tokenizer(folder, self.vocab_size)
+        generation = read_generation_config(folder, vocab_size=self.vocab_size)
+        self.eos_ids = generation.eos_token_ids or config.eos_token_ids
+        self.usable_vocab = self.tokenizer.vocab_size if self.tokenizer else self.vocab_size
+        """Ids that can be drawn; vocab_size of them have an embedding."""
+        self._grammars = GrammarCompiler(folder, self.vocab_size)
+
+    def sequence(self, request: Request) -> Sequence:
+        """A request, checked and ready to wait. Raises UsageError or IncompatibleError."""
+        self._check(request)
+        params, length, grammar = request.params, len(request.prompt_ids), None
+        stops = self._stop_ids(params)
+        if request.grammar is not None:
+            grammar = self._grammars.compile(request.grammar, stops)
+        limit = self.plan.ctx if params.max_tokens is None else length + params.max_tokens
+        token_bytes = self.tokenizer.token_bytes if self.tokenizer else lambda _token: b""
+        return Sequence(
+            request=request,
+            length_limit=min(self.plan.ctx, limit),
+            stop_ids=stops,
+            detokenizer=Detokenizer(token_bytes, params.stop, params.min_tokens),
+            needs=replace(SamplerClass.of(params), grammar=grammar is not None),
+            grammar=grammar,
+            runs=program_runs(request.spans or (("prompt", length),), self.plan.chunk),
         )
-    for token_id in (*params.stop_token_ids, *(token for token, _ in params.logit_bias)):
-        if token_id >= usable_vocab:
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """The ids that end a text."""
+        stops = dict.fromkeys((*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids))
+        return tuple(stops)[:NUM_STOP_IDS]
+
+    def _check(self, request: Request) -> None:
+        params, length = request.params, len(request.prompt_ids)
+        if not length:
+            raise UsageError("the prompt has no tokens", reason=["a first token is needed to continue from"])
+        wrong = next((t for t in request.prompt_ids if not 0 <= t < self.vocab_size), None)
+        if wrong is not None:
             raise UsageError(
-                f"token id {token_id} is out of range", reason=[f"valid: 0 to {usable_vocab - 1}"]
+                f"prompt token id {wrong} is out of range", reason=[f"valid: 0 to {self.vocab_size - 1}"]
             )
-    if params.stop and not has_tokenizer:
-        raise IncompatibleError("stop strings need a tokenizer, and the model folder has no tokenizer.json")
-    if request.spans and sum(n for _, n in request.spans) != length:
-        raise UsageError("the prompt's spans do not add up to its length")
-    if any(origin not in ("prompt", "generated") or n < 0 for origin, n in request.spans):
-        raise UsageError("a span is neither prompt nor generated, or its length is negative")
+        if length >= self.plan.ctx:
+            raise IncompatibleError(
+                f"prompt is {length:,} tokens but the context is {self.plan.ctx:,}",
+                fix=[f"--ctx N above {length}", "--overflow truncate-left to drop the oldest tokens"],
+                code="context_overflow",
+            )
+        for token_id in (*params.stop_token_ids, *(token for token, _ in params.logit_bias)):
+            if token_id >= self.usable_vocab:
+                raise UsageError(
+                    f"token id {token_id} is out of range", reason=[f"valid: 0 to {self.usable_vocab - 1}"]
+                )
+        for wanted, what in ((params.stop, "stop strings need"), (request.grammar, "a grammar needs")):
+            if wanted and self.tokenizer is None:
+                raise IncompatibleError(f"{what} a tokenizer, and the model folder has no tokenizer.json")
+        if request.spans and sum(n for _, n in request.spans) != length:
+            raise UsageError("the prompt's spans do not add up to its length")
+        if any(origin not in ("prompt", "generated") or n < 0 for origin, n in request.spans):
+            raise UsageError("a span is neither prompt nor generated, or its length is negative")
+
+
+def open_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
+    """The folder's tokenizer if it has one; its ids must fit the embedding, which may be padded."""
+    if not (folder / "tokenizer.json").exists():
+        return None
+    tokenizer = Tokenizer.open(folder)
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"{folder / 'tokenizer.json'}: {tokenizer.vocab_size} token ids, but config.json says "
+            f"vocab_size {vocab_size}",
+            reason=["Some tokens would have no embedding."],
+        )
+    return tokenizer

@@ -10,19 +10,16 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from spd.errors import CheckpointError
-from spd.formats.generation_config import read_generation_config
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.tokenizer import Tokenizer
-from spd.runtime.admission import check_request
+from spd.runtime.admission import Admission
 from spd.runtime.assembly import Assembly, assemble
 from spd.runtime.config import EngineConfig
-from spd.runtime.detokenizer import Detokenizer
 from spd.runtime.draft_length import DraftLength
+from spd.runtime.grammar import GrammarError
 from spd.runtime.metrics import RequestMetrics, RoundRecord
 from spd.runtime.model_runner import EMPTY_SLOT, SlotView
 from spd.runtime.out_of_memory import explained, is_out_of_memory
@@ -36,7 +33,6 @@ from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.scheduler import Scheduler
 from spd.runtime.sequence import Sequence
 from spd.runtime.slots import Slots
-from spd.runtime.spans import program_runs
 
 FINISHED_KEPT = 4096
 """Requests whose counters can still be asked for after their end: the latest."""
@@ -76,12 +72,10 @@ class Engine:
         self.config = config
         self.plan: EnginePlan = make_plan(config)
         self.model_config: ModelConfig = read_model_config(config.model)
-        vocab = self.model_config.vocab_size
-        self.tokenizer: Tokenizer | None = _open_tokenizer(config.model, vocab)
-        generation = read_generation_config(config.model, vocab_size=vocab)
-        self.eos_ids = generation.eos_token_ids or self.model_config.eos_token_ids
+        self._admission = Admission(config.model, self.plan)
+        self.tokenizer: Tokenizer | None = self._admission.tokenizer
+        self.eos_ids, self.usable_vocab = self._admission.eos_ids, self._admission.usable_vocab
         torch.set_num_threads(self.plan.threads)
-        self.usable_vocab = self.tokenizer.vocab_size if self.tokenizer else vocab
         try:
             self._parts: Assembly = assemble(self.plan, self.model_config, self.usable_vocab, progress)
         except Exception as error:
@@ -97,7 +91,7 @@ class Engine:
             self.plan.ctx,
             sharing=self.plan.prefix_sharing,
         )
-        self._slots = Slots(self._parts, self.plan, self.eos_ids)
+        self._slots = Slots(self._parts, self.plan)
         self._in_flight: deque[_InFlight] = deque()
         self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
         self._ready: list[Event] = []
@@ -110,28 +104,13 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise what `add` would refuse the request with."""
-        check_request(
-            request,
-            self.plan,
-            self.model_config.vocab_size,
-            self.usable_vocab,
-            has_tokenizer=self.tokenizer is not None,
-        )
+        self._admission.sequence(request)
 
     def add(self, request: Request) -> None:
         """Queue a request. Whatever can be refused for one request alone is refused here."""
-        self.check(request)
-        params, length = request.params, len(request.prompt_ids)
-        limit = self.plan.ctx if params.max_tokens is None else length + params.max_tokens
-        token_bytes = self.tokenizer.token_bytes if self.tokenizer else lambda _token: b""
-        sequence = Sequence(
-            request=request,
-            length_limit=min(self.plan.ctx, limit),
-            detokenizer=Detokenizer(token_bytes, params.stop, params.min_tokens),
-            needs=SamplerClass.of(params),
-            runs=program_runs(request.spans or (("prompt", length),), self.plan.chunk),
-        )
-        sequence.metrics.load_ms, sequence.metrics.prompt_tokens = self.load_ms, length
+        sequence = self._admission.sequence(request)
+        sequence.metrics.load_ms = self.load_ms
+        sequence.metrics.prompt_tokens = len(request.prompt_ids)
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
@@ -230,7 +209,7 @@ class Engine:
     def _prefill(self) -> None:
         """Write prompts: one pass where others decode meanwhile; else until one can, or a few."""
         scheduler = self._scheduler
-        passes, most = 0, 1 if self._scheduler.decoding() else IDLE_PASSES
+        passes, most = 0, 1 if scheduler.busy else IDLE_PASSES
         while (sequence := scheduler.next_to_prefill(2 * self.plan.draft_max + 1)) is not None:
             began = time.perf_counter()
             if sequence.admitted_at is None:
@@ -243,10 +222,16 @@ class Engine:
             scheduler.wrote(sequence, self._slots.prefill(sequence, scheduler.prefill_runs(sequence)))
             sequence.metrics.prompt_ms += 1000 * (time.perf_counter() - began)
             if sequence is not scheduler.prefilling:
-                self._slots.activate(sequence)
+                self._arm(sequence)
             passes += sequence.prefilled > before
-            if passes >= most and scheduler.decoding():
+            if passes >= most and scheduler.busy:
                 return
+
+    def _arm(self, sequence: Sequence, drafts: list[int] | None = None) -> None:
+        try:
+            self._slots.arm(sequence, drafts or ())
+        except GrammarError as error:
+            self._end(sequence, "error", str(error))
 
     def _reach(self, sequence: Sequence, k: int, next_k: int) -> int:
         """The round feeds up to bound + k positions and drafts up to next_k beyond what it commits."""
@@ -257,17 +242,18 @@ class Engine:
 
         What is on its way is read first: it may end somebody, and bounds become lengths.
         """
-        scheduler = self._scheduler
-        for sequence in sorted(scheduler.decoding(), key=lambda s: s.epoch):
-            while sequence.active:
-                held = len(sequence.pages)
-                if scheduler.grow(sequence, self._reach(sequence, k, next_k)):
-                    if len(sequence.pages) > held:
-                        self._slots.show_pages(sequence)
-                    break
-                if self._in_flight:
-                    self._read_oldest()
-                    continue
+        scheduler, ready = self._scheduler, set[Sequence]()
+        # Whoever was read meanwhile may have become ready for this round too.
+        while missing := [sequence for sequence in scheduler.decoding() if sequence not in ready]:
+            sequence = min(missing, key=lambda s: s.epoch)
+            held = len(sequence.pages)
+            if scheduler.grow(sequence, self._reach(sequence, k, next_k)):
+                ready.add(sequence)
+                if len(sequence.pages) > held:
+                    self._slots.show_pages(sequence)
+            elif self._in_flight:
+                self._read_oldest()
+            else:
                 last = scheduler.last_to_come()
                 assert last is not None
                 self._parts.state.retire(last.slot)
@@ -293,6 +279,9 @@ class Engine:
             sequence.in_flight.append(k + 1)
         ticket = self._parts.queue.launch(k, views, needs, logprobs, next_k)
         self._scheduler.launched()
+        for sequence in live:
+            if sequence.grammar is not None:
+                self._slots.silence(sequence)
         self._k = next_k
         self._in_flight.append(_InFlight(ticket, tuple(epochs)))
         return True
@@ -320,9 +309,9 @@ class Engine:
             self.trace(record_of(sequence, outcome, result, settled.tokens, self.plan.spec))
         reason = settled.finish_reason
         if reason is not None:
-            error = "the model gave no finite number" if reason == "error" else None
-            self._end(sequence, reason, error, settled.tokens, settled.drafted, settled.logprobs)
-        elif settled.tokens:
+            self._end(sequence, reason, settled.error, settled.tokens, settled.drafted, settled.logprobs)
+            return
+        if settled.tokens:
             text = sequence.detokenizer.take()
             self._ready.append(
                 Event(
@@ -334,6 +323,9 @@ class Engine:
                     settled.logprobs,
                 )
             )
+        if sequence.grammar is not None:
+            assert result.next_drafts is not None
+            self._arm(sequence, result.next_drafts[sequence.slot])
 
     def _end(
         self,
@@ -359,17 +351,3 @@ class Engine:
         self._finished[name] = sequence.metrics
         while len(self._finished) > FINISHED_KEPT:
             self._finished.popitem(last=False)
-
-
-def _open_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
-    """The folder's tokenizer if it has one; its ids must fit the embedding, which may be padded."""
-    if not (folder / "tokenizer.json").exists():
-        return None
-    tokenizer = Tokenizer.open(folder)
-    if tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(
-            f"{folder / 'tokenizer.json'}: {tokenizer.vocab_size} token ids, but config.json says "
-            f"vocab_size {vocab_size}",
-            reason=["Some tokens would have no embedding."],
-        )
-    return tokenizer

@@ -250,7 +250,8 @@ class ModelRunner:
         token_ids int64 [1, length] on the device; runs say which program writes which positions, and
         `start` does not cut a chunk run.
         """
-        page_table = self.page_row(view.pages, max(1, len(view.pages)))[None]
+        width = -(-len(view.pages) // self.pages_per_block) * self.pages_per_block
+        page_table = self.page_row(view.pages, max(self.pages_per_block, width))[None]
         passes = 0
         for run in runs:
             first, last = max(run.start, start), min(run.end, end)

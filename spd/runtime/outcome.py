@@ -6,10 +6,15 @@ import time
 from dataclasses import dataclass
 
 from spd.kernels.round_commit import FAILED, FULL, STOPPED
+from spd.runtime.grammar import Grammar, GrammarError
 from spd.runtime.metrics import RoundRecord
 from spd.runtime.request import TokenLogprob
 from spd.runtime.round_queue import RoundResult
 from spd.runtime.sequence import Sequence
+
+NO_NUMBER = "the model gave no finite number"
+DEAD_END = "grammar dead end: no token is allowed, or none has a finite number"
+NEVER_BEGAN = "the model stopped before its thinking ended, so the grammar never began"
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class Settled:
     tokens: list[int]
     drafted: tuple[bool, ...]
     finish_reason: str | None
+    error: str | None
     logprobs: tuple[TokenLogprob, ...]
 
 
@@ -69,17 +75,25 @@ def settle(sequence: Sequence, outcome: Outcome) -> Settled:
     """
     tokens: list[int] = []
     reason: str | None = None
+    error: str | None = None
     for i, token in enumerate(outcome.sampled[: outcome.committed]):
         tokens.append(token)
         if outcome.reason == STOPPED and i == outcome.committed - 1:
             reason = "stop"
-        elif sequence.detokenizer.push(token):
-            reason = "stop"
+            break
+        try:
+            if sequence.detokenizer.push(token) or _completes(sequence.grammar, token):
+                reason = "stop"
+                break
+        except GrammarError as failure:
+            reason, error = "error", str(failure)
             break
     if reason is None and outcome.reason == FULL:
         reason = "length"
     if reason is None and outcome.reason == FAILED:
-        reason = "error"
+        reason, error = "error", NO_NUMBER if sequence.grammar is None else DEAD_END
+    if reason == "stop" and sequence.grammar is not None and not sequence.grammar.began:
+        reason, error = "error", NEVER_BEGAN
     accepted = min(outcome.accepted, len(tokens))
     _count(sequence, outcome, tokens, accepted)
     wanted = sequence.request.params.logprobs
@@ -87,7 +101,15 @@ def settle(sequence: Sequence, outcome: Outcome) -> Settled:
     if wanted is not None:
         logprobs = tuple(TokenLogprob(lp.token_id, lp.logprob, lp.top[:wanted]) for lp in outcome.logprobs)
     drafted = tuple(i < accepted for i in range(len(tokens)))
-    return Settled(tokens, drafted, reason, logprobs[: len(tokens)])
+    return Settled(tokens, drafted, reason, error, logprobs[: len(tokens)])
+
+
+def _completes(grammar: Grammar | None, token: int) -> bool:
+    """Go on in a grammar by a token; whether nothing may follow it."""
+    if grammar is None:
+        return False
+    grammar.accept(token)
+    return grammar.finished
 
 
 def _count(sequence: Sequence, outcome: Outcome, tokens: list[int], accepted: int) -> None:

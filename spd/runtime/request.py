@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from spd.errors import UsageError
 from spd.runtime.metrics import RequestMetrics
@@ -89,6 +90,18 @@ def _between(name: str, value: float, low: float, high: float, *, open_low: bool
 
 
 @dataclass(frozen=True)
+class GrammarText:
+    """What a reply must look like: a JSON schema, a regular expression or a Lark grammar.
+
+    With `after`, a token id, it applies behind the first such token: what comes before is thinking.
+    """
+
+    kind: Literal["schema", "regex", "lark"]
+    text: str
+    after: int | None = None
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt in token ids, and how to continue it.
 
@@ -103,6 +116,7 @@ class Request:
     params: SamplingParams
     spans: tuple[tuple[str, int], ...] = ()
     draft_max: int | None = None
+    grammar: GrammarText | None = None
 
     def __post_init__(self) -> None:
         if self.draft_max is not None:

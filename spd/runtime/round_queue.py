@@ -26,6 +26,10 @@ CATCH_UP = 16
 """Rounds without drafting after which the drafter's cache is brought up in one pass."""
 
 
+Fetched = tuple[Tensor, Tensor, Logprobs | None, Tensor | None]
+"""A row of the ring, its times, log-probabilities, and next drafts int64 [S, 1 + k]: their number first."""
+
+
 @dataclass(frozen=True)
 class HostLogprobs:
     """Log-probabilities in host values: of the samples [S][R]; the likeliest, values and ids [S][R][N]."""
@@ -43,6 +47,8 @@ class RoundResult:
     logprobs: HostLogprobs | None
     k: int
     draft_forwards: int
+    next_drafts: list[list[int]] | None
+    """What each slot's drafter proposed for the round after, where that was asked for."""
     seconds: tuple[float, float, float]
     """Draft, verify, rest, by the device's clock; a GPU counts sampling as verification."""
     gap: float
@@ -56,13 +62,13 @@ class Ticket:
     k: int
     draft_forwards: int
     """Forward passes of the drafting loop."""
-    fetch: Callable[[], tuple[Tensor, Tensor, Logprobs | None]]
+    fetch: Callable[[], Fetched]
     gap_before: Callable[[int, int], float]
     """Seconds since the round that was read before, from when this one began and ended in nanoseconds."""
 
     def read(self) -> RoundResult:
         """Wait until the round has run, and return what it emitted."""
-        ring, times, logprobs = self.fetch()
+        ring, times, logprobs, drafts = self.fetch()
         began, verified, committed, ended = (times[c].item() for c in (BEGAN, VERIFIED, COMMITTED, ENDED))
         verified = verified if began <= verified <= committed else committed
         gap = self.gap_before(int(began), int(ended))
@@ -74,6 +80,7 @@ class Ticket:
             scores,
             self.k,
             self.draft_forwards,
+            None if drafts is None else [row[1 : 1 + row[0]] for row in drafts.tolist()],
             (1e-9 * (ended - committed), 1e-9 * (verified - began), 1e-9 * (committed - verified)),
             gap,
         )
@@ -88,12 +95,13 @@ class HostCopies:
         self.ring = torch.empty_like(state.ring, device="cpu").pin_memory()
         self.times = torch.empty_like(state.times, device="cpu").pin_memory()
 
-    def start(
-        self, row: int, logprobs: Logprobs | None
-    ) -> Callable[[], tuple[Tensor, Tensor, Logprobs | None]]:
-        """Copy a ring row once everything enqueued so far has run; the result waits for the copy."""
+    def start(self, row: int, logprobs: Logprobs | None, drafts: Tensor | None) -> Callable[[], Fetched]:
+        """Copy a ring row once everything enqueued so far has run; the result waits for the copy.
+
+        Nobody writes `drafts` again.
+        """
         # A graph's outputs are overwritten by its next replay, which does not wait for this stream.
-        kept = None if logprobs is None else tuple(t.clone() for t in logprobs)
+        kept = [t.clone() for t in logprobs or ()] + ([] if drafts is None else [drafts])
         ran = torch.cuda.Event()
         ran.record()
         copied = torch.cuda.Event()
@@ -101,18 +109,16 @@ class HostCopies:
             self.stream.wait_event(ran)
             self.ring[row].copy_(self.state.ring[row], non_blocking=True)
             self.times[row].copy_(self.state.times[row], non_blocking=True)
-            on_host = None
-            if kept is not None:
-                on_host = tuple(torch.empty_like(t, device="cpu", pin_memory=True) for t in kept)
-                for source, target in zip(kept, on_host, strict=True):
-                    target.copy_(source, non_blocking=True)
-                    source.record_stream(self.stream)
+            on_host = [torch.empty_like(t, device="cpu", pin_memory=True) for t in kept]
+            for source, target in zip(kept, on_host, strict=True):
+                target.copy_(source, non_blocking=True)
+                source.record_stream(self.stream)
             copied.record()
 
-        def fetch() -> tuple[Tensor, Tensor, Logprobs | None]:
+        def fetch() -> Fetched:
             copied.synchronize()
-            scores = None if on_host is None else (on_host[0], on_host[1], on_host[2])
-            return self.ring[row], self.times[row], scores
+            scores = None if logprobs is None else (on_host[0], on_host[1], on_host[2])
+            return self.ring[row], self.times[row], scores, None if drafts is None else on_host[-1]
 
         return fetch
 
@@ -127,6 +133,8 @@ class RoundQueue:
         self.launched = 0
         self.behind = 0
         """Rounds without drafting since the proposer's cache was last brought up."""
+        self.catch_ups = 0
+        """How often it has been."""
         self._ended = 0
 
     def restart(self) -> None:
@@ -144,6 +152,7 @@ class RoundQueue:
                 with torch.inference_mode():
                     proposer.catch_up(self.behind, views)
                 self.behind = 0
+                self.catch_ups += 1
             self.behind += not next_k
         if self.captured is not None:
             logprobs = self.captured.run(RoundShape(k, next_k, needs, num_logprobs), views)
@@ -152,10 +161,14 @@ class RoundQueue:
         row = self.launched % RING_DEPTH
         self.launched += 1
         forwards = 0 if proposer is None else next_k * proposer.forwards_a_draft
+        drafts = None
+        if needs.grammar:
+            state = self.state
+            drafts = torch.cat((state.num_drafts.unsqueeze(-1), state.draft[:, :next_k]), dim=1)
         if self.copies is not None:
-            return Ticket(k, forwards, self.copies.start(row, logprobs), self._gap_before)
+            return Ticket(k, forwards, self.copies.start(row, logprobs, drafts), self._gap_before)
         ring, times = self.state.ring, self.state.times
-        return Ticket(k, forwards, lambda: (ring[row], times[row], logprobs), self._gap_before)
+        return Ticket(k, forwards, lambda: (ring[row], times[row], logprobs, drafts), self._gap_before)
 
     def _gap_before(self, began: int, ended: int) -> float:
         """Rounds are read in order."""

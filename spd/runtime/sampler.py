@@ -13,11 +13,13 @@ from torch.nn.functional import pad
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.sampling import SamplingTensors, draw_rows, process_rows
+from spd.runtime.grammar import mask_width
 from spd.runtime.model_runner import ModelRunner
 from spd.runtime.penalties import TokenCounts
 from spd.runtime.request import SamplingParams
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RoundState
+from spd.runtime.transfer import upload
 
 
 class Sampler:
@@ -42,6 +44,7 @@ class Sampler:
         self.seed = torch.zeros(slots, dtype=torch.long, device=device)
         self.counts: TokenCounts | None = None
         self.bias: Tensor | None = None
+        self.mask: Tensor | None = None
 
     def admit(
         self, slot: int, params: SamplingParams, prompt: Tensor, generated: Tensor | None = None
@@ -53,6 +56,8 @@ class Sampler:
         self.seed[slot].fill_(params.seed)
         if self.bias is not None:
             self.bias[slot].fill_(0)
+        if self.mask is not None:
+            self.mask[slot].fill_(-1)
         if params.logit_bias:
             if self.bias is None:
                 self.bias = torch.zeros(self.state.slots, self.vocab_size, device=self.device)
@@ -62,6 +67,14 @@ class Sampler:
             self.counts = TokenCounts(self.state.slots, self.vocab_size, self.device)
         if self.counts is not None:
             self.counts.admit(slot, prompt, generated)
+
+    def allow(self, slot: int, rows: Tensor) -> None:
+        """Let the next round draw only what masks allow: int32 [R, words] on the host, not written again."""
+        if self.mask is None:
+            words = mask_width(self.vocab_size)
+            shape = (self.state.slots, self.state.max_draft + 1, words)
+            self.mask = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        self.mask[slot, : rows.shape[0]] = upload(rows, self.device)
 
     def tensors(self, needs: SamplerClass) -> SamplingTensors:
         """The parameters and histories of all slots, as far as these steps read them."""
@@ -76,6 +89,7 @@ class Sampler:
             stop_ids=state.stop_ids,
             length=state.length,
             min_length=state.min_length,
+            mask=self.mask if needs.grammar else None,
         )
 
     def process(self, logits: Tensor, draft: Tensor, needs: SamplerClass) -> Tensor:
@@ -103,7 +117,7 @@ class Sampler:
         None where the model has no such head, or where the draw needs the logits themselves. Whether
         each token is finite comes second.
         """
-        if needs.truncation or needs.penalties or needs.bias or needs.min_length:
+        if needs.truncation or needs.penalties or needs.bias or needs.min_length or needs.grammar:
             return None
         return runner.sample(
             hidden,

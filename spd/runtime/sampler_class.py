@@ -16,6 +16,7 @@ class SamplerClass:
     penalties: bool = False
     bias: bool = False
     min_length: bool = False
+    grammar: bool = False
 
     @staticmethod
     def of(params: SamplingParams) -> SamplerClass:
@@ -36,4 +37,5 @@ class SamplerClass:
             self.penalties or other.penalties,
             self.bias or other.bias,
             self.min_length or other.min_length,
+            self.grammar or other.grammar,
         )

@@ -62,6 +62,11 @@ class Scheduler:
         """Sequences that take part in the next round, in slot order."""
         return [sequence for sequence in self.slots if sequence is not None and sequence.active]
 
+    @property
+    def busy(self) -> bool:
+        """Whether somebody's prompt is written already: who then waits for another's, stalls."""
+        return any(occupant not in (None, self.prefilling) for occupant in self.slots)
+
     def withdraw(self, sequence: Sequence) -> None:
         """Take a waiting sequence out of the line."""
         self.waiting.remove(sequence)

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from spd.runtime.detokenizer import Detokenizer
+from spd.runtime.grammar import Grammar
 from spd.runtime.metrics import RequestMetrics
 from spd.runtime.request import Request
 from spd.runtime.sampler_class import SamplerClass
@@ -24,8 +25,13 @@ class Sequence:
 
     request: Request
     length_limit: int
+    stop_ids: tuple[int, ...]
     detokenizer: Detokenizer
     needs: SamplerClass
+    grammar: Grammar | None = None
+    """Keeps it out of the rounds between one it took part in and the arrival of its next masks."""
+    caught_up: int = 0
+    """How often the drafter's cache had been brought up when it was last silenced for its masks."""
     runs: list[Run] = field(default_factory=list)
     """Which program writes the prompt's positions; what follows is written by tiles."""
     slot: int = NO_SLOT

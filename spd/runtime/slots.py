@@ -8,20 +8,26 @@ import torch
 from torch import Tensor
 
 from spd.runtime.assembly import Assembly
+from spd.runtime.grammar import mask_width
 from spd.runtime.memory import TAIL_ROWS
 from spd.runtime.model_runner import SlotView
 from spd.runtime.plan import EnginePlan
+from spd.runtime.round_queue import CATCH_UP
 from spd.runtime.sequence import Sequence
 from spd.runtime.spans import Run, extend_tile
-from spd.runtime.state import NUM_STOP_IDS
 from spd.runtime.transfer import to_device
+
+
+def free_rows(rows: int, vocab_size: int) -> Tensor:
+    """Masks on the host that allow everything: int32 [rows, words]."""
+    return torch.full((rows, mask_width(vocab_size)), -1, dtype=torch.int32)
 
 
 class Slots:
     """Writes slots' rows as the scheduler decides; everything is enqueued, nothing is waited for."""
 
-    def __init__(self, parts: Assembly, plan: EnginePlan, eos_ids: Listed[int]) -> None:
-        self.parts, self.plan, self.eos_ids = parts, plan, tuple(eos_ids)
+    def __init__(self, parts: Assembly, plan: EnginePlan) -> None:
+        self.parts, self.plan = parts, plan
         self._ids: Tensor | None = None
         """Of the sequence that is being prefilled: int64 [length]."""
 
@@ -31,13 +37,12 @@ class Slots:
         sequence.placed = True
         self._ids = to_device(sequence.tokens(), torch.long, self.plan.device)
         prompt = len(sequence.request.prompt_ids)
-        stops = list(dict.fromkeys((*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids)))
         state.admit(
             sequence.slot,
             self._ids,
             sequence.length_limit,
             prompt + params.min_tokens,
-            stops[:NUM_STOP_IDS],
+            sequence.stop_ids,
             self.plan.draft_ctx,
             sequence.request.draft_max,
             active=False,
@@ -80,10 +85,29 @@ class Slots:
         if self.parts.proposer is not None:
             self.parts.proposer.prefill(ids, start, end, runs, view)
 
-    def activate(self, sequence: Sequence) -> None:
-        """Let a slot take part from the next round on."""
+    def arm(self, sequence: Sequence, drafts: Listed[int] = ()) -> None:
+        """Let a slot take part from the next round on, with masks for its drafts where a grammar wants them.
+
+        Raises GrammarError for a grammar that cannot go on.
+        """
+        if sequence.grammar is not None:
+            state, slot = self.parts.state, sequence.slot
+            rows = free_rows(len(drafts) + 1, self.parts.sampler.vocab_size)
+            legal = sequence.grammar.masks(drafts, rows)
+            self.parts.sampler.allow(slot, rows)
+            if drafts:  # rounds that it did not take part in may have overwritten them
+                state.draft[slot, : len(drafts)] = to_device(drafts, torch.long, self.plan.device)
+            state.num_drafts[slot].fill_(legal)
+            if sequence.caught_up < self.parts.queue.catch_ups:
+                self.refill_draft(sequence, CATCH_UP + 1)
         sequence.active = True
         self.parts.state.set_active(sequence.slot, True)
+
+    def silence(self, sequence: Sequence) -> None:
+        """Keep a slot out of rounds until it is armed again."""
+        sequence.active = False
+        sequence.caught_up = self.parts.queue.catch_ups
+        self.parts.state.set_active(sequence.slot, False)
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages that may hold values that are not finite."""

@@ -14,7 +14,9 @@ def to_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, devic
     On CUDA they pass through pinned memory of their own: the allocator hands it out again only once the
     copy has run, so that nothing can be written over values in flight.
     """
-    tensor = torch.tensor(values, dtype=dtype)
-    if device == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return upload(torch.tensor(values, dtype=dtype), device)
+
+
+def upload(tensor: Tensor, device: str) -> Tensor:
+    """A host tensor on the device, by way of pinned memory of its own; on CPU the tensor itself."""
+    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -21,9 +21,10 @@ class Steps:
     penalties: bool = True
     bias: bool = True
     min_length: bool = True
+    grammar: bool = False
 
 
-EVERY_STEP = Steps()
+EVERY_STEP = Steps(grammar=True)
 PLAIN = Steps(truncation=False, penalties=False, bias=False, min_length=False)
 
 
@@ -41,6 +42,7 @@ class Case:
     def only(self, slots: list[int], rows: slice = slice(None)) -> Case:
         """Some slots, and of k = 0 windows some rows, in an order of their own."""
         tensors = {f.name: getattr(self.tensors, f.name)[slots] for f in fields(SamplingTensors)}
+        tensors["mask"] = tensors["mask"][:, rows].contiguous()
         return Case(
             self.logits[slots][:, rows].contiguous(),
             self.draft[slots],
@@ -80,6 +82,9 @@ def random_case(slots: int, k: int, vocab: int, seed: int, device: str, coarse: 
         stop_ids=torch.randint(-1, vocab, (slots, 5), generator=g),
         length=torch.randint(1, 20, (slots,), generator=g),
         min_length=torch.randint(1, 24, (slots,), generator=g),
+        # A row more than there are, of which some allow everything.
+        mask=torch.randint(-(2**31), 2**31, (slots, k + 2, -(-vocab // 32)), generator=g, dtype=torch.int32)
+        | -chance(0.3, slots, k + 2, 1).int(),
     )
     # Few different ids, so that windows repeat a draft.
     draft = torch.randint(min(vocab, 3), (slots, k), generator=g)

@@ -73,7 +73,7 @@ def test_windows_see_their_drafts(k: int, device: str) -> None:
     assert_same_tokens(flat, steps)
 
 
-@pytest.mark.parametrize("name", ["noise", "penalties", "bias", "min_length"])
+@pytest.mark.parametrize("name", ["noise", "penalties", "bias", "min_length", "grammar"])
 @pytest.mark.parametrize("present", [False, True], ids=["without", "alone"])
 def test_steps_are_taken_one_by_one(name: str, present: bool, device: str) -> None:
     steps = Steps(*[False] * 5) if present else replace(EVERY_STEP, truncation=False)

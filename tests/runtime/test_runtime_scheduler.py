@@ -25,6 +25,7 @@ def sequence_of(name: str, prompt: tuple[int, ...], limit: int) -> Sequence:
     return Sequence(
         request=Request(name, prompt, SamplingParams()),
         length_limit=min(CTX, limit),
+        stop_ids=(),
         detokenizer=Detokenizer(lambda _: b"", (), 0),
         needs=SamplerClass(),
         runs=program_runs((("prompt", len(prompt)),), CHUNK),

@@ -1,0 +1,298 @@
+"""Structured output: masks along drafts, texts that match, and the same ones with and without speculation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spd.errors import IncompatibleError, UsageError
+from spd.formats.tokenizer import Tokenizer
+from spd.runtime import Request, SamplingParams
+from spd.runtime.grammar import KEPT, MAX_BYTES, GrammarCompiler, GuidedText, mask_width
+from spd.runtime.request import GrammarText
+from spd.runtime.slots import free_rows
+from tests.helpers import Run, make_engine, random_prompts, run_requests
+
+VOCAB, PATTERN = 320, "(ab|cd|[0-9]{3}){4,9}!"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["red", "green"]},
+        "list": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "list"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+TEXTS = {
+    "regex": GrammarText("regex", PATTERN),
+    "schema": GrammarText("schema", json.dumps(SCHEMA)),
+    "lark": GrammarText("lark", 'start: "(" start ")" | item item\nitem: /[xyz]{2,5}/ | "-"'),
+}
+PROMPTS = random_prompts(3, 20, 256)
+
+
+def fits(kind: str, text: str) -> bool:
+    if kind == "regex":
+        return re.fullmatch(PATTERN, text) is not None
+    if kind == "lark":
+        inner = text.strip("()")
+        return text.count("(") == text.count(")") and re.fullmatch("([xyz]{2,5}|-){2}", inner) is not None
+    value = json.loads(text)
+    return set(value) == {"name", "kind", "list"} and value["kind"] in ("red", "green")
+
+
+@pytest.fixture(scope="module")
+def target(tiny: Callable[..., Path]) -> Path:
+    return tiny("qwen3", layers=2, seed=3)
+
+
+@pytest.fixture(scope="module")
+def compiler(target: Path) -> GrammarCompiler:
+    return GrammarCompiler(target, VOCAB)
+
+
+def requests(temperature: float, count: int = 90) -> list[Request]:
+    """Grammars of every kind, and one request without."""
+    found = []
+    for i, (kind, text) in enumerate(TEXTS.items()):
+        params = SamplingParams(temperature=temperature, seed=i, max_tokens=count)
+        found.append(Request(kind, PROMPTS[i], params, grammar=text))
+    params = SamplingParams(temperature=temperature, seed=9, max_tokens=40, repetition_penalty=1.2)
+    return [*found, Request("free", PROMPTS[0], params)]
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 4},
+    "self": {"spec": "draft", "draft_max": 4},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_match_and_are_the_same_however_they_are_made(target: Path, temperature: float) -> None:
+    plain = {r.id: run_requests(make_engine(target), [r])[0] for r in requests(temperature)}
+    for kind in TEXTS:
+        assert plain[kind].finish_reason in ("stop", "length")
+        assert plain[kind].finish_reason == "length" or fits(kind, plain[kind].text), plain[kind].text
+    assert sum(run.finish_reason == "stop" for run in plain.values()) >= 2
+    for wishes in METHODS.values():
+        wishes = {**wishes, "draft_model": target} if wishes["spec"] == "draft" else wishes
+        first: list[Run] = []
+        for lag in (0, 1, 2):
+            runs = run_requests(make_engine(target, slots=4, lag=lag, **wishes), requests(temperature))
+            assert [run.output for run in runs] == [run.output for run in plain.values()], (wishes, lag)
+            first = first or runs
+            # Waiting for masks costs no draft: what is verified is the same at every lag.
+            assert [run.drafts for run in runs] == [run.drafts for run in first], (wishes, lag)
+        assert sum(run.metrics.draft_n_accepted for run in first[:3]) > 0
+
+
+def test_who_has_no_grammar_waits_for_nobody(target: Path) -> None:
+    """At lag 2 a grammar slot sits out two of three rounds; the slot beside it takes part in all."""
+    engine = make_engine(target, slots=2, lag=2)
+    free, bound = requests(1.0)[3], requests(1.0)[0]
+    rounds: list[tuple[bool, bool]] = []
+    launch = engine._parts.queue.launch
+
+    def spy(*args: Any) -> Any:
+        rounds.append(tuple(engine._parts.state.active.tolist()))  # type: ignore[arg-type]
+        return launch(*args)
+
+    engine._parts.queue.launch = spy  # type: ignore[method-assign]
+    run_requests(engine, [free, bound])
+    assert all(first for first, _ in rounds[:30])
+    assert 8 <= sum(second for _, second in rounds[:30]) <= 11
+
+
+def reached(compiler: GrammarCompiler, text: GrammarText, tokens: list[int], ends: set[int]) -> Any:
+    grammar = compiler.compile(text, ends)
+    for token in tokens:
+        grammar.accept(token)
+    return grammar
+
+
+def allowed(row: torch.Tensor) -> set[int]:
+    return {v for v in range(VOCAB) if int(row[v >> 5]) >> (v & 31) & 1}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(compiler: GrammarCompiler, kind: str) -> None:
+    """Row by row against a matcher that took those tokens for good; afterwards nothing has happened."""
+    ends, source, legal_runs = {300, 301}, torch.Generator().manual_seed(len(kind)), 0
+    grammar = compiler.compile(TEXTS[kind], ends)
+    walked: list[int] = []
+    for _ in range(40):
+        probe, drafts = reached(compiler, TEXTS[kind], walked, ends), []
+        for _ in range(5):  # legal drafts but for one in ten
+            row = free_rows(1, VOCAB)
+            probe.masks((), row)
+            options = sorted(allowed(row[0]) - ends)
+            if not options or int(torch.randint(10, (), generator=source)) == 0:
+                drafts.append(int(torch.randint(VOCAB, (), generator=source)))
+                break
+            drafts.append(options[int(torch.randint(len(options), (), generator=source))])
+            probe.accept(drafts[-1])
+            if probe.finished:
+                break
+        rows = free_rows(len(drafts) + 1, VOCAB)
+        legal = grammar.masks(drafts, rows)
+        legal_runs += legal > 1
+        for i in range(legal + 1):
+            alone = free_rows(1, VOCAB)
+            after = reached(compiler, TEXTS[kind], walked + [d for d in drafts[:i] if d not in ends], ends)
+            if after.finished or (i and drafts[i - 1] in ends):
+                break
+            after.masks((), alone)
+            assert torch.equal(rows[i], alone[0]), (walked, drafts, i)
+        if legal < len(drafts) and legal < i + 1:
+            assert drafts[legal] not in allowed(rows[legal])
+        walked.append(drafts[0] if legal and drafts[0] not in ends else min(allowed(rows[0]) - ends))
+        grammar.accept(walked[-1])
+        if grammar.finished:
+            grammar, walked = compiler.compile(TEXTS[kind], ends), []
+    assert legal_runs > 3
+
+
+def test_an_end_is_allowed_exactly_where_the_text_may_be_complete(compiler: GrammarCompiler) -> None:
+    ends = {300, 31}  # the highest bit of a word too
+    row = free_rows(1, VOCAB)
+    letter = Tokenizer.open(compiler.folder).encode("q")
+    for count, complete in ((0, False), (2, True), (3, True)):
+        grammar = reached(compiler, GrammarText("regex", "q{2,9}"), letter * count, ends)
+        grammar.masks((), row)
+        assert (allowed(row[0]) & ends == ends) == complete == bool(allowed(row[0]) & ends)
+
+
+def thinking(target: Path) -> tuple[list[int], int, int]:
+    """(tokens, position, id) of a token that a plain run says for the first time somewhere inside."""
+    plain = run_requests(make_engine(target), [Request("p", PROMPTS[1], SamplingParams(max_tokens=30))])[0]
+    seen = plain.tokens
+    at = next(i for i in range(6, 30) if seen[i] not in seen[:i] and i % 5 in (2, 3))
+    return seen, at, seen[at]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_grammar_begins_behind_the_end_of_thinking(target: Path, lag: int) -> None:
+    """Also where that token is a draft in the middle of an accepted run."""
+    seen, at, end = thinking(target)
+    text = GrammarText("regex", PATTERN, after=end)
+    request = Request("t", PROMPTS[1], SamplingParams(max_tokens=60), grammar=text)
+    runs = [
+        run_requests(make_engine(target, lag=lag, **wishes), [request])[0]
+        for wishes in ({}, {"spec": "draft", "draft_model": target, "draft_max": 4})
+    ]
+    assert runs[0].output == runs[1].output and runs[0].tokens[: at + 1] == seen[: at + 1]
+    tokenizer = make_engine(target).tokenizer
+    assert tokenizer is not None
+    assert re.fullmatch(PATTERN, tokenizer.decode(runs[0].tokens[at + 1 :])), runs[0].text
+    assert runs[1].drafted[at] and runs[1].drafted[at - 1], "the end was no draft inside an accepted run"
+
+
+def test_a_text_that_ends_while_thinking_is_an_error(target: Path) -> None:
+    seen, at, end = thinking(target)
+    params = SamplingParams(max_tokens=60, stop_token_ids=(seen[at - 1],))
+    request = Request("t", PROMPTS[1], params, grammar=GrammarText("regex", "a", after=end))
+    done = make_engine(target).generate([request])[0]
+    assert done.finish_reason == "error" and "before its thinking ended" in str(done.error)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
+    """Nothing allowed behind the third token: the three are kept, and nobody else notices."""
+    asked = requests(1.0)
+    alone = run_requests(make_engine(target), [asked[3]])[0]
+    whole = run_requests(make_engine(target), [asked[0]])[0]
+    honest, count = GuidedText._write, 0
+
+    def write(self: GuidedText, row: torch.Tensor) -> None:
+        nonlocal count
+        honest(self, row)
+        count += 1
+        if count > 3:
+            row.zero_()
+
+    monkeypatch.setattr(GuidedText, "_write", write)
+    engine = make_engine(target, slots=2, lag=lag)
+    done = engine.generate([asked[0], asked[3]])
+    assert (done[0].finish_reason, list(done[0].token_ids)) == ("error", whole.tokens[:3])
+    assert "grammar dead end" in str(done[0].error)
+    assert list(done[1].token_ids) == alone.tokens
+    assert engine._pages.num_available == engine.plan.num_pages - 2
+
+
+def test_interrupted_grammars_go_on_where_they_were(target: Path) -> None:
+    asked = [
+        Request(f"{i}{r.id}", r.prompt_ids * 2, r.params, grammar=r.grammar)
+        for i in range(2)
+        for r in requests(1.0)
+    ]
+    alone = [run_requests(make_engine(target, ctx=192), [request])[0].output for request in asked]
+    engine = make_engine(target, slots=5, ctx=192, cache_pages=3, lag=1, spec="ngram", ngram_min=1)
+    runs = run_requests(engine, asked)
+    assert [run.output for run in runs] == alone
+    assert sum(run.metrics.preemptions for run in runs) > 1
+
+
+BAD = [
+    ("schema", "{", "expected|EOF"),
+    ("schema", '{"type": "nope"}', "Invalid type"),
+    ("schema", '{"$ref": "http://example.org/x"}', "not present|retriev"),
+    ("schema", "false", "schema is false"),
+    ("regex", "(", "invalid regex"),
+    ("regex", "(?=a)b", "invalid regex"),
+    ("lark", "start: missing", "unknown name"),
+    ("lark", "", "[Ee]mpty"),
+    ("regex", "a" * (MAX_BYTES + 1), "longer than 64 KiB"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "why"), BAD)
+def test_what_cannot_be_read_is_refused_at_admission(target: Path, kind: Any, text: str, why: str) -> None:
+    engine = make_engine(target)
+    flag = {"schema": "--schema", "regex": "--regex", "lark": "--grammar"}[kind]
+    with pytest.raises(UsageError, match=f"^{flag} cannot be used: .*({why})") as caught:
+        engine.add(Request("x", (1,), SamplingParams(), grammar=GrammarText(kind, text)))
+    assert caught.value.fix and not engine.has_work
+    assert len(engine.generate([Request("y", (1,), SamplingParams(max_tokens=2))])[0].token_ids) == 2
+
+
+def test_a_grammar_needs_a_tokenizer(tiny: Callable[..., Path]) -> None:
+    engine = make_engine(tiny("qwen3", vocab=61, tokenizer=False, layers=1))
+    with pytest.raises(IncompatibleError, match="needs a tokenizer"):
+        engine.add(Request("x", (1,), SamplingParams(), grammar=GrammarText("regex", "a")))
+
+
+def test_compiled_grammars_are_kept_and_few(target: Path) -> None:
+    compiler = GrammarCompiler(target, VOCAB)
+    for i in range(KEPT + 5):
+        compiler.compile(GrammarText("regex", f"a{{{i}}}b"), ())
+    assert len(compiler._kept) == KEPT
+    first = compiler.compile(TEXTS["regex"], ())
+    again = compiler.compile(TEXTS["regex"], ())
+    first.accept(int(allowed_first(first)))
+    rows = free_rows(1, VOCAB)
+    again.masks((), rows)
+    assert torch.equal(rows, fresh_row(target)), "a kept grammar had moved on"
+
+
+def allowed_first(grammar: Any) -> int:
+    rows = free_rows(1, VOCAB)
+    grammar.masks((), rows)
+    return min(allowed(rows[0]))
+
+
+def fresh_row(target: Path) -> torch.Tensor:
+    rows = free_rows(1, VOCAB)
+    GrammarCompiler(target, VOCAB).compile(TEXTS["regex"], ()).masks((), rows)
+    return rows
+
+
+def test_words_of_a_mask() -> None:
+    assert [mask_width(n) for n in (1, 32, 33, 151936)] == [1, 1, 2, 4748]
