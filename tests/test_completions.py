@@ -70,6 +70,7 @@ def bash_complete(tmp_path: Path):
 
 def test_bash_offers_what_fits(bash_complete) -> None:
     assert bash_complete("spd", "") == [
+        "chat",
         "generate",
         "bench",
         "compare",

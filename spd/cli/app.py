@@ -12,6 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -21,6 +22,7 @@ from spd import __version__
 from spd.cli.argv import Invocation, prepare
 from spd.cli.bench import bench
 from spd.cli.bench_options import BenchOptions, CompareOptions, ExplainOptions, VerifyOptions
+from spd.cli.chat import chat
 from spd.cli.compare import compare
 from spd.cli.completions import complete, completions
 from spd.cli.doctor import doctor
@@ -28,6 +30,7 @@ from spd.cli.explain import explain
 from spd.cli.generate import generate
 from spd.cli.inspect import inspect
 from spd.cli.options import (
+    ChatOptions,
     CompletionOptions,
     DoctorOptions,
     GenerateOptions,
@@ -52,7 +55,7 @@ PIPE_CLOSED = 141
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMPLETION_VARIABLE = "_SPD_COMPLETE"
 REPORT = "run it again with --debug, and report what it prints"
-COMMANDS = ("generate", "bench", "compare", "explain", "verify", "inspect", "doctor", "completions")
+COMMANDS = ("chat", "generate", "bench", "compare", "explain", "verify", "inspect", "doctor", "completions")
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
 
@@ -62,11 +65,26 @@ Standard output carries the answer, standard error everything else. The model `d
 
 ROOT_EPILOG = """Examples:
 
+spd chat
+
 spd generate "What does os.path.join do?"
 
 git diff | spd generate -m Qwen/Qwen3-4B "Write a commit message"
 
 spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
+"""
+
+CHAT_EPILOG = """Examples:
+
+spd chat
+
+spd chat Qwen/Qwen3-4B -s "Be terse"
+
+spd chat -c
+
+spd chat --show-drafts -f notes.md
+
+spd chat demo < messages.txt
 """
 
 GENERATE_EPILOG = """Examples:
@@ -151,6 +169,7 @@ def build_app(*, completing: bool = False) -> typer.Typer:
     )
     app.callback()(root)
     commands: tuple[tuple[Callable[..., Any], str], ...] = (
+        (as_command(chat, ChatOptions), CHAT_EPILOG),
         (as_command(generate, GenerateOptions), GENERATE_EPILOG),
         (as_command(bench, BenchOptions), BENCH_EPILOG),
         (as_command(compare, CompareOptions), COMPARE_EPILOG),
@@ -218,7 +237,7 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             console.note(note)
         command = get_command(build_app())
         result = command(
-            args=list(invocation.args), prog_name="spd", standalone_mode=False, obj=Session(console, guard)
+            args=list(invocation.args), prog_name="spd", standalone_mode=False, obj=_session(console, guard)
         )
         return result if isinstance(result, int) else 0
     except SystemExit as stop:  # how Typer and rich end when standard output breaks under their help
@@ -243,6 +262,13 @@ def _console(invocation: Invocation) -> Console:
         quiet=invocation.quiet,
         debug=invocation.debug or os.environ.get("SPD_DEBUG", "0") not in ("", "0"),
     )
+
+
+def _session(console: Console, guard: SignalGuard) -> Session:
+    """What a command gets; chats are kept where the XDG rules say."""
+    home = os.environ.get("XDG_STATE_HOME", "")
+    state = Path(home) if os.path.isabs(home) else Path("~/.local/state").expanduser()
+    return Session(console, guard, state / "spd", dumb_terminal=os.environ.get("TERM") in ("dumb", None))
 
 
 def _explain(error: Exception, argv: Sequence[str], console: Console) -> SpdError:

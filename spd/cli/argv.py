@@ -77,6 +77,8 @@ FLAGS = SHARED_FLAGS | {
     "--raw",
     "--parse-special",
 }
+FLAGS |= {"-c", "--continue", "--no-save", "--no-history", "--think", "--no-think", "--hide-thinking"}
+FLAGS |= {"--show-drafts", "--no-stats", "--vi"}
 FLAGS |= {"--stats", "--stream", "--no-stream", "--dry-run", "--ignore-eos", "--quick"}
 FLAGS |= {"--jsonl", "--csv", "--markdown", "--explain"}
 """Options that take no value."""

@@ -6,19 +6,22 @@ dropped in silence); what the engine cannot do together stands in `spd.runtime.c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from spd.cli.options import GenerateOptions
+from spd.cli.options import ChatOptions, CommonOptions, GenerateOptions, SpeculationOptions
 from spd.errors import UsageError
+
+Options = TypeVar("Options", bound=CommonOptions)
 
 
 @dataclass(frozen=True)
-class Conflict:
+class Conflict(Generic[Options]):
     """One combination that is refused."""
 
     name: str
-    when: Callable[[GenerateOptions], bool]
+    when: Callable[[Options], bool]
     message: str
     fix: str
 
@@ -27,26 +30,94 @@ def _has_text(o: GenerateOptions) -> bool:
     return o.prompt is not None or o.prompt_option is not None or bool(o.file)
 
 
-def _has_system(o: GenerateOptions) -> bool:
+def _has_system(o: GenerateOptions | ChatOptions) -> bool:
     return o.system is not None or o.system_file is not None
 
 
-def _has_ngram(o: GenerateOptions) -> bool:
+def _has_ngram(o: SpeculationOptions) -> bool:
     return o.ngram_min is not None or o.ngram_max is not None
 
 
-CONFLICTS = (
-    Conflict(
-        "two-prompts",
-        lambda o: o.prompt is not None and o.prompt_option is not None,
-        "the prompt is given twice: as an argument and with --prompt",
-        "use one of them; text from files (-f) and stdin comes before it",
-    ),
+SHARED_CONFLICTS: tuple[Conflict[Any], ...] = (
     Conflict(
         "two-systems",
         lambda o: o.system is not None and o.system_file is not None,
         "the system message is given twice: --system and --system-file",
         "use one of them",
+    ),
+    Conflict(
+        "draft-model-method",
+        lambda o: o.draft_model is not None and o.spec in ("off", "ngram", "mtp"),
+        "--draft-model is for --spec draft, and another method was asked for",
+        "--spec draft, or leave --draft-model out",
+    ),
+    Conflict(
+        "draft-max-off",
+        lambda o: o.draft_max is not None and o.spec == "off",
+        "--draft-max needs speculation, and --spec off turns it off",
+        "leave one of them out",
+    ),
+    Conflict(
+        "draft-ctx-method",
+        lambda o: o.draft_ctx is not None and o.spec in ("off", "ngram"),
+        "--draft-ctx is the context of a draft model, and --spec says that none runs",
+        "--spec draft, or leave --draft-ctx out",
+    ),
+    Conflict(
+        "ngram-method",
+        lambda o: _has_ngram(o) and o.spec not in ("auto", "ngram"),
+        "--ngram-min and --ngram-max are for --spec ngram, and another method was asked for",
+        "--spec ngram, or leave them out",
+    ),
+    Conflict(
+        "quiet-verbose",
+        lambda o: o.quiet and o.verbose,
+        "--quiet and --verbose contradict each other",
+        "leave one of them out",
+    ),
+    Conflict(
+        "color-twice",
+        lambda o: o.no_color and o.color == "always",
+        "--no-color and --color always contradict each other",
+        "leave one of them out",
+    ),
+)
+"""Of every command that generates."""
+
+CHAT_CONFLICTS: tuple[Conflict[ChatOptions], ...] = (
+    Conflict(
+        "two-models",
+        lambda o: o.model_argument is not None and o.model is not None and o.model_argument != o.model,
+        "the model is given twice: as an argument and with --model (or SPD_MODEL)",
+        "use one of them",
+    ),
+    Conflict(
+        "continue-session",
+        lambda o: o.continue_ and o.session is not None,
+        "--continue takes the latest chat, and --session names one",
+        "leave one of them out",
+    ),
+    Conflict(
+        "drafts-markdown",
+        lambda o: o.show_drafts and o.markdown == "on",
+        "--show-drafts shows the text as it was drawn, so Markdown cannot be shown too",
+        "leave one of them out",
+    ),
+    Conflict(
+        "hide-no-think",
+        lambda o: o.hide_thinking and o.think is False,
+        "--hide-thinking hides what --no-think asks not to come",
+        "leave one of them out",
+    ),
+)
+
+CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
+    *SHARED_CONFLICTS,
+    Conflict(
+        "two-prompts",
+        lambda o: o.prompt is not None and o.prompt_option is not None,
+        "the prompt is given twice: as an argument and with --prompt",
+        "use one of them; text from files (-f) and stdin comes before it",
     ),
     Conflict(
         "raw-system",
@@ -115,30 +186,6 @@ CONFLICTS = (
         'put {"role": "system", "content": ...} first in the file',
     ),
     Conflict(
-        "draft-model-method",
-        lambda o: o.draft_model is not None and o.spec in ("off", "ngram", "mtp"),
-        "--draft-model is for --spec draft, and another method was asked for",
-        "--spec draft, or leave --draft-model out",
-    ),
-    Conflict(
-        "draft-max-off",
-        lambda o: o.draft_max is not None and o.spec == "off",
-        "--draft-max needs speculation, and --spec off turns it off",
-        "leave one of them out",
-    ),
-    Conflict(
-        "draft-ctx-method",
-        lambda o: o.draft_ctx is not None and o.spec in ("off", "ngram"),
-        "--draft-ctx is the context of a draft model, and --spec says that none runs",
-        "--spec draft, or leave --draft-ctx out",
-    ),
-    Conflict(
-        "ngram-method",
-        lambda o: _has_ngram(o) and o.spec not in ("auto", "ngram"),
-        "--ngram-min and --ngram-max are for --spec ngram, and another method was asked for",
-        "--spec ngram, or leave them out",
-    ),
-    Conflict(
         "json-stream",
         lambda o: o.json and o.stream is True,
         "--json prints one object at the end, so it cannot stream",
@@ -156,24 +203,21 @@ CONFLICTS = (
         "--dry-run runs no model, so there is nothing for --stats, --explain or --trace",
         "leave one of them out",
     ),
-    Conflict(
-        "quiet-verbose",
-        lambda o: o.quiet and o.verbose,
-        "--quiet and --verbose contradict each other",
-        "leave one of them out",
-    ),
-    Conflict(
-        "color-twice",
-        lambda o: o.no_color and o.color == "always",
-        "--no-color and --color always contradict each other",
-        "leave one of them out",
-    ),
 )
 
 
 def check_conflicts(options: GenerateOptions) -> None:
     """Raise UsageError for the first combination in the table that applies."""
-    for conflict in CONFLICTS:
+    _refuse_first(CONFLICTS, options)
+
+
+def check_chat_conflicts(options: ChatOptions) -> None:
+    """As `check_conflicts`, for a chat."""
+    _refuse_first((*SHARED_CONFLICTS, *CHAT_CONFLICTS), options)
+
+
+def _refuse_first(table: Sequence[Conflict[Options]], options: Options) -> None:
+    for conflict in table:
         if conflict.when(options):
             raise UsageError(
                 conflict.message, fix=[conflict.fix], code=f"conflict_{conflict.name.replace('-', '_')}"

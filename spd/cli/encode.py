@@ -53,7 +53,7 @@ class Vocabulary:
             raise IncompatibleError(
                 f"{self.name} has no chat template",
                 reason=["It is a base model: it continues text and does not answer."],
-                fix=["--raw"],
+                fix=["spd generate --raw"],
                 code="no_chat_template",
             )
         return self.template

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from spd.cli.bench_options import VerifyOptions
 from spd.cli.encode import Vocabulary, fit
-from spd.cli.options import GenerateOptions
+from spd.cli.options import ChatOptions, GenerateOptions
 from spd.cli.prompt import Asked, gather
 from spd.cli.sampling import Resolved, resolve_sampling
 
@@ -55,7 +55,7 @@ def plan_job(options: GenerateOptions) -> Job:
     usable = model.vocab_size
     if vocabulary.tokenizer is not None:
         usable = min(usable, vocabulary.tokenizer.vocab_size)
-    sampling = resolve_sampling(options, read_generation_config(folder), usable)
+    sampling = resolve_sampling(options, read_generation_config(folder), usable, logprobs=options.logprobs)
     asked = gather(options)
     context = model.max_positions if options.ctx is None else min(options.ctx, model.max_positions)
     truncate = options.overflow == "truncate-left"
@@ -80,7 +80,7 @@ def open_vocabulary(name: str, folder: Path) -> Vocabulary:
     )
 
 
-def engine_config(options: GenerateOptions | VerifyOptions, folder: Path) -> EngineConfig:
+def engine_config(options: GenerateOptions | ChatOptions | VerifyOptions, folder: Path) -> EngineConfig:
     """The options as wishes for the engine. Raises what EngineConfig refuses."""
     from spd.formats.hub import resolve_model
     from spd.runtime import EngineConfig

@@ -26,6 +26,7 @@ _model = functools.partial(typer.Option, rich_help_panel="Model")
 _speculation = functools.partial(typer.Option, rich_help_panel="Speculation")
 _sampling = functools.partial(typer.Option, rich_help_panel="Sampling")
 _output = functools.partial(typer.Option, rich_help_panel="Output")
+_chat = functools.partial(typer.Option, rich_help_panel="Chat")
 _advanced = functools.partial(typer.Option, rich_help_panel="Advanced")
 
 
@@ -49,10 +50,12 @@ def model_names(incomplete: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Session:
-    """What a command gets from the application: where to talk, and the guard of the signals."""
+    """What a command gets from the application: where to talk and to keep state, the guard of the signals."""
 
     console: Console
     guard: SignalGuard
+    state_folder: Path
+    dumb_terminal: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -199,9 +202,6 @@ class SamplingOptions:
     seed: Annotated[
         int | None, _sampling(metavar="N", help="Repeat a reply. Default: a new one, see -v.")
     ] = None
-    logprobs: Annotated[
-        int | None, _output(metavar="N", help="With --json: log-probabilities, and the N likeliest tokens.")
-    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -253,6 +253,9 @@ class OutputOptions:
     output: Annotated[
         Path | None, _output("-o", "--output", metavar="FILE", help="Write there, not to stdout.")
     ] = None
+    logprobs: Annotated[
+        int | None, _output(metavar="N", help="With --json: log-probabilities, and the N likeliest tokens.")
+    ] = None
     stats: Annotated[bool, _output("--stats", help="Speed and acceptance on stderr at the end.")] = False
     trace: Annotated[
         Path | None, _output(metavar="FILE", help="What ran, then one JSON line a round, for spd explain.")
@@ -273,6 +276,51 @@ class GenerateOptions(
     PromptOptions,
 ):
     """Everything `spd generate` takes."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ChatOptions(AdvancedOptions, CommonOptions, SamplingOptions, SpeculationOptions, ModelOptions):
+    """Everything `spd chat` takes."""
+
+    model_argument: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", autocompletion=model_names, help="A folder, org/name, or demo. Default: demo."
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        _model(
+            "-m", "--model", envvar="SPD_MODEL", autocompletion=model_names, help="As the MODEL argument."
+        ),
+    ] = None  # type: ignore[assignment]
+    system: Annotated[str | None, _chat("-s", "--system", metavar="TEXT", help="System message.")] = None
+    system_file: Annotated[str | None, _chat(metavar="FILE", help="System message from a file.")] = None
+    file: Annotated[
+        list[str] | None,
+        _chat("-f", "--file", metavar="FILE", help="Goes with the first message. Repeatable."),
+    ] = None
+    template_arg: Annotated[
+        list[str] | None, _chat(metavar="K=V", help="A variable for the chat template. Repeatable.")
+    ] = None
+    continue_: Annotated[bool, _chat("-c", "--continue", help="Continue the latest chat.")] = False
+    session: Annotated[str | None, _chat(metavar="NAME", help="Continue or begin the chat of this name.")] = (
+        None
+    )
+    no_save: Annotated[bool, _chat("--no-save", help="Keep this chat in memory only.")] = False
+    no_history: Annotated[bool, _chat("--no-history", help="Neither read nor write typed lines.")] = False
+    think: Annotated[
+        bool | None, _chat("--think/--no-think", help="Ask the chat template for thinking, or for none.")
+    ] = None
+    hide_thinking: Annotated[bool, _chat("--hide-thinking", help="One line in place of thinking.")] = False
+    markdown: Annotated[
+        Literal["auto", "on", "off"], _chat(help="Show Markdown. auto: unless drafts are shown.")
+    ] = "auto"
+    show_drafts: Annotated[bool, _chat("--show-drafts", help="Colour accepted draft tokens.")] = False
+    stats: Annotated[
+        bool | None, _chat("--stats/--no-stats", help="Figures after each reply. Default: on a terminal.")
+    ] = None
+    vi: Annotated[bool, _chat("--vi", help="vi keys in the editor.")] = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -82,6 +82,13 @@ def is_terminal(stream: IO[Any] | None) -> bool:
         return False
 
 
+def terminal_columns() -> int:
+    """How wide the terminal of standard output is now."""
+    with suppress(OSError, ValueError, AttributeError):
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    return 80
+
+
 def write_stderr(text: str) -> None:
     """Write to standard error what its encoding can hold; a closed standard error loses it."""
     if sys.stderr is None:
@@ -155,6 +162,16 @@ class Sink:
         encoding = (stream.encoding or "utf-8") if terminal else "utf-8"
         return cls(stream.fileno(), encoding=encoding, terminal=terminal)
 
+    @property
+    def is_terminal(self) -> bool:
+        """Whether people read it as it comes."""
+        return self._terminal
+
+    @property
+    def is_unicode(self) -> bool:
+        """Whether it can show every character."""
+        return "utf" in self._encoding.lower()
+
     @classmethod
     def file(cls, path: Path) -> Sink:
         """A file of UTF-8 text."""
@@ -162,7 +179,11 @@ class Sink:
 
     def write(self, text: str) -> None:
         """Write text as it is; on a terminal its control characters are spelled out."""
-        data = (printable(text) if self._terminal else text).encode(self._encoding, "replace")
+        self.write_styled(printable(text) if self._terminal else text)
+
+    def write_styled(self, text: str) -> None:
+        """Write text whose control characters are meant."""
+        data = text.encode(self._encoding, "replace")
         try:
             if isinstance(self._target, Path):
                 self._target = os.open(self._target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)

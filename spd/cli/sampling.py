@@ -33,7 +33,9 @@ class Resolved:
     sources: dict[str, str]
 
 
-def resolve_sampling(options: SamplingOptions, model: GenerationConfig, vocab_size: int) -> Resolved:
+def resolve_sampling(
+    options: SamplingOptions, model: GenerationConfig, vocab_size: int, *, logprobs: int | None = None
+) -> Resolved:
     """Flags, then generation_config.json, then built-in values. Raises UsageError."""
     from spd.runtime.request import SamplingParams
 
@@ -66,7 +68,7 @@ def resolve_sampling(options: SamplingOptions, model: GenerationConfig, vocab_si
             stop=tuple(unescape(text) for text in options.stop or ()),
             ignore_eos=options.ignore_eos,
             seed=secrets.randbits(63) if options.seed is None else options.seed,
-            logprobs=options.logprobs,
+            logprobs=logprobs,
         )
     except UsageError as error:
         raise _in_flags(

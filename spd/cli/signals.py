@@ -65,6 +65,24 @@ class SignalGuard:
             self._held -= 1
         self.check()
 
+    @contextmanager
+    def soften(self, act: Callable[[], None]) -> Iterator[None]:
+        """Let the first SIGINT inside only call `act`; a second one, and SIGTERM, unwind as ever."""
+        if signal.SIGINT not in self._previous:
+            yield
+            return
+
+        def handle(signum: int, frame: FrameType | None) -> None:
+            signal.signal(signal.SIGINT, self._handle)
+            act()
+
+        signal.signal(signal.SIGINT, handle)
+        try:
+            yield
+        finally:
+            if self.received is None:
+                signal.signal(signal.SIGINT, self._handle)
+
     def check(self) -> None:
         """Raise Interrupted if a signal has come, also one whose exception was lost in a callback."""
         if self.received is not None and not self._held:

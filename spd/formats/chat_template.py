@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,30 @@ class ChatTemplate:
         raise CheckpointError(f"{self.source.where}{line}: {one_line(reply['message'])}")
 
 
+@dataclass(frozen=True)
+class RenderedChat:
+    """A chat as its template writes it; a `mark` stands inside special tokens' names that people wrote."""
+
+    marked: str
+    mark: str = ""
+
+    @property
+    def text(self) -> str:
+        """The prompt as text."""
+        return self.marked.replace(self.mark, "") if self.mark else self.marked
+
+    def after(self, beginning: str) -> RenderedChat | None:
+        """What follows a beginning of the text; None where the text begins otherwise."""
+        if not self.text.startswith(beginning):
+            return None
+        position = 0
+        for _ in beginning if self.mark else ():
+            while self.marked[position] == self.mark:
+                position += 1
+            position += 1
+        return RenderedChat(self.marked[position if self.mark else len(beginning) :], self.mark)
+
+
 def encode_chat(
     tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], **variables: Any
 ) -> list[int]:
@@ -76,20 +101,38 @@ def encode_chat(
     Equal to Hugging Face's `apply_chat_template` whenever no message spells a special token.
     Raises what `ChatTemplate.render` and `Tokenizer.encode` raise.
     """
-    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
-    special = re.compile("|".join(map(re.escape, names)) or "(?!)")
+    return encode_rendered(tokenizer, render_chat(tokenizer, template, messages, **variables))
+
+
+def render_chat(
+    tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], **variables: Any
+) -> RenderedChat:
+    """The chat as text that `encode_rendered` can tell the template's tokens in from people's words."""
+    special = _special_pattern(tokenizer)
     try:
         texts = _strings([list(messages), variables])
     except RecursionError:
         raise UsageError("the messages are nested too deeply") from None
     if not any(special.search(text) for text in texts):
-        return tokenizer.encode(template.render(messages, **variables), parse_special=True)
+        return RenderedChat(template.render(messages, **variables))
     # A mark inside keeps a string from being the special token through whatever the template does.
     mark = _unused_mark([*texts, template.source.default, template.source.tool_use or ""])
     hidden = _replaced(
         [list(messages), variables], lambda text: special.sub(lambda m: _broken(m[0], mark), text)
     )
-    return _encode_marked(tokenizer, template.render(hidden[0], **hidden[1]), special, mark)
+    return RenderedChat(template.render(hidden[0], **hidden[1]), mark)
+
+
+def encode_rendered(tokenizer: Tokenizer, rendered: RenderedChat) -> list[int]:
+    """Token ids of a rendered chat or a part of one."""
+    if not rendered.mark:
+        return tokenizer.encode(rendered.marked, parse_special=True)
+    return _encode_marked(tokenizer, rendered.marked, _special_pattern(tokenizer), rendered.mark)
+
+
+def _special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
+    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
 
 def _encode_marked(tokenizer: Tokenizer, text: str, special: re.Pattern[str], mark: str) -> list[int]:

@@ -81,7 +81,15 @@ class FakePlan:
     """As much of a plan as the command line reads."""
 
     ctx: int
+    model: str = "folder"
     spec: str = "draft"
+    spec_reason: str = "asked for"
+    adaptive: bool = True
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    weight_bytes: int = 2**20
+    draft_weight_bytes: int = 0
+    cache_bytes: int = 2**19
     draft_max: int = 4
     synthetic_acceptance: float | None = None
 
@@ -128,13 +136,14 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.trace: Callable[[RoundRecord], None] | None = None
         self.closed = self.aborted = False
-        self._left = list(script.pieces)
+        self._left: list[str | None] = []
         self._steps = 0
         self._metrics = RequestMetrics(load_ms=script.load_ms, prompt_ms=10.0, first_token_ms=12.0)
         script.engines.append(self)
 
     def add(self, request: Request) -> None:
         self.requests.append(request)
+        self._left, self.aborted = list(self.script.pieces), False
         self._metrics.prompt_tokens = len(request.prompt_ids)
 
     @property
@@ -232,6 +241,7 @@ def spd_run(
 
     for name in ("SPD_MODEL", "SPD_DEBUG", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "_SPD_COMPLETE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where logs of unexpected errors go
     saved = dict(os.environ)
 

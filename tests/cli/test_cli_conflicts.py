@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.conflicts import CONFLICTS
+from spd.cli.conflicts import CHAT_CONFLICTS, CONFLICTS, SHARED_CONFLICTS
 
 CASES: dict[str, list[str]] = {
     "two-prompts": ["Hi", "-p", "Hi"],
@@ -34,9 +34,17 @@ CASES: dict[str, list[str]] = {
     "color-twice": ["Hi", "--no-color", "--color", "always"],
 }
 
+CHAT_CASES: dict[str, list[str]] = {
+    "two-models": ["-m", "demo"],
+    "continue-session": ["-c", "--session", "x"],
+    "drafts-markdown": ["--show-drafts", "--markdown", "on"],
+    "hide-no-think": ["--hide-thinking", "--no-think"],
+}
+
 
 def test_every_conflict_has_a_case_and_its_own_words() -> None:
-    assert [conflict.name for conflict in CONFLICTS] == list(CASES)
+    assert {conflict.name for conflict in CONFLICTS} == set(CASES)
+    assert {conflict.name for conflict in CHAT_CONFLICTS} == set(CHAT_CASES)
     assert len({conflict.message for conflict in CONFLICTS}) == len(CONFLICTS)
 
 
@@ -52,6 +60,13 @@ def test_refused(
         assert ran.json["error"]["fix"] == [conflict.fix]
     else:
         assert_refused(ran, 2, conflict.message, conflict.fix)
+
+
+@pytest.mark.parametrize("name", [*CHAT_CASES, *(conflict.name for conflict in SHARED_CONFLICTS)])
+def test_refused_in_a_chat(name: str, spd_run: Callable, assert_refused: Callable, model: Path) -> None:
+    conflict = next(c for c in (*CHAT_CONFLICTS, *SHARED_CONFLICTS) if c.name == name)
+    argv = CHAT_CASES.get(name) or [word for word in CASES[name] if word != "Hi"]
+    assert_refused(spd_run("chat", model, *argv, stdin=b"Hi\n"), 2, conflict.message, conflict.fix)
 
 
 @pytest.mark.parametrize(

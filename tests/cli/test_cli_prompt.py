@@ -200,7 +200,9 @@ def test_template_arguments_reach_the_template(spd_run: Callable, model: Path) -
 
 def test_a_base_model_needs_raw(spd_run: Callable, assert_refused: Callable, model: Path, script) -> None:
     (model / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    assert_refused(spd_run("generate", "-m", model, "Hi"), 4, "has no chat template", "fix: --raw")
+    assert_refused(
+        spd_run("generate", "-m", model, "Hi"), 4, "has no chat template", "fix: spd generate --raw"
+    )
     assert spd_run("generate", "-m", model, "--raw", "Hi").code == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,6 +75,37 @@ def test_inspect_accepts_the_demo_and_its_draft(spd_run: Callable) -> None:
     shown = spd_run("inspect", "demo", "--draft", demo_folder() / "draft", "--json").json
     assert shown["compatible"] and shown["target"]["unexpected_tensors"] == []
     assert shown["target"]["template"]["renders"]
+
+
+def chat_file(tmp_path: Path, name: str) -> list[dict]:
+    """The lines of a saved chat."""
+    path = tmp_path / "state" / "spd" / "sessions" / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_chat_prefills_only_what_is_new_and_the_text_does_not_depend_on_it(
+    spd_run: Callable, tmp_path: Path
+) -> None:
+    from spd.runtime.memory import PAGE_SIZE
+
+    first, second = "What does os.path.join do?", "And what does os.path.split do, in a few words?"
+    how = ["chat", "--ctx", "1024", "-n", "40", "--seed", "7", "--temperature", "0.8"]
+    lines = f"{first}\n/stats full\n{second}\n/stats full\n".encode()
+    ran = spd_run(*how, "--session", "a", stdin=lines)
+    assert ran.code == 0, ran
+    found = re.findall(r"prompt +([\d,]+) tok \((\d+) cached, (\d+) new\)", ran.err)
+    (prompt, none, _), (longer, cached, new) = [tuple(map(int, counts)) for counts in found]
+    turns = chat_file(tmp_path, "a")[1:]
+    generated = len(turns[0]["reply_ids"])
+    held = prompt + generated - 1  # the last token's keys come with the next prompt
+    assert none == 0 and cached == held // PAGE_SIZE * PAGE_SIZE
+    said = longer - prompt - generated
+    assert new == said + 1 + held % PAGE_SIZE, "what is new, and the page that was not full"
+
+    for name, spec in (("b", "off"), ("c", "ngram")):
+        spd_run(*how, "--session", name, "--spec", spec, stdin=f"{first}\n".encode())
+        spd_run(*how, "--session", name, "--spec", spec, stdin=f"{second}\n".encode())
+        assert chat_file(tmp_path, name)[1:] == turns, "the text came from cached keys or from a fresh start"
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ def loaded_after(*argv: str, **environment: str) -> tuple[str, set[str]]:
     [
         ["--help"],
         ["generate", "-h"],
+        ["chat", "-h"],
         ["inspect", "--help"],
         ["bench", "-h"],
         ["compare", "-h"],
@@ -97,7 +98,7 @@ def test_help_names_the_commands_of_this_edition_only(spd_run: Callable) -> None
     assert (
         tuple(get_command(build_app()).commands)
         == COMMANDS
-        == ("generate", "bench", "compare", "explain", "verify", "inspect", "doctor", "completions")
+        == ("chat", "generate", "bench", "compare", "explain", "verify", "inspect", "doctor", "completions")
     )
 
 
@@ -130,7 +131,7 @@ def test_help_at_any_width(columns: str, spd_run: Callable, monkeypatch: pytest.
         (["completions"], "SHELL"),
         (["completions", "tcsh"], "'bash'"),
         (["--nonsense"], "--nonsense"),
-        (["chat"], "No such command 'chat'".lower()),
+        (["chatt"], "No such command 'chatt'".lower()),
     ],
 )
 def test_words_that_are_off(argv: list[str], words: str, spd_run: Callable, assert_refused: Callable) -> None:

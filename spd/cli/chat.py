@@ -1,0 +1,367 @@
+"""`spd chat`: a conversation, saved as it goes, each turn continuing the cache of the one before.
+
+On a terminal with line editing, Markdown and a line of figures; elsewhere plain lines in, plain text out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.conflicts import check_chat_conflicts
+from spd.cli.options import ChatOptions, Session
+from spd.cli.output import Sink, is_terminal, printable, terminal_columns, write_error, write_stderr
+from spd.errors import NotFoundError, SpdError, UsageError
+
+if TYPE_CHECKING:
+    from spd.cli.chat_model import ChatModel
+    from spd.cli.conversation import Conversation
+    from spd.cli.message_source import MessageSource
+    from spd.cli.reply_view import Look
+    from spd.cli.sessions import SessionStore
+
+FULL_SHARE = 0.8
+"""Share of the context above which a chat says that it fills up."""
+
+
+def chat(session: Session, options: ChatOptions) -> int:
+    """Talk with a model; what is said is saved, and -c continues it."""
+    check_chat_conflicts(options)
+    options = dataclasses.replace(options, model=options.model_argument or options.model)
+    sink = Sink.stdout()
+    interactive = is_terminal(sys.stdin)
+    if interactive and not sink.is_terminal:
+        raise UsageError(
+            "spd chat needs a terminal on both sides, and standard output is none",
+            fix=['spd generate "your prompt"', "spd chat < messages.txt, one message a line"],
+            code="no_terminal",
+        )
+    from spd.cli.sessions import SessionStore
+
+    store = SessionStore(session.state_folder / "sessions")
+    try:
+        name, conversation = open_session(store, options)
+        talk = Chat(session, options, sink, store, name, conversation)
+        try:
+            status = talk.run(interactive)
+        except SpdError as error:
+            talk.model.close()
+            raise error
+    finally:
+        store.close()
+    if not talk.model.close():
+        # The thread that loads does not come back yet, and Python must not be taken down around it.
+        sys.stdout.flush()
+        os._exit(status)
+    return status
+
+
+def open_session(store: SessionStore, options: ChatOptions) -> tuple[str, Conversation | None]:
+    """The name to save under, and what was said under it before. Raises NotFoundError and UsageError."""
+    if options.continue_:
+        names = store.names()
+        if not names:
+            raise NotFoundError("no chat is saved yet", fix=["spd chat"], code="no_session")
+        name = names[0]
+    elif options.session is None:
+        return ("" if options.no_save else store.open_new()), None
+    else:
+        name = options.session
+        if not store.path(name).exists():
+            store.open(name)
+            return name, None
+    if not options.no_save:
+        store.open(name)
+    return name, store.load(name)
+
+
+class Chat:
+    """One conversation with one model at a time, and everything that commands may change."""
+
+    def __init__(
+        self,
+        session: Session,
+        options: ChatOptions,
+        sink: Sink,
+        store: SessionStore,
+        name: str,
+        conversation: Conversation | None,
+    ) -> None:
+        from spd.cli.chat_model import ChatModel
+        from spd.cli.conversation import begin
+        from spd.cli.prompt import read_text
+
+        self._session, self._sink = session, sink
+        self.store, self.name = store, name
+        if conversation is not None and options.model is None:
+            options = dataclasses.replace(options, model=conversation.model)
+        self.model: ChatModel = ChatModel(options, session.console)
+        system = read_text(options.system_file) if options.system_file is not None else options.system
+        fresh = begin(self.model.name, options.seed, system, self.model.fingerprint)
+        self.conversation = fresh if conversation is None else conversation.continued_as(fresh)
+        self.attached = [read_text(path) for path in options.file or ()]
+        self.draft = self._news = ""
+        self.leaving = False
+        self.look: Look = self._first_look(options)
+        self.stats = sink.is_terminal if options.stats is None else options.stats
+        self.source: MessageSource
+        self._saving = not options.no_save
+        self._warned_full = self._warned_save = False
+
+    def _first_look(self, options: ChatOptions) -> Look:
+        from spd.cli.reply_view import Look
+
+        terminal = self._sink.is_terminal and not self._session.dumb_terminal
+        if options.show_drafts and not terminal:
+            self._session.console.note("--show-drafts marks tokens on a terminal only; this output is none")
+        return Look(
+            terminal=self._sink.is_terminal,
+            styled=terminal,
+            color=self._session.console.color,
+            unicode=self._sink.is_unicode,
+            columns=terminal_columns,
+            markdown=terminal and options.markdown != "off",
+            drafts=options.show_drafts and terminal,
+            hide_thinking=options.hide_thinking,
+        )
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def run(self, interactive: bool) -> int:
+        """Read messages and reply until there are no more; returns the exit status."""
+        from spd.cli.chat_commands import Commands
+
+        commands = Commands(self)
+        self.source = self._open_source(interactive)
+        if interactive:
+            self._greet()
+        self._recall_unanswered()
+        self.model.start(self._loaded)
+        said = False
+        while not self.leaving:
+            draft, self.draft = self.draft, ""
+            text = self.source.read(draft)
+            if text is None:
+                break
+            said = said or bool(text.strip())
+            try:
+                if text.startswith("/") and not text.startswith("//"):
+                    commands.run(text)
+                elif text.strip() or self.attached:
+                    self.say(text.removeprefix("/") if text.startswith("//") else text)
+            except SpdError as error:
+                if not interactive:
+                    raise
+                write_error(error, self._session.console, as_json=False)
+        if not (said or interactive):
+            raise UsageError(
+                "nothing to talk about: standard input is empty",
+                fix=["spd chat in a terminal", "spd chat < messages.txt, one message a line"],
+                code="no_prompt",
+            )
+        return 0
+
+    def _open_source(self, interactive: bool) -> MessageSource:
+        from spd.cli.chat_commands import WITH_PATH, Commands
+        from spd.cli.message_source import PlainLines
+
+        if not interactive or self._session.dumb_terminal:
+            return PlainLines()
+        from spd.cli.editor import Editor
+
+        options = self.model.options
+        return Editor(
+            None if options.no_history else self._session.state_folder / "history",
+            vi=options.vi,
+            color=self._session.console.color,
+            status=self._status,
+            commands=Commands.names(),
+            with_path=WITH_PATH,
+        )
+
+    def _greet(self) -> None:
+        from spd import __version__
+
+        turns = len(self.conversation.turns)
+        more = f" · {turns} turn{'s' if turns != 1 else ''} of {self.name}" if turns else ""
+        self.tell(f"spd {__version__} · {self.model.name}{more}")
+        self.tell("Type a message, /help for commands, Ctrl-D to quit.")
+
+    def _recall_unanswered(self) -> None:
+        """A message that was never answered, because everything ended, waits to be sent again."""
+        turns = self.conversation.turns
+        if turns and turns[-1].reply is None:
+            self.draft = turns[-1].user
+            self.conversation = self.conversation.without_last()
+
+    def _loaded(self) -> None:
+        """Called in the engine's thread when loading has ended."""
+        failure = self.model.thread.failure
+        if failure is not None:
+            self.source.leave(failure)
+        elif self.look.terminal and not self._session.console.quiet:
+            lines = "\n".join(map(self._dimmed, self.model.plan_lines()))
+            self._news = "" if self.source.say(lines) else lines + "\n"
+        self.source.wake()
+
+    def tell_news(self) -> None:
+        """What loading had to say while nobody typed."""
+        news, self._news = self._news, ""
+        write_stderr(news)
+
+    def _status(self) -> str:
+        """The line at the bottom."""
+        if not self.model.is_loaded:
+            return f" {self.model.loading_words()}"
+        return f" {self.model.name} · {self.model.spec_words()} · ctx {self.model.context_words()}"
+
+    # -- turns -------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """Send a message and show the reply. Raises what the message or the engine raises."""
+        from spd.cli.conversation import Turn
+        from spd.cli.prompt import check_text
+
+        whole = "\n\n".join([*self.attached, *([text] if text.strip() else [])])
+        before = self.conversation
+        turn = Turn(check_text(whole, "the message"))
+        self.conversation = dataclasses.replace(before, turns=(*before.turns, turn))
+        try:
+            self.reply()
+        except Exception:
+            if self.conversation.turns and self.conversation.turns[-1].reply is None:
+                self.change(before)
+                self.draft = text
+            raise
+        self.attached = []
+
+    def reply(self, *, more: bool = False) -> None:
+        """Let the model reply to the last turn, or go on with its reply."""
+        from spd.cli.chat_reply import run_reply
+
+        self._save()
+        conversation = run_reply(
+            self._session, self._sink, self.model, self.look, self.conversation, more, self.tell_news
+        )
+        turn = conversation.turns[-1]
+        if turn.reply is None:
+            self.change(conversation.without_last())
+            self.draft = turn.user
+            return
+        self.change(conversation)
+        if self.stats:
+            write_stderr(self._dimmed("  " + self.model.stats_words()) + "\n")
+        self._warn_when_full()
+        if turn.finish == "length" and self.look.terminal:
+            self.tell(f"stopped at {len(turn.reply_ids):,} tokens; /more continues")
+
+    def change(self, conversation: Conversation) -> None:
+        """Go on with a changed conversation, and save it."""
+        self.conversation = conversation
+        self._save()
+
+    def _warn_when_full(self) -> None:
+        used, context = self.model.used, self.model.context
+        if used >= FULL_SHARE * context and not self._warned_full:
+            self._warned_full = True
+            self._session.console.note(
+                f"{used:,} of {context:,} tokens of context are used: /clear begins a new chat"
+            )
+
+    def _save(self) -> None:
+        if not self._saving or not (self.conversation.turns or self.store.path(self.name).exists()):
+            return
+        try:
+            self.store.save(self.name, self.conversation)
+        except SpdError as error:
+            if not self._warned_save:
+                self._warned_save = True
+                write_error(error, self._session.console, as_json=False)
+
+    # -- what commands change ------------------------------------------------------------------------
+
+    def tell(self, *lines: str) -> None:
+        """Answer a command, or say what happens: never part of the conversation."""
+        for line in lines:
+            write_stderr(self._dimmed(printable(line)) + "\n")
+
+    def _dimmed(self, line: str) -> str:
+        return f"\x1b[2m{line}\x1b[0m" if self.look.styled else line
+
+    def to_terminal(self, sequence: str) -> None:
+        """Send the terminal a control sequence. Raises UsageError where there is none."""
+        if not self.look.styled:
+            raise UsageError("there is no terminal that could copy", fix=["/export FILE.md"])
+        self._sink.write_styled(sequence)
+
+    def start_new(self) -> None:
+        """Leave this chat as it was saved and begin another with the same system message."""
+        from spd.cli.conversation import begin
+
+        if self._saving:
+            self.name = self.store.open_new()
+        old = self.conversation
+        self.conversation = begin(old.model, None, old.system, old.vocabulary)
+        self._warned_full = False
+
+    def save_as(self, name: str) -> None:
+        """Go on under another name. Raises UsageError if it is taken."""
+        if name != self.name and self.store.path(name).exists():
+            raise UsageError(f"a chat named {name} exists already", fix=["/save another name"])
+        self.store.open(name)
+        self.store.save(name, self.conversation)
+        self.name, self._saving = name, True
+
+    def load(self, name: str) -> None:
+        """Go on with a saved chat."""
+        loaded = self.store.load(name)
+        if self._saving:
+            self.store.open(name)
+        self.name = name
+        self.conversation = loaded.for_model(self.model.name, self.model.fingerprint)
+        self._recall_unanswered()
+        self.tell(*(line for turn in self.conversation.turns[-1:] for line in _recap(turn)))
+
+    def set_sampling(self, changes: dict[str, Any]) -> None:
+        """Change sampling options; a seed begins the chat's own line of seeds anew."""
+        self.model.set_sampling(changes)
+        if changes.get("seed") is not None:
+            self.change(dataclasses.replace(self.conversation, seed=changes["seed"], draws=0))
+
+    def set_thinking(self, on: bool) -> None:
+        """Ask the chat template for thinking, or for none."""
+        self.model.encoder.variables["enable_thinking"] = on
+
+    def reload(self, **changes: Any) -> None:
+        """Load with other options, and go back to the old ones if that fails."""
+        self.model.reload(changes, self._loaded)
+        self.change(self.conversation.for_model(self.model.name, self.model.fingerprint))
+        self._session.console.note(f"loaded {self.model.name}")
+
+    def shown(self, what: str) -> Sequence[str]:
+        """What /show shows. Raises UsageError."""
+        if what == "prompt":
+            if not self.conversation.turns:
+                raise UsageError("nothing has been said yet", fix=["/show params|spec|model"])
+            return self.model.encoder.encode(self.conversation).text.splitlines()
+        return self.model.shown(what)
+
+    def full_stats(self) -> Sequence[str]:
+        """Everything that was counted for the last reply."""
+        return self.model.full_stats()
+
+    def count_tokens(self, text: str | None) -> int:
+        """Tokens of a text, or of the conversation as the next prompt begins."""
+        if text is not None:
+            return len(self.model.vocabulary.need_tokenizer().encode(text))
+        turns = self.conversation.turns
+        if not turns:
+            return 0
+        return len(self.model.encoder.encode(self.conversation).ids) + len(turns[-1].reply_ids)
+
+
+def _recap(turn: Any) -> Sequence[str]:
+    return [f"you   {turn.user[:200]}", f"reply {(turn.reply or '')[:200]}"]

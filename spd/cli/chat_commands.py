@@ -1,0 +1,291 @@
+"""Slash commands: what a person tells the chat and not the model.
+
+Each is a method of `Commands`, found by its name; its first line is what /help shows.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import difflib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from spd.cli.conversation import Conversation, Turn
+from spd.cli.message_source import words_of
+from spd.cli.options import SamplingOptions, SpeculationOptions
+from spd.cli.output import check_writable, printable, to_json
+from spd.cli.prompt import read_text
+from spd.cli.reply_view import shown_plain
+from spd.cli.sessions import records
+from spd.errors import UsageError
+
+if TYPE_CHECKING:
+    from spd.cli.chat import Chat
+
+ALIASES = {"/?": "/help", "/bye": "/exit", "/quit": "/exit", "/new": "/clear"}
+WITH_PATH = ("/file", "/export")
+MAX_COPIED = 74_000
+"""Bytes that terminals take into the clipboard at least."""
+
+
+class Commands:
+    """Runs one command on a chat; answers go to the chat's `tell`."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Every command as it is typed."""
+        return sorted("/" + name[3:] for name in vars(cls) if name.startswith("do_"))
+
+    def run(self, line: str) -> None:
+        """Run what was typed. Raises UsageError for what is no command, and what the command raises."""
+        word, _, rest = line.strip().partition(" ")
+        name = ALIASES.get(word.lower(), word.lower())
+        known = self.names()
+        if name not in known:
+            close = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
+            hint = f"did you mean {close[0]}?" if close else "/help lists the commands"
+            raise UsageError(
+                f"unknown command {word}: {hint}", fix=[close[0] if close else "/help", f"/{line} to say it"]
+            )
+        getattr(self, "do_" + name[1:])(rest.strip())
+
+    def do_help(self, rest: str) -> None:
+        """this list"""
+        self._chat.tell(*(f"  {name:<10} {getattr(self, 'do_' + name[1:]).__doc__}" for name in self.names()))
+        self._chat.tell(
+            "  Enter sends, Alt-Enter or Ctrl-J begins a line, Ctrl-G opens $EDITOR, // sends a slash.",
+            "  Ctrl-C stops a reply and keeps what came; Ctrl-D quits.",
+        )
+
+    def do_exit(self, rest: str) -> None:
+        """quit (also /bye, /quit, Ctrl-D)"""
+        self._chat.leaving = True
+
+    def do_clear(self, rest: str) -> None:
+        """begin a new chat; this one stays saved"""
+        self._chat.start_new()
+        self._chat.tell("a new chat")
+
+    def do_undo(self, rest: str) -> None:
+        """take back the last message and its reply"""
+        turn = self._last()
+        self._chat.change(self._chat.conversation.without_last())
+        self._chat.tell(f"took back: {_short(turn.user)}")
+
+    def do_regen(self, rest: str) -> None:
+        """reply to the last message once more, with another seed"""
+        self._last()
+        self._chat.change(self._chat.conversation.with_last(reply=None, reply_ids=(), finish=None, seed=None))
+        self._chat.reply()
+
+    def do_more(self, rest: str) -> None:
+        """let a reply that was cut short go on"""
+        turn = self._last()
+        if turn.reply is None or turn.finish not in ("length", "abort") or not turn.reply_ids:
+            raise UsageError("the last reply is not cut short", fix=["/regen for another one"])
+        self._chat.reply(more=True)
+
+    def do_edit(self, rest: str) -> None:
+        """write the last message anew; /edit reply changes the reply"""
+        turn = self._last()
+        if rest == "reply":
+            changed = self._chat.source.read(turn.reply or "")
+            if changed is not None and changed != turn.reply:
+                last = self._chat.conversation.with_last(reply=changed, reply_ids=(), finish="edited")
+                self._chat.change(last)
+            return
+        if rest:
+            raise UsageError(f"/edit {rest}: what?", fix=["/edit", "/edit reply"])
+        self._chat.change(self._chat.conversation.without_last())
+        self._chat.draft = turn.user
+
+    def do_system(self, rest: str) -> None:
+        """show the system message, or set it: /system TEXT"""
+        if rest:
+            self._chat.change(dataclasses.replace(self._chat.conversation, system=rest))
+        self._chat.tell(f"system  {self._chat.conversation.system or '(none)'}")
+
+    def do_set(self, rest: str) -> None:
+        """change how replies are drawn: /set temperature=0.5 top_p=0.9"""
+        words = words_of(rest)
+        if not words:
+            raise UsageError("/set needs NAME=VALUE", fix=["/set temperature=0.5"])
+        changes: dict[str, Any] = {}
+        for word in words:
+            name, equals, value = word.partition("=")
+            name = name.replace("-", "_")
+            if not equals:
+                raise UsageError(f"/set {word} is not NAME=VALUE", fix=["/set temperature=0.5"])
+            changes[name] = _read_value(name, value)
+        self._chat.set_sampling(changes)
+        self._chat.tell(*self._chat.shown("params"))
+
+    def do_show(self, rest: str) -> None:
+        """show params, prompt, spec or model"""
+        self._chat.tell(*self._chat.shown(rest or "params"))
+
+    def do_spec(self, rest: str) -> None:
+        """load with another speculation: /spec auto|off|mtp|draft|ngram [K]"""
+        words = rest.split()
+        if not words:
+            self._chat.tell(*self._chat.shown("spec"))
+            return
+        known = get_args(get_args(get_type_hints(SpeculationOptions, include_extras=True)["spec"])[0])
+        if words[0] not in known or len(words) > 2 or not all(w.isdigit() for w in words[1:]):
+            raise UsageError(f"/spec {rest}: is not a method", fix=[f"/spec {'|'.join(known)} [K]"])
+        self._chat.reload(spec=words[0], draft_max=int(words[1]) if words[1:] else None)
+
+    def do_model(self, rest: str) -> None:
+        """load another model and go on with this chat: /model NAME"""
+        if not rest:
+            self._chat.tell(*self._chat.shown("model"))
+            return
+        self._chat.reload(model=rest)
+
+    def do_draft(self, rest: str) -> None:
+        """colour accepted draft tokens: /draft on|off"""
+        on = _on_off("/draft", rest)
+        self._chat.look = dataclasses.replace(self._chat.look, drafts=on)
+        self._chat.tell("accepted draft tokens are marked; Markdown is off meanwhile" if on else "not marked")
+
+    def do_stats(self, rest: str) -> None:
+        """a line of figures after each reply: /stats on|off; /stats full shows all of the last"""
+        if rest == "full":
+            self._chat.tell(*self._chat.full_stats())
+            return
+        self._chat.stats = _on_off("/stats", rest)
+
+    def do_think(self, rest: str) -> None:
+        """let the model think: /think on|off|hide"""
+        if rest not in ("on", "off", "hide"):
+            raise UsageError(f"/think {rest}: is not on, off or hide", fix=["/think on|off|hide"])
+        self._chat.look = dataclasses.replace(self._chat.look, hide_thinking=rest == "hide")
+        if rest != "hide":
+            self._chat.set_thinking(rest == "on")
+
+    def do_file(self, rest: str) -> None:
+        """put files in front of the next message: /file PATH…"""
+        paths = words_of(rest)
+        if not paths:
+            raise UsageError("/file needs a path", fix=["/file notes.md"])
+        texts = [read_text(str(Path(path).expanduser())) for path in paths]
+        self._chat.attached += texts
+        sizes = ", ".join(
+            f"{path}: {len(text):,} characters" for path, text in zip(paths, texts, strict=False)
+        )
+        self._chat.tell(f"goes with the next message: {sizes}")
+
+    def do_save(self, rest: str) -> None:
+        """keep this chat under a name: /save NAME"""
+        if not rest:
+            raise UsageError("/save needs a name", fix=["/save NAME"])
+        self._chat.save_as(rest)
+        self._chat.tell(f"saved as {rest}; spd chat --session {rest} continues it")
+
+    def do_load(self, rest: str) -> None:
+        """continue a saved chat: /load NAME"""
+        if not rest:
+            raise UsageError("/load needs a name", fix=["/load NAME", "/sessions lists them"])
+        self._chat.load(rest)
+
+    def do_sessions(self, rest: str) -> None:
+        """list the saved chats, the latest first"""
+        names = self._chat.store.names()
+        self._chat.tell(*([f"  {name}" for name in names] or ["no chat is saved"]))
+
+    def do_export(self, rest: str) -> None:
+        """write this chat to a file: /export FILE.md or FILE.jsonl"""
+        path = Path(" ".join(words_of(rest))).expanduser()
+        if path.suffix not in (".md", ".jsonl"):
+            raise UsageError("/export needs a file ending in .md or .jsonl", fix=["/export chat.md"])
+        if path.exists():
+            raise UsageError(f"{path} exists already", fix=["/export another file"])
+        check_writable(path)
+        try:
+            path.write_text(exported(self._chat.conversation, path.suffix), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write to {path}: {error.strerror}", fix=["another file"]) from None
+        self._chat.tell(f"wrote {path}")
+
+    def do_copy(self, rest: str) -> None:
+        """copy the last reply, or with /copy code its last code block, through the terminal"""
+        text = shown_plain([self._last().reply or ""])
+        if rest == "code":
+            blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text + "\n", re.MULTILINE | re.DOTALL)
+            if not blocks:
+                raise UsageError("the last reply has no code block", fix=["/copy"])
+            text = blocks[-1]
+        data = text.encode()
+        if len(data) > MAX_COPIED:
+            raise UsageError(f"{len(data):,} bytes are too much for a terminal", fix=["/export FILE.md"])
+        self._chat.to_terminal(f"\x1b]52;c;{base64.b64encode(data).decode()}\x07")
+        self._chat.tell(f"asked the terminal to copy {len(text):,} characters")
+
+    def do_tokens(self, rest: str) -> None:
+        """count the tokens of a text, or of this chat: /tokens [TEXT]"""
+        self._chat.tell(f"{self._chat.count_tokens(rest or None):,} tokens")
+
+    def _last(self) -> Turn:
+        turns = self._chat.conversation.turns
+        if not turns:
+            raise UsageError("nothing has been said yet", fix=["type a message"])
+        return turns[-1]
+
+
+def _read_value(name: str, text: str) -> Any:
+    """A sampling option's value from text, by the option's own type. Raises UsageError."""
+    hints = get_type_hints(SamplingOptions)
+    if name not in hints:
+        raise UsageError(
+            f"/set {name}: there is no such parameter", fix=[f"one of {', '.join(sorted(hints))}"]
+        )
+    kinds = get_args(hints[name]) or (hints[name],)
+    if type(None) in kinds and text in ("", "auto", "default"):
+        return None
+    if list[str] in kinds:
+        return [text]
+    if list[int] in kinds:
+        return [int(text)] if text.isdigit() else _no_number(name, text)
+    if bool in kinds:
+        return _on_off(f"/set {name}", text)
+    kind = float if float in kinds else int
+    try:
+        return kind(text)
+    except ValueError:
+        return _no_number(name, text)
+
+
+def _no_number(name: str, text: str) -> Any:
+    raise UsageError(f"/set {name}={text}: is not a number", fix=[f"/set {name}=1"])
+
+
+def _on_off(command: str, text: str) -> bool:
+    known = {"on": True, "off": False, "true": True, "false": False}
+    if text not in known:
+        raise UsageError(f"{command} {text}".rstrip() + ": is not on or off", fix=[f"{command} on|off"])
+    return known[text]
+
+
+def _short(text: str) -> str:
+    """The beginning of a text on one line."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= 60 else line[:59] + "…"
+
+
+def exported(conversation: Conversation, suffix: str) -> str:
+    """A chat for people (.md) or for programs (.jsonl: what a session file holds)."""
+    if suffix == ".jsonl":
+        return "".join(to_json(record) + "\n" for record in records(conversation))
+    parts = [f"# Chat with {conversation.model}\n"]
+    if conversation.system is not None:
+        parts.append(f"## System\n\n{conversation.system}\n")
+    for turn in conversation.turns:
+        parts.append(f"## You\n\n{turn.user}\n")
+        if turn.reply is not None:
+            parts.append(f"## {conversation.model}\n\n{turn.reply}\n")
+    return "\n".join(parts)

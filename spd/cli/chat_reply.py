@@ -1,0 +1,169 @@
+"""One reply of a chat: prompt, request, what comes back, and Ctrl-C, which keeps what came."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from spd.cli.loading import loading
+from spd.cli.output import OutputClosed, is_terminal
+from spd.cli.reply_view import ReplyView, begins_inside_thinking
+from spd.errors import EngineError, IncompatibleError, SpdError
+
+if TYPE_CHECKING:
+    from spd.cli.chat_model import ChatModel
+    from spd.cli.conversation import Conversation, Turn
+    from spd.cli.options import Session
+    from spd.cli.output import Sink
+    from spd.cli.reply_view import Look
+    from spd.runtime import Event, Request
+
+PASTES_MARKED, PASTES_UNMARKED = "\x1b[?2004h", "\x1b[?2004l"
+
+
+@dataclass
+class _Gathered:
+    """What has come of a reply so far."""
+
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish: str | None = None
+    stopped: bool = False
+
+    def take(self, event: Event) -> None:
+        self.pieces.append(event.text)
+        self.token_ids += event.token_ids
+        self.finish = event.finish_reason or self.finish
+
+
+def run_reply(
+    session: Session,
+    sink: Sink,
+    model: ChatModel,
+    look: Look,
+    conversation: Conversation,
+    more: bool,
+    loaded: Callable[[], None],
+) -> Conversation:
+    """The conversation with the reply to its last turn, or with `more` of it; shown while it comes.
+
+    `loaded` is called once the model is there. The last turn has no reply if Ctrl-C came before the first
+    token. Raises IncompatibleError if the conversation does not fit the context, and what the engine raises.
+    """
+    gathered = _Gathered()
+    turn = conversation.turns[-1]
+    seed = turn.seed if more and turn.seed is not None else conversation.next_seed
+
+    def stop() -> None:
+        gathered.stopped = True
+        model.thread.stop()
+
+    with session.guard.soften(stop), _quiet_input(sink, look):
+        _wait(session, model, gathered)
+        if gathered.stopped:
+            return conversation
+        loaded()
+        request = _request(model, conversation, seed, more)
+        inside = _inside_thinking(model, conversation, more)
+        view = ReplyView(sink, look, model.vocabulary.tokenizer, inside=inside)
+        events = model.run(request)
+        try:
+            for event in events:
+                gathered.take(event)
+                with session.guard.hold():
+                    view.take(event)
+                session.guard.check()
+        finally:
+            remark = "[interrupted]" if gathered.stopped else ""
+            with session.guard.hold() if session.guard.received is None else nullcontext():
+                view.finish(remark)
+    if not gathered.token_ids and gathered.stopped and not more:
+        return conversation
+    return _settled(conversation, turn, gathered, seed, more)
+
+
+def _settled(
+    conversation: Conversation, turn: Turn, gathered: _Gathered, seed: int, more: bool
+) -> Conversation:
+    if gathered.finish == "error":
+        raise EngineError(
+            "the model failed while replying",
+            reason=["What came before the fault was shown; it is not kept."],
+            fix=["/regen, or --dtype float32"],
+        )
+    replied = conversation.with_last(
+        reply=(turn.reply or "" if more else "") + "".join(gathered.pieces),
+        reply_ids=((*turn.reply_ids,) if more else ()) + tuple(gathered.token_ids),
+        finish=gathered.finish,
+        seed=seed,
+    )
+    return replied if more else dataclasses.replace(replied, draws=conversation.draws + 1)
+
+
+def _wait(session: Session, model: ChatModel, gathered: _Gathered) -> None:
+    """Wait until the model is loaded, showing how far it is."""
+    if model.thread.is_ready:
+        return
+    with loading(f"loading {model.name}", session.console) as display:
+        while not model.thread.wait(0.1) and not gathered.stopped:
+            session.guard.check()
+            if display is not None and model.thread.progress is not None:
+                display(model.thread.progress)
+
+
+def _request(model: ChatModel, conversation: Conversation, seed: int, more: bool) -> Request:
+    from spd.runtime import Request
+
+    encoded = model.encoder.encode(conversation)
+    ids, spans = encoded.ids, encoded.spans
+    if more:
+        reply_ids = conversation.turns[-1].reply_ids
+        ids, spans = (*ids, *reply_ids), (*spans, ("generated", len(reply_ids)))
+    context = model.context
+    if len(ids) >= context:
+        raise IncompatibleError(
+            f"the conversation is {len(ids):,} tokens but the context is {context:,}",
+            reason=["Nothing is dropped in silence."],
+            fix=["/undo to take back turns, /clear for a new chat, or start with a larger --ctx"],
+            code="context_overflow",
+        )
+    return Request(model.next_request_id(), ids, model.params(seed), spans)
+
+
+def _inside_thinking(model: ChatModel, conversation: Conversation, more: bool) -> bool:
+    if not more:
+        return begins_inside_thinking(model.encoder.encode(conversation).text)
+    from spd.cli.reply_view import ThinkingSplitter
+
+    splitter = ThinkingSplitter(begins_inside_thinking(model.encoder.encode(conversation).text))
+    splitter.feed(conversation.turns[-1].reply or "")
+    return splitter.part == "thinking"
+
+
+@contextmanager
+def _quiet_input(sink: Sink, look: Look) -> Iterator[None]:
+    """Keep keys that are typed meanwhile off the screen, as they are, for the next message.
+
+    A paste stays marked as one, so that its lines do not become messages.
+    """
+    if not (look.styled and is_terminal(sys.stdin)):
+        yield
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    quiet = termios.tcgetattr(descriptor)
+    quiet[0] &= ~termios.ICRNL
+    quiet[3] = quiet[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH  # Ctrl-C drops nothing typed
+    termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
+    sink.write_styled(PASTES_MARKED)
+    try:
+        yield
+    finally:
+        with suppress(OutputClosed, SpdError):
+            sink.write_styled(PASTES_UNMARKED)
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)

@@ -1,0 +1,210 @@
+"""Line editing for chats on a terminal; the only module that imports prompt_toolkit.
+
+Enter sends; Alt-Enter and Ctrl-J begin a line. A long paste stands as one word until it is sent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import run_in_terminal
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
+from prompt_toolkit.output import ColorDepth
+
+from spd.cli.message_source import INDENT, PROMPT, as_message, is_complete
+from spd.cli.output import write_stderr
+from spd.cli.signals import Interrupted
+
+CHIP_LINES = 20
+"""Pasted lines above which a paste is shown as one word."""
+TWICE_SECONDS = 2.0
+
+
+class _PrivateHistory(FileHistory):
+    """A history file for its owner alone; a long paste is kept whole, not as the word that stood for it."""
+
+    def __init__(self, path: Path, expand: Callable[[str], str]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+        super().__init__(str(path))
+        self._expand = expand
+
+    def append_string(self, string: str) -> None:
+        super().append_string(self._expand(string))
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError, UnicodeError):  # a full disk is no reason to lose the message
+            super().store_string(string)
+
+
+class _CommandCompleter(Completer):
+    """Completes slash commands, and paths behind those that take one."""
+
+    def __init__(self, commands: Sequence[str], with_path: Sequence[str]) -> None:
+        self._commands, self._with_path = commands, with_path
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        text = document.text_before_cursor
+        if not text.startswith("/"):
+            return
+        command, blank, rest = text.partition(" ")
+        if not blank:
+            yield from (Completion(c, -len(text)) for c in self._commands if c.startswith(command))
+        elif command in self._with_path:
+            path = rest.rsplit(" ", 1)[-1]
+            yield from self._paths.get_completions(Document(path), complete_event)
+
+
+class Editor:
+    """Line editing on a terminal. `status` is the text of the bottom line, asked for at every redraw."""
+
+    def __init__(
+        self,
+        history: Path | None,
+        *,
+        vi: bool,
+        color: bool,
+        status: Callable[[], str],
+        commands: Sequence[str],
+        with_path: Sequence[str],
+    ) -> None:
+        self._pastes: dict[str, str] = {}
+        self._hinted = -TWICE_SECONDS
+        kept: History = InMemoryHistory()
+        if history is not None:
+            with suppress(OSError):
+                kept = _PrivateHistory(history, self.expand)
+        self._session: PromptSession[str] = PromptSession(
+            PROMPT,
+            multiline=True,
+            prompt_continuation=INDENT,
+            history=kept,
+            enable_history_search=True,
+            vi_mode=vi,
+            enable_open_in_editor=True,
+            tempfile_suffix=".md",
+            complete_while_typing=False,
+            completer=_CommandCompleter(commands, with_path),
+            key_bindings=self._bindings(),
+            bottom_toolbar=status,
+            color_depth=None if color else ColorDepth.DEPTH_1_BIT,
+            reserve_space_for_menu=4,
+        )
+
+    def read(self, draft: str = "") -> str | None:
+        """The next message. Raises Interrupted when Ctrl-C is pressed twice on an empty line."""
+        try:
+            text = self._session.prompt(default=draft)
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            raise Interrupted(signal.SIGINT) from None
+        text = as_message(self.expand(text).removesuffix("\\"))
+        self._pastes.clear()
+        return text
+
+    def say(self, text: str) -> bool:
+        """Show news above the prompt; False where none stands. From any thread."""
+        app = self._session.app
+        if app.loop is None or not app.is_running:
+            return False
+        app.loop.call_soon_threadsafe(
+            lambda: run_in_terminal(lambda: write_stderr(text + "\n")), context=app.context
+        )
+        return True
+
+    def wake(self) -> None:
+        """Redraw the status line; from any thread."""
+        self._session.app.invalidate()
+
+    def leave(self, error: BaseException) -> None:
+        """Make `read` raise this; from any thread."""
+        app = self._session.app
+        loop = app.loop
+        if loop is not None and app.is_running:
+            loop.call_soon_threadsafe(lambda: app.exit(exception=error) if app.is_running else None)
+
+    def expand(self, text: str) -> str:
+        """Text with every paste in its own words."""
+        for chip, pasted in self._pastes.items():
+            text = text.replace(chip, pasted)
+        return text
+
+    def _bindings(self) -> KeyBindings:
+        keys = KeyBindings()
+
+        @keys.add("enter")
+        def _(event: KeyPressEvent) -> None:
+            self._enter(event)
+
+        @keys.add("escape", "enter")
+        @keys.add("c-j")
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text("\n")
+
+        @keys.add("c-g")
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.text = self.expand(event.current_buffer.text)
+            event.current_buffer.open_in_editor()
+
+        @keys.add(Keys.BracketedPaste)
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text(self._chip(event.data))
+
+        @keys.add("c-c")
+        @keys.add("<sigint>")
+        def _(event: KeyPressEvent) -> None:
+            self._interrupt(event)
+
+        return keys
+
+    def _enter(self, event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        more = (press.key for press in event.key_processor.input_queue)
+        is_command = buffer.text.startswith("/") and not buffer.text.startswith("//")
+        if not is_command and any(len(key) == 1 or key == Keys.ControlM for key in more):
+            buffer.insert_text("\n")  # a paste that nobody marked as one
+        elif is_complete(self.expand(buffer.text)):
+            buffer.validate_and_handle()
+        elif buffer.text.endswith("\\") and buffer.document.is_cursor_at_the_end:
+            buffer.delete_before_cursor(1)
+            buffer.insert_text("\n")
+        else:
+            buffer.insert_text("\n")
+
+    def _chip(self, pasted: str) -> str:
+        """A paste as it is, or one word for it if it is long."""
+        text = pasted.replace("\r\n", "\n").replace("\r", "\n")
+        lines = text.count("\n") + (not text.endswith("\n"))
+        if lines <= CHIP_LINES:
+            return text
+        chip = f"[pasted {lines:,} lines]"
+        number = 1
+        while self._pastes.get(chip, text) != text:
+            number += 1
+            chip = f"[pasted {lines:,} lines, {number}]"
+        self._pastes[chip] = text
+        return chip
+
+    def _interrupt(self, event: KeyPressEvent) -> None:
+        """Clear the line; on an empty one say how to leave, and leave at the second time."""
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+            return
+        now = time.monotonic()
+        if now - self._hinted < TWICE_SECONDS:
+            event.app.exit(exception=KeyboardInterrupt)
+            return
+        self._hinted = now
+        self.say("Ctrl-D or /exit to quit")

@@ -1,0 +1,307 @@
+"""`spd chat` with plain lines, around an engine that says a script: turns, commands, files, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spd.cli.chat_commands import Commands
+from spd.cli.conversation import derived_seed
+from spd.cli.reply_view import DraftedText, Piece, ThinkingSplitter, shown_plain
+from spd.errors import ResourceError
+from spd.runtime.request import Event
+
+
+@pytest.fixture
+def talk(spd_run: Callable, model: Path, script: Any) -> Callable:
+    """`talk("line", "line", argv=[...])` runs a chat over these lines."""
+
+    def run(*lines: str, argv: list[object] | None = None, name: str | None = "t") -> Any:
+        session = ["--session", name] if name else []
+        stdin = "".join(line + "\n" for line in lines).encode()
+        return spd_run("chat", model, *session, *(argv or []), stdin=stdin)
+
+    return run
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """The lines of a session file."""
+
+    def read(name: str = "t") -> list[dict[str, Any]]:
+        path = tmp_path / "state" / "spd" / "sessions" / f"{name}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    return read
+
+
+def test_lines_in_text_out_and_everything_saved(talk: Callable, saved: Callable, script: Any) -> None:
+    ran = talk("Hi", "", "Again")
+    assert (ran.code, ran.text, ran.err) == (0, "Hello wörld!\nHello wörld!\n", "")
+    header, *turns = saved()
+    assert [turn["user"] for turn in turns] == ["Hi", "Again"]
+    assert all(turn["reply"] == "Hello wörld!" and turn["finish"] == "stop" for turn in turns)
+    seeds = [request.params.seed for request in script.engine.requests]
+    assert seeds == [derived_seed(header["seed"], 0), derived_seed(header["seed"], 1)]
+    assert [turn["seed"] for turn in turns] == seeds and header["draws"] == 2
+    assert script.engine.closed
+
+
+def test_a_chat_goes_on_where_it_ended(talk: Callable, saved: Callable, script: Any) -> None:
+    talk("Hi", argv=["--seed", "5", "-s", "be terse"])
+    first = script.request.prompt_ids
+    ran = talk("Again", argv=["-c"], name=None)
+    assert ran.code == 0 and [turn["user"] for turn in saved()[1:]] == ["Hi", "Again"]
+    assert script.request.prompt_ids[: len(first)] == first
+    assert saved()[0]["system"] == "be terse" and script.request.params.seed == derived_seed(5, 1)
+
+
+def test_the_model_of_a_saved_chat_is_used_again(spd_run: Callable, talk: Callable, model: Path) -> None:
+    talk("Hi")
+    assert spd_run("chat", "-c", stdin=b"Again\n").code == 0
+
+
+def test_a_message_that_was_never_answered_is_not_lost(talk: Callable, saved: Callable, script: Any) -> None:
+    script.fail, script.pieces = ResourceError("out of it", fix=["less"]), ["a", "b", "c"]
+    ran = talk("Hi")
+    assert ran.code == 5 and "out of it" in ran.err and ran.text == "a\n"
+    assert len(saved()) == 1  # taken back: a person would find it in the editor
+
+
+def test_nothing_is_written_with_no_save(talk: Callable, tmp_path: Path) -> None:
+    assert talk("Hi", argv=["--no-save"], name=None).code == 0
+    assert not list((tmp_path / "state").rglob("*.jsonl"))
+
+
+def test_several_lines_in_one_message(talk: Callable, saved: Callable) -> None:
+    talk('"""one', "", 'two"""', "a\\", "b", '"""x"""')
+    assert [turn["user"] for turn in saved()[1:]] == ["one\n\ntwo", "a\nb", "x"]
+
+
+def test_commands_stay_here(talk: Callable, saved: Callable, script: Any) -> None:
+    ran = talk("Hi", "/undo", "//slash", "/exit", "never said")
+    assert ran.code == 0 and [turn["user"] for turn in saved()[1:]] == ["/slash"]
+    assert "took back: Hi" in ran.err and len(script.engine.requests) == 2
+
+
+def test_regen_draws_with_another_seed(talk: Callable, saved: Callable, script: Any) -> None:
+    talk("Hi", "/regen")
+    first, second = script.engine.requests
+    assert first.prompt_ids == second.prompt_ids and first.params.seed != second.params.seed
+    assert len(saved()) == 2 and saved()[0]["draws"] == 2
+
+
+def test_more_goes_on_with_the_same_seed(talk: Callable, saved: Callable, script: Any) -> None:
+    script.finish = "length"
+    talk("Hi", "/more")
+    first, second = script.engine.requests
+    assert second.params.seed == first.params.seed
+    assert len(second.prompt_ids) > len(first.prompt_ids) and second.spans[-1][0] == "generated"
+    assert saved()[1]["reply"] == "Hello wörld!" * 2 and len(saved()) == 2
+
+
+def test_parameters_change(talk: Callable, script: Any) -> None:
+    ran = talk("/set temperature=0.5 top-k=7 stop=END seed=3 max_tokens=9", "Hi", "/show", "/set top_k=auto")
+    params = script.request.params
+    assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.5, 7, ("END",), 9)
+    assert params.seed == derived_seed(3, 0) and ran.code == 0
+    assert "temperature          0.5  (flag)" in ran.err and "top_k                20" in ran.err
+
+
+def test_the_system_message_changes(talk: Callable, script: Any, saved: Callable) -> None:
+    talk("/system be kind", "Hi", "/show prompt")
+    assert saved()[0]["system"] == "be kind"
+
+
+def test_a_file_goes_with_the_next_message(talk: Callable, saved: Callable, tmp_path: Path) -> None:
+    (tmp_path / "a b.txt").write_text("contents")
+    talk(f"/file '{tmp_path}/a b.txt'", "What?", "Next", argv=["-f", tmp_path / "a b.txt"])
+    assert [turn["user"] for turn in saved()[1:]] == ["contents\n\ncontents\n\nWhat?", "Next"]
+
+
+def test_save_load_sessions_and_clear(talk: Callable, saved: Callable) -> None:
+    ran = talk("Hi", "/save kept", "/clear", "Other", "/load kept", "More", "/sessions")
+    assert ran.code == 0 and [turn["user"] for turn in saved("kept")[1:]] == ["Hi", "More"]
+    assert "  kept" in ran.err and "you   Hi" in ran.err
+
+
+def test_export(talk: Callable, tmp_path: Path) -> None:
+    talk("Hi", f"/export {tmp_path}/c.md", f"/export {tmp_path}/c.jsonl")
+    text = (tmp_path / "c.md").read_text()
+    assert "## You\n\nHi\n" in text and "Hello wörld!" in text
+    assert json.loads((tmp_path / "c.jsonl").read_text().splitlines()[1])["reply"] == "Hello wörld!"
+
+
+def test_edit_takes_the_message_back(talk: Callable, saved: Callable) -> None:
+    talk("Hi", "/edit", "Better")
+    assert [turn["user"] for turn in saved()[1:]] == ["Better"]
+    talk("Ask", "/edit reply", "my words", "And?", name="u")
+    assert saved("u")[1] | {"seed": 0} == {
+        "user": "Ask",
+        "reply": "my words",
+        "reply_ids": [],
+        "finish": "edited",
+        "seed": 0,
+    }
+
+
+def test_figures(talk: Callable) -> None:
+    ran = talk("Hi", "/stats full", "/stats off", "Again", "/tokens abc", argv=["--stats"])
+    assert ran.err.count(" tok/s · first") == 1 and "drafts 3/12 (25%)" in ran.err
+    assert "  prompt " in ran.err and "  by position 1: 100%" in ran.err and "3 tokens" in ran.err
+
+
+def test_another_speculation_or_model_is_loaded(talk: Callable, script: Any, model: Path) -> None:
+    ran = talk("Hi", "/spec ngram 3", "Again", "/spec off", f"/model {model}", "/show model")
+    assert ran.code == 0, ran
+    assert [engine.config.spec for engine in script.engines] == ["auto", "ngram", "off", "off"]
+    assert script.engines[1].config.draft_max == 3 and all(engine.closed for engine in script.engines)
+
+
+def test_a_reload_that_fails_goes_back(talk: Callable, script: Any, saved: Callable) -> None:
+    calls = []
+
+    def load(progress: object) -> None:
+        calls.append(progress)
+        if len(calls) == 2:
+            raise ResourceError("no room", fix=["less"])
+
+    script.on_load = load
+    ran = talk("Hi", "/spec ngram", "never")
+    assert ran.code == 5 and "no room" in ran.err
+    assert [engine.config.spec for engine in script.engines[1:]] == ["auto"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/regn", "did you mean /regen?"),
+        ("/", "unknown command"),
+        ("/undo", "nothing has been said"),
+        ("/more", "nothing has been said"),
+        ("/set", "NAME=VALUE"),
+        ("/set warmth=1", "no such parameter"),
+        ("/set temperature=hot", "is not a number"),
+        ("/set temperature=-1", "--temperature -1.0 is out of range"),
+        ("/spec fast", "is not a method"),
+        ("/spec mtp", "mtp"),
+        ("/model nowhere/nothing", "not in the local cache"),
+        ("/think maybe", "on, off or hide"),
+        ("/draft", "on or off"),
+        ("/load nothing", "no chat 'nothing'"),
+        ("/save ../x", "not a name"),
+        ("/file /nowhere", "no file"),
+        ("/export x.txt", ".md or .jsonl"),
+        ("/export /nowhere/x.md", "cannot write"),
+        ("/show everything", "no such thing"),
+        ("/copy", "nothing has been said"),
+    ],
+)
+def test_commands_refuse_in_words(line: str, words: str, talk: Callable) -> None:
+    ran = talk(line, "Hi")
+    assert ran.code in (2, 3, 4) and words in ran.err and "fix:" in ran.err, ran
+
+
+def test_help_lists_every_command(talk: Callable) -> None:
+    ran = talk("/help")
+    assert all(f"  {name} " in ran.err for name in Commands.names())
+
+
+def test_a_conversation_too_long_is_refused(talk: Callable) -> None:
+    ran = talk("x" * 200)
+    assert ran.code == 4 and "the context is 128" in ran.err and "/clear" in ran.err
+
+
+def test_a_context_that_fills_up_is_said_once(talk: Callable, script: Any) -> None:
+    script.ctx = 100
+    ran = talk("x" * 55, "y")
+    assert ran.err.count("of context are used") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "stdin", "code", "words"),
+    [
+        ([], b"", 2, "standard input is empty"),
+        ([], None, 2, "standard output is none"),
+        (["-c"], b"Hi\n", 3, "no chat is saved"),
+        (["--session", "../x"], b"Hi\n", 2, "not a name"),
+        (["-f", "/nowhere"], b"Hi\n", 3, "no file"),
+        ([], b"\xff\n", 2, "line 1 of stdin is not UTF-8"),
+        (["--temperature", "-1"], b"Hi\n", 2, "--temperature"),
+        (["--spec", "mtp"], b"Hi\n", 4, "mtp"),
+    ],
+)
+def test_refused(
+    argv: list[str],
+    stdin: bytes | None,
+    code: int,
+    words: str,
+    spd_run: Callable,
+    assert_refused: Callable,
+    model: Path,
+    script: Any,
+) -> None:
+    assert_refused(spd_run("chat", model, *argv, stdin=stdin), code, words)
+
+
+def test_a_damaged_session_is_refused(spd_run: Callable, talk: Callable, tmp_path: Path, script: Any) -> None:
+    talk("Hi")
+    (tmp_path / "state" / "spd" / "sessions" / "t.jsonl").write_text("{")
+    ran = talk("Again")
+    assert ran.code == 4 and "t.jsonl: line 1" in ran.err and not ran.out
+
+
+def test_a_model_without_a_template_is_refused(spd_run: Callable, model: Path, script: Any) -> None:
+    (model / "tokenizer_config.json").write_text("{}")
+    ran = spd_run("chat", model, stdin=b"Hi\n")
+    assert ran.code == 4 and "no chat template" in ran.err and "spd generate --raw" in ran.err
+
+
+def test_a_chat_that_cannot_be_saved_goes_on(talk: Callable, tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("in the way")
+    ran = talk("Hi", "Again", name=None)
+    assert ran.code == 0 and ran.text.count("Hello") == 2 and ran.err.count("cannot be saved") == 1
+
+
+# -- parts of the view -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "inside", "thinking", "answer"),
+    [
+        ("<think>\nhm\n</think>\n\nYes", False, "hm\n", "Yes"),
+        ("hm</think>Yes", True, "hm", "Yes"),
+        ("No <think>x</think>", False, "", "No <think>x</think>"),
+        ("<thin", False, "", "<thin"),
+        (" \n<think>a</thin", False, "a</thin", ""),
+        ("plain", False, "", "plain"),
+    ],
+)
+def test_thinking_is_told_from_the_answer(
+    text: str, inside: bool, thinking: str, answer: str, cut: int
+) -> None:
+    splitter = ThinkingSplitter(inside)
+    parts = [part for i in range(0, len(text), cut) for part in splitter.feed(text[i : i + cut])]
+    parts += splitter.feed("", final=True)
+    assert "".join(part for is_thinking, part in parts if is_thinking) == thinking
+    assert "".join(part for is_thinking, part in parts if not is_thinking) == answer
+    assert inside or shown_plain([text]) == answer
+
+
+def test_drafted_characters_are_those_whose_last_byte_was() -> None:
+    spelled = {1: "ä".encode()[:1], 2: "ä".encode()[1:], 3: b"xy", 4: b""}
+    drafted = DraftedText(spelled.__getitem__)
+    assert list(drafted.take(Event("0", (1,), "", None, (False,)))) == []
+    assert list(drafted.take(Event("0", (2, 3), "äx", None, (True, False)))) == [
+        Piece("ä", True),
+        Piece("x", False),
+    ]
+    assert list(drafted.take(Event("0", (4,), "y\ufffd", "stop", (True,)))) == [
+        Piece("y", False),
+        Piece("\ufffd", False),
+    ]

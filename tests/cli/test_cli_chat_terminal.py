@@ -1,0 +1,295 @@
+"""`spd chat` on a terminal: a real pseudo-terminal, real keys, an engine that says a script."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BOUND = 60.0
+"""Seconds after which a terminal that says nothing counts as hung; no measurement."""
+COLOURS = re.compile(rb"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7])(?:;[0-9;]*)?m")
+PROGRAM = """
+import sys, time
+sys.path.insert(0, {root!r})
+import spd.errors, spd.runtime
+from tests.cli.conftest import FakeEngine, Script
+def build(config, progress=None):
+    time.sleep({loading})
+    if {broken}:
+        raise spd.errors.ResourceError("no room for it", fix=["less"])
+    return FakeEngine(config, Script(pieces={pieces!r}, on_step=lambda step: time.sleep({pause}), ctx=4000))
+vars(spd.runtime)["Engine"] = build
+from spd.cli.app import main
+sys.exit(main(["chat", {model!r}, *{argv!r}]))
+"""
+
+
+class Terminal:
+    """One `spd chat` behind a pseudo-terminal; `seen` is all that it wrote."""
+
+    def __init__(self, code: str, environment: dict[str, str]) -> None:
+        self.descriptor, other = pty.openpty()
+        self.size(24, 80)
+        self.before = termios.tcgetattr(other)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=other,
+            stdout=other,
+            stderr=other,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        self._other = other
+        self.seen = b""
+        self._mark = 0
+
+    def size(self, rows: int, columns: int) -> None:
+        """Resize; the kernel tells the program."""
+        fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def type(self, text: str) -> None:
+        """Press keys."""
+        os.write(self.descriptor, text.encode())
+
+    def wait(self, words: str) -> bytes:
+        """Read until these words have come since the last call; returns what came."""
+        start = self._mark
+        end = time.monotonic() + BOUND
+        while (at := self.seen.find(words.encode(), start)) < 0:
+            assert self._read(end), f"no {words!r} in {self.seen[start:]!r}"
+        self._mark = at + len(words.encode())
+        return self.seen[start : self._mark]
+
+    def end(self) -> int:
+        """Read to the end; returns how the process ended."""
+        while self.process.poll() is None:
+            self._read(time.monotonic() + 0.2)
+        while self._read(time.monotonic() + 0.1):
+            pass
+        return self.process.returncode
+
+    def settings(self) -> list[Any]:
+        """The terminal's settings now."""
+        return termios.tcgetattr(self._other)
+
+    def close(self) -> None:
+        """Leave nothing running."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self._other)
+        os.close(self.descriptor)
+
+    def _read(self, end: float) -> bool:
+        ready, _, _ = select.select([self.descriptor], [], [], max(0.0, end - time.monotonic()))
+        if ready:
+            self.seen += os.read(self.descriptor, 65536)
+        return bool(ready)
+
+
+@pytest.fixture
+def terminal(model: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    """`terminal("--no-stats", pieces=[...])` starts a chat."""
+    opened: list[Terminal] = []
+    settings = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    (model / "config.json").write_text(json.dumps(settings))
+
+    def start(
+        *argv: str,
+        pieces: list[str] | None = None,
+        pause: float = 0.0,
+        loading: float = 0.0,
+        broken: bool = False,
+        **more: str,
+    ) -> Terminal:
+        said = ["Hello", " wörld", "!"] if pieces is None else pieces
+        code = PROGRAM.format(
+            root=str(ROOT),
+            model=str(model),
+            pieces=said,
+            pause=pause,
+            loading=loading,
+            broken=broken,
+            argv=list(argv),
+        )
+        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+        environment = kept | {"PYTHONUTF8": "1", "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        environment |= {"XDG_STATE_HOME": str(tmp_path / "state"), **more}
+        opened.append(Terminal(code, environment))
+        opened[-1].wait("›")
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def turns(tmp_path: Path) -> list[dict[str, Any]]:
+    """The turns of the only saved chat."""
+    (path,) = (tmp_path / "state" / "spd" / "sessions").glob("*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()][1:]
+
+
+def test_a_reply_in_markdown_then_the_end(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    chat = terminal(pieces=["Some **bo", "ld** te", "xt\x1b[31m"])
+    chat.type("Hi\r")
+    chat.wait("\x1b[1mbold\x1b[0m")
+    assert b"text\\x1b[31m" in chat.wait("ctx ")
+    chat.wait("›")
+    chat.type("\x04")
+    assert chat.end() == 0
+    assert chat.settings() == chat.before
+    assert [turn["reply"] for turn in turns(tmp_path)] == ["Some **bold** text\x1b[31m"]
+
+
+def test_ctrl_c_keeps_what_came_and_what_was_typed(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    chat = terminal(pieces=["word "] * 4000, pause=0.02)
+    chat.type("Hi\r")
+    chat.wait("word word word")
+    chat.type("typed ahead")
+    chat.type("\x03")
+    chat.wait("[interrupted]")
+    assert b"typed ahead" in chat.wait("typed ahead")  # by the editor, behind the next prompt
+    chat.type("\r")
+    chat.wait("word word")
+    chat.type("\x03")
+    chat.wait("›")
+    chat.type("/exit\r")
+    assert chat.end() == 0
+    first, second = turns(tmp_path)
+    assert first["finish"] == second["finish"] == "abort" and second["user"] == "typed ahead"
+    assert first["reply"].startswith("word word word") and len(first["reply_ids"]) >= 6
+
+
+def test_ctrl_c_on_an_empty_line_needs_two(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal()
+    chat.type("text\x03")
+    chat.type("\x03")
+    chat.wait("Ctrl-D or /exit to quit")
+    chat.type("\x03")
+    assert chat.end() == -signal.SIGINT
+
+
+def test_a_paste_of_two_hundred_lines_is_one_message(
+    terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    lines = [f"line {number}" for number in range(200)]
+    chat = terminal()
+    chat.wait("mem ")
+    chat.type("\x1b[200~" + "\n".join(lines) + "\x1b[201~")
+    chat.wait("[pasted 200 lines]")
+    chat.type(" see above\r")
+    chat.wait("wörld!")
+    chat.wait("›")
+    chat.type("unmarked\rpaste\rof lines")
+    chat.type("\x0aand Ctrl-J\r")
+    chat.wait("wörld!")
+    chat.wait("›")
+    chat.type("\x04")
+    assert chat.end() == 0
+    assert [turn["user"] for turn in turns(tmp_path)] == [
+        "\n".join(lines) + " see above",
+        "unmarked\npaste\nof lines\nand Ctrl-J",
+    ]
+    history = (tmp_path / "state" / "spd" / "history").read_text()
+    assert "+line 199 see above" in history and "[pasted" not in history
+
+
+@pytest.mark.slow
+def test_a_message_can_be_sent_while_the_model_loads(
+    terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    chat = terminal(loading=1.5)
+    chat.type("early\r")
+    chat.wait("spec  draft, up to 4, adaptive")
+    chat.wait("wörld!")
+    chat.wait("›")
+    chat.type("\x04")
+    assert chat.end() == 0 and turns(tmp_path)[0]["user"] == "early"
+
+
+@pytest.mark.slow
+def test_a_terminal_that_shrinks_while_a_reply_comes(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("--no-stats", pieces=["word "] * 60, pause=0.02)
+    chat.type("Hi\r")
+    chat.wait("word word")
+    chat.size(24, 40)
+    rows = chat.wait("›").split(b"\r\n")
+    narrow = [re.sub(rb"\x1b(?:\[[0-9;?]*[A-Za-z]|[78])", b"", row) for row in rows if b"word" in row]
+    assert all(len(row) < 40 for row in narrow[-4:-1]) and len(narrow) > 4
+
+
+def test_drafts_are_coloured_or_underlined(terminal: Callable[..., Terminal]) -> None:
+    for more, style in (({}, b"\x1b[32m"), ({"NO_COLOR": "1"}, b"\x1b[4m")):
+        chat = terminal("--show-drafts", "--no-save", **more)
+        chat.type("Hi\r")
+        assert style + b"H\x1b[0mello" in chat.wait("drafts ")
+        chat.wait("›")
+        if more:
+            assert not COLOURS.search(chat.seen)
+        chat.type("\x04")
+        assert chat.end() == 0
+
+
+def test_killed_while_replying_the_message_is_there_again(
+    terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    chat = terminal(pieces=["word "] * 400, pause=0.02)
+    chat.type("precious words\r")
+    chat.wait("word word")
+    chat.process.kill()
+    chat.process.wait()
+    assert [turn["reply"] for turn in turns(tmp_path)] == [None]
+    chat = terminal("-c")
+    chat.wait("precious words")
+    chat.type("\r")
+    chat.wait("wörld!")
+    chat.wait("›")
+    chat.type("\x04")
+    assert chat.end() == 0
+    assert [turn["reply"] for turn in turns(tmp_path)] == ["Hello wörld!"]
+
+
+def test_a_dumb_terminal_gets_plain_lines(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("--show-drafts", pieces=["**a**"], TERM="dumb")
+    assert b"--show-drafts marks tokens on a terminal only" in chat.seen
+    chat.type("Hi\n")
+    chat.wait("**a**")
+    chat.wait("›")
+    chat.type("\x04")
+    assert chat.end() == 0 and b"\x1b" not in chat.seen
+
+
+@pytest.mark.slow
+def test_hidden_thinking_is_one_line(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("--hide-thinking", "--no-stats", pieces=["<thi", "nk>hm", "m</think>", "Yes"])
+    chat.type("Hi\r")
+    reply = chat.wait("Yes")
+    assert b"hmm" not in reply and b"thought for 0." in reply
+    chat.wait("›")
+    chat.type("/think on\r")
+    chat.type("Again\r")
+    assert b"\x1b[2;3mm\x1b[0m" in chat.wait("Yes")
+
+
+def test_loading_that_fails_ends_the_chat(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal(loading=0.5, broken=True)
+    assert chat.end() == 5 and b"error:" in chat.seen and b"no room for it" in chat.seen
+    assert chat.settings() == chat.before

@@ -1,0 +1,261 @@
+"""A chat's tokens: each turn continues the one before, whatever was taken back; and its file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spd.cli.conversation import ChatEncoder, Conversation, Encoded, Turn, derived_seed, shared_spans
+from spd.cli.job import open_vocabulary
+from spd.cli.sessions import SCHEMA, SessionStore
+from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
+from tests.cli.conftest import write_model
+
+END = 258
+"""<|im_end|>, which the template writes after a reply."""
+
+
+@pytest.fixture
+def encoder(model: Path) -> ChatEncoder:
+    """An encoder for the byte-level model: a token is a byte."""
+    return ChatEncoder(open_vocabulary("model", model), {})
+
+
+def ids_of(text: str, model: Path) -> tuple[int, ...]:
+    vocabulary = open_vocabulary("model", model)
+    return tuple(vocabulary.need_tokenizer().encode(text))
+
+
+def talk(*turns: Turn, system: str | None = None) -> Conversation:
+    return Conversation("model", 1, system, "f", turns=turns)
+
+
+def test_the_next_turn_begins_with_every_token_of_the_last(encoder: ChatEncoder, model: Path) -> None:
+    first = encoder.encode(talk(Turn("Hi")))
+    assert first.spans == (("prompt", len(first.ids)),)
+    reply = (*ids_of("Hello", model), END)
+    second = encoder.encode(talk(Turn("Hi", "Hello", reply, "stop"), Turn("More")))
+    assert second.ids[: len(first.ids) + len(reply)] == (*first.ids, *reply)
+    new = len(second.ids) - len(first.ids) - len(reply)
+    assert second.spans == (*first.spans, ("generated", len(reply)), ("prompt", new))
+    canonical = open_vocabulary("model", model).need_tokenizer().encode(second.text, parse_special=True)
+    assert list(second.ids) == canonical
+
+
+def test_a_reply_that_was_cut_short_is_ended_by_the_template(encoder: ChatEncoder, model: Path) -> None:
+    first = encoder.encode(talk(Turn("Hi")))
+    reply = ids_of("Hel", model)
+    second = encoder.encode(talk(Turn("Hi", "Hel", reply, "abort"), Turn("More")))
+    assert second.ids[len(first.ids) :][: len(reply) + 1] == (*reply, END)
+    assert second.spans[1] == ("generated", len(reply))
+
+
+def test_tokens_stay_the_ones_that_were_drawn(tmp_path: Path) -> None:
+    """A reply whose tokens are not what encoding its text would give keeps them."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    folder = write_model(tmp_path / "merging")
+    alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    library = tokenizers.Tokenizer(models.BPE(vocab=alphabet | {"lo": 256}, merges=[("l", "o")]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    library.save(str(folder / "tokenizer.json"))
+    encoder = ChatEncoder(open_vocabulary("merging", folder), {})
+    drawn = (alphabet["l"], alphabet["o"])
+    first = encoder.encode(talk(Turn("Hi")))
+    second = encoder.encode(talk(Turn("Hi", "lo", drawn, "length"), Turn("More")))
+    assert second.ids[len(first.ids) :][:2] == drawn
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        Turn("Hi", "edited by hand", (), "edited"),
+        Turn("Hi", "cut before a stop string", (1, 2, 3), "stop"),
+    ],
+)
+def test_what_was_not_drawn_is_encoded_anew(turn: Turn, encoder: ChatEncoder, model: Path) -> None:
+    first, second = encoder.encode(talk(Turn("Hi"))), encoder.encode(talk(turn, Turn("More")))
+    tokenizer = open_vocabulary("model", model).need_tokenizer()
+    assert list(second.ids) == tokenizer.encode(second.text, parse_special=True)
+    assert second.spans == (("prompt", len(first.ids)), ("prompt", len(second.ids) - len(first.ids)))
+
+
+def test_a_template_that_drops_earlier_thinking_keeps_what_is_before_it(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "thinker")
+    template = json.loads((folder / "tokenizer_config.json").read_text())
+    template["chat_template"] = template["chat_template"].replace(
+        "message['content']", "message['content'].split('</think>')[-1]"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(template))
+    encoder = ChatEncoder(open_vocabulary("thinker", folder), {})
+    reply = "<think>hm</think>Yes"
+    first = encoder.encode(talk(Turn("Hi")))
+    second = encoder.encode(talk(Turn("Hi", reply, ids_of(reply, folder), "stop"), Turn("More")))
+    assert second.spans[0] == ("prompt", len(first.ids)) and "<think>" not in second.text
+
+
+def test_the_same_turns_give_the_same_prompt_however_they_came(encoder: ChatEncoder, model: Path) -> None:
+    turns = (Turn("a", "Hello", (*ids_of("Hello", model), END), "stop"), Turn("b", "x", (), "edited"))
+    live = encoder
+    for count in range(3):
+        live.encode(talk(*turns[:count], Turn("c")))
+    live.encode(talk(*turns[:1], Turn("other"), system="sys"))
+    final = talk(*turns, Turn("c"))
+    loaded = ChatEncoder(open_vocabulary("model", model), {})
+    assert live.encode(final) == loaded.encode(final)
+
+
+def test_special_words_that_people_write_stay_text(encoder: ChatEncoder) -> None:
+    encoded = encoder.encode(talk(Turn("a<|im_end|>b", "c", (1,), "stop"), Turn("<|im_start|>")))
+    assert encoded.ids.count(END) == 3  # the template's own: after each message and the reply
+    assert "a<|im_end|>b" in encoded.text
+
+
+def test_spans_of_a_shared_beginning() -> None:
+    known = Encoded("", (1, 2, 3, 4, 5), (("prompt", 2), ("generated", 3)))
+    assert shared_spans(known, (1, 2, 3, 9, 9)) == (("prompt", 2), ("generated", 1), ("prompt", 2))
+    assert shared_spans(known, (1,)) == (("prompt", 1),)
+    assert shared_spans(known, (7, 7)) == (("prompt", 2),)
+
+
+def test_seeds_of_replies_differ_and_are_fixed() -> None:
+    assert len({derived_seed(5, number) for number in range(100)} | {derived_seed(6, 0)}) == 101
+    assert derived_seed(5, 0) == derived_seed(5, 0) < 2**63
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+CHAT = Conversation(
+    "org/name",
+    7,
+    "be terse",
+    "abc",
+    3,
+    (Turn("ünï\u2028\r\n", "a\nb\x00", (1, 2), "stop", 9), Turn("unanswered")),
+)
+
+
+def test_a_chat_comes_back_as_it_was(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path / "state" / "sessions")
+    store.save("x", CHAT)
+    assert store.load("x") == CHAT and store.names() == ["x"]
+    assert [path.name for path in store.folder.iterdir()] == ["x.jsonl"]
+    assert (store.path("x").stat().st_mode & 0o777, store.folder.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "empty"),
+        (b"not json\n", "line 1"),
+        (b"[1]\n", "line 1"),
+        (b'{"schema": "spd.chat/0", "model": "m", "seed": 1}\n', "spd.chat/0"),
+        (b'{"schema": "spd.chat/2", "model": "m", "seed": 1}\n', "another version"),
+        (b'{"schema": "spd.chat/1", "model": "m"}\n', "missing"),
+        (b'{"schema": "spd.chat/1", "model": 3, "seed": 1}\n', "model"),
+        (b'{"schema": "spd.chat/1", "model": "m", "seed": -1}\n', "range"),
+        (b'{"schema": "spd.chat/1", "model": "m", "seed": true}\n', "seed"),
+        (b'{"schema": "spd.chat/1", "model": "m", "seed": 1}\n{"user": "a", "rep', "line 2"),
+        (b'{"schema": "spd.chat/1", "model": "m", "seed": 1}\n{"reply": "a"}\n', "line 2"),
+        (b'{"schema": "spd.chat/1", "model": "m", "seed": 1}\n{"user": "a", "reply_ids": [1.5]}\n', "line 2"),
+        (b'{"schema": "spd.chat/1", "model": "m", "seed": 1}\n\xff\xfe\n', "utf-8"),
+        (b"[" * 100_000, "line 1"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(content: bytes, words: str, tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    store.path("x").write_bytes(content)
+    with pytest.raises(IncompatibleError) as error:
+        store.load("x")
+    told = " ".join([error.value.message, *error.value.reason])
+    assert words in told and str(store.path("x")) in told and error.value.fix
+
+
+def test_what_a_later_version_adds_is_ignored(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    header = {"schema": SCHEMA, "model": "m", "seed": 1, "later": [1]}
+    store.path("x").write_text(json.dumps(header) + '\n{"user": "a", "later": 2}\n\n')
+    assert store.load("x").turns == (Turn("a"),)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", ".x", "-x", "a\0b", "x" * 101, "a b", "ü"])
+def test_names_that_could_leave_the_folder(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not a name"):
+        SessionStore(tmp_path).path(name)
+
+
+def test_a_chat_that_is_not_there(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    store.save("other", CHAT)
+    with pytest.raises(NotFoundError) as error:
+        store.load("x")
+    assert error.value.reason == ("there is: other",)
+
+
+def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SessionStore(tmp_path)
+    store.save("x", CHAT)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ResourceError, match="No space left"):
+        store.save("x", dataclasses.replace(CHAT, turns=()))
+    assert store.load("x") == CHAT and [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+def test_killed_at_any_moment_the_file_is_whole(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from spd.cli.conversation import Conversation, Turn\n"
+        "from spd.cli.sessions import SessionStore\n"
+        "store = SessionStore(Path(sys.argv[1])); turns = ()\n"
+        "while True:\n"
+        "    turns = (*turns[-40:], Turn('message', 'reply ' * 2000, tuple(range(2000)), 'stop'))\n"
+        "    store.save('x', Conversation('m', 1, turns=turns)); print(flush=True)\n"
+    )
+    for wait in range(4):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+        )
+        assert process.stdout is not None
+        for _ in range(3 + 2 * wait):
+            process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        assert SessionStore(tmp_path).load("x").turns[-1].user == "message"
+
+
+def test_one_chat_is_open_once(tmp_path: Path) -> None:
+    first, second = SessionStore(tmp_path), SessionStore(tmp_path)
+    first.open("x")
+    first.open("x")
+    with pytest.raises(UsageError, match="another process"):
+        second.open("x")
+    name = first.open_new()
+    assert second.open_new() != name
+    second.open("x")
+    first.close()
+    second.close()
+    first.open("x")
+    first.close()
+
+
+def test_the_latest_chat_comes_first(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    for number, name in enumerate(["b", "a", "c"]):
+        store.save(name, CHAT)
+        os.utime(store.path(name), (number, number))
+    (tmp_path / "odd name.jsonl").write_text("")
+    assert store.names() == ["c", "a", "b"]
