@@ -77,6 +77,7 @@ def test_bash_offers_what_fits(bash_complete) -> None:
         "explain",
         "verify",
         "inspect",
+        "convert-mtp",
         "doctor",
         "completions",
     ]

@@ -28,7 +28,7 @@ def test_it_opens_with_the_two_commands() -> None:
 
 def test_every_option_it_names_exists() -> None:
     known = {"--help", "--version"}
-    for command in ("chat", "generate", "inspect", "bench", "compare", "explain", "verify"):
+    for command in ("chat", "generate", "inspect", "bench", "compare", "explain", "verify", "convert-mtp"):
         done = subprocess.run(
             [sys.executable, "-m", "spd", command, "--help"],
             capture_output=True,

@@ -25,6 +25,7 @@ from spd.cli.bench_options import BenchOptions, CompareOptions, ExplainOptions, 
 from spd.cli.chat import chat
 from spd.cli.compare import compare
 from spd.cli.completions import complete, completions
+from spd.cli.convert_mtp import ConvertOptions, convert_mtp
 from spd.cli.doctor import doctor
 from spd.cli.explain import explain
 from spd.cli.generate import generate
@@ -55,7 +56,18 @@ PIPE_CLOSED = 141
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMPLETION_VARIABLE = "_SPD_COMPLETE"
 REPORT = "run it again with --debug, and report what it prints"
-COMMANDS = ("chat", "generate", "bench", "compare", "explain", "verify", "inspect", "doctor", "completions")
+COMMANDS = (
+    "chat",
+    "generate",
+    "bench",
+    "compare",
+    "explain",
+    "verify",
+    "inspect",
+    "convert-mtp",
+    "doctor",
+    "completions",
+)
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
 
@@ -139,6 +151,15 @@ spd inspect demo
 spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --json
 """
 
+CONVERT_EPILOG = """Examples:
+
+spd convert-mtp deepseek-ai/DeepSeek-V3.1 --dry-run
+
+spd convert-mtp deepseek-ai/DeepSeek-V3.1 v31-mtp --attach my/DeepSeek-V3.1-AWQ
+
+spd generate -m my/DeepSeek-V3.1-AWQ --spec mtp --mtp v31-mtp "Hello"
+"""
+
 DOCTOR_EPILOG = """Examples:
 
 spd doctor
@@ -176,6 +197,7 @@ def build_app(*, completing: bool = False) -> typer.Typer:
         (as_command(explain, ExplainOptions), EXPLAIN_EPILOG),
         (as_command(verify, VerifyOptions), VERIFY_EPILOG),
         (as_command(inspect, InspectOptions), INSPECT_EPILOG),
+        (as_command(convert_mtp, ConvertOptions), CONVERT_EPILOG),
         (as_command(doctor, DoctorOptions), DOCTOR_EPILOG),
         (as_command(completions, CompletionOptions), COMPLETIONS_EPILOG),
     )

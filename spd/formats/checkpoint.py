@@ -58,16 +58,17 @@ class Checkpoint:
         self._stack = ExitStack()
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
+    def open(cls, folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:
         """Read and check the headers of all shards; `model.safetensors` wins over an index beside it.
 
+        `wanted` leaves out shards that the index gives none of the wanted tensors; they may be missing.
         Raises `CheckpointError` naming the file and the tensor.
         """
         names = names_in(folder)
         if SINGLE_NAME in names:
             checkpoint = cls(folder, [read_shard_header(folder / SINGLE_NAME)])
         elif INDEX_NAME in names:
-            checkpoint = _open_index(cls, folder, names)
+            checkpoint = _open_index(cls, folder, names, wanted)
         else:
             raise _no_weights(folder, names)
         if not checkpoint.tensors:
@@ -141,17 +142,39 @@ class Checkpoint:
             raise CheckpointError(f"{shard}: changed while in use: {what}")
 
 
-def _open_index(kind: type[Checkpoint], folder: Path, names: Sequence[str]) -> Checkpoint:
-    path = folder / INDEX_NAME
+def shards_by_tensor(folder: Path) -> Mapping[str, str]:
+    """The file name of every tensor's shard as the index gives it, without a look into the shards.
+
+    Raises `CheckpointError` as `Checkpoint.open` does.
+    """
+    names = names_in(folder)
+    if SINGLE_NAME not in names and INDEX_NAME in names:
+        return _weight_map(folder / INDEX_NAME)
+    with Checkpoint.open(folder) as checkpoint:
+        return {name: meta.shard.name for name, meta in checkpoint.tensors.items()}
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """The shard of every tensor, the shards' names seen to be harmless."""
     weight_map = read_json_object(path, INDEX_LIMIT).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map: is not an object that names a shard for each tensor")
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
             raise CheckpointError(f"{path}: weight_map: {shown(tensor)}: {shown(shard)} is not a string")
-    shards = sorted(set(weight_map.values()))
-    for shard in shards:
+    for shard in sorted(set(weight_map.values())):
         _check_shard_name(path, shard)
+    return weight_map
+
+
+def _open_index(
+    kind: type[Checkpoint], folder: Path, names: Sequence[str], wanted: Callable[[str], bool]
+) -> Checkpoint:
+    path = folder / INDEX_NAME
+    whole = _weight_map(path)
+    shards = sorted({shard for tensor, shard in whole.items() if wanted(tensor)})
+    opened = set(shards)
+    weight_map = {tensor: shard for tensor, shard in whole.items() if shard in opened}
     if len({shard.casefold() for shard in shards}) < len(shards):
         raise CheckpointError(f"{path}: weight_map: names shards that differ in upper and lower case only")
     missing = [shard for shard in shards if shard not in names]
@@ -161,7 +184,7 @@ def _open_index(kind: type[Checkpoint], folder: Path, names: Sequence[str]) -> C
             reason=("an interrupted download looks like this",),
         )
     headers = [read_shard_header(folder / shard) for shard in shards]
-    checkpoint = kind(folder, headers, _notes(shards, names))
+    checkpoint = kind(folder, headers, _notes(sorted(set(whole.values())), names))
     _compare_with_index(path, weight_map, checkpoint)
     return checkpoint
 

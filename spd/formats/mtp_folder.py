@@ -100,6 +100,12 @@ def head_config(
     }
 
 
+def is_head_folder(folder: Path) -> bool:
+    """Whether a folder says that it holds an MTP head by itself."""
+    path = folder / FILE_NAME
+    return path.is_file() and read_json_object(path).get("speculators_model_type") == MODEL_TYPE
+
+
 def read_head_folder(folder: Path) -> HeadFolder:
     """Read what a head folder says, and find its modules; tensors are checked by `check_mtp`.
 

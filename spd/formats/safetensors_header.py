@@ -27,7 +27,7 @@ DTYPE_BITS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorMeta:
     """One tensor of a checkpoint: `dtype` is the safetensors code, `nbytes` its size in `shard`.
 

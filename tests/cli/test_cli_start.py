@@ -98,7 +98,18 @@ def test_help_names_the_commands_of_this_edition_only(spd_run: Callable) -> None
     assert (
         tuple(get_command(build_app()).commands)
         == COMMANDS
-        == ("chat", "generate", "bench", "compare", "explain", "verify", "inspect", "doctor", "completions")
+        == (
+            "chat",
+            "generate",
+            "bench",
+            "compare",
+            "explain",
+            "verify",
+            "inspect",
+            "convert-mtp",
+            "doctor",
+            "completions",
+        )
     )
 
 

@@ -1,8 +1,10 @@
-"""Train the embedded demo: a byte-level BPE tokenizer, a Qwen3-shaped target and a small draft.
+"""Train the embedded demo: a tokenizer, a DeepSeek-V3-shaped target with its MTP layer, a small draft.
 
-Plain torch, importing nothing from `spd.runtime`, so that the demo is evidence independent of the
-program it demonstrates. Two stages: the target learns from the corpus by cross entropy, then the
-draft learns from the target's distributions. Run it from the repository root:
+Plain torch, importing nothing from `spd`, so that the demo is evidence independent of the program it
+demonstrates. The target may start from the first edition, a Qwen3-shaped folder of the same tokenizer
+(`--start`): its layers are imitated one by one, then target and MTP layer learn together, the first by
+cross entropy, the second from the target's distributions. The draft learns from the target's
+distributions too. Run it from the repository root:
 
     python tests/recipes/train_demo.py --compile --out spd/formats/demo
 """
@@ -15,133 +17,23 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from demo_corpus import QUESTIONS, Corpus, build_corpus
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.recipes.demo_checkpoint import SPECIAL_TOKENS, load_decoder, save_checkpoint
+from tests.recipes.demo_corpus import QUESTIONS, Corpus, build_corpus
+from tests.recipes.demo_model import DRAFT, FIRST_EDITION, TARGET, Decoder, Gate, Layer, MoE, MtpLayer
 
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 4096
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of one Qwen3-shaped decoder."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rope_theta: float = 100000.0
-    max_positions: int = 4096
-
-
-TARGET = Shape(hidden=256, intermediate=896, layers=8, heads=4, kv_heads=2, head_dim=64)
-DRAFT = Shape(hidden=96, intermediate=256, layers=4, heads=3, kv_heads=1, head_dim=32)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), 1e-6)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """NeoX rotary embedding of x [B, H, T, D] with cos and sin [T, D / 2]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-class Layer(nn.Module):
-    """One pre-norm decoder layer, its parameters named as in a Qwen3 checkpoint."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.input_layernorm = RMSNorm(shape.hidden)
-        self.post_attention_layernorm = RMSNorm(shape.hidden)
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(shape.hidden, wide, bias=False),
-                "k_proj": nn.Linear(shape.hidden, narrow, bias=False),
-                "v_proj": nn.Linear(shape.hidden, narrow, bias=False),
-                "o_proj": nn.Linear(wide, shape.hidden, bias=False),
-                "q_norm": RMSNorm(shape.head_dim),
-                "k_norm": RMSNorm(shape.head_dim),
-            }
-        )
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(shape.hidden, shape.intermediate, bias=False),
-                "up_proj": nn.Linear(shape.hidden, shape.intermediate, bias=False),
-                "down_proj": nn.Linear(shape.intermediate, shape.hidden, bias=False),
-            }
-        )
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        h, attn, mlp = self.input_layernorm(x), self.self_attn, self.mlp
-        q = attn["q_norm"](attn["q_proj"](h).view(batch, length, self.shape.heads, -1)).transpose(1, 2)
-        k = attn["k_norm"](attn["k_proj"](h).view(batch, length, self.shape.kv_heads, -1)).transpose(1, 2)
-        v = attn["v_proj"](h).view(batch, length, self.shape.kv_heads, -1).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True
-        )
-        x = x + attn["o_proj"](out.transpose(1, 2).reshape(batch, length, -1))
-        h = self.post_attention_layernorm(x)
-        return x + mlp["down_proj"](F.silu(mlp["gate_proj"](h)) * mlp["up_proj"](h))
-
-
-class Decoder(nn.Module):
-    """A causal decoder with tied embeddings; `forward` gives hidden states after the final norm."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.embed_tokens = nn.Embedding(VOCAB_SIZE, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = RMSNorm(shape.hidden)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                last = name.endswith(("o_proj.weight", "down_proj.weight"))
-                std = 0.02 if "embed" in name else parameter.shape[1] ** -0.5 * (0.3 if last else 0.7)
-                nn.init.normal_(parameter, std=std)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        half = self.shape.head_dim // 2
-        inverse = self.shape.rope_theta ** -(torch.arange(half, dtype=torch.float32) / half)
-        angles = torch.arange(ids.shape[1], dtype=torch.float32)[:, None] * inverse
-        x = self.embed_tokens(ids).to(torch.bfloat16)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        return self.norm(x)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.embed_tokens.weight).float()
+MTP_WEIGHT = 0.3
+MTP_DEPTHS = 3
 
 
 def train_tokenizer(corpus: Corpus) -> Tokenizer:
@@ -212,89 +104,20 @@ class Batches:
 
 
 def make_optimizers(model: nn.Module, scale: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside layers, AdamW for embeddings and norms."""
-    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
+    """Muon for the matrices inside layers, AdamW for embeddings, gates and norms."""
+    named = list(model.named_parameters())
+    inner = {n for n, p in named if p.dim() == 2 and "embed" not in n and "gate.weight" not in n}
     return [
-        torch.optim.Muon(matrices, lr=0.006 * scale, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=0.004 * scale, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(
+            [p for n, p in named if n in inner],
+            lr=0.006 * scale,
+            weight_decay=0.05,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(
+            [p for n, p in named if n not in inner], lr=0.004 * scale, betas=(0.9, 0.95), weight_decay=0.0
+        ),
     ]
-
-
-def learning_rate(step: int, steps: int) -> float:
-    """Warm up, hold, then fall linearly to zero over the last half."""
-    return min((step + 1) / 50, 1.0, max(0.0, (steps - step) / (0.5 * steps)))
-
-
-def held_out_bits_per_byte(
-    model: Decoder, corpus: Corpus, tokenizer: Tokenizer, length: int, limit: int
-) -> float:
-    """Cross entropy of held-out text in bits a byte, over windows of `length` tokens."""
-    nats, size, windows = 0.0, 0, 0
-    end = tokenizer.token_to_id(SPECIAL_TOKENS[0])
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        for text in corpus.held_out:
-            ids = [end, *tokenizer.encode(text).ids]
-            size += len(text.encode())
-            for start in range(0, len(ids) - 1, length):
-                window = torch.tensor(ids[start : start + length + 1])
-                logits = model.logits(model(window[None, :-1]))[0]
-                nats += F.cross_entropy(logits, window[1:], reduction="sum").item()
-                windows += 1
-                if limit and windows >= limit:
-                    done = len(
-                        tokenizer.decode(ids[1 : start + length + 1], skip_special_tokens=False).encode()
-                    )
-                    return nats / math.log(2) / (size - len(text.encode()) + done)
-    return nats / math.log(2) / size
-
-
-def save_checkpoint(model: Decoder, folder: Path, tokenizer: Tokenizer) -> None:
-    """Write a Hugging Face folder: config, generation config, tokenizer, template, bf16 weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shape = model.shape
-    end_of_text, _, end_of_turn = (tokenizer.token_to_id(t) for t in SPECIAL_TOKENS)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": shape.rope_theta,
-        "max_position_embeddings": shape.max_positions,
-        "vocab_size": VOCAB_SIZE,
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": None,
-        "eos_token_id": end_of_turn,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    generation = {"eos_token_id": [end_of_turn, end_of_text], "temperature": 0.0, "do_sample": False}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    names = {"eos_token": SPECIAL_TOKENS[2], "pad_token": SPECIAL_TOKENS[0], "chat_template": CHAT_TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names, indent=1) + "\n")
-    tensors = {f"model.{n}": p.detach().to(torch.bfloat16).contiguous() for n, p in model.named_parameters()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def load_target(folder: Path) -> Decoder:
-    """The trained target, read back from its checkpoint."""
-    target = Decoder(TARGET)
-    weights = load_file(folder / "model.safetensors")
-    target.load_state_dict({name.removeprefix("model."): tensor.float() for name, tensor in weights.items()})
-    return target
-
-
-def compiled(function: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
-    """`function`, compiled when asked."""
-    return torch.compile(function) if wanted else function
 
 
 class Recorder:
@@ -304,83 +127,287 @@ class Recorder:
         self.stage, self.began, self.tokens = stage, time.monotonic(), 0
         self.curve: list[dict[str, float]] = []
 
+    @property
+    def seconds(self) -> float:
+        """Since the stage began."""
+        return time.monotonic() - self.began
+
     def point(self, step: int, **figures: float) -> None:
         """Keep and print one point."""
-        seconds = round(time.monotonic() - self.began, 1)
         rounded = {name: round(value, 4) for name, value in figures.items()}
-        self.curve.append({"step": step, "tokens": self.tokens, "seconds": seconds, **rounded})
+        point = {"step": step, "tokens": self.tokens, "seconds": round(self.seconds, 1)}
+        self.curve.append(point | rounded)
         print(self.stage, json.dumps(self.curve[-1]), flush=True)
 
     def summary(self) -> dict[str, Any]:
         """What goes into training.json."""
-        return {"tokens": self.tokens, "seconds": round(time.monotonic() - self.began), "curve": self.curve}
+        return {"tokens": self.tokens, "seconds": round(self.seconds), "curve": self.curve}
+
+
+def learning_rate(done: float) -> float:
+    """The factor after `done` of the stage: up over 2 %, level, then linearly to zero over the last 60 %."""
+    return min((done + 1e-3) / 0.02, 1.0, max(0.0, (1.0 - done) / 0.6))
 
 
 def steps_of(
-    optimizers: list[torch.optim.Optimizer], batches: Batches, steps: int, recorder: Recorder
-) -> Iterator[tuple[int, int, Tensor]]:
-    """(step, rows, ids [rows, length + 1]) with the learning rate set; every eighth late batch is long."""
+    optimizers: list[torch.optim.Optimizer],
+    batches: Batches,
+    length: tuple[int, float],
+    recorder: Recorder,
+    extra: int = 1,
+) -> Iterator[tuple[int, float, Tensor]]:
+    """(step, share done, ids [rows, length + extra]) with the learning rate set, and the step taken after.
+
+    `length` is (steps, minutes): the stage ends with its steps, or with its minutes where those are given.
+    Every eighth batch of the second half is long.
+    """
+    steps, minutes = length
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     bases = [group["lr"] for group in groups]
-    for step in range(steps):
+    step, done = 0, 0.0
+    while done < 1.0:
         for base, group in zip(bases, groups, strict=True):
-            group["lr"] = base * learning_rate(step, steps)
-        long = step % 8 == 7 and step > steps // 2
-        rows, length = (4, 2048) if long else (16, 512)
-        recorder.tokens += rows * length
-        yield step, rows, batches.next(rows, length, answer_rows=rows // 4)
+            group["lr"] = base * learning_rate(done)
+        rows, width = (2, 2048) if step % 8 == 7 and done > 0.5 else (8, 512)
+        recorder.tokens += rows * width
+        yield step, done, batches.next(rows, width + extra - 1, answer_rows=rows // 4)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        step += 1
+        done = recorder.seconds / (60 * minutes) if minutes else step / steps
+
+
+def compile_parts(*models: nn.Module) -> None:
+    """Compile each layer by itself: they share what is compiled."""
+    torch._dynamo.config.recompile_limit = 64
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, Layer | MtpLayer):
+                module.compile(dynamic=False)
+
+
+def start_from(first: Decoder, target: Decoder) -> None:
+    """Copy what fits from the first edition: embedding, norms, values and outputs, the neurons of each MLP.
+
+    A layer's neurons are ordered by the size of their matrices: the largest become the shared experts, the
+    next are dealt to the routed ones, the smallest are dropped.
+    """
+    shape = TARGET
+    with torch.no_grad():
+        target.embed_tokens.weight.copy_(first.embed_tokens.weight)
+        target.norm.weight.copy_(first.norm.weight)
+        assert target.mtp is not None
+        pairs = [*zip(first.layers, target.layers, strict=True), (first.layers[-1], target.mtp.block)]
+        for old, new in pairs:
+            new.input_layernorm.weight.copy_(old.input_layernorm.weight)
+            new.post_attention_layernorm.weight.copy_(old.post_attention_layernorm.weight)
+            new.self_attn.kv_a_proj_with_mqa.weight[: shape.kv_rank].copy_(old.self_attn.v_proj.weight)
+            values = new.self_attn.kv_b_proj.weight.view(shape.heads, -1, shape.kv_rank)[:, shape.nope :]
+            for head in range(shape.heads):
+                first_row = (head * FIRST_EDITION.kv_heads // shape.heads) * shape.value
+                values[head] = torch.eye(shape.kv_rank)[first_row : first_row + shape.value]
+            new.self_attn.o_proj.weight.copy_(old.self_attn.o_proj.weight)
+            gate, up, down = (getattr(old.mlp, f"{part}_proj").weight for part in ("gate", "up", "down"))
+            mlp, order = new.mlp, torch.arange(len(gate))
+            if isinstance(mlp, MoE):
+                sizes = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+                order, mlp = sizes.argsort(descending=True), mlp.experts
+                kept, shared = len(mlp.gate_proj.weight), shape.shared * shape.expert
+                dealt = order[shared:kept].view(shape.expert, shape.routed).T.flatten()
+                order = torch.cat([order[:shared], dealt])
+            mlp.gate_proj.weight.copy_(gate[order])
+            mlp.up_proj.weight.copy_(up[order])
+            mlp.down_proj.weight.copy_(down[:, order])
+
+
+def imitate(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Fit each half layer to what the first edition's gives for the same input; returns the record."""
+    first, target = load_decoder(arguments.start, FIRST_EDITION), Decoder(TARGET)
+    start_from(first, target)
+    batches, recorder = Batches(corpus, tokenizer, arguments.seed + 3), Recorder("imitation")
+
+    parameters = nn.ModuleList(layer.self_attn for layer in target.layers)
+    length = (arguments.imitation_steps, arguments.imitation_minutes)
+    if arguments.compile:
+        for attention in (*parameters, *first.layers):
+            attention.compile(dynamic=False)
+    for step, _, ids in steps_of(make_optimizers(parameters, 1.0), batches, length, recorder):
+        errors, ids = [], ids[:, :512]
+        with torch.autocast("cpu", torch.bfloat16):
+            x = first.embed(ids)
+            old_turns, turns = first.turns(512, x.dtype), target.turns(512, x.dtype)
+            for old, new in zip(first.layers, target.layers, strict=True):
+                with torch.no_grad():
+                    before = old.input_layernorm(x)
+                    wanted = old.self_attn(before, *old_turns)
+                    x = x + wanted
+                    x = x + old.mlp(old.post_attention_layernorm(x))
+                error = (new.self_attn(before, *turns) - wanted).float().square().mean()
+                errors.append(error / wanted.float().square().mean())
+        each = torch.stack(errors)
+        each.sum().backward()
+        if step % 10 == 0:
+            recorder.point(step, **{f"layer{i}": e for i, e in enumerate(each.tolist())})
+    save_checkpoint(target, arguments.out, tokenizer)
+    return recorder.summary()
+
+
+def balance(model: Decoder, done: float) -> None:
+    """Move each gate's correction bias towards equal loads, less and less, as the released models were."""
+    for module in model.modules():
+        if isinstance(module, Gate):
+            module.e_score_correction_bias += 0.01 * (1 - done) * (module.load.mean() - module.load).sign()
+            module.load.zero_()
 
 
 def train_target(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Train the target by cross entropy and save it; returns its record."""
-    target, recorder = Decoder(TARGET), Recorder("target")
-    batches = Batches(corpus, tokenizer, arguments.seed)
-
-    def losses(ids: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = target.logits(target(ids)).flatten(0, 1)
-        return F.cross_entropy(logits, labels, reduction="none")
-
-    losses = compiled(losses, arguments.compile)
-    for step, rows, ids in steps_of(make_optimizers(target, 1.0), batches, arguments.steps, recorder):
-        each = losses(ids[:, :-1], ids[:, 1:].flatten()).view(rows, -1)
-        each.mean().backward()
-        if step % 10 == 0 or step == arguments.steps - 1:
-            by_row = each.detach().mean(dim=1)
-            answers, source = by_row[: rows // 4].mean().item(), by_row[rows // 4 :].mean().item()
-            recorder.point(step, loss=by_row.mean().item(), answers=answers, source=source)
+    """Train the target and its MTP layer together and save them; returns the record."""
+    target = load_decoder(arguments.out, TARGET) if arguments.start else Decoder(TARGET)
+    batches, recorder = Batches(corpus, tokenizer, arguments.seed), Recorder("target")
+    if arguments.compile:
+        compile_parts(target)
+    length, saved = (arguments.steps, arguments.minutes), 0.0
+    stream = steps_of(make_optimizers(target, arguments.scale), batches, length, recorder, MTP_DEPTHS)
+    for step, done, ids in stream:
+        # Every fourth batch unrolls the layer over its own recycled states, on half the rows.
+        depths = MTP_DEPTHS if step % 4 == 0 else 1
+        own, missed, agreed = mtp_losses(target, ids, depths)
+        (own.mean() + MTP_WEIGHT * missed.mean()).backward()
+        balance(target, done)
+        if step % 20 == 0:
+            by_row = own.detach().mean(dim=1)
+            answers, source = by_row[:2].mean().item(), by_row[2:].mean().item()
+            accepted = {f"mtp{d}": share.item() for d, share in enumerate(agreed, 1)}
+            recorder.point(step, loss=by_row.mean().item(), answers=answers, source=source, **accepted)
+        if recorder.seconds > saved + 240:
+            saved = recorder.seconds
+            save_checkpoint(target, arguments.out, tokenizer)
     save_checkpoint(target, arguments.out, tokenizer)
-    bits = held_out_bits_per_byte(target, corpus, tokenizer, 512, limit=0)
-    parameters = sum(p.numel() for p in target.parameters())
-    return {"parameters": parameters, "held_out_bits_per_byte": round(bits, 4), **recorder.summary()}
+    return recorder.summary()
+
+
+def mtp_losses(
+    target: Decoder, ids: Tensor, depths: int, frozen: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross entropy [rows, T]; by depth, the MTP layer's loss and how often its first choice is the target's.
+
+    ids [rows, T + MTP_DEPTHS]. The MTP layer learns the target's distribution, with the text's own tokens.
+    """
+    length = ids.shape[1] - MTP_DEPTHS
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.set_grad_enabled(not frozen):
+            hidden = target(ids[:, :length])
+            logits = target.logits(hidden)
+        own = F.cross_entropy(logits.flatten(0, 1), ids[:, 1 : length + 1].flatten(), reduction="none")
+        teacher, rows = logits.detach(), slice(0, None, min(depths, 2))
+        missed, agreed = [], []
+        states = target.mtp_hidden(hidden[rows], ids[rows, 1 : length + depths], depths)
+        for depth, state in enumerate(states, 1):
+            guess = target.logits(state[:, :-depth]).flatten(0, 1)
+            truth = teacher[rows, depth:].flatten(0, 1)
+            missed.append(F.cross_entropy(guess, truth.softmax(-1)))
+            agreed.append((guess.argmax(-1) == truth.argmax(-1)).float().mean())
+    return own.view(len(ids), -1), torch.stack(missed), torch.stack(agreed)
+
+
+def train_mtp(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Go on with the MTP layer alone, the target fixed; returns the record, with the held-out figures."""
+    target, recorder = load_decoder(arguments.out, TARGET), Recorder("mtp")
+    batches = Batches(corpus, tokenizer, arguments.seed + 2)
+    assert target.mtp is not None
+    target.requires_grad_(False)
+    target.mtp.requires_grad_(True)
+    if arguments.compile:
+        compile_parts(target)
+    length = (arguments.mtp_steps, arguments.mtp_minutes)
+    stream = steps_of(make_optimizers(target.mtp, 0.4), batches, length, recorder, MTP_DEPTHS)
+    for step, _, ids in stream:
+        _, missed, agreed = mtp_losses(target, ids, MTP_DEPTHS, True)
+        missed.mean().backward()
+        if step % 10 == 0:
+            recorder.point(
+                step,
+                loss=missed.mean().item(),
+                **{f"mtp{d}": share.item() for d, share in enumerate(agreed, 1)},
+            )
+    save_checkpoint(target, arguments.out, tokenizer)
+    return recorder.summary()
+
+
+@torch.no_grad()
+def measure(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
+    """On held-out text: bits a byte, how often the MTP layer's first choice at each depth is the target's.
+
+    Beside it, how often the most frequent successor of the last token is, counted on the training side.
+    """
+    target = load_decoder(arguments.out, TARGET).eval()
+    stream = Batches(corpus, tokenizer, 0).source
+    pairs = torch.bincount(stream[:-1] * VOCAB_SIZE + stream[1:], minlength=VOCAB_SIZE**2)
+    successor = pairs.view(VOCAB_SIZE, VOCAB_SIZE).argmax(-1)
+    nats, size, tokens, guessed, depths = 0.0, 0, 0, 0.0, 4
+    agreed = torch.zeros(depths)
+    end = tokenizer.token_to_id(SPECIAL_TOKENS[0])
+    for text in corpus.held_out:
+        ids = torch.tensor([end, *tokenizer.encode(text).ids])
+        size += len(text.encode())
+        for start in range(0, len(ids) - 1, 512):
+            window = ids[None, start : start + 513]
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden = target(window[:, :-1])
+                logits = target.logits(hidden)[0]
+                nats += F.cross_entropy(logits, window[0, 1:], reduction="sum").item()
+                length = window.shape[1] - 1 - depths
+                if length < 1:
+                    continue
+                best = logits.argmax(-1)
+                states = target.mtp_hidden(hidden[:, :length], window[:, 1 : length + depths], depths)
+                for depth, state in enumerate(states):
+                    guess = target.logits(state[0]).argmax(-1)
+                    agreed[depth] += (guess == best[depth + 1 : depth + 1 + length]).sum()
+                guessed += (successor[window[0, 1 : length + 1]] == best[1 : length + 1]).sum().item()
+                tokens += length
+    return {
+        "bits_per_byte": round(nats / math.log(2) / size, 4),
+        "mtp_acceptance": [round(share, 4) for share in (agreed / tokens).tolist()],
+        "bigram_acceptance": round(guessed / tokens, 4),
+        "tokens": tokens,
+        "parameters": sum(p.numel() for p in target.parameters()),
+    }
 
 
 def train_draft(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """Train the draft from the saved target's distributions and save it; returns its record."""
-    target, draft, recorder = load_target(arguments.out), Decoder(DRAFT), Recorder("draft")
+    target, recorder = load_decoder(arguments.out, TARGET).eval(), Recorder("draft")
+    draft = load_decoder(arguments.draft_start, DRAFT) if arguments.draft_start else Decoder(DRAFT)
     batches = Batches(corpus, tokenizer, arguments.seed + 1)
 
-    def losses(ids: Tensor) -> tuple[Tensor, Tensor]:
+    if arguments.compile:
+        compile_parts(target, draft)
+    length = (arguments.draft_steps, arguments.draft_minutes)
+    for step, _, ids in steps_of(make_optimizers(draft, 0.5), batches, length, recorder):
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
-                teacher = target.logits(target(ids)).flatten(0, 1)
-            logits = draft.logits(draft(ids)).flatten(0, 1)
+                teacher = target.logits(target(ids[:, :-1])).flatten(0, 1)
+            logits = draft.logits(draft(ids[:, :-1])).flatten(0, 1)
         agree = (logits.argmax(-1) == teacher.argmax(-1)).float().mean()
-        return F.cross_entropy(logits, teacher.softmax(-1)), agree
-
-    losses = compiled(losses, arguments.compile)
-    for step, _, ids in steps_of(make_optimizers(draft, 0.5), batches, arguments.draft_steps, recorder):
-        loss, agree = losses(ids[:, :-1])
+        loss = F.cross_entropy(logits, teacher.softmax(-1))
         loss.backward()
         # Without a bound on the gradient this narrow model has left its track and not come back.
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-        if step % 10 == 0 or step == arguments.draft_steps - 1:
+        if step % 10 == 0:
             recorder.point(step, loss=loss.item(), agrees=agree.item())
     save_checkpoint(draft, arguments.out / "draft", tokenizer)
     return {"parameters": sum(p.numel() for p in draft.parameters()), **recorder.summary()}
+
+
+STAGES = {
+    "imitation": imitate,
+    "target": train_target,
+    "mtp": train_mtp,
+    "held_out": measure,
+    "draft": train_draft,
+}
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -388,26 +415,30 @@ def main(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(arguments.threads)
     corpus = build_corpus()
-    saved = arguments.out / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(saved)) if arguments.stage == "draft" else train_tokenizer(corpus)
+    source = arguments.start or arguments.out
+    saved = source / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(saved)) if saved.exists() else train_tokenizer(corpus)
     path = arguments.out / "training.json"
     record = json.loads(path.read_text()) if path.exists() else {}
     record |= {"python": sys.version.split()[0], "torch": torch.__version__, "corpus_sha256": corpus.digest()}
-    for stage, run in (("target", train_target), ("draft", train_draft)):
-        if arguments.stage in (stage, "both"):
-            record[stage] = run(arguments, corpus, tokenizer)
-            path.write_text(json.dumps(record, indent=1) + "\n")
+    for stage in arguments.stages.split(","):
+        record[stage] = STAGES[stage](arguments, corpus, tokenizer)
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stage", choices=["target", "draft", "both"], default="both")
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--draft-steps", type=int, default=400)
+    parser.add_argument("--stages", default="target,mtp,held_out,draft")
+    parser.add_argument("--start", type=Path, help="the first edition's folder, to start from")
+    parser.add_argument("--draft-start", type=Path, help="a draft's folder, to start from")
+    for stage, steps in (("", 800), ("imitation-", 150), ("mtp-", 100), ("draft-", 400)):
+        parser.add_argument(f"--{stage}steps", type=int, default=steps)
+        parser.add_argument(f"--{stage}minutes", type=float, default=0.0, help="instead of steps")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the target's learning rates")
     parser.add_argument("--out", type=Path, default=Path("spd/formats/demo"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--compile", action="store_true", help="compile the losses (a C++ compiler is needed)"
+        "--compile", action="store_true", help="compile the layers (a C++ compiler is needed)"
     )
     main(parser.parse_args())

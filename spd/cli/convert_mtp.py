@@ -1,0 +1,200 @@
+"""`spd convert-mtp`: cut an MTP head out of a checkpoint into a small folder, or see whether one fits.
+
+Reads headers, then the head's own bytes a piece at a time; torch is imported for --dtype only.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from spd import __version__
+from spd.cli.convert_report import Report, convert_lines, facts
+from spd.cli.options import CommonOptions, Session, _output, model_names
+from spd.cli.output import Sink, to_json
+from spd.cli.ticker import Ticker
+from spd.errors import IncompatibleError, UsageError
+
+if TYPE_CHECKING:
+    from spd.formats.model_config import ModelConfig
+    from spd.formats.mtp_extract import Cast, HeadPlan, HeadTensor
+
+WEIGHTS = "model.safetensors"
+MANIFEST = "manifest.json"
+CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+MAX_REPEAT = 64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ConvertOptions(CommonOptions):
+    """Everything `spd convert-mtp` takes."""
+
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC", autocompletion=model_names, help="A folder or org/name with MTP layers, or a head."
+        ),
+    ]
+    destination: Annotated[
+        Path | None, typer.Argument(metavar="[DST]", help="Folder to write. Default: NAME-mtp here.")
+    ] = None
+    attach: Annotated[
+        str | None,
+        typer.Option(
+            "--attach", autocompletion=model_names, metavar="TARGET", help="Check that the head fits it."
+        ),
+    ] = None
+    revision: Annotated[
+        str | None, typer.Option(metavar="REV", help="Branch, tag or commit in the cache.")
+    ] = None
+    layout: Annotated[
+        Literal["spd", "nextn"], typer.Option(help="nextn: a one-layer model, as SGLang loads it.")
+    ] = "spd"
+    repeat: Annotated[
+        int, typer.Option(metavar="N", help="Write the one module N times, for engines without reuse.")
+    ] = 1
+    dtype: Annotated[
+        Literal["stored", "bfloat16", "float16", "float32"],
+        typer.Option(help="Of what is written; FP8 blocks are multiplied out."),
+    ] = "stored"
+    force: Annotated[bool, typer.Option("--force", help="Replace a head that is already there.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read headers, write nothing.")] = False
+    json: Annotated[bool, _output("--json", help="One JSON object: every tensor by name.")] = False
+
+
+def convert_mtp(session: Session, options: ConvertOptions) -> None:
+    """Cut a checkpoint's MTP head into a small folder, for targets that lost theirs."""
+    from spd.formats.hub import resolve_model
+    from spd.formats.mtp_extract import plan_head
+
+    if not 1 <= options.repeat <= MAX_REPEAT:
+        raise UsageError(f"--repeat {options.repeat}: from 1 to {MAX_REPEAT}", fix=["--repeat 3"])
+    source = resolve_model(options.source, options.revision)
+    destination = _destination(options, source)
+    with ExitStack() as stack:
+        plan = plan_head(source, options.source, _layer_tensors)
+        stack.callback(plan.checkpoint.close)
+        report = Report(plan, options.source, options.layout, destination)
+        if options.attach is not None:
+            report = replace(report, attached=_attach(plan, options.attach, resolve_model(options.attach)))
+        plan = _shaped(plan, options)
+        report = replace(report, plan=plan)
+        if options.repeat > 1:
+            session.console.note("spd reuses one module by itself; --repeat is for engines that do not")
+        if destination is not None and not options.dry_run:
+            report = _write(session, plan, options, report, destination)
+    sink = Sink.stdout()
+    sink.write(to_json(facts(report)) + "\n" if options.json else convert_lines(report))
+
+
+def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the target's last decoder layer, which a module's layer repeats."""
+    from spd.runtime.models import family_layout
+
+    last = family_layout(config).layers[-1]
+    return {name: shape for place in last.destinations() for name, shape in place.parts}
+
+
+def _destination(options: ConvertOptions, source: Path) -> Path | None:
+    """Where to write, seen to be free; None where a head's fit is all that is asked. Raises UsageError."""
+    from spd.formats.mtp_folder import is_head_folder
+
+    if options.destination is None and options.attach is not None:
+        return None
+    name = source.name if Path(options.source).exists() else options.source.rsplit("/", 1)[-1]
+    destination = Path(os.path.abspath((options.destination or Path(f"{name}-mtp")).expanduser()))
+    real, origin = destination.resolve(), source.resolve()
+    if real == origin or origin in real.parents or real in origin.parents:
+        raise UsageError(
+            f"{destination}: is or holds the source, or lies inside it", fix=["name a folder elsewhere"]
+        )
+    if options.dry_run or not (destination.exists() or destination.is_symlink()):
+        return destination
+    if not destination.is_dir() or destination.is_symlink():
+        raise UsageError(f"{destination}: is there and no folder", fix=["name another folder"])
+    if not any(destination.iterdir()):
+        return destination
+    if not is_head_folder(destination) and not (destination / MANIFEST).exists():
+        raise UsageError(
+            f"{destination}: is there and holds no MTP head, so --force does not replace it either",
+            fix=["name another folder"],
+        )
+    if not options.force:
+        raise UsageError(f"{destination}: is there", fix=["--force replaces it, or name another folder"])
+    return destination
+
+
+def _attach(plan: HeadPlan, name: str, target: Path) -> dict[str, Any]:
+    """Whether the head fits a target, and was made for it. Raises IncompatibleError naming what differs."""
+    from spd.formats.checkpoint import Checkpoint
+    from spd.formats.model_config import read_model_config
+    from spd.formats.mtp_folder import FINAL_NORM, HeadFolder, check_fits, verifier_hash
+
+    head = HeadFolder(plan.checkpoint.folder, plan.layout, plan.config, plan.verifier, plan.verifier_sha256)
+    check_fits(head, read_model_config(target), target)
+    with Checkpoint.open(target, wanted=lambda tensor: tensor == FINAL_NORM) as checkpoint:
+        digest = verifier_hash(checkpoint)
+    return {"target": name, "sha256": digest, "same_verifier": digest == plan.verifier_sha256}
+
+
+def _shaped(plan: HeadPlan, options: ConvertOptions) -> HeadPlan:
+    """The plan after --dtype, --repeat and --layout."""
+    from spd.formats.mtp_extract import cast_plan, nextn_plan, repeat_plan
+
+    if options.layout == "nextn" and options.repeat > 1:
+        raise IncompatibleError(
+            "--layout nextn holds one layer, --repeat makes several", fix=["leave --repeat out"]
+        )
+    if options.dtype != "stored":
+        plan = cast_plan(plan, CODES[options.dtype])
+    if options.repeat > 1:
+        plan = repeat_plan(plan, options.repeat)
+    return nextn_plan(plan) if options.layout == "nextn" else plan
+
+
+def _write(
+    session: Session, plan: HeadPlan, options: ConvertOptions, report: Report, destination: Path
+) -> Report:
+    """Write the folder: weights, config, manifest; then it gets its name."""
+    from spd.formats.model_config import FILE_NAME
+    from spd.formats.mtp_extract import config_to_write, differing_copies, job_of, outputs
+    from spd.formats.writer import open_stage
+
+    own = differing_copies(plan, options.layout)
+    tensors: list[HeadTensor] = [*plan.tensors, *own]
+    cast = _cast(plan, options.dtype) if options.dtype != "stored" else None
+    with Ticker(session.console) as ticker, open_stage(destination, replaces=options.force) as stage:
+
+        def show(done: int, total: int, tensor: str) -> None:
+            ticker.write(f"writing {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB · {tensor}")
+
+        digests = stage.write_tensors(WEIGHTS, outputs(plan, tensors, cast), job_of(plan, tensors), show)
+        plan.checkpoint.check_unchanged()
+        stage.write_json(FILE_NAME, config_to_write(plan, options.layout))
+        manifest = {
+            "schema": "spd.manifest/1",
+            "spd": __version__,
+            "source": report.source,
+            "verifier_sha256": plan.verifier_sha256,
+            "layout": options.layout,
+            "tensors": {
+                tensor.name: {"from": tensor.source.name, "sha256": digests[tensor.name]}
+                for tensor in tensors
+            },
+        }
+        stage.write_json(MANIFEST, manifest)
+    return replace(report, written=True, own=tuple(tensor.name for tensor in own))
+
+
+def _cast(plan: HeadPlan, dtype: str) -> Cast:
+    import torch
+
+    from spd.runtime.head_cast import cast_pieces
+
+    wanted, block = getattr(torch, dtype), plan.config.fp8_block
+    return lambda checkpoint, meta: cast_pieces(checkpoint, meta, wanted, block)

@@ -1,0 +1,270 @@
+"""`spd convert-mtp` on small DeepSeek-shaped folders: what it takes, what it refuses, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spd.formats.mtp_folder import read_head_folder
+from tests.cli.conftest import refused
+from tests.recipes.fp8_twin import write_twin
+from tests.recipes.mtp_folders import PREFIX, change_tensors, write_deepseek, write_sparse_v3
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIES = (f"{PREFIX}embed_tokens.weight", f"{PREFIX}shared_head.head.weight")
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def _original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("convert") / "original"
+    write_deepseek(folder)
+    return folder
+
+
+@pytest.fixture
+def original(_original: Path, tmp_path: Path) -> Path:
+    """A model with an MTP layer, to be changed at will."""
+    return Path(shutil.copytree(_original, tmp_path / "original"))
+
+
+def head_of(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(folder / "model.safetensors")
+    return {name: t for name, t in tensors.items() if name.startswith(PREFIX) and name not in COPIES}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        t.dtype == other[name].dtype and torch.equal(t, other[name]) for name, t in one.items()
+    )
+
+
+def test_the_head_is_cut_out_byte_for_byte(spd_run: Callable, original: Path, tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    planned = spd_run("convert-mtp", original, head, "--dry-run")
+    assert planned.code == 0 and "nothing written" in planned.text and not head.exists()
+    ran = spd_run("convert-mtp", original, head, "--json")
+    assert ran.code == 0 and ran.err == ""
+    facts = ran.json
+    assert (facts["family"], facts["modules"], facts["written"]) == ("deepseek", 1, True)
+    wanted = head_of(original)
+    assert {row["name"] for row in facts["mapped"]} == {row["from"] for row in facts["mapped"]} == set(wanted)
+    assert facts["shared"] == sorted(COPIES) and facts["own"] == facts["dropped"] == facts["unmapped"] == []
+    assert equal(load_file(head / "model.safetensors"), wanted)
+    folder = read_head_folder(head)
+    assert folder.layout.modules == 1 and folder.verifier == str(original)
+    assert folder.verifier_sha256 == facts["verifier"]["sha256"]
+    manifest = json.loads((head / "manifest.json").read_text())
+    assert set(manifest["tensors"]) == set(wanted)
+    assert sorted(os.listdir(tmp_path)) == ["head", "original"]
+
+
+def test_only_the_shards_that_are_needed_are_read(spd_run: Callable, tmp_path: Path) -> None:
+    """The others are not even there: a head can be cut from what was downloaded for it."""
+    tensors = write_deepseek(tmp_path / "sharded", shards=6)
+    for number in range(1, 5):
+        (tmp_path / "sharded" / f"model-{number:05}-of-00006.safetensors").unlink()
+    ran = spd_run("convert-mtp", tmp_path / "sharded", tmp_path / "head")
+    assert ran.code == 0, ran.err
+    wanted = {n: t for n, t in tensors.items() if n.startswith(PREFIX) and n not in COPIES}
+    assert equal(load_file(tmp_path / "head" / "model.safetensors"), wanted)
+    (tmp_path / "sharded" / "model-00005-of-00006.safetensors").unlink()  # the final norm: whose head is it?
+    refused(spd_run("convert-mtp", tmp_path / "sharded", tmp_path / "other"), 4, "model-00005-of-00006")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_table_of_its_own_is_kept(spd_run: Callable, original: Path, tmp_path: Path) -> None:
+    table = load_file(original / "model.safetensors")[COPIES[1]]
+    change_tensors(original, **{COPIES[1]: table + 1})
+    facts = spd_run("convert-mtp", original, tmp_path / "head", "--json").json
+    assert facts["own"] == [COPIES[1]] and facts["shared"] == [COPIES[0]]
+    written = load_file(tmp_path / "head" / "model.safetensors")
+    assert torch.equal(written[COPIES[1]], table + 1) and COPIES[0] not in written
+
+
+def test_layouts_repeats_and_dtypes(spd_run: Callable, original: Path, tmp_path: Path) -> None:
+    wanted = head_of(original)
+    assert spd_run("convert-mtp", original, tmp_path / "three", "--repeat", 3).code == 0
+    written = load_file(tmp_path / "three" / "model.safetensors")
+    assert read_head_folder(tmp_path / "three").layout.modules == 3
+    for module in range(3):
+        at = f"model.layers.{2 + module}."
+        mine = {PREFIX + n.removeprefix(at): t for n, t in written.items() if n.startswith(at)}
+        assert equal(mine, wanted)
+    assert spd_run("convert-mtp", original, tmp_path / "nextn", "--layout", "nextn").code == 0
+    config = json.loads((tmp_path / "nextn" / "config.json").read_text())
+    assert config["architectures"] == ["DeepseekV3ForCausalLMNextN"] and config["num_hidden_layers"] == 1
+    written = load_file(tmp_path / "nextn" / "model.safetensors")
+    assert equal({PREFIX + n.removeprefix("model.layers.0."): t for n, t in written.items()}, wanted)
+    refused(
+        spd_run("convert-mtp", original, tmp_path / "x", "--layout", "nextn", "--repeat", 2), 4, "one layer"
+    )
+    refused(spd_run("convert-mtp", original, tmp_path / "x", "--repeat", 0), 2, "--repeat 0")
+    refused(spd_run("convert-mtp", tmp_path / "three", tmp_path / "x", "--repeat", 2), 4, "3 modules")
+    assert spd_run("convert-mtp", original, tmp_path / "wide", "--dtype", "float32").code == 0
+    assert equal(
+        load_file(tmp_path / "wide" / "model.safetensors"), {n: t.float() for n, t in wanted.items()}
+    )
+
+
+def test_fp8_goes_along_with_its_scales_or_is_multiplied_out(
+    spd_run: Callable, original: Path, tmp_path: Path
+) -> None:
+    twin = write_twin(original, tmp_path / "twin", block=24)  # partial last blocks both ways
+    assert spd_run("convert-mtp", twin, tmp_path / "head").code == 0
+    stored = load_file(tmp_path / "head" / "model.safetensors")
+    assert equal(stored, head_of(twin))
+    config = json.loads((tmp_path / "head" / "config.json").read_text())["transformer_layer_config"]
+    assert config["quantization_config"]["weight_block_size"] == [24, 24]
+    assert spd_run("convert-mtp", twin, tmp_path / "wide", "--dtype", "float32").code == 0
+    wide = load_file(tmp_path / "wide" / "model.safetensors")
+    assert not any(name.endswith("scale_inv") for name in wide)
+    for name, tensor in wide.items():
+        value = stored[name].float()
+        if name + "_scale_inv" in stored:
+            spread = stored[name + "_scale_inv"].repeat_interleave(24, 0).repeat_interleave(24, 1)
+            value = value * spread[: value.shape[0], : value.shape[1]]
+        assert torch.equal(tensor, value), name
+    config = json.loads((tmp_path / "wide" / "config.json").read_text())["transformer_layer_config"]
+    assert "quantization_config" not in config
+    scale = next(name for name in stored if name.endswith("_scale_inv"))
+    change_tensors(twin, drop=(scale,))
+    refused(spd_run("convert-mtp", twin, tmp_path / "bare"), 4, "have no scales", scale)
+
+
+def test_a_head_is_checked_against_a_target(spd_run: Callable, original: Path, tmp_path: Path) -> None:
+    lost = Path(shutil.copytree(original, tmp_path / "lost"))
+    change_tensors(lost, drop=(*head_of(original), *COPIES))
+    refused(spd_run("convert-mtp", lost, tmp_path / "x"), 4, "holds no MTP layers", "config.json speaks of 1")
+    assert spd_run("convert-mtp", original, tmp_path / "head", "--attach", lost).code == 0
+    facts = spd_run("convert-mtp", tmp_path / "head", "--attach", lost, "--json").json
+    assert facts["attached"]["same_verifier"] is True and facts["written"] is False
+    norm = load_file(lost / "model.safetensors")[NORM]
+    change_tensors(lost, **{NORM: norm * 2})
+    ran = spd_run("convert-mtp", tmp_path / "head", "--attach", lost)
+    assert ran.code == 0 and "its final norm is another" in ran.text
+    config = json.loads((lost / "config.json").read_text())
+    (lost / "config.json").write_text(json.dumps(config | {"vocab_size": 65}))
+    refused(
+        spd_run("convert-mtp", tmp_path / "head", "--attach", lost), 4, "vocabulary size: head 64, target 65"
+    )
+
+
+@pytest.mark.parametrize(
+    "lost", ["enorm.weight", "self_attn.kv_b_proj.weight", "mlp.experts.3.up_proj.weight"]
+)
+def test_a_partial_head_is_refused_by_name(
+    spd_run: Callable, original: Path, tmp_path: Path, lost: str
+) -> None:
+    change_tensors(original, drop=(PREFIX + lost,))
+    refused(spd_run("convert-mtp", original, tmp_path / "head"), 4, "1 missing", PREFIX + lost)
+    assert sorted(os.listdir(tmp_path)) == ["original"]
+
+
+def test_wrong_and_foreign_tensors_are_refused_by_name(
+    spd_run: Callable, original: Path, tmp_path: Path
+) -> None:
+    foreign = f"{PREFIX}self_attn.indexer.wk.weight"
+    change_tensors(original, **{foreign: torch.zeros(4)})
+    refused(spd_run("convert-mtp", original, tmp_path / "head"), 4, "belong to none", foreign)
+    change_tensors(original, drop=(foreign,), **{f"{PREFIX}eh_proj.weight": torch.zeros(32, 63)})
+    refused(spd_run("convert-mtp", original, tmp_path / "head"), 4, "of another shape", "[32, 63]")
+
+
+def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, tmp_path: Path) -> None:
+    before = {path: path.read_bytes() for path in original.iterdir()}
+    for destination in (original, original / "inside", tmp_path):
+        refused(spd_run("convert-mtp", original, destination, "--force"), 2, "source")
+    (tmp_path / "link").symlink_to(original)
+    refused(spd_run("convert-mtp", original, tmp_path / "link", "--force"), 2, "source")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("mine")
+    refused(spd_run("convert-mtp", original, tmp_path / "mine", "--force"), 2, "holds no MTP head")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    assert spd_run("convert-mtp", original, tmp_path / "empty").code == 0
+    refused(spd_run("convert-mtp", original, tmp_path / "empty"), 2, "is there", "--force")
+    ran = spd_run("convert-mtp", original, tmp_path / "empty", "--force", "--repeat", 2)
+    assert ran.code == 0 and read_head_folder(tmp_path / "empty").layout.modules == 2
+    assert before == {path: path.read_bytes() for path in original.iterdir()}
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def limited(*argv: object) -> tuple[subprocess.CompletedProcess[str], int, float]:
+    """A run of the program: what came, the peak memory in bytes and the CPU seconds of it alone."""
+    code = "import resource, runpy, sys; sys.argv[0] = 'spd'; status = 0\n"
+    code += "try: runpy.run_module('spd', run_name='__main__')\n"
+    code += "except SystemExit as stop: status = stop.code or 0\n"
+    code += "used, state = resource.getrusage(resource.RUSAGE_SELF), open('/proc/self/status').read()\n"
+    code += "peak = state.split('VmHWM:')[1].split()[0]  # the other one begins with the parent's\n"
+    code += "print(peak, used.ru_utime + used.ru_stime, file=sys.stderr); sys.exit(status)"
+    command = [sys.executable, "-c", code, *map(str, argv)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    peak, seconds = ran.stderr.splitlines()[-1].split()
+    return ran, int(peak) * 1024, float(seconds)
+
+
+@pytest.mark.slow
+def test_an_index_of_163_shards_and_a_large_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek-V3's own names and shapes, all data holes: headers only, then 2 GB and more in pieces."""
+    source = tmp_path / "v3"
+    count = write_sparse_v3(source)
+    planning = ("convert-mtp", source, tmp_path / "x", "--dry-run", "--json")
+    for command in (("inspect", source, "--json"), planning):
+        ran, peak, seconds = limited(*command)
+        assert ran.returncode == 0, ran.stderr
+        with capsys.disabled():
+            print(f"{command[0]}: {count:,} tensors, {seconds:.2f} CPU s, peak {peak / 2**20:.0f} MiB")
+        assert peak < 300 * 2**20
+    facts = json.loads(ran.stdout)
+    assert (
+        len(facts["mapped"]) == (257 * 3 + 5) * 2 + 4 + 2 + 4
+        and len(facts["shared"]) == 2
+        and facts["modules"] == 1
+    )
+    shutil.rmtree(source)
+    write_sparse_v3(source, shards=4, experts=48)
+    ran, peak, seconds = limited("convert-mtp", source, tmp_path / "head", "--json")
+    assert ran.returncode == 0, ran.stderr
+    size = (tmp_path / "head" / "model.safetensors").stat().st_size
+    with capsys.disabled():
+        print(f"convert-mtp: {size / 1e9:.1f} GB in {seconds:.1f} CPU s, peak {peak / 2**20:.0f} MiB")
+    assert size > 2e9 and peak < 1000 * 2**20
+    shutil.rmtree(tmp_path / "head")
+
+
+@pytest.mark.slow
+def test_twenty_kills(original: Path, tmp_path: Path) -> None:
+    """At random moments of whole runs of the program: the destination is absent or complete each time."""
+    rng, destination, seen = random.Random(0), tmp_path / "head", set()
+    command = [sys.executable, "-m", "spd", "convert-mtp", str(original), str(destination)]
+    began = time.monotonic()
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    whole = time.monotonic() - began
+    wanted = head_of(original)
+    shutil.rmtree(destination)
+    for _ in range(20):
+        run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(rng.uniform(0.6, 1.05) * whole)
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        seen.add(destination.exists())
+        if destination.exists():
+            assert equal(load_file(destination / "model.safetensors"), wanted)
+            assert read_head_folder(destination).layout.modules == 1
+            shutil.rmtree(destination)
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    assert equal(load_file(destination / "model.safetensors"), wanted)
+    assert seen

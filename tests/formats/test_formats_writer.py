@@ -1,0 +1,223 @@
+"""A written folder is whole or not there: after kills at any call, refusals of the disk, a second writer."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spd.errors import ResourceError, UsageError
+from spd.formats import writer
+from spd.formats.checkpoint import Checkpoint
+from spd.formats.writer import OutputTensor, open_stage
+
+SIZES = {"b": ("BF16", (300, 7)), "a": ("F32", (5,)), "c": ("F8_E4M3", (1000, 3)), "empty": ("BF16", (0, 4))}
+BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+DISK_CALLS = ("fsync", "rename", "open", "replace")
+
+
+def content(name: str) -> bytes:
+    dtype, shape = SIZES[name]
+    size = BYTES[dtype]
+    for length in shape:
+        size *= length
+    return random.Random(name).randbytes(size)
+
+
+def tensors(read: list[str] | None = None) -> list[OutputTensor]:
+    def pieces(name: str) -> Callable[[], Iterator[bytes]]:
+        def run() -> Iterator[bytes]:
+            if read is not None:
+                read.append(name)
+            data = content(name)
+            yield from (data[i : i + 700] for i in range(0, len(data), 700))
+
+        return run
+
+    return [OutputTensor(name, dtype, shape, pieces(name)) for name, (dtype, shape) in SIZES.items()]
+
+
+def write(destination: Path, job: str = "one", read: list[str] | None = None, force: bool = False) -> None:
+    with open_stage(destination, replaces=force) as stage:
+        digests = stage.write_tensors("model.safetensors", tensors(read), job)
+        assert digests == {name: hashlib.sha256(content(name)).hexdigest() for name in SIZES}
+        stage.write_json("manifest.json", {"job": job})
+
+
+def check(destination: Path) -> None:
+    """The folder is complete, byte for byte, and nothing else is beside it."""
+    with Checkpoint.open(destination) as checkpoint:
+        assert set(checkpoint.tensors) == set(SIZES)
+        for name, meta in checkpoint.tensors.items():
+            assert (meta.dtype, meta.shape) == SIZES[name]
+            with open(meta.shard, "rb") as file:
+                file.seek(meta.offset)
+                assert file.read(meta.nbytes) == content(name)
+            assert meta.offset % BYTES[meta.dtype] == 0
+    assert sorted(os.listdir(destination)) == ["manifest.json", "model.safetensors"]
+    assert os.listdir(destination.parent) == [destination.name]
+
+
+def test_what_is_written_is_read_by_the_official_library(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    write(tmp_path / "out" / "head")
+    check(tmp_path / "out" / "head")
+    with safe_open(tmp_path / "out" / "head" / "model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(SIZES) and file.metadata() == {"format": "pt"}
+
+
+def killed_at(call: int, work: Callable[[], None]) -> bool:
+    """Run in a child that kills itself at its n-th call to the disk; whether it came so far."""
+    child = os.fork()
+    if child == 0:
+        left = call
+
+        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*arguments: Any, **named: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left <= 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*arguments, **named)
+
+            return run
+
+        for name in DISK_CALLS:
+            setattr(os, name, counted(getattr(os, name)))
+        shutil.rmtree = counted(shutil.rmtree)  # type: ignore[assignment]
+        writer._note = counted(writer._note)
+        hashlib_sha = hashlib.sha256
+        hashlib.sha256 = counted(hashlib_sha)  # a moment between any two tensors
+        work()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0
+    return False
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_kill_at_any_moment_leaves_all_or_nothing(tmp_path: Path, force: bool) -> None:
+    """Every call to the disk in turn, then once more to the end; the destination is never a mixture."""
+    call, outcomes = 0, set()
+    while True:
+        call += 1
+        destination = tmp_path / str(call) / "head"
+        destination.parent.mkdir()
+        if force:
+            write(destination, "older")
+        killed = killed_at(call, lambda at=destination: write(at, force=force))
+        there = destination.exists()
+        if there:
+            job = json.loads((destination / "manifest.json").read_text())["job"]
+            outcomes.add(job)
+            assert job == "one" or force
+            with Checkpoint.open(destination) as checkpoint:
+                assert set(checkpoint.tensors) == set(SIZES)
+        else:
+            outcomes.add("absent")
+        write(destination, force=there)
+        check(destination)
+        if not killed:
+            break
+    assert call > 20 and {"absent", "one"} <= outcomes and ("older" in outcomes) is force
+
+
+def test_a_second_run_goes_on_where_the_first_was_killed(tmp_path: Path) -> None:
+    destination, read = tmp_path / "head", list[str]()
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def begin() -> None:
+        with open_stage(destination, replaces=False) as stage:
+            broken = [*tensors()[:2], OutputTensor("c", *SIZES["c"], dies), tensors()[3]]
+            stage.write_tensors("model.safetensors", broken, "one")
+
+    with pytest.raises(KeyboardInterrupt):
+        begin()
+    assert not destination.exists()
+    write(destination, read=read)
+    assert read == ["c"]  # widest dtypes come first: the others were written
+    check(destination)
+    shutil.rmtree(destination)
+    with pytest.raises(KeyboardInterrupt):
+        begin()
+    stage_file = tmp_path / ".head.partial" / "model.safetensors"
+    data = bytearray(stage_file.read_bytes())
+    data[-1] ^= 1  # what was written last is no longer what was written
+    stage_file.write_bytes(data)
+    read.clear()
+    write(destination, read=read)
+    assert read[-1] == "c" and 1 < len(read) < len(SIZES)
+    check(destination)
+    shutil.rmtree(destination)
+    with pytest.raises(KeyboardInterrupt):
+        begin()
+    read.clear()
+    write(destination, "another job", read)
+    assert len(read) == len(SIZES)
+
+
+def test_a_full_disk_is_an_error_in_words_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination = tmp_path / "head"
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # the kernel itself refuses the write
+        status = 1
+        try:
+            write(destination)
+        except ResourceError as error:
+            status = 0 if error.code == "disk_full" and not os.listdir(tmp_path) else 2
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage(5000))
+    with pytest.raises(ResourceError, match="are free"):
+        write(destination)
+    assert os.listdir(tmp_path) == []
+    monkeypatch.undo()
+    for call in ("fsync", "rename"):
+        monkeypatch.setattr(os, call, _fails)
+        with pytest.raises(ResourceError, match="Input/output error"):
+            write(destination)
+        assert os.listdir(tmp_path) == []
+        monkeypatch.undo()
+
+
+class _Usage:
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+
+def _fails(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_tensor_of_another_size_than_announced_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="announced"), open_stage(tmp_path / "head", replaces=False) as stage:
+        stage.write_tensors("x.safetensors", [OutputTensor("a", "F32", (5,), lambda: iter([b"x"]))], "job")
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_writers_of_one_destination(tmp_path: Path) -> None:
+    with (
+        open_stage(tmp_path / "head", replaces=False),
+        pytest.raises(UsageError, match="another process"),
+        open_stage(tmp_path / "head", replaces=False),
+    ):
+        pass

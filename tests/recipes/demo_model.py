@@ -1,0 +1,326 @@
+"""The demo's architectures in plain torch: a DeepSeek-V3-shaped target with its MTP layer, a Qwen3 draft.
+
+Imports nothing from `spd`, so that what comes out is evidence independent of the program that reads it.
+Parameters carry the names of published checkpoints, but the matrices of a layer's shared and routed
+experts lie in one matrix, cut apart by `demo_checkpoint.py`: every expert is computed for every token and
+those not chosen get weight zero, which at this size is faster than gathering tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one Qwen3-shaped decoder."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float = 100000.0
+    max_positions: int = 4096
+    vocab: int = 4096
+
+
+@dataclass(frozen=True)
+class DeepseekShape:
+    """Sizes of one DeepSeek-V3-shaped decoder with one MTP layer behind its last layer."""
+
+    hidden: int = 256
+    layers: int = 8
+    heads: int = 4
+    kv_rank: int = 128
+    nope: int = 32
+    rope: int = 32
+    value: int = 64
+    dense: int = 896
+    expert: int = 64
+    shared: int = 6
+    routed: int = 6
+    groups: int = 3
+    top_groups: int = 2
+    top_experts: int = 3
+    routed_scaling: float = 2.5
+    rope_theta: float = 10000.0
+    max_positions: int = 4096
+    vocab: int = 4096
+
+
+DRAFT = Shape(hidden=96, intermediate=256, layers=4, heads=3, kv_heads=1, head_dim=32)
+FIRST_EDITION = Shape(hidden=256, intermediate=896, layers=8, heads=4, kv_heads=2, head_dim=64)
+TARGET = DeepseekShape()
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), 1e-6)
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    """A projection without bias."""
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def initialise(model: nn.Module) -> None:
+    """Draw every matrix: narrow where a layer writes to the residual stream."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            last = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = 0.02 if "embed" in name else parameter.shape[1] ** -0.5 * (0.3 if last else 0.7)
+            nn.init.normal_(parameter, std=std)
+
+
+def angles(length: int, dim: int, theta: float, first: int = 0) -> tuple[Tensor, Tensor]:
+    """cos and sin [length, dim / 2] of positions first … first + length - 1."""
+    inverse = theta ** -(torch.arange(dim // 2, dtype=torch.float32) / (dim // 2))
+    turned = torch.arange(first, first + length, dtype=torch.float32)[:, None] * inverse
+    return turned.cos(), turned.sin()
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """NeoX rotary embedding of x [B, H, T, D] with cos and sin [T, D / 2]."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Interleaved rotary embedding: dimensions 2i and 2i + 1 turn together."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+
+
+class GroupedAttention(nn.Module):
+    """Qwen3's attention: grouped heads, each query and key head normed before it is turned."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj, self.o_proj = linear(shape.hidden, wide), linear(wide, shape.hidden)
+        self.k_proj, self.v_proj = linear(shape.hidden, narrow), linear(shape.hidden, narrow)
+        self.q_norm, self.k_norm = RMSNorm(shape.head_dim), RMSNorm(shape.head_dim)
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = h.shape
+        q = self.q_norm(self.q_proj(h).view(batch, length, self.shape.heads, -1)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(h).view(batch, length, self.shape.kv_heads, -1)).transpose(1, 2)
+        v = self.v_proj(h).view(batch, length, self.shape.kv_heads, -1).transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            rotate_halves(q, cos, sin), rotate_halves(k, cos, sin), v, is_causal=True, enable_gqa=True
+        )
+        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention without a query rank, keys and values expanded for every head."""
+
+    def __init__(self, shape: DeepseekShape) -> None:
+        super().__init__()
+        self.shape = s = shape
+        self.q_proj = linear(s.hidden, s.heads * (s.nope + s.rope))
+        self.kv_a_proj_with_mqa = linear(s.hidden, s.kv_rank + s.rope)
+        self.kv_a_layernorm = RMSNorm(s.kv_rank)
+        self.kv_b_proj = linear(s.kv_rank, s.heads * (s.nope + s.value))
+        self.o_proj = linear(s.heads * s.value, s.hidden)
+
+    def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, heads, T, dim] of h [B, T, hidden]."""
+        s, (batch, length, _) = self.shape, h.shape
+        q = self.q_proj(h).view(batch, length, s.heads, -1).transpose(1, 2)
+        q_nope, q_rope = q.split([s.nope, s.rope], dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(h).split([s.kv_rank, s.rope], dim=-1)
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).view(batch, length, s.heads, -1).transpose(1, 2)
+        k_nope, v = kv.split([s.nope, s.value], dim=-1)
+        k_rope = rotate_pairs(k_rope[:, None], cos, sin).expand(-1, s.heads, -1, -1)
+        q = torch.cat([q_nope, rotate_pairs(q_rope, cos, sin)], dim=-1)
+        return q, torch.cat([k_nope, k_rope], dim=-1), v
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = self.project(h, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def attend_own(q: Tensor, memory: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attention of rows P to step 0's keys up to P and, of each later step, to the key of row P alone."""
+    (keys, values), *later = memory
+    if not later:
+        return F.scaled_dot_product_attention(q, keys, values, is_causal=True)
+    length, q = q.shape[2], q * q.shape[-1] ** -0.5
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    scores = (q @ keys.transpose(-1, -2)).float().masked_fill(future, float("-inf"))
+    own = torch.stack([(q * k).float().sum(-1) for k, _ in later], dim=-1)
+    weights = torch.cat([scores, own], dim=-1).softmax(-1).to(values.dtype)
+    out = weights[..., :length] @ values
+    for step, (_, v) in enumerate(later):
+        out = out + weights[..., length + step, None] * v
+    return out
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = linear(hidden, width), linear(hidden, width)
+        self.down_proj = linear(width, hidden)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+class Gate(nn.Module):
+    """`noaux_tc`: sigmoid scores, a correction bias that only chooses, and groups chosen before experts."""
+
+    def __init__(self, shape: DeepseekShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.weight = nn.Parameter(torch.zeros(shape.routed, shape.hidden))
+        self.register_buffer("e_score_correction_bias", torch.zeros(shape.routed))
+        self.register_buffer("load", torch.zeros(shape.routed), persistent=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Weights [B, T, routed] of every expert, zero where it is not chosen."""
+        s = self.shape
+        with torch.autocast("cpu", enabled=False):
+            scores = F.linear(h.float(), self.weight.float()).sigmoid()
+        wanted = (scores + self.e_score_correction_bias).detach()
+        grouped = wanted.unflatten(-1, (s.groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(s.top_groups, dim=-1).indices
+        allowed = torch.zeros_like(grouped[..., 0]).scatter(-1, best, 1.0)[..., None].expand_as(grouped)
+        wanted = wanted.masked_fill(allowed.flatten(-2) == 0, float("-inf"))
+        chosen = torch.zeros_like(scores).scatter(-1, wanted.topk(s.top_experts, dim=-1).indices, 1.0)
+        if self.training:
+            self.load += chosen.detach().flatten(0, -2).mean(0)
+        weights = scores * chosen
+        return weights / (weights.sum(-1, keepdim=True) + 1e-20) * s.routed_scaling
+
+
+class MoE(nn.Module):
+    """Shared experts beside routed ones, all in the rows of one SwiGLU: shared first."""
+
+    def __init__(self, shape: DeepseekShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.gate = Gate(shape)
+        self.experts = MLP(shape.hidden, (shape.shared + shape.routed) * shape.expert)
+
+    def forward(self, h: Tensor) -> Tensor:
+        s, mlp = self.shape, self.experts
+        weights = self.gate(h).to(torch.bfloat16 if torch.is_autocast_enabled("cpu") else h.dtype)
+        inner = F.silu(mlp.gate_proj(h)) * mlp.up_proj(h)
+        shared, routed = inner.split([s.shared * s.expert, s.routed * s.expert], dim=-1)
+        routed = (routed.unflatten(-1, (s.routed, s.expert)) * weights[..., None]).flatten(-2)
+        return mlp.down_proj(torch.cat([shared, routed], dim=-1))
+
+
+class Layer(nn.Module):
+    """One pre-norm decoder layer around the attention and the MLP given."""
+
+    def __init__(self, hidden: int, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(hidden), RMSNorm(hidden)
+        self.self_attn, self.mlp = attention, mlp
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """A causal decoder with tied embeddings; `forward` gives hidden states after the final norm."""
+
+    def __init__(self, shape: Shape | DeepseekShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(self._layer(index) for index in range(shape.layers))
+        self.norm = RMSNorm(shape.hidden)
+        self.mtp = MtpLayer(shape) if isinstance(shape, DeepseekShape) else None
+        initialise(self)
+
+    def _layer(self, index: int) -> Layer:
+        s = self.shape
+        if isinstance(s, Shape):
+            return Layer(s.hidden, GroupedAttention(s), MLP(s.hidden, s.intermediate))
+        return Layer(s.hidden, LatentAttention(s), MoE(s) if index else MLP(s.hidden, s.dense))
+
+    def turns(self, length: int, dtype: torch.dtype, first: int = 0) -> tuple[Tensor, Tensor]:
+        """cos and sin of `length` positions from `first` on."""
+        s = self.shape
+        dim = s.head_dim if isinstance(s, Shape) else s.rope
+        cos, sin = angles(length, dim, s.rope_theta, first)
+        return cos.to(dtype), sin.to(dtype)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The embedding, in bfloat16 under autocast."""
+        return self.embed_tokens(ids).to(
+            torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        cos, sin = self.turns(ids.shape[1], x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.embed_tokens.weight).float()
+
+    def mtp_hidden(self, hidden: Tensor, following: Tensor, depth: int) -> list[Tensor]:
+        """What the MTP layer gives at draft steps 0 … depth - 1, each [B, T, hidden], after its norm.
+
+        hidden [B, T, hidden] after the final norm; following [B, T + depth - 1], the tokens at positions
+        1 on. Row P of step j has seen (hidden P, token P + 1) and its own j recycled states, at position
+        P + j: keys of step 0 up to P, then one key of each later step, as a drafter's cache holds them.
+        """
+        assert self.mtp is not None
+        length, steps, memory = hidden.shape[1], [], []
+        for step in range(depth):
+            embedded = self.embed(following[:, step : step + length])
+            if step == 0:
+                embedded = torch.cat([torch.zeros_like(embedded[:, :1]), embedded[:, 1:]], dim=1)
+            hidden = self.mtp(embedded, hidden, self.turns(length, embedded.dtype, step), memory)
+            steps.append(hidden)
+        return steps
+
+
+class MtpLayer(nn.Module):
+    """DeepSeek's MTP layer: norms of embedding and hidden, their projection, one decoder layer, a norm."""
+
+    def __init__(self, shape: DeepseekShape) -> None:
+        super().__init__()
+        self.enorm, self.hnorm = RMSNorm(shape.hidden), RMSNorm(shape.hidden)
+        self.eh_proj = linear(2 * shape.hidden, shape.hidden)
+        self.block = Layer(shape.hidden, LatentAttention(shape), MoE(shape))
+        self.norm = RMSNorm(shape.hidden)
+
+    def forward(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        turns: tuple[Tensor, Tensor],
+        memory: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """The next recycled hidden states; appends this step's keys and values to `memory`."""
+        x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
+        q, k, v = self.block.self_attn.project(self.block.input_layernorm(x), *turns)
+        memory.append((k, v))
+        out = attend_own(q, memory)
+        x = x + self.block.self_attn.o_proj(out.transpose(1, 2).flatten(2))
+        return self.norm(x + self.block.mlp(self.block.post_attention_layernorm(x)))
