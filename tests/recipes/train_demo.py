@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import sys
 import time
 from collections.abc import Iterator
@@ -23,84 +22,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.recipes.demo_checkpoint import SPECIAL_TOKENS, load_decoder, save_checkpoint
-from tests.recipes.demo_corpus import QUESTIONS, Corpus, build_corpus
+from tests.recipes.demo_corpus import Corpus, build_corpus
+from tests.recipes.demo_data import VOCAB_SIZE, Batches, train_tokenizer
 from tests.recipes.demo_model import DRAFT, FIRST_EDITION, TARGET, Decoder, Gate, Layer, MoE, MtpLayer
 
-VOCAB_SIZE = 4096
 MTP_WEIGHT = 0.3
 MTP_DEPTHS = 3
-
-
-def train_tokenizer(corpus: Corpus) -> Tokenizer:
-    """Byte-level BPE with Qwen's split pattern, trained on the training side only."""
-    tokenizer = Tokenizer(models.BPE())
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    answers = "\n".join(answer for _, answer in corpus.answers)
-    tokenizer.train_from_iterator((*corpus.training, answers), trainer)
-    return tokenizer
-
-
-class Batches:
-    """Windows of tokens: source text, and questions with their answers packed end to end."""
-
-    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, seed: int) -> None:
-        self.tokenizer, self.corpus, self.random = tokenizer, corpus, random.Random(seed)
-        end = tokenizer.token_to_id(SPECIAL_TOKENS[0])
-        stream = []
-        for encoding in tokenizer.encode_batch(list(corpus.training)):
-            stream += [*encoding.ids, end]
-        self.source = torch.tensor(stream)
-        self.end = end
-        self.queue: list[tuple[str, str]] = []
-        self.source_starts: list[int] = []
-
-    def _chat(self, name: str, answer: str) -> list[int]:
-        question = self.random.choice(QUESTIONS).format(name=name)
-        text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
-        return [*self.tokenizer.encode(text).ids, self.end]
-
-    def _answers(self, length: int) -> Tensor:
-        ids: list[int] = []
-        while len(ids) < length + 1:
-            if not self.queue:
-                self.queue = self.random.sample(self.corpus.answers, len(self.corpus.answers))
-            ids += self._chat(*self.queue.pop())
-        return torch.tensor(ids[: length + 1])
-
-    def _source(self, length: int) -> Tensor:
-        if not self.source_starts:
-            offset = self.random.randrange(length)
-            self.source_starts = list(range(offset, len(self.source) - length - 1, length))
-            self.random.shuffle(self.source_starts)
-        start = self.source_starts.pop()
-        return self.source[start : start + length + 1]
-
-    def next(self, rows: int, length: int, answer_rows: int) -> Tensor:
-        """Token ids [rows, length + 1]; the first `answer_rows` rows are questions and answers."""
-        return torch.stack(
-            [self._answers(length) if r < answer_rows else self._source(length) for r in range(rows)]
-        )
+KEPT_EVERY = 20
 
 
 def make_optimizers(model: nn.Module, scale: float) -> list[torch.optim.Optimizer]:
@@ -152,20 +85,19 @@ def learning_rate(done: float) -> float:
 def steps_of(
     optimizers: list[torch.optim.Optimizer],
     batches: Batches,
-    length: tuple[int, float],
+    steps: int,
     recorder: Recorder,
     extra: int = 1,
+    first: int = 0,
 ) -> Iterator[tuple[int, float, Tensor]]:
     """(step, share done, ids [rows, length + extra]) with the learning rate set, and the step taken after.
 
-    `length` is (steps, minutes): the stage ends with its steps, or with its minutes where those are given.
     Every eighth batch of the second half is long.
     """
-    steps, minutes = length
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    bases = [group["lr"] for group in groups]
-    step, done = 0, 0.0
-    while done < 1.0:
+    bases = [group.setdefault("peak", group["lr"]) for group in groups]
+    for step in range(first, steps):
+        done = step / steps
         for base, group in zip(bases, groups, strict=True):
             group["lr"] = base * learning_rate(done)
         rows, width = (2, 2048) if step % 8 == 7 and done > 0.5 else (8, 512)
@@ -174,8 +106,6 @@ def steps_of(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        step += 1
-        done = recorder.seconds / (60 * minutes) if minutes else step / steps
 
 
 def compile_parts(*models: nn.Module) -> None:
@@ -228,11 +158,12 @@ def imitate(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer)
     batches, recorder = Batches(corpus, tokenizer, arguments.seed + 3), Recorder("imitation")
 
     parameters = nn.ModuleList(layer.self_attn for layer in target.layers)
-    length = (arguments.imitation_steps, arguments.imitation_minutes)
     if arguments.compile:
         for attention in (*parameters, *first.layers):
             attention.compile(dynamic=False)
-    for step, _, ids in steps_of(make_optimizers(parameters, 1.0), batches, length, recorder):
+    for step, _, ids in steps_of(
+        make_optimizers(parameters, 1.0), batches, arguments.imitation_steps, recorder
+    ):
         errors, ids = [], ids[:, :512]
         with torch.autocast("cpu", torch.bfloat16):
             x = first.embed(ids)
@@ -267,8 +198,11 @@ def train_target(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Token
     batches, recorder = Batches(corpus, tokenizer, arguments.seed), Recorder("target")
     if arguments.compile:
         compile_parts(target)
-    length, saved = (arguments.steps, arguments.minutes), 0.0
-    stream = steps_of(make_optimizers(target, arguments.scale), batches, length, recorder, MTP_DEPTHS)
+    optimizers = make_optimizers(target, arguments.scale)
+    kept, first = arguments.out / "state.pt", 0
+    if kept.exists():
+        first = restore(torch.load(kept, weights_only=False), target, optimizers, batches, recorder)
+    stream = steps_of(optimizers, batches, arguments.steps, recorder, MTP_DEPTHS, first)
     for step, done, ids in stream:
         # Every fourth batch unrolls the layer over its own recycled states, on half the rows.
         depths = MTP_DEPTHS if step % 4 == 0 else 1
@@ -280,11 +214,53 @@ def train_target(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Token
             answers, source = by_row[:2].mean().item(), by_row[2:].mean().item()
             accepted = {f"mtp{d}": share.item() for d, share in enumerate(agreed, 1)}
             recorder.point(step, loss=by_row.mean().item(), answers=answers, source=source, **accepted)
-        if recorder.seconds > saved + 240:
-            saved = recorder.seconds
-            save_checkpoint(target, arguments.out, tokenizer)
+        if step > first and step % KEPT_EVERY == 0:
+            keep(kept, step, target, optimizers, batches, recorder)
     save_checkpoint(target, arguments.out, tokenizer)
+    kept.unlink(missing_ok=True)
     return recorder.summary()
+
+
+def keep(
+    path: Path,
+    step: int,
+    target: Decoder,
+    optimizers: list[torch.optim.Optimizer],
+    batches: Batches,
+    recorder: Recorder,
+) -> None:
+    """Write everything that the stage needs to go on after a stop, before step `step` is taken."""
+    state = {
+        "step": step,
+        "target": target.state_dict(),
+        "gradients": [parameter.grad for parameter in target.parameters()],
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "batches": batches.state(),
+        "recorder": (recorder.tokens, recorder.curve, recorder.seconds),
+    }
+    torch.save(state, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
+
+
+def restore(
+    state: dict[str, Any],
+    target: Decoder,
+    optimizers: list[torch.optim.Optimizer],
+    batches: Batches,
+    recorder: Recorder,
+) -> int:
+    """Go on from what `keep` wrote; returns the next step."""
+    target.load_state_dict(state["target"])
+    for parameter, gradient in zip(target.parameters(), state["gradients"], strict=True):
+        parameter.grad = gradient
+    for optimizer, own in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(own)
+        optimizer.step()  # the one that was due
+        optimizer.zero_grad(set_to_none=True)
+    batches.restore(state["batches"])
+    recorder.tokens, recorder.curve, seconds = state["recorder"]
+    recorder.began = time.monotonic() - seconds
+    return int(state["step"]) + 1
 
 
 def mtp_losses(
@@ -320,8 +296,8 @@ def train_mtp(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenize
     target.mtp.requires_grad_(True)
     if arguments.compile:
         compile_parts(target)
-    length = (arguments.mtp_steps, arguments.mtp_minutes)
-    stream = steps_of(make_optimizers(target.mtp, 0.4), batches, length, recorder, MTP_DEPTHS)
+    optimizers = make_optimizers(target.mtp, 0.4)
+    stream = steps_of(optimizers, batches, arguments.mtp_steps, recorder, MTP_DEPTHS)
     for step, _, ids in stream:
         _, missed, agreed = mtp_losses(target, ids, MTP_DEPTHS, True)
         missed.mean().backward()
@@ -384,8 +360,7 @@ def train_draft(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokeni
 
     if arguments.compile:
         compile_parts(target, draft)
-    length = (arguments.draft_steps, arguments.draft_minutes)
-    for step, _, ids in steps_of(make_optimizers(draft, 0.5), batches, length, recorder):
+    for step, _, ids in steps_of(make_optimizers(draft, 0.5), batches, arguments.draft_steps, recorder):
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
                 teacher = target.logits(target(ids[:, :-1])).flatten(0, 1)
@@ -431,9 +406,8 @@ if __name__ == "__main__":
     parser.add_argument("--stages", default="target,mtp,held_out,draft")
     parser.add_argument("--start", type=Path, help="the first edition's folder, to start from")
     parser.add_argument("--draft-start", type=Path, help="a draft's folder, to start from")
-    for stage, steps in (("", 800), ("imitation-", 150), ("mtp-", 100), ("draft-", 400)):
+    for stage, steps in (("", 1000), ("imitation-", 100), ("mtp-", 100), ("draft-", 400)):
         parser.add_argument(f"--{stage}steps", type=int, default=steps)
-        parser.add_argument(f"--{stage}minutes", type=float, default=0.0, help="instead of steps")
     parser.add_argument("--scale", type=float, default=1.0, help="of the target's learning rates")
     parser.add_argument("--out", type=Path, default=Path("spd/formats/demo"))
     parser.add_argument("--seed", type=int, default=0)
