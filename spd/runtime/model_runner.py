@@ -117,7 +117,7 @@ class ModelRunner:
                     for shape in position
                 )
             )
-            for position in model.cache_shapes[:PROBED_LAYERS]
+            for position in model.cache_shapes[: max(PROBED_LAYERS, model.varied_layers)]
         ]
         ids = torch.randint(model.vocab_size, (1, WIDEST), generator=generator).to(self.device)
         table = self.page_row(pages, len(pages))[None]

@@ -54,6 +54,8 @@ class CausalModel(Protocol):
 
     cache_shapes: list[tuple[Shape, ...]]
     """For each layer, what one position holds in each of its pools."""
+    varied_layers: int
+    """How many of the first layers there must be for one of every kind."""
     heads: AttentionHeads
     hidden_size: int
     vocab_size: int

@@ -85,6 +85,8 @@ class Decoder:
         self.embedding, self.layers, self.final_norm, self.head = embedding, layers, final_norm, head
         self.rotary, self.heads, self.epsilon, self.kernels = rotary, heads, epsilon, kernels
         self.cache_shapes = [layer.cache_shapes for layer in layers]
+        kinds = [(type(layer.attention), type(layer.mlp)) for layer in layers]
+        self.varied_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
         self.vocab_size, self.hidden_size = embedding.shape
         self.max_positions = rotary.max_positions
 

@@ -1,0 +1,87 @@
+"""Speculation is invisible in models with latent attention and routed experts too: tokens, text and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spd.runtime import SamplingParams
+from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.test_invisible import damped
+
+PROMPTS = random_prompts(3, 20, 256) + random_prompts(1, 75, 256, seed=1)
+FAMILIES = ("deepseek_v3", "deepseek_v2_lite", "glm4_moe", "qwen3_moe", "ernie4_5_moe")
+
+
+def folders(tiny: Callable[..., Path], variant: str) -> tuple[Path, Path]:
+    """A target, and a draft of its first layers that often agrees."""
+    target = tiny(variant, layers=4, residual_gain=damped, seed=3)
+    return target, tiny(variant, layers=2, residual_gain=damped, seed=3)
+
+
+def runs(model: Path, count: int = 20, **wishes: Any) -> list[Run]:
+    """Every prompt at three temperatures."""
+    params = [
+        SamplingParams(temperature=t, max_tokens=count, seed=100 + i)
+        for i in range(len(PROMPTS))
+        for t in (0.0, 0.8, 1.3)
+    ]
+    return run_all(make_engine(model, **wishes), [p for p in PROMPTS for _ in range(3)], params)
+
+
+def compare(plain: list[Run], speculated: list[Run], method: str) -> None:
+    assert [run.output for run in speculated] == [run.output for run in plain]
+    drafted = sum(run.metrics.draft_n for run in speculated)
+    accepted = sum(run.metrics.draft_n_accepted for run in speculated)
+    assert 0 < accepted < drafted or (method == "self" and accepted == drafted > 0), "nothing was seen"
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deepseek(tiny: Callable[..., Path], dtype: str, method: str) -> None:
+    target, draft = folders(tiny, "deepseek_v3")
+    how = {"spec": "ngram", "ngram_min": 1} if method == "ngram" else {"spec": "draft", "draft_model": draft}
+    plain = runs(target, dtype=dtype)
+    for k, lag, slots in ((1, 2, 1), (2, 0, 3), (4, 1, 4)):
+        compare(plain, runs(target, dtype=dtype, draft_max=k, lag=lag, slots=slots, **how), method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("method", ["ngram", "draft", "self"])
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_every_family_k_and_lag(tiny: Callable[..., Path], variant: str, method: str, k: int) -> None:
+    target, draft = folders(tiny, variant)
+    how: dict[str, Any] = {"spec": "ngram", "ngram_min": 1}
+    if method != "ngram":
+        how = {"spec": "draft", "draft_model": draft if method == "draft" else target}
+    for dtype in ("float32", "bfloat16"):
+        plain = runs(target, dtype=dtype)
+        for lag, slots in ((0, 1), (1, 3), (2, 4), (0, 4)):
+            compare(plain, runs(target, dtype=dtype, draft_max=k, lag=lag, slots=slots, **how), method)
+
+
+def test_a_chosen_form_of_experts_too(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts that are too large to be computed for every row."""
+    from spd.kernels import moe
+
+    monkeypatch.setattr(moe, "SMALL_EXPERTS", 0)
+    target, draft = folders(tiny, "qwen3_moe")
+    plain = runs(target, count=12)
+    how = {"spec": "draft", "draft_model": draft, "draft_max": 3, "slots": 4}
+    compare(plain, runs(target, count=12, **how), "draft")
+
+
+def test_prefix_hit_equals_miss(tiny: Callable[..., Path]) -> None:
+    target, _ = folders(tiny, "deepseek_v3")
+    common = random_prompts(1, 150, 256, seed=9)[0]
+    params = [SamplingParams(temperature=0.8, max_tokens=30, seed=4, ignore_eos=True)]
+    engine = make_engine(target, ctx=300, spec="ngram", draft_max=3)
+    for prompt in (common, (*common, 1, 2, 3), common[:140]):
+        shared = run_all(engine, [prompt], params)[0]
+        fresh = run_all(make_engine(target, ctx=300, prefix_sharing=False), [prompt], params)[0]
+        assert shared.output == fresh.output
+    assert shared.metrics.cached_tokens == 128
