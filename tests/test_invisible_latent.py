@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from spd.runtime import SamplingParams
+from spd.runtime.layers import moe
 from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.test_invisible import damped
 
@@ -66,8 +67,6 @@ def test_every_family_k_and_lag(tiny: Callable[..., Path], variant: str, method:
 
 def test_a_chosen_form_of_experts_too(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts that are too large to be computed for every row."""
-    from spd.kernels import moe
-
     monkeypatch.setattr(moe, "SMALL_EXPERTS", 0)
     target, draft = folders(tiny, "qwen3_moe")
     plain = runs(target, count=12)

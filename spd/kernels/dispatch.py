@@ -35,6 +35,7 @@ class Kernels:
     latent_store: Annotated[Operation, "mla_attention", TORCH_ONLY]
     head_linear: Annotated[Operation, "mla_attention", TORCH_ONLY]
     mla_attention: Annotated[Operation, "mla_attention", TORCH_ONLY]
+    router_logits: Annotated[Operation, "moe", TORCH_ONLY]
     route: Annotated[Operation, "moe", TORCH_ONLY]
     experts: Annotated[Operation, "moe", TORCH_ONLY]
     sample_rows: Annotated[Operation, "sampling"]

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from spd.kernels.silu_mul import silu_mul
 
-SMALL_EXPERTS = 8 * 2**20
-"""Bytes of all experts of a layer up to which the torch form computes every expert for every row: reading
-them all costs less than sorting rows, and nothing depends on where rows go."""
 FEW_ROWS = 4
 """Rows of one expert that the torch form computes at a time in a window; with more rows than it has the
 last one is repeated, so that the number of an expert's rows chooses no arithmetic."""
@@ -26,9 +23,13 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K] times weight float32 [E, K], in float32: [T, E]."""
+    return F.linear(x.float(), weight)
+
+
 def route(
-    x: Tensor,
-    weight: Tensor,
+    logits: Tensor,
     correction: Tensor | None,
     per_token: int,
     groups: int,
@@ -38,15 +39,14 @@ def route(
     normalised: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Choose `per_token` of E experts for each row of x [T, K] and weigh them: (ids int64, weights) [T, k].
+    """Choose `per_token` of E experts for each row and weigh them: (ids int64, weights float32) [T, k].
 
-    weight float32 [E, K]; scores are float32: the sigmoid, else the softmax, of x Wᵀ. Experts are chosen
-    by score + correction [E], best first, ties to the lowest id, from the `groups_kept` of `groups` groups
-    of neighbours whose `group_best` best ones have the largest sum. Weights float32 are the scores alone,
-    divided by their sum if `normalised`, times `scale`. NaN counts as largest: ids are always in range.
+    Scores are the sigmoid, else the softmax, of logits float32 [T, E]. Experts are chosen by score +
+    correction [E], best first, ties to the lowest id, from the `groups_kept` of `groups` groups of
+    neighbours whose `group_best` best ones have the largest sum. Weights are the scores alone, divided by
+    their sum if `normalised`, times `scale`. NaN counts as largest: ids are always in range, and distinct.
     Source: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437).
     """
-    logits = F.linear(x.float(), weight)
     scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
     choice = scores if correction is None else scores + correction
     if groups_kept < groups:
@@ -69,24 +69,10 @@ def experts(
     ids int64 [T, k] in [0, E), weights float32 [T, k]; gate_up [E, 2 * I, K] with the gate first, down
     [E, K, I]: an expert is down(silu(gate(x)) * up(x)). chunk: whether the rows are a prompt chunk, which
     has one size and a program of its own.
+
+    Torch form: each chosen expert for its own rows, always as many of them at a time. Asks the host.
     """
-    if gate_up.nbytes + down.nbytes <= SMALL_EXPERTS:
-        made = _all_experts(x, ids, gate_up, down)
-    else:
-        made = _chosen_experts(x, ids, gate_up, down, MANY_ROWS if chunk else FEW_ROWS)
-    return torch.bmm(weights.unsqueeze(1), made.float()).squeeze(1).to(x.dtype)
-
-
-def _all_experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """[T, k, K]: every expert for every row, then each row's own ones."""
-    inner = silu_mul(torch.bmm(x.expand(gate_up.shape[0], -1, -1), gate_up.transpose(1, 2)))
-    made = torch.bmm(inner, down.transpose(1, 2)).transpose(0, 1)
-    return made.gather(1, ids.unsqueeze(-1).expand(-1, -1, x.shape[1]))
-
-
-def _chosen_experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, tile: int) -> Tensor:
-    """[T, k, K]: each chosen expert for its own rows, always `tile` of them at a time. Asks the host."""
-    pairs: dict[int, list[int]] = {}
+    tile, pairs = MANY_ROWS if chunk else FEW_ROWS, dict[int, list[int]]()
     for pair, expert in enumerate(ids.flatten().tolist()):
         pairs.setdefault(expert, []).append(pair)
     order: list[int] = []
@@ -101,5 +87,18 @@ def _chosen_experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, tile:
         F.linear(silu_mul(F.linear(some, gate_up[expert])), down[expert])
         for some, expert in zip(rows, tiles, strict=True)
     ]
-    out = x.new_empty(ids.numel(), x.shape[1])
-    return out.index_copy_(0, where, torch.cat(made)).view(*ids.shape, -1)
+    out = x.new_empty(ids.numel(), x.shape[1]).index_copy_(0, where, torch.cat(made))
+    return torch.bmm(weights.unsqueeze(1), out.view(*ids.shape, -1).float()).squeeze(1).to(x.dtype)
+
+
+def gate_chosen(gate_up: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """silu(gate) * up of every expert, weighed: gate_up [T, E, 2 * I] to [T, E * I], 0 of those not in ids.
+
+    ids int64 [T, k], weights float32 [T, k]. Whatever an expert makes of a row that does not go to it, were
+    it not finite, leaves no trace.
+    """
+    rows, count, _ = gate_up.shape
+    weight = weights.new_zeros(rows, count).scatter_(1, ids, weights)
+    chosen = torch.zeros_like(weight, dtype=torch.bool).scatter_(1, ids, True)
+    inner = silu_mul(gate_up).mul_(weight.unsqueeze(-1))  # in float32, rounded once
+    return inner.masked_fill_(~chosen.unsqueeze(-1), 0).flatten(1)

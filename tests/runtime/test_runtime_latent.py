@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from spd.errors import IncompatibleError
 from spd.formats.block_config import LatentConfig
 from spd.formats.model_config import ModelConfig, RopeConfig, read_model_config
-from spd.kernels import moe
+from spd.runtime.layers import moe
 from spd.runtime.layers.rotary import inverse_frequencies
 from spd.runtime.model_runner import ModelRunner, SlotView
 from spd.runtime.models import deepseek, family_layout

@@ -91,6 +91,51 @@ def test_unused_tensors_do_not_matter(copied: Path) -> None:
     assert after.output == before.output
 
 
+def test_an_mtp_head_inside_the_checkpoint_is_not_unexpected(
+    tiny: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("deepseek_v3"), folder)
+    before = run_all(make_engine(folder), random_prompts(1, 9, 256), [SamplingParams(max_tokens=9)])[0]
+    head = ("layers.3.eh_proj.weight", "layers.3.mlp.experts.0.up_proj.weight_scale_inv", "mtp_layers.0.x")
+    edit_weights(folder, lambda w: w.update({f"model.{name}": torch.zeros(2) for name in head}))
+    after = run_all(make_engine(folder), random_prompts(1, 9, 256), [SamplingParams(max_tokens=9)])[0]
+    assert after.output == before.output and not caplog.messages
+    edit_weights(folder, lambda w: w.update({"model.layers.2.eh_proj.weight": torch.zeros(2)}))
+    make_engine(folder)
+    assert "model.layers.2.eh_proj.weight" in caplog.text, "a layer of the target has no such tensor"
+
+
+def test_faults_of_blocks_in_one_message(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("deepseek_v3"), folder)
+    gone = [
+        "layers.1.mlp.experts.7.down_proj.weight",
+        "layers.2.mlp.gate.e_score_correction_bias",
+        "layers.2.mlp.shared_experts.gate_proj.weight",
+        "layers.0.self_attn.kv_a_layernorm.weight",
+        "layers.1.self_attn.q_b_proj.weight",
+    ]
+
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        for name in gone:
+            del weights[f"model.{name}"]
+        weights["model.layers.1.self_attn.kv_b_proj.weight"] = torch.zeros(64, 31)
+
+    edit_weights(folder, spoil)
+    said = text_of(refusal(folder))
+    assert "5 missing, 1 of another shape" in said
+    assert all(name in said for name in gone) and "shape is [64, 31], expected [128, 32]" in said
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3", "glm4_moe"])
+def test_dummy_weights_of_every_block(tiny: Callable[..., Path], tmp_path: Path, variant: str) -> None:
+    (tmp_path / "config.json").write_bytes((tiny(variant, vocab=2000) / "config.json").read_bytes())
+    params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=0)
+    run = run_all(make_engine(tmp_path, load="dummy"), random_prompts(1, 20, 2000), [params])[0]
+    assert len(set(run.tokens)) >= 15 and all(-9 < logprob < -0.01 for logprob in run.logprobs)
+
+
 def test_a_draft_with_another_vocabulary_is_refused(tiny: Callable[..., Path], copied: Path) -> None:
     tokenizer = json.loads((copied / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"] = {

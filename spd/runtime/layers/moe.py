@@ -2,33 +2,72 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
 from spd.formats.block_config import RouterConfig
 from spd.kernels.dispatch import Kernels
+from spd.kernels.moe import gate_chosen
 from spd.kernels.rms_norm import rms_norm
 from spd.kernels.silu_mul import silu_mul
 from spd.runtime.layers.linear import AnyLinear, in_tiles
 from spd.runtime.models.base import ForwardBatch, Residual
 
+SMALL_EXPERTS = 8 * 2**20
+"""Bytes of all experts of a layer up to which torch's form computes every one for every row: two products
+cost less than sorting rows and many small ones, and nothing depends on where rows go."""
+
+
+class Experts(Protocol):
+    """All routed experts of a layer."""
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, batch: ForwardBatch) -> Tensor:
+        """The weighed sum of what the experts ids [T, k] make of x [T, K]: [T, K]; weights float32 [T, k]."""
+        ...
+
+
+class MergedExperts:
+    """Small experts as one wide MLP, of which a row takes its part: gate_up [E * 2 I, K], down [K, E * I]."""
+
+    def __init__(self, gate_up: AnyLinear, down: AnyLinear, count: int) -> None:
+        self.gate_up, self.down, self.count = gate_up, down, count
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, batch: ForwardBatch) -> Tensor:
+        """See `Experts`."""
+        every = self.gate_up.product(x, batch).view(x.shape[0], self.count, -1)
+        return self.down.product(gate_chosen(every, ids, weights), batch)
+
+
+class RoutedExperts:
+    """Experts that only compute the rows that go to them; gate_up [E, 2 I, K], down [E, K, I]."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, kernels: Kernels) -> None:
+        self.gate_up, self.down, self.kernels = gate_up, down, kernels
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, batch: ForwardBatch) -> Tensor:
+        """See `Experts`."""
+        chunk = batch.chunk_start is not None
+        mixed: Tensor = self.kernels.experts(x, ids, weights, self.gate_up, self.down, chunk=chunk)
+        return mixed
+
 
 class MoeMlp:
-    """stream + experts(norm(stream)) + shared(norm(stream)); gate_up [E, 2 I, K], down [E, K, I]."""
+    """stream + experts(norm(stream)) + shared(norm(stream)); router float32 [E, K]."""
 
     def __init__(
         self,
         norm: Tensor,
         router: Tensor,
         correction: Tensor | None,
-        gate_up: Tensor,
-        down: Tensor,
+        experts: Experts,
         shared: tuple[AnyLinear, AnyLinear] | None,
         rule: RouterConfig,
         epsilon: float,
         kernels: Kernels,
     ) -> None:
         self.norm, self.router, self.correction = norm, router, correction
-        self.gate_up, self.down, self.shared = gate_up, down, shared
+        self.experts, self.shared = experts, shared
         self.rule, self.epsilon, self.kernels = rule, epsilon, kernels
 
     def products(self) -> tuple[AnyLinear, ...]:
@@ -38,18 +77,19 @@ class MoeMlp:
     def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
         """The stream [T, hidden] with this block added."""
         x = rms_norm(stream.x, self.norm, self.epsilon)
-        chunk = batch.chunk_start is not None
-        mixed = in_tiles(lambda rows: self._routed(rows, chunk), x, batch.tile)
+        ids, weights = self._route(x, batch.tile)
+        mixed = self.experts(x, ids, weights, batch)
         if self.shared is not None:
             gate_up, down = self.shared
             mixed = mixed + down.product(silu_mul(gate_up.product(x, batch)), batch)
         return Residual(stream.x + mixed)
 
-    def _routed(self, x: Tensor, chunk: bool) -> Tensor:
+    def _route(self, x: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+        """The chosen experts and their weights, [T, k] each."""
         rule = self.rule
-        ids, weights = self.kernels.route(
-            x,
-            self.router,
+        logits = in_tiles(lambda rows: self.kernels.router_logits(rows, self.router), x, tile)
+        chosen: tuple[Tensor, Tensor] = self.kernels.route(
+            logits,
             self.correction,
             rule.per_token,
             rule.groups,
@@ -59,5 +99,4 @@ class MoeMlp:
             rule.normalised,
             rule.scale,
         )
-        mixed: Tensor = self.kernels.experts(x, ids, weights, self.gate_up, self.down, chunk=chunk)
-        return mixed
+        return chosen

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
+from spd.runtime.layers import moe
 from spd.runtime.layers.attention import Attention
 from spd.runtime.layers.latent_attention import LatentAttention
 from spd.runtime.layers.linear import AnyLinear, Linear, SkinnyLinear, share_workspace
 from spd.runtime.layers.mlp import GatedMlp
-from spd.runtime.layers.moe import MoeMlp
+from spd.runtime.layers.moe import Experts, MergedExperts, MoeMlp, RoutedExperts
 from spd.runtime.models.decoder import AttentionBlock, DecoderLayer, MlpBlock
 from spd.runtime.models.layouts import GqaLayout, LatentLayout, LayerLayout, MlpLayout, MoeLayout
 from spd.runtime.weight_space import LayerTensors, Tensors, fold_norm, reorder_heads
@@ -113,13 +114,20 @@ class LayerBuilder:
             tensors["norm"],
             tensors["router"],
             correction.flatten() if correction is not None else None,
-            tensors["experts_gate_up"].view(experts.num_experts, -1, layout.hidden_size),
-            tensors["experts_down"].view(experts.num_experts, layout.hidden_size, -1),
+            self._experts(tensors["experts_gate_up"], tensors["experts_down"], experts.num_experts),
             shared,
             experts.router,
             self.epsilon,
             self.kernels,
         )
+
+    def _experts(self, gate_up: Tensor, down: Tensor, count: int) -> Experts:
+        """Of gate_up [E * 2 I, K] and down [E * K, I]."""
+        downs = down.view(count, gate_up.shape[1], -1)
+        if self.kernels.name == "torch" and gate_up.nbytes + down.nbytes <= moe.SMALL_EXPERTS:
+            merged = downs.transpose(0, 1).flatten(1)
+            return MergedExperts(Linear(gate_up), Linear(merged), count)
+        return RoutedExperts(gate_up.view(count, -1, gate_up.shape[1]), downs, self.kernels)
 
     def _mlp(self, layout: MlpLayout, tensors: Tensors) -> GatedMlp:
         gate_up = self._after_norm(tensors, "gate_up")
