@@ -78,6 +78,9 @@ def test_bash_offers_what_fits(bash_complete) -> None:
         "verify",
         "inspect",
         "convert-mtp",
+        "pull",
+        "ls",
+        "rm",
         "doctor",
         "completions",
     ]

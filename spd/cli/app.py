@@ -22,7 +22,9 @@ from spd import __version__
 from spd.cli.argv import Invocation, prepare
 from spd.cli.bench import bench
 from spd.cli.bench_options import BenchOptions, CompareOptions, ExplainOptions, VerifyOptions
+from spd.cli.cache_options import ListOptions, PullOptions, RemoveOptions
 from spd.cli.chat import chat
+from spd.cli.chat_options import ChatOptions
 from spd.cli.compare import compare
 from spd.cli.completions import complete, completions
 from spd.cli.convert_mtp import ConvertOptions, convert_mtp
@@ -30,8 +32,8 @@ from spd.cli.doctor import doctor
 from spd.cli.explain import explain
 from spd.cli.generate import generate
 from spd.cli.inspect import inspect
+from spd.cli.models import ls, pull, rm
 from spd.cli.options import (
-    ChatOptions,
     CompletionOptions,
     DoctorOptions,
     GenerateOptions,
@@ -65,6 +67,9 @@ COMMANDS = (
     "verify",
     "inspect",
     "convert-mtp",
+    "pull",
+    "ls",
+    "rm",
     "doctor",
     "completions",
 )
@@ -160,6 +165,27 @@ spd convert-mtp deepseek-ai/DeepSeek-V3.1 v31-mtp --attach my/DeepSeek-V3.1-AWQ
 spd generate -m my/DeepSeek-V3.1-AWQ --spec mtp --mtp v31-mtp "Hello"
 """
 
+PULL_EPILOG = """Examples:
+
+spd pull Qwen/Qwen3-0.6B
+
+spd pull Qwen/Qwen3-8B --dry-run
+"""
+
+LS_EPILOG = """Examples:
+
+spd ls
+
+spd ls -q
+"""
+
+RM_EPILOG = """Examples:
+
+spd rm Qwen/Qwen3-0.6B
+
+spd rm -y org/one org/two
+"""
+
 DOCTOR_EPILOG = """Examples:
 
 spd doctor
@@ -198,6 +224,9 @@ def build_app(*, completing: bool = False) -> typer.Typer:
         (as_command(verify, VerifyOptions), VERIFY_EPILOG),
         (as_command(inspect, InspectOptions), INSPECT_EPILOG),
         (as_command(convert_mtp, ConvertOptions), CONVERT_EPILOG),
+        (as_command(pull, PullOptions), PULL_EPILOG),
+        (as_command(ls, ListOptions), LS_EPILOG),
+        (as_command(rm, RemoveOptions), RM_EPILOG),
         (as_command(doctor, DoctorOptions), DOCTOR_EPILOG),
         (as_command(completions, CompletionOptions), COMPLETIONS_EPILOG),
     )

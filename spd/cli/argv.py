@@ -78,6 +78,7 @@ FLAGS = SHARED_FLAGS | {
     "--parse-special",
 }
 FLAGS |= {"-c", "--continue", "--no-save", "--no-history", "--think", "--no-think", "--hide-thinking"}
+FLAGS |= {"-y", "--yes", "--pull"}
 FLAGS |= {"--show-drafts", "--no-stats", "--vi"}
 FLAGS |= {"--stats", "--stream", "--no-stream", "--dry-run", "--ignore-eos", "--quick"}
 FLAGS |= {"--jsonl", "--csv", "--markdown", "--explain"}

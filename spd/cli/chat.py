@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from spd.cli.chat_options import ChatOptions
 from spd.cli.conflicts import check_chat_conflicts
-from spd.cli.options import ChatOptions, Session
+from spd.cli.options import Session
 from spd.cli.output import Sink, is_terminal, printable, terminal_columns, write_error, write_stderr
 from spd.errors import NotFoundError, SpdError, UsageError
 
@@ -92,12 +93,14 @@ class Chat:
     ) -> None:
         from spd.cli.chat_model import ChatModel
         from spd.cli.conversation import begin
+        from spd.cli.models import ensure_models
         from spd.cli.prompt import read_text
 
         self._session, self._sink = session, sink
         self.store, self.name = store, name
         if conversation is not None and options.model is None:
             options = dataclasses.replace(options, model=conversation.model)
+        ensure_models(session, options)
         self.model: ChatModel = ChatModel(options, session.console)
         system = read_text(options.system_file) if options.system_file is not None else options.system
         fresh = begin(self.model.name, options.seed, system, self.model.fingerprint)
@@ -337,6 +340,9 @@ class Chat:
 
     def reload(self, **changes: Any) -> None:
         """Load with other options, and go back to the old ones if that fails."""
+        from spd.cli.models import ensure_models
+
+        ensure_models(self._session, dataclasses.replace(self.model.options, **changes))
         self.model.reload(changes, self._loaded)
         self.change(self.conversation.for_model(self.model.name, self.model.fingerprint))
         self._session.console.note(f"loaded {self.model.name}")

@@ -17,7 +17,7 @@ from spd.cli.sampling import Resolved, resolve_sampling
 from spd.errors import UsageError
 
 if TYPE_CHECKING:
-    from spd.cli.options import ChatOptions
+    from spd.cli.chat_options import ChatOptions
     from spd.runtime import EngineConfig, Event, Request, RequestMetrics
     from spd.runtime.request import SamplingParams
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from spd.cli.options import ChatOptions, CommonOptions, GenerateOptions, SpeculationOptions
+from spd.cli.chat_options import ChatOptions
+from spd.cli.options import CommonOptions, GenerateOptions, SpeculationOptions
 from spd.errors import UsageError
 
 Options = TypeVar("Options", bound=CommonOptions)

@@ -31,7 +31,9 @@ def generate(session: Session, options: GenerateOptions) -> int:
             check_writable(path)
     sink = Sink.stdout() if options.output is None else Sink.file(options.output)
     from spd.cli.job import plan_job
+    from spd.cli.models import ensure_models
 
+    ensure_models(session, options)
     job = plan_job(options)
     if options.dry_run:
         _show_prompt(session, options, job, sink)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spd.cli.bench_options import VerifyOptions
+from spd.cli.chat_options import ChatOptions
 from spd.cli.encode import Vocabulary, fit
-from spd.cli.options import ChatOptions, GenerateOptions
+from spd.cli.options import GenerateOptions
 from spd.cli.prompt import Asked, gather
 from spd.cli.sampling import Resolved, resolve_sampling
 

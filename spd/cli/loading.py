@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 DELAY = 0.5
 """Seconds before the line becomes a bar."""
 INTERVAL = 0.1
-WORDS = {"read": "reading weights", "pack": "packing weights", "capture": "capturing graphs"}
+WORDS = {
+    "read": "reading weights",
+    "pack": "packing weights",
+    "capture": "capturing graphs",
+    "download": "downloading",
+}
 
 
 @contextmanager

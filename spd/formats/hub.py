@@ -49,6 +49,28 @@ def resolve_model(reference: str, revision: str | None = None) -> Path:
     return _cached_snapshot(reference, revision)
 
 
+def is_repository_name(reference: str) -> bool:
+    """Whether a reference can only mean a model on the hub: org/name, and no folder of that name."""
+    return (
+        "/" in reference
+        and _REPOSITORY.fullmatch(reference) is not None
+        and ".." not in reference
+        and "--" not in reference
+        and not os.path.lexists(reference)
+    )
+
+
+def check_repository_name(name: str) -> None:
+    """Refuse what is no name of a model on the hub. Raises `UsageError`."""
+    if not _REPOSITORY.fullmatch(name) or ".." in name or "--" in name:
+        raise UsageError(f"{shown(name)}: is not the name of a model on the hub", fix=["org/name"])
+
+
+def cached_folder(name: str) -> Path:
+    """Where the cache keeps everything of a model."""
+    return cache_folder() / f"models--{name.replace('/', '--')}"
+
+
 def list_cached_models() -> list[str]:
     """The names in the local cache that have a snapshot, sorted; empty when there is no cache."""
     cache = cache_folder()
@@ -80,8 +102,8 @@ def _local_folder(path: Path) -> Path:
 def _cached_snapshot(name: str, revision: str | None) -> Path:
     if revision is not None and not _REVISION.fullmatch(revision):
         raise UsageError(f"{name}: revision {shown(revision)}: is not a branch, tag or commit")
-    download = f"hf download {name}" + (f" --revision {revision}" if revision else "")
-    folder = cache_folder() / f"models--{name.replace('/', '--')}"
+    download = f"spd pull {name}" + (f" --revision {revision}" if revision else "")
+    folder = cached_folder(name)
     snapshots = _snapshots(folder)
     if not snapshots:
         raise NotFoundError(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal["read", "pack", "capture"]
+Phase = Literal["read", "pack", "capture", "download"]
 
 
 @dataclass(frozen=True)

@@ -287,7 +287,7 @@ def test_models_that_are_not_there(
 ) -> None:
     assert spd_run("generate", "-m", tmp_path / "nothing", "Hi").code == 3
     ran = spd_run("generate", "-m", "nobody/nothing", "Hi")
-    assert ran.code == 3 and "hf download" in ran.err
+    assert ran.code == 3 and "spd pull" in ran.err
     assert spd_run("generate", "-m", model, "Hi", "--draft-model", "nobody/nothing").code == 3
 
 

@@ -107,6 +107,9 @@ def test_help_names_the_commands_of_this_edition_only(spd_run: Callable) -> None
             "verify",
             "inspect",
             "convert-mtp",
+            "pull",
+            "ls",
+            "rm",
             "doctor",
             "completions",
         )

@@ -120,7 +120,7 @@ def test_what_was_looked_for_is_said(cache: Path) -> None:
     reason = "\n".join(caught.value.reason)
     assert str(cache / "models--org--Model-15B") in reason
     assert "in the cache: org/Model-1.5B" in reason
-    assert caught.value.fix == ("hf download org/Model-15B",)
+    assert caught.value.fix == ("spd pull org/Model-15B",)
 
 
 @pytest.mark.parametrize("revision", ["v3", "gone", "abc", SECOND[:6], "d" * 40, "a"])
@@ -128,7 +128,7 @@ def test_revisions_that_are_not_there(cache: Path, revision: str) -> None:
     with refused(NotFoundError, "org/Model-1.5B", revision, exit_code=3) as caught:
         resolve_model("org/Model-1.5B", revision)
     assert any("v2" in line for line in caught.value.reason)
-    assert caught.value.fix == (f"hf download org/Model-1.5B --revision {revision}",)
+    assert caught.value.fix == (f"spd pull org/Model-1.5B --revision {revision}",)
 
 
 @pytest.mark.parametrize("revision", ["", "../main", "/etc/passwd", "a/../b", "a b", "x\0", "-x", "a\n"])

@@ -1,0 +1,69 @@
+"""Options of `spd chat`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import typer
+
+from spd.cli.options import (
+    AdvancedOptions,
+    CommonOptions,
+    ModelOptions,
+    PullOption,
+    SamplingOptions,
+    SpeculationOptions,
+    model_names,
+)
+
+_chat = functools.partial(typer.Option, rich_help_panel="Chat")
+_model = functools.partial(typer.Option, rich_help_panel="Model")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ChatOptions(
+    AdvancedOptions, CommonOptions, SamplingOptions, SpeculationOptions, PullOption, ModelOptions
+):
+    """Everything `spd chat` takes."""
+
+    model_argument: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", autocompletion=model_names, help="A folder, org/name, or demo. Default: demo."
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        _model(
+            "-m", "--model", envvar="SPD_MODEL", autocompletion=model_names, help="As the MODEL argument."
+        ),
+    ] = None  # type: ignore[assignment]
+    system: Annotated[str | None, _chat("-s", "--system", metavar="TEXT", help="System message.")] = None
+    system_file: Annotated[str | None, _chat(metavar="FILE", help="System message from a file.")] = None
+    file: Annotated[
+        list[str] | None,
+        _chat("-f", "--file", metavar="FILE", help="Goes with the first message. Repeatable."),
+    ] = None
+    template_arg: Annotated[
+        list[str] | None, _chat(metavar="K=V", help="A variable for the chat template. Repeatable.")
+    ] = None
+    continue_: Annotated[bool, _chat("-c", "--continue", help="Continue the latest chat.")] = False
+    session: Annotated[str | None, _chat(metavar="NAME", help="Continue or begin the chat of this name.")] = (
+        None
+    )
+    no_save: Annotated[bool, _chat("--no-save", help="Keep this chat in memory only.")] = False
+    no_history: Annotated[bool, _chat("--no-history", help="Neither read nor write typed lines.")] = False
+    think: Annotated[
+        bool | None, _chat("--think/--no-think", help="Ask the chat template for thinking, or for none.")
+    ] = None
+    hide_thinking: Annotated[bool, _chat("--hide-thinking", help="One line in place of thinking.")] = False
+    markdown: Annotated[
+        Literal["auto", "on", "off"], _chat(help="Show Markdown. auto: unless drafts are shown.")
+    ] = "auto"
+    show_drafts: Annotated[bool, _chat("--show-drafts", help="Colour accepted draft tokens.")] = False
+    stats: Annotated[
+        bool | None, _chat("--stats/--no-stats", help="Figures after each reply. Default: on a terminal.")
+    ] = None
+    vi: Annotated[bool, _chat("--vi", help="vi keys in the editor.")] = False

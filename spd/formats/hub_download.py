@@ -1,0 +1,296 @@
+"""Downloads from the Hugging Face hub into its own cache: the files that `spd` reads, each with its hash.
+
+The only module that imports huggingface_hub. A finished file is kept whatever happens to the next one.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import errors as hub_errors
+from tqdm.std import tqdm
+
+from spd.errors import (
+    CheckpointError,
+    IncompatibleError,
+    NetworkError,
+    NotFoundError,
+    ResourceError,
+    SpdError,
+)
+from spd.formats.checkpoint import INDEX_NAME, SINGLE_NAME
+from spd.formats.hub import cache_folder, cached_folder
+from spd.formats.json_file import one_line, read_json_object, shown
+
+SMALL_FILES = frozenset(
+    {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        INDEX_NAME,
+    }
+)
+SPARE_SHARE = 1.05
+"""Free space wanted, as a share of what is to come."""
+_WEIGHTS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
+_NETWORK_PACKAGES = frozenset({"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet"})
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """One file of a repository; `sha256` is known for large files, `git_sha1` for the others."""
+
+    name: str
+    size: int
+    sha256: str | None
+    git_sha1: str | None
+
+
+@dataclass(frozen=True)
+class RemoteModel:
+    """What would be downloaded of one revision of a repository."""
+
+    name: str
+    revision: str | None
+    commit: str
+    files: tuple[RemoteFile, ...]
+    missing_bytes: int
+    """Bytes of the files that are not in the cache yet."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+def look_up(name: str, revision: str | None = None) -> RemoteModel:
+    """What the hub has of a model, and what of it is to come; fetches the index of the shards at most.
+
+    Raises NotFoundError, NetworkError naming token and page, IncompatibleError without safetensors.
+    """
+    with _in_words(name):
+        info = HfApi(endpoint=constants.ENDPOINT).model_info(name, revision=revision, files_metadata=True)
+        if not re.fullmatch(r"[0-9a-f]{40}", str(info.sha)):
+            raise NetworkError(f"{name}: the hub names no commit", code="bad_answer")
+        offered = {file.name: file for file in map(_remote_file, info.siblings or ()) if file is not None}
+        wanted = [file for file in offered.values() if file.name in SMALL_FILES]
+        if "config.json" not in offered:
+            raise IncompatibleError(f"{name}: the repository has no config.json, so it is no model folder")
+        wanted += _weights(name, str(info.sha), revision, offered, [s.rfilename for s in info.siblings or ()])
+    missing = sum(file.size for file in wanted if not _is_cached(name, str(info.sha), file))
+    return RemoteModel(name, revision, str(info.sha), tuple(wanted), missing)
+
+
+def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
+    """Fetch what is missing and check it; returns the snapshot folder. `report` hears of bytes as they come.
+
+    Raises NetworkError, also for a file that is not the one listed, and ResourceError when the disk is full.
+    """
+    _check_space(model)
+    path = ""
+    for file in model.files:
+        with _in_words(model.name):
+            cached = _is_cached(model.name, model.commit, file)
+            path = _fetch(model.name, file.name, model.revision, model.commit, report)
+        if not cached:
+            _check_hash(model.name, file, Path(path))
+    folder = Path(path).parent
+    _write_ref(model)
+    return folder
+
+
+def _fetch(name: str, file: str, revision: str | None, commit: str, report: Callable[[int], None]) -> str:
+    path = hf_hub_download(
+        name,
+        file,
+        revision=commit,
+        cache_dir=cache_folder(),
+        endpoint=constants.ENDPOINT,
+        tqdm_class=_meter(report),
+    )
+    return str(path)
+
+
+def _remote_file(sibling: Any) -> RemoteFile | None:
+    """A file of the listing if it is one that `spd` reads; its name is no path, so it stays in its folder."""
+    name = sibling.rfilename
+    if name not in SMALL_FILES and not _WEIGHTS.fullmatch(name):
+        return None
+    lfs = sibling.lfs
+    return RemoteFile(name, sibling.size or 0, lfs.sha256 if lfs else None, None if lfs else sibling.blob_id)
+
+
+def _weights(
+    name: str, commit: str, revision: str | None, offered: Mapping[str, RemoteFile], every: Sequence[str]
+) -> list[RemoteFile]:
+    """The weights that loading would read: the single file, else the shards that the index names."""
+    if SINGLE_NAME in offered:
+        return [offered[SINGLE_NAME]]
+    if INDEX_NAME in offered:
+        path = Path(_fetch(name, INDEX_NAME, revision, commit, lambda _: None))
+        shards = read_json_object(path).get("weight_map")
+        names = sorted(set(shards.values())) if isinstance(shards, dict) else []
+        if not names or not all(isinstance(shard, str) and _WEIGHTS.fullmatch(shard) for shard in names):
+            raise CheckpointError(f"{name}: {INDEX_NAME} names files that are no safetensors of this folder")
+        absent = [shard for shard in names if shard not in offered]
+        if absent:
+            raise CheckpointError(
+                f"{name}: {INDEX_NAME} names {shown(absent[0])}, which the hub does not have"
+            )
+        return [offered[shard] for shard in names]
+    found = sorted({Path(file).suffix for file in every} & {".bin", ".pt", ".pth", ".gguf", ".safetensors"})
+    raise IncompatibleError(
+        f"{name} has no {SINGLE_NAME} and no {INDEX_NAME}",
+        reason=[f"Its weights are {', '.join(found)} files, which spd does not read."] if found else [],
+        fix=["a repository with safetensors weights"],
+        code="no_safetensors",
+    )
+
+
+def _is_cached(name: str, commit: str, file: RemoteFile) -> bool:
+    path = try_to_load_from_cache(name, file.name, cache_dir=cache_folder(), revision=commit)
+    return isinstance(path, str) and Path(path).is_file()
+
+
+def _check_space(model: RemoteModel) -> None:
+    folder = cache_folder()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < model.missing_bytes * SPARE_SHARE:
+        raise ResourceError(
+            f"not enough disk space for {model.name}: {model.missing_bytes:,} bytes to come, {free:,} free",
+            reason=[f"The cache is {cache_folder()}."],
+            fix=["spd rm NAME for a model that is not needed", "HF_HOME=/another/disk spd pull …"],
+            code="disk_full",
+        )
+
+
+def _check_hash(name: str, file: RemoteFile, path: Path) -> None:
+    """Compare a new file with the listing; what differs is removed, so that nobody reads it."""
+    if file.sha256 is not None:
+        wanted, digest = file.sha256, hashlib.sha256()
+    elif file.git_sha1 is not None:
+        wanted, digest = file.git_sha1, hashlib.sha1(f"blob {path.stat().st_size}\0".encode())
+    else:
+        return
+    with path.open("rb") as data:
+        while block := data.read(1 << 20):
+            digest.update(block)
+    if digest.hexdigest() == wanted:
+        return
+    blob = path.resolve()
+    path.unlink()
+    with suppress(OSError):
+        blob.unlink()
+    raise NetworkError(
+        f"{name}: {file.name} is not the file that the hub lists; it was removed",
+        reason=[f"hash wanted {wanted}", f"hash found  {digest.hexdigest()}"],
+        fix=[f"spd pull {name}"],
+        code="wrong_hash",
+    )
+
+
+def _write_ref(model: RemoteModel) -> None:
+    """Let a branch or tag mean this commit, as huggingface_hub does; files were fetched by commit."""
+    revision = model.revision or "main"
+    if revision == model.commit:
+        return
+    refs = cached_folder(model.name) / "refs"
+    path = refs / revision
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(model.commit)
+
+
+def _meter(report: Callable[[int], None]) -> Any:
+    class Meter(tqdm):  # type: ignore[misc]
+        """Hands on how many bytes came, and draws nothing."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options.pop("name", None)
+            super().__init__(*args, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            report(int(n or 0))
+
+    return Meter
+
+
+@contextmanager
+def _in_words(name: str) -> Iterator[None]:
+    """Whatever the hub's library raises, as one refusal that says what to do."""
+    try:
+        yield
+    except SpdError:
+        raise
+    except hub_errors.GatedRepoError:
+        raise _no_access(name, "is gated") from None
+    except hub_errors.RevisionNotFoundError:
+        raise NotFoundError(f"{name}: the hub has no such revision", fix=["leave --revision out"]) from None
+    except hub_errors.RepositoryNotFoundError:
+        raise NotFoundError(
+            f"{name}: the hub has no such model, or this token may not see it",
+            reason=[_token_words()],
+            fix=["check the name; for a private model: hf auth login"],
+            code="no_repository",
+        ) from None
+    except hub_errors.OfflineModeIsEnabled:
+        raise NetworkError(
+            f"{name}: not downloaded, because HF_HUB_OFFLINE is set",
+            fix=["unset HF_HUB_OFFLINE"],
+            code="offline",
+        ) from None
+    except hub_errors.HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        if status in (401, 403):
+            raise _no_access(name, "refuses access") from None
+        raise _unreachable(name, f"the hub answered {status}") from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceError(
+                f"the disk is full while downloading {name}",
+                reason=["Finished files are kept."],
+                fix=["spd rm NAME for a model that is not needed"],
+                code="disk_full",
+            ) from None
+        raise _unreachable(name, error) from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in (*_NETWORK_PACKAGES, "huggingface_hub"):
+            raise
+        raise _unreachable(name, error) from None
+
+
+def _no_access(name: str, why: str) -> NetworkError:
+    return NetworkError(
+        f"{name} {why} and this token has no access" if get_token() else f"{name} {why} and no token is set",
+        reason=[_token_words()],
+        fix=[f"accept the licence at {constants.ENDPOINT}/{name}, then: hf auth login"],
+        code="gated",
+    )
+
+
+def _token_words() -> str:
+    return "A token is set (HF_TOKEN or hf auth login)." if get_token() else "No token is set (HF_TOKEN)."
+
+
+def _unreachable(name: str, why: object) -> NetworkError:
+    return NetworkError(
+        f"cannot download {name}: {one_line(str(why)) or type(why).__name__}",
+        reason=[f"The hub is {constants.ENDPOINT}. Finished files are kept."],
+        fix=[f"spd pull {name} goes on where it stopped, file by file"],
+        code="network",
+    )

@@ -1,0 +1,121 @@
+"""A Hugging Face hub in miniature on loopback: one repository, ranges, and faults on request."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+COMMIT = "a" * 40
+NAME = "org/Tiny"
+
+
+@dataclass
+class Hub:
+    """What the server offers and how it misbehaves; `log` is every request as (method, path, range)."""
+
+    files: dict[str, bytes]
+    extra: list[str] = field(default_factory=list)
+    """Names that are listed without being offered."""
+    status: int = 200
+    error_code: str | None = None
+    sent: dict[str, bytes] = field(default_factory=dict)
+    """Other bytes than those listed, by file."""
+    break_after: dict[str, list[int]] = field(default_factory=dict)
+    """Bytes after which the next answers for a file break off."""
+    log: list[tuple[str, str, str | None]] = field(default_factory=list)
+    url: str = ""
+
+    def fetched(self) -> list[str]:
+        """Names of the files whose bytes were asked for."""
+        return [
+            path.rpartition("/")[2] for method, path, _ in self.log if method == "GET" and "resolve" in path
+        ]
+
+    def listing(self) -> dict[str, Any]:
+        """The answer about the repository."""
+        siblings: list[dict[str, Any]] = [{"rfilename": name} for name in self.extra]
+        for name, data in self.files.items():
+            entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": git_sha1(data)}
+            if name.endswith(".safetensors"):
+                digest = hashlib.sha256(data).hexdigest()
+                entry["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 1}
+            siblings.append(entry)
+        return {"id": NAME, "modelId": NAME, "sha": COMMIT, "siblings": siblings, "tags": []}
+
+
+def git_sha1(data: bytes) -> str:
+    """The name of a blob in git."""
+    return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    """Answers from the server's `hub`."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, *, body: bool) -> None:
+        hub: Hub = self.server.hub  # type: ignore[attr-defined]
+        path = self.path.partition("?")[0]
+        hub.log.append((self.command, path, self.headers.get("Range")))
+        if hub.status != 200:
+            headers = {"X-Error-Code": hub.error_code} if hub.error_code else {}
+            self._send(hub.status, b"no", headers, body)
+        elif path.startswith(f"/api/models/{NAME}"):
+            self._send(200, json.dumps(hub.listing()).encode(), {"Content-Type": "application/json"}, body)
+        elif path.startswith(f"/{NAME}/resolve/{COMMIT}/") and path.rpartition("/")[2] in hub.files:
+            self._send_file(hub, path.rpartition("/")[2], body)
+        else:
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, body)
+
+    def _send_file(self, hub: Hub, name: str, body: bool) -> None:
+        data = hub.sent.get(name, hub.files[name])
+        etag = hashlib.sha256(hub.files[name]).hexdigest()
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        wanted = self.headers.get("Range")
+        if not wanted:
+            self._send(200, data, headers, body, hub.break_after.get(name, []))
+            return
+        start = int(wanted.removeprefix("bytes=").partition("-")[0])
+        headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        self._send(206, data[start:], headers, body, hub.break_after.get(name, []))
+
+    def _send(
+        self, status: int, data: bytes, headers: dict[str, str], body: bool, breaks: list[int] | None = None
+    ) -> None:
+        self.send_response(status)
+        for header, value in headers.items():
+            self.send_header(header, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if not body:
+            return
+        if breaks:
+            self.wfile.write(data[: breaks.pop(0)])
+            self.wfile.flush()
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+        else:
+            self.wfile.write(data)
+
+
+def serve(hub: Hub) -> ThreadingHTTPServer:
+    """Start the server; `shutdown` ends it."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
+    server.hub = hub  # type: ignore[attr-defined]
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server

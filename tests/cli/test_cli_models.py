@@ -1,0 +1,289 @@
+"""`spd pull`, `ls` and `rm` against a hub on loopback: what is fetched, what is refused, what is left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from spd.cli.signals import Interrupted
+from spd.formats import hub_download
+from tests.cli.hub_server import COMMIT, NAME, Hub, serve
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
+    folder = tmp_path / "hub"
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def hub(tiny: Callable[..., Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with one tiny model that runs."""
+    folder = tiny()
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    offered = Hub(files | {"README.md": b"# hi", "pytorch_model.bin": b"pickle", "run.py": b"import os"})
+    server = serve(offered)
+    monkeypatch.setattr(constants, "ENDPOINT", offered.url)
+    template = offered.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setattr(hub_download, "get_token", lambda: None)
+    yield offered
+    server.shutdown()
+    server.server_close()
+
+
+def snapshot(cache: Path) -> Path:
+    return cache / "models--org--Tiny" / "snapshots" / COMMIT
+
+
+def test_only_what_spd_reads_is_fetched(hub: Hub, cache: Path, spd_run: Callable) -> None:
+    ran = spd_run("pull", NAME)
+    assert ran.code == 0 and ran.text == f"{snapshot(cache)}\n", ran
+    wanted = {name for name in hub.files if name not in ("README.md", "pytorch_model.bin", "run.py")}
+    assert {path.name for path in snapshot(cache).iterdir()} <= wanted
+    assert {"config.json", "model.safetensors"} <= set(hub.fetched()) <= wanted
+    before = len(hub.fetched())
+    assert spd_run("pull", NAME).code == 0 and len(hub.fetched()) == before, "nothing is fetched twice"
+    assert spd_run("inspect", NAME).code == 0
+
+
+def test_a_dry_run_fetches_no_weights(hub: Hub, cache: Path, spd_run: Callable) -> None:
+    ran = spd_run("pull", NAME, "--dry-run", "--json")
+    assert ran.json["missing_bytes"] == ran.json["bytes"] == sum(f["size"] for f in ran.json["files"])
+    assert hub.fetched() == [] and not snapshot(cache).exists()
+
+
+def test_shards_are_those_that_the_index_names(hub: Hub, cache: Path, spd_run: Callable) -> None:
+    weights = hub.files.pop("model.safetensors")
+    hub.files |= {"model-1.safetensors": weights, "consolidated.safetensors": b"x" * 99}
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    hub.files["model.safetensors.index.json"] = json.dumps(index).encode()
+    assert spd_run("pull", NAME).code == 0
+    assert "model-1.safetensors" in hub.fetched() and "consolidated.safetensors" not in hub.fetched()
+
+
+@pytest.mark.parametrize(
+    "shard", ["../../evil.safetensors", "/etc/x.safetensors", "a\\b.safetensors", "x.bin", 3]
+)
+def test_hostile_names_in_the_index(shard: object, hub: Hub, cache: Path, spd_run: Callable) -> None:
+    del hub.files["model.safetensors"]
+    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": shard}}).encode()
+    ran = spd_run("pull", NAME)
+    assert ran.code == 4 and "no safetensors of this folder" in ran.err
+    assert not list(cache.parent.rglob("*evil*"))
+
+
+def test_hostile_names_in_the_listing_are_never_asked_for(hub: Hub, cache: Path, spd_run: Callable) -> None:
+    hub.extra = [
+        "../../evil.safetensors",
+        "/tmp/evil.safetensors",
+        "..\\evil.safetensors",
+        "sub/model.safetensors",
+    ]
+    assert spd_run("pull", NAME).code == 0
+    assert not any("evil" in path or "sub/" in path for _, path, _ in hub.log)
+
+
+def test_a_broken_connection_goes_on_where_it_broke(
+    hub: Hub, cache: Path, spd_run: Callable, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
+    hub.break_after["model.safetensors"] = [1000]
+    assert spd_run("pull", NAME).code == 0
+    ranges = [wanted for _, path, wanted in hub.log if path.endswith("model.safetensors")]
+    assert "bytes=1000-" in ranges
+    assert (snapshot(cache) / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+
+
+def test_what_was_finished_is_kept(hub: Hub, cache: Path, spd_run: Callable, monkeypatch: Any) -> None:
+    hub.sent["model.safetensors"] = b"short"
+    ran = spd_run("pull", NAME)
+    assert ran.code == 8 and not (snapshot(cache) / "model.safetensors").exists()
+    assert not list(cache.rglob("*.incomplete"))
+    hub.sent.clear()
+    hub.log.clear()
+    assert spd_run("pull", NAME).code == 0
+    assert hub.fetched() == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_with_another_hash_is_removed(name: str, hub: Hub, cache: Path, spd_run: Callable) -> None:
+    data = hub.files[name]
+    hub.sent[name] = bytes([data[0] ^ 1]) + data[1:]
+    ran = spd_run("pull", NAME)
+    assert (
+        ran.code == 8 and f"{name} is not the file that the hub lists" in ran.err and "hash wanted" in ran.err
+    )
+    assert not (snapshot(cache) / name).exists()
+    assert all(hub.sent[name] != blob.read_bytes() for blob in (cache / "models--org--Tiny/blobs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("status", "error_code", "exit_code", "words"),
+    [
+        (403, "GatedRepo", 8, ["is gated and no token is set", f"/{NAME}, then: hf auth login", "HF_TOKEN"]),
+        (401, "RepoNotFound", 3, ["no such model", "No token is set"]),
+        (404, "RepoNotFound", 3, ["no such model"]),
+        (404, "RevisionNotFound", 3, ["no such revision"]),
+        (500, None, 8, ["500"]),
+    ],
+)
+def test_refusals_of_the_hub(
+    status: int,
+    error_code: str | None,
+    exit_code: int,
+    words: list[str],
+    hub: Hub,
+    spd_run: Callable,
+    assert_refused: Callable,
+) -> None:
+    hub.status, hub.error_code = status, error_code
+    assert_refused(spd_run("pull", NAME), exit_code, *words)
+
+
+def test_no_hub_at_all(hub: Hub, spd_run: Callable, assert_refused: Callable, monkeypatch: Any) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert_refused(spd_run("pull", NAME), 8, "cannot download org/Tiny", "127.0.0.1:9")
+
+
+def test_offline(hub: Hub, spd_run: Callable, assert_refused: Callable, monkeypatch: Any) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    from huggingface_hub.utils import _http
+
+    monkeypatch.setattr(_http, "_GLOBAL_CLIENT", None, raising=False)
+    ran = spd_run("pull", NAME)
+    assert_refused(ran, 8, "HF_HUB_OFFLINE")
+    _http.close_session()
+
+
+def test_no_room(
+    hub: Hub, cache: Path, spd_run: Callable, assert_refused: Callable, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert_refused(spd_run("pull", NAME), 5, "not enough disk space", "1,000 free")
+    assert hub.fetched() == []
+
+
+def test_a_disk_that_fills_up(hub: Hub, cache: Path, spd_run: Callable, monkeypatch: Any) -> None:
+    def full(*args: object, **options: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hub_download, "hf_hub_download", full)
+    ran = spd_run("pull", NAME)
+    assert ran.code == 5 and "the disk is full" in ran.err
+
+
+def test_ctrl_c_leaves_no_half_file(hub: Hub, cache: Path, monkeypatch: Any) -> None:
+    model = hub_download.look_up(NAME)
+
+    def interrupt(count: int) -> None:
+        raise Interrupted(2)
+
+    with pytest.raises(Interrupted):
+        hub_download.download(model, interrupt)
+    assert not list(cache.rglob("*.incomplete"))
+
+
+def test_no_safetensors(hub: Hub, spd_run: Callable, assert_refused: Callable) -> None:
+    del hub.files["model.safetensors"]
+    assert_refused(spd_run("pull", NAME), 4, "no model.safetensors", ".bin files, which spd does not read")
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b/c", "", "org/a..b", "https://x/y"])
+def test_names_that_are_none(name: str, spd_run: Callable, cache: Path) -> None:
+    for command in ("pull", "rm"):
+        ran = spd_run(command, name)
+        assert ran.code == 2 and "is not the name of a model" in ran.err
+
+
+# -- consent ---------------------------------------------------------------------------------------
+
+
+def test_a_script_downloads_nothing_unasked(hub: Hub, cache: Path, spd_run: Callable, script: Any) -> None:
+    ran = spd_run("generate", "-m", NAME, "Hi", stdin=b"")
+    assert ran.code == 3 and f"spd pull {NAME}" in ran.err and hub.log == [] and not cache.exists()
+
+
+def test_pull_is_consent(hub: Hub, cache: Path, spd_run: Callable, script: Any) -> None:
+    ran = spd_run("generate", "-m", NAME, "--pull", "--raw", "--prompt-ids", "1,2", stdin=b"")
+    assert ran.code == 0 and "model.safetensors" in hub.fetched(), ran
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 3), ("\n", 3), ("", 3)])
+def test_a_person_is_asked(
+    answer: str, code: int, hub: Hub, cache: Path, spd_run: Callable, script: Any, monkeypatch: Any
+) -> None:
+    from spd.cli import models
+
+    monkeypatch.setattr(models, "is_terminal", lambda stream: True)
+    ran = spd_run("generate", "-m", NAME, "--prompt-ids", "1,2", stdin=answer.encode())
+    assert f"download {NAME}, " in ran.err and "iB? [y/N]" in ran.err
+    assert ran.code == code and ("model.safetensors" in hub.fetched()) == (code == 0)
+
+
+# -- ls and rm -------------------------------------------------------------------------------------
+
+
+def test_ls_says_what_runs_and_why_not(hub: Hub, cache: Path, spd_run: Callable) -> None:
+    assert "no model is in the cache" in spd_run("ls").err
+    spd_run("pull", NAME)
+    other = cache / "models--org--Odd" / "snapshots" / COMMIT
+    other.mkdir(parents=True)
+    (other / "config.json").write_text('{"architectures": ["OddForCausalLM"], "model_type": "odd"}')
+    (cache / "models--org--Empty" / "snapshots" / COMMIT).mkdir(parents=True)
+    shown = {model["model"]: model for model in spd_run("ls", "--json").json["models"]}
+    assert set(shown) == {NAME, "org/Odd", "org/Empty"}
+    assert shown[NAME]["supported"] and shown[NAME]["bytes"] > 1000 and shown[NAME]["dtype"]
+    assert not shown["org/Odd"]["supported"] and "Odd" in shown["org/Odd"]["reason"]
+    assert "config.json" in shown["org/Empty"]["reason"]
+    text = spd_run("ls").text
+    assert text.splitlines()[0].split() == ["MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "RUNS"]
+    assert "no: " in text and "yes" in text
+    assert spd_run("ls", "-q").text.split() == ["org/Empty", "org/Odd", NAME]
+
+
+def test_rm_frees_and_touches_nothing_else(hub: Hub, cache: Path, tmp_path: Path, spd_run: Callable) -> None:
+    spd_run("pull", NAME)
+    outside = tmp_path / "outside.bin"
+    outside.write_bytes(b"precious")
+    (snapshot(cache) / "link").symlink_to(outside)
+    (cache / "models--org--Other" / "snapshots").mkdir(parents=True)
+    ran = spd_run("rm", NAME, "--dry-run")
+    assert "would remove 1 model" in ran.err and snapshot(cache).exists()
+    ran = spd_run("rm", NAME, stdin=b"y\n")
+    assert ran.code == 2 and "-y" in ran.err and snapshot(cache).exists(), "a script must say -y"
+    assert spd_run("rm", "-y", NAME).code == 0
+    assert not (cache / "models--org--Tiny").exists() and outside.read_bytes() == b"precious"
+    assert (cache / "models--org--Other").exists()
+    assert spd_run("rm", "-y", NAME).code == 3
+
+
+@pytest.mark.parametrize(("answer", "stays"), [("n\n", True), ("", True), ("Y\n", False)])
+def test_rm_asks(answer: str, stays: bool, cache: Path, spd_run: Callable, monkeypatch: Any) -> None:
+    from spd.cli import models
+
+    (cache / "models--org--Tiny" / "snapshots" / COMMIT).mkdir(parents=True)
+    monkeypatch.setattr(models, "is_terminal", lambda stream: True)
+    ran = spd_run("rm", NAME, stdin=answer.encode())
+    assert ran.code == 0 and "[y/N]" in ran.err and (cache / "models--org--Tiny").exists() == stays
+
+
+def test_rm_refuses_a_link(cache: Path, tmp_path: Path, spd_run: Callable, assert_refused: Callable) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    cache.mkdir()
+    (cache / "models--org--Tiny").symlink_to(elsewhere)
+    assert_refused(spd_run("rm", "-y", NAME), 2, "is a link")
+    assert elsewhere.exists()
