@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.bench_options import BenchOptions, numbers, parse_goodput, parse_share, split
-from spd.cli.bench_report import change_lines, render, summary_lines
+from spd.cli.bench_report import change_lines, headline, method_label, render, summary_lines
 from spd.cli.options import Session, parse_size
 from spd.cli.output import Sink, check_writable, to_json
 from spd.cli.result_file import read_result
@@ -37,6 +37,11 @@ def bench(session: Session, options: BenchOptions) -> int:
     if options.output is not None:
         check_writable(options.output)
     baseline = read_result(options.baseline) if options.baseline is not None else None
+    if options.plot is not None:
+        from spd.runtime.measuring.plot import check_plot
+
+        check_plot(options.plot)
+        check_writable(options.plot)
     settings = _settings(options)
     configs = sweep_configs(options)
     sink = Sink.stdout()
@@ -46,6 +51,8 @@ def bench(session: Session, options: BenchOptions) -> int:
         with ticker:
             sweep.report = ticker.show
             sweep.run()
+            for name in sweep.profile(options.profile) if options.profile is not None else ():
+                session.console.note(f"profile: {name}")
     except Interrupted:
         _deliver(session, options, sweep, sink, baseline, threshold, interrupted=True)
         raise
@@ -55,6 +62,7 @@ def bench(session: Session, options: BenchOptions) -> int:
 def _open_sweep(
     session: Session, options: BenchOptions, configs: Sequence[EngineConfig], settings: Settings
 ) -> Sweep:
+    from spd.runtime.measuring.energy import energy_counter
     from spd.runtime.measuring.prompt_set import OWN, choose, read_prompts
     from spd.runtime.measuring.questions import encode_questions
     from spd.runtime.measuring.sweep import Sweep
@@ -70,7 +78,7 @@ def _open_sweep(
     if options.ctx is None:  # no more cache than what is asked needs
         longest = max(len(question.ids) for question in questions)
         configs = [replace(config, ctx=longest + settings.max_tokens) for config in configs]
-    return Sweep(configs, questions, settings, check=session.guard.check)
+    return Sweep(configs, questions, settings, check=session.guard.check, energy=energy_counter())
 
 
 def _settings(options: BenchOptions) -> Settings:
@@ -195,6 +203,11 @@ def _deliver(
     result = bench_result(options, sweep, interrupted=interrupted)
     if options.output is not None:
         options.output.write_text(to_json(result) + "\n", encoding="utf-8")
+    if options.plot is not None and result["rows"]:
+        from spd.runtime.measuring.plot import plot_rows
+
+        title = headline(result).replace("\n", " · ")
+        plot_rows(result["rows"], options.plot, title, lambda row: method_label(row, result["rows"]))
     sink.write(render(result, options))
     failures = []
     if not (options.json or options.jsonl or options.csv):
@@ -247,7 +260,7 @@ def bench_result(options: BenchOptions, sweep: Sweep, *, interrupted: bool) -> d
         "settings": {**asdict(sweep.settings), "draft_model": options.draft_model},
         "prompts": {q.prompt.name: q.prompt.digest for q in sweep.questions},
         "plans": [sweep.plans[index] for index in sorted(sweep.plans)],
-        "rows": make_rows(samples, sweep.plans),
+        "rows": make_rows(samples, sweep.plans, sweep.floors, sweep.read_rate),
         "equality": {"tokens": sweep.compared, "differences": sweep.differences},
         "samples": [{**asdict(sample), "speed": sample.speed} for sample in samples],
         "interrupted": interrupted,

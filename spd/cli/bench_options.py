@@ -105,6 +105,12 @@ class ResultOptions:
     output: Annotated[
         Path | None, _output("-o", "--output", metavar="FILE", help="Write the JSON object there too.")
     ] = None
+    plot: Annotated[
+        Path | None, _output(metavar="FILE", help="Draw the rows: .svg, .png or .pdf (needs matplotlib).")
+    ] = None
+    profile: Annotated[
+        Path | None, _output(metavar="DIR", help="Then profile one prompt each: Chrome traces, summaries.")
+    ] = None
     baseline: Annotated[
         Path | None, _judge(metavar="FILE", help="An earlier JSON object to compare with.")
     ] = None

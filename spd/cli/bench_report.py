@@ -168,9 +168,21 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
     best = best_row(result["rows"])
     if best is not None:
         lines.append(_advice(best))
+    lines += _roofline_words(result["rows"])
     if result["rows"]:
         lines.append("±: where a second run's median lies, 95 % · len: tokens a round · TTFT: ms")
     return lines
+
+
+def _roofline_words(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    plain = [row for row in rows if row["method"] == "plain" and row["roofline"] is not None]
+    if not plain or plain[-1]["roofline"]["verify_share"] is None:
+        return []
+    found = plain[-1]["roofline"]
+    return [
+        f"reading takes {found['verify_share']:.0%} of a plain round, at the "
+        f"{found['read_bytes_per_second'] / 1e9:.3g} GB/s measured here"
+    ]
 
 
 def best_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,12 @@ from spd.cli.table import WIDTH, render_table
 from spd.errors import IncompatibleError
 
 if TYPE_CHECKING:
-    from spd.runtime import Engine
+    from spd.runtime import Engine, Request, RoundRecord
     from spd.runtime.measuring.explain import Explanation
     from spd.runtime.measuring.trace_file import Trace, TraceHeader
+
+PLAIN_ROUNDS = 12
+"""Plain rounds after a reply that had none."""
 
 
 def explain(session: Session, options: ExplainOptions) -> int:
@@ -80,6 +84,27 @@ def trace_header(engine: Engine, model: str, temperature: float, prompt_ids: tup
     from spd.runtime.measuring.trace_file import TraceHeader
 
     return TraceHeader(model, temperature, engine.plan.as_dict(), prompt_ids)
+
+
+def complete(trace: Trace, engine: Engine, request: Request) -> None:
+    """Run a few plain rounds where a reply had none: what speculation is held against is measured."""
+    from spd.runtime import Request
+
+    if not trace.rounds or any(record.k == 0 for record in trace.rounds):
+        return
+    if engine.has_work:
+        return  # the reply was given up, and the engine may be anywhere
+
+    def keep(record: RoundRecord) -> None:
+        if record.round and not record.k:
+            trace.rounds.append(record)
+
+    engine.trace = keep
+    params = dataclasses.replace(request.params, max_tokens=PLAIN_ROUNDS, ignore_eos=True, min_tokens=0)
+    plain = Request(f"{request.id}.plain", request.prompt_ids, params, request.spans)
+    engine.hold_draft_length(0)
+    engine.generate([plain])
+    engine.trace = None
 
 
 def live_explanation(trace: Trace) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from spd.cli.conflicts import check_conflicts
-from spd.cli.explain import live_explanation, trace_header
+from spd.cli.explain import complete, live_explanation, trace_header
 from spd.cli.loading import loading
 from spd.cli.options import GenerateOptions, Session
 from spd.cli.output import Sink, TraceFile, check_writable, to_json, write_error, write_stderr
@@ -94,6 +94,7 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
     with session.guard.hold():
         _finish(options, job, delivery)
         if watched is not None:
+            complete(watched, engine, job.request())
             write_stderr(live_explanation(watched))
     engine.close()
     if delivery.reply.finish_reason != "error":

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from spd.errors import UsageError
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.admission import Admission
@@ -118,6 +119,14 @@ class Engine:
         sequence = self._scheduler.find(request_id)
         if sequence is not None:
             self._end(sequence, "abort")
+
+    def hold_draft_length(self, k: int) -> None:
+        """Draft k tokens a round from now on, one of the plan's tiers; the text stays the same."""
+        if k not in self.plan.draft_tiers:
+            raise UsageError(
+                f"{k} drafts a round are not planned", reason=[f"tiers: {self.plan.draft_tiers}"]
+            )
+        self._draft_length = DraftLength(k, adaptive=False)
 
     @property
     def has_work(self) -> bool:

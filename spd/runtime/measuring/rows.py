@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from spd.runtime.measuring.sample import Sample
 from spd.runtime.measuring.statistics import Spread, percentile, repeat_interval
@@ -14,7 +15,17 @@ KEYS = ("category", "temperature", "prompt_tokens_asked", "concurrency", "rate")
 """What a row shares with the plain row beside it."""
 MACHINE = ("lag", "graphs", "tp")
 """Settings that a row's plain partner has too."""
+MEMORY = ("weight_bytes", "draft_weight_bytes", "cache_bytes", "workspace_bytes", "graph_bytes")
+"""Parts of a plan that add up to what an engine takes."""
 IDENTITY = (*KEYS, "method", "draft_max", "adaptive", "verify", "draft_tp", *MACHINE)
+
+
+class Reads(Protocol):
+    """What a model reads in one forward pass; see `roofline.Floor`."""
+
+    def seconds(self, context: float, rate: float) -> float:
+        """With `context` positions in the cache, at `rate` bytes a second."""
+        ...
 
 
 def speed_words(row: Mapping[str, Any]) -> str:
@@ -24,8 +35,16 @@ def speed_words(row: Mapping[str, Any]) -> str:
     return "output tokens over wall time" if row["concurrency"] > 1 else "decode, first token left out"
 
 
-def make_rows(samples: Sequence[Sample], plans: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows in the order measured, those over all categories last. Takes whole repetitions only."""
+def make_rows(
+    samples: Sequence[Sample],
+    plans: Mapping[int, Mapping[str, Any]],
+    floors: Mapping[int, tuple[Reads | None, Reads | None]] = MappingProxyType({}),
+    read_rate: float | None = None,
+) -> list[dict[str, Any]]:
+    """Rows in the order measured, those over all categories last. Takes whole repetitions only.
+
+    floors: what the target and the draft model of a plan read; read_rate: bytes a second.
+    """
     grouped: dict[tuple[Any, ...], list[Sample]] = {}
     for sample in samples:
         work = sample.work
@@ -40,6 +59,7 @@ def make_rows(samples: Sequence[Sample], plans: Mapping[int, Mapping[str, Any]])
             continue
         row = _row(dict(zip(KEYS, group[:-1], strict=True)), plans[group[-1]], _complete(grouped, group))
         if row is not None:
+            row["roofline"] = _roofline(row, *floors.get(group[-1], (None, None)), read_rate)
             rows.append(row)
     for row in rows:
         _pair(row, rows)
@@ -82,6 +102,8 @@ def _row(
         "tokens_per_second": repeat_interval(speeds).as_dict(),
         "prompt_tokens": fmean(s.prompt_tokens / len(s.prompts) for s in samples),
         "output_tokens": sum(s.tokens for s in repetitions[0]),
+        "mean_output": sum(s.tokens for s in samples) / sum(len(s.prompts) for s in samples),
+        "memory_bytes": sum(plan.get(part, 0) for part in MEMORY),
     }
     row["counts_as_speed"] = speed_words(row)
     return {**row, **_latencies(samples), **_speculation(samples), **_load(samples, key["rate"])}
@@ -137,6 +159,26 @@ def _load(samples: Sequence[Sample], rate: float | None) -> dict[str, Any]:
         "goodput": sum(s.good for s in samples) / seconds,
         "output_tokens_per_second": tokens / seconds,
         "joules_per_token": sum(joules) / tokens if joules and tokens else None,
+    }
+
+
+def _roofline(
+    row: Mapping[str, Any], target: Reads | None, draft: Reads | None, rate: float | None
+) -> dict[str, float | None] | None:
+    """The share of a verification, and of a token's drafting, that reading alone would take."""
+    if target is None or rate is None:
+        return None
+    context = row["concurrency"] * (row["prompt_tokens"] + row["mean_output"] / 2)
+    times, drafts = row["round_ms"], sum(row["drafted_per_position"])
+    floor = 1000 * target.seconds(context, rate)
+    a_draft = 1000 * draft.seconds(context, rate) if draft is not None and row["draft_max"] else None
+    spent = times["draft"] * row["rounds"] / drafts if drafts else 0.0
+    return {
+        "read_bytes_per_second": rate,
+        "verify_floor_ms": floor,
+        "verify_share": floor / times["verify"] if times["verify"] else None,
+        "draft_floor_ms": a_draft,
+        "draft_share": a_draft / spent if a_draft is not None and spent else None,
     }
 
 

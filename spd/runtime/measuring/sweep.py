@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 from spd.runtime.config import EngineConfig
 from spd.runtime.engine import Engine
 from spd.runtime.measuring.load import Pass, poisson_arrivals, run_pass
 from spd.runtime.measuring.prompt_set import Prompt
+from spd.runtime.measuring.roofline import Floor, floor_of, measure_read_rate
 from spd.runtime.measuring.sample import Sample, take_sample
 from spd.runtime.request import Request, SamplingParams
 
@@ -98,6 +100,10 @@ class Sweep:
         self.samples: list[Sample] = []
         self.plans: dict[int, dict[str, Any]] = {}
         """Plans by the index of their configuration; of the first load."""
+        self.read_rate: float | None = None
+        """Bytes a second of reading, measured before the first pass."""
+        self.floors: dict[int, tuple[Floor | None, Floor | None]] = {}
+        """Of the target and the draft model, by the index of a configuration."""
         self.compared = 0
         """Tokens that were held against those of plain decoding."""
         self.differences: list[dict[str, Any]] = []
@@ -110,9 +116,19 @@ class Sweep:
             engines = [self.open_engine(replace(config, slots=load.concurrency)) for config in self.configs]
             for index, engine in enumerate(engines):
                 self.plans.setdefault(index, engine.plan.as_dict())
+            self._weigh(engines)
             self._measure(load, engines)
             for engine in engines:
                 engine.close()
+
+    def _weigh(self, engines: Sequence[Engine]) -> None:
+        """What reading alone takes of a round: the rate once, the bytes of every plan's models."""
+        if self.read_rate is None:
+            self.read_rate = measure_read_rate(engines[0].plan.device)
+        for index, engine in enumerate(engines):
+            plan = engine.plan
+            draft = floor_of(Path(plan.draft_model), plan.dtype) if plan.draft_model else None
+            self.floors.setdefault(index, (floor_of(Path(plan.model), plan.dtype), draft))
 
     def _measure(self, load: Load, engines: Sequence[Engine]) -> None:
         units = list(self._units(load))
@@ -136,6 +152,19 @@ class Sweep:
             if planned is None:
                 share = self.settings.seconds / len(self.settings.loads)
                 planned = max(LEAST, min(MOST, int(share / (time.perf_counter() - began))))
+
+    def profile(self, folder: Path) -> Iterator[Path]:
+        """Run the first question once more with every configuration, under the profiler."""
+        from spd.runtime.measuring.profile import profile_requests
+
+        work, asked = next(self._units(self.settings.loads[0]))
+        for index, config in enumerate(self.configs):
+            engine = self.open_engine(replace(config, slots=work.load.concurrency))
+            requests = self._requests(work, asked, "p")
+            run_pass(engine, requests, concurrency=work.load.concurrency, check=self.check)
+            name = f"{index}-{engine.plan.spec}-k{engine.plan.draft_max}"
+            yield from profile_requests(engine, self._requests(work, asked, "q"), folder, name, self.check)
+            engine.close()
 
     def _units(self, load: Load) -> Iterator[tuple[Work, list[Question]]]:
         """What is run in one go: a prompt alone, or all prompts of a category together."""

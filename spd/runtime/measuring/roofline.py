@@ -1,0 +1,65 @@
+"""The time that reading alone takes: bytes that a forward pass must read over the rate of reading them.
+
+The rate is measured in the same process, since it is not the rate of copies, and differs by machine and load.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spd.formats.model_config import ModelConfig, read_model_config
+from spd.runtime.memory import DTYPE_BYTES, PAGE_SIZE, page_bytes, tensor_bytes
+
+READ_BYTES = {"cpu": 2**28, "cuda": 2**30}
+"""Well beyond the caches of either."""
+PASSES = 5
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What one model reads a forward pass: its weights once, and each position of the context."""
+
+    weight_bytes: int
+    position_bytes: int
+
+    def seconds(self, context: float, rate: float) -> float:
+        """With `context` positions in the cache, at `rate` bytes a second."""
+        return (self.weight_bytes + context * self.position_bytes) / rate
+
+
+def floor_of(folder: Path, dtype: str) -> Floor | None:
+    """The floor of a model folder; None where routing decides which experts are read."""
+    config = read_model_config(folder)
+    if config.experts is not None:
+        return None
+    return Floor(_streamed(config, dtype), page_bytes(config, dtype) // PAGE_SIZE)
+
+
+def _streamed(config: ModelConfig, dtype: str) -> int:
+    """Weights that every pass reads: all but the rows of the embedding, which are looked up."""
+    table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * DTYPE_BYTES[dtype]
+    return tensor_bytes(config, dtype) - table
+
+
+@torch.inference_mode()
+def measure_read_rate(device: str) -> float:
+    """Bytes a second of summing a large tensor, the fastest of a few passes."""
+    kind = torch.device(device).type
+    values = torch.ones(READ_BYTES[kind] // 4, dtype=torch.float32, device=device)
+    best = float("inf")
+    for _ in range(PASSES):
+        _wait(kind)
+        began = time.perf_counter()
+        values.sum()
+        _wait(kind)
+        best = min(best, time.perf_counter() - began)
+    return values.nbytes / best
+
+
+def _wait(kind: str) -> None:
+    if kind == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,133 @@
+"""Rooflines, energy, profiles and pictures."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spd.cli.bench_report import method_label
+from spd.errors import UsageError
+from spd.formats.model_config import read_model_config
+from spd.runtime.measuring.energy import energy_counter
+from spd.runtime.measuring.load import run_pass
+from spd.runtime.measuring.plot import axis_of, check_plot, plot_rows
+from spd.runtime.measuring.profile import RANGES, named_ranges, profile_requests
+from spd.runtime.measuring.roofline import Floor, floor_of, measure_read_rate
+from spd.runtime.measuring.rows import make_rows
+from spd.runtime.measuring.sweep import Load, Work
+from spd.runtime.request import Request, SamplingParams
+from tests.helpers import make_engine
+from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
+
+
+def test_the_floor_is_what_must_be_read(tiny: Callable[..., Path]) -> None:
+    folder = tiny("qwen3")
+    config = read_model_config(folder)
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size
+    output = config.num_heads * config.head_dim * config.hidden_size
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    norms = 2 * config.hidden_size + 2 * config.head_dim
+    layers = config.num_layers * (qkv + output + mlp + norms)
+    head = config.vocab_size * config.hidden_size  # read once, whether it is the embedding or not
+    found = floor_of(folder, "bfloat16")
+    assert found is not None and found.weight_bytes == 2 * (layers + head + config.hidden_size)
+    assert found.position_bytes == 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    assert found.seconds(10, 1e6) == pytest.approx((found.weight_bytes + 10 * found.position_bytes) / 1e6)
+    assert measure_read_rate("cpu") > 1e8
+
+
+def test_shares_of_the_floor() -> None:
+    sample = make_sample(1, 0, 1.0, drafted_per_position=[10, 10], draft_ms=4.0, verify_ms=10.0)
+    plain = make_sample(0, 0, 1.0, verify_ms=8.0)
+    floors = {0: (Floor(1000, 0), None), 1: (Floor(1000, 0), Floor(100, 0))}
+    rows = make_rows([plain, sample], {0: PLAIN, 1: DRAFT}, floors, read_rate=250_000.0)
+    assert rows[0]["roofline"]["verify_share"] == pytest.approx(0.5)
+    assert rows[1]["roofline"]["verify_share"] == pytest.approx(0.4)
+    assert rows[1]["roofline"]["draft_share"] == pytest.approx(0.4 / 2.0)  # 2 ms a draft
+    assert make_rows([plain], {0: PLAIN})[0]["roofline"] is None
+
+
+class FakeLibrary:
+    """The three calls, counting half a joule a question."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.used, self.status = 0, status
+        self.nvmlInit_v2 = lambda: 0
+        self.nvmlDeviceGetHandleByIndex_v2 = lambda index, device: 0
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, device: object, value: Any) -> int:
+        self.used += 500
+        ctypes.cast(value, ctypes.POINTER(ctypes.c_ulonglong))[0] = self.used
+        return self.status
+
+
+def test_energy_where_it_is_counted() -> None:
+    joules = energy_counter(load=lambda name: FakeLibrary())
+    first, second = joules(), joules()
+    assert first is not None and second is not None and second - first == 0.5
+    assert energy_counter(load=lambda name: FakeLibrary(status=3))() is None
+    assert energy_counter(load=lambda name: SimpleNamespace())() is None
+
+    def absent(name: str) -> Any:
+        raise OSError(name)
+
+    assert energy_counter(load=absent)() is None
+
+
+def test_joules_a_token() -> None:
+    samples = [make_sample(0, r, 1.0, joules=22.0) for r in range(2)]
+    assert make_rows(samples, {0: PLAIN})[0]["joules_per_token"] == pytest.approx(2.0)
+
+
+def test_a_profile_names_its_ranges_and_changes_nothing(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tiny("qwen3")
+    engine = make_engine(folder, spec="draft", draft_model=folder, draft_max=2)
+    asked = [Request("a", (5, 6, 7), SamplingParams(max_tokens=12, ignore_eos=True))]
+    plain = run_pass(engine, asked).timelines[0].token_ids
+    trace, summary = profile_requests(engine, asked, tmp_path / "p", "one", lambda: None)
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert names >= set(RANGES) - {"copy"}  # copies are a GPU's
+    said = summary.read_text()
+    assert all(name in said for name in ("draft", "verify", "sample", "commit", "times"))
+    with named_ranges(engine):
+        assert run_pass(engine, asked).timelines[0].token_ids == plain
+    assert "forward" not in vars(engine._parts.runner), "the ranges are gone again"
+
+
+def picture_rows(axis: str) -> list[dict[str, Any]]:
+    samples = []
+    plans: dict[int, dict[str, Any]] = {0: PLAIN}
+    for number in range(1, 4):
+        plans[number] = {**DRAFT, "draft_max": number if axis == "draft_max" else 2, "lag": 0}
+    loads = (Load(1), Load(4), Load(16)) if axis == "concurrency" else (Load(),)
+    for repetition in range(3):
+        for load in loads:
+            for category in ("code", "edit"):
+                work = Work(category, 0.0, None, load)
+                for config in range(4) if axis == "draft_max" else range(2):
+                    speed = 1.0 / (1 + config) + 0.01 * repetition
+                    samples.append(make_sample(config, repetition, speed, work=work))
+    return make_rows(samples, plans)
+
+
+@pytest.mark.parametrize("axis", ["category", "draft_max", "concurrency"])
+def test_a_picture_for_each_axis(axis: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = picture_rows(axis)
+    assert axis_of(rows) == axis
+    for suffix in ("svg", "png"):
+        plot_rows(rows, tmp_path / f"p.{suffix}", "a title", lambda row: method_label(row, rows))
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "p.svg").read_text().count("<path") > 20
+
+
+def test_a_picture_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"must end in one of \.svg"):
+        check_plot(tmp_path / "p.bmp")
