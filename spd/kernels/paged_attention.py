@@ -1,10 +1,10 @@
 """Grouped-query attention over pages with a causal query window.
 
 Planned once a forward pass, run by every layer. Torch form: the shape of the arithmetic depends on
-the window's width and on whole blocks of `KV_BLOCK` positions only, or of a part of it where the runner
-saw equal bits. Blocks beyond the context are masked and add exact zeros, so a row's result does not
-depend on how far the host's bound of its context lies. So do whole blocks that a layer's sliding window
-has left behind, which are therefore not read.
+the window's width and on whole blocks of `KV_BLOCK` positions only (a last block of 256 was seen to round
+otherwise in a few calls of a hundred). Blocks beyond the context are masked and add exact zeros, so a row's
+result does not depend on how far the host's bound of its context lies. So do whole blocks that a layer's
+sliding window has left behind, which are therefore not read.
 
 A layer may slide: with `sliding` W its rows see their own position and the W - 1 before it. It may cap:
 with `softcap` C a score s counts as C tanh(s / C). Source: Beltagy et al. 2020; Gemma Team 2024 (Gemma 2).
@@ -111,7 +111,7 @@ def plan_attention(
     valid bool [S, Q]: rows that are not hold any position within the cache, and their result is any
     finite number; page_table int64 [S, pages] of pages of page_size positions; dtype the model's;
     bounds: for each slot a number of positions that its rows do not reach beyond, 0 for a slot without
-    valid rows, in blocks of a size that was seen to change no bit (`KV_BLOCK` or a part of it);
+    valid rows, in whole `KV_BLOCK`s where a last part of one is computed otherwise;
     first_pages: see `gather_pages`, for as many pages as the bound takes.
     """
     groups = heads.num_heads // heads.num_kv_heads

@@ -24,7 +24,6 @@ from spd.runtime.row_buckets import (
     PROBED_LAYERS,
     WIDEST,
     admitted_buckets,
-    admitted_context_block,
     bucket_for,
 )
 from spd.runtime.spans import Run
@@ -87,7 +86,7 @@ class ModelRunner:
         self.kernels = kernels
         self.dtype = cache.dtype
         self.context_block = KV_BLOCK
-        """Positions by which an attended context grows; see `row_buckets`."""
+        """Positions by which an attended context grows; see `paged_attention`."""
         self.trash_slot = TRASH_PAGE * cache.page_size
         self.buckets: tuple[int, ...] | None = None
         """Row counts that give the same bits; None where every number does by construction."""
@@ -130,8 +129,7 @@ class ModelRunner:
             return hidden, model.logits(hidden, WIDEST)
 
         buckets = admitted_buckets(window, start, KV_BLOCK)
-        block = admitted_context_block(window, buckets, KV_BLOCK, min(2 * KV_BLOCK, model.max_positions))
-        self.buckets, self.context_block = buckets, block
+        self.buckets, self.context_block = buckets, KV_BLOCK
 
     def _first_page(self, pages: Sequence[int], count: int) -> int | None:
         run = pages[:count]

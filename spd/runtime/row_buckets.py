@@ -18,9 +18,6 @@ CANDIDATES = (4, 8, 16)
 read the same weights in no more time (packed bfloat16 at 4 rows was measured faster than at 2)."""
 PROBED_LAYERS = 4
 
-CONTEXT_BLOCKS = (128, 256)
-"""Blocks of context to try besides the widest, which attention walks in one step."""
-
 Window = Callable[[int, int, int, int], tuple[Tensor, Tensor]]
 """(position of row 0, first row, rows, context) to hidden states and logits of those rows."""
 
@@ -49,26 +46,3 @@ def bucket_for(rows: int, buckets: tuple[int, ...]) -> int:
     """The smallest padded number of rows: a bucket, or whole tiles of the widest and a bucket."""
     whole, rest = divmod(rows, WIDEST)
     return whole * WIDEST + (next(b for b in buckets if b >= rest) if rest else 0)
-
-
-@torch.inference_mode()
-def admitted_context_block(window: Window, buckets: tuple[int, ...], block: int, limit: int) -> int:
-    """The smallest block of context whose results equal those of whole `block`s, in every bucket.
-
-    A context is masked beyond its rows, which adds exact zeros; yet a library may choose its arithmetic
-    by the context's length. `limit` positions can be tried.
-    """
-
-    def agrees(candidate: int) -> bool:
-        starts = [at + candidate - WIDEST for at in (0, block) if at + candidate <= limit]
-        for start in starts:
-            hidden, logits = window(start, 0, WIDEST, 2 * block)
-            shortest = start + WIDEST
-            for context in {shortest, shortest + candidate, max(block, shortest)}:
-                for rows in buckets:
-                    narrow, scores = window(start, 0, rows, context)
-                    if not torch.equal(narrow, hidden[:rows]) or not torch.equal(scores, logits[:rows]):
-                        return False
-        return bool(starts)
-
-    return next((candidate for candidate in CONTEXT_BLOCKS if agrees(candidate)), block)

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from spd.formats.demo import demo_folder
 from spd.kernels.round_window import RoundWindow
 from spd.runtime import EngineConfig
 from spd.runtime.measuring.draft_replay import draft_replay
 from spd.runtime.measuring.law_test import law_test, same_law
-from spd.runtime.measuring.prompt_set import Prompt
+from spd.runtime.measuring.prompt_set import Prompt, read_prompts
+from spd.runtime.measuring.questions import encode_questions
 from spd.runtime.measuring.replay import lag_parity, make_requests, promised_equal, replay
 from spd.runtime.measuring.sweep import Question
 from spd.runtime.model_runner import ModelRunner
@@ -56,6 +58,18 @@ def test_the_engine_passes(pair: tuple[EngineConfig, EngineConfig]) -> None:
     assert parity.rounds > 50 and parity.differing == 0
     drafts = draft_replay(result.plans[1], result.candidate, 24, seed=0)
     assert drafts is not None and (drafts.rounds, drafts.differing) == (24, 0)
+
+
+def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
+    """A text whose two best tokens tie at position 261: whatever rounds otherwise there shows."""
+    folder = demo_folder()
+    prompts = [prompt for prompt in read_prompts() if prompt.name == "creative/3"]
+    questions = encode_questions(folder, prompts, [None], 215, None)
+    plain = EngineConfig(model=folder, threads=1, dtype="bfloat16", ctx=320, spec="off")
+    spec = replace(plain, spec="draft", draft_max=4, adaptive=False)
+    asked = make_requests(questions, (0.0,), max_tokens=215, ignore_eos=True, seed=0, least=0)
+    result = replay(plain, spec, asked)
+    assert result.tokens == 215 and result.differences == []
 
 
 def test_more_tokens_mean_more_seeds() -> None:
