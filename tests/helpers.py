@@ -10,6 +10,12 @@ from typing import Any
 from spd.runtime import Engine, EngineConfig, Request, RequestMetrics, RoundRecord, SamplingParams
 from tests.recipes.tiny import VARIANTS, write_tiny
 
+PROPOSERS: dict[str, dict[str, Any]] = {
+    "ngram": {"spec": "ngram", "ngram_min": 2, "draft_max": 4},
+    "draft": {"spec": "draft", "draft_max": 3},
+}
+"""Wishes for every proposer that the matrices run; who wants a draft model adds it."""
+
 
 class TinyShelf:
     """Writes each tiny checkpoint once."""

@@ -46,7 +46,7 @@ def reply_object(
         "versions": versions(),
     }
     if params.logprobs is not None:
-        shown["logprobs"] = [_logprob(entry, engine.tokenizer) for entry in reply.logprobs]
+        shown["logprobs"] = [logprob_entry(entry, engine.tokenizer) for entry in reply.logprobs]
     return shown
 
 
@@ -62,7 +62,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _logprob(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def logprob_entry(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """A token's log-probability, and those of the likeliest, with their text and bytes."""
+
     def named(token_id: int, logprob: float) -> dict[str, Any]:
         data = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
         return {
@@ -88,7 +90,7 @@ def stats_line(metrics: RequestMetrics, *, imposed: bool = False) -> str:
     if metrics.first_token_ms:
         parts.append(f"first {metrics.first_token_ms / 1000:.2f} s")
     if metrics.rounds:
-        parts.append(f"{metrics.mean_acceptance_length:.2f} tok/round")
+        parts.append(f"{metrics.tokens_per_round:.2f} tok/round")
     if metrics.draft_n:
         share = f"{metrics.draft_acceptance_rate:.0%}"
         how = " imposed" if imposed else ""

@@ -21,7 +21,7 @@ from spd.runtime.assembly import Assembly, assemble
 from spd.runtime.config import EngineConfig
 from spd.runtime.draft_length import DraftLength
 from spd.runtime.grammar import GrammarError
-from spd.runtime.metrics import RequestMetrics, RoundRecord
+from spd.runtime.metrics import EngineMetrics, RequestMetrics, RoundRecord
 from spd.runtime.model_runner import EMPTY_SLOT, SlotView
 from spd.runtime.out_of_memory import explained, is_out_of_memory
 from spd.runtime.outcome import Outcome, read_outcomes, record_of, settle
@@ -96,6 +96,7 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
         self._ready: list[Event] = []
+        self.totals = EngineMetrics()
         self._draft_length = DraftLength(self.plan.draft_max, self.plan.adaptive, self.plan.draft_tiers)
         self._k = 0
         self.trace: Callable[[RoundRecord], None] | None = None
@@ -301,6 +302,7 @@ class Engine:
         entry = self._in_flight.popleft()
         result = entry.ticket.read()
         self._scheduler.read()
+        self.totals.rounds += 1
         outcomes = read_outcomes(result)
         draft_seconds, verify_seconds, _ = result.seconds
         self._draft_length.observe_cost(result.k, verify_seconds, draft_seconds, result.draft_forwards)
@@ -358,5 +360,6 @@ class Engine:
             if own:
                 self._slots.clear(own)
         self._finished[name] = sequence.metrics
+        self.totals.add(sequence.metrics, reason)
         while len(self._finished) > FINISHED_KEPT:
             self._finished.popitem(last=False)

@@ -7,8 +7,23 @@ vLLM's `metrics.speculative_decoding`.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+KEPT = 4096
+LATENCIES = {
+    "ttft_ms": "first_token_ms",
+    "tpot_ms": "time_per_output_token_ms",
+    "itl_ms": "inter_token_latency_ms",
+    "queue_ms": "queue_ms",
+}
+"""Time to the first token, per token after it, between emissions, in the waiting line."""
+SUMMED = (
+    *("prompt_tokens", "cached_tokens", "completion_tokens", "preemptions", "rounds", "num_drafts"),
+    *("draft_n", "draft_n_accepted", "draft_n_accepted_raw"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,12 @@ class RequestMetrics:
     prompt_ms: float = 0.0
     first_token_ms: float = 0.0
     predicted_ms: float = 0.0
+    gaps: int = 0
+    gap_ms: float = 0.0
+    """How many times tokens came after the first time, and the time between them, summed."""
     rounds: int = 0
+    num_drafts: int = 0
+    """Rounds that verified at least one draft for this request."""
     draft_n: int = 0
     draft_n_accepted: int = 0
     draft_n_accepted_raw: int = 0
@@ -55,6 +75,7 @@ class RequestMetrics:
     def count_round(self, drafted: int, accepted_raw: int, accepted: int) -> None:
         """Add one round's drafts: how many were verified, matched, and matched and emitted."""
         self.rounds += 1
+        self.num_drafts += drafted > 0
         self.draft_n += drafted
         self.draft_n_accepted_raw += accepted_raw
         self.draft_n_accepted += accepted
@@ -72,9 +93,24 @@ class RequestMetrics:
     tokens_after_first: int = 0
 
     @property
-    def mean_acceptance_length(self) -> float:
-        """Committed tokens a round, the recovered or bonus token included."""
+    def time_per_output_token_ms(self) -> float:
+        """TPOT: the time after the first tokens over the tokens after them."""
+        return self.predicted_ms / self.tokens_after_first if self.tokens_after_first else 0.0
+
+    @property
+    def inter_token_latency_ms(self) -> float:
+        """ITL, mean: the time from one emission to the next, which may bring several tokens."""
+        return self.gap_ms / self.gaps if self.gaps else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Committed tokens a round, rounds without drafts included."""
         return self.completion_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted drafts over the rounds that had any: with the recovered or bonus token (vLLM's)."""
+        return 1 + self.draft_n_accepted / self.num_drafts if self.num_drafts else 1.0
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -96,7 +132,10 @@ class RequestMetrics:
             "cache_n": self.cached_tokens,
             "load_ms": round(self.load_ms, 3),
             "prompt_ms": round(self.prompt_ms, 3),
+            "queue_ms": round(self.queue_ms, 3),
             "first_token_ms": round(self.first_token_ms, 3),
+            "inter_token_ms": round(self.inter_token_latency_ms, 3),
+            "preemptions": self.preemptions,
             "predicted_n": self.completion_tokens,
             "predicted_ms": round(self.predicted_ms, 3),
             "predicted_per_second": round(self.decode_tokens_per_second, 3),
@@ -111,6 +150,7 @@ class RequestMetrics:
             "method": method,
             "num_spec_tokens": k,
             "num_spec_steps": self.rounds,
+            "num_drafts": self.num_drafts,
             "num_draft_tokens": self.draft_n,
             "num_accepted_draft_tokens": self.draft_n_accepted,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
@@ -119,6 +159,60 @@ class RequestMetrics:
             "accepted_per_position": list(self.accepted_per_position),
             "acceptance": "imposed" if imposed else "natural",
         }
+
+
+@dataclass
+class EngineMetrics:
+    """Sums over all requests that ended; latencies of the latest `KEPT` of them, in milliseconds."""
+
+    rounds: int = 0
+    """Of the engine: one serves every slot."""
+    requests: dict[str, int] = field(default_factory=dict)
+    """By how they ended."""
+    totals: RequestMetrics = field(default_factory=RequestMetrics)
+    latencies: dict[str, deque[float]] = field(
+        default_factory=lambda: {name: deque(maxlen=KEPT) for name in LATENCIES}
+    )
+
+    def add(self, one: RequestMetrics, reason: str) -> None:
+        """A request has ended."""
+        self.requests[reason] = self.requests.get(reason, 0) + 1
+        for name in SUMMED:
+            setattr(self.totals, name, getattr(self.totals, name) + getattr(one, name))
+        for name in ("acceptance_histogram", "accepted_per_position"):
+            sums, counts = getattr(self.totals, name), getattr(one, name)
+            _grow(sums, len(counts))
+            for i, count in enumerate(counts):
+                sums[i] += count
+        if one.completion_tokens:
+            for name, values in self.latencies.items():
+                values.append(getattr(one, LATENCIES[name]))
+
+    def summary(self) -> dict[str, Any]:
+        """Counts, vLLM's acceptance figures, and the 50th, 90th and 99th percentile of each latency."""
+        totals = self.totals
+        per_position = [count / totals.num_drafts for count in totals.accepted_per_position]
+        return {
+            "requests": dict(self.requests),
+            "rounds": self.rounds,
+            "prompt_tokens": totals.prompt_tokens,
+            "cached_tokens": totals.cached_tokens,
+            "completion_tokens": totals.completion_tokens,
+            "preemptions": totals.preemptions,
+            "num_drafts": totals.num_drafts,
+            "num_draft_tokens": totals.draft_n,
+            "num_accepted_tokens": totals.draft_n_accepted,
+            "mean_acceptance_length": totals.mean_acceptance_length,
+            "draft_acceptance_rate": totals.draft_acceptance_rate,
+            "acceptance_rate_per_position": per_position,
+            **{name: percentiles(values) for name, values in self.latencies.items() if values},
+        }
+
+
+def percentiles(values: Iterable[float]) -> dict[str, float]:
+    """The 50th, 90th and 99th, each the smallest value that so many are not above."""
+    ordered = sorted(values)
+    return {f"p{p}": ordered[max(0, -(-p * len(ordered) // 100) - 1)] for p in (50, 90, 99)}
 
 
 def _grow(counts: list[int], size: int) -> None:

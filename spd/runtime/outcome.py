@@ -116,6 +116,9 @@ def _count(sequence: Sequence, outcome: Outcome, tokens: list[int], accepted: in
     sequence.rounds_read += 1
     sequence.generated += tokens
     now, metrics = time.perf_counter(), sequence.metrics
+    if not tokens:
+        metrics.count_round(len(outcome.draft), outcome.accepted, accepted)
+        return
     metrics.completion_tokens += len(tokens)
     metrics.count_round(len(outcome.draft), outcome.accepted, accepted)
     if sequence.first_token_at is None:
@@ -123,7 +126,10 @@ def _count(sequence: Sequence, outcome: Outcome, tokens: list[int], accepted: in
         metrics.first_token_ms = 1000 * (now - sequence.arrived_at)
     else:
         metrics.tokens_after_first += len(tokens)
+        metrics.gaps += 1
+        metrics.gap_ms += 1000 * (now - sequence.last_token_at)
         metrics.predicted_ms = 1000 * (now - sequence.first_token_at)
+    sequence.last_token_at = now
 
 
 def record_of(

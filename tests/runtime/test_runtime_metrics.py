@@ -1,0 +1,126 @@
+"""Counters and latencies by their definitions: by hand, against the clock, and summed over requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spd.runtime import Request, SamplingParams
+from spd.runtime.metrics import EngineMetrics, RequestMetrics, percentiles
+from spd.runtime.outcome import Outcome, settle
+from tests.helpers import make_engine, random_prompts, run_all
+from tests.runtime.test_runtime_scheduler import sequence_of
+
+PROMPTS = random_prompts(5, 20, 256)
+
+
+@pytest.fixture(scope="module")
+def target(tiny: Callable[..., Path]) -> Path:
+    return tiny("qwen3", layers=2, seed=3)
+
+
+def outcome(drafts: int, accepted: int, committed: int) -> Outcome:
+    return Outcome(9, list(range(drafts)), list(range(10)), accepted, committed, 0, ())
+
+
+def test_definitions_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of 0, 3, 3 and 2 drafts, of which 0, 3, 1 and 0 are accepted, at 1, 2, 4 and 7 seconds."""
+    sequence, now = sequence_of("a", (1,), 40), iter([1.0, 2.0, 4.0, 7.0])
+    sequence.arrived_at = 0.25
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    for drafts, accepted in ((0, 0), (3, 3), (3, 1), (2, 0)):
+        settle(sequence, outcome(drafts, accepted, accepted + 1))
+    m = sequence.metrics
+    assert (m.rounds, m.num_drafts, m.draft_n, m.draft_n_accepted) == (4, 3, 8, 4)
+    assert m.mean_acceptance_length == 1 + 4 / 3 and m.draft_acceptance_rate == 4 / 8
+    assert m.tokens_per_round == 8 / 4
+    assert m.accepted_per_position == [2, 1, 1] and m.acceptance_histogram == [2, 1, 0, 1]
+    assert m.first_token_ms == 750  # one token; seven after it in six seconds, in three emissions
+    assert m.time_per_output_token_ms == pytest.approx(6000 / 7)
+    assert m.inter_token_latency_ms == pytest.approx(2000)
+
+
+def test_a_request_without_drafts_has_an_acceptance_length_of_one() -> None:
+    assert RequestMetrics().mean_acceptance_length == RequestMetrics(rounds=3).mean_acceptance_length == 1
+
+
+def test_rows_that_pad_a_round_are_no_drafts(target: Path) -> None:
+    """Beside a request with four drafts, one that asked for one: its other rows are counted nowhere."""
+    engine = make_engine(target, slots=2, spec="draft", draft_model=target, draft_max=4)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    done = engine.generate([Request("a", PROMPTS[0], params), Request("b", PROMPTS[1], params, draft_max=1)])
+    one = done[1].metrics
+    assert one.draft_n == one.num_drafts and len(one.accepted_per_position) == 1
+    assert one.mean_acceptance_length == 2.0, "its drafter is the target itself"
+
+
+def test_the_engine_sums_what_its_requests_count(target: Path) -> None:
+    engine = make_engine(target, slots=2, spec="ngram", ngram_min=1, draft_max=3, lag=1)
+    engine.add(Request("gone", PROMPTS[0], SamplingParams()))
+    engine.abort("gone")
+    engine.step()
+    runs = run_all(engine, PROMPTS, [SamplingParams(max_tokens=9 + i) for i in range(5)])
+    shown, each = engine.totals.summary(), [run.metrics for run in runs]
+    assert shown["requests"] == {"abort": 1, "length": 5}
+    assert shown["completion_tokens"] == sum(m.completion_tokens for m in each) == 55
+    assert shown["num_drafts"] == sum(m.num_drafts for m in each) > 0
+    assert shown["num_accepted_tokens"] == sum(m.draft_n_accepted for m in each)
+    assert shown["mean_acceptance_length"] == 1 + shown["num_accepted_tokens"] / shown["num_drafts"]
+    rates = shown["acceptance_rate_per_position"]
+    assert rates == sorted(rates, reverse=True) and sum(rates) * shown["num_drafts"] == pytest.approx(
+        shown["num_accepted_tokens"]
+    )
+    assert max(m.rounds for m in each) <= shown["rounds"] <= sum(m.rounds for m in each) + 4
+    for name in ("ttft_ms", "tpot_ms", "itl_ms", "queue_ms"):
+        assert 0 <= shown[name]["p50"] <= shown[name]["p90"] <= shown[name]["p99"]
+    assert each[4].queue_ms > each[0].queue_ms, "two slots: the fifth had to wait"
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    assert percentiles(range(1, 101)) == {"p50": 50, "p90": 90, "p99": 99}
+    assert percentiles([7.0]) == {"p50": 7.0, "p90": 7.0, "p99": 7.0}
+    assert percentiles([3, 1, 2]) == {"p50": 2, "p90": 3, "p99": 3}
+
+
+def test_memory_of_latencies_is_bounded() -> None:
+    totals = EngineMetrics()
+    for i in range(5000):
+        totals.add(RequestMetrics(completion_tokens=1, first_token_ms=float(i)), "stop")
+    assert len(totals.latencies["ttft_ms"]) == 4096 and totals.totals.completion_tokens == 5000
+
+
+@pytest.mark.parametrize(("spec", "lag"), [("ngram", 0), ("draft", 2)])
+def test_logprobs_are_the_models_own_at_every_kind_of_token(target: Path, spec: str, lag: int) -> None:
+    """Accepted, recovered and bonus tokens: each as a pass over the finished text gives it, within 1e-5."""
+    how: dict[str, Any] = {"draft_model": target} if spec == "draft" else {"ngram_min": 1}
+    engine = make_engine(target, spec=spec, draft_max=3, lag=lag, slots=5, **how)
+    params = [
+        SamplingParams(max_tokens=30, temperature=0.4 * i, seed=i, logprobs=4, presence_penalty=float(i > 2))
+        for i in range(5)
+    ]
+    done = engine.generate(
+        [Request(f"{i}", p, q) for i, (p, q) in enumerate(zip(PROMPTS, params, strict=True))]
+    )
+    kinds = [drafted for one in done for drafted in one.drafted]
+    assert any(kinds) and not all(kinds)
+    runner = engine._parts.runner
+    for prompt, one in zip(PROMPTS, done, strict=True):
+        text = (*prompt, *one.token_ids)
+        pages = list(range(2, 2 + runner.pages_per_block * 2))
+        table, ids = runner.page_row(pages, len(pages))[None], torch.tensor(text)[None]
+        with torch.inference_mode():
+            parts = [
+                runner.forward_prompt(ids, at, min(at + 32, len(text)), table, pages, chunked=False)
+                for at in range(0, len(text), 32)
+            ]
+            scores = runner.logits(torch.cat(parts, 1))[0].log_softmax(-1)
+        for i, entry in enumerate(one.logprobs):
+            row = scores[len(prompt) - 1 + i]
+            assert abs(float(row[entry.token_id]) - entry.logprob) < 1e-5
+            wanted = row.topk(4)
+            assert [t for t, _ in entry.top] == wanted.indices.tolist()
+            assert torch.allclose(wanted.values, torch.tensor([v for _, v in entry.top]), atol=1e-5)

@@ -1,0 +1,273 @@
+"""Batch, lag, proposer, temperature, feature, pressure and prefix together, each request against itself.
+
+The default lane runs a pairwise covering array on a tiny model; the slow lane every combination on the demo,
+500 prompts at three lags, and a thousand mixed requests with aborts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spd.formats.demo import demo_draft_folder, demo_folder
+from spd.runtime import Engine, Request, SamplingParams
+from spd.runtime.request import GrammarText
+from tests.helpers import PROPOSERS, Run, make_engine, random_prompts, run_requests
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}}}
+SCHEMA |= {"required": ["a", "b"], "additionalProperties": False}
+FEATURES: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    "logit bias": {"logit_bias": ((5, 3.0), (9, -100.0), (40, 2.0))},
+    "min-p": {"min_p": 0.05},
+    "top-p": {"top_p": 0.8, "top_k": 40},
+    "stop strings": {"stop": ("e", "th"), "min_tokens": 4},
+    "schema": {"grammar": GrammarText("schema", json.dumps(SCHEMA))},
+    "regex": {"grammar": GrammarText("regex", "[a-z ]{3,30}[.]")},
+    "logprobs": {"logprobs": 3},
+}
+FACTORS: dict[str, Sequence[Any]] = {
+    "size": (1, 2, 7, 32),
+    "lag": (0, 1, 2),
+    "method": ("off", *PROPOSERS),
+    "temperature": (0.0, 1.0),
+    "feature": tuple(FEATURES),
+    "pressure": (False, True),
+    "prefix": ("hit", "miss"),
+}
+Case = dict[str, Any]
+KINDS = 7
+"""Different requests; larger batches repeat them."""
+
+
+def covering_array(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[Case]:
+    """Few combinations in which every two values of two factors meet: greedy, the same every time."""
+    source, names = random.Random(seed), list(factors)
+    pairs = {
+        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
+    }
+
+    def met(case: Case) -> set[tuple[Any, ...]]:
+        return {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)} & pairs
+
+    cases = []
+    while pairs:
+        a, x, b, y = min(pairs, key=repr)
+        tries = [{n: source.choice(factors[n]) for n in names} | {a: x, b: y} for _ in range(60)]
+        best = max(tries, key=lambda case: len(met(case)))
+        pairs -= met(best)
+        cases.append(best)
+    return cases
+
+
+def test_the_array_holds_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = covering_array(FACTORS)
+    for a, b in itertools.combinations(FACTORS, 2):
+        assert {(c[a], c[b]) for c in cases} == set(itertools.product(FACTORS[a], FACTORS[b]))
+    total = len(list(itertools.product(*FACTORS.values())))
+    assert len(cases) < total / 20
+    with capsys.disabled():
+        print(f"\n{len(cases)} of {total:,} combinations hold every pair")
+
+
+class Bench:
+    """One model's solo runs, and batches of the same requests in any combination."""
+
+    def __init__(
+        self, target: Path, draft: Path, prompts: list[tuple[int, ...]], tokens: int, **wishes: Any
+    ) -> None:
+        self.target, self.draft, self.prompts, self.tokens, self.wishes = (
+            target,
+            draft,
+            prompts,
+            tokens,
+            wishes,
+        )
+        self.solo_engine = make_engine(target, prefix_sharing=False, **wishes)
+        self.known: dict[tuple[Any, ...], Run] = {}
+        self.at_lag_zero: dict[str, list[Any]] = {}
+        self.parity = 32
+        """Batches up to this size are run at lag 0 too, for their drafts."""
+
+    def requests(self, case: Case) -> list[Request]:
+        found = []
+        for i in range(case["size"]):
+            feature = dict(FEATURES[case["feature"]])
+            grammar = feature.pop("grammar", None)
+            params = SamplingParams(
+                **{
+                    "max_tokens": self.tokens,
+                    "seed": i % KINDS,
+                    "temperature": case["temperature"],
+                    **feature,
+                }
+            )
+            found.append(Request(f"{i}", self.prompts[i % KINDS], params, grammar=grammar))
+        return found
+
+    def solo(self, request: Request) -> Run:
+        key = (request.prompt_ids, request.params, request.grammar)
+        if key not in self.known:
+            self.known[key] = run_requests(self.solo_engine, [request])[0]
+        return self.known[key]
+
+    def engine(self, case: Case, lag: int) -> Engine:
+        wishes: dict[str, Any] = {**self.wishes, **PROPOSERS.get(case["method"], {}), "slots": case["size"]}
+        if wishes.get("spec") == "draft":
+            wishes["draft_model"] = self.draft
+        if case["pressure"]:
+            wishes["cache_pages"] = -(-self.wishes["ctx"] // 64)
+        return make_engine(self.target, lag=lag, prefix_sharing=case["prefix"] == "hit", **wishes)
+
+    def run(self, case: Case, lag: int) -> list[Run]:
+        engine, asked = self.engine(case, lag), self.requests(case)
+        if case["prefix"] == "hit":
+            warm = SamplingParams(max_tokens=1)
+            engine.generate([Request(f"w{i}", prompt, warm) for i, prompt in enumerate(self.prompts)])
+        runs = run_requests(engine, asked)
+        if case["prefix"] == "hit" and not case["pressure"]:
+            long = [run for run in runs if run.metrics.prompt_tokens > 65]
+            assert long and all(run.metrics.cached_tokens >= 64 for run in long)
+        engine._scheduler.check()
+        assert engine._pages.num_available == engine.plan.num_pages - 2
+        return runs
+
+    def check(self, case: Case) -> list[Run]:
+        """A combination's runs; asserts all that must hold of them."""
+        runs = self.run(case, case["lag"])
+        for request, run in zip(self.requests(case), runs, strict=True):
+            alone = self.solo(request)
+            assert run.output == alone.output, case
+            assert run.logprobs == pytest.approx(alone.logprobs, abs=1e-5), case
+        if case["lag"] and not case["pressure"] and case["method"] != "off" and case["size"] <= self.parity:
+            key = repr({**case, "lag": 0})
+            if key not in self.at_lag_zero:
+                self.at_lag_zero[key] = [run.drafts for run in self.run(case, 0)]
+            assert [run.drafts for run in runs] == self.at_lag_zero[key], case
+        return runs
+
+
+@pytest.fixture(scope="module")
+def bench(tiny: Callable[..., Path]) -> Bench:
+    target = tiny("qwen3", layers=2, seed=3, residual_gain=lambda layer: 1.0 if layer < 1 else 0.2)
+    draft = tiny("qwen3", layers=1, seed=3, residual_gain=lambda layer: 1.0 if layer < 1 else 0.2)
+    lengths = (66, 50, 74, 51, 82, 52, 90)  # half of them grow into a second page
+    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in lengths]
+    made = Bench(target, draft, prompts, 10, ctx=192)
+    made.parity = 2
+    return made
+
+
+def test_every_pair_equals_solo(bench: Bench) -> None:
+    accepted, interrupted = 0, 0
+    for case in covering_array(FACTORS):
+        runs = bench.check(case)
+        accepted += sum(run.metrics.draft_n_accepted for run in runs)
+        interrupted += sum(run.metrics.preemptions for run in runs)
+    assert accepted > 100 and interrupted > 3, "nothing was speculated, or nobody was interrupted"
+
+
+# -- the slow lane -------------------------------------------------------------------------------------
+
+
+def demo_prompts(count: int) -> list[tuple[int, ...]]:
+    from tests.test_invisible_long import demo_prompts as prompts
+
+    return prompts(count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_combination_equals_solo_on_the_demo(feature: str, capsys: pytest.CaptureFixture[str]) -> None:
+    long = [tuple(itertools.islice(itertools.cycle(p), 70 + i)) for i, p in enumerate(demo_prompts(KINDS))]
+    bench = Bench(demo_folder(), demo_draft_folder(), long, 16, ctx=256)
+    count = tokens = 0
+    for values in itertools.product(*({**FACTORS, "feature": (feature,)}).values()):
+        runs = bench.check(dict(zip(FACTORS, values, strict=True)))
+        count, tokens = count + 1, tokens + sum(len(run.tokens) for run in runs)
+    with capsys.disabled():
+        print(f"\n{feature}: {count} combinations, {tokens:,} tokens equal solo's")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", PROPOSERS)
+def test_500_prompts_at_every_lag(
+    method: str, temperature: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Texts, drafts and acceptances of the synchronous run, prompt by prompt."""
+    prompts = demo_prompts(500)
+    params = [SamplingParams(temperature=temperature, max_tokens=32, seed=i) for i in range(500)]
+    requests = [Request(f"{i}", p, q) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
+    wishes: dict[str, Any] = {**PROPOSERS[method], "ctx": 256, "slots": 16}
+    if method == "draft":
+        wishes["draft_model"] = demo_draft_folder()
+    base: list[Run] = []
+    for lag in (0, 1, 2):
+        runs = run_requests(make_engine(demo_folder(), lag=lag, **wishes), requests)
+        base = base or runs
+        assert [run.output for run in runs] == [run.output for run in base]
+        assert [run.drafts for run in runs] == [run.drafts for run in base]
+    accepted, drafted = (sum(getattr(r.metrics, n) for r in base) for n in ("draft_n_accepted", "draft_n"))
+    with capsys.disabled():
+        print(
+            f"\n{method} T={temperature}: {sum(len(r.tokens) for r in base):,} tokens, "
+            f"{accepted:,} of {drafted:,} drafts accepted"
+        )
+
+
+@pytest.mark.slow
+def test_a_thousand_mixed_requests(tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """32 slots, a tenth aborted, a fifth with schemas, too few pages: all end, and nothing is left behind."""
+    target = tiny("qwen3", layers=2, seed=3)
+    source, count = random.Random(5), 1000
+    wishes: dict[str, Any] = {"spec": "draft", "draft_model": target, "draft_max": 3, "adaptive": True}
+    engine = make_engine(target, slots=32, ctx=256, lag=2, cache_pages=60, **wishes)
+    canary = Request(
+        "canary", random_prompts(1, 40, 256)[0], SamplingParams(max_tokens=30, temperature=1.0, seed=1)
+    )
+    alone = run_requests(make_engine(target), [canary])[0]
+    ends: dict[str, str] = {}
+    texts: dict[str, list[int]] = {}
+    sizes: list[int] = []
+
+    def source_of_requests() -> Iterator[Request]:
+        for i in range(count):
+            if i % 50 == 0:
+                yield Request(f"canary{i}", canary.prompt_ids, canary.params)
+            feature = dict(
+                FEATURES["schema" if i % 5 == 0 else source.choice(["min-p", "penalties", "stop strings"])]
+            )
+            grammar = feature.pop("grammar", None)
+            prompt = random_prompts(1, source.randrange(4, 150), 256, seed=i)[0]
+            params = SamplingParams(max_tokens=source.randrange(4, 60), temperature=i % 2, seed=i, **feature)
+            yield Request(f"r{i}", prompt, params, grammar=grammar)
+
+    for event in engine.stream(source_of_requests()):
+        name = event.request_id
+        texts.setdefault(name, []).extend(event.token_ids)
+        if event.finish_reason is not None:
+            assert name not in ends
+            ends[name] = event.finish_reason
+            if len(ends) % 100 == 0:
+                sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        elif name[0] == "r" and int(name[1:]) % 10 == 3:
+            engine.abort(name)
+    aborted = sum(reason == "abort" for reason in ends.values())
+    assert len(ends) == count + 20 and aborted > 80 and set(ends.values()) <= {"stop", "length", "abort"}
+    assert all(texts[f"canary{i}"] == alone.tokens for i in range(0, count, 50))
+    engine._scheduler.check()
+    assert engine._pages.num_available == 60 and not engine.has_work
+    assert sizes[-1] - sizes[2] < 20_000, f"resident memory grew from {sizes[2]} to {sizes[-1]} KiB"
+    with capsys.disabled():
+        print(
+            f"\n{engine.totals.summary()['requests']}, "
+            f"{engine._scheduler.preemptions} preemptions, resident {sizes} KiB"
+        )
