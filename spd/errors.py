@@ -70,6 +70,13 @@ class CheckFailedError(SpdError):
     default_code = "check_failed"
 
 
+class PartialError(SpdError):
+    """Some of many were done, and some failed."""
+
+    exit_code = 7
+    default_code = "partial"
+
+
 class NetworkError(SpdError):
     """The network, an authentication or a gated repository stood in the way."""
 

@@ -37,6 +37,10 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
         "--num-speculative-tokens": "--draft-max",
         "--speculative-num-draft-tokens": "--draft-max",
         "--draft-num-predict": "--draft-max",
+        "--json-schema": "--schema",
+        "-j": "--schema",
+        "--json-schema-file": "--schema",
+        "-jf": "--schema",
         "--spec-type": "--spec",
         "--prompt-lookup-min": "--ngram-min",
         "--prompt-lookup-max": "--ngram-max",
@@ -81,7 +85,7 @@ FLAGS |= {"-c", "--continue", "--no-save", "--no-history", "--think", "--no-thin
 FLAGS |= {"-y", "--yes", "--pull"}
 FLAGS |= {"--show-drafts", "--no-stats", "--vi"}
 FLAGS |= {"--stats", "--stream", "--no-stream", "--dry-run", "--ignore-eos", "--quick"}
-FLAGS |= {"--jsonl", "--csv", "--markdown", "--explain"}
+FLAGS |= {"--force", "--jsonl", "--resume", "--csv", "--markdown", "--explain"}
 """Options that take no value."""
 
 VALUE_SHORTS = frozenset("mpfnsorw")

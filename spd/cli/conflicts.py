@@ -1,7 +1,7 @@
 """Options that cannot be honoured together, in one table, each with its own message.
 
 Only what the command line alone knows (prompts and outputs, and speculation flags that would be
-dropped in silence); what the engine cannot do together stands in `spd.runtime.config`.
+dropped in silence); what the engine cannot do together stands in `spd.runtime.config: CLASHES`.
 """
 
 from __future__ import annotations
@@ -45,24 +45,6 @@ SHARED_CONFLICTS: tuple[Conflict[Any], ...] = (
         lambda o: o.system is not None and o.system_file is not None,
         "the system message is given twice: --system and --system-file",
         "use one of them",
-    ),
-    Conflict(
-        "draft-model-method",
-        lambda o: o.draft_model is not None and o.spec in ("off", "ngram", "mtp"),
-        "--draft-model is for --spec draft, and another method was asked for",
-        "--spec draft, or leave --draft-model out",
-    ),
-    Conflict(
-        "draft-max-off",
-        lambda o: o.draft_max is not None and o.spec == "off",
-        "--draft-max needs speculation, and --spec off turns it off",
-        "leave one of them out",
-    ),
-    Conflict(
-        "draft-ctx-method",
-        lambda o: o.draft_ctx is not None and o.spec in ("off", "ngram"),
-        "--draft-ctx is the context of a draft model, and --spec says that none runs",
-        "--spec draft, or leave --draft-ctx out",
     ),
     Conflict(
         "ngram-method",
@@ -176,7 +158,7 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
     ),
     Conflict(
         "messages-text",
-        lambda o: o.messages is not None and _has_text(o),
+        lambda o: o.messages is not None and _has_text(o) and not o.jsonl,
         "--messages is the whole chat; it cannot be joined with a prompt",
         "put the prompt into the file as its last user message",
     ),
@@ -194,8 +176,8 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
     ),
     Conflict(
         "logprobs-json",
-        lambda o: o.logprobs is not None and not o.json,
-        "--logprobs are printed with --json only",
+        lambda o: o.logprobs is not None and not (o.json or o.jsonl),
+        "--logprobs are printed with --json and --jsonl only",
         "--json --logprobs N",
     ),
     Conflict(
@@ -203,6 +185,72 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
         lambda o: o.dry_run and (o.stats or o.explain or o.trace is not None),
         "--dry-run runs no model, so there is nothing for --stats, --explain or --trace",
         "leave one of them out",
+    ),
+    Conflict(
+        "grammars",
+        lambda o: sum(given is not None for given in (o.schema, o.regex, o.grammar)) > 1,
+        "--schema, --regex and --grammar each say what the whole reply looks like",
+        "use one of them",
+    ),
+    Conflict(
+        "jsonl-prompt",
+        lambda o: o.jsonl and (o.prompt is not None or o.prompt_option is not None),
+        "--jsonl reads its prompts from lines, so there is no place for another one",
+        "leave one of them out; what all lines begin with is --system or --messages",
+    ),
+    Conflict(
+        "jsonl-ids",
+        lambda o: o.jsonl and o.prompt_ids is not None,
+        "--jsonl reads its prompts from lines, so there is no place for --prompt-ids",
+        """a line {"prompt_ids": [1, 2, 3]}""",
+    ),
+    Conflict(
+        "jsonl-files",
+        lambda o: o.jsonl and len(o.file or ()) > 1,
+        "--jsonl reads one file of lines, and several are named",
+        "cat FILE FILE | spd generate --jsonl",
+    ),
+    Conflict(
+        "jsonl-stdin",
+        lambda o: o.jsonl and not o.file and "-" in (o.system_file, o.messages),
+        "stdin (-) is named twice and can be read once: --jsonl reads its lines there",
+        "-f FILE for the lines",
+    ),
+    Conflict(
+        "jsonl-json",
+        lambda o: o.jsonl and o.json,
+        "--jsonl prints one object a line, and --json one object",
+        "leave one of them out",
+    ),
+    Conflict(
+        "jsonl-stream",
+        lambda o: o.jsonl and o.stream is True,
+        "--jsonl prints whole lines, so it cannot stream",
+        "leave one of them out",
+    ),
+    Conflict(
+        "jsonl-dry-run",
+        lambda o: o.jsonl and o.dry_run,
+        "--dry-run shows one prompt, and --jsonl has many",
+        "leave one of them out",
+    ),
+    Conflict(
+        "jsonl-trace",
+        lambda o: o.jsonl and (o.trace is not None or o.explain),
+        "--trace and --explain follow one prompt, and --jsonl has many",
+        "leave them out",
+    ),
+    Conflict(
+        "concurrency-jsonl",
+        lambda o: o.concurrency is not None and not o.jsonl,
+        "--concurrency is for --jsonl: there is one prompt",
+        "--jsonl --concurrency N",
+    ),
+    Conflict(
+        "resume-jsonl",
+        lambda o: o.resume and not (o.jsonl and o.output is not None),
+        "--resume goes on in the file of an earlier --jsonl run",
+        "--jsonl -o FILE --resume",
     ),
 )
 

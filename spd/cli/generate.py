@@ -29,6 +29,10 @@ def generate(session: Session, options: GenerateOptions) -> int:
     for path in (options.output, options.trace):
         if path is not None:
             check_writable(path)
+    if options.jsonl:
+        from spd.cli.jsonl import generate_lines
+
+        return generate_lines(session, options)
     sink = Sink.stdout() if options.output is None else Sink.file(options.output)
     from spd.cli.job import plan_job
     from spd.cli.models import ensure_models
@@ -99,10 +103,11 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
     engine.close()
     if delivery.reply.finish_reason != "error":
         return 0
+    fix = "--dtype float32, or run it again with --debug and report what it prints"
     failure = EngineError(
-        "the model failed while generating",
+        delivery.reply.error or "the model failed while generating",
         reason=["What came before the fault was printed."],
-        fix=["--dtype float32, or run it again with --debug and report what it prints"],
+        fix=[fix if job.grammar is None else "a grammar that leaves a way on, or a larger -n"],
     )
     if not options.json:
         raise failure

@@ -6,6 +6,7 @@ Reads the small files of a model folder only; no torch here.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,11 +17,28 @@ from spd.cli.encode import Vocabulary, fit
 from spd.cli.options import GenerateOptions
 from spd.cli.prompt import Asked, gather
 from spd.cli.sampling import Resolved, resolve_sampling
+from spd.cli.structured import end_of_thinking, read_grammar
 
 if TYPE_CHECKING:
-    from spd.runtime import EngineConfig, Request
+    from spd.runtime import EngineConfig, Request, SamplingParams
+    from spd.runtime.request import GrammarText
 
 REQUEST_ID = "0"
+CONCURRENCY = 8
+"""Lines of a batch that decode together unless --concurrency says otherwise."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything about a run but its prompts."""
+
+    config: EngineConfig
+    sampling: Resolved
+    vocabulary: Vocabulary
+    usable_vocab: int
+    context: int
+    truncate: bool
+    grammar: GrammarText | None
 
 
 @dataclass(frozen=True)
@@ -36,34 +54,87 @@ class Job:
     dropped: int
     context: int
     truncate: bool
+    grammar: GrammarText | None
 
     def request(self) -> Request:
         """The order for the engine."""
         from spd.runtime import Request
 
-        return Request(REQUEST_ID, tuple(self.ids), self.sampling.params)
+        grammar = place_grammar(self.grammar, self.vocabulary, self.kept, self.ids)
+        return Request(REQUEST_ID, tuple(self.ids), self.sampling.params, grammar=grammar)
 
 
-def plan_job(options: GenerateOptions) -> Job:
-    """Read the small files of the model and everything the options name, and check all of it."""
+def plan_settings(options: GenerateOptions) -> Settings:
+    """Read the small files of the model, and check everything that concerns no prompt."""
     from spd.formats.generation_config import read_generation_config
     from spd.formats.hub import resolve_model
 
     folder = resolve_model(options.model, options.revision)
     config = engine_config(options, folder)
+    if options.jsonl:
+        config = dataclasses.replace(config, slots=options.concurrency or CONCURRENCY)
     vocabulary = open_vocabulary(options.model, folder)
     model = vocabulary.config
     usable = model.vocab_size
     if vocabulary.tokenizer is not None:
         usable = min(usable, vocabulary.tokenizer.vocab_size)
     sampling = resolve_sampling(options, read_generation_config(folder), usable, logprobs=options.logprobs)
-    asked = gather(options)
     context = model.max_positions if options.ctx is None else min(options.ctx, model.max_positions)
     truncate = options.overflow == "truncate-left"
+    grammar = read_grammar(options)
+    if grammar is not None:
+        vocabulary.need_tokenizer()
+        from spd.runtime.grammar import GrammarCompiler
+
+        GrammarCompiler(folder, model.vocab_size).compile(grammar, ())
+    return Settings(config, sampling, vocabulary, usable, context, truncate, grammar)
+
+
+def plan_job(options: GenerateOptions) -> Job:
+    """Read the small files of the model and everything the options name, and check all of it."""
+    run = plan_settings(options)
+    asked = gather(options)
     kept, ids, dropped = fit(
-        asked, vocabulary, context=context, max_tokens=options.max_tokens, truncate=truncate
+        asked,
+        run.vocabulary,
+        context=run.context,
+        max_tokens=options.max_tokens,
+        truncate=run.truncate,
     )
-    return Job(config, sampling, vocabulary, asked, kept, ids, dropped, context, truncate)
+    return Job(
+        run.config,
+        run.sampling,
+        run.vocabulary,
+        asked,
+        kept,
+        ids,
+        dropped,
+        run.context,
+        run.truncate,
+        run.grammar,
+    )
+
+
+def place_grammar(
+    grammar: GrammarText | None, vocabulary: Vocabulary, asked: Asked, ids: Sequence[int]
+) -> GrammarText | None:
+    """A grammar for the reply to one prompt: behind its thinking, where it thinks."""
+    if grammar is None:
+        return None
+    return dataclasses.replace(grammar, after=end_of_thinking(vocabulary, asked, ids))
+
+
+def prepare_request(
+    name: str, asked: Asked, params: SamplingParams, grammar: GrammarText | None, run: Settings
+) -> tuple[Request, int]:
+    """One of many orders for the engine, and how many tokens of its prompt were dropped."""
+    from spd.runtime import Request
+
+    kept, ids, dropped = fit(
+        asked, run.vocabulary, context=run.context, max_tokens=params.max_tokens, truncate=run.truncate
+    )
+    placed = place_grammar(grammar, run.vocabulary, kept, ids)
+    return Request(name, tuple(ids), params, grammar=placed), dropped
 
 
 def open_vocabulary(name: str, folder: Path) -> Vocabulary:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
+from spd.cli.batch_options import BatchOptions, GrammarOptions
 from spd.cli.output import Console
 from spd.cli.signals import SignalGuard
 
@@ -66,9 +67,7 @@ class Session:
 class CommonOptions:
     """Flags that every command takes, before or after its name."""
 
-    color: Annotated[Literal["auto", "always", "never"], _output("--color", help="Colour in messages.")] = (
-        "auto"
-    )
+    color: Annotated[Literal["auto", "always", "never"], _output("--color", help="Colour.")] = "auto"
     no_color: Annotated[bool, _output("--no-color", help="As --color never.")] = False
     quiet: Annotated[bool, _output("-q", "--quiet", help="No notes on stderr.")] = False
     verbose: Annotated[bool, _output("-v", "--verbose", help="Plan, seed and parameters on stderr.")] = False
@@ -105,9 +104,7 @@ class ModelOptions:
 class MachineOptions:
     """What the machine gives."""
 
-    kernels: Annotated[Literal["auto", "torch", "triton"], _advanced(help="Who does the arithmetic.")] = (
-        "auto"
-    )
+    kernels: Annotated[Literal["auto", "torch", "triton"], _advanced(help="Whose arithmetic.")] = "auto"
     memory_fraction: Annotated[
         float, _advanced(metavar="F", help="Share of device memory to use, above 0 to 1.")
     ] = 0.9
@@ -279,7 +276,9 @@ class OutputOptions:
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class GenerateOptions(
     AdvancedOptions,
+    BatchOptions,
     CommonOptions,
+    GrammarOptions,
     OutputOptions,
     SamplingOptions,
     SpeculationOptions,

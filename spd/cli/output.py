@@ -147,10 +147,18 @@ class Sink:
     gone and ResourceError when nothing can be written.
     """
 
-    def __init__(self, descriptor: int | Path, *, encoding: str = "utf-8", terminal: bool = False) -> None:
+    def __init__(
+        self,
+        descriptor: int | Path,
+        *,
+        encoding: str = "utf-8",
+        terminal: bool = False,
+        append: bool = False,
+    ) -> None:
         self._target = descriptor
         self._encoding = encoding
         self._terminal = terminal
+        self._mode = os.O_APPEND if append else os.O_TRUNC
 
     @classmethod
     def stdout(cls) -> Sink:
@@ -173,9 +181,9 @@ class Sink:
         return "utf" in self._encoding.lower()
 
     @classmethod
-    def file(cls, path: Path) -> Sink:
-        """A file of UTF-8 text."""
-        return cls(path)
+    def file(cls, path: Path, *, append: bool = False) -> Sink:
+        """A file of UTF-8 text, behind what it holds if `append`."""
+        return cls(path, append=append)
 
     def write(self, text: str) -> None:
         """Write text as it is; on a terminal its control characters are spelled out."""
@@ -186,7 +194,7 @@ class Sink:
         data = text.encode(self._encoding, "replace")
         try:
             if isinstance(self._target, Path):
-                self._target = os.open(self._target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+                self._target = os.open(self._target, os.O_WRONLY | os.O_CREAT | self._mode, 0o666)
             _write_all(self._target, data)
         except OSError as error:
             if error.errno == errno.EPIPE:

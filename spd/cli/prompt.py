@@ -174,6 +174,12 @@ def read_messages(name: str) -> tuple[Mapping[str, Any], ...]:
         raise UsageError(f"{shown} is not JSON: {error}", fix=fix) from None
     if isinstance(loaded, dict):
         loaded = loaded.get("messages")
+    return check_messages(loaded, shown)
+
+
+def check_messages(loaded: Any, shown: str) -> tuple[Mapping[str, Any], ...]:
+    """A JSON value as the messages of a chat. Raises UsageError naming where it was `shown`."""
+    fix = ['[{"role": "user", "content": "Hello"}]']
     if not isinstance(loaded, list) or not loaded:
         raise UsageError(f"{shown} holds no list of messages", fix=fix)
     for number, message in enumerate(loaded):

@@ -22,6 +22,7 @@ class Reply:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None
 
     @property
     def text(self) -> str:
@@ -56,6 +57,7 @@ class Delivery:
         reply.pieces.append(event.text)
         reply.token_ids += event.token_ids
         reply.logprobs += event.logprobs
+        reply.error = event.error
         reply.finish_reason = event.finish_reason or reply.finish_reason
         if self._streaming and event.text:
             self.sink.write(event.text)

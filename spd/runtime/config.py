@@ -141,6 +141,13 @@ CLASHES = (
         ),
     ),
     Clash(
+        lambda c: c.draft_ctx is not None and c.spec in ("off", "ngram"),
+        UsageError(
+            "--draft-ctx is the context of a draft model, and --spec says that none runs",
+            fix=["--spec draft, or leave --draft-ctx out"],
+        ),
+    ),
+    Clash(
         lambda c: c.synthetic_acceptance is not None and c.spec == "off",
         UsageError(
             "--synthetic-acceptance needs speculation, and --spec off turns it off",

@@ -23,6 +23,8 @@ KEPT = 64
 """Compiled grammars that are kept for the next request with the same text."""
 WORD = 32
 """Token ids a word of a mask."""
+JSON_STYLE: Any = {"whitespace_pattern": r"(\n[ \t]{0,32}| ?)"}
+"""Between the parts of a JSON text nothing, a blank or a new line: weak models would never stop."""
 FLAGS = {"schema": "--schema", "regex": "--regex", "lark": "--grammar"}
 
 
@@ -172,7 +174,9 @@ class GrammarCompiler:
             )
         try:
             if text.kind == "schema":
-                grammar = LLMatcher.grammar_from_json_schema(text.text)
+                grammar = LLMatcher.grammar_from_json_schema(
+                    text.text, JSON_STYLE if text.text.lstrip().startswith("{") else None
+                )
             elif text.kind == "regex":
                 grammar = LLMatcher.grammar_from_regex(text.text)
             else:

@@ -26,6 +26,8 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str, str]] = [
     ({"draft_model": DRAFT, "spec": "off"}, UsageError, "--draft-model is for --spec draft", "usage"),
     ({"draft_model": DRAFT, "spec": "ngram"}, UsageError, "--draft-model is for --spec draft", "usage"),
     ({"spec": "off", "draft_max": 1}, UsageError, "--draft-max needs speculation", "usage"),
+    ({"draft_ctx": 64, "spec": "off"}, UsageError, "--draft-ctx is the context of a draft model", "usage"),
+    ({"draft_ctx": 64, "spec": "ngram"}, UsageError, "--draft-ctx is the context of a draft model", "usage"),
     ({"tp": 2}, IncompatibleError, "tensor parallelism is not built", "incompatible"),
     ({"draft_tp": 2}, IncompatibleError, "tensor parallelism is not built", "incompatible"),
     (

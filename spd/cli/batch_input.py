@@ -1,0 +1,290 @@
+"""Lines of a batch, read and checked: spd's own shape and OpenAI's, as prompts with parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.conversation import derived_seed
+from spd.cli.options import GenerateOptions
+from spd.cli.prompt import (
+    MAX_BYTES,
+    Asked,
+    check_messages,
+    check_text,
+    parse_variables,
+    read_messages,
+    read_text,
+)
+from spd.errors import NotFoundError, SpdError, UsageError
+
+if TYPE_CHECKING:
+    from spd.cli.job import Settings
+    from spd.runtime import SamplingParams
+    from spd.runtime.request import GrammarText
+
+OWN_FIELDS = frozenset({"id", "prompt", "messages", "prompt_ids", "system", "params"})
+OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions")
+NUMBERS = frozenset(
+    {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+)
+COUNTS = frozenset({"top_k", "min_tokens", "max_tokens", "seed", "logprobs"})
+IGNORED_IN_BODY = frozenset({"model", "user", "metadata", "store", "service_tier", "stream"})
+"""Fields of an OpenAI body that change no text here; `stream` must be false."""
+
+
+@dataclass(frozen=True)
+class BatchLine:
+    """One line of the input: its number in the file, and its JSON value or what is wrong with it."""
+
+    number: int
+    value: Mapping[str, Any]
+    error: SpdError | None = None
+
+    @property
+    def id(self) -> Any:
+        """What the line calls itself; its number where it has no name."""
+        name = self.value.get("custom_id", self.value.get("id"))
+        return self.number if name is None else name
+
+
+def read_lines(name: str) -> list[BatchLine]:
+    """Every line of a file, or of stdin (-), that is not blank. Raises UsageError and NotFoundError."""
+    try:
+        if name == "-":
+            stream = sys.stdin.buffer if sys.stdin is not None else None
+            lines = (
+                [] if stream is None else [_read(n, raw) for n, raw in enumerate(stream, 1) if raw.strip()]
+            )
+        else:
+            with Path(name).open("rb") as file:
+                lines = [_read(n, raw) for n, raw in enumerate(file, 1) if raw.strip()]
+    except FileNotFoundError:
+        raise NotFoundError(
+            f"no file {name}", fix=["check the path; without -f lines come from stdin"], code="no_file"
+        ) from None
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {name}: {error.strerror}", fix=["name a file that can be read"]
+        ) from None
+    if not lines:
+        raise UsageError(
+            "no lines to answer",
+            reason=["stdin is empty." if name == "-" else f"{name} is empty."],
+            fix=["""echo '{"prompt": "Hello"}' | spd generate --jsonl"""],
+            code="no_prompt",
+        )
+    return lines
+
+
+def _read(number: int, raw: bytes) -> BatchLine:
+    try:
+        if len(raw) > MAX_BYTES:
+            raise UsageError(f"longer than {MAX_BYTES >> 20} MiB")
+        value = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+        if not isinstance(value, dict):
+            raise UsageError("not a JSON object", fix=['{"prompt": "Hello"}'])
+        return BatchLine(number, value)
+    except UnicodeDecodeError as error:
+        return BatchLine(number, {}, UsageError(f"not UTF-8 text: byte 0x{raw[error.start]:02x}"))
+    except (ValueError, RecursionError) as error:
+        return BatchLine(number, {}, UsageError(f"not JSON: {error}"))
+    except UsageError as error:
+        return BatchLine(number, {}, error)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A line's prompt and parameters, before tokens."""
+
+    asked: Asked
+    params: SamplingParams
+    grammar: GrammarText | None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all prompts of a run have in common."""
+
+    raw: bool
+    parse_special: bool
+    messages: tuple[Mapping[str, Any], ...]
+    variables: Mapping[str, Any]
+
+
+def read_shared(options: GenerateOptions) -> Shared:
+    """What the flags say about every prompt. Raises UsageError and NotFoundError."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    if options.messages is not None:
+        messages = read_messages(options.messages)
+    system = read_text(options.system_file) if options.system_file is not None else options.system
+    if system is not None:
+        messages = ({"role": "system", "content": check_text(system, "the system message")},)
+    variables = parse_variables(options.template_arg or ())
+    return Shared(options.raw, options.parse_special, messages, variables)
+
+
+def read_wishes(line: BatchLine, settings: Settings, shared: Shared) -> Wanted:
+    """What a line asks for, over what the flags say. Raises SpdError for what is wrong with it."""
+    if line.error is not None:
+        raise line.error
+    value = line.value
+    if "body" in value or "custom_id" in value:
+        prompt, given = _openai(value)
+    else:
+        _known(value, OWN_FIELDS, "the line")
+        prompt, given = value, value.get("params", {})
+        if not isinstance(given, dict):
+            raise UsageError("`params` is not an object")
+    grammar = settings.grammar
+    values: dict[str, Any] = {}
+    for name, wish in given.items():
+        if wish is None:
+            continue
+        if name in ("schema", "regex", "grammar"):
+            grammar = _grammar(name, wish)
+        else:
+            values[name] = _parameter(name, wish)
+    from spd.cli.sampling import check_ids
+
+    values.setdefault("seed", derived_seed(settings.sampling.params.seed, line.number))
+    check_ids(values.get("stop_token_ids", ()), settings.usable_vocab, "stop_token_ids")
+    check_ids([token for token, _ in values.get("logit_bias", ())], settings.usable_vocab, "logit_bias")
+    params = dataclasses.replace(settings.sampling.params, **values)
+    return Wanted(_asked(prompt, shared), params, grammar)
+
+
+def _asked(prompt: Mapping[str, Any], shared: Shared) -> Asked:
+    """The prompt of a line behind what every line begins with."""
+    kinds = [kind for kind in ("prompt", "messages", "prompt_ids") if prompt.get(kind) is not None]
+    if len(kinds) != 1:
+        raise UsageError("one of prompt, messages and prompt_ids is needed", fix=['{"prompt": "Hello"}'])
+    system, found = prompt.get("system"), prompt[kinds[0]]
+    if kinds[0] == "prompt_ids" or (kinds[0] == "prompt" and isinstance(found, list)):
+        if not isinstance(found, list) or not found or not all(_is_int(token) for token in found):
+            raise UsageError(f"`{kinds[0]}` is not a list of token ids")
+        return Asked(ids=tuple(found))
+    if kinds[0] == "messages":
+        messages = check_messages(found, "the line")
+    else:
+        if not isinstance(found, str):
+            raise UsageError("`prompt` is not a text")
+        check_text(found, "`prompt`")
+        if shared.raw:
+            return Asked(text=found, parse_special=shared.parse_special)
+        messages = ({"role": "user", "content": found},)
+    if shared.raw:
+        raise UsageError("--raw uses no chat template, which `messages` need")
+    before = shared.messages
+    if system is not None:
+        if not isinstance(system, str):
+            raise UsageError("`system` is not a text")
+        before = ({"role": "system", "content": check_text(system, "`system`")},)
+    if messages[0]["role"] == "system":
+        before = ()
+    return Asked(messages=(*before, *messages), variables=shared.variables)
+
+
+def _openai(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """(prompt fields, parameters by spd's names) of a line of an OpenAI batch."""
+    body, url = value.get("body"), value.get("url", OPENAI_PATHS[0])
+    if not isinstance(body, dict):
+        raise UsageError("`body` is not an object")
+    if url not in OPENAI_PATHS:
+        raise UsageError(f"url {url} is not answered", reason=[f"known: {', '.join(OPENAI_PATHS)}"])
+    if body.get("stream"):
+        raise UsageError("stream: a batch cannot stream")
+    if body.get("n", 1) != 1:
+        raise UsageError(f"n {body['n']}: one reply a line", fix=["repeat the line with another seed"])
+    given: dict[str, Any] = {}
+    for name, wish in body.items():
+        if name in IGNORED_IN_BODY or name in ("prompt", "messages", "n") or wish is None:
+            continue
+        if name == "max_completion_tokens":
+            given["max_tokens"] = wish
+        elif name == "response_format":
+            given |= _response_format(wish)
+        elif name == "logprobs":
+            given["logprobs"] = body.get("top_logprobs", 0) if wish is True else wish if wish else None
+        elif name != "top_logprobs":
+            given[name] = wish
+    return {name: body[name] for name in ("prompt", "messages") if name in body}, given
+
+
+def _response_format(wish: Any) -> dict[str, Any]:
+    kind = wish.get("type") if isinstance(wish, dict) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"schema": {"type": "object"}}
+    schema = wish.get("json_schema") if isinstance(wish, dict) else None
+    if kind == "json_schema" and isinstance(schema, dict) and "schema" in schema:
+        return {"schema": schema["schema"]}
+    raise UsageError("response_format is none of text, json_object and json_schema")
+
+
+def _parameter(name: str, wish: Any) -> Any:
+    """A sampling parameter from JSON. Raises UsageError for another name or type."""
+    if name in NUMBERS and _is_number(wish):
+        return float(wish)
+    if name in COUNTS and _is_int(wish):
+        return wish
+    if name == "ignore_eos" and isinstance(wish, bool):
+        return wish
+    if name == "stop" and (isinstance(wish, str) or _all(wish, str)):
+        return (wish,) if isinstance(wish, str) else tuple(wish)
+    if name == "stop_token_ids" and isinstance(wish, list) and all(map(_is_int, wish)):
+        return tuple(wish)
+    if name == "logit_bias" and isinstance(wish, dict) and all(map(_is_number, wish.values())):
+        try:
+            return tuple((int(token), float(bias)) for token, bias in wish.items())
+        except ValueError:
+            pass
+    known = sorted(NUMBERS | COUNTS | {"ignore_eos", "stop", "stop_token_ids", "logit_bias"})
+    if name in known:
+        raise UsageError(f"params.{name}: {json.dumps(wish)[:60]} has the wrong type")
+    known = sorted({*known, "schema", "regex", "grammar"})
+    raise UsageError(f"params.{name} is not known", reason=[f"known: {', '.join(known)}"])
+
+
+def _grammar(name: str, wish: Any) -> GrammarText:
+    from spd.runtime.request import GrammarText
+
+    if name == "schema" and isinstance(wish, (dict, bool)):
+        return GrammarText("schema", json.dumps(wish))
+    if not isinstance(wish, str):
+        raise UsageError(f"params.{name} is not a text")
+    return GrammarText({"schema": "schema", "regex": "regex", "grammar": "lark"}[name], wish)  # type: ignore[arg-type]
+
+
+def _known(value: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    unknown = sorted(set(value) - known)
+    if unknown:
+        raise UsageError(
+            f"{where} has an unknown field {unknown[0]!r}", reason=[f"known: {', '.join(sorted(known))}"]
+        )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or isinstance(value, float)
+
+
+def _all(values: Any, kind: type) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+
+
+def answer_error(line: BatchLine, error: SpdError) -> dict[str, Any]:
+    """What is said in the place of an answer."""
+    shown = {"code": error.code, "message": error.message}
+    if error.reason:
+        shown["reason"] = " ".join(error.reason)
+    return {"id": line.id, "line": line.number, "error": shown}

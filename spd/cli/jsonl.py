@@ -1,0 +1,272 @@
+"""`spd generate --jsonl`: a prompt a line in, a reply a line out, in the same order.
+
+A line is `{"id", "prompt" | "messages" | "prompt_ids", "system", "params"}` or a line of an OpenAI batch
+(`custom_id` and `body`). What is wrong with a line is said in its place, and the others go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.batch_input import BatchLine, Shared, answer_error, read_lines, read_shared, read_wishes
+from spd.cli.options import GenerateOptions, Session
+from spd.cli.output import Sink, cannot_write, to_json, write_stderr
+from spd.cli.signals import Interrupted, SignalGuard
+from spd.cli.ticker import Ticker, clock
+from spd.errors import PartialError, ResourceError, SpdError, UsageError
+
+if TYPE_CHECKING:
+    from spd.cli.job import Settings
+    from spd.runtime import Completion, Engine, Event, Request
+    from spd.runtime.request import CompletionParts
+
+SCHEMA = "spd.generate.line/1"
+WINDOW = 512
+"""Lines that may be finished beyond the first unfinished one: what order costs in memory."""
+
+
+def generate_lines(session: Session, options: GenerateOptions) -> int:
+    """Answer every line of the input; returns the exit status."""
+    from spd.cli.job import plan_settings
+
+    settings, shared = plan_settings(options), read_shared(options)
+    lines = read_lines(options.file[0] if options.file else "-")
+    done = Done() if not options.resume else resume(_output(options), lines)
+    sink = Sink.stdout() if options.output is None else Sink.file(options.output, append=options.resume)
+    rest = lines[done.lines :]
+    if not rest:
+        return _end(session, options, done, 0.0)
+    from spd.cli.loading import loading
+
+    with loading(f"loading {options.model}", session.console) as progress:
+        from spd.runtime import Engine
+
+        engine = Engine(settings.config, progress=progress)
+    settings = dataclasses.replace(settings, context=engine.plan.ctx)
+    batch = Batch(session, settings, shared, engine, sink, done, len(lines))
+    began = time.perf_counter()
+    try:
+        batch.run(iter(rest))
+    except Interrupted:
+        how = "--resume goes on from here" if options.output is not None else "with -o FILE, --resume goes on"
+        session.console.note(f"stopped after {done.lines:,} of {len(lines):,} lines; {how}")
+        raise
+    engine.close()
+    return _end(session, options, done, time.perf_counter() - began)
+
+
+def _output(options: GenerateOptions) -> Path:
+    assert options.output is not None  # the table of conflicts sees to it
+    return options.output
+
+
+def _end(session: Session, options: GenerateOptions, done: Done, seconds: float) -> int:
+    """Say how it went. Raises PartialError if a line failed, now or in an earlier part."""
+    if options.stats and seconds:
+        rate = f"{done.tokens / seconds:.1f} tok/s"
+        write_stderr(f"{done.lines:,} lines · {done.tokens:,} tok · {clock(seconds)} · {rate}\n")
+    if done.failed:
+        raise PartialError(
+            f"{done.failed:,} of {done.lines:,} lines failed",
+            reason=["Each says why in its `error`; the others are complete."],
+            fix=["""jq -c 'select(.error)' shows them"""],
+        )
+    return 0
+
+
+@dataclass
+class Done:
+    """Lines delivered so far, in order; `tokens` of this run only."""
+
+    lines: int = 0
+    failed: int = 0
+    tokens: int = 0
+
+
+def resume(path: Path, lines: Sequence[BatchLine]) -> Done:
+    """What a file holds of an earlier run; a broken last line is cut off.
+
+    Raises UsageError for a file that was not made from these lines.
+    """
+    done = Done()
+    try:
+        with path.open("r+b") as file:
+            whole = 0
+            for number, raw in enumerate(file):
+                entry = _entry(raw)
+                if entry is None:
+                    break
+                if number >= len(lines) or (entry.get("line"), entry.get("id")) != (
+                    lines[number].number,
+                    lines[number].id,
+                ):
+                    raise _foreign(path, number)
+                whole += len(raw)
+                done.lines += 1
+                done.failed += "error" in entry
+            file.truncate(whole)
+    except FileNotFoundError:
+        return done
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    return done
+
+
+def _entry(raw: bytes) -> dict[str, Any] | None:
+    """A whole line of an output; None for what an interruption left of one."""
+    if not raw.endswith(b"\n"):
+        return None
+    try:
+        entry = json.loads(raw)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def _foreign(path: Path, number: int) -> UsageError:
+    return UsageError(
+        f"{path}: line {number + 1} does not answer the input's line {number + 1}",
+        reason=["--resume goes on where the same input stopped."],
+        fix=["give the same input, or another -o FILE"],
+        code="resume",
+    )
+
+
+@dataclass
+class Open:
+    """A line that the engine works on."""
+
+    line: BatchLine
+    request: Request
+    parts: CompletionParts
+    dropped: int
+
+
+@dataclass
+class Batch:
+    """Keeps the engine fed, and writes what is finished in the order of the input, a whole line at a time."""
+
+    session: Session
+    settings: Settings
+    shared: Shared
+    engine: Engine
+    sink: Sink
+    done: Done
+    total: int
+    open: dict[str, Open] = field(default_factory=dict)
+    finished: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Answers that wait for an earlier line, by their place in the input."""
+    places: dict[int, int] = field(default_factory=dict)
+
+    def run(self, lines: Iterator[BatchLine]) -> None:
+        """Answer all lines. Raises Interrupted between writes, never inside one."""
+        guard, place, more = self.session.guard, self.done.lines, True
+        ticker = Ticker(self.session.console)
+        began, before = time.perf_counter(), self.done.lines
+        with ticker:
+            while more or self.engine.has_work:
+                while (
+                    more and len(self.open) < 2 * self.engine.plan.slots and place - self.done.lines < WINDOW
+                ):
+                    line = next(lines, None)
+                    if line is None:
+                        more = False
+                        break
+                    self.places[line.number] = place
+                    self._begin(line)
+                    place += 1
+                self._step(guard, ticker)
+                answered = self.done.lines - before
+                left = (self.total - self.done.lines) * (time.perf_counter() - began) / max(1, answered)
+                failed = f" · {self.done.failed:,} failed" if self.done.failed else ""
+                rate = self.done.tokens / (time.perf_counter() - began)
+                eta = f" · {clock(left)} left" if answered else ""
+                ticker.write(f"{self.done.lines:,} of {self.total:,} lines{failed} · {rate:.0f} tok/s{eta}")
+
+    def _begin(self, line: BatchLine) -> None:
+        """Hand a line to the engine, or answer it at once with what is wrong with it."""
+        from spd.cli.job import prepare_request
+        from spd.runtime.request import CompletionParts
+
+        try:
+            wanted = read_wishes(line, self.settings, self.shared)
+            request, dropped = prepare_request(
+                str(line.number), wanted.asked, wanted.params, wanted.grammar, self.settings
+            )
+            self.engine.add(request)
+        except SpdError as error:
+            self._finish(line, answer_error(line, error))
+        else:
+            self.open[request.id] = Open(line, request, CompletionParts(), dropped)
+
+    def _step(self, guard: SignalGuard, ticker: Ticker) -> None:
+        try:
+            events = self.engine.step()
+        except ResourceError as error:  # who ran then ends with an error; who waits goes on
+            self.session.console.note(f"{error.message}: the lines that ran then have failed")
+            return
+        for event in events:
+            self._take(event)
+        with guard.hold():
+            self._flush(ticker)
+        guard.check()
+
+    def _take(self, event: Event) -> None:
+        one = self.open.get(event.request_id)
+        if one is None:
+            return
+        one.parts.take(event)
+        if event.finish_reason is None:
+            return
+        del self.open[event.request_id]
+        completion = one.parts.completion(event.request_id, self.engine.metrics(event.request_id))
+        self.done.tokens += len(completion.token_ids)
+        self._finish(one.line, self._answer(one, completion))
+
+    def _answer(self, one: Open, completion: Completion) -> dict[str, Any]:
+        from spd.cli.report import logprob_entry
+
+        plan, params = self.engine.plan, one.request.params
+        shown: dict[str, Any] = {
+            "schema": SCHEMA,
+            "id": one.line.id,
+            "line": one.line.number,
+            "text": completion.text,
+            "token_ids": list(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+            "usage": completion.metrics.usage(),
+            "timings": completion.metrics.timings(),
+            "metrics": {
+                "speculative_decoding": completion.metrics.speculative_decoding(
+                    plan.spec, plan.draft_max, imposed=plan.synthetic_acceptance is not None
+                )
+            },
+            "seed": params.seed,
+        }
+        if one.dropped:
+            shown["dropped_prompt_tokens"] = one.dropped
+        if params.logprobs is not None:
+            shown["logprobs"] = [logprob_entry(entry, self.engine.tokenizer) for entry in completion.logprobs]
+        if completion.finish_reason == "error":
+            code = "grammar" if one.request.grammar is not None else "engine"
+            shown["error"] = {"code": code, "message": completion.error or "the model failed"}
+        return shown
+
+    def _finish(self, line: BatchLine, answer: dict[str, Any]) -> None:
+        self.finished[self.places.pop(line.number)] = answer
+
+    def _flush(self, ticker: Ticker) -> None:
+        """Write every answer whose turn it is."""
+        while self.done.lines in self.finished:
+            answer = self.finished.pop(self.done.lines)
+            if self.sink.is_terminal:
+                ticker.write("")
+            self.sink.write(to_json(answer) + "\n")
+            self.done.lines += 1
+            self.done.failed += "error" in answer

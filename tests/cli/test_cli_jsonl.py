@@ -1,0 +1,262 @@
+"""A prompt a line in, a reply a line out: order, errors, seeds, resuming, and OpenAI's batches."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spd.cli.conversation import derived_seed
+from spd.runtime import Engine
+from tests.cli.conftest import ROOT
+
+Lines = Callable[..., tuple[Any, list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def target(tiny: Callable[..., Path]) -> Path:
+    return tiny("qwen3", layers=1)
+
+
+@pytest.fixture
+def answers(spd_run: Callable[..., Any], target: Path) -> Lines:
+    """Runs lines (dicts or raw text) through `spd generate --jsonl`, and reads what comes back."""
+
+    def run(lines: list[Any], *argv: object) -> tuple[Any, list[dict[str, Any]]]:
+        text = "".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines)
+        common = ["--jsonl", "-m", target, "--threads", 1, "--ctx", 256, "-n", 8, "--dtype", "float32"]
+        ran = spd_run("generate", *common, *argv, stdin=text.encode())
+        return ran, [json.loads(line) for line in ran.out.splitlines()]
+
+    return run
+
+
+def prompts(count: int) -> list[dict[str, Any]]:
+    return [{"id": f"q{i}", "prompt": f"word {i}", "params": {"max_tokens": 1 + i % 7}} for i in range(count)]
+
+
+def test_answers_come_in_order_whatever_their_lengths(answers: Lines) -> None:
+    ran, found = answers(prompts(30), "--seed", 3, "--concurrency", 4)
+    assert ran.code == 0 and ran.err == ""
+    assert [one["id"] for one in found] == [f"q{i}" for i in range(30)]
+    assert [one["usage"]["completion_tokens"] for one in found] == [1 + i % 7 for i in range(30)]
+    assert [one["line"] for one in found] == list(range(1, 31))
+
+
+def test_a_line_can_be_replayed_alone_by_its_seed(answers: Lines) -> None:
+    lines = [{"prompt": f"a {i}", "params": {"temperature": 1.0}} for i in range(5)]
+    _, found = answers(lines, "--seed", 11, "--concurrency", 5)
+    assert [one["seed"] for one in found] == [derived_seed(11, n) for n in range(1, 6)]
+    assert len({one["seed"] for one in found}) == 5
+    alone = {**lines[3], "params": {"temperature": 1.0, "seed": found[3]["seed"]}}
+    _, again = answers([alone])
+    assert (again[0]["text"], again[0]["token_ids"]) == (found[3]["text"], found[3]["token_ids"])
+    _, unseeded = answers(lines), answers(lines)
+    assert unseeded[1][0]["seed"] != found[0]["seed"]
+
+
+BAD: list[tuple[Any, str]] = [
+    ("{", "not JSON"),
+    ("[1]", "not a JSON object"),
+    ({"prompt": "x", "messages": []}, "one of prompt, messages and prompt_ids"),
+    ({}, "one of prompt, messages and prompt_ids"),
+    ({"prompt": 3}, "`prompt` is not a text"),
+    ({"prompt": "\ud800"}, "lone U+D800"),
+    ({"prompt": "x", "promt": 1}, "unknown field 'promt'"),
+    ({"prompt": "x", "params": {"temperature": "hot"}}, 'params.temperature: "hot" has the wrong type'),
+    ({"prompt": "x", "params": {"temperature": -1}}, "temperature -1.0 is out of range"),
+    ({"prompt": "x", "params": {"max_tokens": True}}, "params.max_tokens: true has the wrong type"),
+    ({"prompt": "x", "params": {"heat": 1}}, "params.heat is not known"),
+    ({"prompt": "x", "params": {"stop_token_ids": [99999]}}, "token id 99999 is not in the vocabulary"),
+    ({"prompt": "x", "params": {"regex": "("}}, "--regex cannot be used"),
+    ({"prompt": "x " * 3000}, "but the context is 256"),
+    ({"prompt_ids": []}, "not a list of token ids"),
+    ({"prompt_ids": [-4]}, "-4 is not in the vocabulary"),
+    ({"messages": [{"role": "user"}]}, "has no text in `content`"),
+    ({"custom_id": "x", "body": {"messages": [], "n": 2}}, "n 2: one reply a line"),
+    ({"custom_id": "x", "body": {"prompt": "x", "tools": []}}, "params.tools is not known"),
+    ({"custom_id": "x", "body": 4}, "`body` is not an object"),
+    ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "/v1/embeddings is not answered"),
+]
+
+
+def test_what_is_wrong_with_a_line_is_said_in_its_place(answers: Lines) -> None:
+    good = {"prompt": "good", "params": {"max_tokens": 2}}
+    lines = [line for bad, _ in BAD for line in (bad, good)]
+    ran, found = answers(lines)
+    assert ran.code == 7 and ran.err.startswith(f"error: {len(BAD)} of {len(lines)} lines failed")
+    assert len(found) == len(lines)
+    for i, (_, words) in enumerate(BAD):
+        assert words in found[2 * i]["error"]["message"], found[2 * i]
+        assert found[2 * i]["line"] == 2 * i + 1 and found[2 * i]["error"]["code"]
+        assert found[2 * i + 1]["usage"]["completion_tokens"] == 2
+
+
+def test_openai_lines(answers: Lines) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
+    body = {
+        "model": "any",
+        "messages": messages,
+        "max_completion_tokens": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    shaped = {"json_schema": {"name": "x", "schema": schema}, "type": "json_schema"}
+    lines = [
+        {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body},
+        {
+            "custom_id": "two",
+            "url": "/v1/completions",
+            "body": {"prompt": "Hi", "max_tokens": 2, "stop": "q"},
+        },
+        {"custom_id": "three", "body": {"messages": messages, "max_tokens": 60, "response_format": shaped}},
+        {"messages": messages, "params": {"max_tokens": 3, "seed": 4}},
+        {"custom_id": "five", "body": {"messages": messages, "max_tokens": 3, "seed": 4, "n": 1}},
+    ]
+    ran, found = answers(lines)
+    assert ran.code == 0, ran
+    assert [one["id"] for one in found] == ["one", "two", "three", 4, "five"]
+    assert (
+        len(found[0]["token_ids"]) == 3 == len(found[0]["logprobs"])
+        and len(found[0]["logprobs"][0]["top"]) == 2
+    )
+    assert found[2]["finish_reason"] == "length" or json.loads(found[2]["text"])["a"] in (1, 2)
+    assert found[3]["token_ids"] == found[4]["token_ids"]
+
+
+def test_what_all_lines_begin_with_is_prefilled_once(answers: Lines, tmp_path: Path) -> None:
+    """--system, --messages: found in the cache by every line but the first, also side by side."""
+    chat = tmp_path / "chat.json"
+    shared = [{"role": "system", "content": "s " * 60}, {"role": "user", "content": "q"}]
+    chat.write_text(json.dumps(shared))
+    lines = [{"prompt": f"{i}"} for i in range(6)]
+    for flags in (["--system", "s " * 60], ["--messages", chat]):
+        _, found = answers(lines, *flags, "--concurrency", 3)
+        cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found]
+        assert cached[0] == 0 and min(cached[1:]) >= 64, cached
+    whole = {"messages": [*shared, {"role": "user", "content": "3"}], "params": {"seed": found[3]["seed"]}}
+    _, alone = answers([whole])
+    assert alone[0]["token_ids"] == found[3]["token_ids"]
+
+
+def test_grammars_by_flag_and_by_line(answers: Lines) -> None:
+    lines = [{"prompt": "x"}, {"prompt": "y", "params": {"regex": "[0-9]{2}"}}, {"prompt": "z"}]
+    _, found = answers(lines, "--regex", "yes|no", "--spec", "ngram", "--ngram-min", 1)
+    assert [
+        bool(re.fullmatch(p, one["text"]))
+        for p, one in zip(("yes|no", "[0-9]{2}", "yes|no"), found, strict=True)
+    ] == [True] * 3
+
+
+def test_resuming_goes_on_behind_the_last_whole_line(answers: Lines, tmp_path: Path) -> None:
+    out, lines = tmp_path / "out.jsonl", [*prompts(6), "broken", *prompts(2)]
+    ran, _ = answers(lines, "--seed", 5, "-o", out)
+    whole = out.read_bytes()
+    assert ran.code == 7 and ran.out == b"" and whole.count(b"\n") == 9
+    ends = [m.end() for m in re.finditer(b"\n", whole)]
+    strip = re.compile(rb'"timings": \{[^}]*\}')
+    for kept in (0, ends[3], ends[3] + 25, ends[6], len(whole)):
+        out.write_bytes(whole[:kept])
+        ran, _ = answers(lines, "--seed", 5, "-o", out, "--resume")
+        assert ran.code == 7 and "1 of 9 lines failed" in ran.err
+        again = out.read_bytes()
+        for line, before in zip(again.splitlines(), whole.splitlines(), strict=True):
+            line, before = (json.loads(strip.sub(b'"timings": 0', one)) for one in (line, before))
+            for one in (line, before):  # a fresh cache finds less
+                one.pop("usage", None)
+            assert line == before
+    out.unlink()
+    assert answers(prompts(2), "-o", out, "--resume")[0].code == 0 and out.read_bytes().count(b"\n") == 2
+
+
+def test_resuming_another_input_is_refused(answers: Lines, tmp_path: Path, assert_refused: Callable) -> None:
+    out = tmp_path / "out.jsonl"
+    answers(prompts(3), "-o", out)
+    before = out.read_bytes()
+    ran, _ = answers([{"id": "other", "prompt": "x"}, *prompts(2)], "-o", out, "--resume")
+    assert_refused(ran, 2, "line 1 does not answer the input's line 1", "another -o FILE")
+    assert out.read_bytes() == before
+
+
+def test_no_lines(answers: Lines, assert_refused: Callable) -> None:
+    assert_refused(answers([])[0], 2, "no lines to answer", "stdin is empty")
+    assert_refused(answers([], "-f", "missing")[0], 3, "no file missing")
+
+
+def test_a_failed_step_costs_the_lines_that_ran(answers: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that runs out once: who decoded then says so, the others are answered."""
+    honest, count = Engine._enqueue, 0
+
+    def enqueue(self: Engine) -> bool:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise MemoryError
+        return honest(self)
+
+    monkeypatch.setattr(Engine, "_enqueue", enqueue)
+    ran, found = answers([{"prompt": f"{i}"} for i in range(8)], "--concurrency", 2)
+    assert ran.code == 7 and "note: out of memory" in ran.err
+    failed = [one["line"] for one in found if "error" in one]
+    assert failed == [1, 2] and len(found) == 8
+    assert found[0]["error"] == {"code": "engine", "message": "memory ran out"}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_an_interrupt_leaves_whole_lines(target: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"word {i}"}) + "\n" for i in range(4000)))
+    flags = ["--threads", "1", "--ctx", "256", "-n", "9", "--seed", "1", "--concurrency", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "spd",
+        "generate",
+        "--jsonl",
+        "-m",
+        str(target),
+        "-f",
+        str(source),
+        "-o",
+        str(out),
+    ]
+    process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, cwd=ROOT, text=True)
+    try:
+        while not (out.exists() and out.stat().st_size > 5000):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGINT
+    lines = out.read_bytes().splitlines(keepends=True)
+    assert lines[-1].endswith(b"\n") and [json.loads(line)["line"] for line in lines] == list(
+        range(1, len(lines) + 1)
+    )
+    assert "stopping…" in err and f"stopped after {len(lines):,} of 4,000 lines; --resume goes on" in err
+
+
+def test_a_closed_pipe_is_quiet(target: Path) -> None:
+    command = f"'{sys.executable}' -m spd generate --jsonl -m '{target}' --threads 1 -n 4 --ctx 256"
+    text = "".join(json.dumps({"prompt": f"word {i}"}) + "\n" for i in range(200))
+    script = f"set -o pipefail; {command} | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", script], input=text, capture_output=True, cwd=ROOT, text=True, check=False
+    )
+    first, status = done.stdout.splitlines()
+    assert json.loads(first)["line"] == 1 and status == "141" and done.stderr == ""
