@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import platform
+import re
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.loading import loading
 from spd.cli.options import DoctorOptions, Session
-from spd.cli.output import Sink, is_terminal, to_json
+from spd.cli.output import Sink, cannot_write, check_writable, is_terminal, to_json
 
 if TYPE_CHECKING:
     from spd.runtime.diagnostics import Finding
@@ -17,12 +21,15 @@ if TYPE_CHECKING:
 MARKS = {"ok": "✓", "warning": "!", "failed": "✗"}
 PLAIN_MARKS = {"ok": "[ok]", "warning": "[!]", "failed": "[x]"}
 NAME_WIDTH = 13
+TOKEN = re.compile(r"\b(?:hf_|sk-|gh[a-z]_|api_)[A-Za-z0-9_-]{8,}")
 
 
 def doctor(session: Session, options: DoctorOptions) -> int:
     """Check this machine and try it out: compile, time, compare; exits 1 if a check failed."""
     from spd.runtime.diagnostics import FAILED, Step, steps
 
+    if options.bug_report is not None:
+        check_writable(options.bug_report)
     sink = Sink.stdout()
     marks = MARKS if _holds_marks() else PLAIN_MARKS
     asked = steps(quick=options.quick)
@@ -42,7 +49,40 @@ def doctor(session: Session, options: DoctorOptions) -> int:
         sink.write(to_json({"schema": "spd.doctor/1", "ok": good, "checks": checks}) + "\n")
     else:
         sink.write(_summary(done))
+    if options.bug_report is not None:
+        write_report(options.bug_report, checks)
+        session.console.note(f"wrote {options.bug_report}; read it before you send it")
     return 0 if good else 1
+
+
+def write_report(path: Path, checks: list[dict[str, Any]]) -> None:
+    """A file for a bug report: versions, system and every check. Raises UsageError."""
+    from spd import __version__
+
+    uname = platform.uname()
+    report = {
+        "schema": "spd.bug-report/1",
+        "spd": __version__,
+        "python": sys.version,
+        "system": [uname.system, uname.release, uname.machine],
+        "checks": checks,
+    }
+    text = json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n"
+    try:
+        path.write_text(redacted(text, Path.home(), uname.node), encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+def redacted(text: str, home: Path, host: str) -> str:
+    """Text without the home folder, the names of user and machine, and anything shaped like a token."""
+    for folder in sorted({str(home), str(home.resolve())}, key=len, reverse=True):
+        if len(folder) > 1:
+            text = text.replace(folder, "~")
+    for name, sign in ((home.name, "USER"), (host, "HOST")):
+        if len(name) > 2:
+            text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", sign, text)
+    return TOKEN.sub("TOKEN", text)
 
 
 def terminal(color: bool) -> Finding:

@@ -6,7 +6,9 @@ Enter sends; Alt-Enter and Ctrl-J begin a line. A long paste stands as one word 
 from __future__ import annotations
 
 import os
+import select
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -81,6 +83,8 @@ class Editor:
     ) -> None:
         self._pastes: dict[str, str] = {}
         self._hinted = -TWICE_SECONDS
+        self._ahead = self._carried = False
+        """Whether keys were typed before the prompt came, and whether some of them are left."""
         kept: History = InMemoryHistory()
         if history is not None:
             with suppress(OSError):
@@ -104,6 +108,7 @@ class Editor:
 
     def read(self, draft: str = "") -> str | None:
         """The next message. Raises Interrupted when Ctrl-C is pressed twice on an empty line."""
+        self._ahead, self._carried = self._carried or _has_input(), False
         try:
             text = self._session.prompt(default=draft)
         except EOFError:
@@ -171,9 +176,10 @@ class Editor:
 
     def _enter(self, event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        more = (press.key for press in event.key_processor.input_queue)
-        is_command = buffer.text.startswith("/") and not buffer.text.startswith("//")
-        if not is_command and any(len(key) == 1 or key == Keys.ControlM for key in more):
+        keys = (press.key for press in event.key_processor.input_queue)
+        more = any(len(key) == 1 or key == Keys.ControlM for key in keys)
+        self._carried = more and self._ahead
+        if more and not self._ahead:
             buffer.insert_text("\n")  # a paste that nobody marked as one
         elif is_complete(self.expand(buffer.text)):
             buffer.validate_and_handle()
@@ -208,3 +214,10 @@ class Editor:
             return
         self._hinted = now
         self.say("Ctrl-D or /exit to quit")
+
+
+def _has_input() -> bool:
+    """Whether keys wait in the terminal."""
+    with suppress(OSError, ValueError):
+        return bool(select.select([sys.stdin], [], [], 0)[0])
+    return False

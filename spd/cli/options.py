@@ -324,6 +324,10 @@ class DoctorOptions(CommonOptions):
 
     quick: Annotated[bool, _output("--quick", help="Look only: compile and generate nothing.")] = False
     json: Annotated[bool, _output("--json", help="One JSON object: every check with its facts.")] = False
+    bug_report: Annotated[
+        Path | None,
+        _output(metavar="FILE", help="Write versions, plan and checks there, without names and secrets."),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

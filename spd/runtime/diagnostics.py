@@ -34,6 +34,7 @@ SUPPORTED: Mapping[str, tuple[str, str | None]] = MappingProxyType(
         "typer": ("0.27", "0.29"),
         "rich": ("13.9", None),
         "jinja2": ("3.1.6", None),
+        "llguidance": ("1.9", "2"),
         "prompt_toolkit": ("3.0.48", None),
     }
 )

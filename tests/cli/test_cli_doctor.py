@@ -270,3 +270,25 @@ def test_help_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert "--quick" in done.stdout and done.stdout.splitlines()[-1] == "0 []"
+
+
+def test_a_bug_report_names_nobody(
+    spd_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spd.cli.doctor import redacted
+
+    home = tmp_path / "home" / "someone"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("HF_HOME", str(home / "models"))
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
+    ran = spd_run("doctor", "--quick", "--bug-report", tmp_path / "report.json")
+    text = (tmp_path / "report.json").read_text()
+    assert "read it before you send it" in ran.err and json.loads(text)["schema"] == "spd.bug-report/1"
+    assert {"python", "packages", "plan"} <= {check["name"] for check in json.loads(text)["checks"]}
+    assert str(home) not in text and "someone" not in text and "hf_abc" not in text and "~/models" in text
+    assert redacted("x /h/me/a hf_12345678 box1 boxes", Path("/h/me"), "box1") == "x ~/a TOKEN HOST boxes"
+
+
+def test_a_bug_report_that_cannot_be_written(spd_run: Callable, assert_refused: Callable) -> None:
+    assert_refused(spd_run("doctor", "--quick", "--bug-report", "/nowhere/x"), 2, "cannot write")
