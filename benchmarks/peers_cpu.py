@@ -1,7 +1,8 @@
 """Compare spd with transformers and vLLM on a CPU: one checkpoint, one run, interleaved rounds.
 
 Each engine is a persistent process in its own Python (they need different packages); in each round each
-generates once, one after the other, on the same prompt: greedy, end tokens ignored. From the repository:
+generates once, one after the other, on the same prompt: greedy, end tokens ignored. Plain, with a
+draft model, and by n-gram lookup. From the repository:
 
     python tests/recipes/medium.py /tmp/medium
     python -m benchmarks.peers_cpu /tmp/medium --transformers-python ... --vllm-python ...
@@ -35,7 +36,12 @@ RATIOS = (
     ("spd-plain", "transformers-plain"),
     ("spd-draft", "transformers-draft"),
     ("spd-draft", "transformers-plain"),
+    ("spd-ngram", "vllm-ngram"),
+    ("spd-ngram", "transformers-ngram"),
     ("spd-draft", "spd-plain"),
+    ("spd-ngram", "spd-plain"),
+    ("vllm-ngram", "vllm-plain"),
+    ("transformers-ngram", "transformers-plain"),
     ("vllm-draft", "vllm-plain"),
     ("transformers-draft", "transformers-plain"),
 )
@@ -125,9 +131,10 @@ def entries(options: Options) -> list[Entry]:
     """List the processes to compare, in the order of a round."""
     listed = []
     for peer, python in options.pythons.items():
-        for mode in ("plain", "draft"):
-            draft = ["--draft", str(options.draft), "--draft-max", str(options.draft_max)]
-            listed.append(_entry(options, f"{peer}-{mode}", peer, python, draft if mode == "draft" else []))
+        k = ["--draft-max", str(options.draft_max)]
+        modes = {"plain": [], "draft": ["--draft", str(options.draft), *k], "ngram": ["--ngram", *k]}
+        for mode, arguments in modes.items():
+            listed.append(_entry(options, f"{peer}-{mode}", peer, python, arguments))
     if options.rows > 1 and "spd" in options.pythons:
         extra = ["--rows", str(options.rows), "--draft", str(options.draft)]
         listed.append(_entry(options, ROWS_ENTRY, "spd", options.pythons["spd"], extra))
@@ -325,11 +332,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(render(result))
-    own = result["entries"].get("spd-draft")
-    equal = own["equal_to_spd_plain"] if own else None
-    changed = equal is not None and equal["equal_texts"] != equal["texts"]
-    if changed:
-        print("spd-draft differs from spd-plain: speculation changed tokens", file=sys.stderr)
+    changed = False
+    for name in ("spd-draft", "spd-ngram"):
+        own = result["entries"].get(name)
+        equal = own["equal_to_spd_plain"] if own else None
+        if equal is not None and equal["equal_texts"] != equal["texts"]:
+            print(f"{name} differs from spd-plain: speculation changed tokens", file=sys.stderr)
+            changed = True
     return 1 if changed or result["failures"] else 0
 
 

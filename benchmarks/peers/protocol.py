@@ -20,6 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+NGRAM_MIN, NGRAM_MAX = 3, 8
+"""Matches that lookup tries in every engine that takes both; transformers takes the longest only."""
+
 
 @dataclass(frozen=True)
 class WorkerOptions:
@@ -31,6 +34,7 @@ class WorkerOptions:
     threads: int
     dtype: str
     ctx: int
+    ngram: bool
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--ctx", type=int, default=2048)
+    parser.add_argument("--ngram", action="store_true", help="look drafts up in the text itself")
     return WorkerOptions(**vars(parser.parse_args(arguments)))
 
 

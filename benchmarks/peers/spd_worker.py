@@ -21,7 +21,9 @@ from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingPara
 def open_engine(options: WorkerOptions, draft_max: int) -> Engine:
     """Open an engine at fixed k; k = 0 is speculation off."""
     speculation: dict[str, Any] = {"spec": "off"}
-    if draft_max:
+    if draft_max and options.ngram:
+        speculation = {"spec": "ngram", "draft_max": draft_max, "adaptive": False}
+    elif draft_max:
         speculation = {
             "spec": "draft",
             "draft_model": options.draft,
@@ -59,7 +61,7 @@ class SpdEngine:
     """One engine that answers generation requests."""
 
     def __init__(self, options: WorkerOptions) -> None:
-        self.engine = open_engine(options, options.draft_max if options.draft else 0)
+        self.engine = open_engine(options, options.draft_max if options.draft or options.ngram else 0)
         self.requests = 0
 
     def versions(self) -> Mapping[str, str]:

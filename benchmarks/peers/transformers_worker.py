@@ -1,4 +1,4 @@
-"""The transformers worker: `generate`, plain or with an assistant model and a constant schedule."""
+"""The transformers worker: `generate`, plain, with an assistant at a constant k, or by prompt lookup."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers  # type: ignore[import-not-found,unused-ignore]
 
-from benchmarks.peers.protocol import ChunkClock, Generation, WorkerOptions, serve
+from benchmarks.peers.protocol import NGRAM_MAX, ChunkClock, Generation, WorkerOptions, serve
 
 
 class ClockStreamer:
@@ -36,6 +36,7 @@ class TransformersEngine:
         dtype = getattr(torch, options.dtype)
         load = transformers.AutoModelForCausalLM.from_pretrained
         self.model: Any = load(options.model, dtype=dtype)
+        self.lookup = options.draft_max if options.ngram else None
         self.assistant: Any = None
         if options.draft is not None:
             self.assistant = load(options.draft, dtype=dtype)
@@ -52,6 +53,8 @@ class TransformersEngine:
         """Generate greedily; end tokens are off, so exactly `tokens` come."""
         ids = torch.tensor([list(prompt_ids)])
         options: dict[str, Any] = {"assistant_model": self.assistant} if self.assistant is not None else {}
+        if self.lookup is not None:
+            options = {"prompt_lookup_num_tokens": self.lookup, "max_matching_ngram_size": NGRAM_MAX}
         clock = ChunkClock()
         with torch.inference_mode():
             self.model.generate(

@@ -1,4 +1,4 @@
-"""The vLLM worker for CPU: one engine, plain or with a draft model, stepped so that every chunk is timed.
+"""The vLLM worker for CPU: one engine, plain, with a draft model or by n-gram lookup, stepped by hand.
 
 The environment (`VLLM_CPU_KVCACHE_SPACE`, `VLLM_CPU_OMP_THREADS_BIND`) is set by `peers_cpu.py`, before
 vLLM is imported. Prefix caching is off, or a repeated prompt would be no prefill at all.
@@ -13,7 +13,14 @@ import torch
 import vllm  # type: ignore[import-not-found,unused-ignore]
 from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]
 
-from benchmarks.peers.protocol import ChunkClock, Generation, WorkerOptions, serve
+from benchmarks.peers.protocol import (
+    NGRAM_MAX,
+    NGRAM_MIN,
+    ChunkClock,
+    Generation,
+    WorkerOptions,
+    serve,
+)
 
 
 class VllmEngine:
@@ -26,6 +33,13 @@ class VllmEngine:
                 "model": str(options.draft),
                 "num_speculative_tokens": options.draft_max,
                 "method": "draft_model",
+            }
+        elif options.ngram:
+            speculation["speculative_config"] = {
+                "num_speculative_tokens": options.draft_max,
+                "method": "ngram",
+                "prompt_lookup_min": NGRAM_MIN,
+                "prompt_lookup_max": NGRAM_MAX,
             }
         self.llm = vllm.LLM(
             model=str(options.model),

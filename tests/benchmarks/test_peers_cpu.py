@@ -160,7 +160,8 @@ def test_the_real_worker_answers_and_speculation_changes_nothing(checkpoint: Pat
     arguments += ["--threads", "1", "--ctx", "128", "--dtype", "float32", "--pause", "0", "--out", str(out)]
     assert peers_cpu.main(arguments) == 0
     report = json.loads(out.read_text())
-    assert list(report["entries"]) == ["spd-plain", "spd-draft"]
+    assert list(report["entries"]) == ["spd-plain", "spd-draft", "spd-ngram"]
+    assert report["entries"]["spd-ngram"]["equal_to_spd_plain"]["equal_texts"] == 1
     assert report["entries"]["spd-draft"]["equal_to_spd_plain"]["equal_texts"] == 1
     assert report["entries"]["spd-plain"]["tokens_per_step"]["median"] == 1
     assert report["entries"]["spd-draft"]["tokens_per_step"]["median"] > 1
@@ -176,12 +177,11 @@ def test_commands_of_the_peers(checkpoint: Path, tmp_path: Path) -> None:
     options = peers_cpu.parse_options([*arguments, "--transformers-python", "/other/bin/python"])
     by_name = {entry.name: entry for entry in peers_cpu.entries(options)}
     assert list(by_name) == [
-        "spd-plain",
-        "spd-draft",
-        "transformers-plain",
-        "transformers-draft",
-        "vllm-plain",
-        "vllm-draft",
+        *(
+            f"{peer}-{mode}"
+            for peer in ("spd", "transformers", "vllm")
+            for mode in ("plain", "draft", "ngram")
+        ),
         "spd-rows",
     ]
     vllm = by_name["vllm-draft"]
@@ -189,6 +189,7 @@ def test_commands_of_the_peers(checkpoint: Path, tmp_path: Path) -> None:
     assert vllm.command[-4:] == ("--draft", str(checkpoint / "draft"), "--draft-max", "4")
     assert vllm.environment["LD_PRELOAD"].startswith(str(prefix / "lib" / "libiomp5.so"))
     assert vllm.environment["VLLM_CPU_OMP_THREADS_BIND"] == str(options.cpus[0])
+    assert by_name["vllm-ngram"].command[-3:] == ("--ngram", "--draft-max", "4")
     assert "LD_PRELOAD" not in by_name["spd-plain"].environment
     assert "--draft" not in by_name["transformers-plain"].command
     with pytest.raises(SystemExit, match="entries are"):
