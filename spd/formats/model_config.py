@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
 
 from spd.formats.block_config import (
     ExpertsConfig,
@@ -22,31 +21,13 @@ from spd.formats.block_config import (
     read_latent,
 )
 from spd.formats.json_file import Fields, read_json_object, shown
+from spd.formats.rope_config import MAX_POSITIONS, RopeConfig, read_local_rope, read_rope, read_rotary_dim
+from spd.formats.sliding_window import SlidingRule, read_sliding
 
 FILE_NAME = "config.json"
 # Caps stop an absurd number before anything is allocated; all lie well above any published model.
 MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_HEAD_DIM = 1024, 1 << 20, 4096, 1024
-MAX_VOCAB, MAX_POSITIONS = 1 << 24, 1 << 27
-
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding: the base and how its frequencies are stretched (Hugging Face `rope_type`)."""
-
-    kind: RopeKind
-    theta: float
-    factor: float = 1.0
-    original_max_positions: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
+MAX_VOCAB = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -80,6 +61,14 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     fp8_block: tuple[int, int] | None = None
     """Rows and columns of the blocks that share a scale, where matrices are stored as FP8."""
+    sliding: tuple[int | None, ...] = ()
+    """Each layer's sliding window, None where it sees everything; empty where no layer slides."""
+    local_rope: RopeConfig | None = None
+    """How layers that slide rotate, where they do so in another way than the others."""
+    query_scalar: float | None = None
+    """Scores are divided by its square root; None: by that of the head's size."""
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,17 +76,35 @@ class _Family:
     model_type: str
     max_positions: int  # what Hugging Face assumes when the key is absent
     mlp_bias: str | None = None  # the key of the MLP's biases, where the family has one
-    bias: str = "attention_bias"  # the key of the attention's biases
+    bias: str | None = "attention_bias"  # the key of the attention's biases, where the family has one
     partial: float | None = None  # the share of a head that rotates when the key is absent; None: no key
     latent: bool = False
     experts: Callable[[Fields, int], ExpertsConfig | None] | None = None
     theta: float = 10_000.0
+    sliding: SlidingRule | None = None  # None: a window is refused
+    local_theta: float | None = None  # of layers that slide, where they rotate in another way
+    longrope: bool = False
+    caps: tuple[float | None, float | None] | None = None  # Gemma: of scores and logits, if no key says so
 
 
+SWITCHED = SlidingRule(4096, switched=True)
 _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", 2048, "mlp_bias"),
-    "Qwen3ForCausalLM": _Family("qwen3", 32768),
+    "MistralForCausalLM": _Family("mistral", 131072, bias=None, sliding=SlidingRule(4096, listed=False)),
+    "Phi3ForCausalLM": _Family(
+        "phi3", 4096, bias=None, partial=1.0, sliding=SlidingRule(listed=False), longrope=True
+    ),
+    "Qwen2ForCausalLM": _Family("qwen2", 32768, bias=None, sliding=SWITCHED),
+    "Qwen3ForCausalLM": _Family("qwen3", 32768, sliding=SWITCHED),
     "Qwen3MoeForCausalLM": _Family("qwen3_moe", 32768, experts=qwen3_experts),
+    "Gemma2ForCausalLM": _Family("gemma2", 8192, sliding=SlidingRule(4096, period=2), caps=(50.0, 30.0)),
+    "Gemma3ForCausalLM": _Family(
+        *("gemma3_text", 131072),
+        theta=1_000_000.0,
+        sliding=SlidingRule(4096, period=6),
+        local_theta=10_000.0,
+        caps=(None, None),
+    ),
     "DeepseekV2ForCausalLM": _Family("deepseek_v2", 2048, latent=True, experts=deepseek_v2_experts),
     "DeepseekV3ForCausalLM": _Family("deepseek_v3", 4096, latent=True, experts=deepseek_v3_experts),
     "Glm4MoeForCausalLM": _Family("glm4_moe", 131072, partial=0.5, experts=deepseek_v3_experts),
@@ -110,24 +117,20 @@ _FAMILIES = {
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
 _REFUSED = {
-    "DeepseekV32ForCausalLM": "its sparse-attention indexer is",
-    "GlmMoeDsaForCausalLM": "its sparse-attention indexer is",
-    "Glm4MoeLiteForCausalLM": "latent attention in this family is",
+    "DeepseekV32ForCausalLM": "its sparse-attention indexer is not supported",
+    "GlmMoeDsaForCausalLM": "its sparse-attention indexer is not supported",
+    "Glm4MoeLiteForCausalLM": "latent attention in this family is not supported",
+    "Gemma3ForConditionalGeneration": "images are not supported; a text-only Gemma3ForCausalLM is",
+    "Mistral3ForConditionalGeneration": "images are not supported; a text-only MistralForCausalLM is",
 }
-"""Architectures close to supported ones, and what of them is not supported."""
+"""Architectures close to supported ones, and why they are not."""
+REFUSED_ARCHITECTURES = tuple(_REFUSED.items())
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu"}
+_GEMMA_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
 _DTYPES = {
     f"{prefix}{name}": name for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32")
 }
-_ROPE_KINDS = {name: name for name in ("default", "linear", "llama3", "yarn")}
-_ROPE_KEYS = frozenset(
-    (
-        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
-        *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
-        *("mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "finetuned"),
-    )
-)
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -148,14 +151,28 @@ def model_config_of(fields: Fields) -> ModelConfig:
     if family.partial is None and fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
         raise fields.refused("partial_rotary_factor", "rotating a part of the head is not supported")
 
+    if fields.boolean("use_bidirectional_attention", False):
+        raise fields.refused("use_bidirectional_attention", "attending to later tokens is not supported")
+
     hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
     max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS, family.max_positions)
-    _refuse_sliding_window(fields, num_layers)
+    if family.sliding is None:
+        _refuse_sliding_window(fields, num_layers)
     latent = read_latent(fields) if family.latent else None
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(fields, hidden_size, num_heads)
+    rotary_dim = read_rotary_dim(fields, family.partial, head_dim) if family.partial is not None else None
+    rope = read_rope(
+        fields,
+        family.theta,
+        max_positions,
+        partial=rotary_dim is not None,
+        long_dim=rotary_dim if family.longrope else None,
+        by_kind=family.local_theta is not None,
+    )
+    caps = family.caps or (None, None)
     return ModelConfig(
         architecture=architecture,
         model_type=family.model_type,
@@ -166,21 +183,26 @@ def model_config_of(fields: Fields) -> ModelConfig:
         head_dim=head_dim,
         num_kv_heads=_num_kv_heads(fields, num_heads),
         vocab_size=vocab_size,
-        max_positions=max_positions,
+        max_positions=min(max_positions, rope.max_positions or max_positions),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, 1e-6),
-        hidden_act=fields.choice("hidden_act", _ACTIVATIONS, "silu"),
-        tie_embeddings=fields.boolean("tie_word_embeddings", False),
-        attention_bias=fields.boolean(family.bias, False),
+        hidden_act=_activation(fields, family),
+        tie_embeddings=fields.boolean("tie_word_embeddings", family.caps is not None),
+        attention_bias=fields.boolean(family.bias, False) if family.bias else False,
         mlp_bias=fields.boolean(family.mlp_bias, False) if family.mlp_bias else False,
-        rope=_rope(fields, family, max_positions),
+        rope=rope,
         dtype=_dtype(fields),
         bos_token_id=fields.optional_integer("bos_token_id", 0, vocab_size - 1),
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
-        rotary_dim=_rotary_dim(fields, family.partial, head_dim) if family.partial is not None else None,
+        rotary_dim=rotary_dim,
         qk_norm=fields.boolean("use_qk_norm", False),
         latent=latent,
         experts=family.experts(fields, num_layers) if family.experts else None,
         fp8_block=fp8_block,
+        sliding=read_sliding(fields, num_layers, family.sliding) if family.sliding else (),
+        local_rope=read_local_rope(fields, family.local_theta, max_positions),
+        query_scalar=fields.number("query_pre_attn_scalar", 1e-6, 1e9, 256) if family.caps else None,
+        attention_softcap=_softcap(fields, family, "attn_logit_softcapping", caps[0]),
+        logit_softcap=_softcap(fields, family, "final_logit_softcapping", caps[1]),
     )
 
 
@@ -190,7 +212,7 @@ def _architecture(fields: Fields) -> str:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.refused("architectures", f"{shown(names)} does not name one architecture ({supported})")
     if names[0] in _REFUSED:
-        raise fields.refused("architectures", f"{shown(names[0])}: {_REFUSED[names[0]]} not supported")
+        raise fields.refused("architectures", f"{shown(names[0])}: {_REFUSED[names[0]]}")
     if names[0] not in _FAMILIES:
         raise fields.refused("architectures", f"{shown(names[0])} is not supported ({supported})")
     expected = _FAMILIES[names[0]].model_type
@@ -200,6 +222,20 @@ def _architecture(fields: Fields) -> str:
             "model_type", f"{shown(model_type)} does not belong to {names[0]} ({expected} does)"
         )
     return names[0]
+
+
+def _activation(fields: Fields, family: _Family) -> str:
+    """What stands in the gate; Gemma's code reads a key of its own and leaves the usual one alone."""
+    if family.caps is not None:
+        return fields.choice("hidden_activation", _GEMMA_ACTIVATIONS, "gelu_pytorch_tanh")
+    return fields.choice("hidden_act", _ACTIVATIONS, "silu")
+
+
+def _softcap(fields: Fields, family: _Family, key: str, default: float | None) -> float | None:
+    """A cap of scores or logits; an absent key is the family's default, null is no cap."""
+    if family.caps is None:
+        return None
+    return fields.optional_number(key, 1e-3, 1e6) if key in fields.values else default
 
 
 def _refuse_sliding_window(fields: Fields, num_layers: int) -> None:
@@ -240,82 +276,3 @@ def _dtype(fields: Fields) -> str:
     if old and new and old != new:
         raise fields.refused("dtype", f"{new} disagrees with torch_dtype {old}")
     return new or old or "float32"
-
-
-def _rotary_dim(fields: Fields, default: float, head_dim: int) -> int:
-    """The dimensions of a head that rotate, from a share of it; both spellings as for `_rope`."""
-    nested = fields.fields("rope_parameters")
-    share = fields.number("partial_rotary_factor", 0.0, 1.0, default)
-    if nested is not None:
-        share = nested.number("partial_rotary_factor", 0.0, 1.0, share)
-    rotated = int(head_dim * share)
-    if rotated < 2 or rotated % 2:
-        raise fields.refused("partial_rotary_factor", f"{share:g} of {head_dim} is no even number above 0")
-    return rotated
-
-
-def _rope(fields: Fields, family: _Family, max_positions: int) -> RopeConfig:
-    """Both spellings: `rope_theta` with `rope_scaling` (version 4), `rope_parameters` (version 5)."""
-    theta = fields.number("rope_theta", 1.0, 1e12, family.theta)
-    old, new = fields.fields("rope_scaling"), fields.fields("rope_parameters")
-    if new is not None and family.partial is not None:
-        new = Fields(new.where, {k: v for k, v in new.values.items() if k != "partial_rotary_factor"})
-    if new is None or not new.values:
-        return _rope_of(old, theta, max_positions) if old and old.values else RopeConfig("default", theta)
-    if "rope_theta" in fields and new.number("rope_theta", 1.0, 1e12, theta) != theta:
-        raise new.refused("rope_theta", f"disagrees with rope_theta {theta:g} beside it")
-    rope = _rope_of(new, new.number("rope_theta", 1.0, 1e12, theta), max_positions)
-    if old and old.values and _rope_of(old, rope.theta, max_positions) != rope:
-        raise fields.refused("rope_scaling", "disagrees with rope_parameters")
-    return rope
-
-
-def _rope_of(fields: Fields, theta: float, max_positions: int) -> RopeConfig:
-    for key in fields.values:
-        if key not in _ROPE_KEYS:
-            raise fields.refused(shown(key), "is not a known rope parameter")
-    if fields.number("rope_theta", 1.0, 1e12, theta) != theta:
-        raise fields.refused("rope_theta", f"disagrees with rope_theta {theta:g}")
-    if fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
-        raise fields.refused("partial_rotary_factor", "rotating a part of the head is not supported")
-    key = "rope_type" if "rope_type" in fields or "type" not in fields else "type"
-    kind = cast(RopeKind, fields.choice(key, _ROPE_KINDS))
-    if "type" in fields and fields.text("type") != kind:
-        raise fields.refused("type", f"{shown(fields.get('type'))} disagrees with rope_type {kind}")
-    if kind == "default":
-        return RopeConfig(kind, theta)
-    factor = fields.number("factor", 1.0, 1e6)
-    if kind == "linear":
-        return RopeConfig(kind, theta, factor)
-    if kind == "llama3":
-        return _llama3_rope(fields, theta, factor)
-    return _yarn_rope(fields, theta, factor, max_positions)
-
-
-def _llama3_rope(fields: Fields, theta: float, factor: float) -> RopeConfig:
-    low = fields.number("low_freq_factor", 1e-6, 1e6)
-    high = fields.number("high_freq_factor", 1e-6, 1e6)
-    if high <= low:
-        raise fields.refused("high_freq_factor", f"{high:g} is not above low_freq_factor {low:g}")
-    original = fields.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
-    return RopeConfig("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
-
-
-def _yarn_rope(fields: Fields, theta: float, factor: float, max_positions: int) -> RopeConfig:
-    if theta <= 1.0:
-        raise fields.refused("rope_theta", "yarn needs a base above 1")
-    rope = RopeConfig(
-        "yarn",
-        theta,
-        factor,
-        fields.integer("original_max_position_embeddings", 1, MAX_POSITIONS, max_positions),
-        beta_fast=fields.number("beta_fast", 1e-6, 1e6, 32.0),
-        beta_slow=fields.number("beta_slow", 1e-6, 1e6, 1.0),
-        attention_factor=fields.optional_number("attention_factor", 1e-6, 1e6),
-        mscale=fields.optional_number("mscale", 0.0, 1e6),
-        mscale_all_dim=fields.optional_number("mscale_all_dim", 0.0, 1e6),
-        truncate=fields.boolean("truncate", True),
-    )
-    if rope.beta_fast <= rope.beta_slow:
-        raise fields.refused("beta_fast", f"{rope.beta_fast:g} is not above beta_slow {rope.beta_slow:g}")
-    return rope

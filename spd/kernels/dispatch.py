@@ -26,6 +26,7 @@ class Kernels:
     linear: Annotated[Operation, "skinny_linear"]
     linear_residual: Annotated[Operation, "skinny_linear"]
     rms_norm_rows: Annotated[Operation, "skinny_linear"]
+    norm_residual: Annotated[Operation, "norm_residual"]
     head_logits: Annotated[Operation, "skinny_linear"]
     head_sample: Annotated[Operation, "skinny_linear"]
     rotary_store: Annotated[Operation, "rotary_store"]

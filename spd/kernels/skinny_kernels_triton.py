@@ -206,9 +206,13 @@ def gate_up_kernel(
     EVEN_K: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y [T, n] = silu(gate) * up of the normed x; weight rows 0..n are the gate's, n..2n the other's."""
+    """y [T, n] = silu(gate) * up of the normed x; weight rows 0..n are the gate's, n..2n the other's.
+
+    With GELU, gelu in its form with tanh: gate times the logistic function of `turn`.
+    """
     first = tl.program_id(1) * BLOCK_N
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
@@ -238,7 +242,11 @@ def gate_up_kernel(
     if bias is not None:
         gate += gate_shift.to(tl.float32)[:, None]
         up += up_shift.to(tl.float32)[:, None]
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    if GELU:
+        turn = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
+        value = gate / (1.0 + tl.exp(-turn)) * up
+    else:
+        value = gate / (1.0 + tl.exp(-gate)) * up
     mask = (row_t[None, :] < rows) & (row_n[:, None] < n)
     tl.store(y + row_t[None, :] * n + row_n[:, None], value.to(y.dtype.element_ty), mask=mask)
 

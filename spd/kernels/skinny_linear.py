@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.philox import STREAM_TARGET, gumbel
+from spd.kernels.silu_mul import gelu_mul
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,14 @@ def _normed(x: Tensor, squares: Tensor, epsilon: float) -> Tensor:
     return (x.float() * scale).to(x.dtype)
 
 
-def embed(token_ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of table [V, H] for token_ids int64 [T]: (x [T, H], squares [T, P]); ids lie in [0, V)."""
+def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Rows of table [V, H] for token_ids int64 [T], times scale: (x [T, H], squares [T, P]).
+
+    Ids lie in [0, V); x is rounded once.
+    """
     x = table[token_ids]
+    if scale is not None:
+        x = x * scale
     return x, _sum_of_squares(x)
 
 
@@ -134,8 +140,14 @@ def norm_gate_up(
     weight: AnyWeight,
     bias: Tensor | None,
     workspace: LinearWorkspace | None = None,
+    gelu: bool = False,
 ) -> Tensor:
-    """silu(gate) * up for `norm_linear` by weight [2 * I, K], gate rows first: [T, I], rounded once."""
+    """silu(gate) * up for `norm_linear` by weight [2 * I, K], gate rows first: [T, I], rounded once.
+
+    With gelu that function instead, as in `gelu_mul`.
+    """
+    if gelu:
+        return gelu_mul(norm_linear(x, squares, epsilon, weight, bias))
     gate, up = norm_linear(x, squares, epsilon, weight, bias).float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
 

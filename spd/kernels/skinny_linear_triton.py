@@ -149,7 +149,7 @@ def _product(
     return y, squares_out
 
 
-def embed(token_ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """See `skinny_linear.embed`."""
     rows, h = token_ids.shape[0], table.shape[1]
     block = min(power_of_two(h), COPY_BLOCK)
@@ -157,7 +157,7 @@ def embed(token_ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     x = torch.empty(rows, h, dtype=table.dtype, device=table.device)
     squares = torch.empty(rows, parts, dtype=torch.float32, device=table.device)
     embed_kernel[(rows, parts)](
-        token_ids, table, x, squares, h, BLOCK_H=block, **overlap(x.device), num_warps=4
+        token_ids, table, x, squares, h, SCALE=scale, BLOCK_H=block, **overlap(x.device), num_warps=4
     )
     return x, squares
 
@@ -195,6 +195,7 @@ def norm_gate_up(
     weight: AnyWeight,
     bias: Tensor | None,
     workspace: LinearWorkspace | None = None,
+    gelu: bool = False,
     *,
     config: LinearConfig | None = None,
 ) -> Tensor:
@@ -217,6 +218,7 @@ def norm_gate_up(
         n,
         k,
         epsilon,
+        GELU=gelu,
         **constants,
         **groups_of(weight),
         **overlap(x.device),

@@ -26,14 +26,18 @@ def choose_kernel(ranks, token, finite, tiles, BLOCK: tl.constexpr, PDL: tl.cons
 
 
 @triton.jit
-def embed_kernel(token_ids, table, x, squares, h, BLOCK_H: tl.constexpr, PDL: tl.constexpr):
-    """One program a row and part of it: copy table[id], and sum the part's squares."""
+def embed_kernel(
+    token_ids, table, x, squares, h, SCALE: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
+):
+    """One program a row and part of it: table[id], times SCALE if there is one, and the part's squares."""
     wait(PDL)
     release(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     token = tl.load(token_ids + row).to(tl.int64)
     column = part * BLOCK_H + tl.arange(0, BLOCK_H)
     value = tl.load(table + token * h + column, mask=column < h, other=0.0)
+    if SCALE is not None:
+        value = (value.to(tl.float32) * SCALE).to(value.dtype)
     tl.store(x + row * h + column, value, mask=column < h)
     wide = value.to(tl.float32)
     tl.store(squares + row * tl.num_programs(1) + part, tl.sum(wide * wide, 0))

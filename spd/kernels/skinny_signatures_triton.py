@@ -35,7 +35,15 @@ GROUPS = {
 
 
 def _layer_signatures(
-    dtype: str, tile: int, hidden: int, qkv: int, out: int, inner: int, eight: str | None = None
+    dtype: str,
+    tile: int,
+    hidden: int,
+    qkv: int,
+    out: int,
+    inner: int,
+    eight: str | None = None,
+    *,
+    gelu: bool = False,
 ) -> dict[str, Signature]:
     """A layer's products: qkv [qkv, hidden], out [hidden, out], gate_up [2 * inner, hidden] and down.
 
@@ -56,7 +64,7 @@ def _layer_signatures(
     found["qkv"] = _described(linear_kernel, config, hidden, parts, normed, GROUPS[eight])
     config = paired(config_for(2 * inner, hidden, size, device), 2 * inner)
     config = with_tile(config, tile, size, device)
-    half = {"BLOCK_N": config.block_n // 2}
+    half = {"BLOCK_N": config.block_n // 2, "GELU": gelu}
     found["gate_up"] = _described(gate_up_kernel, config, hidden, parts, normed, half | GROUPS[eight])
     return found
 
@@ -82,7 +90,7 @@ def _row_signatures() -> dict[str, Signature]:
     norm_blocks = {"PARTS": 64, "BLOCK_P": 64, "BLOCK_K": COPY_BLOCK, "PDL": True}
     return {
         "choose": Signature(choose_kernel, choose, block, four, unspecialized=("tiles",)),
-        "embed": Signature(embed_kernel, embed, {"BLOCK_H": COPY_BLOCK, "PDL": True}, four),
+        "embed": Signature(embed_kernel, embed, {"BLOCK_H": COPY_BLOCK, "SCALE": None, "PDL": True}, four),
         "rms_norm_rows": Signature(rms_norm_rows_kernel, norm, norm_blocks, four, unspecialized=("epsilon",)),
     }
 
@@ -100,6 +108,8 @@ def signatures() -> dict[str, Signature]:
             for eight in ("i8", "fp8e4nv"):
                 groups[f"8b_{eight}"] = _layer_signatures(dtype, TOKEN_TILE, 4096, 6144, 4096, 12288, eight)
             groups["8b_wide"] = _layer_signatures(dtype, 64, 4096, 6144, 4096, 12288)
+            gelu = _layer_signatures(dtype, TOKEN_TILE, 3584, 8192, 4096, 14336, gelu=True)
+            groups["9b_gelu"] = {"gate_up": gelu["gate_up"]}
             groups["8b_wide"] |= _head_signatures(dtype, 64, 151936, 4096)
         for group, members in groups.items():
             found |= {f"{name}_{group}_{dtype}": signature for name, signature in members.items()}

@@ -28,7 +28,7 @@ from spd.runtime.models.layer_builder import LayerBuilder, share_products
 from spd.runtime.models.weights import check_weights, layer_prefix, table_destinations
 from spd.runtime.progress import LoadMeter
 from spd.runtime.weight_reader import read_tensors
-from spd.runtime.weight_space import Fill, LayerTensors, WeightSpace
+from spd.runtime.weight_space import Fill, LayerTensors, WeightSpace, centre_norms
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +80,13 @@ def build_decoder(
     layout, space = family_layout(config), WeightSpace(dtype, device)
     builder = LayerBuilder(kernels, config.rms_norm_eps, fold_norms=fold_norms)
     meter = meter or LoadMeter()
-    tables = space.block(table_destinations(config))
+    tables = space.block(table_destinations(config, layout))
     allocated: deque[LayerTensors] = deque()
     if at_once:
         allocated.extend(space.layer(layer, layer_prefix(i)) for i, layer in enumerate(layout.layers))
     fill(space.take())
+    if layout.centred_norm:
+        centre_norms(tables)
     embedding, final_norm = tables["embedding"], tables["final_norm"]
     head = builder.linear(tables.pop("head", embedding))
     layers = []
@@ -103,8 +105,26 @@ def build_decoder(
     # Kernels round the rotated head once, so that they can use exact tables.
     exact = torch.float32 if kernels.name == "triton" else dtype
     rotary = RotaryTable(config.rope, attention.rotary, positions, exact, device)
-    heads = AttentionHeads(*attention.heads)
-    return Decoder(embedding, layers, final_norm, head, rotary, heads, config.rms_norm_eps, kernels)
+    if config.local_rope is not None:
+        rotary.local = RotaryTable(config.local_rope, attention.rotary, positions, exact, device)
+    heads = AttentionHeads(*attention.heads, sliding=layout.sliding)
+    return Decoder(
+        embedding,
+        layers,
+        final_norm,
+        head,
+        rotary,
+        heads,
+        config.rms_norm_eps,
+        kernels,
+        embedding_scale=rounded(layout.embedding_scale, dtype),
+        logit_softcap=config.logit_softcap,
+    )
+
+
+def rounded(value: float | None, dtype: torch.dtype) -> float | None:
+    """The nearest number that dtype has."""
+    return None if value is None else float(torch.tensor(value, dtype=dtype))
 
 
 @torch.inference_mode()

@@ -161,23 +161,28 @@ def _workspace(shape: MemoryShape, model: ModelConfig, positions: int, rows: int
     logits      sampled x vocabulary x 4 bytes x LOGIT_COPIES
     history     slots x vocabulary x 9 bytes: token counts, prompt marks, biases
     attention   rows x heads x chunks of the context x (head size + 2) x 4 bytes, of split softmax sums;
-                in torch's form also a mask of rows x positions for each head of a group
+                in torch's form also a mask of rows x positions for each head of a group and each sliding
+                window, and float32 scores where they are capped
     activations rows of a window or a prompt chunk x (4 hidden + MLP + 2 attention) elements
-    rotary      2 x positions x head size elements
+    rotary      2 x positions x head size elements, twice for layers that slide
     """
     rows = max(rows, TAIL_ROWS[shape.kernels])
     width, widest = DTYPE_BYTES[shape.dtype], max(shape.chunk, rows)
-    layers = set(family_layout(model).layers)
+    layout = family_layout(model)
+    layers = set(layout.layers)
     num_heads, kv_heads, head_dim = next(iter(layers)).attention.heads
     logits = sampled * model.vocab_size * 4 * LOGIT_COPIES[shape.kernels]
     history = shape.slots * model.vocab_size * 9
+    rotary = 1 if model.local_rope is None else 2
     context = pages_a_slot(positions) * PAGE_SIZE
     attention = rows * num_heads * num_chunks(context) * (head_dim + 2) * 4
     if shape.kernels == "torch":
-        attention += widest * (num_heads // kv_heads) * context * (width + 1)
+        attention += widest * (num_heads // kv_heads) * context * (width + 1) * len(layout.sliding)
+        if model.attention_softcap is not None:
+            attention += widest * num_heads * context * 4 * 2
     inner = max(layer.mlp.widest + 2 * layer.attention.widest for layer in layers)
     activations = widest * (4 * model.hidden_size + inner) * width
-    return logits + history + attention + activations + 2 * positions * head_dim * width
+    return logits + history + attention + activations + rotary * 2 * positions * head_dim * width
 
 
 def largest(fits: Callable[[int], bool], most: int, step: int) -> int:

@@ -73,6 +73,13 @@ def fold_norm(weight: Tensor, norm: Tensor) -> None:
     weight.mul_(norm)
 
 
+def centre_norms(tensors: Tensors) -> None:
+    """Add 1, in place, to the scales of norms that a checkpoint stores as their distance from it."""
+    for name, tensor in tensors.items():
+        if name.endswith("norm"):
+            tensor.add_(1)
+
+
 def reorder_heads(tensor: Tensor, order: list[int]) -> None:
     """Put rows of tensor [heads * D, ...] in another order within each head, in place; order lists D."""
     heads = tensor.view(-1, len(order), *tensor.shape[1:])

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from spd.errors import CheckpointError
-from spd.formats.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeConfig, read_model_config
+from spd.formats.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, read_model_config
+from spd.formats.rope_config import RopeConfig
 from tests.formats.formats_helpers import LLAMA, QWEN3, refused, write_json
 
 
@@ -234,7 +235,104 @@ def test_sliding_window_switched_off_is_accepted(tmp_path: Path) -> None:
     off = {"sliding_window": 128, "use_sliding_window": False, "layer_types": ["full_attention"] * 2}
     assert read(tmp_path, {**QWEN3, **off}).num_layers == 2
     with refused(CheckpointError, "sliding_window", "128"):
-        read(tmp_path, {**QWEN3, **off, "use_sliding_window": True})
+        read(tmp_path, {**LLAMA, **off, "use_sliding_window": True})
+
+
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+GEMMA2 = {**LLAMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+GEMMA3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "layers", "expected"),
+    [
+        (MISTRAL, {}, 2, (4096, 4096)),
+        (MISTRAL, {"sliding_window": None}, 2, ()),
+        (MISTRAL, {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2}, 2, (64, 64)),
+        (QWEN2, {"sliding_window": 64}, 2, ()),
+        (QWEN3, {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, 4,
+         (None, None, 64, 64)),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 9}, 2, ()),
+        (QWEN2, {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}, 2,
+         (4096, None)),
+        (GEMMA2, {"sliding_window": 64}, 3, (64, None, 64)),
+        (GEMMA3, {"sliding_window": 512}, 7, (512, 512, 512, 512, 512, None, 512)),
+        (GEMMA3, {"sliding_window": 512, "sliding_window_pattern": 2}, 3, (512, None, 512)),
+        (GEMMA3, {"sliding_window": 512, "layer_types": ["full_attention"] * 2}, 2, ()),
+    ],
+)  # fmt: skip
+def test_which_layers_slide(
+    tmp_path: Path, base: dict, change: dict, layers: int, expected: tuple[int | None, ...]
+) -> None:
+    assert read(tmp_path, {**base, "num_hidden_layers": layers, **change}).sliding == expected
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "words"),
+    [
+        (
+            MISTRAL,
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            ("layer_types", "sliding_window"),
+        ),
+        (MISTRAL, {"sliding_window": 0}, ("sliding_window", "0")),
+        (QWEN2, {"layer_types": ["full_attention", "chunked_attention"]}, ("layer_types", "chunked")),
+        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, ("no sliding_window",)),
+        (QWEN2, {"layer_types": ["full_attention"]}, ("layer_types", "2 names")),
+        (GEMMA3, {"sliding_window_pattern": 0}, ("sliding_window_pattern",)),
+        (GEMMA2, {"hidden_activation": "gelu"}, ("hidden_activation", "gelu_pytorch_tanh")),
+        (GEMMA2, {"attn_logit_softcapping": 0}, ("attn_logit_softcapping",)),
+        (GEMMA3, {"use_bidirectional_attention": True}, ("use_bidirectional_attention",)),
+        (GEMMA3, {"rope_parameters": {"full_attention": {"rope_type": "ntk"}}}, ("rope_type", "ntk")),
+        (LLAMA, {"architectures": ["Gemma3ForConditionalGeneration"]}, ("images", "Gemma3ForCausalLM")),
+    ],
+)
+def test_families_whose_values_are_refused(tmp_path: Path, base: dict, change: dict, words: tuple) -> None:
+    with refused(CheckpointError, "config.json", *words):
+        read(tmp_path, {**base, **change})
+
+
+PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+LONG = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2] * 8}
+
+
+def test_phi_is_read(tmp_path: Path) -> None:
+    config = read(tmp_path, {**PHI3, "sliding_window": 64, "partial_rotary_factor": 0.75})
+    assert (config.sliding, config.rotary_dim, config.head_dim) == ((64, 64), 12, 16)
+    long = {**PHI3, "rope_scaling": LONG, "original_max_position_embeddings": 128}
+    config = read(tmp_path, long)
+    short = (1.0,) * 8
+    assert config.rope == RopeConfig("longrope", 5e5, 4.0, 128, short_factor=short)
+    # Beyond its first context every earlier position would turn anew: the cache ends there.
+    assert config.max_positions == 128
+    with refused(CheckpointError, "config.json", "short_factor", "8 numbers"):
+        read(tmp_path, {**long, "rope_scaling": {**LONG, "short_factor": [1.0] * 7}})
+    with refused(CheckpointError, "config.json", "short_factor", "'x'"):
+        read(tmp_path, {**long, "rope_scaling": {**LONG, "short_factor": ["x", *[1.0] * 7]}})
+
+
+def test_gemma_is_read(tmp_path: Path) -> None:
+    bare = without(GEMMA2, "rope_theta", "max_position_embeddings")
+    config = read(tmp_path, bare)
+    assert (config.hidden_act, config.tie_embeddings, config.max_positions) == ("gelu_tanh", True, 8192)
+    assert (config.attention_softcap, config.logit_softcap, config.query_scalar) == (50.0, 30.0, 256.0)
+    off = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 144}
+    config = read(tmp_path, {**bare, **off})
+    assert (config.attention_softcap, config.logit_softcap, config.query_scalar) == (None, None, 144.0)
+    config = read(tmp_path, without(GEMMA3, "rope_theta"))
+    assert (config.attention_softcap, config.logit_softcap) == (None, None)
+    assert (config.rope, config.local_rope) == (RopeConfig("default", 1e6), RopeConfig("default", 1e4))
+    old = {"rope_theta": 5e5, "rope_local_base_freq": 300.0, "rope_scaling": {"type": "linear", "factor": 8}}
+    expected = (RopeConfig("linear", 5e5, 8.0), RopeConfig("default", 300.0))
+    config = read(tmp_path, {**GEMMA3, **old})
+    assert (config.rope, config.local_rope) == expected
+    new = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    }
+    config = read(tmp_path, {**without(GEMMA3, "rope_theta"), "rope_parameters": new})
+    assert (config.rope, config.local_rope) == expected
 
 
 def test_terminal_escapes_in_a_value_do_not_reach_the_message(tmp_path: Path) -> None:

@@ -91,6 +91,10 @@ def test_products(
             found = twin.norm_gate_up(*arguments, config=config)
             gate, up = (normed @ pair.T + pair_shift).chunk(2, dim=-1)
             close(found, reference.norm_gate_up(*arguments), torch.nn.functional.silu(gate) * up)
+            if rows == SHAPES[0][2]:
+                found = twin.norm_gate_up(*arguments, gelu=True, config=config)
+                right = torch.nn.functional.gelu(gate, approximate="tanh") * up
+                close(found, reference.norm_gate_up(*arguments, gelu=True), right)
             found, squares = twin.linear_residual(o.x, o.weight, bias, o.residual, config=config)
             plain, _ = reference.linear_residual(o.x, o.weight, bias, o.residual)
             close(found, plain, residual + x @ weight.T + shift)
@@ -114,6 +118,9 @@ def test_rows(h: int, parts: int, device: str, dtypes: tuple[torch.dtype, ...]) 
         x, squares = twin.embed(ids, o.weight)
         assert torch.equal(x, o.weight[ids])
         torch.testing.assert_close(squares.sum(1), x.float().square().sum(1), rtol=1e-5, atol=0)
+        scaled, squares = twin.embed(ids, o.weight, 5.656854)
+        assert torch.equal(scaled, o.weight[ids] * 5.656854)
+        torch.testing.assert_close(squares.sum(1), scaled.float().square().sum(1), rtol=1e-5, atol=0)
         arguments = (o.x, o.squares, o.scale, EPSILON)
         (wide_x, scale), plain = wide(o.x, o.scale), reference.rms_norm_rows(*arguments)
         exact = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + EPSILON) * scale

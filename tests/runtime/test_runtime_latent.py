@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from spd.errors import IncompatibleError
 from spd.formats.block_config import LatentConfig
-from spd.formats.model_config import ModelConfig, RopeConfig, read_model_config
+from spd.formats.model_config import ModelConfig, read_model_config
+from spd.formats.rope_config import RopeConfig
 from spd.runtime.layers import moe
 from spd.runtime.layers.rotary import inverse_frequencies
 from spd.runtime.model_runner import ModelRunner, SlotView

@@ -47,7 +47,7 @@ GIB = 2**30
 
 def config_8b(**changes: Any) -> ModelConfig:
     """The shapes of an 8B model."""
-    from spd.formats.model_config import RopeConfig
+    from spd.formats.rope_config import RopeConfig
 
     return ModelConfig(
         architecture="Qwen3ForCausalLM",

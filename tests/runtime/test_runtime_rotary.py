@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spd.formats.model_config import RopeConfig
+from spd.formats.rope_config import RopeConfig
 from spd.kernels.rotary import apply_rotary
 from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.models.layouts import RotaryDims

@@ -25,11 +25,19 @@ class Attention:
         qk_norm: tuple[Tensor, Tensor] | None,
         epsilon: float,
         kernels: Kernels,
+        *,
+        scale: float | None = None,
+        sliding: int | None = None,
+        softcap: float | None = None,
+        local_rope: bool = False,
+        post_norm: Tensor | None = None,
     ) -> None:
         self.norm, self.qkv, self.output, self.kernels = norm, qkv, output, kernels
         self.head_dim, self.num_heads, self.num_kv_heads = head_dim, num_heads, num_kv_heads
         self.epsilon = epsilon
-        self.scale = head_dim**-0.5
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.sliding, self.softcap = sliding, softcap
+        self.local_rope, self.post_norm = local_rope, post_norm
         self.qk_weight: Tensor | None = None
         if qk_norm is not None:
             query, key = qk_norm
@@ -43,6 +51,8 @@ class Attention:
         """The stream [T, hidden] with this block added; stores the KV of the T rows, then reads the pages."""
         qkv = self.qkv.after_norm(stream, self.norm, self.epsilon, batch)
         key_pages, value_pages = cache.pools
+        if self.local_rope and rotary.local is not None:
+            rotary = rotary.local
         query = self.kernels.rotary_store(
             qkv,
             rotary.cos,
@@ -56,6 +66,8 @@ class Attention:
             self.num_heads,
         )
         mixed = self._attend(query, batch, key_pages, value_pages)
+        if self.post_norm is not None:
+            return self.output.normed_onto(mixed, stream, self.post_norm, self.epsilon, batch)
         return self.output.onto(mixed, stream, batch)
 
     def products(self) -> tuple[AnyLinear, ...]:
@@ -67,11 +79,20 @@ class Attention:
         total, width = query.shape[0], self.num_heads * self.head_dim
         if batch.chunk_start is not None and batch.plan is None:
             mixed: Tensor = self.kernels.prefill_attention(
-                query, key_pages, value_pages, batch.page_table[0], batch.chunk_start, self.scale
+                query,
+                key_pages,
+                value_pages,
+                batch.page_table[0],
+                batch.chunk_start,
+                self.scale,
+                sliding=self.sliding,
+                softcap=self.softcap,
             )
             return mixed.view(total, width)
         rows = batch.num_slots * batch.width
         window = query[:rows].view(batch.num_slots, batch.width, self.num_heads, self.head_dim)
-        mixed = self.kernels.paged_attention(window, key_pages, value_pages, batch.plan, self.scale)
+        mixed = self.kernels.paged_attention(
+            window, key_pages, value_pages, batch.plan, self.scale, self.sliding, self.softcap
+        )
         mixed = mixed.reshape(rows, width)
         return mixed if rows == total else torch.cat((mixed, mixed.new_zeros(total - rows, width)))

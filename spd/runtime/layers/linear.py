@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.rms_norm import rms_norm
-from spd.kernels.silu_mul import silu_mul
+from spd.kernels.silu_mul import gelu_mul, silu_mul
 from spd.kernels.skinny_config import config_for, workspace_sizes
 from spd.kernels.skinny_linear import LinearWorkspace, capability_of
 from spd.runtime.models.base import ForwardBatch, Residual
@@ -33,8 +33,10 @@ class AnyLinear(Protocol):
         """RMS-norm the stream [T, K] with scales norm [K], then multiply: [T, N]."""
         ...
 
-    def gated(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
-        """`after_norm`, then silu of the first half of N times the second: [T, N / 2]."""
+    def gated(
+        self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch, *, gelu: bool = False
+    ) -> Tensor:
+        """`after_norm`, then silu (or gelu) of the first half of N times the second: [T, N / 2]."""
         ...
 
     def product(self, x: Tensor, batch: ForwardBatch) -> Tensor:
@@ -43,6 +45,12 @@ class AnyLinear(Protocol):
 
     def onto(self, x: Tensor, stream: Residual, batch: ForwardBatch) -> Residual:
         """The stream [T, N] plus the product of x [T, K]."""
+        ...
+
+    def normed_onto(
+        self, x: Tensor, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch
+    ) -> Residual:
+        """The stream [T, N] plus the RMS norm, by scales norm [N], of the product of x [T, K]."""
         ...
 
 
@@ -108,9 +116,11 @@ class Linear:
         """See `AnyLinear`."""
         return self(rms_norm(stream.x, norm, epsilon), batch.tile)
 
-    def gated(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
+    def gated(
+        self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch, *, gelu: bool = False
+    ) -> Tensor:
         """See `AnyLinear`."""
-        return silu_mul(self.after_norm(stream, norm, epsilon, batch))
+        return (gelu_mul if gelu else silu_mul)(self.after_norm(stream, norm, epsilon, batch))
 
     def product(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """See `AnyLinear`."""
@@ -119,6 +129,12 @@ class Linear:
     def onto(self, x: Tensor, stream: Residual, batch: ForwardBatch) -> Residual:
         """See `AnyLinear`."""
         return Residual(stream.x + self(x, batch.tile))
+
+    def normed_onto(
+        self, x: Tensor, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch
+    ) -> Residual:
+        """See `AnyLinear`."""
+        return Residual(stream.x + rms_norm(self(x, batch.tile), norm, epsilon))
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """See `CausalModel`."""
@@ -149,12 +165,14 @@ class SkinnyLinear:
         )
         return y
 
-    def gated(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
+    def gated(
+        self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch, *, gelu: bool = False
+    ) -> Tensor:
         """See `AnyLinear`."""
         if batch.chunk_start is not None:
-            return silu_mul(self.after_norm(stream, norm, epsilon, batch))
+            return (gelu_mul if gelu else silu_mul)(self.after_norm(stream, norm, epsilon, batch))
         y: Tensor = self.kernels.norm_gate_up(
-            stream.x, stream.squares, epsilon, self.weight, self.bias, self.workspace
+            stream.x, stream.squares, epsilon, self.weight, self.bias, self.workspace, gelu
         )
         return y
 
@@ -170,6 +188,15 @@ class SkinnyLinear:
         if batch.chunk_start is not None:
             return Residual(stream.x + F.linear(x, self.weight, self.bias))
         return Residual(*self.kernels.linear_residual(x, self.weight, self.bias, stream.x, self.workspace))
+
+    def normed_onto(
+        self, x: Tensor, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch
+    ) -> Residual:
+        """See `AnyLinear`."""
+        if batch.chunk_start is not None:
+            return Residual(stream.x + rms_norm(F.linear(x, self.weight, self.bias), norm, epsilon))
+        y = self.kernels.linear(x, self.weight, self.bias, self.workspace)
+        return Residual(*self.kernels.norm_residual(y, norm, epsilon, stream.x))
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """See `CausalModel`."""

@@ -1,6 +1,7 @@
 """Rotary frequencies of every supported kind, and the tables a forward pass reads.
 
-Kinds: default, linear (position interpolation), llama3 (frequency bands), yarn (Peng et al. 2023).
+Kinds: default, linear (position interpolation), llama3 (frequency bands), yarn (Peng et al. 2023),
+longrope (Ding et al. 2024) with the factors of its original context.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spd.formats.model_config import RopeConfig
+from spd.formats.rope_config import RopeConfig
 from spd.runtime.models.layouts import RotaryDims, yarn_scale
 
 
@@ -44,11 +45,13 @@ def _yarn(inverse: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """The scale that YaRN puts on cos and sin; 1 for the other kinds."""
+    """The scale that YaRN and LongRoPE put on cos and sin; 1 for the other kinds."""
+    if rope.attention_factor is not None and rope.kind in ("yarn", "longrope"):
+        return rope.attention_factor
+    if rope.kind == "longrope" and rope.factor > 1:
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions or 4096))
     if rope.kind != "yarn":
         return 1.0
-    if rope.attention_factor is not None:
-        return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
         return yarn_scale(rope.factor, rope.mscale) / yarn_scale(rope.factor, rope.mscale_all_dim)
     return yarn_scale(rope.factor, 1.0)
@@ -64,16 +67,22 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return _llama3(inverse, rope)
     if rope.kind == "yarn":
         return _yarn(inverse, rope, head_dim)
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.short_factor) * rope.theta**exponents)
     return inverse
 
 
 @dataclass(frozen=True)
 class RotaryRows:
-    """cos and sin for the rows of one pass: their own [T, D], or whole tables and int64 positions [T]."""
+    """cos and sin for the rows of one pass: their own [T, D], or whole tables and int64 positions [T].
+
+    `local` is there for the layers that turn in another way.
+    """
 
     cos: Tensor
     sin: Tensor
     positions: Tensor | None
+    local: RotaryRows | None = None
 
 
 class RotaryTable:
@@ -90,11 +99,14 @@ class RotaryTable:
         scale, still = attention_factor(rope), (0, (dims.width - dims.rotated) // 2)
         cos, sin = F.pad(angles.cos() * scale, still, value=1.0), F.pad(angles.sin() * scale, still)
         self.max_positions = max_positions
+        self.local: RotaryTable | None = None
+        """Of the layers that turn in another way, where there are any."""
         self.cos = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
         self.sin = torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype)
 
     def rows(self, positions: Tensor, *, gathered: bool) -> RotaryRows:
         """For rows at int64 positions [T]; gathered once here, or left to a kernel that looks them up."""
+        local = None if self.local is None else self.local.rows(positions, gathered=gathered)
         if not gathered:
-            return RotaryRows(self.cos, self.sin, positions)
-        return RotaryRows(self.cos[positions], self.sin[positions], None)
+            return RotaryRows(self.cos, self.sin, positions, local)
+        return RotaryRows(self.cos[positions], self.sin[positions], None, local)

@@ -10,8 +10,13 @@ from spd.runtime.models.weights import ModelLayout
 
 FAMILIES = {
     "LlamaForCausalLM": "spd.runtime.models.llama",
+    "MistralForCausalLM": "spd.runtime.models.llama",
+    "Phi3ForCausalLM": "spd.runtime.models.phi3",
+    "Qwen2ForCausalLM": "spd.runtime.models.qwen2",
     "Qwen3ForCausalLM": "spd.runtime.models.qwen3",
     "Qwen3MoeForCausalLM": "spd.runtime.models.qwen3",
+    "Gemma2ForCausalLM": "spd.runtime.models.gemma",
+    "Gemma3ForCausalLM": "spd.runtime.models.gemma",
     "DeepseekV2ForCausalLM": "spd.runtime.models.deepseek",
     "DeepseekV3ForCausalLM": "spd.runtime.models.deepseek",
     "Glm4MoeForCausalLM": "spd.runtime.models.glm4_moe",

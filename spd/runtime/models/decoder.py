@@ -81,9 +81,13 @@ class Decoder:
         heads: AttentionHeads,
         epsilon: float,
         kernels: Kernels,
+        *,
+        embedding_scale: float | None = None,
+        logit_softcap: float | None = None,
     ) -> None:
         self.embedding, self.layers, self.final_norm, self.head = embedding, layers, final_norm, head
         self.rotary, self.heads, self.epsilon, self.kernels = rotary, heads, epsilon, kernels
+        self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
         self.cache_shapes = [layer.cache_shapes for layer in layers]
         kinds = [(type(layer.attention), type(layer.mlp)) for layer in layers]
         self.varied_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
@@ -114,15 +118,21 @@ class Decoder:
 
     def _embed(self, batch: ForwardBatch) -> Residual:
         if self.head.carries_squares and batch.chunk_start is None:
-            return Residual(*self.kernels.embed(batch.token_ids, self.embedding))
-        return Residual(self.embedding[batch.token_ids])
+            return Residual(*self.kernels.embed(batch.token_ids, self.embedding, self.embedding_scale))
+        x = self.embedding[batch.token_ids]
+        return Residual(x if self.embedding_scale is None else x * self.embedding_scale)
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Float32 logits [T, V]."""
-        return self.head.logits(hidden, tile)
+        scores = self.head.logits(hidden, tile)
+        if self.logit_softcap is None:
+            return scores
+        return (scores / self.logit_softcap).tanh_() * self.logit_softcap
 
     def sample(
         self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Tokens [T] and whether each is finite; see `CausalModel`."""
+        """Tokens [T] and whether each is finite; see `CausalModel`. Capped logits are left to the sampler."""
+        if self.logit_softcap is not None:
+            return None
         return self.head.sample(hidden, usable_vocab, seed, first, step, temperature)

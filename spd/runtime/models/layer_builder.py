@@ -15,7 +15,7 @@ from spd.runtime.layers.mlp import GatedMlp
 from spd.runtime.layers.moe import Experts, MergedExperts, MoeMlp, RoutedExperts
 from spd.runtime.models.decoder import AttentionBlock, DecoderLayer, MlpBlock
 from spd.runtime.models.layouts import GqaLayout, LatentLayout, LayerLayout, MlpLayout, MoeLayout
-from spd.runtime.weight_space import LayerTensors, Tensors, fold_norm, reorder_heads
+from spd.runtime.weight_space import LayerTensors, Tensors, centre_norms, fold_norm, reorder_heads
 
 
 class LayerBuilder:
@@ -64,6 +64,8 @@ class LayerBuilder:
             for name in ("qkv", "qkv_bias", "q_norm", "k_norm"):
                 if name in tensors:
                     reorder_heads(tensors[name][: turned * layout.head_dim], order)
+        if layout.centred_norms:
+            centre_norms(tensors)
         qk_norm = (tensors["q_norm"], tensors["k_norm"]) if layout.qk_norm else None
         return Attention(
             tensors["norm"],
@@ -75,6 +77,11 @@ class LayerBuilder:
             qk_norm,
             self.epsilon,
             self.kernels,
+            scale=layout.scale,
+            sliding=layout.sliding,
+            softcap=layout.softcap,
+            local_rope=layout.local_rope,
+            post_norm=tensors.get("post_norm"),
         )
 
     def _latent(self, layout: LatentLayout, tensors: Tensors) -> LatentAttention:
@@ -130,8 +137,11 @@ class LayerBuilder:
         return RoutedExperts(gate_up.view(count, -1, gate_up.shape[1]), downs, self.kernels)
 
     def _mlp(self, layout: MlpLayout, tensors: Tensors) -> GatedMlp:
-        gate_up = self._after_norm(tensors, "gate_up")
-        return GatedMlp(tensors["norm"], gate_up, self._matrix(tensors, "down"), self.epsilon)
+        if layout.centred_norms:
+            centre_norms(tensors)
+        gate_up, down = self._after_norm(tensors, "gate_up"), self._matrix(tensors, "down")
+        post_norm = tensors.get("post_norm")
+        return GatedMlp(tensors["norm"], gate_up, down, self.epsilon, gelu=layout.gelu, post_norm=post_norm)
 
 
 def share_products(layers: Iterable[DecoderLayer], rows: int) -> None:

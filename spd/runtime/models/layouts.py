@@ -98,18 +98,37 @@ class GqaLayout:
     output_bias: bool = False
     qk_norm: bool = False
     """RMS norm of each query and key head before it is rotated."""
+    scale: float | None = None
+    """Of the scores; None: one over the square root of head_dim."""
+    softcap: float | None = None
+    """Where scores are capped."""
+    sliding: int | None = None
+    """The window of positions that a row sees; None: all up to its own."""
+    local_rope: bool = False
+    """Whether it turns as the model's sliding layers do, where they turn in another way."""
+    centred_norms: bool = False
+    """Scales of norms are stored as their distance from 1."""
+    post_norm: bool = False
+    """A norm behind the block, before the sum."""
+    fused_qkv: bool = False
+    """Queries, keys and values are one tensor in the checkpoint too."""
 
     def destinations(self) -> dict[str, Destination]:
         """See `BlockLayout`."""
         size, hidden = self.head_dim, self.hidden_size
         query, key = self.num_heads * size, self.num_kv_heads * size
         block, qkv = "self_attn", {"q_proj": query, "k_proj": key, "v_proj": key}
-        found = {"norm": Destination.of({"input_layernorm.weight": (hidden,)})}
+        if self.fused_qkv:
+            qkv = {"qkv_proj": query + 2 * key}
+        exact = self.centred_norms
+        found = {"norm": Destination.of({"input_layernorm.weight": (hidden,)}, exact=exact)}
+        if self.post_norm:
+            found["post_norm"] = Destination.of({"post_attention_layernorm.weight": (hidden,)}, exact=exact)
         found |= _named("qkv", fused(block, qkv, hidden, biased=self.qkv_bias))
         found |= _named("output", fused(block, {"o_proj": hidden}, query, biased=self.output_bias))
         if self.qk_norm:
             for name in ("q_norm", "k_norm"):
-                found[name] = Destination.of({f"{block}.{name}.weight": (size,)})
+                found[name] = Destination.of({f"{block}.{name}.weight": (size,)}, exact=exact)
         return found
 
     @property
@@ -199,19 +218,31 @@ class MlpLayout:
     bias: bool = False
     block: str = "mlp"
     """What stands before the projections' names."""
+    gelu: bool = False
+    """gelu in its form with tanh in the gate, not silu."""
+    centred_norms: bool = False
+    """Scales of norms are stored as their distance from 1."""
+    post_norm: bool = False
+    """A norm behind the block, before the sum; the one before it then has another name."""
+    fused_gate_up: bool = False
+    """Gate and up are one tensor in the checkpoint too."""
 
     def destinations(self) -> dict[str, Destination]:
         """See `BlockLayout`."""
-        norm = Destination.of({"post_attention_layernorm.weight": (self.hidden_size,)})
-        return {"norm": norm, **self.matrices()}
+        shape, exact = (self.hidden_size,), self.centred_norms
+        before = "pre_feedforward_layernorm" if self.post_norm else "post_attention_layernorm"
+        found = {"norm": Destination.of({f"{before}.weight": shape}, exact=exact)}
+        if self.post_norm:
+            found["post_norm"] = Destination.of({"post_feedforward_layernorm.weight": shape}, exact=exact)
+        return found | self.matrices()
 
     def matrices(self) -> dict[str, Destination]:
         """The destinations without the norm before them."""
         hidden, inner = self.hidden_size, self.intermediate_size
-        found = _named(
-            "gate_up",
-            fused(self.block, {"gate_proj": inner, "up_proj": inner}, hidden, biased=self.bias),
+        gate_up = (
+            {"gate_up_proj": 2 * inner} if self.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
         )
+        found = _named("gate_up", fused(self.block, gate_up, hidden, biased=self.bias))
         return found | _named("down", fused(self.block, {"down_proj": hidden}, inner, biased=self.bias))
 
     @property

@@ -11,14 +11,25 @@ from dataclasses import dataclass
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, check_tensors
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import is_mtp_tensor
-from spd.runtime.models.layouts import Destination, LayerLayout, Shape
+from spd.runtime.models.layouts import Destination, GqaLayout, LayerLayout, Shape
 
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """What a family makes of a configuration: the two blocks of every layer."""
+    """What a family makes of a configuration: the two blocks of every layer, and what stands around them."""
 
     layers: tuple[LayerLayout, ...]
+    centred_norm: bool = False
+    """The scales of the last norm are stored as their distance from 1."""
+    embedding_scale: float | None = None
+    """What embeddings are multiplied by."""
+
+    @property
+    def sliding(self) -> tuple[int | None, ...]:
+        """Every sliding window that a layer has; None is a layer without one."""
+        blocks = (layer.attention for layer in self.layers)
+        windows = (block.sliding if isinstance(block, GqaLayout) else None for block in blocks)
+        return tuple(dict.fromkeys(windows))
 
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -33,18 +44,18 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
-def table_destinations(config: ModelConfig) -> dict[str, Destination]:
+def table_destinations(config: ModelConfig, layout: ModelLayout) -> dict[str, Destination]:
     """What stands outside the layers, under its full names; a tied head is not among them."""
     table = (config.vocab_size, config.hidden_size)
     tables = {"embedding": Destination.of({EMBEDDING: table})}
     if not config.tie_embeddings:
         tables["head"] = Destination.of({HEAD: table})
-    return {**tables, "final_norm": Destination.of({FINAL_NORM: table[1:]})}
+    return {**tables, "final_norm": Destination.of({FINAL_NORM: table[1:]}, exact=layout.centred_norm)}
 
 
 def destinations(config: ModelConfig, layout: ModelLayout) -> Iterator[tuple[str, Destination]]:
     """Everything that is allocated for a model, each with the prefix of its parts' names."""
-    for table in table_destinations(config).values():
+    for table in table_destinations(config, layout).values():
         yield "", table
     for index, layer in enumerate(layout.layers):
         for destination in layer.destinations():

@@ -1,0 +1,89 @@
+"""Prints `docs/supported-models.md` from the program's own tables.
+
+Usage, from the repository's root: python docs/supported_models.py > docs/supported-models.md
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator
+from typing import get_args
+
+from spd.formats import mtp
+from spd.formats.checkpoint import FLOAT_DTYPES
+from spd.formats.model_config import REFUSED_ARCHITECTURES, SUPPORTED_ARCHITECTURES
+from spd.formats.rope_config import RopeKind
+from spd.formats.sliding_window import KINDS
+from spd.runtime.models import FAMILIES
+from spd.runtime.models.weights import FP8_DTYPE
+
+NOTES = """\
+A folder is what Hugging Face's `save_pretrained` writes: `config.json`, `tokenizer.json` and safetensors, one
+file or shards with an index. Nothing in it is executed. An unknown value of a known key is refused by name,
+and so is a folder in which a tensor is missing or has another shape. Tensors that are not used are named.
+
+- **Tensors**: {dtypes}; {fp8} where `quantization_config` describes blocks with scales.
+  Other quantized weights are refused.
+- **Rotary embedding**: {ropes}.
+  LongRoPE stands for its original context, where its short factors hold: beyond it every earlier position
+  would have to turn anew, so `--ctx` ends there.
+- **Layers**: {kinds},
+  by `layer_types` or by the keys that came before them. Where layers slide the cache still keeps every
+  position, so that a prefix is found and a replay repeated whatever the windows are; blocks of keys that a
+  window has left behind are not read.
+- **Draft models**: any of these with the target's tokenizer.
+"""
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Lines of a Markdown table."""
+    names = list(header)
+    for row in (names, ["---"] * len(names), *rows):
+        yield f"| {' | '.join(row)} |"
+
+
+def meaning(module: str) -> str:
+    """The first sentence of a family's file, which may take two lines."""
+    words = " ".join((importlib.import_module(module).__doc__ or "").split("\n\n")[0].split())
+    return words.split(". ")[0].rstrip(".")
+
+
+def document() -> str:
+    """The whole page."""
+    heads: dict[str, list[str]] = {}
+    for family in mtp.FAMILIES:
+        for architecture in family.architectures:
+            heads.setdefault(architecture, []).append(family.name)
+    served = [name for name in SUPPORTED_ARCHITECTURES if name in FAMILIES]
+    families = ((f"`{name}`", meaning(FAMILIES[name]), ", ".join(heads.get(name, []))) for name in served)
+    others = [name for name in heads if name not in FAMILIES]
+    notes = NOTES.format(
+        dtypes=", ".join(FLOAT_DTYPES),
+        fp8=FP8_DTYPE,
+        ropes=", ".join(get_args(RopeKind)),
+        kinds=" and ".join(f"`{kind}`" for kind in KINDS),
+    )
+    lines = [
+        "# Supported models",
+        "",
+        "Written by `docs/supported_models.py`; a test compares it with the program.",
+        "",
+        *table(("architecture", "family", "MTP heads"), families),
+        "",
+        notes,
+        "## MTP heads",
+        "",
+        "Heads are found by the names of their tensors; "
+        f"the families known are {', '.join(family.name for family in mtp.FAMILIES)}.",
+    ]
+    if others:
+        lines.append(
+            f"Known for targets that are not served yet: {', '.join(f'`{name}`' for name in others)}."
+        )
+    lines += ["", "## Refused by name", ""]
+    lines += table(("architecture", "because"), ((f"`{name}`", why) for name, why in REFUSED_ARCHITECTURES))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(document())

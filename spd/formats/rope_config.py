@@ -1,0 +1,189 @@
+"""How positions turn: the rotary part of `config.json`, in both of Hugging Face's spellings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from spd.formats.json_file import Fields, shown
+from spd.formats.sliding_window import KINDS
+
+MAX_POSITIONS = 1 << 27
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: the base and how its frequencies are stretched (Hugging Face `rope_type`)."""
+
+    kind: RopeKind
+    theta: float
+    factor: float = 1.0
+    original_max_positions: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    """longrope: what each angle is divided by, up to the original context."""
+
+    @property
+    def max_positions(self) -> int | None:
+        """The last position whose angles are known: longrope turns every earlier one anew beyond it."""
+        return self.original_max_positions if self.kind == "longrope" else None
+
+
+_ROPE_KINDS = {name: name for name in ("default", "linear", "llama3", "yarn")}
+_ROPE_KEYS = frozenset(
+    (
+        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
+        *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
+        *("mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "finetuned"),
+        *("short_factor", "long_factor"),
+    )
+)
+
+
+def read_rotary_dim(fields: Fields, default: float, head_dim: int) -> int:
+    """The dimensions of a head that rotate, from a share of it; both spellings as for `read_rope`."""
+    nested = fields.fields("rope_parameters")
+    share = fields.number("partial_rotary_factor", 0.0, 1.0, default)
+    if nested is not None:
+        share = nested.number("partial_rotary_factor", 0.0, 1.0, share)
+    rotated = int(head_dim * share)
+    if rotated < 2 or rotated % 2:
+        raise fields.refused("partial_rotary_factor", f"{share:g} of {head_dim} is no even number above 0")
+    return rotated
+
+
+def read_rope(
+    fields: Fields,
+    theta: float,
+    max_positions: int,
+    *,
+    partial: bool = False,
+    long_dim: int | None = None,
+    by_kind: bool = False,
+) -> RopeConfig:
+    """Both spellings: `rope_theta` with `rope_scaling` (version 4), `rope_parameters` (version 5).
+
+    theta: of an absent key; partial: whether the family knows partial_rotary_factor; long_dim: how many
+    dimensions turn in a family that knows longrope, whose factors are half as many; by_kind: whether the
+    new spelling may be written for each kind of layers.
+    """
+    theta = fields.number("rope_theta", 1.0, 1e12, theta)
+    old, new = fields.fields("rope_scaling"), fields.fields("rope_parameters")
+    if by_kind:
+        new = _by_kind(fields, KINDS[0]) or new
+    if new is not None and partial:
+        new = Fields(new.where, {k: v for k, v in new.values.items() if k != "partial_rotary_factor"})
+    original = fields.integer("original_max_position_embeddings", 2, MAX_POSITIONS, max_positions)
+    long = None if long_dim is None else (long_dim, original)
+    if new is None or not new.values:
+        usual = RopeConfig("default", theta)
+        return _rope_of(old, theta, max_positions, long) if old and old.values else usual
+    if "rope_theta" in fields and new.number("rope_theta", 1.0, 1e12, theta) != theta:
+        raise new.refused("rope_theta", f"disagrees with rope_theta {theta:g} beside it")
+    rope = _rope_of(new, new.number("rope_theta", 1.0, 1e12, theta), max_positions, long)
+    if old and old.values and _rope_of(old, rope.theta, max_positions, long) != rope:
+        raise fields.refused("rope_scaling", "disagrees with rope_parameters")
+    return rope
+
+
+def read_local_rope(fields: Fields, theta: float | None, max_positions: int) -> RopeConfig | None:
+    """How layers that slide turn, where they do so by a base of their own; theta: of an absent key."""
+    if theta is None:
+        return None
+    theta = fields.number("rope_local_base_freq", 1.0, 1e12, theta)
+    part = _by_kind(fields, KINDS[1])
+    if part is None or not part.values:
+        return RopeConfig("default", theta)
+    return _rope_of(part, part.number("rope_theta", 1.0, 1e12, theta), max_positions)
+
+
+def _by_kind(fields: Fields, kind: str) -> Fields | None:
+    """`rope_parameters` of one kind of layers, where they are written for each kind."""
+    nested = fields.fields("rope_parameters")
+    return nested.fields(kind) if nested is not None and set(nested.values) <= set(KINDS) else None
+
+
+def _rope_of(
+    fields: Fields, theta: float, max_positions: int, long: tuple[int, int] | None = None
+) -> RopeConfig:
+    """One object; long: turning dimensions and original positions of a family that knows longrope."""
+    for key in fields.values:
+        if key not in _ROPE_KEYS:
+            raise fields.refused(shown(key), "is not a known rope parameter")
+    if fields.number("rope_theta", 1.0, 1e12, theta) != theta:
+        raise fields.refused("rope_theta", f"disagrees with rope_theta {theta:g}")
+    if fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
+        raise fields.refused("partial_rotary_factor", "rotating a part of the head is not supported")
+    key = "rope_type" if "rope_type" in fields or "type" not in fields else "type"
+    kinds = _ROPE_KINDS if long is None else {**_ROPE_KINDS, "longrope": "longrope", "su": "longrope"}
+    kind = cast(RopeKind, fields.choice(key, kinds))
+    if "type" in fields and kinds.get(fields.text("type")) != kind:
+        raise fields.refused("type", f"{shown(fields.get('type'))} disagrees with rope_type {kind}")
+    if kind == "default":
+        return RopeConfig(kind, theta)
+    if kind == "longrope" and long is not None:
+        return _long_rope(fields, theta, max_positions, *long)
+    factor = fields.number("factor", 1.0, 1e6)
+    if kind == "linear":
+        return RopeConfig(kind, theta, factor)
+    if kind == "llama3":
+        return _llama3_rope(fields, theta, factor)
+    return _yarn_rope(fields, theta, factor, max_positions)
+
+
+def _long_rope(fields: Fields, theta: float, max_positions: int, dims: int, original: int) -> RopeConfig:
+    original = fields.integer("original_max_position_embeddings", 2, MAX_POSITIONS, original)
+    for key in ("short_factor", "long_factor"):
+        values = fields.get(key)
+        if not isinstance(values, list) or len(values) != dims // 2:
+            raise fields.refused(key, f"is not a list of {dims // 2} numbers")
+    short = [
+        Fields(fields.where, {"short_factor": value}).number("short_factor", 1e-3, 1e6)
+        for value in cast(list[object], fields.get("short_factor"))
+    ]
+    return RopeConfig(
+        "longrope",
+        theta,
+        fields.number("factor", 1e-6, 1e6, max_positions / original),
+        original,
+        attention_factor=fields.optional_number("attention_factor", 1e-6, 1e6),
+        short_factor=tuple(short),
+    )
+
+
+def _llama3_rope(fields: Fields, theta: float, factor: float) -> RopeConfig:
+    low = fields.number("low_freq_factor", 1e-6, 1e6)
+    high = fields.number("high_freq_factor", 1e-6, 1e6)
+    if high <= low:
+        raise fields.refused("high_freq_factor", f"{high:g} is not above low_freq_factor {low:g}")
+    original = fields.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
+    return RopeConfig("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn_rope(fields: Fields, theta: float, factor: float, max_positions: int) -> RopeConfig:
+    if theta <= 1.0:
+        raise fields.refused("rope_theta", "yarn needs a base above 1")
+    rope = RopeConfig(
+        "yarn",
+        theta,
+        factor,
+        fields.integer("original_max_position_embeddings", 1, MAX_POSITIONS, max_positions),
+        beta_fast=fields.number("beta_fast", 1e-6, 1e6, 32.0),
+        beta_slow=fields.number("beta_slow", 1e-6, 1e6, 1.0),
+        attention_factor=fields.optional_number("attention_factor", 1e-6, 1e6),
+        mscale=fields.optional_number("mscale", 0.0, 1e6),
+        mscale_all_dim=fields.optional_number("mscale_all_dim", 0.0, 1e6),
+        truncate=fields.boolean("truncate", True),
+    )
+    if rope.beta_fast <= rope.beta_slow:
+        raise fields.refused("beta_fast", f"{rope.beta_fast:g} is not above beta_slow {rope.beta_slow:g}")
+    return rope

@@ -1,0 +1,80 @@
+"""What a stranger's shell meets: modules, locales, colours, and every dense family inspected."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.tiny_dense import FAMILIES, write_dense
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ["torch", "triton", "numpy", "transformers", "huggingface_hub"]
+HEAVY += ["pydantic", "prompt_toolkit", "jinja2", "uvicorn"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dense(tmp_path_factory.mktemp("model") / "org.name-1", "mistral", layers=1)
+
+
+def spd(*argv: object, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """The program in a process of its own, its output no terminal."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    return subprocess.run(
+        [sys.executable, "-m", "spd", *map(str, argv)],
+        capture_output=True,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        env={**kept, **environment},
+    )
+
+
+def test_inspect_loads_nothing_heavy(folder: Path) -> None:
+    code = (
+        "import sys\n"
+        "from spd.cli.app import main\n"
+        f"code = main(['inspect', {str(folder)!r}])\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], code, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=True)
+    assert done.stderr.splitlines()[-1] == b"[] 0", done.stderr
+
+
+@pytest.mark.parametrize("variable", [{}, {"TERM": "dumb"}, {"NO_COLOR": "1"}])
+def test_no_escape_bytes_where_nobody_looks(folder: Path, variable: dict[str, str]) -> None:
+    done = spd("inspect", folder, **variable)
+    assert done.returncode == 0 and b"MistralForCausalLM" in done.stdout
+    assert b"\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["generate", "--dry-run", "café"]])
+def test_a_locale_without_more_than_ascii(folder: Path, words: list[str]) -> None:
+    """Marks and prompts that the locale has no letters for: no traceback, and the words arrive."""
+    model = [folder] if words == ["inspect"] else ["-m", folder, "--raw"]
+    done = spd(*words, *model, LC_ALL="C")
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr and done.stdout
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_answers_inspect(spd_run: Callable, tmp_path: Path, family: str) -> None:
+    """Its tensors are all found under the names that the family's code wants, and none is left over."""
+    ran = spd_run("inspect", write_dense(tmp_path / family, family), "--json")
+    assert ran.code == 0, ran
+    shown = ran.json
+    assert json.loads((tmp_path / family / "config.json").read_text())["architectures"][0] in str(shown)
+    assert "missing" not in ran.err and "unexpected" not in ran.err
+
+
+def test_images_are_refused_by_name(spd_run: Callable, tmp_path: Path) -> None:
+    keys = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    ran = spd_run("inspect", write_dense(tmp_path / "vision", "gemma3", config=keys))
+    assert ran.code == 4 and ran.out == b""
+    assert "images are not supported" in ran.err and "Gemma3ForCausalLM" in ran.err
+    assert "Traceback" not in ran.err

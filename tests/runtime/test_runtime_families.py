@@ -1,0 +1,133 @@
+"""The dense families beyond Llama and Qwen3: golden against `transformers`, and speculation unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spd.runtime import SamplingParams
+from spd.runtime.model_runner import SlotView
+from tests.helpers import make_engine, random_prompts, run_all, run_one
+from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, WINDOW, write_dense
+
+Shelf = Callable[..., Path]
+SPECULATED = ("mistral", "qwen2", "gemma2", "gemma3", "phi3")
+
+
+def damped(layer: int) -> float:
+    """Later layers speak softly, so that a draft of the first two often agrees."""
+    return 1.0 if layer < 2 else 0.12
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    made: dict[str, Path] = {}
+
+    def get(family: str, **options: Any) -> Path:
+        key = f"{family}-{len(options)}-{options.get('layers', 4)}"
+        if key not in made:
+            made[key] = write_dense(tmp_path_factory.mktemp(key), family, **options)
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_logits_and_greedy_text_equal_transformers(dense: Shelf, family: str) -> None:
+    """A prompt several windows long, and for one family so long that whole blocks are left behind."""
+    transformers = pytest.importorskip("transformers")
+    folder = dense(family, max_positions=2048)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    length = 700 if family == "mistral" else 90
+    prompt = random_prompts(1, length, 256, seed=len(family))[0]
+    ids, mask = torch.tensor([prompt]), torch.ones(1, length, dtype=torch.long)
+    engine = make_engine(folder, ctx=LONG_ORIGINAL if family == "phi3_long" else 1024)
+    runner, found = engine._parts.runner, []
+    view = SlotView(length, list(range(2, 18)))  # whole blocks of 512
+    table = runner.page_row(view.pages, len(view.pages))[None]
+    chunks = length // 64 * 64
+    with torch.inference_mode():
+        expected = reference(ids).logits[0]
+        for start in range(0, length, 64):  # whole chunks of prefill, then a tile
+            stop = min(start + 64, length)
+            hidden = runner.forward_prompt(ids, start, stop, table, view.pages, chunked=start < chunks)
+            found.append(runner.logits(hidden)[0])
+        assert (torch.cat(found) - expected).abs().max() < 1e-4
+        whole = reference.generate(
+            ids, attention_mask=mask, max_new_tokens=64, do_sample=False, pad_token_id=0
+        )
+    run = run_all(engine, [prompt], [SamplingParams(max_tokens=64)])[0]
+    assert run.tokens == whole[0, length:].tolist()
+
+
+@pytest.mark.parametrize("family", SPECULATED)
+def test_speculation_changes_no_token(dense: Shelf, family: str) -> None:
+    """Windows shorter than the prompts: by n-grams and by a draft of the same family, in a batch and late."""
+    target = dense(family, residual_gain=damped, seed=3)
+    draft = dense(family, residual_gain=damped, seed=3, layers=2)
+    prompts = [*random_prompts(2, 20, 256), *random_prompts(2, 75, 256, seed=1)]
+    work = [(p, SamplingParams(temperature=t, max_tokens=20, seed=9)) for p in prompts for t in (0.0, 0.9)]
+    asked, params = [p for p, _ in work], [q for _, q in work]
+    assert max(map(len, asked)) > 2 * WINDOW
+    plain = run_all(make_engine(target), asked, params)
+    accepted = 0
+    for wishes in (
+        {"spec": "ngram", "ngram_min": 1, "draft_max": 3},
+        {"spec": "draft", "draft_model": draft, "draft_max": 1, "lag": 1},
+        {"spec": "draft", "draft_model": draft, "draft_max": 5, "lag": 2, "slots": 3},
+    ):
+        runs = run_all(make_engine(target, **wishes), asked, params)
+        assert [run.output for run in runs] == [run.output for run in plain], wishes
+        accepted += sum(run.metrics.draft_n_accepted for run in runs)
+    assert accepted > 0
+
+
+def test_prefixes_are_shared_under_windows(dense: Shelf) -> None:
+    """What lies before the window stays in the cache, so that a hit gives the text of a miss."""
+    target = dense("gemma2", residual_gain=damped, seed=3)
+    common = random_prompts(1, 150, 256, seed=9)[0]
+    params = SamplingParams(temperature=0.8, max_tokens=20, seed=4, ignore_eos=True)
+    prompts = [common, (*common, 1, 2, 3), common[:100] + (9,) * 60]
+    engine = make_engine(target, spec="ngram", draft_max=4)
+    shared = [run_all(engine, [prompt], [params])[0] for prompt in prompts]
+    fresh = [run_one(target, prompt, params, prefix_sharing=False) for prompt in prompts]
+    assert [run.output for run in shared] == [run.output for run in fresh]
+    assert [run.metrics.cached_tokens for run in shared] == [0, 128, 64]
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_interrupted_texts_are_the_same_under_windows(dense: Shelf, method: str) -> None:
+    """Too few pages for all: who waits is replayed, window and all."""
+    target = dense("gemma3", residual_gain=damped, seed=3)
+    prompts = [random_prompts(1, 90, 256, seed=n)[0] for n in range(4)]
+    params = [SamplingParams(max_tokens=60, temperature=0.7, seed=i, ignore_eos=True) for i in range(4)]
+    alone = [run_one(target, p, q) for p, q in zip(prompts, params, strict=True)]
+    wishes: dict[str, Any] = {"spec": method, "draft_max": 3, "slots": 4, "lag": 1, "cache_pages": 8}
+    if method == "draft":
+        wishes["draft_model"] = dense("gemma3", residual_gain=damped, seed=3, layers=2)
+    runs = run_all(make_engine(target, **wishes), prompts, params)
+    assert [run.output for run in runs] == [run.output for run in alone]
+    assert sum(run.metrics.preemptions for run in runs) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SPECULATED)
+def test_speculation_changes_no_token_long(dense: Shelf, family: str) -> None:
+    """Every k, lag and batch, in both types, over texts that leave whole blocks behind."""
+    target = dense(family, residual_gain=damped, seed=3, max_positions=2048)
+    draft = dense(family, residual_gain=damped, seed=3, max_positions=2048, layers=2)
+    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (5, 60, 500, 640)]
+    params = [SamplingParams(temperature=0.3 * i, max_tokens=80, seed=i) for i in range(4)]
+    for dtype in ("float32", "bfloat16"):
+        shared = {"dtype": dtype, "ctx": 1024}
+        plain = [run_one(target, p, q, **shared) for p, q in zip(prompts, params, strict=True)]
+        for k in (1, 2, 4, 8):
+            for lag, slots in ((0, 4), (2, 2)):
+                for wishes in ({"spec": "ngram", "ngram_min": 1}, {"spec": "draft", "draft_model": draft}):
+                    engine = make_engine(target, draft_max=k, lag=lag, slots=slots, **wishes, **shared)
+                    runs = run_all(engine, prompts, params)
+                    assert [r.output for r in runs] == [r.output for r in plain], (dtype, k, lag, wishes)

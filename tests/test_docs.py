@@ -1,0 +1,26 @@
+"""Documents that are written by the program's own tables are what the tables say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from spd.formats.model_config import SUPPORTED_ARCHITECTURES
+from spd.runtime.models import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_supported_models_is_current() -> None:
+    """To write it anew: `python docs/supported_models.py > docs/supported-models.md`."""
+    command = [sys.executable, "docs/supported_models.py"]
+    run = subprocess.run(command, capture_output=True, cwd=ROOT, check=True, env={"PYTHONPATH": str(ROOT)})
+    assert run.stdout == (ROOT / "docs" / "supported-models.md").read_bytes()
+
+
+def test_what_is_read_is_what_can_be_built() -> None:
+    assert set(SUPPORTED_ARCHITECTURES) == set(FAMILIES)
+    page = (ROOT / "docs" / "supported-models.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in page for name in FAMILIES)
+    assert "docs/supported-models.md" in (ROOT / "README.md").read_text(encoding="utf-8")
