@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from spd.runtime import SamplingParams
 from spd.runtime.layers import moe
+from spd.runtime.layers.latent_attention import LATENT_EPSILON, LatentAttention
+from spd.runtime.layers.rotary import RotaryRows
+from spd.runtime.models import layer_builder
+from spd.runtime.models.base import ForwardBatch, LayerCache, Residual
 from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.test_invisible import damped
 
 PROMPTS = random_prompts(3, 20, 256) + random_prompts(1, 75, 256, seed=1)
+TEMPERATURES = (0.0, 0.9)
 FAMILIES = ("deepseek_v3", "deepseek_v2_lite", "glm4_moe", "qwen3_moe", "ernie4_5_moe")
 
 
@@ -23,14 +29,14 @@ def folders(tiny: Callable[..., Path], variant: str) -> tuple[Path, Path]:
     return target, tiny(variant, layers=2, residual_gain=damped, seed=3)
 
 
-def runs(model: Path, count: int = 20, **wishes: Any) -> list[Run]:
-    """Every prompt at three temperatures."""
+def runs(model: Path, count: int = 16, **wishes: Any) -> list[Run]:
+    """Every prompt at every temperature."""
     params = [
         SamplingParams(temperature=t, max_tokens=count, seed=100 + i)
         for i in range(len(PROMPTS))
-        for t in (0.0, 0.8, 1.3)
+        for t in TEMPERATURES
     ]
-    return run_all(make_engine(model, **wishes), [p for p in PROMPTS for _ in range(3)], params)
+    return run_all(make_engine(model, **wishes), [p for p in PROMPTS for _ in TEMPERATURES], params)
 
 
 def compare(plain: list[Run], speculated: list[Run], method: str) -> None:
@@ -46,22 +52,21 @@ def test_deepseek(tiny: Callable[..., Path], dtype: str, method: str) -> None:
     target, draft = folders(tiny, "deepseek_v3")
     how = {"spec": "ngram", "ngram_min": 1} if method == "ngram" else {"spec": "draft", "draft_model": draft}
     plain = runs(target, dtype=dtype)
-    for k, lag, slots in ((1, 2, 1), (2, 0, 3), (4, 1, 4)):
+    for k, lag, slots in ((1, 2, 1), (4, 1, 4)):
         compare(plain, runs(target, dtype=dtype, draft_max=k, lag=lag, slots=slots, **how), method)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
-@pytest.mark.parametrize("method", ["ngram", "draft", "self"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", FAMILIES)
-def test_every_family_k_and_lag(tiny: Callable[..., Path], variant: str, method: str, k: int) -> None:
+def test_every_family_method_k_and_lag(tiny: Callable[..., Path], variant: str, dtype: str) -> None:
     target, draft = folders(tiny, variant)
-    how: dict[str, Any] = {"spec": "ngram", "ngram_min": 1}
-    if method != "ngram":
-        how = {"spec": "draft", "draft_model": draft if method == "draft" else target}
-    for dtype in ("float32", "bfloat16"):
-        plain = runs(target, dtype=dtype)
-        for lag, slots in ((0, 1), (1, 3), (2, 4), (0, 4)):
+    plain = runs(target, dtype=dtype)
+    for method in ("ngram", "draft", "self"):
+        how: dict[str, Any] = {"spec": "ngram", "ngram_min": 1}
+        if method != "ngram":
+            how = {"spec": "draft", "draft_model": draft if method == "draft" else target}
+        for k, lag, slots in ((1, 2, 3), (2, 0, 1), (3, 1, 4), (4, 0, 4), (4, 2, 2)):
             compare(plain, runs(target, dtype=dtype, draft_max=k, lag=lag, slots=slots, **how), method)
 
 
@@ -84,3 +89,40 @@ def test_prefix_hit_equals_miss(tiny: Callable[..., Path]) -> None:
         fresh = run_all(make_engine(target, ctx=300, prefix_sharing=False), [prompt], params)[0]
         assert shared.output == fresh.output
     assert shared.metrics.cached_tokens == 128
+
+
+class NaiveLatentAttention(LatentAttention):
+    """The same layer with keys and values of every head expanded from the pool."""
+
+    def __call__(
+        self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
+    ) -> Residual:
+        of, (pages,) = self.latent, cache.pools
+        query, latent = self._project(stream, batch)
+        tables = (rotary.cos, rotary.sin, rotary.positions, batch.kv_slots, self.latent_norm)
+        turned = self.kernels.latent_store(query[..., of.nope_dim :], latent, *tables, LATENT_EPSILON, pages)
+        query = torch.cat((query[..., : of.nope_dim], turned), -1)
+        values = query.new_zeros(*query.shape[:2], of.value_dim)
+        for slot in range(batch.num_slots):
+            rows = slice(slot * batch.width, (slot + 1) * batch.width)
+            kept = pages[batch.page_table[slot]].flatten(0, 1)
+            still = torch.einsum("tl,hnl->thn", kept[:, : of.rank], self.key_up)
+            key = torch.cat((still, kept[:, None, of.rank :].expand(-1, self.num_heads, -1)), -1)
+            value = torch.einsum("tl,hlv->thv", kept[:, : of.rank], self.value_up)
+            hidden = torch.arange(kept.shape[0]) > batch.positions[rows, None]
+            scores = torch.einsum("qhd,thd->hqt", query[rows], key) * self.scale
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            values[rows] = torch.einsum("hqt,thv->qhv", weights, value)
+        return self.output.onto(values.flatten(1), stream, batch)
+
+
+def test_naive_and_absorbed_accept_alike(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts, drafts and acceptances, round by round; in float32 the two forms differ in the last bits."""
+    target, draft = folders(tiny, "deepseek_v3")
+    how = {"spec": "draft", "draft_model": draft, "draft_max": 3, "slots": 2}
+    absorbed = runs(target, count=12, **how)
+    monkeypatch.setattr(layer_builder, "LatentAttention", NaiveLatentAttention)
+    naive = runs(target, count=12, **how)
+    assert [run.output for run in naive] == [run.output for run in absorbed]
+    assert [run.drafts for run in naive] == [run.drafts for run in absorbed]
+    assert sum(run.metrics.draft_n_accepted for run in naive) > 0
