@@ -169,6 +169,11 @@ def _say_before(session: Session, options: GenerateOptions, job: Job, engine: En
         )
     if plan.synthetic_acceptance is not None:
         session.console.note("imposed acceptance (--synthetic-acceptance): the text means nothing")
+    if plan.verify != "coupled" and plan.spec != "off":
+        session.console.note(
+            f"--verify {plan.verify}: texts are as likely as without speculation, not the same; "
+            f"{plan.draft_max} drafts a round"
+        )
     if session.console.verbose:
         for line in plan_lines(plan.as_dict(), params, job.sampling.sources):
             session.console.detail(line)

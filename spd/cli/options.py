@@ -136,7 +136,7 @@ class AdvancedOptions(MachineOptions):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
 class SpeculationOptions:
-    """Who proposes tokens and how many. No choice here changes the text."""
+    """Who proposes tokens and how many. Only --verify touches the text, and never how likely one is."""
 
     spec: Annotated[
         Literal["auto", "off", "mtp", "draft", "ngram", "eagle3"],
@@ -148,8 +148,8 @@ class SpeculationOptions:
     ] = None
     draft_max: Annotated[int | None, _speculation(metavar="K", help="Draft tokens a round at most.")] = None
     adaptive: Annotated[
-        bool, _speculation("--adaptive/--no-adaptive", help="Fit K to what is accepted, down to 0.")
-    ] = True
+        bool | None, _speculation("--adaptive/--no-adaptive", help="Fit K to what is accepted, down to 0.")
+    ] = None
     synthetic_acceptance: Annotated[
         float | None,
         _speculation(metavar="LENGTH", help="Impose this many tokens a round: for speed, the text is noise."),
@@ -163,7 +163,8 @@ class SpeculationOptions:
         None
     )
     verify: Annotated[
-        Literal["coupled", "rejection", "block"], _speculation(help="How drafts are accepted.")
+        Literal["coupled", "rejection", "block"],
+        _speculation(help="coupled: the text stays the same. Others: as likely a text, K fixed."),
     ] = "coupled"
 
 

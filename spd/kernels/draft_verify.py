@@ -2,6 +2,8 @@
 
 Both keep the target's joint law and say nothing of single tokens: what is emitted depends on the drafts.
 Draft, acceptance and residual have streams of noise of their own; one shared by two of them is a bias.
+So is a number that two rounds use: a block rejected early has looked at the drafts and tests of positions
+that the next round comes to. What a row of the window uses is therefore keyed by the row as well.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from torch import Tensor
 from spd.kernels.philox import STREAM_TARGET, gumbel, random_bits, uniform
 
 STREAM_DRAFT = 1
-"""The stream a sampled draft is to be drawn with."""
+"""The stream a sampled draft is to be drawn with, for its row: see `row_stream`."""
 STREAM_ACCEPTANCE = 2
 STREAM_RESIDUAL = 3
+NUM_STREAMS = 4
 NO_TOKEN = -1
 
 
@@ -67,6 +70,11 @@ def block_verify(
     scale = joint.gather(1, accepted.unsqueeze(-1)).squeeze(-1)
     weights = last_token_weights(target, draft_probs, draft, num_drafts, accepted, scale)
     return emit(draft, accepted, num_drafts, weights, seed, positions), accepted
+
+
+def row_stream(stream: int, row: int) -> int:
+    """The stream of a row of the window. A position is in one row only once."""
+    return stream + NUM_STREAMS * row
 
 
 def draft_ratios(target: Tensor, draft_probs: Tensor | None, draft: Tensor) -> Tensor:
@@ -133,7 +141,8 @@ def last_token_weights(
 def acceptance_uniforms(seed: Tensor, positions: Tensor) -> Tensor:
     """One float32 uniform, above 0 and below 1, for each position [S, k] under seed [S]."""
     seed = seed.unsqueeze(-1).expand_as(positions)
-    return uniform(random_bits(seed, positions, STREAM_ACCEPTANCE, 1)).squeeze(-1)
+    rows = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+    return uniform(random_bits(seed, positions, STREAM_ACCEPTANCE + NUM_STREAMS * rows, 1)).squeeze(-1)
 
 
 def draw_last(weights: Tensor, rejected: Tensor, seed: Tensor, position: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spd.kernels.draft_verify import NO_TOKEN, STREAM_ACCEPTANCE, STREAM_RESIDUAL
+from spd.kernels.draft_verify import NO_TOKEN, NUM_STREAMS, STREAM_ACCEPTANCE, STREAM_RESIDUAL
 from spd.kernels.launch import Signature, ceil_div, power_of_two
 from spd.kernels.philox import STREAM_TARGET
 from spd.kernels.philox_triton import (
@@ -27,6 +27,7 @@ from spd.kernels.philox_triton import (
 
 TARGET, ACCEPTANCE = tl.constexpr(STREAM_TARGET), tl.constexpr(STREAM_ACCEPTANCE)
 RESIDUAL, NONE = tl.constexpr(STREAM_RESIDUAL), tl.constexpr(NO_TOKEN)
+STREAMS = tl.constexpr(NUM_STREAMS)
 BLOCK = 2048
 """Token ids a program; a multiple of 4."""
 WARPS = 8
@@ -92,7 +93,8 @@ def decide_kernel(
     for i in range(real):
         ratio = draft_ratio(target, draft_probs, draft, slot, i, drafts, vocab_size, ONE_HOT)
         position = tl.load(positions + slot * (drafts + 1) + i)
-        bits, _, _, _ = random_bits4(tl.load(seed + slot), position, ACCEPTANCE, position * 0)
+        stream = (position * 0 + ACCEPTANCE + STREAMS * i).to(tl.uint32)
+        bits, _, _, _ = random_bits4(tl.load(seed + slot), position, stream, position * 0)
         if BY_BLOCK:
             joint = tl.minimum(joint * ratio, 1.0)
             chance = joint
@@ -163,7 +165,7 @@ def rejection_verify(
     seed: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """See `draft_verify.rejection_verify`; probabilities are float32, and tensors lie dense."""
+    """See `draft_verify.rejection_verify`; probabilities are float32."""
     return _verify(target, draft_probs, draft, num_drafts, seed, positions, False)
 
 
@@ -175,7 +177,7 @@ def block_verify(
     seed: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """See `draft_verify.block_verify`; probabilities are float32, and tensors lie dense."""
+    """See `draft_verify.block_verify`; probabilities are float32."""
     return _verify(target, draft_probs, draft, num_drafts, seed, positions, True)
 
 
@@ -196,7 +198,7 @@ def _verify(
     ranks = torch.empty(slots, blocks, 2, dtype=torch.int64, device=device)
     tokens = torch.empty(slots, rows, dtype=torch.int64, device=device)
     draft, positions, one_hot = draft.contiguous(), positions.contiguous(), draft_probs is None
-    laws = target if draft_probs is None else draft_probs
+    laws = target if draft_probs is None else draft_probs.contiguous()
     options = {"num_warps": WARPS, "enable_fp_fusion": False}
     if by_block and drafts > 1:
         excess_kernel[slots, drafts - 1, blocks](

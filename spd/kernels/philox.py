@@ -44,16 +44,18 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def random_bits(seed: Tensor, position: Tensor, stream: int, vocab_size: int) -> Tensor:
+def random_bits(seed: Tensor, position: Tensor, stream: int | Tensor, vocab_size: int) -> Tensor:
     """32 random bits for every token id: int64 [..., V] from seed [...] and position [...].
 
-    Key: the two halves of the 64-bit seed. Counter: (v >> 2, position, stream, 0), lane v & 3.
+    Key: the two halves of the 64-bit seed. Counter: (v >> 2, position, stream, 0), lane v & 3. A stream
+    may be one for each position [...].
     """
     groups = torch.arange((vocab_size + 3) // 4, device=seed.device)
     where = position.unsqueeze(-1)
     zero = torch.zeros_like(where)
     key = (seed.unsqueeze(-1) & MASK, (seed.unsqueeze(-1) >> 32) & MASK)
-    words = philox((groups, where & MASK, zero + stream, zero), key)
+    streams = zero + (stream.unsqueeze(-1) if isinstance(stream, Tensor) else stream)
+    words = philox((groups, where & MASK, streams, zero), key)
     lanes = torch.stack([word + torch.zeros_like(words[0]) for word in words], dim=-1)
     return lanes.flatten(-2)[..., :vocab_size].contiguous()
 

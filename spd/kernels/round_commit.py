@@ -76,7 +76,8 @@ def round_commit(
     stop_ids int64 [S, N]. Written in place: tokens int64 [S, T] from column length on (T at least length
     + k + 1), length and active [S], generated int32 [S, V] (plus one a committed token), and columns of
     ring int64 [depth, >= S, W] at counter % depth, W at least emission_width(k); see `read_emission`. The
-    counter int64 [1] stays. accepted int64 [S], 0 to k, comes from another rule than coupled verification.
+    counter int64 [1] stays. accepted int64 [S], 0 to k, comes from another rule than coupled verification;
+    samples beyond it may be no tokens at all.
     With times int64 [depth, NUM_TIMES] the commit is marked there.
     """
     if times is not None:
@@ -91,7 +92,7 @@ def round_commit(
     where = (before.unsqueeze(-1) + rows).clamp(max=tokens.shape[1] - 1)
     tokens.scatter_(1, where, torch.where(kept, sampled, tokens.gather(1, where)))
     if generated is not None:
-        generated.scatter_add_(1, sampled, kept.to(generated.dtype))
+        generated.scatter_add_(1, sampled.clamp(min=0), kept.to(generated.dtype))
     length += count
     active &= reason == GOING_ON
     columns = (before, num_drafts, accepted, count, reason, torch.full_like(before, k))

@@ -92,15 +92,17 @@ def sample_rows(
     tensors: SamplingTensors,
     steps: SamplingSteps,
     usable_vocab: int,
+    stream: int = STREAM_TARGET,
 ) -> tuple[Tensor, Tensor]:
     """Draw the token of every row: (sampled int64 [S, R], finite bool [S, R]).
 
     logits float32 [S, R, V] for the R = k + 1 rows of draft int64 [S, k]; positions int64 [S, R], absolute
-    positions of the tokens being drawn; ids from usable_vocab on are never drawn. finite: the drawn
-    token's processed logit is a finite number; a NaN anywhere in a processed row makes it False.
+    positions of the tokens being drawn; ids from usable_vocab on are never drawn; stream: of the noise.
+    finite: the drawn token's processed logit is a finite number; a NaN anywhere in a processed row makes
+    it False.
     """
     processed = process_rows(logits, draft, tensors, steps, usable_vocab)
-    sampled = draw_rows(processed, positions, tensors, steps)
+    sampled = draw_rows(processed, positions, tensors, steps, stream)
     return sampled, processed.gather(-1, sampled.unsqueeze(-1)).squeeze(-1).isfinite()
 
 
@@ -126,12 +128,18 @@ def process_rows(
     return logits
 
 
-def draw_rows(processed: Tensor, positions: Tensor, tensors: SamplingTensors, steps: SamplingSteps) -> Tensor:
+def draw_rows(
+    processed: Tensor,
+    positions: Tensor,
+    tensors: SamplingTensors,
+    steps: SamplingSteps,
+    stream: int = STREAM_TARGET,
+) -> Tensor:
     """Token ids [S, R] at absolute positions [S, R] from processed logits [S, R, V]."""
     if not steps.noise:
         return processed.argmax(dim=-1)
     seed = tensors.seed.unsqueeze(-1).expand_as(positions)
-    noise = gumbel(seed, positions, STREAM_TARGET, processed.shape[-1])
+    noise = gumbel(seed, positions, stream, processed.shape[-1])
     greedy = (tensors.temperature <= 0).view(-1, 1, 1)
     return torch.where(greedy, processed, processed + noise).argmax(dim=-1)
 

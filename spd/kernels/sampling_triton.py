@@ -32,13 +32,13 @@ from spd.kernels.sampling import SamplingSteps, SamplingTensors
 from spd.kernels.truncation_triton import find_thresholds, is_kept
 from spd.kernels.truncation_triton import signatures as truncation_signatures
 
-STREAM = tl.constexpr(STREAM_TARGET)
 BLOCK = 2048
 """Token ids a program; a multiple of 4."""
 WARPS = 8
 
 VARYING = [
-    *("rows_per_slot", "draft_stride", "mask_stride", "mask_words", "position_stride_0", "position_stride_1")
+    *("rows_per_slot", "draft_stride", "mask_stride", "mask_words", "position_stride_0", "position_stride_1"),
+    "stream",
 ]
 """What differs between calls of one model, and must therefore not choose the program."""
 
@@ -105,7 +105,7 @@ def processed_logits(
 @triton.jit
 def block_rank(
     x, seed, positions, temperature, row, rows_per_slot, position_stride_0, position_stride_1,
-    first, ids, vocab_size, NOISE: tl.constexpr, BLOCK: tl.constexpr,
+    stream, first, ids, vocab_size, NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The greatest rank of a block of a row's processed logits."""
     if NOISE:
@@ -113,7 +113,7 @@ def block_rank(
         if tl.load(temperature + slot) > 0:
             position = tl.load(positions + slot * position_stride_0 + number * position_stride_1)
             groups = first // 4 + tl.arange(0, BLOCK // 4)
-            bits0, bits1, bits2, bits3 = random_bits4(tl.load(seed + slot), position, STREAM, groups)
+            bits0, bits1, bits2, bits3 = random_bits4(tl.load(seed + slot), position, stream, groups)
             x = x + gumbel_of(interleave4(bits0, bits1, bits2, bits3))
     return tl.max(tl.where(ids < vocab_size, draw_rank(x, ids), NO_RANK))
 
@@ -122,7 +122,7 @@ def block_rank(
 def draw_kernel(
     logits, draft, positions, temperature, repetition, presence, frequency, seed, bias, in_prompt,
     generated, stop_ids, length, min_length, mask, ranks, rows_per_slot, draft_stride, mask_stride,
-    mask_words, position_stride_0, position_stride_1, vocab_size, usable_vocab, STOPS: tl.constexpr,
+    mask_words, position_stride_0, position_stride_1, stream, vocab_size, usable_vocab, STOPS: tl.constexpr,
     BIAS: tl.constexpr, PENALTIES: tl.constexpr, MIN_LENGTH: tl.constexpr, MASK: tl.constexpr,
     NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +135,7 @@ def draw_kernel(
         usable_vocab, STOPS, BIAS, PENALTIES, MIN_LENGTH, MASK, NOISE,
     )  # fmt: skip
     rank = block_rank(
-        x, seed, positions, temperature, row, rows_per_slot, position_stride_0, position_stride_1,
+        x, seed, positions, temperature, row, rows_per_slot, position_stride_0, position_stride_1, stream,
         block * BLOCK, ids, vocab_size, NOISE, BLOCK,
     )  # fmt: skip
     tl.store(ranks + row * tl.num_programs(1) + block, rank)
@@ -160,10 +160,10 @@ def process_kernel(
     tl.store(highest + row * tl.num_programs(1) + block, tl.max(order_key(x)))
 
 
-@triton.jit(do_not_specialize=["rows_per_slot", "position_stride_0", "position_stride_1"])
+@triton.jit(do_not_specialize=["rows_per_slot", "position_stride_0", "position_stride_1", "stream"])
 def kept_draw_kernel(
     processed, thresholds, positions, temperature, min_p, seed, ranks, rows_per_slot, position_stride_0,
-    position_stride_1, vocab_size, NOISE: tl.constexpr, BLOCK: tl.constexpr,
+    position_stride_1, stream, vocab_size, NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The greatest rank of a block of a processed row among the tokens that truncation keeps."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -172,7 +172,7 @@ def kept_draw_kernel(
     kept = is_kept(x, ids, thresholds, temperature, min_p, row, row // rows_per_slot)
     rank = block_rank(
         tl.where(kept, x, float("-inf")), seed, positions, temperature, row, rows_per_slot,
-        position_stride_0, position_stride_1, block * BLOCK, ids, vocab_size, NOISE, BLOCK,
+        position_stride_0, position_stride_1, stream, block * BLOCK, ids, vocab_size, NOISE, BLOCK,
     )  # fmt: skip
     tl.store(ranks + row * tl.num_programs(1) + block, rank)
 
@@ -193,37 +193,29 @@ def sample_rows(
     tensors: SamplingTensors,
     steps: SamplingSteps,
     usable_vocab: int,
+    stream: int = STREAM_TARGET,
 ) -> tuple[Tensor, Tensor]:
     """See `sampling.sample_rows`; every tensor but draft and positions lies dense."""
     slots, rows_per_slot, vocab_size = logits.shape
     rows, blocks = slots * rows_per_slot, ceil_div(vocab_size, BLOCK)
     grid, device = (rows, blocks), logits.device
-    flags, history = _history(logits, tensors, steps)
-    mask = (0, 0) if tensors.mask is None else (tensors.mask.stride(0), tensors.mask.stride(1))
     ranks = torch.empty(rows, blocks, dtype=torch.int64, device=device)
-    where = (rows_per_slot, positions.stride(0), positions.stride(1), vocab_size)
-    penalties = (
-        tensors.temperature, tensors.repetition_penalty, tensors.presence_penalty, tensors.frequency_penalty
-    )  # fmt: skip
+    where = (rows_per_slot, positions.stride(0), positions.stride(1), stream, vocab_size)
     noise: dict[str, Any] = {
         "NOISE": steps.noise, "BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False
     }  # fmt: skip
     if steps.truncation and steps.noise:
-        processed = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
-        highest = torch.empty(rows, blocks, dtype=torch.int32, device=device)
-        process_kernel[grid](
-            logits, draft, *penalties, *history, processed, highest, rows_per_slot, draft.stride(0), *mask,
-            vocab_size, usable_vocab, **flags, **noise,
-        )  # fmt: skip
+        processed, highest = processed_rows(logits, draft, tensors, steps, usable_vocab)
         thresholds = find_thresholds(processed, highest, rows_per_slot, tensors)
         kept_draw_kernel[grid](
             processed, thresholds, positions, tensors.temperature, tensors.min_p, tensors.seed, ranks,
             *where, **noise,
         )  # fmt: skip
     else:
+        flags, numbers, history = _parameters(logits, tensors, steps)
         draw_kernel[grid](
-            logits, draft, positions, *penalties, tensors.seed, *history, ranks, rows_per_slot,
-            draft.stride(0), *mask, *where[1:], usable_vocab, **flags, **noise,
+            logits, draft, positions, *numbers, tensors.seed, *history, ranks, rows_per_slot,
+            draft.stride(0), *_mask_strides(tensors), *where[1:], usable_vocab, **flags, **noise,
         )  # fmt: skip
     sampled = torch.empty(slots, rows_per_slot, dtype=torch.int64, device=device)
     finite = torch.empty(slots, rows_per_slot, dtype=torch.bool, device=device)
@@ -231,10 +223,34 @@ def sample_rows(
     return sampled, finite
 
 
-def _history(
+def processed_rows(
+    logits: Tensor, draft: Tensor, tensors: SamplingTensors, steps: SamplingSteps, usable_vocab: int
+) -> tuple[Tensor, Tensor]:
+    """Rows before truncation, float32 [S R, V], and order keys whose maximum is each row's highest.
+
+    int32 [S R, blocks]; see `sampling.process_rows`.
+    """
+    slots, rows_per_slot, vocab_size = logits.shape
+    rows, blocks = slots * rows_per_slot, ceil_div(vocab_size, BLOCK)
+    processed = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits.device)
+    highest = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    flags, numbers, history = _parameters(logits, tensors, steps)
+    process_kernel[rows, blocks](
+        logits, draft, *numbers, *history, processed, highest, rows_per_slot, draft.stride(0),
+        *_mask_strides(tensors), vocab_size, usable_vocab, **flags, NOISE=steps.noise, BLOCK=BLOCK,
+        num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return processed, highest
+
+
+def _mask_strides(tensors: SamplingTensors) -> tuple[int, int]:
+    return (0, 0) if tensors.mask is None else (tensors.mask.stride(0), tensors.mask.stride(1))
+
+
+def _parameters(
     logits: Tensor, tensors: SamplingTensors, steps: SamplingSteps
-) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-    """Which steps look at a slot's history, and what they read; absent tensors are never read."""
+) -> tuple[dict[str, Any], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Which steps look at a slot's history, its numbers, and its history; absent tensors are never read."""
     bias, in_prompt, generated = tensors.bias, tensors.in_prompt, tensors.generated
     flags = {
         "STOPS": tensors.stop_ids.shape[1],
@@ -243,6 +259,12 @@ def _history(
         "MIN_LENGTH": steps.min_length,
         "MASK": steps.grammar and tensors.mask is not None,
     }
+    numbers = (
+        tensors.temperature,
+        tensors.repetition_penalty,
+        tensors.presence_penalty,
+        tensors.frequency_penalty,
+    )
     absent = logits
     history = (
         absent if bias is None else bias,
@@ -253,7 +275,7 @@ def _history(
         tensors.min_length,
         absent if tensors.mask is None else tensors.mask,
     )
-    return flags, history
+    return flags, numbers, history
 
 
 def signatures() -> dict[str, Signature]:

@@ -77,10 +77,12 @@ def assemble(
     state = RoundState(plan.slots, plan.ctx, plan.draft_max, pages_a_slot(plan.ctx), plan.device)
     sampler = Sampler(state, config.vocab_size, usable_vocab, kernels)
     proposer = build_proposer(plan, kernels, state, sampler, draft_runner)
+    if plan.verify != "coupled" and proposer is not None and proposer.draws:
+        sampler.keep_draft_laws()
     imposed = None
     if plan.synthetic_acceptance is not None:
         imposed = ImposedAcceptance(plan.synthetic_acceptance, plan.draft_max, plan.device)
-    round_ = Round(state, runner, sampler, proposer, kernels, imposed)
+    round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.verify)
     queue = RoundQueue(round_, CapturedRounds(round_) if plan.graphs else None)
     pages_per_block = max(each.pages_per_block for each in (runner, draft_runner) if each is not None)
     return Assembly(state, runner, sampler, proposer, queue, pages_per_block)

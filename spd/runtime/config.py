@@ -32,7 +32,7 @@ class EngineConfig:
     dtype: str = "auto"
     spec: str = "auto"
     draft_max: int | None = None
-    adaptive: bool = True
+    adaptive: bool | None = None
     draft_ctx: int | None = None
     ngram_min: int = 3
     ngram_max: int = 8
@@ -120,11 +120,25 @@ CLASHES = (
         ),
     ),
     Clash(
-        lambda c: c.verify != "coupled",
-        IncompatibleError(
-            "only --verify coupled exists in this version of spd",
-            reason=["It is exact for every drafter and gives the same text as --spec off."],
-            fix=["--verify coupled"],
+        lambda c: c.verify != "coupled" and (c.spec == "off" or c.draft_max == 0),
+        UsageError(
+            "--verify rejection and block are about drafts, and speculation is turned off",
+            fix=["leave --verify out", "--spec auto and --draft-max K above 0"],
+        ),
+    ),
+    Clash(
+        lambda c: c.verify != "coupled" and bool(c.adaptive),
+        UsageError(
+            "--adaptive fits K to measured times, which only --verify coupled keeps out of the text",
+            reason=["--verify rejection and block draft a fixed number of tokens a round."],
+            fix=["leave --adaptive out", "--verify coupled"],
+        ),
+    ),
+    Clash(
+        lambda c: c.verify != "coupled" and c.synthetic_acceptance is not None,
+        UsageError(
+            "--synthetic-acceptance imposes what --verify rejection or block would decide",
+            fix=["leave one of them out"],
         ),
     ),
     Clash(

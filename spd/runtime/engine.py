@@ -317,7 +317,7 @@ class Engine:
             self._draft_length.observe(result.k, len(outcome.draft), outcome.accepted)
         sequence.drafted_for = True
         if self.trace is not None:
-            self.trace(record_of(sequence, outcome, result, settled.tokens, self.plan.spec))
+            self.trace(record_of(sequence, outcome, result, settled.tokens, self.plan))
         reason = settled.finish_reason
         if reason is not None:
             self._end(sequence, reason, settled.error, settled.tokens, settled.drafted, settled.logprobs)

@@ -52,8 +52,9 @@ class CapturedRounds:
 
     def _prepare(self, shape: RoundShape, views: Sequence[SlotView]) -> tuple[Any, Logprobs | None]:
         """Run once with every slot silent, so that all is compiled and loaded, then capture."""
-        state = self.round.state
-        kept = [(t, t.clone()) for t in (state.active, state.draft, state.num_drafts, state.counter)]
+        state, laws = self.round.state, self.round.sampler.draft_laws
+        written = [state.active, state.draft, state.num_drafts, state.counter]
+        kept = [(t, t.clone()) for t in (*written, *([] if laws is None else [laws]))]
         state.active.fill_(False)
 
         def program() -> Logprobs | None:

@@ -55,6 +55,8 @@ class MemoryShape:
     pages: int | None = None
     """Of the caches; None for every slot at full length, or for one of them when `squeezed`."""
     squeezed: bool = False
+    keep_laws: bool = False
+    """Whether what each draft was drawn from is kept until it is verified."""
 
     @property
     def num_pages(self) -> int:
@@ -136,6 +138,8 @@ def measure(shape: MemoryShape) -> MemoryNeed:
     workspace = _workspace(shape, target, shape.ctx, rows, rows)
     if draft is not None:
         workspace += _workspace(shape, draft, shape.draft_ctx, shape.slots * DRAFT_ROWS, shape.slots)
+    if shape.keep_laws:
+        workspace += shape.slots * shape.draft_max * target.vocab_size * 4
     return MemoryNeed(
         weights=_weights(target, shape),
         draft_weights=_weights(draft, shape) if draft else 0,
@@ -262,6 +266,8 @@ def _otherwise(shape: MemoryShape, draft_flag: bool) -> Iterator[tuple[str, Memo
         yield f"--spec off{without}", replace(alone, draft_max=0)
     elif shape.draft_max:
         yield "--spec off", replace(shape, draft_max=0)
+    if shape.keep_laws:
+        yield "--verify coupled", replace(shape, keep_laws=False)
     if shape.dtype == "float32":
         yield "--dtype bfloat16", replace(shape, dtype="bfloat16")
     if shape.graphs:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from spd.kernels.round_commit import FAILED, FULL, STOPPED
 from spd.runtime.grammar import Grammar, GrammarError
 from spd.runtime.metrics import RoundRecord
+from spd.runtime.plan import EnginePlan
 from spd.runtime.request import TokenLogprob
 from spd.runtime.round_queue import RoundResult
 from spd.runtime.sequence import Sequence
@@ -133,17 +134,19 @@ def _count(sequence: Sequence, outcome: Outcome, tokens: list[int], accepted: in
 
 
 def record_of(
-    sequence: Sequence, outcome: Outcome, result: RoundResult, tokens: list[int], method: str
+    sequence: Sequence, outcome: Outcome, result: RoundResult, tokens: list[int], plan: EnginePlan
 ) -> RoundRecord:
     """One line of a trace: what a round did for one request, of which it keeps `tokens`."""
     draft, verify, rest = (round(1000 * s, 3) for s in result.seconds)
+    # The other rules draw one token a round, and none in the rows behind it.
+    rows = len(outcome.draft) if plan.verify == "coupled" else outcome.accepted
     return RoundRecord(
         request=sequence.request.id,
         round=sequence.rounds_read - 1,
         position=outcome.length,
-        method=method,
+        method=plan.spec,
         draft=outcome.draft,
-        sampled=outcome.sampled[: len(outcome.draft) + 1],
+        sampled=outcome.sampled[: rows + 1],
         accepted=outcome.accepted,
         committed=tokens,
         ms={"draft": draft, "verify": verify, "rest": rest, "host": round(1000 * result.gap, 3)},

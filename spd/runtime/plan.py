@@ -262,6 +262,7 @@ def _shape(
         graphs=graphs,
         on_cpu=on_cpu,
         pages=config.cache_pages,
+        keep_laws=config.verify != "coupled",
     )
 
 
@@ -331,7 +332,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         draft_max=draft_max,
         draft_tiers=_draft_tiers(draft_max, graphs),
         draft_ctx=shape.draft_ctx,
-        adaptive=config.adaptive,
+        adaptive=config.verify == "coupled" if config.adaptive is None else config.adaptive,
         ngram_min=config.ngram_min,
         ngram_max=config.ngram_max,
         verify=config.verify,

@@ -36,9 +36,10 @@ class Round:
         proposer: Proposer | None,
         kernels: Kernels,
         imposed: ImposedAcceptance | None = None,
+        verify: str = "coupled",
     ) -> None:
         self.state, self.runner, self.sampler, self.proposer = state, runner, sampler, proposer
-        self.kernels, self.imposed = kernels, imposed
+        self.kernels, self.imposed, self.verify = kernels, imposed, verify
 
     @torch.inference_mode()
     def run(
@@ -70,30 +71,46 @@ class Round:
         hidden = self.runner.forward(window, state.page_table, views)
         if kernels.name == "torch":  # on a GPU one more launch would cost more than it tells
             kernels.mark_time(state.times, state.counter, VERIFIED, False)
-        sampled, finite, logprobs = self._sample(hidden, window.draft, needs, num_logprobs)
-        self._commit(window, sampled, finite, needs)
+        sampled, finite, accepted, logprobs = self._sample(hidden, window, needs, num_logprobs)
+        self._commit(window, sampled, finite, accepted, needs)
         if self.proposer is not None and next_k:
             self.proposer.draft(next_k, views, needs)
         kernels.mark_time(state.times, state.counter, ENDED, True)
         return logprobs
 
     def _sample(
-        self, hidden: Tensor, draft: Tensor, needs: SamplerClass, num_logprobs: int | None
-    ) -> tuple[Tensor, Tensor, Logprobs | None]:
-        """The target's token for each row of hidden [S, R, hidden], whether each is finite, logprobs."""
-        if num_logprobs is None:
+        self, hidden: Tensor, window: RoundWindow, needs: SamplerClass, num_logprobs: int | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Logprobs | None]:
+        """A token for each row of hidden [S, R, hidden], whether each is finite, accepted, logprobs.
+
+        Coupled, tokens are the target's own draws, and the commit says how many drafts equal them; so too
+        where nothing is drawn, for there every rule accepts just that. Else the rule decides.
+        """
+        coupled, accepted = self.verify == "coupled" or not needs.noise, None
+        if coupled and num_logprobs is None:
             drawn = self.sampler.draw_fused(self.runner, hidden, 0, needs)
             if drawn is not None:
-                return *drawn, None
+                return *drawn, None, None
         logits = self.runner.logits(hidden)
-        sampled, finite = self.sampler.sample(logits, draft, needs)
+        if coupled:
+            sampled, finite = self.sampler.sample(logits, window.draft, needs)
+        else:
+            sampled, finite, accepted = self.sampler.verify(
+                logits, window.draft, window.num_drafts, needs, self.verify == "block"
+            )
         if num_logprobs is None:
-            return sampled, finite, None
-        return sampled, finite, self._logprobs(logits, sampled, num_logprobs)
+            return sampled, finite, accepted, None
+        return sampled, finite, accepted, self._logprobs(logits, sampled, num_logprobs)
 
-    def _commit(self, window: RoundWindow, sampled: Tensor, finite: Tensor, needs: SamplerClass) -> None:
+    def _commit(
+        self,
+        window: RoundWindow,
+        sampled: Tensor,
+        finite: Tensor,
+        accepted: Tensor | None,
+        needs: SamplerClass,
+    ) -> None:
         state, counts = self.state, self.sampler.counts
-        accepted = None
         if self.imposed is not None and window.draft.shape[1]:
             accepted = self.imposed.accepted(state.length, window.num_drafts, window.draft.shape[1])
         self.kernels.round_commit(
@@ -115,6 +132,6 @@ class Round:
 
     def _logprobs(self, logits: Tensor, sampled: Tensor, top: int) -> Logprobs:
         """The model's own log-probabilities: of the samples [S, R], and the `top` likeliest ones."""
-        scores = logits.log_softmax(dim=-1)
+        scores, sampled = logits.log_softmax(dim=-1), sampled.clamp(min=0)
         values, ids = scores.topk(top, dim=-1) if top else (scores[..., :0], sampled[..., None][..., :0])
         return scores.gather(-1, sampled.unsqueeze(-1)).squeeze(-1), values, ids

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from spd.kernels.dispatch import Kernels
+from spd.kernels.draft_verify import STREAM_DRAFT, row_stream
+from spd.kernels.philox import STREAM_TARGET
 from spd.kernels.sampling import SamplingTensors, draw_rows, process_rows
 from spd.runtime.grammar import mask_width
 from spd.runtime.model_runner import ModelRunner
@@ -45,6 +47,14 @@ class Sampler:
         self.counts: TokenCounts | None = None
         self.bias: Tensor | None = None
         self.mask: Tensor | None = None
+        self.draft_laws: Tensor | None = None
+        """What each draft was drawn from, [S, max_draft, V]; kept only for rules that test it."""
+
+    def keep_draft_laws(self) -> None:
+        """From now on drafters draw with noise of their own, and what from is kept for `verify`."""
+        self.draft_laws = torch.zeros(
+            self.state.slots, self.state.max_draft, self.vocab_size, device=self.device
+        )
 
     def admit(
         self, slot: int, params: SamplingParams, prompt: Tensor, generated: Tensor | None = None
@@ -102,12 +112,29 @@ class Sampler:
 
     def sample(self, logits: Tensor, draft: Tensor, needs: SamplerClass) -> tuple[Tensor, Tensor]:
         """The target's tokens [S, R] from its logits [S, R, V], and whether each is finite."""
-        rows = torch.arange(logits.shape[1], device=logits.device)
-        positions = self.state.length.unsqueeze(-1) + rows
         drawn: tuple[Tensor, Tensor] = self.kernels.sample_rows(
-            logits, draft, positions, self.tensors(needs), needs, self.usable_vocab
+            logits, draft, self._positions(logits), self.tensors(needs), needs, self.usable_vocab
         )
         return drawn
+
+    def verify(
+        self, logits: Tensor, draft: Tensor, num_drafts: Tensor, needs: SamplerClass, by_block: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Accept drafts [S, k] by their probability: tokens [S, R], whether each is finite, accepted [S].
+
+        logits [S, R, V]; tokens as in `draft_verify`, by its block rule or one by one. Drafts are tested
+        against the laws that are kept, and are certain where none are.
+        """
+        laws = self.kernels.row_laws(logits, draft, self.tensors(needs), needs, self.usable_vocab)
+        decide = self.kernels.block_verify if by_block else self.kernels.rejection_verify
+        kept = None if self.draft_laws is None else self.draft_laws[:, : draft.shape[1]]
+        tokens, accepted = decide(laws, kept, draft, num_drafts, self.seed, self._positions(logits))
+        finite = laws.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1) > 0
+        return tokens, finite, accepted
+
+    def _positions(self, logits: Tensor) -> Tensor:
+        """Absolute positions [S, R] of the tokens that logits [S, R, V] are for."""
+        return self.state.length.unsqueeze(-1) + torch.arange(logits.shape[1], device=logits.device)
 
     def draw_fused(
         self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplerClass
@@ -131,22 +158,30 @@ class Sampler:
     def draw_draft(self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplerClass) -> Tensor:
         """A drafter's tokens [S, 1] from its hidden [S, 1, hidden]: bias, temperature, the target's noise.
 
-        Sharing the noise makes the draft likely to equal the target's draw; it decides nothing.
+        Sharing the noise makes the draft likely to equal the target's draw; it decides nothing. Where laws
+        are kept it would, so that the noise is the draft's own there.
         """
         wanted = SamplerClass(noise=needs.noise, bias=needs.bias)
-        drawn = self.draw_fused(runner, hidden, step, wanted)
-        if drawn is not None:
-            return drawn[0]
+        if self.draft_laws is None:
+            drawn = self.draw_fused(runner, hidden, step, wanted)
+            if drawn is not None:
+                return drawn[0]
         logits = runner.logits(hidden)
-        vocab_size, state = logits.shape[-1], self.state
-        sampled: Tensor = self.kernels.sample_rows(
-            logits,
-            state.draft[:, :0],
-            (state.length + step).unsqueeze(-1),
-            replace(self.tensors(wanted), bias=self._bias_over(vocab_size) if wanted.bias else None),
-            wanted,
-            min(self.usable_vocab, vocab_size),
-        )[0]
+        nothing, vocab_size = self.state.draft[:, :0], logits.shape[-1]
+        usable = min(self.usable_vocab, vocab_size)
+        tensors = replace(self.tensors(wanted), bias=self._bias_over(vocab_size) if wanted.bias else None)
+        stream = STREAM_TARGET if self.draft_laws is None else row_stream(STREAM_DRAFT, step)
+        sampled: Tensor
+        sampled, finite = self.kernels.sample_rows(
+            logits, nothing, self._positions(logits) + step, tensors, wanted, usable, stream
+        )
+        if self.draft_laws is not None:
+            laws = self.kernels.row_laws(logits, nothing, tensors, wanted, usable)
+            # What no law of its own drew, since its logits are broken, is certain.
+            laws = torch.where(finite.unsqueeze(-1), laws, 0).scatter_add_(
+                -1, sampled.unsqueeze(-1), (~finite).unsqueeze(-1).to(laws.dtype)
+            )
+            self.draft_laws[:, step, :usable] = laws[:, 0, :usable]
         return sampled
 
     def _bias_over(self, vocab_size: int) -> Tensor | None:

@@ -91,6 +91,7 @@ class FakePlan:
     draft_weight_bytes: int = 0
     cache_bytes: int = 2**19
     draft_max: int = 4
+    verify: str = "coupled"
     synthetic_acceptance: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class FakeEngine:
         self.load_ms = script.load_ms
         if script.on_load:
             script.on_load(progress)
-        self.plan = FakePlan(script.ctx or config.ctx or 128)
+        self.plan = FakePlan(script.ctx or config.ctx or 128, verify=config.verify)
         self.tokenizer = Tokenizer.open(config.model) if script.tokenizer else None
         self.requests: list[Request] = []
         self.trace: Callable[[RoundRecord], None] | None = None

@@ -264,13 +264,21 @@ def test_dummy_weights_say_so(spd_run: Callable, model: Path, script) -> None:
     assert "random weights" in spd_run("generate", "-m", model, "Hi", "--load", "dummy").err
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_rules_that_keep_only_the_law_say_so(rule: str, spd_run: Callable, model: Path, script) -> None:
+    ran = spd_run("generate", "-m", model, "Hi", "--verify", rule)
+    assert ran.code == 0 and f"--verify {rule}" in ran.err and "4 drafts a round" in ran.err
+    config = script.engine.config
+    assert (config.verify, config.adaptive) == (rule, None)
+    assert spd_run("generate", "-m", model, "Hi", "--verify", "coupled", "--adaptive").err == ""
+    assert script.engine.config.adaptive is True
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--spec", "mtp"], "mtp"),
         (["--spec", "eagle3"], "eagle3"),
-        (["--verify", "rejection"], "coupled"),
-        (["--verify", "block"], "coupled"),
         (["--tp", "2"], "parallel"),
         (["--num-beams", "4"], "beam search"),
     ],

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -69,10 +69,18 @@ class Script:
         tensors: SamplingTensors,
         steps: SamplingSteps,
         usable_vocab: int,
+        *stream: int,
     ) -> tuple[Tensor, Tensor]:
         """The real processing around the scripted draw."""
         with mock.patch.object(sampling, "draw_rows", lambda p, at, *_: self.draw(p, at)):
-            return sampling.sample_rows(logits, draft, positions, tensors, steps, usable_vocab)
+            return sampling.sample_rows(logits, draft, positions, tensors, steps, usable_vocab, *stream)
+
+
+def shuffle_pages(state: RoundState) -> None:
+    """Give every slot pages of its own, in no order."""
+    pages = state.page_table.shape[1]
+    shuffled = torch.randperm(state.slots * pages, generator=torch.Generator().manual_seed(8))
+    state.page_table.copy_(1 + shuffled.view(state.slots, pages))
 
 
 class RememberingRunner:
@@ -83,8 +91,6 @@ class RememberingRunner:
 
     def __init__(self, state: RoundState, table: Tensor, script: Script, head: bool) -> None:
         pages = state.page_table.shape[1]
-        shuffled = torch.randperm(state.slots * pages, generator=torch.Generator().manual_seed(8))
-        state.page_table.copy_(1 + shuffled.view(state.slots, pages))
         self.cache, self.trash_slot = SimpleNamespace(page_size=PAGE_SIZE), 0
         self.model = SimpleNamespace(vocab_size=VOCAB)
         self.pool = torch.full(((1 + state.slots * pages) * PAGE_SIZE,), -1, dtype=torch.long)
@@ -173,10 +179,16 @@ def emission_of_all(emitted: Tensor, k: int) -> Any:
 
 
 class Enumeration:
-    """All cases of all rounds side by side, a slot each."""
+    """All cases of all rounds side by side, a slot each; `cases` lists those of a round with k drafts."""
 
-    def __init__(self, case: Case, table: Tensor) -> None:
-        parts = [enumerate_round(k) for k in case.ks]
+    def __init__(
+        self,
+        case: Case,
+        table: Tensor,
+        cases: Callable[[int], Tensor] = enumerate_round,
+        script: Script | None = None,
+    ) -> None:
+        parts = [cases(k) for k in case.ks]
         grid = torch.cartesian_prod(*(torch.arange(len(part)) for part in parts)).view(-1, len(parts))
         self.plans = [part[grid[:, i]] for i, part in enumerate(parts)]
         self.case, slots, params = case, len(grid), case.params
@@ -189,7 +201,8 @@ class Enumeration:
         if params.stop_token_ids:
             state.stop_ids[:, : len(params.stop_token_ids)] = torch.tensor(params.stop_token_ids)
         state.active.fill_(True)
-        self.script = Script()
+        shuffle_pages(state)
+        self.script = script or Script()
         self.runner = RememberingRunner(state, table, self.script, case.head)
         kernels = dataclasses.replace(load_kernels("torch"), sample_rows=self.script.sample_rows)
         self.sampler = Sampler(state, VOCAB, VOCAB, kernels)
@@ -264,11 +277,16 @@ def law_error(case: Case, draft_law: str) -> float:
     with torch.inference_mode():
         for number in range(len(case.ks)):
             enumeration.run(number, conditional)
+    return difference(case, table, enumeration.masses())
+
+
+def difference(case: Case, table: Tensor, masses: dict[Text, float]) -> float:
+    """The greatest between the law of committed texts, continued by the target, and the target's own."""
     target = Law(table, case.params, case.horizon)
     wanted: defaultdict[Text, float] = defaultdict(float)
     target.extend(wanted, (), 1.0)
     got: defaultdict[Text, float] = defaultdict(float)
-    for text, mass in enumeration.masses().items():
+    for text, mass in masses.items():
         target.extend(got, text, mass)
     assert abs(sum(got.values()) - 1) < LIMIT_OF_ERROR, "masses do not add up: a row saw what it must not"
     assert len(wanted) > 1

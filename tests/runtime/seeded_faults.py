@@ -209,8 +209,8 @@ def noise(key: Callable[[Tensor], Tensor]) -> Mutation:
     def apply(patch: Patch) -> None:
         draw = sampling.draw_rows
 
-        def changed(processed: Tensor, positions: Tensor, tensors: Any, steps: Any) -> Tensor:
-            return draw(processed, key(positions), tensors, steps)
+        def changed(processed: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+            return draw(processed, key(positions), *rest)
 
         patch.setattr(sampling, "draw_rows", changed)
 

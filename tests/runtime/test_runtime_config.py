@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spd.errors import IncompatibleError, SpdError, UsageError
-from spd.runtime.config import CLASHES, DTYPES, KERNELS, MAX_DRAFT, SPEC_METHODS, EngineConfig
+from spd.runtime.config import CLASHES, DTYPES, KERNELS, MAX_DRAFT, SPEC_METHODS, VERIFY_RULES, EngineConfig
 from spd.runtime.request import SamplingParams
 
 DRAFT = Path("draft")
@@ -21,8 +21,15 @@ def config(**wishes: Any) -> EngineConfig:
 REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str, str]] = [
     ({"spec": "mtp"}, IncompatibleError, "--spec mtp: no MTP head", "no_mtp_head"),
     ({"spec": "eagle3"}, IncompatibleError, "--spec eagle3 is not built", "no_eagle3"),
-    ({"verify": "rejection"}, IncompatibleError, "only --verify coupled", "incompatible"),
-    ({"verify": "block"}, IncompatibleError, "only --verify coupled", "incompatible"),
+    ({"verify": "rejection", "spec": "off"}, UsageError, "block are about drafts", "usage"),
+    ({"verify": "block", "draft_max": 0}, UsageError, "block are about drafts", "usage"),
+    ({"verify": "block", "adaptive": True}, UsageError, "--adaptive fits K", "usage"),
+    (
+        {"verify": "rejection", "synthetic_acceptance": 2.0},
+        UsageError,
+        "--synthetic-acceptance imposes",
+        "usage",
+    ),
     ({"draft_model": DRAFT, "spec": "off"}, UsageError, "--draft-model is for --spec draft", "usage"),
     ({"draft_model": DRAFT, "spec": "ngram"}, UsageError, "--draft-model is for --spec draft", "usage"),
     ({"spec": "off", "draft_max": 1}, UsageError, "--draft-max needs speculation", "usage"),
@@ -103,7 +110,7 @@ def test_the_longest_ngram_is_not_below_the_shortest() -> None:
     ("field", "flag", "known"),
     [
         ("spec", "--spec", set(SPEC_METHODS) - {"mtp", "eagle3"}),
-        ("verify", "--verify", {"coupled"}),
+        ("verify", "--verify", set(VERIFY_RULES)),
         ("dtype", "--dtype", set(DTYPES)),
         ("kernels", "--kernels", set(KERNELS)),
         ("load", "--load", {"auto", "dummy"}),
@@ -131,6 +138,9 @@ def test_choices_are_known_words(field: str, flag: str, known: set[str]) -> None
         {"graphs": True, "kernels": "triton"},  # the plan knows whether there is a device for them
         {"synthetic_acceptance": 3.08, "draft_max": 4},
         {"verify": "coupled", "lag": 2, "adaptive": False},
+        {"verify": "coupled", "adaptive": True, "draft_max": 0},
+        {"verify": "block", "adaptive": False, "lag": 2, "draft_max": 6},
+        {"verify": "rejection", "adaptive": None, "spec": "ngram"},
     ],
     ids=str,
 )

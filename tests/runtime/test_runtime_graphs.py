@@ -58,6 +58,7 @@ def methods(tiny: Callable[..., Path]) -> dict[str, dict[str, Any]]:
         "off": {"spec": "off"},
         "ngram": {"spec": "ngram", "ngram_min": 1},
         "draft": {"spec": "draft", "draft_model": draft},
+        "block": {"spec": "draft", "draft_model": draft, "verify": "block"},
     }
 
 
@@ -178,7 +179,7 @@ def snapshot(engine: Engine) -> dict[str, Tensor]:
     return {path: tensor.clone() for path, tensor in tensors_in(engine._parts)}
 
 
-@pytest.mark.parametrize("method", ["off", "ngram", "draft"])
+@pytest.mark.parametrize("method", ["off", "ngram", "draft", "block"])
 def test_preparing_a_shape_leaves_everything_as_it_was(
     target: Path,
     methods: dict[str, dict[str, Any]],
@@ -212,13 +213,15 @@ def test_preparing_a_shape_leaves_everything_as_it_was(
         assert torch.equal(kept, old), path
 
 
+@pytest.mark.parametrize("method", ["draft", "block"])
 def test_preparing_in_the_middle_changes_no_text(
     target: Path,
     methods: dict[str, dict[str, Any]],
     watched_engine: Callable[..., tuple[Engine, StandIn]],
+    method: str,
 ) -> None:
     """Every round is prepared anew, as if none had been captured: nothing else may happen."""
-    wishes = {**methods["draft"], "draft_max": 3}
+    wishes = {**methods[method], "draft_max": 3}
     eager = story(run_batch(two_slots(target, **wishes)))
     for lag in (0, 2):
         engine, captured = watched_engine(target, lag=lag, **wishes)

@@ -18,10 +18,13 @@ from tests.recipes.tiny_dense import write_dense
 
 pytest.importorskip("triton")
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(),
-    reason="the interpreter needs TRITON_INTERPRET, which is set without a GPU only",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        torch.cuda.is_available(),
+        reason="the interpreter needs TRITON_INTERPRET, which is set without a GPU only",
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of log(0)
+]
 
 SHAPE: dict[str, Any] = {
     "hidden": 64,
@@ -123,6 +126,28 @@ def test_sixteen_tokens(target: Path, methods: dict[str, dict[str, Any]], method
     if method == "draft":
         for run in first:
             assert 0 < run.metrics.draft_n_accepted < run.metrics.draft_n
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("method", "rule", "count"),
+    [
+        ("ngram", "rejection", 4),
+        ("draft", "block", 5),
+        pytest.param("ngram", "block", 16, marks=SLOW),
+        pytest.param("draft", "rejection", 16, marks=SLOW),
+    ],
+)
+def test_rules_that_test_a_drafts_probability(
+    target: Path, methods: dict[str, dict[str, Any]], method: str, rule: str, count: int
+) -> None:
+    """Float32 in both, so that tests and draws fall alike."""
+    params = [SamplingParams(max_tokens=count, temperature=0.9, seed=4, presence_penalty=0.2)]
+    first, second = both(target, PROMPT, params, verify=rule, **methods[method])
+    assert_same(first, second)
+    assert sum(run.metrics.draft_n for run in first) > 0
 
 
 def test_one_slot(target: Path, methods: dict[str, dict[str, Any]]) -> None:

@@ -26,6 +26,8 @@ class Proposer(Protocol):
     method: str
     draft_limit: int | None
     """Positions its cache can hold; None has no limit."""
+    draws: bool
+    """Whether its drafts are drawn, by `Sampler.draw_draft`, which keeps from what; else each is certain."""
     forwards_a_draft: int
     """Forward passes for each token it drafts: 1 for a model, 0 for a lookup."""
 

@@ -26,6 +26,7 @@ class DraftModelProposer:
     """Drafts by a small model, with the target's noise on the draft's own distribution."""
 
     method = "draft"
+    draws = True
     forwards_a_draft = 1
 
     def __init__(

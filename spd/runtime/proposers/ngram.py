@@ -21,6 +21,7 @@ class NgramProposer:
     """Longest suffix match of ngram_min to ngram_max tokens over each slot's own tokens."""
 
     method = "ngram"
+    draws = False
     draft_limit: int | None = None
     forwards_a_draft = 0
 

@@ -1,0 +1,241 @@
+"""Rejection and block verification in real rounds keep the target's joint law: exactly, and as drawn.
+
+First by enumeration in float64 (`rule_law`), errors below 1e-12; then faults that it must see; then
+counts of texts drawn with the real noise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spd.kernels import draft_verify
+from spd.kernels.draft_verify import STREAM_DRAFT, STREAM_RESIDUAL
+from spd.kernels.philox import random_bits, uniform
+from spd.runtime.request import SamplingParams
+from spd.runtime.sampler import Sampler
+from tests.runtime import seeded_faults as fault
+from tests.runtime.round_law import EVERYTHING, MIN_TOKENS, PENALTIES, PLAIN, STOPS_AND_LIMIT, TRUNCATION
+from tests.runtime.rule_law import RULES, RuleCase, check_rule, drawn_texts
+from tests.runtime.seeded_faults import Mutation, Patch
+from tests.runtime.target_law import PROMPT
+from tests.runtime.test_runtime_sampler import FALSE_ALARM, assert_fair
+
+COOL = SamplingParams(temperature=0.5)
+BIASED = SamplingParams(temperature=1.0, logit_bias=((0, 1.5), (2, -1.0)))
+PARAMETERS = {
+    "cool": COOL,
+    "bias": BIASED,
+    "penalties": PENALTIES,
+    "min-tokens": MIN_TOKENS,
+    "truncation": TRUNCATION,
+    "everything": EVERYTHING,
+    "stops-and-limit": STOPS_AND_LIMIT,
+}
+by_rule = pytest.mark.parametrize("rule", RULES)
+by_draft = pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "certain"])
+
+
+@by_rule
+@by_draft
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_one_round_has_the_targets_law(k: int, masked: bool, drawn: bool, rule: str) -> None:
+    check_rule(RuleCase((k,), seed=k, masked=masked, rule=rule, drawn=drawn))
+
+
+@by_rule
+@by_draft
+@pytest.mark.parametrize("ks", [(1, 1), (0, 2), (2, 1), (1, 1, 1)])
+def test_rounds_in_a_row_have_the_targets_law(ks: tuple[int, ...], drawn: bool, rule: str) -> None:
+    check_rule(RuleCase(ks, seed=11, rule=rule, drawn=drawn))
+
+
+@by_rule
+@by_draft
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_processed_rows_have_the_law_of_the_definition(name: str, drawn: bool, rule: str) -> None:
+    for ks in ((3,), (1, 1), (0, 2)):
+        check_rule(RuleCase(ks, PARAMETERS[name], seed=5, rule=rule, drawn=drawn))
+
+
+@by_rule
+def test_a_drafter_of_the_targets_law_changes_none(rule: str) -> None:
+    for params in (PLAIN, PENALTIES, TRUNCATION):
+        check_rule(RuleCase((3,), params, seed=8, rule=rule, drafter="target"))
+
+
+@by_rule
+def test_ids_beyond_the_vocabulary_change_no_law(rule: str) -> None:
+    check_rule(RuleCase((3,), seed=6, rule=rule, drawn=False, odd_drafts=True))
+
+
+# -- seeded faults -------------------------------------------------------------------------------------
+
+
+def target_rows(**step: bool) -> Mutation:
+    """A step of the processing that the tested rows do not get."""
+    return fault.operation(
+        "row_laws", lambda a: {"steps": dataclasses.replace(a.steps, **step)} if a.draft.shape[1] else {}
+    )
+
+
+def draft_row(change: Any) -> Mutation:
+    """Other parameters for what is kept of a draft."""
+
+    def changed(a: Any) -> dict[str, object]:
+        return {} if a.draft.shape[1] else {"tensors": dataclasses.replace(a.tensors, **change(a.tensors))}
+
+    return fault.operation("row_laws", changed)
+
+
+def kept_of_the_first_drafting(patch: Patch) -> None:
+    draw = Sampler.draw_draft
+
+    def changed(self: Sampler, runner: Any, hidden: Tensor, step: int, needs: Any) -> Tensor:
+        assert self.draft_laws is not None
+        kept = self.draft_laws.clone()
+        drawn = draw(self, runner, hidden, step, needs)
+        if (self.state.length > len(PROMPT)).any():
+            self.draft_laws.copy_(kept)
+        return drawn
+
+    patch.setattr(Sampler, "draw_draft", changed)
+
+
+TWO = RuleCase((2,), seed=5)
+CERTAIN = RuleCase((2,), seed=5, drawn=False)
+
+
+def with_params(params: SamplingParams, **changes: Any) -> RuleCase:
+    return dataclasses.replace(TWO, params=params, **changes)
+
+
+MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
+    "the rule sees no penalties": (target_rows(penalties=False), with_params(PENALTIES)),
+    "the rule sees no truncation": (target_rows(truncation=False), with_params(TRUNCATION)),
+    "the rule sees no bias": (target_rows(bias=False), with_params(BIASED)),
+    "the rule sees no minimum length": (target_rows(min_length=False), with_params(MIN_TOKENS)),
+    "penalties see other drafts": (
+        fault.operation("row_laws", lambda a: {"draft": a.draft.roll(1, 1)}),
+        with_params(PENALTIES),
+    ),
+    "what is kept knows no temperature": (
+        draft_row(lambda t: {"temperature": torch.ones_like(t.temperature)}),
+        with_params(COOL),
+    ),
+    "what is kept knows no bias": (draft_row(lambda t: {"bias": None}), with_params(BIASED)),
+    "what is kept is of another step": (
+        fault.operation("block_verify", lambda a: {"draft_probs": a.draft_probs.roll(1, 1)}),
+        TWO,
+    ),
+    "what is kept is a neighbour's": (
+        fault.operation("block_verify", lambda a: {"draft_probs": a.draft_probs.roll(7, 0)}),
+        TWO,
+    ),
+    "what is kept is of an earlier round": (kept_of_the_first_drafting, RuleCase((1, 1), seed=5)),
+    "a certain draft is taken for drawn": (
+        fault.operation("block_verify", lambda a: {"draft_probs": torch.full_like(a.target[:, 1:], 1 / 3)}),
+        CERTAIN,
+    ),
+    "drafts that do not count are tested": (
+        fault.operation("rejection_verify", lambda a: {"num_drafts": torch.full_like(a.num_drafts, 2)}),
+        dataclasses.replace(CERTAIN, rule="rejection"),
+    ),
+    "rows are tested against the next one's law": (
+        fault.operation("rejection_verify", lambda a: {"target": a.target.roll(-1, 1)}),
+        dataclasses.replace(TWO, rule="rejection"),
+    ),
+    "a block is tested one by one": (
+        lambda patch: patch.setattr(
+            draft_verify,
+            "block_chances",
+            lambda p, q, x, n: (
+                draft_verify.draft_ratios(p, q, x).clamp(max=1),
+                torch.ones_like(p[:, :, 0]),
+            ),
+        ),
+        TWO,
+    ),
+    "accepted drafts are not counted": (
+        fault.operation("round_commit", lambda a: {"generated": None}),
+        RuleCase((1, 1), PENALTIES, seed=5),
+    ),
+    "one draft more is committed": (
+        fault.operation("round_commit", lambda a: {"accepted": torch.minimum(a.accepted + 1, a.num_drafts)}),
+        dataclasses.replace(TWO, rule="rejection"),
+    ),
+}
+
+WORDS_OF_A_CATCH = "the law differs|do not add up|^lengths|^reasons|other tokens are told"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_fault_is_caught(mutant: str, monkeypatch: Patch) -> None:
+    mutation, case = MUTANTS[mutant]
+    check_rule(case)
+    mutation(monkeypatch)
+    with pytest.raises(AssertionError, match=WORDS_OF_A_CATCH):
+        check_rule(case)
+
+
+# -- the real noise ------------------------------------------------------------------------------------
+
+SLOTS = 20_000
+
+
+@pytest.mark.parametrize(
+    ("rule", "drawn"),
+    [("rejection", True), ("block", True), ("block", False)],
+    ids=["rejection", "block", "certain"],
+)
+def test_drawn_texts_follow_the_target(rule: str, drawn: bool) -> None:
+    """20,000 texts of four tokens, 81 kinds: a chi-square of 80 degrees, false alarm 1e-6."""
+    assert FALSE_ALARM == 1e-6
+    counts, expected, acceptance = drawn_texts(rule, drawn, SLOTS)
+    assert counts.sum() == SLOTS
+    assert 0.1 < acceptance < 0.6, "drafts are hardly ever accepted, or hardly ever rejected"
+    assert_fair(counts, expected)
+
+
+def keyed_by_position(patch: Patch) -> None:
+    def uniforms(seed: Tensor, positions: Tensor) -> Tensor:
+        seed = seed.unsqueeze(-1).expand_as(positions)
+        return uniform(random_bits(seed, positions, draft_verify.STREAM_ACCEPTANCE, 1)).squeeze(-1)
+
+    patch.setattr(draft_verify, "acceptance_uniforms", uniforms)
+
+
+NOISE_MUTANTS: dict[str, tuple[Mutation, str]] = {
+    # A block that fails early has looked at the tests and drafts behind; rejection stops at the first.
+    "a position's test is the same in every round": (keyed_by_position, "block"),
+    "a position's draft is the same in every round": (
+        lambda patch: patch.setattr("spd.runtime.sampler.row_stream", lambda stream, row: stream),
+        "block",
+    ),
+    "a block's drafts share the target's noise": (
+        lambda patch: patch.setattr("spd.runtime.sampler.row_stream", lambda stream, row: 0),
+        "block",
+    ),
+    "drafts share the residual's noise": (
+        lambda patch: patch.setattr("spd.runtime.sampler.STREAM_DRAFT", STREAM_RESIDUAL),
+        "rejection",
+    ),
+    "tests share the drafts' noise": (
+        lambda patch: patch.setattr(draft_verify, "STREAM_ACCEPTANCE", STREAM_DRAFT),
+        "rejection",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", NOISE_MUTANTS)
+def test_shared_noise_is_seen(mutant: str, monkeypatch: Patch) -> None:
+    mutation, rule = NOISE_MUTANTS[mutant]
+    mutation(monkeypatch)
+    counts, expected, _ = drawn_texts(rule, True, SLOTS)
+    with pytest.raises(AssertionError):
+        assert_fair(counts, expected)

@@ -1,0 +1,210 @@
+"""Whole generations under rejection and block verification: what must be equal, and what is accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spd.errors import IncompatibleError
+from spd.runtime import Engine, Request, SamplingParams
+from spd.runtime.request import GrammarText
+from spd.runtime.sampler import Sampler
+from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.runtime import seeded_faults as fault
+
+RULES = ["rejection", "block"]
+PROMPTS = random_prompts(4, 16, 256)
+by_rule = pytest.mark.parametrize("rule", RULES)
+Methods = dict[str, dict[str, Any]]
+
+
+def damped(layer: int) -> float:
+    return 1.0 if layer < 1 else 0.12
+
+
+@pytest.fixture(scope="module")
+def target(tiny: Callable[..., Path]) -> Path:
+    return tiny("qwen3", layers=2, residual_gain=damped, seed=5)
+
+
+@pytest.fixture(scope="module")
+def methods(tiny: Callable[..., Path], target: Path) -> Methods:
+    draft = tiny("qwen3", layers=1, residual_gain=damped, seed=5)
+    return {
+        "ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 3},
+        "draft": {"spec": "draft", "draft_model": draft, "draft_max": 3},
+        "self": {"spec": "draft", "draft_model": target, "draft_max": 3},
+    }
+
+
+def engine_of(target: Path, rule: str, **wishes: Any) -> Engine:
+    return make_engine(target, **{"verify": rule, "slots": 4, "adaptive": None, **wishes})
+
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.9},
+    {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"temperature": 1.2, "top_p": 0.8, "top_k": 30, "logit_bias": ((7, 2.0),)},
+    {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": tuple(range(0, 256, 16)), "logprobs": 2},
+]
+SAMPLED = [
+    SamplingParams(**{"max_tokens": 6 + 5 * i, "seed": 40 + i, **kind}) for i, kind in enumerate(KINDS)
+]
+
+
+def story(runs: list[Run]) -> list[object]:
+    return [(run.output, run.drafts, run.logprobs) for run in runs]
+
+
+@by_rule
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_a_request_is_the_same_alone_and_among_others(
+    target: Path, methods: Methods, method: str, rule: str
+) -> None:
+    """k is fixed and noise keyed by the request's own seed and position; so is it for every lag."""
+    alone = [
+        run_all(engine_of(target, rule, slots=1, **methods[method]), PROMPTS[i : i + 1], [params])[0]
+        for i, params in enumerate(SAMPLED)
+    ]
+    for slots, lag in ((2, 1), (4, 2)):
+        engine = engine_of(target, rule, slots=slots, lag=lag, **methods[method])
+        together = run_all(engine, PROMPTS, SAMPLED)
+        assert story(together) == story(alone), (slots, lag)
+    for run in alone:
+        assert run.metrics.completion_tokens == len(run.tokens)
+        for record in run.rounds:
+            assert record.sampled[: record.accepted] == record.draft[: record.accepted]
+            assert len(record.sampled) == record.accepted + 1 and min(record.sampled) >= 0
+            assert record.committed == record.sampled[: len(record.committed)]
+
+
+@by_rule
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_greedy_texts_are_the_plain_ones(target: Path, methods: Methods, method: str, rule: str) -> None:
+    """Alone, where nothing is drawn at all, and beside requests that draw."""
+    greedy = SamplingParams(max_tokens=24, repetition_penalty=1.1)
+    plain = run_all(make_engine(target), PROMPTS, [greedy] * 4)
+    alone = run_all(engine_of(target, rule, **methods[method]), PROMPTS, [greedy] * 4)
+    assert [run.output for run in alone] == [run.output for run in plain]
+    drawing = SamplingParams(temperature=1.5, max_tokens=50, ignore_eos=True)
+    beside = run_all(
+        engine_of(target, rule, **methods[method]), [*PROMPTS[2:], *PROMPTS[:2]], [drawing] * 2 + [greedy] * 2
+    )
+    assert [run.output for run in beside[2:]] == [run.output for run in plain[:2]]
+    assert [run.drafts for run in beside[2:]] == [run.drafts for run in alone[:2]]
+    assert any(run.metrics.draft_n_accepted for run in alone)
+
+
+@by_rule
+def test_a_drafter_of_the_targets_law_is_never_rejected(target: Path, methods: Methods, rule: str) -> None:
+    params = [
+        SamplingParams(temperature=t, max_tokens=30, seed=i) for i, t in enumerate((0.0, 0.6, 1.0, 2.0))
+    ]
+    runs = run_all(engine_of(target, rule, **methods["self"]), PROMPTS, params)
+    assert all(run.metrics.draft_n_accepted == run.metrics.draft_n > 15 for run in runs)
+
+
+def nothing_is_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sampler, "keep_draft_laws", lambda self: None)
+
+
+def greedy_rows_draw(a: Any) -> dict[str, object]:
+    warm = torch.where(a.tensors.temperature > 0, a.tensors.temperature, 1.0)
+    return {"tensors": dataclasses.replace(a.tensors, temperature=warm)}
+
+
+def drafts_draw_beside_their_law(patch: pytest.MonkeyPatch) -> None:
+    draw = Sampler.draw_draft
+
+    def changed(self: Sampler, *args: Any) -> Tensor:
+        drawn = draw(self, *args)
+        return (drawn + 1) % self.usable_vocab
+
+    patch.setattr(Sampler, "draw_draft", changed)
+
+
+MUTANTS: dict[str, tuple[fault.Mutation, Callable[..., None]]] = {
+    "a drawn draft is taken for certain": (
+        nothing_is_kept,
+        lambda t, m: test_a_drafter_of_the_targets_law_is_never_rejected(t, m, "rejection"),
+    ),
+    "another token than was drawn is proposed": (
+        drafts_draw_beside_their_law,
+        lambda t, m: test_a_drafter_of_the_targets_law_is_never_rejected(t, m, "block"),
+    ),
+    "greedy rows draw": (
+        fault.operation("row_laws", greedy_rows_draw),
+        lambda t, m: test_greedy_texts_are_the_plain_ones(t, m, "draft", "block"),
+    ),
+    "noise by slot": (
+        fault.seed_of_slot,
+        lambda t, m: test_a_request_is_the_same_alone_and_among_others(t, m, "ngram", "block"),
+    ),
+    "what is kept is a neighbour's": (
+        fault.operation("block_verify", lambda a: {"draft_probs": a.draft_probs.roll(1, 0)}),
+        lambda t, m: test_a_request_is_the_same_alone_and_among_others(t, m, "draft", "block"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_fault_is_caught(
+    target: Path, methods: Methods, mutant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation, check = MUTANTS[mutant]
+    mutation(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(target, methods)
+
+
+@by_rule
+@pytest.mark.parametrize("who", ["runner", "draft"])
+def test_logits_that_are_not_finite(target: Path, methods: Methods, rule: str, who: str) -> None:
+    """The target's end one request with an error; the drafter's cost it that draft."""
+    params = [SamplingParams(max_tokens=16, temperature=0.8, seed=i, ignore_eos=True) for i in range(3)]
+    alone = run_all(engine_of(target, rule, **methods["draft"]), PROMPTS[:3], params)
+    engine = engine_of(target, rule, **methods["draft"])
+    runner = engine._parts.runner if who == "runner" else engine._parts.proposer.runner  # type: ignore[union-attr]
+    honest = runner.logits
+
+    def poisoned(hidden: Tensor) -> Tensor:
+        logits = honest(hidden)
+        if engine._parts.state.length[1] > len(PROMPTS[1]) + 6:
+            logits[1] = float("nan")
+        return logits
+
+    runner.logits = poisoned  # type: ignore[method-assign]
+    runs = run_all(engine, PROMPTS[:3], params)
+    assert [runs[i].output for i in (0, 2)] == [alone[i].output for i in (0, 2)]
+    assert runs[1].finish_reason == ("error" if who == "runner" else "length")
+    kept = runs[1].tokens if who == "runner" else runs[1].tokens[:7]
+    assert len(kept) >= 7 and kept == alone[1].tokens[: len(kept)]
+    if who == "draft":
+        assert len(runs[1].tokens) == 16
+        assert not any(record.accepted for record in runs[1].rounds if record.position > len(PROMPTS[1]) + 11)
+
+
+@by_rule
+def test_a_grammar_is_refused(target: Path, methods: Methods, rule: str) -> None:
+    """It cuts drafts by what they are, and silences slots whose laws others would then overwrite."""
+    request = Request("x", PROMPTS[0], SamplingParams(), grammar=GrammarText("regex", "[0-9]+"))
+    with pytest.raises(IncompatibleError, match=f"needs --verify coupled, and --verify {rule}"):
+        engine_of(target, rule, **methods["ngram"]).add(request)
+
+
+def test_what_is_planned(target: Path, methods: Methods) -> None:
+    """k does not adapt, nothing is kept for drafts that are certain, and the plan counts what is kept."""
+    coupled = make_engine(target, adaptive=None, **methods["draft"])
+    block = engine_of(target, "block", slots=1, **methods["draft"])
+    assert (coupled.plan.adaptive, block.plan.adaptive, block.plan.verify) == (True, False, "block")
+    kept = block._parts.sampler.draft_laws
+    assert kept is not None and kept.shape == (1, 3, 320)
+    assert block.plan.workspace_bytes - coupled.plan.workspace_bytes == kept.numel() * 4
+    assert coupled._parts.sampler.draft_laws is None
+    assert engine_of(target, "block", **methods["ngram"])._parts.sampler.draft_laws is None
