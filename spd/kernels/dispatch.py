@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
 Operation = Callable[..., Any]
-TORCH_ONLY = "torch only"
-"""Marks operations without a Triton twin: models that need them are run in torch's form throughout."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +31,14 @@ class Kernels:
     plan_attention: Annotated[Operation, "paged_attention"]
     paged_attention: Annotated[Operation, "paged_attention"]
     prefill_attention: Annotated[Operation, "prefill_attention"]
-    latent_store: Annotated[Operation, "mla_attention", TORCH_ONLY]
-    head_linear: Annotated[Operation, "mla_attention", TORCH_ONLY]
-    mla_attention: Annotated[Operation, "mla_attention", TORCH_ONLY]
-    router_logits: Annotated[Operation, "moe", TORCH_ONLY]
-    route: Annotated[Operation, "moe", TORCH_ONLY]
-    experts: Annotated[Operation, "moe", TORCH_ONLY]
+    latent_store: Annotated[Operation, "mla_attention"]
+    head_linear: Annotated[Operation, "mla_attention"]
+    mla_attention: Annotated[Operation, "mla_attention"]
+    mla_prefill: Annotated[Operation, "mla_attention"]
+    router_logits: Annotated[Operation, "moe"]
+    route: Annotated[Operation, "moe"]
+    experts: Annotated[Operation, "moe"]
+    experts_onto: Annotated[Operation, "moe"]
     sample_rows: Annotated[Operation, "sampling"]
     row_laws: Annotated[Operation, "row_laws"]
     rejection_verify: Annotated[Operation, "draft_verify"]
@@ -55,26 +55,15 @@ class Kernels:
 
 def operation_stems() -> dict[str, str]:
     """Each operation's STEM: `spd.kernels.STEM` holds its torch form, `spd.kernels.STEM_triton` its twin."""
-    return {name: marks[0] for name, marks in _marks().items()}
-
-
-def twinned_stems() -> set[str]:
-    """The stems of the operations that have both forms."""
-    return {marks[0] for marks in _marks().values() if TORCH_ONLY not in marks}
-
-
-def _marks() -> dict[str, tuple[str, ...]]:
     hints = get_type_hints(Kernels, include_extras=True)
-    return {name: hint.__metadata__ for name, hint in hints.items() if name != "name"}
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if name != "name"}
 
 
 def load_kernels(name: str) -> Kernels:
     """The operations in the form `name`: "torch" or "triton". Imports triton for the latter only."""
-    suffix, twinned = {"torch": "", "triton": "_triton"}[name], twinned_stems()
+    suffix = {"torch": "", "triton": "_triton"}[name]
     found = {
-        operation: getattr(
-            importlib.import_module(f"spd.kernels.{stem}{suffix if stem in twinned else ''}"), operation
-        )
+        operation: getattr(importlib.import_module(f"spd.kernels.{stem}{suffix}"), operation)
         for operation, stem in operation_stems().items()
     }
     return Kernels(name, **found)

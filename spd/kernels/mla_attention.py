@@ -55,3 +55,22 @@ def mla_attention(query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, 
     """
     pool = pages.unsqueeze(2)  # its rows are keys and, with R columns that nobody reads, values
     return paged_attention(query, pool, pool, plan, scale)[..., :rank]
+
+
+def mla_prefill(
+    query: Tensor, pages: Tensor, page_row: Tensor, start: int, rank: int, scale: float
+) -> Tensor:
+    """Attend a prompt chunk's query [T, H, L + R], at positions from `start` on, to its slot's pages.
+
+    The chunk's own latents are in the pool [P, page, L + R] already; page_row int64 [pages]. A row sees the
+    positions up to its own. Returns [T, H, L], L = rank.
+    """
+    rows, page = query.shape[0], pages.shape[1]
+    count = -(-(start + rows) // page)
+    keys = pages[page_row[:count]].flatten(0, 1)
+    scores = torch.einsum("thd,kd->htk", query.float(), keys.float()) * scale
+    position = torch.arange(start, start + rows, device=query.device)
+    hidden = torch.arange(count * page, device=query.device) > position.unsqueeze(-1)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    values = torch.where(hidden[-1:].T, torch.zeros_like(keys[:, :rank]), keys[:, :rank])
+    return torch.einsum("htk,kl->thl", weights, values.float()).to(query.dtype)

@@ -24,12 +24,12 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, K] times weight float32 [E, K], in float32: [T, E]."""
-    return F.linear(x.float(), weight)
+    """x [T, K] times weight float32 [E, K], in float32: [T, P, E], to be summed over its parts of K."""
+    return F.linear(x.float(), weight).unsqueeze(1)
 
 
 def route(
-    logits: Tensor,
+    parts: Tensor,
     correction: Tensor | None,
     per_token: int,
     groups: int,
@@ -41,12 +41,13 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose `per_token` of E experts for each row and weigh them: (ids int64, weights float32) [T, k].
 
-    Scores are the sigmoid, else the softmax, of logits float32 [T, E]. Experts are chosen by score +
-    correction [E], best first, ties to the lowest id, from the `groups_kept` of `groups` groups of
+    Scores are the sigmoid, else the softmax, of the sum of float32 parts [T, P, E]. Experts are chosen by
+    score + correction [E], best first, ties to the lowest id, from the `groups_kept` of `groups` groups of
     neighbours whose `group_best` best ones have the largest sum. Weights are the scores alone, divided by
     their sum if `normalised`, times `scale`. NaN counts as largest: ids are always in range, and distinct.
     Source: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437).
     """
+    logits = parts.sum(dim=1)
     scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
     choice = scores if correction is None else scores + correction
     if groups_kept < groups:
@@ -89,6 +90,15 @@ def experts(
     ]
     out = x.new_empty(ids.numel(), x.shape[1]).index_copy_(0, where, torch.cat(made))
     return torch.bmm(weights.unsqueeze(1), out.view(*ids.shape, -1).float()).squeeze(1).to(x.dtype)
+
+
+def experts_onto(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, stream: Tensor
+) -> tuple[Tensor, Tensor]:
+    """stream [T, K] + `experts` of a window, rounded once: (the new stream, its squares [T, P])."""
+    made = experts(x.float(), ids, weights, gate_up.float(), down.float())
+    y = (stream.float() + made).to(stream.dtype)
+    return y, y.float().square().sum(dim=-1, keepdim=True)
 
 
 def gate_chosen(gate_up: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

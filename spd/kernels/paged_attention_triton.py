@@ -84,7 +84,7 @@ def fitting_stages(
     return max(1, min(stages, room // (2 * keys * width)))
 
 
-def _chunk_constants() -> dict[str, int]:
+def chunk_constants() -> dict[str, int]:
     return {"SMALL": SMALL_CHUNK, "LARGE": LARGE_CHUNK, "FROM": LARGE_FROM}
 
 
@@ -147,7 +147,7 @@ def plan_attention(
             BLOCK=PLANNED_CHUNKS,
             SLIDING=sliding,
             num_warps=1,
-            **_chunk_constants(),
+            **chunk_constants(),
         )
     return plan
 
@@ -175,7 +175,7 @@ def paged_attention(
     chunks = plan.lists[sliding]
     kv_heads = plan.heads.num_kv_heads
     tile, block, stages = tile_shape(query.dtype, size, capability_of(query.device))
-    shape: dict[str, Any] = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size} | _chunk_constants()
+    shape: dict[str, Any] = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size} | chunk_constants()
     shape |= {"BLOCK_D": max(16, power_of_two(size)), "SLIDING": sliding}
     attend_chunk_kernel[(plan.programs,)](
         query.contiguous(),
@@ -230,7 +230,7 @@ def signatures() -> dict[str, Signature]:
 def _signatures(
     suffix: str, kv_heads: int, groups: int, size: int, kind: dict[str, Any]
 ) -> dict[str, Signature]:
-    chunks = _chunk_constants()
+    chunks = chunk_constants()
     sliding = {"SLIDING": kind["SLIDING"]}
     plan_types = {"positions": "*i64", "valid": "*i1"} | dict.fromkeys(("last", "items", "count"), "*i32")
     plan_types |= dict.fromkeys(("slots", "queries", "max_chunks"), "i32")

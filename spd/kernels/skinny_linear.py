@@ -37,7 +37,7 @@ SCALE_ROWS, SCALE_COLUMNS = 16, 128
 
 @dataclass(frozen=True)
 class ScaledWeight:
-    """A weight [N, K] kept in eight bits a value: each stands for itself times a float32 scale.
+    """A weight [N, K] kept in eight bits a value, each times a float32 scale; or one an expert, [E, N, K].
 
     values: int8 with scales [N], one a row, or float8_e4m3fn with scales [ceil(N / 16), ceil(K / 128)],
     one for each 16 rows by 128 columns (blocks of 128 rows repeat theirs, so that matrices which follow each
@@ -51,7 +51,7 @@ class ScaledWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """(N, K)."""
+        """(N, K), behind the number of experts if there are any."""
         return self.values.shape
 
     @property
@@ -62,16 +62,15 @@ class ScaledWeight:
     @property
     def groups(self) -> tuple[int, int]:
         """Rows and columns that share a scale; (1, 0) where a row has one for all of its columns."""
-        return (1, 0) if self.scales.dim() == 1 else (SCALE_ROWS, SCALE_COLUMNS)
+        return (1, 0) if self.scales.dim() < self.values.dim() else (SCALE_ROWS, SCALE_COLUMNS)
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] in a dtype, each value rounded once."""
-        n, k = self.values.shape
-        scales = self.scales[:, None]
-        if self.scales.dim() == 2:
-            scales = self.scales.repeat_interleave(SCALE_ROWS, 0)[:n].repeat_interleave(SCALE_COLUMNS, 1)[
-                :, :k
-            ]
+        n, k = self.values.shape[-2:]
+        scales = self.scales[..., None]
+        if self.scales.dim() == self.values.dim():
+            rows = self.scales.repeat_interleave(SCALE_ROWS, -2)[..., :n, :]
+            scales = rows.repeat_interleave(SCALE_COLUMNS, -1)[..., :k]
         weight = self.values.float() * scales
         return (weight if self.columns is None else weight * self.columns.float()).to(dtype)
 

@@ -57,7 +57,7 @@ def _values(weight: AnyWeight) -> Tensor:
     return weight.values if isinstance(weight, ScaledWeight) else weight
 
 
-def _operands(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def operands_of(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The first arguments of every product's kernel: values, scales, factors of the columns."""
     if isinstance(weight, ScaledWeight):
         return weight.values, weight.scales, weight.columns
@@ -126,7 +126,7 @@ def _product(
         squares_out = torch.empty(rows, tiles, dtype=torch.float32, device=x.device)
     partials, counters = _workspace(workspace, n, rows, config, x.device)
     linear_kernel[(ceil_div(rows, config.block_t), tiles, config.split_k)](
-        *_operands(weight),
+        *operands_of(weight),
         x,
         y,
         bias,
@@ -207,7 +207,7 @@ def norm_gate_up(
     partials, counters = _workspace(workspace, 2 * n, rows, config, x.device)
     constants = constants_of(config, k, squares.shape[1]) | {"BLOCK_N": config.block_n // 2}
     gate_up_kernel[(ceil_div(rows, config.block_t), ceil_div(2 * n, config.block_n), config.split_k)](
-        *_operands(weight),
+        *operands_of(weight),
         x,
         y,
         bias,
@@ -276,7 +276,7 @@ def _head(
     """Launch the one kernel that both forms of the head share, over the first n rows of weight."""
     rows, k = x.shape
     head_kernel[(ceil_div(rows, config.block_t), ceil_div(n, config.block_n))](
-        *_operands(weight),
+        *operands_of(weight),
         x,
         logits,
         *draw,

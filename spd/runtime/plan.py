@@ -7,7 +7,6 @@ JSON result.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,25 +99,10 @@ def _dtype(wish: str, device: str, config: ModelConfig) -> str:
     return config.dtype
 
 
-def _torch_only(model: ModelConfig) -> str | None:
-    """What a model needs that is there in torch's form only."""
-    if model.latent is not None:
-        return "latent attention"
-    return "routed experts" if model.experts is not None else None
-
-
-def _kernels(wish: str, device: str, dtype: str, models: Sequence[ModelConfig]) -> str:
+def _kernels(wish: str, device: str, dtype: str) -> str:
     """Triton where there is a GPU; asked for on CPU, only in Triton's interpreter, which is for tests."""
     if wish == "torch" or (wish == "auto" and device == "cpu"):
         return "torch"
-    for model in models:
-        if need := _torch_only(model):
-            if wish == "auto":
-                return "torch"
-            raise IncompatibleError(
-                f"{model.architecture} needs {need}, which --kernels triton does not have yet",
-                fix=["--kernels torch"],
-            )
     try:
         from triton import knobs
     except ImportError as error:
@@ -312,7 +296,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     dtype = _dtype(config.dtype, device, model)
     method, draft_folder, reason = _method(config)
     draft = read_model_config(draft_folder) if draft_folder else None
-    kernels = _kernels(config.kernels, device, dtype, [model, draft] if draft else [model])
+    kernels = _kernels(config.kernels, device, dtype)
     graphs = _graphs(config.graphs, device, kernels)
     wanted = DEFAULT_DRAFT_MAX.get(method, 0) if config.draft_max is None else config.draft_max
     draft_max = wanted if method != "off" else 0

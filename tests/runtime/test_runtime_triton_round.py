@@ -36,11 +36,9 @@ SHAPE: dict[str, Any] = {
     "tokenizer": False,
     "seed": 5,
 }
-USED_BY_NO_ROUND = {
-    *("latent_store", "head_linear", "mla_attention", "router_logits", "route", "experts"),
-    *("head_input", "keep_states"),
-}
-"""Of latent attention, routed experts and MTP heads, whose own tests run them."""
+USED_BY_NO_ROUND = {"head_input", "keep_states"}
+"""Of MTP heads, whose rounds are tested beside them."""
+LATENT_SHAPE: dict[str, Any] = {**SHAPE, "kv_heads": 4}
 
 
 def damped(layer: int) -> float:
@@ -202,6 +200,28 @@ def test_a_family_that_slides_and_caps(
     first, second = both(folder, prompts, params, slots=2, **draft)
     assert_same(first, second)
     assert sum(run.metrics.draft_n_accepted for run in first) > 0
+
+
+@pytest.mark.parametrize("method", ["off", "ngram", "draft"])
+def test_latent_attention_and_experts(
+    tiny: Callable[..., Path], methods: dict[str, dict[str, Any]], method: str
+) -> None:
+    """A DeepSeek-V3: a dense layer, then experts with a shared one; its prompt has no whole chunk."""
+    target = tiny("deepseek_v3", layers=2, residual_gain=damped, **LATENT_SHAPE)
+    params = [SamplingParams(max_tokens=8, temperature=0.8, seed=3)]
+    first, second = both(target, PROMPT, params, **methods[method])
+    assert len(first[0].tokens) == 8
+    assert_same(first, second)
+
+
+def test_a_prompt_chunk_of_latents(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from spd.runtime import plan
+
+    monkeypatch.setattr(plan, "CHUNK", {"torch": 64, "triton": 64})
+    target = tiny("deepseek_v2", layers=2, residual_gain=damped, **LATENT_SHAPE)
+    prompt = random_prompts(1, 70, 97, seed=4)
+    first, second = both(target, prompt, [SamplingParams(max_tokens=3)], ctx=128, spec="off")
+    assert_same(first, second)
 
 
 def test_every_operation_has_run(calls: Counter[str]) -> None:

@@ -85,6 +85,11 @@ class LatentAttention:
 
     def _attend(self, query: Tensor, batch: ForwardBatch, pages: Tensor) -> Tensor:
         """query [T, H, L + R] to [T, H, L]."""
+        if batch.chunk_start is not None and batch.plan is None:
+            alone: Tensor = self.kernels.mla_prefill(
+                query, pages, batch.page_table[0], batch.chunk_start, self.latent.rank, self.scale
+            )
+            return alone
         rows, total = batch.num_slots * batch.width, query.shape[0]
         window = query[:rows].view(batch.num_slots, batch.width, *query.shape[1:])
         mixed = self.kernels.mla_attention(window, pages, batch.plan, self.latent.rank, self.scale)

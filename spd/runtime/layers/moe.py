@@ -10,7 +10,6 @@ from spd.formats.block_config import RouterConfig
 from spd.kernels.dispatch import Kernels
 from spd.kernels.moe import gate_chosen
 from spd.kernels.rms_norm import rms_norm
-from spd.kernels.silu_mul import silu_mul
 from spd.runtime.layers.linear import AnyLinear, in_tiles
 from spd.runtime.models.base import ForwardBatch, Residual
 
@@ -26,6 +25,10 @@ class Experts(Protocol):
         """The weighed sum of what the experts ids [T, k] make of x [T, K]: [T, K]; weights float32 [T, k]."""
         ...
 
+    def onto(self, x: Tensor, ids: Tensor, weights: Tensor, stream: Tensor) -> Residual:
+        """The same added to the stream [T, K], with its squares."""
+        ...
+
 
 class MergedExperts:
     """Small experts as one wide MLP, of which a row takes its part: gate_up [E * 2 I, K], down [K, E * I]."""
@@ -37,6 +40,10 @@ class MergedExperts:
         """See `Experts`."""
         every = self.gate_up.product(x, batch).view(x.shape[0], self.count, -1)
         return self.down.product(gate_chosen(every, ids, weights), batch)
+
+    def onto(self, x: Tensor, ids: Tensor, weights: Tensor, stream: Tensor) -> Residual:
+        """See `Experts`."""
+        raise NotImplementedError("torch's form keeps no squares beside the stream")
 
 
 class RoutedExperts:
@@ -50,6 +57,10 @@ class RoutedExperts:
         chunk = batch.chunk_start is not None
         mixed: Tensor = self.kernels.experts(x, ids, weights, self.gate_up, self.down, chunk=chunk)
         return mixed
+
+    def onto(self, x: Tensor, ids: Tensor, weights: Tensor, stream: Tensor) -> Residual:
+        """See `Experts`."""
+        return Residual(*self.kernels.experts_onto(x, ids, weights, self.gate_up, self.down, stream))
 
 
 class MoeMlp:
@@ -76,13 +87,20 @@ class MoeMlp:
 
     def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
         """The stream [T, hidden] with this block added."""
-        x = rms_norm(stream.x, self.norm, self.epsilon)
-        ids, weights = self._route(x, batch.tile)
-        mixed = self.experts(x, ids, weights, batch)
+        x, onto = self._normed(stream), stream
+        chosen = self._route(x, batch.tile)
         if self.shared is not None:
             gate_up, down = self.shared
-            mixed = mixed + down.product(silu_mul(gate_up.product(x, batch)), batch)
-        return Residual(stream.x + mixed)
+            onto = down.onto(gate_up.gated(stream, self.norm, self.epsilon, batch), stream, batch)
+        if stream.squares is not None:
+            return self.experts.onto(x, *chosen, onto.x)
+        return Residual(onto.x + self.experts(x, *chosen, batch))
+
+    def _normed(self, stream: Residual) -> Tensor:
+        if stream.squares is None:
+            return rms_norm(stream.x, self.norm, self.epsilon)
+        x: Tensor = self.kernels.rms_norm_rows(stream.x, stream.squares, self.norm, self.epsilon)
+        return x
 
     def _route(self, x: Tensor, tile: int) -> tuple[Tensor, Tensor]:
         """The chosen experts and their weights, [T, k] each."""

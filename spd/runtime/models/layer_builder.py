@@ -116,7 +116,9 @@ class LayerBuilder:
     def _moe(self, layout: MoeLayout, tensors: Tensors) -> MoeMlp:
         experts = layout.experts
         correction = tensors.get("correction")
-        shared = (self._matrix(tensors, "gate_up"), self._matrix(tensors, "down")) if layout.shared else None
+        shared = None
+        if layout.shared:
+            shared = self._after_norm(tensors, "gate_up"), self._matrix(tensors, "down")
         return MoeMlp(
             tensors["norm"],
             tensors["router"],
