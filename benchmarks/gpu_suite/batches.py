@@ -93,6 +93,9 @@ class ScriptedLengths:
         """The next one."""
         return self.left.pop(0)
 
+    def attend(self, *given: Any) -> None:
+        """Whoever is present."""
+
     def observe(self, *given: Any) -> None:
         """Nothing to learn."""
 

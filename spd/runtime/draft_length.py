@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 DECAY = 0.9
@@ -13,6 +14,8 @@ PROBE_SELDOM = 256
 PROBE_LENGTH = 2
 PROBE_MEMORY = 0.1
 """What is left of the evidence when a probe is made, so that its outcome can overrule it."""
+PRIOR = 4.0
+"""Drafts of other requests that a request's own evidence is weighed against."""
 ROW_COST = 0.01
 """Assumed extra cost of verifying one more row, as a share, until it has been measured."""
 
@@ -24,6 +27,18 @@ def expected_tokens(rate: float, k: int) -> float:
 
 def _towards(old: float, new: float) -> float:
     return DECAY * old + (1 - DECAY) * new
+
+
+@dataclass
+class Acceptance:
+    """One request's drafts that were accepted, and those that could have been: sums that fade."""
+
+    accepted: float = 0.0
+    tried: float = 0.0
+
+    def rate(self, prior: float) -> float:
+        """The share accepted; `prior`, that of all requests, counts as `PRIOR` drafts."""
+        return (self.accepted + PRIOR * prior) / (self.tried + PRIOR)
 
 
 @dataclass
@@ -48,19 +63,46 @@ class DraftLength:
     draft_seconds: float | None = None
     """Of one draft forward (or one lookup)."""
     verify_seconds: dict[int, float] = field(default_factory=dict)
-    """Of one verification, by k."""
+    """Of one verification, by k, with about as many requests as take part now."""
+    present: Sequence[tuple[Acceptance, int]] = ()
+    """Who takes part in the next rounds: each one's acceptance, and how many drafts it wants at most."""
+    batch: int = 0
+    by_batch: dict[int, dict[int, float]] = field(default_factory=dict)
+    """`verify_seconds` of other numbers of requests, by their bit length."""
+    carried: set[int] = field(default_factory=set)
+    """Values of k whose time was taken over from another number of requests, until it is measured."""
 
     @property
     def rate(self) -> float:
         """Accepted drafts as a share of those that could have been."""
         return self.accepted / self.tried if self.tried else 0.0
 
+    def attend(self, present: Sequence[tuple[Acceptance, int]]) -> None:
+        """Say who takes part from now on; costs are kept apart for 1, 2 to 3, 4 to 7 requests and so on."""
+        self.present, batch = present, len(present).bit_length()
+        if batch != self.batch:
+            if self.batch:
+                self.by_batch[self.batch] = self.verify_seconds
+            known = self.by_batch.get(batch)
+            self.carried = set() if known else set(self.verify_seconds)
+            self.verify_seconds = known or dict(self.verify_seconds)
+            self.batch = batch
+
+    def expected(self, k: int) -> float:
+        """Tokens that a request commits in a round at k, on average over those present."""
+        if not self.present:
+            return expected_tokens(self.rate, k)
+        each = (expected_tokens(one.rate(self.rate), min(k, most)) for one, most in self.present)
+        return sum(each) / len(self.present)
+
     def choose(self) -> int:
-        """k for the next round, 0 to `maximum`."""
-        if not self.adaptive or self.maximum == 0 or self.rounds < WARM_UP_ROUNDS:
-            return self.maximum
+        """k for the next round, 0 to `maximum`, and no more than anybody present wants."""
         choices = self.tiers or range(self.maximum + 1)
-        best = max(choices, key=lambda k: expected_tokens(self.rate, k) / self.cost(k))
+        wanted = max((most for _, most in self.present), default=self.maximum)
+        maximum = min((k for k in choices if k >= wanted), default=self.maximum)
+        if not self.adaptive or maximum == 0 or self.rounds < WARM_UP_ROUNDS:
+            return maximum
+        best = max((k for k in choices if k <= maximum), key=lambda k: self.expected(k) / self.cost(k))
         if best:
             self.since_probe, self.probe_gap = 0, PROBE_EVERY
             return best
@@ -71,7 +113,7 @@ class DraftLength:
         self.since_probe, self.probe_gap = 0, min(2 * self.probe_gap, PROBE_SELDOM)
         self.accepted *= PROBE_MEMORY
         self.tried *= PROBE_MEMORY
-        return min(PROBE_LENGTH, self.maximum)
+        return min(PROBE_LENGTH, maximum)
 
     def cost(self, k: int) -> float:
         """Seconds of a round at k: measured, between two measured ones, or carried over from the nearest."""
@@ -89,12 +131,16 @@ class DraftLength:
             verify = self.verify_seconds[nearest] * (1 + ROW_COST * k) / (1 + ROW_COST * nearest)
         return max(verify + k * (self.draft_seconds or 0.0), 1e-9)  # a coarse clock may say zero
 
-    def observe(self, k: int, drafted: int, accepted: int) -> None:
-        """One slot's outcome of a round verified at k with `drafted` real drafts."""
+    def observe(self, k: int, drafted: int, accepted: int, own: Acceptance | None = None) -> None:
+        """One slot's outcome of a round verified at k with `drafted` real drafts; `own` is its request's."""
         if not k:
             return
+        tried = accepted + (accepted < drafted or not drafted)
         self.accepted += accepted
-        self.tried += accepted + (accepted < drafted or not drafted)
+        self.tried += tried
+        if own is not None:
+            own.accepted = DECAY * own.accepted + accepted
+            own.tried = DECAY * own.tried + tried
 
     def observe_cost(self, k: int, verify_seconds: float, draft_seconds: float, forwards: int) -> None:
         """What a round at k took: its verification, and the drafting after it in `forwards` passes.
@@ -105,7 +151,9 @@ class DraftLength:
         if k:
             self.accepted *= DECAY
             self.tried *= DECAY
-        self.verify_seconds[k] = _towards(self.verify_seconds.get(k, verify_seconds), verify_seconds)
+        before = verify_seconds if k in self.carried else self.verify_seconds.get(k, verify_seconds)
+        self.carried.discard(k)
+        self.verify_seconds[k] = _towards(before, verify_seconds)
         if forwards:
             each = draft_seconds / forwards
             self.draft_seconds = _towards(

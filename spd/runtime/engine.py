@@ -271,8 +271,11 @@ class Engine:
 
     def _enqueue(self) -> bool:
         """Enqueue one round over all who decode; False when every one may already be at its limit."""
-        if not any(s.bound < s.length_limit or not s.in_flight for s in self._scheduler.decoding()):
+        live = self._scheduler.decoding()
+        if not any(s.bound < s.length_limit or not s.in_flight for s in live):
             return False
+        most = self.plan.draft_max
+        self._draft_length.attend([(s.acceptance, s.draft_cap(most)) for s in live])
         k, next_k = self._k, self._draft_length.choose()
         self._make_room(k, next_k)
         live = self._scheduler.decoding()
@@ -314,7 +317,7 @@ class Engine:
         sequence.in_flight.popleft()
         settled = settle(sequence, outcome)
         if sequence.drafted_for:
-            self._draft_length.observe(result.k, len(outcome.draft), outcome.accepted)
+            self._draft_length.observe(result.k, len(outcome.draft), outcome.accepted, sequence.acceptance)
         sequence.drafted_for = True
         if self.trace is not None:
             self.trace(record_of(sequence, outcome, result, settled.tokens, self.plan))

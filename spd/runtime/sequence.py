@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from spd.runtime.detokenizer import Detokenizer
+from spd.runtime.draft_length import Acceptance
 from spd.runtime.grammar import Grammar
 from spd.runtime.metrics import RequestMetrics
 from spd.runtime.request import Request
@@ -53,6 +54,7 @@ class Sequence:
     first_token_at: float | None = None
     last_token_at: float = 0.0
     rounds_read: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
     drafted_for: bool = False
     """Whether the round read next could have held drafts: not the first after a prefill."""
     finish_reason: str | None = None
@@ -66,6 +68,11 @@ class Sequence:
     def bound(self) -> int:
         """At most this many tokens are committed once every enqueued round has run."""
         return min(self.length + sum(self.in_flight), self.length_limit)
+
+    def draft_cap(self, most: int) -> int:
+        """How many drafts a round it wants, of `most`."""
+        wanted = self.request.draft_max
+        return most if wanted is None else min(wanted, most)
 
     @property
     def prefill_end(self) -> int:

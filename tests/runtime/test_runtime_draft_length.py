@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from spd.runtime.draft_length import (
     PROBE_MEMORY,
     PROBE_SELDOM,
     WARM_UP_ROUNDS,
+    Acceptance,
     DraftLength,
     expected_tokens,
 )
@@ -171,3 +173,57 @@ def test_k_stays_in_range_whatever_is_observed(
         length.observe(k, k * proposed, k * proposed * accepted)
         assert 0 <= length.rate <= 1
         assert all(length.cost(k) >= 0 for k in range(maximum + 1))
+
+
+# -- several requests --------------------------------------------------------------------------------
+
+
+def taught(*rates: float, maximum: int = 6) -> tuple[DraftLength, list[Acceptance]]:
+    """Lengths after many rounds at k = `maximum` of requests that accept each draft with these chances."""
+    length, present = DraftLength(maximum, adaptive=True), [Acceptance() for _ in rates]
+    source = random.Random(0)
+    for _ in range(200):
+        length.attend([(one, maximum) for one in present])
+        length.observe_cost(maximum, 0.010, 0.001 * maximum, maximum)
+        for one, rate in zip(present, rates, strict=True):
+            accepted = next((i for i in range(maximum) if source.random() >= rate), maximum)
+            length.observe(maximum, maximum, accepted, one)
+    return length, present
+
+
+def test_each_requests_own_acceptance_weighs() -> None:
+    """One that accepts nearly all and one that accepts nothing want more than two that accept half."""
+    length, (good, bad) = taught(0.97, 0.0)
+    assert good.rate(0.5) > 0.9 and bad.rate(0.5) < 0.3
+    length.attend([(good, 6)])
+    alone = length.choose()
+    length.attend([(bad, 6)])
+    assert alone == 6 and length.choose() <= 1
+    length.attend([(good, 6), (bad, 6)])
+    assert length.expected(6) == pytest.approx(
+        (expected_tokens(good.rate(length.rate), 6) + expected_tokens(bad.rate(length.rate), 6)) / 2
+    )
+
+
+def test_nobody_gets_more_than_anybody_wants() -> None:
+    for adaptive in (True, False):
+        length = DraftLength(6, adaptive=adaptive)
+        for wants, k in (([6, 0], 6), ([2, 1], 2), ([0, 0], 0)):
+            length.attend([(Acceptance(), most) for most in wants])
+            assert length.choose() == k
+    length = DraftLength(8, adaptive=False, tiers=(0, 4, 8))
+    length.attend([(Acceptance(), 3)])
+    assert length.choose() == 4, "the shape that holds what is wanted"
+
+
+def test_costs_of_few_and_many_requests_are_kept_apart() -> None:
+    """Verifying four drafts costs nothing more alone, and four times as much among sixteen."""
+    length = DraftLength(4, adaptive=True)
+    for count in (1, 16) * 8:
+        present = [(Acceptance(9, 10), 4) for _ in range(count)]
+        length.attend(present)
+        for k in (0, 4):
+            length.observe_cost(k, 0.010 * (1 + (k * 0.9 if count == 16 else 0)), 0.0, 0)
+    for count, wanted in ((1, 4), (16, 0), (1, 4), (20, 0)):
+        length.attend([(Acceptance(9, 10), 4) for _ in range(count)])
+        assert length.choose() == wanted, count
