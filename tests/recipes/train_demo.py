@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.recipes.demo_card import read_record, write_card
 from tests.recipes.demo_checkpoint import SPECIAL_TOKENS, load_decoder, save_checkpoint
 from tests.recipes.demo_corpus import Corpus, build_corpus
 from tests.recipes.demo_data import VOCAB_SIZE, Batches, train_tokenizer
@@ -394,11 +395,14 @@ def main(arguments: argparse.Namespace) -> None:
     saved = source / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(saved)) if saved.exists() else train_tokenizer(corpus)
     path = arguments.out / "training.json"
-    record = json.loads(path.read_text()) if path.exists() else {}
+    record = read_record(arguments.out)
     record |= {"python": sys.version.split()[0], "torch": torch.__version__, "corpus_sha256": corpus.digest()}
     for stage in arguments.stages.split(","):
+        if arguments.go_on and stage in record:
+            continue
         record[stage] = STAGES[stage](arguments, corpus, tokenizer)
         path.write_text(json.dumps(record, indent=1) + "\n")
+    write_card(arguments.out, record, corpus)
 
 
 if __name__ == "__main__":
@@ -409,6 +413,7 @@ if __name__ == "__main__":
     for stage, steps in (("", 1000), ("imitation-", 100), ("mtp-", 100), ("draft-", 400)):
         parser.add_argument(f"--{stage}steps", type=int, default=steps)
     parser.add_argument("--scale", type=float, default=1.0, help="of the target's learning rates")
+    parser.add_argument("--go-on", action="store_true", help="leave out stages that training.json records")
     parser.add_argument("--out", type=Path, default=Path("spd/formats/demo"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
