@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer as LibraryTokenizer
 
 from spd.formats.chat_template import ChatTemplate, encode_chat
+from spd.formats.checkpoint import shards_by_tensor
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import SamplingParams
 from tests.helpers import Run, make_engine, run_all
 from tests.recipes.demo_corpus import build_corpus
+from tests.recipes.demo_held_out import held_out
 
 QUESTIONS = {
     "os.path.join": ("join", "path"),
@@ -114,6 +117,36 @@ def test_held_out_bits_per_byte_beat_xz(capsys: pytest.CaptureFixture[str]) -> N
     with capsys.disabled():
         print(f"held-out bits per byte: demo {bits:.3f}, xz -9 {xz:.3f}")
     assert bits < xz
+
+
+needs_mtp = pytest.mark.skipif(
+    not any("eh_proj" in name for name in shards_by_tensor(demo_folder())),
+    reason="no MTP layers",
+)
+
+
+@needs_mtp
+def test_natural_acceptance_of_the_mtp_layer() -> None:
+    runs = replies(0.0, 10, spec="mtp", draft_max=2, adaptive=False)
+    drafted = sum(run.metrics.draft_n for run in runs)
+    accepted = sum(run.metrics.draft_n_accepted for run in runs)
+    assert accepted / drafted > 0.4, f"{accepted} of {drafted}"
+
+
+@needs_mtp
+@pytest.mark.slow
+def test_mtp_layer_on_held_out_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured again by the recipe's own forward pass, and as recorded."""
+    corpus = build_corpus()
+    record = json.loads((demo_folder() / "training.json").read_text())
+    if record["corpus_sha256"] != corpus.digest():
+        pytest.skip("another Python version: its standard library was not held out")
+    found = held_out(demo_folder(), corpus, LibraryTokenizer.from_file(str(demo_folder() / "tokenizer.json")))
+    with capsys.disabled():
+        print(found)
+    assert found["mtp_acceptance"] == pytest.approx(record["held_out"]["mtp_acceptance"], abs=0.01)
+    first = found["mtp_acceptance"][0]
+    assert first >= 0.60 and first >= found["bigram_acceptance"] + 0.10
 
 
 @torch.inference_mode()

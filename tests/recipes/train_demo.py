@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -27,9 +26,10 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.recipes.demo_card import read_record, write_card
-from tests.recipes.demo_checkpoint import SPECIAL_TOKENS, load_decoder, save_checkpoint
+from tests.recipes.demo_checkpoint import load_decoder, save_checkpoint
 from tests.recipes.demo_corpus import Corpus, build_corpus
-from tests.recipes.demo_data import VOCAB_SIZE, Batches, train_tokenizer
+from tests.recipes.demo_data import Batches, train_tokenizer
+from tests.recipes.demo_held_out import held_out
 from tests.recipes.demo_model import DRAFT, FIRST_EDITION, TARGET, Decoder, Gate, Layer, MoE, MtpLayer
 
 MTP_WEIGHT = 0.3
@@ -55,11 +55,13 @@ def make_optimizers(model: nn.Module, scale: float) -> list[torch.optim.Optimize
 
 
 class Recorder:
-    """The loss curve, the tokens seen and the time taken."""
+    """The loss curve, the tokens seen and the time taken; goes on with what `out` records of the stage."""
 
-    def __init__(self, stage: str) -> None:
-        self.stage, self.began, self.tokens = stage, time.monotonic(), 0
-        self.curve: list[dict[str, float]] = []
+    def __init__(self, stage: str, out: Path) -> None:
+        earlier = read_record(out).get(stage, {})
+        self.stage, self.tokens = stage, int(earlier.get("tokens", 0))
+        self.began = time.monotonic() - earlier.get("seconds", 0)
+        self.curve: list[dict[str, float]] = list(earlier.get("curve", []))
 
     @property
     def seconds(self) -> float:
@@ -156,7 +158,7 @@ def imitate(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer)
     """Fit each half layer to what the first edition's gives for the same input; returns the record."""
     first, target = load_decoder(arguments.start, FIRST_EDITION), Decoder(TARGET)
     start_from(first, target)
-    batches, recorder = Batches(corpus, tokenizer, arguments.seed + 3), Recorder("imitation")
+    batches, recorder = Batches(corpus, tokenizer, arguments.seed + 3), Recorder("imitation", arguments.out)
 
     parameters = nn.ModuleList(layer.self_attn for layer in target.layers)
     if arguments.compile:
@@ -196,7 +198,7 @@ def balance(model: Decoder, done: float) -> None:
 def train_target(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """Train the target and its MTP layer together and save them; returns the record."""
     target = load_decoder(arguments.out, TARGET) if arguments.start else Decoder(TARGET)
-    batches, recorder = Batches(corpus, tokenizer, arguments.seed), Recorder("target")
+    batches, recorder = Batches(corpus, tokenizer, arguments.seed), Recorder("target", arguments.out)
     if arguments.compile:
         compile_parts(target)
     optimizers = make_optimizers(target, arguments.scale)
@@ -290,7 +292,7 @@ def mtp_losses(
 
 def train_mtp(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """Go on with the MTP layer alone, the target fixed; returns the record, with the held-out figures."""
-    target, recorder = load_decoder(arguments.out, TARGET), Recorder("mtp")
+    target, recorder = load_decoder(arguments.out, TARGET), Recorder("mtp", arguments.out)
     batches = Batches(corpus, tokenizer, arguments.seed + 2)
     assert target.mtp is not None
     target.requires_grad_(False)
@@ -312,50 +314,14 @@ def train_mtp(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenize
     return recorder.summary()
 
 
-@torch.no_grad()
 def measure(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    """On held-out text: bits a byte, how often the MTP layer's first choice at each depth is the target's.
-
-    Beside it, how often the most frequent successor of the last token is, counted on the training side.
-    """
-    target = load_decoder(arguments.out, TARGET).eval()
-    stream = Batches(corpus, tokenizer, 0).source
-    pairs = torch.bincount(stream[:-1] * VOCAB_SIZE + stream[1:], minlength=VOCAB_SIZE**2)
-    successor = pairs.view(VOCAB_SIZE, VOCAB_SIZE).argmax(-1)
-    nats, size, tokens, guessed, depths = 0.0, 0, 0, 0.0, 4
-    agreed = torch.zeros(depths)
-    end = tokenizer.token_to_id(SPECIAL_TOKENS[0])
-    for text in corpus.held_out:
-        ids = torch.tensor([end, *tokenizer.encode(text).ids])
-        size += len(text.encode())
-        for start in range(0, len(ids) - 1, 512):
-            window = ids[None, start : start + 513]
-            with torch.autocast("cpu", torch.bfloat16):
-                hidden = target(window[:, :-1])
-                logits = target.logits(hidden)[0]
-                nats += F.cross_entropy(logits, window[0, 1:], reduction="sum").item()
-                length = window.shape[1] - 1 - depths
-                if length < 1:
-                    continue
-                best = logits.argmax(-1)
-                states = target.mtp_hidden(hidden[:, :length], window[:, 1 : length + depths], depths)
-                for depth, state in enumerate(states):
-                    guess = target.logits(state[0]).argmax(-1)
-                    agreed[depth] += (guess == best[depth + 1 : depth + 1 + length]).sum()
-                guessed += (successor[window[0, 1 : length + 1]] == best[1 : length + 1]).sum().item()
-                tokens += length
-    return {
-        "bits_per_byte": round(nats / math.log(2) / size, 4),
-        "mtp_acceptance": [round(share, 4) for share in (agreed / tokens).tolist()],
-        "bigram_acceptance": round(guessed / tokens, 4),
-        "tokens": tokens,
-        "parameters": sum(p.numel() for p in target.parameters()),
-    }
+    """The held-out figures of what was trained."""
+    return held_out(arguments.out, corpus, tokenizer)
 
 
 def train_draft(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """Train the draft from the saved target's distributions and save it; returns its record."""
-    target, recorder = load_decoder(arguments.out, TARGET).eval(), Recorder("draft")
+    target, recorder = load_decoder(arguments.out, TARGET).eval(), Recorder("draft", arguments.out)
     draft = load_decoder(arguments.draft_start, DRAFT) if arguments.draft_start else Decoder(DRAFT)
     batches = Batches(corpus, tokenizer, arguments.seed + 1)
 
