@@ -30,7 +30,8 @@ the Python standard library do and continues Python code after a fashion.
 - **Training** (`tests/recipes/train_demo.py`): plain torch on two CPU cores that other work shared.
   {start}The target and its MTP layer then learned together from {tokens:,}
   tokens, the MTP layer alone from {mtp_tokens:,} more, unrolled up to three steps over its own states. The
-  draft learned from the target's distributions, {draft_tokens:,} tokens. The curves are in `training.json`.
+  draft learned from the target's distributions, {draft_tokens:,} tokens{draft_start}. Curves and commands are
+  in `training.json`.
 - **Held out**: {bits:.3f} bits a byte. Of the MTP layer's first choices, {acceptance} are the target's at
   draft positions 1 to {depths}, with the text's own tokens before them; the most frequent successor of the
   last token is it in {bigram:.0%}.
@@ -64,6 +65,7 @@ def write_card(folder: Path, record: dict[str, Any], corpus: Corpus) -> None:
         answers=len(corpus.answers),
         corpus=record["corpus_sha256"],
         start=START.format(imitation=record["imitation"]["tokens"]) if "imitation" in record else "",
+        draft_start=", from the first edition's on" if "imitation" in record else "",
         tokens=record["target"]["tokens"],
         mtp_tokens=record["mtp"]["tokens"],
         draft_tokens=record["draft"]["tokens"],

@@ -32,7 +32,6 @@ from tests.recipes.demo_data import Batches, train_tokenizer
 from tests.recipes.demo_held_out import held_out
 from tests.recipes.demo_model import DRAFT, FIRST_EDITION, TARGET, Decoder, Gate, Layer, MoE, MtpLayer
 
-MTP_WEIGHT = 0.3
 MTP_DEPTHS = 3
 KEPT_EVERY = 20
 
@@ -207,10 +206,10 @@ def train_target(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Token
         first = restore(torch.load(kept, weights_only=False), target, optimizers, batches, recorder)
     stream = steps_of(optimizers, batches, arguments.steps, recorder, MTP_DEPTHS, first)
     for step, done, ids in stream:
-        # Every fourth batch unrolls the layer over its own recycled states, on half the rows.
-        depths = MTP_DEPTHS if step % 4 == 0 else 1
+        # Every few batches unroll the layer over its own recycled states, on half the rows.
+        depths = MTP_DEPTHS if step % arguments.unroll_every == 0 else 1
         own, missed, agreed = mtp_losses(target, ids, depths)
-        (own.mean() + MTP_WEIGHT * missed.mean()).backward()
+        (own.mean() + arguments.mtp_weight * missed.mean()).backward()
         balance(target, done)
         if step % 20 == 0:
             by_row = own.detach().mean(dim=1)
@@ -363,6 +362,7 @@ def main(arguments: argparse.Namespace) -> None:
     path = arguments.out / "training.json"
     record = read_record(arguments.out)
     record |= {"python": sys.version.split()[0], "torch": torch.__version__, "corpus_sha256": corpus.digest()}
+    record.setdefault("runs", []).append(" ".join(sys.argv[1:]))
     for stage in arguments.stages.split(","):
         if arguments.go_on and stage in record:
             continue
@@ -378,6 +378,8 @@ if __name__ == "__main__":
     parser.add_argument("--draft-start", type=Path, help="a draft's folder, to start from")
     for stage, steps in (("", 1000), ("imitation-", 100), ("mtp-", 100), ("draft-", 400)):
         parser.add_argument(f"--{stage}steps", type=int, default=steps)
+    parser.add_argument("--mtp-weight", type=float, default=0.3, help="of its loss beside the target's")
+    parser.add_argument("--unroll-every", type=int, default=4, help="batches, of which one unrolls the layer")
     parser.add_argument("--scale", type=float, default=1.0, help="of the target's learning rates")
     parser.add_argument("--go-on", action="store_true", help="leave out stages that training.json records")
     parser.add_argument("--out", type=Path, default=Path("spd/formats/demo"))
