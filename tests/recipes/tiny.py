@@ -172,7 +172,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "moe_num_shared_experts": 2,
             "moe_intermediate_size": 32,
             "moe_layer_start_index": 1,
-            "moe_layer_end_index": 1,
+            "moe_layer_end_index": -1,
             "moe_layer_interval": 1,
         },
     },
