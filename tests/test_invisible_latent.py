@@ -43,7 +43,8 @@ def compare(plain: list[Run], speculated: list[Run], method: str) -> None:
     assert [run.output for run in speculated] == [run.output for run in plain]
     drafted = sum(run.metrics.draft_n for run in speculated)
     accepted = sum(run.metrics.draft_n_accepted for run in speculated)
-    assert 0 < accepted < drafted or (method == "self" and accepted == drafted > 0), "nothing was seen"
+    seen = {"ngram": drafted > 0, "draft": 0 < accepted < drafted, "self": accepted == drafted > 0}
+    assert seen[method], "nothing was seen"  # random text rarely goes on as n-grams say
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft"])
