@@ -148,7 +148,9 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
             split(options.lag, "--lag"), split(options.graphs, "--graphs"), _ranks(options.tp, "--tp")
         )
     ]
-    draft = None if options.draft_model is None else resolve_model(options.draft_model)
+    draft, head = (
+        None if name is None else resolve_model(name) for name in (options.draft_model, options.mtp)
+    )
     methods = [m for m in split(options.spec, "--spec") if m not in ("off", "plain", "none")]
     axes = itertools.product(
         machines,
@@ -164,6 +166,7 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
                 machine,
                 spec=method,
                 draft_model=draft if method in ("auto", "draft") else None,
+                mtp=head if method == "mtp" or (method == "auto" and draft is None) else None,
                 draft_max=k,
                 adaptive=adaptive and options.synthetic_acceptance is None and rule == "coupled",
                 verify=rule,

@@ -36,6 +36,9 @@ class SweepOptions:
     draft_model: Annotated[
         str | None, _sweep(autocompletion=model_names, metavar="MODEL", help="A smaller model.")
     ] = None
+    mtp: Annotated[
+        str | None, _sweep(autocompletion=model_names, metavar="HEAD", help="A folder with an MTP head.")
+    ] = None
     draft_max: Annotated[
         str | None, _sweep(metavar="K,…", help="Draft tokens a round; a list of them is held fixed.")
     ] = None

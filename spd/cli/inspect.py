@@ -49,7 +49,6 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
     """Every fact about one model folder, as JSON values. Raises CheckpointError."""
     from spd.formats.checkpoint import Checkpoint
     from spd.formats.model_config import read_model_config
-    from spd.formats.mtp import is_mtp_tensor
 
     config = read_model_config(folder)
     with Checkpoint.open(folder) as checkpoint:
@@ -74,7 +73,7 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
             "tensors": len(checkpoint.tensors),
             "shards": len(checkpoint.shards),
             "unexpected_tensors": unexpected,
-            "mtp_tensors": sum(is_mtp_tensor(name, config.num_layers) for name in checkpoint.tensors),
+            "mtp": mtp_facts(folder, config, checkpoint),
             "kv_bytes_per_token": kv_bytes(config),
             "vocabulary": vocabulary_facts(folder, config),
             "template": template_facts(folder),
@@ -90,6 +89,38 @@ def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     return check_weights(checkpoint, config, family_layout(config))
 
 
+def mtp_facts(folder: Path, config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The MTP head that the checkpoint holds, or lost; None where nothing speaks of one."""
+    from spd.formats.mtp import declared_modules, find_mtp
+    from spd.formats.mtp_folder import MtpSource
+    from spd.runtime.models.mtp_weights import check_source, module_position_size
+
+    declared = declared_modules(folder)
+    layout = find_mtp(config.architecture, checkpoint.tensors, config.num_layers)
+    if layout is None:
+        return {"family": None, "modules": 0, "declared": declared, "error": None} if declared else None
+    error = None
+    try:
+        check_source(MtpSource(folder, layout, config), checkpoint)
+    except SpdError as refusal:
+        error = refusal.message
+    tensors = [meta for name, meta in checkpoint.tensors.items() if layout.owns(name)]
+    per_token = layout.modules * module_position_size(config, layout.family)
+    return {
+        "family": layout.family.name,
+        "layout": layout.words(),
+        "modules": layout.modules,
+        "declared": declared,
+        "prefix": layout.layer_prefix(0),
+        "tensors": len(tensors),
+        "weight_bytes": sum(meta.nbytes for meta in tensors),
+        "kv_bytes_per_token": per_token * DTYPE_BYTES[config.dtype],
+        "concat": ["hidden", "embedding"] if layout.family.hidden_first else ["embedding", "hidden"],
+        "recycles": "normed" if layout.family.recycles_normed else "raw",
+        "error": error,
+    }
+
+
 def kv_bytes(config: ModelConfig) -> int:
     """Bytes of keys and values that one token adds, in the dtype of the weights."""
     from spd.runtime.memory import position_size
@@ -100,10 +131,14 @@ def kv_bytes(config: ModelConfig) -> int:
 def needs(target: dict[str, Any], draft: dict[str, Any] | None) -> dict[str, Any]:
     """Bytes that a run with one request and no flags takes at most, part by part, without CUDA graphs."""
     from spd.formats.model_config import read_model_config
+    from spd.formats.mtp_folder import find_source
     from spd.runtime.memory import AUTO_CTX, CHUNK, DEFAULT_DRAFT_MAX, MemoryShape, measure
 
     config = read_model_config(Path(target["folder"]))
     other = read_model_config(Path(draft["folder"])) if draft is not None else None
+    has_head = other is None and target["mtp"] is not None and target["mtp"].get("layout")
+    usable = has_head and target["mtp"]["error"] is None
+    mtp = find_source(Path(target["folder"]), config, None) if usable else None
     ctx = min(config.max_positions, AUTO_CTX)
     shape = MemoryShape(
         target=config,
@@ -112,11 +147,12 @@ def needs(target: dict[str, Any], draft: dict[str, Any] | None) -> dict[str, Any
         slots=1,
         ctx=ctx,
         draft_ctx=min(other.max_positions, ctx) if other else ctx,
-        draft_max=DEFAULT_DRAFT_MAX["draft" if other else "ngram"],
+        draft_max=DEFAULT_DRAFT_MAX["draft" if other else "mtp" if mtp else "ngram"],
         chunk=CHUNK["torch"],
         kernels="torch",
         graphs=False,
         on_cpu=False,
+        mtp=mtp,
     )
     need = measure(shape)
     return {"ctx": ctx, "total": need.total, "parts": vars(need)}
@@ -189,6 +225,7 @@ def inspect_lines(shown: dict[str, Any]) -> list[str]:
         f"shape     {' · '.join(shape)}",
         f"weights   {' · '.join(weights)}",
         *_tensor_lines(target),
+        *_mtp_lines(target["mtp"]),
         f"vocab     {_vocabulary_words(target['vocabulary'])}",
         f"template  {_template_words(target['template'])}",
         f"memory    {_memory_words(target)}",
@@ -224,10 +261,17 @@ def _tensor_lines(target: dict[str, Any]) -> list[str]:
     if unexpected:
         listed = ", ".join(unexpected[:MAX_LISTED]) + (", …" if len(unexpected) > MAX_LISTED else "")
         others = f"and {len(unexpected)} that are not used: {listed}"
-    lines = [f"tensors   all that the architecture needs, {others}"]
-    if target["mtp_tensors"]:
-        lines.append(f"mtp       {target['mtp_tensors']} tensors found; this version of spd cannot use them")
-    return lines
+    return [f"tensors   all that the architecture needs, {others}"]
+
+
+def _mtp_lines(mtp: dict[str, Any] | None) -> list[str]:
+    if mtp is None:
+        return []
+    if mtp["family"] is None:
+        return [f"mtp       {mtp['declared']} modules in config.json, none in the weights: see --mtp HEAD"]
+    size = f"{_size(mtp['weight_bytes'])} · {_size(mtp['kv_bytes_per_token'])} a token of context"
+    unusable = f" · cannot be used: {mtp['error']}" if mtp["error"] else ""
+    return [f"mtp       {mtp['layout']} · {size}{unusable}"]
 
 
 def _template_words(template: dict[str, Any]) -> str:

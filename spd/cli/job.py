@@ -163,6 +163,7 @@ def engine_config(options: GenerateOptions | ChatOptions | VerifyOptions, folder
     return EngineConfig(
         model=folder,
         draft_model=None if options.draft_model is None else resolve_model(options.draft_model),
+        mtp=None if options.mtp is None else resolve_model(options.mtp),
         device=options.device,
         dtype=options.dtype,
         spec=options.spec,

@@ -146,6 +146,10 @@ class SpeculationOptions:
         str | None,
         _speculation(autocompletion=model_names, metavar="MODEL", help="A smaller model, same vocabulary."),
     ] = None
+    mtp: Annotated[
+        str | None,
+        _speculation(autocompletion=model_names, metavar="HEAD", help="A folder with an MTP head."),
+    ] = None
     draft_max: Annotated[int | None, _speculation(metavar="K", help="Draft tokens a round at most.")] = None
     adaptive: Annotated[
         bool | None, _speculation("--adaptive/--no-adaptive", help="Fit K to what is accepted, down to 0.")
@@ -159,9 +163,7 @@ class SpeculationOptions:
         _speculation(parser=parse_size, metavar="N", help="Context of the draft model; no drafts beyond."),
     ] = None
     ngram_min: Annotated[int | None, _speculation(metavar="N", help="Shortest match. Default: 3.")] = None
-    ngram_max: Annotated[int | None, _speculation(metavar="N", help="Longest match tried. Default: 8.")] = (
-        None
-    )
+    ngram_max: Annotated[int | None, _speculation(metavar="N", help="Longest match. Default: 8.")] = None
     verify: Annotated[
         Literal["coupled", "rejection", "block"],
         _speculation(help="coupled: the text stays the same. Others: as likely a text, K fixed."),
@@ -205,9 +207,7 @@ class SamplingOptions:
     stop_token_id: Annotated[
         list[int] | None, _sampling(metavar="ID", help="Stop at a token. Repeatable.")
     ] = None
-    ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Do not stop at the end-of-text token.")] = (
-        False
-    )
+    ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Do not stop at the end of text.")] = False
     seed: Annotated[
         int | None, _sampling(metavar="N", help="Repeat a reply. Default: a new one, see -v.")
     ] = None

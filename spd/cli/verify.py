@@ -86,9 +86,9 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
             )
         changes[name] = _value(name, value, kinds[name])
     if changes.get("spec") == "off":
-        changes = {"draft_model": None, "draft_max": None, "verify": "coupled", **changes}
+        changes = {"draft_model": None, "mtp": None, "draft_max": None, "verify": "coupled", **changes}
     elif changes.get("spec") == "ngram":
-        changes = {"draft_model": None, **changes}
+        changes = {"draft_model": None, "mtp": None, **changes}
     return replace(config, **changes)
 
 

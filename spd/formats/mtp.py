@@ -45,6 +45,7 @@ class MtpFamily:
     masks_first: bool = True  # the embedding is zero where the rotary position is 0
     recycles_normed: bool = True  # what goes on: after the final norm, or before it
     centred_norms: bool = False  # scales are stored as their distance from 1
+    like_layer: int = -1  # which of the target's layers a module's layer is like
 
     @property
     def numbers_layers(self) -> bool:
@@ -108,6 +109,7 @@ FAMILIES = (
         final_norm=None,
         layer="model.mtp_block.{i}.",
         recycles_normed=False,
+        like_layer=0,
     ),
     _qwen3_next("mtp", (), centred_norms=False),
     _qwen3_next(

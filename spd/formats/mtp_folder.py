@@ -62,6 +62,31 @@ class HeadFolder:
     verifier_sha256: str
 
 
+@dataclass(frozen=True)
+class MtpSource:
+    """Where a target's MTP head is read from: `folder` is the target's own, or a head folder."""
+
+    folder: Path
+    layout: MtpLayout
+    config: ModelConfig
+    verifier_sha256: str | None = None
+    """Of the checkpoint that a head folder was cut from; None for a head in its own checkpoint."""
+
+
+def find_source(folder: Path, config: ModelConfig, head: Path | None) -> MtpSource | None:
+    """The head to use with a target: of the head folder if one is given, else of the target's checkpoint.
+
+    None where the target has none. Reads headers only. Raises what `read_head_folder` and `check_fits` do.
+    """
+    if head is not None:
+        found = read_head_folder(head)
+        check_fits(found, config, folder)
+        return MtpSource(head, found.layout, found.config, found.verifier_sha256)
+    with Checkpoint.open(folder) as checkpoint:
+        layout = find_mtp(config.architecture, checkpoint.tensors, config.num_layers)
+    return None if layout is None else MtpSource(folder, layout, config)
+
+
 def verifier_hash(checkpoint: Checkpoint) -> str:
     """SHA-256 of a checkpoint's final norm as stored: its dtype, shape and bytes.
 

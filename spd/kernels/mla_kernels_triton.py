@@ -151,7 +151,7 @@ def attend_latents(
         scores = tl.dot(turned, tl.trans(r), scores, input_precision="ieee") * scale
         seen = key[None, :] <= position[:, None]
         if FIRST > 0:
-            seen = seen & (key[None, :] >= FIRST)
+            seen = seen & (key[None, :] >= tl.minimum(position, FIRST)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         raised = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp2(scores - raised[:, None])

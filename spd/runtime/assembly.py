@@ -8,20 +8,24 @@ from pathlib import Path
 import torch
 
 from spd.formats.model_config import ModelConfig, read_model_config
+from spd.formats.mtp_folder import MtpSource
 from spd.kernels.dispatch import Kernels, load_kernels
 from spd.runtime.graphs import CapturedRounds
 from spd.runtime.imposed import ImposedAcceptance
 from spd.runtime.kv_cache import KvCache
 from spd.runtime.loader import load_model
-from spd.runtime.memory import TAIL_ROWS, pages_a_slot, tensor_bytes
+from spd.runtime.memory import CATCH_UP, TAIL_ROWS, pages_a_slot, tensor_bytes
 from spd.runtime.model_runner import ModelRunner
+from spd.runtime.models.base import CausalModel
+from spd.runtime.models.decoder import Decoder
+from spd.runtime.mtp_loader import load_modules
 from spd.runtime.out_of_memory import memory_phase
 from spd.runtime.plan import EnginePlan
 from spd.runtime.progress import LoadMeter, Progress
 from spd.runtime.proposers import build_proposer
 from spd.runtime.proposers.base import Proposer
 from spd.runtime.round import Round
-from spd.runtime.round_queue import CATCH_UP, RoundQueue
+from spd.runtime.round_queue import RoundQueue
 from spd.runtime.sampler import Sampler
 from spd.runtime.state import RoundState
 
@@ -51,6 +55,10 @@ def _runner(plan: EnginePlan, kernels: Kernels, folder: str, positions: int, met
             meter=meter,
             rows=max(TAIL_ROWS[kernels.name], plan.slots * (max(plan.draft_max, CATCH_UP) + 1)),
         )
+    return _with_cache(plan, kernels, model)
+
+
+def _with_cache(plan: EnginePlan, kernels: Kernels, model: CausalModel) -> ModelRunner:
     with memory_phase("making room for keys and values"):
         dtype = getattr(torch, plan.dtype)
         cache = KvCache(model.cache_shapes, plan.num_pages, plan.page_size, dtype, plan.device)
@@ -58,9 +66,32 @@ def _runner(plan: EnginePlan, kernels: Kernels, folder: str, positions: int, met
         return ModelRunner(model, cache, plan.chunk, plan.device, kernels)
 
 
+def _module_runners(
+    plan: EnginePlan, kernels: Kernels, source: MtpSource, target: ModelRunner, meter: LoadMeter
+) -> list[ModelRunner]:
+    """One for each module of the MTP head that is used, with a cache of its own."""
+    assert isinstance(target.model, Decoder)
+    with memory_phase("loading the MTP head"):
+        modules = load_modules(
+            source,
+            plan.mtp_modules,
+            target.model,
+            Path(plan.model),
+            dtype=plan.dtype,
+            device=plan.device,
+            positions=plan.draft_ctx,
+            kernels=kernels,
+            load=plan.load,
+            meter=meter,
+            rows=max(TAIL_ROWS[kernels.name], plan.slots * (CATCH_UP + plan.draft_max + 1)),
+        )
+    return [_with_cache(plan, kernels, module) for module in modules]
+
+
 def _meter(plan: EnginePlan, config: ModelConfig, draft: str | None, progress: Progress | None) -> LoadMeter:
     models = [config, read_model_config(Path(draft))] if draft else [config]
-    return LoadMeter(progress, sum(tensor_bytes(model, plan.dtype) for model in models))
+    head = plan.draft_weight_bytes if plan.mtp_modules else 0
+    return LoadMeter(progress, head + sum(tensor_bytes(model, plan.dtype) for model in models))
 
 
 def assemble(
@@ -73,10 +104,13 @@ def assemble(
     draft = plan.draft_model if plan.spec == "draft" else None
     meter = _meter(plan, config, draft, progress)
     runner = _runner(plan, kernels, plan.model, plan.ctx, meter)
-    draft_runner = _runner(plan, kernels, draft, plan.draft_ctx, meter) if draft else None
+    drafters = [_runner(plan, kernels, draft, plan.draft_ctx, meter)] if draft else []
+    source = plan.mtp_source(config)
+    if source is not None:
+        drafters = _module_runners(plan, kernels, source, runner, meter)
     state = RoundState(plan.slots, plan.ctx, plan.draft_max, pages_a_slot(plan.ctx), plan.device)
     sampler = Sampler(state, config.vocab_size, usable_vocab, kernels)
-    proposer = build_proposer(plan, kernels, state, sampler, draft_runner)
+    proposer = build_proposer(plan, kernels, state, sampler, drafters)
     if plan.verify != "coupled" and proposer is not None and proposer.draws:
         sampler.keep_draft_laws()
     imposed = None
@@ -84,5 +118,5 @@ def assemble(
         imposed = ImposedAcceptance(plan.synthetic_acceptance, plan.draft_max, plan.device)
     round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.verify)
     queue = RoundQueue(round_, CapturedRounds(round_) if plan.graphs else None)
-    pages_per_block = max(each.pages_per_block for each in (runner, draft_runner) if each is not None)
+    pages_per_block = max(each.pages_per_block for each in (runner, *drafters))
     return Assembly(state, runner, sampler, proposer, queue, pages_per_block)

@@ -28,6 +28,7 @@ class EngineConfig:
 
     model: Path
     draft_model: Path | None = None
+    mtp: Path | None = None
     device: str = "auto"
     dtype: str = "auto"
     spec: str = "auto"
@@ -106,14 +107,6 @@ class Clash:
 
 CLASHES = (
     Clash(
-        lambda c: c.spec == "mtp",
-        IncompatibleError(
-            "--spec mtp: no MTP head can be loaded by this version of spd",
-            fix=["--spec auto", "--spec ngram"],
-            code="no_mtp_head",
-        ),
-    ),
-    Clash(
         lambda c: c.spec == "eagle3",
         IncompatibleError(
             "--spec eagle3 is not built", fix=["--spec auto", "--spec ngram"], code="no_eagle3"
@@ -139,6 +132,19 @@ CLASHES = (
         UsageError(
             "--synthetic-acceptance imposes what --verify rejection or block would decide",
             fix=["leave one of them out"],
+        ),
+    ),
+    Clash(
+        lambda c: c.mtp is not None and c.spec in ("off", "ngram", "draft"),
+        UsageError(
+            "--mtp is for --spec mtp, and another method was asked for",
+            fix=["--spec mtp --mtp HEAD", "leave --mtp out"],
+        ),
+    ),
+    Clash(
+        lambda c: c.draft_model is not None and (c.mtp is not None or c.spec == "mtp"),
+        UsageError(
+            "--draft-model and an MTP head are two drafters, and one can draft", fix=["leave one of them out"]
         ),
     ),
     Clash(

@@ -266,7 +266,7 @@ class Engine:
             else:
                 last = scheduler.last_to_come()
                 assert last is not None
-                self._parts.state.retire(last.slot)
+                self._vacate(last)
                 scheduler.preempt(last)
 
     def _enqueue(self) -> bool:
@@ -358,7 +358,7 @@ class Engine:
         if sequence.slot < 0:
             self._scheduler.withdraw(sequence)
         else:
-            self._parts.state.retire(sequence.slot)
+            self._vacate(sequence)
             own = self._scheduler.retire(sequence)
             if own:
                 self._slots.clear(own)
@@ -366,3 +366,11 @@ class Engine:
         self.totals.add(sequence.metrics, reason)
         while len(self._finished) > FINISHED_KEPT:
             self._finished.popitem(last=False)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Silence a slot, once its pages hold what others will find there."""
+        views = [EMPTY_SLOT] * self.plan.slots
+        for other in self._scheduler.running():
+            views[other.slot] = SlotView(other.bound, other.pages)
+        self._parts.queue.settle(views)
+        self._parts.state.retire(sequence.slot)

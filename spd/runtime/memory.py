@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 
 from spd.errors import ResourceError
 from spd.formats.model_config import ModelConfig
+from spd.formats.mtp_folder import MtpSource
 from spd.kernels.attention_chunks import num_chunks
 from spd.runtime.models import family_layout
+from spd.runtime.models.mtp_weights import module_bytes, module_position_size
 from spd.runtime.models.weights import destinations
 from spd.runtime.page_table import NUM_RESERVED
 
@@ -26,12 +28,14 @@ LOGIT_COPIES = {"torch": 16, "triton": 4}
 """Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws noise in tensors."""
 CHUNK = {"torch": 64, "triton": 256}
 """Positions of a prompt chunk, by the form of the kernels."""
-DEFAULT_DRAFT_MAX = {"draft": 4, "ngram": 8}
+DEFAULT_DRAFT_MAX = {"draft": 4, "mtp": 3, "ngram": 8}
 AUTO_CTX = 32768
 """Context that `auto` stops at; longer ones are had by asking."""
 GRAPH_BYTES = 2**29
 """Kept free for captured graphs and their private pools."""
-DRAFT_ROWS = 18
+CATCH_UP = 16
+"""Rounds without drafting after which the drafter's cache is brought up in one pass."""
+DRAFT_ROWS = CATCH_UP + 2
 """Rows a slot of the widest forward pass of a draft model: rounds to catch up with, and two."""
 WORTH_NAMING = 0.01
 """Share of the whole below which a remedy is not mentioned, unless it suffices."""
@@ -58,12 +62,19 @@ class MemoryShape:
     keep_laws: bool = False
     """Whether what each draft was drawn from is kept until it is verified."""
 
+    mtp: MtpSource | None = None
+
     @property
     def num_pages(self) -> int:
         """Pages of each cache, the reserved ones included."""
         if self.pages is not None:
             return NUM_RESERVED + self.pages
         return NUM_RESERVED + fewest_pages(self.ctx) if self.squeezed else num_pages(self.ctx, self.slots)
+
+    @property
+    def mtp_modules(self) -> int:
+        """Modules of an MTP head that are used: no more than there are drafts."""
+        return 0 if self.mtp is None else min(self.mtp.layout.modules, self.draft_max)
 
 
 @dataclass(frozen=True)
@@ -140,15 +151,37 @@ def measure(shape: MemoryShape) -> MemoryNeed:
         workspace += _workspace(shape, draft, shape.draft_ctx, shape.slots * DRAFT_ROWS, shape.slots)
     if shape.keep_laws:
         workspace += shape.slots * shape.draft_max * target.vocab_size * 4
+    head_weights, head_cache, head_rows = _head(shape)
+    if head_rows:
+        workspace += _workspace(shape, target, shape.draft_ctx, head_rows, shape.slots)
     return MemoryNeed(
         weights=_weights(target, shape),
-        draft_weights=_weights(draft, shape) if draft else 0,
+        draft_weights=_weights(draft, shape) if draft else head_weights,
         cache=pages * page_bytes(target, shape.dtype),
         # The same page numbers serve both models, so both have as many pages.
-        draft_cache=pages * page_bytes(draft, shape.dtype) if draft else 0,
+        draft_cache=pages * page_bytes(draft, shape.dtype) if draft else head_cache,
         workspace=workspace,
         graphs=GRAPH_BYTES if shape.graphs and not shape.on_cpu else 0,
     )
+
+
+def state_depth(chunk: int, draft_max: int, modules: int) -> int:
+    """Places of a ring of states: a prompt chunk, or a catch-up beside a verification, and the one before."""
+    return max(chunk, TAIL_ROWS["triton"], CATCH_UP + 2 * (draft_max + 1) + modules) + 1
+
+
+def _head(shape: MemoryShape) -> tuple[int, int, int]:
+    """An MTP head's bytes of weights, bytes of cache and states, and rows of its widest window."""
+    if shape.mtp is None or not shape.mtp_modules:
+        return 0, 0, 0
+    config, family, modules = shape.mtp.config, shape.mtp.layout.family, shape.mtp_modules
+    width, pages = DTYPE_BYTES[shape.dtype], shape.num_pages
+    positions = pages * PAGE_SIZE * module_position_size(config, family)
+    # Each stream keeps a state a page, and a ring of them a slot.
+    ring = state_depth(shape.chunk, shape.draft_max, modules) + 1
+    states = (pages + shape.slots * ring) * config.hidden_size
+    rows = shape.slots * (CATCH_UP + shape.draft_max + 1)
+    return modules * module_bytes(config, family, width), modules * (positions + states) * width, rows
 
 
 def _weights(config: ModelConfig, shape: MemoryShape) -> int:
@@ -221,7 +254,7 @@ def remedies(shape: MemoryShape, usable: int | None, draft_flag: bool = False) -
     """Every wish that would take noticeably less: what suffices first and the smallest sacrifice of it.
 
     `usable` bytes are there; None when only the device knows, and then contexts and slots are halved.
-    `draft_flag`: the draft model was asked for by --draft-model, which other methods refuse.
+    `draft_flag`: the drafter was asked for by --draft-model or --mtp, which other methods refuse.
     """
     now = measure(shape).total
 
@@ -262,6 +295,11 @@ def _otherwise(shape: MemoryShape, draft_flag: bool) -> Iterator[tuple[str, Memo
         without = ", without --draft-model" if draft_flag else ""
         if half := shape.draft_ctx // 2:
             yield f"--draft-ctx {half}", replace(shape, draft_ctx=half)
+        yield f"--spec ngram{without}", replace(alone, draft_max=DEFAULT_DRAFT_MAX["ngram"])
+        yield f"--spec off{without}", replace(alone, draft_max=0)
+    elif shape.mtp is not None:
+        alone = replace(shape, mtp=None)
+        without = ", without --mtp" if draft_flag else ""
         yield f"--spec ngram{without}", replace(alone, draft_max=DEFAULT_DRAFT_MAX["ngram"])
         yield f"--spec off{without}", replace(alone, draft_max=0)
     elif shape.draft_max:

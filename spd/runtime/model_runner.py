@@ -5,7 +5,7 @@ Owns the model, its pools and how rows are padded. Knows slots as rows of a page
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from spd.kernels.paged_attention import KV_BLOCK
 from spd.kernels.round_window import kv_slots
 from spd.runtime.kv_cache import KvCache
 from spd.runtime.memory import TAIL_ROWS
-from spd.runtime.models.base import CausalModel, ForwardBatch, LayerCache
+from spd.runtime.models.base import CausalModel, ForwardBatch, HeadStates, LayerCache
 from spd.runtime.page_table import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
 from spd.runtime.row_buckets import (
     CANDIDATES,
@@ -120,12 +120,15 @@ class ModelRunner:
         ]
         ids = torch.randint(model.vocab_size, (1, WIDEST), generator=generator).to(self.device)
         table = self.page_row(pages, len(pages))[None]
+        ring = torch.randn(1, WIDEST, model.hidden_size, generator=generator)
+        states = HeadStates(ring.to(self.device, self.dtype), WIDEST)
 
         def window(start: int, first: int, rows: int, context: int) -> tuple[Tensor, Tensor]:
             positions = torch.arange(start + first, start + first + rows, device=self.device)[None]
             prompt = self._prompt_rows(ids[:, first : first + rows], positions, table)
             self.context_block = self.cache.page_size  # the context is what is asked for
-            hidden = model.forward(self._batch(prompt, table, [SlotView(context, pages)], WIDEST), caches)
+            views = [SlotView(context, pages)]
+            hidden = model.forward(self._batch(prompt, table, views, WIDEST, states=states), caches)
             return hidden, model.logits(hidden, WIDEST)
 
         buckets = admitted_buckets(window, start, KV_BLOCK)
@@ -141,13 +144,19 @@ class ModelRunner:
         """A page-table row int64 [width], unused entries pointing at the zero page."""
         return to_device([*pages, *[ZERO_PAGE] * (width - len(pages))], torch.long, self.device)
 
-    def forward(self, rows: Rows, page_table: Tensor, views: Sequence[SlotView]) -> Tensor:
-        """Hidden states [S, Q, hidden] of windows, writing the KV of valid rows; one view a slot."""
+    def forward(
+        self, rows: Rows, page_table: Tensor, views: Sequence[SlotView], states: HeadStates | None = None
+    ) -> Tensor:
+        """Hidden states [S, Q, hidden] of windows, writing the KV of valid rows; one view a slot.
+
+        states: of S slots, for models that read some.
+        """
         slots, width = rows.token_ids.shape
         padded = width if self.buckets is None else bucket_for(width, self.buckets)
         if padded > width:
             rows = self._padded(rows, padded - width)
-        hidden = self.model.forward(self._batch(rows, page_table, views, WIDEST), self.cache.layers)
+        batch = self._batch(rows, page_table, views, WIDEST, states=states)
+        hidden = self.model.forward(batch, self.cache.layers)
         return hidden[: slots * padded].view(slots, padded, -1)[:, :width]
 
     def _padded(self, rows: Rows, extra: int) -> PromptRows:
@@ -168,6 +177,7 @@ class ModelRunner:
         views: Sequence[SlotView],
         tile: int,
         chunk_start: int | None = None,
+        states: HeadStates | None = None,
     ) -> ForwardBatch:
         slots, width = rows.token_ids.shape
         flat = [t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots)]
@@ -188,6 +198,8 @@ class ModelRunner:
             width=width,
             tile=tile,
             chunk_start=chunk_start,
+            first_key=self.model.heads.first_key,
+            states=states,
         )
 
     def _attention_plan(self, rows: Rows, page_table: Tensor, views: Sequence[SlotView]) -> object:
@@ -237,29 +249,43 @@ class ModelRunner:
         drawn = self.model.sample(flat, usable_vocab, seed, first, step, temperature)
         return None if drawn is None else (drawn[0].view(slots, rows), drawn[1].view(slots, rows))
 
+    def prompt_rows(self, token_ids: Tensor, begin: int, end: int, page_table: Tensor) -> PromptRows:
+        """The rows of positions begin to end of one slot's prompt int64 [1, length]."""
+        positions = torch.arange(begin, end, device=self.device)[None]
+        return self._prompt_rows(token_ids[:, begin:end], positions, page_table)
+
     def _prompt_rows(self, token_ids: Tensor, positions: Tensor, page_table: Tensor) -> PromptRows:
         valid = torch.ones_like(token_ids, dtype=torch.bool)
         slots = kv_slots(page_table, positions, valid, self.cache.page_size, self.trash_slot)
         return PromptRows(token_ids, positions, valid, slots)
 
-    def prefill(self, token_ids: Tensor, start: int, end: int, runs: Sequence[Run], view: SlotView) -> int:
-        """Write the KV of positions start to end of one slot; returns the number of forward passes.
-
-        token_ids int64 [1, length] on the device; runs say which program writes which positions, and
-        `start` does not cut a chunk run.
-        """
+    def page_table_of(self, view: SlotView) -> Tensor:
+        """A page table int64 [1, pages] of one slot, in whole blocks of context."""
         width = -(-len(view.pages) // self.pages_per_block) * self.pages_per_block
-        page_table = self.page_row(view.pages, max(self.pages_per_block, width))[None]
-        passes = 0
+        return self.page_row(view.pages, max(self.pages_per_block, width))[None]
+
+    def passes(self, runs: Sequence[Run], start: int, end: int) -> Iterator[tuple[int, int, bool]]:
+        """The forward passes that write positions start to end: (first, end, whether a whole chunk)."""
         for run in runs:
             first, last = max(run.start, start), min(run.end, end)
             chunked = run.kind == "chunk"
             step = self.chunk if chunked else TAIL_ROWS[self.kernels.name]
             for begin in range(first, last, step):
-                stop = min(begin + step, last)
-                self.forward_prompt(token_ids, begin, stop, page_table, view.pages, chunked=chunked)
-                passes += 1
-        return passes
+                yield begin, min(begin + step, last), chunked
+
+    def prefill(
+        self, token_ids: Tensor, start: int, end: int, runs: Sequence[Run], view: SlotView
+    ) -> list[Tensor]:
+        """Write the KV of positions start to end of one slot; hidden states [1, rows, hidden] of each pass.
+
+        token_ids int64 [1, length] on the device; runs say which program writes which positions, and
+        `start` does not cut a chunk run.
+        """
+        page_table = self.page_table_of(view)
+        return [
+            self.forward_prompt(token_ids, begin, stop, page_table, view.pages, chunked=chunked)
+            for begin, stop, chunked in self.passes(runs, start, end)
+        ]
 
     def forward_prompt(
         self,
@@ -270,15 +296,16 @@ class ModelRunner:
         pages: Sequence[int],
         *,
         chunked: bool,
+        states: HeadStates | None = None,
     ) -> Tensor:
         """Hidden states [1, end - begin, hidden] of positions of one slot's prompt, writing their KV.
 
-        token_ids int64 [1, length]; page_table int64 [1, pages]; chunked: as one whole prompt chunk.
+        token_ids int64 [1, length]; page_table int64 [1, pages]; chunked: as one whole prompt chunk;
+        states: the slot's, for models that read some.
         """
-        positions = torch.arange(begin, end, device=self.device)[None]
-        rows = self._prompt_rows(token_ids[:, begin:end], positions, page_table)
+        rows = self.prompt_rows(token_ids, begin, end, page_table)
         views = [SlotView(end, pages)]
         if not chunked:
-            return self.forward(rows, page_table, views)
-        batch = self._batch(rows, page_table, views, end - begin, chunk_start=begin)
+            return self.forward(rows, page_table, views, states)
+        batch = self._batch(rows, page_table, views, end - begin, chunk_start=begin, states=states)
         return self.model.forward(batch, self.cache.layers).unsqueeze(0)

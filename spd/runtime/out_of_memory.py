@@ -81,8 +81,9 @@ def explained(error: BaseException, plan: EnginePlan, phase: str) -> ResourceErr
 def shape_of(plan: EnginePlan) -> MemoryShape:
     """What a plan's memory was counted from. Reads the models' configurations."""
     draft = plan.draft_model if plan.spec == "draft" else None
+    target = read_model_config(Path(plan.model))
     return MemoryShape(
-        target=read_model_config(Path(plan.model)),
+        target=target,
         draft=read_model_config(Path(draft)) if draft else None,
         dtype=plan.dtype,
         slots=plan.slots,
@@ -94,6 +95,7 @@ def shape_of(plan: EnginePlan) -> MemoryShape:
         graphs=plan.graphs,
         on_cpu=plan.device == "cpu",
         pages=plan.num_pages - NUM_RESERVED,
+        mtp=plan.mtp_source(target),
     )
 
 

@@ -7,6 +7,7 @@ JSON result.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from typing import Any
 import torch
 
 from spd.errors import IncompatibleError, ResourceError, UsageError
-from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.model_config import ModelConfig, read_model_config
-from spd.formats.tokenizer import Tokenizer
+from spd.formats.mtp_folder import MtpSource, find_source
 from spd.runtime.config import EngineConfig
+from spd.runtime.drafter import choose_drafter
 from spd.runtime.memory import (
     ATTENTION_BLOCK,
     AUTO_CTX,
@@ -45,6 +46,9 @@ class EnginePlan:
     spec: str
     spec_reason: str
     draft_model: str | None
+    mtp_head: str | None
+    mtp_layout: str | None
+    mtp_modules: int
     draft_max: int
     draft_tiers: tuple[int, ...]
     draft_ctx: int
@@ -70,6 +74,13 @@ class EnginePlan:
     workspace_bytes: int
     graph_bytes: int
     memory_budget_bytes: int
+
+    def mtp_source(self, target: ModelConfig) -> MtpSource | None:
+        """Where the MTP head that is used comes from, read again."""
+        if self.mtp_head is None:
+            return None
+        apart = Path(self.mtp_head) if self.mtp_head != self.model else None
+        return find_source(Path(self.model), target, apart)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values."""
@@ -148,11 +159,15 @@ def _synthetic_acceptance(length: float | None, draft_max: int) -> float | None:
     return length
 
 
-def _draft_tiers(draft_max: int, graphs: bool) -> tuple[int, ...]:
-    """The values of k that adapting may choose: few where each is a graph of its own."""
-    if not graphs:
-        return tuple(range(draft_max + 1))
-    return tuple(sorted({0, draft_max, *(k for k in (1, 2, 4, 6, 8, 12, 16, 24) if k < draft_max)}))
+def _draft_tiers(draft_max: int, graphs: bool, modules: int = 0) -> tuple[int, ...]:
+    """The values of k that adapting may choose: few where each is a graph of its own.
+
+    With several MTP modules none below their number, for all of them run in every draft pass.
+    """
+    tiers: Iterable[int] = range(draft_max + 1)
+    if graphs:
+        tiers = {0, draft_max, *(k for k in (1, 2, 4, 6, 8, 12, 16, 24) if k < draft_max)}
+    return tuple(sorted({0, *(k for k in tiers if k >= modules)}))
 
 
 def _physical_cores() -> int:
@@ -175,47 +190,6 @@ def _free_memory(device: str) -> int:
     return available
 
 
-def same_vocabulary(target: Path, draft: Path) -> bool:
-    """Whether two folders' tokenizers agree on every id; True where neither has a tokenizer."""
-    files = [folder / "tokenizer.json" for folder in (target, draft)]
-    if not any(file.exists() for file in files):
-        return True
-    if not all(file.exists() for file in files):
-        return False
-    return Tokenizer.open(target).fingerprint() == Tokenizer.open(draft).fingerprint()
-
-
-def _require_same_vocabulary(target: Path, draft: Path) -> None:
-    if not same_vocabulary(target, draft):
-        raise IncompatibleError(
-            "the draft model does not share the target's vocabulary",
-            reason=[
-                f"target {target}",
-                f"draft  {draft}",
-                "Accepted tokens would be other text than proposed.",
-            ],
-            fix=["--spec ngram", "--draft-model FOLDER with the same tokenizer.json"],
-            code="vocab_mismatch",
-        )
-
-
-def _method(config: EngineConfig) -> tuple[str, Path | None, str]:
-    """(method, draft folder, why) of the speculation that will be done."""
-    draft = config.draft_model
-    if draft is None and config.spec in ("auto", "draft") and config.model == demo_folder():
-        draft = demo_draft_folder() if demo_draft_folder().exists() else None
-    if config.spec == "off":
-        return "off", None, "asked for"
-    if config.spec == "ngram":
-        return "ngram", None, "asked for"
-    if config.spec == "draft" and draft is None:
-        raise UsageError("--spec draft needs a draft model", fix=["--draft-model FOLDER", "--spec ngram"])
-    if draft is not None:
-        _require_same_vocabulary(config.model, draft)
-        return "draft", draft, "asked for" if config.draft_model else "the model's own draft"
-    return "ngram", None, "no draft model is known for this model"
-
-
 def _shape(
     config: EngineConfig,
     model: ModelConfig,
@@ -225,6 +199,7 @@ def _shape(
     graphs: bool,
     draft_max: int,
     on_cpu: bool,
+    mtp: MtpSource | None = None,
 ) -> MemoryShape:
     """What is asked for in numbers; an automatic context is as long as it may become."""
     if config.ctx is not None and config.ctx > model.max_positions:
@@ -247,6 +222,7 @@ def _shape(
         on_cpu=on_cpu,
         pages=config.cache_pages,
         keep_laws=config.verify != "coupled",
+        mtp=mtp if draft_max else None,
     )
 
 
@@ -266,7 +242,7 @@ def _fitted(config: EngineConfig, shape: MemoryShape, device: str, free: int) ->
     ctx = shape.ctx if config.ctx else largest(fits, shape.ctx, PAGE_SIZE)
     if not ctx or not fits(ctx):
         smallest = least(ctx or min(shape.ctx, PAGE_SIZE))
-        raise refusal(smallest, device, free, config.memory_fraction, config.draft_model is not None)
+        raise refusal(smallest, device, free, config.memory_fraction, bool(config.draft_model or config.mtp))
     whole = at_context(shape, ctx)
     if whole.pages is not None or measure(whole).total <= usable:
         return whole
@@ -294,13 +270,13 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     device = _device(config.device)
     kind = "cpu" if device == "cpu" else "cuda"
     dtype = _dtype(config.dtype, device, model)
-    method, draft_folder, reason = _method(config)
-    draft = read_model_config(draft_folder) if draft_folder else None
+    drafter = choose_drafter(config, model)
+    draft = read_model_config(drafter.folder) if drafter.folder else None
     kernels = _kernels(config.kernels, device, dtype)
     graphs = _graphs(config.graphs, device, kernels)
-    wanted = DEFAULT_DRAFT_MAX.get(method, 0) if config.draft_max is None else config.draft_max
-    draft_max = wanted if method != "off" else 0
-    shape = _shape(config, model, draft, dtype, kernels, graphs, draft_max, device == "cpu")
+    wanted = DEFAULT_DRAFT_MAX.get(drafter.method, 0) if config.draft_max is None else config.draft_max
+    draft_max = wanted if drafter.method != "off" else 0
+    shape = _shape(config, model, draft, dtype, kernels, graphs, draft_max, device == "cpu", drafter.mtp)
     free = _free_memory(device)
     shape = _fitted(config, shape, device, free)
     _check_pages(shape)
@@ -310,11 +286,14 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         architecture=model.architecture,
         device=device,
         dtype=dtype,
-        spec=method if draft_max else "off",
-        spec_reason=reason,
-        draft_model=str(draft_folder) if draft_folder else None,
+        spec=drafter.method if draft_max else "off",
+        spec_reason=drafter.reason,
+        draft_model=str(drafter.folder) if drafter.folder else None,
+        mtp_head=str(shape.mtp.folder) if shape.mtp else None,
+        mtp_layout=shape.mtp.layout.words() if shape.mtp else None,
+        mtp_modules=shape.mtp_modules,
         draft_max=draft_max,
-        draft_tiers=_draft_tiers(draft_max, graphs),
+        draft_tiers=_draft_tiers(draft_max, graphs, shape.mtp_modules),
         draft_ctx=shape.draft_ctx,
         adaptive=config.verify == "coupled" if config.adaptive is None else config.adaptive,
         ngram_min=config.ngram_min,

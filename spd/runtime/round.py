@@ -69,12 +69,14 @@ class Round:
             state.draft_cap,
         )
         hidden = self.runner.forward(window, state.page_table, views)
+        if self.proposer is not None:
+            self.proposer.capture(window, hidden)
         if kernels.name == "torch":  # on a GPU one more launch would cost more than it tells
             kernels.mark_time(state.times, state.counter, VERIFIED, False)
         sampled, finite, accepted, logprobs = self._sample(hidden, window, needs, num_logprobs)
         self._commit(window, sampled, finite, accepted, needs)
         if self.proposer is not None and next_k:
-            self.proposer.draft(next_k, views, needs)
+            self.proposer.draft(next_k, window, views, needs)
         kernels.mark_time(state.times, state.counter, ENDED, True)
         return logprobs
 

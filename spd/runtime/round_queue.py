@@ -17,14 +17,11 @@ from torch import Tensor
 from spd.kernels.round_commit import Emission, read_emission
 from spd.kernels.round_finish import BEGAN, COMMITTED, ENDED, VERIFIED
 from spd.runtime.graphs import CapturedRounds, RoundShape
+from spd.runtime.memory import CATCH_UP
 from spd.runtime.model_runner import SlotView
 from spd.runtime.round import Logprobs, Round
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RING_DEPTH, RoundState
-
-CATCH_UP = 16
-"""Rounds without drafting after which the drafter's cache is brought up in one pass."""
-
 
 Fetched = tuple[Tensor, Tensor, Logprobs | None, Tensor | None]
 """A row of the ring, its times, log-probabilities, and next drafts int64 [S, 1 + k]: their number first."""
@@ -142,17 +139,22 @@ class RoundQueue:
         self.state.counter.fill_(self.launched)
         self.behind = 0
 
+    def settle(self, views: Sequence[SlotView]) -> None:
+        """Bring the proposer's cache up, before pages are given away for others to find."""
+        if self.round.proposer is not None and self.behind:
+            with torch.inference_mode():
+                self.round.proposer.catch_up(self.behind, views)
+            self.catch_ups += 1
+        self.behind = 0
+
     def launch(
         self, k: int, views: Sequence[SlotView], needs: SamplerClass, num_logprobs: int | None, next_k: int
     ) -> Ticket:
         """Enqueue one round; see `Round.run`."""
         proposer = self.round.proposer
         if proposer is not None:
-            if self.behind >= CATCH_UP or (next_k and self.behind):
-                with torch.inference_mode():
-                    proposer.catch_up(self.behind, views)
-                self.behind = 0
-                self.catch_ups += 1
+            if self.behind >= CATCH_UP or next_k:
+                self.settle(views)
             self.behind += not next_k
         if self.captured is not None:
             logprobs = self.captured.run(RoundShape(k, next_k, needs, num_logprobs), views)

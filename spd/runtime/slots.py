@@ -9,10 +9,9 @@ from torch import Tensor
 
 from spd.runtime.assembly import Assembly
 from spd.runtime.grammar import mask_width
-from spd.runtime.memory import TAIL_ROWS
+from spd.runtime.memory import CATCH_UP, TAIL_ROWS
 from spd.runtime.model_runner import SlotView
 from spd.runtime.plan import EnginePlan
-from spd.runtime.round_queue import CATCH_UP
 from spd.runtime.sequence import Sequence
 from spd.runtime.spans import Run, extend_tile
 from spd.runtime.transfer import to_device
@@ -48,6 +47,9 @@ class Slots:
             active=False,
         )
         self.parts.sampler.admit(sequence.slot, params, self._ids[:prompt], self._ids[prompt:])
+        if self.parts.proposer is not None:
+            view = SlotView(sequence.length, sequence.pages)
+            self.parts.proposer.admit(sequence.slot, sequence.prefilled, view)
         self.show_pages(sequence)
 
     def show_pages(self, sequence: Sequence) -> None:
@@ -70,20 +72,24 @@ class Slots:
 
     @torch.inference_mode()
     def refill_draft(self, sequence: Sequence, positions: int) -> None:
-        """Write the drafter's cache of the last committed positions again, which it missed."""
+        """Write the drafter's cache of the last committed positions again, which it missed.
+
+        Who captures states keeps those of silent slots too, and has missed nothing.
+        """
         proposer, end = self.parts.proposer, sequence.prefill_end
         start = max(len(sequence.request.prompt_ids), end - positions)
-        if proposer is None or start >= end:
+        if proposer is None or proposer.captures or start >= end:
             return
         ids = to_device(sequence.tokens(), torch.long, self.plan.device)
         runs = extend_tile(sequence.runs, end)
-        proposer.prefill(ids[None], start, end, runs, SlotView(sequence.length, sequence.pages))
+        view = SlotView(sequence.length, sequence.pages)
+        proposer.prefill(sequence.slot, ids[None], start, end, runs, view, ())
 
     def _write(self, sequence: Sequence, ids: Tensor, start: int, end: int, runs: Listed[Run]) -> None:
         view = SlotView(sequence.length, sequence.pages)
-        self.parts.runner.prefill(ids, start, end, runs, view)
+        hidden = self.parts.runner.prefill(ids, start, end, runs, view)
         if self.parts.proposer is not None:
-            self.parts.proposer.prefill(ids, start, end, runs, view)
+            self.parts.proposer.prefill(sequence.slot, ids, start, end, runs, view, hidden)
 
     def arm(self, sequence: Sequence, drafts: Listed[int] = ()) -> None:
         """Let a slot take part from the next round on, with masks for its drafts where a grammar wants them.

@@ -42,6 +42,8 @@ class RoundState:
         self.page_table = integers(pages, fill=ZERO_PAGE)
         self.stop_ids = integers(NUM_STOP_IDS, fill=-1)
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.occupied = torch.zeros(slots, dtype=torch.bool, device=device)
+        """Whether a request holds the slot, be it that its text has ended and nobody has read so yet."""
         self.ring = torch.zeros(RING_DEPTH, slots, emission_width(max_draft), dtype=torch.long, device=device)
         """What each round emitted: int64 [depth, S, W], see `read_emission`."""
         self.times = torch.zeros(RING_DEPTH, NUM_TIMES, dtype=torch.long, device=device)
@@ -76,12 +78,16 @@ class RoundState:
         padded = [*stop_ids, *[-1] * (NUM_STOP_IDS - len(stop_ids))]
         self.stop_ids[slot] = to_device(padded, torch.long, self.device)
         self.active[slot].fill_(active)
+        self.occupied[slot].fill_(active)
 
     def set_active(self, slot: int, active: bool) -> None:
         """Let a slot take part in rounds from the next one on, or keep it out of them."""
         self.active[slot].fill_(active)
+        if active:
+            self.occupied[slot].fill_(True)
 
     def retire(self, slot: int) -> None:
         """Silence a slot: its rows are masked from the next round on."""
         self.active[slot].fill_(False)
+        self.occupied[slot].fill_(False)
         self.num_drafts[slot].fill_(0)

@@ -277,7 +277,6 @@ def test_rules_that_keep_only_the_law_say_so(rule: str, spd_run: Callable, model
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--spec", "mtp"], "mtp"),
         (["--spec", "eagle3"], "eagle3"),
         (["--tp", "2"], "parallel"),
         (["--num-beams", "4"], "beam search"),

@@ -78,7 +78,8 @@ def test_tensors_that_are_missing_or_too_many(
     shapes = expected(model)
     write_shard(model / "model.safetensors", shapes | {"mtp.fc.weight": (8, 16), "odd": (1,)})
     ran = spd_run("inspect", model)
-    assert "1 that are not used: odd" in ran.text and "mtp       1 tensors" in ran.text
+    assert "1 that are not used: odd" in ran.text and "mtp layout, 1 module at mtp.layers.0.*" in ran.text
+    assert "cannot be used: " in ran.text and "missing" in ran.text
     del shapes["model.norm.weight"]
     write_shard(model / "model.safetensors", shapes)
     ran = spd_run("inspect", model)

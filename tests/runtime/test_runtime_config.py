@@ -19,7 +19,6 @@ def config(**wishes: Any) -> EngineConfig:
 
 
 REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str, str]] = [
-    ({"spec": "mtp"}, IncompatibleError, "--spec mtp: no MTP head", "no_mtp_head"),
     ({"spec": "eagle3"}, IncompatibleError, "--spec eagle3 is not built", "no_eagle3"),
     ({"verify": "rejection", "spec": "off"}, UsageError, "block are about drafts", "usage"),
     ({"verify": "block", "draft_max": 0}, UsageError, "block are about drafts", "usage"),
@@ -32,6 +31,9 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str, str]] = [
     ),
     ({"draft_model": DRAFT, "spec": "off"}, UsageError, "--draft-model is for --spec draft", "usage"),
     ({"draft_model": DRAFT, "spec": "ngram"}, UsageError, "--draft-model is for --spec draft", "usage"),
+    ({"mtp": DRAFT, "spec": "draft"}, UsageError, "--mtp is for --spec mtp", "usage"),
+    ({"mtp": DRAFT, "draft_model": DRAFT}, UsageError, "are two drafters", "usage"),
+    ({"draft_model": DRAFT, "spec": "mtp"}, UsageError, "are two drafters", "usage"),
     ({"spec": "off", "draft_max": 1}, UsageError, "--draft-max needs speculation", "usage"),
     ({"draft_ctx": 64, "spec": "off"}, UsageError, "--draft-ctx is the context of a draft model", "usage"),
     ({"draft_ctx": 64, "spec": "ngram"}, UsageError, "--draft-ctx is the context of a draft model", "usage"),
@@ -109,7 +111,7 @@ def test_the_longest_ngram_is_not_below_the_shortest() -> None:
 @pytest.mark.parametrize(
     ("field", "flag", "known"),
     [
-        ("spec", "--spec", set(SPEC_METHODS) - {"mtp", "eagle3"}),
+        ("spec", "--spec", set(SPEC_METHODS) - {"eagle3"}),
         ("verify", "--verify", set(VERIFY_RULES)),
         ("dtype", "--dtype", set(DTYPES)),
         ("kernels", "--kernels", set(KERNELS)),

@@ -15,6 +15,7 @@ from spd.kernels.dispatch import Kernels, load_kernels
 from spd.runtime import SamplingParams, assembly
 from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.recipes.tiny_dense import write_dense
+from tests.recipes.tiny_mtp import write_tiny_mtp
 
 pytest.importorskip("triton")
 
@@ -222,6 +223,19 @@ def test_a_prompt_chunk_of_latents(tiny: Callable[..., Path], monkeypatch: pytes
     prompt = random_prompts(1, 70, 97, seed=4)
     first, second = both(target, prompt, [SamplingParams(max_tokens=3)], ctx=128, spec="off")
     assert_same(first, second)
+
+
+def test_an_mtp_head_of_two_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of the prompt and its tail through the modules, then rounds of three drafts."""
+    from spd.runtime import plan
+
+    monkeypatch.setattr(plan, "CHUNK", {"torch": 64, "triton": 64})
+    shape = {"layers": 2, **SHAPE}
+    target = write_tiny_mtp(tmp_path / "head", family="mimo", modules=2, kind="copy", **shape)
+    prompt, params = random_prompts(1, 70, 97, seed=4), [SamplingParams(max_tokens=7)]
+    first, second = both(target, prompt, params, ctx=192, spec="mtp", draft_max=3)
+    assert_same(first, second)
+    assert sum(len(record.draft) for record in second[0].rounds) > 3
 
 
 def test_every_operation_has_run(calls: Counter[str]) -> None:

@@ -85,6 +85,7 @@ class Attention:
                 batch.page_table[0],
                 batch.chunk_start,
                 self.scale,
+                batch.first_key,
                 sliding=self.sliding,
                 softcap=self.softcap,
             )

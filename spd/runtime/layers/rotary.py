@@ -88,14 +88,21 @@ class RotaryRows:
 class RotaryTable:
     """cos and sin [M, D] for every position below a limit; the sine's first half is negated.
 
-    D is dims.width; what does not turn has cos 1 and sin 0 at the end of each half.
+    D is dims.width; what does not turn has cos 1 and sin 0 at the end of each half. What stands at a
+    position turns by the angles of `shift` positions earlier.
     """
 
     def __init__(
-        self, rope: RopeConfig, dims: RotaryDims, max_positions: int, dtype: torch.dtype, device: str
+        self,
+        rope: RopeConfig,
+        dims: RotaryDims,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: str,
+        shift: int = 0,
     ) -> None:
         inverse = inverse_frequencies(rope, dims.rotated)
-        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse
+        angles = (torch.arange(max_positions, dtype=torch.float32)[:, None] - shift) * inverse
         scale, still = attention_factor(rope), (0, (dims.width - dims.rotated) // 2)
         cos, sin = F.pad(angles.cos() * scale, still, value=1.0), F.pad(angles.sin() * scale, still)
         self.max_positions = max_positions

@@ -15,12 +15,21 @@ from spd.runtime.models.layouts import Shape
 
 
 @dataclass(frozen=True)
+class HeadStates:
+    """Rings [S, >= depth, hidden] of states that a head reads beside tokens: see `spd.kernels.head_input`."""
+
+    rings: Tensor
+    depth: int
+
+
+@dataclass(frozen=True)
 class ForwardBatch:
     """Rows of one forward pass: a window of `width` positions for each of `num_slots` slots.
 
     T rows = num_slots * width, rounded up to a row bucket with rows that are dropped. page_table is
     int64 [S, pages]; plan is what `plan_attention` made of the rows. A prompt chunk of one slot has a
-    chunk_start, its first position; the kernels that attend by it need no plan.
+    chunk_start, its first position; the kernels that attend by it need no plan. first_key is the first
+    position whose cache entry holds anything, see `causal_bias`.
     """
 
     token_ids: Tensor  # [T] int64
@@ -32,6 +41,8 @@ class ForwardBatch:
     width: int
     tile: int
     chunk_start: int | None = None
+    first_key: int = 0
+    states: HeadStates | None = None
 
 
 @dataclass(frozen=True)

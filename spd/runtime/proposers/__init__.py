@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from spd.kernels.dispatch import Kernels
+from spd.runtime.memory import state_depth
 from spd.runtime.model_runner import ModelRunner
 from spd.runtime.plan import EnginePlan
 from spd.runtime.proposers.base import Proposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
+from spd.runtime.proposers.mtp import MtpProposer
 from spd.runtime.proposers.ngram import NgramProposer
 from spd.runtime.sampler import Sampler
 from spd.runtime.state import RoundState
@@ -17,12 +21,14 @@ def build_proposer(
     kernels: Kernels,
     state: RoundState,
     sampler: Sampler,
-    draft_runner: ModelRunner | None,
+    runners: Sequence[ModelRunner],
 ) -> Proposer | None:
-    """The proposer that the plan names; None when nothing is speculated."""
+    """The proposer that the plan names, over the models it drafts with; None when nothing is speculated."""
     if plan.spec == "ngram":
         return NgramProposer(state, kernels, plan.ngram_min, plan.ngram_max)
     if plan.spec == "draft":
-        assert draft_runner is not None
-        return DraftModelProposer(state, kernels, draft_runner, sampler, plan.draft_ctx)
+        return DraftModelProposer(state, kernels, runners[0], sampler, plan.draft_ctx)
+    if plan.spec == "mtp":
+        depth = state_depth(plan.chunk, plan.draft_max, plan.mtp_modules)
+        return MtpProposer(state, kernels, runners, sampler, plan.draft_ctx, depth)
     return None

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from spd.kernels.round_window import RoundWindow
 from spd.runtime.model_runner import SlotView
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.spans import Run
@@ -20,10 +21,12 @@ class Proposer(Protocol):
 
     `draft` is part of the round's device program: fixed shapes, nothing read from the device, nothing
     that depends on earlier calls. What a cache misses from rounds that did not draft is brought up by
-    `catch_up`, outside of it.
+    `catch_up`, outside of it. Who needs no states or no cache inherits that nothing is done for them.
     """
 
     method: str
+    captures: bool = False
+    """Whether it reads the target's hidden states after the final norm."""
     draft_limit: int | None
     """Positions its cache can hold; None has no limit."""
     draws: bool
@@ -31,18 +34,38 @@ class Proposer(Protocol):
     forwards_a_draft: int
     """Forward passes for each token it drafts: 1 for a model, 0 for a lookup."""
 
-    def prefill(self, token_ids: Tensor, start: int, end: int, runs: Sequence[Run], view: SlotView) -> None:
-        """Bring one slot's cache from `start` to `end` over its prompt int64 [1, length]."""
-        ...
+    def admit(self, slot: int, start: int, view: SlotView) -> None:
+        """A slot begins with pages that hold positions up to `start`, whole pages."""
+        return
 
-    def draft(self, k: int, views: Sequence[SlotView], needs: SamplerClass) -> None:
-        """Propose the next k >= 1 tokens of every active slot."""
+    def prefill(
+        self,
+        slot: int,
+        token_ids: Tensor,
+        start: int,
+        end: int,
+        runs: Sequence[Run],
+        view: SlotView,
+        hidden: Sequence[Tensor],
+    ) -> None:
+        """Bring one slot's cache from `start` to `end` over its prompt int64 [1, length].
+
+        hidden: the target's states [1, rows, hidden] of each of its own passes over the same runs.
+        """
+        return
+
+    def capture(self, window: RoundWindow, hidden: Tensor) -> None:
+        """A part of every round: the target's states [S, R, hidden] of the rows that it verifies."""
+        return
+
+    def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
+        """Propose the next k >= 1 tokens of every active slot; window: what the round verified."""
         ...
 
     def catch_up(self, rounds: int, views: Sequence[SlotView]) -> None:
-        """Feed what `rounds` rounds without drafting committed, one token each."""
-        ...
+        """Feed what `rounds` rounds without drafting committed, one token each but in the first."""
+        return
 
     def clear(self, pages: list[int]) -> None:
         """Zero cache pages that may hold values that are not finite."""
-        ...
+        return

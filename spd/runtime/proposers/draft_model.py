@@ -15,14 +15,16 @@ from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.draft_window import DraftWindow
+from spd.kernels.round_window import RoundWindow
 from spd.runtime.model_runner import ModelRunner, SlotView
+from spd.runtime.proposers.base import Proposer
 from spd.runtime.sampler import Sampler
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.spans import Run, clip_runs
 from spd.runtime.state import RoundState
 
 
-class DraftModelProposer:
+class DraftModelProposer(Proposer):
     """Drafts by a small model, with the target's noise on the draft's own distribution."""
 
     method = "draft"
@@ -36,7 +38,16 @@ class DraftModelProposer:
         self.draft_limit: int | None = draft_limit
         self.limit = draft_limit
 
-    def prefill(self, token_ids: Tensor, start: int, end: int, runs: Sequence[Run], view: SlotView) -> None:
+    def prefill(
+        self,
+        slot: int,
+        token_ids: Tensor,
+        start: int,
+        end: int,
+        runs: Sequence[Run],
+        view: SlotView,
+        hidden: Sequence[Tensor],
+    ) -> None:
         """Feed the prompt up to the draft model's own context limit."""
         end = min(end, self.limit)
         if start < end:
@@ -72,7 +83,7 @@ class DraftModelProposer:
         slots = torch.where(kept, rows.kv_slots, self.runner.trash_slot)
         self.runner.forward(replace(rows, valid=kept, kv_slots=slots), state.page_table, views)
 
-    def draft(self, k: int, views: Sequence[SlotView], needs: SamplerClass) -> None:
+    def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
         """Propose k tokens a slot, fewer where the draft's context ends."""
         state = self.state
         hidden = self.runner.forward(self._committed(2), state.page_table, views)[:, -1:]

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from spd.kernels.dispatch import Kernels
+from spd.kernels.round_window import RoundWindow
 from spd.runtime.model_runner import SlotView
+from spd.runtime.proposers.base import Proposer
 from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.spans import Run
 from spd.runtime.state import RoundState
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Longest suffix match of ngram_min to ngram_max tokens over each slot's own tokens."""
 
     method = "ngram"
@@ -29,16 +28,7 @@ class NgramProposer:
         self.state, self.kernels = state, kernels
         self.ngram_min, self.ngram_max = ngram_min, ngram_max
 
-    def prefill(self, token_ids: Tensor, start: int, end: int, runs: Sequence[Run], view: SlotView) -> None:
-        """Nothing to prefill: the tokens are the cache."""
-
-    def catch_up(self, rounds: int, views: Sequence[SlotView]) -> None:
-        """Nothing to catch up."""
-
-    def clear(self, pages: list[int]) -> None:
-        """No cache."""
-
-    def draft(self, k: int, views: Sequence[SlotView], needs: SamplerClass) -> None:
+    def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
         """Write up to k tokens that followed the match; none where nothing matches."""
         state = self.state
         bound = min(max((view.bound for view in views), default=0), state.max_len)

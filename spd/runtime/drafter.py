@@ -1,0 +1,118 @@
+"""Who drafts: the method that is asked for, or the best that a target brings along.
+
+`auto` takes a draft model if one is given, else the checkpoint's own MTP head, else the demo's draft,
+else prompt lookup.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from spd.errors import IncompatibleError, SpdError, UsageError
+from spd.formats.checkpoint import Checkpoint
+from spd.formats.demo import demo_draft_folder, demo_folder
+from spd.formats.model_config import ModelConfig
+from spd.formats.mtp import declared_modules, no_mtp
+from spd.formats.mtp_folder import MtpSource, find_source, verifier_hash
+from spd.formats.tokenizer import Tokenizer
+from spd.runtime.config import EngineConfig
+from spd.runtime.memory import DEFAULT_DRAFT_MAX
+from spd.runtime.models.mtp_weights import check_source
+
+UNKNOWN = "no draft model is known for this model"
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """The speculation that will be done, and why."""
+
+    method: str
+    reason: str
+    folder: Path | None = None
+    mtp: MtpSource | None = None
+
+
+def choose_drafter(config: EngineConfig, model: ModelConfig) -> Drafter:
+    """The speculation that a wish comes to. Raises the error of whatever cannot be honoured."""
+    draft, why = config.draft_model, UNKNOWN
+    if config.spec == "mtp" or config.mtp is not None:
+        return _asked_mtp(config, model)
+    if config.spec == "auto" and draft is None:
+        found = _own_mtp(config, model)
+        if isinstance(found, Drafter):
+            return found
+        why = found
+    if draft is None and config.spec in ("auto", "draft") and config.model == demo_folder():
+        draft = demo_draft_folder() if demo_draft_folder().exists() else None
+    if config.spec in ("off", "ngram"):
+        return Drafter(config.spec, "asked for")
+    if config.spec == "draft" and draft is None:
+        raise UsageError("--spec draft needs a draft model", fix=["--draft-model FOLDER", "--spec ngram"])
+    if draft is not None:
+        _require_same_vocabulary(config.model, draft)
+        return Drafter("draft", "asked for" if config.draft_model else "the model's own draft", draft)
+    return Drafter("ngram", why)
+
+
+def _asked_mtp(config: EngineConfig, model: ModelConfig) -> Drafter:
+    source = find_source(config.model, model, config.mtp)
+    if source is None:
+        raise no_mtp(config.model, model.num_layers, declared_modules(config.model))
+    with Checkpoint.open(source.folder) as checkpoint:
+        check_source(source, checkpoint)
+    reason = "asked for"
+    if source.verifier_sha256 is not None:
+        with Checkpoint.open(config.model) as checkpoint:
+            if verifier_hash(checkpoint) != source.verifier_sha256:
+                reason += "; the head was cut from another checkpoint: expect fewer accepted drafts"
+    return Drafter("mtp", reason + _reuse(config, source), mtp=source)
+
+
+def _own_mtp(config: EngineConfig, model: ModelConfig) -> Drafter | str:
+    """Drafting with the MTP head that the target's checkpoint holds; why not, where it cannot be."""
+    try:
+        source = find_source(config.model, model, None)
+    except SpdError:  # nothing is said of weights that nobody may want to read
+        return UNKNOWN
+    if source is None:
+        return f"{UNKNOWN}, and its MTP layers are missing" if declared_modules(config.model) else UNKNOWN
+    try:
+        with Checkpoint.open(source.folder) as checkpoint:
+            check_source(source, checkpoint)
+    except SpdError as error:
+        return f"the MTP head cannot be used: {error.message}"
+    return Drafter("mtp", "the checkpoint's own MTP head" + _reuse(config, source), mtp=source)
+
+
+def _reuse(config: EngineConfig, source: MtpSource) -> str:
+    """What is said once where there are more drafts than modules."""
+    modules = source.layout.modules
+    if (DEFAULT_DRAFT_MAX["mtp"] if config.draft_max is None else config.draft_max) <= modules:
+        return ""
+    first = "first" if modules == 1 else f"first {modules}"
+    return f"; drafts beyond the {first} use the last module again"
+
+
+def same_vocabulary(target: Path, draft: Path) -> bool:
+    """Whether two folders' tokenizers agree on every id; True where neither has a tokenizer."""
+    files = [folder / "tokenizer.json" for folder in (target, draft)]
+    if not any(file.exists() for file in files):
+        return True
+    if not all(file.exists() for file in files):
+        return False
+    return Tokenizer.open(target).fingerprint() == Tokenizer.open(draft).fingerprint()
+
+
+def _require_same_vocabulary(target: Path, draft: Path) -> None:
+    if not same_vocabulary(target, draft):
+        raise IncompatibleError(
+            "the draft model does not share the target's vocabulary",
+            reason=[
+                f"target {target}",
+                f"draft  {draft}",
+                "Accepted tokens would be other text than proposed.",
+            ],
+            fix=["--spec ngram", "--draft-model FOLDER with the same tokenizer.json"],
+            code="vocab_mismatch",
+        )

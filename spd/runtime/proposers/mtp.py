@@ -1,0 +1,189 @@
+"""Drafts by a target's own MTP modules, whose caches share the target's page numbers.
+
+Stream 0 is the target's states after the final norm; module m makes stream m + 1 of stream m. The state
+of stream m at position t depends on tokens up to t, as does a module's cache entry in slot t, made of
+token t and the state at t - 1: both belong to the page of t, and go with its hash. States stand in rings,
+one a slot and stream, so that a pass over the last tokens finds what it needs however many rounds ago it
+was made; a page keeps its last states, so that who finds it can go on from there.
+
+A draft pass runs module m over the tokens that the round may have committed and the m drafts after them:
+what stays in the caches was made of the target's states. Exactly k forwards draft k tokens where the head
+has no more modules than that; beyond the last module its own states go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spd.kernels.dispatch import Kernels
+from spd.kernels.draft_window import DraftWindow
+from spd.kernels.round_window import RoundWindow
+from spd.runtime.model_runner import ModelRunner, Rows, SlotView
+from spd.runtime.models.base import HeadStates
+from spd.runtime.proposers.base import Proposer
+from spd.runtime.sampler import Sampler
+from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.spans import Run, clip_runs
+from spd.runtime.state import RoundState
+
+
+class MtpProposer(Proposer):
+    """Drafts with one runner a module; `limit` positions at most."""
+
+    method = "mtp"
+    captures = True
+    draws = True
+    forwards_a_draft = 1
+
+    def __init__(
+        self,
+        state: RoundState,
+        kernels: Kernels,
+        runners: Sequence[ModelRunner],
+        sampler: Sampler,
+        limit: int,
+        depth: int,
+    ) -> None:
+        self.state, self.kernels, self.sampler, self.limit = state, kernels, sampler, limit
+        self.runners, self.depth = list(runners), depth
+        self.draft_limit: int | None = limit
+        first = self.runners[0]
+        self.page_size, self.trash_slot = first.cache.page_size, first.trash_slot
+        ring = (state.slots, depth + 1, first.model.hidden_size)
+        page = (first.cache.num_pages, first.model.hidden_size)
+        self.rings, self.page_states = (
+            [torch.zeros(shape, dtype=first.dtype, device=state.device) for _ in self.runners]
+            for shape in (ring, page)
+        )
+
+    # -- prompts -----------------------------------------------------------------------------------
+
+    def admit(self, slot: int, start: int, view: SlotView) -> None:
+        """Take the states at the end of the pages that a slot begins with: positions up to `start`."""
+        for ring, pages in zip(self.rings, self.page_states, strict=True):
+            ring[slot].zero_()  # rows before the first pair read something, which must be finite
+            if start:
+                ring[slot, (start - 1) % self.depth] = pages[view.pages[start // self.page_size - 1]]
+
+    def prefill(
+        self,
+        slot: int,
+        token_ids: Tensor,
+        start: int,
+        end: int,
+        runs: Sequence[Run],
+        view: SlotView,
+        hidden: Sequence[Tensor],
+    ) -> None:
+        """Write the modules' entries of a prompt's positions from the target's states there."""
+        end = min(end, self.limit)
+        if start >= end:
+            return
+        seen = hidden[0] if len(hidden) == 1 else torch.cat(list(hidden), dim=1)
+        first = self.runners[0]
+        table = first.page_table_of(view)
+        for begin, stop, chunked in first.passes(clip_runs(runs, end), start, end):
+            states = seen[:, begin - start : stop - start]
+            for module, runner in enumerate(self.runners):
+                rows = runner.prompt_rows(token_ids, begin, stop, table)
+                ring = self._keep(module, states, rows, slot)
+                states = runner.forward_prompt(
+                    token_ids,
+                    begin,
+                    stop,
+                    table,
+                    view.pages,
+                    chunked=chunked,
+                    states=HeadStates(ring, self.depth),
+                )
+
+    def _keep(self, stream: int, states: Tensor, rows: Rows, slot: int | None = None) -> Tensor:
+        """Write a stream's states [S, W, hidden] of valid rows; returns the slots' rings."""
+        ring = self.rings[stream] if slot is None else self.rings[stream][slot : slot + 1]
+        self.kernels.keep_states(
+            states, rows.positions, rows.valid, rows.kv_slots, ring, self.page_states[stream], self.page_size
+        )
+        return ring
+
+    # -- rounds ------------------------------------------------------------------------------------
+
+    def capture(self, window: RoundWindow, hidden: Tensor) -> None:
+        """Keep the target's states [S, R, hidden] of a round's rows; rejected ones are overwritten."""
+        self._keep(0, hidden, window)
+
+    def _window(self, width: int, ahead: int, slots: Tensor) -> DraftWindow:
+        """The last `width` committed tokens of slots bool [S], from where the prefill ended, and drafts."""
+        state = self.state
+        rows: DraftWindow = self.kernels.committed_window(
+            state.tokens,
+            state.length,
+            slots,
+            state.draft_limit,
+            state.page_table,
+            width,
+            self.page_size,
+            self.limit,
+            self.trash_slot,
+            state.prompt_length - 1,
+            state.draft,
+            ahead,
+        )
+        return rows
+
+    def _run(self, module: int, rows: DraftWindow, views: Sequence[SlotView]) -> Tensor:
+        """States [S, W, hidden] that a module makes of rows, kept for the next module's."""
+        states = HeadStates(self.rings[module], self.depth)
+        made = self.runners[module].forward(rows, self.state.page_table, views, states)
+        if module + 1 < len(self.runners):
+            self._keep(module + 1, made, rows)
+        return made
+
+    def catch_up(self, rounds: int, views: Sequence[SlotView]) -> None:
+        """Write the entries of all that rounds without drafting committed; the first may have had drafts."""
+        rows = self._window(rounds + self.state.max_draft + 1, 0, self.state.occupied)
+        for module in range(len(self.runners)):
+            self._run(module, rows, views)
+
+    def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
+        """Propose k tokens a slot: a module each, then the last one again with its own states."""
+        # After the prefill the last prompt token is fed too, though the round committed one token only.
+        width, took_part = max(2, window.draft.shape[1] + 1), window.valid[:, 0].contiguous()
+        following: Rows | None = None
+        made = torch.empty(0)
+        for step in range(max(k, len(self.runners))):
+            if step < len(self.runners):
+                made = self._run(step, self._window(width, step, took_part), views)[:, -1:]
+            else:
+                assert following is not None
+                runner = self.runners[-1]
+                made = runner.forward(following, self.state.page_table, views, HeadStates(made, 1))
+            if step < k:
+                following = self._propose(step, made, k, needs)
+
+    def _propose(self, step: int, states: Tensor, k: int, needs: SamplerClass) -> Rows:
+        """Draw one draft from states [S, 1, hidden]; returns the row that would draw the next."""
+        state, runner = self.state, self.runners[min(step, len(self.runners) - 1)]
+        rows: Rows = self.kernels.draft_step(
+            self.sampler.draw_draft(runner, states, step, needs),
+            state.length,
+            state.active,
+            state.draft_limit,
+            state.page_table,
+            step,
+            self.page_size,
+            self.limit,
+            self.trash_slot,
+            state.draft,
+            state.num_drafts,
+            k,
+        )
+        return rows
+
+    def clear(self, pages: list[int]) -> None:
+        """Zero pages, and their states, that may hold values that are not finite."""
+        for runner, page_states in zip(self.runners, self.page_states, strict=True):
+            runner.cache.clear(pages)
+            page_states[pages] = 0

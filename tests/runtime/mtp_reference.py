@@ -1,0 +1,174 @@
+"""Plain MTP drafters to compare with: no cache, every row computed anew, in float64.
+
+Written from the published forward passes, in rows: row P of module m is made of token P + m + 1 and the
+state of row P, at rotary position P. Import nothing of `spd`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.recipes.tiny_mtp import NAMES
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """What a family does; every field is a way to go wrong."""
+
+    hidden_first: bool = False
+    masks_first: bool = True
+    recycles_normed: bool = True
+
+
+CONVENTIONS = {
+    "deepseek": Conventions(),
+    "glm4": Conventions(recycles_normed=False),
+    "mimo": Conventions(hidden_first=True),
+    "ernie": Conventions(recycles_normed=False),
+    "mtp": Conventions(masks_first=False),
+}
+
+
+class PlainMtp:
+    """A tiny Llama or Qwen3 checkpoint with an MTP head, run over whole texts."""
+
+    def __init__(self, folder: Path, family: str, modules: int) -> None:
+        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        self.tensors = {
+            name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()
+        }
+        self.family, self.modules, self.conventions = family, modules, CONVENTIONS[family]
+        self.epsilon = self.config["rms_norm_eps"]
+        self.embedding = self.tensors["model.embed_tokens.weight"]
+        self.head = self.embedding if self.config["tie_word_embeddings"] else self.tensors["lm_head.weight"]
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + self.epsilon).sqrt() * self.tensors[f"{name}.weight"]
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        bias = self.tensors.get(f"{name}.bias", torch.zeros((), dtype=x.dtype))
+        return x @ self.tensors[f"{name}.weight"].T + bias
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [T, heads, D] turned, first half against second half."""
+        size = x.shape[-1]
+        inverse = self.config["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+        angles = (positions[:, None] * inverse)[:, None]
+        first, second = x.chunk(2, dim=-1)
+        turned = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
+        return torch.cat(turned, dim=-1)
+
+    def layer(self, x: Tensor, prefix: str) -> Tensor:
+        """One pre-norm decoder layer over rows [T, H] at positions from 0 on, each seeing those before."""
+        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        rows, positions = len(x), torch.arange(len(x), dtype=torch.float64)
+        y = self.norm(x, f"{prefix}input_layernorm")
+        q, k, v = (
+            self.linear(y, f"{prefix}self_attn.{name}_proj").view(rows, count, -1)
+            for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        )
+        if f"{prefix}self_attn.q_norm.weight" in self.tensors:
+            q = self.norm(q, f"{prefix}self_attn.q_norm")
+            k = self.norm(k, f"{prefix}self_attn.k_norm")
+        q, k = self.rotated(q, positions), self.rotated(k, positions)
+        k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+        scores = scores + torch.full((rows, rows), -torch.inf, dtype=x.dtype).triu(1)
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(rows, -1)
+        x = x + self.linear(mixed, f"{prefix}self_attn.o_proj")
+        y = self.norm(x, f"{prefix}post_attention_layernorm")
+        gate, up = self.linear(y, f"{prefix}mlp.gate_proj"), self.linear(y, f"{prefix}mlp.up_proj")
+        return x + self.linear(torch.nn.functional.silu(gate) * up, f"{prefix}mlp.down_proj")
+
+    def hidden(self, tokens: list[int]) -> Tensor:
+        """The target's states [T, H] after its final norm."""
+        x = self.embedding[tokens]
+        for layer in range(self.config["num_hidden_layers"]):
+            x = self.layer(x, f"model.layers.{layer}.")
+        return self.norm(x, "model.norm")
+
+    def module(self, module: int, tokens: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
+        """(states that go on, logits) of rows 0 to len(tokens) - 1, with the states before them."""
+        place = {"i": module, "l": self.config["num_hidden_layers"] + module}
+        token_norm, hidden_norm, projection, final_norm, prefix = (
+            name.format(**place) if name else "" for name in map(str, self._names())
+        )
+        token = self.embedding[tokens].clone()
+        if self.conventions.masks_first:
+            token[0] = 0
+        pair = [self.norm(token, token_norm), self.norm(states, hidden_norm)]
+        x = self.linear(torch.cat(pair[::-1] if self.conventions.hidden_first else pair, dim=-1), projection)
+        x = self.layer(x, prefix)
+        shown = self.norm(x, final_norm) if final_norm else x
+        return shown if self.conventions.recycles_normed else x, shown @ self.head.T
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(name or "" for name in NAMES[self.family][:5])  # type: ignore[misc]
+
+    def draft(self, tokens: list[int], k: int, hidden: Tensor) -> tuple[list[int], float]:
+        """The k greedy drafts after `tokens`, and how near the nearest second choice came.
+
+        hidden: the target's states of at least all tokens but the last.
+        """
+        drafts: list[int] = []
+        gap = float("inf")
+        states = inputs = hidden[: len(tokens) - 1]
+        fed: list[int] = []
+        for step in range(k):
+            if step < self.modules:
+                inputs = states  # each module reads the states that the one before it made
+                fed = [*tokens, *drafts][step + 1 :]
+            else:
+                # The last module again: one row more, made of its own last draft and its own last state.
+                inputs = torch.cat((inputs, states[-1:]))
+                fed = [*fed, drafts[-1]]
+            states, logits = self.module(min(step, self.modules - 1), fed, inputs)
+            best = logits[-1].topk(2)
+            gap = min(gap, float(best.values[0] - best.values[1]))
+            drafts.append(int(best.indices[0]))
+        return drafts, gap
+
+
+class LibraryMtp(PlainMtp):
+    """The same with `transformers`' layers: a module's layer is loaded as one more layer of the target."""
+
+    def __init__(self, folder: Path, family: str, modules: int, scratch: Path) -> None:
+        super().__init__(folder, family, modules)
+        from transformers import AutoModelForCausalLM
+
+        layers = self.config["num_hidden_layers"]
+        prefixes = tuple(f"model.layers.{layers + m}." for m in range(modules))
+        around = ("enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens")
+        kept = {
+            name: tensor.contiguous()
+            for name, tensor in load_file(folder / "model.safetensors").items()
+            if not (name.startswith(prefixes) and name.split(".")[3] in around)
+        }
+        scratch.mkdir()
+        save_file(kept, scratch / "model.safetensors", metadata={"format": "pt"})
+        longer = {**self.config, "num_hidden_layers": layers + modules, "num_nextn_predict_layers": 0}
+        (scratch / "config.json").write_text(json.dumps(longer))
+        model = AutoModelForCausalLM.from_pretrained(
+            scratch, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
+        self.model = model.eval().model
+
+    @torch.inference_mode()
+    def layer(self, x: Tensor, prefix: str) -> Tensor:
+        """See `PlainMtp.layer`."""
+        rows = torch.arange(len(x))[None]
+        mask = torch.full((len(x), len(x)), -torch.inf, dtype=x.dtype).triu(1)[None, None]
+        rotary = self.model.rotary_emb(x[None], rows)
+        number = int(prefix.split(".")[2])
+        out = self.model.layers[number](
+            x[None], attention_mask=mask, position_ids=rows, position_embeddings=rotary
+        )
+        found: Tensor = out[0] if isinstance(out, tuple) else out
+        return found[0] if found.dim() == 3 else found

@@ -1,0 +1,176 @@
+"""MTP drafts against plain references, their caches after rejections, prefix hits and late catching up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from spd.runtime import Engine, SamplingParams
+from spd.runtime.models.decoder import Decoder
+from spd.runtime.models.mtp_head import MtpModule
+from spd.runtime.proposers.mtp import MtpProposer
+from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.recipes.tiny_mtp import write_tiny_mtp
+from tests.runtime.mtp_reference import LibraryMtp, PlainMtp
+
+VOCAB = 256
+TOO_NEAR = 1e-4
+"""Logits that differ by less may change places between float32 and float64."""
+HEADS: dict[str, dict[str, Any]] = {
+    "deepseek": {"family": "deepseek"},
+    "deepseek2": {"family": "deepseek", "modules": 2},
+    "mimo": {"family": "mimo", "variant": "biases"},
+    "mimo3": {"family": "mimo", "modules": 3},
+    "ernie": {"family": "ernie", "variant": "llama2"},
+    "mtp": {"family": "mtp"},
+    "deepseek_v3": {"family": "deepseek", "variant": "deepseek_v3"},
+    "deepseek_v3_2": {"family": "deepseek", "variant": "deepseek_v3_lite", "modules": 2},
+    "glm4": {"family": "glm4", "variant": "glm4_moe"},
+}
+BY_LIBRARY = ("deepseek_v3", "deepseek_v3_2", "glm4")
+SHORT = {("deepseek", 4), ("mimo3", 4), ("ernie", 2), ("mtp", 1), ("deepseek_v3", 3), ("glm4", 2)}
+
+Shelf = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    """Tiny targets with MTP heads, by name and kind, written once."""
+    shelf = tmp_path_factory.mktemp("heads")
+
+    def get(name: str, kind: str, **options: Any) -> Path:
+        folder = shelf / f"{name}-{kind}{''.join(map(str, options.values()))}"
+        if not folder.exists():
+            write_tiny_mtp(folder, kind=kind, **{**HEADS[name], **options})
+        return folder
+
+    return get
+
+
+def texts(engine: Engine, count: int = 24) -> list[tuple[tuple[int, ...], Run]]:
+    prompts = [*random_prompts(2, 20, VOCAB), *random_prompts(1, 75, VOCAB, seed=1), (7,), (3, 9)]
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for _ in prompts]
+    return list(zip(prompts, run_all(engine, prompts, params), strict=True))
+
+
+def compared(plain: PlainMtp, runs: list[tuple[tuple[int, ...], Run]]) -> tuple[int, int, int]:
+    """Rounds whose drafts are not the reference's, rounds compared, and those after a rejection."""
+    wrong = seen = rejected = 0
+    for prompt, run in runs:
+        tokens = [*prompt, *run.tokens]
+        hidden = plain.hidden(tokens)
+        for before, record in zip(run.rounds, run.rounds[1:], strict=False):
+            drafts, gap = plain.draft(tokens[: record.position], len(record.draft), hidden)
+            if record.draft and gap > TOO_NEAR:
+                seen += 1
+                rejected += before.accepted < len(before.draft)
+                wrong += drafts != record.draft
+    return wrong, seen, rejected
+
+
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [
+        pytest.param(name, k, marks=() if (name, k) in SHORT else pytest.mark.slow)
+        for name in HEADS
+        for k in (1, 2, 3, 4)
+    ],
+)
+def test_drafts_are_the_reference_s(heads: Shelf, tmp_path: Path, name: str, k: int) -> None:
+    family, modules = HEADS[name]["family"], HEADS[name].get("modules", 1)
+    total = 0
+    for kind in ("random", "copy"):
+        folder = heads(name, kind)
+        plain = PlainMtp(folder, family, modules)
+        if name in BY_LIBRARY:
+            plain = LibraryMtp(folder, family, modules, tmp_path / kind)
+        runs = texts(make_engine(folder, spec="mtp", draft_max=k), 24 if (name, k) in SHORT else 60)
+        wrong, seen, rejected = compared(plain, runs)
+        assert wrong == 0, (kind, wrong, seen)
+        assert rejected > 20
+        total += seen
+    assert total > (100 if (name, k) in SHORT else 200)
+
+
+def swapped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The projection reads the state where the embedding belongs."""
+    for module in modules_of(engine):
+        module.family = replace(module.family, hidden_first=not module.family.hidden_first)
+
+
+def unmasked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedding at position 0 counts."""
+    for module in modules_of(engine):
+        module.masked = -1
+
+
+def before_the_norm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's states are captured before its final norm."""
+    honest, scales = MtpProposer._keep, engine._parts.runner.model.final_norm  # type: ignore[attr-defined]
+
+    def keep(self: MtpProposer, stream: int, states: Tensor, *rest: Any) -> Tensor:
+        return honest(self, stream, states / scales if stream == 0 else states, *rest)
+
+    monkeypatch.setattr(MtpProposer, "_keep", keep)
+
+
+def shifted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's own state is read in place of the one before it."""
+    for module in modules_of(engine):
+        honest = module.kernels.head_input
+
+        def later(ids: Any, table: Any, states: Any, depth: Any, positions: Tensor, *rest: Any) -> Any:
+            return honest(ids, table, states, depth, positions + (depth > 1), *rest)  # noqa: B023
+
+        module.kernels = replace(module.kernels, head_input=later)
+
+
+def turned_by_slots(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later rows turn further than the released heads learnt."""
+    for module in modules_of(engine):
+        table = module.rotary
+        table.cos, table.sin = table.cos[::2].contiguous(), table.sin[::2].contiguous()
+        table.cos, table.sin = table.cos.repeat(2, 1), table.sin.repeat(2, 1)
+
+
+def recycled_raw(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module goes on from what stands before its final norm."""
+    for module in modules_of(engine):
+        module.family = replace(module.family, recycles_normed=False)
+
+
+def stale(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries made of recycled states stay in the cache: only the newest token is recomputed."""
+    honest = MtpProposer._window
+
+    def newest(self: MtpProposer, width: int, ahead: int, slots: Tensor) -> Any:
+        return honest(self, 1, ahead, slots)
+
+    monkeypatch.setattr(MtpProposer, "_window", newest)
+
+
+def modules_of(engine: Engine) -> list[MtpModule]:
+    proposer = engine._parts.proposer
+    assert isinstance(proposer, MtpProposer) and isinstance(engine._parts.runner.model, Decoder)
+    return [runner.model for runner in proposer.runners]  # type: ignore[misc]
+
+
+FAULTS = (swapped, unmasked, before_the_norm, shifted, turned_by_slots, recycled_raw, stale)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_seen(
+    heads: Shelf, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Engine, pytest.MonkeyPatch], None]
+) -> None:
+    folder = heads("deepseek", "random")
+    plain_text = texts(make_engine(folder), 16)
+    engine = make_engine(folder, spec="mtp", draft_max=2)
+    fault(engine, monkeypatch)
+    runs = texts(engine, 16)
+    assert [run.output for _, run in runs] == [run.output for _, run in plain_text], "a drafter changed text"
+    assert compared(PlainMtp(folder, "deepseek", 1), runs)[0] > 0
