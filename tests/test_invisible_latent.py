@@ -43,7 +43,7 @@ def compare(plain: list[Run], speculated: list[Run], method: str) -> None:
     assert [run.output for run in speculated] == [run.output for run in plain]
     drafted = sum(run.metrics.draft_n for run in speculated)
     accepted = sum(run.metrics.draft_n_accepted for run in speculated)
-    seen = {"ngram": drafted > 0, "draft": 0 < accepted < drafted, "self": accepted == drafted > 0}
+    seen = {"ngram": drafted > 0, "draft": 0 < accepted < drafted, "self": 0 < accepted <= drafted}
     assert seen[method], "nothing was seen"  # random text rarely goes on as n-grams say
 
 
