@@ -135,7 +135,7 @@ def test_other_text_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, config: Any) -> None:
             self.spec = config.spec
 
-        def generate(self, requests: Any) -> list[SimpleNamespace]:
+        def stream(self, requests: Any) -> list[SimpleNamespace]:
             return [SimpleNamespace(token_ids=tuple(range(8)) if self.spec == "off" else (9,) * 8)]
 
         def metrics(self, name: str) -> SimpleNamespace:

@@ -102,13 +102,14 @@ def test_prefixes_are_shared_under_windows(dense: Shelf) -> None:
 @pytest.mark.parametrize("method", ["ngram", "draft"])
 def test_interrupted_texts_are_the_same_under_windows(dense: Shelf, method: str) -> None:
     """Too few pages for all: who waits is replayed, window and all."""
-    target = dense("gemma3", residual_gain=damped, seed=3)
-    prompts = [random_prompts(1, 90, 256, seed=n)[0] for n in range(4)]
+    target = dense("gemma3", residual_gain=damped, seed=3, max_positions=1024)
+    prompts = [random_prompts(1, 490 + n, 256, seed=n)[0] for n in range(4)]
     params = [SamplingParams(max_tokens=60, temperature=0.7, seed=i, ignore_eos=True) for i in range(4)]
-    alone = [run_one(target, p, q) for p, q in zip(prompts, params, strict=True)]
-    wishes: dict[str, Any] = {"spec": method, "draft_max": 3, "slots": 4, "lag": 1, "cache_pages": 8}
+    alone = [run_one(target, p, q, ctx=1024) for p, q in zip(prompts, params, strict=True)]
+    wishes: dict[str, Any] = {"spec": method, "draft_max": 3, "slots": 4, "lag": 1, "ctx": 1024}
+    wishes["cache_pages"] = 40
     if method == "draft":
-        wishes["draft_model"] = dense("gemma3", residual_gain=damped, seed=3, layers=2)
+        wishes["draft_model"] = dense("gemma3", residual_gain=damped, seed=3, max_positions=1024, layers=2)
     runs = run_all(make_engine(target, **wishes), prompts, params)
     assert [run.output for run in runs] == [run.output for run in alone]
     assert sum(run.metrics.preemptions for run in runs) > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spd.errors import IncompatibleError
 from spd.formats.block_config import LatentConfig
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.rope_config import RopeConfig
@@ -183,13 +181,3 @@ def test_pools_hold_one_vector_a_position(tiny: Callable[..., Path]) -> None:
 
 
 # -- what is refused -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("variant", "need"), [("deepseek_v3", "latent attention"), ("qwen3_moe", "experts")])
-def test_triton_is_refused_by_name(tiny: Callable[..., Path], variant: str, need: str) -> None:
-    with pytest.raises(IncompatibleError, match=need) as caught:
-        make_engine(tiny(variant), kernels="triton")
-    assert json.loads((tiny(variant) / "config.json").read_text())["architectures"][0] in str(caught.value)
-    assert caught.value.fix == ("--kernels torch",)
-    with pytest.raises(IncompatibleError, match=need):
-        make_engine(tiny("qwen3"), kernels="triton", spec="draft", draft_model=tiny(variant))

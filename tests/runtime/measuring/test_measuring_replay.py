@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,9 +83,9 @@ def wrong_rope(patch: pytest.MonkeyPatch) -> None:
     """Rows of a window after its first stand one position late."""
     forward = ModelRunner.forward
 
-    def changed(self: ModelRunner, rows: RoundWindow, table: Tensor, views: object) -> Tensor:
+    def changed(self: ModelRunner, rows: RoundWindow, table: Tensor, *rest: Any) -> Tensor:
         late = rows.positions + (torch.arange(rows.positions.shape[1]) > 0)
-        return forward(self, replace(rows, positions=late), table, views)  # type: ignore[arg-type]
+        return forward(self, replace(rows, positions=late), table, *rest)
 
     patch.setattr(ModelRunner, "forward", changed)
 
