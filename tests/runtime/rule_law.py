@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
@@ -35,6 +36,8 @@ from tests.runtime.round_law import (
 from tests.runtime.target_law import PROMPT, VOCAB, Law, Text, random_drafts, target_table
 
 RULES = ("rejection", "block")
+NO_WINDOW: Any = None
+"""What a draft model, which reads no states of the target, is given."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,9 @@ class RuleEnumeration(Enumeration):
         if case.drawn and case.ks[0]:
             self.draft_script.begin(self.plans[0][:, 1 : case.ks[0] + 1])
             assert proposer is not None
-            proposer.draft(case.ks[0], [SlotView(1, ())] * state.slots, SamplerClass.of(case.params))
+            proposer.draft(
+                case.ks[0], NO_WINDOW, [SlotView(1, ())] * state.slots, SamplerClass.of(case.params)
+            )
             self.weights *= self.draft_script.weight
 
     def run(self, number: int, draft_law: Tensor | None = None) -> None:
@@ -172,6 +177,9 @@ class CertainDrafts:
     def __init__(self, state: RoundState) -> None:
         self.state = state
 
+    def capture(self, *_: object) -> None:
+        """Nothing is wanted of the target."""
+
     def draft(self, k: int, *_: object) -> None:
         """Propose k zeros."""
         self.state.draft.fill_(0)
@@ -206,7 +214,7 @@ def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor,
         mock.patch.object(sampling, "gumbel", gumbel_at_once),
         mock.patch.object(draft_verify, "gumbel", gumbel_at_once),
     ):
-        proposer.draft(k, views, needs)
+        proposer.draft(k, NO_WINDOW, views, needs)
         while state.active.any():
             place, live = int(state.counter), state.active.clone()
             rounds.run(k, views, needs, None, k)

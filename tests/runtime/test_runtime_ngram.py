@@ -14,6 +14,7 @@ from spd.runtime.proposers.ngram import NgramProposer
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RoundState
 from tests.prompt_lookup import search
+from tests.runtime.rule_law import NO_WINDOW
 
 MAX_LEN, MAX_DRAFT = 40, 8
 
@@ -35,7 +36,7 @@ def propose(
         state.active[slot] = text is not None
         views.append(EMPTY_SLOT if text is None else SlotView(min(len(row) + slack, MAX_LEN), ()))
     state.num_drafts.fill_(3)
-    NgramProposer(state, load_kernels("torch"), shortest, longest).draft(k, views, SamplerClass())
+    NgramProposer(state, load_kernels("torch"), shortest, longest).draft(k, NO_WINDOW, views, SamplerClass())
     assert (state.draft[:, k:] == -7).all()
     counts = state.num_drafts.tolist()
     assert all(0 <= count <= k for count in counts)

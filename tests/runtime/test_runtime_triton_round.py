@@ -37,8 +37,8 @@ SHAPE: dict[str, Any] = {
     "tokenizer": False,
     "seed": 5,
 }
-USED_BY_NO_ROUND = {"head_input", "keep_states"}
-"""Of MTP heads, whose rounds are tested beside them."""
+USED_BY_NO_ROUND = {"row_laws", "rejection_verify", "block_verify"}
+"""Of other rules than the coupled one, whose rounds are tested with them."""
 LATENT_SHAPE: dict[str, Any] = {**SHAPE, "kv_heads": 4}
 
 
