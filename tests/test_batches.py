@@ -18,6 +18,7 @@ import pytest
 
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.runtime import Engine, Request, SamplingParams
+from spd.runtime.memory import pages_a_slot
 from spd.runtime.request import GrammarText
 from tests.helpers import PROPOSERS, Run, make_engine, random_prompts, run_requests
 
@@ -124,6 +125,8 @@ class Bench:
             wishes["draft_model"] = self.draft
         if case["pressure"]:
             wishes["cache_pages"] = -(-self.wishes["ctx"] // 64)
+        elif case["prefix"] == "hit":  # room for what was kept, beside whole blocks for all who run
+            wishes["cache_pages"] = pages_a_slot(self.wishes["ctx"]) * (case["size"] + KINDS)
         return make_engine(self.target, lag=lag, prefix_sharing=case["prefix"] == "hit", **wishes)
 
     def run(self, case: Case, lag: int) -> list[Run]:

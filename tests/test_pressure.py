@@ -55,7 +55,7 @@ def test_interrupted_texts_are_the_same(
     assert [run.output for run in runs] == [run.output for run in alone]
     assert [run.logprobs for run in runs] == [run.logprobs for run in alone]
     interrupted = [run.metrics.preemptions for run in runs]
-    assert sum(interrupted) > 2 and interrupted[0] == 0, interrupted
+    assert sum(interrupted) >= 2 and interrupted[0] == 0, interrupted
     for run in runs:  # what was written again is not counted again
         assert run.metrics.rounds == len(run.rounds) == sum(run.metrics.acceptance_histogram)
         ended_by_draft = run.finish_reason == "stop" and run.drafted[-1]
@@ -64,7 +64,8 @@ def test_interrupted_texts_are_the_same(
             == run.metrics.rounds + run.metrics.draft_n_accepted - ended_by_draft
         )
     if method == "draft":  # the drafter's cache came back too: it is the target, and always right
-        assert interrupted[5] and runs[5].metrics.draft_n_accepted == runs[5].metrics.draft_n > 0
+        plain = [runs[i].metrics for i in (2, 5) if interrupted[i]]  # nothing but noise and a bias
+        assert plain and all(m.draft_n_accepted == m.draft_n > 0 for m in plain)
     engine._scheduler.check()
     assert engine._pages.num_available == PAGES
 
