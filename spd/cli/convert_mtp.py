@@ -18,7 +18,7 @@ from spd.cli.convert_report import Report, convert_lines, facts
 from spd.cli.options import CommonOptions, Session, _output, model_names
 from spd.cli.output import Sink, to_json
 from spd.cli.ticker import Ticker
-from spd.errors import IncompatibleError, UsageError
+from spd.errors import CheckFailedError, IncompatibleError, UsageError
 
 if TYPE_CHECKING:
     from spd.formats.model_config import ModelConfig
@@ -28,6 +28,9 @@ WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
 CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MAX_REPEAT = 64
+PROMPTS, PROMPT, TOKENS, DEPTHS = 3, 64, 64, 4
+"""What --verify runs: prompts, their tokens at most, tokens of each reply, drafts."""
+USELESS, POOR = 0.05, 0.4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -62,6 +65,9 @@ class ConvertOptions(CommonOptions):
         Literal["stored", "bfloat16", "float16", "float32"],
         typer.Option(help="Of what is written; FP8 blocks are multiplied out."),
     ] = "stored"
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Try the head on its target: drafts, acceptance by depth.")
+    ] = False
     force: Annotated[bool, typer.Option("--force", help="Replace a head that is already there.")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read headers, write nothing.")] = False
     json: Annotated[bool, _output("--json", help="One JSON object: every tensor by name.")] = False
@@ -76,6 +82,8 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
         raise UsageError(f"--repeat {options.repeat}: from 1 to {MAX_REPEAT}", fix=["--repeat 3"])
     source = resolve_model(options.source, options.revision)
     destination = _destination(options, source)
+    if options.verify:
+        _require_target(options, source)
     with ExitStack() as stack:
         plan = plan_head(source, options.source, _layer_tensors)
         stack.callback(plan.checkpoint.close)
@@ -88,8 +96,13 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
             session.console.note("spd reuses one module by itself; --repeat is for engines that do not")
         if destination is not None and not options.dry_run:
             report = _write(session, plan, options, report, destination)
+    if options.verify:
+        target = source if options.attach is None else resolve_model(options.attach)
+        report = replace(report, verified=_verify(session, target, destination or source))
     sink = Sink.stdout()
     sink.write(to_json(facts(report)) + "\n" if options.json else convert_lines(report))
+    if report.verified is not None:
+        _judge(session, report.verified)
 
 
 def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -198,3 +211,52 @@ def _cast(plan: HeadPlan, dtype: str) -> Cast:
 
     wanted, block = getattr(torch, dtype), plan.config.fp8_block
     return lambda checkpoint, meta: cast_pieces(checkpoint, meta, wanted, block)
+
+
+def _require_target(options: ConvertOptions, source: Path) -> None:
+    """Raise UsageError where --verify has no target to try a head on, or no head that spd can read."""
+    from spd.formats.mtp_folder import is_head_folder
+
+    if options.dry_run or options.layout == "nextn":
+        raise UsageError("--verify tries the folder that is written, as spd reads it", fix=["leave it out"])
+    if options.attach is None and is_head_folder(source):
+        raise UsageError("--verify needs a target: SRC is a head", fix=["--attach TARGET"])
+    if options.attach is not None and options.destination is None and not is_head_folder(source):
+        raise UsageError("--verify needs a head folder to try", fix=["name a folder to write"])
+
+
+def _verify(session: Session, target: Path, head: Path) -> dict[str, Any]:
+    """Run the target with the head on spd's own prompts, else on token ids where it has no tokenizer."""
+    from spd.formats.tokenizer import Tokenizer
+    from spd.runtime import EngineConfig
+    from spd.runtime.measuring.head_check import check_head
+    from spd.runtime.measuring.prompt_set import read_prompts
+
+    if (target / "tokenizer.json").exists():
+        tokenizer = Tokenizer.open(target)
+        prompts = [tuple(tokenizer.encode(prompt.text))[:PROMPT] for prompt in read_prompts()[:PROMPTS]]
+    else:
+        prompts = [tuple(range(start, start + PROMPT)) for start in range(PROMPTS)]
+    config = EngineConfig(
+        model=target, spec="mtp", mtp=head, draft_max=DEPTHS, ctx=PROMPT + TOKENS + 2 * DEPTHS, slots=PROMPTS
+    )
+    with Ticker(session.console) as ticker:
+        ticker.write("trying the head on its target")
+        return check_head(config, prompts, TOKENS, session.guard.check).as_dict()
+
+
+def _judge(session: Session, found: dict[str, Any]) -> None:
+    """Raise CheckFailedError for drafts that depend on the cache, or that are next to never accepted."""
+    first = found["acceptance"][0]
+    if found["differing"]:
+        raise CheckFailedError(
+            f"{found['differing']} of {found['rounds']} rounds drafted otherwise than from an empty cache",
+            fix=["please report it"],
+        )
+    if first < USELESS:
+        raise CheckFailedError(
+            f"{first:.0%} of first drafts are accepted: the head is broken, or another target's",
+            fix=["make the head from the checkpoint that the target was made of"],
+        )
+    if first < POOR:
+        session.console.note(f"{first:.0%} of first drafts are accepted: less than heads are known for")

@@ -25,6 +25,7 @@ class Report:
     attached: dict[str, Any] | None = None
     written: bool = False
     own: tuple[str, ...] = ()
+    verified: dict[str, Any] | None = None
 
     def shared(self) -> list[str]:
         """Copies of the target's tables: left out, or before writing those that will be compared."""
@@ -46,6 +47,7 @@ def facts(report: Report) -> dict[str, Any]:
         "bytes": size_of(plan.tensors),
         "verifier": {"name_or_path": plan.verifier, "sha256": plan.verifier_sha256},
         "attached": report.attached,
+        "verified": report.verified,
         "mapped": [
             {
                 "name": tensor.name,
@@ -91,6 +93,8 @@ def convert_lines(report: Report) -> str:
             lines.append(f"use       spd generate -m TARGET --spec mtp --mtp {report.destination}")
     elif report.destination is not None:
         lines.append(f"would write {size} → {report.destination} (nothing written: --dry-run)")
+    if report.verified is not None:
+        lines.append(f"verify    {_verified_words(report.verified)}")
     return "".join(line + "\n" for line in lines)
 
 
@@ -99,6 +103,14 @@ def size_of(tensors: tuple[HeadTensor, ...]) -> int:
     from spd.formats.safetensors_header import DTYPE_BITS
 
     return sum(t.source.nbytes * DTYPE_BITS[t.dtype] // DTYPE_BITS[t.source.dtype] for t in tensors)
+
+
+def _verified_words(found: dict[str, Any]) -> str:
+    shares = " ".join(f"{share:.0%}" for share in found["acceptance"])
+    return (
+        f"{found['tokens']} tokens, accepted by depth {shares} · "
+        f"{found['rounds']} rounds, {found['differing']} unlike drafts from an empty cache"
+    )
 
 
 def _attached_words(attached: dict[str, Any]) -> str:
