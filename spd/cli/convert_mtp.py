@@ -28,8 +28,8 @@ WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
 CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MAX_REPEAT = 64
-PROMPTS, PROMPT, TOKENS, DEPTHS = 3, 64, 64, 4
-"""What --verify runs: prompts, their tokens at most, tokens of each reply, drafts."""
+PROMPT, TOKENS, DEPTHS, SLOTS = 32, 64, 4, 8
+"""What --verify runs: tokens of its prompt, of the reply that are drafted for, drafts, requests at once."""
 USELESS, POOR = 0.05, 0.4
 
 
@@ -232,17 +232,14 @@ def _verify(session: Session, target: Path, head: Path) -> dict[str, Any]:
     from spd.runtime.measuring.head_check import check_head
     from spd.runtime.measuring.prompt_set import read_prompts
 
+    prompt = tuple(range(PROMPT))
     if (target / "tokenizer.json").exists():
-        tokenizer = Tokenizer.open(target)
-        prompts = [tuple(tokenizer.encode(prompt.text))[:PROMPT] for prompt in read_prompts()[:PROMPTS]]
-    else:
-        prompts = [tuple(range(start, start + PROMPT)) for start in range(PROMPTS)]
-    config = EngineConfig(
-        model=target, spec="mtp", mtp=head, draft_max=DEPTHS, ctx=PROMPT + TOKENS + 2 * DEPTHS, slots=PROMPTS
-    )
+        prompt = tuple(Tokenizer.open(target).encode(read_prompts()[0].text))[:PROMPT]
+    ctx = PROMPT + TOKENS + 3 * DEPTHS
+    config = EngineConfig(model=target, spec="mtp", mtp=head, draft_max=DEPTHS, ctx=ctx, slots=SLOTS)
     with Ticker(session.console) as ticker:
         ticker.write("trying the head on its target")
-        return check_head(config, prompts, TOKENS, session.guard.check).as_dict()
+        return check_head(config, [prompt], TOKENS + DEPTHS, session.guard.check).as_dict()
 
 
 def _judge(session: Session, found: dict[str, Any]) -> None:
