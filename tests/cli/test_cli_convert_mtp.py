@@ -202,6 +202,21 @@ def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, t
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
+def test_a_head_is_tried_on_its_target(spd_run: Callable, original: Path, tmp_path: Path) -> None:
+    """A random head drafts alike with and without a past, and is of no use: exit status 6, in words."""
+    for wrong in (["--dry-run"], ["--layout", "nextn"]):
+        refused(spd_run("convert-mtp", original, tmp_path / "x", "--verify", *wrong), 2, "--verify")
+    ran = spd_run("convert-mtp", original, tmp_path / "head", "--verify", "--json", "-q")
+    assert ran.code == 6 and "of first drafts are accepted" in ran.err, ran.err
+    found = ran.json["verified"]
+    assert found["tokens"] == 64 and found["rounds"] > 20 and found["differing"] == 0
+    assert (
+        list(found["acceptance"]) == sorted(found["acceptance"], reverse=True)
+        and len(found["acceptance"]) == 4
+    )
+    refused(spd_run("convert-mtp", tmp_path / "head", "--verify"), 2, "SRC is a head", "--attach TARGET")
+
+
 def limited(*argv: object) -> tuple[subprocess.CompletedProcess[str], int, float]:
     """A run of the program: what came, the peak memory in bytes and the CPU seconds of it alone."""
     code = "import resource, runpy, sys; sys.argv[0] = 'spd'; status = 0\n"
