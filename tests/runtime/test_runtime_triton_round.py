@@ -238,6 +238,16 @@ def test_an_mtp_head_of_two_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sum(len(record.draft) for record in second[0].rounds) > 3
 
 
+def test_a_deepseek_head(tmp_path: Path) -> None:
+    """Latent attention and experts in the head too, beyond its one module."""
+    shape = {"layers": 2, **LATENT_SHAPE}
+    target = write_tiny_mtp(tmp_path / "head", family="deepseek", variant="deepseek_v3", kind="copy", **shape)
+    params = [SamplingParams(max_tokens=6, temperature=0.8, seed=3)]
+    first, second = both(target, PROMPT, params, spec="mtp", draft_max=2)
+    assert_same(first, second)
+    assert sum(len(record.draft) for record in second[0].rounds) > 2
+
+
 def test_every_operation_has_run(calls: Counter[str]) -> None:
     """Over the tests above, which have to run with this one."""
     assert set(OPERATIONS) - set(calls) == USED_BY_NO_ROUND
