@@ -19,10 +19,10 @@ def test_a_trace_and_a_live_run_say_the_same(spd_run: Callable[..., Any], tmp_pa
     assert "carried over" not in live.err.replace("\n", " "), "a live run measures a few plain rounds too"
     assert told.text.splitlines()[0] == live.err.splitlines()[0]
     assert max(map(len, told.text.splitlines())) <= 80
-    assert "draft k=4" in told.text and "← now" in told.text and "← best" in told.text
+    assert "mtp k=3" in told.text and "← now" in told.text and "← best" in told.text
     assert "N-gram lookup on this text would give" in told.text.replace("\n", " ")
     shown = spd_run("explain", trace, "--json").json
-    assert shown["method"] == "draft" and shown["k"] == 4 and shown["rounds"] > 5
+    assert shown["method"] == "mtp" and shown["k"] == 3 and shown["rounds"] > 5
 
 
 def test_traces_of_two_runs_share_their_costs(spd_run: Callable[..., Any], tmp_path: Path) -> None:
