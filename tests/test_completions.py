@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from spd.cli.app import COMMANDS
 from spd.cli.completions import script
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,21 +70,7 @@ def bash_complete(tmp_path: Path):
 
 
 def test_bash_offers_what_fits(bash_complete) -> None:
-    assert bash_complete("spd", "") == [
-        "chat",
-        "generate",
-        "bench",
-        "compare",
-        "explain",
-        "verify",
-        "inspect",
-        "convert-mtp",
-        "pull",
-        "ls",
-        "rm",
-        "doctor",
-        "completions",
-    ]
+    assert bash_complete("spd", "") == list(COMMANDS)
     assert bash_complete("spd", "generate", "--draft-") == [
         "--draft-model",
         "--draft-max",

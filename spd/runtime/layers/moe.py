@@ -9,8 +9,8 @@ from torch import Tensor
 from spd.formats.block_config import RouterConfig
 from spd.kernels.dispatch import Kernels
 from spd.kernels.moe import gate_chosen
-from spd.kernels.rms_norm import rms_norm
 from spd.runtime.layers.linear import AnyLinear, in_tiles
+from spd.runtime.layers.norm import normed
 from spd.runtime.models.base import ForwardBatch, Residual
 
 SMALL_EXPERTS = 8 * 2**20
@@ -21,12 +21,13 @@ cost less than sorting rows and many small ones, and nothing depends on where ro
 class Experts(Protocol):
     """All routed experts of a layer."""
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, batch: ForwardBatch) -> Tensor:
-        """The weighed sum of what the experts ids [T, k] make of x [T, K]: [T, K]; weights float32 [T, k]."""
-        ...
+    def onto(
+        self, x: Tensor, ids: Tensor, weights: Tensor, stream: Residual, batch: ForwardBatch
+    ) -> Residual:
+        """The stream [T, K] plus the weighed sum of what the experts ids [T, k] make of x [T, K].
 
-    def onto(self, x: Tensor, ids: Tensor, weights: Tensor, stream: Tensor) -> Residual:
-        """The same added to the stream [T, K], with its squares."""
+        weights float32 [T, k].
+        """
         ...
 
 
@@ -36,14 +37,12 @@ class MergedExperts:
     def __init__(self, gate_up: AnyLinear, down: AnyLinear, count: int) -> None:
         self.gate_up, self.down, self.count = gate_up, down, count
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, batch: ForwardBatch) -> Tensor:
+    def onto(
+        self, x: Tensor, ids: Tensor, weights: Tensor, stream: Residual, batch: ForwardBatch
+    ) -> Residual:
         """See `Experts`."""
         every = self.gate_up.product(x, batch).view(x.shape[0], self.count, -1)
-        return self.down.product(gate_chosen(every, ids, weights), batch)
-
-    def onto(self, x: Tensor, ids: Tensor, weights: Tensor, stream: Tensor) -> Residual:
-        """See `Experts`."""
-        raise NotImplementedError("torch's form keeps no squares beside the stream")
+        return self.down.onto(gate_chosen(every, ids, weights), stream, batch)
 
 
 class RoutedExperts:
@@ -52,15 +51,14 @@ class RoutedExperts:
     def __init__(self, gate_up: Tensor, down: Tensor, kernels: Kernels) -> None:
         self.gate_up, self.down, self.kernels = gate_up, down, kernels
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, batch: ForwardBatch) -> Tensor:
+    def onto(
+        self, x: Tensor, ids: Tensor, weights: Tensor, stream: Residual, batch: ForwardBatch
+    ) -> Residual:
         """See `Experts`."""
-        chunk = batch.chunk_start is not None
-        mixed: Tensor = self.kernels.experts(x, ids, weights, self.gate_up, self.down, chunk=chunk)
-        return mixed
-
-    def onto(self, x: Tensor, ids: Tensor, weights: Tensor, stream: Tensor) -> Residual:
-        """See `Experts`."""
-        return Residual(*self.kernels.experts_onto(x, ids, weights, self.gate_up, self.down, stream))
+        case = (x, ids, weights, self.gate_up, self.down)
+        if stream.squares is not None:
+            return Residual(*self.kernels.experts_onto(*case, stream.x))
+        return Residual(stream.x + self.kernels.experts(*case, chunk=batch.chunk_start is not None))
 
 
 class MoeMlp:
@@ -87,20 +85,12 @@ class MoeMlp:
 
     def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
         """The stream [T, hidden] with this block added."""
-        x, onto = self._normed(stream), stream
-        chosen = self._route(x, batch.tile)
+        x = normed(stream, self.norm, self.epsilon, self.kernels)
+        chosen, onto = self._route(x, batch.tile), stream
         if self.shared is not None:
             gate_up, down = self.shared
             onto = down.onto(gate_up.gated(stream, self.norm, self.epsilon, batch), stream, batch)
-        if stream.squares is not None:
-            return self.experts.onto(x, *chosen, onto.x)
-        return Residual(onto.x + self.experts(x, *chosen, batch))
-
-    def _normed(self, stream: Residual) -> Tensor:
-        if stream.squares is None:
-            return rms_norm(stream.x, self.norm, self.epsilon)
-        x: Tensor = self.kernels.rms_norm_rows(stream.x, stream.squares, self.norm, self.epsilon)
-        return x
+        return self.experts.onto(x, *chosen, onto, batch)
 
     def _route(self, x: Tensor, tile: int) -> tuple[Tensor, Tensor]:
         """The chosen experts and their weights, [T, k] each."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.paged_attention import AttentionHeads
-from spd.kernels.rms_norm import rms_norm
 from spd.runtime.layers.linear import AnyHead, AnyLinear
+from spd.runtime.layers.norm import normed
 from spd.runtime.layers.rotary import RotaryRows, RotaryTable
 from spd.runtime.models.base import ForwardBatch, LayerCache, Residual
 from spd.runtime.models.layouts import Shape
@@ -111,10 +111,7 @@ class Decoder:
 
     def normed(self, stream: Residual, weight: Tensor) -> Tensor:
         """The stream [T, hidden] normalised with scales weight [hidden]."""
-        if stream.squares is None:
-            return rms_norm(stream.x, weight, self.epsilon)
-        hidden: Tensor = self.kernels.rms_norm_rows(stream.x, stream.squares, weight, self.epsilon)
-        return hidden
+        return normed(stream, weight, self.epsilon, self.kernels)
 
     def _embed(self, batch: ForwardBatch) -> Residual:
         if self.head.carries_squares and batch.chunk_start is None:
