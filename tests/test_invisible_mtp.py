@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from spd.formats.demo import demo_folder
 from spd.runtime import Engine, Request, SamplingParams
 from tests.helpers import Run, make_engine, random_prompts, run_all, run_one
 from tests.recipes.tiny_mtp import write_tiny_mtp
@@ -170,3 +171,22 @@ def test_interrupted_texts_draft_as_before(heads: Callable[[str], Path]) -> None
     plain = PlainMtp(heads("three"), "mimo", 3)
     wrong, seen, _ = compared(plain, list(zip(prompts, runs, strict=True)))
     assert seen > 50 and wrong == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_demo_and_its_own_head(dtype: str) -> None:
+    """Trained weights, latent attention and experts: greedy and drawn, beside each other, at every lag."""
+    prompts = [tuple(range(5 + n, 45 + n)) for n in (0, 40, 900)] * 2
+    params = [SamplingParams(max_tokens=24, temperature=0.8 * (i > 2), seed=i) for i in range(6)]
+    wishes: dict[str, Any] = {"dtype": dtype, "slots": 3}
+    plain = run_all(make_engine(demo_folder(), **wishes), prompts, params)
+    for k in (1, 4):
+        story: list[Any] = []
+        for lag in (0, 1, 2):
+            runs = run_all(
+                make_engine(demo_folder(), spec="mtp", draft_max=k, lag=lag, **wishes), prompts, params
+            )
+            assert [run.output for run in runs] == [run.output for run in plain]
+            story = story or [run.drafts for run in runs]
+            assert [run.drafts for run in runs] == story
+        assert sum(accepted for run in story for _, accepted in run) > 0
