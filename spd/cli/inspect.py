@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spd.cli.inspect_run import choose, need_lines, needs, speculation, speculation_lines, wrapped
 from spd.cli.options import InspectOptions, Session
 from spd.cli.output import Sink, to_json
 from spd.errors import IncompatibleError, SpdError
@@ -30,10 +31,12 @@ def inspect(session: Session, options: InspectOptions) -> None:
     shown: dict[str, Any] = {"schema": "spd.inspect/1", "target": target}
     refusal, draft = None, None
     if options.draft is not None:
-        draft = describe(options.draft, resolve_model(options.draft))
-        refusal = mismatch(target, draft)
-        shown |= {"draft": draft, "compatible": refusal is None}
-    shown["needs"] = needs(target, draft)
+        draft = resolve_model(options.draft)
+        shown["draft"] = describe(options.draft, draft)
+        refusal = mismatch(target, shown["draft"])
+        shown["compatible"] = refusal is None
+    choice = choose(Path(target["folder"]), draft)
+    shown |= {"speculation": speculation(choice), "needs": needs(choice)}
     if options.json:
         if refusal is None:  # else the one object on standard output is the error's
             sink.write(to_json(shown) + "\n")
@@ -128,36 +131,6 @@ def kv_bytes(config: ModelConfig) -> int:
     return position_size(config) * DTYPE_BYTES[config.dtype]
 
 
-def needs(target: dict[str, Any], draft: dict[str, Any] | None) -> dict[str, Any]:
-    """Bytes that a run with one request and no flags takes at most, part by part, without CUDA graphs."""
-    from spd.formats.model_config import read_model_config
-    from spd.formats.mtp_folder import find_source
-    from spd.runtime.memory import AUTO_CTX, CHUNK, DEFAULT_DRAFT_MAX, MemoryShape, measure
-
-    config = read_model_config(Path(target["folder"]))
-    other = read_model_config(Path(draft["folder"])) if draft is not None else None
-    has_head = other is None and target["mtp"] is not None and target["mtp"].get("layout")
-    usable = has_head and target["mtp"]["error"] is None
-    mtp = find_source(Path(target["folder"]), config, None) if usable else None
-    ctx = min(config.max_positions, AUTO_CTX)
-    shape = MemoryShape(
-        target=config,
-        draft=other,
-        dtype=config.dtype,
-        slots=1,
-        ctx=ctx,
-        draft_ctx=min(other.max_positions, ctx) if other else ctx,
-        draft_max=DEFAULT_DRAFT_MAX["draft" if other else "mtp" if mtp else "ngram"],
-        chunk=CHUNK["torch"],
-        kernels="torch",
-        graphs=False,
-        on_cpu=False,
-        mtp=mtp,
-    )
-    need = measure(shape)
-    return {"ctx": ctx, "total": need.total, "parts": vars(need)}
-
-
 def vocabulary_facts(folder: Path, config: ModelConfig) -> dict[str, Any]:
     """Rows of the embedding, ids that the tokenizer uses, and the fingerprint that pairs are checked by."""
     from spd.formats.tokenizer import Tokenizer
@@ -232,13 +205,19 @@ def inspect_lines(shown: dict[str, Any]) -> list[str]:
     ]
     draft = shown.get("draft")
     if draft is not None:
-        words = "same vocabulary" if shown["compatible"] else "another vocabulary: this pair cannot run"
+        words = _pair_words(target["vocabulary"], draft["vocabulary"], shown["compatible"])
         lines += [f"draft     {_headline(draft)}", f"          {_memory_words(draft)}", f"pair      {words}"]
-    need = shown["needs"]
-    parts = " + ".join(
-        f"{_size(size)} {name.replace('_', ' ')}" for name, size in need["parts"].items() if size
-    )
-    return [*lines, f"needs     {_size(need['total'])} for {need['ctx']:,} tokens: {parts}"]
+    return [*lines, *speculation_lines(shown["speculation"]), *need_lines(shown["needs"])]
+
+
+def _pair_words(ours: dict[str, Any], theirs: dict[str, Any], compatible: bool) -> str:
+    """What the comparison by hash came to."""
+    if ours["sha256"] is None and theirs["sha256"] is None:
+        return "no tokenizer.json on either side: --prompt-ids only"
+    digests = [facts["sha256"][:16] if facts["sha256"] else "no tokenizer.json" for facts in (ours, theirs)]
+    if compatible:
+        return f"same vocabulary (sha256 {digests[0]} on both sides)"
+    return f"another vocabulary: this pair cannot run ({digests[0]} and {digests[1]})"
 
 
 def _headline(model: dict[str, Any]) -> str:
@@ -271,7 +250,7 @@ def _mtp_lines(mtp: dict[str, Any] | None) -> list[str]:
         return [f"mtp       {mtp['declared']} modules in config.json, none in the weights: see --mtp HEAD"]
     size = f"{_size(mtp['weight_bytes'])} · {_size(mtp['kv_bytes_per_token'])} a token of context"
     unusable = f" · cannot be used: {mtp['error']}" if mtp["error"] else ""
-    return [f"mtp       {mtp['layout']} · {size}{unusable}"]
+    return wrapped("mtp", f"{mtp['layout']} · {size}{unusable}")
 
 
 def _template_words(template: dict[str, Any]) -> str:

@@ -6,8 +6,10 @@ The parts are bounds from shapes alone, so a plan can refuse before anything is 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from spd.errors import ResourceError
 from spd.formats.model_config import ModelConfig
@@ -220,6 +222,18 @@ def _workspace(shape: MemoryShape, model: ModelConfig, positions: int, rows: int
     inner = max(layer.mlp.widest + 2 * layer.attention.widest for layer in layers)
     activations = widest * (4 * model.hidden_size + inner) * width
     return logits + history + attention + activations + rotary * 2 * positions * head_dim * width
+
+
+def available_memory() -> int:
+    """Bytes of main memory that can be had; beyond all bounds where nobody can say."""
+    try:
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return 2**62
+    return available
 
 
 def largest(fits: Callable[[int], bool], most: int, step: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,8 @@ from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.mtp_folder import MtpSource, find_source
 from spd.runtime.config import EngineConfig
 from spd.runtime.drafter import choose_drafter
-from spd.runtime.memory import (
-    ATTENTION_BLOCK,
-    AUTO_CTX,
-    CHUNK,
-    DEFAULT_DRAFT_MAX,
-    PAGE_SIZE,
-    MemoryShape,
-    at_context,
-    fewest_pages,
-    largest,
-    measure,
-    refusal,
-)
-from spd.runtime.page_table import NUM_RESERVED
+from spd.runtime.fitting import check_pages, fitted, shape_of
+from spd.runtime.memory import DEFAULT_DRAFT_MAX, PAGE_SIZE, available_memory, measure
 
 
 @dataclass(frozen=True)
@@ -175,90 +163,12 @@ def _physical_cores() -> int:
 
 
 def _free_memory(device: str) -> int:
-    """Bytes that can be had on a device; beyond all bounds where nobody can say."""
+    """Bytes that can be had on a device."""
     if device != "cpu":
         free, _ = torch.cuda.mem_get_info(device)
         # What torch holds and does not use is handed out before anything new.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return 2**62
-    return available
-
-
-def _shape(
-    config: EngineConfig,
-    model: ModelConfig,
-    draft: ModelConfig | None,
-    dtype: str,
-    kernels: str,
-    graphs: bool,
-    draft_max: int,
-    on_cpu: bool,
-    mtp: MtpSource | None = None,
-) -> MemoryShape:
-    """What is asked for in numbers; an automatic context is as long as it may become."""
-    if config.ctx is not None and config.ctx > model.max_positions:
-        raise IncompatibleError(
-            f"--ctx {config.ctx} is more than the model's {model.max_positions} positions",
-            fix=[f"--ctx {model.max_positions}"],
-        )
-    ctx = config.ctx or max(2, min(model.max_positions, AUTO_CTX))
-    return MemoryShape(
-        target=model,
-        draft=draft if draft_max else None,
-        dtype=dtype,
-        slots=config.slots,
-        ctx=ctx,
-        draft_ctx=min(draft.max_positions if draft else ctx, config.draft_ctx or ctx, ctx),
-        draft_max=draft_max,
-        chunk=CHUNK[kernels],
-        kernels=kernels,
-        graphs=graphs,
-        on_cpu=on_cpu,
-        pages=config.cache_pages,
-        keep_laws=config.verify != "coupled",
-        mtp=mtp if draft_max else None,
-    )
-
-
-def _fitted(config: EngineConfig, shape: MemoryShape, device: str, free: int) -> MemoryShape:
-    """The shape, with an automatic context and page number cut to what fits.
-
-    Pages are cut first, down to what one request needs. Raises ResourceError if nothing fits.
-    """
-    usable = int(free * config.memory_fraction)
-
-    def least(ctx: int) -> MemoryShape:
-        return replace(at_context(shape, ctx), squeezed=shape.slots > 1)
-
-    def fits(ctx: int) -> bool:
-        return measure(least(ctx)).total <= usable
-
-    ctx = shape.ctx if config.ctx else largest(fits, shape.ctx, PAGE_SIZE)
-    if not ctx or not fits(ctx):
-        smallest = least(ctx or min(shape.ctx, PAGE_SIZE))
-        raise refusal(smallest, device, free, config.memory_fraction, bool(config.draft_model or config.mtp))
-    whole = at_context(shape, ctx)
-    if whole.pages is not None or measure(whole).total <= usable:
-        return whole
-    step = ATTENTION_BLOCK // PAGE_SIZE
-    pages = largest(lambda n: measure(replace(whole, pages=n)).total <= usable, whole.num_pages, step)
-    return replace(whole, pages=max(pages, fewest_pages(ctx)))
-
-
-def _check_pages(shape: MemoryShape) -> None:
-    if shape.num_pages - NUM_RESERVED < fewest_pages(shape.ctx):
-        raise UsageError(
-            f"{shape.pages} cache pages hold {(shape.pages or 0) * PAGE_SIZE:,} positions, "
-            f"but the context is {shape.ctx:,}",
-            reason=["A request at full length could never end."],
-            fix=[f"cache_pages={fewest_pages(shape.ctx)} or more", "a smaller ctx"],
-        )
+    return available_memory()
 
 
 def make_plan(config: EngineConfig) -> EnginePlan:
@@ -276,10 +186,10 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     graphs = _graphs(config.graphs, device, kernels)
     wanted = DEFAULT_DRAFT_MAX.get(drafter.method, 0) if config.draft_max is None else config.draft_max
     draft_max = wanted if drafter.method != "off" else 0
-    shape = _shape(config, model, draft, dtype, kernels, graphs, draft_max, device == "cpu", drafter.mtp)
+    shape = shape_of(config, model, draft, dtype, kernels, graphs, draft_max, device == "cpu", drafter.mtp)
     free = _free_memory(device)
-    shape = _fitted(config, shape, device, free)
-    _check_pages(shape)
+    shape = fitted(config, shape, device, free)
+    check_pages(shape)
     need = measure(shape)
     return EnginePlan(
         model=str(config.model),

@@ -8,12 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.model_config import read_model_config
+from spd.runtime import EngineConfig
+from spd.runtime.measuring import foresight
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
+from spd.runtime.plan import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -48,6 +53,11 @@ def whole(model: Path) -> Path:
     return model
 
 
+def flat(ran: Any) -> str:
+    """Standard output as if it were one line."""
+    return " ".join(ran.text.split())
+
+
 def test_lines(spd_run: Callable, whole: Path) -> None:
     ran = spd_run("inspect", whole)
     assert ran.code == 0 and ran.err == ""
@@ -79,7 +89,7 @@ def test_tensors_that_are_missing_or_too_many(
     write_shard(model / "model.safetensors", shapes | {"mtp.fc.weight": (8, 16), "odd": (1,)})
     ran = spd_run("inspect", model)
     assert "1 that are not used: odd" in ran.text and "mtp layout, 1 module at mtp.layers.0.*" in ran.text
-    assert "cannot be used: " in ran.text and "missing" in ran.text
+    assert "cannot be used: " in flat(ran) and "missing" in flat(ran)
     del shapes["model.norm.weight"]
     write_shard(model / "model.safetensors", shapes)
     ran = spd_run("inspect", model)
@@ -88,7 +98,7 @@ def test_tensors_that_are_missing_or_too_many(
 
 def test_a_pair_with_one_vocabulary(spd_run: Callable, whole: Path) -> None:
     ran = spd_run("inspect", whole, "--draft", whole)
-    assert ran.code == 0 and "pair      same vocabulary" in ran.text
+    assert ran.code == 0 and "pair      same vocabulary (sha256 " in ran.text
     assert spd_run("inspect", whole, "--draft-model", whole, "--json").json["compatible"] is True
 
 
@@ -100,9 +110,69 @@ def test_a_pair_with_two_vocabularies(spd_run: Callable, whole: Path, tmp_path: 
     write_shard(other / "model.safetensors", expected(other))
     ran = spd_run("inspect", whole, "--draft", other)
     assert ran.code == 4 and "pair      another vocabulary" in ran.text
+    assert "auto takes none: a run with this draft model is refused" in flat(ran)
     assert "does not share the target's vocabulary" in ran.err and ran.err.count("sha256") == 2
     ran = spd_run("inspect", whole, "--draft", other, "--json")
     assert ran.code == 4 and ran.json["error"]["code"] == "vocab_mismatch"
+
+
+def test_what_would_run_is_what_the_plan_says(spd_run: Callable) -> None:
+    """Method, reason, context and every part of the memory, foreseen without torch."""
+    draft = demo_draft_folder()
+    for words, config in (
+        ((), EngineConfig(model=demo_folder(), device="cpu")),
+        (("--draft", draft), EngineConfig(model=demo_folder(), device="cpu", draft_model=draft)),
+    ):
+        shown, plan = spd_run("inspect", "demo", *words, "--json").json, make_plan(config)
+        told, need = shown["speculation"], shown["needs"]
+        assert (told["method"], told["draft_max"]) == (plan.spec, plan.draft_max)
+        assert told["reason"] == ("it is given with --draft" if words else plan.spec_reason)
+        if need["device"] != "cpu":
+            continue
+        assert (need["ctx"], need["dtype"], need["fits"]) == (plan.ctx, plan.dtype, True)
+        parts = need["parts"]
+        assert (parts["weights"], parts["draft_weights"]) == (plan.weight_bytes, plan.draft_weight_bytes)
+        assert parts["cache"] + parts["draft_cache"] == plan.cache_bytes
+        assert parts["workspace"] == plan.workspace_bytes
+
+
+def test_whom_auto_takes_and_who_cannot(spd_run: Callable, whole: Path) -> None:
+    ran = spd_run("inspect", whole)
+    assert "spec auto takes ngram, up to 8 a round: no draft model is known" in flat(ran)
+    assert ": holds no MTP layers not draft: " in flat(ran) and "also possible" not in flat(ran)
+    assert "not draft: --spec draft needs a draft model" in flat(ran)
+    ran = spd_run("inspect", whole, "--draft", whole)
+    assert "auto takes draft, up to 4 a round: it is given with --draft" in flat(ran)
+    assert "also possible: ngram" in flat(ran) and "not draft" not in flat(ran)
+
+
+def test_memory_that_is_not_there(spd_run: Callable, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foresight, "_free_on_gpu", lambda load: None)
+    monkeypatch.setattr(foresight, "available_memory", lambda: 2**16)
+    ran = spd_run("inspect", whole)
+    assert ran.code == 0 and "may be used; this does not fit" in flat(ran).replace("\n          ", " ")
+    assert spd_run("inspect", whole, "--json").json["needs"]["fits"] is False
+    config = json.loads((whole / "config.json").read_text()) | {"max_position_embeddings": 8192}
+    (whole / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(foresight, "available_memory", lambda: 2**21)
+    contexts = spd_run("inspect", whole, "--json").json["needs"]["contexts"]
+    assert [each["fits"] for each in contexts] == [True, False, False]
+    assert "8,192: " in flat(spd_run("inspect", whole)) and "(too much)" in flat(spd_run("inspect", whole))
+
+
+def test_a_gpu_is_foreseen_by_its_driver() -> None:
+    class Driver:
+        nvmlInit_v2 = staticmethod(lambda: 0)
+        nvmlDeviceGetHandleByIndex_v2 = staticmethod(lambda index, device: 0)
+
+        @staticmethod
+        def nvmlDeviceGetMemoryInfo(device: object, memory: Any) -> int:
+            memory._obj.free = 7 * 2**30
+            return 0
+
+    here = foresight.foresee(lambda name: Driver())
+    assert (here.device, here.free, here.kernels) == ("cuda", 7 * 2**30, "triton")
+    assert foresight.foresee(lambda name: object()).device == "cpu"
 
 
 def test_a_folder_without_tokenizer_or_template(spd_run: Callable, whole: Path) -> None:

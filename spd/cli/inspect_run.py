@@ -1,0 +1,182 @@
+"""What a run of an inspected model would do: who proposes tokens and why, and the memory it takes.
+
+The same rules and sums as the plan's, told without torch.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.table import WIDTH
+from spd.errors import SpdError
+
+if TYPE_CHECKING:
+    from spd.runtime.config import EngineConfig
+    from spd.runtime.drafter import Drafter
+    from spd.runtime.memory import MemoryShape
+
+CONTEXTS = (4096, 16384, 32768, 65536, 131072)
+"""Lengths whose memory is told, as far as the model goes."""
+MARGIN = " " * 10
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `--spec auto` comes to; without a drafter the run would be refused, for `error`."""
+
+    config: EngineConfig
+    drafter: Drafter | None
+    error: str | None
+    others: Mapping[str, str | None]
+    """Every method that can be asked for: None where it would run, else why it would not."""
+
+
+def choose(folder: Path, draft: Path | None) -> Choice:
+    """Whom `auto` takes, and what the other methods would say. Reads small files and headers."""
+    from spd.runtime.config import SPEC_METHODS, EngineConfig
+
+    config = EngineConfig(model=folder, draft_model=draft)
+    drafter, error = _try(folder, draft, "auto")
+    others = {name: _obstacle(folder, draft, name) for name in SPEC_METHODS if name not in ("auto", "off")}
+    return Choice(config, drafter, error, others)
+
+
+def _try(folder: Path, draft: Path | None, method: str) -> tuple[Drafter | None, str | None]:
+    from spd.formats.model_config import read_model_config
+    from spd.runtime.config import EngineConfig
+    from spd.runtime.drafter import choose_drafter
+
+    try:
+        config = EngineConfig(model=folder, draft_model=draft, spec=method)
+        return choose_drafter(config, read_model_config(folder)), None
+    except SpdError as error:
+        return None, error.message
+
+
+def _obstacle(folder: Path, draft: Path | None, method: str) -> str | None:
+    """Why a method would not run, neither with the draft model that is given nor without one."""
+    found, error = _try(folder, draft, method)
+    if found is None and draft is not None:
+        found, _ = _try(folder, None, method)
+    return None if found is not None else error
+
+
+def speculation(choice: Choice) -> dict[str, Any]:
+    """What would be used, as JSON values."""
+    from spd.runtime.memory import DEFAULT_DRAFT_MAX
+
+    drafter = choice.drafter
+    given = choice.config.draft_model is not None
+    return {
+        "method": None if drafter is None else drafter.method,
+        "reason": choice.error
+        if drafter is None
+        else "it is given with --draft"
+        if given
+        else drafter.reason,
+        "draft_max": None if drafter is None else DEFAULT_DRAFT_MAX.get(drafter.method, 0),
+        "methods": {name: {"possible": why is None, "why": why} for name, why in choice.others.items()},
+    }
+
+
+def needs(choice: Choice) -> dict[str, Any]:
+    """Bytes that a run with one request and no flags takes here, part by part, and at other contexts.
+
+    Where a pair cannot run, of the target with whatever it would choose alone.
+    """
+    from spd.formats.model_config import read_model_config
+    from spd.runtime.fitting import fitted, shape_of
+    from spd.runtime.measuring.foresight import foresee
+    from spd.runtime.memory import DEFAULT_DRAFT_MAX, at_context, measure
+
+    if choice.drafter is None:
+        choice = choose(choice.config.model, None)
+        assert choice.drafter is not None  # `auto` has prompt lookup in the end
+    here, config, drafter = foresee(), choice.config, choice.drafter
+    model = read_model_config(config.model)
+    whole: MemoryShape = shape_of(
+        config,
+        model,
+        None if drafter.folder is None else read_model_config(drafter.folder),
+        here.dtype(model),
+        here.kernels,
+        not here.on_cpu,
+        DEFAULT_DRAFT_MAX.get(drafter.method, 0),
+        here.on_cpu,
+        drafter.mtp,
+    )
+    usable = int(here.free * config.memory_fraction)
+    try:
+        shape, fits = fitted(config, whole, here.device, here.free), True
+    except SpdError:
+        shape, fits = whole, False
+    need = measure(shape)
+    contexts = sorted({shape.ctx, model.max_positions, *(n for n in CONTEXTS if n < model.max_positions)})
+    totals = {ctx: measure(at_context(_unlimited(whole, ctx), ctx)).total for ctx in contexts}
+    return {
+        "ctx": shape.ctx,
+        "total": need.total,
+        "parts": vars(need),
+        "device": here.device,
+        "dtype": shape.dtype,
+        "free": here.free,
+        "usable": usable,
+        "fits": fits,
+        "contexts": [{"ctx": n, "total": size, "fits": size <= usable} for n, size in totals.items()],
+    }
+
+
+def _unlimited(shape: MemoryShape, ctx: int) -> MemoryShape:
+    """The shape with a drafter that goes as far as the context, or as its own model does."""
+    far = ctx if shape.draft is None else min(shape.draft.max_positions, ctx)
+    return replace(shape, draft_ctx=far)
+
+
+def speculation_lines(found: Mapping[str, Any]) -> list[str]:
+    """Who would propose tokens and why, and who else could."""
+    if found["method"] is None:
+        text = f"none: a run with this draft model is refused ({found['reason']})"
+    else:
+        text = f"{found['method']}, up to {found['draft_max']} a round: {found['reason']}"
+    could = [name for name, how in found["methods"].items() if how["possible"] and name != found["method"]]
+    lines = wrapped("spec", f"auto takes {text}")
+    if could:
+        lines += wrapped("", f"also possible: {', '.join(could)}")
+    for name, how in found["methods"].items():
+        if not how["possible"]:
+            lines += wrapped("", f"not {name}: {how['why']}")
+    return lines
+
+
+def need_lines(need: Mapping[str, Any]) -> list[str]:
+    """The memory of a run, whether it is there, and that of other contexts."""
+    from spd.runtime.memory import show_size
+
+    parts = " + ".join(
+        f"{show_size(size)} {name.replace('_', ' ')}" for name, size in need["parts"].items() if size
+    )
+    words = f"{show_size(need['total'])} for {need['ctx']:,} tokens in {need['dtype']}: {parts}"
+    known = need["free"] < 2**62
+    there = (
+        f"{show_size(need['usable'])} of the {show_size(need['free'])} free on {need['device']} may be used"
+    )
+    verdict = "" if need["fits"] else "; this does not fit"
+    contexts = " · ".join(
+        f"{each['ctx']:,}: {show_size(each['total'])}{'' if each['fits'] else ' (too much)'}"
+        for each in need["contexts"]
+    )
+    return [
+        *wrapped("needs", words),
+        *(wrapped("", there + verdict) if known else []),
+        *(wrapped("", f"by context: {contexts}") if len(need["contexts"]) > 1 else []),
+    ]
+
+
+def wrapped(label: str, words: str) -> list[str]:
+    """A labelled fact on as many lines as it takes."""
+    text = textwrap.wrap(words, WIDTH - len(MARGIN), break_long_words=False, break_on_hyphens=False)
+    return [f"{label:<10}{text[0]}", *(MARGIN + line for line in text[1:])]

@@ -1,0 +1,66 @@
+"""Where a run would go and what it may take there, told without torch: for looking before loading."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from spd.formats.model_config import ModelConfig
+from spd.runtime.measuring.energy import LIBRARY, OK
+from spd.runtime.measuring.machine import describe_machine
+from spd.runtime.memory import available_memory
+
+FAST_BFLOAT16 = {"amx_tile", "avx512_bf16"}
+
+
+class _MemoryInfo(ctypes.Structure):
+    """`nvmlMemory_t`: bytes."""
+
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """The device that `auto` comes to, its free bytes, and the kernels that run there."""
+
+    device: str
+    free: int
+    kernels: str
+    fast_bfloat16: bool
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether no GPU takes part."""
+        return self.device == "cpu"
+
+    def dtype(self, config: ModelConfig) -> str:
+        """What `--dtype auto` comes to for a checkpoint."""
+        if not self.on_cpu:
+            return config.dtype
+        return "bfloat16" if config.dtype != "float32" and self.fast_bfloat16 else "float32"
+
+
+def foresee(load: Callable[[str], Any] = ctypes.CDLL) -> Foreseen:
+    """The first GPU that the driver tells of, else the CPU. load: opens the driver's library by name."""
+    free = _free_on_gpu(load)
+    if free is not None:
+        return Foreseen("cuda", free, "triton", True)
+    features = set(describe_machine()["cpu_features"])
+    return Foreseen("cpu", available_memory(), "torch", bool(features & FAST_BFLOAT16))
+
+
+def _free_on_gpu(load: Callable[[str], Any]) -> int | None:
+    """Bytes free on the first GPU, as its driver says; None without one."""
+    try:
+        library = load(LIBRARY)
+        device, memory = ctypes.c_void_p(), _MemoryInfo()
+        asked = (
+            lambda: library.nvmlInit_v2(),
+            lambda: library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(0), ctypes.byref(device)),
+            lambda: library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)),
+        )
+        return int(memory.free) if all(ask() == OK for ask in asked) else None
+    except (OSError, AttributeError):
+        return None
