@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.bench_options import BenchOptions, numbers, parse_goodput, parse_share, split
 from spd.cli.bench_report import change_lines, headline, method_label, render, summary_lines
 from spd.cli.options import Session, parse_size
-from spd.cli.output import Sink, check_writable, to_json
+from spd.cli.output import Sink, check_folder, check_writable, to_json
 from spd.cli.result_file import read_result
 from spd.cli.signals import Interrupted
 from spd.cli.ticker import Ticker
@@ -37,6 +37,8 @@ def bench(session: Session, options: BenchOptions) -> int:
     if options.output is not None:
         check_writable(options.output)
     baseline = read_result(options.baseline) if options.baseline is not None else None
+    if options.profile is not None:
+        check_folder(options.profile)
     if options.plot is not None:
         from spd.runtime.measuring.plot import check_plot
 

@@ -257,6 +257,7 @@ class Chat:
         self.change(conversation)
         if self.stats:
             write_stderr(self._dimmed("  " + self.model.stats_words()) + "\n")
+        write_stderr(self.model.explanation())
         self._warn_when_full()
         if turn.finish == "length" and self.look.terminal:
             self.tell(f"stopped at {len(turn.reply_ids):,} tokens; /more continues")

@@ -160,6 +160,10 @@ class Commands:
             return
         self._chat.stats = _on_off("/stats", rest)
 
+    def do_explain(self, rest: str) -> None:
+        """say after each reply why speculation paid or not: /explain on|off"""
+        self._chat.model.set_explain(_on_off("/explain", rest))
+
     def do_think(self, rest: str) -> None:
         """let the model think: /think on|off|hide"""
         if rest not in ("on", "off", "hide"):

@@ -19,6 +19,7 @@ from spd.errors import UsageError
 if TYPE_CHECKING:
     from spd.cli.chat_options import ChatOptions
     from spd.runtime import EngineConfig, Event, Request, RequestMetrics
+    from spd.runtime.measuring.trace_file import Trace
     from spd.runtime.request import SamplingParams
 
 
@@ -29,6 +30,7 @@ class ChatModel:
         self._console = console
         self._requests = 0
         self.metrics: RequestMetrics | None = None
+        self._seen: tuple[Trace, Request] | None = None
         self.thread: EngineThread
         self._prepare(options)
 
@@ -89,11 +91,36 @@ class ChatModel:
         on_ready()
 
     def run(self, request: Request) -> Iterator[Event]:
-        """Decode a request; its counters are kept for the figures afterwards."""
+        """Decode a request; its counters are kept for the figures afterwards, its rounds for --explain."""
+        watched = self._watch(request) if self.options.explain else None
         try:
             yield from self.thread.run(request)
         finally:
             self.metrics = self.thread.metrics(request.id)
+            self.thread.engine().trace = None
+        self._seen = None if watched is None else (watched, request)
+
+    def _watch(self, request: Request) -> Trace:
+        """Have every round of a request kept."""
+        from spd.cli.explain import trace_header
+        from spd.runtime.measuring.trace_file import Trace
+
+        engine = self.thread.engine()
+        watched = Trace(
+            header=trace_header(engine, self.name, request.params.temperature, request.prompt_ids)
+        )
+        engine.trace = watched.add
+        return watched
+
+    def explanation(self) -> str:
+        """Why speculation paid or not in the last reply; runs a few plain rounds where it had none."""
+        from spd.cli.explain import complete, live_explanation
+
+        if self._seen is None:
+            return ""
+        (watched, request), self._seen = self._seen, None
+        self.thread.call(lambda engine: complete(watched, engine, request))
+        return live_explanation(watched)
 
     def next_request_id(self) -> str:
         """An id that no earlier request had."""
@@ -101,6 +128,10 @@ class ChatModel:
         return f"reply {self._requests}"
 
     # -- how it draws ------------------------------------------------------------------------------
+
+    def set_explain(self, on: bool) -> None:
+        """Explain replies from now on, or no longer."""
+        self.options = dataclasses.replace(self.options, explain=on)
 
     def params(self, seed: int) -> SamplingParams:
         """Sampling parameters with a reply's own seed."""

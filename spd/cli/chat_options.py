@@ -66,4 +66,7 @@ class ChatOptions(
     stats: Annotated[
         bool | None, _chat("--stats/--no-stats", help="Figures after each reply. Default: on a terminal.")
     ] = None
+    explain: Annotated[bool, _chat("--explain", help="Why speculation pays or not, after each reply.")] = (
+        False
+    )
     vi: Annotated[bool, _chat("--vi", help="vi keys in the editor.")] = False

@@ -182,8 +182,8 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
     ),
     Conflict(
         "dry-run-measures",
-        lambda o: o.dry_run and (o.stats or o.explain or o.trace is not None),
-        "--dry-run runs no model, so there is nothing for --stats, --explain or --trace",
+        lambda o: o.dry_run and (o.stats or o.explain or o.trace is not None or o.profile is not None),
+        "--dry-run runs no model, so there is nothing for --stats, --explain, --trace or --profile",
         "leave one of them out",
     ),
     Conflict(
@@ -236,8 +236,8 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
     ),
     Conflict(
         "jsonl-trace",
-        lambda o: o.jsonl and (o.trace is not None or o.explain),
-        "--trace and --explain follow one prompt, and --jsonl has many",
+        lambda o: o.jsonl and (o.trace is not None or o.explain or o.profile is not None),
+        "--trace, --explain and --profile follow one prompt, and --jsonl has many",
         "leave them out",
     ),
     Conflict(

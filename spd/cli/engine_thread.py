@@ -36,7 +36,7 @@ class EngineThread:
         self._engine: Engine | None = None
         self._on_ready = on_ready
         self._ready, self._stop, self._leave = threading.Event(), threading.Event(), threading.Event()
-        self._orders: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Request | Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
@@ -63,9 +63,17 @@ class EngineThread:
 
     def run(self, request: Request) -> Iterator[Event]:
         """Decode one request to its end, or to where `stop` cut it. Raises what the engine raised."""
+        yield from self._carry_out(request)
+
+    def call(self, work: Callable[[Engine], None]) -> None:
+        """Have the engine's thread do something with the engine, and wait. Raises what it raises."""
+        for _ in self._carry_out(work):
+            pass
+
+    def _carry_out(self, order: Request | Callable[[Engine], None]) -> Iterator[Event]:
         self.engine()
         self._stop.clear()
-        self._orders.put(request)
+        self._orders.put(order)
         while (answer := self._answer()) is not None:
             if isinstance(answer, BaseException):
                 raise answer
@@ -108,9 +116,12 @@ class EngineThread:
             self.failure = error
         self._on_ready()
         self._ready.set()
-        while self._engine is not None and (request := self._orders.get()) is not None:
+        while self._engine is not None and (order := self._orders.get()) is not None:
             try:
-                self._decode(self._engine, request)
+                if callable(order):
+                    order(self._engine)
+                else:
+                    self._decode(self._engine, order)
                 self._answers.put(None)
             except BaseException as error:
                 self._answers.put(error)

@@ -99,12 +99,15 @@ def complete(trace: Trace, engine: Engine, request: Request) -> None:
         if record.round and not record.k:
             trace.rounds.append(record)
 
-    engine.trace = keep
+    before, engine.trace = engine.trace, keep
     params = dataclasses.replace(request.params, max_tokens=PLAIN_ROUNDS, ignore_eos=True, min_tokens=0)
     plain = Request(f"{request.id}.plain", request.prompt_ids, params, request.spans)
     engine.hold_draft_length(0)
-    engine.generate([plain])
-    engine.trace = None
+    try:
+        engine.generate([plain])
+    finally:
+        engine.hold_draft_length(None)
+        engine.trace = before
 
 
 def live_explanation(trace: Trace) -> str:

@@ -6,13 +6,14 @@ Whatever can be refused is refused before torch is imported and weights are read
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from spd.cli.conflicts import check_conflicts
 from spd.cli.explain import complete, live_explanation, trace_header
 from spd.cli.loading import loading
 from spd.cli.options import GenerateOptions, Session
-from spd.cli.output import Sink, TraceFile, check_writable, to_json, write_error, write_stderr
+from spd.cli.output import Sink, TraceFile, check_folder, check_writable, to_json, write_error, write_stderr
 from spd.cli.signals import Interrupted
 from spd.errors import EngineError
 
@@ -29,6 +30,8 @@ def generate(session: Session, options: GenerateOptions) -> int:
     for path in (options.output, options.trace):
         if path is not None:
             check_writable(path)
+    if options.profile is not None:
+        check_folder(options.profile)
     if options.jsonl:
         from spd.cli.jsonl import generate_lines
 
@@ -86,7 +89,8 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
         sink, engine, job.request(), streaming=options.stream is not False and not options.json
     )
     try:
-        delivery.run(session.guard)
+        with _profiled(options, engine):
+            delivery.run(session.guard)
     except Interrupted:
         delivery.give_up()
         _finish(options, job, delivery)
@@ -100,6 +104,8 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
         if watched is not None:
             complete(watched, engine, job.request())
             write_stderr(live_explanation(watched))
+    if options.profile is not None:
+        session.console.note(f"profile: {options.profile}")
     engine.close()
     if delivery.reply.finish_reason != "error":
         return 0
@@ -134,6 +140,15 @@ def _watch(options: GenerateOptions, job: Job, engine: Engine, trace: TraceFile 
 
     engine.trace = both
     return watched
+
+
+def _profiled(options: GenerateOptions, engine: Engine) -> AbstractContextManager[object]:
+    """What --profile asks for; nothing without it."""
+    if options.profile is None:
+        return nullcontext()
+    from spd.runtime.measuring.profile import profiled
+
+    return profiled(engine, options.profile, "generate")
 
 
 def _finish(options: GenerateOptions, job: Job, delivery: Delivery) -> None:

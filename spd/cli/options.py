@@ -272,6 +272,9 @@ class OutputOptions:
     explain: Annotated[
         bool, _output("--explain", help="Why speculation pays or not, on stderr at the end.")
     ] = False
+    profile: Annotated[
+        Path | None, _output(metavar="DIR", help="A Chrome trace with named ranges, and a summary.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

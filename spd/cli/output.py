@@ -257,6 +257,17 @@ def check_writable(path: Path) -> None:
         raise cannot_write(path, OSError(number, os.strerror(number)))
 
 
+def check_folder(path: Path) -> None:
+    """Refuse early a folder in which nothing could be written, or that cannot be made. Raises UsageError."""
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise cannot_write(path, OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
+    if not os.access(existing, os.W_OK):
+        raise cannot_write(path, OSError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
 def cannot_write(path: Path, error: OSError) -> UsageError:
     """The error for a file that cannot be opened for writing."""
     return UsageError(

@@ -97,7 +97,8 @@ class Engine:
         self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
         self._ready: list[Event] = []
         self.totals = EngineMetrics()
-        self._draft_length = DraftLength(self.plan.draft_max, self.plan.adaptive, self.plan.draft_tiers)
+        self._planned_length = DraftLength(self.plan.draft_max, self.plan.adaptive, self.plan.draft_tiers)
+        self._draft_length = self._planned_length
         self._k = 0
         self.trace: Callable[[RoundRecord], None] | None = None
         self.load_ms = 1000 * (time.perf_counter() - began)
@@ -121,8 +122,14 @@ class Engine:
         if sequence is not None:
             self._end(sequence, "abort")
 
-    def hold_draft_length(self, k: int) -> None:
-        """Draft k tokens a round from now on, one of the plan's tiers; the text stays the same."""
+    def hold_draft_length(self, k: int | None) -> None:
+        """Draft k tokens a round from now on, one of the plan's tiers; the text stays the same.
+
+        None goes back to what was planned, with all that was measured for it.
+        """
+        if k is None:
+            self._draft_length = self._planned_length
+            return
         if k not in self.plan.draft_tiers:
             raise UsageError(
                 f"{k} drafts a round are not planned", reason=[f"tiers: {self.plan.draft_tiers}"]

@@ -56,11 +56,11 @@ def _free_on_gpu(load: Callable[[str], Any]) -> int | None:
     try:
         library = load(LIBRARY)
         device, memory = ctypes.c_void_p(), _MemoryInfo()
-        asked = (
-            lambda: library.nvmlInit_v2(),
-            lambda: library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(0), ctypes.byref(device)),
-            lambda: library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)),
+        status = (
+            library.nvmlInit_v2()
+            or library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(0), ctypes.byref(device))
+            or library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
         )
-        return int(memory.free) if all(ask() == OK for ask in asked) else None
+        return int(memory.free) if status == OK else None
     except (OSError, AttributeError):
         return None

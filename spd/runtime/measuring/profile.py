@@ -22,18 +22,35 @@ ROWS = 15
 def profile_requests(
     engine: Engine, requests: Sequence[Request], folder: Path, name: str, check: Callable[[], None]
 ) -> tuple[Path, Path]:
-    """Run the requests under torch's profiler; returns the paths of the trace and of its summary.
+    """Run the requests under torch's profiler; returns the paths of the trace and of its summary."""
+    with profiled(engine, folder, name) as paths:
+        run_pass(engine, requests, concurrency=engine.plan.slots, check=check)
+    return paths
+
+
+@contextmanager
+def profiled(engine: Engine, folder: Path, name: str) -> Iterator[tuple[Path, Path]]:
+    """Profile what this thread has the engine do; yields the paths of the trace and of its summary to come.
 
     A range costs time of its own, so speeds under it mean nothing. Captured rounds are replayed whole: their
-    ranges hold what the host does.
+    ranges hold what the host does. What has been seen is written however this ends.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    paths = folder / f"{name}.trace.json", folder / f"{name}.txt"
     activities = [ProfilerActivity.CPU]
     if engine.plan.device != "cpu":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler, named_ranges(engine):
-        run_pass(engine, requests, concurrency=engine.plan.slots, check=check)
-    trace, summary = folder / f"{name}.trace.json", folder / f"{name}.txt"
+    profiler = profile(activities=activities)
+    try:
+        with profiler, named_ranges(engine):
+            yield paths
+    finally:
+        _write(profiler, paths, on_cpu=engine.plan.device == "cpu")
+
+
+def _write(profiler: profile, paths: tuple[Path, Path], *, on_cpu: bool) -> None:
+    """The Chrome trace, and the time of each range with the operations that took most."""
+    trace, summary = paths
     profiler.export_chrome_trace(str(trace))
     averages = profiler.key_averages()
     lines = [f"{'range':<10}{'times':>8}{'total ms':>12}{'ms each':>10}"]
@@ -41,10 +58,9 @@ def profile_requests(
         if event.key in RANGES:
             total = event.cpu_time_total / 1000
             lines.append(f"{event.key:<10}{event.count:>8}{total:>12.2f}{total / event.count:>10.3f}")
-    order = "self_cpu_time_total" if engine.plan.device == "cpu" else "self_cuda_time_total"
+    order = "self_cpu_time_total" if on_cpu else "self_cuda_time_total"
     table = averages.table(sort_by=order, row_limit=ROWS)
     summary.write_text("\n".join(lines) + "\n\n" + table + "\n", encoding="utf-8")
-    return trace, summary
 
 
 @contextmanager
