@@ -232,7 +232,7 @@ DOUBLING = "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x =
     ("source", "word"),
     [
         (DOUBLING.replace("NEXT", "[ns.x, ns.x]") + "{{ ns.x }}", "too much time"),
-        (DOUBLING.replace("NEXT", "ns.x ~ ns.x"), "too much memory"),
+        (DOUBLING.replace("NEXT", "ns.x ~ ns.x"), "memory"),  # on a busy machine the clock may see it first
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "too much time"),
         ("{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(99) }}", "too much time"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself"),
