@@ -1,8 +1,8 @@
 """The worker side of a peer benchmark: JSON lines on stdin and stdout, one object a line.
 
-Owns the loop, the threads and the clock, so that every engine is timed by the same words. A worker
-answers {"op": "generate"} with token ids and the arrival time of every chunk; what the engine itself
-prints goes to stderr, where it cannot spoil the lines.
+Owns the loop and the words, so that every engine is timed alike. A worker answers {"op": "generate"} with
+token ids and the arrival time of every chunk, and {"op": "pass"} with the same for many requests that run
+together; what the engine itself prints goes to stderr, where it cannot spoil the lines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 NGRAM_MIN, NGRAM_MAX = 3, 8
 """Matches that lookup tries in every engine that takes both; transformers takes the longest only."""
@@ -35,6 +35,9 @@ class WorkerOptions:
     dtype: str
     ctx: int
     ngram: bool
+    slots: int
+    imposed: float | None
+    build: Path | None
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,41 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """vLLM's counters: rounds that had drafts, drafts, accepted ones, and those by position."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+    per_position: tuple[int, ...] = ()
+
+    def since(self, before: Speculation) -> Speculation:
+        """What was counted after `before`."""
+        earlier = (*before.per_position, *[0] * len(self.per_position))
+        return Speculation(
+            self.drafts - before.drafts,
+            self.draft_tokens - before.draft_tokens,
+            self.accepted - before.accepted,
+            tuple(now - then for now, then in zip(self.per_position, earlier, strict=False)),
+        )
+
+
+@dataclass(frozen=True)
 class Generation:
-    """One finished request."""
+    """One finished request; chunks are timed from its arrival."""
 
     token_ids: list[int]
     chunks: list[Chunk]
     extra: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Requests that ran together; None where the engine counts no drafts."""
+
+    seconds: float
+    requests: list[Generation]
+    speculation: Speculation | None
 
 
 class PeerEngine(Protocol):
@@ -63,6 +95,16 @@ class PeerEngine(Protocol):
 
     def generate(self, prompt_ids: Sequence[int], tokens: int, **extra: Any) -> Generation:
         """Generate exactly `tokens` tokens greedily, ignoring end tokens."""
+        ...
+
+
+class PassEngine(PeerEngine, Protocol):
+    """A worker that also runs several requests together."""
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], tokens: int, concurrency: int, arrivals: list[float] | None
+    ) -> PassResult:
+        """Run requests `concurrency` at a time, or each at its second in `arrivals`."""
         ...
 
 
@@ -85,8 +127,16 @@ class ChunkClock:
         return Generation(self.token_ids, self.chunks, extra)
 
 
+def imposed_rates(length: float, k: int) -> list[float]:
+    """The chance of at least 1, 2, … k accepted drafts, where spd would impose `length` tokens a round."""
+    from spd.runtime.imposed import conditional_rate
+
+    rate = conditional_rate(length, k)
+    return [rate**position for position in range(1, k + 1)]
+
+
 def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
-    """Read the command line that `peers_cpu.py` writes."""
+    """Read the command line that `entries.py` writes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--draft", type=Path)
@@ -95,6 +145,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--ctx", type=int, default=2048)
     parser.add_argument("--ngram", action="store_true", help="look drafts up in the text itself")
+    parser.add_argument("--slots", type=int, default=1, help="requests that run together at most")
+    parser.add_argument("--imposed", type=float, metavar="LENGTH", help="impose an acceptance length")
+    parser.add_argument("--build", type=Path, help="folder of a peer that was built here")
     return WorkerOptions(**vars(parser.parse_args(arguments)))
 
 
@@ -102,6 +155,13 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, even while it is stopped (Linux)."""
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _answer(engine: PeerEngine, request: Mapping[str, Any]) -> Generation | PassResult:
+    if request["op"] == "generate":
+        return engine.generate(request["prompt_ids"], request["tokens"], **request.get("extra", {}))
+    together = cast(PassEngine, engine)
+    return together.run(request["prompts"], request["tokens"], request["concurrency"], request["arrivals"])
 
 
 def serve(load: Callable[[WorkerOptions], PeerEngine]) -> int:
@@ -130,8 +190,7 @@ def serve(load: Callable[[WorkerOptions], PeerEngine]) -> int:
         if request["op"] == "quit":
             break
         try:
-            result = engine.generate(request["prompt_ids"], request["tokens"], **request.get("extra", {}))
-            say(asdict(result))
+            say(asdict(_answer(engine, request)))
         except Exception:
             say({"error": traceback.format_exc()})
     return 0

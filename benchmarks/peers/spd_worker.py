@@ -14,11 +14,14 @@ from typing import Any
 import torch
 
 import spd
-from benchmarks.peers.protocol import ChunkClock, Generation, WorkerOptions, serve
+from benchmarks.peers.protocol import ChunkClock, Generation, Speculation, WorkerOptions, serve
+from benchmarks.peers.stepped import SteppedEngine
 from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
+from spd.runtime.measuring.load import Pass
+from spd.runtime.measuring.sample import per_position
 
 
-def open_engine(options: WorkerOptions, draft_max: int) -> Engine:
+def open_engine(options: WorkerOptions, draft_max: int, slots: int = 1) -> Engine:
     """Open an engine at fixed k; k = 0 is speculation off."""
     speculation: dict[str, Any] = {"spec": "off"}
     if draft_max and options.ngram:
@@ -29,6 +32,7 @@ def open_engine(options: WorkerOptions, draft_max: int) -> Engine:
             "draft_model": options.draft,
             "draft_max": draft_max,
             "adaptive": False,
+            "synthetic_acceptance": options.imposed,
         }
     return Engine(
         EngineConfig(
@@ -37,19 +41,11 @@ def open_engine(options: WorkerOptions, draft_max: int) -> Engine:
             dtype=options.dtype,
             threads=options.threads,
             ctx=options.ctx,
+            slots=slots,
             prefix_sharing=False,
             **speculation,
         )
     )
-
-
-def generate_with(engine: Engine, request_id: str, prompt_ids: Sequence[int], tokens: int) -> Generation:
-    """Run one greedy request to exactly `tokens` tokens, noting every event."""
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    clock = ChunkClock()
-    for event in engine.stream([Request(id=request_id, prompt_ids=tuple(prompt_ids), params=params)]):
-        clock.add(list(event.token_ids))
-    return clock.finish(mean_acceptance_length=engine.metrics(request_id).mean_acceptance_length)
 
 
 def versions() -> Mapping[str, str]:
@@ -57,21 +53,40 @@ def versions() -> Mapping[str, str]:
     return {"spd": spd.__version__, "torch": torch.__version__}
 
 
-class SpdEngine:
-    """One engine that answers generation requests."""
+class SpdEngine(SteppedEngine):
+    """One engine, opened anew where another number of requests runs together."""
 
     def __init__(self, options: WorkerOptions) -> None:
-        self.engine = open_engine(options, options.draft_max if options.draft or options.ngram else 0)
-        self.requests = 0
+        self.options = options
+        self.slots = 1
+        self.engine = self._open()
+
+    def _open(self) -> Engine:
+        options = self.options
+        return open_engine(options, options.draft_max if options.draft or options.ngram else 0, self.slots)
 
     def versions(self) -> Mapping[str, str]:
         """Return the versions that matter."""
         return versions()
 
-    def generate(self, prompt_ids: Sequence[int], tokens: int, **extra: Any) -> Generation:
-        """Generate greedily, ignoring end tokens."""
-        self.requests += 1
-        return generate_with(self.engine, str(self.requests), prompt_ids, tokens)
+    def decoder(self, concurrency: int) -> Engine:
+        """An engine with as many slots."""
+        if concurrency != self.slots:
+            self.engine.close()
+            self.slots = concurrency
+            self.engine = self._open()
+        return self.engine
+
+    def speculation(self, ran: Pass) -> Speculation | None:
+        """Sums over the requests; drafts that matched count, as in vLLM, also where the text ended before."""
+        drafted = [metric for metric in ran.metrics if metric.num_drafts]
+        positions = per_position([record for record in ran.records if record.draft])[2]
+        return Speculation(
+            sum(metric.num_drafts for metric in drafted),
+            sum(metric.draft_n for metric in drafted),
+            sum(metric.draft_n_accepted_raw for metric in drafted),
+            tuple(positions),
+        )
 
 
 class RowsEngine:
@@ -98,20 +113,20 @@ class RowsEngine:
         for name, engine, rows in (("one", self.one, 1), ("many", self.many, self.rows)):
             records: list[RoundRecord] = []
             engine.trace = records.append
-            result = generate_with(engine, f"{name}-{self.requests}", prompt_ids, tokens)
+            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            request = Request(f"{name}-{self.requests}", tuple(prompt_ids), params)
+            clock = ChunkClock()
+            for event in engine.stream([request]):
+                clock.add(list(event.token_ids))
             engine.trace = None
             found[name] = [r.ms["verify"] for r in records if r.round > 0 and len(r.draft) + 1 == rows]
         one, many = (median(found[name]) if found[name] else float("nan") for name in ("one", "many"))
-        return Generation(
-            result.token_ids,
-            result.chunks,
-            {
-                "rows": self.rows,
-                "verify_ms_1": one,
-                "verify_ms_rows": many,
-                "rounds_1": len(found["one"]),
-                "rounds_rows": len(found["many"]),
-            },
+        return clock.finish(
+            rows=self.rows,
+            verify_ms_1=one,
+            verify_ms_rows=many,
+            rounds_1=len(found["one"]),
+            rounds_rows=len(found["many"]),
         )
 
 

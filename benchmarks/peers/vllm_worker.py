@@ -1,12 +1,12 @@
 """The vLLM worker for CPU: one engine, plain, with a draft model or by n-gram lookup, stepped by hand.
 
-The environment (`VLLM_CPU_KVCACHE_SPACE`, `VLLM_CPU_OMP_THREADS_BIND`) is set by `peers_cpu.py`, before
+The environment (`VLLM_CPU_KVCACHE_SPACE`, `VLLM_CPU_OMP_THREADS_BIND`) is set by `entries.py`, before
 vLLM is imported. Prefix caching is off, or a repeated prompt would be no prefill at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,63 +16,114 @@ from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-fo
 from benchmarks.peers.protocol import (
     NGRAM_MAX,
     NGRAM_MIN,
-    ChunkClock,
-    Generation,
+    Speculation,
     WorkerOptions,
+    imposed_rates,
     serve,
 )
+from benchmarks.peers.stepped import SteppedEngine
+from spd.runtime.measuring.load import Pass
+from spd.runtime.metrics import RequestMetrics, RoundRecord
+from spd.runtime.request import Event, Request
+
+COUNTERS = {
+    "vllm:spec_decode_num_drafts": "drafts",
+    "vllm:spec_decode_num_draft_tokens": "draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "accepted",
+}
+PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
-class VllmEngine:
+def speculative_config(options: WorkerOptions) -> dict[str, Any] | None:
+    """What vLLM is told about drafts; None for plain decoding."""
+    k = options.draft_max
+    if options.ngram:
+        lengths = {"prompt_lookup_min": NGRAM_MIN, "prompt_lookup_max": NGRAM_MAX}
+        return {"num_speculative_tokens": k, "method": "ngram", **lengths}
+    if options.draft is None:
+        return None
+    config = {"model": str(options.draft), "num_speculative_tokens": k, "method": "draft_model"}
+    if options.imposed is not None:
+        rates = imposed_rates(options.imposed, k)
+        config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    return config
+
+
+class Stepper:
+    """vLLM's engine as a load drives it."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.trace: Callable[[RoundRecord], None] | None = None
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        params = vllm.SamplingParams(
+            temperature=request.params.temperature,
+            max_tokens=request.params.max_tokens,
+            ignore_eos=request.params.ignore_eos,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self.engine.add_request(request.id, {"prompt_token_ids": list(request.prompt_ids)}, params)
+
+    def step(self) -> list[Event]:
+        """One step of the engine."""
+        events = []
+        for output in self.engine.step():
+            one = output.outputs[0]
+            reason = (one.finish_reason or "stop") if output.finished else None
+            events.append(Event(output.request_id, tuple(one.token_ids), "", reason))
+        return events
+
+    def metrics(self, request_id: str) -> RequestMetrics:
+        """vLLM counts by engine, not by request."""
+        return RequestMetrics()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits or runs."""
+        return bool(self.engine.has_unfinished_requests())
+
+
+class VllmEngine(SteppedEngine):
     """A loaded `LLM` whose engine is stepped by hand."""
 
     def __init__(self, options: WorkerOptions) -> None:
-        speculation: dict[str, Any] = {}
-        if options.draft is not None:
-            speculation["speculative_config"] = {
-                "model": str(options.draft),
-                "num_speculative_tokens": options.draft_max,
-                "method": "draft_model",
-            }
-        elif options.ngram:
-            speculation["speculative_config"] = {
-                "num_speculative_tokens": options.draft_max,
-                "method": "ngram",
-                "prompt_lookup_min": NGRAM_MIN,
-                "prompt_lookup_max": NGRAM_MAX,
-            }
+        speculation = speculative_config(options)
+        self.speculates = speculation is not None
         self.llm = vllm.LLM(
             model=str(options.model),
             dtype=options.dtype,
             max_model_len=options.ctx,
-            max_num_seqs=1,
+            max_num_seqs=options.slots,
             enable_prefix_caching=False,
+            disable_log_stats=not self.speculates,
             seed=0,
-            **speculation,
+            **({"speculative_config": speculation} if speculation else {}),
         )
-        self.requests = 0
+        self.counted = Speculation()
 
     def versions(self) -> Mapping[str, str]:
         """Return vLLM's and torch's versions."""
         return {"vllm": vllm.__version__, "torch": torch.__version__}
 
-    def generate(self, prompt_ids: Sequence[int], tokens: int, **extra: Any) -> Generation:
-        """Generate greedily, ignoring end tokens; each engine step that brings tokens is one chunk."""
-        engine = self.llm.llm_engine
-        params = vllm.SamplingParams(
-            temperature=0.0,
-            max_tokens=tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        self.requests += 1
-        clock = ChunkClock()
-        engine.add_request(str(self.requests), {"prompt_token_ids": list(prompt_ids)}, params)
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                clock.add(list(output.outputs[0].token_ids))
-        return clock.finish()
+    def decoder(self, concurrency: int) -> Stepper:
+        """The one engine."""
+        return Stepper(self.llm.llm_engine)
+
+    def speculation(self, ran: Pass) -> Speculation | None:
+        """What vLLM's counters have gained."""
+        if not self.speculates:
+            return None
+        values: dict[str, Any] = {}
+        for metric in self.llm.get_metrics():
+            if metric.name in COUNTERS:
+                values[COUNTERS[metric.name]] = int(metric.value)
+            elif metric.name == PER_POSITION:
+                values["per_position"] = tuple(int(value) for value in metric.values)
+        before, self.counted = self.counted, Speculation(**values)
+        return self.counted.since(before)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ class Entry:
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    together: bool = True
+    """Whether it runs several requests at once."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class Answer:
 
 
 def read_answer(value: Mapping[str, Any], foreign_cpus: float = 0.0, cpu_seconds: float = 0.0) -> Answer:
-    """Derive the figures: tokens after the first chunk over the time after it; a chunk is one step.
+    """Derive the figures: tokens after the first chunk over the time after it.
+
+    A chunk is one step, unless the worker says how many tokens a step brought.
 
     Raises WorkerError when a single chunk came, since then nothing was decoded step by step.
     """
@@ -57,7 +61,7 @@ def read_answer(value: Mapping[str, Any], foreign_cpus: float = 0.0, cpu_seconds
         token_ids=value["token_ids"],
         ttft_seconds=first["seconds"],
         decode_tokens_per_second=later / (last["seconds"] - first["seconds"]),
-        tokens_per_step=later / (len(chunks) - 1),
+        tokens_per_step=value["extra"].get("tokens_per_step", later / (len(chunks) - 1)),
         extra=value["extra"],
         foreign_cpus=foreign_cpus,
         cpu_seconds=cpu_seconds,
@@ -116,17 +120,37 @@ class Worker:
         self, prompt_ids: Sequence[int], tokens: int, timeout: float, **extra: Any
     ) -> dict[str, Any]:
         """Ask for `tokens` tokens and return the worker's object; see `protocol.Generation`."""
-        request = {"op": "generate", "prompt_ids": list(prompt_ids), "tokens": tokens, "extra": extra}
+        answer = self._ask(
+            {"op": "generate", "prompt_ids": list(prompt_ids), "tokens": tokens, "extra": extra}, timeout
+        )
+        if len(answer["token_ids"]) != tokens:
+            raise self._failure(f"gave {len(answer['token_ids'])} tokens, not {tokens}")
+        return answer
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        concurrency: int,
+        arrivals: Sequence[float] | None,
+        timeout: float,
+    ) -> dict[str, Any]:
+        """Ask for `tokens` tokens of each prompt; returns the worker's object, a `protocol.PassResult`."""
+        request = {"op": "pass", "prompts": prompts, "tokens": tokens, "concurrency": concurrency}
+        answer = self._ask({**request, "arrivals": arrivals}, timeout)
+        for one in answer["requests"]:
+            if len(one["token_ids"]) != tokens:
+                raise self._failure(f"gave {len(one['token_ids'])} tokens, not {tokens}")
+        return answer
+
+    def _ask(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise self._failure("died") from error
-        answer = self._read(timeout)
-        if len(answer["token_ids"]) != tokens:
-            raise self._failure(f"gave {len(answer['token_ids'])} tokens, not {tokens}")
-        return answer
+        return self._read(timeout)
 
     def close(self) -> None:
         """End the process, kindly at first."""

@@ -1,4 +1,4 @@
-"""A worker that needs no engine: tokens count up from the prompt's sum; started by test_peers_cpu."""
+"""A worker that needs no engine: tokens count up from the prompt's sum; started by test_peers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.peers.protocol import ChunkClock, Generation, WorkerOptions, serve
+from benchmarks.peers.protocol import (
+    Chunk,
+    ChunkClock,
+    Generation,
+    PassResult,
+    Speculation,
+    WorkerOptions,
+    serve,
+)
 
 MODE = sys.argv.pop(1)
 
@@ -41,7 +49,22 @@ class FakeEngine:
             at = len(clock.token_ids)
             wrong = 1 if MODE == "differs" and at > 10 else 0
             clock.add([start + at + i + wrong for i in range(min(2, tokens - at))])
-        return clock.finish(verify_ms_1=2.0, verify_ms_rows=2.2)
+        counted = {"drafts": 100, "draft_tokens": 200, "accepted": 75, "per_position": [50, 25]}
+        if MODE == "lucky":
+            counted |= {"accepted": 81, "per_position": [53, 28]}
+        return clock.finish(verify_ms_1=2.0, verify_ms_rows=2.2, speculation=counted)
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], tokens: int, concurrency: int, arrivals: list[float] | None
+    ) -> PassResult:
+        """All requests at once, in two steps of 5 ms."""
+        assert arrivals is None or len(arrivals) == len(prompts)
+        requests = []
+        for prompt in prompts:
+            ids = [sum(prompt) + i for i in range(tokens)]
+            requests.append(Generation(ids, [Chunk(0.005, 1), Chunk(0.01, tokens - 1)], {}))
+        time.sleep(0.01)
+        return PassResult(0.01, requests, Speculation(100, 200, 75, (50, 25)))
 
 
 if __name__ == "__main__":

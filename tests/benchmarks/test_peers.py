@@ -13,8 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import peers_cpu
 from benchmarks.environment import ROOT, ForeignLoad, describe_commit, describe_machine
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers import compare
+from benchmarks.peers.agreement import agreement, figures
+from benchmarks.peers.entries import entries as entries_of
+from benchmarks.peers.options import parse_options
+from benchmarks.peers.protocol import Speculation
 from benchmarks.peers.worker import Entry, Worker, WorkerError, read_answer
 from spd.runtime.measuring.statistics import paired_ratio, summarize
 from tests.recipes.medium import write_medium, write_medium_draft
@@ -35,12 +40,17 @@ def fake(name: str, mode: str = "good") -> Entry:
 
 
 def run_fakes(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: list[Entry], rounds: int = 2
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    entries: list[Entry],
+    rounds: int = 2,
+    extra: tuple[str, ...] = (),
 ) -> tuple[int, dict[str, object]]:
-    monkeypatch.setattr(peers_cpu, "entries", lambda options: entries)
+    monkeypatch.setattr(compare, "entries", lambda options: entries)
     out = tmp_path / "peers.json"
     arguments = [str(checkpoint), "-n", "24", "--prompt-tokens", "4", "--rounds", str(rounds)]
-    status = peers_cpu.main([*arguments, "--threads", "1", "--pause", "0", "--out", str(out)])
+    status = peers.main([*arguments, *extra, "--threads", "1", "--pause", "0", "--out", str(out)])
     return status, json.loads(out.read_text())
 
 
@@ -69,6 +79,45 @@ def test_rounds_give_figures_ratios_and_equality(
     assert "0/2" in shown.out and "verify(8 rows)" in shown.out and "chatter" not in shown.out
     order = [line.split()[2] for line in shown.err.splitlines() if line.startswith("round ")]
     assert order == ["spd-plain:", "vllm-plain:", "spd-rows:"] * 2
+
+
+def test_loads_run_every_worker_that_can_and_counters_are_compared(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = Entry("transformers-plain", fake("x").command, {}, together=False)
+    entries = [fake("spd-plain"), fake("spd-draft"), fake("vllm-draft", "lucky"), alone]
+    extra = ("--concurrency", "3", "--rates", "400", "--load-tokens", "8", "--load-rounds", "2")
+    status, report = run_fakes(checkpoint, tmp_path, monkeypatch, entries, rounds=1, extra=extra)
+    assert status == 0
+    assert list(report["loads"]) == ["3 together", "400 a second"]  # type: ignore[call-overload]
+    for load in report["loads"].values():  # type: ignore[attr-defined]
+        assert list(load["entries"]) == ["spd-plain", "spd-draft", "vllm-draft"]
+        entry = load["entries"]["spd-draft"]
+        # The fake takes 10 ms for a pass of 16 requests.
+        assert 0 < entry["output_tokens_per_second"]["median"] <= 16 * 8 / 0.01
+        assert len(entry["output_tokens_per_second"]["values"]) == 2
+        assert entry["requests"] == entry["equal_to_spd_plain"] == 32
+        assert entry["acceptance"]["per_position"] == [0.5, 0.25]
+        assert set(load["ratios"]) == {"spd-draft / vllm-draft", "spd-draft / spd-plain"}
+        assert load["ratios"]["spd-draft / vllm-draft"]["low"] is not None
+    found = report["agreement"]["spd-draft / vllm-draft"]  # type: ignore[index]
+    # 0.75 of a draft a round here, 0.81 there.
+    assert found["differences"]["acceptance_rate"] == pytest.approx(0.75 / 0.81 - 1)
+    assert found["differences"]["acceptance_length"] == pytest.approx(1.75 / 1.81 - 1)
+    assert not found["agree"]
+    assert "spd-draft / vllm-draft: differ within 10.7%" in capsys.readouterr().out
+
+
+def test_equal_counters_agree() -> None:
+    counted = figures(Speculation(100, 200, 75, (50, 25)))
+    assert agreement(counted, counted) == {
+        "differences": dict.fromkeys(
+            ("acceptance_rate", "acceptance_length", "position 1", "position 2"), 0.0
+        ),
+        "largest": 0.0,
+        "agree": True,
+    }
+    assert counted["acceptance_rate"] == 0.375 and counted["acceptance_length"] == 1.75
 
 
 @pytest.mark.parametrize(
@@ -117,13 +166,13 @@ def test_a_comparison_that_is_killed_leaves_no_worker_behind(
     number: signal.Signals, checkpoint: Path, tmp_path: Path
 ) -> None:
     script = f"""
-from benchmarks import peers_cpu
+from benchmarks.peers import __main__ as peers, compare
 from benchmarks.peers.worker import Entry
 import sys
 worker = "tests.benchmarks.fake_worker"
 command = (sys.executable, "-m", worker, "good", "--model", {str(tmp_path)!r}, "--threads", "1")
-peers_cpu.entries = lambda options: [Entry("one", command, {{}}), Entry("two", command, {{}})]
-peers_cpu.main([{str(checkpoint)!r}, "-n", "100000", "--out", {str(tmp_path / "out")!r}])
+compare.entries = lambda options: [Entry("one", command, {{}}), Entry("two", command, {{}})]
+peers.main([{str(checkpoint)!r}, "-n", "100000", "--out", {str(tmp_path / "out")!r}])
 """
     run = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert run.stderr is not None
@@ -158,13 +207,24 @@ def test_the_real_worker_answers_and_speculation_changes_nothing(checkpoint: Pat
     out = tmp_path / "peers.json"
     arguments = [str(checkpoint), "-n", "20", "--prompt-tokens", "6", "--rounds", "1", "--rows", "3"]
     arguments += ["--threads", "1", "--ctx", "128", "--dtype", "float32", "--pause", "0", "--out", str(out)]
-    assert peers_cpu.main(arguments) == 0
+    arguments += ["--concurrency", "2", "--load-tokens", "12", "--load-rounds", "1", "--imposed", "2.5"]
+    assert peers.main(arguments) == 0
     report = json.loads(out.read_text())
-    assert list(report["entries"]) == ["spd-plain", "spd-draft", "spd-ngram"]
+    assert list(report["entries"]) == ["spd-plain", "spd-draft", "spd-ngram", "spd-imposed"]
     assert report["entries"]["spd-ngram"]["equal_to_spd_plain"]["equal_texts"] == 1
     assert report["entries"]["spd-draft"]["equal_to_spd_plain"]["equal_texts"] == 1
     assert report["entries"]["spd-plain"]["tokens_per_step"]["median"] == 1
     assert report["entries"]["spd-draft"]["tokens_per_step"]["median"] > 1
+    assert list(report["loads"]["2 together"]["entries"]) == list(report["entries"])
+    assert report["loads"]["2 together"]["entries"]["spd-draft"]["equal_to_spd_plain"] == 16
+    drafted = report["entries"]["spd-draft"]["acceptance"]
+    assert drafted["acceptance_length"] == pytest.approx(
+        report["entries"]["spd-draft"]["tokens_per_step"]["median"], abs=0.35
+    )
+    assert report["entries"]["spd-imposed"]["equal_to_spd_plain"] is None
+    assert (
+        1.5 < report["loads"]["2 together"]["entries"]["spd-imposed"]["acceptance"]["acceptance_length"] < 3.5
+    )
     assert report["verify_over_decode"]["rows"] == 3
     assert report["verify_over_decode"]["ratio"]["median"] > 0
 
@@ -174,8 +234,8 @@ def test_commands_of_the_peers(checkpoint: Path, tmp_path: Path) -> None:
     (prefix / "lib").mkdir(parents=True)
     (prefix / "lib" / "libiomp5.so").touch()
     arguments = [str(checkpoint), "--threads", "1", "--vllm-python", str(prefix / "bin" / "python")]
-    options = peers_cpu.parse_options([*arguments, "--transformers-python", "/other/bin/python"])
-    by_name = {entry.name: entry for entry in peers_cpu.entries(options)}
+    options = parse_options([*arguments, "--transformers-python", "/other/bin/python"])
+    by_name = {entry.name: entry for entry in entries_of(options)}
     assert list(by_name) == [
         *(
             f"{peer}-{mode}"
@@ -193,12 +253,12 @@ def test_commands_of_the_peers(checkpoint: Path, tmp_path: Path) -> None:
     assert "LD_PRELOAD" not in by_name["spd-plain"].environment
     assert "--draft" not in by_name["transformers-plain"].command
     with pytest.raises(SystemExit, match="entries are"):
-        peers_cpu.entries(peers_cpu.parse_options([*arguments, "--only", "llama"]))
+        entries_of(parse_options([*arguments, "--only", "llama"]))
 
 
 def test_prompts_are_the_same_every_time_and_differ_by_round(checkpoint: Path) -> None:
-    options = peers_cpu.parse_options([str(checkpoint), "--rounds", "3"])
-    first, again = (peers_cpu.prompts(options, 8192) for _ in range(2))
+    options = parse_options([str(checkpoint), "--rounds", "3"])
+    first, again = (compare.prompts(options, 8192) for _ in range(2))
     assert first == again and len({tuple(prompt) for prompt in first}) == 3
     assert all(300 <= token < 8192 for prompt in first for token in prompt)
 

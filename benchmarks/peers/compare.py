@@ -1,0 +1,172 @@
+"""Interleaved rounds over loaded workers, one request at a time, and the report of everything measured."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import ForeignLoad, describe_commit, describe_machine
+from benchmarks.peers.agreement import agreement, figures, total
+from benchmarks.peers.entries import IMPOSED, ROWS_ENTRY, entries
+from benchmarks.peers.loads import LoadTally, measure_loads, report_loads
+from benchmarks.peers.options import Options
+from benchmarks.peers.pairs import AGREEING, PAIRS, REFERENCE
+from benchmarks.peers.prompts import random_prompts
+from benchmarks.peers.worker import Answer, Worker, WorkerError, read_answer
+from spd.runtime.measuring.statistics import paired_ratio, summarize
+
+
+@dataclass
+class Tally:
+    """What one entry has given so far."""
+
+    ready: dict[str, Any]
+    answers: list[Answer] = field(default_factory=list)
+
+
+def prompts(options: Options, vocab: int) -> list[list[int]]:
+    """One prompt a round."""
+    return random_prompts(options.rounds, options.prompt_tokens, vocab)
+
+
+def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
+    """Start every worker, run the rounds, and return the report; a worker that fails to load is left out."""
+    vocab = json.loads((options.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    failures: dict[str, str] = {}
+    workers: dict[str, Worker] = {}
+    tallies: dict[str, Tally] = {}
+    with ExitStack() as stack:
+        logs = Path(tempfile.mkdtemp(prefix="spd-peers-"))
+        for entry in entries(options):
+            say(f"loading {entry.name}")
+            worker = Worker(entry, logs / f"{entry.name}.log", options.cpus)
+            stack.callback(worker.close)
+            try:
+                tallies[entry.name] = Tally(worker.wait_ready(timeout=900))
+                worker.generate(prompts(options, vocab)[0], min(16, options.tokens), timeout=300)
+                workers[entry.name] = worker
+            except WorkerError as error:
+                failures[entry.name] = str(error)
+                tallies.pop(entry.name, None)
+                say(f"left out: {error}")
+            worker.pause()
+        say("rounds begin")
+        for number, prompt in enumerate(prompts(options, vocab)):
+            _round(options, workers, tallies, failures, prompt, say, f"{number + 1}/{options.rounds}")
+        loads = measure_loads(options, workers, failures, vocab, say)
+        say("rounds end")
+    return report(options, tallies, failures, loads)
+
+
+def _round(
+    options: Options,
+    workers: dict[str, Worker],
+    tallies: dict[str, Tally],
+    failures: dict[str, str],
+    prompt: Sequence[int],
+    say: Callable[[str], None],
+    label: str,
+) -> None:
+    for name, worker in list(workers.items()):
+        worker.resume()
+        time.sleep(options.pause)
+        load = ForeignLoad(worker.group)
+        try:
+            value = worker.generate(prompt, options.tokens, timeout=600)
+            answer = read_answer(value, *load.read())
+        except WorkerError as error:
+            failures[name] = str(error)
+            del workers[name], tallies[name]
+            say(f"left out: {error}")
+            continue
+        finally:
+            worker.pause()
+        tallies[name].answers.append(answer)
+        noise = f" (others kept {answer.foreign_cpus:.2f} CPUs busy)" if answer.foreign_cpus > 0.1 else ""
+        say(f"round {label} {name}: {answer.decode_tokens_per_second:.1f} tokens/s{noise}")
+
+
+def report(
+    options: Options,
+    tallies: Mapping[str, Tally],
+    failures: Mapping[str, str],
+    loads: Mapping[str, Mapping[str, LoadTally]],
+) -> dict[str, Any]:
+    """Gather the figures: medians, equality with spd's plain text, paired ratios, verify against decode."""
+    rows = tallies.get(ROWS_ENTRY)
+    compared = {name: tally for name, tally in tallies.items() if name != ROWS_ENTRY and tally.answers}
+    speeds = {name: [a.decode_tokens_per_second for a in t.answers] for name, t in compared.items()}
+    reference = compared.get(REFERENCE)
+    result: dict[str, Any] = {
+        "schema": "spd.benchmarks.cpu_peers/2",
+        "settings": {
+            "checkpoint": options.model.name,
+            "draft_max": options.draft_max,
+            "dtype": options.dtype,
+            "tokens": options.tokens,
+            "prompt_tokens": options.prompt_tokens,
+            "rounds": options.rounds,
+            "threads": options.threads,
+            "sampling": "greedy, end tokens ignored, batch 1",
+            "acceptance": "natural",
+            "imposed_length": options.imposed,
+            "load_tokens": options.load_tokens,
+        },
+        "machine": describe_machine(),
+        **describe_commit(),
+        "entries": {},
+        "ratios": {},
+        "agreement": {},
+        "loads": report_loads(loads),
+        "failures": dict(failures),
+    }
+    for name, tally in compared.items():
+        result["entries"][name] = _entry_report(options, name, tally, reference)
+    for over, under in PAIRS:
+        if over in speeds and under in speeds:
+            result["ratios"][f"{over} / {under}"] = paired_ratio(speeds[over], speeds[under]).as_dict()
+    if rows and rows.answers:
+        pairs = [(a.extra["verify_ms_rows"], a.extra["verify_ms_1"]) for a in rows.answers]
+        result["verify_over_decode"] = {
+            "rows": options.rows,
+            "verify_ms": summarize([many for many, _ in pairs]).as_dict(),
+            "decode_ms": summarize([one for _, one in pairs]).as_dict(),
+            "ratio": paired_ratio(*zip(*pairs, strict=True)).as_dict(),
+        }
+    for mine, its in AGREEING:
+        both = [result["entries"].get(name, {}).get("acceptance") for name in (mine, its)]
+        if all(both):
+            result["agreement"][f"{mine} / {its}"] = agreement(*both)
+    return result
+
+
+def _entry_report(options: Options, name: str, tally: Tally, reference: Tally | None) -> dict[str, Any]:
+    answers = tally.answers
+    counted = total(answer.extra.get("speculation") for answer in answers)
+    comparable = reference is not None and not name.endswith(IMPOSED)
+    return {
+        "decode_tokens_per_second": summarize([a.decode_tokens_per_second for a in answers]).as_dict(),
+        "ttft_ms": summarize([1000 * a.ttft_seconds for a in answers]).as_dict(),
+        "tokens_per_step": summarize([a.tokens_per_step for a in answers]).as_dict(),
+        # The prompt included. With one thread this stands up to other load; waiting threads spin in it.
+        "cpu_ms_per_token": summarize([1000 * a.cpu_seconds / options.tokens for a in answers]).as_dict(),
+        "foreign_cpus": summarize([a.foreign_cpus for a in answers]).as_dict(),
+        "load_seconds": tally.ready["load_seconds"],
+        "versions": tally.ready["versions"],
+        "acceptance": None if counted is None else figures(counted),
+        "equal_to_spd_plain": _equality(answers, reference.answers) if comparable and reference else None,
+    }
+
+
+def _equality(answers: Sequence[Answer], reference: Sequence[Answer]) -> dict[str, Any]:
+    firsts: list[int | None] = []
+    for answer, other in zip(answers, reference, strict=True):
+        pairs = zip(answer.token_ids, other.token_ids, strict=True)
+        firsts.append(next((at for at, (mine, its) in enumerate(pairs) if mine != its), None))
+    return {"equal_texts": firsts.count(None), "texts": len(firsts), "first_difference": firsts}

@@ -1,0 +1,71 @@
+"""The processes of a comparison: each peer in each mode, with the environment that its makers advise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.peers.options import Options
+from benchmarks.peers.worker import Entry
+
+ROWS_ENTRY = "spd-rows"
+IMPOSED = "imposed"
+IMPOSING = ("spd", "vllm", "llama")
+"""Peers whose acceptance can be imposed."""
+TOGETHER = ("spd", "vllm", "llama")
+"""Peers that run several requests together; transformers' speculation takes one at a time."""
+
+
+def entries(options: Options) -> list[Entry]:
+    """List the processes to compare, in the order of a round."""
+    listed = []
+    k = ["--draft-max", str(options.draft_max)]
+    modes = {"plain": [], "draft": ["--draft", str(options.draft), *k], "ngram": ["--ngram", *k]}
+    if options.imposed is not None:
+        modes[IMPOSED] = [*modes["draft"], "--imposed", str(options.imposed)]
+    for peer, python in options.pythons.items():
+        for mode, arguments in modes.items():
+            if mode == IMPOSED and peer not in IMPOSING:
+                continue
+            listed.append(_entry(options, f"{peer}-{mode}", peer, python, arguments))
+    if options.rows > 1 and "spd" in options.pythons:
+        extra = ["--rows", str(options.rows), "--draft", str(options.draft)]
+        listed.append(_entry(options, ROWS_ENTRY, "spd", options.pythons["spd"], extra, together=False))
+    chosen = [entry for entry in listed if not options.only or entry.name in options.only]
+    if not chosen:
+        raise SystemExit(f"nothing to compare: the entries are {', '.join(entry.name for entry in listed)}")
+    return chosen
+
+
+def _entry(
+    options: Options, name: str, peer: str, python: str, arguments: Sequence[str], together: bool = True
+) -> Entry:
+    command = [python, "-m", f"benchmarks.peers.{peer}_worker", "--model", str(options.model)]
+    command += ["--threads", str(options.threads), "--dtype", options.dtype, "--ctx", str(options.ctx)]
+    command += ["--slots", str(options.slots)]
+    if peer == "llama":
+        command += ["--build", str(options.llama_cpp)]
+    threads = str(options.threads)
+    environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"HF_HUB_OFFLINE": "1"}
+    if peer == "vllm":
+        # As its CPU guide asks: threads bound by vLLM itself, Intel OpenMP and tcmalloc preloaded.
+        del environment["OMP_NUM_THREADS"]
+        environment["VLLM_TARGET_DEVICE"] = "cpu"
+        environment["VLLM_CPU_KVCACHE_SPACE"] = "2"
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, options.cpus))
+        environment["VLLM_NO_USAGE_STATS"] = "1"
+        preload = options.preload if options.preload is not None else find_preload(Path(python))
+        if preload:
+            environment["LD_PRELOAD"] = preload
+    return Entry(name, (*command, *arguments), environment, together=together and peer in TOGETHER)
+
+
+def find_preload(python: Path) -> str:
+    """Find the libraries vLLM's CPU guide wants preloaded; what is not installed is left out."""
+    patterns = (
+        (python.parents[1] / "lib", "libiomp5.so"),
+        (Path("/usr/lib"), "*-linux-gnu/libtcmalloc_minimal.so.4"),
+    )
+    found = [next(iter(sorted(folder.glob(pattern))), None) for folder, pattern in patterns]
+    return ":".join(str(path) for path in found if path)

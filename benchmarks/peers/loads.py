@@ -1,0 +1,141 @@
+"""Several requests together, so many at a time or at a rate: every worker in turn, by the same clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from benchmarks.environment import ForeignLoad
+from benchmarks.peers.agreement import figures, total
+from benchmarks.peers.options import Options
+from benchmarks.peers.pairs import PAIRS, REFERENCE
+from benchmarks.peers.prompts import random_prompts
+from benchmarks.peers.worker import Worker, WorkerError
+from spd.runtime.measuring.load import poisson_arrivals
+from spd.runtime.measuring.statistics import repeat_interval
+from spd.runtime.measuring.sweep import Load
+
+LEAST_REQUESTS = 16
+TIMEOUT = 1200.0
+
+
+@dataclass
+class LoadTally:
+    """Passes of one worker under one load."""
+
+    tokens_per_second: list[float] = field(default_factory=list)
+    ttft_ms: list[float] = field(default_factory=list)
+    tpot_ms: list[float] = field(default_factory=list)
+    foreign_cpus: list[float] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)
+    speculation: list[Mapping[str, Any] | None] = field(default_factory=list)
+
+    def add(self, value: Mapping[str, Any], foreign_cpus: float) -> None:
+        """Take a worker's answer: output tokens over the wall time of the pass, latencies of its requests."""
+        requests = value["requests"]
+        self.tokens_per_second.append(sum(len(one["token_ids"]) for one in requests) / value["seconds"])
+        self.foreign_cpus.append(foreign_cpus)
+        self.speculation.append(value["speculation"])
+        for one in requests:
+            chunks = one["chunks"]
+            later = sum(chunk["tokens"] for chunk in chunks[1:])
+            self.texts.append(one["token_ids"])
+            self.ttft_ms.append(1000 * chunks[0]["seconds"])
+            if later:
+                self.tpot_ms.append(1000 * (chunks[-1]["seconds"] - chunks[0]["seconds"]) / later)
+
+
+def load_name(load: Load) -> str:
+    """How a report calls a load."""
+    return f"{load.concurrency} together" if load.rate is None else f"{load.rate:g} a second"
+
+
+def measure_loads(
+    options: Options,
+    workers: dict[str, Worker],
+    failures: dict[str, str],
+    vocab: int,
+    say: Callable[[str], None],
+) -> dict[str, dict[str, LoadTally]]:
+    """Every load in turn, all workers interleaved within it; a worker that fails is left out from then on."""
+    found: dict[str, dict[str, LoadTally]] = {}
+    for load in options.loads:
+        tallies = found[load_name(load)] = {}
+        count = max(LEAST_REQUESTS, load.concurrency)
+        for number in range(-1, options.load_rounds):  # the first warms up, at the load's own size
+            prompts = random_prompts(count, options.prompt_tokens, vocab, seed=1 + number)
+            arrivals = None
+            if load.rate is not None:
+                arrivals = poisson_arrivals(count, load.rate, seed=1 + number)
+            for name, worker in list(workers.items()):
+                if not worker.entry.together:
+                    continue
+                try:
+                    value, foreign = _pass(worker, prompts, options, load.concurrency, arrivals)
+                except WorkerError as error:
+                    failures[name] = str(error)
+                    del workers[name]
+                    say(f"left out: {error}")
+                    continue
+                if number >= 0:
+                    tally = tallies.setdefault(name, LoadTally())
+                    tally.add(value, foreign)
+                    say(f"{load_name(load)} {name}: {tally.tokens_per_second[-1]:.1f} tokens/s")
+    return found
+
+
+def _pass(
+    worker: Worker,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    concurrency: int,
+    arrivals: list[float] | None,
+) -> tuple[dict[str, Any], float]:
+    worker.resume()
+    try:
+        time.sleep(options.pause)
+        load = ForeignLoad(worker.group)
+        value = worker.run(prompts, options.load_tokens, concurrency, arrivals, TIMEOUT)
+        return value, load.read()[0]
+    finally:
+        worker.pause()
+
+
+def report_loads(found: Mapping[str, Mapping[str, LoadTally]]) -> dict[str, Any]:
+    """The figures of every load: medians, ratios with intervals, equality with spd's plain text."""
+    return {name: _report(tallies) for name, tallies in found.items()}
+
+
+def _report(tallies: Mapping[str, LoadTally]) -> dict[str, Any]:
+    reference = tallies.get(REFERENCE)
+    entries, speeds = {}, {name: tally.tokens_per_second for name, tally in tallies.items()}
+    for name, tally in tallies.items():
+        counted = total(tally.speculation)
+        entries[name] = {
+            "output_tokens_per_second": repeat_interval(tally.tokens_per_second).as_dict(),
+            "ttft_ms": median(tally.ttft_ms),
+            "tpot_ms": median(tally.tpot_ms) if tally.tpot_ms else None,
+            "foreign_cpus": median(tally.foreign_cpus),
+            "acceptance": None if counted is None else figures(counted),
+            "requests": len(tally.texts),
+            "equal_to_spd_plain": _equal(tally, reference),
+        }
+    ratios = {
+        f"{over} / {under}": _ratio(speeds[over], speeds[under])
+        for over, under in PAIRS
+        if over in speeds and under in speeds and len(speeds[over]) == len(speeds[under])
+    }
+    return {"entries": entries, "ratios": ratios}
+
+
+def _equal(tally: LoadTally, reference: LoadTally | None) -> int | None:
+    if reference is None:
+        return None
+    return sum(one == other for one, other in zip(tally.texts, reference.texts, strict=False))
+
+
+def _ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
+    return repeat_interval([a / b for a, b in zip(over, under, strict=True)]).as_dict()

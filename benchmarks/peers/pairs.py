@@ -1,0 +1,24 @@
+"""Which entry is held against which, and whose acceptance must be the same."""
+
+REFERENCE = "spd-plain"
+PAIRS = (
+    ("spd-plain", "vllm-plain"),
+    ("spd-draft", "vllm-draft"),
+    ("spd-ngram", "vllm-ngram"),
+    ("spd-imposed", "vllm-imposed"),
+    ("spd-plain", "transformers-plain"),
+    ("spd-draft", "transformers-draft"),
+    ("spd-ngram", "transformers-ngram"),
+    ("spd-draft", "transformers-plain"),
+    ("spd-plain", "llama-plain"),
+    ("spd-draft", "llama-draft"),
+    ("spd-ngram", "llama-ngram"),
+    ("spd-imposed", "llama-imposed"),
+    *(
+        (f"{peer}-{mode}", f"{peer}-plain")
+        for peer in ("spd", "vllm", "transformers", "llama")
+        for mode in ("draft", "ngram", "imposed")
+    ),
+)
+AGREEING = (("spd-draft", "vllm-draft"), ("spd-ngram", "vllm-ngram"))
+"""Entries that propose the same drafts at temperature 0, so that their acceptance can be compared."""

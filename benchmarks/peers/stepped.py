@@ -1,0 +1,48 @@
+"""Engines that go on step by step, by one clock: the same definitions of load and latency for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.peers.protocol import Chunk, Generation, PassResult, Speculation
+from spd.runtime.measuring.load import Decoder, Pass, run_pass
+from spd.runtime.request import Request, SamplingParams
+
+
+class SteppedEngine:
+    """Runs greedy requests to exactly so many tokens; who derives from it says which engine takes them."""
+
+    requests = 0
+
+    def decoder(self, concurrency: int) -> Decoder:
+        """The engine, ready for so many requests together."""
+        raise NotImplementedError
+
+    def speculation(self, ran: Pass) -> Speculation | None:
+        """What was drafted and accepted in a pass that has just ended."""
+        raise NotImplementedError
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], tokens: int, concurrency: int, arrivals: list[float] | None
+    ) -> PassResult:
+        """Run requests `concurrency` at a time, or each at its second in `arrivals`."""
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        self.requests += 1
+        asked = [
+            Request(f"{self.requests}.{number}", tuple(ids), params) for number, ids in enumerate(prompts)
+        ]
+        ran = run_pass(self.decoder(concurrency), asked, concurrency=concurrency, arrivals=arrivals)
+        requests = [
+            Generation(line.token_ids, [Chunk(at - line.arrived, count) for at, count in line.chunks], {})
+            for line in ran.timelines
+        ]
+        return PassResult(ran.seconds, requests, self.speculation(ran))
+
+    def generate(self, prompt_ids: Sequence[int], tokens: int, **extra: Any) -> Generation:
+        """Generate one request alone."""
+        result = self.run([prompt_ids], tokens, 1, None)
+        (one,) = result.requests
+        counted = {} if result.speculation is None else {"speculation": asdict(result.speculation)}
+        return Generation(one.token_ids, one.chunks, counted)
