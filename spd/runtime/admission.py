@@ -76,14 +76,6 @@ class Admission:
                 raise UsageError(
                     f"token id {token_id} is out of range", reason=[f"valid: 0 to {self.usable_vocab - 1}"]
                 )
-        if request.grammar and self.plan.verify != "coupled":
-            raise IncompatibleError(
-                f"a grammar needs --verify coupled, and --verify {self.plan.verify} was asked for",
-                reason=[
-                    "Drafts end where the grammar forbids one, which the rule would take for a fair end."
-                ],
-                fix=["--verify coupled"],
-            )
         for wanted, what in ((params.stop, "stop strings need"), (request.grammar, "a grammar needs")):
             if wanted and self.tokenizer is None:
                 raise IncompatibleError(f"{what} a tokenizer, and the model folder has no tokenizer.json")

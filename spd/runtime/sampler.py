@@ -181,7 +181,11 @@ class Sampler:
             laws = torch.where(finite.unsqueeze(-1), laws, 0).scatter_add_(
                 -1, sampled.unsqueeze(-1), (~finite).unsqueeze(-1).to(laws.dtype)
             )
-            self.draft_laws[:, step, :usable] = laws[:, 0, :usable]
+            # A silent slot's drafts wait for their masks, and what they were drawn from with them.
+            kept = self.draft_laws[:, step, :usable]
+            self.draft_laws[:, step, :usable] = torch.where(
+                self.state.active.unsqueeze(-1), laws[:, 0, :usable], kept
+            )
         return sampled
 
     def _bias_over(self, vocab_size: int) -> Tensor | None:

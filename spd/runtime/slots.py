@@ -103,7 +103,9 @@ class Slots:
             self.parts.sampler.allow(slot, rows)
             if drafts:  # rounds that it did not take part in may have overwritten them
                 state.draft[slot, : len(drafts)] = to_device(drafts, torch.long, self.plan.device)
-            state.num_drafts[slot].fill_(legal)
+            # Where drafts are tested by their probability the one that a mask forbids has to fail its test:
+            # cut away unseen, it would count as a block that came to a fair end.
+            state.num_drafts[slot].fill_(legal if self.plan.verify == "coupled" else len(drafts))
             if sequence.caught_up < self.parts.queue.catch_ups:
                 self.refill_draft(sequence, CATCH_UP + 1)
         sequence.active = True

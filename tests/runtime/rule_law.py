@@ -134,7 +134,8 @@ class RuleEnumeration(Enumeration):
             mock.patch.object(draft_verify, "draw_last", draw_last),
         ):
             next_k = later[0] if later and case.drawn else 0
-            self.round.run(k, views, SamplerClass.of(case.params), None, next_k)
+            needs = self.prepare(SamplerClass.of(case.params), k)
+            self.round.run(k, views, needs, None, next_k)
         self.emitted = state.ring[place % len(state.ring)]
         real = self.emitted[:, 1]
         tested = torch.arange(k) < real[:, None]
@@ -147,6 +148,10 @@ class RuleEnumeration(Enumeration):
             for i in range(k):
                 self.weights *= self.draft_law[self.runner.contexts[:, i], draft[:, i]]
         self._check_bookkeeping(k, started, was_active)
+
+    def prepare(self, needs: SamplerClass, k: int) -> SamplerClass:
+        """Called before each round: what its draws need."""
+        return needs
 
 
 def check_rule(case: RuleCase) -> None:

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.errors import IncompatibleError
-from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.request import GrammarText
+from spd.runtime import Engine, SamplingParams
 from spd.runtime.sampler import Sampler
 from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.runtime import seeded_faults as fault
@@ -188,14 +186,6 @@ def test_logits_that_are_not_finite(target: Path, methods: Methods, rule: str, w
     if who == "draft":
         assert len(runs[1].tokens) == 16
         assert not any(record.accepted for record in runs[1].rounds if record.position > len(PROMPTS[1]) + 11)
-
-
-@by_rule
-def test_a_grammar_is_refused(target: Path, methods: Methods, rule: str) -> None:
-    """It cuts drafts by what they are, and silences slots whose laws others would then overwrite."""
-    request = Request("x", PROMPTS[0], SamplingParams(), grammar=GrammarText("regex", "[0-9]+"))
-    with pytest.raises(IncompatibleError, match=f"needs --verify coupled, and --verify {rule}"):
-        engine_of(target, rule, **methods["ngram"]).add(request)
 
 
 def test_what_is_planned(target: Path, methods: Methods) -> None:
