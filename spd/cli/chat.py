@@ -247,7 +247,14 @@ class Chat:
 
         self._save()
         conversation = run_reply(
-            self._session, self._sink, self.model, self.look, self.conversation, more, self.tell_news
+            self._session,
+            self._sink,
+            self.model,
+            self.look,
+            self.conversation,
+            more,
+            self.tell_news,
+            self.source.keep,
         )
         turn = conversation.turns[-1]
         if turn.reply is None:
@@ -258,6 +265,7 @@ class Chat:
         if self.stats:
             write_stderr(self._dimmed("  " + self.model.stats_words()) + "\n")
         write_stderr(self.model.explanation())
+        self.tell(*self.model.probability_lines())
         self._warn_when_full()
         if turn.finish == "length" and self.look.terminal:
             self.tell(f"stopped at {len(turn.reply_ids):,} tokens; /more continues")

@@ -59,7 +59,7 @@ class Commands:
         self._chat.tell(*(f"  {name:<10} {getattr(self, 'do_' + name[1:]).__doc__}" for name in self.names()))
         self._chat.tell(
             "  Enter sends, Alt-Enter or Ctrl-J begins a line, Ctrl-G opens $EDITOR, // sends a slash.",
-            "  Ctrl-C stops a reply and keeps what came; Ctrl-D quits.",
+            "  Esc or Ctrl-C stops a reply and keeps what came; Ctrl-D quits.",
         )
 
     def do_exit(self, rest: str) -> None:
@@ -164,10 +164,21 @@ class Commands:
         """say after each reply why speculation paid or not: /explain on|off"""
         self._chat.model.set_explain(_on_off("/explain", rest))
 
+    def do_probs(self, rest: str) -> None:
+        """show how likely each token of a reply was, and the N likeliest: /probs N, /probs off"""
+        if rest != "off" and not (rest.isascii() and rest.isdigit()):
+            raise UsageError(f"/probs {rest}".rstrip() + ": is no number", fix=["/probs 3", "/probs off"])
+        self._chat.model.set_probs(None if rest == "off" else int(rest))
+
     def do_think(self, rest: str) -> None:
-        """let the model think: /think on|off|hide"""
+        """let the model think: /think on|off|hide, or at most so many tokens: /think N"""
+        if rest.isascii() and rest.isdigit():
+            self._chat.model.set_think_budget(int(rest))
+            return
         if rest not in ("on", "off", "hide"):
-            raise UsageError(f"/think {rest}: is not on, off or hide", fix=["/think on|off|hide"])
+            raise UsageError(f"/think {rest}: is not on, off or hide", fix=["/think on|off|hide|N"])
+        if rest == "on":
+            self._chat.model.set_think_budget(None)
         self._chat.look = dataclasses.replace(self._chat.look, hide_thinking=rest == "hide")
         if rest != "hide":
             self._chat.set_thinking(rest == "on")

@@ -14,13 +14,30 @@ from spd.cli.output import Console
 from spd.cli.prompt import parse_variables
 from spd.cli.report import stats_line
 from spd.cli.sampling import Resolved, resolve_sampling
-from spd.errors import UsageError
+from spd.cli.structured import END_OF_THINKING, thinking_marks
+from spd.errors import IncompatibleError, UsageError
 
 if TYPE_CHECKING:
     from spd.cli.chat_options import ChatOptions
+    from spd.cli.encode import Vocabulary
     from spd.runtime import EngineConfig, Event, Request, RequestMetrics
     from spd.runtime.measuring.trace_file import Trace
-    from spd.runtime.request import SamplingParams
+    from spd.runtime.request import SamplingParams, ThinkingBudget, TokenLogprob
+
+
+def check_thinking(tokens: int | None, vocabulary: Vocabulary) -> None:
+    """Refuse a budget that is none, and one for a model whose thinking no single token ends."""
+    if tokens is None:
+        return
+    if tokens < 0:
+        raise UsageError(f"--think-budget {tokens} is out of range", reason=["valid: 0 or more"])
+    if thinking_marks(vocabulary.need_tokenizer())[1] is None:
+        raise IncompatibleError(
+            f"--think-budget needs a model that ends its thinking with a token {END_OF_THINKING}",
+            reason=["This vocabulary has none."],
+            fix=["leave it out", "--no-think"],
+            code="no_thinking",
+        )
 
 
 class ChatModel:
@@ -30,6 +47,9 @@ class ChatModel:
         self._console = console
         self._requests = 0
         self.metrics: RequestMetrics | None = None
+        self.logprobs: list[TokenLogprob] = []
+        """Of the last reply's tokens, where they were asked for."""
+        self._probs: int | None = None
         self._seen: tuple[Trace, Request] | None = None
         self.thread: EngineThread
         self._prepare(options)
@@ -50,6 +70,7 @@ class ChatModel:
         generation = read_generation_config(folder)
         usable = min(vocabulary.need_tokenizer().vocab_size, vocabulary.config.vocab_size)
         sampling = resolve_sampling(options, generation, usable)
+        check_thinking(options.think_budget, vocabulary)
         self.options, self.name, self.config, self.vocabulary = options, name, config, vocabulary
         self.encoder, self._generation, self._usable, self.sampling = encoder, generation, usable, sampling
 
@@ -129,13 +150,40 @@ class ChatModel:
 
     # -- how it draws ------------------------------------------------------------------------------
 
+    def set_think_budget(self, tokens: int | None) -> None:
+        """Limit thinking from now on, or no longer. Raises IncompatibleError and UsageError."""
+        check_thinking(tokens, self.vocabulary)
+        self.options = dataclasses.replace(self.options, think_budget=tokens)
+
+    def thinking(self, inside: bool, spent: Sequence[int]) -> ThinkingBudget | None:
+        """What is left of the budget for a reply of which `spent` has come; None where there is no limit."""
+        from spd.runtime.request import ThinkingBudget
+
+        begin, end = thinking_marks(self.vocabulary.need_tokenizer())
+        if self.options.think_budget is None or end is None or (spent and not inside):
+            return None
+        left = self.options.think_budget - sum(token != begin for token in spent)
+        return ThinkingBudget(max(0, left), end, begin, inside)
+
     def set_explain(self, on: bool) -> None:
         """Explain replies from now on, or no longer."""
         self.options = dataclasses.replace(self.options, explain=on)
 
     def params(self, seed: int) -> SamplingParams:
         """Sampling parameters with a reply's own seed."""
-        return dataclasses.replace(self.sampling.params, seed=seed)
+        return dataclasses.replace(self.sampling.params, seed=seed, logprobs=self._probs)
+
+    def set_probs(self, likeliest: int | None) -> None:
+        """Show the probabilities of later replies, and of so many other tokens; or no longer. UsageError."""
+        dataclasses.replace(self.sampling.params, logprobs=likeliest)
+        self._probs = likeliest
+
+    def probability_lines(self) -> Sequence[str]:
+        """Each token of the last reply, its probability, and the likeliest in its place."""
+        from spd.cli.report import probability_line
+
+        tokenizer = self.vocabulary.need_tokenizer()
+        return [probability_line(entry, tokenizer) for entry in self.logprobs]
 
     def set_sampling(self, changes: dict[str, Any]) -> None:
         """Change sampling options. Raises UsageError, and changes nothing then."""
@@ -212,11 +260,12 @@ class ChatModel:
         new = metrics.prompt_tokens - metrics.cached_tokens
         lines = [
             f"  prompt      {metrics.prompt_tokens:,} tok ({metrics.cached_tokens:,} cached, {new:,} new)"
-            f" · {metrics.prompt_ms / 1000:.2f} s",
+            f" · {metrics.prompt_ms / 1000:.2f} s · {_rate(new, metrics.prompt_ms)} tok/s new",
             f"  decode      {metrics.completion_tokens:,} tok in {metrics.rounds:,} rounds"
             f" · {metrics.predicted_ms / 1000:.2f} s · {metrics.decode_tokens_per_second:.1f} tok/s",
             f"  drafts      {metrics.draft_n:,} proposed · {metrics.draft_n_accepted:,} accepted"
-            f" · {metrics.draft_acceptance_rate:.1%}",
+            f" · {metrics.draft_acceptance_rate:.1%}"
+            + (f" · k: mean {metrics.draft_n / metrics.rounds:.1f}" if metrics.rounds else ""),
         ]
         if metrics.rounds and metrics.accepted_per_position:
             shares = (
@@ -225,6 +274,12 @@ class ChatModel:
             lines.append(f"  by position {'  '.join(shares)}")
             rows = (f"{i}: {n / metrics.rounds:.0%}" for i, n in enumerate(metrics.acceptance_histogram))
             lines.append(f"  by rounds   {'  '.join(rows)}   (accepted drafts: share of rounds)")
+        plain, speed = self.thread.engine().plain_round_seconds, metrics.decode_tokens_per_second
+        if plain and speed and metrics.draft_n:
+            lines.append(
+                f"  plain est.  {1 / plain:.1f} tok/s, so this was {speed * plain:.2f} × plain "
+                "(from rounds without drafts)"
+            )
         return lines
 
     def shown(self, what: str) -> Sequence[str]:
@@ -232,7 +287,7 @@ class ChatModel:
         if what == "params":
             values = dataclasses.asdict(self.sampling.params)
             sources = self.sampling.sources
-            del values["seed"]  # each reply has its own
+            del values["seed"], values["logprobs"]  # each reply has its own seed, and /probs is for these
             return [
                 f"  {name:<20} {value}" + (f"  ({sources[name]})" if name in sources else "")
                 for name, value in values.items()
@@ -243,3 +298,7 @@ class ChatModel:
             plan = self.thread.engine().plan
             return [f"  model {self.name}", f"  from  {plan.model}", *(f"  {li}" for li in self.plan_lines())]
         raise UsageError(f"/show {what}: there is no such thing", fix=["/show params|prompt|spec|model"])
+
+
+def _rate(count: int, ms: float) -> str:
+    return f"{1000 * count / ms:.0f}" if ms else "?"

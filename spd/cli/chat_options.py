@@ -58,6 +58,7 @@ class ChatOptions(
     think: Annotated[
         bool | None, _chat("--think/--no-think", help="Ask the chat template for thinking, or for none.")
     ] = None
+    think_budget: Annotated[int | None, _chat(metavar="N", help="End thinking after N tokens of it.")] = None
     hide_thinking: Annotated[bool, _chat("--hide-thinking", help="One line in place of thinking.")] = False
     markdown: Annotated[
         Literal["auto", "on", "off"], _chat(help="Show Markdown. auto: unless drafts are shown.")

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from spd.cli.keys import KeyWatch
 from spd.cli.loading import loading
 from spd.cli.output import OutputClosed, is_terminal
 from spd.cli.reply_view import ReplyView, begins_inside_thinking
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from spd.cli.output import Sink
     from spd.cli.reply_view import Look
     from spd.runtime import Event, Request
+    from spd.runtime.request import TokenLogprob
 
 PASTES_MARKED, PASTES_UNMARKED = "\x1b[?2004h", "\x1b[?2004l"
 
@@ -34,10 +36,12 @@ class _Gathered:
     token_ids: list[int] = field(default_factory=list)
     finish: str | None = None
     stopped: bool = False
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def take(self, event: Event) -> None:
         self.pieces.append(event.text)
         self.token_ids += event.token_ids
+        self.logprobs += event.logprobs
         self.finish = event.finish_reason or self.finish
 
 
@@ -49,11 +53,13 @@ def run_reply(
     conversation: Conversation,
     more: bool,
     loaded: Callable[[], None],
+    typed: Callable[[bytes], None],
 ) -> Conversation:
     """The conversation with the reply to its last turn, or with `more` of it; shown while it comes.
 
-    `loaded` is called once the model is there. The last turn has no reply if Ctrl-C came before the first
-    token. Raises IncompatibleError if the conversation does not fit the context, and what the engine raises.
+    `loaded` is called once the model is there, `typed` with the keys that came meanwhile. The last turn has
+    no reply if Ctrl-C or Esc came before the first token. Raises IncompatibleError if the conversation does
+    not fit the context, and what the engine raises.
     """
     gathered = _Gathered()
     turn = conversation.turns[-1]
@@ -63,13 +69,13 @@ def run_reply(
         gathered.stopped = True
         model.thread.stop()
 
-    with session.guard.soften(stop), _quiet_input(sink, look):
+    with session.guard.soften(stop), _quiet_input(sink, look, stop, typed):
         _wait(session, model, gathered)
         if gathered.stopped:
             return conversation
         loaded()
-        request = _request(model, conversation, seed, more)
         inside = _inside_thinking(model, conversation, more)
+        request = _request(model, conversation, seed, more, inside)
         view = ReplyView(sink, look, model.vocabulary.tokenizer, inside=inside)
         events = model.run(request)
         try:
@@ -82,6 +88,7 @@ def run_reply(
             remark = "[interrupted]" if gathered.stopped else ""
             with session.guard.hold() if session.guard.received is None else nullcontext():
                 view.finish(remark)
+            model.logprobs = gathered.logprobs
     if not gathered.token_ids and gathered.stopped and not more:
         return conversation
     return _settled(conversation, turn, gathered, seed, more)
@@ -116,7 +123,7 @@ def _wait(session: Session, model: ChatModel, gathered: _Gathered) -> None:
                 display(model.thread.progress)
 
 
-def _request(model: ChatModel, conversation: Conversation, seed: int, more: bool) -> Request:
+def _request(model: ChatModel, conversation: Conversation, seed: int, more: bool, inside: bool) -> Request:
     from spd.runtime import Request
 
     encoded = model.encoder.encode(conversation)
@@ -132,7 +139,9 @@ def _request(model: ChatModel, conversation: Conversation, seed: int, more: bool
             fix=["/undo to take back turns, /clear for a new chat, or start with a larger --ctx"],
             code="context_overflow",
         )
-    return Request(model.next_request_id(), ids, model.params(seed), spans)
+    spent = conversation.turns[-1].reply_ids if more else ()
+    thinking = model.thinking(inside, spent)
+    return Request(model.next_request_id(), ids, model.params(seed), spans, thinking=thinking)
 
 
 def _inside_thinking(model: ChatModel, conversation: Conversation, more: bool) -> bool:
@@ -146,8 +155,10 @@ def _inside_thinking(model: ChatModel, conversation: Conversation, more: bool) -
 
 
 @contextmanager
-def _quiet_input(sink: Sink, look: Look) -> Iterator[None]:
-    """Keep keys that are typed meanwhile off the screen, as they are, for the next message.
+def _quiet_input(
+    sink: Sink, look: Look, escape: Callable[[], None], typed: Callable[[bytes], None]
+) -> Iterator[None]:
+    """Keep keys that are typed meanwhile off the screen, as they are, for the next message; Esc is told.
 
     A paste stays marked as one, so that its lines do not become messages.
     """
@@ -161,9 +172,12 @@ def _quiet_input(sink: Sink, look: Look) -> Iterator[None]:
     quiet[3] = quiet[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH  # Ctrl-C drops nothing typed
     termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
     sink.write_styled(PASTES_MARKED)
+    keys = KeyWatch(descriptor, escape)
+    keys.start()
     try:
         yield
     finally:
+        typed(keys.stop())
         with suppress(OutputClosed, SpdError):
             sink.write_styled(PASTES_UNMARKED)
         termios.tcsetattr(descriptor, termios.TCSANOW, before)

@@ -87,6 +87,12 @@ CHAT_CONFLICTS: tuple[Conflict[ChatOptions], ...] = (
         "leave one of them out",
     ),
     Conflict(
+        "budget-no-think",
+        lambda o: o.think_budget is not None and o.think is False,
+        "--think-budget limits what --no-think asks not to come",
+        "leave one of them out",
+    ),
+    Conflict(
         "hide-no-think",
         lambda o: o.hide_thinking and o.think is False,
         "--hide-thinking hides what --no-think asks not to come",

@@ -19,7 +19,9 @@ from prompt_toolkit.application import run_in_terminal
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.input.typeahead import store_typeahead
+from prompt_toolkit.input.vt100_parser import Vt100Parser
+from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import ColorDepth
 
@@ -132,6 +134,14 @@ class Editor:
     def wake(self) -> None:
         """Redraw the status line; from any thread."""
         self._session.app.invalidate()
+
+    def keep(self, typed: bytes) -> None:
+        """Take keys that were typed while a reply came: the next message begins with them."""
+        presses: list[KeyPress] = []
+        parser = Vt100Parser(presses.append)
+        parser.feed_and_flush(typed.decode("utf-8", "replace"))
+        store_typeahead(self._session.app.input, presses)
+        self._carried = self._carried or bool(presses)
 
     def leave(self, error: BaseException) -> None:
         """Make `read` raise this; from any thread."""

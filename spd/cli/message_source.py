@@ -29,6 +29,9 @@ class MessageSource(Protocol):
     def wake(self) -> None:
         """Show the status anew; may be called from any thread."""
 
+    def keep(self, typed: bytes) -> None:
+        """Take keys that were typed while a reply came, for the next message."""
+
     def leave(self, error: BaseException) -> None:
         """Make `read` raise this if it waits for a person; may be called from any thread."""
 
@@ -84,6 +87,9 @@ class PlainLines:
 
     def wake(self) -> None:
         """Nothing: there is no status line."""
+
+    def keep(self, typed: bytes) -> None:
+        """Nothing: what is typed stays in the terminal."""
 
     def leave(self, error: BaseException) -> None:
         """Nothing: the next message will meet the error."""

@@ -6,6 +6,8 @@ The names in the JSON object are the ones other tools already read; its schema i
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -75,6 +77,17 @@ def logprob_entry(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str,
         }
 
     return {**named(entry.token_id, entry.logprob), "top": [named(*likely) for likely in entry.top]}
+
+
+def probability_line(entry: TokenLogprob, tokenizer: Tokenizer) -> str:
+    """`  93.1% "Join"      93.1% "Join"  4.0% "Open"`: a token, and the likeliest in its place."""
+
+    def named(token_id: int, logprob: float) -> str:
+        text = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        return f"{math.exp(logprob):6.1%} {json.dumps(text, ensure_ascii=False)}"
+
+    others = " ".join(named(*likely) for likely in entry.top)
+    return f"  {named(entry.token_id, entry.logprob):<24}{others}".rstrip()
 
 
 def stats_line(metrics: RequestMetrics, *, imposed: bool = False) -> str:

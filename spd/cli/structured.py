@@ -13,9 +13,15 @@ from spd.cli.prompt import Asked, read_text
 from spd.errors import UsageError
 
 if TYPE_CHECKING:
+    from spd.formats.tokenizer import Tokenizer
     from spd.runtime.request import GrammarText
 
 THINK, END_OF_THINKING = "<think>", "</think>"
+
+
+def thinking_marks(tokenizer: Tokenizer) -> tuple[int | None, int | None]:
+    """The ids of the tokens that begin and end thinking, where the vocabulary has them."""
+    return tokenizer.token_to_id(THINK), tokenizer.token_to_id(END_OF_THINKING)
 
 
 def read_grammar(options: GrammarOptions) -> GrammarText | None:
@@ -50,7 +56,7 @@ def end_of_thinking(vocabulary: Vocabulary, asked: Asked, ids: Sequence[int]) ->
     tokenizer, template = vocabulary.tokenizer, vocabulary.template
     if tokenizer is None or template is None or not asked.messages:
         return None
-    begin, end = (tokenizer.token_to_id(text) for text in (THINK, END_OF_THINKING))
+    begin, end = thinking_marks(tokenizer)
     if begin is None or end is None:
         return None
     for token in reversed(ids):

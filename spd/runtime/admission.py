@@ -10,13 +10,14 @@ from spd.formats.generation_config import read_generation_config
 from spd.formats.model_config import read_model_config
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.detokenizer import Detokenizer
-from spd.runtime.grammar import GrammarCompiler
+from spd.runtime.grammar import Grammar, GrammarCompiler
 from spd.runtime.plan import EnginePlan
 from spd.runtime.request import Request, SamplingParams
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.sequence import Sequence
 from spd.runtime.spans import program_runs
 from spd.runtime.state import NUM_STOP_IDS
+from spd.runtime.thinking import BudgetedThinking
 
 
 class Admission:
@@ -35,11 +36,14 @@ class Admission:
     def sequence(self, request: Request) -> Sequence:
         """A request, checked and ready to wait. Raises UsageError or IncompatibleError."""
         self._check(request)
-        params, length, grammar = request.params, len(request.prompt_ids), None
+        params, length = request.params, len(request.prompt_ids)
+        grammar: Grammar | None = None
         stops = self._stop_ids(params)
         if request.grammar is not None:
             grammar = self._grammars.compile(request.grammar, stops)
         limit = self.plan.ctx if params.max_tokens is None else length + params.max_tokens
+        if request.thinking is not None:
+            grammar = BudgetedThinking(request.thinking, grammar)
         token_bytes = self.tokenizer.token_bytes if self.tokenizer else lambda _token: b""
         return Sequence(
             request=request,
@@ -71,7 +75,8 @@ class Admission:
                 fix=[f"--ctx N above {length}", "--overflow truncate-left to drop the oldest tokens"],
                 code="context_overflow",
             )
-        for token_id in (*params.stop_token_ids, *(token for token, _ in params.logit_bias)):
+        end = () if request.thinking is None else (request.thinking.end,)
+        for token_id in (*params.stop_token_ids, *(token for token, _ in params.logit_bias), *end):
             if token_id >= self.usable_vocab:
                 raise UsageError(
                     f"token id {token_id} is out of range", reason=[f"valid: 0 to {self.usable_vocab - 1}"]

@@ -137,6 +137,11 @@ class Engine:
         self._draft_length = DraftLength(k, adaptive=False)
 
     @property
+    def plain_round_seconds(self) -> float | None:
+        """Seconds of a round without drafts, as measured of late; None where there has been none."""
+        return self._planned_length.verify_seconds.get(0)
+
+    @property
     def has_work(self) -> bool:
         """Whether anything waits, runs or has not been handed out."""
         return bool(self._scheduler.ids() or self._in_flight or self._ready)

@@ -116,7 +116,7 @@ class GuidedText:
             row[token // WORD] &= ~_bit(token)
         if self._matcher.is_accepting():
             for token in self._ends:
-                row[token // WORD] |= _bit(token)
+                set_bit(row, token)
 
     def _raise_error(self) -> None:
         if self._matcher.is_error():
@@ -135,6 +135,11 @@ def _bit(token: int) -> int:
     """The word in which only this token is allowed, as an int32."""
     bit = 1 << (token % WORD)
     return bit - (1 << WORD) if bit >> (WORD - 1) else bit
+
+
+def set_bit(row: Tensor, token: int) -> None:
+    """Allow a token in a mask, int32 [words]."""
+    row[token // WORD] |= _bit(token)
 
 
 class GrammarCompiler:

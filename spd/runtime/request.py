@@ -102,6 +102,24 @@ class GrammarText:
 
 
 @dataclass(frozen=True)
+class ThinkingBudget:
+    """How long a reply may think: `tokens` before token `end` is forced, which ends the thinking.
+
+    Thinking begins behind token `begin` at the beginning of the reply, or with it where the prompt is
+    `inside` already. Raises UsageError.
+    """
+
+    tokens: int
+    end: int
+    begin: int | None = None
+    inside: bool = False
+
+    def __post_init__(self) -> None:
+        _between("thinking budget", self.tokens, 0, MAX_TOKENS)
+        _between("thinking budget end", self.end, 0, 2**31 - 1)
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt in token ids, and how to continue it.
 
@@ -117,6 +135,7 @@ class Request:
     spans: tuple[tuple[str, int], ...] = ()
     draft_max: int | None = None
     grammar: GrammarText | None = None
+    thinking: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
         if self.draft_max is not None:

@@ -13,7 +13,8 @@ from spd.cli.chat_commands import Commands
 from spd.cli.conversation import derived_seed
 from spd.cli.reply_view import DraftedText, Piece, ThinkingSplitter, shown_plain
 from spd.errors import ResourceError
-from spd.runtime.request import Event
+from spd.runtime.request import Event, ThinkingBudget
+from tests.cli.conftest import SPECIALS, write_tokenizer
 
 
 @pytest.fixture
@@ -117,6 +118,28 @@ def test_the_system_message_changes(talk: Callable, script: Any, saved: Callable
     assert saved()[0]["system"] == "be kind"
 
 
+def test_thinking_has_a_budget(talk: Callable, script: Any, model: Path) -> None:
+    """Tokens of thinking that came before /more have been spent; the budget changes and goes."""
+    ran = talk("Hi", argv=["--think-budget", 3])
+    assert ran.code == 4 and "ends its thinking with a token </think>" in ran.err
+    write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
+    script.finish, script.pieces = "length", ["<think>", "hm"]
+    talk("Hi", "/more", "/think 9", "Again", "/think on", "Free", argv=["--think-budget", 10])
+    first, more, again, free = (request.thinking for request in script.engine.requests)
+    begin, end = 259, 260
+    assert first == ThinkingBudget(10, end, begin) and again == ThinkingBudget(9, end, begin)
+    assert more == ThinkingBudget(6, end, begin, inside=True) and free is None
+    assert talk("Hi", argv=["--think-budget", "-1"]).code == 2
+
+
+def test_probabilities_of_a_reply(talk: Callable, script: Any) -> None:
+    ran = talk("/probs 2", "Hi", "/probs off", "Again", "/probs x", "/show", "/exit")
+    assert [request.params.logprobs for request in script.engine.requests] == [2, None]
+    lines = [line for line in ran.err.splitlines() if "%" in line]
+    assert len(lines) == 6 and lines[1].split() == ["60.7%", '"#"', "60.7%", '"#"', "0.0%", '"c"']
+    assert "/probs x: is no number" in ran.err and talk("/probs 99").code == 2
+
+
 def test_a_file_goes_with_the_next_message(talk: Callable, saved: Callable, tmp_path: Path) -> None:
     (tmp_path / "a b.txt").write_text("contents")
     talk(f"/file '{tmp_path}/a b.txt'", "What?", "Next", argv=["-f", tmp_path / "a b.txt"])
@@ -152,6 +175,7 @@ def test_edit_takes_the_message_back(talk: Callable, saved: Callable) -> None:
 def test_figures(talk: Callable) -> None:
     ran = talk("Hi", "/stats full", "/stats off", "Again", "/tokens abc", argv=["--stats"])
     assert ran.err.count(" tok/s · first") == 1 and "drafts 3/12 (25%)" in ran.err
+    assert "tok/s new" in ran.err and "plain est.  20.0 tok/s, so this was " in ran.err
     assert "  prompt " in ran.err and "  by position 1: 100%" in ran.err and "3 tokens" in ran.err
 
 

@@ -268,6 +268,29 @@ def test_killed_while_replying_the_message_is_there_again(
     assert [turn["reply"] for turn in turns(tmp_path)] == ["Hello wörld!"]
 
 
+def test_escape_stops_a_reply_and_other_keys_do_not(
+    terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    """Esc alone; the arrow before it, which begins with one, and what is typed wait for the next message."""
+    chat = terminal(pieces=["word "] * 400, pause=0.02)
+    chat.type("Hi\r")
+    chat.wait("word word")
+    for keys in ("type", "\x1b[D", "\x1b[200~pa\x1b", "sted\x1b[201~"):
+        chat.type(keys)
+        time.sleep(0.2)
+    assert b"[interrupted]" not in chat.seen
+    chat.wait("word word")
+    chat.type("\x1b")
+    chat.wait("[interrupted]")
+    chat.wait("typpa")
+    chat.wait("stede")
+    (turn,) = turns(tmp_path)
+    assert turn["finish"] == "abort" and turn["reply"].startswith("word word")
+    assert len(turn["reply"]) < 5 * 400
+    chat.type("\x03\x04")
+    assert chat.end() == 0 and chat.settings() == chat.before
+
+
 def test_a_dumb_terminal_gets_plain_lines(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("--show-drafts", pieces=["**a**"], TERM="dumb")
     assert b"--show-drafts marks tokens on a terminal only" in chat.seen
