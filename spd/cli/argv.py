@@ -17,7 +17,6 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
         "--system-prompt": "--system",
         "-sys": "--system",
         "-sysf": "--system-file",
-        "--reasoning-budget": "--think-budget",
         "--n-predict": "--max-tokens",
         "--predict": "--max-tokens",
         "--max-new-tokens": "--max-tokens",

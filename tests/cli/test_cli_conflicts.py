@@ -46,6 +46,7 @@ CHAT_CASES: dict[str, list[str]] = {
     "two-models": ["-m", "demo"],
     "continue-session": ["-c", "--session", "x"],
     "drafts-markdown": ["--show-drafts", "--markdown", "on"],
+    "budget-no-think": ["--think-budget", "5", "--no-think"],
     "hide-no-think": ["--hide-thinking", "--no-think"],
 }
 
