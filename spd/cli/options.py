@@ -343,6 +343,22 @@ class CompletionOptions(CommonOptions):
     ]
 
 
+TEXTS = ("prompt", "prompt_option", "system", "template_arg", "stop", "regex")
+"""Options whose value is text and never a path, which has to stay as the system gave it."""
+
+
+def as_utf8(value: Any) -> Any:
+    """Text, or texts, read as UTF-8 where the locale is of fewer letters; else as it is."""
+    if isinstance(value, (list, tuple)):
+        return [as_utf8(each) for each in value]
+    if not isinstance(value, str) or value.isascii():
+        return value
+    try:
+        return value.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError:
+        return value
+
+
 Options = TypeVar("Options", bound=CommonOptions)
 
 
@@ -354,6 +370,7 @@ def as_command(
     def run(context: typer.Context, **values: Any) -> int | None:
         session: Session = context.obj
         console = dataclasses.replace(session.console, verbose=values["verbose"])
+        values |= {name: as_utf8(values[name]) for name in TEXTS if name in values}
         return body(dataclasses.replace(session, console=console), options(**values))
 
     hints = get_type_hints(options, include_extras=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from spd.cli.batch_options import GrammarOptions
 from spd.cli.encode import Vocabulary
+from spd.cli.options import as_utf8
 from spd.cli.prompt import Asked, read_text
 from spd.errors import UsageError
 
@@ -29,8 +30,8 @@ def read_grammar(options: GrammarOptions) -> GrammarText | None:
     from spd.runtime.request import GrammarText
 
     if options.schema is not None:
-        text = options.schema
-        if text.lstrip()[:1] not in ("{", "") and text.strip() not in ("true", "false"):
+        text = options.schema if _is_path(options.schema) else as_utf8(options.schema)
+        if _is_path(text):
             text = read_text(text.removeprefix("@"))
         try:
             json.loads(text)
@@ -43,8 +44,13 @@ def read_grammar(options: GrammarOptions) -> GrammarText | None:
         return GrammarText("regex", options.regex)
     if options.grammar is not None:
         inline = re.search(r"^\s*start\b[^\n]*:", options.grammar, re.MULTILINE) is not None
-        return GrammarText("lark", options.grammar if inline else read_text(options.grammar))
+        return GrammarText("lark", as_utf8(options.grammar) if inline else read_text(options.grammar))
     return None
+
+
+def _is_path(schema: str) -> bool:
+    """Whether --schema names a file."""
+    return schema.lstrip()[:1] not in ("{", "") and schema.strip() not in ("true", "false")
 
 
 def end_of_thinking(vocabulary: Vocabulary, asked: Asked, ids: Sequence[int]) -> int | None:

@@ -27,7 +27,7 @@ def spd(*argv: object, **environment: str) -> subprocess.CompletedProcess[bytes]
     """The program in a process of its own, its output no terminal."""
     kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     return subprocess.run(
-        [sys.executable, "-m", "spd", *map(str, argv)],
+        [sys.executable, "-m", "spd", *(word if isinstance(word, bytes) else str(word) for word in argv)],
         capture_output=True,
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
@@ -60,6 +60,19 @@ def test_a_locale_without_more_than_ascii(folder: Path, words: list[str]) -> Non
     done = spd(*words, *model, LC_ALL="C")
     assert done.returncode == 0, done.stderr
     assert b"Traceback" not in done.stderr and done.stdout
+
+
+@pytest.mark.parametrize("more", [{}, {"PYTHONUTF8": "0"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+def test_arguments_are_utf_8_whatever_the_locale(folder: Path, more: dict[str, str]) -> None:
+    """Letters that the locale lacks arrive in every text; paths are left as the system gave them."""
+    beside = folder.parent / "größe.txt"
+    beside.write_text("Σ\n")
+    asked = ["--raw", "--dry-run", "-m", folder, "-f", beside, "naïve café"]
+    done = spd("generate", *asked, "--json", LC_ALL="C", **more)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["prompt"].split() == ["Σ", "naïve", "café"]
+    refused = spd("generate", "--raw", "--dry-run", "-m", folder, b"caf\xe9", LC_ALL="C", **more)
+    assert refused.returncode == 2 and b"not Unicode text" in refused.stderr
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
