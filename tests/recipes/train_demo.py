@@ -298,12 +298,15 @@ def train_mtp(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenize
     target.mtp.requires_grad_(True)
     if arguments.compile:
         compile_parts(target)
-    optimizers = make_optimizers(target.mtp, 0.4)
+    optimizers = make_optimizers(target.mtp, arguments.scale)
     stream = steps_of(optimizers, batches, arguments.mtp_steps, recorder, MTP_DEPTHS)
     for step, _, ids in stream:
-        _, missed, agreed = mtp_losses(target, ids, MTP_DEPTHS, True)
+        depths = MTP_DEPTHS if step % arguments.unroll_every == 0 else 1
+        _, missed, agreed = mtp_losses(target, ids, depths, True)
         missed.mean().backward()
-        if step % 10 == 0:
+        if step % 200 == 199:
+            save_checkpoint(target, arguments.out, tokenizer)
+        if step % 20 == 0:
             recorder.point(
                 step,
                 loss=missed.mean().item(),
