@@ -8,52 +8,63 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from benchmarks import table_forms
 from benchmarks.environment import ROOT
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
-PEERS = ("spd", "transformers", "vllm")
-PEER_NAMES = MappingProxyType({"spd": "spd", "transformers": "transformers", "vllm": "vLLM-CPU"})
-MODES = MappingProxyType({"plain": "plain", "draft": "draft", "ngram": "n-gram"})
 
 
-def cpu_peers(result: Mapping[str, Any]) -> str:
-    """Tokens a second of each peer, by what proposes."""
-    entries, k = result["entries"], result["settings"]["draft_max"]
-    modes = [mode for mode in MODES if any(f"{peer}-{mode}" in entries for peer in PEERS)]
-    names = [MODES[mode] if mode == "plain" else f"{MODES[mode]}, k = {k}" for mode in modes]
-    lines = [f"| tokens/s | {' | '.join(names)} |", "|---" * (len(modes) + 1) + "|"]
-    for peer in PEERS:
-        own = [entries.get(f"{peer}-{mode}") for mode in modes]
-        version = next((_version(peer, entry) for entry in own if entry is not None), None)
-        if version is None:
-            continue
-        cells = ["" if e is None else f"{e['decode_tokens_per_second']['median']:.1f}" for e in own]
-        lines.append(f"| {PEER_NAMES[peer]}{version} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+@dataclass(frozen=True)
+class Table:
+    """A README table: which file it is made of, how, and what makes the file."""
+
+    file: str
+    form: Callable[[Mapping[str, Any]], str | None]
+    command: str
+
+    def text(self, results: Path) -> str:
+        """The table, or a sentence where nothing was measured."""
+        path = results / self.file
+        made = self.form(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+        return made or textwrap.fill(f"Not measured yet; `{self.command}` does it.", 80) + "\n"
 
 
-def _version(peer: str, entry: Mapping[str, Any]) -> str:
-    return "" if peer == "spd" else " " + ".".join(entry["versions"][peer].split("+")[0].split(".")[:2])
-
-
-TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = MappingProxyType({"cpu_peers": cpu_peers})
+PEERS = "python -m benchmarks.peers MODEL"
+BENCH = "python -m benchmarks.bench_results"
+TABLES: Mapping[str, Table] = MappingProxyType(
+    {
+        "cpu_peers": Table("cpu_peers.json", table_forms.cpu_peers, PEERS),
+        "peer_loads": Table(
+            "cpu_peers.json", table_forms.peer_loads, f"{PEERS} --concurrency 1,4,16 --rates 1,2,4,6,8"
+        ),
+        "acceptance": Table("acceptance.json", table_forms.acceptance, "python -m benchmarks.acceptance"),
+        "bench_demo": Table("bench_demo.json", table_forms.bench_demo, f"{BENCH} demo"),
+        "bench_concurrency": Table(
+            "bench_concurrency.json", table_forms.bench_concurrency, f"{BENCH} concurrency"
+        ),
+        "bench_rate_draft_tp": Table(
+            "bench_rate_draft_tp.json", table_forms.bench_rate_draft_tp, f"{BENCH} rate_draft_tp"
+        ),
+        "auto_k": Table("auto_k.json", table_forms.auto_k, "python -m benchmarks.auto_k"),
+        "explain_check": Table(
+            "explain_check.json", table_forms.explain_check, "python -m benchmarks.explain_check"
+        ),
+    }
+)
 
 
 def with_tables(text: str, results: Path = RESULTS) -> str:
     """The text with every marked table made anew. Raises KeyError for a name that nobody makes."""
-
-    def table(match: re.Match[str]) -> str:
-        result = json.loads((results / f"{match[2]}.json").read_text(encoding="utf-8"))
-        return match[1] + TABLES[match[2]](result) + match[4]
-
-    return BLOCK.sub(table, text)
+    return BLOCK.sub(lambda match: match[1] + TABLES[match[2]].text(results) + match[4], text)
 
 
 def main(arguments: list[str]) -> int:

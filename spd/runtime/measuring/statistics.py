@@ -103,6 +103,22 @@ def repeat_interval(values: Sequence[float], confidence: float = 0.95) -> Spread
     return Spread(middle, middle * exp(-reach), middle * exp(reach), tuple(values))
 
 
+def ratio_of_sums(over: Sequence[float], under: Sequence[float]) -> tuple[float, float | None]:
+    """Sum over sum, and its standard error where pairs are independent and what is inside one is not.
+
+    Linearised, as for clusters of unequal size (Cochran, Sampling Techniques, 6.3). No error for one pair;
+    raises ValueError where the sum below is not positive.
+    """
+    total, n = sum(under), len(under)
+    if total <= 0:
+        raise ValueError("nothing was counted")
+    ratio = sum(over) / total
+    if n < 2:
+        return ratio, None
+    squares = sum((a - ratio * b) ** 2 for a, b in zip(over, under, strict=True))
+    return ratio, sqrt(n / (n - 1) * squares) / total
+
+
 def welch(first: Sequence[float], second: Sequence[float]) -> float:
     """Probability of means at least this far apart if both samples had one mean (Welch's t, two-sided).
 

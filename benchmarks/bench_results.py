@@ -1,0 +1,73 @@
+"""The README's `spd bench` results: each name is one command line, kept without its single passes.
+
+    python -m benchmarks.bench_results demo [-- --repetitions 3 --threads 1]
+
+What follows `--` is given to `spd bench` too. The file says which command line made it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from benchmarks.environment import ROOT, describe_commit
+
+RESULTS = ROOT / "benchmarks" / "results"
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "demo": (
+            "-m demo --spec mtp,draft,ngram --draft-model spd/formats/demo/draft --draft-max 1,2,3,4 "
+            "--temperature 0"
+        ),
+        "concurrency": "-m demo --spec auto --temperature 0 --concurrency 1,2,4,8,16,32,100 --category code",
+        "rate_draft_tp": (
+            "-m demo --spec draft --draft-model spd/formats/demo/draft --draft-max 4 --temperature 0 "
+            "--concurrency 16 --rate 1,2,4,6,8 --tp 2 --draft-tp 1,2 --category code"
+        ),
+    }
+)
+"""Options of `spd bench` by the name of the result."""
+
+
+def result_file(name: str) -> Path:
+    """Where a result is kept."""
+    return RESULTS / f"bench_{name}.json"
+
+
+def command_words(name: str, more: Sequence[str] = ()) -> list[str]:
+    """The options of a result; what is given again takes the place of what was there."""
+    words = COMMANDS[name].split()
+    for flag in [word for word in more if word.startswith("-") and word in words]:
+        at = words.index(flag)
+        del words[at : at + 2]
+    return [*words, *more]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `spd bench` and keep its rows; returns its status."""
+    if not arguments or arguments[0] not in COMMANDS:
+        print(f"usage: python -m benchmarks.bench_results {'|'.join(COMMANDS)} [-- OPTIONS]", file=sys.stderr)
+        return 2
+    name, more = arguments[0], [word for word in arguments[1:] if word != "--"]
+    words = command_words(name, more)
+    command = [sys.executable, "-m", "spd", "bench", *words, "--json"]
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if not run.stdout.strip():
+        return run.returncode or 1
+    result = json.loads(run.stdout)
+    if "rows" not in result:
+        print(run.stdout, file=sys.stderr)
+        return run.returncode or 1
+    del result["samples"]
+    kept = {"command": " ".join(["spd bench", *words]), **describe_commit(), **result}
+    result_file(name).parent.mkdir(parents=True, exist_ok=True)
+    result_file(name).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    return run.returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,25 @@
+"""What a checkpoint can be drafted for with: its own MTP head, the folder `draft` beside it, lookup."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from spd.formats.demo import demo_folder
+from spd.formats.model_config import read_model_config
+from spd.formats.mtp_folder import find_source
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model that is named on a command line."""
+    return demo_folder() if name == "demo" else Path(name).resolve()
+
+
+def drafters(model: Path) -> dict[str, dict[str, Any]]:
+    """Wishes of an `EngineConfig` by method, the learned ones first."""
+    found: dict[str, dict[str, Any]] = {}
+    if find_source(model, read_model_config(model), None) is not None:
+        found["mtp"] = {"spec": "mtp"}
+    if (model / "draft").is_dir():
+        found["draft"] = {"spec": "draft", "draft_model": model / "draft"}
+    return {**found, "ngram": {"spec": "ngram"}}

@@ -1,0 +1,144 @@
+"""Whether `spd explain` foresees a k that it has not seen: each in turn is left out of its fit.
+
+    python -m benchmarks.explain_check [-m demo] [-m FOLDER] [--draft-max 0,1,2,3,4,6,8] [--repetitions 5]
+
+All k run interleaved, one request at a time. What is predicted is held against the tokens a second of the
+rounds that really ran at that k, by the same clock; and the best k by prediction against the measured best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.drafters import drafters, model_folder
+from benchmarks.environment import ROOT, describe_commit, describe_machine
+from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
+from spd.runtime.measuring.explain import explain
+from spd.runtime.measuring.load import run_pass
+from spd.runtime.measuring.prompt_set import OWN, choose, read_prompts
+from spd.runtime.measuring.questions import encode_questions
+from spd.runtime.measuring.trace_file import Trace
+
+SCHEMA = "spd.benchmarks.explain_check/1"
+WITHIN, SHARE, BEST_WITHIN = 0.10, 0.90, 0.03
+"""A prediction is right within so much, so many must be; the chosen k may be so much slower than the best."""
+
+Records = Mapping[int, Sequence[RoundRecord]]
+"""Rounds by the k that they ran at."""
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Hold explain's predictions against what was measured.")
+    parser.add_argument("-m", "--model", action="append", help="demo, or a folder; again for more")
+    parser.add_argument("--spec", help="comma list of drafters (all that a model has)")
+    parser.add_argument("--draft-max", default="0,1,2,3,4,6,8")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--each", type=int, default=1, help="prompts of each category")
+    parser.add_argument("-n", "--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "explain_check.json")
+    given = parser.parse_args(arguments)
+    if sum(int(word) > 0 for word in given.draft_max.split(",")) < 2:
+        parser.error(f"--draft-max {given.draft_max}: a k can only be left out where another is left")
+    return given
+
+
+def run_rounds(model: Path, wishes: Mapping[str, Any], options: argparse.Namespace) -> Records:
+    """The rounds of every k, each k once a repetition, in turn; the first repetition warms up."""
+    prompts = choose(read_prompts(OWN), None, options.each)
+    questions = encode_questions(model, prompts, [None], options.tokens, None)
+    longest = max(len(question.ids) for question in questions)
+    base = {"model": model, "device": "cpu", "threads": options.threads, "ctx": longest + options.tokens}
+    engines = {}
+    for word in options.draft_max.split(","):
+        k = int(word)
+        drafting = {**wishes, "draft_max": k, "adaptive": False} if k else {"spec": "off"}
+        engines[k] = Engine(EngineConfig(**base, **drafting))
+    params = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
+    found: dict[int, list[RoundRecord]] = {k: [] for k in engines}
+    for repetition in range(options.repetitions + 1):
+        for k, engine in engines.items():
+            requests = [
+                Request(f"{k}.{repetition}.{number}", question.ids, params)
+                for number, question in enumerate(questions)
+            ]
+            records = run_pass(engine, requests).records
+            if repetition:
+                found[k] += [record for record in records if record.round > 0]
+    for engine in engines.values():
+        engine.close()
+    return found
+
+
+def predictions(records: Records) -> list[dict[str, Any]]:
+    """For each k above 0: tokens a second as measured, and as foreseen from the rounds of all other k."""
+    found = []
+    for k in records:
+        if k:
+            others = [Trace(list(rounds)) for other, rounds in records.items() if other != k]
+            foreseen = explain(others).own[k - 1].tokens_per_second
+            measured = explain([Trace(list(records[k]))]).tokens_per_second
+            found.append(
+                {"k": k, "measured": measured, "predicted": foreseen, "error": foreseen / measured - 1}
+            )
+    return found
+
+
+def judge(method: str, records: Records) -> dict[str, Any]:
+    """A method's predictions, and how good the k is that explain would choose from all rounds."""
+    pairs = predictions(records)
+    speeds = {k: explain([Trace(list(rounds))]).tokens_per_second for k, rounds in records.items()}
+    whole = explain([Trace(list(rounds)) for rounds in records.values()])
+    own = {0: whole.plain, **{prospect.k: prospect for prospect in whole.own}}
+    chosen = max(records, key=lambda k: own[k].tokens_per_second)
+    best = max(speeds, key=lambda k: speeds[k])
+    return {
+        "method": method,
+        "pairs": pairs,
+        "chosen_k": chosen,
+        "best_k": best,
+        "chosen_over_best": speeds[chosen] / speeds[best],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write the file; status 1 where explain is wrong too often or chooses badly."""
+    options = parse_options(arguments)
+    cases: list[dict[str, Any]] = []
+    for name in options.model or ["demo"]:
+        folder = model_folder(name)
+        known = drafters(folder)
+        for method in options.spec.split(",") if options.spec else known:
+            cases.append({"model": folder.name, **judge(method, run_rounds(folder, known[method], options))})
+            for pair in cases[-1]["pairs"]:
+                print(
+                    f"{folder.name} {method} k={pair['k']}: {pair['measured']:.1f} tokens/s, "
+                    f"predicted {pair['predicted']:.1f} ({pair['error']:+.1%})",
+                    flush=True,
+                )
+    errors = [abs(pair["error"]) for case in cases for pair in case["pairs"]]
+    right = sum(error <= WITHIN for error in errors) / len(errors)
+    worst = min(case["chosen_over_best"] for case in cases)
+    print(f"{right:.0%} of {len(errors)} within {WITHIN:.0%}; the chosen k gives {worst:.3f} of the best")
+    result = {
+        "schema": SCHEMA,
+        "settings": {"tokens": options.tokens, "repetitions": options.repetitions, "temperature": 0.0},
+        "machine": describe_machine(),
+        **describe_commit(),
+        "cases": cases,
+        "within": WITHIN,
+        "share_within": right,
+        "chosen_over_best": worst,
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0 if right >= SHARE and worst >= 1 - BEST_WITHIN else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

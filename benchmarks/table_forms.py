@@ -1,0 +1,182 @@
+"""How each README table is made of its result file. No line is longer than 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+Result = Mapping[str, Any]
+
+PEER_NAMES = MappingProxyType(
+    {"spd": "spd", "transformers": "transformers", "vllm": "vLLM-CPU", "llama": "llama.cpp"}
+)
+MODES = MappingProxyType({"plain": "plain", "draft": "draft", "ngram": "n-gram", "imposed": "imposed"})
+METHODS = MappingProxyType({"mtp": "MTP", "draft": "draft", "ngram": "n-gram", "self": "itself"})
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown of a table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return (
+        "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        .replace("| --- ", "|---")
+        .replace("--- |\n", "---|\n")
+    )
+
+
+def cpu_peers(result: Result) -> str:
+    """Tokens a second of each peer, one request at a time, by what proposes."""
+    entries, settings = result["entries"], result["settings"]
+    modes = [mode for mode in MODES if any(f"{peer}-{mode}" in entries for peer in PEER_NAMES)]
+    names = [
+        MODES[mode] if mode == "plain" else f"{MODES[mode]}, k = {settings['draft_max']}" for mode in modes
+    ]
+    rows = []
+    for peer in PEER_NAMES:
+        own = [entries.get(f"{peer}-{mode}") for mode in modes]
+        version = next((_version(peer, entry) for entry in own if entry is not None), None)
+        if version is not None:
+            cells = ["" if e is None else f"{e['decode_tokens_per_second']['median']:.1f}" for e in own]
+            rows.append([PEER_NAMES[peer] + version, *cells])
+    return table(["tokens/s", *names], rows)
+
+
+def _version(peer: str, entry: Result) -> str:
+    if peer == "spd":
+        return ""
+    version = str(entry["versions"][peer]).split("+")[0]
+    return " " + (version.split(" ")[0] if peer == "llama" else ".".join(version.split(".")[:2]))
+
+
+def peer_loads(result: Result) -> str | None:
+    """Output tokens a second of every peer under every load, and spd's ratio to each."""
+    loads = result.get("loads")
+    if not loads:
+        return None
+    text = ""
+    for mode in MODES:
+        named = [
+            peer for peer in PEER_NAMES if any(f"{peer}-{mode}" in at["entries"] for at in loads.values())
+        ]
+        if not named:
+            continue
+        rows = []
+        for load, found in loads.items():
+            cells = []
+            for peer in named:
+                entry = found["entries"].get(f"{peer}-{mode}")
+                ratio = found["ratios"].get(f"spd-{mode} / {peer}-{mode}")
+                speed = "" if entry is None else f"{entry['output_tokens_per_second']['median']:.1f}"
+                cells.append(speed + ("" if ratio is None else f" ({ratio['median']:.2f} ×)"))
+            rows.append([load, *cells])
+        text += ("\n" if text else "") + table(
+            [f"{MODES[mode]}, tokens/s (spd's ratio)", *(PEER_NAMES[peer] for peer in named)], rows
+        )
+    return text
+
+
+def acceptance(result: Result) -> str:
+    """Tokens a round of every drafter, temperature and rule, by k."""
+    rows: dict[tuple[str, float, str], dict[int, str]] = {}
+    worst = 0.0
+    for row in result["rows"]:
+        key = (row["drafter"], row["temperature"], row["verify"])
+        rows.setdefault(key, {})[row["k"]] = f"{row['length']['value']:.2f}"
+        worst = max(worst, row["length"]["error"] or 0.0)
+    ks = sorted({row["k"] for row in result["rows"]})
+    lines = []
+    for drafter, temperature, rule in sorted(rows, key=_acceptance_order):
+        cells = rows[drafter, temperature, rule]
+        rule = "any" if temperature == 0 else rule
+        lines.append([METHODS[drafter], f"{temperature:g}", rule, *(cells.get(k, "") for k in ks)])
+    head = ["drafter", "T", "rule", *(f"k = {k}" for k in ks)]
+    return table(head, lines) + f"\nStandard errors are {worst:.2f} at most.\n"
+
+
+def _acceptance_order(key: tuple[str, float, str]) -> tuple[int, float, int]:
+    return list(METHODS).index(key[0]), key[1], ("coupled", "rejection", "block").index(key[2])
+
+
+def _bench_rows(result: Result) -> list[Result]:
+    """Rows over all categories, or of the only one."""
+    over_all = [row for row in result["rows"] if row["category"] == "all"]
+    return over_all or list(result["rows"])
+
+
+def _speed_up(row: Result) -> str:
+    ratio = row["speed_up"]
+    if ratio is None:
+        return "1.00"
+    reach = ratio["half_width"]
+    return f"{ratio['median']:.2f} ×" + ("" if reach is None else f" ± {reach:.1%}")
+
+
+def bench_demo(result: Result) -> str:
+    """Speed and acceptance by position of every drafter and k."""
+    lines = []
+    for row in _bench_rows(result):
+        drafted = row["drafted_per_position"]
+        pairs = zip(row["accepted_per_position"], drafted, strict=True)
+        shares = " ".join(f"{accepted / of:.0%}" for accepted, of in pairs if of).replace("%", "")
+        name = "plain" if row["method"] == "plain" else f"{METHODS[row['method']]}, k = {row['draft_max']}"
+        speed = f"{row['tokens_per_second']['median']:.0f}"
+        lines.append([name, speed, _speed_up(row), f"{row['acceptance_length']:.2f}", shares])
+    return table(["", "tokens/s", "against plain", "a round", "accepted at 1, 2, … %"], lines)
+
+
+def bench_concurrency(result: Result) -> str:
+    """Plain and speculative tokens a second by how many requests run together."""
+    rows = _bench_rows(result)
+    lines = []
+    for plain in (row for row in rows if row["method"] == "plain"):
+        for row in rows:
+            if row["method"] != "plain" and row["concurrency"] == plain["concurrency"]:
+                speeds = [f"{each['tokens_per_second']['median']:.0f}" for each in (plain, row)]
+                length = f"{row['acceptance_length']:.2f}"
+                lines.append([str(row["concurrency"]), *speeds, _speed_up(row), length])
+    return table(["together", "plain tokens/s", "speculating", "ratio", "a round"], lines)
+
+
+def bench_rate_draft_tp(result: Result) -> str:
+    """Milliseconds a token by request rate: plain, and with the drafter on so many ranks."""
+    rows = _bench_rows(result)
+    ranks = sorted({row["draft_tp"] for row in rows if row["method"] != "plain"})
+    lines = []
+    for rate in sorted({row["rate"] for row in rows}):
+        at = [row for row in rows if row["rate"] == rate]
+        plain = next(row for row in at if row["method"] == "plain")
+        cells = [f"{rate:g}", f"{plain['tpot_ms']['median']:.1f}"]
+        for rank in ranks:
+            row = next(row for row in at if row["method"] != "plain" and row["draft_tp"] == rank)
+            cells.append(f"{row['tpot_ms']['median']:.1f} ({row['speed_up']['median']:.2f} ×)")
+        lines.append(cells)
+    return table(["requests/s", "plain, ms a token", *(f"draft-tp {rank}" for rank in ranks)], lines)
+
+
+def auto_k(result: Result) -> str:
+    """Adaptive k against plain decoding and the best fixed k."""
+    lines = []
+    for model in result["models"]:
+        for case in model["cases"]:
+            ratios = [_interval(case[key]) for key in ("auto_over_plain", "auto_over_best")]
+            name = f"{model['model']}, {METHODS[model['method']]}"
+            drafts = f"{case['rounds_with_drafts']:.0%}"
+            lines.append([name, str(case["concurrency"]), *ratios, str(case["best_k"]), drafts])
+    return table(["", "together", "against plain", "against best k", "best k", "drafts"], lines)
+
+
+def _interval(ratio: Result) -> str:
+    inside = "" if ratio["interval"] is None else " ({:.2f} to {:.2f})".format(*ratio["interval"])
+    return f"{ratio['median']:.2f}{inside}"
+
+
+def explain_check(result: Result) -> str:
+    """How far the predictions of left-out k are off, and the k that would be chosen."""
+    lines = []
+    for case in result["cases"]:
+        errors = " ".join(f"{pair['error']:+.0%}" for pair in case["pairs"])
+        chosen = f"{case['chosen_k']} ({case['chosen_over_best']:.2f})"
+        lines.append([f"{case['model']}, {METHODS[case['method']]}", errors, chosen, str(case["best_k"])])
+    ks = ", ".join(str(pair["k"]) for pair in result["cases"][0]["pairs"])
+    return table(["", f"off at k = {ks}", "chosen k (of best)", "best k"], lines)

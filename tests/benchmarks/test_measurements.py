@@ -1,0 +1,170 @@
+"""Acceptance, adaptive k and explain's predictions: each script in small, and its figures on made rounds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import acceptance, auto_k, bench_results, explain_check
+from benchmarks.drafters import drafters, model_folder
+from spd.formats.demo import demo_folder
+from spd.runtime import Request, RoundRecord, SamplingParams
+from spd.runtime.measuring.load import Pass, Timeline
+
+
+def record(request: str, number: int, position: int, accepted: int, k: int = 2, **ms: float) -> RoundRecord:
+    times = {"draft": 1.0, "verify": 2.0, "rest": 0.5, "host": 0.5, **ms}
+    draft = list(range(k))
+    return RoundRecord(
+        request, number, position, "ngram", draft, draft, accepted, [0] * (accepted + 1), times, k, k
+    )
+
+
+def test_rounds_without_room_and_first_rounds_are_left_out() -> None:
+    params = SamplingParams(max_tokens=8)
+    lines = [Timeline(Request(name, (1, 2, 3), params), 0.0) for name in ("a", "b")]
+    rounds = [
+        record("a", 0, 3, 0),
+        record("a", 1, 4, 2),
+        record("b", 1, 4, 0),
+        record("b", 2, 5, 1),
+        record("a", 2, 7, 2),
+        record("a", 3, 9, 0),  # 11 is the limit: 9 + 3 does not fit
+        record("b", 3, 8, 1),
+    ]
+    counted = acceptance.counted_rounds(Pass(lines, rounds, [], 1.0), 2)
+    assert [(r.request, r.round) for r in counted] == [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 3)]
+    row = acceptance.row_of(counted)
+    assert row["length"]["value"] == pytest.approx(1 + 6 / 5)
+    assert row["rate"]["value"] == pytest.approx(0.6) and row["rounds"] == 5 and row["drafts"] == 10
+    assert [share["value"] for share in row["per_position"]] == [0.8, 0.4]
+    assert [share["value"] for share in row["conditional"]] == [0.8, 0.5]
+    # Two requests: 4 of 4 and 2 of 6 drafts. Linearised by hand: 0.24.
+    assert row["rate"]["error"] == pytest.approx((2 * (1.6**2 + 1.6**2)) ** 0.5 / 10)
+
+
+def test_acceptance_of_a_self_draft_is_k_plus_one_and_a_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "acceptance.json"
+    small = ["--each", "1", "--prompt-tokens", "40", "-n", "5", "--temperature", "0,1", "--slots", "5"]
+    small += ["--draft-max", "1", "--out", str(out)]
+    assert acceptance.main(["--only", "self", "--verify", "rejection", *small]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["verify"], row["temperature"]) for row in rows] == [("rejection", 1.0)]
+    assert rows[0]["length"] == {"value": 2.0, "error": 0.0}
+    capsys.readouterr()
+    assert acceptance.main(["--only", "self,ngram", "--verify", "rejection", *small]) == 0
+    assert "self" not in capsys.readouterr().out, "measured twice"
+    again = json.loads(out.read_text())
+    assert again["rows"][:1] == rows and [row["drafter"] for row in again["rows"][1:]] == ["ngram"]
+    assert again["acceptance"] == "natural" and len(again["settings"]["weights_sha256"]) == 64
+    assert acceptance.main(["--only", "ngram", "--verify", "coupled", "--seed", "1", *small]) == 0
+    later = json.loads(out.read_text())["rows"]
+    measured = [(row["verify"], row["temperature"]) for row in later]
+    assert measured == [("coupled", 0.0), ("coupled", 1.0)], "rows of other settings stayed"
+    for wrong in (["--only", "eagle"], ["--verify", "lossy"]):
+        with pytest.raises(SystemExit):
+            acceptance.parse_options(wrong)
+
+
+def test_the_demo_s_drafters(tmp_path: Path) -> None:
+    assert list(drafters(demo_folder())) == ["mtp", "draft", "ngram"]
+    assert model_folder("demo") == demo_folder() and model_folder(str(tmp_path)) == tmp_path.resolve()
+
+
+def test_adaptive_k_is_held_against_plain_and_the_best(tmp_path: Path) -> None:
+    out = tmp_path / "auto_k.json"
+    arguments = ["--spec", "ngram", "--concurrency", "2", "--draft-max", "1", "--repetitions", "2"]
+    assert auto_k.main([*arguments, "-n", "4", "--threads", "1", "--out", str(out)]) == 0
+    (model,) = json.loads(out.read_text())["models"]
+    assert model["method"] == "ngram" and model["differences"] == 0
+    (case,) = model["cases"]
+    assert case["concurrency"] == 2 and case["best_k"] == 1 and list(case["fixed_over_plain"]) == ["1"]
+    assert case["auto_over_best"]["pairs"] == 2 and 0 <= case["rounds_with_drafts"] <= 1
+
+
+def test_the_best_fixed_k_is_the_fastest() -> None:
+    def row(method: str, k: int, values: list[float], adaptive: bool = False) -> dict[str, Any]:
+        found = {"method": method, "draft_max": k, "adaptive": adaptive, "concurrency": 4, "rounds": 10}
+        return {**found, "tokens_per_second": {"values": values}, "drafted_per_position": [6, 3] if k else []}
+
+    values = [float(number) for number in range(10, 17)]
+    rows = [
+        row("plain", 0, values),
+        row("mtp", 1, [1.5 * value for value in values]),
+        row("mtp", 2, [1.2 * value for value in values]),
+        row("mtp", 2, [1.44 * value for value in values], adaptive=True),
+    ]
+    case = auto_k.case_of(rows)
+    assert case["best_k"] == 1 and case["auto_over_best"]["median"] == pytest.approx(0.96)
+    assert case["auto_over_plain"]["interval"] == pytest.approx((1.44, 1.44))
+    assert case["rounds_with_drafts"] == 0.6
+
+
+def rounds_of(k: int, share: float, verify: float) -> list[RoundRecord]:
+    """Rounds of which each draft is accepted with `share`, given those before; spread evenly."""
+    found, debt = [], [0.0] * k
+    for number in range(1, 401):
+        accepted = 0
+        for position in range(k):
+            debt[position] += share
+            if debt[position] < 1:
+                break
+            debt[position] -= 1
+            accepted += 1
+        found.append(record(f"r{k}", number, 10 * number, accepted, k, verify=verify, draft=1.0 * k))
+    return found
+
+
+def test_predictions_are_right_where_the_model_of_costs_is_and_wrong_where_not() -> None:
+    even = {k: rounds_of(k, 0.6, 10 + k) for k in (0, 1, 2, 3, 4)}
+    judged = explain_check.judge("ngram", even)
+    assert [pair["k"] for pair in judged["pairs"]] == [1, 2, 3, 4]
+    assert all(abs(pair["error"]) < 0.03 for pair in judged["pairs"])
+    assert judged["chosen_over_best"] > 0.99
+    # A cost that jumps at k = 3 cannot be foreseen from its neighbours.
+    odd = {**even, 3: rounds_of(3, 0.6, 40)}
+    wrong = {pair["k"]: pair["error"] for pair in explain_check.judge("ngram", odd)["pairs"]}
+    assert wrong[3] > 0.5
+
+
+def test_explain_check_in_small(tmp_path: Path) -> None:
+    out = tmp_path / "explain_check.json"
+    arguments = ["--spec", "ngram", "--draft-max", "0,1,2", "--repetitions", "1", "-n", "6"]
+    assert explain_check.main([*arguments, "--threads", "1", "--out", str(out)]) in (0, 1)
+    result = json.loads(out.read_text())
+    (case,) = result["cases"]
+    assert [pair["k"] for pair in case["pairs"]] == [1, 2] and case["chosen_k"] in (0, 1, 2)
+    assert all(pair["measured"] > 0 and pair["predicted"] > 0 for pair in case["pairs"])
+    with pytest.raises(SystemExit):
+        explain_check.parse_options(["--draft-max", "0,4"])
+
+
+def test_bench_results_keep_rows_and_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_results, "RESULTS", tmp_path)
+    small = ["--spec", "ngram", "--draft-max", "2", "--category", "code", "--each", "1", "-n", "4"]
+    assert bench_results.main(["demo", "--", *small, "--repetitions", "1", "--threads", "1"]) == 0
+    result = json.loads((tmp_path / "bench_demo.json").read_text())
+    assert [row["method"] for row in result["rows"]] == ["plain", "ngram"] and "samples" not in result
+    assert "--spec ngram" in result["command"] and "mtp" not in result["command"]
+    assert bench_results.main(["nothing"]) == 2
+    assert bench_results.main(["demo", "--temperature", "-1"]) == 2
+    assert result == json.loads((tmp_path / "bench_demo.json").read_text()), "a refused run took its place"
+
+
+def test_every_command_of_bench_results_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **wishes: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 3, "", "")
+
+    monkeypatch.setattr(bench_results.subprocess, "run", run)
+    assert [bench_results.main([name]) for name in bench_results.COMMANDS] == [3, 3, 3]
+    assert [command[3:5] for command in asked] == [["bench", "-m"]] * 3
+    assert [command[-1] for command in asked] == ["--json"] * 3
