@@ -38,6 +38,7 @@ TORCH_FREE = {
     "spd.runtime.fitting",
     "spd.runtime.memory",
     "spd.runtime.drafter",
+    "spd.runtime.weight_choice",
     "spd.runtime.measuring.foresight",
     "spd.runtime.measuring.load",
     "spd.runtime.measuring.machine",

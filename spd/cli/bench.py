@@ -131,6 +131,7 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
         model=resolve_model(options.model, options.revision),
         device=options.device,
         dtype=options.dtype,
+        quantize=options.quantize,
         ctx=options.ctx,
         kernels=options.kernels,
         memory_fraction=options.memory_fraction,

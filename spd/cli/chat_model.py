@@ -240,7 +240,7 @@ class ChatModel:
         parts = " + ".join(f"{name} {show_size(size)}" for name, size in sizes.items() if size)
         return [
             f"spec  {self.spec_words().removeprefix('spec ')} ({plan.spec_reason})",
-            f"mem   {parts} · {plan.dtype} on {plan.device} · ctx {plan.ctx:,}",
+            f"mem   {parts} · {plan.weight_words()} on {plan.device} · ctx {plan.ctx:,}",
         ]
 
     def stats_words(self) -> str:

@@ -35,11 +35,11 @@ class Choice:
     """Every method that can be asked for: None where it would run, else why it would not."""
 
 
-def choose(folder: Path, draft: Path | None) -> Choice:
+def choose(folder: Path, draft: Path | None, quantize: str = "none") -> Choice:
     """Whom `auto` takes, and what the other methods would say. Reads small files and headers."""
     from spd.runtime.config import SPEC_METHODS, EngineConfig
 
-    config = EngineConfig(model=folder, draft_model=draft)
+    config = EngineConfig(model=folder, draft_model=draft, quantize=quantize)
     drafter, error = _try(folder, draft, "auto")
     others = {name: _obstacle(folder, draft, name) for name in SPEC_METHODS if name not in ("auto", "off")}
     return Choice(config, drafter, error, others)
@@ -92,16 +92,18 @@ def needs(choice: Choice) -> dict[str, Any]:
     from spd.runtime.fitting import fitted, shape_of
     from spd.runtime.measuring.foresight import foresee
     from spd.runtime.memory import DEFAULT_DRAFT_MAX, at_context, measure
+    from spd.runtime.weight_choice import Wishes, choose_forms
 
     if choice.drafter is None:
-        choice = choose(choice.config.model, None)
+        choice = choose(choice.config.model, None, choice.config.quantize)
         assert choice.drafter is not None  # `auto` has prompt lookup in the end
     here, config, drafter = foresee(), choice.config, choice.drafter
     model = read_model_config(config.model)
+    draft = None if drafter.folder is None else read_model_config(drafter.folder)
     whole: MemoryShape = shape_of(
         config,
         model,
-        None if drafter.folder is None else read_model_config(drafter.folder),
+        draft,
         here.dtype(model),
         here.kernels,
         not here.on_cpu,
@@ -109,6 +111,10 @@ def needs(choice: Choice) -> dict[str, Any]:
         here.on_cpu,
         drafter.mtp,
     )
+    wishes = Wishes(config.quantize, here.kernels, here.device, here.dtype(model), config.load)
+    source, target = drafter.source(draft), (model, config.model)
+    form, draft_form, why = choose_forms(target, source, wishes, here.capability)
+    whole = replace(whole, form=form, draft_form=draft_form)
     usable = int(here.free * config.memory_fraction)
     try:
         shape, fits = fitted(config, whole, here.device, here.free), True
@@ -123,6 +129,8 @@ def needs(choice: Choice) -> dict[str, Any]:
         "parts": vars(need),
         "device": here.device,
         "dtype": shape.dtype,
+        "weights": shape.dtype if form.kind == "wide" or form.widened else form.kind,
+        "weights_reason": why,
         "free": here.free,
         "usable": usable,
         "fits": fits,
@@ -155,11 +163,17 @@ def speculation_lines(found: Mapping[str, Any]) -> list[str]:
 def need_lines(need: Mapping[str, Any]) -> list[str]:
     """The memory of a run, whether it is there, and that of other contexts."""
     from spd.runtime.memory import show_size
+    from spd.runtime.weight_choice import AS_STORED
 
     parts = " + ".join(
         f"{show_size(size)} {name.replace('_', ' ')}" for name, size in need["parts"].items() if size
     )
-    words = f"{show_size(need['total'])} for {need['ctx']:,} tokens in {need['dtype']}: {parts}"
+    kept = (
+        ""
+        if need["weights_reason"] == AS_STORED
+        else f", weights {need['weights']} ({need['weights_reason']})"
+    )
+    words = f"{show_size(need['total'])} for {need['ctx']:,} tokens in {need['dtype']}{kept}: {parts}"
     known = need["free"] < 2**62
     there = (
         f"{show_size(need['usable'])} of the {show_size(need['free'])} free on {need['device']} may be used"

@@ -166,6 +166,7 @@ def engine_config(options: GenerateOptions | ChatOptions | VerifyOptions, folder
         mtp=None if options.mtp is None else resolve_model(options.mtp),
         device=options.device,
         dtype=options.dtype,
+        quantize=options.quantize,
         spec=options.spec,
         draft_max=options.draft_max,
         adaptive=options.adaptive,

@@ -94,6 +94,9 @@ class ModelOptions:
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"], _model(help="Arithmetic of the weights.")
     ] = "auto"
+    quantize: Annotated[
+        Literal["none", "int8"], _model(help="int8: round the layers' weights at load. Changes the text.")
+    ] = "none"
     ctx: Annotated[
         int | None,
         _model(parser=parse_size, metavar="N", help="Context in tokens, such as 8k. Default: the model's."),
@@ -319,6 +322,9 @@ class InspectOptions(CommonOptions):
     revision: Annotated[
         str | None, typer.Option(metavar="REV", help="Branch, tag or commit in the cache.")
     ] = None
+    quantize: Annotated[
+        Literal["none", "int8"], typer.Option(help="Count what it needs with --quantize int8.")
+    ] = "none"
     json: Annotated[bool, _output("--json", help="One JSON object.")] = False
 
 

@@ -23,6 +23,7 @@ SCHEMA = "spd.verify/1"
 DEFAULT_EACH, DEFAULT_DRAWS = 2, 300
 SETTINGS = ("spec", "draft_max", "adaptive", "verify", "lag", "graphs", "kernels", "device", "dtype")
 MORE_SETTINGS = (
+    "quantize",
     "threads",
     "slots",
     "tp",

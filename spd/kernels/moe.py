@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spd.kernels.eight_bits import expert_linear
 from spd.kernels.silu_mul import silu_mul
+from spd.kernels.skinny_linear import AnyWeight, plain_weight
 
 FEW_ROWS = 4
 """Rows of one expert that the torch form computes at a time in a window; with more rows than it has the
@@ -63,7 +65,7 @@ def route(
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *, chunk: bool = False
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: AnyWeight, down: AnyWeight, *, chunk: bool = False
 ) -> Tensor:
     """The weighted sum of what each row's experts make of it, x [T, K] to [T, K] in x's dtype.
 
@@ -85,7 +87,7 @@ def experts(
     where = torch.tensor(order, device=x.device)
     rows = torch.split(x.index_select(0, where // ids.shape[1]), tile)
     made = [
-        F.linear(silu_mul(F.linear(some, gate_up[expert])), down[expert])
+        expert_linear(silu_mul(expert_linear(some, gate_up, expert)), down, expert)
         for some, expert in zip(rows, tiles, strict=True)
     ]
     out = x.new_empty(ids.numel(), x.shape[1]).index_copy_(0, where, torch.cat(made))
@@ -93,10 +95,11 @@ def experts(
 
 
 def experts_onto(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, stream: Tensor
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: AnyWeight, down: AnyWeight, stream: Tensor
 ) -> tuple[Tensor, Tensor]:
     """stream [T, K] + `experts` of a window, rounded once: (the new stream, its squares [T, P])."""
-    made = experts(x.float(), ids, weights, gate_up.float(), down.float())
+    gate_up, down = (plain_weight(weight, torch.float32).float() for weight in (gate_up, down))
+    made = experts(x.float(), ids, weights, gate_up, down)
     y = (stream.float() + made).to(stream.dtype)
     return y, y.float().square().sum(dim=-1, keepdim=True)
 

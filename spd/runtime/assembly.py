@@ -18,6 +18,8 @@ from spd.runtime.memory import CATCH_UP, TAIL_ROWS, pages_a_slot, tensor_bytes
 from spd.runtime.model_runner import ModelRunner
 from spd.runtime.models.base import CausalModel
 from spd.runtime.models.decoder import Decoder
+from spd.runtime.models.mtp_weights import module_bytes
+from spd.runtime.models.weight_form import WIDE, WeightForm
 from spd.runtime.mtp_loader import load_modules
 from spd.runtime.out_of_memory import memory_phase
 from spd.runtime.plan import EnginePlan
@@ -28,6 +30,7 @@ from spd.runtime.round import Round
 from spd.runtime.round_queue import RoundQueue
 from spd.runtime.sampler import Sampler
 from spd.runtime.state import RoundState
+from spd.runtime.weight_choice import choose_form
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Assembly:
 
 
 def _runner(plan: EnginePlan, kernels: Kernels, folder: str, positions: int, meter: LoadMeter) -> ModelRunner:
+    form, _ = choose_form(read_model_config(Path(folder)), Path(folder), plan)
     with memory_phase(f"loading the weights of {Path(folder).name}"):
         model = load_model(
             Path(folder),
@@ -54,6 +58,7 @@ def _runner(plan: EnginePlan, kernels: Kernels, folder: str, positions: int, met
             load=plan.load,
             meter=meter,
             rows=max(TAIL_ROWS[kernels.name], plan.slots * (max(plan.draft_max, CATCH_UP) + 1)),
+            form=form,
         )
     return _with_cache(plan, kernels, model)
 
@@ -71,6 +76,7 @@ def _module_runners(
 ) -> list[ModelRunner]:
     """One for each module of the MTP head that is used, with a cache of its own."""
     assert isinstance(target.model, Decoder)
+    form, _ = choose_form(source.config, source.folder, plan)
     with memory_phase("loading the MTP head"):
         modules = load_modules(
             source,
@@ -84,14 +90,25 @@ def _module_runners(
             load=plan.load,
             meter=meter,
             rows=max(TAIL_ROWS[kernels.name], plan.slots * (CATCH_UP + plan.draft_max + 1)),
+            form=form,
         )
     return [_with_cache(plan, kernels, module) for module in modules]
 
 
 def _meter(plan: EnginePlan, config: ModelConfig, draft: str | None, progress: Progress | None) -> LoadMeter:
-    models = [config, read_model_config(Path(draft))] if draft else [config]
-    head = plan.draft_weight_bytes if plan.mtp_modules else 0
-    return LoadMeter(progress, head + sum(tensor_bytes(model, plan.dtype) for model in models))
+    models = [(config, plan.model), *([(read_model_config(Path(draft)), draft)] if draft else ())]
+    source, total = plan.mtp_source(config), 0
+    for model, folder in models:
+        total += tensor_bytes(model, plan.dtype, _read_form(model, Path(folder), plan))
+    if source is not None:
+        form = _read_form(source.config, source.folder, plan)
+        total += sum(module_bytes(source, i, plan.dtype, form) for i in range(plan.mtp_modules))
+    return LoadMeter(progress, total)
+
+
+def _read_form(config: ModelConfig, folder: Path, plan: EnginePlan) -> WeightForm:
+    """The form that weights are read into: what is rounded at load is read as it is."""
+    return WIDE if plan.quantize == "int8" else choose_form(config, folder, plan)[0]
 
 
 def assemble(

@@ -13,6 +13,7 @@ SPEC_METHODS = ("auto", "off", "mtp", "draft", "ngram", "eagle3")
 VERIFY_RULES = ("coupled", "rejection", "block")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KERNELS = ("auto", "torch", "triton")
+QUANTIZE = ("none", "int8")
 MAX_DRAFT = 31
 """Drafts a round at most: one tile of 32 rows holds the window."""
 
@@ -31,6 +32,7 @@ class EngineConfig:
     mtp: Path | None = None
     device: str = "auto"
     dtype: str = "auto"
+    quantize: str = "none"
     spec: str = "auto"
     draft_max: int | None = None
     adaptive: bool | None = None
@@ -65,6 +67,7 @@ def _check_choices(config: EngineConfig) -> None:
         ("--spec", config.spec, SPEC_METHODS),
         ("--verify", config.verify, VERIFY_RULES),
         ("--dtype", config.dtype, DTYPES),
+        ("--quantize", config.quantize, QUANTIZE),
         ("--kernels", config.kernels, KERNELS),
         ("--load", config.load, ("auto", "dummy")),
     ):
@@ -172,6 +175,13 @@ CLASHES = (
         UsageError(
             "--synthetic-acceptance needs speculation, and --spec off turns it off",
             fix=["leave one of them out"],
+        ),
+    ),
+    Clash(
+        lambda c: c.quantize != "none" and (c.tp > 1 or c.draft_tp > 1),
+        IncompatibleError(
+            "--quantize int8 is for one device: ranks would round parts of rows apart",
+            fix=["leave --quantize out", "--tp 1 --draft-tp 1"],
         ),
     ),
     Clash(

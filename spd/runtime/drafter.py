@@ -32,6 +32,12 @@ class Drafter:
     folder: Path | None = None
     mtp: MtpSource | None = None
 
+    def source(self, draft: ModelConfig | None) -> tuple[ModelConfig, Path] | None:
+        """Whose weights draft and where they are: the head's, or the draft model's (given)."""
+        if self.mtp is not None:
+            return self.mtp.config, self.mtp.folder
+        return None if draft is None or self.folder is None else (draft, self.folder)
+
 
 def choose_drafter(config: EngineConfig, model: ModelConfig) -> Drafter:
     """The speculation that a wish comes to. Raises the error of whatever cannot be honoured."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spd.runtime.models.weights import EMBEDDING, HEAD
+from spd.runtime.models.weights import EMBEDDING, HEAD, scale_name
 from spd.runtime.progress import LoadMeter
 from spd.runtime.weight_space import Fill
 
@@ -17,6 +17,9 @@ DUMMY_LOGITS = 3.0
 DUMMY_DOWN = 4.0
 """How much louder an MLP, which sees one token, is than attention, whose average over all tokens would
 else make a model say one token for ever."""
+
+FP8_STRIP = 2**24
+"""Values that are drawn at a time before they are rounded to FP8."""
 
 
 def dummy_fill(device: str, tied: bool, meter: LoadMeter) -> Fill:
@@ -31,11 +34,21 @@ def dummy_fill(device: str, tied: bool, meter: LoadMeter) -> Fill:
         for name, view in views.items():
             if name.endswith("norm.weight"):
                 view.fill_(1)
-            else:
+            elif view.dtype == torch.float8_e4m3fn:
+                _fill_fp8(view, generator)
+                views[scale_name(name)].fill_(_dummy_std(name, view, tied))
+            elif not name.endswith(scale_name("")):
                 view.normal_(0.0, _dummy_std(name, view, tied), generator=generator)
             meter.advance(view.nbytes)
 
     return fill
+
+
+def _fill_fp8(view: Tensor, generator: torch.Generator) -> None:
+    """Normal numbers, rounded, some rows at a time."""
+    for rows in torch.split(view, max(1, FP8_STRIP // view.shape[1])):
+        wide = torch.empty(rows.shape, dtype=torch.float32, device=view.device)
+        rows.copy_(wide.normal_(generator=generator))
 
 
 def _dummy_std(name: str, view: Tensor, tied: bool) -> float:

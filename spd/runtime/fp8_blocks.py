@@ -1,4 +1,4 @@
-"""Weights stored as FP8 with a scale a block: read into the run's dtype, a tensor at a time.
+"""Weights stored as FP8 with a scale a block: read into the run's dtype, a tensor at a time, or kept.
 
 W[i, j] = X.weight[i, j] * X.weight_scale_inv[i // rows, j // columns]; blocks at the edges may be partial.
 Source: the published DeepSeek-V3 checkpoint and its conversion script.
@@ -23,12 +23,17 @@ def scaling_fill(checkpoint: Checkpoint, fill: Fill, fill_scales: Fill, block: t
     """`fill`, then what is stored as FP8 is multiplied by its scales, in place.
 
     `fill` casts FP8 to the views' dtype, which float16, bfloat16 and float32 all hold exactly; the product
-    is rounded once. Scales are written by `fill_scales`.
+    is rounded once. Scales are written by `fill_scales`. Views that are FP8 themselves stay as stored, and
+    their scales are among the views.
     """
 
     def scaled(views: Mapping[str, Tensor]) -> None:
         fill(views)
-        stored = {name: view for name, view in views.items() if checkpoint.tensors[name].dtype == FP8_DTYPE}
+        stored = {
+            name: view
+            for name, view in views.items()
+            if checkpoint.tensors[name].dtype == FP8_DTYPE and view.dtype != torch.float8_e4m3fn
+        }
         scales = {
             scale_name(name): torch.empty(scale_shape(view.shape, block), device=view.device)
             for name, view in stored.items()

@@ -25,6 +25,7 @@ from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.models import family_layout
 from spd.runtime.models.decoder import Decoder
 from spd.runtime.models.layer_builder import LayerBuilder, share_products
+from spd.runtime.models.weight_form import WIDE, WeightForm
 from spd.runtime.models.weights import check_weights, layer_prefix, table_destinations
 from spd.runtime.progress import LoadMeter
 from spd.runtime.weight_reader import read_tensors
@@ -70,15 +71,16 @@ def build_decoder(
     fold_norms: bool = False,
     meter: LoadMeter | None = None,
     rows: int = 64,
+    form: WeightForm = WIDE,
 ) -> Decoder:
     """A decoder whose tensors `fill` writes, with rotary tables for `positions` positions.
 
     With `at_once` everything is allocated before `fill` is called, once; without, a layer at a time.
     With `fold_norms` the norms inside the layers are folded into the matrices behind them, as Triton's
-    linear layers want them.
+    linear layers want them. form: how the layers' matrices are kept.
     """
-    layout, space = family_layout(config), WeightSpace(dtype, device)
-    builder = LayerBuilder(kernels, config.rms_norm_eps, fold_norms=fold_norms)
+    layout, space = family_layout(config), WeightSpace(dtype, device, form)
+    builder = LayerBuilder(kernels, config.rms_norm_eps, dtype, fold_norms=fold_norms, form=form)
     meter = meter or LoadMeter()
     tables = space.block(table_destinations(config, layout))
     allocated: deque[LayerTensors] = deque()
@@ -138,10 +140,11 @@ def load_model(
     load: str = "auto",
     meter: LoadMeter | None = None,
     rows: int = 64,
+    form: WeightForm = WIDE,
 ) -> Decoder:
     """Load a folder's weights, or random ones of its shapes when load is "dummy".
 
-    rows: the most rows of a forward pass other than a prompt chunk.
+    rows: the most rows of a forward pass other than a prompt chunk. form: see `weight_choice`.
 
     Raises CheckpointError with every missing or mis-shaped tensor in one message.
     """
@@ -151,7 +154,16 @@ def load_model(
     if load == "dummy":
         fill = dummy_fill(device, config.tie_embeddings, meter)
         return build_decoder(
-            config, fill, positions, kind, device, kernels, fold_norms=fold_norms, meter=meter, rows=rows
+            config,
+            fill,
+            positions,
+            kind,
+            device,
+            kernels,
+            fold_norms=fold_norms,
+            meter=meter,
+            rows=rows,
+            form=form,
         )
     with Checkpoint.open(folder) as checkpoint:
         unexpected = check_weights(checkpoint, config, family_layout(config))
@@ -166,10 +178,12 @@ def load_model(
             kind,
             device,
             kernels,
-            at_once=on_cuda,
+            # What is rounded at load would be there twice, and whole.
+            at_once=on_cuda and form.kind != "int8",
             fold_norms=fold_norms,
             meter=meter,
             rows=rows,
+            form=form,
         )
         checkpoint.check_unchanged()
         if on_cuda:

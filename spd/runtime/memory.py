@@ -17,6 +17,7 @@ from spd.formats.mtp_folder import MtpSource
 from spd.kernels.attention_chunks import num_chunks
 from spd.runtime.models import family_layout
 from spd.runtime.models.mtp_weights import module_bytes, module_position_size
+from spd.runtime.models.weight_form import DTYPE_BYTES, WIDE, WeightForm, int8_form
 from spd.runtime.models.weights import destinations
 from spd.runtime.page_table import NUM_RESERVED
 
@@ -25,7 +26,6 @@ ATTENTION_BLOCK = 512
 """Positions that attention walks at a time; a slot's pages come in whole blocks."""
 TAIL_ROWS = {"torch": 32, "triton": 64}
 """Rows of a verify-class pass over a prompt's tail. Its bits do not depend on them."""
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 LOGIT_COPIES = {"torch": 16, "triton": 4}
 """Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws noise in tensors."""
 CHUNK = {"torch": 64, "triton": 256}
@@ -65,6 +65,9 @@ class MemoryShape:
     """Whether what each draft was drawn from is kept until it is verified."""
 
     mtp: MtpSource | None = None
+    form: WeightForm = WIDE
+    draft_form: WeightForm = WIDE
+    """Of the draft model or the MTP head."""
 
     @property
     def num_pages(self) -> int:
@@ -109,11 +112,11 @@ def show_size(size: int) -> str:
     return f"{size / 2**10:.2f} KiB"
 
 
-def tensor_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of the tensors that are read from a checkpoint, in the dtype they are kept in."""
+def tensor_bytes(config: ModelConfig, dtype: str, form: WeightForm = WIDE) -> int:
+    """Bytes of the tensors that are read from a checkpoint, in the form they are kept in."""
     return sum(
-        destination.size * (4 if destination.exact else DTYPE_BYTES[dtype])
-        for _, destination in destinations(config, family_layout(config))
+        form.bytes_of(destination, prefix, dtype, table=not prefix)
+        for prefix, destination in destinations(config, family_layout(config))
     )
 
 
@@ -157,8 +160,8 @@ def measure(shape: MemoryShape) -> MemoryNeed:
     if head_rows:
         workspace += _workspace(shape, target, shape.draft_ctx, head_rows, shape.slots)
     return MemoryNeed(
-        weights=_weights(target, shape),
-        draft_weights=_weights(draft, shape) if draft else head_weights,
+        weights=_weights(target, shape, shape.form),
+        draft_weights=_weights(draft, shape, shape.draft_form) if draft else head_weights,
         cache=pages * page_bytes(target, shape.dtype),
         # The same page numbers serve both models, so both have as many pages.
         draft_cache=pages * page_bytes(draft, shape.dtype) if draft else head_cache,
@@ -183,14 +186,15 @@ def _head(shape: MemoryShape) -> tuple[int, int, int]:
     ring = state_depth(shape.chunk, shape.draft_max, modules) + 1
     states = (pages + shape.slots * ring) * config.hidden_size
     rows = shape.slots * (CATCH_UP + shape.draft_max + 1)
-    return modules * module_bytes(config, family, width), modules * (positions + states) * width, rows
+    weights = sum(module_bytes(shape.mtp, i, shape.dtype, shape.draft_form) for i in range(modules))
+    return weights, modules * (positions + states) * width, rows
 
 
-def _weights(config: ModelConfig, shape: MemoryShape) -> int:
+def _weights(config: ModelConfig, shape: MemoryShape, form: WeightForm) -> int:
     """The tensors, and on CPU the packed copy of a tied head (float16 is not packed)."""
     width = DTYPE_BYTES[shape.dtype]
     packed = shape.on_cpu and config.tie_embeddings and shape.dtype != "float16"
-    return tensor_bytes(config, shape.dtype) + packed * config.vocab_size * config.hidden_size * width
+    return tensor_bytes(config, shape.dtype, form) + packed * config.vocab_size * config.hidden_size * width
 
 
 def _workspace(shape: MemoryShape, model: ModelConfig, positions: int, rows: int, sampled: int) -> int:
@@ -320,10 +324,19 @@ def _otherwise(shape: MemoryShape, draft_flag: bool) -> Iterator[tuple[str, Memo
         yield "--spec off", replace(shape, draft_max=0)
     if shape.keep_laws:
         yield "--verify coupled", replace(shape, keep_laws=False)
+    if (rows := int8_form(shape.kernels, shape.on_cpu, shape.dtype)) and _all_wide(shape):
+        yield "--quantize int8", replace(shape, form=rows, draft_form=rows)
     if shape.dtype == "float32":
         yield "--dtype bfloat16", replace(shape, dtype="bfloat16")
     if shape.graphs:
         yield "--graphs off", replace(shape, graphs=False)
+
+
+def _all_wide(shape: MemoryShape) -> bool:
+    """Whether every model's weights are wide, and stored so."""
+    models = (shape.target, shape.draft, shape.mtp.config if shape.mtp else None)
+    wide = shape.form == WIDE and shape.draft_form == WIDE
+    return wide and all(model is None or model.fp8_block is None for model in models)
 
 
 def refusal(

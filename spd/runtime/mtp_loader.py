@@ -21,6 +21,7 @@ from spd.runtime.models.decoder import Decoder
 from spd.runtime.models.layer_builder import LayerBuilder
 from spd.runtime.models.mtp_head import ModuleGlue, MtpModule
 from spd.runtime.models.mtp_weights import check_source, glue_destinations, module_layer
+from spd.runtime.models.weight_form import WIDE, WeightForm
 from spd.runtime.models.weights import EMBEDDING, HEAD
 from spd.runtime.progress import LoadMeter
 from spd.runtime.weight_space import Fill, WeightSpace
@@ -38,18 +39,20 @@ class ModuleLoader:
         dtype: torch.dtype,
         device: str,
         kernels: Kernels,
+        form: WeightForm = WIDE,
     ) -> None:
         self.source, self.target, self.fill, self.positions = source, target, fill, positions
-        self.dtype, self.device, self.kernels = dtype, device, kernels
-        config = source.config
-        self.builder = LayerBuilder(kernels, config.rms_norm_eps, fold_norms=kernels.name == "triton")
+        self.dtype, self.device, self.kernels, self.form = dtype, device, kernels, form
+        self.builder = LayerBuilder(
+            kernels, source.config.rms_norm_eps, dtype, fold_norms=kernels.name == "triton", form=form
+        )
 
     def module(self, number: int, copies: Mapping[str, Tensor]) -> MtpModule:
         """One module; copies: tables of its own, by `embedding` and `head`."""
         source, target = self.source, self.target
         config, family = source.config, source.layout.family
         layout = module_layer(config, family)
-        space = WeightSpace(self.dtype, self.device)
+        space = WeightSpace(self.dtype, self.device, self.form)
         glue = space.block(glue_destinations(source.layout, number, config.hidden_size))
         tensors = space.layer(layout, source.layout.layer_prefix(number))
         views = space.take()
@@ -108,6 +111,7 @@ def load_modules(
     load: str,
     meter: LoadMeter,
     rows: int,
+    form: WeightForm = WIDE,
 ) -> list[MtpModule]:
     """The first `modules` modules of a head, or random ones of its shapes when load is "dummy".
 
@@ -120,7 +124,7 @@ def load_modules(
         fill = checkpoint_fill(checkpoint, config, device, meter)
         if load == "dummy":
             fill = dummy_fill(device, config.tie_embeddings, meter)
-        loader = ModuleLoader(source, target, fill, positions, kind, device, kernels)
+        loader = ModuleLoader(source, target, fill, positions, kind, device, kernels, form)
         made = []
         for number in range(modules):
             names = {}

@@ -13,8 +13,10 @@ import torch
 from spd.errors import ResourceError, SpdError
 from spd.formats.model_config import read_model_config
 from spd.runtime.memory import MemoryShape, measure, remedies, show_size
+from spd.runtime.models.weight_form import WIDE
 from spd.runtime.page_table import NUM_RESERVED
 from spd.runtime.plan import EnginePlan
+from spd.runtime.weight_choice import choose_form
 
 WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 """How libraries say it that have no exception of their own for it."""
@@ -82,9 +84,15 @@ def shape_of(plan: EnginePlan) -> MemoryShape:
     """What a plan's memory was counted from. Reads the models' configurations."""
     draft = plan.draft_model if plan.spec == "draft" else None
     target = read_model_config(Path(plan.model))
+    other, source = read_model_config(Path(draft)) if draft else None, plan.mtp_source(target)
+    draft_form = WIDE
+    if other is not None and draft:
+        draft_form, _ = choose_form(other, Path(draft), plan)
+    elif source is not None:
+        draft_form, _ = choose_form(source.config, source.folder, plan)
     return MemoryShape(
         target=target,
-        draft=read_model_config(Path(draft)) if draft else None,
+        draft=other,
         dtype=plan.dtype,
         slots=plan.slots,
         ctx=plan.ctx,
@@ -95,7 +103,9 @@ def shape_of(plan: EnginePlan) -> MemoryShape:
         graphs=plan.graphs,
         on_cpu=plan.device == "cpu",
         pages=plan.num_pages - NUM_RESERVED,
-        mtp=plan.mtp_source(target),
+        mtp=source,
+        form=choose_form(target, Path(plan.model), plan)[0],
+        draft_form=draft_form,
     )
 
 

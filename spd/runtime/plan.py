@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from spd.runtime.config import EngineConfig
 from spd.runtime.drafter import choose_drafter
 from spd.runtime.fitting import check_pages, fitted, shape_of
 from spd.runtime.memory import DEFAULT_DRAFT_MAX, PAGE_SIZE, available_memory, measure
+from spd.runtime.weight_choice import Wishes, choose_forms
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class EnginePlan:
     architecture: str
     device: str
     dtype: str
+    quantize: str
+    weights: str
+    """The form that the matrices of the target's layers are kept in: a dtype, int8 or fp8."""
+    weights_reason: str
     spec: str
     spec_reason: str
     draft_model: str | None
@@ -69,6 +74,12 @@ class EnginePlan:
             return None
         apart = Path(self.mtp_head) if self.mtp_head != self.model else None
         return find_source(Path(self.model), target, apart)
+
+    def weight_words(self) -> str:
+        """The dtype, and the form of the weights where it is another."""
+        if self.quantize == "none" and self.weights == self.dtype:
+            return self.dtype
+        return f"{self.dtype}, weights {self.weights} ({self.weights_reason})"
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values."""
@@ -186,7 +197,10 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     graphs = _graphs(config.graphs, device, kernels)
     wanted = DEFAULT_DRAFT_MAX.get(drafter.method, 0) if config.draft_max is None else config.draft_max
     draft_max = wanted if drafter.method != "off" else 0
+    wishes = Wishes(config.quantize, kernels, device, dtype, config.load)
+    form, draft_form, why = choose_forms((model, config.model), drafter.source(draft), wishes)
     shape = shape_of(config, model, draft, dtype, kernels, graphs, draft_max, device == "cpu", drafter.mtp)
+    shape = replace(shape, form=form, draft_form=draft_form)
     free = _free_memory(device)
     shape = fitted(config, shape, device, free)
     check_pages(shape)
@@ -196,6 +210,9 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         architecture=model.architecture,
         device=device,
         dtype=dtype,
+        quantize=config.quantize,
+        weights=dtype if form.kind == "wide" or form.widened else form.kind,
+        weights_reason=why,
         spec=drafter.method if draft_max else "off",
         spec_reason=drafter.reason,
         draft_model=str(drafter.folder) if drafter.folder else None,

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from spd.runtime.models.layouts import Destination, LayerLayout
+from spd.runtime.models.weight_form import BLOCK, WIDE, WeightForm
+from spd.runtime.models.weights import scale_name, scale_shape
 
 Fill = Callable[[Mapping[str, Tensor]], None]
 """Writes every view from its namesake, wherever that comes from."""
@@ -37,8 +39,8 @@ class LayerTensors:
 class WeightSpace:
     """Allocates tensors, not yet filled, and keeps which view each checkpoint tensor fills."""
 
-    def __init__(self, dtype: torch.dtype, device: str) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(self, dtype: torch.dtype, device: str, form: WeightForm = WIDE) -> None:
+        self.dtype, self.device, self.form = dtype, device, form
         self._views: dict[str, Tensor] = {}
 
     def take(self) -> Mapping[str, Tensor]:
@@ -51,12 +53,30 @@ class WeightSpace:
         return {name: self._tensor(destination, prefix) for name, destination in destinations.items()}
 
     def layer(self, layout: LayerLayout, prefix: str) -> LayerTensors:
-        """Allocate one layer whose tensors stand below `prefix`, such as `model.layers.0.`."""
-        attention, mlp = layout.attention.destinations(), layout.mlp.destinations()
-        return LayerTensors(self.block(attention, prefix), self.block(mlp, prefix))
+        """Allocate one layer whose tensors stand below `prefix`, such as `model.layers.0.`.
 
-    def _tensor(self, destination: Destination, prefix: str) -> Tensor:
-        dtype = torch.float32 if destination.exact else self.dtype
+        A matrix that stays FP8 has its blocks' scales beside it, as NAME_scales.
+        """
+        made = []
+        for block in (layout.attention, layout.mlp):
+            destinations = block.destinations()
+            blocks = {n: d for n, d in destinations.items() if self.form.stays_fp8(d, prefix)}
+            made.append(
+                {name: self._tensor(d, prefix) for name, d in destinations.items() if name not in blocks}
+            )
+            for name, destination in blocks.items():
+                made[-1] |= self._fp8(name, destination, prefix)
+        return LayerTensors(*made)
+
+    def _fp8(self, name: str, destination: Destination, prefix: str) -> Tensors:
+        """A matrix [N, K] as stored and float32 scales, those of its parts' blocks below each other."""
+        shapes = {part: scale_shape(shape, (BLOCK, BLOCK)) for part, shape in destination.parts}
+        values = self._tensor(destination, prefix, torch.float8_e4m3fn)
+        scales = Destination.of({scale_name(part): shape for part, shape in shapes.items()}, exact=True)
+        return {name: values, f"{name}_scales": self._tensor(scales, prefix)}
+
+    def _tensor(self, destination: Destination, prefix: str, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = torch.float32 if destination.exact else dtype or self.dtype
         whole = torch.empty(destination.shape, dtype=dtype, device=self.device)
         row = 0
         for name, shape in destination.parts:
@@ -82,5 +102,7 @@ def centre_norms(tensors: Tensors) -> None:
 
 def reorder_heads(tensor: Tensor, order: list[int]) -> None:
     """Put rows of tensor [heads * D, ...] in another order within each head, in place; order lists D."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        tensor = tensor.view(torch.uint8)
     heads = tensor.view(-1, len(order), *tensor.shape[1:])
     heads.copy_(heads[:, order])

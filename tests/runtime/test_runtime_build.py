@@ -143,7 +143,8 @@ def test_one_layer_is_built_at_any_prefix(tiny: Callable[..., Path], tmp_path: P
     own = space.block({"own": Destination.of({"own.weight": (3, 2)})}, name)
     with Checkpoint.open(tmp_path) as checkpoint, torch.inference_mode():
         mapped_fill(checkpoint, LoadMeter())(space.take())
-        layer = LayerBuilder(kernels, config.rms_norm_eps, fold_norms=False).layer(layout, allocated)
+        builder = LayerBuilder(kernels, config.rms_norm_eps, torch.float16, fold_norms=False)
+        layer = builder.layer(layout, allocated)
     model = build(folder)
     model.layers, expected = [layer], {k[2:]: v for k, v in held(model).items() if k.startswith("1.")}
     assert expected.keys() == {k[2:] for k in held(model) if k.startswith("0.")}

@@ -37,6 +37,7 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str, str]] = [
     ({"spec": "off", "draft_max": 1}, UsageError, "--draft-max needs speculation", "usage"),
     ({"draft_ctx": 64, "spec": "off"}, UsageError, "--draft-ctx is the context of a draft model", "usage"),
     ({"draft_ctx": 64, "spec": "ngram"}, UsageError, "--draft-ctx is the context of a draft model", "usage"),
+    ({"quantize": "int8", "tp": 2}, IncompatibleError, "--quantize int8 is for one device", "incompatible"),
     ({"tp": 2}, IncompatibleError, "tensor parallelism is not built", "incompatible"),
     ({"draft_tp": 2}, IncompatibleError, "tensor parallelism is not built", "incompatible"),
     (

@@ -32,6 +32,7 @@ from spd.runtime.memory import (
 )
 from spd.runtime.model_runner import ModelRunner
 from spd.runtime.models import family_layout
+from spd.runtime.models.weight_form import WeightForm
 from spd.runtime.models.weights import expected_tensors
 from spd.runtime.out_of_memory import OutOfMemory, is_out_of_memory, memory_phase, shape_of
 from spd.runtime.round import Round
@@ -252,6 +253,9 @@ def test_every_figure_in_the_advice_is_true(free: int) -> None:
             ),
             "--dtype": lambda value=value: dataclasses.replace(shape, dtype=value),
             "--graphs": lambda: dataclasses.replace(shape, graphs=False),
+            "--quantize": lambda: dataclasses.replace(
+                shape, form=WeightForm("int8"), draft_form=WeightForm("int8")
+            ),
         }.get(flag, lambda r=remedy: dataclasses.replace(shape, slots=int(r.flag.split()[0])))()
         assert remedy.frees == measure(shape).total - measure(changed).total > 0, remedy
         assert remedy.suffices is (measure(changed).total <= free * GIB), remedy
@@ -296,10 +300,12 @@ def test_following_the_advice_leads_to_a_plan(
 def test_where_nothing_helps_it_says_so(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_free(monkeypatch, 2**16)
     with pytest.raises(ResourceError) as caught:
-        make_plan(EngineConfig(model=tiny("qwen3"), dtype="bfloat16", spec="off"))
+        make_plan(EngineConfig(model=tiny("qwen3"), dtype="bfloat16", quantize="int8", spec="off"))
     assert "64 tokens" in caught.value.message, "not even the smallest context fits"
     assert caught.value.fix == ("a smaller model, or a device with more memory",)
-    error = refusal(shape_8b(ctx=2, graphs=False, draft_max=0), "cuda", GIB, 1.0)
+    error = refusal(
+        shape_8b(ctx=2, graphs=False, draft_max=0, form=WeightForm("int8")), "cuda", GIB // 2, 1.0
+    )
     assert error.fix == ("a smaller model, or a device with more memory",)
 
 

@@ -4,6 +4,9 @@
 since rows come in buckets that were seen to give the same bits (see `spd.runtime.row_buckets`).
 `SkinnyLinear` is Triton's: its arithmetic does not depend on the number of rows by construction, except
 in the prompt-chunk program, which has one size.
+
+Either takes weights of eight bits. Triton's products multiply them as they are, torch's where it has such a
+product (`multiplies_int8`); elsewhere torch's form keeps their values in the run's dtype.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
+from spd.kernels.eight_bits import int8_linear, multiplies_int8
 from spd.kernels.rms_norm import rms_norm
 from spd.kernels.silu_mul import gelu_mul, silu_mul
 from spd.kernels.skinny_config import config_for, workspace_sizes
-from spd.kernels.skinny_linear import LinearWorkspace, capability_of
+from spd.kernels.skinny_linear import AnyWeight, LinearWorkspace, ScaledWeight, capability_of
 from spd.runtime.models.base import ForwardBatch, Residual
 
 PACK_ROWS = 16
@@ -57,7 +61,6 @@ class AnyLinear(Protocol):
 class AnyHead(Protocol):
     """The product that makes logits of hidden states, and perhaps draws from them itself."""
 
-    weight: Tensor
     carries_squares: bool
     """Whether this form's products want a row's sum of squares beside the residual stream."""
 
@@ -88,15 +91,19 @@ def in_tiles(apply: Callable[[Tensor], Tensor], x: Tensor, tile: int) -> Tensor:
     return torch.cat([apply(x[i : i + tile]) for i in range(0, x.shape[0], tile)])
 
 
+def unscaled_norm(x: Tensor, epsilon: float) -> Tensor:
+    """The root-mean-square norm of x [T, K] whose scales are folded into the matrix behind it."""
+    return F.rms_norm(x, (x.shape[-1],), None, epsilon)
+
+
 class Linear:
     """Torch's form, with W packed once and never changed."""
 
     carries_squares = False
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.dtype, self.device = weight.dtype, weight.device
-        self.bias = bias
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, folded: bool = False) -> None:
+        """folded: whether the scales of a norm before the product are in the weight already."""
+        self.bias, self.folded = bias, folded
         self.packed = can_prepack(weight)
         if self.packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
@@ -114,7 +121,8 @@ class Linear:
 
     def after_norm(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
         """See `AnyLinear`."""
-        return self(rms_norm(stream.x, norm, epsilon), batch.tile)
+        x = unscaled_norm(stream.x, epsilon) if self.folded else rms_norm(stream.x, norm, epsilon)
+        return self(x, batch.tile)
 
     def gated(
         self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch, *, gelu: bool = False
@@ -146,20 +154,43 @@ class Linear:
         """This form does not draw."""
 
 
+class Int8Linear(Linear):
+    """Torch's form by int8 rows, which the CPU reads as they are."""
+
+    def __init__(self, weight: ScaledWeight, bias: Tensor | None = None, *, folded: bool = False) -> None:
+        super().__init__(weight.values, bias, folded=folded)
+        self.rows = weight
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return int8_linear(x, self.rows, self.bias)
+
+
+def torch_linear(
+    weight: AnyWeight, bias: Tensor | None, dtype: torch.dtype, *, folded: bool = False
+) -> Linear:
+    """Torch's form for values of a dtype: int8 rows stay where they can be multiplied, else are widened."""
+    if not isinstance(weight, ScaledWeight):
+        return Linear(weight, bias, folded=folded)
+    if multiplies_int8(weight.device, dtype, weight.shape[-1]):
+        return Int8Linear(weight, bias, folded=folded)
+    return Linear(weight.plain(dtype), bias, folded=folded)
+
+
 class SkinnyLinear:
     """Triton's form. A norm before it is folded into W at load: only its row scale is applied here."""
 
     carries_squares = True
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
-        self.weight, self.bias, self.kernels = weight.contiguous(), bias, kernels
+    def __init__(self, weight: AnyWeight, bias: Tensor | None, kernels: Kernels) -> None:
+        self.weight = weight if isinstance(weight, ScaledWeight) else weight.contiguous()
+        self.bias, self.kernels = bias, kernels
         self.workspace: LinearWorkspace | None = None
         """Shared by all of a model's products, since they run in turn."""
 
     def after_norm(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
         """See `AnyLinear`."""
         if batch.chunk_start is not None:
-            return F.linear(self._normed(stream, epsilon), self.weight, self.bias)
+            return self._many(unscaled_norm(stream.x, epsilon))
         y: Tensor = self.kernels.norm_linear(
             stream.x, stream.squares, epsilon, self.weight, self.bias, self.workspace
         )
@@ -179,14 +210,14 @@ class SkinnyLinear:
     def product(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """See `AnyLinear`."""
         if batch.chunk_start is not None:
-            return F.linear(x, self.weight, self.bias)
+            return self._many(x)
         y: Tensor = self.kernels.linear(x, self.weight, self.bias, self.workspace)
         return y
 
     def onto(self, x: Tensor, stream: Residual, batch: ForwardBatch) -> Residual:
         """See `AnyLinear`."""
         if batch.chunk_start is not None:
-            return Residual(stream.x + F.linear(x, self.weight, self.bias))
+            return Residual(stream.x + self._many(x))
         return Residual(*self.kernels.linear_residual(x, self.weight, self.bias, stream.x, self.workspace))
 
     def normed_onto(
@@ -194,7 +225,7 @@ class SkinnyLinear:
     ) -> Residual:
         """See `AnyLinear`."""
         if batch.chunk_start is not None:
-            return Residual(stream.x + rms_norm(F.linear(x, self.weight, self.bias), norm, epsilon))
+            return Residual(stream.x + rms_norm(self._many(x), norm, epsilon))
         y = self.kernels.linear(x, self.weight, self.bias, self.workspace)
         return Residual(*self.kernels.norm_residual(y, norm, epsilon, stream.x))
 
@@ -212,16 +243,24 @@ class SkinnyLinear:
         )
         return drawn
 
-    @staticmethod
-    def _normed(stream: Residual, epsilon: float) -> Tensor:
-        return F.rms_norm(stream.x, (stream.x.shape[-1],), None, epsilon)
+    def _many(self, x: Tensor) -> Tensor:
+        """The product of a prompt chunk's x [T, K]: [T, N]. Eight bits are multiplied as in a window."""
+        if isinstance(self.weight, ScaledWeight):
+            y: Tensor = self.kernels.linear(x.contiguous(), self.weight, self.bias)  # workspaces are windows'
+            return y
+        return F.linear(x, self.weight, self.bias)
+
+
+def value_bytes(weight: AnyWeight) -> int:
+    """Bytes of each of a weight's values."""
+    return (weight.values if isinstance(weight, ScaledWeight) else weight).element_size()
 
 
 def share_workspace(products: Iterable[SkinnyLinear], rows: int) -> None:
     """Give products that run in turn one workspace, for up to `rows` rows."""
     products = list(products)
     sizes = [
-        workspace_sizes(n, rows, config_for(n, k, p.weight.element_size(), capability_of(p.weight.device)))
+        workspace_sizes(n, rows, config_for(n, k, value_bytes(p.weight), capability_of(p.weight.device)))
         for p in products
         for n, k in [p.weight.shape]
     ]

@@ -9,6 +9,7 @@ from torch import Tensor
 from spd.formats.block_config import RouterConfig
 from spd.kernels.dispatch import Kernels
 from spd.kernels.moe import gate_chosen
+from spd.kernels.skinny_linear import AnyWeight
 from spd.runtime.layers.linear import AnyLinear, in_tiles
 from spd.runtime.layers.norm import normed
 from spd.runtime.models.base import ForwardBatch, Residual
@@ -48,7 +49,7 @@ class MergedExperts:
 class RoutedExperts:
     """Experts that only compute the rows that go to them; gate_up [E, 2 I, K], down [E, K, I]."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, kernels: Kernels) -> None:
+    def __init__(self, gate_up: AnyWeight, down: AnyWeight, kernels: Kernels) -> None:
         self.gate_up, self.down, self.kernels = gate_up, down, kernels
 
     def onto(

@@ -52,6 +52,7 @@ def draft_replay(
             spec="off",
             device=plan["device"],
             dtype=plan["dtype"],
+            quantize=plan["quantize"],
             kernels=plan["kernels"],
             threads=plan["threads"],
             load=plan["load"],

@@ -29,6 +29,8 @@ class Foreseen:
     free: int
     kernels: str
     fast_bfloat16: bool
+    capability: tuple[int, int] = (0, 0)
+    """The CUDA compute capability."""
 
     @property
     def on_cpu(self) -> bool:
@@ -46,9 +48,22 @@ def foresee(load: Callable[[str], Any] = ctypes.CDLL) -> Foreseen:
     """The first GPU that the driver tells of, else the CPU. load: opens the driver's library by name."""
     free = _free_on_gpu(load)
     if free is not None:
-        return Foreseen("cuda", free, "triton", True)
+        return Foreseen("cuda", free, "triton", True, _capability(load))
     features = set(describe_machine()["cpu_features"])
     return Foreseen("cpu", available_memory(), "torch", bool(features & FAST_BFLOAT16))
+
+
+def _capability(load: Callable[[str], Any]) -> tuple[int, int]:
+    """Of the first GPU, as its driver says; (0, 0) where it does not."""
+    try:
+        library = load(LIBRARY)
+        device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+        status = library.nvmlDeviceGetHandleByIndex_v2(
+            ctypes.c_uint(0), ctypes.byref(device)
+        ) or library.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+        return (major.value, minor.value) if status == OK else (0, 0)
+    except (OSError, AttributeError):
+        return (0, 0)
 
 
 def _free_on_gpu(load: Callable[[str], Any]) -> int | None:

@@ -23,7 +23,7 @@ from spd.runtime.request import MAX_LOGPROBS, Request, SamplingParams
 
 NEAR_TIE: Mapping[str, float] = MappingProxyType({"bfloat16": 0.125, "float16": 0.02, "float32": 1e-3})
 """Differences of log-probabilities, times 1 / T, that rounding alone may turn around."""
-ARITHMETIC = ("device", "dtype", "kernels", "threads", "load")
+ARITHMETIC = ("device", "dtype", "quantize", "kernels", "threads", "load")
 """Settings between which equal bits are not promised."""
 
 

@@ -12,7 +12,10 @@ from pathlib import Path
 import torch
 
 from spd.formats.model_config import ModelConfig, read_model_config
-from spd.runtime.memory import DTYPE_BYTES, PAGE_SIZE, page_bytes, tensor_bytes
+from spd.runtime.memory import PAGE_SIZE, page_bytes, tensor_bytes
+from spd.runtime.models.weight_form import DTYPE_BYTES, WeightForm
+from spd.runtime.plan import EnginePlan
+from spd.runtime.weight_choice import choose_form
 
 READ_BYTES = {"cpu": 2**28, "cuda": 2**30}
 """Well beyond the caches of either."""
@@ -31,18 +34,19 @@ class Floor:
         return (self.weight_bytes + context * self.position_bytes) / rate
 
 
-def floor_of(folder: Path, dtype: str) -> Floor | None:
-    """The floor of a model folder; None where routing decides which experts are read."""
+def floor_of(folder: Path, plan: EnginePlan) -> Floor | None:
+    """The floor of a model folder under a plan; None where routing decides which experts are read."""
     config = read_model_config(folder)
     if config.experts is not None:
         return None
-    return Floor(_streamed(config, dtype), page_bytes(config, dtype) // PAGE_SIZE)
+    form, _ = choose_form(config, folder, plan)
+    return Floor(_streamed(config, plan.dtype, form), page_bytes(config, plan.dtype) // PAGE_SIZE)
 
 
-def _streamed(config: ModelConfig, dtype: str) -> int:
+def _streamed(config: ModelConfig, dtype: str, form: WeightForm) -> int:
     """Weights that every pass reads: all but the rows of the embedding, which are looked up."""
     table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * DTYPE_BYTES[dtype]
-    return tensor_bytes(config, dtype) - table
+    return tensor_bytes(config, dtype, form) - table
 
 
 @torch.inference_mode()

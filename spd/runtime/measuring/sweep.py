@@ -127,8 +127,8 @@ class Sweep:
             self.read_rate = measure_read_rate(engines[0].plan.device)
         for index, engine in enumerate(engines):
             plan = engine.plan
-            draft = floor_of(Path(plan.draft_model), plan.dtype) if plan.draft_model else None
-            self.floors.setdefault(index, (floor_of(Path(plan.model), plan.dtype), draft))
+            draft = floor_of(Path(plan.draft_model), plan) if plan.draft_model else None
+            self.floors.setdefault(index, (floor_of(Path(plan.model), plan), draft))
 
     def _measure(self, load: Load, engines: Sequence[Engine]) -> None:
         units = list(self._units(load))

@@ -4,37 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
+from spd.kernels.eight_bits import int8_rows, joined_scales, multiplies_int8
+from spd.kernels.skinny_linear import SCALE_ROWS, AnyWeight, ScaledWeight
 from spd.runtime.layers import moe
 from spd.runtime.layers.attention import Attention
 from spd.runtime.layers.latent_attention import LatentAttention
-from spd.runtime.layers.linear import AnyLinear, Linear, SkinnyLinear, share_workspace
+from spd.runtime.layers.linear import AnyLinear, Linear, SkinnyLinear, share_workspace, torch_linear
 from spd.runtime.layers.mlp import GatedMlp
 from spd.runtime.layers.moe import Experts, MergedExperts, MoeMlp, RoutedExperts
 from spd.runtime.models.decoder import AttentionBlock, DecoderLayer, MlpBlock
-from spd.runtime.models.layouts import GqaLayout, LatentLayout, LayerLayout, MlpLayout, MoeLayout
+from spd.runtime.models.layouts import (
+    AttentionLayout,
+    FeedForwardLayout,
+    GqaLayout,
+    LatentLayout,
+    LayerLayout,
+    MlpLayout,
+    MoeLayout,
+)
+from spd.runtime.models.weight_form import WIDE, WeightForm
 from spd.runtime.weight_space import LayerTensors, Tensors, centre_norms, fold_norm, reorder_heads
 
 
 class LayerBuilder:
     """Builds layers whose products run in one form: allocate by `WeightSpace.layer`, fill, then `layer`.
 
-    With `fold_norms` the norms before fused matrices are folded into them, as Triton's products want it.
+    With `fold_norms` the norms before fused matrices are folded into them, as Triton's products want it, and
+    as int8 does in both forms, whose rows are thus the same. Norms before FP8 blocks become factors of their
+    columns.
     """
 
-    def __init__(self, kernels: Kernels, epsilon: float, *, fold_norms: bool) -> None:
-        self.kernels, self.epsilon, self.fold_norms = kernels, epsilon, fold_norms
+    def __init__(
+        self,
+        kernels: Kernels,
+        epsilon: float,
+        dtype: torch.dtype,
+        *,
+        fold_norms: bool,
+        form: WeightForm = WIDE,
+    ) -> None:
+        self.kernels, self.epsilon, self.dtype, self.form = kernels, epsilon, dtype, form
+        self.fold_norms = fold_norms or form.kind == "int8"
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear | SkinnyLinear:
-        """A product by weight [N, K] in this builder's form."""
+    def linear(
+        self, weight: AnyWeight, bias: Tensor | None = None, *, folded: bool = False
+    ) -> Linear | SkinnyLinear:
+        """A product by weight [N, K] in this builder's form; folded: a norm before it is part of it."""
         if self.kernels.name == "triton":
             return SkinnyLinear(weight, bias, self.kernels)
-        return Linear(weight, bias)
+        return torch_linear(weight, bias, self.dtype, folded=folded)
 
     def layer(self, layout: LayerLayout, tensors: LayerTensors) -> DecoderLayer:
         """One layer. The tensors belong to it from then on: they are changed, or packed and worthless."""
+        join_scales(layout.attention, tensors.attention)
+        join_scales(layout.mlp, tensors.mlp)
         attention: AttentionBlock
         match layout.attention:
             case GqaLayout():
@@ -51,19 +78,44 @@ class LayerBuilder:
 
     def _after_norm(self, tensors: Tensors, name: str) -> AnyLinear:
         """The fused matrix `name` that reads the block's norm."""
+        weight, bias = tensors[name], tensors.get(f"{name}_bias")
+        if (scales := tensors.get(f"{name}_scales")) is not None:
+            return self.linear(ScaledWeight(weight, scales, tensors["norm"]), bias)
         if self.fold_norms:
-            fold_norm(tensors[name], tensors["norm"])
-        return self._matrix(tensors, name)
+            fold_norm(weight, tensors["norm"])
+        return self.linear(self._kept(tensors, name), bias, folded=self.fold_norms)
 
     def _matrix(self, tensors: Tensors, name: str) -> AnyLinear:
-        return self.linear(tensors[name], tensors.get(f"{name}_bias"))
+        return self.linear(self._kept(tensors, name), tensors.get(f"{name}_bias"))
+
+    def _kept(self, tensors: Tensors, name: str) -> AnyWeight:
+        """A matrix in the form that weights are kept in."""
+        weight = tensors[name]
+        if (scales := tensors.get(f"{name}_scales")) is not None:
+            return ScaledWeight(weight, scales)
+        return int8_rows(weight) if self.form.kind == "int8" else weight
+
+    def _reorder(self, tensors: Tensors, name: str, part: slice, order: list[int]) -> None:
+        """Reorder a part of the rows of `name`, if it is there, within each head.
+
+        FP8 rows that would leave their block behind are multiplied out first.
+        """
+        if name not in tensors:
+            return
+        if (scales := tensors.get(f"{name}_scales")) is not None:
+            spread = scales.repeat_interleave(SCALE_ROWS, 0)[: tensors[name].shape[0]]
+            moved = spread[part].clone()
+            reorder_heads(moved, order)
+            if not torch.equal(moved, spread[part]):
+                tensors[name] = ScaledWeight(tensors[name], scales).plain(self.dtype)
+                del tensors[f"{name}_scales"]
+        reorder_heads(tensors[name][part], order)
 
     def _gqa(self, layout: GqaLayout, tensors: Tensors) -> Attention:
         order, turned = layout.rotary.order, layout.heads[0] + layout.heads[1]
         if order is not None:
             for name in ("qkv", "qkv_bias", "q_norm", "k_norm"):
-                if name in tensors:
-                    reorder_heads(tensors[name][: turned * layout.head_dim], order)
+                self._reorder(tensors, name, slice(turned * layout.head_dim), order)
         if layout.centred_norms:
             centre_norms(tensors)
         qk_norm = (tensors["q_norm"], tensors["k_norm"]) if layout.qk_norm else None
@@ -88,11 +140,10 @@ class LayerBuilder:
         order, latent = layout.rotary.order, layout.latent
         if order is not None:
             head = [*range(latent.nope_dim), *(latent.nope_dim + i for i in order)]
-            own = "query" in tensors
-            reorder_heads(tensors["query"] if own else tensors["down"][: layout.query_rows], head)
+            queries = "query" if "query" in tensors else "down"
+            self._reorder(tensors, queries, slice(layout.query_rows), head)
             for name in ("down", "down_bias"):
-                if name in tensors:
-                    reorder_heads(tensors[name][-latent.rope_dim :], order)
+                self._reorder(tensors, name, slice(-latent.rope_dim, None), order)
         query: AnyLinear | None = None
         if "query_norm" in tensors:
             query = self._matrix(tensors, "query")
@@ -123,20 +174,38 @@ class LayerBuilder:
             tensors["norm"],
             tensors["router"],
             correction.flatten() if correction is not None else None,
-            self._experts(tensors["experts_gate_up"], tensors["experts_down"], experts.num_experts),
+            self._experts(tensors, experts.num_experts),
             shared,
             experts.router,
             self.epsilon,
             self.kernels,
         )
 
-    def _experts(self, gate_up: Tensor, down: Tensor, count: int) -> Experts:
+    def _experts(self, tensors: Tensors, count: int) -> Experts:
         """Of gate_up [E * 2 I, K] and down [E * K, I]."""
-        downs = down.view(count, gate_up.shape[1], -1)
-        if self.kernels.name == "torch" and gate_up.nbytes + down.nbytes <= moe.SMALL_EXPERTS:
-            merged = downs.transpose(0, 1).flatten(1)
-            return MergedExperts(Linear(gate_up), Linear(merged), count)
-        return RoutedExperts(gate_up.view(count, -1, gate_up.shape[1]), downs, self.kernels)
+        names = ("experts_gate_up", "experts_down")
+        small = sum(tensors[name].nbytes for name in names) <= moe.SMALL_EXPERTS
+        gate_up, down = (self._stacked(tensors, name, count) for name in names)
+        if (
+            self.kernels.name == "torch"
+            and small
+            and isinstance(gate_up, Tensor)
+            and isinstance(down, Tensor)
+        ):
+            merged = down.transpose(0, 1).flatten(1)
+            return MergedExperts(Linear(gate_up.flatten(0, 1)), Linear(merged), count)
+        return RoutedExperts(gate_up, down, self.kernels)
+
+    def _stacked(self, tensors: Tensors, name: str, count: int) -> AnyWeight:
+        """The experts' matrices [E, N, K] in the form that weights are kept in."""
+        weight = tensors[name].view(count, -1, tensors[name].shape[1])
+        if (scales := tensors.get(f"{name}_scales")) is not None:
+            return ScaledWeight(weight, scales.view(count, -1, scales.shape[1]))
+        if self.form.kind != "int8":
+            return weight
+        rows = int8_rows(weight)
+        stays = self.kernels.name == "triton" or multiplies_int8(weight.device, self.dtype, weight.shape[-1])
+        return rows if stays else rows.plain(self.dtype)
 
     def _mlp(self, layout: MlpLayout, tensors: Tensors) -> GatedMlp:
         if layout.centred_norms:
@@ -144,6 +213,13 @@ class LayerBuilder:
         gate_up, down = self._after_norm(tensors, "gate_up"), self._matrix(tensors, "down")
         post_norm = tensors.get("post_norm")
         return GatedMlp(tensors["norm"], gate_up, down, self.epsilon, gelu=layout.gelu, post_norm=post_norm)
+
+
+def join_scales(block: AttentionLayout | FeedForwardLayout, tensors: Tensors) -> None:
+    """Group the scales of FP8 matrices as `ScaledWeight` wants them, in place."""
+    for name, destination in block.destinations().items():
+        if (scales := tensors.get(f"{name}_scales")) is not None:
+            tensors[f"{name}_scales"] = joined_scales(scales, [shape[0] for _, shape in destination.parts])
 
 
 def share_products(layers: Iterable[DecoderLayer], rows: int) -> None:

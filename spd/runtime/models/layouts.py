@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spd.formats.block_config import ExpertsConfig, LatentConfig
 
@@ -25,11 +25,13 @@ class Destination:
     """One tensor to allocate: the named checkpoint tensors below each other, rows counted together.
 
     Names stand inside the layer (`self_attn.q_proj.weight`). With `exact` it is float32 whatever the rest
-    of the model is.
+    of the model is. `wide` matrices have the run's dtype whatever other matrices are kept in: who reads them
+    knows no other weights.
     """
 
     parts: tuple[tuple[str, Shape], ...]
     exact: bool = False
+    wide: bool = False
 
     @classmethod
     def of(cls, parts: Mapping[str, Shape], *, exact: bool = False) -> Destination:
@@ -46,6 +48,11 @@ class Destination:
     def size(self) -> int:
         """Elements of the whole."""
         return math.prod(self.shape)
+
+    @property
+    def multiplied(self) -> bool:
+        """Whether it is a matrix that may be kept in eight bits, as far as its readers are concerned."""
+        return len(self.shape) == 2 and not self.exact and not self.wide
 
 
 def fused(block: str, rows: Mapping[str, int], columns: int, *, biased: bool = False) -> list[Destination]:
@@ -189,7 +196,7 @@ class LatentLayout:
             found["query"] = fused(block, {"q_b_proj": self.query_rows}, query_rank)[0]
         found["latent_norm"] = Destination.of({f"{block}.kv_a_layernorm.weight": (rank,)})
         up = self.num_heads * (of.nope_dim + of.value_dim)
-        found["up"] = fused(block, {"kv_b_proj": up}, rank)[0]
+        found["up"] = replace(fused(block, {"kv_b_proj": up}, rank)[0], wide=True)
         mixed = self.num_heads * of.value_dim
         return found | _named("output", fused(block, {"o_proj": hidden}, mixed, biased=self.bias))
 

@@ -10,6 +10,7 @@ from spd.formats.mtp import MtpFamily, MtpLayout, check_mtp
 from spd.formats.mtp_folder import MtpSource
 from spd.runtime.models import family_layout
 from spd.runtime.models.layouts import Destination, LayerLayout, Shape
+from spd.runtime.models.weight_form import DTYPE_BYTES, WeightForm
 from spd.runtime.models.weights import FP8_DTYPE, stored_scales
 
 
@@ -32,11 +33,12 @@ def glue_destinations(layout: MtpLayout, module: int, hidden_size: int) -> dict[
     return {key: Destination.of({name: shapes[name]}) for key, name in full.items()}
 
 
-def module_bytes(config: ModelConfig, family: MtpFamily, width: int) -> int:
-    """Bytes of one module with `width` bytes an element, without embedding and head."""
-    glue = (3 + 2 * config.hidden_size) * config.hidden_size * width
-    layer = module_layer(config, family).destinations()
-    return glue + sum(each.size * (4 if each.exact else width) for each in layer)
+def module_bytes(source: MtpSource, module: int, dtype: str, form: WeightForm) -> int:
+    """Bytes of one module in a form, without embedding and head."""
+    config, layout = source.config, source.layout
+    glue = (3 + 2 * config.hidden_size) * config.hidden_size * DTYPE_BYTES[dtype]
+    layer, prefix = module_layer(config, layout.family).destinations(), layout.layer_prefix(module)
+    return glue + sum(form.bytes_of(each, prefix, dtype) for each in layer)
 
 
 def module_position_size(config: ModelConfig, family: MtpFamily) -> int:
