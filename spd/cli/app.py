@@ -11,8 +11,11 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import typer
@@ -20,27 +23,7 @@ from typer.main import get_command
 
 from spd import __version__
 from spd.cli.argv import Invocation, prepare
-from spd.cli.bench import bench
-from spd.cli.bench_options import BenchOptions, CompareOptions, ExplainOptions, VerifyOptions
-from spd.cli.cache_options import ListOptions, PullOptions, RemoveOptions
-from spd.cli.chat import chat
-from spd.cli.chat_options import ChatOptions
-from spd.cli.compare import compare
-from spd.cli.completions import complete, completions
-from spd.cli.convert_mtp import ConvertOptions, convert_mtp
-from spd.cli.doctor import doctor
-from spd.cli.explain import explain
-from spd.cli.generate import generate
-from spd.cli.inspect import inspect
-from spd.cli.models import ls, pull, rm
-from spd.cli.options import (
-    CompletionOptions,
-    DoctorOptions,
-    GenerateOptions,
-    InspectOptions,
-    Session,
-    as_command,
-)
+from spd.cli.options import Session, as_command
 from spd.cli.output import (
     Console,
     OutputClosed,
@@ -51,29 +34,12 @@ from spd.cli.output import (
     write_stderr,
 )
 from spd.cli.signals import Interrupted, SignalGuard, die_by
-from spd.cli.verify import verify
 from spd.errors import CheckpointError, EngineError, NotFoundError, ResourceError, SpdError, UsageError
 
 PIPE_CLOSED = 141
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMPLETION_VARIABLE = "_SPD_COMPLETE"
 REPORT = "run it again with --debug, and report what it prints"
-COMMANDS = (
-    "chat",
-    "generate",
-    "bench",
-    "compare",
-    "explain",
-    "verify",
-    "inspect",
-    "convert-mtp",
-    "pull",
-    "ls",
-    "rm",
-    "doctor",
-    "completions",
-)
-
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
 
 Standard output carries the answer, standard error everything else. The model `demo` is built in.
@@ -203,8 +169,40 @@ spd completions fish > ~/.config/fish/completions/spd.fish
 """
 
 
-def build_app(*, completing: bool = False) -> typer.Typer:
-    """The Typer application with every command; `completing` registers the shells with Typer."""
+@dataclass(frozen=True)
+class Command:
+    """Where a command's body and options are, as `module:name`, and the examples below its help."""
+
+    body: str
+    options: str
+    epilog: str
+
+
+COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
+    {
+        "chat": Command("chat:chat", "chat_options:ChatOptions", CHAT_EPILOG),
+        "generate": Command("generate:generate", "options:GenerateOptions", GENERATE_EPILOG),
+        "bench": Command("bench:bench", "bench_options:BenchOptions", BENCH_EPILOG),
+        "compare": Command("compare:compare", "bench_options:CompareOptions", COMPARE_EPILOG),
+        "explain": Command("explain:explain", "bench_options:ExplainOptions", EXPLAIN_EPILOG),
+        "verify": Command("verify:verify", "bench_options:VerifyOptions", VERIFY_EPILOG),
+        "inspect": Command("inspect:inspect", "options:InspectOptions", INSPECT_EPILOG),
+        "convert-mtp": Command("convert_mtp:convert_mtp", "convert_mtp:ConvertOptions", CONVERT_EPILOG),
+        "pull": Command("models:pull", "cache_options:PullOptions", PULL_EPILOG),
+        "ls": Command("models:ls", "cache_options:ListOptions", LS_EPILOG),
+        "rm": Command("models:rm", "cache_options:RemoveOptions", RM_EPILOG),
+        "doctor": Command("doctor:doctor", "options:DoctorOptions", DOCTOR_EPILOG),
+        "completions": Command("completions:completions", "options:CompletionOptions", COMPLETIONS_EPILOG),
+    }
+)
+COMMANDS = tuple(COMMAND_TABLE)
+
+
+def build_app(only: str | None = None, *, completing: bool = False) -> typer.Typer:
+    """The Typer application with every command, or with one of them, which takes less time to import.
+
+    `completing` registers the shells with Typer.
+    """
     app = typer.Typer(
         name="spd",
         help=ROOT_HELP,
@@ -215,24 +213,32 @@ def build_app(*, completing: bool = False) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(root)
-    commands: tuple[tuple[Callable[..., Any], str], ...] = (
-        (as_command(chat, ChatOptions), CHAT_EPILOG),
-        (as_command(generate, GenerateOptions), GENERATE_EPILOG),
-        (as_command(bench, BenchOptions), BENCH_EPILOG),
-        (as_command(compare, CompareOptions), COMPARE_EPILOG),
-        (as_command(explain, ExplainOptions), EXPLAIN_EPILOG),
-        (as_command(verify, VerifyOptions), VERIFY_EPILOG),
-        (as_command(inspect, InspectOptions), INSPECT_EPILOG),
-        (as_command(convert_mtp, ConvertOptions), CONVERT_EPILOG),
-        (as_command(pull, PullOptions), PULL_EPILOG),
-        (as_command(ls, ListOptions), LS_EPILOG),
-        (as_command(rm, RemoveOptions), RM_EPILOG),
-        (as_command(doctor, DoctorOptions), DOCTOR_EPILOG),
-        (as_command(completions, CompletionOptions), COMPLETIONS_EPILOG),
-    )
-    for command, epilog in commands:
-        app.command(epilog=epilog)(command)
+    for command in COMMAND_TABLE.values() if only is None else (COMMAND_TABLE[only],):
+        app.command(epilog=command.epilog)(as_command(_find(command.body), _find(command.options)))
     return app
+
+
+def load_help() -> None:
+    """Import what prints help, without the parser of Markdown that Typer loads for a mode not used here.
+
+    That is a fifth of the time until help is there. Whoever wants the parser later finds the real one.
+    """
+    name = "rich.markdown"
+    if name in sys.modules or "typer.rich_utils" in sys.modules:
+        return
+    stand_in = ModuleType(name)
+    vars(stand_in)["Markdown"] = type("Markdown", (), {})
+    sys.modules[name] = stand_in
+    try:
+        import_module("typer.rich_utils")
+    finally:
+        del sys.modules[name]
+
+
+def _find(place: str) -> Any:
+    """What `module:name` says, of a module beside this one."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"spd.cli.{module}"), name)
 
 
 def _show_version(wanted: bool) -> None:
@@ -281,12 +287,17 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
     console, as_json = Console(), "--json" in argv
     try:
         if os.environ.get(COMPLETION_VARIABLE):
+            from spd.cli.completions import complete
+
             return complete(build_app(completing=True), COMPLETION_VARIABLE)
         invocation = prepare(argv or ["--help"])
         console, as_json = _console(invocation), invocation.json
         for note in invocation.notes:
             console.note(note)
-        command = get_command(build_app())
+        if not {"-h", "--help"}.isdisjoint(invocation.args):
+            load_help()
+        asked = next(iter(invocation.args), None)
+        command = get_command(build_app(asked if asked in COMMAND_TABLE else None))
         result = command(
             args=list(invocation.args), prog_name="spd", standalone_mode=False, obj=_session(console, guard)
         )

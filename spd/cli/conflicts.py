@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from spd.cli.chat_options import ChatOptions
 from spd.cli.options import CommonOptions, GenerateOptions, SpeculationOptions
 from spd.errors import UsageError
+
+if TYPE_CHECKING:
+    from spd.cli.chat_options import ChatOptions
 
 Options = TypeVar("Options", bound=CommonOptions)
 

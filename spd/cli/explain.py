@@ -6,13 +6,13 @@ import dataclasses
 import textwrap
 from typing import TYPE_CHECKING
 
-from spd.cli.bench_options import ExplainOptions
-from spd.cli.options import Session
 from spd.cli.output import Sink, to_json
 from spd.cli.table import WIDTH, render_table
 from spd.errors import IncompatibleError
 
 if TYPE_CHECKING:
+    from spd.cli.bench_options import ExplainOptions
+    from spd.cli.options import Session
     from spd.runtime import Engine, Request, RoundRecord
     from spd.runtime.measuring.explain import Explanation
     from spd.runtime.measuring.trace_file import Trace, TraceHeader

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spd.cli.bench_options import VerifyOptions
-from spd.cli.chat_options import ChatOptions
 from spd.cli.encode import Vocabulary, fit
-from spd.cli.options import GenerateOptions
 from spd.cli.prompt import Asked, gather
 from spd.cli.sampling import Resolved, resolve_sampling
 from spd.cli.structured import end_of_thinking, read_grammar
 
 if TYPE_CHECKING:
+    from spd.cli.bench_options import VerifyOptions
+    from spd.cli.chat_options import ChatOptions
+    from spd.cli.options import GenerateOptions
     from spd.runtime import EngineConfig, Request, SamplingParams
     from spd.runtime.request import GrammarText
 

@@ -67,6 +67,24 @@ def test_help_loads_nothing_heavy(argv: list[str]) -> None:
     assert out and not modules & set(HEAVY)
 
 
+def test_help_of_a_command_loads_no_other_command() -> None:
+    out, modules = loaded_after("inspect", "--help")
+    assert "spd inspect" in out and "spd.cli.inspect" in modules
+    others = {"bench", "bench_options", "chat", "chat_options", "convert_mtp", "generate", "models", "verify"}
+    assert not modules & {f"spd.cli.{name}" for name in others}
+    assert not modules & {"rich.markdown", "markdown_it"}
+
+
+def test_whoever_wants_markdown_after_help_finds_it() -> None:
+    code = (
+        "from spd.cli.app import main; main(['ls', '--help'])\n"
+        "from rich.markdown import Markdown; from rich.console import Console\n"
+        "Console(width=40).print(Markdown('# found'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "found" in done.stdout.splitlines()[-2], done.stderr
+
+
 def test_completion_loads_nothing_heavy(tmp_path: Path) -> None:
     (tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc").mkdir(parents=True)
     question = {"COMP_WORDS": "spd generate -m ", "COMP_CWORD": "3", "_SPD_COMPLETE": "complete_bash"}
