@@ -11,7 +11,9 @@ Result = Mapping[str, Any]
 PEER_NAMES = MappingProxyType(
     {"spd": "spd", "transformers": "transformers", "vllm": "vLLM-CPU", "llama": "llama.cpp"}
 )
-MODES = MappingProxyType({"plain": "plain", "draft": "draft", "ngram": "n-gram", "imposed": "imposed"})
+MODES = MappingProxyType(
+    {"plain": "plain", "draft": "draft", "ngram": "n-gram", "imposed": "imposed", "mtp": "MTP"}
+)
 METHODS = MappingProxyType({"mtp": "MTP", "draft": "draft", "ngram": "n-gram", "self": "itself"})
 
 
@@ -29,9 +31,6 @@ def cpu_peers(result: Result) -> str:
     """Tokens a second of each peer, one request at a time, by what proposes."""
     entries, settings = result["entries"], result["settings"]
     modes = [mode for mode in MODES if any(f"{peer}-{mode}" in entries for peer in PEER_NAMES)]
-    names = [
-        MODES[mode] if mode == "plain" else f"{MODES[mode]}, k = {settings['draft_max']}" for mode in modes
-    ]
     rows = []
     for peer in PEER_NAMES:
         own = [entries.get(f"{peer}-{mode}") for mode in modes]
@@ -39,7 +38,8 @@ def cpu_peers(result: Result) -> str:
         if version is not None:
             cells = ["" if e is None else f"{e['decode_tokens_per_second']['median']:.1f}" for e in own]
             rows.append([PEER_NAMES[peer] + version, *cells])
-    return table(["tokens/s", *names], rows)
+    head = [f"tokens/s, k = {settings['draft_max']}", *(MODES[mode] for mode in modes)]
+    return table(head, rows)
 
 
 def _version(peer: str, entry: Result) -> str:

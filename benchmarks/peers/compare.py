@@ -17,7 +17,7 @@ from benchmarks.peers.entries import IMPOSED, ROWS_ENTRY, entries
 from benchmarks.peers.loads import LoadTally, measure_loads, report_loads
 from benchmarks.peers.options import Options
 from benchmarks.peers.pairs import AGREEING, PAIRS, REFERENCE
-from benchmarks.peers.prompts import random_prompts
+from benchmarks.peers.prompts import prompts
 from benchmarks.peers.worker import Answer, Worker, WorkerError, read_answer
 from spd.runtime.measuring.statistics import paired_ratio, summarize
 
@@ -30,14 +30,10 @@ class Tally:
     answers: list[Answer] = field(default_factory=list)
 
 
-def prompts(options: Options, vocab: int) -> list[list[int]]:
-    """One prompt a round."""
-    return random_prompts(options.rounds, options.prompt_tokens, vocab)
-
-
 def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     """Start every worker, run the rounds, and return the report; a worker that fails to load is left out."""
     vocab = json.loads((options.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    asked = prompts(options, options.rounds, vocab)
     failures: dict[str, str] = {}
     workers: dict[str, Worker] = {}
     tallies: dict[str, Tally] = {}
@@ -49,7 +45,7 @@ def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
             stack.callback(worker.close)
             try:
                 tallies[entry.name] = Tally(worker.wait_ready(timeout=900))
-                worker.generate(prompts(options, vocab)[0], min(16, options.tokens), timeout=300)
+                worker.generate(asked[0], min(16, options.tokens), timeout=300)
                 workers[entry.name] = worker
             except WorkerError as error:
                 failures[entry.name] = str(error)
@@ -57,7 +53,7 @@ def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
                 say(f"left out: {error}")
             worker.pause()
         say("rounds begin")
-        for number, prompt in enumerate(prompts(options, vocab)):
+        for number, prompt in enumerate(asked):
             _round(options, workers, tallies, failures, prompt, say, f"{number + 1}/{options.rounds}")
         loads = measure_loads(options, workers, failures, vocab, say)
         say("rounds end")
@@ -111,6 +107,7 @@ def report(
             "dtype": options.dtype,
             "tokens": options.tokens,
             "prompt_tokens": options.prompt_tokens,
+            "prompts": "spd's own" if options.text else "random ids",
             "rounds": options.rounds,
             "threads": options.threads,
             "sampling": "greedy, end tokens ignored, batch 1",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.peers.options import Options
 from benchmarks.peers.worker import Entry
 
 ROWS_ENTRY = "spd-rows"
 IMPOSED = "imposed"
-IMPOSING = ("spd", "vllm", "llama")
-"""Peers whose acceptance can be imposed."""
+ONLY = MappingProxyType({IMPOSED: ("spd", "vllm", "llama"), "mtp": ("spd", "vllm")})
+"""Modes that not every peer has."""
 TOGETHER = ("spd", "vllm", "llama")
 """Peers that run several requests together; transformers' speculation takes one at a time."""
 
@@ -23,9 +24,11 @@ def entries(options: Options) -> list[Entry]:
     modes = {"plain": [], "draft": ["--draft", str(options.draft), *k], "ngram": ["--ngram", *k]}
     if options.imposed is not None:
         modes[IMPOSED] = [*modes["draft"], "--imposed", str(options.imposed)]
+    if options.mtp:
+        modes["mtp"] = ["--mtp", *k]
     for peer, python in options.pythons.items():
         for mode, arguments in modes.items():
-            if mode == IMPOSED and peer not in IMPOSING:
+            if peer not in ONLY.get(mode, (peer,)):
                 continue
             listed.append(_entry(options, f"{peer}-{mode}", peer, python, arguments))
     if options.rows > 1 and "spd" in options.pythons:

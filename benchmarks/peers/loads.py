@@ -12,7 +12,7 @@ from benchmarks.environment import ForeignLoad
 from benchmarks.peers.agreement import figures, total
 from benchmarks.peers.options import Options
 from benchmarks.peers.pairs import PAIRS, REFERENCE
-from benchmarks.peers.prompts import random_prompts
+from benchmarks.peers.prompts import prompts
 from benchmarks.peers.worker import Worker, WorkerError
 from spd.runtime.measuring.load import poisson_arrivals
 from spd.runtime.measuring.statistics import repeat_interval
@@ -66,7 +66,7 @@ def measure_loads(
         tallies = found[load_name(load)] = {}
         count = max(LEAST_REQUESTS, load.concurrency)
         for number in range(-1, options.load_rounds):  # the first warms up, at the load's own size
-            prompts = random_prompts(count, options.prompt_tokens, vocab, seed=1 + number)
+            asked = prompts(options, count, vocab, seed=1 + number)
             arrivals = None
             if load.rate is not None:
                 arrivals = poisson_arrivals(count, load.rate, seed=1 + number)
@@ -74,7 +74,7 @@ def measure_loads(
                 if not worker.entry.together:
                     continue
                 try:
-                    value, foreign = _pass(worker, prompts, options, load.concurrency, arrivals)
+                    value, foreign = _pass(worker, asked, options, load.concurrency, arrivals)
                 except WorkerError as error:
                     failures[name] = str(error)
                     del workers[name]
@@ -89,7 +89,7 @@ def measure_loads(
 
 def _pass(
     worker: Worker,
-    prompts: Sequence[Sequence[int]],
+    asked: Sequence[Sequence[int]],
     options: Options,
     concurrency: int,
     arrivals: list[float] | None,
@@ -98,7 +98,7 @@ def _pass(
     try:
         time.sleep(options.pause)
         load = ForeignLoad(worker.group)
-        value = worker.run(prompts, options.load_tokens, concurrency, arrivals, TIMEOUT)
+        value = worker.run(asked, options.load_tokens, concurrency, arrivals, TIMEOUT)
         return value, load.read()[0]
     finally:
         worker.pause()

@@ -37,6 +37,8 @@ class Options:
     pause: float
     llama_cpp: Path | None
     imposed: float | None
+    mtp: bool
+    text: bool
     loads: tuple[Load, ...]
     load_tokens: int
     load_rounds: int
@@ -75,6 +77,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         metavar="LENGTH",
         help="also with drafts at an imposed acceptance length, where a peer can",
     )
+    parser.add_argument("--mtp", action="store_true", help="also with MTP layers of MODEL, where a peer can")
+    parser.add_argument("--text", action="store_true", help="spd's own prompts instead of random ids")
     parser.add_argument("--concurrency", default="", metavar="LIST", help="requests together, e.g. 4,16")
     parser.add_argument("--rates", default="", metavar="LIST", help="requests a second, e.g. 1,2,4,6,8")
     parser.add_argument("--load-tokens", type=int, default=32, help="of each request of a load")
@@ -111,6 +115,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         pause=given.pause,
         llama_cpp=given.llama_cpp.resolve() if given.llama_cpp is not None else None,
         imposed=given.imposed,
+        mtp=given.mtp,
+        text=given.text,
         loads=(
             *(Load(int(word)) for word in filter(None, given.concurrency.split(","))),
             *(Load(RATE_SLOTS, float(word)) for word in filter(None, given.rates.split(","))),

@@ -6,6 +6,7 @@ PAIRS = (
     ("spd-draft", "vllm-draft"),
     ("spd-ngram", "vllm-ngram"),
     ("spd-imposed", "vllm-imposed"),
+    ("spd-mtp", "vllm-mtp"),
     ("spd-plain", "transformers-plain"),
     ("spd-draft", "transformers-draft"),
     ("spd-ngram", "transformers-ngram"),
@@ -17,8 +18,8 @@ PAIRS = (
     *(
         (f"{peer}-{mode}", f"{peer}-plain")
         for peer in ("spd", "vllm", "transformers", "llama")
-        for mode in ("draft", "ngram", "imposed")
+        for mode in ("draft", "ngram", "imposed", "mtp")
     ),
 )
-AGREEING = (("spd-draft", "vllm-draft"), ("spd-ngram", "vllm-ngram"))
+AGREEING = (("spd-draft", "vllm-draft"), ("spd-ngram", "vllm-ngram"), ("spd-mtp", "vllm-mtp"))
 """Entries that propose the same drafts at temperature 0, so that their acceptance can be compared."""

@@ -1,15 +1,24 @@
-"""Prompts that every engine is given alike: random ids, for not every checkpoint can read text."""
+"""Prompts that every engine is given alike: random ids, or spd's own where a checkpoint reads text."""
 
 from __future__ import annotations
 
 import random
+from itertools import cycle, islice
+
+from benchmarks.peers.options import Options
+from spd.runtime.measuring.prompt_set import OWN, read_prompts
+from spd.runtime.measuring.questions import encode_questions
 
 BYTES_AND_SPECIALS = 300
 """Ids below are bytes and special tokens in the recipes' vocabularies."""
 
 
-def random_prompts(count: int, tokens: int, vocab: int, seed: int = 0) -> list[list[int]]:
-    """`count` prompts of `tokens` ids."""
+def prompts(options: Options, count: int, vocab: int, seed: int = 0) -> list[list[int]]:
+    """`count` prompts of `options.prompt_tokens` ids; another seed gives others."""
+    if options.text:
+        lengths = [options.prompt_tokens]
+        asked = encode_questions(options.model, read_prompts(OWN), lengths, options.tokens, options.ctx)
+        return [list(question.ids) for question in islice(cycle(asked), seed * count, (seed + 1) * count)]
     draws = random.Random(seed)
     low = min(BYTES_AND_SPECIALS, vocab // 2)
-    return [[draws.randrange(low, vocab) for _ in range(tokens)] for _ in range(count)]
+    return [[draws.randrange(low, vocab) for _ in range(options.prompt_tokens)] for _ in range(count)]

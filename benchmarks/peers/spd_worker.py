@@ -24,8 +24,9 @@ from spd.runtime.measuring.sample import per_position
 def open_engine(options: WorkerOptions, draft_max: int, slots: int = 1) -> Engine:
     """Open an engine at fixed k; k = 0 is speculation off."""
     speculation: dict[str, Any] = {"spec": "off"}
-    if draft_max and options.ngram:
-        speculation = {"spec": "ngram", "draft_max": draft_max, "adaptive": False}
+    if draft_max and (options.ngram or options.mtp):
+        method = "ngram" if options.ngram else "mtp"
+        speculation = {"spec": method, "draft_max": draft_max, "adaptive": False}
     elif draft_max:
         speculation = {
             "spec": "draft",
@@ -63,7 +64,8 @@ class SpdEngine(SteppedEngine):
 
     def _open(self) -> Engine:
         options = self.options
-        return open_engine(options, options.draft_max if options.draft or options.ngram else 0, self.slots)
+        speculates = options.draft or options.ngram or options.mtp
+        return open_engine(options, options.draft_max if speculates else 0, self.slots)
 
     def versions(self) -> Mapping[str, str]:
         """Return the versions that matter."""

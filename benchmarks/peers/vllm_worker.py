@@ -40,6 +40,8 @@ def speculative_config(options: WorkerOptions) -> dict[str, Any] | None:
     if options.ngram:
         lengths = {"prompt_lookup_min": NGRAM_MIN, "prompt_lookup_max": NGRAM_MAX}
         return {"num_speculative_tokens": k, "method": "ngram", **lengths}
+    if options.mtp:
+        return {"num_speculative_tokens": k, "method": "mtp"}
     if options.draft is None:
         return None
     config = {"model": str(options.draft), "num_speculative_tokens": k, "method": "draft_model"}

@@ -19,8 +19,10 @@ from benchmarks.peers import compare
 from benchmarks.peers.agreement import agreement, figures
 from benchmarks.peers.entries import entries as entries_of
 from benchmarks.peers.options import parse_options
+from benchmarks.peers.prompts import prompts
 from benchmarks.peers.protocol import Speculation
 from benchmarks.peers.worker import Entry, Worker, WorkerError, read_answer
+from spd.formats.demo import demo_folder
 from spd.runtime.measuring.statistics import paired_ratio, summarize
 from tests.recipes.medium import write_medium, write_medium_draft
 
@@ -258,9 +260,13 @@ def test_commands_of_the_peers(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_prompts_are_the_same_every_time_and_differ_by_round(checkpoint: Path) -> None:
     options = parse_options([str(checkpoint), "--rounds", "3"])
-    first, again = (compare.prompts(options, 8192) for _ in range(2))
+    first, again = (prompts(options, 3, 8192) for _ in range(2))
     assert first == again and len({tuple(prompt) for prompt in first}) == 3
     assert all(300 <= token < 8192 for prompt in first for token in prompt)
+    assert not set(map(tuple, first)) & set(map(tuple, prompts(options, 3, 8192, seed=1)))
+    text = parse_options([str(demo_folder()), "--text", "--prompt-tokens", "40"])
+    asked = [*prompts(text, 4, 0), *prompts(text, 4, 0, seed=1)]
+    assert {len(prompt) for prompt in asked} == {40} and len(set(map(tuple, asked))) == 8
 
 
 def test_statistics() -> None:

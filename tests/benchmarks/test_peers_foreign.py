@@ -22,7 +22,15 @@ from benchmarks.peers.protocol import Speculation, WorkerOptions, imposed_rates
 
 def options(**given: Any) -> WorkerOptions:
     fields: dict[str, Any] = {"model": Path("m"), "draft": None, "draft_max": 3, "threads": 1}
-    fields |= {"dtype": "bfloat16", "ctx": 64, "ngram": False, "slots": 2, "imposed": None, "build": None}
+    fields |= {
+        "dtype": "bfloat16",
+        "ctx": 64,
+        "ngram": False,
+        "mtp": False,
+        "slots": 2,
+        "imposed": None,
+        "build": None,
+    }
     return WorkerOptions(**{**fields, **given})
 
 
@@ -99,6 +107,7 @@ def test_vllm_is_stepped_and_its_counters_are_read(vllm_worker: Any) -> None:
         "per_position": (2, 0, 0),
     }
     assert engine.run([[1]], 2, 1, [0.01]).requests[0].token_ids == [1, 2]
+    assert vllm_worker.speculative_config(options(mtp=True)) == {"num_speculative_tokens": 3, "method": "mtp"}
     plain = vllm_worker.VllmEngine(options())
     assert "speculative_config" not in plain.llm.given and plain.run([[1]], 2, 1, None).speculation is None
 

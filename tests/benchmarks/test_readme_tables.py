@@ -26,7 +26,7 @@ def test_another_result_is_another_table(tmp_path: Path, monkeypatch: pytest.Mon
     del result["entries"]["vllm-draft"]
     (tmp_path / "cpu_peers.json").write_text(json.dumps(result))
     made = with_tables(README.read_text(encoding="utf-8"), tmp_path)
-    assert "| spd | 123.4 |" in made and "n-gram, k = 4" in made
+    assert "| spd | 123.4 |" in made and "| tokens/s, k = 4 | plain | draft | n-gram |" in made
     assert next(line for line in made.splitlines() if line.startswith("| vLLM-CPU")).count("|  |") >= 1
     monkeypatch.setattr(readme_tables, "README", tmp_path / "README.md")
     (tmp_path / "README.md").write_text(made)
