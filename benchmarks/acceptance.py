@@ -226,7 +226,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = {(drafter, rule, k, temperature) for temperature in temperatures(drafter, rule, options)}
         if not wanted - done:
             continue
-        for row in measure(drafter, rule, k, asked, options):
+        measured = measure(drafter, rule, k, asked, options)
+        if weights_digest() != settings["weights_sha256"]:
+            print("the demo's weights are others than at the start: run this again", file=sys.stderr)
+            return 1
+        for row in measured:
             length = row["length"]
             where = f"{drafter} {rule} T={row['temperature']:g} k={k}"
             print(f"{where}: {length['value']:.3f} ± {length['error'] or 0:.3f}", flush=True)

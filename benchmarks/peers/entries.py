@@ -55,9 +55,11 @@ def _entry(
         # As its CPU guide asks: threads bound by vLLM itself, Intel OpenMP and tcmalloc preloaded.
         del environment["OMP_NUM_THREADS"]
         environment["VLLM_TARGET_DEVICE"] = "cpu"
-        environment["VLLM_CPU_KVCACHE_SPACE"] = "2"
+        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB, of each of its workers
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, options.cpus))
         environment["VLLM_NO_USAGE_STATS"] = "1"
+        # Its clock runs on while a worker is paused; five minutes, the default, pass while others load.
+        environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = "86400"
         preload = options.preload if options.preload is not None else find_preload(Path(python))
         if preload:
             environment["LD_PRELOAD"] = preload
