@@ -230,6 +230,8 @@ def _documented(module_name: str) -> list[tuple[str, str]]:
     pairs = []
     for attribute in sorted(getattr(module, "__all__", None) or dir(module)):
         value = getattr(module, attribute, None)
+        if module is sys and attribute.endswith("hook"):  # a test runner puts its own in its place
+            value = getattr(sys, f"__{attribute}__", value)
         if attribute.startswith("_") or not (inspect.isroutine(value) or inspect.isclass(value)):
             continue
         doc = inspect.getdoc(value)
