@@ -47,7 +47,9 @@ def headline(result: Mapping[str, Any]) -> str:
         f"spd {result['versions']['spd']}",
         f"{times} n={settings['max_tokens']}",
     ]
-    if any(row["acceptance"] == "imposed" for row in result["rows"]):
+    if plan["load"] == "dummy":
+        parts.append("dummy weights: speed only")
+    if _is_imposed(result):
         parts.append("imposed acceptance")
     lines = [parts[0]]
     for part in parts[1:]:
@@ -161,6 +163,8 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
             f"DIFFERENT: {len(differences)} texts are not those of plain decoding; the first: prompt "
             f"{first['prompt']}, T {first['temperature']:g}, token {first['position']}"
         )
+    elif equality["tokens"] and _is_imposed(result):
+        lines.append("imposed acceptance: drafts are taken unread, so those texts mean nothing")
     elif equality["tokens"]:
         lines.append(f"equal: every text is that of plain decoding ({equality['tokens']:,} tokens compared)")
     if result["interrupted"]:
@@ -172,6 +176,10 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
     if result["rows"]:
         lines.append("±: where a second run's median lies, 95 % · len: tokens a round · TTFT: ms")
     return lines
+
+
+def _is_imposed(result: Mapping[str, Any]) -> bool:
+    return any(row["acceptance"] == "imposed" for row in result["rows"])
 
 
 def _roofline_words(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -15,6 +15,7 @@ from spd.cli.chat_options import ChatOptions
 from spd.cli.conflicts import check_chat_conflicts
 from spd.cli.options import Session
 from spd.cli.output import Sink, is_terminal, printable, terminal_columns, write_error, write_stderr
+from spd.cli.table import wrap_line
 from spd.errors import NotFoundError, SpdError, UsageError
 
 if TYPE_CHECKING:
@@ -139,9 +140,9 @@ class Chat:
 
         commands = Commands(self)
         self.source = self._open_source(interactive)
+        self._recall_unanswered()
         if interactive:
             self._greet()
-        self._recall_unanswered()
         self.model.start(self._loaded)
         said = False
         while not self.leaving:
@@ -206,7 +207,7 @@ class Chat:
         if failure is not None:
             self.source.leave(failure)
         elif self.look.terminal and not self._session.console.quiet:
-            lines = "\n".join(map(self._dimmed, self.model.plan_lines()))
+            lines = "\n".join(self._dimmed(self._fitted(line)) for line in self.model.plan_lines())
             self._news = "" if self.source.say(lines) else lines + "\n"
         self.source.wake()
 
@@ -263,7 +264,7 @@ class Chat:
             return
         self.change(conversation)
         if self.stats:
-            write_stderr(self._dimmed("  " + self.model.stats_words()) + "\n")
+            write_stderr(self._dimmed(self._fitted("  " + self.model.stats_words())) + "\n")
         write_stderr(self.model.explanation())
         self.tell(*self.model.probability_lines())
         self._warn_when_full()
@@ -298,7 +299,10 @@ class Chat:
     def tell(self, *lines: str) -> None:
         """Answer a command, or say what happens: never part of the conversation."""
         for line in lines:
-            write_stderr(self._dimmed(printable(line)) + "\n")
+            write_stderr(self._dimmed(self._fitted(printable(line))) + "\n")
+
+    def _fitted(self, line: str) -> str:
+        return wrap_line(line, self.look.columns()) if self.look.terminal else line
 
     def _dimmed(self, line: str) -> str:
         return f"\x1b[2m{line}\x1b[0m" if self.look.styled else line

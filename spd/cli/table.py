@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import csv
 import io
+import textwrap
 from collections.abc import Sequence
 
 WIDTH = 80
+
+
+def wrap_line(line: str, columns: int) -> str:
+    """A line broken between words, where it is too long for so many columns; what follows is indented."""
+    if len(line) < columns:
+        return line
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(
+        line,
+        max(columns - 1, len(indent) + 8),
+        subsequent_indent=indent,
+        expand_tabs=False,
+        replace_whitespace=False,
+        break_on_hyphens=False,
+    )
 
 
 def render_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, expendable: int = 0) -> str:

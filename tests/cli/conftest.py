@@ -94,6 +94,10 @@ class FakePlan:
     verify: str = "coupled"
     synthetic_acceptance: float | None = None
 
+    def weight_words(self) -> str:
+        """What the weights are kept in."""
+        return self.dtype
+
     def as_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
         return dataclasses.asdict(self)

@@ -78,7 +78,16 @@ def test_the_table_fits_80_columns(run: Callable[..., Any]) -> None:
     lines = ran.text.splitlines()
     assert max(map(len, lines)) <= 80, max(lines, key=len)
     assert "ngram k=12" in ran.text and "equal: every text" in ran.text and "random" not in ran.text
-    assert "\x1b" not in ran.text
+    assert "\x1b" not in ran.text and "dummy weights: speed only" in ran.text
+
+
+def test_imposed_acceptance_is_labelled(run: Callable[..., Any]) -> None:
+    ran = run("-r", 2, "--synthetic-acceptance", 2, "--draft-max", 3)
+    assert ran.code == 0 and "imposed acceptance: drafts are taken unread" in ran.text
+    assert "imposed acceptance" in ran.text.split("category")[0] and "equal:" not in ran.text
+    assert max(map(len, ran.text.splitlines())) <= 80
+    shown = run("-r", 1, "--synthetic-acceptance", 2, "--draft-max", 3, "--json").json
+    assert {row["acceptance"] for row in shown["rows"] if row["method"] != "plain"} == {"imposed"}
 
 
 def test_other_forms(run: Callable[..., Any]) -> None:

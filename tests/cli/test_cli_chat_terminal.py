@@ -226,6 +226,21 @@ def test_a_message_can_be_sent_while_the_model_loads(
     assert chat.end() == 0 and turns(tmp_path)[0]["user"] == "early"
 
 
+def test_what_is_said_fits_a_narrow_terminal(terminal: Callable[..., Terminal]) -> None:
+    """Lines of figures are broken between words, not by the terminal's edge."""
+    chat = terminal("--no-save")
+    chat.size(24, 40)
+    chat.type("Hi\r")
+    chat.wait("wörld!")
+    said = chat.wait(" ctx ").split(b"\r\n") + chat.wait("›").split(b"\r\n")
+    plain = [re.sub(rb"\x1b(?:\[[0-9;?]*[A-Za-z]|[78])", b"", row).decode() for row in said]
+    figures = [row for row in plain if "tok" in row or "drafts" in row or "/4" in row]
+    assert len(figures) >= 2 and all(len(row) < 40 for row in figures), plain
+    assert any("drafts 3/12 (25%)" in row for row in figures), figures
+    chat.type("\x04")
+    assert chat.end() == 0
+
+
 @pytest.mark.slow
 def test_a_terminal_that_shrinks_while_a_reply_comes(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("--no-stats", pieces=["word "] * 60, pause=0.02)
