@@ -5,6 +5,7 @@ Enter sends; Alt-Enter and Ctrl-J begin a line. A long paste stands as one word 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import run_in_terminal
@@ -32,6 +34,9 @@ from spd.cli.signals import Interrupted
 CHIP_LINES = 20
 """Pasted lines above which a paste is shown as one word."""
 TWICE_SECONDS = 2.0
+LOST_SECONDS = 1.0
+"""How long a paste that has not ended may stand still."""
+PASTE_ENDS = "\x1b[201~"
 
 
 class _PrivateHistory(FileHistory):
@@ -112,7 +117,7 @@ class Editor:
         """The next message. Raises Interrupted when Ctrl-C is pressed twice on an empty line."""
         self._ahead, self._carried = self._carried or _has_input(), False
         try:
-            text = self._session.prompt(default=draft)
+            text = self._session.prompt(default=draft, pre_run=self._watch_pastes)
         except EOFError:
             return None
         except KeyboardInterrupt:
@@ -120,6 +125,23 @@ class Editor:
         text = as_message(self.expand(text).removesuffix("\\"))
         self._pastes.clear()
         return text
+
+    def _watch_pastes(self) -> None:
+        self._session.app.create_background_task(self._end_lost_pastes())
+
+    async def _end_lost_pastes(self) -> None:
+        """End a paste whose end mark got lost: else every key, Ctrl-C too, would count as a part of it."""
+        app = self._session.app
+        parser: Any = getattr(app.input, "vt100_parser", None)
+        before = None
+        while parser is not None:
+            await asyncio.sleep(LOST_SECONDS)
+            held = len(parser._paste_buffer) if parser._in_bracketed_paste else None
+            if held is not None and held == before:
+                parser.feed(PASTE_ENDS)
+                app.key_processor.feed_multiple(app.input.read_keys())
+                app.key_processor.process_keys()
+            before = held
 
     def say(self, text: str) -> bool:
         """Show news above the prompt; False where none stands. From any thread."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from spd.cli.app import COMMAND_TABLE, COMMANDS, build_app
+from spd.cli.argv import prepare
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +48,49 @@ def test_inspect_loads_nothing_heavy(folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=True)
     assert done.stderr.splitlines()[-1] == b"[] 0", done.stderr
+
+
+def test_ls_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from spd.cli.app import main\n"
+        "code = main(['ls'])\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], code, file=sys.stderr)"
+    )
+    cache = {**os.environ, "HF_HUB_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=True, env=cache)
+    assert done.stderr.splitlines()[-1] == b"[] 0", done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_of_help_are_commands(name: str) -> None:
+    """Every example below a command's help is read by the parser as it stands."""
+    found = 0
+    for line in COMMAND_TABLE[name].epilog.splitlines():
+        lexer = shlex.shlex(line.replace('eval "$(', "").replace(')"', ""), None, True, "|<>&")
+        lexer.whitespace_split = True
+        words = list(lexer)
+        while "spd" in words:
+            words = words[words.index("spd") + 1 :]
+            ends = (i for i, word in enumerate(words) if set(word) <= set("|<>&"))
+            command, *argv = prepare(words[: next(ends, len(words))]).args
+            get_command(build_app(command)).commands[command].make_context(command, argv)
+            found += 1
+    assert found
+
+
+@pytest.mark.parametrize("more", [["-n", 1], ["-n", 9], ["-n", 40], ["--no-adaptive", "--draft-max", 2]])
+def test_counts_agree_with_each_other(spd_run: Callable, more: list[object]) -> None:
+    """A round brings one token and its accepted drafts; the last may be cut by an end or a limit."""
+    quick = ("--threads", 1, "--ctx", 256, "--temperature", 0, "--json")
+    shown = spd_run("generate", *quick, *more, "What does os.path.join do?").json
+    timings, told = shown["timings"], shown["metrics"]["speculative_decoding"]
+    assert timings["predicted_n"] == shown["usage"]["completion_tokens"] == len(shown["token_ids"])
+    rounds = sum(told["acceptance_histogram"])
+    assert rounds <= timings["predicted_n"] - timings["draft_n_accepted"] + 1 <= rounds + 1
+    assert timings["draft_n_accepted"] <= min(timings["draft_n"], timings["draft_n_accepted_raw"])
+    accepted = sum(i * n for i, n in enumerate(told["acceptance_histogram"]))
+    assert accepted == timings["draft_n_accepted_raw"]
 
 
 @pytest.mark.parametrize("variable", [{}, {"TERM": "dumb"}, {"NO_COLOR": "1"}])

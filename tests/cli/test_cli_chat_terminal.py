@@ -33,7 +33,7 @@ def build(config, progress=None):
     time.sleep({loading})
     if {broken}:
         raise spd.errors.ResourceError("no room for it", fix=["less"])
-    return FakeEngine(config, Script(pieces={pieces!r}, on_step=lambda step: time.sleep({pause}), ctx=4000))
+    return FakeEngine(config, Script(pieces={pieces!r}, on_step=lambda step: time.sleep({pause}), ctx=90000))
 vars(spd.runtime)["Engine"] = build
 from spd.cli.app import main
 sys.exit(main(["chat", {model!r}, *{argv!r}]))
@@ -108,7 +108,7 @@ class Terminal:
 def terminal(model: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     """`terminal("--no-stats", pieces=[...])` starts a chat."""
     opened: list[Terminal] = []
-    settings = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    settings = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 90000}
     (model / "config.json").write_text(json.dumps(settings))
 
     def start(
@@ -151,7 +151,7 @@ def test_a_reply_in_markdown_then_the_end(terminal: Callable[..., Terminal], tmp
     chat = terminal(pieces=["Some **bo", "ld** te", "xt\x1b[31m"])
     chat.type("Hi\r")
     chat.wait("\x1b[1mbold\x1b[0m")
-    assert b"text\\x1b[31m" in chat.wait("ctx ")
+    assert b"text\\x1b[31m" in chat.wait("ctx")
     chat.wait("›")
     chat.type("\x04")
     assert chat.end() == 0
@@ -224,6 +224,30 @@ def test_a_message_can_be_sent_while_the_model_loads(
     chat.wait("›")
     chat.type("\x04")
     assert chat.end() == 0 and turns(tmp_path)[0]["user"] == "early"
+
+
+def test_pastes_of_any_length_and_without_an_end(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    """Where the end mark got lost the keys come back by themselves, and the paste is there."""
+    lines = [f"line {number}" for number in range(5000)]
+    chat = terminal()
+    chat.wait("mem ")
+    data = "\x1b[200~" + "\n".join(lines) + "\x1b[201~"
+    for at in range(0, len(data), 1000):  # as a terminal sends it: no more than the line buffer holds
+        chat.type(data[at : at + 1000])
+        time.sleep(0.005)
+    chat.wait("[pasted 5,000 lines]")
+    chat.type("\r")
+    chat.wait("wörld!")
+    chat.wait("›")
+    time.sleep(1.0)
+    chat.type("\x1b[200~lost end")
+    chat.wait("lost end")
+    chat.type(" found\r")
+    chat.wait("wörld!")
+    chat.wait("›")
+    chat.type("\x04")
+    assert chat.end() == 0
+    assert [turn["user"] for turn in turns(tmp_path)] == ["\n".join(lines), "lost end found"]
 
 
 def test_what_is_said_fits_a_narrow_terminal(terminal: Callable[..., Terminal]) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from spd.cli.verify import apply_settings
+from spd.kernels import draft_verify
 from spd.runtime import EngineConfig
 from tests.cli.conftest import write_model
 from tests.json_schema import faults
@@ -58,6 +60,29 @@ def test_the_law_of_a_rule(run: Callable[..., Any], monkeypatch: pytest.MonkeyPa
     assert law["passed"] and law["false_alarm"] == 1e-4
     planted.verify(planted.one_more)(monkeypatch)
     assert not run(*words).json["law"]["passed"]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_law_of_a_rule_that_promises_one(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, rule: str, tmp_path: Path
+) -> None:
+    """Tested unasked, here with fewer draws; a rule that takes every draft the target allows is found out."""
+    monkeypatch.setattr("spd.cli.verify.DEFAULT_DRAWS", 60)
+    out = tmp_path / "certificate.json"
+    words = ("-n", 8, "--verify", rule, "--temperature", 0.5, "--concurrency", 8, "--redraft", 0, "-o", out)
+    assert run(*words).code == 0
+    told = json.loads(out.read_text())
+    assert faults(told, "verify") == [] and told["plans"]["candidate"]["verify"] == rule
+    assert told["law"] == told["law"] | {"draws": 60, "false_alarm": 1e-4, "passed": True}
+    assert told["law"]["probability"] * told["law"]["tests"] >= 1e-4
+    taken = torch.full((1, 1), 1e-9)
+    monkeypatch.setattr(
+        draft_verify, "acceptance_uniforms", lambda seed, positions: taken.expand(positions.shape)
+    )
+    ran = run(*words)
+    told = json.loads(out.read_text())
+    assert ran.code == 6 and "the law of the first tokens differs (p = " in ran.err
+    assert not told["law"]["passed"] and not told["passed"] and faults(told, "verify") == []
 
 
 def test_settings_held_against_each_other(tmp_path: Path) -> None:
