@@ -24,3 +24,12 @@ def test_what_is_read_is_what_can_be_built() -> None:
     page = (ROOT / "docs" / "supported-models.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in page for name in FAMILIES)
     assert "docs/supported-models.md" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_tables_of_ranks_are_the_cost_models() -> None:
+    """To write them anew: `python docs/parallel_tables.py`, whose tables stand under their names."""
+    command = [sys.executable, "docs/parallel_tables.py"]
+    run = subprocess.run(command, capture_output=True, cwd=ROOT, check=True, env={"PYTHONPATH": str(ROOT)})
+    page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+    tables = run.stdout.decode().strip().split("\n\n")
+    assert len(tables) == 3 and all(f"{table}\n" in page for table in tables)

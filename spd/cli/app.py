@@ -33,8 +33,10 @@ from spd.cli.output import (
     write_error,
     write_stderr,
 )
+from spd.cli.rank import dismiss, meet_at, stand_by
 from spd.cli.signals import Interrupted, SignalGuard, die_by
 from spd.errors import CheckpointError, EngineError, NotFoundError, ResourceError, SpdError, UsageError
+from spd.runtime.parallel.rendezvous import Rendezvous
 
 PIPE_CLOSED = 141
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -285,11 +287,16 @@ def main(argv: Sequence[str]) -> int:
 def _run(argv: list[str], guard: SignalGuard) -> int:
     """Parse and run; every error becomes lines (or one JSON object) and an exit status."""
     console, as_json = Console(), "--json" in argv
+    place = Rendezvous.found(os.environ)
     try:
         if os.environ.get(COMPLETION_VARIABLE):
             from spd.cli.completions import complete
 
             return complete(build_app(completing=True), COMPLETION_VARIABLE)
+        if place is not None and place[0]:
+            return stand_by(place[0], argv, place[1], os.environ.get("LOCAL_RANK", "0"))
+        if place is not None:
+            argv = meet_at(argv, place[1])
         invocation = prepare(argv or ["--help"])
         console, as_json = _console(invocation), invocation.json
         for note in invocation.notes:
@@ -313,6 +320,9 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
         failure = _explain(error, argv, console)
         write_error(failure, console, as_json=as_json)
         return failure.exit_code
+    finally:
+        if place is not None and not place[0]:
+            dismiss(place[1])
 
 
 def _console(invocation: Invocation) -> Console:

@@ -137,6 +137,7 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
         memory_fraction=options.memory_fraction,
         threads=options.threads,
         load=options.load,
+        rendezvous=options.rendezvous,
         prefix_sharing=False,  # a repeated prompt would be no prompt
         spec="off",
     )
@@ -160,8 +161,10 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
         methods,
         draft_max,
         split(options.verify, "--verify"),
-        _ranks(options.draft_tp, "--draft-tp"),
+        _groups(options.draft_tp),
     )
+    fitting = [axis for axis in axes if axis[-1] is None or axis[0].tp % axis[-1] == 0]
+    _all_used(options, {axis[-1] for axis in fitting})
     return [
         *machines,
         *(
@@ -174,11 +177,27 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
                 adaptive=adaptive and options.synthetic_acceptance is None and rule == "coupled",
                 verify=rule,
                 synthetic_acceptance=options.synthetic_acceptance,
-                draft_tp=int(draft_tp),
+                draft_tp=draft_tp,
             )
-            for machine, method, k, rule, draft_tp in axes
+            for machine, method, k, rule, draft_tp in fitting
         ),
     ]
+
+
+def _groups(text: str) -> list[int | None]:
+    """Sizes of the groups that draft; None is the plan's choice."""
+    return [None if part == "auto" else _ranks(part, "--draft-tp")[0] for part in split(text, "--draft-tp")]
+
+
+def _all_used(options: BenchOptions, used: set[int | None]) -> None:
+    """Raise UsageError for a --draft-tp that divides no --tp."""
+    for size in _groups(options.draft_tp):
+        if size is not None and size not in used and split(options.spec, "--spec") != ["off"]:
+            raise UsageError(
+                f"--draft-tp {size} divides no --tp of {options.tp}",
+                reason=["Ranks form groups of one size that each run the drafter."],
+                fix=[f"--tp {size}", "--draft-tp auto"],
+            )
 
 
 def _ranks(text: str, flag: str) -> list[int]:

@@ -52,7 +52,10 @@ class SweepOptions:
     lag: Annotated[str, _sweep(metavar="N,…", help="Rounds the host may run behind: auto, 0, 1, 2.")] = "auto"
     graphs: Annotated[str, _sweep(metavar="MODES", help="CUDA graphs: auto, on, off.")] = "auto"
     tp: Annotated[str, _sweep(metavar="N,…", help="Tensor parallel ranks.")] = "1"
-    draft_tp: Annotated[str, _sweep(metavar="N,…", help="Ranks of the draft model.")] = "1"
+    draft_tp: Annotated[str, _sweep(metavar="N,…", help="Ranks that share the drafter, or auto.")] = "auto"
+    rendezvous: Annotated[
+        str | None, _sweep(metavar="ADDRESS", help="Where started ranks meet; torchrun says it.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)

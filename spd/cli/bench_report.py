@@ -94,7 +94,11 @@ def table_rows(
     header = ["category", "T"]
     header += ["tokens"] if several["prompt_tokens_asked"] else []
     header += ["load"] if several["concurrency"] or several["rate"] else []
-    header += ["method", "tok/s", "±", "×plain", "±", "len", "acc", "TTFT"]
+    ranks = any(row["tp"] > 1 for row in rows)
+    figures = ["tok/s", "±", "×plain", "±", "len", "acc", "TTFT"]
+    if ranks:  # in the place of what fits beside them no longer
+        figures = ["tok/s", "±", "×plain", "acc", "draft ms", "verify ms"]
+    header += ["method", *figures]
     body: list[list[str]] = []
     before: list[str] = []
     for row in rows:
@@ -103,8 +107,17 @@ def table_rows(
         work += [load_label(row)] if several["concurrency"] or several["rate"] else []
         shown = [""] * len(work) if short and work == before else work
         before = work
-        body.append([*shown, method_label(row, rows), *_figures(row)])
+        found = _figures(row)
+        found = [*found[:3], found[5], *_parts(row)] if ranks else found
+        body.append([*shown, method_label(row, rows), *found])
     return header, body
+
+
+def _parts(row: Mapping[str, Any]) -> list[str]:
+    """Milliseconds of drafting a token, and of a verification: what ranks change."""
+    times, drafts = row["round_ms"], sum(row["drafted_per_position"])
+    a_draft = times["draft"] * row["rounds"] / drafts if drafts else None
+    return ["" if a_draft is None else f"{a_draft:.2f}", f"{times['verify']:.2f}"]
 
 
 def load_label(row: Mapping[str, Any]) -> str:
@@ -175,6 +188,8 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
     lines += _roofline_words(result["rows"])
     if result["rows"]:
         lines.append("±: where a second run's median lies, 95 % · len: tokens a round · TTFT: ms")
+        if any(row["tp"] > 1 for row in result["rows"]):
+            lines.append("draft ms: a token · verify ms: a round")
     return lines
 
 

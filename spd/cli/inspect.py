@@ -35,7 +35,7 @@ def inspect(session: Session, options: InspectOptions) -> None:
         shown["draft"] = describe(options.draft, draft)
         refusal = mismatch(target, shown["draft"])
         shown["compatible"] = refusal is None
-    choice = choose(Path(target["folder"]), draft, options.quantize)
+    choice = choose(Path(target["folder"]), draft, options.quantize, options.tp, options.draft_tp)
     shown |= {"speculation": speculation(choice), "needs": needs(choice)}
     if options.json:
         if refusal is None:  # else the one object on standard output is the error's

@@ -35,11 +35,13 @@ class Choice:
     """Every method that can be asked for: None where it would run, else why it would not."""
 
 
-def choose(folder: Path, draft: Path | None, quantize: str = "none") -> Choice:
+def choose(
+    folder: Path, draft: Path | None, quantize: str = "none", tp: int = 1, draft_tp: int | None = None
+) -> Choice:
     """Whom `auto` takes, and what the other methods would say. Reads small files and headers."""
     from spd.runtime.config import SPEC_METHODS, EngineConfig
 
-    config = EngineConfig(model=folder, draft_model=draft, quantize=quantize)
+    config = EngineConfig(model=folder, draft_model=draft, quantize=quantize, tp=tp, draft_tp=draft_tp)
     drafter, error = _try(folder, draft, "auto")
     others = {name: _obstacle(folder, draft, name) for name in SPEC_METHODS if name not in ("auto", "off")}
     return Choice(config, drafter, error, others)
@@ -92,10 +94,12 @@ def needs(choice: Choice) -> dict[str, Any]:
     from spd.runtime.fitting import fitted, shape_of
     from spd.runtime.measuring.foresight import foresee
     from spd.runtime.memory import DEFAULT_DRAFT_MAX, at_context, measure
+    from spd.runtime.parallel.choice import divide
     from spd.runtime.weight_choice import Wishes, choose_forms
 
     if choice.drafter is None:
-        choice = choose(choice.config.model, None, choice.config.quantize)
+        asked = choice.config
+        choice = choose(asked.model, None, asked.quantize, asked.tp, asked.draft_tp)
         assert choice.drafter is not None  # `auto` has prompt lookup in the end
     here, config, drafter = foresee(), choice.config, choice.drafter
     model = read_model_config(config.model)
@@ -111,13 +115,16 @@ def needs(choice: Choice) -> dict[str, Any]:
         here.on_cpu,
         drafter.mtp,
     )
-    wishes = Wishes(config.quantize, here.kernels, here.device, here.dtype(model), config.load)
+    dtype = here.dtype(model)
+    wishes = Wishes(config.quantize, here.kernels, here.device, dtype, config.load, config.tp)
     source, target = drafter.source(draft), (model, config.model)
     form, draft_form, why = choose_forms(target, source, wishes, here.capability)
-    whole = replace(whole, form=form, draft_form=draft_form)
-    usable = int(here.free * config.memory_fraction)
+    ranks = divide(config.tp, config.draft_tp, model, whole.draft, whole.mtp, dtype, here.device)
+    whole = replace(whole, form=form, draft_form=draft_form, tp=ranks.tp, draft_tp=ranks.draft_tp)
+    free = here.free // (ranks.tp if here.on_cpu else 1)
+    usable = int(free * config.memory_fraction)
     try:
-        shape, fits = fitted(config, whole, here.device, here.free), True
+        shape, fits = fitted(config, whole, here.device, free), True
     except SpdError:
         shape, fits = whole, False
     need = measure(shape)
@@ -131,7 +138,10 @@ def needs(choice: Choice) -> dict[str, Any]:
         "dtype": shape.dtype,
         "weights": shape.dtype if form.kind == "wide" or form.widened else form.kind,
         "weights_reason": why,
-        "free": here.free,
+        "free": free,
+        "tp": ranks.tp,
+        "draft_tp": ranks.draft_tp,
+        "draft_tp_reason": ranks.reason,
         "usable": usable,
         "fits": fits,
         "contexts": [{"ctx": n, "total": size, "fits": size <= usable} for n, size in totals.items()],
@@ -174,6 +184,8 @@ def need_lines(need: Mapping[str, Any]) -> list[str]:
         else f", weights {need['weights']} ({need['weights_reason']})"
     )
     words = f"{show_size(need['total'])} for {need['ctx']:,} tokens in {need['dtype']}{kept}: {parts}"
+    if need["tp"] > 1:
+        words = f"on each of {need['tp']} ranks {words}"
     known = need["free"] < 2**62
     there = (
         f"{show_size(need['usable'])} of the {show_size(need['free'])} free on {need['device']} may be used"
@@ -185,6 +197,11 @@ def need_lines(need: Mapping[str, Any]) -> list[str]:
     )
     return [
         *wrapped("needs", words),
+        *(
+            wrapped("", f"the drafter on {need['draft_tp']} of them: {need['draft_tp_reason']}")
+            if need["tp"] > 1
+            else []
+        ),
         *(wrapped("", there + verdict) if known else []),
         *(wrapped("", f"by context: {contexts}") if len(need["contexts"]) > 1 else []),
     ]

@@ -182,6 +182,7 @@ def engine_config(options: GenerateOptions | ChatOptions | VerifyOptions, folder
         load=options.load,
         tp=options.tp,
         draft_tp=options.draft_tp,
+        rendezvous=options.rendezvous,
         **given,
     )
 

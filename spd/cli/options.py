@@ -134,7 +134,8 @@ class AdvancedOptions(MachineOptions):
         Literal["auto", "0", "1", "2"], _advanced(help="Rounds the host may run behind the device.")
     ] = "auto"
     tp: Annotated[int, _advanced(metavar="N", help="Tensor parallel ranks.")] = 1
-    draft_tp: Annotated[int, _advanced(metavar="N", help="Ranks of the draft model.")] = 1
+    draft_tp: Annotated[int | None, _advanced(metavar="N", help="Ranks that share the drafter.")] = None
+    rendezvous: Annotated[str | None, _advanced(metavar="ADDRESS", help="Where ranks meet.")] = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -325,6 +326,8 @@ class InspectOptions(CommonOptions):
     quantize: Annotated[
         Literal["none", "int8"], typer.Option(help="Count what it needs with --quantize int8.")
     ] = "none"
+    tp: Annotated[int, typer.Option(metavar="N", help="Tell the memory of one of N ranks.")] = 1
+    draft_tp: Annotated[int | None, typer.Option(metavar="N", help="Ranks that share the drafter.")] = None
     json: Annotated[bool, _output("--json", help="One JSON object.")] = False
 
 

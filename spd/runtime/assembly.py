@@ -19,9 +19,12 @@ from spd.runtime.model_runner import ModelRunner
 from spd.runtime.models.base import CausalModel
 from spd.runtime.models.decoder import Decoder
 from spd.runtime.models.mtp_weights import module_bytes
+from spd.runtime.models.shards import Shard
 from spd.runtime.models.weight_form import WIDE, WeightForm
 from spd.runtime.mtp_loader import load_modules
 from spd.runtime.out_of_memory import memory_phase
+from spd.runtime.parallel.communicator import Communicator
+from spd.runtime.parallel.groups import Ranks
 from spd.runtime.plan import EnginePlan
 from spd.runtime.progress import LoadMeter, Progress
 from spd.runtime.proposers import build_proposer
@@ -46,7 +49,14 @@ class Assembly:
     """Pages by which a slot grows: whole blocks of context for the target and for the drafter."""
 
 
-def _runner(plan: EnginePlan, kernels: Kernels, folder: str, positions: int, meter: LoadMeter) -> ModelRunner:
+def _runner(
+    plan: EnginePlan,
+    kernels: Kernels,
+    folder: str,
+    positions: int,
+    meter: LoadMeter,
+    ranks: Communicator | None,
+) -> ModelRunner:
     form, _ = choose_form(read_model_config(Path(folder)), Path(folder), plan)
     with memory_phase(f"loading the weights of {Path(folder).name}"):
         model = load_model(
@@ -59,6 +69,7 @@ def _runner(plan: EnginePlan, kernels: Kernels, folder: str, positions: int, met
             meter=meter,
             rows=max(TAIL_ROWS[kernels.name], plan.slots * (max(plan.draft_max, CATCH_UP) + 1)),
             form=form,
+            ranks=ranks,
         )
     return _with_cache(plan, kernels, model)
 
@@ -72,7 +83,12 @@ def _with_cache(plan: EnginePlan, kernels: Kernels, model: CausalModel) -> Model
 
 
 def _module_runners(
-    plan: EnginePlan, kernels: Kernels, source: MtpSource, target: ModelRunner, meter: LoadMeter
+    plan: EnginePlan,
+    kernels: Kernels,
+    source: MtpSource,
+    target: ModelRunner,
+    meter: LoadMeter,
+    ranks: Ranks | None,
 ) -> list[ModelRunner]:
     """One for each module of the MTP head that is used, with a cache of its own."""
     assert isinstance(target.model, Decoder)
@@ -91,18 +107,22 @@ def _module_runners(
             meter=meter,
             rows=max(TAIL_ROWS[kernels.name], plan.slots * (CATCH_UP + plan.draft_max + 1)),
             form=form,
+            ranks=None if ranks is None else ranks.draft,
+            apart=ranks is not None and ranks.apart,
         )
     return [_with_cache(plan, kernels, module) for module in modules]
 
 
 def _meter(plan: EnginePlan, config: ModelConfig, draft: str | None, progress: Progress | None) -> LoadMeter:
-    models = [(config, plan.model), *([(read_model_config(Path(draft)), draft)] if draft else ())]
+    models = [(config, plan.model, plan.tp)]
+    models += [(read_model_config(Path(draft)), draft, plan.draft_tp)] if draft else []
     source, total = plan.mtp_source(config), 0
-    for model, folder in models:
-        total += tensor_bytes(model, plan.dtype, _read_form(model, Path(folder), plan))
+    for model, folder, ranks in models:
+        total += tensor_bytes(model, plan.dtype, _read_form(model, Path(folder), plan), ranks)
     if source is not None:
         form = _read_form(source.config, source.folder, plan)
-        total += sum(module_bytes(source, i, plan.dtype, form) for i in range(plan.mtp_modules))
+        shard = Shard(0, plan.draft_tp) if plan.draft_tp > 1 else None
+        total += sum(module_bytes(source, i, plan.dtype, form, shard) for i in range(plan.mtp_modules))
     return LoadMeter(progress, total)
 
 
@@ -112,19 +132,27 @@ def _read_form(config: ModelConfig, folder: Path, plan: EnginePlan) -> WeightFor
 
 
 def assemble(
-    plan: EnginePlan, config: ModelConfig, usable_vocab: int, progress: Progress | None = None
+    plan: EnginePlan,
+    config: ModelConfig,
+    usable_vocab: int,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> Assembly:
-    """Load and allocate everything that the plan names. Raises OutOfMemory naming the phase."""
+    """Load and allocate everything that the plan names, or this rank's part of it.
+
+    Raises OutOfMemory naming the phase.
+    """
     kernels = load_kernels(plan.kernels)
     if plan.device != "cpu":
         torch.cuda.set_device(torch.device(plan.device).index or 0)
     draft = plan.draft_model if plan.spec == "draft" else None
     meter = _meter(plan, config, draft, progress)
-    runner = _runner(plan, kernels, plan.model, plan.ctx, meter)
-    drafters = [_runner(plan, kernels, draft, plan.draft_ctx, meter)] if draft else []
+    together, drafting = (None, None) if ranks is None else (ranks.target, ranks.draft)
+    runner = _runner(plan, kernels, plan.model, plan.ctx, meter, together)
+    drafters = [_runner(plan, kernels, draft, plan.draft_ctx, meter, drafting)] if draft else []
     source = plan.mtp_source(config)
     if source is not None:
-        drafters = _module_runners(plan, kernels, source, runner, meter)
+        drafters = _module_runners(plan, kernels, source, runner, meter, ranks)
     state = RoundState(plan.slots, plan.ctx, plan.draft_max, pages_a_slot(plan.ctx), plan.device)
     sampler = Sampler(state, config.vocab_size, usable_vocab, kernels)
     proposer = build_proposer(plan, kernels, state, sampler, drafters)
@@ -133,7 +161,8 @@ def assemble(
     imposed = None
     if plan.synthetic_acceptance is not None:
         imposed = ImposedAcceptance(plan.synthetic_acceptance, plan.draft_max, plan.device)
-    round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.verify)
+    share = None if ranks is None or ranks.share is None or not drafters else ranks.share.broadcast
+    round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.verify, share)
     queue = RoundQueue(round_, CapturedRounds(round_) if plan.graphs else None)
     pages_per_block = max(each.pages_per_block for each in (runner, *drafters))
     return Assembly(state, runner, sampler, proposer, queue, pages_per_block)

@@ -24,7 +24,8 @@ class EngineConfig:
 
     `slots` requests decode together. `cache_pages` pages of 64 positions hold their keys and values: by
     default enough for every slot at full context, or as many as fit; with fewer, who came last may have
-    to wait and be prefilled again, which changes no text.
+    to wait and be prefilled again, which changes no text. `rendezvous` is where ranks that
+    torchrun has started meet: HOST:PORT/RANKS/ATTEMPT; without it the engine starts its own.
     """
 
     model: Path
@@ -52,7 +53,8 @@ class EngineConfig:
     threads: int | None = None
     load: str = "auto"
     tp: int = 1
-    draft_tp: int = 1
+    draft_tp: int | None = None
+    rendezvous: str | None = None
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -178,16 +180,18 @@ CLASHES = (
         ),
     ),
     Clash(
-        lambda c: c.quantize != "none" and (c.tp > 1 or c.draft_tp > 1),
+        lambda c: c.quantize != "none" and c.tp > 1,
         IncompatibleError(
             "--quantize int8 is for one device: ranks would round parts of rows apart",
-            fix=["leave --quantize out", "--tp 1 --draft-tp 1"],
+            fix=["leave --quantize out", "--tp 1"],
         ),
     ),
     Clash(
-        lambda c: c.tp > 1 or c.draft_tp > 1,
-        IncompatibleError(
-            "tensor parallelism is not built in this version of spd", fix=["--tp 1 --draft-tp 1"]
+        lambda c: c.draft_tp is not None and c.tp % c.draft_tp != 0,
+        UsageError(
+            "--draft-tp must divide --tp",
+            reason=["Ranks form groups of one size that each run the drafter."],
+            fix=["leave --draft-tp out", "--draft-tp 1"],
         ),
     ),
 )

@@ -19,6 +19,7 @@ from spd.formats.tokenizer import Tokenizer
 from spd.runtime.admission import Admission
 from spd.runtime.assembly import Assembly, assemble
 from spd.runtime.config import EngineConfig
+from spd.runtime.device_side import DeviceSide
 from spd.runtime.draft_length import DraftLength
 from spd.runtime.grammar import GrammarError
 from spd.runtime.metrics import EngineMetrics, RequestMetrics, RoundRecord
@@ -78,11 +79,12 @@ class Engine:
         self.eos_ids, self.usable_vocab = self._admission.eos_ids, self._admission.usable_vocab
         torch.set_num_threads(self.plan.threads)
         try:
-            self._parts: Assembly = assemble(self.plan, self.model_config, self.usable_vocab, progress)
+            self._device = self._load(progress)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise explained(error, self.plan, "loading") from None
+        self._parts: Assembly = self._device.parts
         self._pages = PageTable(self.plan.num_pages)
         self._scheduler = Scheduler(
             self.plan.slots,
@@ -92,7 +94,7 @@ class Engine:
             self.plan.ctx,
             sharing=self.plan.prefix_sharing,
         )
-        self._slots = Slots(self._parts, self.plan)
+        self._slots = Slots(self._device, self.plan)
         self._in_flight: deque[_InFlight] = deque()
         self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
         self._ready: list[Event] = []
@@ -102,6 +104,15 @@ class Engine:
         self._k = 0
         self.trace: Callable[[RoundRecord], None] | None = None
         self.load_ms = 1000 * (time.perf_counter() - began)
+
+    def _load(self, progress: Progress | None) -> DeviceSide:
+        """The device side, on all ranks where there are several."""
+        if self.plan.tp == 1:
+            return DeviceSide(assemble(self.plan, self.model_config, self.usable_vocab, progress), self.plan)
+        from spd.runtime.parallel.leader import lead
+
+        wishes = self.config.rendezvous
+        return lead(self.plan, self.model_config, self.usable_vocab, progress, wishes)
 
     # -- orders ----------------------------------------------------------------------------------
 
@@ -195,12 +206,13 @@ class Engine:
         return [parts[request.id].completion(request.id, counted[request.id]) for request in asked]
 
     def close(self) -> None:
-        """Let go of everything that runs."""
+        """Let go of everything that runs, and of the other ranks where there are several."""
         for request_id in self._scheduler.ids():
             self.abort(request_id)
         self._ready.clear()
         self._in_flight.clear()
         self._scheduler.drop_rounds()
+        self._device.close()
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -224,7 +236,7 @@ class Engine:
         """End every running request with an error: a round broke off, and nobody knows where."""
         self._in_flight.clear()
         self._scheduler.drop_rounds()
-        self._parts.queue.restart()
+        self._device.restart()
         for sequence in self._scheduler.running():
             self._end(sequence, "error", "memory ran out")
 
@@ -302,7 +314,7 @@ class Engine:
             wanted = sequence.request.params.logprobs
             logprobs = logprobs if wanted is None else max(wanted, logprobs or 0)
             sequence.in_flight.append(k + 1)
-        ticket = self._parts.queue.launch(k, views, needs, logprobs, next_k)
+        ticket = self._device.launch(k, views, needs, logprobs, next_k)
         self._scheduler.launched()
         for sequence in live:
             if sequence.grammar is not None:
@@ -315,7 +327,7 @@ class Engine:
 
     def _read_oldest(self) -> None:
         entry = self._in_flight.popleft()
-        result = entry.ticket.read()
+        result = self._device.read(entry.ticket)
         self._scheduler.read()
         self.totals.rounds += 1
         outcomes = read_outcomes(result)
@@ -373,7 +385,7 @@ class Engine:
             self._vacate(sequence)
             own = self._scheduler.retire(sequence)
             if own:
-                self._slots.clear(own)
+                self._device.clear(own)
         self._finished[name] = sequence.metrics
         self.totals.add(sequence.metrics, reason)
         while len(self._finished) > FINISHED_KEPT:
@@ -384,5 +396,4 @@ class Engine:
         views = [EMPTY_SLOT] * self.plan.slots
         for other in self._scheduler.running():
             views[other.slot] = SlotView(other.bound, other.pages)
-        self._parts.queue.settle(views)
-        self._parts.state.retire(sequence.slot)
+        self._device.retire(sequence.slot, views)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from spd.formats.checkpoint import Checkpoint
+from spd.runtime.models.destinations import NOTHING
+from spd.runtime.models.shards import Cut, Cuts
 from spd.runtime.models.weights import FP8_DTYPE, scale_name, scale_shape
 from spd.runtime.weight_space import Fill
 
@@ -19,12 +21,14 @@ STRIP = 8
 """Rows of blocks that are scaled at a time: their scales are spread out over the elements in between."""
 
 
-def scaling_fill(checkpoint: Checkpoint, fill: Fill, fill_scales: Fill, block: tuple[int, int]) -> Fill:
+def scaling_fill(
+    checkpoint: Checkpoint, fill: Fill, fill_scales: Fill, block: tuple[int, int], cuts: Cuts = NOTHING
+) -> Fill:
     """`fill`, then what is stored as FP8 is multiplied by its scales, in place.
 
     `fill` casts FP8 to the views' dtype, which float16, bfloat16 and float32 all hold exactly; the product
-    is rounded once. Scales are written by `fill_scales`. Views that are FP8 themselves stay as stored, and
-    their scales are among the views.
+    is rounded once. Scales are written by `fill_scales`, whole also where `cuts` says that a view is a part.
+    Views that are FP8 themselves stay as stored, and their scales are among the views.
     """
 
     def scaled(views: Mapping[str, Tensor]) -> None:
@@ -35,12 +39,18 @@ def scaling_fill(checkpoint: Checkpoint, fill: Fill, fill_scales: Fill, block: t
             if checkpoint.tensors[name].dtype == FP8_DTYPE and view.dtype != torch.float8_e4m3fn
         }
         scales = {
-            scale_name(name): torch.empty(scale_shape(view.shape, block), device=view.device)
+            scale_name(name): torch.empty(
+                scale_shape(checkpoint.tensors[name].shape, block), device=view.device
+            )
             for name, view in stored.items()
         }
         fill_scales(scales)
         for name, view in stored.items():
-            scale_blocks(view, scales[scale_name(name)], block)
+            own, shape = scales[scale_name(name)], checkpoint.tensors[name].shape
+            if name in cuts:
+                scale_part(view, own, block, cuts[name], shape)
+            else:
+                scale_blocks(view, own, block)
 
     return scaled
 
@@ -51,3 +61,18 @@ def scale_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> None
     for strip, own in zip(torch.split(weight, STRIP * rows), torch.split(scales, STRIP), strict=True):
         spread = own.repeat_interleave(columns, 1)[:, : weight.shape[1]].repeat_interleave(rows, 0)
         strip.mul_(spread[: strip.shape[0]])
+
+
+def scale_part(
+    weight: Tensor, scales: Tensor, block: tuple[int, int], cut: Cut, shape: tuple[int, ...]
+) -> None:
+    """Multiply a part of a matrix of `shape` in place by scales of the whole: see `scale_blocks`.
+
+    The part may begin and end inside a block.
+    """
+    rows, columns = (
+        torch.tensor(cut.indices(dim, shape[dim]), device=weight.device) // block[dim] for dim in (0, 1)
+    )
+    spread, step = scales[:, columns], STRIP * block[0]
+    for first in range(0, weight.shape[0], step):
+        weight[first : first + step].mul_(spread[rows[first : first + step]])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spd.runtime.models.base import LayerCache
-from spd.runtime.models.layouts import Shape
+from spd.runtime.models.destinations import Shape
 from spd.runtime.page_table import NUM_RESERVED
 
 

@@ -24,17 +24,21 @@ from spd.runtime.fp8_blocks import scaling_fill
 from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.models import family_layout
 from spd.runtime.models.decoder import Decoder
+from spd.runtime.models.destinations import NOTHING
 from spd.runtime.models.layer_builder import LayerBuilder, share_products
+from spd.runtime.models.shards import Cuts, Shard
 from spd.runtime.models.weight_form import WIDE, WeightForm
-from spd.runtime.models.weights import check_weights, layer_prefix, table_destinations
+from spd.runtime.models.weights import ModelLayout, check_weights, cuts_of, layer_prefix, table_destinations
+from spd.runtime.parallel.communicator import Communicator
 from spd.runtime.progress import LoadMeter
+from spd.runtime.sliced_reader import SlicedReader, TensorSource
 from spd.runtime.weight_reader import read_tensors
 from spd.runtime.weight_space import Fill, LayerTensors, WeightSpace, centre_norms
 
 logger = logging.getLogger(__name__)
 
 
-def mapped_fill(checkpoint: Checkpoint, meter: LoadMeter) -> Fill:
+def mapped_fill(checkpoint: TensorSource, meter: LoadMeter) -> Fill:
     """Fill through memory-mapped files, a tensor at a time."""
 
     def fill(views: Mapping[str, Tensor]) -> None:
@@ -50,8 +54,19 @@ def threaded_fill(checkpoint: Checkpoint, meter: LoadMeter) -> Fill:
     return lambda views: read_tensors(checkpoint, views, advance=meter.advance)
 
 
-def checkpoint_fill(checkpoint: Checkpoint, config: ModelConfig, device: str, meter: LoadMeter) -> Fill:
-    """The fill that suits a device, with scales applied where the configuration speaks of FP8 blocks."""
+def checkpoint_fill(
+    checkpoint: Checkpoint, config: ModelConfig, device: str, meter: LoadMeter, cuts: Cuts = NOTHING
+) -> Fill:
+    """The fill that suits a device, with scales applied where the configuration speaks of FP8 blocks.
+
+    Who takes some tensors in part (`cuts`) reads through memory-mapped files.
+    """
+    if cuts:
+        fill = mapped_fill(SlicedReader(checkpoint, cuts), meter)
+        if config.fp8_block is None:
+            return fill
+        scales = mapped_fill(checkpoint, LoadMeter())
+        return scaling_fill(checkpoint, fill, scales, config.fp8_block, cuts)
     way = threaded_fill if torch.device(device).type == "cuda" else mapped_fill
     fill = way(checkpoint, meter)
     if config.fp8_block is None:
@@ -72,15 +87,17 @@ def build_decoder(
     meter: LoadMeter | None = None,
     rows: int = 64,
     form: WeightForm = WIDE,
+    ranks: Communicator | None = None,
 ) -> Decoder:
     """A decoder whose tensors `fill` writes, with rotary tables for `positions` positions.
 
     With `at_once` everything is allocated before `fill` is called, once; without, a layer at a time.
     With `fold_norms` the norms inside the layers are folded into the matrices behind them, as Triton's
-    linear layers want them. form: how the layers' matrices are kept.
+    linear layers want them. form: how the layers' matrices are kept. With `ranks` it is one rank's part,
+    which exchanges with the others.
     """
-    layout, space = family_layout(config), WeightSpace(dtype, device, form)
-    builder = LayerBuilder(kernels, config.rms_norm_eps, dtype, fold_norms=fold_norms, form=form)
+    layout, space = rank_layout(config, ranks), WeightSpace(dtype, device, form)
+    builder = LayerBuilder(kernels, config.rms_norm_eps, dtype, fold_norms=fold_norms, form=form, ranks=ranks)
     meter = meter or LoadMeter()
     tables = space.block(table_destinations(config, layout))
     allocated: deque[LayerTensors] = deque()
@@ -89,8 +106,9 @@ def build_decoder(
     fill(space.take())
     if layout.centred_norm:
         centre_norms(tables)
-    embedding, final_norm = tables["embedding"], tables["final_norm"]
-    head = builder.linear(tables.pop("head", embedding))
+    table, final_norm = tables["embedding"], tables["final_norm"]
+    embedding = builder.embedding(table, config.vocab_size)
+    head = builder.head(tables.pop("head", table), config.vocab_size)
     layers = []
     for index, layer in enumerate(layout.layers):
         if not at_once:
@@ -124,6 +142,12 @@ def build_decoder(
     )
 
 
+def rank_layout(config: ModelConfig, ranks: Communicator | None) -> ModelLayout:
+    """A family's layout, or a rank's part of it."""
+    layout = family_layout(config)
+    return layout if ranks is None else layout.sharded(Shard(ranks.rank, ranks.size))
+
+
 def rounded(value: float | None, dtype: torch.dtype) -> float | None:
     """The nearest number that dtype has."""
     return None if value is None else float(torch.tensor(value, dtype=dtype))
@@ -141,10 +165,12 @@ def load_model(
     meter: LoadMeter | None = None,
     rows: int = 64,
     form: WeightForm = WIDE,
+    ranks: Communicator | None = None,
 ) -> Decoder:
     """Load a folder's weights, or random ones of its shapes when load is "dummy".
 
-    rows: the most rows of a forward pass other than a prompt chunk. form: see `weight_choice`.
+    rows: the most rows of a forward pass other than a prompt chunk. form: see `weight_choice`. With `ranks`
+    only this rank's part is read.
 
     Raises CheckpointError with every missing or mis-shaped tensor in one message.
     """
@@ -164,13 +190,15 @@ def load_model(
             meter=meter,
             rows=rows,
             form=form,
+            ranks=ranks,
         )
     with Checkpoint.open(folder) as checkpoint:
         unexpected = check_weights(checkpoint, config, family_layout(config))
         if unexpected:
             logger.warning("%d tensors of %s are not used, %s first", len(unexpected), folder, unexpected[0])
         on_cuda = torch.device(device).type == "cuda"
-        fill = checkpoint_fill(checkpoint, config, device, meter)
+        cuts = cuts_of(config, rank_layout(config, ranks))
+        fill = checkpoint_fill(checkpoint, config, device, meter, cuts)
         model = build_decoder(
             config,
             fill,
@@ -184,6 +212,7 @@ def load_model(
             meter=meter,
             rows=rows,
             form=form,
+            ranks=ranks,
         )
         checkpoint.check_unchanged()
         if on_cuda:

@@ -17,8 +17,9 @@ from spd.formats.mtp_folder import MtpSource
 from spd.kernels.attention_chunks import num_chunks
 from spd.runtime.models import family_layout
 from spd.runtime.models.mtp_weights import module_bytes, module_position_size
+from spd.runtime.models.shards import Shard
 from spd.runtime.models.weight_form import DTYPE_BYTES, WIDE, WeightForm, int8_form
-from spd.runtime.models.weights import destinations
+from spd.runtime.models.weights import ModelLayout, destinations
 from spd.runtime.page_table import NUM_RESERVED
 
 PAGE_SIZE = 64
@@ -68,6 +69,10 @@ class MemoryShape:
     form: WeightForm = WIDE
     draft_form: WeightForm = WIDE
     """Of the draft model or the MTP head."""
+    tp: int = 1
+    """Ranks among which the target is divided; everything here is of the first one, which has most."""
+    draft_tp: int = 1
+    """Ranks of each group that runs the drafter."""
 
     @property
     def num_pages(self) -> int:
@@ -112,11 +117,17 @@ def show_size(size: int) -> str:
     return f"{size / 2**10:.2f} KiB"
 
 
-def tensor_bytes(config: ModelConfig, dtype: str, form: WeightForm = WIDE) -> int:
-    """Bytes of the tensors that are read from a checkpoint, in the form they are kept in."""
+def rank_layout(config: ModelConfig, ranks: int) -> ModelLayout:
+    """A model's layout, or the first rank's part of it."""
+    layout = family_layout(config)
+    return layout if ranks == 1 else layout.sharded(Shard(0, ranks))
+
+
+def tensor_bytes(config: ModelConfig, dtype: str, form: WeightForm = WIDE, ranks: int = 1) -> int:
+    """Bytes of the tensors that a rank reads from a checkpoint, in the form they are kept in."""
     return sum(
         form.bytes_of(destination, prefix, dtype, table=not prefix)
-        for prefix, destination in destinations(config, family_layout(config))
+        for prefix, destination in destinations(config, rank_layout(config, ranks))
     )
 
 
@@ -135,14 +146,14 @@ def fewest_pages(ctx: int) -> int:
     return -(-ctx // PAGE_SIZE)
 
 
-def page_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of one page over all layers."""
-    return PAGE_SIZE * position_size(config) * DTYPE_BYTES[dtype]
+def page_bytes(config: ModelConfig, dtype: str, ranks: int = 1) -> int:
+    """Bytes of one page over all layers, on one of `ranks`."""
+    return PAGE_SIZE * position_size(config, ranks) * DTYPE_BYTES[dtype]
 
 
-def position_size(config: ModelConfig) -> int:
-    """Elements that one position takes in the caches of all layers."""
-    layers = family_layout(config).layers
+def position_size(config: ModelConfig, ranks: int = 1) -> int:
+    """Elements that one position takes in the caches of all layers, on one of `ranks`."""
+    layers = rank_layout(config, ranks).layers
     return sum(math.prod(shape) for layer in layers for shape in layer.attention.cache)
 
 
@@ -151,20 +162,22 @@ def measure(shape: MemoryShape) -> MemoryNeed:
     target, draft = shape.target, shape.draft
     pages = shape.num_pages
     rows = shape.slots * (shape.draft_max + 1)
-    workspace = _workspace(shape, target, shape.ctx, rows, rows)
+    workspace = _workspace(shape, target, shape.ctx, rows, rows, shape.tp)
     if draft is not None:
-        workspace += _workspace(shape, draft, shape.draft_ctx, shape.slots * DRAFT_ROWS, shape.slots)
+        workspace += _workspace(
+            shape, draft, shape.draft_ctx, shape.slots * DRAFT_ROWS, shape.slots, shape.draft_tp
+        )
     if shape.keep_laws:
         workspace += shape.slots * shape.draft_max * target.vocab_size * 4
     head_weights, head_cache, head_rows = _head(shape)
     if head_rows:
-        workspace += _workspace(shape, target, shape.draft_ctx, head_rows, shape.slots)
+        workspace += _workspace(shape, target, shape.draft_ctx, head_rows, shape.slots, shape.draft_tp)
     return MemoryNeed(
-        weights=_weights(target, shape, shape.form),
-        draft_weights=_weights(draft, shape, shape.draft_form) if draft else head_weights,
-        cache=pages * page_bytes(target, shape.dtype),
+        weights=_weights(target, shape, shape.form, shape.tp),
+        draft_weights=_weights(draft, shape, shape.draft_form, shape.draft_tp) if draft else head_weights,
+        cache=pages * page_bytes(target, shape.dtype, shape.tp),
         # The same page numbers serve both models, so both have as many pages.
-        draft_cache=pages * page_bytes(draft, shape.dtype) if draft else head_cache,
+        draft_cache=pages * page_bytes(draft, shape.dtype, shape.draft_tp) if draft else head_cache,
         workspace=workspace,
         graphs=GRAPH_BYTES if shape.graphs and not shape.on_cpu else 0,
     )
@@ -181,23 +194,30 @@ def _head(shape: MemoryShape) -> tuple[int, int, int]:
         return 0, 0, 0
     config, family, modules = shape.mtp.config, shape.mtp.layout.family, shape.mtp_modules
     width, pages = DTYPE_BYTES[shape.dtype], shape.num_pages
-    positions = pages * PAGE_SIZE * module_position_size(config, family)
+    shard = Shard(0, shape.draft_tp) if shape.draft_tp > 1 else None
+    positions = pages * PAGE_SIZE * module_position_size(config, family, shard)
     # Each stream keeps a state a page, and a ring of them a slot.
     ring = state_depth(shape.chunk, shape.draft_max, modules) + 1
     states = (pages + shape.slots * ring) * config.hidden_size
     rows = shape.slots * (CATCH_UP + shape.draft_max + 1)
-    weights = sum(module_bytes(shape.mtp, i, shape.dtype, shape.draft_form) for i in range(modules))
+    form = shape.draft_form
+    weights = sum(module_bytes(shape.mtp, i, shape.dtype, form, shard) for i in range(modules))
+    if shape.draft_tp != shape.tp:  # tables of its own, since the target's are divided among other ranks
+        weights += 2 * -(-config.vocab_size // shape.draft_tp) * config.hidden_size * width
     return weights, modules * (positions + states) * width, rows
 
 
-def _weights(config: ModelConfig, shape: MemoryShape, form: WeightForm) -> int:
+def _weights(config: ModelConfig, shape: MemoryShape, form: WeightForm, ranks: int) -> int:
     """The tensors, and on CPU the packed copy of a tied head (float16 is not packed)."""
     width = DTYPE_BYTES[shape.dtype]
     packed = shape.on_cpu and config.tie_embeddings and shape.dtype != "float16"
-    return tensor_bytes(config, shape.dtype, form) + packed * config.vocab_size * config.hidden_size * width
+    ids = -(-config.vocab_size // ranks)
+    return tensor_bytes(config, shape.dtype, form, ranks) + packed * ids * config.hidden_size * width
 
 
-def _workspace(shape: MemoryShape, model: ModelConfig, positions: int, rows: int, sampled: int) -> int:
+def _workspace(
+    shape: MemoryShape, model: ModelConfig, positions: int, rows: int, sampled: int, ranks: int
+) -> int:
     """What one model's forward passes and sampling hold beside weights and cache, summed, bounded above.
 
     `rows` go through a window's forward pass, `sampled` of them through the head:
@@ -206,12 +226,13 @@ def _workspace(shape: MemoryShape, model: ModelConfig, positions: int, rows: int
     attention   rows x heads x chunks of the context x (head size + 2) x 4 bytes, of split softmax sums;
                 in torch's form also a mask of rows x positions for each head of a group and each sliding
                 window, and float32 scores where they are capped
-    activations rows of a window or a prompt chunk x (4 hidden + MLP + 2 attention) elements
+    activations rows of a window or a prompt chunk x (4 hidden + MLP + 2 attention) elements, and a part of
+                hidden from every rank
     rotary      2 x positions x head size elements, twice for layers that slide
     """
     rows = max(rows, TAIL_ROWS[shape.kernels])
     width, widest = DTYPE_BYTES[shape.dtype], max(shape.chunk, rows)
-    layout = family_layout(model)
+    layout = rank_layout(model, ranks)
     layers = set(layout.layers)
     num_heads, kv_heads, head_dim = next(iter(layers)).attention.heads
     logits = sampled * model.vocab_size * 4 * LOGIT_COPIES[shape.kernels]
@@ -224,7 +245,8 @@ def _workspace(shape: MemoryShape, model: ModelConfig, positions: int, rows: int
         if model.attention_softcap is not None:
             attention += widest * num_heads * context * 4 * 2
     inner = max(layer.mlp.widest + 2 * layer.attention.widest for layer in layers)
-    activations = widest * (4 * model.hidden_size + inner) * width
+    gathered = ranks + 2 if ranks > 1 else 0
+    activations = widest * ((4 + gathered) * model.hidden_size + inner) * width
     return logits + history + attention + activations + rotary * 2 * positions * head_dim * width
 
 

@@ -5,7 +5,7 @@ Owns the model, its pools and how rows are padded. Knows slots as rows of a page
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -223,12 +223,16 @@ class ModelRunner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [..., V] of hidden [..., hidden]."""
+        return self._scores(hidden, self.model.logits)
+
+    def _scores(self, hidden: Tensor, scores: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """What a head says of hidden [..., hidden], in a bucket's rows."""
         flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         rows = flat.shape[0]
         extra = 0 if self.buckets is None else bucket_for(rows, self.buckets) - rows
         if extra:
             flat = torch.cat((flat, flat.new_zeros(extra, flat.shape[1])))
-        return self.model.logits(flat, WIDEST)[:rows].view(*hidden.shape[:-1], -1)
+        return scores(flat, WIDEST)[:rows].view(*hidden.shape[:-1], -1)
 
     def sample(
         self,
@@ -238,11 +242,20 @@ class ModelRunner:
         first: Tensor,
         step: int,
         temperature: Tensor,
+        *,
+        noise: bool = True,
     ) -> tuple[Tensor, Tensor] | None:
         """Tokens [S, R] and whether each is finite, by the model's own drawing head; None without one.
 
         hidden [S, R, hidden]; seed, first, temperature [S]: row r draws the token at first + step + r.
+        Without `noise` no temperature is above 0.
         """
+        head = self.model.part
+        if head is not None:
+            part = self._scores(hidden, self.model.part_logits)
+            warmth = temperature if noise else None
+            found: tuple[Tensor, Tensor] = head.choose(part, usable_vocab, seed, first, step, warmth)
+            return found
         slots, rows = hidden.shape[:2]
         # The last row of every window reshapes to a view with gaps, which kernels do not read.
         flat = hidden.reshape(slots * rows, -1).contiguous()

@@ -106,6 +106,8 @@ def shape_of(plan: EnginePlan) -> MemoryShape:
         mtp=source,
         form=choose_form(target, Path(plan.model), plan)[0],
         draft_form=draft_form,
+        tp=plan.tp,
+        draft_tp=plan.draft_tp,
     )
 
 

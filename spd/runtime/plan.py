@@ -21,6 +21,7 @@ from spd.runtime.config import EngineConfig
 from spd.runtime.drafter import choose_drafter
 from spd.runtime.fitting import check_pages, fitted, shape_of
 from spd.runtime.memory import DEFAULT_DRAFT_MAX, PAGE_SIZE, available_memory, measure
+from spd.runtime.parallel.choice import divide
 from spd.runtime.weight_choice import Wishes, choose_forms
 
 
@@ -61,6 +62,9 @@ class EnginePlan:
     prefix_sharing: bool
     threads: int
     load: str
+    tp: int
+    draft_tp: int
+    draft_tp_reason: str
     weight_bytes: int
     draft_weight_bytes: int
     cache_bytes: int
@@ -197,11 +201,15 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     graphs = _graphs(config.graphs, device, kernels)
     wanted = DEFAULT_DRAFT_MAX.get(drafter.method, 0) if config.draft_max is None else config.draft_max
     draft_max = wanted if drafter.method != "off" else 0
-    wishes = Wishes(config.quantize, kernels, device, dtype, config.load)
+    wishes = Wishes(config.quantize, kernels, device, dtype, config.load, config.tp)
     form, draft_form, why = choose_forms((model, config.model), drafter.source(draft), wishes)
     shape = shape_of(config, model, draft, dtype, kernels, graphs, draft_max, device == "cpu", drafter.mtp)
-    shape = replace(shape, form=form, draft_form=draft_form)
-    free = _free_memory(device)
+    drafting = (draft, drafter.mtp) if draft_max else (None, None)
+    ranks = divide(config.tp, config.draft_tp, model, *drafting, dtype, device)
+    shape = replace(shape, form=form, draft_form=draft_form, tp=ranks.tp, draft_tp=ranks.draft_tp)
+    # On CPU all ranks of this machine share its memory and its cores.
+    beside = ranks.tp if device == "cpu" else 1
+    free = _free_memory(device) // beside
     shape = fitted(config, shape, device, free)
     check_pages(shape)
     need = measure(shape)
@@ -236,8 +244,11 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         num_pages=shape.num_pages,
         chunk=shape.chunk,
         prefix_sharing=config.prefix_sharing,
-        threads=config.threads or _physical_cores(),
+        threads=config.threads or max(1, _physical_cores() // beside),
         load=config.load,
+        tp=ranks.tp,
+        draft_tp=ranks.draft_tp,
+        draft_tp_reason=ranks.reason,
         weight_bytes=need.weights,
         draft_weight_bytes=need.draft_weights,
         cache_bytes=need.cache + need.draft_cache,

@@ -6,7 +6,7 @@ from it: what happened is emitted into the state's ring.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,9 +37,11 @@ class Round:
         kernels: Kernels,
         imposed: ImposedAcceptance | None = None,
         verify: str = "coupled",
+        share: Callable[[Tensor], None] | None = None,
     ) -> None:
+        """share: makes a tensor the same on ranks that draft apart."""
         self.state, self.runner, self.sampler, self.proposer = state, runner, sampler, proposer
-        self.kernels, self.imposed, self.verify = kernels, imposed, verify
+        self.kernels, self.imposed, self.verify, self.share = kernels, imposed, verify, share
 
     @torch.inference_mode()
     def run(
@@ -77,6 +79,8 @@ class Round:
         self._commit(window, sampled, finite, accepted, needs)
         if self.proposer is not None and next_k:
             self.proposer.draft(next_k, window, views, needs)
+            if self.share is not None:
+                self.share(state.draft[:, :next_k])
         kernels.mark_time(state.times, state.counter, ENDED, True)
         return logprobs
 

@@ -153,6 +153,7 @@ class Sampler:
             self.state.length,
             step,
             self.numbers["temperature"],
+            noise=needs.noise,
         )
 
     def draw_draft(self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplerClass) -> Tensor:

@@ -46,6 +46,11 @@ class Circumstances(Protocol):
         """dummy: nothing is read."""
         ...
 
+    @property
+    def tp(self) -> int:
+        """Ranks among which a model is divided."""
+        ...
+
 
 @dataclass(frozen=True)
 class Wishes:
@@ -56,6 +61,7 @@ class Wishes:
     device: str
     dtype: str
     load: str
+    tp: int = 1
 
 
 def choose_forms(
@@ -111,6 +117,8 @@ def _obstacle(block: tuple[int, int], given: Circumstances, capability: tuple[in
     """What keeps FP8 blocks from being multiplied as they are stored."""
     if given.kernels != "triton":
         return "torch's products know none"
+    if given.tp > 1:
+        return "a rank's part may begin inside a block"
     if block != (BLOCK, BLOCK):
         return f"kernels know blocks of {BLOCK} x {BLOCK}, these are {block[0]} x {block[1]}"
     if given.dtype == "float16":

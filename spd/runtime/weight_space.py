@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spd.runtime.models.layouts import Destination, LayerLayout
+from spd.runtime.models.destinations import Destination
+from spd.runtime.models.layouts import LayerLayout
 from spd.runtime.models.weight_form import BLOCK, WIDE, WeightForm
 from spd.runtime.models.weights import scale_name, scale_shape
 

@@ -79,7 +79,7 @@ def test_the_engine_configuration(spd_run: Callable, model: Path, script) -> Non
     assert (config.device, config.dtype, config.ctx, config.spec) == ("cpu", "float32", 64, "ngram")
     assert (config.draft_max, config.adaptive, config.ngram_min, config.ngram_max) == (3, False, 2, 5)
     assert (config.lag, config.graphs, config.kernels, config.threads) == (2, False, "torch", 3)
-    assert (config.memory_fraction, config.load, config.tp, config.draft_tp) == (0.5, "dummy", 1, 1)
+    assert (config.memory_fraction, config.load, config.tp, config.draft_tp) == (0.5, "dummy", 1, None)
 
 
 def test_defaults_of_the_engine_configuration(spd_run: Callable, model: Path, script) -> None:
@@ -278,7 +278,6 @@ def test_rules_that_keep_only_the_law_say_so(rule: str, spd_run: Callable, model
     ("argv", "words"),
     [
         (["--spec", "eagle3"], "eagle3"),
-        (["--tp", "2"], "parallel"),
         (["--num-beams", "4"], "beam search"),
     ],
 )

@@ -19,8 +19,8 @@ from spd.runtime.loader import build_decoder, mapped_fill, threaded_fill
 from spd.runtime.memory import tensor_bytes
 from spd.runtime.models import family_layout
 from spd.runtime.models.decoder import Decoder
+from spd.runtime.models.destinations import Destination
 from spd.runtime.models.layer_builder import LayerBuilder
-from spd.runtime.models.layouts import Destination
 from spd.runtime.progress import LoadMeter, LoadProgress
 from spd.runtime.weight_space import Fill, WeightSpace, fold_norm
 from tests.helpers import make_engine, random_prompts, run_all

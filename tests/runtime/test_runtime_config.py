@@ -38,8 +38,7 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str, str]] = [
     ({"draft_ctx": 64, "spec": "off"}, UsageError, "--draft-ctx is the context of a draft model", "usage"),
     ({"draft_ctx": 64, "spec": "ngram"}, UsageError, "--draft-ctx is the context of a draft model", "usage"),
     ({"quantize": "int8", "tp": 2}, IncompatibleError, "--quantize int8 is for one device", "incompatible"),
-    ({"tp": 2}, IncompatibleError, "tensor parallelism is not built", "incompatible"),
-    ({"draft_tp": 2}, IncompatibleError, "tensor parallelism is not built", "incompatible"),
+    ({"tp": 4, "draft_tp": 3}, UsageError, "--draft-tp must divide --tp", "usage"),
     (
         {"synthetic_acceptance": 2.0, "spec": "off"},
         UsageError,
@@ -82,7 +81,7 @@ RANGES: list[tuple[str, str, float, float, float, float]] = [
     ("memory_fraction", "--memory-fraction", 0.01, 1.0, 0.0, 1.01),
     ("threads", "--threads", 1, 1024, 0, 1025),
     ("slots", "slots", 1, 1024, 0, 1025),
-    ("tp", "--tp", 1, 1, 0, 65),
+    ("tp", "--tp", 1, 64, 0, 65),
     ("draft_tp", "--draft-tp", 1, 1, 0, 65),
 ]
 

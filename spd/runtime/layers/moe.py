@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from spd.formats.block_config import RouterConfig
@@ -12,7 +13,9 @@ from spd.kernels.moe import gate_chosen
 from spd.kernels.skinny_linear import AnyWeight
 from spd.runtime.layers.linear import AnyLinear, in_tiles
 from spd.runtime.layers.norm import normed
+from spd.runtime.layers.sharded import added
 from spd.runtime.models.base import ForwardBatch, Residual
+from spd.runtime.parallel.communicator import Communicator
 
 SMALL_EXPERTS = 8 * 2**20
 """Bytes of all experts of a layer up to which torch's form computes every one for every row: two products
@@ -75,7 +78,9 @@ class MoeMlp:
         rule: RouterConfig,
         epsilon: float,
         kernels: Kernels,
+        ranks: Communicator | None = None,
     ) -> None:
+        self.ranks = ranks
         self.norm, self.router, self.correction = norm, router, correction
         self.experts, self.shared = experts, shared
         self.rule, self.epsilon, self.kernels = rule, epsilon, kernels
@@ -88,10 +93,13 @@ class MoeMlp:
         """The stream [T, hidden] with this block added."""
         x = normed(stream, self.norm, self.epsilon, self.kernels)
         chosen, onto = self._route(x, batch.tile), stream
+        if self.ranks is not None:  # the experts' parts together are one part of one sum
+            onto = Residual(torch.zeros_like(stream.x), stream.squares)
         if self.shared is not None:
             gate_up, down = self.shared
-            onto = down.onto(gate_up.gated(stream, self.norm, self.epsilon, batch), stream, batch)
-        return self.experts.onto(x, *chosen, onto, batch)
+            onto = down.onto(gate_up.gated(stream, self.norm, self.epsilon, batch), onto, batch)
+        whole = self.experts.onto(x, *chosen, onto, batch)
+        return whole if self.ranks is None else added(stream, self.ranks.sum(whole.x), self.kernels)
 
     def _route(self, x: Tensor, tile: int) -> tuple[Tensor, Tensor]:
         """The chosen experts and their weights, [T, k] each."""

@@ -34,19 +34,20 @@ class Floor:
         return (self.weight_bytes + context * self.position_bytes) / rate
 
 
-def floor_of(folder: Path, plan: EnginePlan) -> Floor | None:
-    """The floor of a model folder under a plan; None where routing decides which experts are read."""
+def floor_of(folder: Path, plan: EnginePlan, ranks: int = 1) -> Floor | None:
+    """The floor of a model folder under a plan, on one of `ranks`; None where routing decides reads."""
     config = read_model_config(folder)
     if config.experts is not None:
         return None
     form, _ = choose_form(config, folder, plan)
-    return Floor(_streamed(config, plan.dtype, form), page_bytes(config, plan.dtype) // PAGE_SIZE)
+    position = page_bytes(config, plan.dtype, ranks) // PAGE_SIZE
+    return Floor(_streamed(config, plan.dtype, form, ranks), position)
 
 
-def _streamed(config: ModelConfig, dtype: str, form: WeightForm) -> int:
+def _streamed(config: ModelConfig, dtype: str, form: WeightForm, ranks: int) -> int:
     """Weights that every pass reads: all but the rows of the embedding, which are looked up."""
-    table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * DTYPE_BYTES[dtype]
-    return tensor_bytes(config, dtype, form) - table
+    ids = 0 if config.tie_embeddings else -(-config.vocab_size // ranks)
+    return tensor_bytes(config, dtype, form, ranks) - ids * config.hidden_size * DTYPE_BYTES[dtype]
 
 
 @torch.inference_mode()

@@ -127,8 +127,10 @@ class Sweep:
             self.read_rate = measure_read_rate(engines[0].plan.device)
         for index, engine in enumerate(engines):
             plan = engine.plan
-            draft = floor_of(Path(plan.draft_model), plan) if plan.draft_model else None
-            self.floors.setdefault(index, (floor_of(Path(plan.model), plan), draft))
+            # On CPU all ranks read through one memory.
+            tp, draft_tp = (1, 1) if plan.device == "cpu" else (plan.tp, plan.draft_tp)
+            draft = floor_of(Path(plan.draft_model), plan, draft_tp) if plan.draft_model else None
+            self.floors.setdefault(index, (floor_of(Path(plan.model), plan, tp), draft))
 
     def _measure(self, load: Load, engines: Sequence[Engine]) -> None:
         units = list(self._units(load))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from spd.kernels.paged_attention import AttentionHeads
-from spd.runtime.models.layouts import Shape
+from spd.runtime.models.destinations import Shape
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ class CausalModel(Protocol):
     hidden_size: int
     vocab_size: int
     max_positions: int
+    part: Any
+    """The `ShardedHead` whose ranks may each say their best only; None where logits are whole."""
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> Tensor:
         """Hidden states after the final norm, [T, hidden], of as many layers as caches are given."""
@@ -78,6 +80,10 @@ class CausalModel(Protocol):
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Float32 logits [T, V] of hidden [T, hidden]."""
+        ...
+
+    def part_logits(self, hidden: Tensor, tile: int) -> Tensor:
+        """Float32 logits [T, ids of this rank] of hidden [T, hidden], where `part` is there."""
         ...
 
     def sample(

@@ -16,8 +16,9 @@ from spd.kernels.paged_attention import AttentionHeads
 from spd.runtime.layers.linear import AnyHead, AnyLinear
 from spd.runtime.layers.norm import normed
 from spd.runtime.layers.rotary import RotaryRows, RotaryTable
+from spd.runtime.layers.sharded import AnyEmbedding, ShardedHead, looked_up
 from spd.runtime.models.base import ForwardBatch, LayerCache, Residual
-from spd.runtime.models.layouts import Shape
+from spd.runtime.models.destinations import Shape
 
 
 class AttentionBlock(Protocol):
@@ -73,7 +74,7 @@ class Decoder:
 
     def __init__(
         self,
-        embedding: Tensor,
+        embedding: AnyEmbedding,
         layers: list[DecoderLayer],
         final_norm: Tensor,
         head: AnyHead,
@@ -93,6 +94,9 @@ class Decoder:
         self.varied_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
         self.vocab_size, self.hidden_size = embedding.shape
         self.max_positions = rotary.max_positions
+        self.part: ShardedHead | None = None
+        if isinstance(head, ShardedHead) and logit_softcap is None and not head.carries_squares:
+            self.part = head
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> Tensor:
         """Hidden states after the final norm, [T, hidden]; writes the cache entries of every row.
@@ -114,9 +118,10 @@ class Decoder:
         return normed(stream, weight, self.epsilon, self.kernels)
 
     def _embed(self, batch: ForwardBatch) -> Residual:
+        ids, table = looked_up(self.embedding, batch.token_ids)
         if self.head.carries_squares and batch.chunk_start is None:
-            return Residual(*self.kernels.embed(batch.token_ids, self.embedding, self.embedding_scale))
-        x = self.embedding[batch.token_ids]
+            return Residual(*self.kernels.embed(ids, table, self.embedding_scale))
+        x = table[ids]
         return Residual(x if self.embedding_scale is None else x * self.embedding_scale)
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
@@ -125,6 +130,11 @@ class Decoder:
         if self.logit_softcap is None:
             return scores
         return (scores / self.logit_softcap).tanh_() * self.logit_softcap
+
+    def part_logits(self, hidden: Tensor, tile: int) -> Tensor:
+        """Float32 logits [T, ids of this rank]; see `CausalModel`."""
+        assert self.part is not None
+        return self.part.part(hidden, tile)
 
     def sample(
         self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor

@@ -13,9 +13,17 @@ from spd.kernels.skinny_linear import SCALE_ROWS, AnyWeight, ScaledWeight
 from spd.runtime.layers import moe
 from spd.runtime.layers.attention import Attention
 from spd.runtime.layers.latent_attention import LatentAttention
-from spd.runtime.layers.linear import AnyLinear, Linear, SkinnyLinear, share_workspace, torch_linear
+from spd.runtime.layers.linear import (
+    AnyHead,
+    AnyLinear,
+    Linear,
+    SkinnyLinear,
+    share_workspace,
+    torch_linear,
+)
 from spd.runtime.layers.mlp import GatedMlp
 from spd.runtime.layers.moe import Experts, MergedExperts, MoeMlp, RoutedExperts
+from spd.runtime.layers.sharded import AnyEmbedding, ShardedEmbedding, ShardedHead, SummedLinear
 from spd.runtime.models.decoder import AttentionBlock, DecoderLayer, MlpBlock
 from spd.runtime.models.layouts import (
     AttentionLayout,
@@ -26,7 +34,9 @@ from spd.runtime.models.layouts import (
     MlpLayout,
     MoeLayout,
 )
+from spd.runtime.models.shards import Shard
 from spd.runtime.models.weight_form import WIDE, WeightForm
+from spd.runtime.parallel.communicator import Communicator
 from spd.runtime.weight_space import LayerTensors, Tensors, centre_norms, fold_norm, reorder_heads
 
 
@@ -35,7 +45,7 @@ class LayerBuilder:
 
     With `fold_norms` the norms before fused matrices are folded into them, as Triton's products want it, and
     as int8 does in both forms, whose rows are thus the same. Norms before FP8 blocks become factors of their
-    columns.
+    columns. With `ranks` layouts and tensors are one rank's part.
     """
 
     def __init__(
@@ -46,9 +56,10 @@ class LayerBuilder:
         *,
         fold_norms: bool,
         form: WeightForm = WIDE,
+        ranks: Communicator | None = None,
     ) -> None:
         self.kernels, self.epsilon, self.dtype, self.form = kernels, epsilon, dtype, form
-        self.fold_norms = fold_norms or form.kind == "int8"
+        self.fold_norms, self.ranks = fold_norms or form.kind == "int8", ranks
 
     def linear(
         self, weight: AnyWeight, bias: Tensor | None = None, *, folded: bool = False
@@ -57,6 +68,21 @@ class LayerBuilder:
         if self.kernels.name == "triton":
             return SkinnyLinear(weight, bias, self.kernels)
         return torch_linear(weight, bias, self.dtype, folded=folded)
+
+    def embedding(self, table: Tensor, vocab_size: int) -> AnyEmbedding:
+        """A table [V, H] of `vocab_size` ids, or of a rank's own."""
+        if self.ranks is None:
+            return table
+        first, _ = Shard(self.ranks.rank, self.ranks.size).ids(vocab_size)
+        return ShardedEmbedding(table, first, vocab_size, self.ranks)
+
+    def head(self, table: Tensor, vocab_size: int) -> AnyHead:
+        """The product that makes logits by a table [V, H], or by a rank's own rows."""
+        inner = self.linear(table)
+        if self.ranks is None:
+            return inner
+        first, _ = Shard(self.ranks.rank, self.ranks.size).ids(vocab_size)
+        return ShardedHead(inner, first, vocab_size, self.ranks)
 
     def layer(self, layout: LayerLayout, tensors: LayerTensors) -> DecoderLayer:
         """One layer. The tensors belong to it from then on: they are changed, or packed and worthless."""
@@ -111,6 +137,13 @@ class LayerBuilder:
                 del tensors[f"{name}_scales"]
         reorder_heads(tensors[name][part], order)
 
+    def _summed(self, tensors: Tensors, name: str) -> AnyLinear:
+        """The matrix `name` at a block's end, of whose columns a rank has its own."""
+        if self.ranks is None:
+            return self._matrix(tensors, name)
+        bias = tensors.get(f"{name}_bias")
+        return SummedLinear(self.linear(tensors[name]), bias, self.ranks, self.kernels)
+
     def _gqa(self, layout: GqaLayout, tensors: Tensors) -> Attention:
         order, turned = layout.rotary.order, layout.heads[0] + layout.heads[1]
         if order is not None:
@@ -122,7 +155,7 @@ class LayerBuilder:
         return Attention(
             tensors["norm"],
             self._after_norm(tensors, "qkv"),
-            self._matrix(tensors, "output"),
+            self._summed(tensors, "output"),
             layout.head_dim,
             layout.num_heads,
             layout.num_kv_heads,
@@ -156,7 +189,7 @@ class LayerBuilder:
             query,
             tensors["latent_norm"],
             tensors["up"],
-            self._matrix(tensors, "output"),
+            self._summed(tensors, "output"),
             latent,
             layout.num_heads,
             layout.scale,
@@ -179,6 +212,7 @@ class LayerBuilder:
             experts.router,
             self.epsilon,
             self.kernels,
+            self.ranks,
         )
 
     def _experts(self, tensors: Tensors, count: int) -> Experts:
@@ -210,7 +244,7 @@ class LayerBuilder:
     def _mlp(self, layout: MlpLayout, tensors: Tensors) -> GatedMlp:
         if layout.centred_norms:
             centre_norms(tensors)
-        gate_up, down = self._after_norm(tensors, "gate_up"), self._matrix(tensors, "down")
+        gate_up, down = self._after_norm(tensors, "gate_up"), self._summed(tensors, "down")
         post_norm = tensors.get("post_norm")
         return GatedMlp(tensors["norm"], gate_up, down, self.epsilon, gelu=layout.gelu, post_norm=post_norm)
 
@@ -224,6 +258,12 @@ def join_scales(block: AttentionLayout | FeedForwardLayout, tensors: Tensors) ->
 
 def share_products(layers: Iterable[DecoderLayer], rows: int) -> None:
     """Give the products of layers that run in turn one workspace, for up to `rows` rows, if they need it."""
-    products = [p for layer in layers for p in layer.products() if isinstance(p, SkinnyLinear)]
-    if products:
-        share_workspace(products, rows)
+    share_workspace_of((p for layer in layers for p in layer.products()), rows)
+
+
+def share_workspace_of(products: Iterable[AnyLinear], rows: int) -> None:
+    """Give those products that need one a workspace."""
+    plain = (p.inner if isinstance(p, SummedLinear) else p for p in products)
+    skinny = [p for p in plain if isinstance(p, SkinnyLinear)]
+    if skinny:
+        share_workspace(skinny, rows)

@@ -7,65 +7,17 @@ for every layer; `layer_builder` makes the running blocks of them. No torch here
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from spd.formats.block_config import ExpertsConfig, LatentConfig
-
-Shape = tuple[int, ...]
+from spd.runtime.models.destinations import NOTHING, Destination, Shape, fused, named
+from spd.runtime.models.shards import Cut, Cuts, Shard
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
     """How much YaRN raises the temperature of attention for a context stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-@dataclass(frozen=True)
-class Destination:
-    """One tensor to allocate: the named checkpoint tensors below each other, rows counted together.
-
-    Names stand inside the layer (`self_attn.q_proj.weight`). With `exact` it is float32 whatever the rest
-    of the model is. `wide` matrices have the run's dtype whatever other matrices are kept in: who reads them
-    knows no other weights.
-    """
-
-    parts: tuple[tuple[str, Shape], ...]
-    exact: bool = False
-    wide: bool = False
-
-    @classmethod
-    def of(cls, parts: Mapping[str, Shape], *, exact: bool = False) -> Destination:
-        """From names and shapes in order."""
-        return cls(tuple(parts.items()), exact)
-
-    @property
-    def shape(self) -> Shape:
-        """Of the whole."""
-        shapes = [shape for _, shape in self.parts]
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
-    @property
-    def size(self) -> int:
-        """Elements of the whole."""
-        return math.prod(self.shape)
-
-    @property
-    def multiplied(self) -> bool:
-        """Whether it is a matrix that may be kept in eight bits, as far as its readers are concerned."""
-        return len(self.shape) == 2 and not self.exact and not self.wide
-
-
-def fused(block: str, rows: Mapping[str, int], columns: int, *, biased: bool = False) -> list[Destination]:
-    """A fused matrix of projections with the given numbers of rows, and its fused bias if there is one."""
-    weight = Destination.of({f"{block}.{name}.weight": (count, columns) for name, count in rows.items()})
-    if not biased:
-        return [weight]
-    return [weight, Destination.of({f"{block}.{name}.bias": (count,) for name, count in rows.items()})]
-
-
-def _named(name: str, matrix: list[Destination]) -> dict[str, Destination]:
-    """A matrix under its name, its bias under NAME_bias."""
-    return dict(zip((name, f"{name}_bias"), matrix, strict=False))
 
 
 @dataclass(frozen=True)
@@ -119,6 +71,28 @@ class GqaLayout:
     """A norm behind the block, before the sum."""
     fused_qkv: bool = False
     """Queries, keys and values are one tensor in the checkpoint too."""
+    shard: Shard | None = None
+    """Whose heads these are, of `whole` query and key heads."""
+    whole: tuple[int, int] = (0, 0)
+
+    def sharded(self, shard: Shard) -> GqaLayout:
+        """A rank's heads. The output reads its own columns, and makes a part of the sum."""
+        own = shard.share(self.num_heads, "attention heads")
+        whole, (_, keys) = (self.num_heads, self.num_kv_heads), shard.key_heads(self.num_kv_heads)
+        return replace(self, num_heads=own, num_kv_heads=keys, shard=shard, whole=whole)
+
+    def _cuts(self) -> Cuts:
+        if self.shard is None:
+            return NOTHING
+        size, (queries, keys) = self.head_dim, self.whole
+        query, output = self.shard.rows(self.num_heads, size), self.shard.columns(self.num_heads * size)
+        first, count = self.shard.key_heads(keys)
+        start, stop = first * size, (first + count) * size
+        if not self.fused_qkv:
+            key = Cut(0, ((start, stop),))
+            return {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": output}
+        behind = [(begin + start, begin + stop) for begin in (queries * size, (queries + keys) * size)]
+        return {"qkv_proj": Cut(0, (*query.ranges, *behind)), "o_proj": output}
 
     def destinations(self) -> dict[str, Destination]:
         """See `BlockLayout`."""
@@ -131,8 +105,12 @@ class GqaLayout:
         found = {"norm": Destination.of({"input_layernorm.weight": (hidden,)}, exact=exact)}
         if self.post_norm:
             found["post_norm"] = Destination.of({"post_attention_layernorm.weight": (hidden,)}, exact=exact)
-        found |= _named("qkv", fused(block, qkv, hidden, biased=self.qkv_bias))
-        found |= _named("output", fused(block, {"o_proj": hidden}, query, biased=self.output_bias))
+        cuts = dict(self._cuts())
+        output = {name: cuts.pop(name) for name in ("o_proj",) if name in cuts}
+        found |= named("qkv", fused(block, qkv, hidden, biased=self.qkv_bias, cuts=cuts))
+        found |= named(
+            "output", fused(block, {"o_proj": hidden}, query, biased=self.output_bias, cuts=output)
+        )
         if self.qk_norm:
             for name in ("q_norm", "k_norm"):
                 found[name] = Destination.of({f"{block}.{name}.weight": (size,)}, exact=exact)
@@ -167,6 +145,16 @@ class LatentLayout:
     latent: LatentConfig
     scale: float
     bias: bool = False
+    shard: Shard | None = None
+    """Whose heads these are; what all heads share is there whole."""
+
+    def sharded(self, shard: Shard) -> LatentLayout:
+        """A rank's heads. The output reads its own columns, and makes a part of the sum."""
+        return replace(self, num_heads=shard.share(self.num_heads, "attention heads"), shard=shard)
+
+    def _rows(self, name: str, rows: int) -> Cuts:
+        """A rank's `rows` of a projection that has some for every head."""
+        return NOTHING if self.shard is None else {name: self.shard.rows(rows)}
 
     @property
     def rotary(self) -> RotaryDims:
@@ -184,21 +172,25 @@ class LatentLayout:
         kept, query_rank = {"kv_a_proj_with_mqa": rank + of.rope_dim}, of.query_rank
         found = {"norm": Destination.of({"input_layernorm.weight": (hidden,)})}
         if query_rank is None:
+            cuts = self._rows("q_proj", self.query_rows)
             if self.bias:  # q_proj has none, so that the two share no matrix
-                found["query"] = fused(block, {"q_proj": self.query_rows}, hidden)[0]
-                found |= _named("down", fused(block, kept, hidden, biased=True))
+                found["query"] = fused(block, {"q_proj": self.query_rows}, hidden, cuts=cuts)[0]
+                found |= named("down", fused(block, kept, hidden, biased=True))
             else:
-                found["down"] = fused(block, {"q_proj": self.query_rows, **kept}, hidden)[0]
+                found["down"] = fused(block, {"q_proj": self.query_rows, **kept}, hidden, cuts=cuts)[0]
         else:
             down = {"q_a_proj": query_rank, **kept}
-            found |= _named("down", fused(block, down, hidden, biased=self.bias))
+            found |= named("down", fused(block, down, hidden, biased=self.bias))
             found["query_norm"] = Destination.of({f"{block}.q_a_layernorm.weight": (query_rank,)})
-            found["query"] = fused(block, {"q_b_proj": self.query_rows}, query_rank)[0]
+            cuts = self._rows("q_b_proj", self.query_rows)
+            found["query"] = fused(block, {"q_b_proj": self.query_rows}, query_rank, cuts=cuts)[0]
         found["latent_norm"] = Destination.of({f"{block}.kv_a_layernorm.weight": (rank,)})
         up = self.num_heads * (of.nope_dim + of.value_dim)
-        found["up"] = replace(fused(block, {"kv_b_proj": up}, rank)[0], wide=True)
+        projection = fused(block, {"kv_b_proj": up}, rank, cuts=self._rows("kv_b_proj", up))[0]
+        found["up"] = replace(projection, wide=True)
         mixed = self.num_heads * of.value_dim
-        return found | _named("output", fused(block, {"o_proj": hidden}, mixed, biased=self.bias))
+        cuts = {} if self.shard is None else {"o_proj": self.shard.columns(mixed)}
+        return found | named("output", fused(block, {"o_proj": hidden}, mixed, biased=self.bias, cuts=cuts))
 
     @property
     def cache(self) -> tuple[Shape, ...]:
@@ -233,6 +225,24 @@ class MlpLayout:
     """A norm behind the block, before the sum; the one before it then has another name."""
     fused_gate_up: bool = False
     """Gate and up are one tensor in the checkpoint too."""
+    shard: Shard | None = None
+    """Whose width this is."""
+
+    def sharded(self, shard: Shard) -> MlpLayout:
+        """A rank's width. The last matrix reads its own columns, and makes a part of the sum."""
+        own = shard.share(self.intermediate_size, "elements of an MLP")
+        return replace(self, intermediate_size=own, shard=shard)
+
+    def _cuts(self) -> tuple[Cuts, Cuts]:
+        """Of what is before the activation, and of what is behind it."""
+        if self.shard is None:
+            return NOTHING, NOTHING
+        inner = self.intermediate_size
+        rows, columns = self.shard.rows(inner), {"down_proj": self.shard.columns(inner)}
+        if not self.fused_gate_up:
+            return {"gate_proj": rows, "up_proj": rows}, columns
+        (start, stop), whole = rows.ranges[0], inner * self.shard.size
+        return {"gate_up_proj": Cut(0, ((start, stop), (whole + start, whole + stop)))}, columns
 
     def destinations(self) -> dict[str, Destination]:
         """See `BlockLayout`."""
@@ -249,8 +259,11 @@ class MlpLayout:
         gate_up = (
             {"gate_up_proj": 2 * inner} if self.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
         )
-        found = _named("gate_up", fused(self.block, gate_up, hidden, biased=self.bias))
-        return found | _named("down", fused(self.block, {"down_proj": hidden}, inner, biased=self.bias))
+        before, behind = self._cuts()
+        found = named("gate_up", fused(self.block, gate_up, hidden, biased=self.bias, cuts=before))
+        return found | named(
+            "down", fused(self.block, {"down_proj": hidden}, inner, biased=self.bias, cuts=behind)
+        )
 
     @property
     def widest(self) -> int:
@@ -264,12 +277,24 @@ class MoeLayout:
 
     hidden_size: int
     experts: ExpertsConfig
+    shard: Shard | None = None
+    """Whose width of every expert this is."""
+
+    def sharded(self, shard: Shard) -> MoeLayout:
+        """A rank's width of every expert, the shared one too; every rank routes all rows by itself."""
+        own = shard.share(self.experts.intermediate_size, "elements of an expert")
+        shared = shard.share(self.experts.shared_size, "elements of a shared expert")
+        return replace(
+            self, experts=replace(self.experts, intermediate_size=own, shared_size=shared), shard=shard
+        )
 
     @property
     def shared(self) -> MlpLayout | None:
         """The expert that every row goes through."""
         size = self.experts.shared_size
-        return MlpLayout(self.hidden_size, size, block="mlp.shared_experts") if size else None
+        return (
+            MlpLayout(self.hidden_size, size, block="mlp.shared_experts", shard=self.shard) if size else None
+        )
 
     def destinations(self) -> dict[str, Destination]:
         """See `BlockLayout`."""
@@ -282,15 +307,17 @@ class MoeLayout:
         if experts.router.corrected:
             shape = (1, count) if experts.correction.startswith("moe_statics") else (count,)
             found["correction"] = Destination.of({f"mlp.{experts.correction}": shape}, exact=True)
-        found["experts_gate_up"] = Destination.of(
-            {
-                f"mlp.experts.{expert}.{name}_proj.weight": (inner, hidden)
-                for expert in range(count)
-                for name in ("gate", "up")
-            }
-        )
+        first = {
+            f"mlp.experts.{expert}.{name}_proj.weight": (inner, hidden)
+            for expert in range(count)
+            for name in ("gate", "up")
+        }
+        last = {f"mlp.experts.{expert}.down_proj.weight": (hidden, inner) for expert in range(count)}
+        shard = self.shard
+        rows, columns = (None, None) if shard is None else (shard.rows(inner), shard.columns(inner))
+        found["experts_gate_up"] = Destination.of(first, cuts=dict.fromkeys(first, rows) if rows else NOTHING)
         found["experts_down"] = Destination.of(
-            {f"mlp.experts.{expert}.down_proj.weight": (hidden, inner) for expert in range(count)}
+            last, cuts=dict.fromkeys(last, columns) if columns else NOTHING
         )
         return found | (self.shared.matrices() if self.shared else {})
 
@@ -315,6 +342,10 @@ class LayerLayout:
 
     attention: AttentionLayout
     mlp: FeedForwardLayout
+
+    def sharded(self, shard: Shard) -> LayerLayout:
+        """A rank's part of both blocks. Raises IncompatibleError where there is none."""
+        return LayerLayout(self.attention.sharded(shard), self.mlp.sharded(shard))
 
     def destinations(self) -> Iterator[Destination]:
         """Everything that is allocated for the layer."""

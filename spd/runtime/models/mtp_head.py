@@ -16,6 +16,7 @@ from spd.kernels.paged_attention import AttentionHeads
 from spd.kernels.rms_norm import rms_norm
 from spd.runtime.layers.linear import AnyHead, AnyLinear
 from spd.runtime.layers.rotary import RotaryTable
+from spd.runtime.layers.sharded import AnyEmbedding, ShardedHead, looked_up
 from spd.runtime.models.base import ForwardBatch, LayerCache, Residual
 from spd.runtime.models.decoder import DecoderLayer
 
@@ -39,7 +40,7 @@ class MtpModule:
         module: int,
         glue: ModuleGlue,
         layer: DecoderLayer,
-        embedding: Tensor,
+        embedding: AnyEmbedding,
         head: AnyHead,
         rotary: RotaryTable,
         heads: AttentionHeads,
@@ -53,6 +54,7 @@ class MtpModule:
         self.varied_layers = 1
         self.vocab_size, self.hidden_size = embedding.shape
         self.max_positions = rotary.max_positions
+        self.part = head if isinstance(head, ShardedHead) and not head.carries_squares else None
         self.masked = next((p + module + 1 for p in range(2) if family.masked(p, module)), -1)
         """The slot whose embedding is zero; -1 where none is."""
 
@@ -60,9 +62,10 @@ class MtpModule:
         """The states that go on from the rows, [T, hidden]; writes the cache entries of every row."""
         assert batch.states is not None
         glue, family = self.glue, self.family
+        ids, table = looked_up(self.embedding, batch.token_ids)
         pairs = self.kernels.head_input(
-            batch.token_ids,
-            self.embedding,
+            ids,
+            table,
             batch.states.rings,
             batch.states.depth,
             batch.positions,
@@ -92,6 +95,11 @@ class MtpModule:
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Float32 logits [T, V]."""
         return self.head.logits(self._shown(hidden), tile)
+
+    def part_logits(self, hidden: Tensor, tile: int) -> Tensor:
+        """Float32 logits [T, ids of this rank]; see `CausalModel`."""
+        assert self.part is not None
+        return self.part.part(self._shown(hidden), tile)
 
     def sample(
         self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor

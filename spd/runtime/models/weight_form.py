@@ -6,7 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal
 
-from spd.runtime.models.layouts import Destination
+from spd.runtime.models.destinations import Destination
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 BLOCK = 128

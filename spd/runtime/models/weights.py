@@ -6,12 +6,14 @@ Tensor names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`), matr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, check_tensors
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import is_mtp_tensor
-from spd.runtime.models.layouts import Destination, GqaLayout, LayerLayout, Shape
+from spd.runtime.models.destinations import NOTHING, Destination, Shape
+from spd.runtime.models.layouts import GqaLayout, LayerLayout
+from spd.runtime.models.shards import Cut, Shard
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,13 @@ class ModelLayout:
     """The scales of the last norm are stored as their distance from 1."""
     embedding_scale: float | None = None
     """What embeddings are multiplied by."""
+    shard: Shard | None = None
+    """Whose part of the model this is; None: the whole."""
+
+    def sharded(self, shard: Shard) -> ModelLayout:
+        """A rank's part. Raises IncompatibleError where there is none."""
+        parts = {layer: layer.sharded(shard) for layer in dict.fromkeys(self.layers)}
+        return replace(self, layers=tuple(parts[layer] for layer in self.layers), shard=shard)
 
     @property
     def sliding(self) -> tuple[int | None, ...]:
@@ -46,10 +55,17 @@ def layer_prefix(layer: int) -> str:
 
 def table_destinations(config: ModelConfig, layout: ModelLayout) -> dict[str, Destination]:
     """What stands outside the layers, under its full names; a tied head is not among them."""
-    table = (config.vocab_size, config.hidden_size)
-    tables = {"embedding": Destination.of({EMBEDDING: table})}
+    first, end = 0, config.vocab_size
+    if layout.shard is not None:
+        first, end = layout.shard.ids(end)
+    table, own = (end - first, config.hidden_size), Cut(0, ((first, end),))
+
+    def of(name: str) -> Destination:
+        return Destination.of({name: table}, cuts=NOTHING if layout.shard is None else {name: own})
+
+    tables = {"embedding": of(EMBEDDING)}
     if not config.tie_embeddings:
-        tables["head"] = Destination.of({HEAD: table})
+        tables["head"] = of(HEAD)
     return {**tables, "final_norm": Destination.of({FINAL_NORM: table[1:]}, exact=layout.centred_norm)}
 
 
@@ -60,6 +76,15 @@ def destinations(config: ModelConfig, layout: ModelLayout) -> Iterator[tuple[str
     for index, layer in enumerate(layout.layers):
         for destination in layer.destinations():
             yield layer_prefix(index), destination
+
+
+def cuts_of(config: ModelConfig, layout: ModelLayout) -> dict[str, Cut]:
+    """What a rank takes of tensors that it does not take whole."""
+    return {
+        prefix + name: cut
+        for prefix, destination in destinations(config, layout)
+        for name, cut in destination.cuts
+    }
 
 
 def expected_tensors(config: ModelConfig, layout: ModelLayout) -> dict[str, tuple[int, ...]]:

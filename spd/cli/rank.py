@@ -1,0 +1,89 @@
+"""The process of a rank other than rank 0: no terminal, no arguments; it ends with its parent.
+
+Under torchrun a rank other than 0 starts such a process for each engine of rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spd.runtime.parallel.rendezvous import Rendezvous
+
+PAUSE = 0.2
+COMMANDS = ("generate", "chat", "bench", "verify")
+"""What runs engines."""
+
+
+def main() -> None:
+    """Serve as the rank that the line on standard input describes."""
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)  # rank 0 decides what they mean
+    spec = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_watch_parent, daemon=True).start()
+    status = 1
+    try:
+        from spd.runtime.parallel.follower import serve
+
+        status = serve(spec, os._exit)
+    finally:
+        os._exit(status)  # threads inside a library would outlive the interpreter's end
+
+
+def _watch_parent() -> None:
+    """End with the parent: its end of the pipe closes when it dies, however it dies."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(1)
+
+
+def meet_at(argv: list[str], rendezvous: Rendezvous) -> list[str]:
+    """The arguments of rank 0 under torchrun: those typed, and where the ranks meet."""
+    for index, word in enumerate(argv):
+        if word in COMMANDS:
+            return [*argv[: index + 1], "--rendezvous", str(rendezvous), *argv[index + 1 :]]
+    return argv
+
+
+def stand_by(rank: int, argv: list[str], rendezvous: Rendezvous, local: str) -> int:
+    """Serve rank 0's engines under torchrun until it has ended; returns the exit status."""
+    from spd.runtime.parallel.crew import start_rank
+    from spd.runtime.parallel.rendezvous import END
+
+    if not any(word in COMMANDS for word in argv):
+        return 0
+    store, number = rendezvous.open(), 1
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        while not store.check([END]):
+            told = rendezvous.next_crew(store, number, PAUSE)
+            if told is not None:
+                number += 1
+                if rank < told["tp"]:
+                    device = "cpu" if told["device"] == "cpu" else f"cuda:{local}"
+                    processes.append(start_rank({**told, "rank": rank, "device": device}))
+    except RuntimeError:  # the store has gone, and rank 0 with it
+        pass
+    finally:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
+    return 0
+
+
+def dismiss(rendezvous: Rendezvous) -> None:
+    """Let the other ranks go, once rank 0 is done."""
+    from contextlib import suppress
+
+    from spd.errors import EngineError
+    from spd.runtime.parallel.rendezvous import END
+
+    with suppress(EngineError, RuntimeError):
+        rendezvous.open().set(END, "")

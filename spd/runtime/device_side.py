@@ -1,0 +1,134 @@
+"""Everything that the host asks of an engine's device side: plain values in, work enqueued.
+
+With several ranks the same calls, in the same order, are made on every one of them; so nothing here may
+depend on what only one rank knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listed
+
+import torch
+from torch import Tensor
+
+from spd.runtime.assembly import Assembly
+from spd.runtime.model_runner import SlotView
+from spd.runtime.plan import EnginePlan
+from spd.runtime.request import SamplingParams
+from spd.runtime.round_queue import RoundResult, Ticket
+from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.spans import Run
+from spd.runtime.transfer import to_device
+
+
+class DeviceSide:
+    """Writes slots' rows and enqueues rounds; nothing is waited for."""
+
+    def __init__(self, parts: Assembly, plan: EnginePlan) -> None:
+        self.parts, self.plan = parts, plan
+        self._ids: Tensor | None = None
+        """Of the sequence that is being prefilled: int64 [length]."""
+
+    # -- slots -----------------------------------------------------------------------------------
+
+    def place(
+        self,
+        slot: int,
+        tokens: list[int],
+        prompt: int,
+        params: SamplingParams,
+        length_limit: int,
+        stop_ids: tuple[int, ...],
+        draft_max: int | None,
+        prefilled: int,
+        pages: list[int],
+    ) -> None:
+        """Write the row of a sequence, of whose tokens `prompt` are its prompt; it stays silent."""
+        self._ids = to_device(tokens, torch.long, self.plan.device)
+        self.parts.state.admit(
+            slot,
+            self._ids,
+            length_limit,
+            prompt + params.min_tokens,
+            stop_ids,
+            self.plan.draft_ctx,
+            draft_max,
+            active=False,
+        )
+        self.parts.sampler.admit(slot, params, self._ids[:prompt], self._ids[prompt:])
+        if self.parts.proposer is not None:
+            self.parts.proposer.admit(slot, prefilled, SlotView(len(tokens), pages))
+        self._upload_pages(slot, pages)
+
+    def show_pages(self, slot: int, pages: list[int]) -> None:
+        """Upload a slot's page numbers."""
+        self._upload_pages(slot, pages)
+
+    def _upload_pages(self, slot: int, pages: list[int]) -> None:
+        table = self.parts.state.page_table
+        table[slot] = self.parts.runner.page_row(pages, table.shape[1])
+
+    @torch.inference_mode()
+    def write(self, slot: int, view: SlotView, start: int, end: int, runs: Listed[Run]) -> None:
+        """Write the caches of positions of the prompt of who was placed last."""
+        assert self._ids is not None
+        ids = self._ids[None]
+        hidden = self.parts.runner.prefill(ids, start, end, runs, view)
+        if self.parts.proposer is not None:
+            self.parts.proposer.prefill(slot, ids, start, end, runs, view, hidden)
+
+    @torch.inference_mode()
+    def refill_draft(
+        self, slot: int, tokens: list[int], view: SlotView, start: int, end: int, runs: Listed[Run]
+    ) -> None:
+        """Write the drafter's cache of committed positions again, which it missed."""
+        ids = to_device(tokens, torch.long, self.plan.device)
+        assert self.parts.proposer is not None
+        self.parts.proposer.prefill(slot, ids[None], start, end, runs, view, ())
+
+    def allow(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
+        """Masks int32 [R, words] for a slot's next round, and its drafts, of which `legal` are allowed."""
+        state = self.parts.state
+        self.parts.sampler.allow(slot, rows)
+        if drafts:  # rounds that it did not take part in may have overwritten them
+            state.draft[slot, : len(drafts)] = to_device(drafts, torch.long, self.plan.device)
+        state.num_drafts[slot].fill_(legal)
+
+    def set_active(self, slot: int, active: bool) -> None:
+        """Let a slot take part in rounds from the next one on, or keep it out of them."""
+        self.parts.state.set_active(slot, active)
+
+    def retire(self, slot: int, views: Listed[SlotView]) -> None:
+        """Silence a slot, once its pages hold what others will find there."""
+        self.parts.queue.settle(views)
+        self.parts.state.retire(slot)
+
+    def clear(self, pages: list[int]) -> None:
+        """Zero pages that may hold values that are not finite."""
+        self.parts.runner.cache.clear(pages)
+        if self.parts.proposer is not None:
+            self.parts.proposer.clear(pages)
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        k: int,
+        views: Listed[SlotView],
+        needs: SamplerClass,
+        num_logprobs: int | None,
+        next_k: int,
+    ) -> Ticket:
+        """Enqueue one round; see `Round.run`."""
+        return self.parts.queue.launch(k, views, needs, num_logprobs, next_k)
+
+    def read(self, ticket: Ticket) -> RoundResult:
+        """Wait until a round has run, and return what it emitted. Of rank 0 only."""
+        return ticket.read()
+
+    def close(self) -> None:
+        """Let go of what is not this process's own."""
+
+    def restart(self) -> None:
+        """Go on after a round that broke off."""
+        self.parts.queue.restart()

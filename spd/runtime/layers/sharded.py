@@ -1,0 +1,145 @@
+"""Layers of which every rank holds a part: sums after a block, the vocabulary at both ends."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spd.kernels.dispatch import Kernels
+from spd.kernels.philox import STREAM_TARGET, gumbel
+from spd.kernels.rms_norm import rms_norm
+from spd.kernels.sampling import NEGATIVE_INFINITY, scale
+from spd.runtime.layers.linear import AnyHead, AnyLinear
+from spd.runtime.models.base import ForwardBatch, Residual
+from spd.runtime.parallel.communicator import Communicator
+
+
+def added(stream: Residual, y: Tensor, kernels: Kernels) -> Residual:
+    """The stream [T, N] plus y [T, N], rounded alone before, with squares where it has them."""
+    x = stream.x + y
+    if stream.squares is None:
+        return Residual(x)
+    every = torch.arange(x.shape[0], device=x.device)
+    return Residual(*kernels.embed(every, x, None))
+
+
+class SummedLinear:
+    """A product whose columns [N, K / ranks] are a rank's own: see `AnyLinear`. The bias is added once."""
+
+    def __init__(self, inner: AnyLinear, bias: Tensor | None, ranks: Communicator, kernels: Kernels) -> None:
+        self.inner, self.bias, self.ranks, self.kernels = inner, bias, ranks, kernels
+
+    def product(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """See `AnyLinear`."""
+        total = self.ranks.sum(self.inner.product(x, batch))
+        return total if self.bias is None else total + self.bias
+
+    def onto(self, x: Tensor, stream: Residual, batch: ForwardBatch) -> Residual:
+        """See `AnyLinear`."""
+        return added(stream, self.product(x, batch), self.kernels)
+
+    def normed_onto(
+        self, x: Tensor, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch
+    ) -> Residual:
+        """See `AnyLinear`."""
+        y = self.product(x, batch)
+        if stream.squares is None:
+            return Residual(stream.x + rms_norm(y, norm, epsilon))
+        return Residual(*self.kernels.norm_residual(y, norm, epsilon, stream.x))
+
+    def after_norm(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
+        """Nothing that is summed reads a norm."""
+        raise NotImplementedError
+
+    def gated(
+        self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch, *, gelu: bool = False
+    ) -> Tensor:
+        """Nothing that is summed has a gate."""
+        raise NotImplementedError
+
+
+class ShardedEmbedding:
+    """The rows of a table [V, H] that begin with a rank's first id; others come from who has them."""
+
+    def __init__(self, weight: Tensor, first: int, vocab_size: int, ranks: Communicator) -> None:
+        self.weight, self.first, self.ranks = weight, first, ranks
+        self.shape = torch.Size((vocab_size, weight.shape[1]))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows [T, H] of ids int64 [T]: zeros but on one rank, so that their sum is exact."""
+        own = ids - self.first
+        here = (own >= 0) & (own < self.weight.shape[0])
+        found = self.weight[torch.where(here, own, 0)]
+        return self.ranks.sum(torch.where(here.unsqueeze(-1), found, torch.zeros_like(found)))
+
+
+AnyEmbedding = Tensor | ShardedEmbedding
+
+
+def looked_up(embedding: AnyEmbedding, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and a table in which they can be looked up by a kernel: the table itself where it is whole."""
+    if isinstance(embedding, Tensor):
+        return ids, embedding
+    return torch.arange(ids.shape[0], device=ids.device), embedding.rows(ids)
+
+
+class ShardedHead:
+    """Logits of a rank's own ids, gathered; or only the best of each rank, where no more is asked."""
+
+    def __init__(self, inner: AnyHead, first: int, vocab_size: int, ranks: Communicator) -> None:
+        self.inner, self.first, self.vocab_size, self.ranks = inner, first, vocab_size, ranks
+        self.carries_squares = inner.carries_squares
+        self.width = -(-vocab_size // ranks.size)
+
+    def logits(self, hidden: Tensor, tile: int) -> Tensor:
+        """See `CausalModel`."""
+        own = self.part(hidden, tile)
+        every = self.ranks.gather(F.pad(own, (0, self.width - own.shape[-1])))
+        return every.transpose(0, 1).flatten(1)[:, : self.vocab_size]
+
+    def part(self, hidden: Tensor, tile: int) -> Tensor:
+        """Float32 logits [T, ids of this rank]."""
+        return self.inner.logits(hidden, tile)
+
+    def sample(
+        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
+    ) -> None:
+        """Kernels that draw have nothing to say of how good their best is."""
+
+    def choose(
+        self,
+        part: Tensor,
+        usable_vocab: int,
+        seed: Tensor,
+        first: Tensor,
+        step: int,
+        temperature: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [S, R] and whether each is finite, from part [S, R, ids]: the best of every rank's best.
+
+        The draw of `sample_rows` for requests with nothing but a temperature, in its bits; None: all are
+        greedy. Row r of a slot draws the token at first + step + r; ties go to the lowest id.
+        """
+        own = part.shape[-1]
+        usable = min(max(usable_vocab - self.first, 0), own)
+        if usable < own:
+            part = part.clone()
+            part[..., usable:] = NEGATIVE_INFINITY
+        scores = part
+        if temperature is not None:
+            part = scale(part, temperature)
+            positions = first.unsqueeze(-1) + step + torch.arange(part.shape[1], device=part.device)
+            # Of all ids, since a logarithm's bits may depend on where in its row an element lies.
+            noise = gumbel(
+                seed.unsqueeze(-1).expand_as(positions), positions, STREAM_TARGET, self.vocab_size
+            )[..., self.first : self.first + own]
+            greedy = (temperature <= 0).view(-1, 1, 1)
+            scores = torch.where(greedy, part, part + noise)
+        best = scores.argmax(dim=-1, keepdim=True)
+        told = torch.cat((scores.gather(-1, best), part.gather(-1, best)), dim=-1).view(torch.int32)
+        every = self.ranks.gather(torch.cat((told, (best + self.first).int()), dim=-1))
+        # Ranks are in the order of their ids, and argmax takes the first of equals.
+        winner = every[..., 0].contiguous().view(torch.float32).argmax(dim=0)
+        score = every[..., 1:].gather(0, winner[None, ..., None].expand(1, *winner.shape, 2))[0]
+        return score[..., 1].long(), score[..., 0].contiguous().view(torch.float32).isfinite()

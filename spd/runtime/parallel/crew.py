@@ -1,0 +1,251 @@
+"""Rank 0 and the ranks that follow it: started, told what to do, watched, and ended together."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from spd.errors import EngineError, IncompatibleError, UsageError
+from spd.runtime.parallel.communicator import LostRank, Pulse
+from spd.runtime.parallel.follower import report
+from spd.runtime.parallel.groups import Ranks, describe_rank, open_ranks, open_store
+from spd.runtime.parallel.links import LOOPBACK, accept, address_towards, listen
+from spd.runtime.parallel.rendezvous import Rendezvous
+from spd.runtime.parallel.watch import HANG_TICKS, TICK, Failure, Watch
+from spd.runtime.plan import EnginePlan
+
+START_SECONDS = 120
+"""In which a rank must have imported torch and said that it is there."""
+LAST_SECONDS = 3
+"""For which ranks are waited for at the end before they are killed."""
+PROGRAM = """import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from spd.cli.rank import main
+main()"""
+"""What another rank runs; the command line owns processes."""
+
+Result = TypeVar("Result")
+
+
+def start_rank(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """A rank's process on this machine, without a terminal; it ends when its input does."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, json.dumps(sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(spec).encode() + b"\n")
+    process.stdin.flush()  # and left open: its end says that this process has ended
+    return process
+
+
+class Crew:
+    """The ranks of one engine, seen from rank 0.
+
+    Raises EngineError where one does not come or fails, naming it; the others are then ended.
+    """
+
+    def __init__(self, plan: EnginePlan, meeting: Rendezvous | None = None) -> None:
+        self.plan, self.pulse = plan, Pulse()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._lines: dict[int, Connection] = {}
+        self._watch: Watch | None = None
+        self._number = 0
+        self._broken = False
+        self._host = LOOPBACK if meeting is None else address_towards(meeting.host, meeting.port)
+        self._key = secrets.token_bytes(32)
+        try:
+            with listen(self._host) as listener:
+                told = {
+                    "host": self._host,
+                    "port": listener.getsockname()[1],
+                    "key": self._key.hex(),
+                    "tp": plan.tp,
+                    "device": "cpu" if plan.device == "cpu" else "cuda",
+                }
+                if meeting is None:
+                    self._spawn(told)
+                else:
+                    self._call(meeting, told)
+                self._gather(listener)
+        except BaseException:
+            self.kill()
+            raise
+        self._watch = Watch(self._lines, self._processes, self.pulse, self.kill)
+
+    # -- the start -------------------------------------------------------------------------------
+
+    def _spawn(self, told: dict[str, Any]) -> None:
+        """Start the other ranks on this machine."""
+        for rank in range(1, self.plan.tp):
+            device = "cpu" if self.plan.device == "cpu" else f"cuda:{rank}"
+            self._processes[rank] = start_rank({**told, "rank": rank, "device": device})
+
+    def _call(self, meeting: Rendezvous, told: dict[str, Any]) -> None:
+        """Say to ranks that are there already where to come."""
+        if self.plan.tp > meeting.world:
+            raise UsageError(
+                f"--tp {self.plan.tp}, but torchrun started {meeting.world} ranks",
+                fix=[f"--tp {meeting.world}", f"torchrun with {self.plan.tp} processes in all"],
+            )
+        meeting.announce(meeting.open(), told)
+
+    def _gather(self, listener: socket.socket) -> None:
+        """Wait until all have said that they are there, and that they are of one kind."""
+        own, until = describe_rank(self.plan.device), time.monotonic() + START_SECONDS
+        while missing := [rank for rank in range(1, self.plan.tp) if rank not in self._lines]:
+            for rank in missing:
+                if rank in self._processes and (status := self._processes[rank].poll()) is not None:
+                    raise EngineError(f"rank {rank} ended with status {status} before it had begun")
+            if time.monotonic() > until:
+                raise EngineError(
+                    f"rank {missing[0]} did not come within {START_SECONDS} seconds",
+                    reason=[f"{self.plan.tp - len(missing)} of {self.plan.tp} ranks are there"],
+                )
+            line = accept(listener, self._key, TICK)
+            if line is None:
+                continue
+            _, rank, facts, _ = line.recv()
+            for name, value in facts.items():
+                if value != own[name]:
+                    raise IncompatibleError(
+                        f"rank {rank} has another {name} than rank 0, so that their bits may differ",
+                        reason=[f"rank 0: {own[name]}", f"rank {rank}: {value}"],
+                        code="tensor_parallel",
+                    )
+            self._lines[rank] = line
+
+    def open(self, usable_vocab: int) -> Ranks:
+        """Let every rank load its part, and meet them; the own part is loaded by the caller."""
+
+        def meet() -> Ranks:
+            plan, listener = self.plan, listen(self._host)
+            port = listener.getsockname()[1]
+            store = open_store(listener, self._host, port)
+            for line in self._lines.values():
+                line.send(
+                    (replace(plan, device="cpu" if plan.device == "cpu" else "cuda"), usable_vocab, port)
+                )
+            return open_ranks(store, 0, plan.tp, plan.draft_tp, plan.device, self._host, self.pulse)
+
+        self._ranks = self.guard(meet)
+        return self._ranks
+
+    # -- orders ----------------------------------------------------------------------------------
+
+    def lead(self, name: str, args: Sequence[Any], act: Callable[[], Result]) -> Result:
+        """Do something on every rank: tell the others, then act. Nothing is done once the crew is broken."""
+        if self._broken:
+            raise self._verdict("an earlier order broke off")
+
+        def ordered() -> Result:
+            self._send(name, args)
+            return act()
+
+        return self.guard(ordered)
+
+    @property
+    def broken(self) -> bool:
+        """Whether an order broke off, so that nobody knows where the other ranks are."""
+        return self._broken
+
+    def guard(self, act: Callable[[], Result]) -> Result:
+        """Act; whatever breaks off breaks the crew. Raises EngineError naming a rank that has failed."""
+        try:
+            self.pulse.beat()
+            return act()
+        except (LostRank, OSError, RuntimeError) as error:
+            self._broken = True
+            if not isinstance(error, (LostRank, OSError)) and not self._news():
+                self.kill()
+                raise
+            raise self._verdict(str(error)) from None
+        except BaseException:
+            self._broken = True
+            self.kill()
+            raise
+
+    def _news(self) -> bool:
+        """Whether another rank's failure is known, or comes to be known in a moment."""
+        return self._watch is not None and self._watch.failed.wait(4 * TICK)
+
+    def check(self) -> None:
+        """Raise what has become known of the other ranks."""
+        if self._watch is not None and self._watch.failure is not None:
+            self._broken = True
+            raise self._verdict("")
+
+    def _verdict(self, words: str) -> EngineError:
+        """The error that says which rank failed, and how."""
+        failure: Failure | None = None
+        if self._watch is not None:
+            self._watch.failed.wait(TICK * (HANG_TICKS + 8))
+            failure = self._watch.failure
+        self.kill()
+        if failure is None:
+            return EngineError("the ranks lost each other", reason=[words] if words else [])
+        last = failure.details.strip().splitlines()[-12:]
+        return EngineError(f"rank {failure.rank}: {failure.words}", reason=last)
+
+    def _send(self, name: str, args: Sequence[Any]) -> None:
+        message = pickle.dumps((self._number, name, tuple(args)), protocol=pickle.HIGHEST_PROTOCOL)
+        self._number += 1
+        for line in self._lines.values():
+            line.send_bytes(message)
+
+    def reports(self) -> dict[int, dict[str, Any]]:
+        """What each rank has exchanged so far, and the most memory it has held; see `follower.report`."""
+        assert self._watch is not None
+        found = {0: report(self._ranks)}
+        self.lead("report", (), lambda: None)
+        while len(found) < self.plan.tp:
+            self.check()
+            if not self._watch.reports.empty():
+                rank, told = self._watch.reports.get()
+                found[rank] = told
+            else:
+                time.sleep(0.01)
+        return found
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the other ranks: by asking, where they still listen."""
+        if self._watch is not None:
+            self._watch.close()
+        if not self._broken:
+            self._broken = True
+            with suppress(OSError):
+                self._send("end", ())
+            until = time.monotonic() + LAST_SECONDS
+            for process in self._processes.values():
+                try:
+                    process.wait(max(0.0, until - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    break
+        self.kill()
+
+    def kill(self) -> None:
+        """End the other ranks at once."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            if process.stdin is not None:
+                with suppress(OSError):
+                    process.stdin.close()
+        for line in self._lines.values():
+            with suppress(OSError):
+                line.close()

@@ -1,0 +1,119 @@
+"""A rank other than rank 0: a process that makes the calls that rank 0 makes, in the same order."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+BEAT_SECONDS = 0.5
+COLLATERAL = 75
+"""The exit status of a rank that ends because another one did."""
+
+
+class Line:
+    """The line to rank 0, which two threads write to."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection, self._lock = connection, threading.Lock()
+
+    def send(self, *message: Any) -> None:
+        """Say something to rank 0. Raises OSError where it is gone."""
+        with self._lock:
+            self.connection.send(message)
+
+
+def _keep_beating(line: Line, pulse: Any, leave: Callable[[int], None]) -> None:
+    stop, parent = threading.Event(), os.getppid()
+    while not stop.wait(BEAT_SECONDS):
+        if os.getppid() != parent:
+            leave(COLLATERAL)
+        try:
+            line.send("beat", pulse.steps, pulse.waiting)
+        except OSError:
+            leave(COLLATERAL)
+
+
+def serve(spec: dict[str, Any], leave: Callable[[int], None]) -> int:
+    """Connect, load what rank 0's plan says, and follow; returns the exit status.
+
+    `leave` ends the process at once, wherever it is.
+    """
+    import torch
+
+    from spd.runtime.parallel.communicator import LostRank, Pulse
+    from spd.runtime.parallel.groups import describe_rank
+    from spd.runtime.parallel.links import connect
+
+    pulse, rank = Pulse(), spec["rank"]
+    try:
+        connection, own_host = connect(spec["host"], spec["port"], bytes.fromhex(spec["key"]))
+        line = Line(connection)
+    except (OSError, EOFError):
+        return COLLATERAL
+    try:
+        if spec["device"] != "cpu":
+            torch.cuda.set_device(torch.device(spec["device"]))
+        line.send("hello", rank, describe_rank(spec["device"]), os.getpid())
+        threading.Thread(target=_keep_beating, args=(line, pulse, leave), daemon=True).start()
+        _follow(line, spec, own_host, pulse)
+    except (LostRank, EOFError, OSError):
+        return COLLATERAL
+    except BaseException as error:
+        line.send("error", type(error).__name__, str(error), traceback.format_exc())
+        return 1
+    return 0
+
+
+def _follow(line: Line, spec: dict[str, Any], own_host: str, pulse: Any) -> None:
+    """Load what rank 0 asks for, then obey it until it ends."""
+    import torch
+
+    from spd.formats.model_config import read_model_config
+    from spd.runtime.assembly import assemble
+    from spd.runtime.device_side import DeviceSide
+    from spd.runtime.parallel.groups import open_ranks, open_store
+
+    (plan, usable_vocab, port) = line.connection.recv()
+    torch.set_num_threads(plan.threads)
+    plan = replace(plan, device=spec["device"])
+    store = open_store(None, spec["host"], port)
+    ranks = open_ranks(store, spec["rank"], plan.tp, plan.draft_tp, plan.device, own_host, pulse)
+    config = read_model_config(Path(plan.model))
+    parts = assemble(plan, config, usable_vocab, lambda _: pulse.beat(), ranks)
+    device = DeviceSide(parts, plan)
+    line.send("ready")
+    obey(device, line.connection.recv, lambda: line.send("report", spec["rank"], report(ranks)), pulse)
+
+
+def obey(device: Any, receive: Callable[[], Any], tell: Callable[[], None], pulse: Any) -> None:
+    """Carry out numbered orders on a device side until the one that ends; `tell` answers "report"."""
+    expected = 0
+    while True:
+        number, name, args = receive()
+        if number != expected:
+            raise RuntimeError(f"order {number} came instead of order {expected}")
+        expected += 1
+        pulse.beat()
+        if name == "end":
+            return
+        if name == "report":
+            tell()
+        else:
+            getattr(device, name)(*args)
+
+
+def report(ranks: Any) -> dict[str, Any]:
+    """What a rank has exchanged so far, by group, and the most memory it has held, in bytes."""
+    groups = {"target": ranks.target, "draft": ranks.draft, "share": ranks.share}
+    found: dict[str, Any] = {
+        name: (group.traffic.collectives, group.traffic.bytes) if group is not None else (0, 0)
+        for name, group in groups.items()
+    }
+    found["peak"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return found

@@ -1,0 +1,167 @@
+"""Rank 0's eye on the others: who has died, who has failed, and who keeps everybody waiting."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from spd.runtime.parallel.communicator import Pulse
+from spd.runtime.parallel.follower import COLLATERAL
+
+TICK = 0.25
+"""Seconds between two looks."""
+HANG_TICKS = 72
+"""Looks without a step while others wait, or without a word, after which a rank is given up: 18 seconds.
+
+Counted in looks, not by the clock: while the terminal has stopped the program, nobody looks."""
+LAST_WORDS_TICKS = 4
+"""Looks for which a rank that ended because of another one waits for the news of that one."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run ended: a rank's number, what happened in words, and its traceback where it had one."""
+
+    rank: int
+    words: str
+    details: str = ""
+
+
+@dataclass
+class _Member:
+    """What is known of one rank."""
+
+    line: Connection | None
+    process: subprocess.Popen[bytes] | None
+    steps: int = 0
+    waiting: bool = False
+    quiet: int = 0
+    """Looks since its last word."""
+    still: int = 0
+    """Looks since its last step."""
+    gone: int = 0
+    """Looks since it ended because of another rank."""
+
+
+class Watch:
+    """A thread that looks at every rank; `failure` once one has failed, and then all are ended by `kill`."""
+
+    def __init__(
+        self,
+        lines: Mapping[int, Connection],
+        processes: Mapping[int, subprocess.Popen[bytes]],
+        pulse: Pulse,
+        kill: Callable[[], None],
+    ) -> None:
+        self.failure: Failure | None = None
+        self.failed = threading.Event()
+        self.reports: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self.ready: set[int] = set()
+        self._pulse, self._kill = pulse, kill
+        self._members = {rank: _Member(line, processes.get(rank)) for rank, line in lines.items()}
+        self._own = _Member(None, None)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="spd ranks", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more: what ends from now on was meant to."""
+        self._closing.set()
+
+    def _run(self) -> None:
+        while not self._closing.is_set() and self.failure is None:
+            self._hear(time.monotonic() + TICK)
+            if self._closing.is_set():
+                return
+            failure = self.failure or self._dead() or self._stalled()
+            if failure is not None:
+                self.failure = failure
+        if self.failure is not None:
+            self._kill()
+            self.failed.set()
+
+    def _hear(self, until: float) -> None:
+        """Take in what the ranks say until then."""
+        for member in (*self._members.values(), self._own):
+            member.quiet += 1
+            member.still += 1
+        while (left := until - time.monotonic()) > 0:
+            open_lines = {m.line: rank for rank, m in self._members.items() if m.line is not None}
+            heard = wait(list(open_lines), left)
+            if not open_lines:
+                time.sleep(left)
+            for line in heard:
+                assert isinstance(line, Connection)
+                self._take(open_lines[line], line)
+        if self._pulse.steps != self._own.steps:
+            self._own.steps, self._own.still = self._pulse.steps, 0
+        self._own.waiting = self._pulse.waiting
+
+    def _take(self, rank: int, line: Connection) -> None:
+        member = self._members[rank]
+        try:
+            kind, *rest = line.recv()
+        except (EOFError, OSError):
+            member.line = None
+            return
+        member.quiet = 0
+        if kind == "beat":
+            if rest[0] != member.steps:
+                member.steps, member.still = rest[0], 0
+            member.waiting = rest[1]
+        elif kind == "ready":
+            self.ready.add(rank)
+        elif kind == "report":
+            self.reports.put((rest[0], rest[1]))
+        elif kind == "error":
+            self.failure = self.failure or Failure(rank, f"{rest[0]}: {rest[1]}", rest[2])
+
+    def _dead(self) -> Failure | None:
+        """A rank that ended by itself; one that ended because of another only if no other is found."""
+        for rank, member in self._members.items():
+            status = member.process.poll() if member.process is not None else None
+            if status is None and member.line is not None:
+                continue
+            if status is None and member.process is not None and member.gone < LAST_WORDS_TICKS:
+                member.gone += 1  # the line has closed: the status comes in a moment
+                continue
+            if status in (COLLATERAL, None) and member.gone < 2 * LAST_WORDS_TICKS:
+                member.gone += 1
+                continue
+            return Failure(rank, _end_words(status))
+        return None
+
+    def _stalled(self) -> Failure | None:
+        """A rank that has not said a word, or that has not moved while others wait for it."""
+        for rank, member in self._members.items():
+            if member.quiet > HANG_TICKS:
+                return Failure(rank, f"has not answered for {HANG_TICKS * TICK:.0f} seconds")
+        everyone = {0: self._own, **self._members}
+        waiting = [member for member in everyone.values() if member.waiting and member.still > HANG_TICKS]
+        moving = any(member.still <= HANG_TICKS for member in everyone.values())
+        if not waiting or moving:
+            return None
+        late = {rank: member.steps for rank, member in everyone.items() if not member.waiting}
+        rank = min(
+            late or {rank: member.steps for rank, member in everyone.items()},
+            key=lambda r: (everyone[r].steps, r),
+        )
+        return Failure(rank, f"has kept the others waiting for {HANG_TICKS * TICK:.0f} seconds")
+
+
+def _end_words(status: int | None) -> str:
+    if status is None or status == COLLATERAL:
+        return "its connection was lost"
+    if status < 0:
+        try:
+            return f"was ended by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was ended by signal {-status}"
+    return f"ended with status {status}"

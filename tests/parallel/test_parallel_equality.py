@@ -1,0 +1,201 @@
+"""The tokens of one rank on several, whatever the family, the drafter and the size of the drafting groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spd import demo_folder
+from spd.errors import IncompatibleError, UsageError
+from spd.formats.checkpoint import Checkpoint
+from spd.formats.model_config import read_model_config
+from spd.runtime import EngineConfig, SamplingParams
+from spd.runtime.models import family_layout
+from spd.runtime.models.shards import Shard
+from spd.runtime.models.weights import cuts_of
+from spd.runtime.sliced_reader import SlicedReader
+from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.recipes.fp8_twin import write_twin
+from tests.recipes.tiny import VARIANTS
+from tests.recipes.tiny_dense import FAMILIES, write_dense
+from tests.recipes.tiny_mtp import soft, write_tiny_mtp
+
+pytestmark = pytest.mark.usefixtures("threads")
+
+PROMPTS = [*random_prompts(2, 75, 256), *random_prompts(2, 20, 256, seed=1)]
+PARAMS = [
+    SamplingParams(temperature=t, max_tokens=14, seed=i, ignore_eos=True)
+    for i, t in enumerate((0.0, 0.8, 0.0, 1.2))
+]
+EVERY_PARAMETER = [
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.9, max_tokens=14, seed=1),
+    SamplingParams(repetition_penalty=1.4, max_tokens=14, logprobs=3),
+    SamplingParams(temperature=0.7, logit_bias=((5, 4.0), (6, -100.0)), max_tokens=14, seed=3),
+    SamplingParams(min_tokens=8, stop_token_ids=tuple(range(0, 256, 16)), max_tokens=14),
+]
+
+
+def texts(engine: Any, params: list[SamplingParams] = PARAMS) -> list[Run]:
+    runs = run_all(engine, PROMPTS, params)
+    engine.close()
+    return runs
+
+
+def outputs(runs: list[Run]) -> list[Any]:
+    return [run.output for run in runs]
+
+
+def family(name: str, tiny: Callable[..., Path], folder: Path) -> Path:
+    if name == "fp8":  # heads and widths begin and end inside blocks of 24
+        return write_twin(tiny("deepseek_v3", hidden=72, dtype="bfloat16"), folder / "fp8", block=24)
+    return tiny(name) if name in VARIANTS else write_dense(folder / name, name)
+
+
+COVERING = [("gqa8", 4), ("biases", 2), ("deepseek_v3", 2), ("gemma2", 2), ("phi3", 2), ("fp8", 4)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), COVERING)
+def test_a_family_on_several_ranks(name: str, ranks: int, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder = family(name, tiny, tmp_path)
+    plain = outputs(texts(make_engine(folder, slots=2)))
+    speculated = texts(make_engine(folder, slots=2, tp=ranks, spec="ngram", ngram_min=1, draft_max=4))
+    assert outputs(speculated) == plain
+    assert sum(run.metrics.draft_n for run in speculated)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", [*VARIANTS, *FAMILIES])
+def test_every_family_on_several_ranks(
+    name: str, ranks: int, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = family(name, tiny, tmp_path)
+    plain = outputs(texts(make_engine(folder, slots=2)))
+    for spec in ({"spec": "off"}, {"spec": "ngram", "ngram_min": 1, "draft_max": 4, "lag": 1}):
+        assert outputs(texts(make_engine(folder, slots=2, tp=ranks, **spec))) == plain, spec
+    rounded = [
+        outputs(texts(make_engine(folder, slots=2, tp=ranks, dtype="bfloat16", **spec)))
+        for spec in ({"spec": "off"}, {"spec": "ngram", "ngram_min": 1, "draft_max": 4})
+    ]
+    assert rounded[0] == rounded[1], "speculation is seen in bfloat16"
+
+
+def damped(layer: int) -> float:
+    """Later layers speak softly, so that a draft of the first two often agrees."""
+    return 1.0 if layer < 2 else 0.12
+
+
+@pytest.mark.parametrize("method", ["draft", "mtp"])
+def test_a_drafter_on_fewer_ranks_than_its_target(
+    method: str, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The same tokens and the same accepted drafts, however many ranks share the drafter."""
+    wishes: dict[str, Any] = {"spec": method, "draft_max": 3, "slots": 2}
+    if method == "draft":
+        target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
+        wishes["draft_model"] = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
+    else:
+        target = write_tiny_mtp(tmp_path / "mtp", modules=2, kind="copy", layers=3, residual_gain=soft)
+    plain = outputs(texts(make_engine(target, slots=2)))
+    alone = texts(make_engine(target, **wishes))
+    accepted = [run.drafts for run in alone]
+    assert outputs(alone) == plain and any(n for drafts in accepted for _, n in drafts)
+    for group in (1, 2, 4):
+        runs = texts(make_engine(target, tp=4, draft_tp=group, **wishes))
+        assert outputs(runs) == plain, group
+        assert [run.drafts for run in runs] == accepted, group
+
+
+def test_every_parameter(tiny: Callable[..., Path]) -> None:
+    """Draws that need whole logits, beside a neighbour whose draw does not."""
+    folder = tiny("gqa4")
+    whole = texts(make_engine(folder, slots=2), EVERY_PARAMETER)
+    parts = texts(make_engine(folder, slots=2, tp=2, spec="ngram", draft_max=3), EVERY_PARAMETER)
+    assert outputs(parts) == outputs(whole)
+    for one, other in zip(parts, whole, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_other_rules(rule: str, tiny: Callable[..., Path]) -> None:
+    target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
+    wishes = {"spec": "draft", "draft_model": target, "draft_max": 3, "verify": rule}
+    one = texts(make_engine(target, **wishes))
+    assert outputs(texts(make_engine(target, tp=2, draft_tp=1, **wishes))) == outputs(one)
+
+
+def test_ties_go_to_the_lowest_id_across_ranks(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """A head whose every row is another one's twin, in another rank's part."""
+    from safetensors.torch import load_file, save_file
+
+    source, folder = tiny("llama2"), tmp_path / "twins"
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    head = tensors["lm_head.weight"]
+    half = head.shape[0] // 2
+    tensors["lm_head.weight"] = torch.cat((head[:half], head[:half])).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    one, two = (texts(make_engine(folder, tp=ranks)) for ranks in (1, 2))
+    assert outputs(one) == outputs(two)
+    assert all(token < half for run in two[::2] for token in run.tokens), "greedy takes the first of twins"
+
+
+def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """What four ranks take of each tensor, laid together, is the tensor; key heads stand on two ranks."""
+    for name in ("gqa4", "deepseek_v3", "phi3"):
+        folder = family(name, tiny, tmp_path)
+        config = read_model_config(folder)
+        layout = family_layout(config)
+        with Checkpoint.open(folder) as checkpoint:
+            cuts = [cuts_of(config, layout.sharded(Shard(rank, 4))) for rank in range(4)]
+            assert all(each.keys() == cuts[0].keys() for each in cuts) and len(cuts[0]) > 8
+            for tensor in cuts[0]:
+                whole = checkpoint.read(tensor)
+                parts = [SlicedReader(checkpoint, each).read(tensor) for each in cuts]
+                dim = cuts[0][tensor].dim
+                size, copies = sum(part.shape[dim] for part in parts), 1
+                if "k_proj" in tensor or "v_proj" in tensor:
+                    copies = 2
+                    parts = parts[::2]
+                if "qkv_proj" not in tensor:
+                    assert size == copies * whole.shape[dim], tensor
+                if len(cuts[0][tensor].ranges) == 1:
+                    assert torch.equal(torch.cat(parts, dim), whole), tensor
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said", "fix"),
+    [
+        ({"tp": 3}, "--tp 3 does not divide the target", "--tp 2"),
+        ({"tp": 8}, "--tp 8 does not divide", "--tp 4"),
+    ],
+)
+def test_sizes_that_do_not_divide(
+    wishes: dict[str, Any], said: str, fix: str, tiny: Callable[..., Path]
+) -> None:
+    with pytest.raises(IncompatibleError) as caught:
+        make_engine(tiny("qwen3"), **wishes)
+    assert said in caught.value.message and fix in caught.value.fix
+
+
+def test_groups_that_do_not_divide(tiny: Callable[..., Path]) -> None:
+    with pytest.raises(UsageError, match="--draft-tp must divide --tp"):
+        EngineConfig(model=tiny("qwen3"), tp=4, draft_tp=3)
+    with pytest.raises(IncompatibleError, match="--draft-tp 2 does not divide the drafter"):
+        make_engine(demo_folder(), spec="draft", tp=2, draft_tp=2)
+
+
+def test_the_plan_chooses_and_says_why(tiny: Callable[..., Path]) -> None:
+    target = tiny("qwen3")
+    engine = make_engine(target, spec="draft", draft_model=target, tp=2)
+    assert engine.plan.draft_tp in (1, 2) and "by the cost model" in engine.plan.draft_tp_reason
+    engine.close()
+    plain = make_engine(target, tp=2, draft_tp=2)
+    assert (plain.plan.draft_tp, plain.plan.draft_tp_reason) == (1, "nothing drafts with a model")
+    plain.close()

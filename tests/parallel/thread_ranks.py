@@ -1,0 +1,129 @@
+"""Ranks as threads of one process: the same orders and layers, exchanged through memory."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spd.formats.model_config import read_model_config
+from spd.runtime.assembly import assemble
+from spd.runtime.device_side import DeviceSide
+from spd.runtime.parallel.communicator import Communicator, Pulse
+from spd.runtime.parallel.follower import obey, report
+from spd.runtime.parallel.groups import Ranks
+
+
+class Meeting:
+    """Where the threads of a group lay down their parts; each waits until all have."""
+
+    def __init__(self, size: int) -> None:
+        self.parts: list[Tensor] = [torch.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=60)
+
+    def gather(self, rank: int, part: Tensor) -> Tensor:
+        self.parts[rank] = part
+        self.barrier.wait()
+        whole = torch.stack(self.parts)
+        self.barrier.wait()
+        return whole
+
+
+class ThreadCommunicator(Communicator):
+    """A group of threads."""
+
+    def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
+        super().__init__(None, rank, size, Pulse())
+        self.meeting = meeting
+
+    def gather(self, part: Tensor) -> Tensor:
+        whole = self.meeting.gather(self.rank, part.contiguous())
+        self.traffic.add(part.nbytes * (self.size - 1))
+        return whole
+
+    def broadcast(self, tensor: Tensor) -> None:
+        tensor.copy_(self.meeting.gather(self.rank, tensor.clone())[0])
+        self.traffic.add(tensor.nbytes if self.rank else 0)
+
+
+class ThreadCrew:
+    """Stands in for `Crew`: every other rank is a thread."""
+
+    def __init__(self, plan: Any, meeting: None = None) -> None:
+        self.plan, self.pulse, self.broken = plan, Pulse(), False
+        self.failures: list[BaseException] = []
+        self.reported: dict[int, Any] = {}
+        self._number = 0
+        size, group = plan.tp, plan.draft_tp
+        self._meetings = [Meeting(size)] + [Meeting(group) for _ in range(size // group)]
+        self._share = Meeting(size)
+        self._queues = [queue.SimpleQueue[bytes]() for _ in range(1, size)]
+        self._threads: list[threading.Thread] = []
+
+    def ranks(self, rank: int) -> Ranks:
+        size, group = self.plan.tp, self.plan.draft_tp
+        target = ThreadCommunicator(self._meetings[0], rank, size)
+        if group == size:
+            return Ranks(target, ThreadCommunicator(self._meetings[0], rank, size), None)
+        number, place = divmod(rank, group)
+        draft = ThreadCommunicator(self._meetings[1 + number], place, group) if group > 1 else None
+        return Ranks(target, draft, ThreadCommunicator(self._share, rank, size))
+
+    def open(self, usable_vocab: int) -> Ranks:
+        for rank in range(1, self.plan.tp):
+            thread = threading.Thread(target=self._serve, args=(rank, usable_vocab), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        self._ranks = self.ranks(0)
+        return self._ranks
+
+    def _serve(self, rank: int, usable_vocab: int) -> None:
+        try:
+            from pathlib import Path
+
+            ranks = self.ranks(rank)
+            parts = assemble(self.plan, read_model_config(Path(self.plan.model)), usable_vocab, None, ranks)
+            orders = self._queues[rank - 1]
+            obey(
+                DeviceSide(parts, self.plan),
+                lambda: pickle.loads(orders.get()),
+                lambda: self.reported.__setitem__(rank, report(ranks)),
+                Pulse(),
+            )
+        except BaseException as error:
+            self.failures.append(error)
+            for meeting in (*self._meetings, self._share):
+                meeting.barrier.abort()
+
+    def guard(self, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except threading.BrokenBarrierError:
+            raise self.failures[0] from None
+
+    def check(self) -> None:
+        assert not self.failures
+
+    def lead(self, name: str, args: Any, act: Callable[[], Any]) -> Any:
+        message = pickle.dumps((self._number, name, tuple(args)))
+        self._number += 1
+        for orders in self._queues:
+            orders.put(message)
+        return self.guard(act)
+
+    def reports(self) -> dict[int, Any]:
+        self.lead("report", (), lambda: None)
+        self.close()
+        return {0: report(self._ranks), **self.reported}
+
+    def close(self) -> None:
+        if not self.broken:
+            self.broken = True
+            self.lead("end", (), lambda: None)
+            for thread in self._threads:
+                thread.join(30)
