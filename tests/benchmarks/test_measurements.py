@@ -168,3 +168,16 @@ def test_every_command_of_bench_results_is_one(monkeypatch: pytest.MonkeyPatch) 
     assert [bench_results.main([name]) for name in bench_results.COMMANDS] == [3, 3, 3]
     assert [command[3:5] for command in asked] == [["bench", "-m"]] * 3
     assert [command[-1] for command in asked] == ["--json"] * 3
+
+
+def test_rows_of_two_demos_never_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = iter(("before", "before", "after"))
+    monkeypatch.setattr(acceptance, "weights_digest", lambda: next(digests))
+    row = {"drafter": "ngram", "verify": "block", "k": 1, "temperature": 1.0}
+    row["length"] = {"value": 1.5, "error": 0.1}
+    monkeypatch.setattr(acceptance, "measure", lambda *given: [{**row, "k": given[2]}])
+    out = tmp_path / "acceptance.json"
+    asked = ["--only", "ngram", "--verify", "block", "--draft-max", "2", "--out", str(out)]
+    assert acceptance.main(asked) == 1
+    result = json.loads(out.read_text())
+    assert [kept["k"] for kept in result["rows"]] == [1] and result["settings"]["weights_sha256"] == "before"
