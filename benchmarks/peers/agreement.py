@@ -53,7 +53,7 @@ def agreement_lines(report: Mapping[str, Any]) -> list[str]:
     lines = []
     for pair, found in report["agreement"].items():
         words = "agree" if found["agree"] else "differ"
-        lines.append(f"acceptance of {pair}: {words} within {found['largest']:.1%}")
+        lines.append(f"acceptance of {pair}: {words}, {found['largest']:.1%} apart at most")
         mine, its = (report["entries"][name]["acceptance"] for name in pair.split(" / "))
         for name in ("acceptance_rate", "acceptance_length"):
             lines.append(f"  {name:<20}{mine[name]:>8.4f}{its[name]:>8.4f}")
