@@ -9,8 +9,8 @@ From the repository:
     python -m benchmarks.peers /tmp/medium --transformers-python ... --vllm-python ... \\
         --llama-cpp ... --imposed 3 --concurrency 1,4,16 --rates 1,2,4,6,8
 
-Acceptance alone, spd's beside vLLM's. In float32 both write the same text, so that it must agree; in bfloat16
-texts part at near-ties, and many tokens are needed:
+Acceptance alone, spd's beside vLLM's. Near-ties part the texts of two engines, in float32 more rarely than in
+bfloat16, and other texts have other acceptance, so that many tokens are needed:
 
     python -m benchmarks.peers /tmp/medium --vllm-python ... --dtype float32 --rows 0 -n 512 --rounds 8 \\
         --only spd-plain,spd-draft,vllm-draft
