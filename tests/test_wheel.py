@@ -29,6 +29,8 @@ def test_the_wheel_holds_the_package_and_the_demo_only(wheel: Path) -> None:
         "spd/formats/demo/tokenizer.json",
         "spd/runtime/measuring/prompts.jsonl",
         "spd/runtime/measuring/schemas/bench.json",
+        "spd/runtime/measuring/schemas/generate.json",
+        "spd/runtime/measuring/schemas/inspect.json",
         "spd/runtime/measuring/schemas/verify.json",
         "spd/formats/demo/draft/model.safetensors",
     ):

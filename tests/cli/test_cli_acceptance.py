@@ -15,6 +15,7 @@ from typer.main import get_command
 
 from spd.cli.app import COMMAND_TABLE, COMMANDS, build_app
 from spd.cli.argv import prepare
+from tests.json_schema import faults
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +85,7 @@ def test_counts_agree_with_each_other(spd_run: Callable, more: list[object]) -> 
     """A round brings one token and its accepted drafts; the last may be cut by an end or a limit."""
     quick = ("--threads", 1, "--ctx", 256, "--temperature", 0, "--json")
     shown = spd_run("generate", *quick, *more, "What does os.path.join do?").json
+    assert faults(shown, "generate") == [] and faults(shown | {"seed": "7"}, "generate") != []
     timings, told = shown["timings"], shown["metrics"]["speculative_decoding"]
     assert timings["predicted_n"] == shown["usage"]["completion_tokens"] == len(shown["token_ids"])
     rounds = sum(told["acceptance_histogram"])

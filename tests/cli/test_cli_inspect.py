@@ -19,6 +19,7 @@ from spd.runtime.measuring import foresight
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 from spd.runtime.plan import make_plan
+from tests.json_schema import faults
 
 ROOT = Path(__file__).resolve().parents[2]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -124,6 +125,7 @@ def test_what_would_run_is_what_the_plan_says(spd_run: Callable) -> None:
         (("--draft", draft), EngineConfig(model=demo_folder(), device="cpu", draft_model=draft)),
     ):
         shown, plan = spd_run("inspect", "demo", *words, "--json").json, make_plan(config)
+        assert faults(shown, "inspect") == [] and faults(shown | {"more": 1}, "inspect") != []
         told, need = shown["speculation"], shown["needs"]
         assert (told["method"], told["draft_max"]) == (plan.spec, plan.draft_max)
         assert told["reason"] == ("it is given with --draft" if words else plan.spec_reason)
