@@ -24,7 +24,8 @@ HEADS_A_PROGRAM = 8
 ROW_TILE, KEY_BLOCK = 64, 32
 """Rows and positions a tile: all heads of a query or half of them, so that latents are read once or twice.
 Beside 128 sums a thread, addresses that do not change in the loop are kept in local memory (five reloads for
-each 74 matrix instructions on sm_90)."""
+each 74 matrix instructions on sm_90). Tiles of 16 positions need none there, but as many matrix instructions
+for half the positions; with fewer stages as much is kept, with 16 warps more."""
 WARPS = 8
 BLOCK_A, BLOCK_B = 64, 64
 
@@ -206,7 +207,7 @@ def mla_prefill(
     return out
 
 
-def signatures() -> dict[str, Signature]:
+def signatures(capability: tuple[int, int] = (9, 0)) -> dict[str, Signature]:
     """The kernels as launched for DeepSeek-V3: 128 heads, 512 latent values and 64 rotated ones."""
     heads, rank, turned = 128, 512, 64
     found = {}
@@ -232,7 +233,7 @@ def signatures() -> dict[str, Signature]:
         found[f"head_linear_{name}"] = Signature(
             head_linear_kernel, kind, sizes, {"num_warps": 4, "num_stages": 3}, ("rows", "x", "y")
         )
-        tile, keys, stages = tile_shape(torch.bfloat16, rank + turned, (9, 0))
+        tile, keys, stages = tile_shape(torch.bfloat16, rank + turned, capability)
         shape = _constants(heads, rank, turned, 64, tile, keys)
         options = {"num_warps": WARPS, "num_stages": stages}
         types = {"query": f"*{name}", "pool": f"*{name}", "scale": "fp32"}

@@ -205,10 +205,10 @@ def experts_onto(
     return y, squares
 
 
-def signatures() -> dict[str, Signature]:
+def signatures(capability: tuple[int, int] = (9, 0)) -> dict[str, Signature]:
     """A layer of Qwen3-30B-A3B in bfloat16, and one of DeepSeek-V3 in FP8."""
-    qwen = _signatures("30b", 128, 2048, 768, 8, 1, 1, False, None)
-    return qwen | _signatures("v3", 256, 7168, 2048, 8, 8, 4, True, "fp8e4nv")
+    qwen = _signatures("30b", 128, 2048, 768, 8, 1, 1, False, None, capability)
+    return qwen | _signatures("v3", 256, 7168, 2048, 8, 8, 4, True, "fp8e4nv", capability)
 
 
 def _signatures(
@@ -221,6 +221,7 @@ def _signatures(
     kept: int,
     sigmoid: bool,
     eight: str | None,
+    capability: tuple[int, int],
 ) -> dict[str, Signature]:
     rule = {"PER_TOKEN": per_token, "BLOCK_S": per_token, "GROUPS": groups, "GROUPS_KEPT": kept}
     rule |= {"GROUP_BEST": 2, "SIGMOID": sigmoid, "NORMALISED": True, "E": count, "BLOCK_E": count}
@@ -258,10 +259,12 @@ def _signatures(
             four,
         ),
     }
-    return found | _product_signatures(name, hidden, inner, eight)
+    return found | _product_signatures(name, hidden, inner, eight, capability)
 
 
-def _product_signatures(name: str, hidden: int, inner: int, eight: str | None) -> dict[str, Signature]:
+def _product_signatures(
+    name: str, hidden: int, inner: int, eight: str | None, capability: tuple[int, int]
+) -> dict[str, Signature]:
     pdl, loose = {"PDL": True}, ("pairs", "per_token", "scale_stride")
     found = {}
     size, group = (1, {"GROUP_N": 16, "GROUP_K": 128}) if eight else (2, {"GROUP_N": 1, "GROUP_K": 0})
@@ -274,7 +277,7 @@ def _product_signatures(name: str, hidden: int, inner: int, eight: str | None) -
     }
     types |= {"inner": "*bf16", "n": "i32", "k": "i32"} | ({"scale": "*fp32"} if eight else {})
     none = {} if eight else {"scale": None}
-    config = _expert_config(2 * inner, hidden, size, (9, 0), True)
+    config = _expert_config(2 * inner, hidden, size, capability, True)
     found[f"experts_gate_up_{name}"] = Signature(
         experts_gate_up_kernel,
         types | {"x": "*bf16", "per_token": "i32"},
@@ -282,7 +285,7 @@ def _product_signatures(name: str, hidden: int, inner: int, eight: str | None) -
         {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": False},
         loose,
     )
-    config = _expert_config(hidden, inner, size, (9, 0), False)
+    config = _expert_config(hidden, inner, size, capability, False)
     found[f"experts_down_{name}"] = Signature(
         experts_down_kernel,
         types | {"made": "*fp32"},

@@ -43,13 +43,14 @@ def _layer_signatures(
     inner: int,
     eight: str | None = None,
     *,
+    device: tuple[int, int],
     gelu: bool = False,
 ) -> dict[str, Signature]:
     """A layer's products: qkv [qkv, hidden], out [hidden, out], gate_up [2 * inner, hidden] and down.
 
     `eight` names the type of weights that are kept in eight bits.
     """
-    device, size = (9, 0), 1 if eight else 2
+    size = 1 if eight else 2
     product = dict.fromkeys(("w", "x", "y"), f"*{dtype}") | {"epsilon": "fp32"}
     if eight:
         product |= {"w": f"*{eight}", "scale": "*fp32"}
@@ -69,9 +70,11 @@ def _layer_signatures(
     return found
 
 
-def _head_signatures(dtype: str, tile: int, vocab: int, hidden: int) -> dict[str, Signature]:
+def _head_signatures(
+    dtype: str, tile: int, vocab: int, hidden: int, device: tuple[int, int]
+) -> dict[str, Signature]:
     """The head's logits and its draw."""
-    config = with_tile(config_for(vocab, hidden, 2, (9, 0)), tile, 2, (9, 0))
+    config = with_tile(config_for(vocab, hidden, 2, device), tile, 2, device)
     types = dict.fromkeys(("w", "x"), f"*{dtype}") | dict.fromkeys(("step", "window"), "i32")
     draw = {"ranks": "*i64", "seed": "*i64", "position": "*i64", "temperature": "*fp32"}
     return {
@@ -95,22 +98,24 @@ def _row_signatures() -> dict[str, Signature]:
     }
 
 
-def signatures() -> dict[str, Signature]:
+def signatures(capability: tuple[int, int] = (9, 0)) -> dict[str, Signature]:
     """The products of an 8B and a 0.6B model, an 8B's for up to 64 rows, its head, and the row kernels."""
     found = _row_signatures()
     for dtype in ("bf16", "fp16"):
         groups = {
-            "8b": _layer_signatures(dtype, TOKEN_TILE, 4096, 6144, 4096, 12288)
-            | _head_signatures(dtype, TOKEN_TILE, 151936, 4096),
-            "0.6b": _layer_signatures(dtype, TOKEN_TILE, 1024, 4096, 2048, 3072),
+            "8b": _layer_signatures(dtype, TOKEN_TILE, 4096, 6144, 4096, 12288, device=capability)
+            | _head_signatures(dtype, TOKEN_TILE, 151936, 4096, capability),
+            "0.6b": _layer_signatures(dtype, TOKEN_TILE, 1024, 4096, 2048, 3072, device=capability),
         }
         if dtype == "bf16":
             for eight in ("i8", "fp8e4nv"):
-                groups[f"8b_{eight}"] = _layer_signatures(dtype, TOKEN_TILE, 4096, 6144, 4096, 12288, eight)
-            groups["8b_wide"] = _layer_signatures(dtype, 64, 4096, 6144, 4096, 12288)
-            gelu = _layer_signatures(dtype, TOKEN_TILE, 3584, 8192, 4096, 14336, gelu=True)
+                groups[f"8b_{eight}"] = _layer_signatures(
+                    dtype, TOKEN_TILE, 4096, 6144, 4096, 12288, eight, device=capability
+                )
+            groups["8b_wide"] = _layer_signatures(dtype, 64, 4096, 6144, 4096, 12288, device=capability)
+            gelu = _layer_signatures(dtype, TOKEN_TILE, 3584, 8192, 4096, 14336, device=capability, gelu=True)
             groups["9b_gelu"] = {"gate_up": gelu["gate_up"]}
-            groups["8b_wide"] |= _head_signatures(dtype, 64, 151936, 4096)
+            groups["8b_wide"] |= _head_signatures(dtype, 64, 151936, 4096, capability)
         for group, members in groups.items():
             found |= {f"{name}_{group}_{dtype}": signature for name, signature in members.items()}
     return found

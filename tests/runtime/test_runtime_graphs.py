@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from spd.runtime.page_table import TRASH_PAGE
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RING_DEPTH
 from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.recipes.fp8_twin import write_twin
+from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.graph_stand_in import StandIn, Tape, tensors_in
 
 
@@ -311,3 +315,87 @@ def test_in_the_form_that_is_captured(
     assert story(run_all(engine, prompts, params)) == story(eager)
     assert captured.replays > 2
     assert sum(run.metrics.draft_n for run in eager) > 0
+
+
+HOST_READS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+"""What would wait for a device, or what a capture could not hold."""
+
+
+@pytest.fixture
+def no_host_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[StandIn], list[str]]:
+    """Note what a round asks a tensor for while it is watched; the interpreter's own reads do not count."""
+
+    def watch(captured: StandIn) -> list[str]:
+        seen: list[str] = []
+
+        def noting(name: str, honest: Callable[..., Any]) -> Callable[..., Any]:
+            def read(*args: Any, **kwargs: Any) -> Any:
+                if captured.tape.lasting is not None:
+                    caller = sys._getframe(1)
+                    if f"{os.sep}triton{os.sep}" not in caller.f_code.co_filename:
+                        seen.append(f"{name} in {caller.f_code.co_filename}:{caller.f_lineno}")
+                return honest(*args, **kwargs)
+
+            return read
+
+        for name in HOST_READS:
+            monkeypatch.setattr(Tensor, name, noting(name, getattr(Tensor, name)))
+        return seen
+
+    return watch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["float32", "int8", "fp8"])
+def test_latent_attention_experts_and_a_head_ask_the_host_nothing(
+    tmp_path: Path,
+    watched_engine: Callable[..., tuple[Engine, StandIn]],
+    no_host_reads: Callable[[StandIn], list[str]],
+    weights: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A DeepSeek-V3 whose MTP layer drafts, as it is captured, in every form of its weights."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter needs TRITON_INTERPRET, which is set where there is no GPU")
+    from spd.kernels import paged_attention_triton
+
+    monkeypatch.setattr(paged_attention_triton, "PROCESSORS", 1)
+    shape: dict[str, Any] = {"hidden": 48, "heads": 4, "kv_heads": 4, "head_dim": 16, "intermediate": 48}
+    shape |= {"vocab": 70, "tokenizer": False, "seed": 5, "layers": 2}
+    target = write_tiny_mtp(
+        tmp_path / "target", family="deepseek", variant="deepseek_v3", kind="copy", **shape
+    )
+    if weights == "fp8":
+        target = write_twin(target, tmp_path / "twin")
+    wishes: dict[str, Any] = {"spec": "mtp", "draft_max": 2, "lag": 1, "ctx": 128, "kernels": "triton"}
+    wishes |= {"quantize": "int8"} if weights == "int8" else {}
+    prompts = [*random_prompts(1, 7, 70), *random_prompts(1, 5, 70)]
+    params = [SamplingParams(max_tokens=5, temperature=t) for t in (0.0, 0.9)]
+    eager = run_all(two_slots(target, **wishes), prompts, params)
+    engine, captured = watched_engine(target, **wishes)
+    assert engine.plan.weights == weights
+    reads = no_host_reads(captured)
+    assert story(run_all(engine, prompts, params)) == story(eager)
+    assert not reads, reads[:3]
+    assert captured.replays > 0
+    assert sum(run.metrics.draft_n for run in eager) > 0
+
+
+def test_a_host_read_would_be_seen(
+    target: Path,
+    watched_engine: Callable[..., tuple[Engine, StandIn]],
+    no_host_reads: Callable[[StandIn], list[str]],
+) -> None:
+    """The watch above notices a length that is looked at in the middle of a round."""
+    engine, captured = watched_engine(target, spec="ngram", ngram_min=1, draft_max=2)
+    honest = captured.round._commit
+
+    def curious(*args: Any) -> None:
+        assert int(captured.round.state.length.sum()) >= 0
+        honest(*args)
+
+    captured.round._commit = curious  # type: ignore[method-assign]
+    reads = no_host_reads(captured)
+    run_all(engine, PROMPTS[:1], [SamplingParams(max_tokens=4)])
+    assert any("__int__" in read for read in reads)
