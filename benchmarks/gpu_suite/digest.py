@@ -87,6 +87,23 @@ def _spd(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _forms(result: Mapping[str, Any]) -> list[str]:
+    return [f"{form}: {line}" for form, found in result["forms"].items() for line in _spd(found)]
+
+
+def _sparse(result: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for name, rows in result["models"].items():
+        for k, row in rows.items():
+            lines.append(
+                f"{name} {k}: {row['error']}"
+                if "error" in row
+                else f"{name} {k}: {row['wall_us']:.0f} us, {row['share_of_floor']:.2f} of the byte floor, "
+                f"weights {row['weights']}, {row['touched_experts']:.1f} experts a layer"
+            )
+    return lines
+
+
 RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "device": _device,
     "bandwidth": _bandwidth,
@@ -96,5 +113,7 @@ RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "spd_demo": _spd,
     "spd_medium": _spd,
     "self_draft": _spd,
+    "eight_bit_rounds": _forms,
+    "sparse_models": _sparse,
     **speed.RENDERERS,
 }

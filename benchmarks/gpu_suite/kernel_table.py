@@ -28,6 +28,7 @@ from benchmarks.gpu_suite.kernel_cases import (
 )
 from benchmarks.gpu_suite.round_cases import lookup_case, round_case, sampling_case
 from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_06B, QWEN3_8B, SHAPES, Shape
+from benchmarks.gpu_suite.sparse_cases import sparse_cases
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.paged_attention import AttentionHeads
 
@@ -68,6 +69,7 @@ def cases() -> dict[str, Case]:
     for slots in (1, 16):
         name = f"round {slots} slots"
         found[name] = partial(round_case, slots=slots, k=4, width=WIDE_ROW, vocab=vocab)
+    found |= sparse_cases()
     found["ngram_lookup"] = partial(lookup_case, slots=1, k=8, widths=(1024, WIDE_ROW, 32768), vocab=vocab)
     return found
 

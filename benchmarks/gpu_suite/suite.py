@@ -50,6 +50,8 @@ PROBES = (
     Probe("self_draft", f"{HERE}.spd_rounds:run_self_draft", 25),
     Probe("plain", f"{HERE}.end_to_end:run_plain", 50),
     Probe("draft", f"{HERE}.end_to_end:run_draft", 65),
+    Probe("eight_bit_rounds", f"{HERE}.eight_bit_rounds:run", 240, usual=False),
+    Probe("sparse_models", f"{HERE}.sparse_models:run", 240, usual=False),
     Probe("kernel_table", f"{HERE}.kernel_table:run", 45),
     Probe("peers_eager", f"{HERE}.peers_gpu:run_eager", 40),
     Probe("peers_loop", f"{HERE}.peers_gpu:run_loop", 45),

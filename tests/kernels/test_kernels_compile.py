@@ -18,7 +18,7 @@ from spd.kernels.skinny_config import shared_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "spd/kernels").glob("*_triton.py")}
-MODULES = sorted(f"spd.kernels.{path.stem}" for path, text in SOURCES.items() if "def signatures()" in text)
+MODULES = sorted(f"spd.kernels.{path.stem}" for path, text in SOURCES.items() if "def signatures(" in text)
 NOTHING = "-"
 LATENT = {"attend_latent_bf16", "attend_latent_fp16", "prefill_latent_bf16", "prefill_latent_fp16"}
 KNOWN_SPILLS = {

@@ -1,0 +1,132 @@
+"""Kernels of latent attention, of experts and of eight-bit weights; see `kernel_cases` for the columns.
+
+Bytes are those that must be read: a latent once for all heads, of the experts those that rows chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_suite.graph_timer import Call
+from benchmarks.gpu_suite.kernel_cases import PAGE, Bench, Case, Rows
+from spd.kernels.eight_bits import block_scales, int8_rows
+from spd.kernels.paged_attention import AttentionHeads
+from spd.kernels.skinny_linear import ScaledWeight
+from spd.runtime.layers.linear import SkinnyLinear, share_workspace
+
+GROUP = 128
+"""Rows and columns of an FP8 block."""
+
+
+def latent_case(
+    bench: Bench, heads: int, rank: int, turned: int, slots: int, context: int, rows: Sequence[int]
+) -> Rows:
+    """Decode windows over latents; the share is of the read rate for one read of every slot's latents."""
+    kernels, found, device = bench.kernels, Rows(), bench.timer.device
+    size, pages = rank + turned, -(-context // PAGE)
+    nbytes = slots * context * size * bench.dtype.itemsize
+    pools = [bench.normal(slots * pages + 2, PAGE, size) for _ in range(bench.timer.copies(nbytes))]
+    table = (torch.randperm(slots * pages, device=device) + 2).view(slots, pages)
+    shape = AttentionHeads(heads, 1, size)
+    for width in rows:
+        positions = (torch.arange(width, device=device) + context - width).expand(slots, width).contiguous()
+        valid = torch.ones(slots, width, dtype=torch.bool, device=device)
+        bounds = [context] * slots, [None] * slots
+        plan = kernels.plan_attention(positions, valid, table, shape, PAGE, bench.dtype, *bounds)
+        query = bench.normal(slots, width, heads, size)
+        calls = [partial(kernels.mla_attention, query, pool, plan, rank, size**-0.5) for pool in pools]
+        found[str(width)] = bench.row(calls, nbytes)
+    return found
+
+
+def experts_case(
+    bench: Bench, count: int, per_token: int, hidden: int, inner: int, kind: str, rows: Sequence[int]
+) -> Rows:
+    """All routed experts of a layer; the share is of the read rate for the experts that rows chose."""
+    kernels, found, device = bench.kernels, Rows(), bench.timer.device
+    gate_up = _stacked(bench, kind, count, 2 * inner, hidden)
+    down = _stacked(bench, kind, count, hidden, inner)
+    each = sum(_bytes(weight) for weight in (gate_up, down)) // count
+    for number in rows:
+        x, stream = bench.normal(number, hidden), bench.normal(number, hidden)
+        ids = torch.rand(number, count, device=device).argsort(-1)[:, :per_token].contiguous()
+        weights = torch.rand(number, per_token, device=device)
+        touched = len(set(ids.flatten().tolist()))
+        call = partial(kernels.experts_onto, x, ids, weights, gate_up, down, stream)
+        found[str(number)] = bench.row([call], touched * each)
+    return found
+
+
+def eight_bit_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int]) -> Rows:
+    """A product by eight-bit weights; in the rival's column the same product by wide ones."""
+    kernels, found = bench.kernels, Rows()
+    copies = bench.timer.copies(n * k)
+    wide = bench.normal(copies, n, k, scale=k**-0.5).unbind()
+    narrow = [_eight_bits(weight, kind) for weight in wide]
+    product = SkinnyLinear(wide[0], None, kernels)
+    share_workspace([product, SkinnyLinear(narrow[0], None, kernels)], max(rows))
+    for count in rows:
+        x, residual = bench.normal(count, k), bench.normal(count, n)
+
+        def calls(
+            weights: Sequence[Tensor | ScaledWeight], x: Tensor = x, r: Tensor = residual
+        ) -> list[Call]:
+            given = (None, r, product.workspace)
+            return [partial(kernels.linear_residual, x, weight, *given) for weight in weights]
+
+        found[str(count)] = bench.row(calls(narrow), _bytes(narrow[0]), calls(wide))
+    return found
+
+
+def _eight_bits(weight: Tensor, kind: str) -> ScaledWeight:
+    if kind == "int8":
+        return int8_rows(weight)
+    n, k = weight.shape
+    scales = torch.full((-(-n // GROUP), -(-k // GROUP)), k**-0.5, device=weight.device)
+    values = (weight.float() * k**0.5).to(torch.float8_e4m3fn)
+    return ScaledWeight(values, block_scales(scales, n))
+
+
+def _stacked(bench: Bench, kind: str, count: int, n: int, k: int) -> Tensor | ScaledWeight:
+    if kind == "wide":
+        return bench.normal(count, n, k, scale=k**-0.5)
+    made = [_eight_bits(bench.normal(n, k, scale=k**-0.5), kind) for _ in range(count)]
+    return ScaledWeight(torch.stack([m.values for m in made]), torch.stack([m.scales for m in made]))
+
+
+def _bytes(weight: Tensor | ScaledWeight) -> int:
+    if isinstance(weight, ScaledWeight):
+        return weight.values.nbytes + weight.scales.nbytes
+    return weight.nbytes
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "Qwen3-30B-A3B": {"count": 128, "per_token": 8, "hidden": 2048, "inner": 768},
+    "GLM-4.5-Air": {"count": 128, "per_token": 8, "hidden": 4096, "inner": 1408},
+    "DeepSeek-V2-Lite": {"count": 64, "per_token": 6, "hidden": 2048, "inner": 1408},
+}
+"""Experts of a layer of published models."""
+
+
+def sparse_cases() -> dict[str, Case]:
+    """Every case by its name: latent attention, experts at few and more rows, products above 32 MB."""
+    found: dict[str, Case] = {}
+    for name, heads in (("V3", 128), ("V2-Lite", 16)):
+        for slots in (1, 16):
+            for context in (4096, 32768):
+                found[f"mla {name} {slots} slots {context}"] = partial(
+                    latent_case, heads=heads, rank=512, turned=64, slots=slots, context=context, rows=(1, 4)
+                )
+    for name, sizes in SIZES.items():
+        found[f"experts {name}"] = partial(experts_case, kind="wide", rows=(1, 8, 16, 64), **sizes)
+    v3: dict[str, Any] = {"count": 256, "per_token": 8, "hidden": 7168, "inner": 2048}
+    found["experts DeepSeek-V3 fp8"] = partial(experts_case, kind="fp8", rows=(1, 8, 16), **v3)
+    for kind in ("int8", "fp8"):
+        for n, k in ((4096, 12288), (24576, 4096), (7168, 18432)):
+            found[f"{kind} {n}x{k}"] = partial(eight_bit_case, kind=kind, n=n, k=k, rows=(1, 4, 8))
+    return found

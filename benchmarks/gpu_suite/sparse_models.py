@@ -1,0 +1,282 @@
+"""Probe: whole rounds at the shapes of models with latent attention, experts, MTP layers and FP8 blocks.
+
+A folder holds `config.json` and a checkpoint of the right names and shapes whose values take no disk: the
+file is one hole. Weights are random, made on the device. Byte floors count the experts that rows were seen to
+go to.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_suite.bandwidth import measure_read
+from benchmarks.gpu_suite.end_to_end import READ_GIB, attempt
+from benchmarks.gpu_suite.graph_timer import free_memory
+from benchmarks.gpu_suite.round_times import Load, Recorder, measure_load, with_engine
+from spd.formats.model_config import read_model_config
+from spd.formats.mtp import FAMILIES, MtpLayout
+from spd.runtime import Engine, EngineConfig
+from spd.runtime.layers.moe import MoeMlp
+from spd.runtime.memory import PAGE_SIZE, page_bytes, tensor_bytes
+from spd.runtime.models import family_layout
+from spd.runtime.models.layouts import MoeLayout
+from spd.runtime.models.mtp_weights import module_bytes, module_layer
+from spd.runtime.models.weight_form import DTYPE_BYTES
+from spd.runtime.models.weights import destinations, expected_tensors, scale_name, scale_shape
+from spd.runtime.weight_choice import choose_form
+
+CODES = {"bfloat16": "BF16", "float32": "F32"}
+LENGTHS = {1: 1.8, 3: 2.6}
+"""Tokens a round that are imposed, by k."""
+LOAD = Load()
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+BASE = {"hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6}
+YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+YARN |= {"beta_fast": 32, "beta_slow": 1}
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+@dataclass(frozen=True)
+class Published:
+    """One model's configuration, how many MTP layers are added, and in how many layers it is measured."""
+
+    name: str
+    config: Mapping[str, Any]
+    modules: int = 0
+
+    def family(self) -> str:
+        """The name of the MTP layout."""
+        return {"MiMoForCausalLM": "mimo"}.get(self.config["architectures"][0], "deepseek")
+
+
+MIMO = Published(
+    "MiMo-7B",
+    {
+        **BASE,
+        **{"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "hidden_size": 4096},
+        **{"intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 32},
+        **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151680, "attention_bias": True},
+        **{"rope_theta": 640000, "max_position_embeddings": 32768},
+    },
+    modules=1,
+)
+V2_LITE = Published(
+    "DeepSeek-V2-Lite",
+    {
+        **BASE,
+        **LATENT,
+        **{"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048},
+        **{"intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16},
+        **{"num_key_value_heads": 16, "vocab_size": 102400, "attention_bias": False, "q_lora_rank": None},
+        **{"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2},
+        **{"moe_intermediate_size": 1408, "first_k_dense_replace": 1, "norm_topk_prob": False},
+        **{"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+        **{"scoring_func": "softmax", "rope_theta": 10000.0, "max_position_embeddings": 163840},
+        "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    modules=1,
+)
+QWEN3_30B = Published(
+    "Qwen3-30B-A3B",
+    {
+        **BASE,
+        **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048},
+        **{"intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32},
+        **{"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "attention_bias": False},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        **{"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        **{"rope_theta": 1000000.0, "max_position_embeddings": 40960},
+    },
+)
+GLM_AIR = Published(
+    "GLM-4.5-Air in 24 layers",
+    {
+        **BASE,
+        **{"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096},
+        **{"intermediate_size": 10944, "num_hidden_layers": 24, "num_attention_heads": 96},
+        **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "attention_bias": True},
+        **{"n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1},
+        **{"moe_intermediate_size": 1408, "first_k_dense_replace": 1, "norm_topk_prob": True},
+        **{"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc"},
+        **{"scoring_func": "sigmoid", "use_qk_norm": False, "partial_rotary_factor": 0.5},
+        **{"rope_theta": 1000000, "max_position_embeddings": 131072},
+    },
+    modules=1,
+)
+V3 = Published(
+    "DeepSeek-V3 in 4 layers, FP8",
+    {
+        **BASE,
+        **LATENT,
+        **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168},
+        **{"intermediate_size": 18432, "num_hidden_layers": 4, "num_attention_heads": 128},
+        **{"num_key_value_heads": 128, "vocab_size": 129280, "attention_bias": False, "q_lora_rank": 1536},
+        **{"n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1},
+        **{"moe_intermediate_size": 2048, "first_k_dense_replace": 3, "norm_topk_prob": True},
+        **{"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc"},
+        **{"scoring_func": "sigmoid", "rope_theta": 10000, "max_position_embeddings": 163840},
+        **{"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "quantization_config": FP8},
+    },
+    modules=1,
+)
+MODELS = (MIMO, V2_LITE, QWEN3_30B, GLM_AIR, V3)
+
+
+def write_hollow(model: Published, parent: Path) -> Path:
+    """Write a model's folder; its checkpoint has every name and shape, and zeros that are stored nowhere."""
+    folder = parent / model.name.replace(" ", "-").replace(",", "")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(model.config)), encoding="utf-8")
+    config = read_model_config(folder)
+    layout, code = family_layout(config), CODES[config.dtype]
+    matrices = {
+        prefix + name
+        for prefix, destination in destinations(config, layout)
+        if prefix and len(destination.shape) == 2 and not destination.exact
+        for name, _ in destination.parts
+    }
+    shapes = expected_tensors(config, layout)
+    if model.modules:
+        family = next(each for each in FAMILIES if each.name == model.family())
+        head = MtpLayout(family, model.modules, config.num_layers)
+        for module in range(model.modules):
+            shapes |= head.glue_tensors(module, config.hidden_size)
+            for destination in module_layer(config, family).destinations():
+                own = {head.layer_prefix(module) + name: shape for name, shape in destination.parts}
+                shapes |= own
+                matrices |= set(own) if len(destination.shape) == 2 and not destination.exact else set()
+    entries: dict[str, tuple[str, Sequence[int]]] = {}
+    for name, shape in shapes.items():
+        fp8 = config.fp8_block is not None and name in matrices
+        entries[name] = ("F8_E4M3" if fp8 else code, shape)
+        if fp8 and config.fp8_block is not None:
+            entries[scale_name(name)] = ("F32", scale_shape(shape, config.fp8_block))
+    _write_hole(folder / "model.safetensors", entries)
+    return folder
+
+
+def _write_hole(path: Path, entries: Mapping[str, tuple[str, Sequence[int]]]) -> None:
+    """A safetensors file of a header and nothing behind it."""
+    sizes, offset, header = {"BF16": 2, "F32": 4, "F8_E4M3": 1}, 0, {}
+    for name, (code, shape) in entries.items():
+        size = sizes[code]
+        for dimension in shape:
+            size *= dimension
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + offset)
+
+
+def touched_experts(engine: Engine, load: Load, vocab: int) -> float:
+    """Experts of a layer that the rows of one verification go to, on average. Asks the host: not timed."""
+    counts: list[int] = []
+    layers: Any = getattr(engine._parts.runner.model, "layers")  # noqa: B009
+    for block in (layer.mlp for layer in layers if isinstance(layer.mlp, MoeMlp)):
+        honest = block._route
+
+        def noted(x: Any, tile: int, honest: Any = honest) -> Any:
+            chosen = honest(x, tile)
+            if x.shape[0] <= 4 * (engine.plan.draft_max + 1) * engine.plan.slots:
+                rows = engine.plan.slots * (engine.plan.draft_max + 1)
+                counts.append(int(chosen[0][:rows].unique().numel()))
+            return chosen
+
+        setattr(block, "_route", noted)  # noqa: B010
+    measure_load(engine, Recorder.of(engine), load, vocab)
+    return sum(counts) / len(counts) if counts else 0.0
+
+
+def floor_bytes(engine: Engine, context: float, touched: float) -> float:
+    """Bytes that one round must read: the matrices once, `touched` experts a layer, the contexts, k drafts.
+
+    A draft pass reads the module's own matrices, of experts those of one token, and the head.
+    """
+    plan = engine.plan
+    config = read_model_config(Path(plan.model))
+    form, _ = choose_form(config, Path(plan.model), plan)
+    width, table = DTYPE_BYTES[plan.dtype], config.vocab_size * config.hidden_size
+    weights = float(tensor_bytes(config, plan.dtype, form)) - table * width
+    for prefix, layer in (
+        (f"model.layers.{i}.", each) for i, each in enumerate(family_layout(config).layers)
+    ):
+        if isinstance(layer.mlp, MoeLayout):
+            weights -= _unread(layer.mlp, prefix, form, plan.dtype, touched)
+    positions = plan.slots * context * page_bytes(config, plan.dtype) / PAGE_SIZE
+    return float(weights + positions + plan.draft_max * _draft_bytes(engine, config))
+
+
+def _unread(layout: MoeLayout, prefix: str, form: Any, dtype: str, touched: float) -> float:
+    """Bytes of a layer's experts that nobody goes to."""
+    found = layout.destinations()
+    stored = sum(form.bytes_of(found[n], prefix, dtype) for n in ("experts_gate_up", "experts_down"))
+    return float(stored * (1 - min(1.0, touched / layout.experts.num_experts)))
+
+
+def _draft_bytes(engine: Engine, config: Any) -> float:
+    source = engine.plan.mtp_source(config)
+    if source is None:
+        return 0.0
+    form, _ = choose_form(source.config, source.folder, engine.plan)
+    layer, total = (
+        module_layer(config, source.layout.family),
+        module_bytes(source, 0, engine.plan.dtype, form),
+    )
+    if isinstance(layer.mlp, MoeLayout):
+        chosen = layer.mlp.experts.router.per_token * engine.plan.slots
+        total -= int(_unread(layer.mlp, source.layout.layer_prefix(0), form, engine.plan.dtype, chosen))
+    return float(total + config.vocab_size * config.hidden_size * DTYPE_BYTES[engine.plan.dtype])
+
+
+def measure_model(engine: Engine, load: Load, rate: float, touched: float) -> dict[str, Any]:
+    """Steady rounds of one engine, their floor and its share of the wall time."""
+    vocab = read_model_config(Path(engine.plan.model)).vocab_size
+    found = measure_load(engine, Recorder.of(engine), load, vocab)
+    floor_us = 1e6 * floor_bytes(engine, found["context"], touched) / rate
+    stated = {"weights": engine.plan.weights, "touched_experts": touched}
+    return {**found, **stated, "floor_us": floor_us, "share_of_floor": floor_us / found["wall_us"]}
+
+
+def run(
+    models: Sequence[Published] = MODELS, load: Load = LOAD, read_rate: float | None = None, **rest: Any
+) -> Iterator[dict[str, Any]]:
+    """Each model plain and, where it has MTP layers, drafting 1 and 3 tokens at imposed acceptance."""
+    rate = read_rate or float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
+    found: dict[str, Any] = {}
+    report: dict[str, Any] = {"read_bytes_per_second": rate, "models": found}
+    few = Load(load.slots, load.prompt, 2, 4, load.params)
+    with tempfile.TemporaryDirectory() as place:
+        for model in models:
+            folder = write_hollow(model, Path(place))
+            rows = found.setdefault(model.name, {})
+            for k in (0, *(LENGTHS if model.modules else ())):
+                wishes: dict[str, Any] = {"model": folder, "load": "dummy", "prefix_sharing": False}
+                wishes |= {"ctx": load.context(k), "spec": "off"}
+                if k:
+                    wishes |= {"spec": "mtp", "draft_max": k, "adaptive": False}
+                    wishes |= {"synthetic_acceptance": LENGTHS[k]}
+
+                def rounds(wishes: dict[str, Any] = wishes) -> dict[str, Any]:
+                    eager = EngineConfig(**{**wishes, **rest, "graphs": False})
+                    vocab = read_model_config(wishes["model"]).vocab_size
+                    touched = with_engine(eager, partial(touched_experts, load=few, vocab=vocab))
+                    free_memory()
+                    work = partial(measure_model, load=load, rate=rate, touched=touched)
+                    return with_engine(EngineConfig(**{**wishes, **rest}), work)
+
+                rows[f"k={k}"] = attempt(rounds)
+                yield report

@@ -1,0 +1,153 @@
+"""The suite's probes of experts, latent attention and eight bits, at tiny shapes on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.gpu_suite import eight_bit_rounds, sparse_models
+from benchmarks.gpu_suite.digest import digest
+from benchmarks.gpu_suite.graph_timer import Once
+from benchmarks.gpu_suite.kernel_cases import Bench, Case
+from benchmarks.gpu_suite.kernel_table import cases, run_case
+from benchmarks.gpu_suite.round_times import Load
+from benchmarks.gpu_suite.sparse_cases import eight_bit_case, experts_case, latent_case, sparse_cases
+from benchmarks.gpu_suite.sparse_models import MODELS, Published, write_hollow
+from benchmarks.gpu_suite.spd_rounds import RUNS, Setting, demo_prompts, jobs_of, limit_of
+from spd.formats.checkpoint import Checkpoint
+from spd.formats.model_config import read_model_config
+from spd.formats.mtp_folder import find_source
+from spd.kernels.dispatch import load_kernels
+from spd.runtime.models import family_layout
+from spd.runtime.models.mtp_weights import check_source
+from spd.runtime.models.weights import check_weights
+
+CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
+EXPERTS = {"count": 4, "per_token": 2, "hidden": 48, "inner": 32, "rows": (1, 3)}
+CASES: dict[str, Case] = {
+    "latent": partial(latent_case, heads=2, rank=16, turned=8, slots=2, context=128, rows=(1, 2)),
+    **{f"experts {kind}": partial(experts_case, kind=kind, **EXPERTS) for kind in ("wide", "int8", "fp8")},
+    **{kind: partial(eight_bit_case, kind=kind, n=64, k=48, rows=(1, 3)) for kind in ("int8", "fp8")},
+}
+
+
+@pytest.mark.parametrize("form", ["torch", "triton"])
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_every_case_meets_its_contract_in_both_forms(name: str, form: str) -> None:
+    if form == "torch" and name == "experts fp8":
+        pytest.skip("torch's experts are wide or int8")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    result = run_case(CASES[name], Bench(load_kernels(form), Once(device), torch.float32, 1e9))
+    assert "error" not in result, result["error"]
+    assert "notes" not in result and all(len(row) == 3 for row in result["rows"].values())
+
+
+def test_the_table_has_every_kind_of_case() -> None:
+    functions = {case.func for case in sparse_cases().values()}  # type: ignore[attr-defined]
+    assert functions == {case.func for case in CASES.values()}  # type: ignore[attr-defined]
+    assert set(sparse_cases()) < set(cases())
+
+
+@torch.inference_mode()
+def test_bytes_are_those_of_the_experts_that_were_chosen() -> None:
+    class Timed(Once):
+        def microseconds(self, calls: Any) -> float:
+            return 1.0
+
+    bench = Bench(load_kernels("torch"), Timed("cpu"), torch.float32, 1e6)
+    one = 3 * 32 * 48 * 4
+    rows = experts_case(bench, 4, 2, 48, 32, "wide", (1,))
+    assert rows["1"][1] == pytest.approx(2 * one)
+    assert experts_case(bench, 4, 4, 48, 32, "wide", (2,))["2"][1] == pytest.approx(4 * one)
+    assert latent_case(bench, 2, 16, 8, 2, 128, (1,))["1"][1] == pytest.approx(2 * 128 * 24 * 4)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_published_shapes_are_complete_and_take_no_disk(model: Published, tmp_path: Path) -> None:
+    folder = write_hollow(model, tmp_path)
+    config = read_model_config(folder)
+    with Checkpoint.open(folder) as checkpoint:
+        assert check_weights(checkpoint, config, family_layout(config)) == []
+        assert checkpoint.total_bytes > 5e9
+        source = find_source(folder, config, None)
+        assert (source is not None) == (model.modules > 0)
+        if source is not None:
+            check_source(source, checkpoint)
+    file = (folder / "model.safetensors").stat()
+    assert file.st_blocks * 512 < 64 * 2**20 < file.st_size
+
+
+SMALL = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 300},
+    **{"num_key_value_heads": 4, "torch_dtype": "float32", "max_position_embeddings": 512},
+    **{"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+@pytest.mark.parametrize("model", [sparse_models.MIMO, sparse_models.V2_LITE], ids=lambda m: m.name)
+def test_rounds_of_a_tiny_one(model: Published) -> None:
+    small = {**SMALL, "num_hidden_layers": 2, "head_dim": 16}
+    config = {key: small.get(key, value) for key, value in model.config.items()}
+    tiny = replace(model, name="tiny", config=config)
+    *_, report = sparse_models.run([tiny], Load(prompt=20, warm=4, rounds=8), 1e9, **CPU)
+    found = report["models"]["tiny"]
+    assert set(found) == {"k=0", "k=1", "k=3"}
+    for k, row in found.items():
+        assert "error" not in row, row
+        assert row["floor_us"] > 0 and row["share_of_floor"] > 0 and row["weights"] == "float32", k
+    assert found["k=0"]["tokens_a_round"] == 1 < found["k=3"]["tokens_a_round"]
+    if model is sparse_models.V2_LITE:
+        assert found["k=0"]["touched_experts"] == 2 and 2 <= found["k=3"]["touched_experts"] <= 8
+        assert found["k=3"]["floor_us"] > found["k=1"]["floor_us"] > found["k=0"]["floor_us"]
+    else:
+        assert found["k=0"]["touched_experts"] == 0
+
+
+def test_the_demo_in_every_form_of_its_weights() -> None:
+    settings = (Setting("mtp", 3), Setting("mtp", 3, lag=2, slots=2), Setting("off", slots=2))
+    prompts = [[5, 6, 7, 8, 5, 6, 7], [300, 12, 9]]
+    given: dict[str, Any] = {
+        "prompts": prompts,
+        "tokens": 8,
+        "runs": ("greedy", "noise"),
+        "settings": settings,
+    }
+    *_, report = eight_bit_rounds.run(**given, **CPU, ctx=512)
+    assert set(report["forms"]) == {"bfloat16", "int8", "fp8"}
+    for form, found in report["forms"].items():
+        assert found["differing_tokens"] == found["differing_counts"] == 0, form
+        assert found["compared_tokens"] == 3 * 2 * (8 + 5) and len(found["settings"]) == 3
+        assert all("error" not in row for row in found["settings"].values())
+    text = digest({"probes": {"eight_bit_rounds": {"status": "ok", "result": report}}})
+    assert "fp8: 0 of 78 tokens changed" in text
+
+
+def test_each_form_compares_a_hundred_thousand_tokens() -> None:
+    """As many as the full settings ask for, the shorter texts of some requests counted."""
+    prompts = len(demo_prompts())
+    jobs = [job for run in RUNS for job in jobs_of(run, prompts)]
+    each = sum(limit_of(job, eight_bit_rounds.TOKENS) for job in jobs)
+    full = [setting for setting in eight_bit_rounds.SETTINGS if setting.requests is None]
+    assert len(full) * each >= 100_000
+
+
+def test_what_a_person_reads_first() -> None:
+    row = {
+        "wall_us": 200.0,
+        "share_of_floor": 0.5,
+        "floor_us": 100.0,
+        "weights": "fp8",
+        "touched_experts": 8.0,
+    }
+    report = {"read_bytes_per_second": 4e12, "models": {"V3": {"k=0": row, "k=3": {"error": "E: no"}}}}
+    text = digest({"probes": {"sparse_models": {"status": "ok", "result": report}}})
+    assert "V3 k=0: 200 us, 0.50 of the byte floor, weights fp8" in text and "V3 k=3: E: no" in text
