@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from spd import demo_folder
 from spd.errors import EngineError
 from spd.formats.model_config import read_model_config
 from spd.runtime import Engine, Request, SamplingParams
@@ -246,6 +248,7 @@ def test_a_killed_parent_takes_its_ranks_along() -> None:
     assert wait_until(lambda: all(map(gone, children)), ENDS_WITHIN)
 
 
+@pytest.mark.slow
 def test_the_command_line_ends_with_9(tiny: Callable[..., Path]) -> None:
     """One terminal: what a rank's end leaves behind is one error that names it."""
     command = [sys.executable, "-m", "spd", "generate", "-m", "demo", "--tp", "2", "--raw", "--ignore-eos"]
@@ -266,7 +269,7 @@ def test_the_command_line_ends_with_9(tiny: Callable[..., Path]) -> None:
 
 @pytest.mark.slow
 def test_a_rank_holds_its_part(tiny: Callable[..., Path]) -> None:
-    """Peak memory beyond that of a rank of a tiny model: about a half and a quarter of the whole."""
+    """Memory beyond that of a rank of a tiny model: a half and a quarter of the whole, and what is shared."""
     large = tiny(
         "llama2", hidden=512, intermediate=4096, layers=8, heads=8, kv_heads=8, head_dim=64, vocab=8192
     )
@@ -275,12 +278,72 @@ def test_a_rank_holds_its_part(tiny: Callable[..., Path]) -> None:
         peaks = {}
         for name, folder in (("tiny", tiny("llama2")), ("large", large)):
             engine = make_engine(folder, tp=ranks)
-            peaks[name] = max(told["peak"] for rank, told in crew_of(engine).reports().items() if rank)
+            peaks[name] = max(told["own"] for rank, told in crew_of(engine).reports().items() if rank)
             planned[ranks] = engine.plan.weight_bytes
             engine.close()
         found[ranks] = peaks["large"] - peaks["tiny"]
     assert planned[4] == pytest.approx(planned[2] / 2, rel=0.01)
-    # Weights are there once packed and, while a layer is made, in the pages of the file.
-    for ranks, peak in found.items():
-        assert planned[ranks] * 0.9 < peak < planned[ranks] * 2 + 64 * 2**20, ranks
-    assert found[4] < 0.65 * found[2]
+    for ranks, own in found.items():
+        assert planned[ranks] * 0.9 < own < planned[ranks] * 1.3 + 32 * 2**20, (ranks, found, planned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("method", ["off", "ngram", "draft", "mtp"])
+def test_the_demo_over_gloo(method: str, ranks: int) -> None:
+    """The demo's own drafters, at every size of their groups that there is."""
+    prompts = [tuple(range(70, 90)), tuple(range(300, 420))]
+    wishes = {} if method == "off" else {"draft_max": 3}
+    plain = [run.output for run in run_all(make_engine(demo_folder()), prompts, PARAMS)]
+    accepted = None
+    for group in [n for n in (1, 2, 4) if n <= ranks and (method == "mtp" or n == 1)]:
+        engine = make_engine(demo_folder(), spec=method, tp=ranks, draft_tp=group, **wishes)
+        with nothing_is_left(engine):
+            runs = run_all(engine, prompts, PARAMS)
+            assert [run.output for run in runs] == plain, group
+            accepted = accepted or [run.drafts for run in runs]
+            assert [run.drafts for run in runs] == accepted, group
+            engine.close()
+
+
+@pytest.mark.slow
+def test_eight_ranks_and_every_group(tiny: Callable[..., Path]) -> None:
+    target = tiny("gqa1", layers=4, residual_gain=damped, seed=3)
+    draft = tiny("gqa1", layers=2, residual_gain=damped, seed=3)
+    plain = [run.output for run in run_all(make_engine(target), PROMPTS, PARAMS)]
+    for group in (1, 2, 4, 8):
+        wishes: dict[str, Any] = {"spec": "draft", "draft_model": draft, "draft_max": 3}
+        engine = make_engine(target, tp=8, draft_tp=group, **wishes)
+        with nothing_is_left(engine):
+            runs = run_all(engine, PROMPTS, PARAMS)
+            assert [run.output for run in runs] == plain, group
+            records = [record for run in runs for record in run.rounds]
+            drafts = sum(record.draft_forwards for record in records)
+            print(f"draft TP {group}: {sum(r.ms['draft'] for r in records) / drafts:.2f} ms a draft token")
+            engine.close()
+
+
+@pytest.mark.slow
+def test_two_agents_of_torchrun_are_one_run(tmp_path: Path) -> None:
+    """As on two machines, met over loopback: rank 0 alone answers, with the text of ranks that it starts."""
+    wanted = ["-m", "spd", "generate", "-m", "demo", "--tp", "2", "--spec", "mtp", "--draft-tp", "1", "--raw"]
+    wanted += ["--dtype", "float32", "--temperature", "0", "--ctx", "256", "--threads", "1", "-n", "12"]
+    wanted += ["def read_lines(path):"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    agent += ["--master-addr", "127.0.0.1", "--master-port", port, "--node-rank"]
+    second = subprocess.Popen([*agent, "1", *wanted], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    first = subprocess.run([*agent, "0", *wanted], capture_output=True, timeout=240, check=False)
+    said, _ = second.communicate(timeout=60)
+    alone = subprocess.run([sys.executable, *wanted], capture_output=True, timeout=120, check=True)
+    assert (first.returncode, second.returncode, said) == (0, 0, b"")
+    assert first.stdout == alone.stdout and len(alone.stdout) > 10
+
+
+@pytest.mark.slow
+def test_more_ranks_than_torchrun_started(tmp_path: Path) -> None:
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [*agent, "-m", "spd", "generate", "-m", "demo", "--tp", "4", "-n", "4", "Hi"]
+    done = subprocess.run(command, capture_output=True, timeout=240, check=False)
+    assert done.returncode and b"--tp 4, but torchrun started 2 ranks" in done.stderr

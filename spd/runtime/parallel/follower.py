@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import threading
 import traceback
 from collections.abc import Callable
@@ -109,11 +108,26 @@ def obey(device: Any, receive: Callable[[], Any], tell: Callable[[], None], puls
 
 
 def report(ranks: Any) -> dict[str, Any]:
-    """What a rank has exchanged so far, by group, and the most memory it has held, in bytes."""
+    """What a rank has exchanged so far, by group, and its memory.
+
+    Groups: collectives and bytes received. "peak" is the most bytes that it has held, pages of files among
+    them, "own" what it holds without those.
+    """
     groups = {"target": ranks.target, "draft": ranks.draft, "share": ranks.share}
     found: dict[str, Any] = {
         name: (group.traffic.collectives, group.traffic.bytes) if group is not None else (0, 0)
         for name, group in groups.items()
     }
-    found["peak"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found["peak"], found["own"] = _status("VmHWM"), _status("RssAnon")
     return found
+
+
+def _status(name: str) -> int:
+    """A figure of this program's memory in bytes, as Linux tells it; 0 elsewhere."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return 1024 * int(line.split()[1])
+    except OSError:
+        pass
+    return 0

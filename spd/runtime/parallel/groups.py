@@ -14,7 +14,7 @@ import torch
 from spd import __version__
 from spd.runtime.parallel.communicator import Communicator, Pulse, c10d
 
-MEETING_SECONDS = 30
+MEETING_SECONDS = 60
 """In which ranks that have said that they are there must have found each other."""
 
 
