@@ -25,6 +25,7 @@ from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import read_model_config
 from spd.formats.mtp_folder import find_source
 from spd.kernels.dispatch import load_kernels
+from spd.runtime.memory import tensor_bytes
 from spd.runtime.models import family_layout
 from spd.runtime.models.mtp_weights import check_source
 from spd.runtime.models.weights import check_weights
@@ -94,7 +95,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("model", [sparse_models.MIMO, sparse_models.V2_LITE], ids=lambda m: m.name)
-def test_rounds_of_a_tiny_one(model: Published) -> None:
+def test_rounds_of_a_tiny_one(model: Published, tmp_path: Path) -> None:
     small = {**SMALL, "num_hidden_layers": 2, "head_dim": 16}
     config = {key: small.get(key, value) for key, value in model.config.items()}
     tiny = replace(model, name="tiny", config=config)
@@ -108,6 +109,12 @@ def test_rounds_of_a_tiny_one(model: Published) -> None:
     if model is sparse_models.V2_LITE:
         assert found["k=0"]["touched_experts"] == 2 and 2 <= found["k=3"]["touched_experts"] <= 8
         assert found["k=3"]["floor_us"] > found["k=1"]["floor_us"] > found["k=0"]["floor_us"]
+        # By hand: everything but the embedding table and six of eight experts, then the latents so far.
+        parsed = read_model_config(write_hollow(tiny, tmp_path))
+        unread = 300 * 64 + 6 * 3 * 64 * 32
+        latents = 2 * (32 + 8) * found["k=0"]["context"]
+        exact = tensor_bytes(parsed, "float32") + 4 * (latents - unread)
+        assert found["k=0"]["floor_us"] == pytest.approx(1e-3 * exact)
     else:
         assert found["k=0"]["touched_experts"] == 0
 

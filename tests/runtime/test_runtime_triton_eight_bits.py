@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,10 @@ PROMPT = [(5, 6, 7, 8, 5, 6, 7, 8, 5)]
 PARAMS = [SamplingParams(max_tokens=4, temperature=t, seed=3) for t in (0.0, 0.8)]
 
 
+REPEATING = [replace(each, logit_bias=((5, 9.0), (6, 9.0), (7, 9.0))) for each in PARAMS]
+"""Texts in which a lookup finds something."""
+
+
 def damped(layer: int) -> float:
     return 1.0 if layer < 1 else 0.15
 
@@ -86,14 +91,16 @@ def method_of(name: str, folders: dict[str, Path], weights: str) -> dict[str, An
     }[name]
 
 
-def generate(folders: dict[str, Path], target: str, weights: str, method: str, kernels: str) -> list[Run]:
+def generate(
+    folders: dict[str, Path], target: str, weights: str, method: str, kernels: str, *, repeats: bool = False
+) -> list[Run]:
     folder = folders[f"{target}-fp8" if weights == "fp8" else target]
     wishes = {"quantize": "int8"} if weights == "int8" else {}
     wishes |= method_of(method, folders, weights)
     engine = make_engine(folder, kernels=kernels, ctx=128, slots=2, **wishes)
     if kernels == "triton":
         assert engine.plan.weights == weights, engine.plan.weights_reason
-    return run_all(engine, PROMPT * 2, PARAMS)
+    return run_all(engine, PROMPT * 2, REPEATING if repeats else PARAMS)
 
 
 SLOW = pytest.mark.slow
@@ -107,14 +114,15 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def plain(folders: dict[str, Path]) -> Callable[[str, str], list[Run]]:
-    """Runs without speculation, by target and weights, each once."""
-    found: dict[tuple[str, str], list[Run]] = {}
+def plain(folders: dict[str, Path]) -> Callable[[str, str, bool], list[Run]]:
+    """Runs without speculation, by target, weights and whether they repeat themselves, each once."""
+    found: dict[tuple[str, str, bool], list[Run]] = {}
 
-    def get(target: str, weights: str) -> list[Run]:
-        if (target, weights) not in found:
-            found[target, weights] = generate(folders, target, weights, "off", "triton")
-        return found[target, weights]
+    def get(*case: Any) -> list[Run]:
+        target, weights, repeats = case
+        if case not in found:
+            found[case] = generate(folders, target, weights, "off", "triton", repeats=repeats)
+        return found[case]
 
     return get
 
@@ -122,16 +130,17 @@ def plain(folders: dict[str, Path]) -> Callable[[str, str], list[Run]]:
 @pytest.mark.parametrize(("target", "method", "weights"), CASES)
 def test_the_same_text_with_every_drafter(
     folders: dict[str, Path],
-    plain: Callable[[str, str], list[Run]],
+    plain: Callable[[str, str, bool], list[Run]],
     target: str,
     method: str,
     weights: str,
 ) -> None:
     """And the one that torch's products make of the same weights, widened: float32 in both."""
-    told = generate(folders, target, weights, method, "triton")
-    assert [run.output for run in told] == [run.output for run in plain(target, weights)]
+    repeats = method == "ngram"
+    told = generate(folders, target, weights, method, "triton", repeats=repeats)
+    assert [run.output for run in told] == [run.output for run in plain(target, weights, repeats)]
     assert sum(run.metrics.draft_n for run in told) > 0 and len(told[0].tokens) == 4
-    widened = generate(folders, target, weights, method, "torch")
+    widened = generate(folders, target, weights, method, "torch", repeats=repeats)
     assert [(run.output, run.drafts) for run in told] == [(run.output, run.drafts) for run in widened]
 
 
@@ -164,7 +173,7 @@ def test_blocks_are_what_they_are_multiplied_out(folders: dict[str, Path]) -> No
 
 @pytest.mark.parametrize("ue8m0", [False, True])
 def test_every_kept_matrix_bit_for_bit(tiny: Callable[..., Path], tmp_path: Path, ue8m0: bool) -> None:
-    """Values and scales of fused matrices and of experts, against what the loader multiplies out."""
+    """Values and scales of fused matrices, against what the loader multiplies out."""
     for variant in ("qwen3", "deepseek_v3"):
         shape = LARGE if variant == "qwen3" else {**LARGE, "heads": 4, "kv_heads": 4}
         twin = write_twin(tiny(variant, layers=2, **shape), tmp_path / f"{variant}-{ue8m0}", ue8m0=ue8m0)
@@ -253,21 +262,23 @@ def test_random_weights_of_a_configuration(folders: dict[str, Path]) -> None:
     for folder in ("dense-fp8", "latent-fp8"):
         engine = make_engine(folders[folder], kernels="triton", ctx=128, load="dummy")
         assert engine.plan.weights == "fp8" and any(scaled_products(engine).values())
+        weight = layers_of(engine)[0].attention.output.weight
+        assert float(weight.plain(torch.float32).std()) == pytest.approx(weight.shape[1] ** -0.5, rel=0.1)
         logits = logits_of(engine, PROMPT[0])
         assert logits.isfinite().all() and 0.5 < float(logits.std()) < 12
 
 
-def test_a_prompt_chunk(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from spd.runtime import plan as plan_module
+@pytest.mark.parametrize("weights", ["fp8", pytest.param("int8", marks=SLOW)])
+def test_a_prompt_chunk(folders: dict[str, Path], weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spd.runtime import fitting
 
-    monkeypatch.setattr(plan_module, "CHUNK", {"torch": 64, "triton": 64})
+    monkeypatch.setattr(fitting, "CHUNK", {"torch": 64, "triton": 64})
     prompt, params = random_prompts(1, 66, 97, seed=6), [SamplingParams(max_tokens=3)]
-    for name, wishes in (("dense-fp8", {}), ("dense", {"quantize": "int8"})):
-        told = [
-            [
-                run.output
-                for run in run_all(make_engine(folders[name], kernels=k, ctx=128, **wishes), prompt, params)
-            ]
-            for k in ("torch", "triton")
-        ]
-        assert told[0] == told[1]
+    folder, wishes = (
+        (folders["dense-fp8"], {}) if weights == "fp8" else (folders["dense"], {"quantize": "int8"})
+    )
+    first, second = (
+        run_all(make_engine(folder, kernels=kernels, ctx=128, **wishes), prompt, params)
+        for kernels in ("torch", "triton")
+    )
+    assert [run.output for run in second] == [run.output for run in first]

@@ -176,9 +176,9 @@ def test_a_prompt_of_more_than_a_chunk(
     target: Path, methods: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two whole chunks and a tail; they are smaller here than they are, for the interpreter's sake."""
-    from spd.runtime import plan
+    from spd.runtime import fitting
 
-    monkeypatch.setattr(plan, "CHUNK", {"torch": 64, "triton": 64})
+    monkeypatch.setattr(fitting, "CHUNK", {"torch": 64, "triton": 64})
     prompt = random_prompts(1, 150, 97, seed=4)
     first, second = both(target, prompt, [SamplingParams(max_tokens=4)], ctx=192, **methods["off"])
     assert_same(first, second)
@@ -188,9 +188,9 @@ def test_a_family_that_slides_and_caps(
     tmp_path: Path, methods: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gemma 2: windows shorter than the prompt, capped scores and logits, norms behind blocks, gelu."""
-    from spd.runtime import plan
+    from spd.runtime import fitting
 
-    monkeypatch.setattr(plan, "CHUNK", {"torch": 64, "triton": 64})
+    monkeypatch.setattr(fitting, "CHUNK", {"torch": 64, "triton": 64})
     shape = {**SHAPE, "residual_gain": damped}
     folder = write_dense(tmp_path / "target", "gemma2", layers=2, **shape)
     draft = {**methods["draft"], "draft_model": write_dense(tmp_path / "draft", "gemma2", layers=1, **shape)}
@@ -214,9 +214,9 @@ def test_latent_attention_and_experts(
 
 
 def test_a_prompt_chunk_of_latents(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from spd.runtime import plan
+    from spd.runtime import fitting
 
-    monkeypatch.setattr(plan, "CHUNK", {"torch": 64, "triton": 64})
+    monkeypatch.setattr(fitting, "CHUNK", {"torch": 64, "triton": 64})
     target = tiny("deepseek_v2", layers=2, residual_gain=damped, **LATENT_SHAPE)
     prompt = random_prompts(1, 70, 97, seed=4)
     first, second = both(target, prompt, [SamplingParams(max_tokens=3)], ctx=128, spec="off")
@@ -225,9 +225,9 @@ def test_a_prompt_chunk_of_latents(tiny: Callable[..., Path], monkeypatch: pytes
 
 def test_an_mtp_head_of_two_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk of the prompt and its tail through the modules, then rounds of three drafts."""
-    from spd.runtime import plan
+    from spd.runtime import fitting
 
-    monkeypatch.setattr(plan, "CHUNK", {"torch": 64, "triton": 64})
+    monkeypatch.setattr(fitting, "CHUNK", {"torch": 64, "triton": 64})
     shape = {"layers": 2, **SHAPE}
     target = write_tiny_mtp(tmp_path / "head", family="mimo", modules=2, kind="copy", **shape)
     prompt, params = random_prompts(1, 70, 97, seed=4), [SamplingParams(max_tokens=7)]
