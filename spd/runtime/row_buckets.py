@@ -8,15 +8,20 @@ position, with the widest bucket, on the model's own first layers and head.
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 WIDEST = 32
-CANDIDATES = (4, 8, 16)
-"""Not 1: a single row is a matrix-vector product, which libraries sum in another order. Not 2: four rows
-read the same weights in no more time (packed bfloat16 at 4 rows was measured faster than at 2)."""
+CANDIDATES = (2, 3, 4, 5, 6, 8, 12, 16)
+"""Not 1: a single row is a matrix-vector product, which libraries sum in another order. Every small
+number is worth trying: products of up to 6 rows read packed bfloat16 weights once, of 7 and 8 twice."""
+WINDOWS = 8
+"""At most so many windows of a candidate are tried, spread over the widest one."""
 PROBED_LAYERS = 4
+WORTHWHILE = 1.1
+"""A candidate stays until a wider one is this many times as fast: less may be chance."""
 
 Window = Callable[[int, int, int, int], tuple[Tensor, Tensor]]
 """(position of row 0, first row, rows, context) to hidden states and logits of those rows."""
@@ -27,19 +32,29 @@ def admitted_buckets(window: Window, start: int, block: int) -> tuple[int, ...]:
     """Row counts, ascending, whose results equal the widest bucket's; the widest is always last.
 
     `window` runs rows of one fixed text, at the same positions whichever window they come in; here from
-    position `start` on, within a context of one or two blocks.
+    position `start` on, within a context of one or two blocks. A candidate that took longer than a wider
+    one is left out, so that its rows are padded to that: times choose among equals, never the bits.
     """
     hidden, logits = window(start, 0, WIDEST, block)
 
-    def agrees(width: int) -> bool:
-        for first in range(0, WIDEST, width):
-            narrow, scores = window(start, first, width, (1 + first // width % 2) * block)
+    def least_seconds(width: int) -> float | None:
+        """Of one window, where all agree with the widest; None where one does not."""
+        firsts, least = range(0, WIDEST - width + 1, width), float("inf")
+        for number, first in enumerate(firsts[:: -(-len(firsts) // WINDOWS)]):
+            began = perf_counter()
+            narrow, scores = window(start, first, width, (1 + number % 2) * block)
+            least = min(least, perf_counter() - began)
             end = first + width
             if not torch.equal(narrow, hidden[first:end]) or not torch.equal(scores, logits[first:end]):
-                return False
-        return True
+                return None
+        return least
 
-    return (*(width for width in CANDIDATES if agrees(width)), WIDEST)
+    seconds = {width: least for width in CANDIDATES if (least := least_seconds(width)) is not None}
+
+    def pays(width: int) -> bool:
+        return all(seconds[width] <= WORTHWHILE * seconds[wider] for wider in seconds if wider > width)
+
+    return (*filter(pays, seconds), WIDEST)
 
 
 def bucket_for(rows: int, buckets: tuple[int, ...]) -> int:
