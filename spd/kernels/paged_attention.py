@@ -1,10 +1,10 @@
 """Grouped-query attention over pages with a causal query window.
 
 Planned once a forward pass, run by every layer. Torch form: the shape of the arithmetic depends on
-the window's width and on whole blocks of `KV_BLOCK` positions only (a last block of 256 was seen to round
-otherwise in a few calls of a hundred). Blocks beyond the context are masked and add exact zeros, so a row's
-result does not depend on how far the host's bound of its context lies. So do whole blocks that a layer's
-sliding window has left behind, which are therefore not read.
+the window's width and on blocks of `KV_BLOCK` positions only. Positions beyond the context are masked and add
+exact zeros, so a row's result does not depend on how far the host's bound of its context lies; where the last
+block may be a part of one without another rounding is found by trying (`spd.runtime.context_parts`). So do
+whole blocks that a layer's sliding window has left behind, which are therefore not read.
 
 A layer may slide: with `sliding` W its rows see their own position and the W - 1 before it. It may cap:
 with `softcap` C a score s counts as C tanh(s / C). Source: Beltagy et al. 2020; Gemma Team 2024 (Gemma 2).
@@ -21,6 +21,8 @@ from torch import Tensor
 
 KV_BLOCK = 512
 """Positions a block: torch's CPU flash attention walks keys in blocks of this many."""
+KV_PART = KV_BLOCK // 4
+"""Every part of a block that is attended is a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def plan_attention(
     valid bool [S, Q]: rows that are not hold any position within the cache, and their result is any
     finite number; page_table int64 [S, pages] of pages of page_size positions; dtype the model's;
     bounds: for each slot a number of positions that its rows do not reach beyond, 0 for a slot without
-    valid rows, in whole `KV_BLOCK`s where a last part of one is computed otherwise;
+    valid rows, in whole `KV_BLOCK`s where a last part of one is computed otherwise (see `context_for`);
     first_pages: see `gather_pages`, for as many pages as the bound takes.
     """
     groups = heads.num_heads // heads.num_kv_heads
@@ -206,11 +208,11 @@ def capped_attention(
 ) -> Tensor:
     """Attend query [1, K, R, D] to keys and values [1, K, C, D] with capped scores; returns [1, K, R, D].
 
-    bias [1, 1, R, C] is added to the capped scores. In float32, a `KV_BLOCK` at a time: a product over all
+    bias [1, 1, R, C] is added to the capped scores. In float32, a `KV_PART` at a time: a product over all
     keys would be summed in an order that their number decides.
     """
     wide = query.float()
-    blocks = [slice(at, at + KV_BLOCK) for at in range(0, keys.shape[2], KV_BLOCK)]
+    blocks = [slice(at, at + KV_PART) for at in range(0, keys.shape[2], KV_PART)]
     scores = [
         ((wide @ keys[:, :, block].float().mT) * (scale / softcap)).tanh_() * softcap + bias[..., block]
         for block in blocks

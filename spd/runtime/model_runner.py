@@ -15,6 +15,7 @@ from torch import Tensor
 from spd.kernels.dispatch import Kernels
 from spd.kernels.paged_attention import KV_BLOCK
 from spd.kernels.round_window import kv_slots
+from spd.runtime.context_parts import admitted_parts, context_for
 from spd.runtime.kv_cache import KvCache
 from spd.runtime.memory import TAIL_ROWS
 from spd.runtime.models.base import CausalModel, ForwardBatch, HeadStates, LayerCache
@@ -85,8 +86,8 @@ class ModelRunner:
         self.model, self.cache, self.chunk, self.device = model, cache, chunk, device
         self.kernels = kernels
         self.dtype = cache.dtype
-        self.context_block = KV_BLOCK
-        """Positions by which an attended context grows; see `paged_attention`."""
+        self.context_parts: tuple[int, ...] = ()
+        """Sizes of an attended context's last block beside a whole one; see `context_parts`."""
         self.trash_slot = TRASH_PAGE * cache.page_size
         self.buckets: tuple[int, ...] | None = None
         """Row counts that give the same bits; None where every number does by construction."""
@@ -95,8 +96,8 @@ class ModelRunner:
 
     @property
     def pages_per_block(self) -> int:
-        """Pages by which an attended context grows."""
-        return self.context_block // self.cache.page_size
+        """Pages of a whole block of an attended context."""
+        return KV_BLOCK // self.cache.page_size
 
     def _try_arithmetic(self) -> None:
         """Run one fixed text through the first layers in windows of every shape; see `row_buckets`."""
@@ -126,13 +127,13 @@ class ModelRunner:
         def window(start: int, first: int, rows: int, context: int) -> tuple[Tensor, Tensor]:
             positions = torch.arange(start + first, start + first + rows, device=self.device)[None]
             prompt = self._prompt_rows(ids[:, first : first + rows], positions, table)
-            self.context_block = self.cache.page_size  # the context is what is asked for
             views = [SlotView(context, pages)]
             hidden = model.forward(self._batch(prompt, table, views, WIDEST, states=states), caches)
             return hidden, model.logits(hidden, WIDEST)
 
-        buckets = admitted_buckets(window, start, KV_BLOCK)
-        self.buckets, self.context_block = buckets, KV_BLOCK
+        self.buckets = admitted_buckets(window, start, KV_BLOCK)
+        if self.device == "cpu":
+            self.context_parts = admitted_parts(model.heads, self.dtype, self.cache.page_size, self.buckets)
 
     def _first_page(self, pages: Sequence[int], count: int) -> int | None:
         run = pages[:count]
@@ -206,9 +207,8 @@ class ModelRunner:
         bounds, first_pages = [], []
         if self.buckets is not None:  # only the torch form asks the host
             for view in views:
-                blocks = -(-view.bound // self.context_block)
-                bounds.append(blocks * self.context_block)
-                pages = blocks * self.pages_per_block
+                bounds.append(context_for(view.bound, self.context_parts))
+                pages = bounds[-1] // self.cache.page_size
                 first_pages.append(self._first_page(view.pages, pages) if pages else None)
         return self.kernels.plan_attention(
             rows.positions,

@@ -1,0 +1,69 @@
+"""Which sizes the last block of an attended context may have on this machine, found by trying, once, at load.
+
+Attention reads keys in blocks of `KV_BLOCK`. A library may split a product over fewer keys otherwise than
+one over a whole block whose rest is masked (MKL halves 384, and so sums them otherwise than 512; it does not
+split 256). A size serves if it was seen to give the whole block's bits, for every number of rows that is run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from spd.kernels.paged_attention import (
+    KV_BLOCK,
+    KV_PART,
+    AttentionHeads,
+    paged_attention,
+    plan_attention,
+)
+
+CANDIDATES = (KV_PART, KV_BLOCK // 2)
+"""Not three quarters: libraries halve it."""
+TRIED_ROWS = 48
+"""Rows tried of each width: a difference does not show in each, for results are rounded to the model's type.
+Sizes known to differ were refused within the first few."""
+FEWEST_TRIES = 4
+
+
+@torch.inference_mode()
+def admitted_parts(
+    heads: AttentionHeads, dtype: torch.dtype, page_size: int, widths: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Sizes, ascending, that a last block may have; none of them need. On CPU; widths: of windows."""
+    generator, heads = torch.Generator().manual_seed(0), replace(heads, sliding=(None,))
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    pages = 2 * KV_BLOCK // page_size
+    keys, values = (noise(pages, page_size, heads.num_kv_heads, heads.head_dim) for _ in range(2))
+    table, scale = torch.arange(pages)[None], heads.head_dim**-0.5
+
+    def agrees(part: int, width: int) -> bool:
+        """Rows before the part's end, in the first block and in the second, with the rest and without."""
+        valid = torch.ones(1, width, dtype=torch.bool)
+        plans = []
+        for block in (0, KV_BLOCK):
+            rows = block + part - width + torch.arange(width)[None]
+            for context in (block + part, block + KV_BLOCK):
+                plans.append(plan_attention(rows, valid, table, heads, page_size, dtype, [context], [0]))
+        for number in range(max(FEWEST_TRIES, TRIED_ROWS // width)):
+            query = noise(1, width, heads.num_heads, heads.head_dim)
+            short, whole = (
+                paged_attention(query, keys, values, plan, scale) for plan in plans[2 * (number % 2) :][:2]
+            )
+            if not torch.equal(short, whole):
+                return False
+        return True
+
+    whole_pages = [part for part in CANDIDATES if part % page_size == 0]
+    return tuple(part for part in whole_pages if all(agrees(part, width) for width in widths))
+
+
+def context_for(bound: int, parts: tuple[int, ...]) -> int:
+    """The fewest positions to attend that reach `bound`: whole blocks, and perhaps a part of one."""
+    whole, rest = divmod(bound, KV_BLOCK)
+    return whole * KV_BLOCK + (next((part for part in parts if part >= rest), KV_BLOCK) if rest else 0)

@@ -1,0 +1,45 @@
+"""Which sizes an attended context's last block may have: those that give a whole block's bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spd.kernels.paged_attention import KV_BLOCK, AttentionHeads, MaskPlan, paged_attention
+from spd.runtime import context_parts
+from spd.runtime.context_parts import CANDIDATES, admitted_parts, context_for
+
+HEADS = AttentionHeads(4, 2, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "start"), [(2, 0), (5, KV_BLOCK)])
+def test_a_part_that_differs_in_one_bit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, start: int
+) -> None:
+    """In one number of rows, in the first block or in the second."""
+    part = KV_BLOCK // 2
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Any, scale: float) -> Tensor:
+        mixed = paged_attention(query, keys, values, plan, scale)
+        assert isinstance(plan, MaskPlan) and plan.masks[None][0] is not None
+        if query.shape[1] == rows and plan.masks[None][0].bias.shape[-1] == start + part:
+            mixed[0, -1, -1, -1] = 0
+        return mixed
+
+    honest = admitted_parts(HEADS, dtype, 64, (2, 5, 32))
+    monkeypatch.setattr(context_parts, "paged_attention", attend)
+    assert admitted_parts(HEADS, dtype, 64, (2, 5, 32)) == tuple(p for p in honest if p != part)
+    assert part in honest or torch.backends.cpu.get_cpu_capability() != "AVX512", "else nothing is shown"
+
+
+def test_contexts_are_whole_blocks_and_a_part() -> None:
+    lengths = (0, 1, 128, 129, 256, 257, 512, 513, 700, 1024)
+    assert [context_for(length, CANDIDATES) for length in lengths] == [
+        *(0, 128, 128, 256, 256, 512, 512, 640, 768, 1024)
+    ]
+    assert [context_for(length, (256,)) for length in (1, 257, 513)] == [256, 512, 768]
+    assert [context_for(length, ()) for length in (1, 512, 513)] == [512, 512, 1024]
