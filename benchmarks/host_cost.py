@@ -1,6 +1,6 @@
 """What the host does for one round, beside the device program; and tokens a second at several concurrencies.
 
-    python -m benchmarks.host_cost [--slots 32] [--tokens 200] [--model FOLDER] [--out FILE]
+    python -m benchmarks.host_cost [--slots 32] [--steps 100] [--tokens 120] [--model FOLDER] [--out FILE]
 
 Host cost is the time of `Engine.step` less that of `Round.run`, in steps that prefill nothing and end nobody:
 admission, pages, reading what a round emitted, detokenizing, events. On CPU the two follow each other, so the
@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,36 @@ from spd.formats.demo import demo_folder
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 
 PROMPT = tuple(range(300, 360))
+CTX = 1024
+"""Room for who decodes first until the prompts of all others are written and the steps have run."""
+
+
+WARM_UP = 10
+"""Steps left out at the beginning."""
+
+
+@dataclass
+class Clocks:
+    """Seconds by the wall and by this process's processor time."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+
+    @classmethod
+    def now(cls) -> Clocks:
+        """Both clocks' readings."""
+        return cls(time.perf_counter(), time.process_time())
+
+    def add(self, began: Clocks) -> None:
+        """Add what has passed since a reading."""
+        now = Clocks.now()
+        self.wall += now.wall - began.wall
+        self.cpu += now.cpu - began.cpu
 
 
 def engine_of(model: Path, slots: int, **wishes: Any) -> Engine:
     """An engine whose slots all hold a few hundred positions."""
-    return Engine(EngineConfig(model=model, slots=slots, ctx=512, threads=wishes.pop("threads", 1), **wishes))
+    return Engine(EngineConfig(model=model, slots=slots, ctx=CTX, threads=wishes.pop("threads", 1), **wishes))
 
 
 def requests(count: int, tokens: int) -> list[Request]:
@@ -37,36 +63,42 @@ def requests(count: int, tokens: int) -> list[Request]:
     ]
 
 
-def host_microseconds(model: Path, slots: int, tokens: int, **wishes: Any) -> dict[str, float]:
-    """Percentiles of the host's share of a step with every slot decoding, in microseconds."""
+def host_microseconds(model: Path, slots: int, steps: int, **wishes: Any) -> dict[str, float]:
+    """The host's share of a step with every slot decoding, over at most `steps` of them, in microseconds.
+
+    By the wall and by the processor: the latter leaves out what other processes took. Raises SystemExit
+    where requests end before every slot decodes.
+    """
     engine = engine_of(model, slots, **wishes)
-    inside = 0.0
+    inside = Clocks()
     honest = engine._parts.queue.round.run
 
     def timed(*args: Any) -> Any:
-        nonlocal inside
-        began = time.perf_counter()
+        began = Clocks.now()
         result = honest(*args)
-        inside += time.perf_counter() - began
+        inside.add(began)
         return result
 
     engine._parts.queue.round.run = timed  # type: ignore[method-assign]
-    for request in requests(slots, tokens):
+    for request in requests(slots, CTX - len(PROMPT)):
         engine.add(request)
-    costs = []
-    while engine.has_work:
+    costs: list[Clocks] = []
+    while engine.has_work and len(costs) < steps + WARM_UP:
         steady = len(engine._scheduler.decoding()) == slots
-        inside, began = 0.0, time.perf_counter()
+        inside.wall = inside.cpu = 0.0
+        began, spent = Clocks.now(), Clocks()
         events = engine.step()
-        spent = time.perf_counter() - began - inside
+        spent.add(began)
         if steady and not any(event.finish_reason for event in events):
-            costs.append(1e6 * spent)
-    ordered = sorted(costs[len(costs) // 5 :])
-    return {
-        "median": statistics.median(ordered),
-        "p90": ordered[int(0.9 * len(ordered))],
-        "steps": len(ordered),
-    }
+            costs.append(Clocks(spent.wall - inside.wall, spent.cpu - inside.cpu))
+    engine.close()
+    if len(costs) <= WARM_UP:
+        raise SystemExit(f"{slots} slots never decoded together: fewer --slots")
+    found: dict[str, float] = {"steps": len(costs) - WARM_UP}
+    for clock in ("wall", "cpu"):
+        ordered = sorted(1e6 * getattr(cost, clock) for cost in costs[WARM_UP:])
+        found |= {clock: statistics.median(ordered), f"{clock}_p90": ordered[int(0.9 * len(ordered))]}
+    return found
 
 
 def tokens_per_second(model: Path, concurrency: int, tokens: int, **wishes: Any) -> float:
@@ -85,7 +117,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=100, help="of the host's cost")
+    parser.add_argument(
+        "--tokens", type=int, default=120, help="a request, of the throughput; 0 leaves it out"
+    )
     parser.add_argument("--model", type=Path, default=demo_folder())
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -101,10 +136,10 @@ def main() -> None:
         ("ngram k=4", {"spec": "ngram", "draft_max": 4, "adaptive": False}),
     ):
         found["host_us"][name] = host_microseconds(
-            options.model, options.slots, options.tokens, threads=options.threads, **wishes
+            options.model, options.slots, options.steps, threads=options.threads, **wishes
         )
         print(f"host, {options.slots} slots, {name}: {found['host_us'][name]}", flush=True)
-    for concurrency in (1, 4, 16):
+    for concurrency in (1, 4, 16) if options.tokens else ():
         for spec in ("off", "auto"):
             rate = tokens_per_second(
                 options.model, concurrency, options.tokens, spec=spec, threads=options.threads

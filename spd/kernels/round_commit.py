@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +16,8 @@ EMISSION_HEAD = 6
 """Columns before the drafts: length before the round, num_drafts, accepted, committed, reason, k."""
 
 
-@dataclass(frozen=True)
-class Emission:
-    """What one round did to one slot, in host values."""
+class Emission(NamedTuple):
+    """What one round did to one slot, in host values. A tuple: one is made a slot and round."""
 
     length: int  # before the round
     num_drafts: int  # how many drafts entered verification
@@ -40,18 +38,12 @@ def emission_max_k(width: int) -> int:
     return (width - EMISSION_HEAD - 1) // 2
 
 
-def read_emission(row: Sequence[int]) -> Emission:
+def read_emission(row: list[int]) -> Emission:
     """One slot's row of the ring, as `round_commit` wrote it, in host values."""
-    k, samples = row[5], EMISSION_HEAD + emission_max_k(len(row))
-    return Emission(
-        length=row[0],
-        num_drafts=row[1],
-        accepted=row[2],
-        committed=row[3],
-        reason=row[4],
-        draft=list(row[EMISSION_HEAD : EMISSION_HEAD + k]),
-        sampled=list(row[samples : samples + k + 1]),
-    )
+    length, num_drafts, accepted, committed, reason, k = row[:EMISSION_HEAD]
+    samples = EMISSION_HEAD + emission_max_k(len(row))
+    draft, sampled = row[EMISSION_HEAD : EMISSION_HEAD + k], row[samples : samples + k + 1]
+    return Emission(length, num_drafts, accepted, committed, reason, draft, sampled)
 
 
 def round_commit(

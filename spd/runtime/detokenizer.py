@@ -42,6 +42,15 @@ class Detokenizer:
             self._ignored = len(self._pending)
         return self._look_for_stop()
 
+    @property
+    def has_stops(self) -> bool:
+        """Whether any text ends the request."""
+        return bool(self._stops)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take several tokens at once, where no text ends the request."""
+        self._pending += self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
+
     def _look_for_stop(self) -> bool:
         if self._count <= self._min_tokens:
             return False
@@ -58,6 +67,9 @@ class Detokenizer:
         if final and not self.stopped:
             self._pending += self._decoder.decode(b"", final=True)
             self._look_for_stop()
+        if not self._stops:
+            text, self._pending = self._pending, ""
+            return text
         keep = 0 if final else _held_back(self._pending, self._stops)
         text, self._pending = (
             self._pending[: len(self._pending) - keep],

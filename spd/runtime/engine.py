@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -27,11 +27,11 @@ from spd.runtime.model_runner import EMPTY_SLOT, SlotView
 from spd.runtime.out_of_memory import explained, is_out_of_memory
 from spd.runtime.outcome import Outcome, read_outcomes, record_of, settle
 from spd.runtime.page_table import PageTable
+from spd.runtime.party import Party, epochs_of
 from spd.runtime.plan import EnginePlan, make_plan
 from spd.runtime.progress import Progress
 from spd.runtime.request import Completion, CompletionParts, Event, Request, TokenLogprob
 from spd.runtime.round_queue import RoundResult, Ticket
-from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.scheduler import Scheduler
 from spd.runtime.sequence import Sequence
 from spd.runtime.slots import Slots
@@ -41,14 +41,6 @@ FINISHED_KEPT = 4096
 
 IDLE_PASSES = 16
 """Passes over prompts in a step at whose beginning nobody decoded."""
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A round enqueued and not yet read, with the epoch of each slot that took part (0: it did not)."""
-
-    ticket: Ticket
-    epochs: tuple[int, ...]
 
 
 class Engine:
@@ -95,12 +87,13 @@ class Engine:
             sharing=self.plan.prefix_sharing,
         )
         self._slots = Slots(self._device, self.plan)
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[tuple[Ticket, Party]] = deque()  # rounds enqueued and not yet read
         self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
         self._ready: list[Event] = []
         self.totals = EngineMetrics()
         self._planned_length = DraftLength(self.plan.draft_max, self.plan.adaptive, self.plan.draft_tiers)
         self._draft_length = self._planned_length
+        self._party = Party()
         self._k = 0
         self.trace: Callable[[RoundRecord], None] | None = None
         self.load_ms = 1000 * (time.perf_counter() - began)
@@ -138,6 +131,7 @@ class Engine:
 
         None goes back to what was planned, with all that was measured for it.
         """
+        self._party = Party()  # who takes part is told anew to who chooses
         if k is None:
             self._draft_length = self._planned_length
             return
@@ -271,70 +265,77 @@ class Engine:
         """The round feeds up to bound + k positions and drafts up to next_k beyond what it commits."""
         return min(sequence.bound + k + 1 + next_k, self.plan.ctx)
 
-    def _make_room(self, k: int, next_k: int) -> None:
+    def _make_room(self, k: int, next_k: int) -> dict[Sequence, int]:
         """Pages for the next round of all who decode, oldest first; who came last gives way.
 
-        What is on its way is read first: it may end somebody, and bounds become lengths.
+        What is on its way is read first: it may end somebody, and bounds become lengths. Returns what the
+        round may reach, of those who decode and perhaps of others.
         """
-        scheduler, ready = self._scheduler, set[Sequence]()
+        scheduler, ready = self._scheduler, dict[Sequence, int]()
         # Whoever was read meanwhile may have become ready for this round too.
         while missing := [sequence for sequence in scheduler.decoding() if sequence not in ready]:
-            sequence = min(missing, key=lambda s: s.epoch)
-            held = len(sequence.pages)
-            if scheduler.grow(sequence, self._reach(sequence, k, next_k)):
-                ready.add(sequence)
+            for sequence in sorted(missing, key=attrgetter("epoch")):
+                held, reach = len(sequence.pages), self._reach(sequence, k, next_k)
+                if not scheduler.grow(sequence, reach):
+                    break
+                ready[sequence] = reach
                 if len(sequence.pages) > held:
                     self._slots.show_pages(sequence)
-            elif self._in_flight:
+            else:
+                continue
+            if self._in_flight:
                 self._read_oldest()
             else:
                 last = scheduler.last_to_come()
                 assert last is not None
                 self._vacate(last)
                 scheduler.preempt(last)
+        return ready
+
+    def _gather(self, live: list[Sequence]) -> Party:
+        """Those who take part, with what follows from it, which changes only where somebody came or went."""
+        epochs = epochs_of(live, self.plan.slots)
+        if epochs != self._party.epochs:
+            self._party, most = Party.of(live, epochs), self.plan.draft_max
+            self._draft_length.attend([(s.acceptance, s.draft_cap(most)) for s in live])
+        return self._party
 
     def _enqueue(self) -> bool:
         """Enqueue one round over all who decode; False when every one may already be at its limit."""
         live = self._scheduler.decoding()
         if not any(s.bound < s.length_limit or not s.in_flight for s in live):
             return False
-        most = self.plan.draft_max
-        self._draft_length.attend([(s.acceptance, s.draft_cap(most)) for s in live])
+        self._gather(live)
         k, next_k = self._k, self._draft_length.choose()
-        self._make_room(k, next_k)
+        reach = self._make_room(k, next_k)
         live = self._scheduler.decoding()
         if not live:
             return False
-        views, epochs = [EMPTY_SLOT] * self.plan.slots, [0] * self.plan.slots
-        needs, logprobs = SamplerClass(), None
+        party, views = self._gather(live), [EMPTY_SLOT] * self.plan.slots
         for sequence in live:
-            views[sequence.slot] = SlotView(self._reach(sequence, k, next_k), sequence.pages)
-            epochs[sequence.slot] = sequence.epoch
-            needs = needs | sequence.needs
-            wanted = sequence.request.params.logprobs
-            logprobs = logprobs if wanted is None else max(wanted, logprobs or 0)
+            views[sequence.slot] = SlotView(reach[sequence], sequence.pages)
             sequence.in_flight.append(k + 1)
-        ticket = self._device.launch(k, views, needs, logprobs, next_k)
+        ticket = self._device.launch(k, views, party.needs, party.logprobs, next_k)
         self._scheduler.launched()
         for sequence in live:
             if sequence.grammar is not None:
                 self._slots.silence(sequence)
         self._k = next_k
-        self._in_flight.append(_InFlight(ticket, tuple(epochs)))
+        self._in_flight.append((ticket, party))
         return True
 
     # -- reading what happened ---------------------------------------------------------------------
 
     def _read_oldest(self) -> None:
-        entry = self._in_flight.popleft()
-        result = self._device.read(entry.ticket)
+        ticket, party = self._in_flight.popleft()
+        result = self._device.read(ticket)
         self._scheduler.read()
         self.totals.rounds += 1
         outcomes = read_outcomes(result)
         draft_seconds, verify_seconds, _ = result.seconds
         self._draft_length.observe_cost(result.k, verify_seconds, draft_seconds, result.draft_forwards)
         for sequence in self._scheduler.running():
-            if entry.epochs[sequence.slot] == sequence.epoch:
+            if party.epochs[sequence.slot] == sequence.epoch:
                 self._apply(sequence, outcomes[sequence.slot], result)
 
     def _apply(self, sequence: Sequence, outcome: Outcome, result: RoundResult) -> None:

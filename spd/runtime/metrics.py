@@ -79,9 +79,10 @@ class RequestMetrics:
         self.draft_n += drafted
         self.draft_n_accepted_raw += accepted_raw
         self.draft_n_accepted += accepted
-        _grow(self.acceptance_histogram, accepted + 1)
+        if accepted >= len(self.acceptance_histogram):
+            _grow(self.acceptance_histogram, accepted + 1)
+            _grow(self.accepted_per_position, accepted)
         self.acceptance_histogram[accepted] += 1
-        _grow(self.accepted_per_position, accepted)
         for position in range(accepted):
             self.accepted_per_position[position] += 1
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -65,8 +65,7 @@ class PromptRows:
     kv_slots: Tensor
 
 
-@dataclass(frozen=True)
-class SlotView:
+class SlotView(NamedTuple):
     """What the host knows of a slot's cache: an upper bound of its length, and its pages.
 
     A bound of 0 means that the slot has no rows.

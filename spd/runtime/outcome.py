@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from spd.kernels.round_commit import FAILED, FULL, STOPPED
 from spd.runtime.grammar import Grammar, GrammarError
@@ -18,8 +18,7 @@ DEAD_END = "grammar dead end: no token is allowed, or none has a finite number"
 NEVER_BEGAN = "the model stopped before its thinking ended, so the grammar never began"
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """One slot's share of a round, in host values."""
 
     length: int
@@ -31,8 +30,7 @@ class Outcome:
     logprobs: tuple[TokenLogprob, ...]
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(NamedTuple):
     """What the request keeps of a round."""
 
     tokens: list[int]
@@ -74,21 +72,7 @@ def settle(sequence: Sequence, outcome: Outcome) -> Settled:
     At each token stop ids come first, then stop strings, then the length limit, so a stop on the
     last allowed token is a stop.
     """
-    tokens: list[int] = []
-    reason: str | None = None
-    error: str | None = None
-    for i, token in enumerate(outcome.sampled[: outcome.committed]):
-        tokens.append(token)
-        if outcome.reason == STOPPED and i == outcome.committed - 1:
-            reason = "stop"
-            break
-        try:
-            if sequence.detokenizer.push(token) or _completes(sequence.grammar, token):
-                reason = "stop"
-                break
-        except GrammarError as failure:
-            reason, error = "error", str(failure)
-            break
+    tokens, reason, error = _walk(sequence, outcome)
     if reason is None and outcome.reason == FULL:
         reason = "length"
     if reason is None and outcome.reason == FAILED:
@@ -101,8 +85,25 @@ def settle(sequence: Sequence, outcome: Outcome) -> Settled:
     logprobs: tuple[TokenLogprob, ...] = ()
     if wanted is not None:
         logprobs = tuple(TokenLogprob(lp.token_id, lp.logprob, lp.top[:wanted]) for lp in outcome.logprobs)
-    drafted = tuple(i < accepted for i in range(len(tokens)))
+    drafted = (True,) * accepted + (False,) * (len(tokens) - accepted)
     return Settled(tokens, drafted, reason, error, logprobs[: len(tokens)])
+
+
+def _walk(sequence: Sequence, outcome: Outcome) -> tuple[list[int], str | None, str | None]:
+    """The committed tokens up to a stop or a grammar's fault, and the finish reason and error of that."""
+    tokens, detokenizer = outcome.sampled[: outcome.committed], sequence.detokenizer
+    stopped = outcome.reason == STOPPED
+    spoken = tokens[:-1] if stopped else tokens  # a stop id has no text
+    if sequence.grammar is None and not detokenizer.has_stops:
+        detokenizer.extend(spoken)
+        return tokens, "stop" if stopped else None, None
+    for i, token in enumerate(spoken):
+        try:
+            if detokenizer.push(token) or _completes(sequence.grammar, token):
+                return tokens[: i + 1], "stop", None
+        except GrammarError as failure:
+            return tokens[: i + 1], "error", str(failure)
+    return tokens, "stop" if stopped else None, None
 
 
 def _completes(grammar: Grammar | None, token: int) -> bool:

@@ -66,9 +66,10 @@ class Ticket:
     def read(self) -> RoundResult:
         """Wait until the round has run, and return what it emitted."""
         ring, times, logprobs, drafts = self.fetch()
-        began, verified, committed, ended = (times[c].item() for c in (BEGAN, VERIFIED, COMMITTED, ENDED))
+        marks: list[int] = times.tolist()
+        began, verified, committed, ended = (marks[c] for c in (BEGAN, VERIFIED, COMMITTED, ENDED))
         verified = verified if began <= verified <= committed else committed
-        gap = self.gap_before(int(began), int(ended))
+        gap = self.gap_before(began, ended)
         scores = None
         if logprobs is not None:
             scores = HostLogprobs(*(tensor.tolist() for tensor in logprobs))

@@ -20,7 +20,7 @@ number is worth trying: products of up to 6 rows read packed bfloat16 weights on
 WINDOWS = 8
 """At most so many windows of a candidate are tried, spread over the widest one."""
 PROBED_LAYERS = 4
-WORTHWHILE = 1.1
+WORTHWHILE = 1.25
 """A candidate stays until a wider one is this many times as fast: less may be chance."""
 
 Window = Callable[[int, int, int, int], tuple[Tensor, Tensor]]
