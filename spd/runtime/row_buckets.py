@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 WIDEST = 32
-CANDIDATES = (2, 3, 4, 5, 6, 8, 12, 16)
-"""Not 1: a single row is a matrix-vector product, which libraries sum in another order. Every small
-number is worth trying: products of up to 6 rows read packed bfloat16 weights once, of 7 and 8 twice."""
-WINDOWS = 8
-"""At most so many windows of a candidate are tried, spread over the widest one."""
+CANDIDATES = (2, 4, 5, 6, 8, 12, 16)
+"""Not 1: a single row is a matrix-vector product, which libraries sum in another order. 5 and 6: products of
+up to 6 rows pass over packed bfloat16 weights once, of 7 and 8 twice (oneDNN 3.12)."""
 PROBED_LAYERS = 4
 WORTHWHILE = 1.25
 """A candidate stays until a wider one is this many times as fast: less may be chance."""
@@ -39,10 +37,10 @@ def admitted_buckets(window: Window, start: int, block: int) -> tuple[int, ...]:
 
     def least_seconds(width: int) -> float | None:
         """Of one window, where all agree with the widest; None where one does not."""
-        firsts, least = range(0, WIDEST - width + 1, width), float("inf")
-        for number, first in enumerate(firsts[:: -(-len(firsts) // WINDOWS)]):
+        least = float("inf")
+        for first in range(0, WIDEST - width + 1, width):
             began = perf_counter()
-            narrow, scores = window(start, first, width, (1 + number % 2) * block)
+            narrow, scores = window(start, first, width, (1 + first // width % 2) * block)
             least = min(least, perf_counter() - began)
             end = first + width
             if not torch.equal(narrow, hidden[first:end]) or not torch.equal(scores, logits[first:end]):
