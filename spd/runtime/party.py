@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 
@@ -17,7 +17,7 @@ class Party:
 
     epochs: tuple[int, ...] = ()
     """Of each slot; 0: it does not take part."""
-    needs: SamplerClass = SamplerClass()
+    needs: SamplerClass = field(default_factory=SamplerClass)
     logprobs: int | None = None
     """The most log-probabilities that anybody wants; None where nobody wants any."""
 
