@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spd.runtime.device_side import DeviceSide
 from spd.runtime.grammar import GuidedText
 from spd.runtime.request import SamplingParams
 from spd.runtime.sampler_class import SamplerClass
@@ -68,7 +69,8 @@ class GrammarEnumeration(RuleEnumeration):
     def prepare(self, needs: SamplerClass, k: int) -> SamplerClass:
         queue = SimpleNamespace(catch_ups=0)
         parts: Any = SimpleNamespace(state=self.state, sampler=self.sampler, queue=queue)
-        slots = Slots(parts, SimpleNamespace(device="cpu", verify=self.rule_case.rule))  # type: ignore[arg-type]
+        plan: Any = SimpleNamespace(device="cpu", verify=self.rule_case.rule)
+        slots = Slots(DeviceSide(parts, plan), plan)
         for slot in self.state.active.nonzero()[:, 0].tolist():
             text = tuple(self.state.tokens[slot, : int(self.state.length[slot])].tolist())
             grammar = GuidedText(Matcher(self.allowed, text), (), (), None)

@@ -35,7 +35,7 @@ def test_the_floor_is_what_must_be_read(tiny: Callable[..., Path]) -> None:
     norms = 2 * config.hidden_size + 2 * config.head_dim
     layers = config.num_layers * (qkv + output + mlp + norms)
     head = config.vocab_size * config.hidden_size  # read once, whether it is the embedding or not
-    found = floor_of(folder, "bfloat16")
+    found = floor_of(folder, make_engine(folder, dtype="bfloat16").plan)
     assert found is not None and found.weight_bytes == 2 * (layers + head + config.hidden_size)
     assert found.position_bytes == 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
     assert found.seconds(10, 1e6) == pytest.approx((found.weight_bytes + 10 * found.position_bytes) / 1e6)
