@@ -113,10 +113,19 @@ class RememberingRunner:
         return self.table[hidden]
 
     def sample(
-        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
+        self,
+        hidden: Tensor,
+        usable_vocab: int,
+        seed: Tensor,
+        first: Tensor,
+        step: int,
+        temperature: Tensor,
+        *,
+        noise: bool,
     ) -> tuple[Tensor, Tensor] | None:
         if not self.head:
             return None
+        assert noise
         positions = first.unsqueeze(-1) + step + torch.arange(hidden.shape[1])
         drawn = self.script.draw(self.table[hidden] / temperature.view(-1, 1, 1), positions)
         return drawn, torch.ones_like(drawn, dtype=torch.bool)
