@@ -288,7 +288,7 @@ def draft_all(sampler: Sampler, logits: torch.Tensor, needs: SamplerClass) -> to
     def one(step: int) -> torch.Tensor:
         runner: Any = SimpleNamespace(
             logits=lambda _hidden: logits[:, step : step + 1],
-            sample=lambda *_arguments: None,
+            sample=lambda *_, **__: None,
             model=SimpleNamespace(vocab_size=logits.shape[-1]),
         )
         return sampler.draw_draft(runner, torch.zeros(len(logits), 1, 1), step, needs)
