@@ -43,7 +43,12 @@ def choose(
 
     config = EngineConfig(model=folder, draft_model=draft, quantize=quantize, tp=tp, draft_tp=draft_tp)
     drafter, error = _try(folder, draft, "auto")
-    others = {name: _obstacle(folder, draft, name) for name in SPEC_METHODS if name not in ("auto", "off")}
+    taken = None if drafter is None else drafter.method
+    others = {
+        name: None if name == taken else _obstacle(folder, draft, name)
+        for name in SPEC_METHODS
+        if name not in ("auto", "off")
+    }
     return Choice(config, drafter, error, others)
 
 

@@ -83,8 +83,13 @@ def find_source(folder: Path, config: ModelConfig, head: Path | None) -> MtpSour
         check_fits(found, config, folder)
         return MtpSource(head, found.layout, found.config, found.verifier_sha256)
     with Checkpoint.open(folder) as checkpoint:
-        layout = find_mtp(config.architecture, checkpoint.tensors, config.num_layers)
-    return None if layout is None else MtpSource(folder, layout, config)
+        return own_source(checkpoint, config)
+
+
+def own_source(checkpoint: Checkpoint, config: ModelConfig) -> MtpSource | None:
+    """The head in a target's own checkpoint; None where it has none."""
+    layout = find_mtp(config.architecture, checkpoint.tensors, config.num_layers)
+    return None if layout is None else MtpSource(checkpoint.folder, layout, config)
 
 
 def verifier_hash(checkpoint: Checkpoint) -> str:

@@ -14,7 +14,7 @@ from spd.formats.checkpoint import Checkpoint
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import declared_modules, no_mtp
-from spd.formats.mtp_folder import MtpSource, find_source, verifier_hash
+from spd.formats.mtp_folder import MtpSource, find_source, own_source, verifier_hash
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.config import EngineConfig
 from spd.runtime.memory import DEFAULT_DRAFT_MAX
@@ -78,16 +78,18 @@ def _asked_mtp(config: EngineConfig, model: ModelConfig) -> Drafter:
 def _own_mtp(config: EngineConfig, model: ModelConfig) -> Drafter | str:
     """Drafting with the MTP head that the target's checkpoint holds; why not, where it cannot be."""
     try:
-        source = find_source(config.model, model, None)
+        checkpoint = Checkpoint.open(config.model)
     except SpdError:  # nothing is said of weights that nobody may want to read
         return UNKNOWN
-    if source is None:
-        return f"{UNKNOWN}, and its MTP layers are missing" if declared_modules(config.model) else UNKNOWN
-    try:
-        with Checkpoint.open(source.folder) as checkpoint:
+    with checkpoint:
+        source = own_source(checkpoint, model)
+        if source is None:
+            declared = declared_modules(config.model)
+            return f"{UNKNOWN}, and its MTP layers are missing" if declared else UNKNOWN
+        try:
             check_source(source, checkpoint)
-    except SpdError as error:
-        return f"the MTP head cannot be used: {error.message}"
+        except SpdError as error:
+            return f"the MTP head cannot be used: {error.message}"
     return Drafter("mtp", "the checkpoint's own MTP head" + _reuse(config, source), mtp=source)
 
 
