@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if not run.stdout.strip():
         return run.returncode or 1
-    result = json.loads(run.stdout)
+    result = json.loads(run.stdout.replace(f"{ROOT}/", ""))  # folders as the command names them
     if "rows" not in result:
         print(run.stdout, file=sys.stderr)
         return run.returncode or 1
