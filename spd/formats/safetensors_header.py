@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,41 +114,44 @@ def _check_metadata(path: Path, metadata: object) -> None:
 
 def _tensor(path: Path, name: str, entry: object, spans: list[tuple[int, int, str]], data: int) -> TensorMeta:
     """One entry of the header; `data` is where the tensors' bytes begin in the file."""
-    where = f"{path}: tensor {shown(name)}"
+
+    def where() -> str:
+        return f"{path}: tensor {shown(name)}"
+
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{where}: is not an object with dtype, shape and data_offsets")
+        raise CheckpointError(f"{where()}: is not an object with dtype, shape and data_offsets")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise CheckpointError(f"{where}: dtype: {shown(dtype)} is unknown")
+        raise CheckpointError(f"{where()}: dtype: {shown(dtype)} is unknown")
     if not isinstance(shape, list) or not all(
         type(size) is int and 0 <= size <= MAX_NUMBER for size in shape
     ):
-        raise CheckpointError(f"{where}: shape: {shown(shape)} is not a list of sizes")
+        raise CheckpointError(f"{where()}: shape: {shown(shape)} is not a list of sizes")
     if (
         not isinstance(offsets, list)
         or len(offsets) != 2
         or not all(type(offset) is int and 0 <= offset <= MAX_NUMBER for offset in offsets)
     ):
-        raise CheckpointError(f"{where}: data_offsets: {shown(offsets)} is not a pair of offsets")
+        raise CheckpointError(f"{where()}: data_offsets: {shown(offsets)} is not a pair of offsets")
     begin, end = offsets
     if begin > end:
-        raise CheckpointError(f"{where}: data_offsets: {begin} is behind {end}")
+        raise CheckpointError(f"{where()}: data_offsets: {begin} is behind {end}")
     bits = _checked_product([*shape, DTYPE_BITS[dtype]], where)
     if bits % 8 or bits // 8 != end - begin:
         raise CheckpointError(
-            f"{where}: data_offsets: hold {end - begin} bytes, {dtype} {shown(shape)} needs {bits / 8:g}"
+            f"{where()}: data_offsets: hold {end - begin} bytes, {dtype} {shown(shape)} needs {bits / 8:g}"
         )
     spans.append((begin, end, name))
     return TensorMeta(name, dtype, tuple(shape), path, end - begin, data + begin)
 
 
-def _checked_product(sizes: list[int], where: str) -> int:
+def _checked_product(sizes: list[int], where: Callable[[], str]) -> int:
     product = 1
     for size in sizes:
         product *= size
         if product > MAX_NUMBER:
             raise CheckpointError(
-                f"{where}: shape: overflow, {shown(sizes[:-1])} has more than 2**64 - 1 bits"
+                f"{where()}: shape: overflow, {shown(sizes[:-1])} has more than 2**64 - 1 bits"
             )
     return product
 
