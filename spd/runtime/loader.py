@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -176,22 +177,21 @@ def load_model(
     """
     config, meter = read_model_config(folder), meter or LoadMeter()
     kind: torch.dtype = getattr(torch, dtype)
-    fold_norms = kernels.name == "triton"
+    build = partial(
+        build_decoder,
+        config,
+        positions=positions,
+        dtype=kind,
+        device=device,
+        kernels=kernels,
+        fold_norms=kernels.name == "triton",
+        meter=meter,
+        rows=rows,
+        form=form,
+        ranks=ranks,
+    )
     if load == "dummy":
-        fill = dummy_fill(device, config.tie_embeddings, meter)
-        return build_decoder(
-            config,
-            fill,
-            positions,
-            kind,
-            device,
-            kernels,
-            fold_norms=fold_norms,
-            meter=meter,
-            rows=rows,
-            form=form,
-            ranks=ranks,
-        )
+        return build(dummy_fill(device, config.tie_embeddings, meter))
     with Checkpoint.open(folder) as checkpoint:
         unexpected = check_weights(checkpoint, config, family_layout(config))
         if unexpected:
@@ -199,21 +199,8 @@ def load_model(
         on_cuda = torch.device(device).type == "cuda"
         cuts = cuts_of(config, rank_layout(config, ranks))
         fill = checkpoint_fill(checkpoint, config, device, meter, cuts)
-        model = build_decoder(
-            config,
-            fill,
-            positions,
-            kind,
-            device,
-            kernels,
-            # What is rounded at load would be there twice, and whole.
-            at_once=on_cuda and form.kind != "int8",
-            fold_norms=fold_norms,
-            meter=meter,
-            rows=rows,
-            form=form,
-            ranks=ranks,
-        )
+        # What is rounded at load would be there twice, and whole.
+        model = build(fill, at_once=on_cuda and form.kind != "int8")
         checkpoint.check_unchanged()
         if on_cuda:
             torch.cuda.empty_cache()  # the readers' streams would keep their scratch memory to themselves
