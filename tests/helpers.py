@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from spd.runtime import Engine, EngineConfig, Request, RequestMetrics, RoundRecord, SamplingParams
 from tests.recipes.tiny import VARIANTS, write_tiny
 
@@ -16,6 +19,15 @@ PROPOSERS: dict[str, dict[str, Any]] = {
     "mtp": {"spec": "mtp", "draft_max": 3},
 }
 """Wishes for every proposer that the matrices run; who wants a draft model or a head adds it."""
+
+INTERPRETED = [
+    pytest.mark.skipif(
+        torch.cuda.is_available(),
+        reason="the interpreter needs TRITON_INTERPRET, which is set without a GPU only",
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of log(0)
+]
+"""Marks of tests that run Triton kernels in its interpreter."""
 
 
 class TinyShelf:

@@ -17,19 +17,13 @@ from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
 from spd.runtime.layers.linear import SkinnyLinear
 from spd.runtime.model_runner import SlotView
 from spd.runtime.page_table import NUM_RESERVED
-from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.helpers import INTERPRETED, Run, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
 pytest.importorskip("triton")
 
-pytestmark = [
-    pytest.mark.skipif(
-        torch.cuda.is_available(),
-        reason="the interpreter needs TRITON_INTERPRET, which is set without a GPU only",
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of log(0)
-]
+pytestmark = INTERPRETED
 
 DENSE: dict[str, Any] = {
     "hidden": 48,

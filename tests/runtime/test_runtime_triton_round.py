@@ -9,23 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from spd.kernels.dispatch import Kernels, load_kernels
 from spd.runtime import SamplingParams, assembly
-from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.helpers import INTERPRETED, Run, make_engine, random_prompts, run_all
 from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
 pytest.importorskip("triton")
 
-pytestmark = [
-    pytest.mark.skipif(
-        torch.cuda.is_available(),
-        reason="the interpreter needs TRITON_INTERPRET, which is set without a GPU only",
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of log(0)
-]
+pytestmark = INTERPRETED
 
 SHAPE: dict[str, Any] = {
     "hidden": 64,
