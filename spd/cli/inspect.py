@@ -24,18 +24,25 @@ MAX_LISTED = 8
 
 def inspect(session: Session, options: InspectOptions) -> None:
     """Show what a model is and needs, and whether a draft model fits it; loads no weights."""
+    from spd.formats.checkpoint import Checkpoint
     from spd.formats.hub import resolve_model
+    from spd.formats.model_config import read_model_config
 
     sink = Sink.stdout()
-    target = describe(options.model, resolve_model(options.model, options.revision))
-    shown: dict[str, Any] = {"schema": "spd.inspect/1", "target": target}
     refusal, draft = None, None
-    if options.draft is not None:
-        draft = resolve_model(options.draft)
-        shown["draft"] = describe(options.draft, draft)
-        refusal = mismatch(target, shown["draft"])
-        shown["compatible"] = refusal is None
-    choice = choose(Path(target["folder"]), draft, options.quantize, options.tp, options.draft_tp)
+    folder = resolve_model(options.model, options.revision)
+    config = read_model_config(folder)  # before the weights: what is no model folder at all lacks this first
+    with Checkpoint.open(folder) as checkpoint:
+        target = describe(options.model, config, checkpoint)
+        shown: dict[str, Any] = {"schema": "spd.inspect/1", "target": target}
+        if options.draft is not None:
+            draft = resolve_model(options.draft)
+            config = read_model_config(draft)
+            with Checkpoint.open(draft) as other:
+                shown["draft"] = describe(options.draft, config, other)
+            refusal = mismatch(target, shown["draft"])
+            shown["compatible"] = refusal is None
+        choice = choose(checkpoint, draft, options.quantize, options.tp, options.draft_tp)
     shown |= {"speculation": speculation(choice), "needs": needs(choice)}
     if options.json:
         if refusal is None:  # else the one object on standard output is the error's
@@ -48,40 +55,36 @@ def inspect(session: Session, options: InspectOptions) -> None:
         raise refusal
 
 
-def describe(name: str, folder: Path) -> dict[str, Any]:
+def describe(name: str, config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     """Every fact about one model folder, as JSON values. Raises CheckpointError."""
-    from spd.formats.checkpoint import Checkpoint
-    from spd.formats.model_config import read_model_config
-
-    config = read_model_config(folder)
-    with Checkpoint.open(folder) as checkpoint:
-        dtypes = sorted({meta.dtype for meta in checkpoint.tensors.values()})
-        unexpected = check_names(checkpoint, config)
-        return {
-            "model": name,
-            "folder": str(folder),
-            "architecture": config.architecture,
-            "parameters": sum(_product(meta.shape) for meta in checkpoint.tensors.values()),
-            "layers": config.num_layers,
-            "hidden_size": config.hidden_size,
-            "heads": config.num_heads,
-            "kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "max_positions": config.max_positions,
-            "rope": config.rope.kind,
-            "tied_embeddings": config.tie_embeddings,
-            "dtype": config.dtype,
-            "stored_dtypes": dtypes,
-            "weight_bytes": checkpoint.total_bytes,
-            "tensors": len(checkpoint.tensors),
-            "shards": len(checkpoint.shards),
-            "unexpected_tensors": unexpected,
-            "mtp": mtp_facts(folder, config, checkpoint),
-            "kv_bytes_per_token": kv_bytes(config),
-            "vocabulary": vocabulary_facts(folder, config),
-            "template": template_facts(folder),
-            "notes": list(checkpoint.notes),
-        }
+    folder = checkpoint.folder
+    dtypes = sorted({meta.dtype for meta in checkpoint.tensors.values()})
+    unexpected = check_names(checkpoint, config)
+    return {
+        "model": name,
+        "folder": str(folder),
+        "architecture": config.architecture,
+        "parameters": sum(_product(meta.shape) for meta in checkpoint.tensors.values()),
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_positions": config.max_positions,
+        "rope": config.rope.kind,
+        "tied_embeddings": config.tie_embeddings,
+        "dtype": config.dtype,
+        "stored_dtypes": dtypes,
+        "weight_bytes": checkpoint.total_bytes,
+        "tensors": len(checkpoint.tensors),
+        "shards": len(checkpoint.shards),
+        "unexpected_tensors": unexpected,
+        "mtp": mtp_facts(folder, config, checkpoint),
+        "kv_bytes_per_token": kv_bytes(config),
+        "vocabulary": vocabulary_facts(folder, config),
+        "template": template_facts(folder),
+        "notes": list(checkpoint.notes),
+    }
 
 
 def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:

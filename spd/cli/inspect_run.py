@@ -15,6 +15,7 @@ from spd.cli.table import WIDTH
 from spd.errors import SpdError
 
 if TYPE_CHECKING:
+    from spd.formats.checkpoint import Checkpoint
     from spd.runtime.config import EngineConfig
     from spd.runtime.drafter import Drafter
     from spd.runtime.memory import MemoryShape
@@ -29,6 +30,7 @@ class Choice:
     """What `--spec auto` comes to; without a drafter the run would be refused, for `error`."""
 
     config: EngineConfig
+    checkpoint: Checkpoint
     drafter: Drafter | None
     error: str | None
     others: Mapping[str, str | None]
@@ -36,39 +38,44 @@ class Choice:
 
 
 def choose(
-    folder: Path, draft: Path | None, quantize: str = "none", tp: int = 1, draft_tp: int | None = None
+    checkpoint: Checkpoint,
+    draft: Path | None,
+    quantize: str = "none",
+    tp: int = 1,
+    draft_tp: int | None = None,
 ) -> Choice:
-    """Whom `auto` takes, and what the other methods would say. Reads small files and headers."""
+    """Whom `auto` takes, and what the other methods would say. Reads small files and the draft's headers."""
     from spd.runtime.config import SPEC_METHODS, EngineConfig
 
+    folder = checkpoint.folder
     config = EngineConfig(model=folder, draft_model=draft, quantize=quantize, tp=tp, draft_tp=draft_tp)
-    drafter, error = _try(folder, draft, "auto")
+    drafter, error = _try(checkpoint, draft, "auto")
     taken = None if drafter is None else drafter.method
     others = {
-        name: None if name == taken else _obstacle(folder, draft, name)
+        name: None if name == taken else _obstacle(checkpoint, draft, name)
         for name in SPEC_METHODS
         if name not in ("auto", "off")
     }
-    return Choice(config, drafter, error, others)
+    return Choice(config, checkpoint, drafter, error, others)
 
 
-def _try(folder: Path, draft: Path | None, method: str) -> tuple[Drafter | None, str | None]:
+def _try(checkpoint: Checkpoint, draft: Path | None, method: str) -> tuple[Drafter | None, str | None]:
     from spd.formats.model_config import read_model_config
     from spd.runtime.config import EngineConfig
     from spd.runtime.drafter import choose_drafter
 
     try:
-        config = EngineConfig(model=folder, draft_model=draft, spec=method)
-        return choose_drafter(config, read_model_config(folder)), None
+        config = EngineConfig(model=checkpoint.folder, draft_model=draft, spec=method)
+        return choose_drafter(config, read_model_config(checkpoint.folder), checkpoint), None
     except SpdError as error:
         return None, error.message
 
 
-def _obstacle(folder: Path, draft: Path | None, method: str) -> str | None:
+def _obstacle(checkpoint: Checkpoint, draft: Path | None, method: str) -> str | None:
     """Why a method would not run, neither with the draft model that is given nor without one."""
-    found, error = _try(folder, draft, method)
+    found, error = _try(checkpoint, draft, method)
     if found is None and draft is not None:
-        found, _ = _try(folder, None, method)
+        found, _ = _try(checkpoint, None, method)
     return None if found is not None else error
 
 
@@ -104,7 +111,7 @@ def needs(choice: Choice) -> dict[str, Any]:
 
     if choice.drafter is None:
         asked = choice.config
-        choice = choose(asked.model, None, asked.quantize, asked.tp, asked.draft_tp)
+        choice = choose(choice.checkpoint, None, asked.quantize, asked.tp, asked.draft_tp)
         assert choice.drafter is not None  # `auto` has prompt lookup in the end
     here, config, drafter = foresee(), choice.config, choice.drafter
     model = read_model_config(config.model)

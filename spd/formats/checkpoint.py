@@ -243,6 +243,10 @@ def _no_weights(folder: Path, names: Sequence[str]) -> CheckpointError:
     return CheckpointError(f"{folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}")
 
 
+def _at(meta: TensorMeta) -> str:
+    return f"{shown(meta.name)} in {meta.shard.name}"
+
+
 def check_tensors(
     checkpoint: Checkpoint,
     expected: Mapping[str, tuple[int, ...]],
@@ -264,11 +268,10 @@ def check_tensors(
         if meta is None:
             missing.append(f"{shown(name)}: is missing")
             continue
-        where = f"{shown(name)} in {meta.shard.name}"
         if meta.shape != tuple(shape):
-            shapes.append(f"{where}: shape is {list(meta.shape)}, expected {list(shape)}")
+            shapes.append(f"{_at(meta)}: shape is {list(meta.shape)}, expected {list(shape)}")
         if meta.dtype not in dtypes:
-            types.append(f"{where}: dtype {meta.dtype} is not supported here ({', '.join(dtypes)} are)")
+            types.append(f"{_at(meta)}: dtype {meta.dtype} is not supported here ({', '.join(dtypes)} are)")
     problems = missing + shapes + types
     if problems:
         kinds = ((missing, "missing"), (shapes, "of another shape"), (types, "of an unsupported dtype"))

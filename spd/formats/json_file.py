@@ -19,6 +19,8 @@ CONFIG_LIMIT = 10_000_000  # bytes; the largest published config.json is below 1
 MAX_DEPTH = 64
 MAX_CONTAINERS = 3_000_000  # bounds the memory that a hostile but small file can turn into
 
+_CONTAINERS = (dict, list)  # json makes no others
+
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -152,7 +154,7 @@ def _deeper_than(value: object, limit: int) -> bool:
             child
             for node in level
             for child in (node.values() if isinstance(node, dict) else node if isinstance(node, list) else ())
-            if isinstance(child, dict | list)
+            if type(child) in _CONTAINERS
         ]
         if not level:
             return False

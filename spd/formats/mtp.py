@@ -215,12 +215,10 @@ def _modules(family: MtpFamily, names: Iterable[str], num_layers: int | None) ->
     glue = [family.token_norm, family.hidden_norm, family.projection, family.layer]
     if num_layers is None:
         glue.pop()  # any layer would do
-    found = set()
-    for template in glue:
-        source = re.escape(template).replace(r"\{l\}", r"(\d+)").replace(r"\{i\}", r"(\d+)")
-        pattern = re.compile(source)
-        matches = [match for name in names if (match := pattern.match(name))]
-        found |= {int(match[1]) if match.re.groups else 0 for match in matches}
+    sources = [re.escape(each).replace(r"\{l\}", r"(\d+)").replace(r"\{i\}", r"(\d+)") for each in glue]
+    pattern = re.compile("|".join(sources))
+    matches = [match for name in names if (match := pattern.match(name))]
+    found = {int(match[match.lastindex]) if match.lastindex else 0 for match in matches}
     first = num_layers if family.numbers_layers and num_layers is not None else 0
     return {number for number in found if first <= number < MAX_LAYERS}
 

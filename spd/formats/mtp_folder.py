@@ -79,11 +79,16 @@ def find_source(folder: Path, config: ModelConfig, head: Path | None) -> MtpSour
     None where the target has none. Reads headers only. Raises what `read_head_folder` and `check_fits` do.
     """
     if head is not None:
-        found = read_head_folder(head)
-        check_fits(found, config, folder)
-        return MtpSource(head, found.layout, found.config, found.verifier_sha256)
+        return head_source(head, config, folder)
     with Checkpoint.open(folder) as checkpoint:
         return own_source(checkpoint, config)
+
+
+def head_source(head: Path, config: ModelConfig, folder: Path) -> MtpSource:
+    """The head of a head folder, for the target of a folder. Raises as `find_source` does."""
+    found = read_head_folder(head)
+    check_fits(found, config, folder)
+    return MtpSource(head, found.layout, found.config, found.verifier_sha256)
 
 
 def own_source(checkpoint: Checkpoint, config: ModelConfig) -> MtpSource | None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from spd.errors import CheckpointError
 from spd.formats.json_file import decode_utf8, open_regular_file, parse_json, shown
@@ -28,8 +29,7 @@ DTYPE_BITS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMeta:
+class TensorMeta(NamedTuple):
     """One tensor of a checkpoint: `dtype` is the safetensors code, `nbytes` its size in `shard`.
 
     `offset` is its first byte, counted from the beginning of the file.
@@ -123,15 +123,9 @@ def _tensor(path: Path, name: str, entry: object, spans: list[tuple[int, int, st
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(f"{where()}: dtype: {shown(dtype)} is unknown")
-    if not isinstance(shape, list) or not all(
-        type(size) is int and 0 <= size <= MAX_NUMBER for size in shape
-    ):
+    if not isinstance(shape, list) or not _are_sizes(shape):
         raise CheckpointError(f"{where()}: shape: {shown(shape)} is not a list of sizes")
-    if (
-        not isinstance(offsets, list)
-        or len(offsets) != 2
-        or not all(type(offset) is int and 0 <= offset <= MAX_NUMBER for offset in offsets)
-    ):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_sizes(offsets):
         raise CheckpointError(f"{where()}: data_offsets: {shown(offsets)} is not a pair of offsets")
     begin, end = offsets
     if begin > end:
@@ -143,6 +137,14 @@ def _tensor(path: Path, name: str, entry: object, spans: list[tuple[int, int, st
         )
     spans.append((begin, end, name))
     return TensorMeta(name, dtype, tuple(shape), path, end - begin, data + begin)
+
+
+def _are_sizes(values: list[object]) -> bool:
+    # No generator: there are hundreds of thousands of short lists, and starting one is most of the time.
+    for value in values:  # noqa: SIM110
+        if type(value) is not int or not 0 <= value <= MAX_NUMBER:
+            return False
+    return True
 
 
 def _checked_product(sizes: list[int], where: Callable[[], str]) -> int:

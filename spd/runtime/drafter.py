@@ -6,6 +6,7 @@ else prompt lookup.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from spd.formats.checkpoint import Checkpoint
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import declared_modules, no_mtp
-from spd.formats.mtp_folder import MtpSource, find_source, own_source, verifier_hash
+from spd.formats.mtp_folder import MtpSource, head_source, own_source, verifier_hash
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.config import EngineConfig
 from spd.runtime.memory import DEFAULT_DRAFT_MAX
@@ -39,13 +40,16 @@ class Drafter:
         return None if draft is None or self.folder is None else (draft, self.folder)
 
 
-def choose_drafter(config: EngineConfig, model: ModelConfig) -> Drafter:
-    """The speculation that a wish comes to. Raises the error of whatever cannot be honoured."""
+def choose_drafter(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint | None = None) -> Drafter:
+    """The speculation that a wish comes to. Raises the error of whatever cannot be honoured.
+
+    checkpoint: the model's own where it is open already, so that its headers are not read again.
+    """
     draft, why = config.draft_model, UNKNOWN
     if config.spec == "mtp" or config.mtp is not None:
-        return _asked_mtp(config, model)
+        return _asked_mtp(config, model, checkpoint)
     if config.spec == "auto" and draft is None:
-        found = _own_mtp(config, model)
+        found = _own_mtp(config, model, checkpoint)
         if isinstance(found, Drafter):
             return found
         why = found
@@ -61,27 +65,35 @@ def choose_drafter(config: EngineConfig, model: ModelConfig) -> Drafter:
     return Drafter("ngram", why)
 
 
-def _asked_mtp(config: EngineConfig, model: ModelConfig) -> Drafter:
-    source = find_source(config.model, model, config.mtp)
-    if source is None:
-        raise no_mtp(config.model, model.num_layers, declared_modules(config.model))
-    with Checkpoint.open(source.folder) as checkpoint:
-        check_source(source, checkpoint)
-    reason = "asked for"
-    if source.verifier_sha256 is not None:
-        with Checkpoint.open(config.model) as checkpoint:
-            if verifier_hash(checkpoint) != source.verifier_sha256:
-                reason += "; the head was cut from another checkpoint: expect fewer accepted drafts"
+def _opened(folder: Path, checkpoint: Checkpoint | None) -> AbstractContextManager[Checkpoint]:
+    """A checkpoint for a while: the one given, which stays open, or one that is opened for it."""
+    return Checkpoint.open(folder) if checkpoint is None else nullcontext(checkpoint)
+
+
+def _asked_mtp(config: EngineConfig, model: ModelConfig, target: Checkpoint | None) -> Drafter:
+    with _opened(config.model, target) as own:
+        if config.mtp is None:
+            source = own_source(own, model)
+            if source is None:
+                raise no_mtp(config.model, model.num_layers, declared_modules(config.model))
+            check_source(source, own)
+            return Drafter("mtp", "asked for" + _reuse(config, source), mtp=source)
+        source = head_source(config.mtp, model, config.model)
+        with Checkpoint.open(source.folder) as head:
+            check_source(source, head)
+        reason = "asked for"
+        if verifier_hash(own) != source.verifier_sha256:
+            reason += "; the head was cut from another checkpoint: expect fewer accepted drafts"
     return Drafter("mtp", reason + _reuse(config, source), mtp=source)
 
 
-def _own_mtp(config: EngineConfig, model: ModelConfig) -> Drafter | str:
+def _own_mtp(config: EngineConfig, model: ModelConfig, target: Checkpoint | None) -> Drafter | str:
     """Drafting with the MTP head that the target's checkpoint holds; why not, where it cannot be."""
     try:
-        checkpoint = Checkpoint.open(config.model)
+        opened = _opened(config.model, target)
     except SpdError:  # nothing is said of weights that nobody may want to read
         return UNKNOWN
-    with checkpoint:
+    with opened as checkpoint:
         source = own_source(checkpoint, model)
         if source is None:
             declared = declared_modules(config.model)

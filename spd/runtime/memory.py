@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from spd.errors import ResourceError
@@ -123,6 +124,7 @@ def rank_layout(config: ModelConfig, ranks: int) -> ModelLayout:
     return layout if ranks == 1 else layout.sharded(Shard(0, ranks))
 
 
+@lru_cache
 def tensor_bytes(config: ModelConfig, dtype: str, form: WeightForm = WIDE, ranks: int = 1) -> int:
     """Bytes of the tensors that a rank reads from a checkpoint, in the form they are kept in."""
     return sum(
