@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,17 @@ TYPES: dict[str, Any] = {
 NO_RULE = {"$schema", "$id", "$defs", "title"}
 
 
-def faults(value: object, name: str) -> list[str]:
-    """Where `value` breaks the shipped schema `name`, in words."""
+def faults(value: object, name: str, part: str | None = None) -> list[str]:
+    """Where `value` breaks the shipped schema `name`, or a part that it defines, in words."""
     schema = json.loads((SCHEMAS / f"{name}.json").read_text())
-    return list(_walk(value, schema, schema, "$"))
+    return list(_walk(value, schema if part is None else schema["$defs"][part], schema, "$"))
+
+
+def faults_by_name(value: dict[str, Any]) -> list[str]:
+    """Where an object breaks the schema that it names itself; one that names none is an error's."""
+    named = re.fullmatch(r"spd\.([a-z.-]+)/1", value.get("schema", "spd.error/1"))
+    assert named is not None, value
+    return faults(value, named[1])
 
 
 def _is(value: object, kind: str) -> bool:

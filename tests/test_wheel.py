@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.json_schema import SCHEMAS
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +30,7 @@ def test_the_wheel_holds_the_package_and_the_demo_only(wheel: Path) -> None:
         "spd/formats/demo/model.safetensors",
         "spd/formats/demo/tokenizer.json",
         "spd/runtime/measuring/prompts.jsonl",
-        "spd/runtime/measuring/schemas/bench.json",
-        "spd/runtime/measuring/schemas/generate.json",
-        "spd/runtime/measuring/schemas/inspect.json",
-        "spd/runtime/measuring/schemas/verify.json",
+        *(str(path.relative_to(ROOT)) for path in SCHEMAS.glob("*.json")),
         "spd/formats/demo/draft/model.safetensors",
     ):
         assert needed in names

@@ -27,6 +27,12 @@ def compare(session: Session, options: CompareOptions) -> int:
     threshold = parse_share(options.threshold, "--threshold")
     results = [read_result(path) for path in options.files]
     comparisons = [compare_results(results[0], result) for result in results[1:]]
+    if not any(comparison.changes for comparison in comparisons):
+        raise UsageError(
+            "no row of these results is of the same work",
+            reason=["Rows match by model, -n, category, temperature, load, method and settings."],
+            fix=["measure with the same options: spd bench --help"],
+        )
     sink = Sink.stdout()
     if options.json:
         shown = [
@@ -43,12 +49,6 @@ def compare(session: Session, options: CompareOptions) -> int:
     else:
         for path, comparison in zip(options.files[1:], comparisons, strict=True):
             sink.write(f"{options.files[0].name} → {path.name}\n" + _table(comparison, threshold))
-    if not any(comparison.changes for comparison in comparisons):
-        raise UsageError(
-            "no row of these results is of the same work",
-            reason=["Rows match by model, -n, category, temperature, load, method and settings."],
-            fix=["measure with the same options: spd bench --help"],
-        )
     slower = sum(change.regressed(threshold) for each in comparisons for change in each.changes)
     if not slower:
         return 0

@@ -16,7 +16,7 @@ import typer
 from spd import __version__
 from spd.cli.convert_report import Report, convert_lines, facts
 from spd.cli.options import CommonOptions, Session, _output, model_names
-from spd.cli.output import Sink, to_json
+from spd.cli.output import Sink, to_json, write_error
 from spd.cli.ticker import Ticker
 from spd.errors import CheckFailedError, IncompatibleError, UsageError
 
@@ -73,7 +73,7 @@ class ConvertOptions(CommonOptions):
     json: Annotated[bool, _output("--json", help="One JSON object: every tensor by name.")] = False
 
 
-def convert_mtp(session: Session, options: ConvertOptions) -> None:
+def convert_mtp(session: Session, options: ConvertOptions) -> int:
     """Cut a checkpoint's MTP head into a small folder, for targets that lost theirs."""
     from spd.formats.hub import resolve_model
     from spd.formats.mtp_extract import plan_head
@@ -101,8 +101,11 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
         report = replace(report, verified=_verify(session, target, destination or source))
     sink = Sink.stdout()
     sink.write(to_json(facts(report)) + "\n" if options.json else convert_lines(report))
-    if report.verified is not None:
-        _judge(session, report.verified)
+    failure = None if report.verified is None else _fault(session, report.verified)
+    if failure is None:
+        return 0
+    write_error(failure, session.console, as_json=False)  # the answer is on stdout already
+    return failure.exit_code
 
 
 def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -242,18 +245,19 @@ def _verify(session: Session, target: Path, head: Path) -> dict[str, Any]:
         return check_head(config, [prompt], TOKENS + DEPTHS, session.guard.check).as_dict()
 
 
-def _judge(session: Session, found: dict[str, Any]) -> None:
-    """Raise CheckFailedError for drafts that depend on the cache, or that are next to never accepted."""
+def _fault(session: Session, found: dict[str, Any]) -> CheckFailedError | None:
+    """What is wrong with drafts that depend on the cache, or that are next to never accepted."""
     first = found["acceptance"][0]
     if found["differing"]:
-        raise CheckFailedError(
+        return CheckFailedError(
             f"{found['differing']} of {found['rounds']} rounds drafted otherwise than from an empty cache",
             fix=["please report it"],
         )
     if first < USELESS:
-        raise CheckFailedError(
+        return CheckFailedError(
             f"{first:.0%} of first drafts are accepted: the head is broken, or another target's",
             fix=["make the head from the checkpoint that the target was made of"],
         )
     if first < POOR:
         session.console.note(f"{first:.0%} of first drafts are accepted: less than heads are known for")
+    return None

@@ -21,6 +21,7 @@ import spd.runtime
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.metrics import RequestMetrics, RoundRecord
 from spd.runtime.request import Event, Request, TokenLogprob
+from tests.json_schema import faults_by_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -219,8 +220,9 @@ class Ran:
 
     @property
     def json(self) -> dict[str, Any]:
-        """Standard output as one JSON object."""
+        """Standard output as one JSON object, which follows the schema that it names."""
         loaded: dict[str, Any] = json.loads(self.out)
+        assert faults_by_name(loaded) == []
         return loaded
 
 

@@ -92,7 +92,8 @@ def test_imposed_acceptance_is_labelled(run: Callable[..., Any]) -> None:
 
 def test_other_forms(run: Callable[..., Any]) -> None:
     rows = [json.loads(line) for line in run("-r", 1, "--jsonl").text.splitlines()]
-    assert [row["schema"] for row in rows] == ["spd.bench.row/1"] * 6
+    assert [(row.pop("schema"), type(row.pop("model"))) for row in rows] == [("spd.bench.row/1", str)] * 6
+    assert [faults(row, "bench", "row") for row in rows] == [[]] * 6
     read = list(csv.DictReader(io.StringIO(run("-r", 1, "--csv").text)))
     assert [row["method"] for row in read] == ["plain", "ngram"] * 3
     assert float(read[0]["tokens_per_second.median"]) > 0
@@ -171,6 +172,9 @@ def test_compare_and_baseline(run: Callable[..., Any], spd_run: Callable[..., An
     told = spd_run("compare", "--json", old, new)
     assert told.code == 6 and all(change["regressed"] for change in told.json["comparisons"][0]["changes"])
     assert spd_run("compare", old, new, "--threshold", "95%").code == 0
+    new.write_text(json.dumps(result | {"model": "another"}))
+    unlike = spd_run("compare", "--json", old, new)
+    assert unlike.code == 2 and "no row" in unlike.json["error"]["message"]
     assert run("-r", 3, "--baseline", new, "--fail-if-slower", "3%").code == 0
     doubled = json.loads(old.read_text())
     for row in doubled["rows"]:

@@ -21,6 +21,7 @@ import spd.formats.demo
 from spd.formats.demo import demo_faults, demo_folder
 from spd.runtime import diagnostics, smoke
 from spd.runtime.diagnostics import FAILED, OK, WARNING, Finding, Step
+from tests.json_schema import faults
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOKED_AT = ["python", "packages", "memory", "disk", "hf cache", "demo", "terminal", "torch", "cpu", "cuda"]
@@ -64,10 +65,9 @@ def test_a_real_run() -> None:
     assert time.perf_counter() - began < 90, "fifteen on an idle machine; a wide margin"
     assert done.returncode == 0 and done.stderr == "", done
     shown = json.loads(done.stdout)
-    assert shown["schema"] == "spd.doctor/1" and shown["ok"] is True
+    assert faults(shown, "doctor") == [] and shown["ok"] is True
     assert list(statuses(shown)) == LOOKED_AT + TRIED
     for check in shown["checks"]:
-        assert set(check) == {"name", "status", "line", "fix", "facts", "seconds"}
         assert check["line"] and "\n" not in check["line"]
         assert bool(check["fix"]) == (check["status"] != OK)
     kernel = one(shown, "gpu kernel")

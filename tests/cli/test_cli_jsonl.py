@@ -17,6 +17,7 @@ import pytest
 from spd.cli.conversation import derived_seed
 from spd.runtime import Engine
 from tests.cli.conftest import ROOT
+from tests.json_schema import faults
 
 Lines = Callable[..., tuple[Any, list[dict[str, Any]]]]
 
@@ -34,7 +35,9 @@ def answers(spd_run: Callable[..., Any], target: Path) -> Lines:
         text = "".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines)
         common = ["--jsonl", "-m", target, "--threads", 1, "--ctx", 256, "-n", 8, "--dtype", "float32"]
         ran = spd_run("generate", *common, *argv, stdin=text.encode())
-        return ran, [json.loads(line) for line in ran.out.splitlines()]
+        found = [json.loads(line) for line in ran.out.splitlines()]
+        assert [fault for one in found for fault in faults(one, "generate.line")] == []
+        return ran, found
 
     return run
 
