@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,21 +42,30 @@ def test_powershell_has_a_script_too() -> None:
 
 
 @pytest.fixture
-def bash_complete(tmp_path: Path):
-    """Asks a real bash what TAB offers after these words."""
-    if shutil.which("bash") is None:
-        pytest.skip("bash is not installed")
+def environment(tmp_path: Path) -> dict[str, str]:
+    """In which `spd` is this one, and the cache holds two models."""
     binary = tmp_path / "bin" / "spd"
     binary.parent.mkdir()
     binary.write_text(f"#!/bin/sh\nexec '{sys.executable}' -m spd \"$@\"\n")
     binary.chmod(0o755)
     for name in ("models--Qwen--Qwen3-0.6B", "models--gpt2"):
         (tmp_path / "hub" / name / "snapshots" / "abc").mkdir(parents=True)
-    environment = os.environ | {
+    return os.environ | {
         "PATH": f"{binary.parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HOME": str(tmp_path),
+        "TERM": "xterm",
     }
+
+
+def needs(shell: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(shutil.which(shell) is None, reason=f"{shell} is not installed")
+
+
+@pytest.fixture
+def bash_complete(environment: dict[str, str], tmp_path: Path) -> Callable[..., list[str]]:
+    """Asks a real bash what TAB offers after these words."""
 
     def complete(*words: str) -> list[str]:
         quoted = " ".join(f"'{word}'" for word in words)
@@ -100,3 +113,46 @@ def test_bash_leaves_files_to_the_shell(bash_complete) -> None:
 
 def test_the_installer_of_the_library_is_not_offered(bash_complete) -> None:
     assert bash_complete("spd", "--") == ["--version", "--help"]
+
+
+@needs("fish")
+def test_fish_offers_what_fits(environment: dict[str, str]) -> None:
+    def complete(line: str) -> list[str]:
+        code = f"source '{ROOT}/completions/spd.fish'; complete -C '{line}'"
+        done = subprocess.run(
+            ["fish", "-c", code], capture_output=True, text=True, env=environment, check=True
+        )
+        assert done.stderr == ""
+        return [offer.split("\t")[0] for offer in done.stdout.splitlines()]
+
+    assert complete("spd ") == sorted(COMMANDS)
+    assert complete("spd generate --draft-") == ["--draft-ctx", "--draft-max", "--draft-model", "--draft-tp"]
+    assert complete("spd generate -m Qwen/Qwen3-0") == ["Qwen/Qwen3-0.6B"]
+
+
+@needs("zsh")
+def test_zsh_offers_what_fits(environment: dict[str, str], tmp_path: Path) -> None:
+    """Where a person would type: a terminal, TAB, and what is there then."""
+    (tmp_path / ".zshrc").write_text(
+        f"fpath=('{ROOT}/completions' $fpath); autoload -Uz compinit && compinit -u; PS1='READY> '\n"
+    )
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execvpe("zsh", ["zsh", "-i"], environment | {"ZDOTDIR": str(tmp_path)})
+    try:
+
+        def shown(keys: str, until: str) -> str:
+            os.write(terminal, keys.encode())
+            text = ""
+            while until not in text and select.select([terminal], [], [], 60)[0]:
+                text += os.read(terminal, 4096).decode()
+            return text
+
+        assert "READY" in shown("", "READY> ")
+        offered = shown("spd \t", "verify")
+        assert all(command in offered for command in COMMANDS) and "checkpoint's" in offered
+        assert "Qwen/Qwen3-0.6B" in shown("\x15spd inspect Qwen/Q\t", "0.6B")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(terminal)

@@ -36,11 +36,12 @@ ZSH = """#compdef spd
 # zsh completion for spd: put it as _spd in a folder of $fpath
 
 _spd_completion() {
+  setopt localoptions rcquotes  # the answer writes an apostrophe as two
   eval "$(env _TYPER_COMPLETE_ARGS="${words[1,$CURRENT]}" \\
     _SPD_COMPLETE=complete_zsh "${words[1]}" 2>/dev/null)"
 }
 
-if [[ "${zsh_eval_context[-1]}" == loadautofunc ]]; then
+if [[ "${funcstack[1]}" == _spd ]]; then  # called for TAB, the first time and later; else sourced
   _spd_completion "$@"
 else
   compdef _spd_completion spd
