@@ -271,8 +271,8 @@ def test_not_finite_logits_end_one_request_only(target: Path, methods: dict[str,
     engine = make_engine(target, slots=3, draft_max=3, **methods["draft"])
     honest = engine._parts.runner.logits
 
-    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
-        logits = honest(hidden)
+    def poisoned(hidden: torch.Tensor, views: Any = ()) -> torch.Tensor:
+        logits = honest(hidden, views)
         if engine._parts.state.length[1] > len(PROMPTS[1]) + 6:
             logits[1] = float("nan")
         return logits

@@ -62,6 +62,8 @@ class MaskPlan(AttentionPlan):
     """The torch form's plan: for each sliding window one mask a slot (None: no rows)."""
 
     masks: Mapping[int | None, tuple[SlotMask | None, ...]]
+    width: int
+    """Rows of a window that are attended; narrower windows are filled up."""
 
 
 def causal_bias(
@@ -130,6 +132,7 @@ def plan_attention(
     return MaskPlan(
         page_table,
         {sliding: tuple(mask(s, sliding) for s in range(len(bounds))) for sliding in heads.sliding},
+        positions.shape[1],
     )
 
 
@@ -157,10 +160,14 @@ def paged_attention(
 
     key_pages, value_pages [P, page, K, D] with H a multiple of K; plan: of this file's
     `plan_attention`, for heads that name `sliding`. A row sees what its `causal_bias` leaves;
-    scores are capped at `softcap`; a slot without valid rows gives zeros.
+    scores are capped at `softcap`; a slot without valid rows gives zeros. Q may be less than was planned.
     """
     assert isinstance(plan, MaskPlan)
-    return attend_pages(query, key_pages, value_pages, plan.page_table, plan.masks[sliding], scale, softcap)
+    width, masks = query.shape[1], plan.masks[sliding]
+    if width < plan.width:
+        query = F.pad(query, (0, 0, 0, 0, 0, plan.width - width))
+    mixed = attend_pages(query, key_pages, value_pages, plan.page_table, masks, scale, softcap)
+    return mixed[:, :width]
 
 
 def attend_pages(

@@ -71,15 +71,17 @@ def _runner(
             form=form,
             ranks=ranks,
         )
-    return _with_cache(plan, kernels, model)
+    return _with_cache(plan, kernels, model, ranks)
 
 
-def _with_cache(plan: EnginePlan, kernels: Kernels, model: CausalModel) -> ModelRunner:
+def _with_cache(
+    plan: EnginePlan, kernels: Kernels, model: CausalModel, ranks: Communicator | None
+) -> ModelRunner:
     with memory_phase("making room for keys and values"):
         dtype = getattr(torch, plan.dtype)
         cache = KvCache(model.cache_shapes, plan.num_pages, plan.page_size, dtype, plan.device)
     with memory_phase("trying the first layers"):
-        return ModelRunner(model, cache, plan.chunk, plan.device, kernels)
+        return ModelRunner(model, cache, plan.chunk, plan.device, kernels, alone=ranks is None)
 
 
 def _module_runners(
@@ -93,6 +95,7 @@ def _module_runners(
     """One for each module of the MTP head that is used, with a cache of its own."""
     assert isinstance(target.model, Decoder)
     form, _ = choose_form(source.config, source.folder, plan)
+    drafting = None if ranks is None else ranks.draft
     with memory_phase("loading the MTP head"):
         modules = load_modules(
             source,
@@ -107,10 +110,10 @@ def _module_runners(
             meter=meter,
             rows=max(TAIL_ROWS[kernels.name], plan.slots * (CATCH_UP + plan.draft_max + 1)),
             form=form,
-            ranks=None if ranks is None else ranks.draft,
+            ranks=drafting,
             apart=ranks is not None and ranks.apart,
         )
-    return [_with_cache(plan, kernels, module) for module in modules]
+    return [_with_cache(plan, kernels, module, drafting) for module in modules]
 
 
 def _meter(plan: EnginePlan, config: ModelConfig, draft: str | None, progress: Progress | None) -> LoadMeter:

@@ -26,6 +26,7 @@ from spd.runtime.row_buckets import (
     WIDEST,
     admitted_buckets,
     bucket_for,
+    worth_running,
 )
 from spd.runtime.spans import Run
 from spd.runtime.transfer import to_device
@@ -78,10 +79,25 @@ class SlotView(NamedTuple):
 EMPTY_SLOT = SlotView(0, ())
 
 
+def _spread(rows: Tensor, present: Tensor, slots: int) -> Tensor:
+    """Rows [P, ...] of the slots int64 [P] among zeros: [slots, ...]."""
+    return rows.new_zeros(slots, *rows.shape[1:]).index_copy_(0, present, rows)
+
+
 class ModelRunner:
     """One model, its cache and its two programs: verify-class windows and prompt chunks."""
 
-    def __init__(self, model: CausalModel, cache: KvCache, chunk: int, device: str, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        cache: KvCache,
+        chunk: int,
+        device: str,
+        kernels: Kernels,
+        *,
+        alone: bool = True,
+    ) -> None:
+        """alone: whether no other rank has to run passes of the same shapes."""
         self.model, self.cache, self.chunk, self.device = model, cache, chunk, device
         self.kernels = kernels
         self.dtype = cache.dtype
@@ -90,22 +106,25 @@ class ModelRunner:
         self.trash_slot = TRASH_PAGE * cache.page_size
         self.buckets: tuple[int, ...] | None = None
         """Row counts that give the same bits; None where every number does by construction."""
+        self.row_counts: tuple[int, ...] = ()
+        """Those of `buckets` that are worth running, for all rows of a pass together."""
         if kernels.name == "torch":
-            self._try_arithmetic()
+            self._try_arithmetic(alone)
 
     @property
     def pages_per_block(self) -> int:
         """Pages of a whole block of an attended context."""
         return KV_BLOCK // self.cache.page_size
 
-    def _try_arithmetic(self) -> None:
+    def _try_arithmetic(self, alone: bool) -> None:
         """Run one fixed text through the first layers in windows of every shape; see `row_buckets`."""
         model = self.model
         start = min(KV_BLOCK, model.max_positions) - WIDEST
-        self.buckets = (WIDEST,)
+        self.buckets = self.row_counts = (WIDEST,)
         if start < 0:
             return
-        self.buckets = (*CANDIDATES, WIDEST)  # none of them is rounded while they are tried
+        # None of them is rounded while they are tried.
+        self.buckets = self.row_counts = (*CANDIDATES, WIDEST)
         generator = torch.Generator().manual_seed(0)
         pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * KV_BLOCK // self.cache.page_size))
         pool = (pages[-1] + 1, self.cache.page_size)
@@ -130,7 +149,9 @@ class ModelRunner:
             hidden = model.forward(self._batch(prompt, table, views, WIDEST, states=states), caches)
             return hidden, model.logits(hidden, WIDEST)
 
-        self.buckets = admitted_buckets(window, start, KV_BLOCK)
+        seconds = admitted_buckets(window, start, KV_BLOCK)
+        self.buckets = tuple(seconds)
+        self.row_counts = worth_running(seconds) if alone else self.buckets
         if self.device == "cpu":
             self.context_parts = admitted_parts(model.heads, self.dtype, self.cache.page_size, self.buckets)
 
@@ -149,26 +170,35 @@ class ModelRunner:
     ) -> Tensor:
         """Hidden states [S, Q, hidden] of windows, writing the KV of valid rows; one view a slot.
 
-        states: of S slots, for models that read some.
+        states: of S slots, for models that read some. Slots without rows give zeros in torch's form.
         """
+        present = self._present(views)
+        if present is None:
+            return self._forward(rows, page_table, views, states)
+        ids, positions, valid, kv_slots = (
+            t.index_select(0, present) for t in (rows.token_ids, rows.positions, rows.valid, rows.kv_slots)
+        )
+        if states is not None:
+            states = HeadStates(states.rings.index_select(0, present), states.depth)
+        narrow = PromptRows(ids, positions, valid, kv_slots)
+        own = [view for view in views if view.bound]
+        hidden = self._forward(narrow, page_table.index_select(0, present), own, states)
+        return _spread(hidden, present, len(views))
+
+    def _forward(
+        self, rows: Rows, page_table: Tensor, views: Sequence[SlotView], states: HeadStates | None
+    ) -> Tensor:
         slots, width = rows.token_ids.shape
-        padded = width if self.buckets is None else bucket_for(width, self.buckets)
-        if padded > width:
-            rows = self._padded(rows, padded - width)
         batch = self._batch(rows, page_table, views, WIDEST, states=states)
         hidden = self.model.forward(batch, self.cache.layers)
-        return hidden[: slots * padded].view(slots, padded, -1)[:, :width]
+        return hidden[: slots * width].view(slots, width, -1)
 
-    def _padded(self, rows: Rows, extra: int) -> PromptRows:
-        """The rows with `extra` more in every window, which repeat its last and keep nothing."""
-        ids, positions = (
-            torch.cat((t, t[:, -1:].expand(-1, extra)), 1) for t in (rows.token_ids, rows.positions)
-        )
-        nothing = rows.valid.new_zeros(rows.valid.shape[0], extra)
-        trash = torch.full_like(rows.kv_slots[:, :1], self.trash_slot).expand(-1, extra)
-        return PromptRows(
-            ids, positions, torch.cat((rows.valid, nothing), 1), torch.cat((rows.kv_slots, trash), 1)
-        )
+    def _present(self, views: Sequence[SlotView]) -> Tensor | None:
+        """The slots that have rows, int64; None where all are to be run: that all have some, or a GPU's."""
+        if self.buckets is None:
+            return None
+        present = [slot for slot, view in enumerate(views) if view.bound]
+        return to_device(present, torch.long, self.device) if 0 < len(present) < len(views) else None
 
     def _batch(
         self,
@@ -182,12 +212,15 @@ class ModelRunner:
         slots, width = rows.token_ids.shape
         flat = [t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots)]
         if self.buckets is not None and chunk_start is None:
-            extra = bucket_for(slots * width, self.buckets) - slots * width
+            extra = bucket_for(slots * width, self.row_counts) - slots * width
             if extra:
-                flat = [torch.cat((t, t.new_zeros(extra))) for t in flat]
+                # The last row again, which touches no expert that is not touched; it keeps nothing.
+                ids, positions, places = flat
+                flat = [torch.cat((t, t[-1:].expand(extra))) for t in (ids, positions)]
+                flat.append(torch.cat((places, places.new_full((extra,), self.trash_slot))))
         plan = None
         if chunk_start is None or self.buckets is not None:
-            plan = self._attention_plan(rows, page_table, views)
+            plan = self._attention_plan(rows, page_table, views, padded=chunk_start is None)
         return ForwardBatch(
             token_ids=flat[0],
             positions=flat[1],
@@ -202,15 +235,20 @@ class ModelRunner:
             states=states,
         )
 
-    def _attention_plan(self, rows: Rows, page_table: Tensor, views: Sequence[SlotView]) -> object:
-        bounds, first_pages = [], []
+    def _attention_plan(
+        self, rows: Rows, page_table: Tensor, views: Sequence[SlotView], *, padded: bool
+    ) -> object:
+        positions, bounds, first_pages = rows.positions, [], []
         if self.buckets is not None:  # only the torch form asks the host
+            if padded:
+                extra = bucket_for(positions.shape[1], self.buckets) - positions.shape[1]
+                positions = torch.cat((positions, positions[:, -1:].expand(-1, extra)), 1)
             for view in views:
                 bounds.append(context_for(view.bound, self.context_parts))
                 pages = bounds[-1] // self.cache.page_size
                 first_pages.append(self._first_page(view.pages, pages) if pages else None)
         return self.kernels.plan_attention(
-            rows.positions,
+            positions,
             rows.valid,
             page_table,
             self.model.heads,
@@ -220,15 +258,22 @@ class ModelRunner:
             first_pages,
         )
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [..., V] of hidden [..., hidden]."""
-        return self._scores(hidden, self.model.logits)
+    def logits(self, hidden: Tensor, views: Sequence[SlotView] = ()) -> Tensor:
+        """Float32 logits [..., V] of hidden [..., hidden].
+
+        views: one for each of the first dimension, where some may have no rows; see `forward`.
+        """
+        present = self._present(views)
+        if present is None:
+            return self._scores(hidden, self.model.logits)
+        scores = self._scores(hidden.index_select(0, present), self.model.logits)
+        return _spread(scores, present, len(views))
 
     def _scores(self, hidden: Tensor, scores: Callable[[Tensor, int], Tensor]) -> Tensor:
         """What a head says of hidden [..., hidden], in a bucket's rows."""
         flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         rows = flat.shape[0]
-        extra = 0 if self.buckets is None else bucket_for(rows, self.buckets) - rows
+        extra = 0 if self.buckets is None else bucket_for(rows, self.row_counts) - rows
         if extra:
             flat = torch.cat((flat, flat.new_zeros(extra, flat.shape[1])))
         return scores(flat, WIDEST)[:rows].view(*hidden.shape[:-1], -1)

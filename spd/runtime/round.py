@@ -75,7 +75,7 @@ class Round:
             self.proposer.capture(window, hidden)
         if kernels.name == "torch":  # on a GPU one more launch would cost more than it tells
             kernels.mark_time(state.times, state.counter, VERIFIED, False)
-        sampled, finite, accepted, logprobs = self._sample(hidden, window, needs, num_logprobs)
+        sampled, finite, accepted, logprobs = self._sample(hidden, window, views, needs, num_logprobs)
         self._commit(window, sampled, finite, accepted, needs)
         if self.proposer is not None and next_k:
             self.proposer.draft(next_k, window, views, needs)
@@ -85,7 +85,12 @@ class Round:
         return logprobs
 
     def _sample(
-        self, hidden: Tensor, window: RoundWindow, needs: SamplerClass, num_logprobs: int | None
+        self,
+        hidden: Tensor,
+        window: RoundWindow,
+        views: Sequence[SlotView],
+        needs: SamplerClass,
+        num_logprobs: int | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Logprobs | None]:
         """A token for each row of hidden [S, R, hidden], whether each is finite, accepted, logprobs.
 
@@ -97,7 +102,7 @@ class Round:
             drawn = self.sampler.draw_fused(self.runner, hidden, 0, needs)
             if drawn is not None:
                 return *drawn, None, None
-        logits = self.runner.logits(hidden)
+        logits = self.runner.logits(hidden, views)
         if coupled:
             sampled, finite = self.sampler.sample(logits, window.draft, needs)
         else:

@@ -109,7 +109,7 @@ class RememberingRunner:
         self.contexts = torch.where(rows.valid, numbers, -1)
         return self.contexts
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, views: object = ()) -> Tensor:
         return self.table[hidden]
 
     def sample(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from spd.runtime.row_buckets import CANDIDATES, WIDEST, admitted_buckets, bucket_for
+from spd.runtime import SamplingParams
+from spd.runtime.row_buckets import CANDIDATES, WIDEST, admitted_buckets, bucket_for, worth_running
+from tests.helpers import make_engine, run_all
 
 ROWS = torch.randn(WIDEST, 8, generator=torch.Generator().manual_seed(0))
 
@@ -29,16 +34,60 @@ class Windows:
 
 def test_row_counts_that_agree_are_admitted() -> None:
     windows = Windows()
-    assert admitted_buckets(windows, 96, 128) == (*CANDIDATES, WIDEST)
+    assert tuple(admitted_buckets(windows, 96, 128)) == (*CANDIDATES, WIDEST)
     assert windows.asked[16] == windows.asked[2] == set(range(WIDEST)), "every place of the widest window"
 
 
 @pytest.mark.parametrize(("width", "first", "context"), [(5, 20, 128), (8, 24, 256), (2, 30, 256)])
 def test_one_bit_in_one_row_refuses_a_row_count(width: int, first: int, context: int) -> None:
     windows = Windows({(width, first, context): width - 1})
-    assert admitted_buckets(windows, 96, 128) == (*(w for w in CANDIDATES if w != width), WIDEST)
+    assert tuple(admitted_buckets(windows, 96, 128)) == (*(w for w in CANDIDATES if w != width), WIDEST)
 
 
 def test_rows_are_padded_to_the_next_bucket() -> None:
     buckets = (2, 5, 8, 32)
     assert [bucket_for(rows, buckets) for rows in (1, 3, 5, 7, 9, 32, 33, 41)] == [2, 5, 5, 8, 32, 32, 34, 64]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kept"),
+    [
+        ({2: 1.0, 5: 2.0, 8: 3.0, 32: 9.0}, (2, 5, 8, 32)),
+        ({2: 4.0, 4: 3.0, 5: 3.5, 32: 9.0}, (4, 5, 32)),  # four rows take less than two
+        ({2: 4.0, 4: 3.95, 5: 3.5, 32: 9.0}, (5, 32)),
+        ({2: 1.0, 4: 0.99, 32: 1.0}, (2, 4, 32)),  # as fast is not faster
+        ({2: 9.0, 4: 9.0, 32: 1.0}, (32,)),
+    ],
+)
+def test_row_counts_that_a_larger_one_outruns_are_not_run(
+    seconds: dict[int, float], kept: tuple[int, ...]
+) -> None:
+    assert worth_running(seconds) == kept
+
+
+@pytest.mark.parametrize(("spec", "width"), [("off", 1), ("ngram", 4)])
+def test_only_the_rows_of_slots_that_have_some_are_run(
+    tiny: Callable[..., Path], spec: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request where eight could be, and three: no pass has more rows than their windows fill up to."""
+    engine = make_engine(tiny("qwen3"), spec=spec, draft_max=width - 1, slots=8)
+    runner, seen = engine._parts.runner, []
+    model, forward = runner.model, runner.model.forward
+
+    def spy(batch: object, caches: object) -> Tensor:
+        if batch.chunk_start is None:  # type: ignore[attr-defined]
+            seen.append(batch.token_ids.shape[0])  # type: ignore[attr-defined]
+        return forward(batch, caches)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model, "forward", spy)
+    head = runner.model.logits
+    scored = []
+    monkeypatch.setattr(
+        model, "logits", lambda hidden, tile: scored.append(len(hidden)) or head(hidden, tile)
+    )
+    for count in (1, 3):
+        seen.clear(), scored.clear()
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        run_all(engine, [tuple(range(40 + i, 60 + i)) for i in range(count)], [params] * count)
+        most = bucket_for(count * width, runner.row_counts)
+        assert seen and max(seen[-4:]) <= most and max(scored[-4:]) <= most

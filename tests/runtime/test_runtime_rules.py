@@ -171,8 +171,8 @@ def test_logits_that_are_not_finite(target: Path, methods: Methods, rule: str, w
     runner = engine._parts.runner if who == "runner" else engine._parts.proposer.runner  # type: ignore[union-attr]
     honest = runner.logits
 
-    def poisoned(hidden: Tensor) -> Tensor:
-        logits = honest(hidden)
+    def poisoned(hidden: Tensor, views: Any = ()) -> Tensor:
+        logits = honest(hidden, views)
         if engine._parts.state.length[1] > len(PROMPTS[1]) + 6:
             logits[1] = float("nan")
         return logits
