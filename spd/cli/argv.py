@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from spd.errors import IncompatibleError
+from spd.errors import IncompatibleError, UsageError
 
 FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
     {
@@ -44,6 +44,7 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
         "--spec-type": "--spec",
         "--prompt-lookup-min": "--ngram-min",
         "--prompt-lookup-max": "--ngram-max",
+        "--reasoning-budget": "--think-budget",
     }
 )
 
@@ -65,6 +66,11 @@ FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
+
+FOREIGN_SWITCHES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {"--reasoning": {"on": "--think", "off": "--no-think", "auto": ""}}
+)
+"""Options that take a value elsewhere and are flags here; nothing is the default."""
 
 BEAM_FLAGS = frozenset({"--num-beams", "--beam", "--beams", "--beam-size", "--beam-width", "--beam-search"})
 
@@ -104,7 +110,7 @@ class Invocation:
 
 
 def prepare(argv: Sequence[str]) -> Invocation:
-    """Translate an argument list. Raises IncompatibleError for options that are refused by name."""
+    """Translate an argument list. Raises IncompatibleError and UsageError for what is refused by name."""
     words = _shared_after_command(list(argv))
     args: list[str] = []
     notes: dict[str, None] = {}
@@ -121,6 +127,14 @@ def prepare(argv: Sequence[str]) -> Invocation:
             continue
         name, equals, value = word.partition("=")
         refuse_by_name(name)
+        if name in FOREIGN_SWITCHES:
+            if not equals and position < len(words):
+                value = words[position]
+                position += 1
+            switch = _switch(name, value)
+            notes[f"{name} {value} is {switch or 'the default'} here"] = None
+            args += [switch] if switch else []
+            continue
         canonical = FOREIGN_FLAGS.get(name, name)
         if canonical != name:
             notes[f"{name} is {canonical} here"] = None
@@ -158,6 +172,17 @@ def refuse_by_name(name: str) -> None:
             fix=["leave it out; `spd inspect MODEL` says whether the architecture is built in"],
             code="remote_code",
         )
+
+
+def _switch(name: str, value: str) -> str:
+    """The flag that another tool's option of a value is here. Raises UsageError."""
+    known = FOREIGN_SWITCHES[name]
+    if value not in known:
+        raise UsageError(
+            f"{name} {value}".rstrip() + f": is not one of {', '.join(known)}",
+            fix=[" or ".join(flag for flag in known.values() if flag)],
+        )
+    return known[value]
 
 
 def _shared_after_command(words: list[str]) -> list[str]:

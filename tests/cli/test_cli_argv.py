@@ -6,8 +6,8 @@ import pytest
 from typer.main import get_command
 
 from spd.cli.app import build_app
-from spd.cli.argv import FLAGS, FOREIGN_FLAGS, FOREIGN_VALUES, VALUE_SHORTS, prepare
-from spd.errors import IncompatibleError
+from spd.cli.argv import FLAGS, FOREIGN_FLAGS, FOREIGN_SWITCHES, FOREIGN_VALUES, VALUE_SHORTS, prepare
+from spd.errors import IncompatibleError, UsageError
 
 
 def generate_params() -> list:
@@ -22,10 +22,26 @@ def test_every_foreign_flag_is_translated_with_one_note() -> None:
 
 
 def test_foreign_flags_lead_to_flags_that_exist_and_hide_none() -> None:
-    ours = {name for param in generate_params() for name in (*param.opts, *param.secondary_opts)}
-    assert set(FOREIGN_FLAGS.values()) <= ours
-    assert not set(FOREIGN_FLAGS) & ours
+    params = [*generate_params(), *get_command(build_app()).commands["chat"].params]
+    ours = {name for param in params for name in (*param.opts, *param.secondary_opts)}
+    switches = {flag for values in FOREIGN_SWITCHES.values() for flag in values.values() if flag}
+    assert set(FOREIGN_FLAGS.values()) | switches <= ours
+    assert not (set(FOREIGN_FLAGS) | set(FOREIGN_SWITCHES)) & ours
     assert set(FOREIGN_VALUES) <= ours
+
+
+@pytest.mark.parametrize(
+    ("value", "args"), [("on", ("--think",)), ("off", ("--no-think",)), ("auto", ())], ids=str
+)
+def test_values_that_are_flags_here(value: str, args: tuple[str, ...]) -> None:
+    for words in (["--reasoning", value], [f"--reasoning={value}"]):
+        done = prepare(["chat", *words, "demo"])
+        assert done.args == ("chat", *args, "demo")
+        assert done.notes == (f"--reasoning {value} is {args[0] if args else 'the default'} here",)
+    with pytest.raises(UsageError, match="is not one of on, off, auto"):
+        prepare(["chat", "--reasoning", value.upper()])
+    with pytest.raises(UsageError):
+        prepare(["chat", "--reasoning"])
 
 
 def test_flags_without_a_value_are_known_exactly() -> None:
