@@ -17,25 +17,28 @@ STRIP = 2**24
 """Values that are rounded at a time, in float32."""
 
 
-def int8_rows(weight: Tensor) -> ScaledWeight:
+def magnitudes(weight: Tensor) -> Tensor:
+    """The largest magnitude of each row of weight [..., N, K]: float32 [..., N]."""
+    rows = weight.flatten(0, -2)
+    strips = torch.split(rows, max(1, STRIP // rows.shape[1]))
+    return torch.cat([strip.float().abs().amax(dim=1) for strip in strips]).view(weight.shape[:-1])
+
+
+def int8_rows(weight: Tensor, largest: Tensor | None = None) -> ScaledWeight:
     """weight [..., N, K] as int8 with one scale a row: its largest magnitude over 127; ties go to even.
 
-    A scale is a bfloat16 number, so that products of any type have it exactly; each value is off by at most
-    half its row's scale. A row of zeros keeps the scale 1. The same weight gives the same bits everywhere:
-    nothing is summed.
+    largest: float32 [..., N], the `magnitudes` of whole rows, where these are parts of rows. A scale is a
+    bfloat16 number, so that products of any type have it exactly; each value is off by at most half its row's
+    scale. A row of zeros keeps the scale 1. Equal weights give equal bits everywhere: nothing is summed.
     """
+    whole = magnitudes(weight) if largest is None else largest
+    scales = (whole.flatten() / INT8_LARGEST).to(torch.bfloat16).float()
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
     rows = weight.flatten(0, -2)
     values = torch.empty(rows.shape, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(rows.shape[0], dtype=torch.float32, device=weight.device)
     step = max(1, STRIP // rows.shape[1])
-    for strip, to, scale in zip(
-        *(torch.split(each, step) for each in (rows, values, scales)),
-        strict=True,
-    ):
-        wide = strip.float()
-        largest = (wide.abs().amax(dim=1) / INT8_LARGEST).to(torch.bfloat16).float()
-        scale.copy_(torch.where(largest > 0, largest, torch.ones_like(largest)))
-        to.copy_(torch.round(wide / scale[:, None]).clamp_(-INT8_LARGEST, INT8_LARGEST))
+    for strip, to, scale in zip(*(torch.split(each, step) for each in (rows, values, scales)), strict=True):
+        to.copy_(torch.round(strip.float() / scale[:, None]).clamp_(-INT8_LARGEST, INT8_LARGEST))
     return ScaledWeight(values.view(weight.shape), scales.view(weight.shape[:-1]))
 
 

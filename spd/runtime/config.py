@@ -180,13 +180,6 @@ CLASHES = (
         ),
     ),
     Clash(
-        lambda c: c.quantize != "none" and c.tp > 1,
-        IncompatibleError(
-            "--quantize int8 is for one device: ranks would round parts of rows apart",
-            fix=["leave --quantize out", "--tp 1"],
-        ),
-    ),
-    Clash(
         lambda c: c.draft_tp is not None and c.tp % c.draft_tp != 0,
         UsageError(
             "--draft-tp must divide --tp",

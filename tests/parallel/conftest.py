@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
-from spd.runtime.parallel import leader
-from tests.parallel.thread_ranks import ThreadCrew
+from spd.runtime.parallel import communicator, leader
+from tests.parallel.thread_ranks import GlooCrew, ThreadCrew
 
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of several ranks run them as threads of this process."""
     monkeypatch.setattr(leader, "Crew", ThreadCrew)
+
+
+@pytest.fixture
+def gloo_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `threads`, but they exchange through gloo; who is left alone by a failure gives up in a minute."""
+    monkeypatch.setattr(leader, "Crew", GlooCrew)
+    monkeypatch.setattr(communicator, "PATIENCE", timedelta(seconds=60))

@@ -16,7 +16,8 @@ from spd.runtime.assembly import assemble
 from spd.runtime.device_side import DeviceSide
 from spd.runtime.parallel.communicator import Communicator, Pulse
 from spd.runtime.parallel.follower import obey, report
-from spd.runtime.parallel.groups import Ranks
+from spd.runtime.parallel.groups import Ranks, open_ranks
+from spd.runtime.parallel.links import LOOPBACK
 
 
 class Meeting:
@@ -52,7 +53,7 @@ class ThreadCommunicator(Communicator):
 
 
 class ThreadCrew:
-    """Stands in for `Crew`: every other rank is a thread."""
+    """Stands in for `Crew`: every other rank is a thread, and what they exchange goes through memory."""
 
     def __init__(self, plan: Any, meeting: None = None) -> None:
         self.plan, self.pulse, self.broken = plan, Pulse(), False
@@ -127,3 +128,14 @@ class ThreadCrew:
             self.lead("end", (), lambda: None)
             for thread in self._threads:
                 thread.join(30)
+
+
+class GlooCrew(ThreadCrew):
+    """Every other rank is a thread, and what they exchange goes through gloo, as between processes."""
+
+    def __init__(self, plan: Any, meeting: None = None) -> None:
+        super().__init__(plan)
+        self._store = torch.distributed.HashStore()
+
+    def ranks(self, rank: int) -> Ranks:
+        return open_ranks(self._store, rank, self.plan.tp, self.plan.draft_tp, "cpu", LOOPBACK, Pulse())

@@ -37,7 +37,6 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str, str]] = [
     ({"spec": "off", "draft_max": 1}, UsageError, "--draft-max needs speculation", "usage"),
     ({"draft_ctx": 64, "spec": "off"}, UsageError, "--draft-ctx is the context of a draft model", "usage"),
     ({"draft_ctx": 64, "spec": "ngram"}, UsageError, "--draft-ctx is the context of a draft model", "usage"),
-    ({"quantize": "int8", "tp": 2}, IncompatibleError, "--quantize int8 is for one device", "incompatible"),
     ({"tp": 4, "draft_tp": 3}, UsageError, "--draft-tp must divide --tp", "usage"),
     (
         {"synthetic_acceptance": 2.0, "spec": "off"},

@@ -219,8 +219,6 @@ def test_what_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
         make_plan(EngineConfig(model=twin, device="cpu", quantize="int8"))
     with pytest.raises(UsageError, match="--quantize int4 is not known"):
         EngineConfig(model=twin, quantize="int4")
-    with pytest.raises(IncompatibleError, match="one device"):
-        EngineConfig(model=twin, quantize="int8", tp=2)
 
 
 def test_torch_reads_no_rows_that_end_within_a_vector() -> None:

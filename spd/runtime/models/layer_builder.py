@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
-from spd.kernels.eight_bits import int8_rows, joined_scales, multiplies_int8
+from spd.kernels.eight_bits import int8_rows, joined_scales, magnitudes, multiplies_int8
 from spd.kernels.skinny_linear import SCALE_ROWS, AnyWeight, ScaledWeight
 from spd.runtime.layers import moe
 from spd.runtime.layers.attention import Attention
@@ -111,15 +111,21 @@ class LayerBuilder:
             fold_norm(weight, tensors["norm"])
         return self.linear(self._kept(tensors, name), bias, folded=self.fold_norms)
 
-    def _matrix(self, tensors: Tensors, name: str) -> AnyLinear:
-        return self.linear(self._kept(tensors, name), tensors.get(f"{name}_bias"))
+    def _matrix(self, tensors: Tensors, name: str, *, cut: bool = False) -> AnyLinear:
+        return self.linear(self._kept(tensors, name, cut=cut), tensors.get(f"{name}_bias"))
 
-    def _kept(self, tensors: Tensors, name: str) -> AnyWeight:
-        """A matrix in the form that weights are kept in."""
+    def _kept(self, tensors: Tensors, name: str, *, cut: bool = False) -> AnyWeight:
+        """A matrix in the form that weights are kept in; cut: ranks have parts of its rows."""
         weight = tensors[name]
         if (scales := tensors.get(f"{name}_scales")) is not None:
             return ScaledWeight(weight, scales)
-        return int8_rows(weight) if self.form.kind == "int8" else weight
+        return self._rounded(weight, cut) if self.form.kind == "int8" else weight
+
+    def _rounded(self, weight: Tensor, cut: bool) -> ScaledWeight:
+        """Int8 rows of weight [..., N, K]; parts of rows have the scales of the whole ones."""
+        if not cut or self.ranks is None:
+            return int8_rows(weight)
+        return int8_rows(weight, self.ranks.gather(magnitudes(weight)).amax(dim=0))
 
     def _reorder(self, tensors: Tensors, name: str, part: slice, order: list[int]) -> None:
         """Reorder a part of the rows of `name`, if it is there, within each head.
@@ -142,7 +148,8 @@ class LayerBuilder:
         if self.ranks is None:
             return self._matrix(tensors, name)
         bias = tensors.get(f"{name}_bias")
-        return SummedLinear(self.linear(tensors[name]), bias, self.ranks, self.kernels)
+        inner = self.linear(self._kept(tensors, name, cut=True))
+        return SummedLinear(inner, bias, self.ranks, self.kernels)
 
     def _gqa(self, layout: GqaLayout, tensors: Tensors) -> Attention:
         order, turned = layout.rotary.order, layout.heads[0] + layout.heads[1]
@@ -202,7 +209,7 @@ class LayerBuilder:
         correction = tensors.get("correction")
         shared = None
         if layout.shared:
-            shared = self._after_norm(tensors, "gate_up"), self._matrix(tensors, "down")
+            shared = self._after_norm(tensors, "gate_up"), self._matrix(tensors, "down", cut=True)
         return MoeMlp(
             tensors["norm"],
             tensors["router"],
@@ -219,7 +226,7 @@ class LayerBuilder:
         """Of gate_up [E * 2 I, K] and down [E * K, I]."""
         names = ("experts_gate_up", "experts_down")
         small = sum(tensors[name].nbytes for name in names) <= moe.SMALL_EXPERTS
-        gate_up, down = (self._stacked(tensors, name, count) for name in names)
+        gate_up, down = (self._stacked(tensors, name, count, cut=name == names[1]) for name in names)
         if (
             self.kernels.name == "torch"
             and small
@@ -230,14 +237,14 @@ class LayerBuilder:
             return MergedExperts(Linear(gate_up.flatten(0, 1)), Linear(merged), count)
         return RoutedExperts(gate_up, down, self.kernels)
 
-    def _stacked(self, tensors: Tensors, name: str, count: int) -> AnyWeight:
+    def _stacked(self, tensors: Tensors, name: str, count: int, *, cut: bool) -> AnyWeight:
         """The experts' matrices [E, N, K] in the form that weights are kept in."""
         weight = tensors[name].view(count, -1, tensors[name].shape[1])
         if (scales := tensors.get(f"{name}_scales")) is not None:
             return ScaledWeight(weight, scales.view(count, -1, scales.shape[1]))
         if self.form.kind != "int8":
             return weight
-        rows = int8_rows(weight)
+        rows = self._rounded(weight, cut)
         stays = self.kernels.name == "triton" or multiplies_int8(weight.device, self.dtype, weight.shape[-1])
         return rows if stays else rows.plain(self.dtype)
 

@@ -1,0 +1,113 @@
+"""Every family, drafter and size of the drafting groups over gloo: the tokens of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spd.runtime import SamplingParams
+from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.recipes.fp8_twin import write_twin
+from tests.recipes.tiny import VARIANTS, write_tiny
+from tests.recipes.tiny_dense import FAMILIES, write_dense
+from tests.recipes.tiny_mtp import write_tiny_mtp
+
+pytestmark = pytest.mark.usefixtures("gloo_threads")
+
+PROMPTS = [*random_prompts(2, 75, 256), *random_prompts(1, 20, 256, seed=1)]
+PARAMS = [
+    SamplingParams(temperature=t, max_tokens=14, seed=i, ignore_eos=True)
+    for i, t in enumerate((0.0, 0.8, 1.2))
+]
+HEADS = {
+    "glm4_moe": "glm4",
+    "glm4_moe_air": "glm4",
+    "mimo": "mimo",
+    "ernie4_5": "ernie",
+    "ernie4_5_moe": "ernie",
+    "qwen3_moe": "mtp",
+}
+"""How a variant's MTP head is named; any other's as DeepSeek's. Families without heads are none of these."""
+
+
+def loud(layer: int) -> float:
+    """Later layers speak softly."""
+    return 1.0 if layer < 1 else 0.12
+
+
+def silent(layer: int) -> float:
+    """Later layers say nothing: so drafts often agree with a target that is `loud`."""
+    return 1.0 if layer < 1 else 0.0
+
+
+def written(folder: Path, name: str, **options: Any) -> Path:
+    """One checkpoint of a family or variant."""
+    if name == "fp8":  # heads and widths begin and end inside blocks of 24
+        whole = write_tiny(folder / "wide", **{**VARIANTS["deepseek_v3"], "hidden": 72, **options})
+        return write_twin(whole, folder / "fp8", block=24)
+    if name in VARIANTS:
+        return write_tiny(folder, **{**VARIANTS[name], "layers": 3, **options})
+    return write_dense(folder, name, **options)
+
+
+def drafters(name: str, folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Targets, and what drafts for them."""
+    target = written(folder / "target", name, residual_gain=loud)
+    yield target, {"spec": "off"}
+    yield target, {"spec": "ngram", "ngram_min": 1, "draft_max": 4, "lag": 1}
+    yield (
+        target,
+        {
+            "spec": "draft",
+            "draft_max": 3,
+            "draft_model": written(folder / "draft", name, residual_gain=silent),
+        },
+    )
+    if name in VARIANTS:
+        family = HEADS.get(name, "deepseek")
+        headed = write_tiny_mtp(folder / "mtp", variant=name, family=family, modules=2, kind="copy")
+        yield headed, {"spec": "off"}
+        yield headed, {"spec": "mtp", "draft_max": 3}
+
+
+def runs_of(folder: Path, **wishes: Any) -> list[Run]:
+    engine = make_engine(folder, slots=2, **wishes)
+    runs = run_all(engine, PROMPTS, PARAMS)
+    engine.close()
+    return runs
+
+
+def outputs(runs: list[Run]) -> list[Any]:
+    return [run.output for run in runs]
+
+
+def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
+    """Float32: the tokens of one rank. Bfloat16: those without speculation. Everywhere the same drafts."""
+    plain: dict[Path, Any] = {}
+    rounded: dict[Path, Any] = {}
+    for target, wishes in drafters(name, folder):
+        if target not in plain:
+            plain[target] = outputs(runs_of(target))
+            rounded[target] = outputs(runs_of(target, tp=ranks, dtype="bfloat16"))
+        neural, accepted = wishes["spec"] in ("draft", "mtp"), None
+        for group in groups if neural else [1]:
+            runs = runs_of(target, tp=ranks, draft_tp=group, **wishes)
+            assert outputs(runs) == plain[target], (wishes, group)
+            accepted = accepted or [run.drafts for run in runs]
+            assert [run.drafts for run in runs] == accepted, (wishes, group)
+        if neural:
+            counts = [count for run in runs for _, count in run.drafts]
+            assert 0 < sum(counts) < 3 * len(counts), "some drafts are accepted and some are not"
+        if wishes["spec"] != "off":
+            there = outputs(runs_of(target, tp=ranks, draft_tp=groups[0], dtype="bfloat16", **wishes))
+            assert there == rounded[target], (wishes, "bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", [*VARIANTS, *FAMILIES, "fp8"])
+def test_every_family_and_drafter(name: str, ranks: int, tmp_path: Path) -> None:
+    check(name, ranks, tmp_path, [group for group in (1, 2, 4) if group <= ranks])
