@@ -23,6 +23,7 @@ from typer.main import get_command
 
 from spd import __version__
 from spd.cli.argv import Invocation, prepare
+from spd.cli.lost import end_when_lost
 from spd.cli.options import Session, as_command
 from spd.cli.output import (
     Console,
@@ -299,6 +300,7 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             argv = meet_at(argv, place[1])
         invocation = prepare(argv or ["--help"])
         console, as_json = _console(invocation), invocation.json
+        end_when_lost(lambda error: write_error(_explain(error, argv, console), console, as_json=as_json))
         for note in invocation.notes:
             console.note(note)
         if not {"-h", "--help"}.isdisjoint(invocation.args):

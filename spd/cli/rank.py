@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spd.runtime.parallel.rendezvous import Rendezvous
@@ -31,7 +32,7 @@ def main() -> None:
     try:
         from spd.runtime.parallel.follower import serve
 
-        status = serve(spec, os._exit)
+        status = serve(spec, lambda status: _leave(spec, status))
     finally:
         os._exit(status)  # threads inside a library would outlive the interpreter's end
 
@@ -41,6 +42,24 @@ def _watch_parent() -> None:
     while sys.stdin.buffer.read(4096):
         pass
     os._exit(1)
+
+
+def _leave(spec: dict[str, Any], status: int) -> None:
+    """End this process, and before it a rank 0 that is its parent and cannot be woken: with its error."""
+    from spd.runtime.parallel.life import LEADERLESS
+
+    if status == LEADERLESS and os.getppid() == spec.get("leader"):
+        with suppress(OSError):
+            os.kill(spec["leader"], signal.SIGKILL)
+            if spec["rank"] == 1:
+                os.write(spec["stderr"], _lost_leader().encode())
+    os._exit(status)
+
+
+def _lost_leader() -> str:
+    from spd.runtime.parallel.life import SILENCE
+
+    return f"error: rank 0: {SILENCE}\n"
 
 
 def meet_at(argv: list[str], rendezvous: Rendezvous) -> list[str]:
@@ -53,7 +72,10 @@ def meet_at(argv: list[str], rendezvous: Rendezvous) -> list[str]:
 
 def stand_by(rank: int, argv: list[str], rendezvous: Rendezvous, local: str) -> int:
     """Serve rank 0's engines under torchrun until it has ended; returns the exit status."""
+    from spd.cli.output import write_stderr
+    from spd.errors import EngineError
     from spd.runtime.parallel.crew import start_rank
+    from spd.runtime.parallel.life import LEADERLESS
     from spd.runtime.parallel.rendezvous import END
 
     if not any(word in COMMANDS for word in argv):
@@ -62,6 +84,9 @@ def stand_by(rank: int, argv: list[str], rendezvous: Rendezvous, local: str) -> 
     processes: list[subprocess.Popen[bytes]] = []
     try:
         while not store.check([END]):
+            if any(process.poll() == LEADERLESS for process in processes):
+                write_stderr(_lost_leader())
+                return EngineError.exit_code
             told = rendezvous.next_crew(store, number, PAUSE)
             if told is not None:
                 number += 1
@@ -80,8 +105,6 @@ def stand_by(rank: int, argv: list[str], rendezvous: Rendezvous, local: str) -> 
 
 def dismiss(rendezvous: Rendezvous) -> None:
     """Let the other ranks go, once rank 0 is done."""
-    from contextlib import suppress
-
     from spd.errors import EngineError
     from spd.runtime.parallel.rendezvous import END
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -32,6 +33,7 @@ class SignalGuard:
         self.received: int | None = None
         self._held = 0
         self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
+        self._hook = threading.excepthook
 
     def install(self) -> None:
         """Take the signals over; one that the parent process ignores stays ignored."""
@@ -41,10 +43,11 @@ class SignalGuard:
                     self._previous[signum] = signal.signal(signum, self._handle)
 
     def uninstall(self) -> None:
-        """Give back the handlers that were there before."""
+        """Give back the handlers that were there before, that of lost threads too (see `spd.cli.lost`)."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous.clear()
+        threading.excepthook = self._hook
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         for watched in self._previous:

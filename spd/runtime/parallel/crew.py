@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import secrets
 import socket
@@ -19,9 +20,10 @@ from spd.errors import EngineError, IncompatibleError, UsageError
 from spd.runtime.parallel.communicator import LostRank, Pulse
 from spd.runtime.parallel.follower import report
 from spd.runtime.parallel.groups import Ranks, describe_rank, open_ranks, open_store
+from spd.runtime.parallel.life import HANG_SECONDS, HANG_TICKS, SILENCE, TICK
 from spd.runtime.parallel.links import LOOPBACK, accept, address_towards, listen
 from spd.runtime.parallel.rendezvous import Rendezvous
-from spd.runtime.parallel.watch import HANG_TICKS, TICK, Failure, Watch
+from spd.runtime.parallel.watch import Failure, Watch, end_words, give_signs
 from spd.runtime.plan import EnginePlan
 
 START_SECONDS = 120
@@ -38,15 +40,23 @@ Result = TypeVar("Result")
 
 
 def start_rank(spec: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """A rank's process on this machine, without a terminal; it ends when its input does."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, json.dumps(sys.path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    """A rank's process on this machine, without a terminal; it ends when its input does.
+
+    It holds standard error under another number, for what nobody else is left to say.
+    """
+    told = os.dup(2)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(told,),
+        )
+    finally:
+        os.close(told)
     assert process.stdin is not None
-    process.stdin.write(json.dumps(spec).encode() + b"\n")
+    process.stdin.write(json.dumps({**spec, "stderr": told}).encode() + b"\n")
     process.stdin.flush()  # and left open: its end says that this process has ended
     return process
 
@@ -61,6 +71,7 @@ class Crew:
         self.plan, self.pulse = plan, Pulse()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._lines: dict[int, Connection] = {}
+        self._signs: dict[int, Connection] = {}
         self._watch: Watch | None = None
         self._number = 0
         self._broken = False
@@ -83,7 +94,7 @@ class Crew:
         except BaseException:
             self.kill()
             raise
-        self._watch = Watch(self._lines, self._processes, self.pulse, self.kill)
+        self._watch = Watch(self._lines, self._signs, self._processes, self.pulse, self._end)
 
     # -- the start -------------------------------------------------------------------------------
 
@@ -91,7 +102,9 @@ class Crew:
         """Start the other ranks on this machine."""
         for rank in range(1, self.plan.tp):
             device = "cpu" if self.plan.device == "cpu" else f"cuda:{rank}"
-            self._processes[rank] = start_rank({**told, "rank": rank, "device": device})
+            self._processes[rank] = start_rank(
+                {**told, "rank": rank, "device": device, "leader": os.getpid()}
+            )
 
     def _call(self, meeting: Rendezvous, told: dict[str, Any]) -> None:
         """Say to ranks that are there already where to come."""
@@ -105,27 +118,42 @@ class Crew:
     def _gather(self, listener: socket.socket) -> None:
         """Wait until all have said that they are there, and that they are of one kind."""
         own, until = describe_rank(self.plan.device), time.monotonic() + START_SECONDS
-        while missing := [rank for rank in range(1, self.plan.tp) if rank not in self._lines]:
+        while missing := [rank for rank in range(1, self.plan.tp) if rank not in self._signs]:
+            give_signs(self._signs.values())
             for rank in missing:
                 if rank in self._processes and (status := self._processes[rank].poll()) is not None:
-                    raise EngineError(f"rank {rank} ended with status {status} before it had begun")
+                    raise EngineError(f"rank {rank}: {end_words(status)} before it had begun")
             if time.monotonic() > until:
                 raise EngineError(
-                    f"rank {missing[0]} did not come within {START_SECONDS} seconds",
+                    f"rank {missing[0]}: did not come within {START_SECONDS} seconds",
                     reason=[f"{self.plan.tp - len(missing)} of {self.plan.tp} ranks are there"],
                 )
             line = accept(listener, self._key, TICK)
-            if line is None:
-                continue
-            _, rank, facts, _ = line.recv()
-            for name, value in facts.items():
-                if value != own[name]:
-                    raise IncompatibleError(
-                        f"rank {rank} has another {name} than rank 0, so that their bits may differ",
-                        reason=[f"rank 0: {own[name]}", f"rank {rank}: {value}"],
-                        code="tensor_parallel",
-                    )
-            self._lines[rank] = line
+            if line is not None:
+                self._greet(line, own)
+
+    def _greet(self, line: Connection, own: dict[str, str]) -> None:
+        """Take in who has come: a rank's line, or its line for signs of life."""
+        try:
+            if not line.poll(HANG_SECONDS):
+                raise EngineError(f"a rank that came {SILENCE}")
+            kind, rank, *told = line.recv()
+        except (EOFError, OSError):  # it has ended: so its process will say
+            line.close()
+            return
+        if kind == "signs":
+            self._signs[rank] = line
+            return
+        self._lines[rank] = line
+        if kind == "error":
+            raise Failure(rank, f"{told[0]}: {told[1]}", told[2]).error()
+        for name, value in told[0].items():
+            if value != own[name]:
+                raise IncompatibleError(
+                    f"rank {rank} has another {name} than rank 0, so that their bits may differ",
+                    reason=[f"rank 0: {own[name]}", f"rank {rank}: {value}"],
+                    code="tensor_parallel",
+                )
 
     def open(self, usable_vocab: int) -> Ranks:
         """Let every rank load its part, and meet them; the own part is loaded by the caller."""
@@ -196,8 +224,7 @@ class Crew:
         self.kill()
         if failure is None:
             return EngineError("the ranks lost each other", reason=[words] if words else [])
-        last = failure.details.strip().splitlines()[-12:]
-        return EngineError(f"rank {failure.rank}: {failure.words}", reason=last)
+        return failure.error()
 
     def _send(self, name: str, args: Sequence[Any]) -> None:
         message = pickle.dumps((self._number, name, tuple(args)), protocol=pickle.HIGHEST_PROTOCOL)
@@ -238,7 +265,12 @@ class Crew:
         self.kill()
 
     def kill(self) -> None:
-        """End the other ranks at once."""
+        """End the other ranks at once, whatever becomes known of them."""
+        if self._watch is not None:
+            self._watch.close()
+        self._end()
+
+    def _end(self) -> None:
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
@@ -246,6 +278,6 @@ class Crew:
             if process.stdin is not None:
                 with suppress(OSError):
                     process.stdin.close()
-        for line in self._lines.values():
+        for line in (*self._lines.values(), *self._signs.values()):
             with suppress(OSError):
                 line.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import traceback
 from collections.abc import Callable
@@ -10,32 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-BEAT_SECONDS = 0.5
-COLLATERAL = 75
-"""The exit status of a rank that ends because another one did."""
-
-
-class Line:
-    """The line to rank 0, which two threads write to."""
-
-    def __init__(self, connection: Any) -> None:
-        self.connection, self._lock = connection, threading.Lock()
-
-    def send(self, *message: Any) -> None:
-        """Say something to rank 0. Raises OSError where it is gone."""
-        with self._lock:
-            self.connection.send(message)
-
-
-def _keep_beating(line: Line, pulse: Any, leave: Callable[[int], None]) -> None:
-    stop, parent = threading.Event(), os.getppid()
-    while not stop.wait(BEAT_SECONDS):
-        if os.getppid() != parent:
-            leave(COLLATERAL)
-        try:
-            line.send("beat", pulse.steps, pulse.waiting)
-        except OSError:
-            leave(COLLATERAL)
+from spd.runtime.parallel.life import COLLATERAL, Line, keep_beating
 
 
 def serve(spec: dict[str, Any], leave: Callable[[int], None]) -> int:
@@ -51,20 +25,24 @@ def serve(spec: dict[str, Any], leave: Callable[[int], None]) -> int:
 
     pulse, rank = Pulse(), spec["rank"]
     try:
-        connection, own_host = connect(spec["host"], spec["port"], bytes.fromhex(spec["key"]))
+        place = spec["host"], spec["port"], bytes.fromhex(spec["key"])
+        connection, own_host = connect(*place)
         line = Line(connection)
     except (OSError, EOFError):
         return COLLATERAL
     try:
         if spec["device"] != "cpu":
             torch.cuda.set_device(torch.device(spec["device"]))
-        line.send("hello", rank, describe_rank(spec["device"]), os.getpid())
-        threading.Thread(target=_keep_beating, args=(line, pulse, leave), daemon=True).start()
+        line.send("hello", rank, describe_rank(spec["device"]))
+        signs, _ = connect(*place)
+        signs.send(("signs", rank))
+        beating = (line, signs, pulse, spec.get("leader"), leave)
+        threading.Thread(target=keep_beating, args=beating, daemon=True).start()
         _follow(line, spec, own_host, pulse)
     except (LostRank, EOFError, OSError):
         return COLLATERAL
     except BaseException as error:
-        line.send("error", type(error).__name__, str(error), traceback.format_exc())
+        line.send("error", rank, type(error).__name__, str(error), traceback.format_exc())
         return 1
     return 0
 

@@ -52,6 +52,16 @@ def open_ranks(
     store: Any, rank: int, size: int, draft_size: int, device: str, host: str, pulse: Pulse
 ) -> Ranks:
     """Meet the other ranks. Raises RuntimeError where one does not come."""
+    pulse.waiting = True
+    try:
+        return _open_groups(store, rank, size, draft_size, device, host, pulse)
+    finally:
+        pulse.waiting = False
+
+
+def _open_groups(
+    store: Any, rank: int, size: int, draft_size: int, device: str, host: str, pulse: Pulse
+) -> Ranks:
     everyone = _group(store, "target", rank, size, device, host)
     target = Communicator(everyone, rank, size, pulse)
     if draft_size == size:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import socket
+import struct
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 LOOPBACK = "127.0.0.1"
+GREETING_SECONDS = 5
+"""For which somebody who connects may say nothing."""
 
 
 def listen(host: str) -> socket.socket:
@@ -27,30 +30,40 @@ def accept(listener: socket.socket, key: bytes, seconds: float) -> Connection | 
         there, _ = listener.accept()
     except TimeoutError:
         return None
-    line = _line(there)
-    try:
-        deliver_challenge(line, key)
-        answer_challenge(line, key)
-    except (OSError, EOFError, ValueError, AssertionError, _refused()):
-        line.close()
-        return None
+    with there:
+        line = _line(there)
+        try:
+            _wait_at_most(there, GREETING_SECONDS)
+            deliver_challenge(line, key)
+            answer_challenge(line, key)
+            _wait_at_most(there, 0)
+        except (OSError, EOFError, ValueError, AssertionError, _refused()):
+            line.close()
+            return None
     return line
 
 
 def connect(host: str, port: int, key: bytes) -> tuple[Connection, str]:
     """A line to who listens there, and this machine's address on it. Raises OSError."""
     there = socket.create_connection((host, port), timeout=30)
-    own = str(there.getsockname()[0])
-    line = _line(there)
-    answer_challenge(line, key)
-    deliver_challenge(line, key)
+    with there:
+        own = str(there.getsockname()[0])
+        line = _line(there)
+        answer_challenge(line, key)
+        deliver_challenge(line, key)
     return line, own
 
 
 def _line(there: socket.socket) -> Connection:
+    """A line on a duplicate of a socket, whose options are the line's."""
     there.settimeout(None)
     there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(there.detach())
+    return Connection(there.dup().detach())
+
+
+def _wait_at_most(there: socket.socket, seconds: int) -> None:
+    """Let what reads from a socket fail after so long without a byte; 0: never."""
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def _refused() -> type[Exception]:

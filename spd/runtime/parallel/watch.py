@@ -7,22 +7,20 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from spd.errors import EngineError
 from spd.runtime.parallel.communicator import Pulse
-from spd.runtime.parallel.follower import COLLATERAL
+from spd.runtime.parallel.life import COLLATERAL, HANG_SECONDS, HANG_TICKS, SILENCE, TICK
 
-TICK = 0.25
-"""Seconds between two looks."""
-HANG_TICKS = 72
-"""Looks without a step while others wait, or without a word, after which a rank is given up: 18 seconds.
-
-Counted in looks, not by the clock: while the terminal has stopped the program, nobody looks."""
 LAST_WORDS_TICKS = 4
 """Looks for which a rank that ended because of another one waits for the news of that one."""
+NOTICE_SECONDS = 4
+"""In which rank 0 notices that a rank has failed; if it does not, it hangs itself."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,11 @@ class Failure:
     rank: int
     words: str
     details: str = ""
+
+    def error(self) -> EngineError:
+        """What is said of it."""
+        last = self.details.strip().splitlines()[-12:]
+        return EngineError(f"rank {self.rank}: {self.words}", reason=last)
 
 
 @dataclass
@@ -51,11 +54,17 @@ class _Member:
 
 
 class Watch:
-    """A thread that looks at every rank; `failure` once one has failed, and then all are ended by `kill`."""
+    """A thread that looks at every rank; `failure` once one has failed, and then all are ended by `kill`.
+
+    Each look is a sign of life for the others too, sent by `signs`. Where rank 0 does not notice a failure,
+    because it hangs or has nothing to do, the thread ends with the EngineError that rank 0 would have raised:
+    see `threading.excepthook`.
+    """
 
     def __init__(
         self,
         lines: Mapping[int, Connection],
+        signs: Mapping[int, Connection],
         processes: Mapping[int, subprocess.Popen[bytes]],
         pulse: Pulse,
         kill: Callable[[], None],
@@ -64,7 +73,7 @@ class Watch:
         self.failed = threading.Event()
         self.reports: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.ready: set[int] = set()
-        self._pulse, self._kill = pulse, kill
+        self._signs, self._pulse, self._kill = list(signs.values()), pulse, kill
         self._members = {rank: _Member(line, processes.get(rank)) for rank, line in lines.items()}
         self._own = _Member(None, None)
         self._closing = threading.Event()
@@ -72,11 +81,12 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more: what ends from now on was meant to."""
+        """Look no more: what ends from now on was meant to, and what has failed is known."""
         self._closing.set()
 
     def _run(self) -> None:
         while not self._closing.is_set() and self.failure is None:
+            give_signs(self._signs)
             self._hear(time.monotonic() + TICK)
             if self._closing.is_set():
                 return
@@ -86,6 +96,8 @@ class Watch:
         if self.failure is not None:
             self._kill()
             self.failed.set()
+            if not self._closing.wait(NOTICE_SECONDS):
+                raise self.failure.error()
 
     def _hear(self, until: float) -> None:
         """Take in what the ranks say until then."""
@@ -120,8 +132,10 @@ class Watch:
             self.ready.add(rank)
         elif kind == "report":
             self.reports.put((rest[0], rest[1]))
+        elif kind == "silent":
+            self.failure = self.failure or Failure(0, SILENCE)
         elif kind == "error":
-            self.failure = self.failure or Failure(rank, f"{rest[0]}: {rest[1]}", rest[2])
+            self.failure = self.failure or Failure(rank, f"{rest[1]}: {rest[2]}", rest[3])
 
     def _dead(self) -> Failure | None:
         """A rank that ended by itself; one that ended because of another only if no other is found."""
@@ -135,14 +149,14 @@ class Watch:
             if status in (COLLATERAL, None) and member.gone < 2 * LAST_WORDS_TICKS:
                 member.gone += 1
                 continue
-            return Failure(rank, _end_words(status))
+            return Failure(rank, end_words(status))
         return None
 
     def _stalled(self) -> Failure | None:
         """A rank that has not said a word, or that has not moved while others wait for it."""
         for rank, member in self._members.items():
             if member.quiet > HANG_TICKS:
-                return Failure(rank, f"has not answered for {HANG_TICKS * TICK:.0f} seconds")
+                return Failure(rank, SILENCE)
         everyone = {0: self._own, **self._members}
         waiting = [member for member in everyone.values() if member.waiting and member.still > HANG_TICKS]
         moving = any(member.still <= HANG_TICKS for member in everyone.values())
@@ -153,10 +167,18 @@ class Watch:
             late or {rank: member.steps for rank, member in everyone.items()},
             key=lambda r: (everyone[r].steps, r),
         )
-        return Failure(rank, f"has kept the others waiting for {HANG_TICKS * TICK:.0f} seconds")
+        return Failure(rank, f"has kept the others waiting for {HANG_SECONDS} seconds")
 
 
-def _end_words(status: int | None) -> str:
+def give_signs(signs: Iterable[Connection]) -> None:
+    """Let other ranks know that this one runs; one that is gone is found by other means."""
+    for line in signs:
+        with suppress(OSError):
+            line.send_bytes(b"")
+
+
+def end_words(status: int | None) -> str:
+    """How a rank has ended, by its exit status; None: nobody knows."""
     if status is None or status == COLLATERAL:
         return "its connection was lost"
     if status < 0:

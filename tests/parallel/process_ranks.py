@@ -1,0 +1,98 @@
+"""Ranks as processes, for tests: who they are, whether they have gone, and faults to plant in them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from spd.runtime import Engine
+from spd.runtime.parallel.crew import PROGRAM
+
+ENDS_WITHIN = 30
+"""Seconds in which a run whose rank is lost has to end."""
+
+
+def damped(layer: int) -> float:
+    return 1.0 if layer < 2 else 0.12
+
+
+def crew_of(engine: Engine) -> Any:
+    return engine._device.crew  # type: ignore[attr-defined]
+
+
+def pids(engine: Engine) -> list[int]:
+    return [process.pid for process in crew_of(engine)._processes.values()]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended: a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(true: Callable[[], bool], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while not true() and time.monotonic() < until:
+        time.sleep(0.05)
+    return true()
+
+
+@contextmanager
+def nothing_is_left(engine: Engine) -> Iterator[None]:
+    started, shared = pids(engine), shared_memory(pids(engine))
+    yield
+    assert wait_until(lambda: all(map(gone, started)), ENDS_WITHIN)
+    assert not any(map(Path.exists, shared))
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that are there still."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # a thread that has ended
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def shared_memory(processes: list[int]) -> set[Path]:
+    """Files of shared memory that processes have open or mapped; none of those that have ended."""
+    files = []
+    for pid in processes:
+        with suppress(OSError):
+            files += [line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    files.append(os.readlink(descriptor))
+    return {Path(file) for file in files if file.startswith("/dev/shm/")}
+
+
+@contextmanager
+def most_memory() -> Iterator[dict[int, int]]:
+    """The most bytes of its own that each process started by this one has held meanwhile, by its number."""
+    held: dict[int, int] = {}
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.01):
+            for pid in children(os.getpid()):
+                with suppress(OSError, StopIteration):
+                    if PROGRAM.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        continue  # still a copy of this process
+                    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                    own = next(line for line in lines if line.startswith("RssAnon:"))
+                    held[pid] = max(held.get(pid, 0), 1024 * int(own.split()[1]))
+
+    watch = threading.Thread(target=look)
+    watch.start()
+    try:
+        yield held
+    finally:
+        done.set()
+        watch.join()

@@ -1,0 +1,201 @@
+"""Ranks that die, fail, hang or are stopped: the run ends, says which, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spd.errors import EngineError
+from spd.runtime import Engine, Request, SamplingParams
+from spd.runtime.parallel import links
+from tests.helpers import make_engine, random_prompts
+from tests.parallel.process_ranks import (
+    ENDS_WITHIN,
+    children,
+    gone,
+    nothing_is_left,
+    pids,
+    shared_memory,
+    wait_until,
+)
+
+PROMPTS = random_prompts(1, 300, 256)
+STARTS_WITHIN = 240
+"""Seconds in which a fault has to happen, on a machine that does other things too."""
+LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
+SPD = ["generate", "-m", "demo", "--tp", "2", "--raw", "--ignore-eos", "--threads", "1", "-n", "4000"]
+PROMPT = "def read_lines(path):\n    with open(path) as file:\n        for line in file:"
+KILLED, HELD = "os.kill(os.getpid(), 9)", "ctypes.PyDLL(None).sleep(600)"
+"""A rank's end by a signal; a hang in which no thread of a rank can do anything."""
+ASLEEP, STOPPED = "time.sleep(600)", "os.kill(os.getpid(), 19)"
+RAISES = "raise ValueError('no such page')"
+WAITING, SILENT = "has kept the others waiting", "has not answered for"
+PLACES = {
+    "loading": ("spd.runtime.layers.latent_attention", "LatentAttention.__call__", 1),  # a probe's
+    "prefill": ("spd.runtime.device_side", "DeviceSide.write", 1),
+    "decoding": ("spd.runtime.device_side", "DeviceSide.launch", 4),
+}
+FAULT = """
+import ctypes, importlib, os, time
+def plant(place, name, calls):
+    owner, name = name.split(".")
+    owner = getattr(importlib.import_module(place), owner)
+    honest = getattr(owner, name)
+    def harmed(*args):
+        harmed.calls += 1
+        if harmed.calls == calls:
+            open({mark!r}, "w").close()
+            {act}
+        return honest(*args)
+    harmed.calls = 0
+    setattr(owner, name, harmed)
+plant(*{place!r})
+"""
+STARTED = """
+import sys
+from spd.runtime.parallel import crew
+fault = {fault!r}
+if {rank} == 0:
+    exec(fault)
+else:
+    crew.PROGRAM = crew.PROGRAM.replace("from spd.cli.rank", fault + "\\nfrom spd.cli.rank")
+from spd.cli.app import main
+sys.exit(main({argv!r}))
+"""
+
+
+def run_until_harmed(rank: int, place: str, act: str, folder: Path) -> tuple[int, str, list[int]]:
+    """`spd` with a fault in one rank: how it ended, what it said, and the processes that it had started.
+
+    Fails where the program does not end in time.
+    """
+    mark = folder / "harmed"
+    fault = FAULT.format(place=PLACES[place], act=act, mark=str(mark))
+    program = STARTED.format(rank=rank, fault=fault, argv=[*SPD, PROMPT])
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        assert wait_until(mark.exists, STARTS_WITHIN)
+        started = children(process.pid)
+        shared = shared_memory([process.pid, *started])
+        _, said = process.communicate(timeout=ENDS_WITHIN)
+    finally:
+        process.kill()
+    assert not any(map(Path.exists, shared))
+    return process.returncode, said.decode(), started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "act", "places", "said"),
+    [
+        (1, KILLED, PLACES, "was ended by SIGKILL"),
+        (1, RAISES, PLACES, "ValueError: no such page"),
+        (1, ASLEEP, PLACES, WAITING),
+        (0, ASLEEP, PLACES, WAITING),
+        (1, STOPPED, ["decoding"], SILENT),
+        (0, STOPPED, PLACES, SILENT),
+        (1, HELD, ["decoding"], SILENT),
+        (0, HELD, ["loading", "decoding"], SILENT),
+    ],
+    ids=["killed", "raises", "sleeps", "rank 0 sleeps", "stopped", "rank 0 stopped", "held", "rank 0 held"],
+)
+def test_a_rank_is_named(rank: int, act: str, places: list[str], said: str, tmp_path: Path) -> None:
+    """One terminal: what a fault leaves behind is one error that names the rank."""
+    for place in places:
+        folder = tmp_path / place
+        folder.mkdir()
+        status, told, started = run_until_harmed(rank, place, act, folder)
+        # Nobody can wake rank 0 where it is held: another rank ends it, and says so.
+        assert status == (-signal.SIGKILL if (rank, act) == (0, HELD) else EngineError.exit_code), told
+        assert f"error: rank {rank}: {said}" in told and "Traceback" not in told.splitlines()[0], place
+        assert told.count("error:") == 1, told
+        assert wait_until(lambda left=started: all(map(gone, left)), 5), place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_a_killed_parent_takes_its_ranks_along(place: str, tmp_path: Path) -> None:
+    status, said, started = run_until_harmed(0, place, "time.sleep(1); " + KILLED, tmp_path)
+    assert (status, said) == (-signal.SIGKILL, "")
+    assert started and wait_until(lambda: all(map(gone, started)), ENDS_WITHIN)
+
+
+def run_until_lost(engine: Engine, harm: Callable[[int], None], prompt: tuple[int, ...], after: int) -> str:
+    """Run, do harm to rank 1 after some steps, and return how the run ended."""
+    engine.add(Request("a", prompt, LONG))
+    for _ in range(after):
+        engine.step()
+    victim, began = pids(engine)[0], time.monotonic()
+    harm(victim)
+    with pytest.raises(EngineError) as caught:
+        while time.monotonic() < began + 2 * ENDS_WITHIN:
+            engine.step()
+    assert time.monotonic() - began < ENDS_WITHIN
+    assert caught.value.exit_code == 9
+    return caught.value.message
+
+
+def test_a_lost_rank_ends_the_run(tiny: Callable[..., Path]) -> None:
+    engine = make_engine(tiny("qwen3", max_positions=4096), tp=2, ctx=4096)
+    with nothing_is_left(engine):
+        said = run_until_lost(engine, lambda pid: os.kill(pid, signal.SIGKILL), PROMPTS[0], 4)
+        assert "rank 1: was ended by SIGKILL" in said
+        assert run_again(engine) and not engine.abort("a")
+        engine.close()
+
+
+def run_again(engine: Engine) -> bool:
+    """What comes after the end is refused, and at once."""
+    began = time.monotonic()
+    with pytest.raises(EngineError):
+        engine.add(Request("b", (1, 2, 3), SamplingParams(max_tokens=4)))
+        engine.step()
+    return time.monotonic() - began < 5
+
+
+LOST = """
+import sys, threading, time, tty
+from spd.cli.lost import end_when_lost
+from spd.errors import EngineError
+def fail():
+    raise EngineError("rank 3: has not answered")
+end_when_lost(lambda error: print(error.message, flush=True))
+tty.setraw(0)
+threading.Thread(target=fail).start()
+time.sleep(60)
+"""
+
+
+def test_a_main_thread_that_hangs_is_ended_and_the_terminal_put_back() -> None:
+    """What happens where rank 0 itself hangs, or waits for a key."""
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    done = subprocess.run(
+        [sys.executable, "-c", LOST], stdin=theirs, capture_output=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout) == (EngineError.exit_code, b"rank 3: has not answered\n")
+    assert termios.tcgetattr(theirs) == before and b"?25h" in done.stderr
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_who_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger at the port of rank 0: the next one is let in, and a key is asked for."""
+    monkeypatch.setattr(links, "GREETING_SECONDS", 1)
+    with links.listen(links.LOOPBACK) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection((links.LOOPBACK, port)) as silent:
+            assert links.accept(listener, b"key", 5) is None
+            assert silent.recv(4096)  # it was asked for what it knows
+            assert silent.recv(1) == b""
