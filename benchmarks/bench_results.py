@@ -25,8 +25,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         ),
         "concurrency": "-m demo --spec auto --temperature 0 --concurrency 1,2,4,8,16,32,100 --category code",
         "rate_draft_tp": (
-            "-m demo --spec draft --draft-model spd/formats/demo/draft --draft-max 4 --temperature 0 "
-            "--concurrency 16 --rate 1,2,4,6,8 --tp 2 --draft-tp 1,2 --category code"
+            "-m demo --spec mtp --draft-max 2 --temperature 0 --concurrency 16 --rate 1,2,4,6,8 "
+            "--tp 2 --draft-tp 1,2 --category code -n 32"
         ),
     }
 )
