@@ -17,8 +17,9 @@ def read_result(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise NotFoundError(f"no file {path}", fix=["spd bench -o FILE writes one"]) from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {error}", fix=["spd bench -o FILE writes one"]) from None
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not JSON"
+        raise UsageError(f"cannot read {path}: {why}", fix=["spd bench -o FILE writes one"]) from None
     schema = value.get("schema") if isinstance(value, dict) else None
     if schema != f"{SCHEMA_PREFIX}1":
         raise UsageError(

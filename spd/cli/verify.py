@@ -43,8 +43,16 @@ def verify(session: Session, options: VerifyOptions) -> int:
 
     if options.output is not None:
         check_writable(options.output)
-    for flag, value, low in (("-n", options.max_tokens, 2), ("--concurrency", options.concurrency, 1)):
-        if value < low:
+    for flag, value, low in (
+        ("-n", options.max_tokens, 2),
+        ("--concurrency", options.concurrency, 1),
+        ("--tokens", options.tokens, 0),
+        ("--each", options.each, 1),
+        ("--redraft", options.redraft, 0),
+        ("--draws", options.draws, 0),
+        ("--seed", options.seed, 0),
+    ):
+        if value is not None and value < low:
             raise UsageError(f"{flag} {value} is out of range", reason=[f"valid: {low} or more"])
     if options.synthetic_acceptance is not None:
         raise UsageError("imposed acceptance changes the text, so there is nothing to verify")

@@ -86,7 +86,7 @@ def _between(name: str, value: float, low: float, high: float, *, open_low: bool
     inside = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
     if not inside:
         start = f"above {low:g}" if open_low else f"{low:g}"
-        raise UsageError(f"{name} {value} is out of range", reason=[f"valid: {start} to {high:g}"])
+        raise UsageError(f"{name} {value} is out of range", reason=[f"valid: {start} to {high:.12g}"])
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,7 @@ def test_a_changed_text_is_a_failed_check(
         (("--goodput", "speed:3"), 2, "--goodput speed:3"),
         (("--json", "--csv"), 2, "two forms of one output"),
         (("--baseline", "missing.json"), 3, "no file missing.json"),
+        (("--baseline", __file__), 2, "it is not JSON"),
         (("--rate", "0"), 2, "out of range"),
     ],
 )

@@ -99,7 +99,7 @@ REFUSED = [
     (["--frequency-penalty", "nan"], "--frequency-penalty nan", "valid: -100 to 100"),
     (["-n", "0"], "--max-tokens 0", "valid: 1 to"),
     (["-n", "-1"], "--max-tokens -1", "valid: 1 to"),
-    (["-n", "1000000000000"], "--max-tokens 1000000000000", "valid: 1 to"),
+    (["-n", "1000000000000"], "--max-tokens 1000000000000", "valid: 1 to 16777216\n"),
     (["--min-tokens", "-1"], "--min-tokens -1", "valid: 0 to"),
     (["--min-tokens", "5", "-n", "4"], "--min-tokens 5", "--max-tokens 4"),
     (["--draft-max", "-1"], "--draft-max -1", "valid: 0 to"),

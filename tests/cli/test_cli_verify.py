@@ -104,6 +104,8 @@ def test_settings_held_against_each_other(tmp_path: Path) -> None:
         (("--against", "adaptive=perhaps"), 2, "neither on nor off"),
         (("--synthetic-acceptance", 2), 2, "nothing to verify"),
         (("-n", 1), 2, "-n 1 is out of range"),
+        (("--tokens", -4), 2, "--tokens -4 is out of range"),
+        (("--draws", -1), 2, "--draws -1 is out of range"),
         (("-o", "/nowhere/x.json"), 2, "cannot write"),
     ],
 )

@@ -52,7 +52,8 @@ def _read(path: Path) -> Trace:
     except FileNotFoundError:
         raise NotFoundError(f"no file {path}", fix=["spd generate --trace FILE writes one"]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"cannot read {path}: {why}", fix=["spd generate --trace FILE writes one"]) from None
     trace = Trace()
     for number, line in enumerate(lines, 1):
         try:
