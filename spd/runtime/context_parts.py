@@ -1,8 +1,9 @@
 """Which sizes the last block of an attended context may have on this machine, found by trying, once, at load.
 
 Attention reads keys in blocks of `KV_BLOCK`. A library may split a product over fewer keys otherwise than
-one over a whole block whose rest is masked (MKL halves 384, and so sums them otherwise than 512; it does not
-split 256). A size serves if it was seen to give the whole block's bits, for every number of rows that is run.
+one over a whole block whose rest is masked (on Intel's processors MKL halves 384 as it halves 512, and so sums
+them otherwise; on AMD's it splits 512 into 384 and 128, and 256 comes out otherwise). A size serves if it was
+seen to give the whole block's bits, for every number of rows that is run.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from spd.kernels.paged_attention import (
     plan_attention,
 )
 
-CANDIDATES = (KV_PART, KV_BLOCK // 2)
-"""Not three quarters: libraries halve it."""
+CANDIDATES = tuple(range(KV_PART, KV_BLOCK, KV_PART))
+"""Of 512: 128, 256 and 384. Which of the last two serves depends on the processor."""
 TRIED_ROWS = 256
 """Rows tried of each width: a difference of float32 sums shows in about one bfloat16 result of 2**14."""
 FEWEST_TRIES = 4

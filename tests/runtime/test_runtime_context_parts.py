@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spd.kernels.paged_attention import KV_BLOCK, AttentionHeads, MaskPlan, paged_attention
 from spd.runtime import context_parts
-from spd.runtime.context_parts import CANDIDATES, admitted_parts, context_for
+from spd.runtime.context_parts import admitted_parts, context_for
 
 HEADS = AttentionHeads(4, 2, 16)
 
@@ -38,7 +38,7 @@ def test_a_part_that_differs_in_one_bit_is_refused(
 
 def test_contexts_are_whole_blocks_and_a_part() -> None:
     lengths = (0, 1, 128, 129, 256, 257, 512, 513, 700, 1024)
-    assert [context_for(length, CANDIDATES) for length in lengths] == [
+    assert [context_for(length, (128, 256)) for length in lengths] == [
         *(0, 128, 128, 256, 256, 512, 512, 640, 768, 1024)
     ]
     assert [context_for(length, (256,)) for length in (1, 257, 513)] == [256, 512, 768]
