@@ -44,7 +44,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
     {
         "cpu_peers": Table("cpu_peers.json", table_forms.cpu_peers, PEERS),
         "peer_loads": Table(
-            "cpu_peers.json", table_forms.peer_loads, f"{PEERS} --concurrency 1,4,16 --rates 1,2,4,6,8"
+            "cpu_peer_loads.json", table_forms.peer_loads, f"{PEERS} --concurrency 1,4,16 --rates 1,2,4,6,8"
         ),
         "acceptance": Table("acceptance.json", table_forms.acceptance, "python -m benchmarks.acceptance"),
         "bench_demo": Table("bench_demo.json", table_forms.bench_demo, f"{BENCH} demo"),

@@ -1,7 +1,7 @@
 """Which sizes the last block of an attended context may have on this machine, found by trying, once, at load.
 
-Attention reads keys in blocks of `KV_BLOCK`. A library may split a product over fewer keys otherwise than
-one over a whole block whose rest is masked (on Intel's processors MKL halves 384 as it halves 512, and so sums
+Attention reads keys in blocks of `KV_BLOCK`. A library may split a product over fewer keys otherwise than one
+over a whole block whose rest is masked (on Intel's processors MKL halves 384 as it halves 512, and so sums
 them otherwise; on AMD's it splits 512 into 384 and 128, and 256 comes out otherwise). A size serves if it was
 seen to give the whole block's bits, for every number of rows that is run.
 """

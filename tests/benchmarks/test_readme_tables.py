@@ -71,11 +71,8 @@ def results(folder: Path) -> Path:
         for mode in MODES
     }
     written = {
-        "cpu_peers": {
-            "entries": entries,
-            "settings": {"draft_max": 4},
-            "loads": {"8 a second": {"entries": entries, "ratios": ratios}},
-        },
+        "cpu_peers": {"entries": entries, "settings": {"draft_max": 4}},
+        "cpu_peer_loads": {"loads": {"8 a second": {"entries": entries, "ratios": ratios}}},
         "acceptance": {"rows": cells},
         "bench_demo": bench,
         "bench_concurrency": bench,
