@@ -80,6 +80,47 @@ def test_the_examples_of_help_are_commands(name: str) -> None:
     assert found
 
 
+UNRUN = {
+    "bench": "takes minutes, and has tests of its own",
+    "verify": "takes minutes, and has tests of its own",
+    "convert-mtp": "its sources have hundreds of gigabytes",
+    "pull": "needs the hub",
+    "rm": "needs the hub",
+    "compare": "needs results of spd bench",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in UNRUN])
+def test_the_examples_of_help_run(name: str, tmp_path: Path) -> None:
+    """In a folder with the files that they name; models of the hub are stood for by tiny ones."""
+    binary = tmp_path / "bin" / "spd"
+    binary.parent.mkdir()
+    binary.write_text(f"#!/bin/sh\nexec '{sys.executable}' -m spd \"$@\"\n")
+    binary.chmod(0o755)
+    tiny = write_dense(tmp_path / "tiny", "mistral", layers=1)
+    for file in ("notes.md", "long.txt", "messages.txt"):
+        (tmp_path / file).write_text("What is a list?\n")
+    for place in (".zfunc", ".config/fish/completions"):
+        (tmp_path / place).mkdir(parents=True)
+    kept = {"PATH": f"{binary.parent}:{os.environ['PATH']}", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    for number, line in enumerate(filter(None, COMMAND_TABLE[name].epilog.splitlines()[1:])):
+        for hub_name in ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B"):
+            line = line.replace(hub_name, str(tiny))
+        if name == "chat" and "<" not in line:
+            line += " < messages.txt"
+        if "explain plain.jsonl" in line:
+            line = line.replace("plain.jsonl draft.jsonl", "run.jsonl run.jsonl")
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", line.replace("| jq .", "| cat #")],
+            capture_output=True,
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            env=kept,
+        )
+        assert done.returncode == 0, (number, line, done.stderr)
+
+
 @pytest.mark.parametrize("more", [["-n", 1], ["-n", 9], ["-n", 40], ["--no-adaptive", "--draft-max", 2]])
 def test_counts_agree_with_each_other(spd_run: Callable, more: list[object]) -> None:
     """A round brings one token and its accepted drafts; the last may be cut by an end or a limit."""

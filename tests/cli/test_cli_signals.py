@@ -28,7 +28,7 @@ import spd.runtime
 from tests.cli.conftest import FakeEngine, Script
 def slow(step):
     time.sleep({pause})
-    if {at!r} == "hang" and step == 2:
+    if {at!r} == "prefill" and step == 0 or {at!r} == "hang" and step == 2:
         print("hanging", file=sys.stderr, flush=True)
         while True: time.sleep(0.01)
 def build(config, progress=None):
@@ -87,6 +87,15 @@ def test_a_signal_while_loading(model: Path) -> None:
     wait_for(process, b"loading\n")
     process.send_signal(signal.SIGINT)
     assert finish(process) == (-signal.SIGINT, b"", "stopping…\n")
+
+
+def test_a_signal_while_the_prompt_is_written(model: Path) -> None:
+    """Nothing has come of the reply yet, so nothing but its line end is printed."""
+    process = start(program(model, at="prefill"))
+    wait_for(process, b"hanging\n")
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert (code, out.strip(), err) == (-signal.SIGINT, b"", "stopping…\n")
 
 
 def test_a_second_signal_ends_at_once(model: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import spd
 from spd import errors
+from spd.cli.app import COMMANDS, build_app
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = [
@@ -52,15 +53,10 @@ def loaded_after(*argv: str, **environment: str) -> tuple[str, set[str]]:
     "argv",
     [
         ["--help"],
-        ["generate", "-h"],
-        ["chat", "-h"],
-        ["inspect", "--help"],
-        ["bench", "-h"],
-        ["compare", "-h"],
-        ["verify", "-h"],
-        ["doctor", "-h"],
+        *([command, "-h"] for command in COMMANDS),
         ["completions", "bash"],
     ],
+    ids=" ".join,
 )
 def test_help_loads_nothing_heavy(argv: list[str]) -> None:
     out, modules = loaded_after(*argv)
@@ -110,8 +106,6 @@ def test_no_words_at_all_show_help(spd_run: Callable) -> None:
 
 def test_help_names_the_commands_of_this_edition_only(spd_run: Callable) -> None:
     from typer.main import get_command
-
-    from spd.cli.app import COMMANDS, build_app
 
     assert (
         tuple(get_command(build_app()).commands)
