@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.chat_options import ChatOptions
 from spd.cli.conflicts import check_chat_conflicts
 from spd.cli.options import Session
-from spd.cli.output import Sink, is_terminal, printable, terminal_columns, write_error, write_stderr
+from spd.cli.output import (
+    OutputClosed,
+    Sink,
+    is_terminal,
+    printable,
+    terminal_columns,
+    write_error,
+    write_stderr,
+)
 from spd.cli.table import wrap_line
 from spd.errors import NotFoundError, SpdError, UsageError
 
@@ -235,9 +243,11 @@ class Chat:
         self.conversation = dataclasses.replace(before, turns=(*before.turns, turn))
         try:
             self.reply()
-        except Exception:
+        except Exception as error:
             if self.conversation.turns and self.conversation.turns[-1].reply is None:
-                self.change(before)
+                self.conversation = before
+                if not isinstance(error, OutputClosed) and getattr(error, "code", "") != "write_failed":
+                    self._save()  # else nobody sees it any more: the message waits in the file
                 self.draft = text
             raise
         self.attached = []

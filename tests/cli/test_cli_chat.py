@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,19 @@ def test_a_message_that_was_never_answered_is_not_lost(talk: Callable, saved: Ca
     ran = talk("Hi")
     assert ran.code == 5 and "out of it" in ran.err and ran.text == "a\n"
     assert len(saved()) == 1  # taken back: a person would find it in the editor
+
+
+def test_a_message_is_not_lost_with_the_terminal(
+    talk: Callable, saved: Callable, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal that has gone takes no reply, and nobody sees the message coming back to be sent again."""
+
+    def gone(descriptor: int, data: bytes) -> None:
+        raise OSError(errno.EIO, "gone")
+
+    monkeypatch.setattr("spd.cli.output._write_all", gone)
+    assert talk("Hi").code == 5
+    assert [turn["user"] for turn in saved()[1:]] == ["Hi"]
 
 
 def test_nothing_is_written_with_no_save(talk: Callable, tmp_path: Path) -> None:
