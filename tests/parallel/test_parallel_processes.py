@@ -17,29 +17,29 @@ from spd.formats.model_config import read_model_config
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.parallel import cost
 from spd.runtime.row_buckets import bucket_for
-from tests.helpers import make_engine, random_prompts, run_all
+from tests.helpers import INTERPRETED, make_engine, random_prompts, run_all
 from tests.parallel.process_ranks import crew_of, damped, most_memory, nothing_is_left, pids
 
 PROMPTS = [*random_prompts(1, 75, 256), *random_prompts(1, 20, 256, seed=1)]
 PARAMS = [SamplingParams(max_tokens=16), SamplingParams(max_tokens=16, temperature=0.9, seed=4)]
 
 
-def test_tokens_traffic_memory_and_sockets(tiny: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("group", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_tokens_traffic_and_sockets(group: int, tiny: Callable[..., Path]) -> None:
     """Over gloo: the text of one rank; what is exchanged a round is what the formula says."""
     target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
     draft = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
     wishes: dict[str, Any] = {"spec": "draft", "draft_model": draft, "draft_max": 3}
     plain = [run.output for run in run_all(make_engine(target), PROMPTS, PARAMS)]
-    for group in (1, 2):
-        engine = make_engine(target, tp=2, draft_tp=group, **wishes)
-        with nothing_is_left(engine):
-            assert [run.output for run in run_all(engine, PROMPTS, PARAMS)] == plain
-            before, rounds = crew_of(engine).reports(), engine.totals.rounds
-            list(engine.stream([Request("x", PROMPTS[1][:1], SamplingParams(max_tokens=12, seed=1))]))
-            after, rounds = crew_of(engine).reports(), engine.totals.rounds - rounds
-            check_traffic(engine, target, draft, group, before, after, rounds)
-            assert listening(pids(engine)) <= {"0100007F"}, "sockets listen on loopback only"
-            engine.close()
+    engine = make_engine(target, tp=2, draft_tp=group, **wishes)
+    with nothing_is_left(engine):
+        assert [run.output for run in run_all(engine, PROMPTS, PARAMS)] == plain
+        before, rounds = crew_of(engine).reports(), engine.totals.rounds
+        list(engine.stream([Request("x", PROMPTS[1][:1], SamplingParams(max_tokens=12, seed=1))]))
+        after, rounds = crew_of(engine).reports(), engine.totals.rounds - rounds
+        check_traffic(engine, target, draft, group, before, after, rounds)
+        assert listening(pids(engine)) <= {"0100007F"}, "sockets listen on loopback only"
+        engine.close()
 
 
 def listening(processes: list[int]) -> set[str]:
@@ -135,6 +135,21 @@ def test_the_demo_over_gloo(method: str, ranks: int) -> None:
             assert [run.output for run in runs] == plain, group
             accepted = accepted or [run.drafts for run in runs]
             assert [run.drafts for run in runs] == accepted, group
+            engine.close()
+
+
+@pytest.mark.slow
+@INTERPRETED[0]
+@INTERPRETED[1]
+def test_tritons_kernels_on_two_ranks(tiny: Callable[..., Path]) -> None:
+    """In the interpreter: the tokens of one rank and of torch's kernels, plain and with drafts."""
+    prompts, params = [(5, 6, 5, 6, 5, 6)], [SamplingParams(max_tokens=3, ignore_eos=True)]
+    target = tiny("qwen3")
+    plain = [run.output for run in run_all(make_engine(target), prompts, params)]
+    for spec in ({"spec": "off"}, {"spec": "ngram", "ngram_min": 1, "draft_max": 2}):
+        engine = make_engine(target, tp=2, kernels="triton", ctx=64, **spec)
+        with nothing_is_left(engine):
+            assert [run.output for run in run_all(engine, prompts, params)] == plain, spec
             engine.close()
 
 
