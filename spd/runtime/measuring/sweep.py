@@ -225,10 +225,13 @@ class Sweep:
             self._compare(index, work, asked, ran)
 
     def _compare(self, index: int, work: Work, asked: Sequence[Question], ran: Pass) -> None:
-        """Hold each text against the first plain one of the same request; it may come later."""
+        """Hold each text against the first plain one of the same request on as many ranks; it may come later.
+
+        More ranks add in another order, which was seen to decide near ties in bfloat16.
+        """
         for number, (question, timeline) in enumerate(zip(asked, ran.timelines, strict=True)):
             prompt = hashlib.sha256(repr(question.ids).encode()).hexdigest()
-            key = (prompt, str(work.temperature), str(number))
+            key = (prompt, str(work.temperature), str(number), str(self.configs[index].tp))
             where = {"config": index, "prompt": question.prompt.name, "temperature": work.temperature}
             self._unheld.setdefault(key, []).append((where, tuple(timeline.token_ids)))
             if key not in self._texts and self.configs[index].spec == "off":

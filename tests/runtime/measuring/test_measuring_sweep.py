@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from spd.runtime import EngineConfig
 from spd.runtime.measuring.prompt_set import CATEGORIES, Prompt, choose, read_prompts
 from spd.runtime.measuring.rows import make_rows
-from spd.runtime.measuring.sweep import Load, Question, Settings, Sweep
+from spd.runtime.measuring.sweep import Load, Question, Settings, Sweep, Work
 from tests.helpers import random_prompts
 from tests.runtime.seeded_faults import first_is_free, verify
 
@@ -99,3 +100,16 @@ def test_its_own_prompts() -> None:
     assert {prompt.category for prompt in prompts} == set(CATEGORIES)
     assert len({prompt.text for prompt in prompts}) == len(prompts) == 20
     assert [p.name for p in choose(prompts, ["edit", "code"], 1)] == ["edit/1", "code/1"]
+
+
+def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Callable[..., Path]) -> None:
+    """Sums are made in another order there: only speculation must not be seen."""
+    folder = tiny("qwen3")
+    wishes = {"model": folder, "spec": "off"}
+    configs = [EngineConfig(**wishes), EngineConfig(**wishes, tp=2), EngineConfig(model=folder, tp=2)]
+    question = Question(Prompt("a", "code", ""), (1, 2, 3))
+    sweep = Sweep(configs, [question], Settings())
+    for index, tokens in enumerate(([5, 6], [5, 7], [5, 8])):
+        ran = SimpleNamespace(timelines=[SimpleNamespace(token_ids=tokens)])
+        sweep._compare(index, Work("code", 0.0, None, Load()), [question], ran)  # type: ignore[arg-type]
+    assert [(found["config"], found["plain"]) for found in sweep.differences] == [(2, 7)]
