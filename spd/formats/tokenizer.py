@@ -60,7 +60,6 @@ class Tokenizer:
         self._where = where
         self._lock = threading.Lock()
         self._stuck = False
-        self._bytes: dict[int, bytes] = {}
         # Names given in tokenizer_config.json are special even where tokenizer.json forgets to say so.
         named = [
             name
@@ -117,12 +116,25 @@ class Tokenizer:
 
         A leading space counts, also where `strips_leading_space` drops it from the start of a whole text.
         """
-        known = self._bytes.get(token_id)
+        known = self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
         if known is None:
             special = token_id in self.special_ids
             known = b"" if special else self._decoder.bytes_of(self._token(token_id))
             self._bytes[token_id] = known
         return known
+
+    def bytes_of(self, token_ids: Sequence[int]) -> bytes:
+        """The exact bytes of tokens of the vocabulary, one after the other; see `token_bytes`."""
+        known = self._bytes
+        try:
+            return b"".join([known[token_id] for token_id in token_ids])  # type: ignore[misc]
+        except TypeError:  # one of them is asked for the first time
+            return b"".join(map(self.token_bytes, token_ids))
+
+    @cached_property
+    def _bytes(self) -> list[bytes | None]:
+        """What each token stands for, as far as it was asked for."""
+        return [None] * self.vocab_size
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token given as it is written in the vocabulary."""

@@ -14,10 +14,11 @@ GOING_ON, STOPPED, FULL, FAILED = 0, 1, 2, 3
 
 EMISSION_HEAD = 6
 """Columns before the drafts: length before the round, num_drafts, accepted, committed, reason, k."""
+NUM_DRAFTS, ACCEPTED = 1, 2
 
 
 class Emission(NamedTuple):
-    """What one round did to one slot, in host values. A tuple: one is made a slot and round."""
+    """What one round did to one slot, in host values."""
 
     length: int  # before the round
     num_drafts: int  # how many drafts entered verification
@@ -34,14 +35,19 @@ def emission_width(max_k: int) -> int:
 
 
 def emission_max_k(width: int) -> int:
-    """How many drafts an emission of that many columns may hold; decides where the samples begin."""
+    """How many drafts an emission of that many columns may hold."""
     return (width - EMISSION_HEAD - 1) // 2
+
+
+def first_sample(width: int) -> int:
+    """The column in which the samples of an emission of that many columns begin."""
+    return EMISSION_HEAD + emission_max_k(width)
 
 
 def read_emission(row: list[int]) -> Emission:
     """One slot's row of the ring, as `round_commit` wrote it, in host values."""
     length, num_drafts, accepted, committed, reason, k = row[:EMISSION_HEAD]
-    samples = EMISSION_HEAD + emission_max_k(len(row))
+    samples = first_sample(len(row))
     draft, sampled = row[EMISSION_HEAD : EMISSION_HEAD + k], row[samples : samples + k + 1]
     return Emission(length, num_drafts, accepted, committed, reason, draft, sampled)
 
@@ -90,7 +96,7 @@ def round_commit(
     columns = (before, num_drafts, accepted, count, reason, torch.full_like(before, k))
     view, place = ring[:, : before.shape[0]], counter % ring.shape[0]
     emitted = view.index_select(0, place)
-    samples = EMISSION_HEAD + emission_max_k(ring.shape[2])
+    samples = first_sample(ring.shape[2])
     emitted[0, :, : EMISSION_HEAD + k] = torch.cat((torch.stack(columns, dim=1), draft), dim=1)
     emitted[0, :, samples : samples + k + 1] = sampled
     view.index_copy_(0, place, emitted)

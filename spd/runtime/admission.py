@@ -44,12 +44,12 @@ class Admission:
         limit = self.plan.ctx if params.max_tokens is None else length + params.max_tokens
         if request.thinking is not None:
             grammar = BudgetedThinking(request.thinking, grammar)
-        token_bytes = self.tokenizer.token_bytes if self.tokenizer else lambda _token: b""
+        bytes_of = self.tokenizer.bytes_of if self.tokenizer else lambda _tokens: b""
         return Sequence(
             request=request,
             length_limit=min(self.plan.ctx, limit),
             stop_ids=stops,
-            detokenizer=Detokenizer(token_bytes, params.stop, params.min_tokens),
+            detokenizer=Detokenizer(bytes_of, params.stop, params.min_tokens),
             needs=replace(SamplerClass.of(params), grammar=grammar is not None),
             grammar=grammar,
             runs=program_runs(request.spans or (("prompt", length),), self.plan.chunk),

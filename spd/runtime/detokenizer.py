@@ -21,13 +21,18 @@ def _held_back(text: str, stops: Sequence[str]) -> int:
 class Detokenizer:
     """Turns tokens into text for one request.
 
-    `token_bytes` gives a token's exact bytes (b"" for special tokens). Bytes that are not UTF-8
+    `bytes_of` gives the exact bytes of some tokens (none for special ones). Bytes that are not UTF-8
     become U+FFFD once it is sure that no continuation follows.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], stops: Sequence[str], min_tokens: int) -> None:
-        self._token_bytes, self._stops, self._min_tokens = token_bytes, tuple(stops), min_tokens
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    __slots__ = ("_bytes_of", "_count", "_ignored", "_min_tokens", "_pending", "_rest", "_stops", "stopped")
+
+    def __init__(
+        self, bytes_of: Callable[[Sequence[int]], bytes], stops: Sequence[str], min_tokens: int
+    ) -> None:
+        self._bytes_of, self._stops, self._min_tokens = bytes_of, tuple(stops), min_tokens
+        self._rest = b""
+        """The beginning of a character, whose other bytes are to come."""
         self._pending = ""
         self._ignored = 0
         """Leading characters of `_pending` that came within the first min_tokens tokens."""
@@ -37,19 +42,22 @@ class Detokenizer:
     def push(self, token_id: int) -> bool:
         """Take one token; True when it completes a stop string, whose text is then cut away."""
         self._count += 1
-        self._pending += self._decoder.decode(self._token_bytes(token_id))
+        self._pending += self._decode(self._bytes_of((token_id,)))
         if self._count <= self._min_tokens:
             self._ignored = len(self._pending)
         return self._look_for_stop()
 
-    @property
-    def has_stops(self) -> bool:
-        """Whether any text ends the request."""
-        return bool(self._stops)
+    def pass_on(self, token_ids: Sequence[int]) -> str:
+        """Take several tokens at once and hand out their text: where no text ends the request."""
+        return self._decode(self._bytes_of(token_ids))
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Take several tokens at once, where no text ends the request."""
-        self._pending += self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
+    def _decode(self, data: bytes, *, final: bool = False) -> str:
+        """The whole characters of what is left over and `data`; with `final` nothing is left over."""
+        if self._rest:
+            data = self._rest + data
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._rest = data[used:]
+        return text
 
     def _look_for_stop(self) -> bool:
         if self._count <= self._min_tokens:
@@ -65,7 +73,7 @@ class Detokenizer:
     def take(self, *, final: bool = False) -> str:
         """Text that no later token can change; everything that is left when `final`."""
         if final and not self.stopped:
-            self._pending += self._decoder.decode(b"", final=True)
+            self._pending += self._decode(b"", final=True)
             self._look_for_stop()
         if not self._stops:
             text, self._pending = self._pending, ""

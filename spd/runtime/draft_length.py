@@ -29,7 +29,7 @@ def _towards(old: float, new: float) -> float:
     return DECAY * old + (1 - DECAY) * new
 
 
-@dataclass
+@dataclass(slots=True)
 class Acceptance:
     """One request's drafts that were accepted, and those that could have been: sums that fade."""
 
@@ -66,11 +66,18 @@ class DraftLength:
     """Of one verification, by k, with about as many requests as take part now."""
     present: Sequence[tuple[Acceptance, int]] = ()
     """Who takes part in the next rounds: each one's acceptance, and how many drafts it wants at most."""
+    wanted: int = field(init=False)
+    """The most drafts that anybody present wants."""
+    least: int = field(init=False)
+    """The fewest."""
     batch: int = 0
     by_batch: dict[int, dict[int, float]] = field(default_factory=dict)
     """`verify_seconds` of other numbers of requests, by their bit length."""
     carried: set[int] = field(default_factory=set)
     """Values of k whose time was taken over from another number of requests, until it is measured."""
+
+    def __post_init__(self) -> None:
+        self.wanted = self.least = self.maximum
 
     @property
     def rate(self) -> float:
@@ -80,6 +87,8 @@ class DraftLength:
     def attend(self, present: Sequence[tuple[Acceptance, int]]) -> None:
         """Say who takes part from now on; costs are kept apart for 1, 2 to 3, 4 to 7 requests and so on."""
         self.present, batch = present, len(present).bit_length()
+        wanted = [most for _, most in present] or [self.maximum]
+        self.wanted, self.least = max(wanted), min(wanted)
         if batch != self.batch:
             if self.batch:
                 self.by_batch[self.batch] = self.verify_seconds
@@ -90,19 +99,29 @@ class DraftLength:
 
     def expected(self, k: int) -> float:
         """Tokens that a request commits in a round at k, on average over those present."""
-        if not self.present:
-            return expected_tokens(self.rate, k)
-        each = (expected_tokens(one.rate(self.rate), min(k, most)) for one, most in self.present)
-        return sum(each) / len(self.present)
+        return self._expectations(k)[k]
+
+    def _expectations(self, maximum: int) -> list[float]:
+        """`expected` of every k from 0 to `maximum`: one sum over all present for each draft."""
+        prior = self.rate
+        rates = [one.rate(prior) for one, _ in self.present] or [prior]
+        chances, tokens = [1.0] * len(rates), [1.0]
+        for position in range(1, maximum + 1):
+            if position > self.least:
+                each = zip(rates, self.present, strict=True)
+                rates = [rate if most >= position else 0.0 for rate, (_, most) in each]
+            chances = [chance * rate for chance, rate in zip(chances, rates, strict=True)]
+            tokens.append(tokens[-1] + sum(chances) / len(chances))
+        return tokens
 
     def choose(self) -> int:
         """k for the next round, 0 to `maximum`, and no more than anybody present wants."""
         choices = self.tiers or range(self.maximum + 1)
-        wanted = max((most for _, most in self.present), default=self.maximum)
-        maximum = min((k for k in choices if k >= wanted), default=self.maximum)
+        maximum = min((k for k in choices if k >= self.wanted), default=self.maximum)
         if not self.adaptive or maximum == 0 or self.rounds < WARM_UP_ROUNDS:
             return maximum
-        best = max((k for k in choices if k <= maximum), key=lambda k: self.expected(k) / self.cost(k))
+        expected = self._expectations(maximum)
+        best = max((k for k in choices if k <= maximum), key=lambda k: expected[k] / self.cost(k))
         if best:
             self.since_probe, self.probe_gap = 0, PROBE_EVERY
             return best
@@ -119,17 +138,21 @@ class DraftLength:
         """Seconds of a round at k: measured, between two measured ones, or carried over from the nearest."""
         if not self.verify_seconds:
             return 1.0 + (ROW_COST + 0.1) * k
-        below = max((known for known in self.verify_seconds if known <= k), default=None)
-        above = min((known for known in self.verify_seconds if known >= k), default=None)
-        if below is not None and above is not None:
-            share = (k - below) / (above - below) if above > below else 0.0
-            low, high = self.verify_seconds[below], self.verify_seconds[above]
-            verify = low + share * (high - low)
-        else:
-            nearest = above if below is None else below
-            assert nearest is not None
-            verify = self.verify_seconds[nearest] * (1 + ROW_COST * k) / (1 + ROW_COST * nearest)
+        verify = self.verify_seconds.get(k)
+        if verify is None:
+            verify = self._estimate(k)
         return max(verify + k * (self.draft_seconds or 0.0), 1e-9)  # a coarse clock may say zero
+
+    def _estimate(self, k: int) -> float:
+        """Seconds of a verification that has not been measured."""
+        below = max((known for known in self.verify_seconds if known < k), default=None)
+        above = min((known for known in self.verify_seconds if known > k), default=None)
+        if below is not None and above is not None:
+            low, high = self.verify_seconds[below], self.verify_seconds[above]
+            return low + (k - below) / (above - below) * (high - low)
+        nearest = above if below is None else below
+        assert nearest is not None
+        return self.verify_seconds[nearest] * (1 + ROW_COST * k) / (1 + ROW_COST * nearest)
 
     def observe(self, k: int, drafted: int, accepted: int, own: Acceptance | None = None) -> None:
         """One slot's outcome of a round verified at k with `drafted` real drafts; `own` is its request's."""

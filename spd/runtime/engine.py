@@ -16,6 +16,7 @@ import torch
 from spd.errors import UsageError
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.tokenizer import Tokenizer
+from spd.kernels.round_commit import ACCEPTED, NUM_DRAFTS
 from spd.runtime.admission import Admission
 from spd.runtime.assembly import Assembly, assemble
 from spd.runtime.config import EngineConfig
@@ -25,12 +26,12 @@ from spd.runtime.grammar import GrammarError
 from spd.runtime.metrics import EngineMetrics, RequestMetrics, RoundRecord
 from spd.runtime.model_runner import EMPTY_SLOT, SlotView
 from spd.runtime.out_of_memory import explained, is_out_of_memory
-from spd.runtime.outcome import Outcome, read_outcomes, record_of, settle
+from spd.runtime.outcome import record_of, settle
 from spd.runtime.page_table import PageTable
 from spd.runtime.party import Party, epochs_of
 from spd.runtime.plan import EnginePlan, make_plan
 from spd.runtime.progress import Progress
-from spd.runtime.request import Completion, CompletionParts, Event, Request, TokenLogprob
+from spd.runtime.request import Completion, CompletionParts, Event, Request
 from spd.runtime.round_queue import RoundResult, Ticket
 from spd.runtime.scheduler import Scheduler
 from spd.runtime.sequence import Sequence
@@ -124,7 +125,7 @@ class Engine:
         """Stop a request; its event with finish_reason "abort" comes with the next step."""
         sequence = self._scheduler.find(request_id)
         if sequence is not None:
-            self._end(sequence, "abort")
+            self._stop(sequence, "abort")
 
     def hold_draft_length(self, k: int | None) -> None:
         """Draft k tokens a round from now on, one of the plan's tiers; the text stays the same.
@@ -154,7 +155,7 @@ class Engine:
     def metrics(self, request_id: str) -> RequestMetrics:
         """Counters of a request that waits, runs or ended of late. Raises KeyError for an unknown id."""
         sequence = self._scheduler.find(request_id)
-        return self._finished[request_id] if sequence is None else sequence.metrics
+        return self._finished[request_id] if sequence is None else sequence.measured()
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
         """Run requests to their end, yielding events as they come; taken from `requests` as room appears.
@@ -232,7 +233,7 @@ class Engine:
         self._scheduler.drop_rounds()
         self._device.restart()
         for sequence in self._scheduler.running():
-            self._end(sequence, "error", "memory ran out")
+            self._stop(sequence, "error", "memory ran out")
 
     def _prefill(self) -> None:
         """Write prompts: one pass where others decode meanwhile; else until one can, or a few."""
@@ -259,38 +260,37 @@ class Engine:
         try:
             self._slots.arm(sequence, drafts or ())
         except GrammarError as error:
-            self._end(sequence, "error", str(error))
+            self._stop(sequence, "error", str(error))
 
-    def _reach(self, sequence: Sequence, k: int, next_k: int) -> int:
-        """The round feeds up to bound + k positions and drafts up to next_k beyond what it commits."""
-        return min(sequence.bound + k + 1 + next_k, self.plan.ctx)
+    def _make_room(self, live: list[Sequence], rows: int) -> tuple[list[Sequence], list[int]]:
+        """Pages for `rows` more positions of all who decode, oldest first; who came last gives way.
 
-    def _make_room(self, k: int, next_k: int) -> dict[Sequence, int]:
-        """Pages for the next round of all who decode, oldest first; who came last gives way.
-
-        What is on its way is read first: it may end somebody, and bounds become lengths. Returns what the
-        round may reach, of those who decode and perhaps of others.
+        What is on its way is read first: it may end somebody, and bounds become lengths. Returns who is
+        still there or became ready meanwhile, and what the round may reach of each.
         """
-        scheduler, ready = self._scheduler, dict[Sequence, int]()
-        # Whoever was read meanwhile may have become ready for this round too.
-        while missing := [sequence for sequence in scheduler.decoding() if sequence not in ready]:
-            for sequence in sorted(missing, key=attrgetter("epoch")):
-                held, reach = len(sequence.pages), self._reach(sequence, k, next_k)
-                if not scheduler.grow(sequence, reach):
-                    break
-                ready[sequence] = reach
-                if len(sequence.pages) > held:
-                    self._slots.show_pages(sequence)
-            else:
-                continue
-            if self._in_flight:
-                self._read_oldest()
-            else:
-                last = scheduler.last_to_come()
-                assert last is not None
-                self._vacate(last)
-                scheduler.preempt(last)
-        return ready
+        scheduler, size = self._scheduler, self.plan.page_size
+        while True:
+            reaches = scheduler.reaches(live, rows)
+            short = [s for s, reach in zip(live, reaches, strict=True) if len(s.pages) * size < reach]
+            if not short:
+                return live, reaches
+            if not self._grow(short, rows):
+                if self._in_flight:
+                    self._read_oldest()
+                else:
+                    last = scheduler.last_to_come()
+                    assert last is not None
+                    self._vacate(last)
+                    scheduler.preempt(last)
+                live = scheduler.decoding()
+
+    def _grow(self, short: list[Sequence], rows: int) -> bool:
+        """Give pages for `rows` more positions, oldest first; False where they ran out."""
+        for sequence in sorted(short, key=attrgetter("epoch")):
+            if not self._scheduler.grow(sequence, sequence.bound + rows):
+                return False
+            self._slots.show_pages(sequence)
+        return True
 
     def _gather(self, live: list[Sequence]) -> Party:
         """Those who take part, with what follows from it, which changes only where somebody came or went."""
@@ -302,24 +302,27 @@ class Engine:
 
     def _enqueue(self) -> bool:
         """Enqueue one round over all who decode; False when every one may already be at its limit."""
-        live = self._scheduler.decoding()
-        if not any(s.bound < s.length_limit or not s.in_flight for s in live):
+        decoding = self._scheduler.decoding()
+        if not any(s.bound < s.length_limit or not s.in_flight for s in decoding):
             return False
-        self._gather(live)
+        party = self._gather(decoding)
         k, next_k = self._k, self._draft_length.choose()
-        reach = self._make_room(k, next_k)
-        live = self._scheduler.decoding()
+        rows = k + 1 + next_k  # fed at most, and drafted beyond what is committed
+        live, reaches = self._make_room(decoding, rows)
         if not live:
             return False
-        party, views = self._gather(live), [EMPTY_SLOT] * self.plan.slots
-        for sequence in live:
-            views[sequence.slot] = SlotView(reach[sequence], sequence.pages)
-            sequence.in_flight.append(k + 1)
+        if live is not decoding:
+            party = self._gather(live)
+        views = [EMPTY_SLOT] * self.plan.slots
+        for sequence, reach in zip(live, reaches, strict=True):
+            views[sequence.slot] = SlotView(reach, sequence.pages)
+            sequence.in_flight += k + 1
         ticket = self._device.launch(k, views, party.needs, party.logprobs, next_k)
         self._scheduler.launched()
-        for sequence in live:
-            if sequence.grammar is not None:
-                self._slots.silence(sequence)
+        if party.needs.grammar:
+            for sequence in live:
+                if sequence.grammar is not None:
+                    self._slots.silence(sequence)
         self._k = next_k
         self._in_flight.append((ticket, party))
         return True
@@ -331,55 +334,41 @@ class Engine:
         result = self._device.read(ticket)
         self._scheduler.read()
         self.totals.rounds += 1
-        outcomes = read_outcomes(result)
         draft_seconds, verify_seconds, _ = result.seconds
         self._draft_length.observe_cost(result.k, verify_seconds, draft_seconds, result.draft_forwards)
-        for sequence in self._scheduler.running():
-            if party.epochs[sequence.slot] == sequence.epoch:
-                self._apply(sequence, outcomes[sequence.slot], result)
+        now = time.perf_counter()
+        for sequence, epoch, row in zip(self._scheduler.slots, party.epochs, result.rows, strict=True):
+            if sequence is not None and sequence.epoch == epoch:
+                self._apply(sequence, row, result, now)
 
-    def _apply(self, sequence: Sequence, outcome: Outcome, result: RoundResult) -> None:
-        sequence.in_flight.popleft()
-        settled = settle(sequence, outcome)
-        if sequence.drafted_for:
-            self._draft_length.observe(result.k, len(outcome.draft), outcome.accepted, sequence.acceptance)
+    def _apply(self, sequence: Sequence, row: list[int], result: RoundResult, now: float) -> None:
+        sequence.in_flight -= result.k + 1
+        event = settle(sequence, row, result, now)
+        if result.k and sequence.drafted_for and self.plan.adaptive:
+            self._draft_length.observe(result.k, row[NUM_DRAFTS], row[ACCEPTED], sequence.acceptance)
         sequence.drafted_for = True
         if self.trace is not None:
-            self.trace(record_of(sequence, outcome, result, settled.tokens, self.plan))
-        reason = settled.finish_reason
-        if reason is not None:
-            self._end(sequence, reason, settled.error, settled.tokens, settled.drafted, settled.logprobs)
+            self.trace(record_of(sequence, row, result, event.token_ids, self.plan))
+        if event.finish_reason is not None:
+            self._end(sequence, event)
             return
-        if settled.tokens:
-            text = sequence.detokenizer.take()
-            self._ready.append(
-                Event(
-                    sequence.request.id,
-                    tuple(settled.tokens),
-                    text,
-                    None,
-                    settled.drafted,
-                    settled.logprobs,
-                )
-            )
+        if event.token_ids:
+            self._ready.append(event)
         if sequence.grammar is not None:
             assert result.next_drafts is not None
             self._arm(sequence, result.next_drafts[sequence.slot])
 
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: str,
-        error: str | None = None,
-        tokens: Iterable[int] = (),
-        drafted: tuple[bool, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] = (),
-    ) -> None:
-        """Say that a request is over, and free what it holds."""
-        name = sequence.request.id
-        sequence.finish_reason = reason
+    def _stop(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        """End a request between two rounds."""
         text = sequence.detokenizer.take(final=True)
-        self._ready.append(Event(name, tuple(tokens), text, reason, drafted, logprobs, error))
+        self._end(sequence, Event(sequence.name, (), text, reason, error=error))
+
+    def _end(self, sequence: Sequence, event: Event) -> None:
+        """Say that a request is over, and free what it holds."""
+        name, reason = event.request_id, event.finish_reason
+        assert reason is not None
+        sequence.finish_reason = reason
+        self._ready.append(event)
         if sequence.slot < 0:
             self._scheduler.withdraw(sequence)
         else:
@@ -387,8 +376,8 @@ class Engine:
             own = self._scheduler.retire(sequence)
             if own:
                 self._device.clear(own)
-        self._finished[name] = sequence.metrics
-        self.totals.add(sequence.metrics, reason)
+        self._finished[name] = sequence.measured()
+        self.totals.add(self._finished[name], reason)
         while len(self._finished) > FINISHED_KEPT:
             self._finished.popitem(last=False)
 

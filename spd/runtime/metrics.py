@@ -45,7 +45,7 @@ class RoundRecord:
     """Drafts a slot that the round had room for; `draft` may hold fewer."""
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestMetrics:
     """Counters of one request. Accepted counts only emitted drafts; `_raw` counts all that matched."""
 
@@ -60,9 +60,11 @@ class RequestMetrics:
     prompt_ms: float = 0.0
     first_token_ms: float = 0.0
     predicted_ms: float = 0.0
-    gaps: int = 0
-    gap_ms: float = 0.0
-    """How many times tokens came after the first time, and the time between them, summed."""
+    """From the first tokens to the last."""
+    emissions: int = 0
+    """How many times tokens came."""
+    first_tokens: int = 0
+    """How many came the first time."""
     rounds: int = 0
     num_drafts: int = 0
     """Rounds that verified at least one draft for this request."""
@@ -72,26 +74,29 @@ class RequestMetrics:
     acceptance_histogram: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
 
-    def count_round(self, drafted: int, accepted_raw: int, accepted: int) -> None:
-        """Add one round's drafts: how many were verified, matched, and matched and emitted."""
-        self.rounds += 1
-        self.num_drafts += drafted > 0
-        self.draft_n += drafted
-        self.draft_n_accepted_raw += accepted_raw
-        self.draft_n_accepted += accepted
+    def count_rounds(self, drafted: int, accepted_raw: int, accepted: int, times: int = 1) -> None:
+        """Add rounds of so many drafts each: how many were verified, matched, and matched and emitted."""
+        self.rounds += times
+        self.num_drafts += times * (drafted > 0)
+        self.draft_n += times * drafted
+        self.draft_n_accepted_raw += times * accepted_raw
+        self.draft_n_accepted += times * accepted
         if accepted >= len(self.acceptance_histogram):
             _grow(self.acceptance_histogram, accepted + 1)
             _grow(self.accepted_per_position, accepted)
-        self.acceptance_histogram[accepted] += 1
+        self.acceptance_histogram[accepted] += times
         for position in range(accepted):
-            self.accepted_per_position[position] += 1
+            self.accepted_per_position[position] += times
 
     @property
     def decode_tokens_per_second(self) -> float:
         """1 / TPOT: tokens after the first round's over the time after it."""
         return 1000.0 * self.tokens_after_first / self.predicted_ms if self.predicted_ms > 0 else 0.0
 
-    tokens_after_first: int = 0
+    @property
+    def tokens_after_first(self) -> int:
+        """Those that came after the first round's."""
+        return self.completion_tokens - self.first_tokens
 
     @property
     def time_per_output_token_ms(self) -> float:
@@ -101,7 +106,7 @@ class RequestMetrics:
     @property
     def inter_token_latency_ms(self) -> float:
         """ITL, mean: the time from one emission to the next, which may bring several tokens."""
-        return self.gap_ms / self.gaps if self.gaps else 0.0
+        return self.predicted_ms / (self.emissions - 1) if self.emissions > 1 else 0.0
 
     @property
     def tokens_per_round(self) -> float:

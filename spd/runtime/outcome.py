@@ -1,16 +1,15 @@
-"""From a round's tensors to what each request received: stops, counters, log-probabilities."""
+"""From a row of the ring to what a request received: stops, text, counters, log-probabilities."""
 
 from __future__ import annotations
 
-import time
-from typing import NamedTuple
+from functools import cache
 
-from spd.kernels.round_commit import FAILED, FULL, STOPPED
+from spd.kernels.round_commit import EMISSION_HEAD, FAILED, STOPPED, read_emission
 from spd.runtime.grammar import Grammar, GrammarError
 from spd.runtime.metrics import RoundRecord
 from spd.runtime.plan import EnginePlan
-from spd.runtime.request import TokenLogprob
-from spd.runtime.round_queue import RoundResult
+from spd.runtime.request import Event, TokenLogprob
+from spd.runtime.round_queue import HostLogprobs, RoundResult
 from spd.runtime.sequence import Sequence
 
 NO_NUMBER = "the model gave no finite number"
@@ -18,92 +17,54 @@ DEAD_END = "grammar dead end: no token is allowed, or none has a finite number"
 NEVER_BEGAN = "the model stopped before its thinking ended, so the grammar never began"
 
 
-class Outcome(NamedTuple):
-    """One slot's share of a round, in host values."""
-
-    length: int
-    draft: list[int]
-    sampled: list[int]
-    accepted: int
-    committed: int
-    reason: int
-    logprobs: tuple[TokenLogprob, ...]
+REASONS = (None, "stop", "length", "error")
+"""Why a request ends, by the reason that a round gives: GOING_ON, STOPPED, FULL, FAILED."""
 
 
-class Settled(NamedTuple):
-    """What the request keeps of a round."""
+def settle(sequence: Sequence, row: list[int], result: RoundResult, now: float) -> Event:
+    """What a round brought a request, whose row of the ring and time of reading in seconds are given.
 
-    tokens: list[int]
-    drafted: tuple[bool, ...]
-    finish_reason: str | None
-    error: str | None
-    logprobs: tuple[TokenLogprob, ...]
-
-
-def read_outcomes(result: RoundResult) -> list[Outcome]:
-    """What a round did to each slot."""
-    outcomes = []
-    for s, emission in enumerate(result.emissions):
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if result.logprobs is not None:
-            scores = result.logprobs
-            own, values, ids = scores.own[s], scores.values[s], scores.ids[s]
-            logprobs = tuple(
-                TokenLogprob(emission.sampled[i], own[i], tuple(zip(ids[i], values[i], strict=True)))
-                for i in range(emission.committed)
-            )
-        outcomes.append(
-            Outcome(
-                emission.length,
-                emission.draft[: emission.num_drafts],
-                emission.sampled,
-                emission.accepted,
-                emission.committed,
-                emission.reason,
-                logprobs,
-            )
-        )
-    return outcomes
-
-
-def settle(sequence: Sequence, outcome: Outcome) -> Settled:
-    """Walk the committed tokens in order; the first stop cuts the rest away.
-
-    At each token stop ids come first, then stop strings, then the length limit, so a stop on the
-    last allowed token is a stop.
+    The committed tokens are walked in order; the first stop cuts the rest away. At each token stop ids
+    come first, then stop strings, then the length limit, so a stop on the last allowed token is a stop.
     """
-    tokens, reason, error = _walk(sequence, outcome)
-    if reason is None and outcome.reason == FULL:
-        reason = "length"
-    if reason is None and outcome.reason == FAILED:
-        reason, error = "error", NO_NUMBER if sequence.grammar is None else DEAD_END
-    if reason == "stop" and sequence.grammar is not None and not sequence.grammar.began:
-        reason, error = "error", NEVER_BEGAN
-    accepted = min(outcome.accepted, len(tokens))
-    _count(sequence, outcome, tokens, accepted)
-    wanted = sequence.request.params.logprobs
-    logprobs: tuple[TokenLogprob, ...] = ()
-    if wanted is not None:
-        logprobs = tuple(TokenLogprob(lp.token_id, lp.logprob, lp.top[:wanted]) for lp in outcome.logprobs)
-    drafted = (True,) * accepted + (False,) * (len(tokens) - accepted)
-    return Settled(tokens, drafted, reason, error, logprobs[: len(tokens)])
+    _, drafts, matched, committed, why, _ = row[:EMISSION_HEAD]
+    tokens = row[result.first_sample : result.first_sample + committed]
+    reason, error, detokenizer = REASONS[why], None, sequence.detokenizer
+    spoken = tokens[:-1] if why == STOPPED else tokens  # a stop id has no text
+    if sequence.plain:
+        text = detokenizer.pass_on(spoken)
+        if reason is not None:
+            text += detokenizer.take(final=True)
+    else:
+        kept, found, error = _walk(sequence, spoken)
+        if found is not None:
+            tokens, reason = tokens[:kept], found
+        if reason == "stop" and sequence.grammar is not None and not sequence.grammar.began:
+            reason, error = "error", NEVER_BEGAN
+        text = detokenizer.take(final=reason is not None)
+    if why == FAILED and error is None and reason == "error":
+        error = NO_NUMBER if sequence.grammar is None else DEAD_END
+    count = len(tokens)
+    accepted = matched if matched < count else count
+    if count:
+        sequence.commit(tokens, drafts, accepted, now)
+        sequence.metrics.draft_n_accepted_raw += matched - accepted
+    else:
+        sequence.metrics.count_rounds(drafts, matched, 0)
+    logprobs = () if result.logprobs is None else _logprobs(sequence, result.logprobs, tokens)
+    marks = _marks(accepted, count)
+    return Event(sequence.name, tuple(tokens), text, reason, marks, logprobs, error)
 
 
-def _walk(sequence: Sequence, outcome: Outcome) -> tuple[list[int], str | None, str | None]:
-    """The committed tokens up to a stop or a grammar's fault, and the finish reason and error of that."""
-    tokens, detokenizer = outcome.sampled[: outcome.committed], sequence.detokenizer
-    stopped = outcome.reason == STOPPED
-    spoken = tokens[:-1] if stopped else tokens  # a stop id has no text
-    if sequence.grammar is None and not detokenizer.has_stops:
-        detokenizer.extend(spoken)
-        return tokens, "stop" if stopped else None, None
-    for i, token in enumerate(spoken):
+def _walk(sequence: Sequence, tokens: list[int]) -> tuple[int, str | None, str | None]:
+    """Follow tokens to a stop string, a grammar's end or its fault: how many count, finish reason, error."""
+    for i, token in enumerate(tokens, 1):
         try:
-            if detokenizer.push(token) or _completes(sequence.grammar, token):
-                return tokens[: i + 1], "stop", None
+            if sequence.detokenizer.push(token) or _completes(sequence.grammar, token):
+                return i, "stop", None
         except GrammarError as failure:
-            return tokens[: i + 1], "error", str(failure)
-    return tokens, "stop" if stopped else None, None
+            return i, "error", str(failure)
+    return len(tokens), None, None
 
 
 def _completes(grammar: Grammar | None, token: int) -> bool:
@@ -114,42 +75,42 @@ def _completes(grammar: Grammar | None, token: int) -> bool:
     return grammar.finished
 
 
-def _count(sequence: Sequence, outcome: Outcome, tokens: list[int], accepted: int) -> None:
-    sequence.rounds_read += 1
-    sequence.generated += tokens
-    now, metrics = time.perf_counter(), sequence.metrics
-    if not tokens:
-        metrics.count_round(len(outcome.draft), outcome.accepted, accepted)
-        return
-    metrics.completion_tokens += len(tokens)
-    metrics.count_round(len(outcome.draft), outcome.accepted, accepted)
-    if sequence.first_token_at is None:
-        sequence.first_token_at = now
-        metrics.first_token_ms = 1000 * (now - sequence.arrived_at)
-    else:
-        metrics.tokens_after_first += len(tokens)
-        metrics.gaps += 1
-        metrics.gap_ms += 1000 * (now - sequence.last_token_at)
-        metrics.predicted_ms = 1000 * (now - sequence.first_token_at)
-    sequence.last_token_at = now
+@cache
+def _marks(accepted: int, count: int) -> tuple[bool, ...]:
+    """For each of `count` tokens whether it is one of the accepted drafts, which come first."""
+    return (True,) * accepted + (False,) * (count - accepted)
+
+
+def _logprobs(sequence: Sequence, scores: HostLogprobs, tokens: list[int]) -> tuple[TokenLogprob, ...]:
+    """Of a request's tokens, with as many of the likeliest as it wants; none where it wants none."""
+    wanted, slot = sequence.request.params.logprobs, sequence.slot
+    if wanted is None:
+        return ()
+    own, values, ids = scores.own[slot], scores.values[slot], scores.ids[slot]
+    return tuple(
+        TokenLogprob(token, own[i], tuple(zip(ids[i][:wanted], values[i][:wanted], strict=True)))
+        for i, token in enumerate(tokens)
+    )
 
 
 def record_of(
-    sequence: Sequence, outcome: Outcome, result: RoundResult, tokens: list[int], plan: EnginePlan
+    sequence: Sequence, row: list[int], result: RoundResult, tokens: tuple[int, ...], plan: EnginePlan
 ) -> RoundRecord:
     """One line of a trace: what a round did for one request, of which it keeps `tokens`."""
+    emission = read_emission(row)
     draft, verify, rest = (round(1000 * s, 3) for s in result.seconds)
     # The other rules draw one token a round, and none in the rows behind it.
-    rows = len(outcome.draft) if plan.verify == "coupled" else outcome.accepted
+    draft_ids = emission.draft[: emission.num_drafts]
+    rows = len(draft_ids) if plan.verify == "coupled" else emission.accepted
     return RoundRecord(
         request=sequence.request.id,
         round=sequence.rounds_read - 1,
-        position=outcome.length,
+        position=emission.length,
         method=plan.spec,
-        draft=outcome.draft,
-        sampled=outcome.sampled[: rows + 1],
-        accepted=outcome.accepted,
-        committed=tokens,
+        draft=draft_ids,
+        sampled=emission.sampled[: rows + 1],
+        accepted=emission.accepted,
+        committed=list(tokens),
         ms={"draft": draft, "verify": verify, "rest": rest, "host": round(1000 * result.gap, 3)},
         draft_forwards=result.draft_forwards,
         k=result.k,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from spd.errors import UsageError
 from spd.runtime.metrics import RequestMetrics
@@ -151,9 +151,8 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class Event:
-    """What one round brought one request; text holds whole characters only.
+class Event(NamedTuple):
+    """What one round brought one request; text holds whole characters only. A tuple: one is made a round.
 
     finish_reason is None while it goes on, then "stop", "length", "abort" or "error".
     `drafted` says for each token whether it was an accepted draft; `error` in words why one ended by it.

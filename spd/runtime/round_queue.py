@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spd.kernels.round_commit import Emission, read_emission
+from spd.kernels.round_commit import first_sample
 from spd.kernels.round_finish import BEGAN, COMMITTED, ENDED, VERIFIED
 from spd.runtime.graphs import CapturedRounds, RoundShape
 from spd.runtime.memory import CATCH_UP
@@ -36,11 +37,13 @@ class HostLogprobs:
     ids: list[list[list[int]]]
 
 
-@dataclass(frozen=True)
-class RoundResult:
-    """What one round emitted, in host values; one emission a slot."""
+class RoundResult(NamedTuple):
+    """What one round emitted, in host values."""
 
-    emissions: list[Emission]
+    rows: list[list[int]]
+    """Of the ring, one a slot; see `read_emission`."""
+    first_sample: int
+    """The column of those rows where the samples begin."""
     logprobs: HostLogprobs | None
     k: int
     draft_forwards: int
@@ -52,8 +55,7 @@ class RoundResult:
     """Seconds without a round before it, by the same clock; 0 for the first."""
 
 
-@dataclass(frozen=True)
-class Ticket:
+class Ticket(NamedTuple):
     """A round enqueued and not yet read."""
 
     k: int
@@ -74,7 +76,8 @@ class Ticket:
         if logprobs is not None:
             scores = HostLogprobs(*(tensor.tolist() for tensor in logprobs))
         return RoundResult(
-            [read_emission(row) for row in ring.tolist()],
+            ring.tolist(),
+            first_sample(ring.shape[1]),
             scores,
             self.k,
             self.draft_forwards,
@@ -128,6 +131,8 @@ class RoundQueue:
         self.round, self.captured = round_, captured
         self.state = round_.state
         self.copies = HostCopies(self.state) if self.state.device != "cpu" else None
+        self.rows = list(zip(self.state.ring.unbind(), self.state.times.unbind(), strict=True))
+        """Of the ring, with their times."""
         self.launched = 0
         self.behind = 0
         """Rounds without drafting since the proposer's cache was last brought up."""
@@ -170,8 +175,8 @@ class RoundQueue:
             drafts = torch.cat((state.num_drafts.unsqueeze(-1), state.draft[:, :next_k]), dim=1)
         if self.copies is not None:
             return Ticket(k, forwards, self.copies.start(row, logprobs, drafts), self._gap_before)
-        ring, times = self.state.ring, self.state.times
-        return Ticket(k, forwards, lambda: (ring[row], times[row], logprobs, drafts), self._gap_before)
+        emitted = (*self.rows[row], logprobs, drafts)
+        return Ticket(k, forwards, lambda: emitted, self._gap_before)
 
     def _gap_before(self, began: int, ended: int) -> float:
         """Rounds are read in order."""

@@ -8,6 +8,7 @@ tokens stay, and its cache is written again by the same programs. So the first o
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from spd.errors import UsageError
 from spd.runtime.page_table import PageTable, page_hashes
@@ -141,6 +142,10 @@ class Scheduler:
             return False
         sequence.pages += self.pages.allocate(wanted, sequence.pages[-1] if sequence.pages else None)
         return True
+
+    def reaches(self, sequences: Iterable[Sequence], rows: int) -> list[int]:
+        """How many positions each one's pages must hold for a round of `rows` rows, fed or drafted."""
+        return [min(sequence.bound + rows, self.ctx) for sequence in sequences]
 
     def last_to_come(self) -> Sequence | None:
         """The occupant to give way first. Epochs follow arrivals: no one overtakes in the line."""

@@ -169,10 +169,10 @@ class FakeEngine:
         if piece is None:
             return []
         ids = (self._steps, self._steps + 1)
-        self._metrics.count_round(4, 1, 1)
+        self._metrics.count_rounds(4, 1, 1)
         self._metrics.completion_tokens += 2
         self._metrics.predicted_ms += 20.0
-        self._metrics.tokens_after_first += 2
+        self._metrics.first_tokens = 0
         if self.trace is not None:
             ms = {"draft": 1.0, "verify": 2.0, "rest": 0.5}
             self.trace(RoundRecord("0", self._steps, 9, "draft", [1], [1, 2], 1, [1, 2], ms, 4, 1))

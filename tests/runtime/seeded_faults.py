@@ -21,7 +21,7 @@ from torch import Tensor
 from spd.kernels import round_commit, round_window, sampling
 from spd.kernels.coupled_verify import coupled_verify
 from spd.kernels.dispatch import operation_stems
-from spd.kernels.round_commit import EMISSION_HEAD, Emission
+from spd.kernels.round_commit import first_sample
 from spd.kernels.sampling import SamplingTensors
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.request import SamplingParams
@@ -140,12 +140,9 @@ def stops_in_last_row_only(patch: Patch) -> None:
     patch.setattr(round_commit, "_decide", changed)
 
 
-def read_behind_the_drafts(row: list[int]) -> Emission:
-    """The samples of an emission as if they came right after its k drafts."""
-    samples = EMISSION_HEAD + row[5]
-    length, num_drafts, accepted, committed, reason, k = row[:EMISSION_HEAD]
-    draft, sampled = row[EMISSION_HEAD:samples], row[samples : samples + k + 1]
-    return Emission(length, num_drafts, accepted, committed, reason, draft, sampled)
+def read_a_column_late(width: int) -> int:
+    """The samples of an emission as if they began a column later."""
+    return first_sample(width) + 1
 
 
 def ring_of_one(patch: Patch) -> None:

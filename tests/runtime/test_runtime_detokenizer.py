@@ -24,7 +24,7 @@ def run(
 
     Without `rounds` every token is a round; tokens that are left over make a last one.
     """
-    detokenizer = Detokenizer(tokens.__getitem__, stops, min_tokens)
+    detokenizer = Detokenizer(lambda ids: b"".join(map(tokens.__getitem__, ids)), stops, min_tokens)
     sizes, texts, at = list(rounds or [1] * len(tokens)), [], 0
     while at < len(tokens):
         for _ in range(sizes.pop(0) if sizes else len(tokens)):

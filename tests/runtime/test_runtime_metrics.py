@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from spd.kernels.round_commit import FAILED, GOING_ON, first_sample
 from spd.runtime import Request, SamplingParams
+from spd.runtime.detokenizer import Detokenizer
 from spd.runtime.metrics import EngineMetrics, RequestMetrics, percentiles
-from spd.runtime.outcome import Outcome, settle
+from spd.runtime.outcome import settle
+from spd.runtime.round_queue import RoundResult
+from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.sequence import Sequence
 from tests.helpers import make_engine, random_prompts, run_all
 from tests.runtime.test_runtime_scheduler import sequence_of
 
@@ -24,18 +29,29 @@ def target(tiny: Callable[..., Path]) -> Path:
     return tiny("qwen3", layers=2, seed=3)
 
 
-def outcome(drafts: int, accepted: int, committed: int) -> Outcome:
-    return Outcome(9, list(range(drafts)), list(range(10)), accepted, committed, 0, ())
+def told(
+    drafts: int, accepted: int, reason: int = GOING_ON, committed: int | None = None
+) -> tuple[list[int], RoundResult]:
+    """A ring's row of a round of 4 drafts at most, and the round's result."""
+    kept = accepted + 1 if committed is None else committed
+    row = [9, drafts, accepted, kept, reason, 4, *[7] * 4, *range(5)]
+    return row, RoundResult([row], first_sample(len(row)), None, 4, 0, None, (0.0, 0.0, 0.0), 0.0)
 
 
-def test_definitions_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_definitions_by_hand() -> None:
     """Rounds of 0, 3, 3 and 2 drafts, of which 0, 3, 1 and 0 are accepted, at 1, 2, 4 and 7 seconds."""
-    sequence, now = sequence_of("a", (1,), 40), iter([1.0, 2.0, 4.0, 7.0])
+    sequence = sequence_of("a", (1,), 40)
     sequence.arrived_at = 0.25
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    for drafts, accepted in ((0, 0), (3, 3), (3, 1), (2, 0)):
-        settle(sequence, outcome(drafts, accepted, accepted + 1))
-    m = sequence.metrics
+    for drafts, accepted, now in ((0, 0, 1.0), (3, 3, 2.0), (3, 1, 4.0), (2, 0, 7.0)):
+        row, result = told(drafts, accepted)
+        event = settle(sequence, row, result, now)
+        assert event.token_ids == tuple(range(accepted + 1))
+        assert event.drafted == (*[True] * accepted, False)
+        if now == 2.0:
+            assert sequence.measured().rounds == 2, "asked for in between"
+    assert sequence.rounds_read == 4 and sequence.length == 1 + 8
+    m = sequence.measured()
+    assert sequence.measured() is m and m.rounds == 4, "nothing is counted twice"
     assert (m.rounds, m.num_drafts, m.draft_n, m.draft_n_accepted) == (4, 3, 8, 4)
     assert m.mean_acceptance_length == 1 + 4 / 3 and m.draft_acceptance_rate == 4 / 8
     assert m.tokens_per_round == 8 / 4
@@ -49,14 +65,19 @@ def test_definitions_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counts_of_random_rounds_agree(seed: int) -> None:
     """Rounds of 0 to 4 drafts, any of them accepted; an end or a limit cuts the last, inside drafts too."""
     source = random.Random(seed)
-    m, rounds = sequence_of("a", (1,), 999), []
+    sequence, rounds = sequence_of("a", (1,), 999), []
     for number in range(source.randint(1, 12)):
         k = source.randint(0, 4)
         accepted = source.randint(0, k)
         committed = accepted + 1 if number else source.randint(1, accepted + 1)
         rounds.insert(0, (k, accepted, committed))  # the one that may be cut comes last
-    shown = [len(settle(m, outcome(*each)).tokens) for each in rounds]
-    counts = m.metrics
+    shown = []
+    for k, accepted, committed in rounds:
+        event = settle(sequence, *told(k, accepted, committed=committed), 1.0)
+        shown.append(len(event.token_ids))
+        if source.random() < 0.3:
+            sequence.measured()  # asked for in between
+    counts = sequence.measured()
     emitted = [min(accepted, committed) for _, accepted, committed in rounds]
     histogram = [emitted.count(i) for i in range(len(counts.acceptance_histogram))]
     assert counts.acceptance_histogram == histogram and sum(histogram) == counts.rounds == len(rounds)
@@ -69,6 +90,27 @@ def test_counts_of_random_rounds_agree(seed: int) -> None:
     assert counts.accepted_per_position == reached
     drafting = sum(k > 0 for k, _, _ in rounds)
     assert counts.mean_acceptance_length == (1 + sum(emitted) / drafting if drafting else 1)
+
+
+def test_what_is_cut_away_was_matched_and_not_kept() -> None:
+    """A stop string in the second of four tokens; and a row without a number, which brings nothing."""
+    params = SamplingParams(stop=("b",))
+    sequence = Sequence(
+        request=Request("a", (1,), params),
+        length_limit=40,
+        stop_ids=(),
+        detokenizer=Detokenizer(lambda ids: bytes(97 + token for token in ids), params.stop, 0),
+        needs=SamplerClass(),
+    )
+    event = settle(sequence, *told(3, 3), 1.0)
+    assert (event.token_ids, event.text, event.finish_reason) == ((0, 1), "a", "stop")
+    m = sequence.measured()
+    assert (m.draft_n, m.draft_n_accepted_raw, m.draft_n_accepted) == (3, 3, 2)
+    failed, (row, result) = sequence_of("b", (1,), 40), told(2, 1, FAILED, 0)
+    event = settle(failed, row, result, 1.0)
+    assert (event.token_ids, event.finish_reason) == ((), "error") and event.error
+    m = failed.measured()
+    assert (m.rounds, m.draft_n, m.draft_n_accepted_raw, m.draft_n_accepted, m.emissions) == (1, 2, 1, 0, 0)
 
 
 def test_a_request_without_drafts_has_an_acceptance_length_of_one() -> None:

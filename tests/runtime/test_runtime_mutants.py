@@ -301,8 +301,8 @@ MUTANTS: dict[str, tuple[fault.Mutation, str]] = {
     "noise by slot": (fault.seed_of_slot, "text of a batch"),
     "keys and values one position off": (fault.kv_one_off, "text, greedy"),
     "rounds of a slot's last occupant are read": (fault.occupants_look_alike, "text, late reading"),
-    "samples are read right behind the drafts": (
-        lambda patch: patch.setattr("spd.runtime.round_queue.read_emission", fault.read_behind_the_drafts),
+    "samples are read a column late": (
+        lambda patch: patch.setattr("spd.runtime.round_queue.first_sample", fault.read_a_column_late),
         "text, greedy",
     ),
     "a round is overwritten before it is read": (fault.ring_of_one, "text, late reading"),

@@ -48,6 +48,7 @@ class SchedulerModel(RuleBasedStateMachine):
         self.lag, self.added, self.ended = lag, 0, 0
         self.rounds: list[list[tuple[Sequence, int]]] = []  # (who took part, its epoch) of each on its way
         self.arrivals: dict[Sequence, int] = {}
+        self.widths: dict[Sequence, list[int]] = {}
 
     # Texts of two letters share prefixes often.
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=CTX - 1), more=st.integers(1, CTX))
@@ -77,10 +78,12 @@ class SchedulerModel(RuleBasedStateMachine):
         for sequence, epoch in took_part:
             if sequence.epoch != epoch or sequence.finish_reason:
                 continue
-            width = sequence.in_flight.popleft()
+            width = self.widths[sequence].pop(0)
+            sequence.in_flight -= width
             room = sequence.length_limit - sequence.length
             count = min(width if data is None else data.draw(st.integers(1, width)), room)
-            sequence.generated += [0] * count
+            if count:
+                sequence.commit([0] * count, 0, 0, 0.0)
             if sequence.length == sequence.length_limit:
                 self.end(sequence, "length")
             elif data is not None and data.draw(st.integers(0, 9)) == 0:
@@ -114,7 +117,8 @@ class SchedulerModel(RuleBasedStateMachine):
         if launched:
             assert oldest in live or oldest is None or oldest.finish_reason, "who came first gave way"
             for sequence in live:
-                sequence.in_flight.append(k + 1)
+                sequence.in_flight += k + 1
+                self.widths.setdefault(sequence, []).append(k + 1)
             self.scheduler.launched()
             self.rounds.append([(sequence, sequence.epoch) for sequence in live])
         while self.rounds and (len(self.rounds) > self.lag or not launched):
@@ -231,7 +235,7 @@ def test_a_replay_is_written_as_the_text_was() -> None:
     scheduler = scheduler_of(1, 10)
     one = sequence_of("one", (1,) * 11, 40)
     prefilled(scheduler, one)
-    one.generated = [5] * 9
+    one.commit([5] * 9, 8, 8, 0.0)
     scheduler.preempt(one)
     assert one.metrics.preemptions == scheduler.preemptions == 1
     runs: list[Any] = [tuple(run) for run in scheduler.prefill_runs(one)]
