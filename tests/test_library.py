@@ -67,6 +67,15 @@ def test_one_bad_request_stops_the_list_before_it_runs(target: Path) -> None:
     assert [one.request_id for one in engine.generate([REQUESTS[0]])] == ["r0"]
 
 
+def test_two_requests_of_one_name_are_refused_before_anything_runs(target: Path) -> None:
+    """Far apart in the list one would have ended before the other is added, and their texts be joined."""
+    engine = make_engine(target)
+    short = [Request(f"{i % 7}", PROMPTS[0], SamplingParams(max_tokens=2)) for i in range(8)]
+    with pytest.raises(UsageError, match="request id '0' is given twice"):
+        engine.generate(short)
+    assert not engine.has_work and len(engine.generate(short[:7])) == 7
+
+
 def test_requests_are_taken_as_room_appears(target: Path) -> None:
     """Thousands of requests need not exist at once."""
     engine, taken = make_engine(target, slots=2), 0
@@ -126,6 +135,32 @@ def test_who_stops_listening_aborts_and_who_is_refused_is_told(target: Path, alo
             assert engine.engine._scheduler.ids() == []
 
     asyncio.run(main())
+
+
+def test_a_consumer_that_fails_or_a_loop_that_ends_holds_up_nobody(target: Path, alone: list[Any]) -> None:
+    """An exception between two events, and a loop gone while its request still runs; then a fresh loop."""
+    long = SamplingParams(max_tokens=200, ignore_eos=True)
+
+    async def fails(engine: AsyncEngine) -> None:
+        async for _ in engine.stream(Request("long", PROMPTS[0], long)):
+            raise ZeroDivisionError
+
+    async def leaves(engine: AsyncEngine) -> None:
+        await anext(engine.stream(Request("left", PROMPTS[0], long)))
+
+    async def works(engine: AsyncEngine) -> list[int]:
+        return list((await engine.generate(REQUESTS[2])).token_ids)
+
+    with AsyncEngine(config(target)) as engine:
+        with pytest.raises(ZeroDivisionError):
+            asyncio.run(fails(engine))
+        asyncio.run(leaves(engine))
+        closing: Any = asyncio.new_event_loop()
+        closing.close()
+        closing.is_closed = lambda: False  # it closes right after it was looked at
+        spd.runtime.async_engine._tell((closing, asyncio.Queue()), None)
+        assert asyncio.run(works(engine)) == alone[2].tokens
+        assert engine.engine._scheduler.ids() == []
 
 
 def test_a_failed_engine_tells_everyone_and_stays_failed(

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +152,7 @@ class AsyncEngine:
 
 def _tell(stream: _Stream, message: Any) -> None:
     loop, events = stream
-    if not loop.is_closed():
+    with suppress(RuntimeError):  # its loop is closed: nobody listens any more
         loop.call_soon_threadsafe(events.put_nowait, message)
 
 

@@ -7,7 +7,7 @@ the host never stands between two rounds; with lag 0 it reads at once. The text 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 
@@ -190,6 +190,9 @@ class Engine:
         asked = list(requests)
         for request in asked:
             self.check(request)
+        twice = [name for name, times in Counter(request.id for request in asked).items() if times > 1]
+        if twice:
+            raise UsageError(f"request id {twice[0]!r} is given twice", fix=["an id of its own for each"])
         parts = {request.id: CompletionParts() for request in asked}
         counted: dict[str, RequestMetrics] = {}
         for event in self.stream(asked):
