@@ -55,6 +55,12 @@ SHARED_CONFLICTS: tuple[Conflict[Any], ...] = (
         "--spec ngram, or leave them out",
     ),
     Conflict(
+        "ngram-drafter",
+        lambda o: _has_ngram(o) and o.spec == "auto" and (o.draft_model is not None or o.mtp is not None),
+        "--ngram-min and --ngram-max are for --spec ngram, and a drafter is named beside them",
+        "--spec ngram without a drafter, or leave them out",
+    ),
+    Conflict(
         "quiet-verbose",
         lambda o: o.quiet and o.verbose,
         "--quiet and --verbose contradict each other",

@@ -95,9 +95,10 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
             )
         changes[name] = _value(name, value, kinds[name])
     if changes.get("spec") == "off":
-        changes = {"draft_model": None, "mtp": None, "draft_max": None, "verify": "coupled", **changes}
+        free = ("draft_model", "mtp", "draft_max", "draft_ctx", "draft_tp", "adaptive")
+        changes = {**dict.fromkeys(free), "verify": "coupled", **changes}
     elif changes.get("spec") == "ngram":
-        changes = {"draft_model": None, "mtp": None, **changes}
+        changes = {**dict.fromkeys(("draft_model", "mtp", "draft_ctx")), **changes}
     return replace(config, **changes)
 
 

@@ -166,6 +166,27 @@ CLASHES = (
         ),
     ),
     Clash(
+        lambda c: c.spec == "off" and bool(c.adaptive),
+        UsageError(
+            "--adaptive fits the number of drafts, and --spec off asks for none",
+            fix=["leave one of them out"],
+        ),
+    ),
+    Clash(
+        lambda c: c.draft_tp is not None and c.spec == "off",
+        UsageError(
+            "--draft-tp says how many ranks share the drafter, and --spec off that there is none",
+            fix=["leave one of them out"],
+        ),
+    ),
+    Clash(
+        lambda c: bool(c.graphs) and (c.device == "cpu" or c.kernels == "torch"),
+        IncompatibleError(
+            "--graphs on captures Triton kernels on a GPU, which --device cpu and --kernels torch rule out",
+            fix=["--graphs auto"],
+        ),
+    ),
+    Clash(
         lambda c: c.draft_ctx is not None and c.spec in ("off", "ngram"),
         UsageError(
             "--draft-ctx is the context of a draft model, and --spec says that none runs",

@@ -24,6 +24,7 @@ CASES: dict[str, list[str]] = {
     "messages-text": ["Hi", "--messages", "x"],
     "messages-system": ["--messages", "x", "--system-file", "x"],
     "ngram-method": ["Hi", "--ngram-min", "2", "--spec", "draft"],
+    "ngram-drafter": ["Hi", "--ngram-max", "4", "--draft-model", "x"],
     "json-stream": ["Hi", "--json", "--stream"],
     "logprobs-json": ["Hi", "--logprobs", "2"],
     "dry-run-measures": ["Hi", "--dry-run", "--profile", "x"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ def test_settings_held_against_each_other(tmp_path: Path) -> None:
     config = EngineConfig(model=tmp_path, spec="draft", draft_model=tmp_path, draft_max=3, lag=2)
     plain = apply_settings(config, "spec=off")
     assert (plain.spec, plain.draft_model, plain.draft_max, plain.lag) == ("off", None, None, 2)
+    busy = replace(config, tp=2, draft_tp=2, draft_ctx=64, adaptive=True)
+    assert apply_settings(busy, "spec=off").draft_ctx is apply_settings(busy, "spec=ngram").draft_ctx is None
     other = apply_settings(config, "lag=0, --draft-max=5,adaptive=off,dtype=float32")
     assert (other.lag, other.draft_max, other.adaptive, other.dtype) == (0, 5, False, "float32")
     assert apply_settings(config, "lag=auto").lag is None

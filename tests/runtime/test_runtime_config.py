@@ -35,6 +35,10 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str, str]] = [
     ({"mtp": DRAFT, "draft_model": DRAFT}, UsageError, "are two drafters", "usage"),
     ({"draft_model": DRAFT, "spec": "mtp"}, UsageError, "are two drafters", "usage"),
     ({"spec": "off", "draft_max": 1}, UsageError, "--draft-max needs speculation", "usage"),
+    ({"spec": "off", "adaptive": True}, UsageError, "--adaptive fits the number of drafts", "usage"),
+    ({"spec": "off", "tp": 2, "draft_tp": 2}, UsageError, "--draft-tp says how many ranks", "usage"),
+    ({"graphs": True, "device": "cpu"}, IncompatibleError, "--graphs on captures", "incompatible"),
+    ({"graphs": True, "kernels": "torch"}, IncompatibleError, "--graphs on captures", "incompatible"),
     ({"draft_ctx": 64, "spec": "off"}, UsageError, "--draft-ctx is the context of a draft model", "usage"),
     ({"draft_ctx": 64, "spec": "ngram"}, UsageError, "--draft-ctx is the context of a draft model", "usage"),
     ({"tp": 4, "draft_tp": 3}, UsageError, "--draft-tp must divide --tp", "usage"),
@@ -136,6 +140,8 @@ def test_choices_are_known_words(field: str, flag: str, known: set[str]) -> None
         {"spec": "auto", "draft_model": DRAFT, "draft_max": MAX_DRAFT},
         {"spec": "draft"},  # the plan knows whether a draft model is at hand
         {"graphs": False},
+        {"graphs": False, "device": "cpu", "kernels": "torch"},
+        {"spec": "off", "adaptive": False},
         {"graphs": True, "kernels": "triton"},  # the plan knows whether there is a device for them
         {"synthetic_acceptance": 3.08, "draft_max": 4},
         {"verify": "coupled", "lag": 2, "adaptive": False},

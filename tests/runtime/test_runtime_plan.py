@@ -12,7 +12,7 @@ import torch
 from spd.errors import IncompatibleError, ResourceError, UsageError
 from spd.runtime import EngineConfig, make_plan
 from spd.runtime.imposed import ImposedAcceptance, conditional_rate
-from spd.runtime.plan import _draft_tiers
+from spd.runtime.plan import _draft_tiers, _graphs
 
 ON_CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 
@@ -22,9 +22,11 @@ def test_a_cpu_runs_torch_without_graphs(tiny: Callable[..., Path]) -> None:
     assert (plan.kernels, plan.graphs, plan.lag) == ("torch", False, 0)
 
 
-def test_graphs_need_a_device(tiny: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(("device", "kernels"), [("cpu", "torch"), ("cpu", "triton"), ("cuda:0", "torch")])
+def test_graphs_need_a_device(device: str, kernels: str) -> None:
     with pytest.raises(IncompatibleError, match="CUDA device and Triton kernels"):
-        make_plan(EngineConfig(model=tiny(), graphs=True, **ON_CPU))
+        _graphs(True, device, kernels)
+    assert not _graphs(None, device, kernels) and _graphs(None, "cuda:0", "triton")
 
 
 def test_triton_on_a_cpu_is_the_interpreters(tiny: Callable[..., Path], monkeypatch: Any) -> None:
