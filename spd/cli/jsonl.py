@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from spd.runtime.request import CompletionParts
 
 SCHEMA = "spd.generate.line/1"
+BEGINNINGS = (f'{{"schema": "{SCHEMA}"'.encode(), b'{"id": ')
+"""Of an answer, and of a line that says what is wrong."""
 WINDOW = 512
 """Lines that may be finished beyond the first unfinished one: what order costs in memory."""
 
@@ -90,18 +92,18 @@ class Done:
 
 
 def resume(path: Path, lines: Sequence[BatchLine]) -> Done:
-    """What a file holds of an earlier run; a broken last line is cut off.
+    """What a file holds of an earlier run; the beginning of one more answer is cut off.
 
-    Raises UsageError for a file that was not made from these lines.
+    Raises UsageError for a file that was not made from these lines; it stays as it is.
     """
     done = Done()
     try:
         with path.open("r+b") as file:
             whole = 0
             for number, raw in enumerate(file):
+                if not raw.endswith(b"\n") and any(raw[: len(b)] == b[: len(raw)] for b in BEGINNINGS):
+                    break  # an interruption left it; it is the last
                 entry = _entry(raw)
-                if entry is None:
-                    break
                 if number >= len(lines) or (entry.get("line"), entry.get("id")) != (
                     lines[number].number,
                     lines[number].id,
@@ -118,15 +120,13 @@ def resume(path: Path, lines: Sequence[BatchLine]) -> Done:
     return done
 
 
-def _entry(raw: bytes) -> dict[str, Any] | None:
-    """A whole line of an output; None for what an interruption left of one."""
-    if not raw.endswith(b"\n"):
-        return None
+def _entry(raw: bytes) -> dict[str, Any]:
+    """A line of an output, empty if it is none."""
     try:
         entry = json.loads(raw)
-    except ValueError:
-        return None
-    return entry if isinstance(entry, dict) else None
+    except (ValueError, RecursionError):
+        return {}
+    return entry if isinstance(entry, dict) else {}
 
 
 def _foreign(path: Path, number: int) -> UsageError:

@@ -195,6 +195,19 @@ def test_resuming_another_input_is_refused(answers: Lines, tmp_path: Path, asser
     assert out.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "content", ["a diary", "a diary\n", "[1]\n", '{"id": null, "line": 1}\ntext\n', "{}"]
+)
+def test_resuming_does_not_touch_what_is_no_output(
+    answers: Lines, tmp_path: Path, assert_refused: Callable, content: str
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text(content)
+    ran, _ = answers(prompts(2), "-o", out, "--resume")
+    assert_refused(ran, 2, "does not answer the input's line", "another -o FILE")
+    assert out.read_text() == content
+
+
 def test_no_lines(answers: Lines, assert_refused: Callable) -> None:
     assert_refused(answers([])[0], 2, "no lines to answer", "stdin is empty")
     assert_refused(answers([], "-f", "missing")[0], 3, "no file missing")
