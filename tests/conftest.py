@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 
 from tests.helpers import TinyShelf
 from tests.interpreted_dot import install
+from tests.recipes.medium import write_medium, write_medium_draft
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     install()
@@ -31,6 +32,27 @@ def _one_thread() -> None:
 def _interrupts_are_heard() -> None:
     """A shell starts background jobs with SIGINT ignored, which spd and its children would respect."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--combinations",
+        type=int,
+        default=0,
+        metavar="N",
+        help="so many of each slow matrix, drawn the same way every time; 0 is all of them",
+    )
+
+
+@pytest.fixture(scope="session")
+def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The 0.35 B checkpoint: made here, or an existing copy named by SPD_TEST_MEDIUM."""
+    if os.environ.get("SPD_TEST_MEDIUM"):
+        return Path(os.environ["SPD_TEST_MEDIUM"])
+    folder = tmp_path_factory.mktemp("medium")
+    write_medium(folder)
+    write_medium_draft(folder / "draft", folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

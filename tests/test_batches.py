@@ -97,6 +97,8 @@ class Bench:
         self.solo_engine = make_engine(target, prefix_sharing=False, **wishes)
         self.known: dict[tuple[Any, ...], Run] = {}
         self.at_lag_zero: dict[str, list[Any]] = {}
+        self.squeezed = -(-wishes["ctx"] // 64)
+        """Pages under pressure: by default those of one request."""
         self.parity = 32
         """Batches up to this size are run at lag 0 too, for their drafts."""
 
@@ -127,7 +129,7 @@ class Bench:
         if wishes.get("spec") == "draft":
             wishes["draft_model"] = self.draft
         if case["pressure"]:
-            wishes["cache_pages"] = -(-self.wishes["ctx"] // 64)
+            wishes["cache_pages"] = self.squeezed
         elif case["prefix"] == "hit":  # room for what was kept, beside whole blocks for all who run
             wishes["cache_pages"] = pages_a_slot(self.wishes["ctx"]) * (case["size"] + KINDS)
         return make_engine(self.target, lag=lag, prefix_sharing=case["prefix"] == "hit", **wishes)
@@ -191,17 +193,36 @@ def demo_prompts(count: int) -> list[tuple[int, ...]]:
     return prompts(count)
 
 
+def drawn(cases: list[Case], request: pytest.FixtureRequest) -> list[Case]:
+    """As many of the cases as --combinations says, the same ones every time."""
+    count = request.config.getoption("--combinations")
+    return random.Random(0).sample(cases, count) if 0 < count < len(cases) else cases
+
+
+def check_all(bench: Bench, cases: list[Case], request: pytest.FixtureRequest, name: str) -> None:
+    chosen = drawn(cases, request)
+    tokens = sum(len(run.tokens) for case in chosen for run in bench.check(case))
+    with request.getfixturevalue("capsys").disabled():
+        print(f"\n{name}: {len(chosen)} of {len(cases)} combinations, {tokens:,} tokens equal solo's")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_combination_equals_solo_on_the_demo(feature: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_combination_equals_solo_on_the_demo(feature: str, request: pytest.FixtureRequest) -> None:
     long = [tuple(itertools.islice(itertools.cycle(p), 70 + i)) for i, p in enumerate(demo_prompts(KINDS))]
     bench = Bench(demo_folder(), demo_draft_folder(), long, 16, ctx=256)
-    count = tokens = 0
-    for values in itertools.product(*({**FACTORS, "feature": (feature,)}).values()):
-        runs = bench.check(dict(zip(FACTORS, values, strict=True)))
-        count, tokens = count + 1, tokens + sum(len(run.tokens) for run in runs)
-    with capsys.disabled():
-        print(f"\n{feature}: {count} combinations, {tokens:,} tokens equal solo's")
+    every = itertools.product(*({**FACTORS, "feature": (feature,)}).values())
+    check_all(bench, [dict(zip(FACTORS, values, strict=True)) for values in every], request, feature)
+
+
+@pytest.mark.slow
+def test_pairs_equal_solo_on_the_0_35_b(medium: Path, request: pytest.FixtureRequest) -> None:
+    """More than 32 rows a round: nine slots of four drafts, and 33 of any number."""
+    prompts = [random_prompts(1, 66 + 9 * i, 8000, seed=i)[0] for i in range(KINDS)]
+    bench = Bench(medium, medium / "draft", prompts, 8, ctx=192)
+    bench.parity, bench.squeezed = 9, 9
+    factors = {**FACTORS, "size": (9, 33), "method": ("off", "ngram", "draft")}
+    check_all(bench, covering_array(factors), request, "0.35 B")
 
 
 @pytest.mark.slow

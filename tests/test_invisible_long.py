@@ -5,7 +5,6 @@ Slow lane. Each test prints how many tokens it compared and how many differed; t
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from spd.formats.tokenizer import Tokenizer
 from spd.runtime import SamplingParams
 from tests.helpers import Run, make_engine, run_all
 from tests.recipes.demo_corpus import question_answers
-from tests.recipes.medium import write_medium, write_medium_draft
 from tests.test_demo import ask
 
 pytestmark = pytest.mark.slow
@@ -77,17 +75,6 @@ def test_demo_matrix(method: str, dtype: str, capsys: pytest.CaptureFixture[str]
     with capsys.disabled():
         print(f"\n{method} {dtype}: {compared} tokens compared, {wrong} differ")
     assert wrong == 0
-
-
-@pytest.fixture(scope="module")
-def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The 0.35 B checkpoint: made here, or an existing copy named by SPD_TEST_MEDIUM."""
-    if os.environ.get("SPD_TEST_MEDIUM"):
-        return Path(os.environ["SPD_TEST_MEDIUM"])
-    folder = tmp_path_factory.mktemp("medium")
-    write_medium(folder)
-    write_medium_draft(folder / "draft", folder)
-    return folder
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
