@@ -159,6 +159,7 @@ def test_a_consumer_that_fails_or_a_loop_that_ends_holds_up_nobody(target: Path,
         closing.close()
         closing.is_closed = lambda: False  # it closes right after it was looked at
         spd.runtime.async_engine._tell((closing, asyncio.Queue()), None)
+        del closing.is_closed
         assert asyncio.run(works(engine)) == alone[2].tokens
         assert engine.engine._scheduler.ids() == []
 
