@@ -114,6 +114,10 @@ class StandIn(CapturedRounds):
         if tape.form == "torch":  # a graph never looks at the views, so it may keep those of its capture
             honest = self.round.run
             self.round.run = lambda k, views, *rest: honest(k, self.views, *rest)  # type: ignore[method-assign]
+            proposer = self.round.proposer
+            drafters = getattr(proposer, "runners", [getattr(proposer, "runner", None)])
+            for runner in filter(None, (self.round.runner, *drafters)):
+                runner._present = lambda views: None  # type: ignore[method-assign]  # nor leaves a slot out
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Any:
         """See `CapturedRounds.run`."""
