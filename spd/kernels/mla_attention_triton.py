@@ -17,15 +17,13 @@ from spd.kernels.mla_kernels_triton import (
 )
 from spd.kernels.paged_attention import AttentionPlan
 from spd.kernels.paged_attention_triton import COMBINED_CHUNKS, RESERVED_BYTES, SplitPlan, chunk_constants
-from spd.kernels.skinny_config import TOKEN_TILE, shared_limit
+from spd.kernels.skinny_config import SUMS_APART, TOKEN_TILE, shared_limit
 from spd.kernels.skinny_linear import capability_of
 
 HEADS_A_PROGRAM = 8
 ROW_TILE, KEY_BLOCK = 64, 32
 """Rows and positions a tile: all heads of a query or half of them, so that latents are read once or twice.
-Beside 128 sums a thread, addresses that do not change in the loop are kept in local memory (five reloads for
-each 74 matrix instructions on sm_90). Tiles of 16 positions need none there, but as many matrix instructions
-for half the positions; with fewer stages as much is kept, with 16 warps more."""
+128 sums a thread leave room for little else: see how `mla_kernels_triton` keeps it out of local memory."""
 WARPS = 8
 BLOCK_A, BLOCK_B = 64, 64
 
@@ -36,6 +34,8 @@ def tile_shape(dtype: torch.dtype, latent: int, capability: tuple[int, int]) -> 
     if size == 4:
         return ROW_TILE // 4, KEY_BLOCK // 2, 1
     room = shared_limit(capability) - RESERVED_BYTES
+    if capability[0] in SUMS_APART:
+        return ROW_TILE // 2, KEY_BLOCK, min(3, (room // size // latent - ROW_TILE // 2) // KEY_BLOCK)
     for rows, keys in ((ROW_TILE, KEY_BLOCK), (ROW_TILE // 2, KEY_BLOCK // 2)):
         stages = (room - (latent + keys) * rows * size) // (keys * latent * size)
         if stages >= 1:
@@ -107,7 +107,7 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
         BLOCK_B=BLOCK_B,
         BLOCK_T=TOKEN_TILE,
         num_warps=4,
-        num_stages=3,
+        num_stages=min(3, ceil_div(a, BLOCK_A)),  # more than there are steps cost registers
         **overlap(x.device),
     )
     return y
@@ -130,7 +130,7 @@ def _constants(heads: int, rank: int, turned: int, page: int, tile: int, keys: i
         "PAGE": page,
         "TILE": tile,
         "BLOCK": keys,
-        "BLOCK_L": max(16, power_of_two(rank)),
+        "BLOCK_L": max(32, power_of_two(rank)),
         "BLOCK_R": max(16, power_of_two(turned)),
     }
 
@@ -222,17 +222,15 @@ def signatures(capability: tuple[int, int] = (9, 0)) -> dict[str, Signature]:
         )
         kind = dict.fromkeys(("w", "x", "y"), f"*{name}")
         kind |= dict.fromkeys(("rows", "x_row", "x_head", "y_row", "y_head"), "i32")
-        sizes = {
-            "A": 128,
-            "B": rank,
-            "BLOCK_A": BLOCK_A,
-            "BLOCK_B": BLOCK_B,
-            "BLOCK_T": TOKEN_TILE,
-            "PDL": True,
-        }
-        found[f"head_linear_{name}"] = Signature(
-            head_linear_kernel, kind, sizes, {"num_warps": 4, "num_stages": 3}, ("rows", "x", "y")
-        )
+        blocks = {"BLOCK_A": BLOCK_A, "BLOCK_B": BLOCK_B, "BLOCK_T": TOKEN_TILE, "PDL": True}
+        for suffix, a, b in (("", 128, rank), ("_out", rank, 128)):
+            found[f"head_linear{suffix}_{name}"] = Signature(
+                head_linear_kernel,
+                kind,
+                {"A": a, "B": b} | blocks,
+                {"num_warps": 4, "num_stages": min(3, ceil_div(a, BLOCK_A))},
+                ("rows", "x", "y"),
+            )
         tile, keys, stages = tile_shape(torch.bfloat16, rank + turned, capability)
         shape = _constants(heads, rank, turned, 64, tile, keys)
         options = {"num_warps": WARPS, "num_stages": stages}

@@ -3,7 +3,8 @@
 
 A latent is loaded once and is both key and value of every head, so that a tile of rows, heads of one or of
 several queries, reads L + R values a position where the heads' own keys and values would be hundreds of times
-as many.
+as many. Latents go in halves, and rows are loaded and stored in pieces of their columns, so that a thread has
+few rows: their addresses, kept over the loop, would not fit beside a tile's sums.
 """
 
 from __future__ import annotations
@@ -109,11 +110,43 @@ def head_linear_kernel(
 
 
 @triton.jit
+def load_half(
+    source,
+    inside,
+    FROM: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    TILE: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Columns [FROM, FROM + HALF) of TILE rows of L + R values each: [TILE, HALF], zeros beyond L."""
+    PIECE: tl.constexpr = min(HALF, 64)
+    column = FROM + (tl.arange(0, HALF // PIECE) * PIECE)[:, None, None] + tl.arange(0, PIECE)[None, None, :]
+    at = (tl.arange(0, TILE) * (L + R))[None, :, None] + column
+    pieces = tl.load(source + at, mask=inside[None, :, None] & (column < L), other=0.0)
+    return tl.reshape(tl.permute(pieces, (1, 0, 2)), (TILE, HALF))
+
+
+@triton.jit
+def store_half(
+    to, values, inside, FROM: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr
+):
+    """values [TILE, HALF] to the columns from FROM on of rows of L values each."""
+    PIECE: tl.constexpr = min(HALF, 64)
+    pieces = tl.permute(tl.reshape(values, (TILE, HALF // PIECE, PIECE)), (1, 0, 2))
+    column = FROM + (tl.arange(0, HALF // PIECE) * PIECE)[:, None, None] + tl.arange(0, PIECE)[None, None, :]
+    at = (tl.arange(0, TILE) * L)[None, :, None] + column
+    tl.store(to + at, pieces.to(to.dtype.element_ty), mask=inside[None, :, None] & (column < L))
+
+
+@triton.jit
 def attend_latents(
     maximum,
     total,
-    acc,
-    q,
+    sums_a,
+    sums_b,
+    query_a,
+    query_b,
     turned,
     pool,
     page_row,
@@ -125,16 +158,17 @@ def attend_latents(
     R: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_L: tl.constexpr,
+    HALF: tl.constexpr,
     BLOCK_R: tl.constexpr,
     FIRST: tl.constexpr,
 ):
     """Take positions [begin, end) into a tile's online softmax, masked by each row's position.
 
-    q [rows, BLOCK_L] and turned [rows, BLOCK_R]: the two sides of the queries; begin is a multiple of BLOCK,
-    which divides PAGE; scale includes log2(e), for weights are powers of two.
+    query_a, query_b [rows, HALF] and turned [rows, BLOCK_R]: the halves of the queries' latent side, and the
+    rotated one. begin is a multiple of BLOCK, which divides PAGE; scale includes log2(e), for weights are
+    powers of two.
     """
-    wide, narrow = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
+    left, right, narrow = tl.arange(0, HALF), HALF + tl.arange(0, HALF), tl.arange(0, BLOCK_R)
     page = tl.load(page_row + begin // PAGE, mask=begin < end, other=0)
     for start in range(begin, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
@@ -145,9 +179,11 @@ def attend_latents(
         # One block ahead: latents that wait for their page's number could not be fetched early.
         following = start + BLOCK
         page = tl.load(page_row + following // PAGE, mask=following < end, other=0)
-        c = tl.load(rows + wide[None, :], mask=live & (wide < L)[None, :], other=0.0)
+        a = tl.load(rows + left[None, :], mask=live & (left < L)[None, :], other=0.0)
+        b = tl.load(rows + right[None, :], mask=live & (right < L)[None, :], other=0.0)
         r = tl.load(rows + L + narrow[None, :], mask=live & (narrow < R)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(c), input_precision="ieee")
+        scores = tl.dot(query_a, tl.trans(a), input_precision="ieee")
+        scores = tl.dot(query_b, tl.trans(b), scores, input_precision="ieee")
         scores = tl.dot(turned, tl.trans(r), scores, input_precision="ieee") * scale
         seen = key[None, :] <= position[:, None]
         if FIRST > 0:
@@ -157,9 +193,10 @@ def attend_latents(
         weights = tl.exp2(scores - raised[:, None])
         shrink = tl.exp2(maximum - raised)
         total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(c.dtype), c, acc * shrink[:, None], input_precision="ieee")
+        sums_a = tl.dot(weights.to(a.dtype), a, sums_a * shrink[:, None], input_precision="ieee")
+        sums_b = tl.dot(weights.to(b.dtype), b, sums_b * shrink[:, None], input_precision="ieee")
         maximum = raised
-    return maximum, total, acc
+    return maximum, total, sums_a, sums_b
 
 
 @triton.jit(
@@ -199,35 +236,40 @@ def attend_latent_chunk_kernel(
     wait(PDL)
     release(PDL)
     FEW: tl.constexpr = FROM // SMALL
+    HALF: tl.constexpr = BLOCK_L // 2
     rows = queries * H
     tiles = tl.cdiv(rows, TILE)
-    wide, narrow = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
+    narrow = tl.arange(0, BLOCK_R)
     most, first = slots * max_chunks, tl.program_id(0) // tiles
     item = tl.load(items + first, mask=first < most, other=0)
     for work in range(tl.program_id(0), tl.load(count) * tiles, tl.num_programs(0)):
         slot = (item >> 16).to(tl.int64)
         chunk = item & 0xFFFF
-        row = (work % tiles) * TILE + tl.arange(0, TILE)
+        first_row = (work % tiles) * TILE
+        row = first_row + tl.arange(0, TILE)
+        inside = row < rows
         token = slot * queries + row // H
-        seen = tl.load(positions + token, mask=row < rows, other=-1).to(tl.int32)
-        source = query + (slot * rows + row)[:, None] * (L + R)
-        q = tl.load(source + wide[None, :], mask=(row < rows)[:, None] & (wide < L)[None, :], other=0.0)
-        at = source + L + narrow[None, :]
-        turned = tl.load(at, mask=(row < rows)[:, None] & (narrow < R)[None, :], other=0.0)
+        seen = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
+        source = query + (slot * rows + first_row) * (L + R)
+        query_a = load_half(source, inside, 0, L, R, TILE, HALF)
+        query_b = load_half(source, inside, HALF, L, R, TILE, HALF)
+        at = source + L + ((tl.arange(0, TILE) * (L + R))[:, None] + narrow[None, :])
+        turned = tl.load(at, mask=inside[:, None] & (narrow < R)[None, :], other=0.0)
         begin = tl.where(chunk < FEW, chunk * SMALL, FROM + (chunk - FEW) * LARGE)
         following = (work + tl.num_programs(0)) // tiles
         item = tl.load(items + following, mask=following < most, other=0)
         end = tl.minimum(begin + tl.where(chunk < FEW, SMALL, LARGE), tl.load(last + slot) + 1)
-        maximum, total, acc = attend_latents(
+        maximum, total, sums_a, sums_b = attend_latents(
             tl.full((TILE,), UNSEEN, tl.float32), tl.zeros((TILE,), tl.float32),
-            tl.zeros((TILE, BLOCK_L), tl.float32), q, turned, pool, page_table + slot * pages,
-            seen, begin, end, scale, L, R, PAGE, BLOCK, BLOCK_L, BLOCK_R, FIRST,
+            tl.zeros((TILE, HALF), tl.float32), tl.zeros((TILE, HALF), tl.float32), query_a, query_b, turned,
+            pool, page_table + slot * pages, seen, begin, end, scale, L, R, PAGE, BLOCK, HALF, BLOCK_R, FIRST,
         )  # fmt: skip
-        to = (slot * max_chunks + chunk) * rows + row
-        kept = (row < rows)[:, None] & (wide < L)[None, :]
-        tl.store(partial + to[:, None] * L + wide[None, :], acc, mask=kept)
-        tl.store(stats + to * 2, maximum, mask=row < rows)
-        tl.store(stats + to * 2 + 1, total, mask=row < rows)
+        to = (slot * max_chunks + chunk) * rows + first_row
+        store_half(partial + to * L, sums_a, inside, 0, L, TILE, HALF)
+        store_half(partial + to * L, sums_b, inside, HALF, L, TILE, HALF)
+        side = stats + to * 2 + tl.arange(0, TILE) * 2
+        tl.store(side, maximum, mask=inside)
+        tl.store(side + 1, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "start"], do_not_specialize_on_alignment=["page_row"])
@@ -249,20 +291,22 @@ def prefill_latent_kernel(
     BLOCK_R: tl.constexpr,
 ):
     """TILE rows (positions by heads) of a prompt chunk against all before them; the last go first."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
-    wide, narrow = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
-    source = query + row[:, None] * (L + R)
-    q = tl.load(source + wide[None, :], mask=(row < rows)[:, None] & (wide < L)[None, :], other=0.0)
-    at = source + L + narrow[None, :]
-    turned = tl.load(at, mask=(row < rows)[:, None] & (narrow < R)[None, :], other=0.0)
-    position = (start + row // H).to(tl.int32)
-    end = start + tl.minimum(rows - 1, tile * TILE + TILE - 1) // H + 1
-    _, total, acc = attend_latents(
+    HALF: tl.constexpr = BLOCK_L // 2
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE
+    row = first_row + tl.arange(0, TILE)
+    inside = row < rows
+    narrow = tl.arange(0, BLOCK_R)
+    source = query + first_row.to(tl.int64) * (L + R)
+    query_a = load_half(source, inside, 0, L, R, TILE, HALF)
+    query_b = load_half(source, inside, HALF, L, R, TILE, HALF)
+    at = source + L + ((tl.arange(0, TILE) * (L + R))[:, None] + narrow[None, :])
+    turned = tl.load(at, mask=inside[:, None] & (narrow < R)[None, :], other=0.0)
+    end = start + tl.minimum(rows - 1, first_row + TILE - 1) // H + 1
+    _, total, sums_a, sums_b = attend_latents(
         tl.full((TILE,), UNSEEN, tl.float32), tl.zeros((TILE,), tl.float32),
-        tl.zeros((TILE, BLOCK_L), tl.float32), q, turned, pool, page_row,
-        position, 0, end, scale, L, R, PAGE, BLOCK, BLOCK_L, BLOCK_R, 0,
+        tl.zeros((TILE, HALF), tl.float32), tl.zeros((TILE, HALF), tl.float32), query_a, query_b, turned,
+        pool, page_row, start + row // H, 0, end, scale, L, R, PAGE, BLOCK, HALF, BLOCK_R, 0,
     )  # fmt: skip
-    to = out + row[:, None] * L + wide[None, :]
-    kept = (row < rows)[:, None] & (wide < L)[None, :]
-    tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
+    to = out + first_row.to(tl.int64) * L
+    store_half(to, sums_a / total[:, None], inside, 0, L, TILE, HALF)
+    store_half(to, sums_b / total[:, None], inside, HALF, L, TILE, HALF)

@@ -25,7 +25,7 @@ from spd.kernels.attention_kernels_triton import (
 )
 from spd.kernels.launch import Signature, overlap, power_of_two
 from spd.kernels.paged_attention import AttentionHeads, AttentionPlan
-from spd.kernels.skinny_config import shared_limit
+from spd.kernels.skinny_config import SUMS_APART, shared_limit
 from spd.kernels.skinny_linear import capability_of
 
 ROW_TILE, KEY_BLOCK = 64, 64
@@ -37,7 +37,8 @@ PROGRAMS_A_PROCESSOR = 2
 """As many as shared memory holds at a time."""
 PROCESSORS = 132
 """Assumed where there is no CUDA device to ask."""
-WARPS = 4
+WARPS = (8, 4)
+"""Off Hopper and on it: four hold a tile's sums there alone."""
 COMBINED_CHUNKS = 16
 PLANNED_CHUNKS = 128
 
@@ -71,7 +72,8 @@ def tile_shape(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -
     if dtype == torch.float32:
         rows, keys, stages = ROW_TILE // 4, KEY_BLOCK // (4 if wide else 2), 2
     else:
-        rows, keys, stages = ROW_TILE, KEY_BLOCK // (2 if wide else 1), 2 if wide else 3
+        rows = ROW_TILE // 2 if wide and capability[0] in SUMS_APART else ROW_TILE
+        keys, stages = KEY_BLOCK // (2 if wide else 1), 2 if wide else 3
     return rows, keys, fitting_stages(stages, rows, keys, head_dim, dtype.itemsize, capability)
 
 
@@ -198,7 +200,7 @@ def paged_attention(
         TILE=tile,
         BLOCK=block,
         FIRST=plan.heads.first_key,
-        num_warps=WARPS,
+        num_warps=WARPS[capability_of(query.device)[0] == 9],
         num_stages=stages,
         **shape,
         **overlap(query.device),
@@ -220,15 +222,15 @@ def paged_attention(
     return out
 
 
-def signatures() -> dict[str, Signature]:
+def signatures(capability: tuple[int, int] = (9, 0)) -> dict[str, Signature]:
     """The three kernels as launched for an 8B model, and for layers that slide and cap as Gemma 2's do."""
     plain = {"SLIDING": None, "SOFTCAP": None}
-    found = _signatures("", 8, 4, 128, plain)
-    return found | _signatures("_sliding", 4, 2, 256, {"SLIDING": 4096, "SOFTCAP": 50.0})
+    found = _signatures("", 8, 4, 128, plain, capability)
+    return found | _signatures("_sliding", 4, 2, 256, {"SLIDING": 4096, "SOFTCAP": 50.0}, capability)
 
 
 def _signatures(
-    suffix: str, kv_heads: int, groups: int, size: int, kind: dict[str, Any]
+    suffix: str, kv_heads: int, groups: int, size: int, kind: dict[str, Any], capability: tuple[int, int]
 ) -> dict[str, Signature]:
     chunks = chunk_constants()
     sliding = {"SLIDING": kind["SLIDING"]}
@@ -244,7 +246,7 @@ def _signatures(
             loose,
         )
     }
-    tile, block, stages = tile_shape(torch.bfloat16, size, (9, 0))
+    tile, block, stages = tile_shape(torch.bfloat16, size, capability)
     shape = {"K": kv_heads, "GROUPS": groups, "D": size, "BLOCK_D": size} | chunks
     work = {"positions": "*i64", "partial": "*fp32", "stats": "*fp32", "queries": "i32", "max_chunks": "i32"}
     lists = {"page_table": "*i64", "last": "*i32", "items": "*i32", "count": "*i32"}
@@ -254,7 +256,7 @@ def _signatures(
             attend_chunk_kernel,
             dict.fromkeys(("query", "key_pages", "value_pages"), f"*{name}") | work | lists,
             shape | kind | {"PAGE": 64, "TILE": tile, "BLOCK": block, "FIRST": 0, "PDL": True},
-            {"num_warps": WARPS, "num_stages": stages},
+            {"num_warps": WARPS[capability[0] == 9], "num_stages": stages},
             loose,
         )
         found[f"combine_chunks{suffix}_{name}"] = Signature(

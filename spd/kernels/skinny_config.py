@@ -34,6 +34,11 @@ class LinearConfig:
     block_t: int = TOKEN_TILE
 
 
+SUMS_APART = (10, 11)
+"""Architectures whose matrix units keep sums in a memory of their own. An online softmax scales them at each
+step: for 64 wide rows that takes more registers than there are, so attention has tiles of half as many."""
+
+
 def shared_limit(capability: tuple[int, int]) -> int:
     """Bytes of shared memory a program may use; of devices that are not known, the least of all."""
     if capability[0] in (9, 10, 11):

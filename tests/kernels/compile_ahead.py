@@ -81,6 +81,7 @@ def main() -> None:
                 "target": re.findall(r"\.target (\w+)", ptx),
                 "wgmma": "wgmma.mma_async" in ptx,
                 "mma": "mma.sync" in ptx,
+                "tcgen05": "tcgen05.mma" in ptx,
                 "async_copies": "cp.async" in ptx,
                 "wide_loads": "ld.global.v4" in ptx or ".L1::no_allocate.v4" in ptx,
             }

@@ -14,22 +14,17 @@ import pytest
 
 pytest.importorskip("triton")
 
+import triton
+
 from spd.kernels.skinny_config import shared_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "spd/kernels").glob("*_triton.py")}
 MODULES = sorted(f"spd.kernels.{path.stem}" for path, text in SOURCES.items() if "def signatures(" in text)
 NOTHING = "-"
-LATENT = {"attend_latent_bf16", "attend_latent_fp16", "prefill_latent_bf16", "prefill_latent_fp16"}
-KNOWN_SPILLS = {
-    90: LATENT,
-    100: {"attend_latent_bf16", "attend_latent_fp16"},
-    120: {
-        *("attend_chunk_bf16", "attend_chunk_fp16", "gate_up_8b_wide_bf16", "gate_up_8b_wide_fp16"),
-        *("head_linear_bf16", "head_linear_fp16"),
-    },
-}
-"""Hot kernels that keep values in local memory on an architecture that nobody has tuned for yet."""
+RECORDED = ROOT / "benchmarks/results/compiled_kernels.json"
+KNOWN_SPILLS = {120: {"gate_up_8b_wide_bf16": 16}}
+"""Bytes of local memory of hot kernels on an architecture that nobody has tuned for yet."""
 
 
 def compile_all(arch: int, modules: list[str], cache: Path, without: str = NOTHING) -> list[dict[str, Any]]:
@@ -55,12 +50,13 @@ def check(found: list[dict[str, Any]], arch: int) -> None:
         assert kernel["target"][0].startswith(f"sm_{arch}"), kernel
         assert kernel["shared"] <= shared_limit(divmod(arch, 10)), kernel
         if kernel["hot"]:
-            assert kernel["local"] == 0, kernel
+            assert kernel["local"] <= KNOWN_SPILLS.get(arch, {}).get(kernel["name"], 0), kernel
         if any(
             word in kernel["name"]
             for word in ("qkv", "out_", "down", "gate_up", "head_", "attend", "prefill")
         ):
-            assert kernel["wgmma"] or kernel["mma"] or arch >= 100, kernel
+            # One that the compiler gave up holds a trap and nothing else.
+            assert kernel["wgmma"] or kernel["mma"] or kernel["tcgen05"], kernel
             # What each head multiplies by itself is a tile or two, which the older ones load at once.
             small = kernel["name"].startswith("head_linear")
             assert kernel["async_copies"] or arch >= 100 or (small and arch < 90), kernel
@@ -68,9 +64,9 @@ def check(found: list[dict[str, Any]], arch: int) -> None:
 
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     found = compile_all(90, MODULES, tmp_path, without="fp16")
-    check([kernel for kernel in found if kernel["name"] not in LATENT], 90)
-    latent = [kernel for kernel in found if kernel["name"] in LATENT]
-    assert latent and all(kernel["local"] <= 128 and kernel["wgmma"] for kernel in latent)
+    check(found, 90)
+    latent = [kernel for kernel in found if kernel["name"].startswith(("attend_latent", "prefill_latent"))]
+    assert len(latent) == 2 and all(kernel["wgmma"] for kernel in latent)
     written = {name for text in SOURCES.values() for name in re.findall(r"^def (\w+_kernel)\(", text, re.M)}
     assert {kernel["kernel"] for kernel in found} == written, "a kernel that nobody described is not compiled"
     products = [k for k in found if k["name"].startswith(("qkv", "out_", "down", "gate_up", "head_"))]
@@ -81,5 +77,8 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
 def test_kernels_compile_for_every_architecture(arch: int, tmp_path: Path) -> None:
     found = compile_all(arch, MODULES, tmp_path)
-    known = KNOWN_SPILLS.get(arch, set())
-    check([kernel for kernel in found if kernel["name"] not in known], arch)
+    check(found, arch)
+    table = json.loads(RECORDED.read_text())
+    if table["triton"] == triton.__version__:
+        told = {(row[1], row[3]) for row in table["rows"] if row[0] == arch}
+        assert told == {(k["name"], k["local"]) for k in found if k["name"] in {name for name, _ in told}}

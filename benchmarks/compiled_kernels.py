@@ -1,0 +1,74 @@
+"""What the assembler says of every kernel on five architectures; needs no GPU.
+
+Usage: python -m benchmarks.compiled_kernels [MODULE...]   (writes benchmarks/results/compiled_kernels.json)
+
+With modules of `spd.kernels` only the rows of their kernels are made anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import triton
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks/results/compiled_kernels.json"
+ARCHITECTURES = (80, 89, 90, 100, 120)
+COLUMNS = [
+    "architecture",
+    "kernel",
+    "registers a thread",
+    "bytes of local memory a thread",
+    "bytes of shared memory",
+]
+
+
+def described() -> list[str]:
+    """The modules that say how their kernels are launched."""
+    sources = sorted((ROOT / "spd/kernels").glob("*_triton.py"))
+    return [path.stem for path in sources if "def signatures(" in path.read_text(encoding="utf-8")]
+
+
+def compiled(architecture: int, modules: Sequence[str]) -> list[list[Any]]:
+    """A row for each kernel, in bfloat16 where there is a choice."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = ROOT / "tests/kernels/compile_ahead.py"
+    output = subprocess.run(
+        [sys.executable, str(script), str(architecture), "fp16", *(f"spd.kernels.{m}" for m in modules)],
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    kernels = [json.loads(line) for line in output.splitlines()]
+    return [[architecture, k["name"], k["registers"], k["local"], k["shared"]] for k in kernels]
+
+
+def main(modules: Sequence[str]) -> None:
+    """Compile, and write the table with one row a line."""
+    made = [row for architecture in ARCHITECTURES for row in compiled(architecture, modules or described())]
+    anew = {(row[0], row[1]) for row in made}
+    kept = json.loads(RESULT.read_text(encoding="utf-8"))["rows"] if modules else []
+    kept = [row for row in kept if (row[0], row[1]) not in anew]
+    found = sorted([*kept, *made], key=lambda row: int(row[0]))
+    rows = [json.dumps(row) for row in found]
+    head = {
+        "schema": "spd.benchmarks.compiled_kernels/1",
+        "triton": triton.__version__,
+        "assembler": "the ptxas that Triton brings",
+    }
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+    table = ",\n".join(f"  {row}" for row in rows)
+    text = "\n".join(["{", *lines, f' "columns": {json.dumps(COLUMNS)},', f' "rows": [\n{table}\n ]', "}"])
+    RESULT.write_text(text + "\n")
+    print(f"{len(made)} of {len(found)} rows; in local memory: {[row for row in found if row[3]]}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
