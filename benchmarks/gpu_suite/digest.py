@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.gpu_suite import digest_speed as speed
+from benchmarks.gpu_suite.gates import gate_lines
 
 
 def digest(report: Mapping[str, Any]) -> str:
-    """Return one or a few lines a probe, also of one that was stopped with a part of its result."""
+    """Return one or a few lines a probe, also of one that was stopped early, and then the gates."""
     lines = []
     for name, probe in report["probes"].items():
         if probe["status"] != "ok":
@@ -17,7 +18,7 @@ def digest(report: Mapping[str, Any]) -> str:
             lines.append(f"{name}: {probe['status']} {' '.join(words)}")
         if name in RENDERERS and "result" in probe:
             lines += [f"{name}: {line}" for line in RENDERERS[name](probe["result"])]
-    return "\n".join(lines)
+    return "\n".join([*lines, *gate_lines(report["probes"])])
 
 
 def _device(result: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu_suite import eight_bit_rounds, sparse_models
 from benchmarks.gpu_suite.digest import digest
+from benchmarks.gpu_suite.gates import GATES
 from benchmarks.gpu_suite.graph_timer import Once
 from benchmarks.gpu_suite.kernel_cases import Bench, Case
 from benchmarks.gpu_suite.kernel_table import cases, run_case
@@ -158,3 +159,53 @@ def test_what_a_person_reads_first() -> None:
     report = {"read_bytes_per_second": 4e12, "models": {"V3": {"k=0": row, "k=3": {"error": "E: no"}}}}
     text = digest({"probes": {"sparse_models": {"status": "ok", "result": report}}})
     assert "V3 k=0: 200 us, 0.50 of the byte floor, weights fp8" in text and "V3 k=3: E: no" in text
+
+
+def kernel_result(share: float, rival: float) -> dict[str, Any]:
+    """A kernel table in which every row of every sparse case has this share, and this time of the rival."""
+    sizes = ("1", "4", "8", "16", "64")
+    return {
+        "columns": "",
+        "cases": {name: {"rows": {size: [10.0, share, rival] for size in sizes}} for name in sparse_cases()},
+    }
+
+
+def test_gates_are_said_with_what_was_found() -> None:
+    forms = {"differing_tokens": 0, "compared_tokens": 150_000, "differing_counts": 2, "settings": {}}
+    row = {"wall_us": 900.0, "share_of_floor": 0.74, "weights": "bfloat16", "touched_experts": 0.0}
+    probes = {
+        "kernel_table": {"status": "ok", "result": kernel_result(0.81, 17.0)},
+        "sparse_models": {"status": "ok", "result": {"models": {"MiMo-7B": {"k=1": row}}}},
+        "eight_bit_rounds": {"status": "ok", "result": {"forms": {"fp8": forms}}},
+    }
+    gates = {
+        line.split(" (")[0].removeprefix("gate: "): line
+        for line in digest({"probes": probes}).splitlines()
+        if line.startswith("gate: ")
+    }
+    assert len(gates) == len(GATES)
+    ends = {
+        "latent attention at one query, of the read rate": "0.81, met",
+        "128 experts at 8 rows, of the touched bytes": "0.81, met",
+        "128 experts at 16 and more rows, of the touched bytes": "0.81, NOT met",
+        "int8 products up to 8 rows, of the read rate": "0.81, met",
+        "fp8 products against wide ones": "1.70, met",
+        "MTP at a 7B shape, k = 1, of the speculative byte ceiling": "0.74, NOT met",
+        "MTP at a 7B shape, k = 3, of the speculative byte ceiling": "not measured",
+        "tokens that speculation changed": "0, met",
+        "tokens compared": "150000, met",
+        "requests that accepted otherwise, eager or captured, at any lag": "2, NOT met",
+    }
+    for name, end in ends.items():
+        assert gates[name].endswith(f": {end}"), gates[name]
+
+
+def test_the_lowest_figure_decides_and_gates_of_other_probes_are_silent() -> None:
+    result = kernel_result(0.9, 20.0)
+    result["cases"]["mla V3 1 slots 4096"]["rows"]["1"][1] = 0.5
+    lines = digest({"probes": {"kernel_table": {"status": "ok", "result": result}}}).splitlines()
+    gates = [line for line in lines if line.startswith("gate: ")]
+    assert len(gates) == sum(gate.probe == "kernel_table" for gate in GATES)
+    assert [line for line in gates if "NOT met" in line] == [
+        "gate: latent attention at one query, of the read rate (at least 0.65, goal 0.78): 0.50, NOT met"
+    ]
