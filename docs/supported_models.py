@@ -24,7 +24,10 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
 
 - **Tensors**: {dtypes}; {fp8} where `quantization_config` describes blocks with scales. Other quantized
   weights are refused. Blocks of 128 x 128 are multiplied as stored by Triton's kernels (on a GPU of
-  compute capability 8.9 or higher, in bfloat16), and otherwise multiplied out into the run's dtype.
+  compute capability 8.9 or higher, in bfloat16), and otherwise multiplied out into the run's dtype. Rounding
+  to FP8 moves a weight by at most a sixteenth of itself (or a 1,024th of its block's scale where that is
+  more): the logits of the demo's twin in such blocks are off by 3.5 % of their spread, by 4.0 % with scales
+  that are powers of two.
 - **`--quantize int8`**: the matrices of the layers, experts too, of the target, the draft model and the
   MTP layers; a scale a row, its largest magnitude over 127 rounded to bfloat16, so that each weight is
   off by at most half a step of its row. Embeddings, heads, routers, MTP projections and the matrix that

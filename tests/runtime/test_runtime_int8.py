@@ -20,13 +20,12 @@ from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
 from spd.runtime.layers.linear import Int8Linear
 from spd.runtime.layers.moe import RoutedExperts
 from spd.runtime.memory import tensor_bytes
-from spd.runtime.model_runner import SlotView
 from spd.runtime.models.weight_form import WeightForm
 from spd.runtime.out_of_memory import shape_of
-from spd.runtime.page_table import NUM_RESERVED
 from tests.helpers import make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_mtp import write_tiny_mtp
+from tests.runtime.demo_logits import demo_logits, relative_error
 from tests.runtime.graph_stand_in import tensors_in
 
 PROMPTS = random_prompts(2, 20, 256) + random_prompts(1, 75, 256, seed=1)
@@ -80,26 +79,11 @@ def test_rounding_in_strips_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(whole.values, strips.values) and torch.equal(whole.scales, strips.scales)
 
 
-def demo_logits(**wishes: Any) -> Tensor:
-    """Float32 logits [T, V] of a text by the demo."""
-    engine = make_engine(demo_folder(), ctx=512, **wishes)
-    ids = tuple(engine.tokenizer.encode("def total(values):\n    result = 0\n    for value in values:\n"))
-    view = engine._parts.runner
-    pages = list(range(NUM_RESERVED, NUM_RESERVED + view.pages_per_block))
-    table = view.page_row(pages, len(pages))[None]
-    with torch.inference_mode():
-        token_ids = torch.tensor([ids])
-        rows = view.prompt_rows(token_ids, 0, len(ids), table)
-        hidden = view.forward(rows, table, [SlotView(len(ids), pages)])
-        logits = view.logits(hidden)[0]
-    return logits - logits.mean(-1, keepdim=True)
-
-
 def test_the_demos_logits_stay_close_to_float32() -> None:
     """As docs/supported-models.md states, in shares of the logits' spread: 2.3 % measured, 4 % allowed."""
-    exact = demo_logits()
+    exact = demo_logits(demo_folder())
     errors = {
-        name: float((demo_logits(**wishes) - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+        name: relative_error(demo_logits(demo_folder(), **wishes), exact)
         for name, wishes in {
             "int8": {"quantize": "int8"},
             "bfloat16": {"dtype": "bfloat16"},
