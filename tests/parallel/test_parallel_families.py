@@ -27,7 +27,6 @@ HEADS = {
     "glm4_moe_air": "glm4",
     "mimo": "mimo",
     "ernie4_5": "ernie",
-    "ernie4_5_moe": "ernie",
     "qwen3_moe": "mtp",
 }
 """How a variant's MTP head is named; any other's as DeepSeek's. Families without heads are none of these."""
