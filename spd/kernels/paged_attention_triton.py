@@ -25,12 +25,13 @@ from spd.kernels.attention_kernels_triton import (
 )
 from spd.kernels.launch import Signature, overlap, power_of_two
 from spd.kernels.paged_attention import AttentionHeads, AttentionPlan
-from spd.kernels.skinny_config import SUMS_APART, shared_limit
+from spd.kernels.skinny_config import shared_limit
 from spd.kernels.skinny_linear import capability_of
 
 ROW_TILE, KEY_BLOCK = 64, 64
 """The least rows Hopper's matrix units take at once: padding them costs no time where memory is the limit,
-while a second tile would read the keys a second time. float32 has no such units; see `tile_shape`."""
+while a second tile would read the keys a second time. float32 has no such units, and elsewhere wide heads
+leave no room for stages beside so many rows; see `tile_shape`."""
 RESERVED_BYTES = 4096
 """Of shared memory, for what a program sums across its threads."""
 PROGRAMS_A_PROCESSOR = 2
@@ -72,7 +73,7 @@ def tile_shape(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -
     if dtype == torch.float32:
         rows, keys, stages = ROW_TILE // 4, KEY_BLOCK // (4 if wide else 2), 2
     else:
-        rows = ROW_TILE // 2 if wide and capability[0] in SUMS_APART else ROW_TILE
+        rows = ROW_TILE // 2 if wide and capability[0] != 9 else ROW_TILE
         keys, stages = KEY_BLOCK // (2 if wide else 1), 2 if wide else 3
     return rows, keys, fitting_stages(stages, rows, keys, head_dim, dtype.itemsize, capability)
 

@@ -186,20 +186,26 @@ def prefill_attention(
     return out
 
 
-def signatures() -> dict[str, Signature]:
+def signatures(capability: tuple[int, int] = (9, 0)) -> dict[str, Signature]:
     """The kernel as launched for an 8B model, and for layers that slide and cap as Gemma 2's do."""
     plain, gemma = {"SLIDING": None, "SOFTCAP": None}, {"SLIDING": 4096, "SOFTCAP": 50.0}
     found = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        found[f"prefill_attention_{name}"] = _signature(name, dtype, 8, 4, 128, plain)
-        found[f"prefill_attention_sliding_{name}"] = _signature(name, dtype, 4, 2, 256, gemma)
+        found[f"prefill_attention_{name}"] = _signature(name, dtype, 8, 4, 128, plain, capability)
+        found[f"prefill_attention_sliding_{name}"] = _signature(name, dtype, 4, 2, 256, gemma, capability)
     return found
 
 
 def _signature(
-    name: str, dtype: torch.dtype, kv_heads: int, groups: int, size: int, kind: dict[str, Any]
+    name: str,
+    dtype: torch.dtype,
+    kv_heads: int,
+    groups: int,
+    size: int,
+    kind: dict[str, Any],
+    capability: tuple[int, int],
 ) -> Signature:
-    tile = tile_of(dtype, size, kv_heads * groups, (9, 0))
+    tile = tile_of(dtype, size, kv_heads * groups, capability)
     types = dict.fromkeys(("query", "key_pages", "value_pages", "out"), f"*{name}")
     types |= {"page_row": "*i64", "scale": "fp32", "rows": "i32", "start": "i32"}
     return Signature(
