@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import mean, median
 from typing import Any, TypeVar
@@ -77,7 +77,7 @@ class Recorder:
 
         def noted(*arguments: Any, **named: Any) -> Any:
             ticket = launch(*arguments, **named)
-            return replace(ticket, fetch=recorder._noting(ticket.k, ticket.fetch))
+            return ticket._replace(fetch=recorder._noting(ticket.k, ticket.fetch))
 
         queue.launch = noted
         return recorder

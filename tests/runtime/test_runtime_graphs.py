@@ -206,6 +206,8 @@ def test_preparing_a_shape_leaves_everything_as_it_was(
         captured._prepare(shape, views)
     assert int(engine._parts.state.active.sum()) == 2
     for path, tensor in snapshot(engine).items():
+        if path.startswith("parts.queue.rows["):
+            continue  # the ring and the times again, row by row
         kept, old = tensor, before[path]
         if path.endswith((".ring", ".times")):
             assert torch.equal(kept[unread], old[unread]), path
