@@ -200,6 +200,6 @@ def test_the_plan_chooses_and_says_why(tiny: Callable[..., Path]) -> None:
     engine = make_engine(target, spec="draft", draft_model=target, tp=2)
     assert engine.plan.draft_tp in (1, 2) and "by the cost model" in engine.plan.draft_tp_reason
     engine.close()
-    plain = make_engine(target, tp=2, draft_tp=2)
+    plain = make_engine(target, spec="ngram", tp=2, draft_tp=2)
     assert (plain.plan.draft_tp, plain.plan.draft_tp_reason) == (1, "nothing drafts with a model")
     plain.close()
