@@ -34,6 +34,8 @@ from benchmarks.peers.protocol import (
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 LOAD_SECONDS = 600.0
+WITHHELD = 8
+"""Tokens asked for beyond those wanted: the last ones are kept back while they end inside a character."""
 
 
 def converted(build: Path, model: Path, dtype: str) -> Path:
@@ -112,7 +114,7 @@ class LlamaEngine:
         counted = result.speculation
         if counted is None:
             return one
-        extra = {"speculation": asdict(counted), "tokens_per_step": (tokens - 1) / counted.drafts}
+        extra = {"speculation": asdict(counted), "tokens_per_step": (tokens + WITHHELD - 1) / counted.drafts}
         return Generation(one.token_ids, one.chunks, extra)
 
     def run(
@@ -136,7 +138,7 @@ class LlamaEngine:
     def _ask(self, prompt: Sequence[int], tokens: int) -> tuple[Generation, Mapping[str, Any]]:
         body = {
             "prompt": list(prompt),
-            "n_predict": tokens,
+            "n_predict": tokens + WITHHELD,
             "temperature": 0.0,
             "ignore_eos": True,
             "stream": True,
@@ -159,7 +161,7 @@ class LlamaEngine:
                 chunks.append(Chunk(time.perf_counter() - began, len(new)))
             timings = event.get("timings", timings)
         connection.close()
-        return Generation(ids, chunks, {}), timings
+        return Generation(ids[:tokens], first_tokens(chunks, tokens), {}), timings
 
     def _counted(self, timings: Sequence[Mapping[str, Any]], tokens: int) -> Speculation | None:
         """Sums of what the server says; a step without drafts counts as a round with them."""
@@ -167,8 +169,18 @@ class LlamaEngine:
             return None
         accepted = sum(each.get("draft_n_accepted", 0) for each in timings)
         drafted = sum(each.get("draft_n", 0) for each in timings)
-        rounds = (tokens - 1) * len(timings) - accepted
+        rounds = sum(each.get("predicted_n", tokens) - 1 for each in timings) - accepted
         return Speculation(rounds, drafted, accepted, ()) if drafted else None
+
+
+def first_tokens(chunks: Sequence[Chunk], tokens: int) -> list[Chunk]:
+    """The chunks of the first `tokens` tokens, the last one cut."""
+    kept: list[Chunk] = []
+    for chunk in chunks:
+        if tokens > 0:
+            kept.append(Chunk(chunk.seconds, min(chunk.tokens, tokens)))
+        tokens -= chunk.tokens
+    return kept
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

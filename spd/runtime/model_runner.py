@@ -26,6 +26,7 @@ from spd.runtime.row_buckets import (
     WIDEST,
     admitted_buckets,
     bucket_for,
+    seconds_of,
     worth_running,
 )
 from spd.runtime.spans import Run
@@ -149,9 +150,9 @@ class ModelRunner:
             hidden = model.forward(self._batch(prompt, table, views, WIDEST, states=states), caches)
             return hidden, model.logits(hidden, WIDEST)
 
-        seconds = admitted_buckets(window, start, KV_BLOCK)
-        self.buckets = tuple(seconds)
-        self.row_counts = worth_running(seconds) if alone else self.buckets
+        buckets = admitted_buckets(window, start, KV_BLOCK)
+        seconds = seconds_of(window, buckets, start, KV_BLOCK) if alone else {}
+        self.buckets, self.row_counts = buckets, worth_running(buckets, seconds)
         if self.device == "cpu":
             self.context_parts = admitted_parts(model.heads, self.dtype, self.cache.page_size, self.buckets)
 

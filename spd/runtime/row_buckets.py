@@ -7,8 +7,9 @@ position, with the widest bucket, on the model's own first layers and head.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,53 +19,65 @@ CANDIDATES = (2, 4, 5, 6, 8, 12, 16)
 """Not 1: a single row is a matrix-vector product, which libraries sum in another order. 5 and 6: products of
 up to 6 rows pass over packed bfloat16 weights once, of 7 and 8 twice (oneDNN 3.12)."""
 PROBED_LAYERS = 4
-FASTER = 0.97
+FASTER = 0.95
 """A wider bucket is taken for fewer rows if it needs at most so much of their own bucket's time."""
+TIMED, TIMED_WIDEST = 4, 8
+"""How often each bucket of at most so many rows is timed, in turn with the others. The least time counts:
+whatever else runs on the machine adds to one."""
 
 Window = Callable[[int, int, int, int], tuple[Tensor, Tensor]]
 """(position of row 0, first row, rows, context) to hidden states and logits of those rows."""
 
 
 @torch.inference_mode()
-def admitted_buckets(window: Window, start: int, block: int) -> dict[int, float]:
-    """Row counts, ascending, whose results equal the widest bucket's, with the least seconds that one took.
+def admitted_buckets(window: Window, start: int, block: int) -> tuple[int, ...]:
+    """Row counts, ascending, whose results equal the widest bucket's; the widest is always last.
 
     `window` runs rows of one fixed text, at the same positions whichever window they come in; here from
-    position `start` on, within a context of one or two blocks. The widest is always last.
+    position `start` on, within a context of one or two blocks.
     """
-    best: dict[int, float] = {}
-
-    def timed(first: int, width: int, context: int) -> tuple[Tensor, Tensor]:
-        began = time.perf_counter()
-        found = window(start, first, width, context)
-        best[width] = min(best.get(width, float("inf")), time.perf_counter() - began)
-        return found
-
-    timed(0, WIDEST, block)  # the first run of a size prepares it
-    hidden, logits = timed(0, WIDEST, block)
+    hidden, logits = window(start, 0, WIDEST, block)
 
     def agrees(width: int) -> bool:
         for first in range(0, WIDEST - width + 1, width):
-            narrow, scores = timed(first, width, (1 + first // width % 2) * block)
+            narrow, scores = window(start, first, width, (1 + first // width % 2) * block)
             end = first + width
             if not torch.equal(narrow, hidden[first:end]) or not torch.equal(scores, logits[first:end]):
                 return False
         return True
 
-    return {width: best[width] for width in (*filter(agrees, CANDIDATES), WIDEST)}
+    return (*filter(agrees, CANDIDATES), WIDEST)
 
 
-def worth_running(seconds: Mapping[int, float]) -> tuple[int, ...]:
-    """Of the row counts by their seconds, those that no larger one outruns; the largest is always there.
+def seconds_of(
+    window: Window,
+    buckets: Sequence[int],
+    start: int,
+    block: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[int, float]:
+    """The least seconds that the rows of each narrow bucket took; see `admitted_buckets`."""
+    best = {width: math.inf for width in buckets if width <= TIMED_WIDEST}
+    for _ in range(TIMED):
+        for width in best:
+            began = clock()
+            window(start, 0, width, block)
+            best[width] = min(best[width], clock() - began)
+    return best
+
+
+def worth_running(buckets: Sequence[int], seconds: Mapping[int, float]) -> tuple[int, ...]:
+    """Of the buckets those that no larger one outruns, as far as their seconds are known.
 
     For models of one rank only: ranks that work together have to come to the same numbers.
     """
     kept: list[int] = []
-    fastest = float("inf")
-    for width in sorted(seconds, reverse=True):
-        if fastest > FASTER * seconds[width]:
+    fastest = math.inf
+    for width in sorted(buckets, reverse=True):
+        needed = seconds.get(width)
+        if needed is None or fastest > FASTER * needed:
             kept.append(width)
-        fastest = min(fastest, seconds[width])
+        fastest = min(fastest, needed or math.inf)
     return tuple(reversed(kept))
 
 

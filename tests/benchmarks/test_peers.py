@@ -18,9 +18,10 @@ from benchmarks.peers import __main__ as peers
 from benchmarks.peers import compare
 from benchmarks.peers.agreement import agreement, figures
 from benchmarks.peers.entries import entries as entries_of
+from benchmarks.peers.llama_worker import first_tokens
 from benchmarks.peers.options import parse_options
 from benchmarks.peers.prompts import prompts
-from benchmarks.peers.protocol import Speculation
+from benchmarks.peers.protocol import Chunk, Speculation
 from benchmarks.peers.worker import Entry, Worker, WorkerError, read_answer
 from spd.formats.demo import demo_folder
 from spd.runtime.measuring.statistics import paired_ratio, summarize
@@ -301,3 +302,9 @@ def test_load_is_told_apart_by_whose_it_is() -> None:
     assert own > 0.1 and none == 0.0
     assert with_it - without == pytest.approx(own, abs=0.5)
     assert 0 <= without <= (os.cpu_count() or 1) + 0.2
+
+
+def test_tokens_that_were_asked_for_beyond_those_wanted_are_cut() -> None:
+    chunks = [Chunk(0.1, 3), Chunk(0.2, 2), Chunk(0.3, 2), Chunk(0.4, 1)]
+    assert first_tokens(chunks, 6) == [Chunk(0.1, 3), Chunk(0.2, 2), Chunk(0.3, 1)]
+    assert first_tokens(chunks, 5) == chunks[:2] and first_tokens(chunks, 99) == chunks
