@@ -449,7 +449,7 @@ RUNNING = [
     ("later round", Round, "run", 4),
     ("after commit", Round, "_commit", 3),
     ("after a round", Round, "run", 3),
-    ("pages", Scheduler, "grow", 2),
+    ("pages", Scheduler, "reaches", 2),
 ]
 
 
