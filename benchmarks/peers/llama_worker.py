@@ -114,7 +114,7 @@ class LlamaEngine:
         counted = result.speculation
         if counted is None:
             return one
-        extra = {"speculation": asdict(counted), "tokens_per_step": (tokens + WITHHELD - 1) / counted.drafts}
+        extra = {"speculation": asdict(counted), "tokens_per_step": 1 + counted.accepted / counted.drafts}
         return Generation(one.token_ids, one.chunks, extra)
 
     def run(
