@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from spd.formats.demo import demo_folder
 from spd.runtime import SamplingParams
 from spd.runtime.row_buckets import (
     CANDIDATES,
@@ -109,3 +111,25 @@ def test_the_least_of_a_bucket_s_times_counts() -> None:
         return ROWS, ROWS
 
     assert seconds_of(window, (2, 4, 32), 96, 128, lambda: now[0]) == {2: 2.0, 4: 4.0}
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("draft_max", [1, 3])
+@pytest.mark.parametrize("spec", ["off", "ngram", "draft", "mtp"])
+def test_texts_depend_neither_on_row_counts_nor_on_empty_slots(
+    tiny: Callable[..., Path], spec: str, draft_max: int, lag: int
+) -> None:
+    """Two requests in six slots, by the fewest, all and the widest row counts: each as alone and plain."""
+    target = demo_folder() if spec == "mtp" else tiny("qwen3")
+    prompts = [tuple(range(40 + i, 60 + i)) for i in range(2)]
+    params = [SamplingParams(temperature=t, seed=5, max_tokens=12, ignore_eos=True) for t in (0.0, 0.8)]
+    plain = make_engine(target, spec="off")
+    alone = [run_all(plain, [prompts[i]], [params[i]])[0].tokens for i in range(2)]
+    wishes: dict[str, Any] = {} if spec == "off" else {"draft_max": draft_max}
+    wishes |= {"draft_model": target} if spec == "draft" else {}
+    engine = make_engine(target, spec=spec, slots=6, lag=lag, **wishes)
+    runner = engine._parts.runner
+    assert runner.buckets is not None
+    for counts in (runner.row_counts, runner.buckets, (WIDEST,)):
+        runner.row_counts = counts
+        assert [run.tokens for run in run_all(engine, prompts, params)] == alone
