@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.app import COMMANDS
+from spd.cli.commands import COMMANDS
 from spd.cli.completions import script
 
 ROOT = Path(__file__).resolve().parents[1]

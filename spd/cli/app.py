@@ -11,20 +11,17 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import Any
 
 import typer
 from typer.main import get_command
 
 from spd import __version__
 from spd.cli.argv import Invocation, prepare
+from spd.cli.commands import COMMANDS, build_app, load_help
 from spd.cli.lost import end_when_lost
-from spd.cli.options import Session, as_command
+from spd.cli.options import Session
 from spd.cli.output import (
     Console,
     OutputClosed,
@@ -43,219 +40,6 @@ PIPE_CLOSED = 141
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMPLETION_VARIABLE = "_SPD_COMPLETE"
 REPORT = "run it again with --debug, and report what it prints"
-ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
-
-Standard output carries the answer, standard error everything else. The model `demo` is built in.
---json, --color, -q, -v and --debug may stand before the command too.
-"""
-
-ROOT_EPILOG = """Examples:
-
-spd chat
-
-spd generate "What does os.path.join do?"
-
-git diff | spd generate -m Qwen/Qwen3-4B "Write a commit message"
-
-spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
-"""
-
-CHAT_EPILOG = """Examples:
-
-spd chat
-
-spd chat Qwen/Qwen3-4B -s "Be terse"
-
-spd chat -c
-
-spd chat --show-drafts -f notes.md
-
-spd chat demo < messages.txt
-"""
-
-GENERATE_EPILOG = """Examples:
-
-spd generate --stats "What does os.path.join do?"
-
-spd generate --raw --temperature 0 -n 64 "def read_lines(path):"
-
-cat notes.md | spd generate -s "Be terse" "Summarise"
-
-spd generate --json "Hello" | jq .metrics.speculative_decoding
-
-spd generate --dry-run -f long.txt "Summarise"
-"""
-
-BENCH_EPILOG = """Examples:
-
-spd bench
-
-spd bench -m FOLDER --spec draft,ngram --draft-max 2,4,8 --temperature 0 -o today.json
-
-spd bench --concurrency 1,4,16 --category code --baseline yesterday.json --fail-if-slower 3%
-"""
-
-COMPARE_EPILOG = """Examples:
-
-spd compare yesterday.json today.json
-
-spd compare --threshold 5% --json main.json branch.json
-"""
-
-EXPLAIN_EPILOG = """Examples:
-
-spd generate -n 256 --trace run.jsonl "Write a poem" && spd explain run.jsonl
-
-spd explain plain.jsonl draft.jsonl --json
-"""
-
-VERIFY_EPILOG = """Examples:
-
-spd verify
-
-spd verify -m FOLDER --spec draft --draft-model FOLDER --lag 2 -o certificate.json
-
-spd verify --against lag=0 --lag 2 --tokens 50000 --concurrency 8
-"""
-
-INSPECT_EPILOG = """Examples:
-
-spd inspect demo
-
-spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --json
-"""
-
-CONVERT_EPILOG = """Examples:
-
-spd convert-mtp deepseek-ai/DeepSeek-V3.1 --dry-run
-
-spd convert-mtp deepseek-ai/DeepSeek-V3.1 v31-mtp --attach my/DeepSeek-V3.1-AWQ
-
-spd generate -m my/DeepSeek-V3.1-AWQ --spec mtp --mtp v31-mtp "Hello"
-"""
-
-PULL_EPILOG = """Examples:
-
-spd pull Qwen/Qwen3-0.6B
-
-spd pull Qwen/Qwen3-8B --dry-run
-"""
-
-LS_EPILOG = """Examples:
-
-spd ls
-
-spd ls -q
-"""
-
-RM_EPILOG = """Examples:
-
-spd rm Qwen/Qwen3-0.6B
-
-spd rm -y org/one org/two
-"""
-
-DOCTOR_EPILOG = """Examples:
-
-spd doctor
-
-spd doctor --quick --json
-"""
-
-COMPLETIONS_EPILOG = """Examples:
-
-eval "$(spd completions bash)"
-
-spd completions zsh > ~/.zfunc/_spd
-
-spd completions fish > ~/.config/fish/completions/spd.fish
-"""
-
-
-@dataclass(frozen=True)
-class Command:
-    """Where a command's body and options are, as `module:name`, and the examples below its help."""
-
-    body: str
-    options: str
-    epilog: str
-
-
-COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
-    {
-        "chat": Command("chat:chat", "chat_options:ChatOptions", CHAT_EPILOG),
-        "generate": Command("generate:generate", "options:GenerateOptions", GENERATE_EPILOG),
-        "bench": Command("bench:bench", "bench_options:BenchOptions", BENCH_EPILOG),
-        "compare": Command("compare:compare", "bench_options:CompareOptions", COMPARE_EPILOG),
-        "explain": Command("explain:explain", "bench_options:ExplainOptions", EXPLAIN_EPILOG),
-        "verify": Command("verify:verify", "bench_options:VerifyOptions", VERIFY_EPILOG),
-        "inspect": Command("inspect:inspect", "options:InspectOptions", INSPECT_EPILOG),
-        "convert-mtp": Command("convert_mtp:convert_mtp", "convert_mtp:ConvertOptions", CONVERT_EPILOG),
-        "pull": Command("models:pull", "cache_options:PullOptions", PULL_EPILOG),
-        "ls": Command("models:ls", "cache_options:ListOptions", LS_EPILOG),
-        "rm": Command("models:rm", "cache_options:RemoveOptions", RM_EPILOG),
-        "doctor": Command("doctor:doctor", "options:DoctorOptions", DOCTOR_EPILOG),
-        "completions": Command("completions:completions", "options:CompletionOptions", COMPLETIONS_EPILOG),
-    }
-)
-COMMANDS = tuple(COMMAND_TABLE)
-
-
-def build_app(only: str | None = None, *, completing: bool = False) -> typer.Typer:
-    """The Typer application with every command, or with one of them, which takes less time to import.
-
-    `completing` registers the shells with Typer.
-    """
-    app = typer.Typer(
-        name="spd",
-        help=ROOT_HELP,
-        epilog=ROOT_EPILOG,
-        add_completion=completing,
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    app.callback()(root)
-    for command in COMMAND_TABLE.values() if only is None else (COMMAND_TABLE[only],):
-        app.command(epilog=command.epilog)(as_command(_find(command.body), _find(command.options)))
-    return app
-
-
-def load_help() -> None:
-    """Import what prints help, without the parser of Markdown that Typer loads for a mode not used here.
-
-    That is a fifth of the time until help is there. Whoever wants the parser later finds the real one.
-    """
-    name = "rich.markdown"
-    if name in sys.modules or "typer.rich_utils" in sys.modules:
-        return
-    stand_in = ModuleType(name)
-    vars(stand_in)["Markdown"] = type("Markdown", (), {})
-    sys.modules[name] = stand_in
-    try:
-        import_module("typer.rich_utils")
-    finally:
-        del sys.modules[name]
-
-
-def _find(place: str) -> Any:
-    """What `module:name` says, of a module beside this one."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(f"spd.cli.{module}"), name)
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"spd {__version__}")
-        raise typer.Exit
-
-
-def root(
-    version: bool = typer.Option(
-        False, "--version", "-V", callback=_show_version, is_eager=True, help="Print the version and exit."
-    ),
-) -> None:
-    """Holds the options that stand before a command."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -293,7 +77,8 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
         if os.environ.get(COMPLETION_VARIABLE):
             from spd.cli.completions import complete
 
-            return complete(build_app(completing=True), COMPLETION_VARIABLE)
+            typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
+            return complete(build_app(typed.split(), completing=True), COMPLETION_VARIABLE)
         if place is not None and place[0]:
             return stand_by(place[0], argv, place[1], os.environ.get("LOCAL_RANK", "0"))
         if place is not None:
@@ -305,8 +90,8 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             console.note(note)
         if not {"-h", "--help"}.isdisjoint(invocation.args):
             load_help()
-        asked = next(iter(invocation.args), None)
-        command = get_command(build_app(asked if asked in COMMAND_TABLE else None))
+        asked = next(iter(invocation.args), "")
+        command = get_command(build_app((asked,)))
         result = command(
             args=list(invocation.args), prog_name="spd", standalone_mode=False, obj=_session(console, guard)
         )

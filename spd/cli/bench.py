@@ -25,7 +25,7 @@ DEFAULT_EACH = 2
 
 
 def bench(session: Session, options: BenchOptions) -> int:
-    """Measure speculation against plain decoding; exits 6 if a text differs or --fail-if-slower says so."""
+    """Measure speculation against plain decoding; exits 6 if texts differ or --fail-if-slower holds."""
     chosen = [name for name in ("json", "jsonl", "csv", "markdown") if getattr(options, name)]
     if len(chosen) > 1:
         raise UsageError(

@@ -98,7 +98,7 @@ def _download(session: Session, model: RemoteModel) -> Path:
 
 
 def ls(session: Session, options: ListOptions) -> None:
-    """List the models in the Hugging Face cache: size, type, architecture, and whether spd can run them."""
+    """List the models in the Hugging Face cache: size, type, architecture, and whether they run."""
     from spd.formats.hub import list_cached_models
 
     sink = Sink.stdout()

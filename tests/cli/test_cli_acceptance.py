@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from spd.cli.app import COMMAND_TABLE, COMMANDS, build_app
 from spd.cli.argv import prepare
+from spd.cli.commands import COMMAND_TABLE, COMMANDS, build_app
 from tests.json_schema import faults
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from typer.main import get_command
 
-from spd.cli.app import build_app
 from spd.cli.argv import FLAGS, FOREIGN_FLAGS, FOREIGN_SWITCHES, FOREIGN_VALUES, VALUE_SHORTS, prepare
+from spd.cli.commands import build_app
 from spd.errors import IncompatibleError, UsageError
 
 

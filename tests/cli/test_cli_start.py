@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 import spd
 from spd import errors
-from spd.cli.app import COMMANDS, build_app
+from spd.cli.commands import COMMAND_TABLE, COMMANDS, build_app, load_command
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = [
@@ -71,14 +72,38 @@ def test_help_of_a_command_loads_no_other_command() -> None:
     assert not modules & {"rich.markdown", "markdown_it"}
 
 
-def test_whoever_wants_markdown_after_help_finds_it() -> None:
+def test_help_of_all_loads_no_command() -> None:
+    out, modules = loaded_after("--help")
+    assert all(command.help.split(":")[0][:40] in out for command in COMMAND_TABLE.values())
+    assert not modules & {f"spd.cli.{command.body.partition(':')[0]}" for command in COMMAND_TABLE.values()}
+    assert not modules & {"rich.markdown", "rich.traceback", "markdown_it", "pygments"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_table_says_what_a_command_says(name: str) -> None:
+    assert inspect.getdoc(load_command(COMMAND_TABLE[name])) == COMMAND_TABLE[name].help
+
+
+def test_whoever_wants_what_help_left_out_finds_it() -> None:
     code = (
         "from spd.cli.app import main; main(['ls', '--help'])\n"
         "from rich.markdown import Markdown; from rich.console import Console\n"
-        "Console(width=40).print(Markdown('# quetzal'))"
+        "from rich.traceback import Traceback\n"
+        "Console(width=40).print(Markdown('# quetzal'))\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError: Console(width=40).print(Traceback())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "quetzal" in done.stdout, done.stderr
+    assert "ZeroDivisionError" in done.stdout
+
+
+def test_completion_loads_the_command_it_is_about() -> None:
+    question = {"COMP_WORDS": "spd ls --j", "COMP_CWORD": "2", "_SPD_COMPLETE": "complete_bash"}
+    out, modules = loaded_after(**question)
+    assert out.split() == ["--json"] and "spd.cli.models" in modules and "spd.cli.generate" not in modules
+    out, modules = loaded_after(**question | {"COMP_WORDS": "spd ", "COMP_CWORD": "1"})
+    assert tuple(out.split()) == COMMANDS and "spd.cli.models" not in modules
 
 
 def test_completion_loads_nothing_heavy(tmp_path: Path) -> None:

@@ -1,0 +1,238 @@
+"""The commands: where each is, what it is for, and the application built of them.
+
+A command is imported only when it is named: help of all of them, and TAB, need no more than this table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import typer
+
+from spd import __version__
+from spd.cli.options import as_command
+
+ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
+
+Standard output carries the answer, standard error everything else. The model `demo` is built in.
+--json, --color, -q, -v and --debug may stand before the command too.
+"""
+
+ROOT_EXAMPLES = (
+    "spd chat",
+    'spd generate "What does os.path.join do?"',
+    'git diff | spd generate -m Qwen/Qwen3-4B "Write a commit message"',
+    "spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B",
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Command:
+    """Where a command's body and options are, as `module:name`, the body's docstring, and examples."""
+
+    body: str
+    options: str
+    help: str
+    examples: tuple[str, ...]
+
+    @property
+    def epilog(self) -> str:
+        """What stands below its help."""
+        return examples_below(self.examples)
+
+
+def examples_below(examples: tuple[str, ...]) -> str:
+    """Examples as paragraphs."""
+    return "\n\n".join(["Examples:", *examples]) + "\n"
+
+
+COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
+    {
+        "chat": Command(
+            "chat:chat",
+            "chat_options:ChatOptions",
+            "Talk with a model; what is said is saved, and -c continues it.",
+            (
+                "spd chat",
+                'spd chat Qwen/Qwen3-4B -s "Be terse"',
+                "spd chat -c",
+                "spd chat --show-drafts -f notes.md",
+                "spd chat demo < messages.txt",
+            ),
+        ),
+        "generate": Command(
+            "generate:generate",
+            "options:GenerateOptions",
+            "Answer one prompt, for pipes and scripts; the text is the same with and without speculation.",
+            (
+                'spd generate --stats "What does os.path.join do?"',
+                'spd generate --raw --temperature 0 -n 64 "def read_lines(path):"',
+                'cat notes.md | spd generate -s "Be terse" "Summarise"',
+                'spd generate --json "Hello" | jq .metrics.speculative_decoding',
+                'spd generate --dry-run -f long.txt "Summarise"',
+            ),
+        ),
+        "bench": Command(
+            "bench:bench",
+            "bench_options:BenchOptions",
+            "Measure speculation against plain decoding; exits 6 if texts differ or --fail-if-slower holds.",
+            (
+                "spd bench",
+                "spd bench -m FOLDER --spec draft,ngram --draft-max 2,4,8 --temperature 0 -o today.json",
+                "spd bench --concurrency 1,4,16 --category code --baseline old.json --fail-if-slower 3%",
+            ),
+        ),
+        "compare": Command(
+            "compare:compare",
+            "bench_options:CompareOptions",
+            "Compare results of spd bench with the first of them; exits 6 if a row became slower.",
+            (
+                "spd compare yesterday.json today.json",
+                "spd compare --threshold 5% --json main.json branch.json",
+            ),
+        ),
+        "explain": Command(
+            "explain:explain",
+            "bench_options:ExplainOptions",
+            "Say in words what a trace shows: costs, acceptance, the best K, and what to try next.",
+            (
+                'spd generate -n 256 --trace run.jsonl "Write a poem" && spd explain run.jsonl',
+                "spd explain plain.jsonl draft.jsonl --json",
+            ),
+        ),
+        "verify": Command(
+            "verify:verify",
+            "bench_options:VerifyOptions",
+            "Replay prompts with two settings and compare every token; exits 6 if speculation changed one.",
+            (
+                "spd verify",
+                "spd verify -m FOLDER --spec draft --draft-model FOLDER --lag 2 -o certificate.json",
+                "spd verify --against lag=0 --lag 2 --tokens 50000 --concurrency 8",
+            ),
+        ),
+        "inspect": Command(
+            "inspect:inspect",
+            "options:InspectOptions",
+            "Show what a model is and needs, and whether a draft model fits it; loads no weights.",
+            ("spd inspect demo", "spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --json"),
+        ),
+        "convert-mtp": Command(
+            "convert_mtp:convert_mtp",
+            "convert_mtp:ConvertOptions",
+            "Cut a checkpoint's MTP head into a small folder, for targets that lost theirs.",
+            (
+                "spd convert-mtp deepseek-ai/DeepSeek-V3.1 --dry-run",
+                "spd convert-mtp deepseek-ai/DeepSeek-V3.1 v31-mtp --attach my/DeepSeek-V3.1-AWQ",
+                'spd generate -m my/DeepSeek-V3.1-AWQ --spec mtp --mtp v31-mtp "Hello"',
+            ),
+        ),
+        "pull": Command(
+            "models:pull",
+            "cache_options:PullOptions",
+            "Download a model's safetensors, configuration and tokenizer into the Hugging Face cache.",
+            ("spd pull Qwen/Qwen3-0.6B", "spd pull Qwen/Qwen3-8B --dry-run"),
+        ),
+        "ls": Command(
+            "models:ls",
+            "cache_options:ListOptions",
+            "List the models in the Hugging Face cache: size, type, architecture, and whether they run.",
+            ("spd ls", "spd ls -q"),
+        ),
+        "rm": Command(
+            "models:rm",
+            "cache_options:RemoveOptions",
+            "Remove models from the Hugging Face cache, every revision of each, after asking.",
+            ("spd rm Qwen/Qwen3-0.6B", "spd rm -y org/one org/two"),
+        ),
+        "doctor": Command(
+            "doctor:doctor",
+            "options:DoctorOptions",
+            "Check this machine and try it out: compile, time, compare; exits 1 if a check failed.",
+            ("spd doctor", "spd doctor --quick --json"),
+        ),
+        "completions": Command(
+            "completions:completions",
+            "options:CompletionOptions",
+            "Print the completion script of a shell.",
+            (
+                'eval "$(spd completions bash)"',
+                "spd completions zsh > ~/.zfunc/_spd",
+                "spd completions fish > ~/.config/fish/completions/spd.fish",
+            ),
+        ),
+    }
+)
+COMMANDS = tuple(COMMAND_TABLE)
+
+
+def build_app(loaded: Collection[str] = COMMANDS, *, completing: bool = False) -> typer.Typer:
+    """The Typer application: the commands in `loaded` have their options, the others only name and help.
+
+    `completing` registers the shells with Typer.
+    """
+    app = typer.Typer(
+        name="spd",
+        help=ROOT_HELP,
+        epilog=examples_below(ROOT_EXAMPLES),
+        add_completion=completing,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(root)
+    for name, command in COMMAND_TABLE.items():
+        body = load_command(command) if name in loaded else _nothing
+        app.command(name, help=command.help, epilog=command.epilog)(body)
+    return app
+
+
+def load_command(command: Command) -> Any:
+    """Import a command: a function with a parameter for each of its options."""
+    return as_command(_find(command.body), _find(command.options))
+
+
+def load_help() -> None:
+    """Import what prints help, without what Typer loads for Markdown and for tracebacks, not used here.
+
+    That is a quarter of the time until help is there. Whoever wants them later finds the real ones.
+    """
+    unused = {"rich.markdown": "Markdown", "rich.traceback": "Traceback"}
+    if "typer.rich_utils" in sys.modules or not sys.modules.keys().isdisjoint(unused):
+        return
+    for module, name in unused.items():
+        sys.modules[module] = ModuleType(module)
+        vars(sys.modules[module])[name] = type(name, (), {})
+    try:
+        import_module("typer.rich_utils")
+    finally:
+        for module in unused:
+            del sys.modules[module]
+
+
+def _find(place: str) -> Any:
+    """What `module:name` says, of a module beside this one."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"spd.cli.{module}"), name)
+
+
+def _nothing() -> None:
+    """Stands for a command that is not run."""
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"spd {__version__}")
+        raise typer.Exit
+
+
+def root(
+    version: bool = typer.Option(
+        False, "--version", "-V", callback=_show_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """Holds the options that stand before a command."""
