@@ -93,11 +93,14 @@ def causal_bias(
 def gather_pages(pages: Tensor, page_ids: Tensor, first: int | None, count: int) -> Tensor:
     """Keys or values of `count` pages in order as [1, K, count * page, D].
 
-    `first` is the first page's number where the pages are consecutive (a view, nothing copied);
-    None reads them through page_ids [count].
+    `first` is the first page's number where the pages are consecutive (one view of the contiguous pool,
+    nothing copied); None reads them through page_ids [count].
     """
-    run = pages[first : first + count] if first is not None else pages.index_select(0, page_ids)
-    return run.flatten(0, 1).transpose(0, 1).unsqueeze(0)
+    if first is None:
+        return pages.index_select(0, page_ids).flatten(0, 1).transpose(0, 1).unsqueeze(0)
+    page_size, heads, size = pages.shape[1:]
+    shape, strides = (1, heads, count * page_size, size), (0, size, heads * size, 1)
+    return pages.as_strided(shape, strides, pages.storage_offset() + first * pages.stride(0))
 
 
 def plan_attention(
@@ -167,7 +170,7 @@ def paged_attention(
     if width < plan.width:
         query = F.pad(query, (0, 0, 0, 0, 0, plan.width - width))
     mixed = attend_pages(query, key_pages, value_pages, plan.page_table, masks, scale, softcap)
-    return mixed[:, :width]
+    return mixed if width == plan.width else mixed[:, :width]
 
 
 def attend_pages(
@@ -189,25 +192,26 @@ def attend_pages(
     kv_heads = key_pages.shape[2]
     groups = heads // kv_heads
     page_size = key_pages.shape[1]
-    folded = query.view(slots, width, kv_heads, groups, size).permute(0, 2, 3, 1, 4)
+    rows = query.view(slots, width, kv_heads, groups, size).permute(0, 2, 3, 1, 4)
+    rows = rows.reshape(slots, kv_heads, groups * width, size)
     outputs = []
     for s, mask in enumerate(masks):
+        own = rows if slots == 1 else rows[s : s + 1]
         if mask is None:
-            outputs.append(query.new_zeros(width, heads, size))
+            outputs.append(torch.zeros_like(own))
             continue
         count = mask.bias.shape[-1] // page_size
-        ids = page_table[s, mask.first : mask.first + count]
+        ids = page_table[s, mask.first : mask.first + count] if mask.run is None else page_table
         keys = gather_pages(key_pages, ids, mask.run, count)
         values = gather_pages(value_pages, ids, mask.run, count)
-        rows = folded[s].reshape(1, kv_heads, groups * width, size)
         if softcap is None:
-            out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask.bias, scale=scale)
+            out = F.scaled_dot_product_attention(own, keys, values, attn_mask=mask.bias, scale=scale)
         else:
-            out = capped_attention(rows, keys, values, mask.bias, scale, softcap)
-        outputs.append(
-            out.view(kv_heads, groups, width, size).permute(2, 0, 1, 3).reshape(width, heads, size)
-        )
-    return outputs[0].unsqueeze(0) if slots == 1 else torch.stack(outputs)
+            out = capped_attention(own, keys, values, mask.bias, scale, softcap)
+        outputs.append(out)
+    mixed = outputs[0] if slots == 1 else torch.cat(outputs)
+    mixed = mixed.view(slots, kv_heads, groups, width, size).permute(0, 3, 1, 2, 4)
+    return mixed.reshape(slots, width, heads, size)
 
 
 def capped_attention(

@@ -11,5 +11,5 @@ def store_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor,
     The pools are [P, page, K, D]; a slot is page * page_size + offset. Rows that must not be kept
     point into the trash page. Of rows that share a slot, one wins, whichever.
     """
-    key_pages.flatten(0, 1).index_copy_(0, slots, key)
-    value_pages.flatten(0, 1).index_copy_(0, slots, value)
+    for pool, rows in ((key_pages, key), (value_pages, value)):
+        pool.view(-1, *pool.shape[2:]).index_copy_(0, slots, rows)

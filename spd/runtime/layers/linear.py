@@ -115,7 +115,7 @@ class Linear:
 
     def _apply(self, x: Tensor) -> Tensor:
         if self.packed:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
             return y
         return F.linear(x, self.weight, self.bias)
 
