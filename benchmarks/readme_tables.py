@@ -55,6 +55,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             "bench_rate_draft_tp.json", table_forms.bench_rate_draft_tp, f"{BENCH} rate_draft_tp"
         ),
         "auto_k": Table("auto_k.json", table_forms.auto_k, "python -m benchmarks.auto_k"),
+        "host_cost": Table("host_cost.json", table_forms.host_cost, "python -m benchmarks.host_cost"),
         "explain_check": Table(
             "explain_check.json", table_forms.explain_check, "python -m benchmarks.explain_check"
         ),

@@ -166,6 +166,16 @@ def auto_k(result: Result) -> str:
     return table(["", "together", "against plain", "against best k", "best k", "drafts"], lines)
 
 
+def host_cost(result: Result) -> str:
+    """Milliseconds of the host a round, by where the device program runs."""
+    rounds = result["host_us"]
+    places = list(next(iter(rounds.values())))
+    rows = [
+        [name, *(f"{cost[place]['wall'] / 1000:.2f}" for place in places)] for name, cost in rounds.items()
+    ]
+    return table([f"ms a round, {result['settings']['slots']} requests", *places], rows)
+
+
 def _interval(ratio: Result) -> str:
     inside = "" if ratio["interval"] is None else " ({:.2f} to {:.2f})".format(*ratio["interval"])
     return f"{ratio['median']:.2f}{inside}"
