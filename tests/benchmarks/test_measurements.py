@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 
 from benchmarks import acceptance, auto_k, bench_results, explain_check
 from benchmarks.drafters import drafters, model_folder
+from benchmarks.host_cost import Written, recording, replaying
 from spd.formats.demo import demo_folder
 from spd.runtime import Request, RoundRecord, SamplingParams
 from spd.runtime.measuring.load import Pass, Timeline
+from tests.helpers import make_engine, random_prompts, run_all
 
 
 def record(request: str, number: int, position: int, accepted: int, k: int = 2, **ms: float) -> RoundRecord:
@@ -181,3 +184,18 @@ def test_rows_of_two_demos_never_meet(tmp_path: Path, monkeypatch: pytest.Monkey
     assert acceptance.main(asked) == 1
     result = json.loads(out.read_text())
     assert [kept["k"] for kept in result["rows"]] == [1] and result["settings"]["weights_sha256"] == "before"
+
+
+def test_the_host_says_the_same_behind_what_the_device_wrote(tiny: Callable[..., Path]) -> None:
+    written: Written = []
+    prompts = random_prompts(3, 20, 256)
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=1, ignore_eos=True)
+    runs = []
+    for device in (recording, replaying):
+        engine = make_engine(tiny("qwen3"), spec="ngram", draft_max=3, slots=3, lag=1)
+        engine._parts.queue.round.run = device(engine._parts.queue, written)
+        if device is replaying:  # nobody but the record can say it
+            engine._slots.prefill = lambda sequence, _: sequence.prefill_end  # type: ignore[method-assign]
+        runs.append(run_all(engine, prompts, [params] * 3))
+    assert [run.tokens for run in runs[0]] == [run.tokens for run in runs[1]]
+    assert len(written) > 5 and all(len(run.tokens) == 20 for run in runs[1])

@@ -79,6 +79,7 @@ def results(folder: Path) -> Path:
         "bench_rate_draft_tp": bench,
         "auto_k": {"models": [{"model": "medium", "method": "ngram", "cases": [case]}]},
         "explain_check": {"cases": [{**check, "chosen_over_best": 0.987}]},
+        "host_cost": {"settings": {"slots": 32}, "host_us": {"plain": {"here": {"wall": 302.0}}}},
     }
     for name, value in written.items():
         (folder / f"{name}.json").write_text(json.dumps(value))
@@ -102,6 +103,7 @@ def test_every_form_shows_its_figures_in_80_columns(tmp_path: Path) -> None:
     assert "| medium, draft | +1% -10% +20% | 2 (0.99) | 3 |" in made["explain_check"]
     assert "| 8 a second | 10234.5 | 10234.5 | 10234.5 (1.23 ×) |" in made["peer_loads"]
     assert "| llama.cpp 0.32.0 |" in made["cpu_peers"]
+    assert "| plain | 0.30 |" in made["host_cost"]
 
 
 def test_what_was_not_measured_says_so_and_how_to(tmp_path: Path) -> None:
