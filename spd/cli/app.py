@@ -33,13 +33,12 @@ from spd.cli.output import (
 )
 from spd.cli.rank import dismiss, meet_at, stand_by
 from spd.cli.signals import Interrupted, SignalGuard, die_by
-from spd.errors import CheckpointError, EngineError, NotFoundError, ResourceError, SpdError, UsageError
+from spd.errors import ResourceError, SpdError, UsageError
 from spd.runtime.parallel.rendezvous import Rendezvous
 
 PIPE_CLOSED = 141
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMPLETION_VARIABLE = "_SPD_COMPLETE"
-REPORT = "run it again with --debug, and report what it prints"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(argv: list[str], guard: SignalGuard) -> int:
     """Parse and run; every error becomes lines (or one JSON object) and an exit status."""
-    console, as_json = Console(), "--json" in argv
+    console, as_json = Console(help=_help_for(argv)), "--json" in argv
     place = Rendezvous.found(os.environ)
     try:
         if os.environ.get(COMPLETION_VARIABLE):
@@ -85,7 +84,7 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             argv = meet_at(argv, place[1])
         invocation = prepare(argv or ["--help"])
         console, as_json = _console(invocation), invocation.json
-        end_when_lost(lambda error: write_error(_explain(error, argv, console), console, as_json=as_json))
+        end_when_lost(lambda error: write_error(_explain(error, console), console, as_json=as_json))
         for note in invocation.notes:
             console.note(note)
         if not {"-h", "--help"}.isdisjoint(invocation.args):
@@ -104,7 +103,7 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             raise
         if console.debug:
             write_stderr("".join(traceback.format_exception(error)))
-        failure = _explain(error, argv, console)
+        failure = _explain(error, console)
         write_error(failure, console, as_json=as_json)
         return failure.exit_code
     finally:
@@ -120,6 +119,7 @@ def _console(invocation: Invocation) -> Console:
         color=wants_color(sys.stderr, os.environ, invocation.color),
         quiet=invocation.quiet,
         debug=invocation.debug or os.environ.get("SPD_DEBUG", "0") not in ("", "0"),
+        help=_help_for(invocation.args),
     )
 
 
@@ -130,15 +130,13 @@ def _session(console: Console, guard: SignalGuard) -> Session:
     return Session(console, guard, state / "spd", dumb_terminal=os.environ.get("TERM") in ("dumb", None))
 
 
-def _explain(error: Exception, argv: Sequence[str], console: Console) -> SpdError:
+def _explain(error: Exception, console: Console) -> SpdError:
     """The refusal to show for an exception; what nobody foresaw goes to a log file."""
     if isinstance(error, SpdError):
-        if error.fix:
-            return error
-        return type(error)(error.message, reason=error.reason, fix=[_usual_fix(error, argv)], code=error.code)
+        return error
     if isinstance(error, typer.TyperException):
         message = error.format_message()
-        return UsageError(message[:1].lower() + message[1:].rstrip("."), fix=[_help_for(argv)])
+        return UsageError(message[:1].lower() + message[1:].rstrip("."))
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return ResourceError(
             "out of memory",
@@ -149,19 +147,7 @@ def _explain(error: Exception, argv: Sequence[str], console: Console) -> SpdErro
     return SpdError(
         f"unexpected {type(error).__name__}: {error}",
         reason=() if console.debug else _write_log(error),
-        fix=[REPORT],
     )
-
-
-def _usual_fix(error: SpdError, argv: Sequence[str]) -> str:
-    """What helps against an error of this kind, where the error itself does not say."""
-    if isinstance(error, CheckpointError):
-        return "give another model folder, or download this one again"
-    if isinstance(error, NotFoundError):
-        return "check the name or the path"
-    if isinstance(error, ResourceError):
-        return "ask for less (--ctx, --draft-max), or free memory"
-    return REPORT if isinstance(error, EngineError) else _help_for(argv)
 
 
 def _help_for(argv: Sequence[str]) -> str:

@@ -233,10 +233,10 @@ def _deliver(
 
         title = headline(result).replace("\n", " · ")
         plot_rows(result["rows"], options.plot, title, lambda row: method_label(row, result["rows"]))
-    sink.write(render(result, options))
+    sink.write(render(result, options, sink.columns))
     failures = []
     if not (options.json or options.jsonl or options.csv):
-        sink.write("".join(line + "\n" for line in summary_lines(result)))
+        sink.write_lines("".join(line + "\n" for line in summary_lines(result)))
     if result["equality"]["differences"]:
         failures.append(f"{len(result['equality']['differences'])} texts differ from plain decoding")
     if baseline is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.bench_options import BenchOptions
 from spd.cli.output import to_json
 from spd.cli.table import WIDTH, render_csv, render_markdown, render_table
+from spd.cli.wrap import fit_lines
 
 if TYPE_CHECKING:
     from spd.runtime.measuring.compare import Comparison
@@ -16,8 +17,8 @@ ROW_SCHEMA = "spd.bench.row/1"
 SLOWER = "▼"
 
 
-def render(result: Mapping[str, Any], options: BenchOptions) -> str:
-    """The result in the form that was asked for."""
+def render(result: Mapping[str, Any], options: BenchOptions, columns: int | None = None) -> str:
+    """The result in the form that was asked for; the table in a terminal's columns."""
     rows = result["rows"]
     if options.json:
         return to_json(result) + "\n"
@@ -31,7 +32,8 @@ def render(result: Mapping[str, Any], options: BenchOptions) -> str:
         return "nothing was measured\n"
     if options.markdown:
         return render_markdown(*table_rows(rows))
-    return headline(result) + "\n" + render_table(*table_rows(rows, short=True), expendable=3)
+    table = render_table(*table_rows(rows, short=True), expendable=3, columns=columns)
+    return f"{fit_lines(headline(result), columns)}\n{table}"
 
 
 def headline(result: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from spd.cli.output import (
     write_error,
     write_stderr,
 )
-from spd.cli.table import wrap_line
+from spd.cli.wrap import wrap_line
 from spd.errors import NotFoundError, SpdError, UsageError
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ class Chat:
         from spd.cli.prompt import read_text
 
         self._session, self._sink = session, sink
+        self._console = dataclasses.replace(session.console, help="/help")
         self.store, self.name = store, name
         if conversation is not None and options.model is None:
             options = dataclasses.replace(options, model=conversation.model)
@@ -167,7 +168,7 @@ class Chat:
             except SpdError as error:
                 if not interactive:
                     raise
-                write_error(error, self._session.console, as_json=False)
+                write_error(error, self._console, as_json=False)
         if not (said or interactive):
             raise UsageError(
                 "nothing to talk about: standard input is empty",
@@ -302,7 +303,7 @@ class Chat:
         except SpdError as error:
             if not self._warned_save:
                 self._warned_save = True
-                write_error(error, self._session.console, as_json=False)
+                write_error(error, self._console, as_json=False)
 
     # -- what commands change ------------------------------------------------------------------------
 

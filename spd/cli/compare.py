@@ -48,7 +48,8 @@ def compare(session: Session, options: CompareOptions) -> int:
         sink.write(to_json({"schema": SCHEMA, "threshold": threshold, "comparisons": shown}) + "\n")
     else:
         for path, comparison in zip(options.files[1:], comparisons, strict=True):
-            sink.write(f"{options.files[0].name} → {path.name}\n" + _table(comparison, threshold))
+            words = _table(comparison, threshold, sink.columns)
+            sink.write_lines(f"{options.files[0].name} → {path.name}\n{words}")
     slower = sum(change.regressed(threshold) for each in comparisons for change in each.changes)
     if not slower:
         return 0
@@ -60,7 +61,7 @@ def compare(session: Session, options: CompareOptions) -> int:
     return failure.exit_code
 
 
-def _table(comparison: Comparison, threshold: float) -> str:
+def _table(comparison: Comparison, threshold: float, columns: int | None) -> str:
     rows: list[dict[str, Any]] = [dict(change.row) for change in comparison.changes]
     body = [
         [
@@ -76,7 +77,7 @@ def _table(comparison: Comparison, threshold: float) -> str:
         for row, change in zip(rows, comparison.changes, strict=True)
     ]
     header = ["category", "T", "load", "method", "tok/s", "then", "change", "verdict"]
-    text = render_table(header, body) if body else ""
+    text = render_table(header, body, columns=columns) if body else ""
     for count, where in ((comparison.only_before, "first"), (comparison.only_after, "second")):
         text += f"{count} rows only in the {where}\n" if count else ""
     return text

@@ -100,7 +100,10 @@ def convert_mtp(session: Session, options: ConvertOptions) -> int:
         target = source if options.attach is None else resolve_model(options.attach)
         report = replace(report, verified=_verify(session, target, destination or source))
     sink = Sink.stdout()
-    sink.write(to_json(facts(report)) + "\n" if options.json else convert_lines(report))
+    if options.json:
+        sink.write(to_json(facts(report)) + "\n")
+    else:
+        sink.write_lines(convert_lines(report))
     failure = None if report.verified is None else _fault(session, report.verified)
     if failure is None:
         return 0

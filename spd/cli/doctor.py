@@ -43,12 +43,12 @@ def doctor(session: Session, options: DoctorOptions) -> int:
         done[step.name] = finding
         checks.append(_as_json(step.name, finding, time.perf_counter() - began))
         if not options.json:
-            sink.write(_lines(marks[finding.status], step.name, finding))
+            sink.write_lines(_lines(marks[finding.status], step.name, finding))
     good = all(finding.status != FAILED for finding in done.values())
     if options.json:
         sink.write(to_json({"schema": "spd.doctor/1", "ok": good, "checks": checks}) + "\n")
     else:
-        sink.write(_summary(done))
+        sink.write_lines(_summary(done))
     if options.bug_report is not None:
         write_report(options.bug_report, checks)
         session.console.note(f"wrote {options.bug_report}; read it before you send it")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import textwrap
 from typing import TYPE_CHECKING
 
-from spd.cli.output import Sink, to_json
+from spd.cli.output import Sink, columns_of, to_json
 from spd.cli.table import WIDTH, render_table
+from spd.cli.wrap import fit_lines
 from spd.errors import IncompatibleError
 
 if TYPE_CHECKING:
@@ -34,12 +36,12 @@ def explain(session: Session, options: ExplainOptions) -> int:
             "the traces are of different models", reason=sorted(models), fix=["spd explain one at a time"]
         )
     found = explain_traces(traces)
-    sink.write(to_json(found.as_dict()) + "\n" if options.json else explanation_text(found))
+    sink.write(to_json(found.as_dict()) + "\n" if options.json else explanation_text(found, sink.columns))
     return 0
 
 
-def explanation_text(found: Explanation) -> str:
-    """The table of prospects, acceptance by position, and the paragraph."""
+def explanation_text(found: Explanation, columns: int | None) -> str:
+    """The table of prospects, acceptance by position, and the paragraph, for a terminal or for none."""
     from spd.runtime.measuring.explain_words import paragraph
 
     chosen = [p for p in (found.plain, *found.own, *found.ngram) if _is_shown(p.k, p.method, found)]
@@ -57,13 +59,15 @@ def explanation_text(found: Explanation) -> str:
         ]
         for p in chosen
     ]
-    text = render_table(["", "ms/round", "tok/round", "pays from", "tok/s", "× plain", ""], rows)
+    header = ["", "ms/round", "tok/round", "pays from", "tok/s", "× plain", ""]
+    text = render_table(header, rows, columns=columns)
     measured = " ".join(f"{n}:{ms:.2f}" for n, ms in found.costs.verify.items())
     text += f"verify ms by rows, measured: {measured}\n"
     if found.acceptance.conditional:
         rates = " ".join(f"{rate:.0%}" for rate in found.acceptance.conditional)
         text += f"accepted by position, if all before were: {rates}\n"
-    return text + "\n" + textwrap.fill(paragraph(found), WIDTH) + "\n"
+    words = textwrap.fill(paragraph(found), min(columns or WIDTH, WIDTH))
+    return f"{fit_lines(text, columns)}\n{words}\n"
 
 
 def _is_shown(k: int, method: str, found: Explanation) -> bool:
@@ -111,9 +115,9 @@ def complete(trace: Trace, engine: Engine, request: Request) -> None:
 
 
 def live_explanation(trace: Trace) -> str:
-    """The paragraph after a reply; a sentence where there was too little to see."""
+    """The paragraph after a reply, for standard error; a sentence where there was too little to see."""
     from spd.runtime.measuring.explain import explain as explain_traces
 
     if not trace.rounds:
         return "explain: the reply was too short, nothing was speculated\n"
-    return explanation_text(explain_traces([trace]))
+    return explanation_text(explain_traces([trace]), columns_of(sys.stderr))

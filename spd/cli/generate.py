@@ -13,7 +13,16 @@ from spd.cli.conflicts import check_conflicts
 from spd.cli.explain import complete, live_explanation, trace_header
 from spd.cli.loading import loading
 from spd.cli.options import GenerateOptions, Session
-from spd.cli.output import Sink, TraceFile, check_folder, check_writable, to_json, write_error, write_stderr
+from spd.cli.output import (
+    Sink,
+    TraceFile,
+    check_folder,
+    check_writable,
+    tell,
+    to_json,
+    write_error,
+    write_stderr,
+)
 from spd.cli.signals import Interrupted
 from spd.errors import EngineError
 
@@ -59,7 +68,7 @@ def _show_prompt(session: Session, options: GenerateOptions, job: Job, sink: Sin
     text = render_asked(job.kept, job.vocabulary, job.ids)
     if not options.json:
         sink.write(text if text.endswith("\n") else text + "\n")
-        write_stderr(f"{len(job.ids):,} tokens of {job.context:,}\n")
+        tell(f"{len(job.ids):,} tokens of {job.context:,}")
         return
     shown = {
         "schema": "spd.prompt/1",
@@ -164,7 +173,7 @@ def _finish(options: GenerateOptions, job: Job, delivery: Delivery) -> None:
         delivery.finish_text()
     if options.stats:
         imposed = options.synthetic_acceptance is not None
-        write_stderr(stats_line(delivery.metrics, imposed=imposed) + "\n")
+        tell(stats_line(delivery.metrics, imposed=imposed))
 
 
 def _say_before(session: Session, options: GenerateOptions, job: Job, engine: Engine) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.inspect_run import choose, need_lines, needs, speculation, speculation_lines, wrapped
+from spd.cli.inspect_run import choose, need_lines, needs, speculation, speculation_lines
 from spd.cli.options import InspectOptions, Session
 from spd.cli.output import Sink, to_json
 from spd.errors import IncompatibleError, SpdError
@@ -48,7 +48,7 @@ def inspect(session: Session, options: InspectOptions) -> None:
         if refusal is None:  # else the one object on standard output is the error's
             sink.write(to_json(shown) + "\n")
     else:
-        sink.write("".join(line + "\n" for line in inspect_lines(shown)))
+        sink.write_lines("".join(line + "\n" for line in inspect_lines(shown)))
     for note in target["notes"]:
         session.console.detail(f"note    {note}")
     if refusal is not None:
@@ -253,7 +253,7 @@ def _mtp_lines(mtp: dict[str, Any] | None) -> list[str]:
         return [f"mtp       {mtp['declared']} modules in config.json, none in the weights: see --mtp HEAD"]
     size = f"{_size(mtp['weight_bytes'])} · {_size(mtp['kv_bytes_per_token'])} a token of context"
     unusable = f" · cannot be used: {mtp['error']}" if mtp["error"] else ""
-    return wrapped("mtp", f"{mtp['layout']} · {size}{unusable}")
+    return [f"mtp       {mtp['layout']} · {size}{unusable}"]
 
 
 def _template_words(template: dict[str, Any]) -> str:

@@ -5,13 +5,11 @@ The same rules and sums as the plan's, told without torch.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.table import WIDTH
 from spd.errors import SpdError
 
 if TYPE_CHECKING:
@@ -20,9 +18,9 @@ if TYPE_CHECKING:
     from spd.runtime.drafter import Drafter
     from spd.runtime.memory import MemoryShape
 
+MARGIN = " " * 10
 CONTEXTS = (4096, 16384, 32768, 65536, 131072)
 """Lengths whose memory is told, as far as the model goes."""
-MARGIN = " " * 10
 
 
 @dataclass(frozen=True)
@@ -173,13 +171,11 @@ def speculation_lines(found: Mapping[str, Any]) -> list[str]:
     else:
         text = f"{found['method']}, up to {found['draft_max']} a round: {found['reason']}"
     could = [name for name, how in found["methods"].items() if how["possible"] and name != found["method"]]
-    lines = wrapped("spec", f"auto takes {text}")
+    lines = [f"spec      auto takes {text}"]
     if could:
-        lines += wrapped("", f"also possible: {', '.join(could)}")
-    for name, how in found["methods"].items():
-        if not how["possible"]:
-            lines += wrapped("", f"not {name}: {how['why']}")
-    return lines
+        lines.append(f"{MARGIN}also possible: {', '.join(could)}")
+    blocked = {name: how["why"] for name, how in found["methods"].items() if not how["possible"]}
+    return [*lines, *(f"{MARGIN}not {name}: {why}" for name, why in blocked.items())]
 
 
 def need_lines(need: Mapping[str, Any]) -> list[str]:
@@ -207,19 +203,11 @@ def need_lines(need: Mapping[str, Any]) -> list[str]:
         f"{each['ctx']:,}: {show_size(each['total'])}{'' if each['fits'] else ' (too much)'}"
         for each in need["contexts"]
     )
-    return [
-        *wrapped("needs", words),
-        *(
-            wrapped("", f"the drafter on {need['draft_tp']} of them: {need['draft_tp_reason']}")
-            if need["tp"] > 1
-            else []
-        ),
-        *(wrapped("", there + verdict) if known else []),
-        *(wrapped("", f"by context: {contexts}") if len(need["contexts"]) > 1 else []),
-    ]
-
-
-def wrapped(label: str, words: str) -> list[str]:
-    """A labelled fact on as many lines as it takes."""
-    text = textwrap.wrap(words, WIDTH - len(MARGIN), break_long_words=False, break_on_hyphens=False)
-    return [f"{label:<10}{text[0]}", *(MARGIN + line for line in text[1:])]
+    lines = [f"needs     {words}"]
+    if need["tp"] > 1:
+        lines.append(f"{MARGIN}the drafter on {need['draft_tp']} of them: {need['draft_tp_reason']}")
+    if known:
+        lines.append(f"{MARGIN}{there}{verdict}")
+    if len(need["contexts"]) > 1:
+        lines.append(f"{MARGIN}by context: {contexts}")
+    return lines

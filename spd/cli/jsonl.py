@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.batch_input import BatchLine, Shared, answer_error, read_lines, read_shared, read_wishes
 from spd.cli.options import GenerateOptions, Session
-from spd.cli.output import Sink, cannot_write, to_json, write_stderr
+from spd.cli.output import Sink, cannot_write, tell, to_json
 from spd.cli.signals import Interrupted, SignalGuard
 from spd.cli.ticker import Ticker, clock
 from spd.errors import PartialError, ResourceError, SpdError, UsageError
@@ -72,7 +72,7 @@ def _end(session: Session, options: GenerateOptions, done: Done, seconds: float)
     """Say how it went. Raises PartialError if a line failed, now or in an earlier part."""
     if options.stats and seconds:
         rate = f"{done.tokens / seconds:.1f} tok/s"
-        write_stderr(f"{done.lines:,} lines · {done.tokens:,} tok · {clock(seconds)} · {rate}\n")
+        tell(f"{done.lines:,} lines · {done.tokens:,} tok · {clock(seconds)} · {rate}")
     if done.failed:
         raise PartialError(
             f"{done.failed:,} of {done.lines:,} lines failed",

@@ -14,7 +14,7 @@ from spd.cli.cache_options import ListOptions, PullOptions, RemoveOptions
 from spd.cli.chat_options import ChatOptions
 from spd.cli.loading import loading
 from spd.cli.options import GenerateOptions, Session
-from spd.cli.output import Sink, is_terminal, printable, to_json, write_stderr
+from spd.cli.output import Sink, is_terminal, printable, tell, to_json, write_stderr
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def pull(session: Session, options: PullOptions) -> None:
         sink.write(to_json(shown) + "\n")
     elif options.dry_run:
         lines = [f"{_size(file.size):>12}  {file.name}\n" for file in model.files]
-        sink.write("".join(lines) + f"{_size(model.missing_bytes)} to download\n")
+        sink.write_lines("".join(lines) + f"{_size(model.missing_bytes)} to download\n")
     else:
         sink.write(shown["folder"] + "\n")
 
@@ -111,7 +111,7 @@ def ls(session: Session, options: ListOptions) -> None:
         sink.write(to_json({"schema": "spd.ls/1", "models": models}) + "\n")
         return
     if not models:
-        write_stderr("no model is in the cache; spd pull org/name downloads one, demo is built in\n")
+        tell("no model is in the cache; spd pull org/name downloads one, demo is built in")
         return
     rows = [("MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "RUNS")]
     for model in models:
@@ -121,7 +121,7 @@ def ls(session: Session, options: ListOptions) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     for row in rows:
         padded = [word.ljust(width) for word, width in zip(row, widths, strict=False)]
-        sink.write(printable("  ".join([*padded, row[-1]])).rstrip() + "\n")
+        sink.write_lines(printable("  ".join([*padded, row[-1]])).rstrip() + "\n")
 
 
 def cached_facts(name: str) -> dict[str, Any]:
@@ -168,16 +168,16 @@ def rm(session: Session, options: RemoveOptions) -> None:
             raise NotFoundError(f"{name} is not in the local cache", fix=["spd ls"], code="not_cached")
     sizes = {name: _bytes_below(folder) for name, folder in folders.items()}
     for name, size in sizes.items():
-        write_stderr(f"{_size(size):>12}  {printable(name)}\n")
+        tell(f"{_size(size):>12}  {printable(name)}")
     total = f"{len(folders)} model{'s' if len(folders) > 1 else ''}, {_size(sum(sizes.values()))}"
     if options.dry_run:
-        write_stderr(f"would remove {total}\n")
+        tell(f"would remove {total}")
         return
     if not options.yes:
         if not is_terminal(sys.stdin):
             raise UsageError("nobody can be asked: standard input is no terminal", fix=["spd rm -y NAME"])
         if not _agrees(f"remove {total} from {cache_folder()}?"):
-            write_stderr("nothing was removed\n")
+            tell("nothing was removed")
             return
     for name, folder in folders.items():
         _remove(folder)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from spd.errors import ResourceError, SpdError, UsageError
+from spd.cli.wrap import fit_lines
+from spd.errors import CheckpointError, EngineError, NotFoundError, ResourceError, SpdError, UsageError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -40,16 +41,19 @@ class Console:
     quiet: bool = False
     verbose: bool = False
     debug: bool = False
+    help: str = "spd --help"
+    """What to type where an error knows no better."""
 
     def note(self, text: str) -> None:
         """One line about something the user may not expect; silent with --quiet."""
         if not self.quiet:
-            write_stderr(f"{paint('note:', '36', self.color)} {printable(text)}\n")
+            line = fit_lines(f"note: {printable(text)}", columns_of(sys.stderr))
+            write_stderr(f"{paint('note:', '36', self.color)}{line.removeprefix('note:')}\n")
 
     def detail(self, text: str) -> None:
         """One line that only --verbose shows."""
         if self.verbose:
-            write_stderr(f"{printable(text)}\n")
+            tell(printable(text))
 
 
 def printable(text: str) -> str:
@@ -82,11 +86,23 @@ def is_terminal(stream: IO[Any] | None) -> bool:
         return False
 
 
+def columns_of(stream: IO[Any] | None) -> int | None:
+    """How wide a stream's terminal is now; None where it is none."""
+    if stream is None or not is_terminal(stream):
+        return None
+    with suppress(OSError, ValueError, AttributeError):
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    return 80
+
+
 def terminal_columns() -> int:
     """How wide the terminal of standard output is now."""
-    with suppress(OSError, ValueError, AttributeError):
-        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
-    return 80
+    return columns_of(sys.stdout) or 80
+
+
+def tell(text: str) -> None:
+    """Write lines for people to standard error, broken between words where its terminal is too narrow."""
+    write_stderr(fit_lines(text, columns_of(sys.stderr)) + "\n")
 
 
 def write_stderr(text: str) -> None:
@@ -101,26 +117,38 @@ def write_stderr(text: str) -> None:
 
 def write_error(error: SpdError, console: Console, *, as_json: bool) -> None:
     """Show what is wrong, why, and what to type instead: as lines, or as one JSON object on stdout."""
+    fixes = list(error.fix or [usual_fix(error, console.help)])
     if as_json:
         shown = {
             "code": error.code,
             "exit": error.exit_code,
             "message": error.message,
             "reason": list(error.reason),
-            "fix": list(error.fix),
+            "fix": fixes,
         }
         with suppress(OutputClosed, SpdError):
             sink = Sink.stdout()
             sink.write(to_json({"error": shown}) + "\n")
             return
     first, *more = error.message.splitlines() or [""]
-    lines = [f"{paint('error:', '1;31', console.color)} {printable(first)}"]
+    lines = [f"error: {printable(first)}"]
     lines += [f"  {printable(line)}" for text in (*more, *error.reason) for line in text.splitlines()]
-    label = "fix:"
-    for fix in error.fix:
-        lines.append(f"  {paint(label, '32', console.color)} {printable(fix)}")
-        label = "    "
-    write_stderr("\n".join(lines) + "\n")
+    lines += [f"  {'    ' if number else 'fix:'} {printable(fix)}" for number, fix in enumerate(fixes)]
+    words = fit_lines("\n".join(lines), columns_of(sys.stderr))
+    words = words.replace("error:", paint("error:", "1;31", console.color), 1)
+    write_stderr(words.replace("\n  fix:", f"\n  {paint('fix:', '32', console.color)}", 1) + "\n")
+
+
+def usual_fix(error: SpdError, help_words: str) -> str:
+    """What helps against an error of this kind, where the error itself does not say."""
+    if isinstance(error, CheckpointError):
+        return "give another model folder, or download this one again"
+    if isinstance(error, NotFoundError):
+        return "check the name or the path"
+    if isinstance(error, ResourceError):
+        return "ask for less (--ctx, --draft-max), or free memory"
+    unforeseen = isinstance(error, EngineError) or type(error) is SpdError
+    return "run it again with --debug, and report what it prints" if unforeseen else help_words
 
 
 def to_json(value: object) -> str:
@@ -176,6 +204,11 @@ class Sink:
         return self._terminal
 
     @property
+    def columns(self) -> int | None:
+        """How wide its terminal is now; None where it is none."""
+        return columns_of(sys.stdout) if self._terminal else None
+
+    @property
     def is_unicode(self) -> bool:
         """Whether it can show every character."""
         return "utf" in self._encoding.lower()
@@ -188,6 +221,10 @@ class Sink:
     def write(self, text: str) -> None:
         """Write text as it is; on a terminal its control characters are spelled out."""
         self.write_styled(printable(text) if self._terminal else text)
+
+    def write_lines(self, text: str) -> None:
+        """Write lines for people, broken between words where a terminal is too narrow for them."""
+        self.write(fit_lines(text, self.columns))
 
     def write_styled(self, text: str) -> None:
         """Write text whose control characters are meant."""

@@ -4,39 +4,44 @@ from __future__ import annotations
 
 import csv
 import io
-import textwrap
 from collections.abc import Sequence
 
+from spd.cli.wrap import cells, fit_lines
+
 WIDTH = 80
+NUMERIC = tuple("0123456789+-<>")
 
 
-def wrap_line(line: str, columns: int) -> str:
-    """A line broken between words, where it is too long for so many columns; what follows is indented."""
-    if len(line) < columns:
-        return line
-    indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return textwrap.fill(
-        line,
-        max(columns - 1, len(indent) + 8),
-        subsequent_indent=indent,
-        expand_tabs=False,
-        replace_whitespace=False,
-        break_on_hyphens=False,
-    )
+def render_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, expendable: int = 0, columns: int | None = None
+) -> str:
+    """Words to the left, numbers to the right, in a terminal's columns, or in 80 where they can be.
 
-
-def render_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, expendable: int = 0) -> str:
-    """Words to the left, numbers to the right, in 80 columns where they can be.
-
-    What is too wide stands closer together, then goes without up to `expendable` of its last columns.
+    What is too wide stands closer together, then goes without up to `expendable` of its last columns; on a
+    terminal that is narrower still each row becomes a line of named cells.
     """
     text = ""
     for dropped in range(expendable + 1):
         kept = len(header) - dropped
         for gap in ("  ", " "):
             text = _aligned([row[:kept] for row in (header, *rows)], gap)
-            if max(map(len, text.splitlines())) <= WIDTH:
+            if max(map(cells, text.splitlines())) <= (columns or WIDTH):
                 return text
+    return text if columns is None else fit_lines(_named(header, rows), columns)
+
+
+def _named(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A line a row: words as they are, numbers with their names; what is left out at its start, as above."""
+    text = ""
+    above: Sequence[str] = ()
+    for row in rows:
+        given = next((i for i, cell in enumerate(row) if cell), 0)
+        above = [*above[:given], *row[given:]]
+        shown = [
+            f"{name} {cell}" if name and cell[:1] in NUMERIC else cell
+            for name, cell in zip(header, above, strict=True)
+        ]
+        text += " · ".join(cell for cell in shown if cell) + "\n"
     return text
 
 

@@ -66,7 +66,10 @@ def verify(session: Session, options: VerifyOptions) -> int:
         certificate = _examine(session, options, reference, candidate, temperatures, ticker)
     if options.output is not None:
         options.output.write_text(to_json(certificate) + "\n", encoding="utf-8")
-    sink.write(to_json(certificate) + "\n" if options.json else _words(certificate))
+    if options.json:
+        sink.write(to_json(certificate) + "\n")
+    else:
+        sink.write_lines(_words(certificate))
     if certificate["passed"]:
         return 0
     failure = CheckFailedError(

@@ -276,6 +276,18 @@ def test_a_terminal_that_shrinks_while_a_reply_comes(terminal: Callable[..., Ter
     assert all(len(row) < 40 for row in narrow[-4:-1]) and len(narrow) > 4
 
 
+def test_a_refused_line_says_what_to_type(terminal: Callable[..., Terminal]) -> None:
+    chat = terminal("--no-save", NO_COLOR="1")
+    chat.wait("mem ")
+    for line in ("/nothing", "/set temperature=-1"):
+        chat.type(f"{line}\r")
+        chat.wait("error: ")
+        assert chat.wait("fix: ").count(b"\n") <= 4
+        chat.wait("›")
+    chat.type("\x04")
+    assert chat.end() == 0
+
+
 def test_drafts_are_coloured_or_underlined(terminal: Callable[..., Terminal]) -> None:
     for more, style in (({}, b"\x1b[32m"), ({"NO_COLOR": "1"}, b"\x1b[4m")):
         chat = terminal("--show-drafts", "--no-save", **more)

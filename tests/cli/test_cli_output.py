@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spd.cli.output import Console, Sink, check_writable, printable, to_json, wants_color, write_error
-from spd.errors import IncompatibleError, ResourceError, UsageError
+from spd.errors import CheckpointError, IncompatibleError, ResourceError, SpdError, UsageError
 
 
 class Terminal(io.StringIO):
@@ -132,3 +132,22 @@ def test_early_check_of_a_file(tmp_path: Path) -> None:
     for bad in (tmp_path, tmp_path / "no" / "file"):
         with pytest.raises(UsageError, match="cannot write"):
             check_writable(bad)
+
+
+@pytest.mark.parametrize(
+    ("bare", "fix"),
+    [
+        (UsageError("x"), "/help"),
+        (IncompatibleError("x"), "/help"),
+        (CheckpointError("x"), "give another model folder, or download this one again"),
+        (SpdError("x"), "run it again with --debug, and report what it prints"),
+    ],
+)
+def test_an_error_that_knows_no_fix_gets_one(
+    bare: SpdError, fix: str, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    for as_json in (False, True):
+        write_error(bare, Console(help="/help"), as_json=as_json)
+    out, err = capfdbinary.readouterr()
+    assert err.decode().splitlines() == ["error: x", f"  fix: {fix}"]
+    assert json.loads(out)["error"]["fix"] == [fix]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -215,20 +216,40 @@ def test_stdin_is_left_alone_by_help(spd_run: Callable) -> None:
     assert spd_run("generate", "--help", closed=True).code == 0
 
 
-@pytest.mark.parametrize(
-    ("error", "fix"),
-    [
-        (errors.UsageError("x"), "spd generate --help"),
-        (errors.NotFoundError("x"), "check the name"),
-        (errors.CheckpointError("x"), "another model folder"),
-        (errors.IncompatibleError("x"), "spd generate --help"),
-        (errors.ResourceError("x"), "ask for less"),
-        (errors.EngineError("x"), "--debug"),
-        (errors.CheckFailedError("x", fix=["y"]), "y"),
-        (errors.NetworkError("x"), "--help"),
-        (ValueError("x"), "--debug"),
-    ],
-)
+ERRORS = [
+    (errors.UsageError("x"), "spd generate --help"),
+    (errors.NotFoundError("x"), "check the name"),
+    (errors.CheckpointError("x"), "another model folder"),
+    (errors.IncompatibleError("x"), "spd generate --help"),
+    (errors.ResourceError("x"), "ask for less"),
+    (errors.EngineError("x"), "--debug"),
+    (errors.CheckFailedError("x", fix=["y"]), "y"),
+    (errors.PartialError("x"), "--help"),
+    (errors.NetworkError("x"), "--help"),
+    (errors.SpdError("x"), "--debug"),
+    (ValueError("x"), "--debug"),
+]
+
+
+def test_every_exit_code_is_told_and_tried() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    codes = {kind.exit_code for kind in kinds if issubclass(kind, errors.SpdError)}
+    assert {getattr(error, "exit_code", 1) for error, _ in ERRORS} == codes == set(range(1, 10))
+    told = (ROOT / "README.md").read_text().partition("Exit codes: ")[2].partition("\n\n")[0]
+    assert [int(number) for number in re.findall(r"\b\d+\b", told)] == [*range(10), 130, 141, 143]
+
+
+def test_errors_are_written_where_what_to_type_is_added() -> None:
+    """But for a rank that has lost the others and everything else with them."""
+    writers = [
+        path.name
+        for path in (ROOT / "spd").rglob("*.py")
+        if re.search(r"""["']error:""", path.read_text(encoding="utf-8"))
+    ]
+    assert sorted(writers) == ["output.py", "rank.py"]
+
+
+@pytest.mark.parametrize(("error", "fix"), ERRORS)
 def test_every_error_has_a_fix_and_keeps_its_status(
     error: Exception, fix: str, spd_run: Callable, assert_refused: Callable, model: Path, script
 ) -> None:

@@ -1,0 +1,48 @@
+"""Lines that people read, broken between words where their terminal is too narrow."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_LABEL = re.compile(r" *(?:\S+ )?\S+ {2,}(?=\S)")
+"""What stands in front of a fact: one or two words and a gap."""
+_PASTED = re.compile(
+    r" *(?:fix: )?(?:spd|echo|export|hf|iconv|jq|pip|torchrun|unset|[A-Z_]+=\S*|[-/{]\S*)(?: |$)"
+)
+"""The beginning of a line that is typed as it stands."""
+
+
+def fit_lines(text: str, columns: int | None) -> str:
+    """Text whose lines fit so many columns; None is no terminal, where nothing is broken."""
+    if columns is None:
+        return text
+    return "\n".join(wrap_line(line, columns) for line in text.split("\n"))
+
+
+def wrap_line(line: str, columns: int) -> str:
+    """A line on as many rows as it takes, further ones indented below its fact or by two blanks.
+
+    A word longer than a row, and a line to be pasted, are left to the terminal, which copies them whole.
+    """
+    if cells(line) < columns or _PASTED.match(line):
+        return line
+    label = _LABEL.match(line)
+    indent = label.end() if label else len(line) - len(line.lstrip()) + 2
+    hang = " " * (indent if indent <= columns // 3 else 2)
+    rows: list[str] = []
+    row = ""
+    for word in re.findall(r"\s*\S+", line):
+        if row.strip() and cells(row + word) >= columns:
+            rows.append(row)
+            row = hang + word.lstrip()
+        else:
+            row += word
+    return "\n".join([*rows, row])
+
+
+def cells(text: str) -> int:
+    """Columns that a text takes at most."""
+    if text.isascii():
+        return len(text)
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)

@@ -1,0 +1,189 @@
+"""One command on a pseudo-terminal of 40, 80 and 200 columns, and what colour variables change of it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from spd.cli.table import render_table
+from spd.cli.wrap import cells, fit_lines, wrap_line
+from tests.recipes.tiny_dense import write_dense
+
+ROOT = Path(__file__).resolve().parents[2]
+STYLE = re.compile(r"\x1b\[([0-9;]*)m")
+COLOUR = re.compile(r"(?:^|;)(?:3[0-8]|4[0-8]|9[0-7])(?:;|$)")
+GENERATE = """
+import sys
+import spd.runtime
+from tests.cli.conftest import FakeEngine, Script
+pieces = ["A reply of words that goes on beyond", " the edge of a narrow terminal without a break."]
+vars(spd.runtime)["Engine"] = lambda config, progress=None: FakeEngine(config, Script(pieces=pieces))
+from spd.cli.app import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def on_terminal(*argv: object, columns: int = 80, code: str = "", **more: str) -> tuple[int, str]:
+    """Exit status and everything that a command wrote to a terminal of its own."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    unset = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS", "SPD_MODEL", "SPD_DEBUG")
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    process = subprocess.Popen(
+        [sys.executable, *(("-c", code) if code else ("-m", "spd")), *map(str, argv)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=ROOT,
+        env={**kept, "TERM": "xterm-256color", "PYTHONUTF8": "1", "HF_HUB_OFFLINE": "1", **more},
+    )
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            seen += os.read(ours, 65536)
+        except OSError:  # nobody holds the other side any more
+            break
+    os.close(ours)
+    return process.wait(), seen.decode().replace("\r\n", "\n")
+
+
+def plain(text: str) -> str:
+    """Text without styles, and without what a line held before it was written over."""
+    return "\n".join(line.rpartition("\r")[2] for line in STYLE.sub("", text).split("\n"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dense(tmp_path_factory.mktemp("model") / "m", "mistral", layers=1)
+
+
+PLAIN_ERROR = """\
+note: --temp is --temperature here
+error: nothing to generate from
+  No PROMPT argument and stdin is a terminal.
+  fix: spd generate "your prompt"
+       echo "your prompt" | spd generate
+"""
+COLOURED_ERROR = (
+    PLAIN_ERROR.replace("note:", "\x1b[36mnote:\x1b[0m")
+    .replace("error:", "\x1b[1;31merror:\x1b[0m")
+    .replace("fix:", "\x1b[32mfix:\x1b[0m")
+)
+FORMS = {
+    "terminal": ({}, True, True),
+    "no-color": ({"NO_COLOR": "1"}, False, True),
+    "dumb": ({"TERM": "dumb"}, False, False),
+    "force-color": ({"FORCE_COLOR": "1"}, True, True),
+    "force-color-dumb": ({"FORCE_COLOR": "1", "TERM": "dumb"}, True, False),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_colour_of_an_error_and_of_help(form: str) -> None:
+    """Help has bold and dim text without colour too, but for a terminal that knows no styles."""
+    environment, coloured, styled = FORMS[form]
+    assert on_terminal("generate", "--temp", "1", **environment) == (
+        2,
+        COLOURED_ERROR if coloured else PLAIN_ERROR,
+    )
+    status, text = on_terminal("ls", "--help", **environment)
+    styles = set(STYLE.findall(text))
+    assert status == 0 and "\x1b" not in STYLE.sub("", text) and bool(styles) == styled
+    assert any(map(COLOUR.search, styles)) == (coloured and styled)
+    assert plain(text) == plain(on_terminal("ls", "--help")[1])
+
+
+@pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}, {"FORCE_COLOR": "1", "NO_COLOR": "1"}])
+def test_colour_of_a_pipe(environment: dict[str, str]) -> None:
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    done = subprocess.run(
+        [sys.executable, "-m", "spd", "generate", "-p", "Hi", "--messages", "x"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**kept, **environment},
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert ("\x1b[1;31merror:\x1b[0m" in done.stderr) == (environment == {"FORCE_COLOR": "1"})
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_reports_break_between_words(columns: int, folder: Path, tmp_path: Path) -> None:
+    """The same words at every width, no row wider than the terminal but a single word or what is pasted."""
+    for argv in (["inspect", folder], ["doctor", "--quick"], ["generate", "--temp", "1"], ["ls"]):
+        more = {"HF_HUB_CACHE": str(tmp_path / "cache"), "XDG_CACHE_HOME": "/tmp"}
+        text = plain(on_terminal(*argv, columns=columns, **more)[1])
+        wide = plain(on_terminal(*argv, columns=900, **more)[1])
+        drop = re.compile(r"\d+(?:\.\d+)?")  # free memory and disk change from run to run
+        assert drop.sub("", text).split() == drop.sub("", wide).split()
+        for row in text.split("\n"):
+            assert cells(row) <= columns or len(row.split()) == 1 or '"your prompt"' in row, row
+        assert columns == 40 or max(map(cells, wide.split("\n"))) < columns or text != wide
+
+
+def test_an_error_at_forty_columns() -> None:
+    status, text = on_terminal("generate", "--temp", "1", columns=40, NO_COLOR="1")
+    assert status == 2 and text == PLAIN_ERROR.replace("is a terminal", "is a\n    terminal")
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_a_streamed_reply_is_left_to_the_terminal_and_its_figures_are_not(columns: int, model: Path) -> None:
+    argv = ["generate", "-m", model, "--stats", "Hi"]
+    status, text = on_terminal(*argv, columns=columns, code=GENERATE, NO_COLOR="1")
+    reply, *figures = plain(text).rstrip("\n").split("\n")
+    assert status == 0
+    assert reply == ("A reply of words that goes on beyond the edge of a narrow terminal without a break.")
+    assert " ".join(" ".join(figures).split()).startswith("4 tok · ")
+    assert len(figures) == (1 if columns > 40 else 2) and max(map(len, figures)) < columns
+
+
+def test_lines_are_broken_between_words() -> None:
+    fact = "target    demo · DeepseekV3ForCausalLM · 10.69 M params"
+    assert wrap_line(fact, 40).split("\n") == [
+        "target    demo · DeepseekV3ForCausalLM",
+        "          · 10.69 M params",
+    ]
+    assert wrap_line(fact, 56) == fact and fit_lines(fact, None) == fact
+    assert wrap_line("  日本語 日本語 日本語", 16).split("\n") == ["  日本語 日本語", "    日本語"]
+    path = "/a/path/" + "x" * 60
+    assert wrap_line(f"in {path} is nothing", 40).split("\n") == [
+        "in",
+        f"  {path}",
+        "  is nothing",
+    ]
+    command = "  fix: spd generate --draft-model org/name-of-a-model --temperature 0"
+    assert wrap_line(command, 40) == command
+
+
+def test_a_table_on_a_narrow_terminal_becomes_lines() -> None:
+    header = ["category", "T", "method", "tok/s", "acc"]
+    rows = [["code and more", "0", "plain", "48.9", ""], ["", "", "mtp", "104.8", "44%"]]
+    rows.append(["prose", "0.8", "plain", "7.1", ""])
+    assert render_table(header, rows, columns=80) == render_table(header, rows)
+    assert render_table(header, rows, columns=30).split("\n") == [
+        "code and more · T 0 · plain ·",
+        "  tok/s 48.9",
+        "code and more · T 0 · mtp ·",
+        "  tok/s 104.8 · acc 44%",
+        "prose · T 0.8 · plain · tok/s",
+        "  7.1",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_json_is_never_broken(columns: int, folder: Path) -> None:
+    status, text = on_terminal("inspect", "--json", folder, columns=columns)
+    assert status == 0 and text.count("\n") == 1 and json.loads(text)["target"]["architecture"]
