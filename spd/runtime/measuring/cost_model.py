@@ -7,7 +7,8 @@ drafts as were accepted: S_i is the share of rounds in which at least i were.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from math import log
 from statistics import fmean, median
 
 from spd.runtime.draft_length import ROW_COST
@@ -96,41 +97,77 @@ def _slope(known: Mapping[int, float]) -> float:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Shares of rounds that accepted at least 1, 2, … drafts, of those that could have."""
+    """Shares of rounds that accepted at least 1, 2, … drafts, of those that could have.
+
+    `held` has such shares, with their rounds, for each k that whole traces held. They differ: with few drafts
+    a round, more of the rounds lie in text that is easy to draft.
+    """
 
     survival: tuple[float, ...]
     rounds: int
+    held: Mapping[int, Acceptance] = field(default_factory=dict)
 
     def length(self, k: int) -> float:
         """Tokens a round at k on average; positions beyond those seen go on as the last one did."""
-        total, share = 1.0, 1.0
-        for position in range(k):
-            share = self._share(position, share)
-            total += share
-        return total
+        return 1.0 + sum(self.survival_at(k))
 
-    def _share(self, position: int, before: float) -> float:
-        if position < len(self.survival):
-            return self.survival[position]
-        return before * self.conditional[-1] if self.survival else 0.0
+    def survival_at(self, k: int) -> tuple[float, ...]:
+        """The shares of k positions at k drafts a round, on the line through those of every k held."""
+        shares: list[float] = []
+        for position, pooled in enumerate(self.survival[:k]):
+            known = {each: found for each, found in self.held.items() if len(found.survival) > position}
+            share = pooled if len(known) < 2 else _on_line(known, position, k)
+            shares.append(min(max(0.0, share), shares[-1] if shares else 1.0))
+        rate = _conditional(shares)[-1] if shares else 0.0
+        while len(shares) < k:
+            shares.append((shares[-1] if shares else 1.0) * rate)
+        return tuple(shares)
 
     @property
     def conditional(self) -> tuple[float, ...]:
         """The chance of each position, given that all before it were accepted."""
-        before = (1.0, *self.survival)
-        return tuple(now / then if then else 0.0 for then, now in zip(before, self.survival, strict=False))
+        return _conditional(self.survival)
 
-    def bounded(self) -> Acceptance:
-        """The most that a rule with rejection sampling may accept where noise was coupled.
+    def bounded(self, k: int) -> Acceptance:
+        """The most that a rule with rejection sampling may accept at k where noise was coupled.
 
         With a total variation d between draft and target, rejection accepts 1 - d and Gumbel coupling at
         least (1 - d) / (1 + d), so a coupled rate a bounds the other by 2 a / (1 + a).
         """
         share, survival = 1.0, []
-        for rate in self.conditional:
+        for rate in _conditional(self.survival_at(k)):
             share *= 2 * rate / (1 + rate)
             survival.append(share)
         return Acceptance(tuple(survival), self.rounds)
+
+
+def _conditional(survival: Sequence[float]) -> tuple[float, ...]:
+    before = (1.0, *survival)
+    return tuple(now / then if then else 0.0 for then, now in zip(before, survival, strict=False))
+
+
+def _on_line(held: Mapping[int, Acceptance], position: int, k: int) -> float:
+    """The share of a position at k, on the line over log(k) through held ones, each weighed by its rounds."""
+    points = [(log(each), found.survival[position], found.rounds) for each, found in held.items()]
+    total = sum(rounds for _, _, rounds in points)
+    middle, level = (sum(point[i] * point[2] for point in points) / total for i in (0, 1))
+    spread = sum(rounds * (x - middle) ** 2 for x, _, rounds in points)
+    slope = sum(rounds * (x - middle) * (share - level) for x, share, rounds in points) / spread
+    return level + slope * (log(k) - middle)
+
+
+def fit_acceptances(traces: Iterable[Sequence[RoundRecord]]) -> Acceptance:
+    """`fit_acceptance` of all rounds, and for each k that whole traces held by itself."""
+    listed = [[record for record in trace if record.k] for trace in traces]
+    held: dict[int, list[RoundRecord]] = {}
+    for trace in listed:
+        if len({record.k for record in trace}) == 1:
+            held.setdefault(trace[0].k, []).extend(trace)
+    pooled = fit_acceptance(record for trace in listed for record in trace)
+    return replace(
+        pooled,
+        held={k: fit_acceptance(trace) for k, trace in held.items() if len(trace) >= LEAST},
+    )
 
 
 def fit_acceptance(records: Iterable[RoundRecord]) -> Acceptance:

@@ -14,7 +14,7 @@ from spd.runtime.config import MAX_DRAFT
 from spd.runtime.measuring.cost_model import (
     Acceptance,
     CostModel,
-    fit_acceptance,
+    fit_acceptances,
     fit_costs,
     tokens_per_second,
 )
@@ -110,7 +110,7 @@ def explain(traces: Sequence[Trace]) -> Explanation:
     costs = fit_costs(records)
     drafting = [trace for trace in traces if any(record.k for record in trace.rounds)]
     own_records = [record for trace in drafting for record in trace.rounds]
-    acceptance = fit_acceptance(own_records)
+    acceptance = fit_acceptances(trace.rounds for trace in drafting)
     used = Counter(record.k for record in own_records if record.k)
     k = used.most_common(1)[0][0] if used else 0
     plain = _prospect("plain", costs, acceptance, 0, costs.round_ms(0))
@@ -126,7 +126,7 @@ def explain(traces: Sequence[Trace]) -> Explanation:
     )
     bounded = None
     if k and sampled and rule == "coupled":
-        bounded = _prospect(f"{method} rejection", costs, acceptance.bounded(), k, plain.round_ms)
+        bounded = _prospect(f"{method} rejection", costs, acceptance.bounded(k), k, plain.round_ms)
     return Explanation(
         method=method,
         k=k,

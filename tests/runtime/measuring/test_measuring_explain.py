@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -63,6 +64,18 @@ def test_a_length_left_out_is_predicted(rate: float, left_out: int) -> None:
     assert predicted == pytest.approx(truth(left_out, rate), rel=0.1)
     best = max(range(17), key=lambda k: truth(k, rate))
     assert truth(found.best.k, rate) >= 0.97 * truth(best, rate)
+
+
+@pytest.mark.parametrize("left_out", [1, 3, 8])
+def test_acceptance_that_falls_with_k_is_foreseen_from_what_was_held(left_out: int) -> None:
+    """Easy text fills more of the rounds with few drafts. Pooled rates are further off at both ends."""
+    rates = {k: 0.8 - 0.12 * math.log(k) for k in (1, 2, 3, 4, 6, 8)}
+    traces = {k: make_trace(k, rate, rounds=800) for k, rate in rates.items()}
+    found = explain([trace for k, trace in traces.items() if k != left_out])
+    law = sum(rates[left_out] ** i for i in range(left_out + 1))
+    assert found.acceptance.length(left_out) == pytest.approx(law, rel=0.08)
+    together = Trace([record for trace in traces.values() for record in trace.rounds])
+    assert explain([together]).acceptance.held == {}, "k that follows acceptance tells nothing of other k"
 
 
 def test_plain_decoding_is_carried_over_where_no_plain_round_was_seen() -> None:
