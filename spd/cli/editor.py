@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.application import run_in_terminal
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -148,9 +147,15 @@ class Editor:
         app = self._session.app
         if app.loop is None or not app.is_running:
             return False
-        app.loop.call_soon_threadsafe(
-            lambda: run_in_terminal(lambda: write_stderr(text + "\n")), context=app.context
-        )
+
+        def show() -> None:
+            # The terminal stays as it is: while it read lines by itself, Enter would begin a line.
+            app.renderer.erase()
+            write_stderr(text + "\n")
+            app.renderer.request_absolute_cursor_position()
+            app.invalidate()
+
+        app.loop.call_soon_threadsafe(show, context=app.context)
         return True
 
     def wake(self) -> None:
