@@ -87,19 +87,30 @@ class Spread:
         return {**asdict(self), "half_width": self.half_width}
 
 
+WINSORIZED = 7
+"""Values from which on the extremes of a sample are drawn in."""
+
+
 def repeat_interval(values: Sequence[float], confidence: float = 0.95) -> Spread:
     """The median of repeated positive measurements and where the median of as many new ones will lie.
 
-    Student's t on the logarithms: both medians vary, each with pi / 2 times the variance of a mean.
-    Raises ValueError for an empty sample or one that is not positive.
+    Student's t on the logarithms: both medians vary, each with pi / 2 times the variance of a mean. From
+    WINSORIZED values on the least and the largest count as their neighbours, for one hiccup of the machine
+    says little of a median (Tukey & McLaughlin 1963). Raises ValueError for an empty sample or one that is
+    not positive.
     """
     if not values or min(values) <= 0:
         raise ValueError("nothing positive was measured")
     middle, n = median(values), len(values)
     if n < 2:
         return Spread(middle, None, None, tuple(values))
-    deviation = stdev(log(value) for value in values)
-    reach = student_quantile(n - 1, (1 + confidence) / 2) * deviation * sqrt(pi / n)
+    logarithms = sorted(log(value) for value in values)
+    drawn_in = n >= WINSORIZED
+    if drawn_in:
+        logarithms[0], logarithms[-1] = logarithms[1], logarithms[-2]
+    deviation = stdev(logarithms) / (1 - 2 * drawn_in / n)
+    freedom = n - 1 - 2 * drawn_in
+    reach = student_quantile(freedom, (1 + confidence) / 2) * deviation * sqrt(pi / n)
     return Spread(middle, middle * exp(-reach), middle * exp(reach), tuple(values))
 
 
