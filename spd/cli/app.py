@@ -6,13 +6,15 @@ body loads what it needs when it runs.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 from typer.main import get_command
@@ -26,6 +28,7 @@ from spd.cli.output import (
     Console,
     OutputClosed,
     hold_standard_descriptors,
+    is_terminal,
     silence_stdout,
     wants_color,
     write_error,
@@ -70,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(argv: list[str], guard: SignalGuard) -> int:
     """Parse and run; every error becomes lines (or one JSON object) and an exit status."""
+    session: Session | None = None
     console, as_json = Console(help=_help_for(argv)), "--json" in argv
     place = Rendezvous.found(os.environ)
     try:
@@ -84,15 +88,32 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             argv = meet_at(argv, place[1])
         invocation = prepare(argv or ["--help"])
         console, as_json = _console(invocation), invocation.json
+        if invocation.offline:
+            os.environ["HF_HUB_OFFLINE"] = "1"
+        if invocation.no_input and is_terminal(sys.stdin):
+            sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
         end_when_lost(lambda error: write_error(_explain(error, console), console, as_json=as_json))
         for note in invocation.notes:
             console.note(note)
-        if not {"-h", "--help"}.isdisjoint(invocation.args):
-            load_help()
         asked = next(iter(invocation.args), "")
         command = get_command(build_app((asked,)))
+        defaults: dict[str, Any] = {}
+        session = _session(console, guard)
+        if not {"-h", "--help"}.isdisjoint(invocation.args):
+            load_help()
+        elif asked in COMMANDS and (files := _config_files(invocation)):
+            from spd.cli.config import read_defaults
+
+            found = read_defaults(asked, files)
+            console = _console(invocation, found.values)
+            session = dataclasses.replace(session, console=console, told=tuple(found.words()))
+            defaults = {asked: found.values}
         result = command(
-            args=list(invocation.args), prog_name="spd", standalone_mode=False, obj=_session(console, guard)
+            args=list(invocation.args),
+            prog_name="spd",
+            standalone_mode=False,
+            obj=session,
+            default_map=defaults,
         )
         return result if isinstance(result, int) else 0
     except SystemExit as stop:  # how Typer and rich end when standard output breaks under their help
@@ -104,6 +125,8 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
         if console.debug:
             write_stderr("".join(traceback.format_exception(error)))
         failure = _explain(error, console)
+        if session is not None and failure.exit_code in (2, 4):
+            failure.reason = (*failure.reason, *session.told)
         write_error(failure, console, as_json=as_json)
         return failure.exit_code
     finally:
@@ -111,16 +134,28 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             dismiss(place[1])
 
 
-def _console(invocation: Invocation) -> Console:
+def _console(invocation: Invocation, defaults: Mapping[str, Any] | None = None) -> Console:
     """How this run talks, from its flags and the environment; rich reads the choice from the latter."""
-    if invocation.color == "never":
+    files = defaults or {}
+    color = invocation.color or files.get("color")
+    if color == "never":
         os.environ["NO_COLOR"] = "1"
     return Console(
-        color=wants_color(sys.stderr, os.environ, invocation.color),
-        quiet=invocation.quiet,
+        color=wants_color(sys.stderr, os.environ, color),
+        quiet=invocation.quiet or files.get("quiet", False),
         debug=invocation.debug or os.environ.get("SPD_DEBUG", "0") not in ("", "0"),
         help=_help_for(invocation.args),
     )
+
+
+def _config_files(invocation: Invocation) -> list[tuple[Path, bool]]:
+    """The person's file, or the one that was named, then the project's; whether each is a project's."""
+    if invocation.config is not None:
+        return [(Path(invocation.config), False)]
+    home = os.environ.get("XDG_CONFIG_HOME", "")
+    folder = Path(home) if os.path.isabs(home) else Path("~/.config").expanduser()
+    files = [(folder / "spd" / "config.toml", False), (Path("spd.toml"), True)]
+    return [(path, is_project) for path, is_project in files if path.is_file()]
 
 
 def _session(console: Console, guard: SignalGuard) -> Session:

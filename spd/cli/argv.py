@@ -75,7 +75,9 @@ FOREIGN_SWITCHES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 BEAM_FLAGS = frozenset({"--num-beams", "--beam", "--beams", "--beam-size", "--beam-width", "--beam-search"})
 
 SHARED_FLAGS = frozenset({"--json", "-q", "--quiet", "-v", "--verbose", "--no-color", "--debug"})
-"""Flags that may also stand before the command."""
+SHARED_FLAGS |= {"--offline", "--no-input"}
+SHARED_VALUES = ("--color", "--config")
+"""Options that may also stand before the command, the latter with a value."""
 
 FLAGS = SHARED_FLAGS | {
     "-h",
@@ -107,6 +109,9 @@ class Invocation:
     debug: bool
     quiet: bool
     color: str | None
+    offline: bool = False
+    no_input: bool = False
+    config: str | None = None
 
 
 def prepare(argv: Sequence[str]) -> Invocation:
@@ -154,6 +159,9 @@ def prepare(argv: Sequence[str]) -> Invocation:
         debug="--debug" in seen,
         quiet="-q" in seen or "--quiet" in seen,
         color="never" if "--no-color" in seen else seen.get("--color"),
+        offline="--offline" in seen,
+        no_input="--no-input" in seen,
+        config=seen.get("--config"),
     )
 
 
@@ -189,9 +197,9 @@ def _shared_after_command(words: list[str]) -> list[str]:
     """Move flags such as --json or --color WHEN from before the command to just after it."""
     end = 0
     while end < len(words):
-        if words[end] == "--color":
+        if words[end] in SHARED_VALUES:
             end += 2
-        elif words[end] in SHARED_FLAGS or words[end].startswith("--color="):
+        elif words[end] in SHARED_FLAGS or words[end].partition("=")[0] in SHARED_VALUES:
             end += 1
         else:
             break

@@ -5,22 +5,24 @@ A command is imported only when it is named: help of all of them, and TAB, need 
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import typer
 
 from spd import __version__
-from spd.cli.options import as_command
+from spd.cli.options import CommonOptions, Session, as_utf8
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
 
 Standard output carries the answer, standard error everything else. The model `demo` is built in.
---json, --color, -q, -v and --debug may stand before the command too.
+--json, --color, --config, --offline, -q and -v may stand before the command too.
 """
 
 ROOT_EXAMPLES = (
@@ -236,3 +238,41 @@ def root(
     ),
 ) -> None:
     """Holds the options that stand before a command."""
+
+
+TEXTS = ("prompt", "prompt_option", "system", "template_arg", "stop", "regex")
+"""Options whose value is text and never a path, which has to stay as the system gave it."""
+
+
+Options = TypeVar("Options", bound=CommonOptions)
+
+
+def as_command(
+    body: Callable[[Session, Options], int | None], options: type[Options]
+) -> Callable[..., int | None]:
+    """A function with one parameter for each field of `options`, as Typer reads commands."""
+
+    def run(context: typer.Context, **values: Any) -> int | None:
+        session: Session = context.obj
+        console = dataclasses.replace(session.console, verbose=values["verbose"])
+        for line in session.told:
+            console.detail(f"config  {line}")
+        values |= {name: as_utf8(values[name]) for name in TEXTS if name in values}
+        return body(dataclasses.replace(session, console=console), options(**values))
+
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    ]
+    for field in dataclasses.fields(options):
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        parameters.append(
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
+            )
+        )
+    run.__name__ = body.__name__
+    run.__doc__ = body.__doc__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__dict__["__signature__"] = inspect.Signature(parameters)
+    return run

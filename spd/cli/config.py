@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import typer
+from typer.main import get_command
 
-from spd.cli.commands import COMMANDS
+from spd.cli.commands import COMMANDS, build_app
 from spd.errors import NotFoundError, UsageError
 
 if sys.version_info >= (3, 11):
@@ -24,13 +25,13 @@ else:
     import tomli as tomllib
 
 TYPED = frozenset(
-    {"config", "continue", "dry-run", "file", "force", "help", "json", "jsonl", "messages", "no-input", "output"}
-    | {"prompt", "prompt-ids", "pull", "rendezvous", "resume", "session", "version", "yes"}
+    {"config", "continue", "dry-run", "file", "force", "help", "json", "jsonl", "messages", "no-input"}
+    | {"output", "prompt", "prompt-ids", "pull", "rendezvous", "resume", "session", "version", "yes"}
 )
 """Options that no file may set."""
 PROJECT = frozenset(
-    {"color", "ctx", "device", "draft-max", "draft-model", "dtype", "hide-thinking", "markdown", "model", "mtp"}
-    | {"quantize", "quiet", "revision", "show-drafts", "spec", "stats", "verbose"}
+    {"color", "ctx", "device", "draft-max", "draft-model", "dtype", "hide-thinking", "markdown", "model"}
+    | {"mtp", "quantize", "quiet", "revision", "show-drafts", "spec", "stats", "verbose"}
 )
 """Options that a project's own file may set, since it comes with whatever was downloaded."""
 FOLDERS = frozenset({"draft-model", "model", "mtp"})
@@ -52,26 +53,17 @@ class Defaults:
         ]
 
 
-def read_defaults(name: str, params: Mapping[str, Any], files: Sequence[tuple[Path, bool]]) -> Defaults:
-    """What the files say of a command, a later one before an earlier one; `params` are its options by long name.
+def read_defaults(name: str, files: Sequence[tuple[Path, bool]]) -> Defaults:
+    """What the files say of a command, a later one before an earlier one.
 
     The second of a pair says whether the file is a project's. Raises UsageError naming file and key.
     """
+    params = _options_of(name)
     values: dict[str, Any] = {}
     origins: dict[str, Path] = {}
     for path, is_project in files:
-        loaded = _load(path)
-        tables = {key: value for key, value in loaded.items() if isinstance(value, dict)}
-        for key in tables:
-            if key not in COMMANDS:
-                raise _fault(path, f"[{key}] is not a command", _close(key, COMMANDS))
-        given = {key: value for key, value in loaded.items() if key not in tables}
-        for key, value in (given | tables.get(name, {})).items():
+        for key, value in _settings(path, name, params).items():
             _check_key(path, key, is_project)
-            if key not in params:
-                if key in given:
-                    continue  # another command has it
-                raise _fault(path, f"spd {name} has no option --{key}", _close(key, params))
             if is_project and key in FOLDERS:
                 _check_inside(path, key, value)
             values[params[key].name] = _converted(path, key, value, params[key])
@@ -79,27 +71,40 @@ def read_defaults(name: str, params: Mapping[str, Any], files: Sequence[tuple[Pa
     return Defaults(values, origins)
 
 
-def options_of(command: Any) -> dict[str, Any]:
+def _settings(path: Path, name: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's keys for one command, its table before the rest. Raises UsageError for what no command has."""
+    loaded = _load(path)
+    tables = {key: value for key, value in loaded.items() if isinstance(value, dict)}
+    shared = {key: value for key, value in loaded.items() if key not in tables}
+    for key in tables:
+        if key not in COMMANDS:
+            raise _fault(path, f"[{key}] is not a command", _close(key, COMMANDS))
+    own = tables.get(name, {})
+    for key in own:
+        if key not in params:
+            raise _fault(path, f"spd {name} has no option --{key}", _close(key, params))
+    if unknown := shared.keys() - params.keys() - TYPED:
+        known = {option for command in COMMANDS for option in _options_of(command)}
+        for key in sorted(unknown - known):
+            raise _fault(path, f"no command has an option --{key}", _close(key, known))
+    return {key: value for key, value in {**shared, **own}.items() if key in params or key in TYPED}
+
+
+def _options_of(name: str) -> dict[str, Any]:
     """A command's options by their long names."""
+    command: Any = get_command(build_app((name,)))
     return {
         option[2:]: param
-        for param in command.params
+        for param in command.commands[name].params
         for option in param.opts
         if option.startswith("--")
     }
 
 
-def check_names(path: Path, known: Sequence[str]) -> None:
-    """Refuse keys that no command has. Raises UsageError."""
-    for key, value in _load(path).items():
-        if not isinstance(value, dict) and key not in known:
-            raise _fault(path, f"no command has an option --{key}", _close(key, known))
-
-
 def _load(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
+            return dict(tomllib.load(file))
     except FileNotFoundError:
         raise NotFoundError(f"no file {path}", fix=["--config FILE that is there"], code="no_file") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -110,16 +115,14 @@ def _check_key(path: Path, key: str, is_project: bool) -> None:
     if key in TYPED:
         raise _fault(path, f"--{key} has to be typed", [f"leave {key} out"])
     if is_project and key not in PROJECT:
-        raise _fault(
-            path, f"a project's file may not set {key}", [f"set {key} in your own config.toml, or with --config FILE"]
-        )
+        raise _fault(path, f"a project's file may not set {key}", ["set it in your own config.toml"])
 
 
 def _check_inside(path: Path, key: str, value: object) -> None:
     """A project names models of the hub and folders of its own, nothing else of this machine."""
     inside = isinstance(value, str) and not value.startswith(("/", "~")) and ".." not in Path(value).parts
     if not inside:
-        raise _fault(path, f"{key} = {value!r} leads out of the project", ["org/name, or a folder below this file"])
+        raise _fault(path, f"{key} = {value!r} leads out of the project", ["org/name, or a folder in it"])
 
 
 def _converted(path: Path, key: str, value: object, param: Any) -> Any:
@@ -127,9 +130,9 @@ def _converted(path: Path, key: str, value: object, param: Any) -> Any:
     several = isinstance(value, list)
     items = value if isinstance(value, list) else [value]
     is_flag = bool(getattr(param, "is_flag", False))
-    fits = all(isinstance(item, bool if is_flag else (str, int, float)) for item in items)
-    if not fits or (several and not param.multiple) or (not is_flag and any(isinstance(v, bool) for v in items)):
-        wanted = "true or false" if is_flag else "a list" if several else "a number or a text"
+    fits = all(isinstance(item, (str, int, float)) and isinstance(item, bool) == is_flag for item in items)
+    if not fits or (several and not param.multiple):
+        wanted = "true or false" if is_flag else "a number or a text"
         raise _fault(path, f"{key} = {value!r} is not {wanted}", [f"spd --help says what --{key} takes"])
     shown: Any = value if is_flag else [str(item) for item in items] if param.multiple else str(value)
     try:
@@ -143,5 +146,5 @@ def _fault(path: Path, words: str, fix: Sequence[str]) -> UsageError:
     return UsageError(f"{path}: {words}", fix=fix or [f"mend {path}"], code="config")
 
 
-def _close(word: str, known: Sequence[str] | Mapping[str, Any]) -> list[str]:
+def _close(word: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(word, list(known), n=1)

@@ -57,14 +57,14 @@ def ensure_models(session: Session, options: GenerateOptions | ChatOptions) -> N
 
 
 def _ensure(session: Session, reference: str | None, revision: str | None, *, consented: bool) -> None:
-    from spd.formats.hub import is_repository_name, resolve_model
+    from spd.formats.hub import is_offline, is_repository_name, resolve_model
 
     if reference is None or not is_repository_name(reference):
         return
     try:
         resolve_model(reference, revision)
     except NotFoundError:
-        if not consented and not (is_terminal(sys.stdin) and is_terminal(sys.stderr)):
+        if is_offline() or (not consented and not (is_terminal(sys.stdin) and is_terminal(sys.stderr))):
             raise
         model = _look_up(session, reference, revision)
         if not consented and not _agrees(f"download {reference}, {_size(model.missing_bytes)}?"):

@@ -7,14 +7,11 @@ generated that nobody calls: that is a fifth of the time until `--help`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -61,6 +58,8 @@ class Session:
     guard: SignalGuard
     state_folder: Path
     dumb_terminal: bool = False
+    told: tuple[str, ...] = ()
+    """What a verbose run says first."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -72,6 +71,13 @@ class CommonOptions:
     quiet: Annotated[bool, _output("-q", "--quiet", help="No notes on stderr.")] = False
     verbose: Annotated[bool, _output("-v", "--verbose", help="Plan, seed and parameters on stderr.")] = False
     debug: Annotated[bool, _advanced("--debug", help="Tracebacks with errors (also SPD_DEBUG=1).")] = False
+    offline: Annotated[bool, _advanced("--offline", help="Never ask the hub (also HF_HUB_OFFLINE=1).")] = (
+        False
+    )
+    no_input: Annotated[bool, _advanced("--no-input", help="Never ask and never read a terminal.")] = False
+    config: Annotated[
+        str | None, _advanced(metavar="FILE", help="Options from a TOML file, not from your config.toml.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -352,10 +358,6 @@ class CompletionOptions(CommonOptions):
     ]
 
 
-TEXTS = ("prompt", "prompt_option", "system", "template_arg", "stop", "regex")
-"""Options whose value is text and never a path, which has to stay as the system gave it."""
-
-
 def as_utf8(value: Any) -> Any:
     """Text, or texts, read as UTF-8 where the locale is of fewer letters; else as it is."""
     if isinstance(value, (list, tuple)):
@@ -366,35 +368,3 @@ def as_utf8(value: Any) -> Any:
         return value.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError:
         return value
-
-
-Options = TypeVar("Options", bound=CommonOptions)
-
-
-def as_command(
-    body: Callable[[Session, Options], int | None], options: type[Options]
-) -> Callable[..., int | None]:
-    """A function with one parameter for each field of `options`, as Typer reads commands."""
-
-    def run(context: typer.Context, **values: Any) -> int | None:
-        session: Session = context.obj
-        console = dataclasses.replace(session.console, verbose=values["verbose"])
-        values |= {name: as_utf8(values[name]) for name in TEXTS if name in values}
-        return body(dataclasses.replace(session, console=console), options(**values))
-
-    hints = get_type_hints(options, include_extras=True)
-    parameters = [
-        inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    ]
-    for field in dataclasses.fields(options):
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        parameters.append(
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
-            )
-        )
-    run.__name__ = body.__name__
-    run.__doc__ = body.__doc__
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    run.__dict__["__signature__"] = inspect.Signature(parameters)
-    return run

@@ -46,12 +46,12 @@ def resolve_sampling(
         if name == "temperature" and model.do_sample is False:
             suggested = 0.0
         if given is not None:
-            values[name], sources[name] = given, "flag"
+            values[name], sources[name] = given, "given"
         elif suggested is not None:
             values[name], sources[name] = suggested, "generation_config.json"
         else:
             values[name], sources[name] = built_in, "default"
-    sources["seed"] = "flag" if options.seed is not None else "drawn"
+    sources["seed"] = "given" if options.seed is not None else "drawn"
     stop_ids = tuple(options.stop_token_id or ())
     bias = tuple(parse_logit_bias(text) for text in options.logit_bias or ())
     check_ids(stop_ids, vocab_size, "--stop-token-id")

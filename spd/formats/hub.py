@@ -49,6 +49,11 @@ def resolve_model(reference: str, revision: str | None = None) -> Path:
     return _cached_snapshot(reference, revision)
 
 
+def is_offline() -> bool:
+    """Whether the hub must not be asked, as huggingface_hub reads it."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 def is_repository_name(reference: str) -> bool:
     """Whether a reference can only mean a model on the hub: org/name, and no folder of that name."""
     return (

@@ -250,8 +250,8 @@ def _in_words(name: str) -> Iterator[None]:
         ) from None
     except hub_errors.OfflineModeIsEnabled:
         raise NetworkError(
-            f"{name}: not downloaded, because HF_HUB_OFFLINE is set",
-            fix=["unset HF_HUB_OFFLINE"],
+            f"{name}: not downloaded, because of --offline or HF_HUB_OFFLINE",
+            fix=["leave --offline out", "unset HF_HUB_OFFLINE"],
             code="offline",
         ) from None
     except hub_errors.HfHubHTTPError as error:

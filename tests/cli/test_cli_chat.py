@@ -124,7 +124,7 @@ def test_parameters_change(talk: Callable, script: Any) -> None:
     params = script.request.params
     assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.5, 7, ("END",), 9)
     assert params.seed == derived_seed(3, 0) and ran.code == 0
-    assert "temperature          0.5  (flag)" in ran.err and "top_k                20" in ran.err
+    assert "temperature          0.5  (given)" in ran.err and "top_k                20" in ran.err
 
 
 def test_the_system_message_changes(talk: Callable, script: Any, saved: Callable) -> None:

@@ -360,7 +360,8 @@ def test_hidden_thinking_is_one_line(terminal: Callable[..., Terminal]) -> None:
     assert b"hmm" not in reply and b"thought for 0." in reply
     chat.wait("›")
     chat.type("/think on\r")
-    chat.wait("on\x1b[0m\r\r\n")  # sent: with what follows it would be a paste
+    chat.wait("/think on")
+    chat.wait("\x1b[?2004l")  # sent: together with what follows it would be a paste
     chat.wait("›")
     chat.type("Again\r")
     assert b"\x1b[2;3mm\x1b[0m" in chat.wait("Yes")

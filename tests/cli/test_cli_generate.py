@@ -130,8 +130,8 @@ def test_stats_line(spd_run: Callable, model: Path, script) -> None:
 
 def test_verbose_shows_plan_seed_and_origins(spd_run: Callable, model: Path, script) -> None:
     ran = spd_run("generate", "-m", model, "Hi", "-v", "--seed", 4, "--top-p", 0.5)
-    assert "plan    ctx=128" in ran.err and "seed=4 (flag)" in ran.err
-    assert "top_p=0.5 (flag)" in ran.err and "top_k=20 (generation_config.json)" in ran.err
+    assert "plan    ctx=128" in ran.err and "seed=4 (given)" in ran.err
+    assert "top_p=0.5 (given)" in ran.err and "top_k=20 (generation_config.json)" in ran.err
     assert ran.text == "Hello wörld!\n"
 
 

@@ -35,7 +35,7 @@ def test_the_models_defaults_come_before_built_in_and_after_flags() -> None:
     assert params.repetition_penalty == 1.1 and params.min_p == 0.0
     assert (sources["temperature"], sources["top_p"], sources["min_p"]) == (
         "generation_config.json",
-        "flag",
+        "given",
         "default",
     )
 

@@ -1,0 +1,177 @@
+"""Options from files, nothing asked, nothing fetched: what wins over what, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from spd.cli.commands import COMMANDS, build_app
+from spd.cli.config import FOLDERS, PROJECT, TYPED
+from tests.cli.test_cli_terminal import on_terminal
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in; `config/spd/config.toml` in it is the person's file."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    (tmp_path / "config" / "spd").mkdir(parents=True)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path
+
+
+@pytest.fixture
+def own(home: Path) -> Write:
+    """`own("temperature = 1")` writes the person's file."""
+
+    def write(text: str) -> Path:
+        path = home / "config" / "spd" / "config.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def params(script: Any) -> Any:
+    return script.request.params
+
+
+def test_what_is_typed_wins_then_the_environment_then_the_file(
+    own: Write, spd_run: Callable, model: Path, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest = 'stop = ["a", "b"]\nadaptive = false\n[generate]\ntop-k = 7\n'
+    own(f'model = "{model}"\ntemperature = 0.25\nctx = "64"\n{rest}')
+    assert spd_run("generate", "Hi").code == 0
+    assert (params(script).temperature, params(script).top_k, params(script).stop) == (0.25, 7, ("a", "b"))
+    assert (script.engine.config.ctx, script.engine.config.adaptive) == (64, False)
+    spd_run("generate", "Hi", "--temperature", "1", "--adaptive", "--stop", "c")
+    assert (params(script).temperature, params(script).stop) == (1.0, ("c",))
+    assert script.engine.config.adaptive
+    monkeypatch.setenv("SPD_MODEL", str(model.parent / "none"))
+    assert spd_run("generate", "Hi").code == 3
+
+
+def test_a_named_file_stands_for_the_persons_and_a_verbose_run_says_so(
+    own: Write, home: Path, spd_run: Callable, model: Path, script: Any
+) -> None:
+    own("temperature = 0.25\ntop-k = 7\n")
+    named = home / "other.toml"
+    named.write_text("top-k = 9\n")
+    for argv in (["--config", named, "generate"], ["generate", "-v", f"--config={named}"]):
+        ran = spd_run(*argv, "-m", model, "Hi")
+        assert ran.code == 0 and (params(script).temperature, params(script).top_k) == (0.0, 9)
+    assert f"config  {named} sets top-k\n" in ran.err and "top_k=9 (given)" in ran.err
+
+
+def test_a_projects_file_sets_little_and_leads_nowhere(
+    own: Write, home: Path, spd_run: Callable, assert_refused: Callable, model: Path, script: Any
+) -> None:
+    own(f'ctx = 32\nmodel = "{model}"\n')
+    Path("spd.toml").write_text("ctx = 64\n")
+    assert spd_run("generate", "Hi").code == 0 and script.engine.config.ctx == 64
+    for line in ('model = "/etc"', 'model = "~/x"', 'draft-model = "a/../../x"'):
+        Path("spd.toml").write_text(line + "\n")
+        assert_refused(spd_run("generate", "Hi"), 2, "spd.toml", "leads out of the project")
+    for line in ("temperature = 1", 'system = "obey"', "offline = false", 'trace = "x"'):
+        Path("spd.toml").write_text(line + "\n")
+        assert_refused(spd_run("generate", "Hi"), 2, "spd.toml", "may not set")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tempreature = 1", "no command has an option --tempreature"),
+        ("[generat]\nseed = 1", "[generat] is not a command"),
+        ("[ls]\nseed = 1\n[generate]\nvi = true", "spd generate has no option --vi"),
+        ('temperature = "warm"', "'warm' is not a valid float"),
+        ("temperature = true", "temperature = True is not a number or a text"),
+        ('adaptive = "yes"', "adaptive = 'yes' is not true or false"),
+        ("temperature = [1, 2]", "temperature = [1, 2] is not"),
+        ("temperature = {a = 1}", "[temperature] is not a command"),
+        ("seed = 1979-05-27", "is not a number or a text"),
+        ('spec = "sometimes"', "'sometimes' is not one of"),
+        ("pull = true", "--pull has to be typed"),
+        ('prompt = "x"', "--prompt has to be typed"),
+        ("json = true", "--json has to be typed"),
+        ("seed = ", "cannot be read"),
+    ],
+)
+def test_refused_with_file_and_key(
+    text: str, words: str, own: Write, spd_run: Callable, assert_refused: Callable, model: Path, script: Any
+) -> None:
+    path = own(text + "\n")
+    assert_refused(spd_run("generate", "-m", model, "Hi"), 2, str(path), words)
+    assert script.engines == []
+    assert spd_run("generate", "--help").code == 0  # whatever the file says
+
+
+def test_keys_of_other_commands_are_left_to_them(
+    own: Write, home: Path, spd_run: Callable, model: Path, script: Any
+) -> None:
+    own('seed = 5\nvi = true\n[chat]\nsystem = "be terse"\n')
+    assert spd_run("generate", "-m", model, "Hi").code == 0 and params(script).seed == 5
+    assert spd_run("chat", model, "--session", "s", stdin=b"Hi\n").code == 0
+    saved = (home / "state" / "spd" / "sessions" / "s.jsonl").read_text()
+    assert json.loads(saved.splitlines()[0])["system"] == "be terse"
+    assert spd_run("completions", "bash").code == 0
+
+
+def test_a_clash_says_which_file_it_is_with(
+    own: Write, spd_run: Callable, assert_refused: Callable, model: Path, script: Any
+) -> None:
+    path = own("draft-max = 3\n")
+    refused = spd_run("generate", "-m", model, "--spec", "off", "Hi")
+    assert_refused(refused, 2, "--draft-max needs speculation", f"  {path} sets draft-max")
+    missing = spd_run("generate", "--config", path.parent / "none.toml", "Hi")
+    assert_refused(missing, 3, "no file", "none.toml")
+
+
+def test_colour_and_quiet_from_a_file(own: Write, spd_run: Callable, model: Path, script: Any) -> None:
+    own('color = "always"\n')
+    assert spd_run("generate").err.startswith("\x1b[1;31merror:")
+    own("quiet = true\n")
+    assert "wrote" not in spd_run("doctor", "--quick", "--bug-report", "r.json").err
+
+
+def test_the_lists_name_options_that_exist() -> None:
+    commands = get_command(build_app()).commands
+    every = [param for name in COMMANDS for param in commands[name].params]
+    known = {option[2:] for param in every for option in param.opts if option.startswith("--")}
+    assert (TYPED | PROJECT) - known <= {"help", "version"} and not TYPED & PROJECT and FOLDERS <= PROJECT
+
+
+def test_offline_asks_nobody(home: Path, spd_run: Callable, assert_refused: Callable) -> None:
+    named = ["--pull", "-m", "org/name"]
+    for argv in (["generate", "--offline", *named, "Hi"], ["--offline", "chat", *named]):
+        assert_refused(spd_run(*argv, stdin=b"Hi"), 3, "not in the local cache")
+        assert os.environ.pop("HF_HUB_OFFLINE") == "1"
+
+
+def test_no_input_asks_nobody_and_reads_no_terminal(tmp_path: Path) -> None:
+    (tmp_path / "models--org--name" / "snapshots" / "abc").mkdir(parents=True)
+    cache = {"HF_HUB_CACHE": str(tmp_path), "NO_COLOR": "1"}
+    for argv, status, words in (
+        (["--no-input", "rm", "org/name"], 2, "nobody can be asked"),
+        (["chat", "--no-input"], 2, "standard input is empty"),
+        (["generate", "-f", "-", "--no-input", "--dry-run", "--json"], 0, '"prompt"'),
+        (["generate", "--no-input"], 2, "nothing to generate from"),
+        (["generate", "--no-input", "-m", "other/name", "Hi"], 3, "not in the local cache"),
+    ):
+        code, text = on_terminal(*argv, **cache)
+        assert (code, words in text) == (status, True), text
+        assert "[y/N]" not in text and "›" not in text
+    assert (tmp_path / "models--org--name").is_dir()
+
+
+def test_a_pipe_is_read_with_no_input_too(spd_run: Callable, model: Path) -> None:
+    ran = spd_run("generate", "--no-input", "--raw", "--dry-run", "--json", "-m", model, stdin=b"from a pipe")
+    assert ran.code == 0 and json.loads(ran.text)["prompt"] == "from a pipe"
