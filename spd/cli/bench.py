@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -137,32 +137,35 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
         memory_fraction=options.memory_fraction,
         threads=options.threads,
         load=options.load,
-        rendezvous=options.rendezvous,
         prefix_sharing=False,  # a repeated prompt would be no prompt
         spec="off",
     )
+    sizes = _ranks(options.tp, "--tp")
     machines = [
         replace(
             base,
             lag=None if lag == "auto" else _lag(lag),
             graphs={"auto": None, "on": True, "off": False}[_mode(graphs)],
-            tp=int(tp),
+            tp=tp,
+            rendezvous=options.rendezvous if tp > 1 or max(sizes) == 1 else None,
         )
         for lag, graphs, tp in itertools.product(
-            split(options.lag, "--lag"), split(options.graphs, "--graphs"), _ranks(options.tp, "--tp")
+            split(options.lag, "--lag"), split(options.graphs, "--graphs"), sizes
         )
     ]
     draft, head = (
         None if name is None else resolve_model(name) for name in (options.draft_model, options.mtp)
     )
     methods = [m for m in split(options.spec, "--spec") if m not in ("off", "plain", "none")]
-    axes = itertools.product(
+    axes: Iterable[Any] = itertools.product(
         machines,
         methods,
         draft_max,
         split(options.verify, "--verify"),
         _groups(options.draft_tp),
     )
+    if set(methods) != {"ngram"}:  # lookup has no groups: it runs once beside those that have
+        axes = dict.fromkeys((*axis[:-1], None if axis[1] == "ngram" else axis[-1]) for axis in axes)
     fitting = [axis for axis in axes if axis[-1] is None or axis[0].tp % axis[-1] == 0]
     _all_used(options, {axis[-1] for axis in fitting})
     return [

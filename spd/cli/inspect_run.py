@@ -129,7 +129,8 @@ def needs(choice: Choice) -> dict[str, Any]:
     wishes = Wishes(config.quantize, here.kernels, here.device, dtype, config.load, config.tp)
     source, target = drafter.source(draft), (model, config.model)
     form, draft_form, why = choose_forms(target, source, wishes, here.capability)
-    ranks = divide(config.tp, config.draft_tp, model, whole.draft, whole.mtp, dtype, here.device)
+    asked_groups = None if source is None else config.draft_tp
+    ranks = divide(config.tp, asked_groups, model, whole.draft, whole.mtp, dtype, here.device)
     whole = replace(whole, form=form, draft_form=draft_form, tp=ranks.tp, draft_tp=ranks.draft_tp)
     free = here.free // (ranks.tp if here.on_cpu else 1)
     usable = int(free * config.memory_fraction)

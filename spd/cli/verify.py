@@ -101,7 +101,9 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
         free = ("draft_model", "mtp", "draft_max", "draft_ctx", "draft_tp", "adaptive")
         changes = {**dict.fromkeys(free), "verify": "coupled", **changes}
     elif changes.get("spec") == "ngram":
-        changes = {**dict.fromkeys(("draft_model", "mtp", "draft_ctx")), **changes}
+        changes = {**dict.fromkeys(("draft_model", "mtp", "draft_ctx", "draft_tp")), **changes}
+    if changes.get("tp") == 1:  # nobody to meet
+        changes["rendezvous"] = None
     return replace(config, **changes)
 
 

@@ -173,10 +173,18 @@ CLASHES = (
         ),
     ),
     Clash(
-        lambda c: c.draft_tp is not None and c.spec == "off",
+        lambda c: c.draft_tp is not None and c.spec in ("off", "ngram"),
         UsageError(
-            "--draft-tp says how many ranks share the drafter, and --spec off that there is none",
-            fix=["leave one of them out"],
+            "--draft-tp says how many ranks share a drafter, and --spec says that no model drafts",
+            fix=["leave --draft-tp out", "--spec draft", "--spec mtp"],
+        ),
+    ),
+    Clash(
+        lambda c: c.rendezvous is not None and c.tp == 1,
+        UsageError(
+            "--rendezvous is where ranks meet, and --tp 1 has nobody to meet",
+            reason=["torchrun gives --rendezvous to the rank 0 that it starts."],
+            fix=["--tp N with as many processes", "spd without torchrun"],
         ),
     ),
     Clash(

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from spd.cli import app
+from spd.cli.bench import sweep_configs
+from spd.cli.bench_options import BenchOptions
 from spd.cli.signals import Interrupted, SignalGuard
+from spd.errors import UsageError
 from tests.cli.conftest import write_model
 from tests.json_schema import faults
 from tests.runtime.seeded_faults import first_is_free, verify
@@ -79,6 +82,25 @@ def test_the_table_fits_80_columns(run: Callable[..., Any]) -> None:
     assert max(map(len, lines)) <= 80, max(lines, key=len)
     assert "ngram k=12" in ran.text and "equal: every text" in ran.text and "random" not in ran.text
     assert "\x1b" not in ran.text and "dummy weights: speed only" in ran.text
+
+
+def test_sizes_of_drafting_groups_go_with_models_that_draft(model: Path) -> None:
+    """Lookup runs once for each --tp, and only who has others to meet is told where."""
+
+    def asked(**words: str) -> list[tuple[int, str, int | None, bool]]:
+        options = BenchOptions(model=str(model), spec="ngram,auto", **words)
+        return [(c.tp, c.spec, c.draft_tp, c.rendezvous is not None) for c in sweep_configs(options)]
+
+    assert asked(tp="1,2", draft_tp="2", rendezvous="localhost:1/2/0") == [
+        (1, "off", None, False),
+        (2, "off", None, True),
+        (1, "ngram", None, False),
+        (2, "ngram", None, True),
+        (2, "auto", 2, True),
+    ]
+    assert len(asked(tp="2", draft_tp="1,2")) == 1 + 1 + 2
+    with pytest.raises(UsageError, match="--tp 1 has nobody to meet"):
+        asked(rendezvous="localhost:1/2/0")
 
 
 def test_imposed_acceptance_is_labelled(run: Callable[..., Any]) -> None:

@@ -191,6 +191,8 @@ def test_sizes_that_do_not_divide(
 def test_groups_that_do_not_divide(tiny: Callable[..., Path]) -> None:
     with pytest.raises(UsageError, match="--draft-tp must divide --tp"):
         EngineConfig(model=tiny("qwen3"), tp=4, draft_tp=3)
+    with pytest.raises(UsageError, match=r"--draft-tp 2 says .* and here no model drafts"):
+        make_engine(tiny("qwen3"), spec="auto", tp=2, draft_tp=2)
     with pytest.raises(IncompatibleError, match="--draft-tp 2 does not divide the drafter"):
         make_engine(demo_folder(), spec="draft", tp=2, draft_tp=2)
 
@@ -200,6 +202,6 @@ def test_the_plan_chooses_and_says_why(tiny: Callable[..., Path]) -> None:
     engine = make_engine(target, spec="draft", draft_model=target, tp=2)
     assert engine.plan.draft_tp in (1, 2) and "by the cost model" in engine.plan.draft_tp_reason
     engine.close()
-    plain = make_engine(target, spec="ngram", tp=2, draft_tp=2)
+    plain = make_engine(target, spec="auto", tp=2)
     assert (plain.plan.draft_tp, plain.plan.draft_tp_reason) == (1, "nothing drafts with a model")
     plain.close()

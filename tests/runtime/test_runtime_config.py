@@ -37,6 +37,8 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str, str]] = [
     ({"spec": "off", "draft_max": 1}, UsageError, "--draft-max needs speculation", "usage"),
     ({"spec": "off", "adaptive": True}, UsageError, "--adaptive fits the number of drafts", "usage"),
     ({"spec": "off", "tp": 2, "draft_tp": 2}, UsageError, "--draft-tp says how many ranks", "usage"),
+    ({"spec": "ngram", "tp": 2, "draft_tp": 1}, UsageError, "--draft-tp says how many ranks", "usage"),
+    ({"rendezvous": "localhost:1/2/0"}, UsageError, "--tp 1 has nobody to meet", "usage"),
     ({"graphs": True, "device": "cpu"}, IncompatibleError, "--graphs on captures", "incompatible"),
     ({"graphs": True, "kernels": "torch"}, IncompatibleError, "--graphs on captures", "incompatible"),
     ({"draft_ctx": 64, "spec": "off"}, UsageError, "--draft-ctx is the context of a draft model", "usage"),
@@ -148,6 +150,8 @@ def test_choices_are_known_words(field: str, flag: str, known: set[str]) -> None
         {"verify": "coupled", "adaptive": True, "draft_max": 0},
         {"verify": "block", "adaptive": False, "lag": 2, "draft_max": 6},
         {"verify": "rejection", "adaptive": None, "spec": "ngram"},
+        {"rendezvous": "localhost:1/2/0", "tp": 2},
+        {"spec": "auto", "tp": 2, "draft_tp": 2},  # the plan knows whether a model drafts
     ],
     ids=str,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spd.errors import IncompatibleError
+from spd.errors import IncompatibleError, UsageError
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp_folder import MtpSource
 from spd.runtime.models import family_layout
@@ -40,11 +40,16 @@ def divide(
     dtype: str,
     device: str,
 ) -> Division:
-    """Among how many ranks the models are divided. Raises IncompatibleError where that cannot be."""
+    """Among how many ranks the models are divided. Raises where that cannot be."""
     if tp == 1:
         return Division()
     _check("--tp", tp, model, "the target")
     if draft is None and mtp is None:
+        if draft_tp is not None:
+            raise UsageError(
+                f"--draft-tp {draft_tp} says how many ranks share a drafter, and here no model drafts",
+                fix=["leave --draft-tp out", "--spec draft --draft-model FOLDER"],
+            )
         return Division(tp, 1, "nothing drafts with a model")
     drafter = mtp.config if mtp is not None else draft
     assert drafter is not None
