@@ -18,6 +18,6 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gloo_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `threads`, but they exchange through gloo; who is left alone by a failure gives up in a minute."""
+    """As `threads`, but they exchange through gloo; who is left alone by a failure gives up in minutes."""
     monkeypatch.setattr(leader, "Crew", GlooCrew)
-    monkeypatch.setattr(communicator, "PATIENCE", timedelta(seconds=60))
+    monkeypatch.setattr(communicator, "PATIENCE", timedelta(minutes=5))

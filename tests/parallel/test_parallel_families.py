@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 
 from spd.runtime import SamplingParams
+from spd.runtime.model_runner import ModelRunner
 from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
-pytestmark = pytest.mark.usefixtures("gloo_threads")
+pytestmark = pytest.mark.usefixtures("gloo_threads", "tried_once")
 
 PROMPTS = [*random_prompts(2, 75, 256), *random_prompts(1, 20, 256, seed=1)]
 PARAMS = [
@@ -30,6 +32,35 @@ HEADS = {
     "qwen3_moe": "mtp",
 }
 """How a variant's MTP head is named; any other's as DeepSeek's. Families without heads are none of these."""
+
+
+KNOWN: dict[Any, Any] = {}
+"""What earlier loads have found out, by the shape of a model; see `tried_once`."""
+FRESH: dict[Any, Any] = {}
+"""What each thread has found out, by its number and that shape."""
+
+
+@pytest.fixture
+def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row counts are tried for the first model of a shape, and known of those after it.
+
+    Most of a load is spent on trying; other tests do it at every load. Ranks try together: all know or none.
+    """
+    honest = ModelRunner._try_arithmetic
+
+    def tried(runner: Any, alone: bool) -> None:
+        model = runner.model
+        key = type(model), model.heads, tuple(model.cache_shapes), runner.dtype, alone
+        own = threading.get_ident(), key
+        found = KNOWN.get(key) or FRESH.get(own)
+        if found is None:
+            honest(runner, alone)
+            found = FRESH[own] = runner.buckets, runner.row_counts, runner.context_parts
+        runner.buckets, runner.row_counts, runner.context_parts = found
+
+    for kept in (KNOWN, FRESH):
+        kept.clear()  # another family, other widths
+    monkeypatch.setattr(ModelRunner, "_try_arithmetic", tried)
 
 
 def loud(layer: int) -> float:
@@ -73,9 +104,10 @@ def drafters(name: str, folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def runs_of(folder: Path, **wishes: Any) -> list[Run]:
-    engine = make_engine(folder, slots=2, **wishes)
+    engine = make_engine(folder, slots=len(PROMPTS), **wishes)
     runs = run_all(engine, PROMPTS, PARAMS)
     engine.close()
+    KNOWN.update({key: found for (_, key), found in FRESH.items()})
     return runs
 
 
@@ -93,7 +125,8 @@ def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
             rounded[target] = outputs(runs_of(target, tp=ranks, dtype="bfloat16"))
         neural, accepted = wishes["spec"] in ("draft", "mtp"), None
         for group in groups if neural else [1]:
-            runs = runs_of(target, tp=ranks, draft_tp=group, **wishes)
+            sizes = {"draft_tp": group} if neural else {}
+            runs = runs_of(target, tp=ranks, **sizes, **wishes)
             assert outputs(runs) == plain[target], (wishes, group)
             accepted = accepted or [run.drafts for run in runs]
             assert [run.drafts for run in runs] == accepted, (wishes, group)
@@ -101,7 +134,7 @@ def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
             counts = [count for run in runs for _, count in run.drafts]
             assert 0 < sum(counts) < 3 * len(counts), "some drafts are accepted and some are not"
         if wishes["spec"] != "off":
-            there = outputs(runs_of(target, tp=ranks, draft_tp=groups[0], dtype="bfloat16", **wishes))
+            there = outputs(runs_of(target, tp=ranks, **sizes, dtype="bfloat16", **wishes))
             assert there == rounded[target], (wishes, "bfloat16")
 
 

@@ -129,7 +129,8 @@ def test_the_demo_over_gloo(method: str, ranks: int) -> None:
     plain = [run.output for run in run_all(make_engine(demo_folder()), prompts, PARAMS)]
     accepted = None
     for group in [n for n in (1, 2, 4) if n <= ranks and (method == "mtp" or n == 1)]:
-        engine = make_engine(demo_folder(), spec=method, tp=ranks, draft_tp=group, **wishes)
+        sizes = {"draft_tp": group} if method in ("draft", "mtp") else {}
+        engine = make_engine(demo_folder(), spec=method, tp=ranks, **sizes, **wishes)
         with nothing_is_left(engine):
             runs = run_all(engine, prompts, PARAMS)
             assert [run.output for run in runs] == plain, group
