@@ -48,7 +48,7 @@ def params(script: Any) -> Any:
 def test_what_is_typed_wins_then_the_environment_then_the_file(
     own: Write, spd_run: Callable, model: Path, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rest = 'stop = ["a", "b"]\nadaptive = false\n[generate]\ntop-k = 7\n'
+    rest = 'stop = ["a", "b"]\nadaptive = false\ntop-k = 3\n[generate]\ntop-k = 7\n'
     own(f'model = "{model}"\ntemperature = 0.25\nctx = "64"\n{rest}')
     assert spd_run("generate", "Hi").code == 0
     assert (params(script).temperature, params(script).top_k, params(script).stop) == (0.25, 7, ("a", "b"))
