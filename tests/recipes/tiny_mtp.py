@@ -88,6 +88,7 @@ def write_tiny_mtp(
     options = {"layers": 3, **VARIANTS[variant], "tie": False, **options}
     if kind == "copy":
         options = {"residual_gain": soft, **options}
+    shards = options.pop("shards", 1)
     write_tiny(folder, **options)
     tensors = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
@@ -100,7 +101,9 @@ def write_tiny_mtp(
             other = 1.0 if copies == "same" else -1.0
             tensors[prefix + "embed_tokens.weight"] = other * table
             tensors[prefix + "shared_head.head.weight"] = other * head
-    write_tensors(folder, {name: tensor.clone() for name, tensor in tensors.items()})
+    if shards > 1:
+        (folder / "model.safetensors").unlink()
+    write_tensors(folder, {name: tensor.clone() for name, tensor in tensors.items()}, shards)
     return folder
 
 
