@@ -40,8 +40,8 @@ from spd.runtime.slots import Slots
 FINISHED_KEPT = 4096
 """Requests whose counters can still be asked for after their end: the latest."""
 
-IDLE_PASSES = 16
-"""Passes over prompts in a step at whose beginning nobody decoded."""
+IDLE_PASSES, BUSY_PASSES = 16, 4
+"""Passes over prompts in a step: where nobody decoded at its beginning, and while more wait than decode."""
 
 
 class Engine:
@@ -239,9 +239,9 @@ class Engine:
             self._stop(sequence, "error", "memory ran out")
 
     def _prefill(self) -> None:
-        """Write prompts: one pass where others decode meanwhile; else until one can, or a few."""
+        """Write prompts: one pass where others decode, a few where more wait; else until one can."""
         scheduler = self._scheduler
-        passes, most = 0, 1 if scheduler.busy else IDLE_PASSES
+        passes, most = 0, BUSY_PASSES if scheduler.busy else IDLE_PASSES
         while (sequence := scheduler.next_to_prefill(2 * self.plan.draft_max + 1)) is not None:
             began = time.perf_counter()
             if sequence.admitted_at is None:
@@ -256,7 +256,7 @@ class Engine:
             if sequence is not scheduler.prefilling:
                 self._arm(sequence)
             passes += sequence.prefilled > before
-            if passes >= most and scheduler.busy:
+            if scheduler.busy and (passes >= most or (most == BUSY_PASSES and not scheduler.more_could_join)):
                 return
 
     def _arm(self, sequence: Sequence, drafts: list[int] | None = None) -> None:

@@ -68,6 +68,13 @@ class Scheduler:
         """Whether somebody's prompt is written already: who then waits for another's, stalls."""
         return any(occupant not in (None, self.prefilling) for occupant in self.slots)
 
+    @property
+    def more_could_join(self) -> bool:
+        """Whether more would decode if their prompts were written than decode now."""
+        free = self.slots.count(None)
+        joining = min(len(self.waiting), free) + (self.prefilling is not None)
+        return joining > len(self.slots) - free - (self.prefilling is not None)
+
     def withdraw(self, sequence: Sequence) -> None:
         """Take a waiting sequence out of the line."""
         self.waiting.remove(sequence)
