@@ -17,16 +17,21 @@ from spd.kernels.paged_attention import KV_BLOCK
 from spd.kernels.round_window import kv_slots
 from spd.runtime.context_parts import admitted_parts, context_for
 from spd.runtime.kv_cache import KvCache
+from spd.runtime.layers.linear import Linear
+from spd.runtime.layers.sharded import ShardedHead, SummedLinear
 from spd.runtime.memory import TAIL_ROWS
 from spd.runtime.models.base import CausalModel, ForwardBatch, HeadStates, LayerCache
 from spd.runtime.page_table import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
 from spd.runtime.row_buckets import (
     CANDIDATES,
     PROBED_LAYERS,
+    TILES,
     WIDEST,
     admitted_buckets,
+    admitted_tile,
     bucket_for,
     seconds_of,
+    summed_alike,
     worth_running,
 )
 from spd.runtime.spans import Run
@@ -85,6 +90,12 @@ def _spread(rows: Tensor, present: Tensor, slots: int) -> Tensor:
     return rows.new_zeros(slots, *rows.shape[1:]).index_copy_(0, present, rows)
 
 
+def _rounding_products(model: CausalModel) -> list[Linear]:
+    """Of a model's products in torch's form one of each shape."""
+    plain = (p.inner if isinstance(p, SummedLinear | ShardedHead) else p for p in model.products())
+    return list({p.weight.shape: p for p in plain if isinstance(p, Linear)}.values())
+
+
 class ModelRunner:
     """One model, its cache and its two programs: verify-class windows and prompt chunks."""
 
@@ -109,6 +120,8 @@ class ModelRunner:
         """Row counts that give the same bits; None where every number does by construction."""
         self.row_counts: tuple[int, ...] = ()
         """Those of `buckets` that are worth running, for all rows of a pass together."""
+        self.tile = WIDEST
+        """Rows of a product at most; see `admitted_tile`."""
         if kernels.name == "torch":
             self._try_arithmetic(alone)
 
@@ -151,10 +164,55 @@ class ModelRunner:
             return hidden, model.logits(hidden, WIDEST)
 
         buckets = admitted_buckets(window, start, KV_BLOCK)
+        for product in _rounding_products(model) if alone else ():
+            buckets = summed_alike(product, buckets)
         seconds = seconds_of(window, buckets, start, KV_BLOCK) if alone else {}
         self.buckets, self.row_counts = buckets, worth_running(buckets, seconds)
         if self.device == "cpu":
             self.context_parts = admitted_parts(model.heads, self.dtype, self.cache.page_size, self.buckets)
+        most = TILES[-1]
+        if not alone or self.dtype != torch.float32 or model.max_positions < most:
+            return
+        many = torch.randint(model.vocab_size, (1, most), generator=generator).to(self.device)
+        begin = min(KV_BLOCK, model.max_positions) - most
+
+        def rows(first: int, count: int, tile: int) -> tuple[Tensor, Tensor]:
+            positions = torch.arange(begin + first, begin + first + count, device=self.device)[None]
+            prompt = self._prompt_rows(many[:, first : first + count], positions, table)
+            wide, tables, views, rings = self._folded(prompt, table, KV_BLOCK, pages, states)
+            hidden = model.forward(self._batch(wide, tables, views, tile, states=rings), caches)
+            return hidden, model.logits(hidden, tile)
+
+        self.tile = admitted_tile(rows)
+
+    @property
+    def tail_rows(self) -> int:
+        """Rows of one pass over a prompt where it makes no whole chunk."""
+        return max(TAIL_ROWS[self.kernels.name], min(self.tile, self.chunk))
+
+    def _folded(
+        self,
+        rows: PromptRows,
+        page_table: Tensor,
+        end: int,
+        pages: Sequence[int],
+        states: HeadStates | None,
+    ) -> tuple[PromptRows, Tensor, list[SlotView], HeadStates | None]:
+        """Rows [1, n] of one slot as windows of the widest bucket [m, WIDEST], which attend one by one.
+
+        The last is filled up with rows that keep nothing. Every layer writes all rows before any reads.
+        """
+        missing = -rows.token_ids.shape[1] % WIDEST
+        ids, positions, places = (t.view(1, -1) for t in (rows.token_ids, rows.positions, rows.kv_slots))
+        if missing:
+            ids, positions = (torch.cat((t, t[:, -1:].expand(1, missing)), 1) for t in (ids, positions))
+            places = torch.cat((places, places.new_full((1, missing), self.trash_slot)), 1)
+        valid = torch.nn.functional.pad(rows.valid, (0, missing))
+        wide = PromptRows(*(t.reshape(-1, WIDEST) for t in (ids, positions, valid, places)))
+        count = wide.token_ids.shape[0]
+        if states is not None:
+            states = HeadStates(states.rings.expand(count, -1, -1), states.depth)
+        return wide, page_table.expand(count, -1), [SlotView(end, pages)] * count, states
 
     def _first_page(self, pages: Sequence[int], count: int) -> int | None:
         run = pages[:count]
@@ -190,7 +248,7 @@ class ModelRunner:
         self, rows: Rows, page_table: Tensor, views: Sequence[SlotView], states: HeadStates | None
     ) -> Tensor:
         slots, width = rows.token_ids.shape
-        batch = self._batch(rows, page_table, views, WIDEST, states=states)
+        batch = self._batch(rows, page_table, views, self.tile, states=states)
         hidden = self.model.forward(batch, self.cache.layers)
         return hidden[: slots * width].view(slots, width, -1)
 
@@ -213,7 +271,7 @@ class ModelRunner:
         slots, width = rows.token_ids.shape
         flat = [t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots)]
         if self.buckets is not None and chunk_start is None:
-            extra = bucket_for(slots * width, self.row_counts) - slots * width
+            extra = bucket_for(slots * width, self.row_counts, tile) - slots * width
             if extra:
                 # The last row again, which touches no expert that is not touched; it keeps nothing.
                 ids, positions, places = flat
@@ -274,10 +332,10 @@ class ModelRunner:
         """What a head says of hidden [..., hidden], in a bucket's rows."""
         flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         rows = flat.shape[0]
-        extra = 0 if self.buckets is None else bucket_for(rows, self.row_counts) - rows
+        extra = 0 if self.buckets is None else bucket_for(rows, self.row_counts, self.tile) - rows
         if extra:
             flat = torch.cat((flat, flat.new_zeros(extra, flat.shape[1])))
-        return scores(flat, WIDEST)[:rows].view(*hidden.shape[:-1], -1)
+        return scores(flat, self.tile)[:rows].view(*hidden.shape[:-1], -1)
 
     def sample(
         self,
@@ -327,7 +385,7 @@ class ModelRunner:
         for run in runs:
             first, last = max(run.start, start), min(run.end, end)
             chunked = run.kind == "chunk"
-            step = self.chunk if chunked else TAIL_ROWS[self.kernels.name]
+            step = self.chunk if chunked else self.tail_rows
             for begin in range(first, last, step):
                 yield begin, min(begin + step, last), chunked
 
@@ -363,6 +421,10 @@ class ModelRunner:
         """
         rows = self.prompt_rows(token_ids, begin, end, page_table)
         views = [SlotView(end, pages)]
+        if not chunked and self.kernels.name == "torch" and end - begin > WIDEST:
+            wide = self._folded(rows, page_table, end, pages, states)
+            hidden = self._forward(*wide)
+            return hidden.view(1, -1, hidden.shape[-1])[:, : end - begin]
         if not chunked:
             return self.forward(rows, page_table, views, states)
         batch = self._batch(rows, page_table, views, end - begin, chunk_start=begin, states=states)

@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 WIDEST = 32
+TILES = (2 * WIDEST, 3 * WIDEST, 4 * WIDEST)
+"""Rows of one product in place of tiles of the widest bucket: weights are read once for all of them."""
 CANDIDATES = (2, 4, 5, 6, 8, 12, 16)
 """Not 1: a single row is a matrix-vector product, which libraries sum in another order. 5 and 6: products of
 up to 6 rows pass over packed bfloat16 weights once, of 7 and 8 twice (oneDNN 3.12)."""
@@ -81,7 +84,65 @@ def worth_running(buckets: Sequence[int], seconds: Mapping[int, float]) -> tuple
     return tuple(reversed(kept))
 
 
-def bucket_for(rows: int, buckets: tuple[int, ...]) -> int:
-    """The smallest padded number of rows: a bucket, or whole tiles of the widest and a bucket."""
+class Rounding(Protocol):
+    """A product that tells what its rounding takes away; see `Linear`."""
+
+    weight: Tensor
+
+    def __call__(self, x: Tensor, tile: int) -> Tensor:
+        """x [T, K] to [T, N]."""
+        ...
+
+    def lost(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """Of y [T, N], the product of x."""
+        ...
+
+
+@torch.inference_mode()
+def summed_alike(product: Rounding, widths: Sequence[int]) -> tuple[int, ...]:
+    """The widths whose rows are summed in the order of the widest bucket's.
+
+    Another order shows in one rounded result of ten thousand, but in one of ten of what rounding took away.
+    """
+    size, dtype = product.weight.shape[1], product.weight.dtype
+    x = torch.randn(WIDEST, size, generator=torch.Generator().manual_seed(0)).to(product.weight.device, dtype)
+    whole = product(x, WIDEST)
+    lost = product.lost(x, whole)
+    if lost is None:
+        return tuple(widths)
+
+    def alike(width: int) -> bool:
+        for rows in (slice(width), slice(WIDEST - width, WIDEST)):
+            own = product.lost(x[rows], whole[rows])
+            if own is None or not torch.equal(own, lost[rows]):
+                return False
+        return True
+
+    return tuple(filter(alike, widths))
+
+
+@torch.inference_mode()
+def admitted_tile(rows: Callable[[int, int, int], tuple[Tensor, Tensor]]) -> int:
+    """The most rows, of `TILES`, whose products equal those of tiles of the widest bucket, as all fewer do.
+
+    rows: (first, number of rows, rows a product) to hidden states and logits of those rows of a fixed text.
+    """
+    hidden, logits = rows(0, TILES[-1], WIDEST)
+    for number, tile in enumerate(TILES):
+        for first in range(0, TILES[-1] - tile + 1, tile):
+            wide, scores = rows(first, tile, tile)
+            end = first + tile
+            if not torch.equal(wide, hidden[first:end]) or not torch.equal(scores, logits[first:end]):
+                return TILES[number - 1] if number else WIDEST
+    return TILES[-1]
+
+
+def bucket_for(rows: int, buckets: tuple[int, ...], tile: int = WIDEST) -> int:
+    """The smallest padded number of rows: a bucket, or whole tiles of the widest and a bucket.
+
+    Beyond the widest bucket, rows of wider tiles are whole multiples of it: no other number was tried.
+    """
     whole, rest = divmod(rows, WIDEST)
+    if rest and whole and tile > WIDEST:
+        return (whole + 1) * WIDEST
     return whole * WIDEST + (next(b for b in buckets if b >= rest) if rest else 0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spd.runtime.device_side import DeviceSide
 from spd.runtime.grammar import mask_width
-from spd.runtime.memory import CATCH_UP, TAIL_ROWS
+from spd.runtime.memory import CATCH_UP
 from spd.runtime.model_runner import SlotView
 from spd.runtime.plan import EnginePlan
 from spd.runtime.sequence import Sequence
@@ -52,7 +52,7 @@ class Slots:
         run = next((run for run in runs if run.start <= start < run.end), None)
         if run is None:
             return end
-        rows = self.plan.chunk if run.kind == "chunk" else TAIL_ROWS[self.plan.kernels]
+        rows = self.plan.chunk if run.kind == "chunk" else self.parts.runner.tail_rows
         stop = min(start + rows, run.end)
         self.device.write(sequence.slot, SlotView(sequence.length, sequence.pages), start, stop, runs)
         return stop

@@ -12,14 +12,20 @@ from torch import Tensor
 
 from spd.formats.demo import demo_folder
 from spd.runtime import SamplingParams
+from spd.runtime.layers.linear import Linear
+from spd.runtime.model_runner import SlotView
 from spd.runtime.row_buckets import (
     CANDIDATES,
+    TILES,
     WIDEST,
     admitted_buckets,
+    admitted_tile,
     bucket_for,
     seconds_of,
+    summed_alike,
     worth_running,
 )
+from spd.runtime.spans import Run
 from tests.helpers import make_engine, run_all
 
 ROWS = torch.randn(WIDEST, 8, generator=torch.Generator().manual_seed(0))
@@ -51,6 +57,75 @@ def test_row_counts_that_agree_are_admitted() -> None:
 def test_one_bit_in_one_row_refuses_a_row_count(width: int, first: int, context: int) -> None:
     windows = Windows({(width, first, context): width - 1})
     assert admitted_buckets(windows, 96, 128) == (*(w for w in CANDIDATES if w != width), WIDEST)
+
+
+class Sums:
+    """A product by random numbers [64, 256] in bfloat16 that some numbers of rows sum in another order."""
+
+    def __init__(self, odd: tuple[int, ...]) -> None:
+        self.odd = odd
+        self.weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def exact(self, x: Tensor) -> Tensor:
+        terms = x.float().unsqueeze(1) * self.weight.float()
+        cut = (4, 64) if x.shape[0] in self.odd else (64, 4)
+        return terms.view(*terms.shape[:2], *cut).sum(-1).cumsum(-1)[..., -1]
+
+    def __call__(self, x: Tensor, tile: int) -> Tensor:
+        return self.exact(x).bfloat16()
+
+    def lost(self, x: Tensor, y: Tensor) -> Tensor | None:
+        return (self.exact(x) - y.float()).bfloat16()
+
+
+@pytest.mark.parametrize("odd", [(), (5,), (2, 16)])
+def test_another_order_of_a_sum_refuses_a_row_count_though_rounding_hides_it(odd: tuple[int, ...]) -> None:
+    widths = (*CANDIDATES, WIDEST)
+    product = Sums(odd)
+    x = torch.randn(WIDEST, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
+    shown = [w for w in odd if not torch.equal(product(x[:w], w), product(x, WIDEST)[:w])]
+    assert shown == [], "in no result of these"
+    assert summed_alike(product, widths) == tuple(w for w in widths if w not in odd)
+
+
+def test_products_say_what_rounding_took() -> None:
+    plain = torch.randn(48, 64).bfloat16()
+    product = Linear(plain)
+    x = torch.randn(4, 64).bfloat16()
+    y = product(x, WIDEST)
+    lost = product.lost(x, y)
+    if lost is None:
+        pytest.skip("no bfloat16 products on this processor")
+    exact = x.double() @ plain.double().T
+    assert ((y.double() + lost.double()) - exact).abs().max() < 1e-3 < 1e-2 < (y.double() - exact).abs().max()
+
+
+def rows_of(disagree: int) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
+    many = torch.randn(TILES[-1], 8)
+
+    def rows(first: int, count: int, tile: int) -> tuple[Tensor, Tensor]:
+        hidden = many[first : first + count].clone()
+        if tile == disagree:
+            hidden[-1, 0] = torch.nextafter(hidden[-1, 0], torch.tensor(9.0))
+        return hidden, hidden[:, :2]
+
+    return rows
+
+
+@pytest.mark.parametrize(("disagree", "tile"), [(0, 128), (128, 96), (96, 64), (64, 32)])
+def test_a_tile_is_as_wide_as_all_up_to_it_agree(disagree: int, tile: int) -> None:
+    assert admitted_tile(rows_of(disagree)) == tile
+
+
+def test_rows_of_wide_tiles_are_padded_to_what_was_tried() -> None:
+    assert [bucket_for(rows, (2, 5, 8, 32), 128) for rows in (1, 7, 32, 33, 80, 130)] == [
+        2,
+        8,
+        32,
+        64,
+        96,
+        160,
+    ]
 
 
 def test_rows_are_padded_to_the_next_bucket() -> None:
@@ -133,3 +208,23 @@ def test_texts_depend_neither_on_row_counts_nor_on_empty_slots(
     for counts in (runner.row_counts, runner.buckets, (WIDEST,)):
         runner.row_counts = counts
         assert [run.tokens for run in run_all(engine, prompts, params)] == alone
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "deepseek_v3", "gqa4"])
+def test_a_prompt_is_written_alike_by_wide_tiles(tiny: Callable[..., Path], variant: str) -> None:
+    """In float32, where wide tiles are tried: every entry of the cache, and the states of the last rows."""
+    engine = make_engine(tiny(variant), slots=1)
+    runner = engine._parts.runner
+    ids, view = torch.randint(256, (1, 61)), SlotView(61, range(2, 2 + runner.pages_per_block))
+    written = []
+    for tile in (WIDEST, TILES[-1]):
+        runner.tile = tile
+        with torch.inference_mode():
+            states = torch.cat(runner.prefill(ids, 3, 61, [Run(3, 61, "tile")], view), 1)
+        first = 2 * runner.cache.page_size
+        pools = [pool.flatten(0, 1) for layer in runner.cache.layers for pool in layer.pools]
+        written.append((states, [pool[first + 3 : first + 61].clone() for pool in pools]))
+        assert runner.tail_rows == (32 if tile == WIDEST else 64)
+    assert written[0][0].shape == written[1][0].shape == (1, 58, runner.model.hidden_size)
+    assert torch.equal(written[0][0], written[1][0])
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(written[0][1], written[1][1], strict=True))

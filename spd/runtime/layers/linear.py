@@ -119,6 +119,16 @@ class Linear:
             return y
         return F.linear(x, self.weight, self.bias)
 
+    def lost(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """What rounding takes from the product of x [T, K] on its way to y [T, N], as exact as y is.
+
+        None where nothing is rounded, or no product says so.
+        """
+        if not self.packed or self.weight.dtype == torch.float32:
+            return None
+        rest: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, -y, self.weight, self.bias, "add")
+        return rest
+
     def after_norm(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
         """See `AnyLinear`."""
         x = unscaled_norm(stream.x, epsilon) if self.folded else rms_norm(stream.x, norm, epsilon)
@@ -163,6 +173,9 @@ class Int8Linear(Linear):
 
     def _apply(self, x: Tensor) -> Tensor:
         return int8_linear(x, self.rows, self.bias)
+
+    def lost(self, x: Tensor, y: Tensor) -> None:
+        """This product does not say."""
 
 
 def torch_linear(

@@ -5,6 +5,7 @@ Models know tensors and this batch; never requests, schedulers, proposers or sam
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,6 +74,10 @@ class CausalModel(Protocol):
     max_positions: int
     part: Any
     """The `ShardedHead` whose ranks may each say their best only; None where logits are whole."""
+
+    def products(self) -> Iterable[object]:
+        """The products of its layers and head, each `AnyLinear` or `AnyHead`."""
+        ...
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> Tensor:
         """Hidden states after the final norm, [T, hidden], of as many layers as caches are given."""

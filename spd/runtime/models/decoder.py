@@ -6,6 +6,7 @@ while it runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,6 +109,11 @@ class Decoder:
         for layer, cache in zip(self.layers, caches, strict=False):
             stream = layer(stream, rotary, batch, cache)
         return self.normed(stream, self.final_norm)
+
+    def products(self) -> Iterable[object]:
+        """See `CausalModel`."""
+        yield from (product for layer in self.layers for product in layer.products())
+        yield self.head
 
     def rotary_rows(self, batch: ForwardBatch) -> RotaryRows:
         """cos and sin for a batch's rows, as the layers want them."""

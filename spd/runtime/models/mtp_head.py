@@ -6,6 +6,7 @@ copies differ; see `spd.formats.mtp` for the conventions, all of them in slots: 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -86,6 +87,10 @@ class MtpModule:
             return rms_norm(stream.x, glue.final_norm, self.epsilon)
         state: Tensor = self.kernels.rms_norm_rows(stream.x, stream.squares, glue.final_norm, self.epsilon)
         return state
+
+    def products(self) -> Iterable[object]:
+        """See `CausalModel`."""
+        return *self.layer.products(), self.glue.projection, self.head
 
     def _shown(self, states: Tensor) -> Tensor:
         """What the head reads of states [T, hidden]: normed, unless they are already or never are."""
