@@ -152,7 +152,7 @@ def test_mtp_layer_on_held_out_text(capsys: pytest.CaptureFixture[str]) -> None:
 @torch.inference_mode()
 def _bits_per_byte(folder: Path, texts: tuple[str, ...]) -> float:
     """Cross entropy through spd's own forward pass, in windows of 512 tokens."""
-    from spd.runtime.model_runner import SlotView
+    from spd.runtime.rows import SlotView
 
     engine = make_engine(folder, dtype="bfloat16", ctx=512)
     runner, tokenizer = engine._parts.runner, engine.tokenizer

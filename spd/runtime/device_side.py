@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from spd.runtime.assembly import Assembly
-from spd.runtime.model_runner import SlotView
 from spd.runtime.plan import EnginePlan
 from spd.runtime.request import SamplingParams
 from spd.runtime.round_queue import RoundResult, Ticket
+from spd.runtime.rows import SlotView
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.spans import Run
 from spd.runtime.transfer import to_device

@@ -24,7 +24,6 @@ from spd.runtime.device_side import DeviceSide
 from spd.runtime.draft_length import DraftLength
 from spd.runtime.grammar import GrammarError
 from spd.runtime.metrics import EngineMetrics, RequestMetrics, RoundRecord
-from spd.runtime.model_runner import EMPTY_SLOT, SlotView
 from spd.runtime.out_of_memory import explained, is_out_of_memory
 from spd.runtime.outcome import record_of, settle
 from spd.runtime.page_table import PageTable
@@ -33,6 +32,7 @@ from spd.runtime.plan import EnginePlan, make_plan
 from spd.runtime.progress import Progress
 from spd.runtime.request import Completion, CompletionParts, Event, Request
 from spd.runtime.round_queue import RoundResult, Ticket
+from spd.runtime.rows import EMPTY_SLOT, SlotView
 from spd.runtime.scheduler import Scheduler
 from spd.runtime.sequence import Sequence
 from spd.runtime.slots import Slots

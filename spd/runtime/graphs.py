@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from spd.runtime.model_runner import SlotView
 from spd.runtime.out_of_memory import memory_phase
 from spd.runtime.round import Logprobs, Round
+from spd.runtime.rows import SlotView
 from spd.runtime.sampler_class import SamplerClass
 
 

@@ -6,8 +6,6 @@ Owns the model, its pools and how rows are padded. Knows slots as rows of a page
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,55 +32,9 @@ from spd.runtime.row_buckets import (
     summed_alike,
     worth_running,
 )
+from spd.runtime.rows import PromptRows, Rows, SlotView, folded
 from spd.runtime.spans import Run
 from spd.runtime.transfer import to_device
-
-
-class Rows(Protocol):
-    """Windows of Q positions for each of S slots; positions ascend in a window."""
-
-    @property
-    def token_ids(self) -> Tensor:
-        """int64 [S, Q]."""
-        ...
-
-    @property
-    def positions(self) -> Tensor:
-        """int64 [S, Q]."""
-        ...
-
-    @property
-    def valid(self) -> Tensor:
-        """bool [S, Q]: rows that are not write their KV to the trash page."""
-        ...
-
-    @property
-    def kv_slots(self) -> Tensor:
-        """int64 [S, Q], into the flattened pools."""
-        ...
-
-
-@dataclass(frozen=True)
-class PromptRows:
-    """Rows of one slot's prompt; see `Rows`."""
-
-    token_ids: Tensor
-    positions: Tensor
-    valid: Tensor
-    kv_slots: Tensor
-
-
-class SlotView(NamedTuple):
-    """What the host knows of a slot's cache: an upper bound of its length, and its pages.
-
-    A bound of 0 means that the slot has no rows.
-    """
-
-    bound: int
-    pages: Sequence[int]
-
-
-EMPTY_SLOT = SlotView(0, ())
 
 
 def _spread(rows: Tensor, present: Tensor, slots: int) -> Tensor:
@@ -179,7 +131,9 @@ class ModelRunner:
         def rows(first: int, count: int, tile: int) -> tuple[Tensor, Tensor]:
             positions = torch.arange(begin + first, begin + first + count, device=self.device)[None]
             prompt = self._prompt_rows(many[:, first : first + count], positions, table)
-            wide, tables, views, rings = self._folded(prompt, table, KV_BLOCK, pages, states)
+            wide, tables, views, rings = folded(
+                prompt, table, SlotView(KV_BLOCK, pages), states, self.trash_slot
+            )
             hidden = model.forward(self._batch(wide, tables, views, tile, states=rings), caches)
             return hidden, model.logits(hidden, tile)
 
@@ -189,30 +143,6 @@ class ModelRunner:
     def tail_rows(self) -> int:
         """Rows of one pass over a prompt where it makes no whole chunk."""
         return max(TAIL_ROWS[self.kernels.name], min(self.tile, self.chunk))
-
-    def _folded(
-        self,
-        rows: PromptRows,
-        page_table: Tensor,
-        end: int,
-        pages: Sequence[int],
-        states: HeadStates | None,
-    ) -> tuple[PromptRows, Tensor, list[SlotView], HeadStates | None]:
-        """Rows [1, n] of one slot as windows of the widest bucket [m, WIDEST], which attend one by one.
-
-        The last is filled up with rows that keep nothing. Every layer writes all rows before any reads.
-        """
-        missing = -rows.token_ids.shape[1] % WIDEST
-        ids, positions, places = (t.view(1, -1) for t in (rows.token_ids, rows.positions, rows.kv_slots))
-        if missing:
-            ids, positions = (torch.cat((t, t[:, -1:].expand(1, missing)), 1) for t in (ids, positions))
-            places = torch.cat((places, places.new_full((1, missing), self.trash_slot)), 1)
-        valid = torch.nn.functional.pad(rows.valid, (0, missing))
-        wide = PromptRows(*(t.reshape(-1, WIDEST) for t in (ids, positions, valid, places)))
-        count = wide.token_ids.shape[0]
-        if states is not None:
-            states = HeadStates(states.rings.expand(count, -1, -1), states.depth)
-        return wide, page_table.expand(count, -1), [SlotView(end, pages)] * count, states
 
     def _first_page(self, pages: Sequence[int], count: int) -> int | None:
         run = pages[:count]
@@ -422,7 +352,7 @@ class ModelRunner:
         rows = self.prompt_rows(token_ids, begin, end, page_table)
         views = [SlotView(end, pages)]
         if not chunked and self.kernels.name == "torch" and end - begin > WIDEST:
-            wide = self._folded(rows, page_table, end, pages, states)
+            wide = folded(rows, page_table, views[0], states, self.trash_slot)
             hidden = self._forward(*wide)
             return hidden.view(1, -1, hidden.shape[-1])[:, : end - begin]
         if not chunked:

@@ -15,8 +15,9 @@ from spd.kernels.dispatch import Kernels
 from spd.kernels.round_finish import ENDED, VERIFIED
 from spd.kernels.round_window import RoundWindow
 from spd.runtime.imposed import ImposedAcceptance
-from spd.runtime.model_runner import ModelRunner, SlotView
+from spd.runtime.model_runner import ModelRunner
 from spd.runtime.proposers.base import Proposer
+from spd.runtime.rows import SlotView
 from spd.runtime.sampler import Sampler
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RoundState

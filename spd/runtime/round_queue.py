@@ -19,8 +19,8 @@ from spd.kernels.round_commit import first_sample
 from spd.kernels.round_finish import BEGAN, COMMITTED, ENDED, VERIFIED
 from spd.runtime.graphs import CapturedRounds, RoundShape
 from spd.runtime.memory import CATCH_UP
-from spd.runtime.model_runner import SlotView
 from spd.runtime.round import Logprobs, Round
+from spd.runtime.rows import SlotView
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RING_DEPTH, RoundState
 

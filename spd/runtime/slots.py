@@ -10,8 +10,8 @@ from torch import Tensor
 from spd.runtime.device_side import DeviceSide
 from spd.runtime.grammar import mask_width
 from spd.runtime.memory import CATCH_UP
-from spd.runtime.model_runner import SlotView
 from spd.runtime.plan import EnginePlan
+from spd.runtime.rows import SlotView
 from spd.runtime.sequence import Sequence
 from spd.runtime.spans import Run, extend_tile
 

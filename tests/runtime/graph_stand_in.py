@@ -17,7 +17,7 @@ from spd.kernels.dispatch import Kernels
 from spd.kernels.paged_attention import AttentionPlan
 from spd.runtime import Engine
 from spd.runtime.graphs import CapturedRounds, RoundShape
-from spd.runtime.model_runner import SlotView
+from spd.runtime.rows import SlotView
 from spd.runtime.sampler_class import SamplerClass
 
 ONLY_TORCH_ASKS = {"plan_attention": (6, 7), "ngram_lookup": (6,)}

@@ -25,9 +25,9 @@ from spd.kernels import sampling
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.round_commit import FAILED, FULL, GOING_ON, STOPPED, Emission, read_emission
 from spd.kernels.sampling import SamplingSteps, SamplingTensors
-from spd.runtime.model_runner import Rows, SlotView
 from spd.runtime.request import SamplingParams
 from spd.runtime.round import Round
+from spd.runtime.rows import Rows, SlotView
 from spd.runtime.sampler import Sampler
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RoundState

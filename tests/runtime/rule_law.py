@@ -19,10 +19,10 @@ from torch import Tensor
 
 from spd.kernels import draft_verify, philox, sampling
 from spd.kernels.dispatch import load_kernels
-from spd.runtime.model_runner import SlotView
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.request import SamplingParams
 from spd.runtime.round import Round
+from spd.runtime.rows import SlotView
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RoundState
 from tests.runtime.round_law import (

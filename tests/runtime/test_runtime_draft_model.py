@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from spd.runtime import Request, SamplingParams
-from spd.runtime.model_runner import SlotView
 from spd.runtime.proposers.draft_model import DraftModelProposer
+from spd.runtime.rows import SlotView
 from tests.helpers import make_engine, random_prompts
 
 ROUNDS = 9

@@ -16,8 +16,8 @@ from torch import Tensor
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import Engine, SamplingParams, assembly
 from spd.runtime.graphs import RoundShape
-from spd.runtime.model_runner import SlotView
 from spd.runtime.page_table import TRASH_PAGE
+from spd.runtime.rows import SlotView
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RING_DEPTH
 from tests.helpers import Run, make_engine, random_prompts, run_all

@@ -427,7 +427,7 @@ def test_a_shape_is_captured_again_after_it_failed(tiny: Callable[..., Path]) ->
 
 
 def engine_views(engine: Engine) -> list[Any]:
-    from spd.runtime.model_runner import EMPTY_SLOT
+    from spd.runtime.rows import EMPTY_SLOT
 
     return [EMPTY_SLOT] * engine.plan.slots
 

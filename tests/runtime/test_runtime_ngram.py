@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spd.kernels.dispatch import load_kernels
-from spd.runtime.model_runner import EMPTY_SLOT, SlotView
 from spd.runtime.proposers.ngram import NgramProposer
+from spd.runtime.rows import EMPTY_SLOT, SlotView
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RoundState
 from tests.prompt_lookup import search

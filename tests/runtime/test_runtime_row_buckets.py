@@ -13,7 +13,6 @@ from torch import Tensor
 from spd.formats.demo import demo_folder
 from spd.runtime import SamplingParams
 from spd.runtime.layers.linear import Linear
-from spd.runtime.model_runner import SlotView
 from spd.runtime.row_buckets import (
     CANDIDATES,
     TILES,
@@ -25,6 +24,7 @@ from spd.runtime.row_buckets import (
     summed_alike,
     worth_running,
 )
+from spd.runtime.rows import SlotView
 from spd.runtime.spans import Run
 from tests.helpers import make_engine, run_all
 

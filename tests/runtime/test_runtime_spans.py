@@ -115,14 +115,14 @@ def test_windows_look_alike_exactly_where_their_positions_do(width: int, chunk: 
 
 
 @pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(first position, rows) of every forward pass over a prompt that is wider than one row."""
-    seen: list[tuple[int, int]] = []
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
+    """(first position, rows, whether a whole chunk) of every forward pass over a prompt that is wider than one row."""
+    seen: list[tuple[int, int, bool]] = []
     forward = ModelRunner.forward_prompt
 
     def spy(self: ModelRunner, ids: torch.Tensor, begin: int, end: int, *rest: Any, **more: Any) -> Any:
         if end - begin > 1:
-            seen.append((begin, end - begin))
+            seen.append((begin, end - begin, more["chunked"]))
         return forward(self, ids, begin, end, *rest, **more)
 
     monkeypatch.setattr(ModelRunner, "forward_prompt", spy)
@@ -130,7 +130,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("first_span", [0, 10, 64, 100])
-def test_a_cache_hit_cuts_no_chunk(first_span: int, tmp_path: Path, forwards: list[tuple[int, int]]) -> None:
+def test_a_cache_hit_cuts_no_chunk(first_span: int, tmp_path: Path, forwards: list[tuple[int, int, bool]]) -> None:
     """Wherever a later span begins, what a hit leaves to do runs through the programs of a miss."""
     model = write_tiny(tmp_path, vocab=61, tokenizer=False, layers=1)
     text = torch.randint(61, (300,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -142,8 +142,8 @@ def test_a_cache_hit_cuts_no_chunk(first_span: int, tmp_path: Path, forwards: li
         request = Request(str(length), tuple(text[:length]), SamplingParams(max_tokens=2), tuple(spans))
         assert sum(len(event.token_ids) for event in engine.stream([request])) == 2
         written = positions_of(spans, 64)
-        for start, rows in forwards:
-            expected = [("chunk", n) if rows == 64 else ("tile", 0) for n in range(rows)]
+        for start, rows, chunked in forwards:
+            expected = [("chunk", n) if chunked else ("tile", 0) for n in range(rows)]
             assert written[start : start + rows] == expected
         cached.append(engine.metrics(str(length)).cached_tokens)
     assert cached[0] == 0

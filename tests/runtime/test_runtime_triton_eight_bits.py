@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from spd.kernels.skinny_linear import ScaledWeight
 from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
 from spd.runtime.layers.linear import SkinnyLinear
-from spd.runtime.model_runner import SlotView
 from spd.runtime.page_table import NUM_RESERVED
+from spd.runtime.rows import SlotView
 from tests.helpers import INTERPRETED, Run, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_mtp import write_tiny_mtp

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from spd.kernels.round_window import RoundWindow
-from spd.runtime.model_runner import SlotView
+from spd.runtime.rows import SlotView
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.spans import Run
 

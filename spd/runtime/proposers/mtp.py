@@ -21,9 +21,10 @@ from torch import Tensor
 from spd.kernels.dispatch import Kernels
 from spd.kernels.draft_window import DraftWindow
 from spd.kernels.round_window import RoundWindow
-from spd.runtime.model_runner import ModelRunner, Rows, SlotView
+from spd.runtime.model_runner import ModelRunner
 from spd.runtime.models.base import HeadStates
 from spd.runtime.proposers.base import Proposer
+from spd.runtime.rows import Rows, SlotView
 from spd.runtime.sampler import Sampler
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.spans import Run, clip_runs

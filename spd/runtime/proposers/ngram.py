@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.round_window import RoundWindow
-from spd.runtime.model_runner import SlotView
 from spd.runtime.proposers.base import Proposer
+from spd.runtime.rows import SlotView
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RoundState
 

@@ -1,0 +1,81 @@
+"""What the runner is given to run: windows of rows, and what the host knows of each slot's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from spd.runtime.models.base import HeadStates
+from spd.runtime.row_buckets import WIDEST
+
+
+class Rows(Protocol):
+    """Windows of Q positions for each of S slots; positions ascend in a window."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """int64 [S, Q]."""
+        ...
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [S, Q]."""
+        ...
+
+    @property
+    def valid(self) -> Tensor:
+        """bool [S, Q]: rows that are not write their KV to the trash page."""
+        ...
+
+    @property
+    def kv_slots(self) -> Tensor:
+        """int64 [S, Q], into the flattened pools."""
+        ...
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Rows of one slot's prompt; see `Rows`."""
+
+    token_ids: Tensor
+    positions: Tensor
+    valid: Tensor
+    kv_slots: Tensor
+
+
+class SlotView(NamedTuple):
+    """What the host knows of a slot's cache: an upper bound of its length, and its pages.
+
+    A bound of 0 means that the slot has no rows.
+    """
+
+    bound: int
+    pages: Sequence[int]
+
+
+EMPTY_SLOT = SlotView(0, ())
+
+
+def folded(
+    rows: PromptRows, page_table: Tensor, view: SlotView, states: HeadStates | None, trash_slot: int
+) -> tuple[PromptRows, Tensor, list[SlotView], HeadStates | None]:
+    """Rows [1, n] of one slot as windows of the widest bucket [m, WIDEST], which attend one by one.
+
+    The last is filled up with rows that keep nothing. Every layer writes all rows before any reads.
+    """
+    missing = -rows.token_ids.shape[1] % WIDEST
+    ids, positions, places = rows.token_ids, rows.positions, rows.kv_slots.view(1, -1)
+    if missing:
+        ids, positions = (torch.cat((t, t[:, -1:].expand(1, missing)), 1) for t in (ids, positions))
+        places = torch.cat((places, places.new_full((1, missing), trash_slot)), 1)
+    valid = pad(rows.valid, (0, missing))
+    wide = PromptRows(*(t.reshape(-1, WIDEST) for t in (ids, positions, valid, places)))
+    count = wide.token_ids.shape[0]
+    if states is not None:
+        states = HeadStates(states.rings.expand(count, -1, -1), states.depth)
+    return wide, page_table.expand(count, -1), [view] * count, states
