@@ -116,7 +116,7 @@ def test_windows_look_alike_exactly_where_their_positions_do(width: int, chunk: 
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
-    """(first position, rows, whether a whole chunk) of every forward pass over a prompt that is wider than one row."""
+    """(first position, rows, whether a chunk) of every pass over a prompt that is wider than one row."""
     seen: list[tuple[int, int, bool]] = []
     forward = ModelRunner.forward_prompt
 
@@ -130,7 +130,9 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
 
 
 @pytest.mark.parametrize("first_span", [0, 10, 64, 100])
-def test_a_cache_hit_cuts_no_chunk(first_span: int, tmp_path: Path, forwards: list[tuple[int, int, bool]]) -> None:
+def test_a_cache_hit_cuts_no_chunk(
+    first_span: int, tmp_path: Path, forwards: list[tuple[int, int, bool]]
+) -> None:
     """Wherever a later span begins, what a hit leaves to do runs through the programs of a miss."""
     model = write_tiny(tmp_path, vocab=61, tokenizer=False, layers=1)
     text = torch.randint(61, (300,), generator=torch.Generator().manual_seed(0)).tolist()
