@@ -185,14 +185,15 @@ def _write_hole(path: Path, entries: Mapping[str, tuple[str, Sequence[int]]]) ->
 def touched_experts(engine: Engine, load: Load, vocab: int) -> float:
     """Experts of a layer that the rows of one verification go to, on average. Asks the host: not timed."""
     counts: list[int] = []
+    rows = engine.plan.slots * (engine.plan.draft_max + 1)
+    most = max(4 * rows, 16 if engine.plan.kernels == "torch" else 0)  # torch's form fills rows up
     layers: Any = getattr(engine._parts.runner.model, "layers")  # noqa: B009
     for block in (layer.mlp for layer in layers if isinstance(layer.mlp, MoeMlp)):
         honest = block._route
 
         def noted(x: Any, tile: int, honest: Any = honest) -> Any:
             chosen = honest(x, tile)
-            if x.shape[0] <= 4 * (engine.plan.draft_max + 1) * engine.plan.slots:
-                rows = engine.plan.slots * (engine.plan.draft_max + 1)
+            if x.shape[0] <= most:
                 counts.append(int(chosen[0][:rows].unique().numel()))
             return chosen
 
