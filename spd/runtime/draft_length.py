@@ -14,10 +14,6 @@ PROBE_SELDOM = 256
 PROBE_LENGTH = 2
 PROBE_MEMORY = 0.1
 """What is left of the evidence when a probe is made, so that its outcome can overrule it."""
-PLAIN_FIRST = 2
-PLAIN_SOON, PLAIN_SELDOM = 4, 128
-"""Where drafts seem to pay, one round after so many does without, for what that costs is seen in no other
-way: seldom once such rounds have been seen PLAIN_FIRST times with about as many requests."""
 PRIOR = 4.0
 """Drafts of other requests that a request's own evidence is weighed against."""
 ROW_COST = 0.01
@@ -80,10 +76,6 @@ class DraftLength:
     carried: set[int] = field(default_factory=set)
     """Values of k whose time was taken over from another number of requests, until it is measured."""
 
-    plain_seen: dict[int, int] = field(default_factory=dict)
-    """Rounds without drafts, by the bit length of the number of requests."""
-    since_plain: int = 0
-
     def __post_init__(self) -> None:
         self.wanted = self.least = self.maximum
 
@@ -132,7 +124,7 @@ class DraftLength:
         best = max((k for k in choices if k <= maximum), key=lambda k: expected[k] / self.cost(k))
         if best:
             self.since_probe, self.probe_gap = 0, PROBE_EVERY
-            return 0 if 0 in choices and self._try_plain() else best
+            return best
         self.since_probe += 1
         if self.since_probe < self.probe_gap:
             return 0
@@ -141,15 +133,6 @@ class DraftLength:
         self.accepted *= PROBE_MEMORY
         self.tried *= PROBE_MEMORY
         return min(PROBE_LENGTH, maximum)
-
-    def _try_plain(self) -> bool:
-        """Whether the next round is to show what one without drafts costs."""
-        known = self.plain_seen.get(self.batch, 0) >= PLAIN_FIRST
-        self.since_plain += 1
-        due = self.since_plain > (PLAIN_SELDOM if known else PLAIN_SOON)
-        if due:
-            self.since_plain = 0
-        return due
 
     def cost(self, k: int) -> float:
         """Seconds of a round at k: measured, between two measured ones, or carried over from the nearest."""
@@ -188,9 +171,7 @@ class DraftLength:
         Comes before its slots' outcomes.
         """
         self.rounds += 1
-        if not k:
-            self.plain_seen[self.batch] = self.plain_seen.get(self.batch, 0) + 1
-        else:
+        if k:
             self.accepted *= DECAY
             self.tried *= DECAY
         before = verify_seconds if k in self.carried else self.verify_seconds.get(k, verify_seconds)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from spd.formats.demo import demo_folder
 from spd.runtime import Request, SamplingParams
 from spd.runtime.draft_length import (
-    PLAIN_SELDOM,
     PROBE_EVERY,
     PROBE_MEMORY,
     PROBE_SELDOM,
@@ -71,18 +70,7 @@ def test_a_probe_is_not_above_the_maximum() -> None:
 
 
 def test_with_full_acceptance_k_goes_to_the_maximum() -> None:
-    chosen = play(DraftLength(9, adaptive=True), 60 + 8 * PLAIN_SELDOM, 1.0)[60:]
-    assert set(chosen) == {0, 9} and chosen.count(0) in (7, 8), "seldom without, to see what that costs"
-
-
-def test_what_a_round_without_drafts_costs_is_found_out() -> None:
-    """Each row costs as much as the first, so that drafts do not pay; no round with drafts says so."""
-    length, chosen = DraftLength(4, adaptive=True), []
-    for number in range(120):
-        chosen.append(k := length.choose())
-        length.observe_cost(k, 0.01 * (k + 1), 0.0, k)
-        length.observe(k, k, min(k, number % 2))
-    assert length.verify_seconds[0] == pytest.approx(0.01) and chosen[60:].count(0) > 55
+    assert set(play(DraftLength(9, adaptive=True), 200, 1.0)[60:]) == {9}
 
 
 def test_k_rises_again_when_drafts_are_accepted_again() -> None:
