@@ -10,6 +10,7 @@ import pytest
 
 from spd.errors import UsageError
 from spd.runtime import Engine, Event, Request, SamplingParams
+from spd.runtime.engine import BUSY_PASSES
 from tests.helpers import make_engine, random_prompts, run_all, run_one
 
 VOCAB, CTX, PAGES = 256, 320, 6
@@ -72,7 +73,7 @@ def test_interrupted_texts_are_the_same(
 
 @pytest.mark.parametrize("lag", [0, 2])
 def test_long_prompts_do_not_stall_who_decodes(target: Path, lag: int) -> None:
-    """One pass over a prompt between two rounds: every step brings the others a token."""
+    """Few passes over prompts come between two rounds: every step brings the others a token."""
     engine = squeezed(target, "off", slots=3, lag=lag)
     engine.add(Request("a", PROMPTS[2], SamplingParams(max_tokens=40)))
     steps: list[list[Event]] = [engine.step() for _ in range(4)]
@@ -92,6 +93,27 @@ def test_long_prompts_do_not_stall_who_decodes(target: Path, lag: int) -> None:
     first = {name: next(i for i, names in enumerate(came) if name in names) for name in ("long", "next")}
     assert first["long"] < first["next"], "first come, first served"
     assert passes and max(passes) <= engine.plan.chunk
+
+
+@pytest.mark.parametrize(("arriving", "most"), [(1, 1), (2, BUSY_PASSES), (6, BUSY_PASSES)])
+def test_passes_over_prompts_between_two_rounds(target: Path, arriving: int, most: int) -> None:
+    """One where no more join than decode; a few where more do, until as many decode."""
+    engine = squeezed(target, "off", slots=7, lag=0)
+    prompt = random_prompts(1, 300, 256, seed=9)[0]  # five passes and more
+    engine.add(Request("a", prompt[:20], SamplingParams(max_tokens=60)))
+    engine.step()
+    for i in range(arriving):
+        engine.add(Request(f"{i}", prompt[i:], SamplingParams(max_tokens=4, ignore_eos=True)))
+    honest, passes = engine._slots.prefill, []
+    engine._slots.prefill = lambda *given: passes.append(None) or honest(*given)  # type: ignore[method-assign, func-returns-value]
+    counts = []
+    for _ in range(3):
+        joining = engine._scheduler.more_could_join
+        passes.clear()
+        engine.step()
+        counts.append((joining, len(passes)))
+    assert counts[0] == (arriving > 1, most)
+    assert all(count == (most if joining else 1) or count == 1 for joining, count in counts), counts
 
 
 def test_requests_choose_how_many_drafts(target: Path) -> None:

@@ -90,17 +90,17 @@ def causal_bias(
     return bias.repeat(groups, 1)[None, None]
 
 
-def gather_pages(pages: Tensor, page_ids: Tensor, first: int | None, count: int) -> Tensor:
+def gather_pages(pages: Tensor, run: int | Tensor, count: int) -> Tensor:
     """Keys or values of `count` pages in order as [1, K, count * page, D].
 
-    `first` is the first page's number where the pages are consecutive (one view of the contiguous pool,
-    nothing copied); None reads them through page_ids [count].
+    run: the first page's number where the pages are consecutive (one view of the contiguous pool, nothing
+    copied), or the numbers of all of them, int64 [count].
     """
-    if first is None:
-        return pages.index_select(0, page_ids).flatten(0, 1).transpose(0, 1).unsqueeze(0)
+    if isinstance(run, Tensor):
+        return pages.index_select(0, run).flatten(0, 1).transpose(0, 1).unsqueeze(0)
     page_size, heads, size = pages.shape[1:]
     shape, strides = (1, heads, count * page_size, size), (0, size, heads * size, 1)
-    return pages.as_strided(shape, strides, pages.storage_offset() + first * pages.stride(0))
+    return pages.as_strided(shape, strides, pages.storage_offset() + run * pages.stride(0))
 
 
 def plan_attention(
@@ -201,9 +201,8 @@ def attend_pages(
             outputs.append(torch.zeros_like(own))
             continue
         count = mask.bias.shape[-1] // page_size
-        ids = page_table[s, mask.first : mask.first + count] if mask.run is None else page_table
-        keys = gather_pages(key_pages, ids, mask.run, count)
-        values = gather_pages(value_pages, ids, mask.run, count)
+        run = page_table[s, mask.first : mask.first + count] if mask.run is None else mask.run
+        keys, values = (gather_pages(pages, run, count) for pages in (key_pages, value_pages))
         if softcap is None:
             out = F.scaled_dot_product_attention(own, keys, values, attn_mask=mask.bias, scale=scale)
         else:

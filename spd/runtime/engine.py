@@ -241,7 +241,8 @@ class Engine:
     def _prefill(self) -> None:
         """Write prompts: one pass where others decode, a few where more wait; else until one can."""
         scheduler = self._scheduler
-        passes, most = 0, BUSY_PASSES if scheduler.busy else IDLE_PASSES
+        stalls = scheduler.busy
+        passes, most = 0, BUSY_PASSES if stalls else IDLE_PASSES
         while (sequence := scheduler.next_to_prefill(2 * self.plan.draft_max + 1)) is not None:
             began = time.perf_counter()
             if sequence.admitted_at is None:
@@ -256,7 +257,7 @@ class Engine:
             if sequence is not scheduler.prefilling:
                 self._arm(sequence)
             passes += sequence.prefilled > before
-            if scheduler.busy and (passes >= most or (most == BUSY_PASSES and not scheduler.more_could_join)):
+            if scheduler.busy and (passes >= most or (stalls and not scheduler.more_could_join)):
                 return
 
     def _arm(self, sequence: Sequence, drafts: list[int] | None = None) -> None:

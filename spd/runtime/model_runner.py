@@ -16,7 +16,6 @@ from spd.kernels.round_window import kv_slots
 from spd.runtime.context_parts import admitted_parts, context_for
 from spd.runtime.kv_cache import KvCache
 from spd.runtime.layers.linear import Linear
-from spd.runtime.layers.sharded import ShardedHead, SummedLinear
 from spd.runtime.memory import TAIL_ROWS
 from spd.runtime.models.base import CausalModel, ForwardBatch, HeadStates, LayerCache
 from spd.runtime.page_table import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
@@ -43,9 +42,8 @@ def _spread(rows: Tensor, present: Tensor, slots: int) -> Tensor:
 
 
 def _rounding_products(model: CausalModel) -> list[Linear]:
-    """Of a model's products in torch's form one of each shape."""
-    plain = (p.inner if isinstance(p, SummedLinear | ShardedHead) else p for p in model.products())
-    return list({p.weight.shape: p for p in plain if isinstance(p, Linear)}.values())
+    """Of a whole model's products in torch's form one of each shape."""
+    return list({p.weight.shape: p for p in model.products() if isinstance(p, Linear)}.values())
 
 
 class ModelRunner:
@@ -146,9 +144,8 @@ class ModelRunner:
 
     def _first_page(self, pages: Sequence[int], count: int) -> int | None:
         run = pages[:count]
-        if len(run) < count or any(page != run[0] + i for i, page in enumerate(run)):
-            return None
-        return run[0]
+        consecutive = len(run) == count and all(page == run[0] + i for i, page in enumerate(run))
+        return run[0] if consecutive else None
 
     def page_row(self, pages: Sequence[int], width: int) -> Tensor:
         """A page-table row int64 [width], unused entries pointing at the zero page."""
@@ -352,8 +349,7 @@ class ModelRunner:
         rows = self.prompt_rows(token_ids, begin, end, page_table)
         views = [SlotView(end, pages)]
         if not chunked and self.kernels.name == "torch" and end - begin > WIDEST:
-            wide = folded(rows, page_table, views[0], states, self.trash_slot)
-            hidden = self._forward(*wide)
+            hidden = self._forward(*folded(rows, page_table, views[0], states, self.trash_slot))
             return hidden.view(1, -1, hidden.shape[-1])[:, : end - begin]
         if not chunked:
             return self.forward(rows, page_table, views, states)

@@ -69,7 +69,7 @@ def folded(
     The last is filled up with rows that keep nothing. Every layer writes all rows before any reads.
     """
     missing = -rows.token_ids.shape[1] % WIDEST
-    ids, positions, places = rows.token_ids, rows.positions, rows.kv_slots.view(1, -1)
+    ids, positions, places = rows.token_ids, rows.positions, rows.kv_slots
     if missing:
         ids, positions = (torch.cat((t, t[:, -1:].expand(1, missing)), 1) for t in (ids, positions))
         places = torch.cat((places, places.new_full((1, missing), trash_slot)), 1)
