@@ -17,6 +17,7 @@ from typing import Any, TypeVar, get_type_hints
 import typer
 
 from spd import __version__
+from spd.cli.help import GroupHelp, Help
 from spd.cli.options import CommonOptions, Session, as_utf8
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
@@ -179,6 +180,7 @@ def build_app(loaded: Collection[str] = COMMANDS, *, completing: bool = False) -
     """
     app = typer.Typer(
         name="spd",
+        cls=GroupHelp,
         help=ROOT_HELP,
         epilog=examples_below(ROOT_EXAMPLES),
         add_completion=completing,
@@ -189,7 +191,7 @@ def build_app(loaded: Collection[str] = COMMANDS, *, completing: bool = False) -
     app.callback()(root)
     for name, command in COMMAND_TABLE.items():
         body = load_command(command) if name in loaded else _nothing
-        app.command(name, help=command.help, epilog=command.epilog)(body)
+        app.command(name, cls=Help, help=command.help, epilog=command.epilog)(body)
     return app
 
 

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 import spd
 from spd import errors
@@ -131,8 +133,6 @@ def test_no_words_at_all_show_help(spd_run: Callable) -> None:
 
 
 def test_help_names_the_commands_of_this_edition_only(spd_run: Callable) -> None:
-    from typer.main import get_command
-
     assert (
         tuple(get_command(build_app()).commands)
         == COMMANDS
@@ -165,11 +165,28 @@ def test_help_has_panels_and_examples(spd_run: Callable, monkeypatch: pytest.Mon
     assert "Examples:" in text and "spd generate --stats" in text and "\x1b" not in text
 
 
-@pytest.mark.parametrize("columns", ["40", "80", "200"])
-def test_help_at_any_width(columns: str, spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", ["20", "40", "60", "80", "200"])
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_cuts_no_name_at_any_width(
+    name: str, columns: str, spd_run: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    ran = spd_run("generate", "--help")
+    ran = spd_run(*([name] if name else []), "--help")
     assert ran.code == 0 and max(map(len, ran.text.splitlines())) <= int(columns)
+    app: Any = get_command(build_app())
+    command = app.commands[name] if name else app
+    names = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
+    wanted = {option for option in names if option.startswith("-")} | ({"--help"} if name else set(COMMANDS))
+    first = re.findall(r"^[│ ]*((?:--?[\w-]+(?: / |, ?| +)?)+|[\w-]+)", ran.text, re.MULTILINE)
+    found = {word for words in first for word in re.findall(r"[\w-]+", words)}
+    if int(columns) > 20:
+        assert wanted <= found
+        assert not re.search(r"--[\w-]*…", ran.text)
+
+
+def test_help_at_forty_columns_stands_below_names(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert "\n  -p, --prompt TEXT\n      As the PROMPT argument.\n" in spd_run("generate", "--help").text
 
 
 @pytest.mark.parametrize(
