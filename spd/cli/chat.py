@@ -23,7 +23,7 @@ from spd.cli.output import (
     write_error,
     write_stderr,
 )
-from spd.cli.wrap import wrap_line
+from spd.cli.wrap import cells, wrap_line
 from spd.errors import NotFoundError, SpdError, UsageError
 
 if TYPE_CHECKING:
@@ -229,7 +229,9 @@ class Chat:
         """The line at the bottom."""
         if not self.model.is_loaded:
             return f" {self.model.loading_words()}"
-        return f" {self.model.name} · {self.model.spec_words()} · ctx {self.model.context_words()}"
+        name, used = self.model.name, f"ctx {self.model.context_words()}"
+        choices = [f" {' · '.join(parts)}" for parts in ((name, self.model.spec_words(), used), (name, used))]
+        return next((line for line in choices if cells(line) < self.look.columns()), f" {used}")
 
     # -- turns -------------------------------------------------------------------------------------
 

@@ -11,19 +11,22 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import Application
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.data_structures import Point
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input.typeahead import store_typeahead
 from prompt_toolkit.input.vt100_parser import Vt100Parser
 from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
+from prompt_toolkit.layout.screen import Char
 from prompt_toolkit.output import ColorDepth
 
 from spd.cli.message_source import INDENT, PROMPT, as_message, is_complete
@@ -111,6 +114,23 @@ class Editor:
             color_depth=None if color else ColorDepth.DEPTH_1_BIT,
             reserve_space_for_menu=4,
         )
+        app: Any = self._session.app
+        app._on_resize = self._resize
+
+    def _resize(self) -> None:
+        """Draw anew from where the prompt begins now that the terminal has broken its rows anew.
+
+        Row by row, because tmux keeps a screen that is erased as a whole among the rows above.
+        """
+        app = self._session.app
+        renderer: Any = app.renderer
+        if (screen := renderer.last_rendered_screen) is not None:
+            size, at = app.output.get_size(), renderer._cursor_pos
+            above = sum(rows_of(screen.data_buffer[y], size.columns) for y in range(at.y))
+            app.output.cursor_up(above + at.x // size.columns)
+            app.output.write_raw("\r\x1b7" + "\x1b[2K\x1b[B" * size.rows + "\x1b8")
+            renderer._cursor_pos = Point(0, 0)
+        Application._on_resize(app)
 
     def read(self, draft: str = "") -> str | None:
         """The next message. Raises Interrupted when Ctrl-C is pressed twice on an empty line."""
@@ -251,6 +271,18 @@ class Editor:
             return
         self._hinted = now
         self.say("Ctrl-D or /exit to quit")
+
+
+def rows_of(cells: Mapping[int, Char], columns: int) -> int:
+    """Rows that a row of a wider terminal takes; a character of two columns is never cut."""
+    rows = column = position = 0
+    end = max((i for i, cell in cells.items() if cell.char != " "), default=-1)
+    while position <= end:
+        width = cells[position].width or 1
+        if not column or column + width > columns:
+            rows, column = rows + 1, 0
+        column, position = column + width, position + width
+    return rows or 1
 
 
 def _has_input() -> bool:

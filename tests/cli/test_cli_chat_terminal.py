@@ -14,11 +14,16 @@ import subprocess
 import sys
 import termios
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from spd.cli.chat import Chat
+from spd.cli.editor import rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 60.0
@@ -274,6 +279,43 @@ def test_a_terminal_that_shrinks_while_a_reply_comes(terminal: Callable[..., Ter
     rows = chat.wait("›").split(b"\r\n")
     narrow = [re.sub(rb"\x1b(?:\[[0-9;?]*[A-Za-z]|[78])", b"", row) for row in rows if b"word" in row]
     assert all(len(row) < 40 for row in narrow[-4:-1]) and len(narrow) > 4
+
+
+def test_a_prompt_that_the_terminal_broke_is_drawn_from_its_beginning(
+    terminal: Callable[..., Terminal],
+) -> None:
+    """Rows that a narrower terminal has broken are counted; what stood above them stays."""
+    chat = terminal("--no-save")
+    chat.wait("mem ")
+    chat.size(24, 100)
+    chat.type("a" * 85)
+    chat.wait("a" * 85)
+    time.sleep(0.5)  # until the last of it is drawn
+    chat.size(24, 40)
+    chat.wait("\x1b[2A\r\x1b7\x1b[2K\x1b[B")
+    chat.wait("a" * 37)
+    chat.type("\x03\x04")
+    assert chat.end() == 0
+
+
+def test_rows_of_a_narrower_terminal() -> None:
+    from prompt_toolkit.layout.screen import Char
+
+    for text, columns, rows in (("", 4, 1), ("abcd", 4, 1), ("abcde", 4, 2), ("abcd    ", 4, 1)):
+        assert rows_of({i: Char(c) for i, c in enumerate(text)}, columns) == rows
+    wide = {0: Char("a"), 1: Char("日"), 3: Char("本"), 5: Char("語")}
+    assert rows_of(defaultdict(Char, wide), 4) == 2 and rows_of(defaultdict(Char, wide), 2) == 4
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [(80, " demo · spec off · ctx 7/4,096"), (30, " demo · ctx 7/4,096"), (19, " ctx 7/4,096")],
+)
+def test_the_line_at_the_bottom_fits(columns: int, line: str) -> None:
+    words = {"spec_words": lambda: "spec off", "context_words": lambda: "7/4,096"}
+    model = SimpleNamespace(name="demo", is_loaded=True, **words)
+    chat: Any = SimpleNamespace(model=model, look=SimpleNamespace(columns=lambda: columns))
+    assert Chat._status(chat) == line
 
 
 def test_a_refused_line_says_what_to_type(terminal: Callable[..., Terminal]) -> None:
