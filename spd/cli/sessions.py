@@ -93,6 +93,10 @@ class SessionStore:
             )
         self.close()
         self._lock = lock
+        for spare in self.folder.glob(f".{name}{SUFFIX}.*"):  # of a process that was killed while it saved
+            if spare.suffix[1:].isdigit():
+                with suppress(OSError):
+                    spare.unlink()
 
     def open_new(self) -> str:
         """Take the lock of a chat that does not exist yet: the time of day, and a number if need be."""

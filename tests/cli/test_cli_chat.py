@@ -87,6 +87,17 @@ def test_a_message_is_not_lost_with_the_terminal(
     assert [turn["user"] for turn in saved()[1:]] == ["Hi"]
 
 
+def test_what_a_killed_process_had_half_saved_goes_away(
+    talk: Callable, saved: Callable, tmp_path: Path
+) -> None:
+    talk("Hi")
+    folder = tmp_path / "state" / "spd" / "sessions"
+    for name in (".t.jsonl.123", ".t.jsonl.5.lock", ".u.jsonl.123"):
+        (folder / name).write_text("{")
+    assert talk("Again", argv=["-c"], name=None).code == 0 and len(saved()) == 3
+    assert {path.name for path in folder.glob(".*")} == {".t.lock", ".t.jsonl.5.lock", ".u.jsonl.123"}
+
+
 def test_nothing_is_written_with_no_save(talk: Callable, tmp_path: Path) -> None:
     assert talk("Hi", argv=["--no-save"], name=None).code == 0
     assert not list((tmp_path / "state").rglob("*.jsonl"))
