@@ -108,13 +108,13 @@ class Chat:
         self._session, self._sink = session, sink
         self._console = dataclasses.replace(session.console, help="/help")
         self.store, self.name = store, name
-        if conversation is not None and options.model is None:
-            options = dataclasses.replace(options, model=conversation.model)
+        if conversation is not None:
+            options = options.continuing(conversation.model)
         ensure_models(session, options)
         self.model: ChatModel = ChatModel(options, session.console)
         system = read_text(options.system_file) if options.system_file is not None else options.system
         fresh = begin(self.model.name, options.seed, system, self.model.fingerprint)
-        self.conversation = fresh if conversation is None else conversation.continued_as(fresh)
+        self.conversation = fresh if conversation is None else conversation.continued_as(fresh, options.seed)
         self.attached = [read_text(path) for path in options.file or ()]
         self.draft = self._news = ""
         self.leaving = False

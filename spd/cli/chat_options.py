@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -71,3 +72,17 @@ class ChatOptions(
         False
     )
     vi: Annotated[bool, _chat("--vi", help="vi keys in the editor.")] = False
+    typed: frozenset[str] = frozenset()
+    """Names of these fields that stood on the command line, not in a file or the environment."""
+
+    def continuing(self, model: str) -> ChatOptions:
+        """What is typed, then what a chat with this model was saved with, then files and environment."""
+        typed = self.typed
+        named, said = bool(typed & {"model", "model_argument"}), bool(typed & {"system", "system_file"})
+        return dataclasses.replace(
+            self,
+            model=self.model if named else model,
+            system=self.system if said else None,
+            system_file=self.system_file if said else None,
+            seed=self.seed if "seed" in typed else None,
+        )

@@ -260,6 +260,9 @@ def as_command(
         for line in session.told:
             console.detail(f"config  {line}")
         values |= {name: as_utf8(values[name]) for name in TEXTS if name in values}
+        if "typed" in hints:
+            sources = {name: context.get_parameter_source(name) for name in values}
+            values["typed"] = frozenset(name for name in sources if "COMMANDLINE" in str(sources[name]))
         return body(dataclasses.replace(session, console=console), options(**values))
 
     hints = get_type_hints(options, include_extras=True)
@@ -267,6 +270,8 @@ def as_command(
         inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     ]
     for field in dataclasses.fields(options):
+        if field.name == "typed":
+            continue
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         parameters.append(
             inspect.Parameter(

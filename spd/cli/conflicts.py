@@ -78,8 +78,8 @@ SHARED_CONFLICTS: tuple[Conflict[Any], ...] = (
 CHAT_CONFLICTS: tuple[Conflict[ChatOptions], ...] = (
     Conflict(
         "two-models",
-        lambda o: o.model_argument is not None and o.model is not None and o.model_argument != o.model,
-        "the model is given twice: as an argument and with --model (or SPD_MODEL)",
+        lambda o: {"model_argument", "model"} <= o.typed and o.model_argument != o.model,
+        "the model is given twice: as an argument and with --model",
         "use one of them",
     ),
     Conflict(

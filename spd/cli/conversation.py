@@ -66,11 +66,13 @@ class Conversation:
             turns = tuple(dataclasses.replace(turn, reply_ids=()) for turn in turns)
         return dataclasses.replace(self, model=name, vocabulary=vocabulary, turns=turns)
 
-    def continued_as(self, fresh: Conversation) -> Conversation:
-        """This conversation with the model of a new start, and with its system message if it has one."""
+    def continued_as(self, fresh: Conversation, seed: int | None) -> Conversation:
+        """This conversation with the model of a new start, and its system message and a seed if there are."""
         assert fresh.vocabulary is not None
-        system = self.system if fresh.system is None else fresh.system
-        return dataclasses.replace(self.for_model(fresh.model, fresh.vocabulary), system=system)
+        changes: dict[str, Any] = {} if seed is None else {"seed": seed, "draws": 0}
+        if fresh.system is not None:
+            changes["system"] = fresh.system
+        return dataclasses.replace(self.for_model(fresh.model, fresh.vocabulary), **changes)
 
     @property
     def next_seed(self) -> int:

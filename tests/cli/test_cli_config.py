@@ -13,6 +13,7 @@ from typer.main import get_command
 
 from spd.cli.commands import COMMANDS, build_app
 from spd.cli.config import FOLDERS, PROJECT, TYPED
+from tests.cli.conftest import write_model
 from tests.cli.test_cli_terminal import on_terminal
 
 Write = Callable[..., Path]
@@ -123,6 +124,42 @@ def test_keys_of_other_commands_are_left_to_them(
     saved = (home / "state" / "spd" / "sessions" / "s.jsonl").read_text()
     assert json.loads(saved.splitlines()[0])["system"] == "be terse"
     assert spd_run("completions", "bash").code == 0
+
+
+def test_a_saved_chat_goes_before_files_and_environment(
+    own: Write, home: Path, spd_run: Callable, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is typed, then what the chat was saved with, then SPD_MODEL, then the file."""
+    saved = home / "state" / "spd" / "sessions" / "s.jsonl"
+    chat = ["chat", "--session", "s"]
+    model, other = (write_model(home / name, max_position_embeddings=4096) for name in ("one", "other"))
+    script.ctx = 4096
+    assert spd_run(*chat, model, "--seed", 5, "-s", "be kind", stdin=b"Hi\n").code == 0
+    own(f'model = "{home / "none"}"\nseed = 6\nsystem = "be terse"\n')
+    for more in ([], ["-c"]):
+        monkeypatch.setenv("SPD_MODEL", str(home / "nothing"))
+        assert spd_run("chat", *(more or chat[1:]), stdin=b"Again\n").code == 0
+        header = json.loads(saved.read_text().splitlines()[0])
+        assert (header["model"], header["seed"], header["system"]) == (str(model), 5, "be kind")
+    assert header["draws"] == 3
+    for how in ([other], ["-m", other]):
+        ran = spd_run("chat", "-c", *how, "--seed", 7, "-s", "be brief", stdin=b"More\n")
+        header = json.loads(saved.read_text().splitlines()[0])
+        assert ran.code == 0 and (header["model"], header["seed"]) == (str(other), 7)
+        assert (header["system"], header["draws"]) == ("be brief", 1)
+    assert spd_run("chat", "--session", "new", stdin=b"Hi\n").code == 3, "nothing is saved under this name"
+
+
+def test_a_saved_chat_without_a_system_message_has_none(
+    own: Write, home: Path, spd_run: Callable, model: Path, script: Any
+) -> None:
+    assert spd_run("chat", model, "--session", "s", stdin=b"Hi\n").code == 0
+    first = script.request.prompt_ids
+    (home / "system.txt").write_text("be terse")
+    for line in ('system = "be terse"', f'system-file = "{home / "system.txt"}"'):
+        own(line + "\n")
+        assert spd_run("chat", "-c", stdin=b"Again\n").code == 0
+        assert script.request.prompt_ids[: len(first)] == first
 
 
 def test_a_clash_says_which_file_it_is_with(
