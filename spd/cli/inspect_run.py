@@ -114,19 +114,20 @@ def needs(choice: Choice) -> dict[str, Any]:
     here, config, drafter = foresee(), choice.config, choice.drafter
     model = read_model_config(config.model)
     draft = None if drafter.folder is None else read_model_config(drafter.folder)
+    kernels = here.kernels(model, config.quantize)
     whole: MemoryShape = shape_of(
         config,
         model,
         draft,
         here.dtype(model),
-        here.kernels,
+        kernels,
         not here.on_cpu,
         DEFAULT_DRAFT_MAX.get(drafter.method, 0),
         here.on_cpu,
         drafter.mtp,
     )
     dtype = here.dtype(model)
-    wishes = Wishes(config.quantize, here.kernels, here.device, dtype, config.load, config.tp)
+    wishes = Wishes(config.quantize, kernels, here.device, dtype, config.load, config.tp)
     source, target = drafter.source(draft), (model, config.model)
     form, draft_form, why = choose_forms(target, source, wishes, here.capability)
     asked_groups = None if source is None else config.draft_tp

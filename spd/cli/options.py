@@ -113,7 +113,9 @@ class ModelOptions:
 class MachineOptions:
     """What the machine gives."""
 
-    kernels: Annotated[Literal["auto", "torch", "triton"], _advanced(help="Whose arithmetic.")] = "auto"
+    kernels: Annotated[Literal["auto", "torch", "native", "triton"], _advanced(help="Whose arithmetic.")] = (
+        "auto"
+    )
     memory_fraction: Annotated[
         float, _advanced(metavar="F", help="Share of device memory to use, above 0 to 1.")
     ] = 0.9

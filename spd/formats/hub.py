@@ -29,6 +29,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
 
 
+def own_cache() -> Path:
+    """Where spd keeps what it can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "spd"
+
+
 def resolve_model(reference: str, revision: str | None = None) -> Path:
     """The folder that a reference means.
 

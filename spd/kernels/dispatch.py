@@ -1,14 +1,19 @@
-"""Which form of every operation runs: the torch reference or its Triton twin.
+"""Which form of every operation runs: the torch reference, its Triton twin, or on CPU one compiled from C.
 
-A new kernel is one pair of files and one line here.
+A new kernel is one pair of files and one line here. The native form takes from C what stands in
+`NATIVE`, and torch's references for the rest.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+if TYPE_CHECKING:
+    from spd.kernels.native.library import NativeLibrary
 
 Operation = Callable[..., Any]
 
@@ -51,16 +56,33 @@ class Kernels:
     draft_step: Annotated[Operation, "draft_window"]
     head_input: Annotated[Operation, "head_input"]
     keep_states: Annotated[Operation, "head_input"]
+    native: NativeLibrary | None = None
+    """Of the native form: its products, which take weights that it packed."""
+
+
+NATIVE = ("rms_norm_rows", "rotary_store", "plan_attention", "paged_attention", "prefill_attention")
+"""The operations that the native form has of its own."""
 
 
 def operation_stems() -> dict[str, str]:
     """Each operation's STEM: `spd.kernels.STEM` holds its torch form, `spd.kernels.STEM_triton` its twin."""
-    hints = get_type_hints(Kernels, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items() if name != "name"}
+    hints = get_type_hints(Kernels, globalns={**globals(), "NativeLibrary": Any}, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
 
 
-def load_kernels(name: str) -> Kernels:
-    """The operations in the form `name`: "torch" or "triton". Imports triton for the latter only."""
+def load_kernels(name: str, cache: Path | None = None) -> Kernels:
+    """The operations in the form `name`: "torch", "triton", or "native" as compiled in the folder `cache`.
+
+    Imports triton for its own only. Raises NativeUnavailable.
+    """
+    if name == "native":
+        from spd.kernels.native.build import library_path
+        from spd.kernels.native.library import NativeLibrary
+
+        assert cache is not None
+        library = NativeLibrary(library_path(cache))
+        own = {operation: getattr(library, operation) for operation in NATIVE}
+        return replace(load_kernels("torch"), name=name, native=library, **own)
     suffix = {"torch": "", "triton": "_triton"}[name]
     found = {
         operation: getattr(importlib.import_module(f"spd.kernels.{stem}{suffix}"), operation)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.mtp_folder import MtpSource
 from spd.kernels.dispatch import Kernels, load_kernels
@@ -145,17 +146,18 @@ def assemble(
 
     Raises OutOfMemory naming the phase.
     """
-    kernels = load_kernels(plan.kernels)
+    kernels = load_kernels(plan.kernels, own_cache())
     if plan.device != "cpu":
         torch.cuda.set_device(torch.device(plan.device).index or 0)
     draft = plan.draft_model if plan.spec == "draft" else None
     meter = _meter(plan, config, draft, progress)
     together, drafting = (None, None) if ranks is None else (ranks.target, ranks.draft)
     runner = _runner(plan, kernels, plan.model, plan.ctx, meter, together)
-    drafters = [_runner(plan, kernels, draft, plan.draft_ctx, meter, drafting)] if draft else []
+    own = kernels if plan.draft_kernels == plan.kernels else load_kernels(plan.draft_kernels)
+    drafters = [_runner(plan, own, draft, plan.draft_ctx, meter, drafting)] if draft else []
     source = plan.mtp_source(config)
     if source is not None:
-        drafters = _module_runners(plan, kernels, source, runner, meter, ranks)
+        drafters = _module_runners(plan, own, source, runner, meter, ranks)
     state = RoundState(plan.slots, plan.ctx, plan.draft_max, pages_a_slot(plan.ctx), plan.device)
     sampler = Sampler(state, config.vocab_size, usable_vocab, kernels)
     proposer = build_proposer(plan, kernels, state, sampler, drafters)

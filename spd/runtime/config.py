@@ -12,7 +12,7 @@ from spd.errors import IncompatibleError, SpdError, UsageError
 SPEC_METHODS = ("auto", "off", "mtp", "draft", "ngram", "eagle3")
 VERIFY_RULES = ("coupled", "rejection", "block")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-KERNELS = ("auto", "torch", "triton")
+KERNELS = ("auto", "torch", "native", "triton")
 QUANTIZE = ("none", "int8")
 MAX_DRAFT = 31
 """Drafts a round at most: one tile of 32 rows holds the window."""
@@ -188,7 +188,7 @@ CLASHES = (
         ),
     ),
     Clash(
-        lambda c: bool(c.graphs) and (c.device == "cpu" or c.kernels == "torch"),
+        lambda c: bool(c.graphs) and (c.device == "cpu" or c.kernels in ("torch", "native")),
         IncompatibleError(
             "--graphs on captures Triton kernels on a GPU, which --device cpu and --kernels torch rule out",
             fix=["--graphs auto"],

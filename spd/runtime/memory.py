@@ -26,11 +26,11 @@ from spd.runtime.page_table import NUM_RESERVED
 PAGE_SIZE = 64
 ATTENTION_BLOCK = 512
 """Positions that attention walks at a time; a slot's pages come in whole blocks."""
-TAIL_ROWS = {"torch": 32, "triton": 64}
+TAIL_ROWS = {"torch": 32, "native": 256, "triton": 64}
 """Rows of a verify-class pass over a prompt's tail. Its bits do not depend on them."""
-LOGIT_COPIES = {"torch": 16, "triton": 4}
+LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
 """Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws noise in tensors."""
-CHUNK = {"torch": 64, "triton": 256}
+CHUNK = {"torch": 64, "native": 256, "triton": 256}
 """Positions of a prompt chunk, by the form of the kernels."""
 DEFAULT_DRAFT_MAX = {"draft": 4, "mtp": 3, "ngram": 8}
 AUTO_CTX = 32768

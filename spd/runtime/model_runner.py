@@ -181,7 +181,7 @@ class ModelRunner:
 
     def _present(self, views: Sequence[SlotView]) -> Tensor | None:
         """The slots that have rows, int64; None where all are to be run: that all have some, or a GPU's."""
-        if self.buckets is None:
+        if self.kernels.name == "triton":
             return None
         present = [slot for slot, view in enumerate(views) if view.bound]
         return to_device(present, torch.long, self.device) if 0 < len(present) < len(views) else None

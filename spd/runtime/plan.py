@@ -15,12 +15,16 @@ from typing import Any
 import torch
 
 from spd.errors import IncompatibleError, ResourceError, UsageError
+from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.mtp_folder import MtpSource, find_source
 from spd.runtime.config import EngineConfig
-from spd.runtime.drafter import choose_drafter
+from spd.runtime.drafter import Drafter, choose_drafter
 from spd.runtime.fitting import check_pages, fitted, shape_of
+from spd.runtime.kernel_choice import choose_kernels, native_obstacle
 from spd.runtime.memory import DEFAULT_DRAFT_MAX, PAGE_SIZE, available_memory, measure
+from spd.runtime.models import family_layout
+from spd.runtime.models.mtp_weights import module_layer
 from spd.runtime.parallel.choice import divide
 from spd.runtime.weight_choice import Wishes, choose_forms
 
@@ -54,6 +58,9 @@ class EnginePlan:
     lag: int
     graphs: bool
     kernels: str
+    kernels_reason: str
+    draft_kernels: str
+    """Of a draft model or an MTP head."""
     slots: int
     ctx: int
     page_size: int
@@ -113,31 +120,29 @@ def _dtype(wish: str, device: str, config: ModelConfig) -> str:
     return config.dtype
 
 
-def _kernels(wish: str, device: str, dtype: str) -> str:
-    """Triton where there is a GPU; asked for on CPU, only in Triton's interpreter, which is for tests."""
-    if wish == "torch" or (wish == "auto" and device == "cpu"):
-        return "torch"
-    try:
-        from triton import knobs
-    except ImportError as error:
-        if wish == "auto":
-            return "torch"
-        raise ResourceError(
-            "--kernels triton, but triton is not installed", fix=["--kernels torch"]
-        ) from error
-    if device != "cpu":
-        return "triton"
-    if not knobs.runtime.interpret:
-        raise ResourceError(
-            "--kernels triton needs a CUDA device",
-            reason=["Without one they run only in Triton's interpreter: set TRITON_INTERPRET=1 (very slow)."],
-            fix=["--kernels torch"],
-        )
-    if dtype == "bfloat16":
-        raise IncompatibleError(
-            "Triton's interpreter gets bfloat16 products wrong", fix=["--dtype float32", "--kernels torch"]
-        )
-    return "triton"
+def _interpreted() -> bool:
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def _kernels(
+    config: EngineConfig,
+    device: str,
+    dtype: str,
+    model: ModelConfig,
+    draft: ModelConfig | None,
+    drafter: Drafter,
+) -> tuple[str, str, str]:
+    """The form of the kernels, why, and that of what drafts: the target's own never depends on a drafter."""
+    asked = (device, dtype, config.quantize)
+    layers = family_layout(model).layers
+    kernels, why = choose_kernels(config.kernels, *asked, layers, own_cache(), _interpreted)
+    layers = family_layout(draft).layers if draft is not None else ()
+    if drafter.mtp is not None:
+        layers = (module_layer(drafter.mtp.config, drafter.mtp.layout.family),)
+    others = kernels == "native" and native_obstacle(*asked, layers) is not None
+    return kernels, why, "torch" if others else kernels
 
 
 def _graphs(wish: bool | None, device: str, kernels: str) -> bool:
@@ -193,11 +198,10 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     """
     model = read_model_config(config.model)
     device = _device(config.device)
-    kind = "cpu" if device == "cpu" else "cuda"
     dtype = _dtype(config.dtype, device, model)
     drafter = choose_drafter(config, model)
     draft = read_model_config(drafter.folder) if drafter.folder else None
-    kernels = _kernels(config.kernels, device, dtype)
+    kernels, why_kernels, draft_kernels = _kernels(config, device, dtype, model, draft, drafter)
     graphs = _graphs(config.graphs, device, kernels)
     wanted = DEFAULT_DRAFT_MAX.get(drafter.method, 0) if config.draft_max is None else config.draft_max
     draft_max = wanted if drafter.method != "off" else 0
@@ -207,8 +211,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     drafting = (draft, drafter.mtp) if draft_max else (None, None)
     ranks = divide(config.tp, config.draft_tp, model, *drafting, dtype, device)
     shape = replace(shape, form=form, draft_form=draft_form, tp=ranks.tp, draft_tp=ranks.draft_tp)
-    # On CPU all ranks of this machine share its memory and its cores.
-    beside = ranks.tp if device == "cpu" else 1
+    beside = ranks.tp if device == "cpu" else 1  # ranks that share this machine's memory and cores
     free = _free_memory(device) // beside
     shape = fitted(config, shape, device, free)
     check_pages(shape)
@@ -235,9 +238,11 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         ngram_max=config.ngram_max,
         verify=config.verify,
         synthetic_acceptance=_synthetic_acceptance(config.synthetic_acceptance, draft_max),
-        lag=config.lag if config.lag is not None else (0 if kind == "cpu" else 1),
+        lag=config.lag if config.lag is not None else int(device != "cpu"),
         graphs=graphs,
         kernels=kernels,
+        kernels_reason=why_kernels,
+        draft_kernels=draft_kernels,
         slots=config.slots,
         ctx=shape.ctx,
         page_size=PAGE_SIZE,

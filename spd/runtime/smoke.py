@@ -144,27 +144,45 @@ def processor_linear() -> Finding:
     """Time the CPU's product in the dtype that the plan would choose, and compare it with float64."""
     import torch
 
+    from spd.formats.hub import own_cache
+    from spd.kernels.dispatch import load_kernels
+    from spd.kernels.native.build import NativeUnavailable
     from spd.runtime.layers.linear import Linear
     from spd.runtime.plan import cpu_has_fast_bfloat16
 
     dtype = torch.bfloat16 if cpu_has_fast_bfloat16() else torch.float32
+    try:
+        native, by = load_kernels("native", own_cache()).native, "C"
+    except NativeUnavailable as why:
+        native, by = None, f"torch, for {why}"
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, SIZE, generator=generator).to(dtype)
     weight = torch.randn(SIZE, SIZE, generator=generator).to(dtype)
-    layer = Linear(weight)
+    if native is not None:
+        packed, library = native.pack(weight), native
+        by = f"C ({native.instructions})"
+
+        def product() -> torch.Tensor:
+            return library.linear(x, packed, None)
+    else:
+        layer = Linear(weight)
+
+        def product() -> torch.Tensor:
+            return layer(x, ROWS)
+
     with torch.inference_mode():
-        error = _difference(layer(x, ROWS), x, weight)
-        seconds = _shortest(lambda: layer(x, ROWS))
+        error = _difference(product(), x, weight)
+        seconds = _shortest(product)
         target = torch.empty_like(weight)
         copied = _shortest(lambda: target.copy_(weight))
     size = weight.numel() * weight.element_size()
     speed, copy_speed = 1e-9 * size / seconds, 2e-9 * size / copied
     name = str(dtype).removeprefix("torch.")
-    facts = {"dtype": name, "prepacked": layer.packed, "error": error, "milliseconds": 1e3 * seconds}
+    facts: dict[str, Any] = {"dtype": name, "by": by, "error": error, "milliseconds": 1e3 * seconds}
     facts |= {"gb_per_second": speed, "copy_gb_per_second": copy_speed}
     line = (
-        f"{SIZE}x{SIZE} {name} product of {ROWS} rows in {1e3 * seconds:.1f} ms, {speed:.1f} GB/s read "
-        f"(a copy moves {copy_speed:.1f})"
+        f"{SIZE}x{SIZE} {name} product of {ROWS} rows by {by} in {1e3 * seconds:.1f} ms, "
+        f"{speed:.1f} GB/s read (a copy moves {copy_speed:.1f})"
     )
     if not error < (1e-2 if dtype == torch.bfloat16 else 1e-5):
         line = f"{line}; off by {error:.1e} of the largest element"

@@ -156,7 +156,7 @@ def test_memory_that_is_not_there(spd_run: Callable, whole: Path, monkeypatch: p
     assert spd_run("inspect", whole, "--json").json["needs"]["fits"] is False
     config = json.loads((whole / "config.json").read_text()) | {"max_position_embeddings": 8192}
     (whole / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(foresight, "available_memory", lambda: 2**21)
+    monkeypatch.setattr(foresight, "available_memory", lambda: 2**19)
     contexts = spd_run("inspect", whole, "--json").json["needs"]["contexts"]
     assert [each["fits"] for each in contexts] == [True, False, False]
     assert "8,192: " in flat(spd_run("inspect", whole)) and "(too much)" in flat(spd_run("inspect", whole))
@@ -173,7 +173,7 @@ def test_a_gpu_is_foreseen_by_its_driver() -> None:
             return 0
 
     here = foresight.foresee(lambda name: Driver())
-    assert (here.device, here.free, here.kernels) == ("cuda", 7 * 2**30, "triton")
+    assert (here.device, here.free) == ("cuda", 7 * 2**30)
     assert foresight.foresee(lambda name: object()).device == "cpu"
 
 

@@ -44,6 +44,8 @@ class Attention:
             self.qk_weight = torch.cat(
                 (query.expand(num_heads, -1), key.expand(num_kv_heads, -1))
             ).contiguous()
+            if kernels.native is not None:
+                self.qk_weight = self.qk_weight.float()
 
     def __call__(
         self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from spd.formats.model_config import ModelConfig
+from spd.runtime.kernel_choice import native_obstacle
 from spd.runtime.measuring.energy import LIBRARY, OK
 from spd.runtime.measuring.machine import describe_machine
 from spd.runtime.memory import available_memory
+from spd.runtime.models import family_layout
 
 FAST_BFLOAT16 = {"amx_tile", "avx512_bf16"}
 
@@ -23,11 +25,10 @@ class _MemoryInfo(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Foreseen:
-    """The device that `auto` comes to, its free bytes, and the kernels that run there."""
+    """The device that `auto` comes to, and its free bytes."""
 
     device: str
     free: int
-    kernels: str
     fast_bfloat16: bool
     capability: tuple[int, int] = (0, 0)
     """The CUDA compute capability."""
@@ -36,6 +37,13 @@ class Foreseen:
     def on_cpu(self) -> bool:
         """Whether no GPU takes part."""
         return self.device == "cpu"
+
+    def kernels(self, config: ModelConfig, quantize: str) -> str:
+        """What `--kernels auto` comes to for a checkpoint, if a compiler that is there works."""
+        if not self.on_cpu:
+            return "triton"
+        layers = family_layout(config).layers
+        return "torch" if native_obstacle(self.device, self.dtype(config), quantize, layers) else "native"
 
     def dtype(self, config: ModelConfig) -> str:
         """What `--dtype auto` comes to for a checkpoint."""
@@ -48,9 +56,9 @@ def foresee(load: Callable[[str], Any] = ctypes.CDLL) -> Foreseen:
     """The first GPU that the driver tells of, else the CPU. load: opens the driver's library by name."""
     free = _free_on_gpu(load)
     if free is not None:
-        return Foreseen("cuda", free, "triton", True, _capability(load))
+        return Foreseen("cuda", free, True, _capability(load))
     features = set(describe_machine()["cpu_features"])
-    return Foreseen("cpu", available_memory(), "torch", bool(features & FAST_BFLOAT16))
+    return Foreseen("cpu", available_memory(), bool(features & FAST_BFLOAT16))
 
 
 def _capability(load: Callable[[str], Any]) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.eight_bits import int8_rows, joined_scales, magnitudes, multiplies_int8
-from spd.kernels.skinny_linear import SCALE_ROWS, AnyWeight, ScaledWeight
+from spd.kernels.skinny_linear import SCALE_ROWS, AnyWeight, ScaledWeight, plain_weight
 from spd.runtime.layers import moe
 from spd.runtime.layers.attention import Attention
 from spd.runtime.layers.latent_attention import LatentAttention
@@ -23,6 +23,7 @@ from spd.runtime.layers.linear import (
 )
 from spd.runtime.layers.mlp import GatedMlp
 from spd.runtime.layers.moe import Experts, MergedExperts, MoeMlp, RoutedExperts
+from spd.runtime.layers.native_linear import NativeLinear
 from spd.runtime.layers.sharded import AnyEmbedding, ShardedEmbedding, ShardedHead, SummedLinear
 from spd.runtime.models.decoder import AttentionBlock, DecoderLayer, MlpBlock
 from spd.runtime.models.layouts import (
@@ -62,9 +63,14 @@ class LayerBuilder:
         self.fold_norms, self.ranks = fold_norms or form.kind == "int8", ranks
 
     def linear(
-        self, weight: AnyWeight, bias: Tensor | None = None, *, folded: bool = False
-    ) -> Linear | SkinnyLinear:
-        """A product by weight [N, K] in this builder's form; folded: a norm before it is part of it."""
+        self, weight: AnyWeight, bias: Tensor | None = None, *, folded: bool = False, gated: bool = False
+    ) -> Linear | SkinnyLinear | NativeLinear:
+        """A product by weight [N, K] in this builder's form; folded: a norm before it is part of it.
+
+        gated: the first half of N are gates of the second one.
+        """
+        if self.kernels.native is not None:
+            return NativeLinear(plain_weight(weight, self.dtype), bias, self.kernels.native, gated=gated)
         if self.kernels.name == "triton":
             return SkinnyLinear(weight, bias, self.kernels)
         return torch_linear(weight, bias, self.dtype, folded=folded)
@@ -104,12 +110,12 @@ class LayerBuilder:
 
     def _after_norm(self, tensors: Tensors, name: str) -> AnyLinear:
         """The fused matrix `name` that reads the block's norm."""
-        weight, bias = tensors[name], tensors.get(f"{name}_bias")
+        weight, bias, gated = tensors[name], tensors.get(f"{name}_bias"), name == "gate_up"
         if (scales := tensors.get(f"{name}_scales")) is not None:
-            return self.linear(ScaledWeight(weight, scales, tensors["norm"]), bias)
+            return self.linear(ScaledWeight(weight, scales, tensors["norm"]), bias, gated=gated)
         if self.fold_norms:
             fold_norm(weight, tensors["norm"])
-        return self.linear(self._kept(tensors, name), bias, folded=self.fold_norms)
+        return self.linear(self._kept(tensors, name), bias, folded=self.fold_norms, gated=gated)
 
     def _matrix(self, tensors: Tensors, name: str, *, cut: bool = False) -> AnyLinear:
         return self.linear(self._kept(tensors, name, cut=cut), tensors.get(f"{name}_bias"))

@@ -1,0 +1,19 @@
+/* What must be asked of the system before tiles may be used. */
+
+#include "tiles.h"
+
+#if SPD_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+/* 1 for AMX, 0 for AVX512-BF16, -1 where the system does not grant what the processor has. */
+int spd_init(void)
+{
+#if SPD_AMX
+    enum { REQUEST = 0x1023, TILE_DATA = 18 };
+    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) ? -1 : 1;
+#else
+    return 0;
+#endif
+}
