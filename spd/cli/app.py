@@ -125,7 +125,7 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
         if console.debug:
             write_stderr("".join(traceback.format_exception(error)))
         failure = _explain(error, console)
-        if session is not None and failure.exit_code in (2, 4):
+        if session is not None and failure.exit_code in (2, 3, 4):
             failure.reason = (*failure.reason, *session.told)
         write_error(failure, console, as_json=as_json)
         return failure.exit_code
@@ -150,6 +150,8 @@ def _console(invocation: Invocation, defaults: Mapping[str, Any] | None = None) 
 
 def _config_files(invocation: Invocation) -> list[tuple[Path, bool]]:
     """The person's file, or the one that was named, then the project's; whether each is a project's."""
+    if invocation.config == "":
+        raise UsageError("--config requires an argument", fix=["--config FILE"])
     if invocation.config is not None:
         return [(Path(invocation.config), False)]
     home = os.environ.get("XDG_CONFIG_HOME", "")

@@ -194,7 +194,7 @@ def _switch(name: str, value: str) -> str:
 
 
 def _shared_after_command(words: list[str]) -> list[str]:
-    """Move flags such as --json or --color WHEN from before the command to just after it."""
+    """Move flags such as --json or --color WHEN from before the command to just after it, if there is one."""
     end = 0
     while end < len(words):
         if words[end] in SHARED_VALUES:
@@ -203,7 +203,9 @@ def _shared_after_command(words: list[str]) -> list[str]:
             end += 1
         else:
             break
-    if not 0 < end < len(words) or words[end].startswith("-"):
+    if words and end >= len(words):
+        raise UsageError(f"there is no command behind {words[0]}", fix=["spd --help lists them"])
+    if not end or words[end].startswith("-"):
         return words
     return [words[end], *words[:end], *words[end + 1 :]]
 

@@ -103,10 +103,11 @@ def _options_of(name: str) -> dict[str, Any]:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            return dict(tomllib.load(file))
+        return dict(tomllib.loads(path.read_bytes().decode("utf-8-sig")))
     except FileNotFoundError:
         raise NotFoundError(f"no file {path}", fix=["--config FILE that is there"], code="no_file") from None
+    except UnicodeDecodeError:
+        raise _fault(path, "is not TOML: it is not UTF-8 text", []) from None
     except (OSError, ValueError, RecursionError) as error:
         raise _fault(path, f"cannot be read: {getattr(error, 'strerror', None) or error}", []) from None
 
@@ -143,7 +144,7 @@ def _converted(path: Path, key: str, value: object, param: Any) -> Any:
 
 
 def _fault(path: Path, words: str, fix: Sequence[str]) -> UsageError:
-    return UsageError(f"{path}: {words}", fix=fix or [f"mend {path}"], code="config")
+    return UsageError(f"{path}: {words}".replace("\n", "\\n"), fix=fix or [f"mend {path}"], code="config")
 
 
 def _close(word: str, known: Iterable[str]) -> list[str]:

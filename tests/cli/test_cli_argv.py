@@ -95,7 +95,6 @@ def test_a_missing_value_is_left_to_the_parser() -> None:
         (["--json", "generate", "Hi"], ("generate", "--json", "Hi")),
         (["-q", "--color", "never", "inspect"], ("inspect", "-q", "--color", "never")),
         (["--color=always", "generate"], ("generate", "--color=always")),
-        (["--json"], ("--json",)),
         (["--json", "--help"], ("--json", "--help")),
         (["generate", "--json"], ("generate", "--json")),
     ],

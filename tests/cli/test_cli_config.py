@@ -104,6 +104,7 @@ def test_a_projects_file_sets_little_and_leads_nowhere(
         ('prompt = "x"', "--prompt has to be typed"),
         ("json = true", "--json has to be typed"),
         ("seed = ", "cannot be read"),
+        ('"a\\nb" = 1', "no command has an option --a\\nb"),
     ],
 )
 def test_refused_with_file_and_key(
@@ -113,6 +114,43 @@ def test_refused_with_file_and_key(
     assert_refused(spd_run("generate", "-m", model, "Hi"), 2, str(path), words)
     assert script.engines == []
     assert spd_run("generate", "--help").code == 0  # whatever the file says
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"\x00\xff\xfe" * 99, "is not TOML: it is not UTF-8 text"), (None, "cannot be read: Is a directory")],
+)
+def test_what_is_no_text_is_refused_in_one_line(
+    content: bytes | None, words: str, home: Path, spd_run: Callable, assert_refused: Callable
+) -> None:
+    path = home / "named.toml"
+    path.mkdir() if content is None else path.write_bytes(content)
+    for argv in (["--config", path, "generate", "Hi"], ["generate", "--json", f"--config={path}", "Hi"]):
+        ran = spd_run(*argv)
+        if "--json" not in argv:
+            assert_refused(ran, 2, f"error: {path}: {words}\n")
+        else:
+            assert (ran.code, ran.json["error"]["message"]) == (2, f"{path}: {words}")
+
+
+def test_a_byte_order_mark_is_no_key(own: Write, spd_run: Callable, model: Path, script: Any) -> None:
+    own("\ufeffseed = 5\r\ntop-k = 7\r\n")
+    assert spd_run("generate", "-m", model, "Hi").code == 0 and params(script).top_k == 7
+
+
+def test_a_model_that_is_not_there_says_which_file_names_it(
+    own: Write, spd_run: Callable, assert_refused: Callable
+) -> None:
+    for value in ('"a/b"', "3"):
+        path = own(f"model = {value}\n")
+        assert_refused(spd_run("generate", "Hi"), 3, "no such folder", f"  {path} sets model")
+
+
+def test_config_needs_a_file_and_a_command(spd_run: Callable, assert_refused: Callable) -> None:
+    assert_refused(spd_run("generate", "Hi", "--config"), 2, "--config requires an argument")
+    for argv in (["--config", "x.toml"], ["--config"], ["--offline"], ["-q", "--color", "never"]):
+        assert_refused(spd_run(*argv), 2, f"no command behind {argv[0]}", "spd --help")
+    assert spd_run("--json").json["error"]["exit"] == 2
 
 
 def test_keys_of_other_commands_are_left_to_them(
