@@ -15,7 +15,7 @@ from spd.runtime.assembly import Assembly
 from spd.runtime.plan import EnginePlan
 from spd.runtime.request import SamplingParams
 from spd.runtime.round_queue import RoundResult, Ticket
-from spd.runtime.rows import SlotView
+from spd.runtime.rows import PromptPart, SlotView
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.spans import Run
 from spd.runtime.transfer import to_device
@@ -28,6 +28,8 @@ class DeviceSide:
         self.parts, self.plan = parts, plan
         self._ids: Tensor | None = None
         """Of the sequence that is being prefilled: int64 [length]."""
+        self._unwritten: list[tuple[int, PromptPart, Listed[Run]]] = []
+        """Parts of prompts that go through the next pass together."""
 
     # -- slots -----------------------------------------------------------------------------------
 
@@ -44,6 +46,9 @@ class DeviceSide:
         pages: list[int],
     ) -> None:
         """Write the row of a sequence, of whose tokens `prompt` are its prompt; it stays silent."""
+        proposer = self.parts.proposer
+        if prefilled and proposer is not None and proposer.captures:
+            self._flush()  # it wants what is kept of the pages that the slot begins with
         self._ids = to_device(tokens, torch.long, self.plan.device)
         self.parts.state.admit(
             slot,
@@ -56,8 +61,8 @@ class DeviceSide:
             active=False,
         )
         self.parts.sampler.admit(slot, params, self._ids[:prompt], self._ids[prompt:])
-        if self.parts.proposer is not None:
-            self.parts.proposer.admit(slot, prefilled, SlotView(len(tokens), pages))
+        if proposer is not None:
+            proposer.admit(slot, prefilled, SlotView(len(tokens), pages))
         self._upload_pages(slot, pages)
 
     def show_pages(self, slot: int, pages: list[int]) -> None:
@@ -70,18 +75,43 @@ class DeviceSide:
 
     @torch.inference_mode()
     def write(self, slot: int, view: SlotView, start: int, end: int, runs: Listed[Run]) -> None:
-        """Write the caches of positions of the prompt of who was placed last."""
+        """Write the caches of positions of the prompt of who was placed last, at the latest in `flush`."""
         assert self._ids is not None
-        ids = self._ids[None]
-        hidden = self.parts.runner.prefill(ids, start, end, runs, view)
+        ids, runner = self._ids[None], self.parts.runner
+        if runner.merges:
+            rows = sum(part.end - part.begin for _, part, _ in self._unwritten) + end - start
+            if rows > runner.chunk:
+                self._flush()
+            self._unwritten.append((slot, PromptPart(ids, start, end, view), runs))
+            return
+        hidden = runner.prefill(ids, start, end, runs, view)
+        self._draft_prompt(slot, PromptPart(ids, start, end, view), runs, hidden)
+
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Enqueue what is still to be written of prompts: one pass for all of it."""
+        self._flush()
+
+    def _flush(self) -> None:
+        waiting, self._unwritten = self._unwritten, []
+        if not waiting:
+            return
+        states = self.parts.runner.forward_prompts([part for _, part, _ in waiting])
+        for (slot, part, runs), hidden in zip(waiting, states, strict=True):
+            self._draft_prompt(slot, part, runs, [hidden])
+
+    def _draft_prompt(self, slot: int, part: PromptPart, runs: Listed[Run], hidden: Listed[Tensor]) -> None:
+        """Let the proposer write what it keeps of a part of a prompt."""
         if self.parts.proposer is not None:
-            self.parts.proposer.prefill(slot, ids, start, end, runs, view, hidden)
+            ids, begin, end, view = part
+            self.parts.proposer.prefill(slot, ids, begin, end, runs, view, hidden)
 
     @torch.inference_mode()
     def refill_draft(
         self, slot: int, tokens: list[int], view: SlotView, start: int, end: int, runs: Listed[Run]
     ) -> None:
         """Write the drafter's cache of committed positions again, which it missed."""
+        self._flush()
         ids = to_device(tokens, torch.long, self.plan.device)
         assert self.parts.proposer is not None
         self.parts.proposer.prefill(slot, ids[None], start, end, runs, view, ())
@@ -100,11 +130,13 @@ class DeviceSide:
 
     def retire(self, slot: int, views: Listed[SlotView]) -> None:
         """Silence a slot, once its pages hold what others will find there."""
+        self._flush()
         self.parts.queue.settle(views)
         self.parts.state.retire(slot)
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages that may hold values that are not finite."""
+        self._flush()
         self.parts.runner.cache.clear(pages)
         if self.parts.proposer is not None:
             self.parts.proposer.clear(pages)
@@ -120,6 +152,7 @@ class DeviceSide:
         next_k: int,
     ) -> Ticket:
         """Enqueue one round; see `Round.run`."""
+        self._flush()
         return self.parts.queue.launch(k, views, needs, num_logprobs, next_k)
 
     def read(self, ticket: Ticket) -> RoundResult:
@@ -131,4 +164,5 @@ class DeviceSide:
 
     def restart(self) -> None:
         """Go on after a round that broke off."""
+        self._unwritten.clear()
         self.parts.queue.restart()

@@ -240,25 +240,30 @@ class Engine:
 
     def _prefill(self) -> None:
         """Write prompts: one pass where others decode, a few where more wait; else until one can."""
-        scheduler = self._scheduler
+        scheduler, began = self._scheduler, time.perf_counter()
         stalls = scheduler.busy
-        passes, most = 0, BUSY_PASSES if stalls else IDLE_PASSES
+        passes, most = 0.0, BUSY_PASSES if stalls else IDLE_PASSES
+        written: list[tuple[Sequence, int]] = []
         while (sequence := scheduler.next_to_prefill(2 * self.plan.draft_max + 1)) is not None:
-            began = time.perf_counter()
             if sequence.admitted_at is None:
-                sequence.admitted_at = began
-                sequence.metrics.queue_ms = 1000 * (began - sequence.arrived_at)
+                sequence.admitted_at = time.perf_counter()
+                sequence.metrics.queue_ms = 1000 * (sequence.admitted_at - sequence.arrived_at)
                 sequence.metrics.cached_tokens = sequence.prefilled
             if not sequence.placed:
                 self._slots.place(sequence)
             before = sequence.prefilled
             scheduler.wrote(sequence, self._slots.prefill(sequence, scheduler.prefill_runs(sequence)))
-            sequence.metrics.prompt_ms += 1000 * (time.perf_counter() - began)
             if sequence is not scheduler.prefilling:
                 self._arm(sequence)
-            passes += sequence.prefilled > before
-            if scheduler.busy and (passes >= most or (stalls and not scheduler.more_could_join)):
-                return
+            written.append((sequence, sequence.prefilled - before))
+            passes += self._slots.passes(sequence.prefilled - before)
+            if scheduler.busy and passes >= (most if scheduler.more_could_join or not stalls else 1):
+                break
+        if rows := sum(count for _, count in written):
+            self._device.flush()
+            each = 1000 * (time.perf_counter() - began) / rows
+            for sequence, count in written:
+                sequence.metrics.prompt_ms += each * count
 
     def _arm(self, sequence: Sequence, drafts: list[int] | None = None) -> None:
         try:

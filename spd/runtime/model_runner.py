@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.paged_attention import KV_BLOCK
@@ -31,7 +32,7 @@ from spd.runtime.row_buckets import (
     summed_alike,
     worth_running,
 )
-from spd.runtime.rows import PromptRows, Rows, SlotView, folded
+from spd.runtime.rows import PromptPart, PromptRows, Rows, SlotView, folded
 from spd.runtime.spans import Run
 from spd.runtime.transfer import to_device
 
@@ -329,6 +330,33 @@ class ModelRunner:
             self.forward_prompt(token_ids, begin, stop, page_table, view.pages, chunked=chunked)
             for begin, stop, chunked in self.passes(runs, start, end)
         ]
+
+    @property
+    def merges(self) -> bool:
+        """Whether prompts of several slots may go through one pass: any rows beside a row leave its bits."""
+        return self.kernels.name == "native"
+
+    def forward_prompts(self, parts: Sequence[PromptPart]) -> list[Tensor]:
+        """Hidden states [1, end - begin, hidden] of each part, writing their KV in one pass.
+
+        Every layer writes all rows before any reads: a part may rest on pages that another one writes.
+        """
+        tables = [self.page_table_of(part.view) for part in parts]
+        pages = max(table.shape[1] for table in tables)
+        windows, rows = [], []
+        for part, table in zip(parts, tables, strict=True):
+            table = pad(table, (0, pages - table.shape[1]), value=ZERO_PAGE)
+            own = self.prompt_rows(part.token_ids, part.begin, part.end, table)
+            windows.append(folded(own, table, part.view, None, self.trash_slot))
+            rows.append(own.token_ids.shape[1])
+        wide = PromptRows(
+            *(torch.cat(columns) for columns in zip(*(w[0].columns for w in windows), strict=True))
+        )
+        views = [view for window in windows for view in window[2]]
+        hidden = self._forward(wide, torch.cat([window[1] for window in windows]), views, None)
+        sizes = [window[0].token_ids.numel() for window in windows]
+        each = torch.split(hidden.view(-1, hidden.shape[-1]), sizes)
+        return [own[None, :count] for own, count in zip(each, rows, strict=True)]
 
     def forward_prompt(
         self,

@@ -47,6 +47,11 @@ class PromptRows:
     valid: Tensor
     kv_slots: Tensor
 
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All of it, in order."""
+        return self.token_ids, self.positions, self.valid, self.kv_slots
+
 
 class SlotView(NamedTuple):
     """What the host knows of a slot's cache: an upper bound of its length, and its pages.
@@ -59,6 +64,15 @@ class SlotView(NamedTuple):
 
 
 EMPTY_SLOT = SlotView(0, ())
+
+
+class PromptPart(NamedTuple):
+    """Positions begin to end of one slot's prompt, whose tokens are token_ids int64 [1, length]."""
+
+    token_ids: Tensor
+    begin: int
+    end: int
+    view: SlotView
 
 
 def folded(

@@ -57,6 +57,10 @@ class Slots:
         self.device.write(sequence.slot, SlotView(sequence.length, sequence.pages), start, stop, runs)
         return stop
 
+    def passes(self, rows: int) -> float:
+        """What writing so many rows of one prompt takes: a pass, or a part of one that others share."""
+        return rows / self.plan.chunk if self.parts.runner.merges else float(rows > 0)
+
     def refill_draft(self, sequence: Sequence, positions: int) -> None:
         """Write the drafter's cache of the last committed positions again, which it missed.
 

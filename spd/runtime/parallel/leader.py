@@ -20,6 +20,7 @@ ORDERS = (
     "place",
     "show_pages",
     "write",
+    "flush",
     "refill_draft",
     "allow",
     "set_active",

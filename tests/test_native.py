@@ -1,0 +1,174 @@
+"""The C kernels in whole models: every dense family, every company that a row can be in, the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spd.errors import IncompatibleError
+from spd.kernels.native import build
+from spd.kernels.native.build import obstacle
+from spd.runtime import Engine, Request, SamplingParams
+from spd.runtime.rows import SlotView
+from tests.helpers import TinyShelf, make_engine, random_prompts, run_all, run_requests
+from tests.recipes.tiny import VARIANTS
+from tests.recipes.tiny_dense import FAMILIES, write_dense
+
+needs_native = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
+DENSE = sorted(name for name, options in VARIANTS.items() if "extra" not in options)
+SHAPES = [*(f"tiny-{name}" for name in DENSE), *sorted(FAMILIES)]
+BFLOAT16 = {"dtype": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A tiny checkpoint of a shape, written once."""
+    shelf, made = TinyShelf(tmp_path_factory.mktemp("native")), dict[str, Path]()
+
+    def get(shape: str, **options: Any) -> Path:
+        if shape.startswith("tiny-"):
+            return shelf.get(shape[5:], **options)
+        key = f"{shape}-{sorted(options)}"
+        if key not in made:
+            made[key] = write_dense(tmp_path_factory.mktemp(key), shape, **options)
+        return made[key]
+
+    return get
+
+
+def logits_of(engine: Engine, prompt: tuple[int, ...]) -> Tensor:
+    runner, ids = engine._parts.runner, torch.tensor([prompt])
+    view = SlotView(len(prompt), list(range(2, 10)))
+    table = runner.page_row(view.pages, len(view.pages))[None]
+    with torch.inference_mode():
+        parts = [
+            runner.forward_prompt(ids, start, min(start + 32, len(prompt)), table, view.pages, chunked=False)
+            for start in range(0, len(prompt), 32)
+        ]
+        return torch.cat([runner.logits(part)[0] for part in parts])
+
+
+@needs_native
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_of_every_dense_family(model: Callable[..., Path], shape: str) -> None:
+    """No farther from float32 than twice torch's bfloat16 is."""
+    folder, prompt = model(shape), random_prompts(1, 90, 250, seed=len(shape))[0]
+    exact, usual, found = (
+        logits_of(make_engine(folder, **wishes), prompt)
+        for wishes in ({}, {**BFLOAT16, "kernels": "torch"}, {**BFLOAT16, "kernels": "native"})
+    )
+    off, allowed = ((each - exact).norm() / exact.norm() for each in (found, usual))
+    assert 0 < off <= 2 * allowed, (off, allowed)
+
+
+def company(engine: Engine, requests: list[Request]) -> list[list[int]]:
+    return [run.tokens for run in run_requests(engine, requests)]
+
+
+def mixed_requests() -> list[Request]:
+    """Prompts of many lengths, two of which begin alike; greedy and drawn, with and without penalties."""
+    shared = random_prompts(1, 140, 250, seed=4)[0]
+    lengths = (3, 16, 17, 40, 64, 65, 100, 200)
+    prompts = [p for n in lengths for p in random_prompts(1, n, 250, seed=n)]
+    prompts += [shared, (*shared[:130], 7, 8, 9)]
+    return [Request(f"r{i}", prompt, mixed_params(i)) for i, prompt in enumerate(prompts)]
+
+
+def mixed_params(i: int) -> SamplingParams:
+    """Every second one draws, every third one is penalised."""
+    return SamplingParams(
+        max_tokens=40,
+        ignore_eos=True,
+        temperature=(0.0, 1.0)[i % 2],
+        seed=i,
+        presence_penalty=0.5 * (i % 3 == 0),
+    )
+
+
+@needs_native
+@pytest.mark.parametrize("shape", ["tiny-qwen3", "gemma2", "phi3"])
+def test_texts_in_any_company(model: Callable[..., Path], shape: str) -> None:
+    """Alone, together, late, speculated, short of pages, from shared pages: not one token changes."""
+    soft = {"residual_gain": lambda layer: 1.0 if layer < 2 else 0.12, "seed": 3}
+    target, draft = model(shape, **soft), model(shape, **soft, layers=2)
+    wishes: dict[str, Any] = {**BFLOAT16, "ctx": 320}
+    alone = make_engine(target, **wishes, slots=1, prefix_sharing=False)
+    assert alone.plan.kernels == "native"
+    expected = company(alone, mixed_requests())
+    drafted = {"spec": "draft", "draft_model": draft, "draft_max": 3}
+    looked_up = {"spec": "ngram", "ngram_min": 1, "draft_max": 5}
+    for more in (
+        {"slots": 4},
+        {"slots": 10, "lag": 2},
+        {"slots": 10, "threads": 2, **drafted},
+        {"slots": 3, "lag": 1, **drafted},
+        {"slots": 10, **looked_up},
+        {"slots": 5, "lag": 2, "cache_pages": 6, **looked_up},
+        {"slots": 5, "cache_pages": 6, **drafted},
+    ):
+        engine = make_engine(target, **wishes, **more)
+        assert company(engine, mixed_requests()) == expected, more
+        if "cache_pages" in more:
+            assert engine._scheduler.preemptions
+
+
+@needs_native
+def test_prompts_go_through_one_pass_together(model: Callable[..., Path]) -> None:
+    """As many as a chunk holds, one of them on pages that another writes in the same pass."""
+    folder = model("tiny-qwen3")
+    engine = make_engine(folder, **BFLOAT16, slots=6, ctx=512)
+    runner, honest, passes = engine._parts.runner, engine._parts.runner.forward_prompts, []
+
+    def counted(parts: Any) -> list[Tensor]:
+        passes.append([(part.begin, part.end) for part in parts])
+        return honest(parts)
+
+    runner.forward_prompts = counted  # type: ignore[method-assign]
+    first = random_prompts(1, 70, 250, seed=1)[0]
+    prompts = [first, (*first[:66], 9), *random_prompts(3, 30, 250, seed=2), random_prompts(1, 300, 250)[0]]
+    params = [SamplingParams(max_tokens=4, ignore_eos=True)] * 6
+    together = run_all(engine, prompts, params)
+    assert passes == [
+        [(0, 69), (64, 66), (0, 29), (0, 29), (0, 29)],
+        [(0, 256)],
+        [(256, 299)],
+    ]
+    assert [run.metrics.cached_tokens for run in together] == [0, 64, 0, 0, 0, 0]
+    assert all(run.metrics.prompt_ms > 0 for run in together)
+    alone = make_engine(folder, **BFLOAT16, slots=1, ctx=512, prefix_sharing=False)
+    assert [run.tokens for run in run_all(alone, prompts, params)] == [run.tokens for run in together]
+
+
+@needs_native
+def test_the_target_alone_decides(model: Callable[..., Path]) -> None:
+    """A draft model that C kernels cannot run is run by torch's, and the text stays."""
+    target, draft = model("tiny-qwen3"), model("tiny-deepseek_v3_lite")
+    asked = [(prompt, SamplingParams(max_tokens=8, ignore_eos=True)) for prompt in random_prompts(2, 20, 250)]
+    plain = make_engine(target, **BFLOAT16)
+    speculated = make_engine(target, **BFLOAT16, spec="draft", draft_model=draft, draft_max=2)
+    assert (speculated.plan.kernels, speculated.plan.draft_kernels) == ("native", "torch")
+    prompts, params = [p for p, _ in asked], [q for _, q in asked]
+    expected = [run.tokens for run in run_all(plain, prompts, params)]
+    assert [run.tokens for run in run_all(speculated, prompts, params)] == expected
+
+
+def test_why_not(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be had is refused where it was asked for, and named in the plan where it was not."""
+    dense = model("tiny-qwen3")
+    for folder, wishes, why in (
+        (dense, {"dtype": "float32"}, "bfloat16, not float32"),
+        (dense, {**BFLOAT16, "quantize": "int8"}, "no int8 weights"),
+        (model("tiny-deepseek_v3_lite"), BFLOAT16, "no latent attention"),
+    ):
+        assert why in make_engine(folder, **wishes).plan.kernels_reason
+        with pytest.raises(IncompatibleError, match="--kernels native") as refused:
+            make_engine(folder, **wishes, kernels="native")
+        assert why in refused.value.reason[0]
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    plan = make_engine(dense, **BFLOAT16).plan
+    assert plan.kernels == "torch" and plan.kernels_reason.startswith("not the C kernels: ")
