@@ -18,6 +18,7 @@ from spd.runtime.rows import SlotView
 from tests.helpers import TinyShelf, make_engine, random_prompts, run_all, run_requests
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import FAMILIES, write_dense
+from tests.recipes.tiny_mtp import write_tiny_mtp
 
 needs_native = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
 DENSE = sorted(name for name, options in VARIANTS.items() if "extra" not in options)
@@ -172,3 +173,18 @@ def test_why_not(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(build, "find_compiler", lambda: None)
     plan = make_engine(dense, **BFLOAT16).plan
     assert plan.kernels == "torch" and plan.kernels_reason.startswith("not the C kernels: ")
+
+
+@needs_native
+def test_heads_draft_alike_in_any_company(tmp_path: Path) -> None:
+    """MTP modules read what a pass gave for their own prompt: as many drafts accepted as alone."""
+    folder = write_tiny_mtp(tmp_path / "model", kind="copy", family="mimo", modules=3, hidden_share=0.1)
+    wishes: dict[str, Any] = {**BFLOAT16, "ctx": 320, "spec": "mtp", "draft_max": 3}
+    alone = make_engine(folder, **wishes, slots=1, prefix_sharing=False)
+    assert (alone.plan.kernels, alone.plan.draft_kernels) == ("native", "native")
+    expected = run_requests(alone, mixed_requests())
+    assert sum(run.metrics.draft_n_accepted for run in expected)
+    for more in ({"slots": 10}, {"slots": 4, "lag": 1}):
+        together = run_requests(make_engine(folder, **wishes, **more), mixed_requests())
+        assert [run.tokens for run in together] == [run.tokens for run in expected]
+        assert [run.drafts for run in together] == [run.drafts for run in expected]
