@@ -152,7 +152,10 @@ class SpeculationOptions:
 
     spec: Annotated[
         Literal["auto", "off", "mtp", "draft", "ngram", "eagle3"],
-        _speculation(help="Who proposes tokens. The text is the same with each."),
+        _speculation(
+            metavar="METHOD",
+            help="auto, off, mtp, draft, ngram or eagle3 proposes tokens. The text is the same with each.",
+        ),
     ] = "auto"
     draft_model: Annotated[
         str | None,
@@ -178,7 +181,10 @@ class SpeculationOptions:
     ngram_max: Annotated[int | None, _speculation(metavar="N", help="Longest match. Default: 8.")] = None
     verify: Annotated[
         Literal["coupled", "rejection", "block"],
-        _speculation(help="coupled: the text stays the same. Others: as likely a text, K fixed."),
+        _speculation(
+            metavar="RULE",
+            help="coupled: the text stays the same. rejection, block: as likely a text, K fixed.",
+        ),
     ] = "coupled"
 
 

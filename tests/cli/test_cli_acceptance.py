@@ -152,6 +152,15 @@ def test_a_locale_without_more_than_ascii(folder: Path, words: list[str]) -> Non
     assert b"Traceback" not in done.stderr and done.stdout
 
 
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_help_in_a_locale_without_more_than_ascii(columns: str) -> None:
+    """Tables are drawn with signs that it has."""
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    done = spd("ls", "--help", COLUMNS=columns, **ascii_only)
+    assert done.returncode == 0 and done.stdout.isascii(), done.stderr
+    assert b"--no-input" in done.stdout and b"Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("more", [{}, {"PYTHONUTF8": "0"}, {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
 def test_arguments_are_utf_8_whatever_the_locale(folder: Path, more: dict[str, str]) -> None:
     """Letters that the locale lacks arrive in every text; paths are left as the system gave them."""

@@ -29,7 +29,7 @@ HEAVY = [
     "huggingface_hub",
     "pydantic",
 ]
-HEAVY += ["jinja2", "prompt_toolkit"]
+HEAVY += ["jinja2", "prompt_toolkit", "uvicorn"]
 
 
 def loaded_after(*argv: str, **environment: str) -> tuple[str, set[str]]:
@@ -182,6 +182,13 @@ def test_help_cuts_no_name_at_any_width(
     if int(columns) > 20:
         assert wanted <= found
         assert not re.search(r"--[\w-]*…", ran.text)
+
+
+def test_tables_of_help_stand_at_eighty_columns(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no words below each other: whose terminal is usual sees what belongs together side by side."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in COMMANDS:
+        assert "╭─ Options ─" in spd_run(name, "--help").text, name
 
 
 def test_help_at_forty_columns_stands_below_names(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
