@@ -38,7 +38,7 @@ def watched_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engin
     def make(model: Path, **wishes: Any) -> tuple[Engine, StandIn]:
         tape = Tape(wishes.get("kernels", "torch"))
         with monkeypatch.context() as patch:
-            patch.setattr(assembly, "load_kernels", lambda name: tape.wrap(load_kernels(name)))
+            patch.setattr(assembly, "load_kernels", lambda *args: tape.wrap(load_kernels(*args)))
             engine = two_slots(model, **wishes)
         engine._parts.queue.captured = stand_in = StandIn(engine, tape)
         return engine, stand_in

@@ -70,8 +70,8 @@ def _counted(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> Iterator[N
 
         return counted
 
-    def load(form: str) -> Kernels:
-        kernels = load_kernels(form)
+    def load(form: str, *cache: Path) -> Kernels:
+        kernels = load_kernels(form, *cache)
         if form == "torch":
             return kernels
         return dataclasses.replace(
