@@ -1,4 +1,4 @@
-"""The C kernels in whole models: every dense family, every company that a row can be in, the same text."""
+"""The C kernels in whole models: every family, every company that a row can be in, the same text."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.recipes.tiny_dense import FAMILIES, write_dense
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
 needs_native = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
-DENSE = sorted(name for name, options in VARIANTS.items() if "extra" not in options)
-SHAPES = [*(f"tiny-{name}" for name in DENSE), *sorted(FAMILIES)]
+EVERY = sorted(VARIANTS)
+SHAPES = [*(f"tiny-{name}" for name in EVERY), *sorted(FAMILIES)]
 BFLOAT16 = {"dtype": "bfloat16"}
 
 
@@ -56,7 +56,7 @@ def logits_of(engine: Engine, prompt: tuple[int, ...]) -> Tensor:
 
 @needs_native
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_of_every_dense_family(model: Callable[..., Path], shape: str) -> None:
+def test_logits_of_every_family(model: Callable[..., Path], shape: str) -> None:
     """No farther from float32 than twice torch's bfloat16 is."""
     folder, prompt = model(shape), random_prompts(1, 90, 250, seed=len(shape))[0]
     exact, usual, found = (
@@ -92,7 +92,7 @@ def mixed_params(i: int) -> SamplingParams:
 
 
 @needs_native
-@pytest.mark.parametrize("shape", ["tiny-qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("shape", ["tiny-qwen3", "gemma2", "phi3", "tiny-deepseek_v3"])
 def test_texts_in_any_company(model: Callable[..., Path], shape: str) -> None:
     """Alone, together, late, speculated, short of pages, from shared pages: not one token changes."""
     soft = {"residual_gain": lambda layer: 1.0 if layer < 2 else 0.12, "seed": 3}
@@ -148,7 +148,7 @@ def test_prompts_go_through_one_pass_together(model: Callable[..., Path]) -> Non
 @needs_native
 def test_the_target_alone_decides(model: Callable[..., Path]) -> None:
     """A draft model that C kernels cannot run is run by torch's, and the text stays."""
-    target, draft = model("tiny-qwen3"), model("tiny-deepseek_v3_lite")
+    target, draft = model("tiny-qwen3"), model("tiny-qwen3", head_dim=640, heads=1, kv_heads=1)
     asked = [(prompt, SamplingParams(max_tokens=8, ignore_eos=True)) for prompt in random_prompts(2, 20, 250)]
     plain = make_engine(target, **BFLOAT16)
     speculated = make_engine(target, **BFLOAT16, spec="draft", draft_model=draft, draft_max=2)
@@ -164,7 +164,7 @@ def test_why_not(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
     for folder, wishes, why in (
         (dense, {"dtype": "float32"}, "bfloat16, not float32"),
         (dense, {**BFLOAT16, "quantize": "int8"}, "no int8 weights"),
-        (model("tiny-deepseek_v3_lite"), BFLOAT16, "no latent attention"),
+        (model("tiny-qwen3", head_dim=640, heads=1, kv_heads=1), BFLOAT16, "heads of 640 are too large"),
     ):
         assert why in make_engine(folder, **wishes).plan.kernels_reason
         with pytest.raises(IncompatibleError, match="--kernels native") as refused:
@@ -176,9 +176,14 @@ def test_why_not(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
 
 
 @needs_native
-def test_heads_draft_alike_in_any_company(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "head",
+    [{"family": "mimo", "modules": 3, "hidden_share": 0.1}, {"family": "deepseek", "variant": "deepseek_v3"}],
+    ids=lambda head: head["family"],
+)
+def test_heads_draft_alike_in_any_company(tmp_path: Path, head: dict[str, Any]) -> None:
     """MTP modules read what a pass gave for their own prompt: as many drafts accepted as alone."""
-    folder = write_tiny_mtp(tmp_path / "model", kind="copy", family="mimo", modules=3, hidden_share=0.1)
+    folder = write_tiny_mtp(tmp_path / "model", kind="copy", **head)
     wishes: dict[str, Any] = {**BFLOAT16, "ctx": 320, "spec": "mtp", "draft_max": 3}
     alone = make_engine(folder, **wishes, slots=1, prefix_sharing=False)
     assert (alone.plan.kernels, alone.plan.draft_kernels) == ("native", "native")

@@ -60,7 +60,19 @@ class Kernels:
     """Of the native form: its products, which take weights that it packed."""
 
 
-NATIVE = ("rms_norm_rows", "rotary_store", "plan_attention", "paged_attention", "prefill_attention")
+NATIVE = (
+    "rms_norm_rows",
+    "rotary_store",
+    "plan_attention",
+    "paged_attention",
+    "prefill_attention",
+    "latent_store",
+    "head_linear",
+    "mla_attention",
+    "mla_prefill",
+    "router_logits",
+    "route",
+)
 """The operations that the native form has of its own."""
 
 

@@ -5,6 +5,7 @@ Owns the model, its pools and how rows are padded. Knows slots as rows of a page
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -71,7 +72,7 @@ class ModelRunner:
         """Row counts that give the same bits; None where every number does by construction."""
         self.row_counts: tuple[int, ...] = ()
         """Those of `buckets` that are worth running, for all rows of a pass together."""
-        self.tile = WIDEST
+        self.tile = sys.maxsize if kernels.name == "native" else WIDEST
         """Rows of a product at most; see `admitted_tile`."""
         if kernels.name == "torch":
             self._try_arithmetic(alone)

@@ -2,7 +2,7 @@
 
 #include "tiles.h"
 
-enum { KEYS = 128, LARGEST = 512, STEPS = KEYS / DEPTH };
+enum { KEYS = 128, LARGEST = 576, STEPS = KEYS / DEPTH };
 
 /* One head x [size], normed by `norm` where that is given, rotated by cos and sin [size], to out. */
 static void rotate(
@@ -44,11 +44,29 @@ void spd_rotary_store(const bf16 *qkv, const bf16 *cos, const bf16 *sin, const i
     }
 }
 
+/* See `spd.kernels.mla_attention`: latent [rows][rank + turned] normed and rotated into pages, query [rows][heads]
+   [turned] rotated to out; rows and heads of them lie the given numbers of elements apart. */
+void spd_latent_store(const bf16 *query, const bf16 *latent, const bf16 *cos, const bf16 *sin, const int64_t *positions,
+    const int64_t *places, const float *norm, float epsilon, bf16 *pages, bf16 *out, long rows, long heads, long rank,
+    long turned, long query_row, long query_head, long latent_row, int threads)
+{
+    long size = rank + turned;
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 2)
+    for (long r = 0; r < rows; r++) {
+        const bf16 *c = cos + positions[r] * turned, *s = sin + positions[r] * turned, *own = latent + r * latent_row;
+        bf16 *kept = pages + places[r] * size;
+        norm_row(own, norm, epsilon, 0, rank, kept);
+        rotate(own + rank, 0, 0, c, s, turned, kept + rank);
+        for (long h = 0; h < heads; h++)
+            rotate(query + r * query_row + h * query_head, 0, 0, c, s, turned, out + (r * heads + h) * turned);
+    }
+}
+
 typedef struct {
     const bf16 *query, *keys, *values;
     const int64_t *table, *positions;
     bf16 *out;
-    long table_width, slots, width, heads, kv_heads, size, page, first_key, sliding;
+    long table_width, slots, width, heads, kv_heads, size, value_size, page, first_key, sliding;
     float scale, softcap;
 } Attention;
 
@@ -189,8 +207,8 @@ static void turn_values(const Attention *a, Block *b, const Chunk *c, const Chun
     for (long k = 0; k < parts(count, DEPTH) * DEPTH; k += 2) {
         const bf16 *from = k < count ? place(a, a->values, c, c->at + k) : 0;
         fetch(a, a->values, next, next->at + k, 2);
-        for (long d = 0; d < a->size; d += DEPTH) {
-            __mmask32 mask = a->size - d < DEPTH ? (__mmask32)((1ull << (a->size - d)) - 1) : 0xffffffff;
+        for (long d = 0; d < a->value_size; d += DEPTH) {
+            __mmask32 mask = a->value_size - d < DEPTH ? (__mmask32)((1ull << (a->value_size - d)) - 1) : 0xffffffff;
             __m512i first = _mm512_setzero_si512(), second = first;
             if (k < count) first = _mm512_maskz_loadu_epi16(mask, from + d);
             if (k + 1 < count) second = _mm512_maskz_loadu_epi16(mask, from + a->size + d);
@@ -249,7 +267,7 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
         b->last[r] = (int32_t)at, b->low[r] = (int32_t)lowest(a, at);
         for (long d = 0; d < a->size; d += 2)
             b->query[d / 2][r] = from[d] | (d + 1 < a->size ? (uint32_t)from[d + 1] << 16 : 0);
-        memset(b->mixed[r], 0, (size_t)(parts(a->size, SIDE) * SIDE) * sizeof(float));
+        memset(b->mixed[r], 0, (size_t)(parts(a->value_size, SIDE) * SIDE) * sizeof(float));
         b->peak[r] = -__builtin_inff(), b->total[r] = 0;
     }
     for (long at = u->begin / KEYS * KEYS; at < u->end; at += KEYS) {
@@ -260,7 +278,7 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
         score(a, b, &c, &next, rows);
         for (int r = 0; r < rows; r++) kept[r] = weigh(a, b, r, at, c.end);
         turn_values(a, b, &c, &next);
-        for (long d = 0; d < a->size; d += SIDE) {
+        for (long d = 0; d < a->value_size; d += SIDE) {
             const bf16 *values = b->values[d / DEPTH][0][d / SIDE % 2];
             tile_product(b->weights[0][0], DEPTH, TILE, rows, values, 2 * TILE, steps, part);
             for (int r = 0; r < rows; r++) {
@@ -271,23 +289,24 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
     }
     for (int r = 0; r < rows; r++) {
         long row = u->slot * a->width + (u->first + r) / groups;
-        bf16 *out = a->out + (row * a->heads + u->head * groups + (u->first + r) % groups) * a->size;
-        for (long d = 0; d < a->size; d += SIDE)
-            store(out + d, lanes(a->size - d),
+        bf16 *out = a->out + (row * a->heads + u->head * groups + (u->first + r) % groups) * a->value_size;
+        for (long d = 0; d < a->value_size; d += SIDE)
+            store(out + d, lanes(a->value_size - d),
                 _mm512_div_ps(_mm512_load_ps(b->mixed[r] + d), _mm512_set1_ps(b->total[r])));
     }
 }
 
-/* See `spd.kernels.paged_attention`: query and out [slots][width][heads][size], pools [..][kv_heads][page][size],
+/* See `spd.kernels.paged_attention`: query [slots][width][heads][size], out the same of value_size, pools [..][kv_heads][page][size],
    table [slots][table_width], positions [slots][width]. Keys are read in chunks that begin at multiples of KEYS
    positions, summed in ascending order: a row's bits do not depend on the others. sliding, softcap: 0 for none.
-   size <= 512; pages are whole sixteens. */
+   Of a value the first value_size elements count. size <= 576; pages are whole sixteens. */
 void spd_attend(const bf16 *query, const bf16 *keys, const bf16 *values, const int64_t *table, long table_width,
-    const int64_t *positions, bf16 *out, long slots, long width, long heads, long kv_heads, long size, long page,
+    const int64_t *positions, bf16 *out, long slots, long width, long heads, long kv_heads, long size, long value_size,
+    long page,
     float scale, float softcap, long first_key, long sliding, int threads)
 {
     const Attention a = {query, keys, values, table, positions, out, table_width, slots, width, heads, kv_heads,
-        size, page, first_key, sliding, scale, softcap};
+        size, value_size, page, first_key, sliding, scale, softcap};
     long units = slots * kv_heads * parts(width * (heads / kv_heads), SIDE);
 #pragma omp parallel num_threads(threads)
     {

@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-SOURCES = ("linear.c", "attention.c", "init.c")
-HEADERS = ("tiles.h",)
+SOURCES = ("linear.c", "attention.c", "experts.c", "init.c")
+HEADERS = ("tiles.h", "product.h")
 COMPILERS = ("gcc", "cc")
 """Whichever is found first. It has to be GCC: torch brings GCC's OpenMP, and so the one pool of threads."""
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-nodefaultlibs")

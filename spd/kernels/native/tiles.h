@@ -66,6 +66,19 @@ static inline float norm_scale(const bf16 *x, long size, float epsilon)
     return 1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(squares) / (float)size + epsilon);
 }
 
+/* The root-mean-square norm of x [size] with scales norm [size], plus residual where it is given, to y. */
+static inline void norm_row(
+    const bf16 *x, const float *norm, float epsilon, const bf16 *residual, long size, bf16 *y)
+{
+    __m512 scale = _mm512_set1_ps(norm_scale(x, size, epsilon));
+    for (long i = 0; i < size; i += SIDE) {
+        __mmask16 mask = lanes(size - i);
+        __m512 v = _mm512_mul_ps(_mm512_mul_ps(load(x + i, mask), scale), _mm512_maskz_loadu_ps(mask, norm + i));
+        if (residual) v = _mm512_add_ps(v, load(residual + i, mask));
+        store(y + i, mask, v);
+    }
+}
+
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && !defined(SPD_NO_AMX)
 #define SPD_AMX 1
 
@@ -74,6 +87,9 @@ typedef struct {
     uint16_t bytes[16];
     uint8_t rows[16];
 } TileConfig;
+
+/* GCC does not know that these instructions read memory: whatever was written before must be there. */
+#define WRITTEN() __asm__ volatile("" ::: "memory")
 
 /* Tiles 0, 1, 4 have `first` rows, 2, 3, 5 have `second`: results and left sides; 6 and 7 are right sides. */
 static inline void tiles_begin(int first, int second)
@@ -84,7 +100,7 @@ static inline void tiles_begin(int first, int second)
         config.bytes[i] = 64;
         config.rows[i] = (uint8_t)rows[i];
     }
-    _tile_loadconfig(&config);
+    __asm__ volatile("ldtilecfg %0" ::"m"(config));
 }
 
 static inline void tiles_end(void) { _tile_release(); }
@@ -94,6 +110,7 @@ static inline void tile_product(
     const bf16 *a, long stride, long a_step, int rows, const bf16 *b, long b_step, long steps, float *c)
 {
     (void)rows;
+    WRITTEN();
     _tile_zero(0);
     for (long k = 0; k < steps; k++) {
         _tile_loadd(4, a + k * a_step, stride * (long)sizeof(bf16));
@@ -111,6 +128,7 @@ static inline void block_product(const bf16 *a, long apart, int blocks, int rows
 {
     const int near = lines == 2 * SIDE;
     (void)rows;
+    WRITTEN();
     if (fresh) {
         _tile_zero(0);
         _tile_zero(1);

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from spd.formats.block_config import LatentConfig
 from spd.kernels.dispatch import Kernels
-from spd.kernels.rms_norm import rms_norm
+from spd.kernels.native.library import PackedWeight
 from spd.runtime.layers.linear import AnyLinear, in_tiles
+from spd.runtime.layers.norm import normed
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models.base import ForwardBatch, LayerCache, Residual
 
@@ -41,8 +42,11 @@ class LatentAttention:
         self.latent_norm, self.output, self.latent = latent_norm, output, latent
         self.num_heads, self.scale, self.epsilon, self.kernels = num_heads, scale, epsilon, kernels
         heads = up.view(num_heads, latent.nope_dim + latent.value_dim, latent.rank)
-        self.key_up = heads[:, : latent.nope_dim].contiguous()
-        self.value_up = heads[:, latent.nope_dim :].transpose(1, 2).contiguous()
+        key_up = heads[:, : latent.nope_dim].contiguous()
+        value_up = heads[:, latent.nope_dim :].transpose(1, 2).contiguous()
+        native = kernels.native
+        self.key_up: Tensor | PackedWeight = key_up if native is None else native.pack_heads(key_up)
+        self.value_up: Tensor | PackedWeight = value_up if native is None else native.pack_heads(value_up)
 
     def products(self) -> tuple[AnyLinear, ...]:
         """The block's matrices in the order in which they run."""
@@ -80,7 +84,9 @@ class LatentAttention:
             if self.query_norm is None:
                 query = self.query.after_norm(stream, self.norm, self.epsilon, batch)
             else:
-                query = self.query.product(rms_norm(query, self.query_norm, LATENT_EPSILON), batch)
+                query = self.query.product(
+                    normed(Residual(query), self.query_norm, LATENT_EPSILON, self.kernels), batch
+                )
         return query.reshape(query.shape[0], self.num_heads, -1), latent
 
     def _attend(self, query: Tensor, batch: ForwardBatch, pages: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from spd.formats.block_config import RouterConfig
 from spd.kernels.dispatch import Kernels
 from spd.kernels.moe import gate_chosen
+from spd.kernels.native.library import NativeLibrary
 from spd.kernels.skinny_linear import AnyWeight
 from spd.runtime.layers.linear import AnyLinear, in_tiles
 from spd.runtime.layers.norm import normed
@@ -47,6 +48,19 @@ class MergedExperts:
         """See `Experts`."""
         every = self.gate_up.product(x, batch).view(x.shape[0], self.count, -1)
         return self.down.onto(gate_chosen(every, ids, weights), stream, batch)
+
+
+class NativeExperts:
+    """Experts in packed weights for C kernels, gated [E, 2 I, K] and plain [E, K, I]."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, library: NativeLibrary) -> None:
+        self.gate_up, self.down, self.library = library.pack(gate_up, gated=True), library.pack(down), library
+
+    def onto(
+        self, x: Tensor, ids: Tensor, weights: Tensor, stream: Residual, batch: ForwardBatch
+    ) -> Residual:
+        """See `Experts`."""
+        return Residual(self.library.experts(x, ids, weights, self.gate_up, self.down, stream.x))
 
 
 class RoutedExperts:

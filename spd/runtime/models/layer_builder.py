@@ -22,7 +22,7 @@ from spd.runtime.layers.linear import (
     torch_linear,
 )
 from spd.runtime.layers.mlp import GatedMlp
-from spd.runtime.layers.moe import Experts, MergedExperts, MoeMlp, RoutedExperts
+from spd.runtime.layers.moe import Experts, MergedExperts, MoeMlp, NativeExperts, RoutedExperts
 from spd.runtime.layers.native_linear import NativeLinear
 from spd.runtime.layers.sharded import AnyEmbedding, ShardedEmbedding, ShardedHead, SummedLinear
 from spd.runtime.models.decoder import AttentionBlock, DecoderLayer, MlpBlock
@@ -233,6 +233,9 @@ class LayerBuilder:
         names = ("experts_gate_up", "experts_down")
         small = sum(tensors[name].nbytes for name in names) <= moe.SMALL_EXPERTS
         gate_up, down = (self._stacked(tensors, name, count, cut=name == names[1]) for name in names)
+        if self.kernels.native is not None:
+            wide = [plain_weight(weight, self.dtype) for weight in (gate_up, down)]
+            return NativeExperts(wide[0], wide[1], self.kernels.native)
         if (
             self.kernels.name == "torch"
             and small
