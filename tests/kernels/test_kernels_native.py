@@ -12,7 +12,8 @@ from torch import Tensor
 
 from spd.kernels.native import build
 from spd.kernels.native.build import NativeUnavailable, library_path, obstacle
-from spd.kernels.native.library import Ending, NativeLibrary
+from spd.kernels.native.library import NativeLibrary
+from spd.kernels.native.products import Ending
 from spd.kernels.paged_attention import AttentionHeads
 from spd.kernels.rms_norm import rms_norm
 from spd.kernels.rotary_store import rotary_store

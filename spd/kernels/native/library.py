@@ -1,55 +1,15 @@
-"""The compiled C kernels as operations on tensors: bfloat16 on CPU, any number of rows with the same bits."""
+"""The compiled C kernels as operations on tensors: what `spd.kernels.dispatch` takes from here."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from spd.kernels.native.build import NativeUnavailable
+from spd.kernels.native.products import DEPTH, SIDE, CompiledLibrary, PackedWeight, address, tiles_of
 from spd.kernels.paged_attention import AttentionHeads, AttentionPlan
-
-SIDE, DEPTH = 16, 32
-"""Rows or columns of a tile, and its depth."""
-POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-SIGNATURES: dict[str, Sequence[type]] = {
-    "spd_init": (),
-    "spd_pack": (POINTER,) * 2 + (LONG,) * 2 + (INT,) * 2,
-    "spd_linear": (POINTER, POINTER, FLOAT, *(POINTER,) * 4, *(LONG,) * 8, INT, POINTER, INT),
-    "spd_norm": (POINTER, POINTER, FLOAT, POINTER, POINTER, LONG, LONG, INT),
-    "spd_rotary_store": (*(POINTER,) * 6, FLOAT, *(POINTER,) * 3, *(LONG,) * 5, INT),
-    "spd_attend": (*(POINTER,) * 4, LONG, *(POINTER,) * 2, *(LONG,) * 7, FLOAT, FLOAT, LONG, LONG, INT),
-    "spd_latent_store": (*(POINTER,) * 7, FLOAT, *(POINTER,) * 2, *(LONG,) * 7, INT),
-    "spd_router": (*(POINTER,) * 3, *(LONG,) * 3, INT),
-    "spd_route": (*(POINTER,) * 5, *(LONG,) * 6, INT, INT, FLOAT, INT),
-    "spd_experts": (*(POINTER,) * 7, *(LONG,) * 5, *(POINTER,) * 4, INT),
-}
-
-
-class Ending(IntEnum):
-    """What becomes of a product's sums."""
-
-    BFLOAT16 = 0
-    FLOAT32 = 1
-    SILU = 2
-    """The first half of the columns are gates of the second half."""
-    GELU = 3
-
-
-@dataclass(frozen=True)
-class PackedWeight:
-    """A weight [N, K], or one for each of some heads or experts, as tiles; gated: see `Ending.SILU`."""
-
-    tiles: Tensor
-    width: int
-    depth: int
-    gated: bool
-    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -60,144 +20,8 @@ class NativePlan(AttentionPlan):
     first_key: int
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _tiles(count: int, size: int) -> int:
-    return -(-count // size)
-
-
-class NativeLibrary:
-    """The kernels of one compiled library, for one thread at a time: they share room for a product's rows."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises NativeUnavailable."""
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise NativeUnavailable(f"the compiled library cannot be loaded: {error}") from error
-        for name, kinds in SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = list(kinds), INT if name == "spd_init" else None
-        tiles = library.spd_init()
-        if tiles < 0:
-            raise NativeUnavailable("the system does not grant AMX")
-        self.instructions = "AMX" if tiles else "AVX512-BF16"
-        self._library, self._scratch = library, torch.empty(0, dtype=torch.bfloat16)
-        self._linear, self._attend = library.spd_linear, library.spd_attend
-        self._threads = torch.get_num_threads()
-
-    def pack(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
-        """A weight bfloat16 [N, K], or several [E, N, K], in tiles filled up with zeros."""
-        width, depth = weight.shape[-2:]
-        every = weight.reshape(-1, width, depth)
-        blocks = _tiles(width // 2, SIDE) if gated else _tiles(width, 2 * SIDE)
-        size = blocks * _tiles(depth, DEPTH) * 2 * SIDE * DEPTH
-        tiles = torch.empty(every.shape[0], size, dtype=torch.bfloat16)
-        for own, one in zip(tiles, every, strict=True):
-            source = one.contiguous()
-            self._library.spd_pack(source.data_ptr(), own.data_ptr(), width, depth, int(gated), self._threads)
-        return PackedWeight(tiles, width, depth, gated, every.shape[0])
-
-    def linear(
-        self,
-        x: Tensor,
-        weight: PackedWeight,
-        bias: Tensor | None,
-        ending: Ending = Ending.BFLOAT16,
-        *,
-        norm: Tensor | None = None,
-        epsilon: float = 0.0,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """x [T, K] times W, plus bias float32 [N] and residual [T, N]: [T, N], or [T, N / 2] with a gate.
-
-        x is RMS-normed first where the scales norm float32 [K] are given. Summed in float32, rounded once.
-        """
-        rows = x.shape[0]
-        width = weight.width // 2 if weight.gated else weight.width
-        kind = torch.float32 if ending is Ending.FLOAT32 else torch.bfloat16
-        y = torch.empty(rows, width, dtype=kind)
-        scratch = self._room(_tiles(rows, SIDE) * _tiles(weight.depth, DEPTH))
-        x = x.contiguous()
-        self._linear(
-            x.data_ptr(),
-            _address(norm),
-            epsilon,
-            weight.tiles.data_ptr(),
-            _address(bias),
-            _address(residual),
-            y.data_ptr(),
-            rows,
-            1,
-            weight.depth,
-            weight.width,
-            weight.depth,
-            0,
-            width,
-            0,
-            ending,
-            scratch,
-            self._threads,
-        )
-        return y
-
-    def _room(self, tiles: int) -> int:
-        """The address of room for so many left-side tiles."""
-        if self._scratch.shape[0] < tiles * SIDE * DEPTH:
-            self._scratch = torch.empty(tiles * SIDE * DEPTH, dtype=torch.bfloat16)
-        return self._scratch.data_ptr()
-
-    def pack_heads(self, weight: Tensor) -> PackedWeight:
-        """A weight for each head [H, A, B], as `head_linear` takes it."""
-        return self.pack(weight.transpose(1, 2))
-
-    def head_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """See `spd.kernels.mla_attention`; weight comes from `pack_heads`."""
-        rows, heads, depth = x.shape
-        assert x.stride(2) == 1 and heads == weight.count
-        y = torch.empty(rows, heads, weight.width, dtype=torch.bfloat16)
-        self._linear(
-            x.data_ptr(),
-            None,
-            0.0,
-            weight.tiles.data_ptr(),
-            None,
-            None,
-            y.data_ptr(),
-            rows,
-            heads,
-            depth,
-            weight.width,
-            x.stride(0),
-            x.stride(1),
-            y.stride(0),
-            y.stride(1),
-            Ending.BFLOAT16,
-            self._room(heads * _tiles(rows, SIDE) * _tiles(depth, DEPTH)),
-            self._threads,
-        )
-        return y
-
-    def norm(self, x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> Tensor:
-        """The RMS norm of x [T, N] with scales weight float32 [N], plus residual [T, N]; rounded once."""
-        x, y = x.contiguous(), torch.empty(x.shape, dtype=torch.bfloat16)
-        self._library.spd_norm(
-            x.data_ptr(),
-            weight.data_ptr(),
-            epsilon,
-            _address(residual),
-            y.data_ptr(),
-            x.shape[0],
-            x.shape[1],
-            self._threads,
-        )
-        return y
-
-    def rms_norm_rows(self, x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-        """See `spd.kernels.skinny_linear`; no squares are needed."""
-        return self.norm(x, weight.float(), epsilon)
+class NativeLibrary(CompiledLibrary):
+    """Attention, its cache and experts beside the products."""
 
     def rotary_store(
         self,
@@ -219,13 +43,13 @@ class NativeLibrary:
         assert positions is not None
         kv_heads, size = key_pages.shape[2:]
         query = torch.empty(qkv.shape[0], num_heads, size, dtype=torch.bfloat16)
-        self._library.spd_rotary_store(
+        self.library.spd_rotary_store(
             qkv.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
             positions.data_ptr(),
             kv_slots.data_ptr(),
-            _address(qk_weight),
+            address(qk_weight),
             epsilon,
             key_pages.data_ptr(),
             value_pages.data_ptr(),
@@ -235,7 +59,7 @@ class NativeLibrary:
             kv_heads,
             size,
             key_pages.shape[1],
-            self._threads,
+            self.threads,
         )
         return query
 
@@ -300,7 +124,7 @@ class NativeLibrary:
             softcap or 0.0,
             plan.first_key,
             sliding or 0,
-            self._threads,
+            self.threads,
         )
         return mixed
 
@@ -337,7 +161,7 @@ class NativeLibrary:
         assert positions is not None and query.stride(2) == latent.stride(1) == 1
         rows, heads, turned = query.shape
         out, scales = torch.empty(query.shape, dtype=torch.bfloat16), norm.float()
-        self._library.spd_latent_store(
+        self.library.spd_latent_store(
             query.data_ptr(),
             latent.data_ptr(),
             cos.data_ptr(),
@@ -355,7 +179,7 @@ class NativeLibrary:
             query.stride(0),
             query.stride(1),
             latent.stride(0),
-            self._threads,
+            self.threads,
         )
         return out
 
@@ -378,8 +202,8 @@ class NativeLibrary:
         """See `spd.kernels.moe`."""
         x, weight = x.contiguous(), weight.contiguous()
         logits = torch.empty(x.shape[0], 1, weight.shape[0])
-        self._library.spd_router(
-            x.data_ptr(), weight.data_ptr(), logits.data_ptr(), *x.shape, weight.shape[0], self._threads
+        self.library.spd_router(
+            x.data_ptr(), weight.data_ptr(), logits.data_ptr(), *x.shape, weight.shape[0], self.threads
         )
         return logits
 
@@ -399,11 +223,11 @@ class NativeLibrary:
         rows, _, experts = parts.shape
         ids = torch.empty(rows, per_token, dtype=torch.int64)
         weights = torch.empty(rows, per_token)
-        each = _tiles(4 * (2 * experts + groups) + experts + groups, 64) * 64
+        each = tiles_of(4 * (2 * experts + groups) + experts + groups, 64) * 64
         room = torch.empty(rows * each, dtype=torch.uint8)
-        self._library.spd_route(
+        self.library.spd_route(
             parts.data_ptr(),
-            _address(None if correction is None else correction.float().contiguous()),
+            address(None if correction is None else correction.float().contiguous()),
             ids.data_ptr(),
             weights.data_ptr(),
             room.data_ptr(),
@@ -416,7 +240,7 @@ class NativeLibrary:
             int(sigmoid),
             int(normalised),
             scale,
-            self._threads,
+            self.threads,
         )
         return ids, weights
 
@@ -437,7 +261,7 @@ class NativeLibrary:
             torch.empty(pairs, inner, dtype=torch.bfloat16),
         )
         lists, sums = torch.empty(pairs + 3 * count + 1, dtype=torch.int64), torch.empty(pairs, depth)
-        self._library.spd_experts(
+        self.library.spd_experts(
             x.data_ptr(),
             ids.data_ptr(),
             weights.data_ptr(),
@@ -451,9 +275,9 @@ class NativeLibrary:
             count,
             per_token,
             lists.data_ptr(),
-            self._room((pairs // SIDE + count + 1) * _tiles(max(depth, inner), DEPTH)),
+            self.room((pairs // SIDE + count + 1) * tiles_of(max(depth, inner), DEPTH)),
             made.data_ptr(),
             sums.data_ptr(),
-            self._threads,
+            self.threads,
         )
         return out

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from spd.formats.block_config import LatentConfig
 from spd.kernels.dispatch import Kernels
-from spd.kernels.native.library import PackedWeight
+from spd.kernels.native.products import PackedWeight
 from spd.runtime.layers.linear import AnyLinear, in_tiles
 from spd.runtime.layers.norm import normed
 from spd.runtime.layers.rotary import RotaryRows

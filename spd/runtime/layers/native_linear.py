@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from spd.kernels.native.library import Ending, NativeLibrary
+from spd.kernels.native.library import NativeLibrary
+from spd.kernels.native.products import Ending
 from spd.runtime.models.base import ForwardBatch, Residual
 
 
