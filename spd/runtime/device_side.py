@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spd.runtime.assembly import Assembly
 from spd.runtime.plan import EnginePlan
+from spd.runtime.proposers.base import WrittenPart
 from spd.runtime.request import SamplingParams
 from spd.runtime.round_queue import RoundResult, Ticket
 from spd.runtime.rows import PromptPart, SlotView
@@ -85,7 +86,8 @@ class DeviceSide:
             self._unwritten.append((slot, PromptPart(ids, start, end, view), runs))
             return
         hidden = runner.prefill(ids, start, end, runs, view)
-        self._draft_prompt(slot, PromptPart(ids, start, end, view), runs, hidden)
+        if self.parts.proposer is not None:
+            self.parts.proposer.prefill(slot, ids, start, end, runs, view, hidden)
 
     @torch.inference_mode()
     def flush(self) -> None:
@@ -97,14 +99,9 @@ class DeviceSide:
         if not waiting:
             return
         states = self.parts.runner.forward_prompts([part for _, part, _ in waiting])
-        for (slot, part, runs), hidden in zip(waiting, states, strict=True):
-            self._draft_prompt(slot, part, runs, [hidden])
-
-    def _draft_prompt(self, slot: int, part: PromptPart, runs: Listed[Run], hidden: Listed[Tensor]) -> None:
-        """Let the proposer write what it keeps of a part of a prompt."""
         if self.parts.proposer is not None:
-            ids, begin, end, view = part
-            self.parts.proposer.prefill(slot, ids, begin, end, runs, view, hidden)
+            written = [WrittenPart(*each, hidden) for each, hidden in zip(waiting, states, strict=True)]
+            self.parts.proposer.prefill_together(written)
 
     @torch.inference_mode()
     def refill_draft(

@@ -337,24 +337,29 @@ class ModelRunner:
         """Whether prompts of several slots may go through one pass: any rows beside a row leave its bits."""
         return self.kernels.name == "native"
 
-    def forward_prompts(self, parts: Sequence[PromptPart]) -> list[Tensor]:
+    def forward_prompts(self, parts: Sequence[PromptPart], states: Sequence[HeadStates] = ()) -> list[Tensor]:
         """Hidden states [1, end - begin, hidden] of each part, writing their KV in one pass.
 
+        states: of each part's slot, for models that read some.
         Every layer writes all rows before any reads: a part may rest on pages that another one writes.
         """
         tables = [self.page_table_of(part.view) for part in parts]
         pages = max(table.shape[1] for table in tables)
         windows, rows = [], []
-        for part, table in zip(parts, tables, strict=True):
+        own_states: Sequence[HeadStates | None] = states or [None] * len(parts)
+        for part, table, ring in zip(parts, tables, own_states, strict=True):
             table = pad(table, (0, pages - table.shape[1]), value=ZERO_PAGE)
             own = self.prompt_rows(part.token_ids, part.begin, part.end, table)
-            windows.append(folded(own, table, part.view, None, self.trash_slot))
+            windows.append(folded(own, table, part.view, ring, self.trash_slot))
             rows.append(own.token_ids.shape[1])
         wide = PromptRows(
             *(torch.cat(columns) for columns in zip(*(w[0].columns for w in windows), strict=True))
         )
         views = [view for window in windows for view in window[2]]
-        hidden = self._forward(wide, torch.cat([window[1] for window in windows]), views, None)
+        rings = None
+        if states:
+            rings = HeadStates(torch.cat([w[3].rings for w in windows if w[3] is not None]), states[0].depth)
+        hidden = self._forward(wide, torch.cat([window[1] for window in windows]), views, rings)
         sizes = [window[0].token_ids.numel() for window in windows]
         each = torch.split(hidden.view(-1, hidden.shape[-1]), sizes)
         return [own[None, :count] for own, count in zip(each, rows, strict=True)]

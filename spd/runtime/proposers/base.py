@@ -6,14 +6,26 @@ Proposers know the round's state and their own model; never each other, the engi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from spd.kernels.round_window import RoundWindow
-from spd.runtime.rows import SlotView
+from spd.runtime.rows import PromptPart, SlotView
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.spans import Run
+
+
+class WrittenPart(NamedTuple):
+    """A part of a slot's prompt that the target has written: which programs wrote what, and its states.
+
+    hidden is [1, rows, hidden].
+    """
+
+    slot: int
+    part: PromptPart
+    runs: Sequence[Run]
+    hidden: Tensor
 
 
 class Proposer(Protocol):
@@ -53,6 +65,11 @@ class Proposer(Protocol):
         hidden: the target's states [1, rows, hidden] of each of its own passes over the same runs.
         """
         return
+
+    def prefill_together(self, parts: Sequence[WrittenPart]) -> None:
+        """`prefill` for parts of several slots' prompts, which the target wrote in one pass."""
+        for slot, (token_ids, begin, end, view), runs, hidden in parts:
+            self.prefill(slot, token_ids, begin, end, runs, view, [hidden])
 
     def capture(self, window: RoundWindow, hidden: Tensor) -> None:
         """A part of every round: the target's states [S, R, hidden] of the rows that it verifies."""

@@ -17,7 +17,7 @@ from spd.kernels.dispatch import Kernels
 from spd.kernels.draft_window import DraftWindow
 from spd.kernels.round_window import RoundWindow
 from spd.runtime.model_runner import ModelRunner
-from spd.runtime.proposers.base import Proposer
+from spd.runtime.proposers.base import Proposer, WrittenPart
 from spd.runtime.rows import SlotView
 from spd.runtime.sampler import Sampler
 from spd.runtime.sampler_class import SamplerClass
@@ -53,6 +53,15 @@ class DraftModelProposer(Proposer):
         end = min(end, self.limit)
         if start < end:
             self.runner.prefill(token_ids, start, end, clip_runs(runs, end), view)
+
+    def prefill_together(self, parts: Sequence[WrittenPart]) -> None:
+        """See `Proposer`."""
+        if not self.runner.merges:
+            super().prefill_together(parts)
+            return
+        cut = [part._replace(end=min(part.end, self.limit)) for _, part, _, _ in parts]
+        if own := [part for part in cut if part.begin < part.end]:
+            self.runner.forward_prompts(own)
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages of the draft's cache."""

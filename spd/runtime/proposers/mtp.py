@@ -23,7 +23,7 @@ from spd.kernels.draft_window import DraftWindow
 from spd.kernels.round_window import RoundWindow
 from spd.runtime.model_runner import ModelRunner
 from spd.runtime.models.base import HeadStates
-from spd.runtime.proposers.base import Proposer
+from spd.runtime.proposers.base import Proposer, WrittenPart
 from spd.runtime.rows import Rows, SlotView
 from spd.runtime.sampler import Sampler
 from spd.runtime.sampler_class import SamplerClass
@@ -100,6 +100,23 @@ class MtpProposer(Proposer):
                     chunked=chunked,
                     states=HeadStates(ring, self.depth),
                 )
+
+    def prefill_together(self, parts: Sequence[WrittenPart]) -> None:
+        """See `Proposer`: a module's pass over all of them reads states that it has of all of them."""
+        if not self.runners[0].merges:
+            super().prefill_together(parts)
+            return
+        cut = [(slot, part._replace(end=min(part.end, self.limit)), seen) for slot, part, _, seen in parts]
+        own = [(slot, part, seen) for slot, part, seen in cut if part.begin < part.end]
+        prompts, made = [part for _, part, _ in own], [seen for _, _, seen in own]
+        for module, runner in enumerate(self.runners if own else ()):
+            rings = []
+            for (slot, part, _), states in zip(own, made, strict=True):
+                table = runner.page_table_of(part.view)
+                rows = runner.prompt_rows(part.token_ids, part.begin, part.end, table)
+                ring = self._keep(module, states[:, : part.end - part.begin], rows, slot)
+                rings.append(HeadStates(ring, self.depth))
+            made = runner.forward_prompts(prompts, rings)
 
     def _keep(self, stream: int, states: Tensor, rows: Rows, slot: int | None = None) -> Tensor:
         """Write a stream's states [S, W, hidden] of valid rows; returns the slots' rings."""
