@@ -193,3 +193,46 @@ def test_heads_draft_alike_in_any_company(tmp_path: Path, head: dict[str, Any]) 
         together = run_requests(make_engine(folder, **wishes, **more), mixed_requests())
         assert [run.tokens for run in together] == [run.tokens for run in expected]
         assert [run.drafts for run in together] == [run.drafts for run in expected]
+
+
+@needs_native
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("once"), KeyboardInterrupt(), RuntimeError("once")])
+def test_a_pass_that_broke_off_leaves_no_pages_behind(
+    model: Callable[..., Path], error: BaseException
+) -> None:
+    """What others could have found before it was written is not found, or is written by then."""
+    folder, prompt = model("tiny-qwen3"), random_prompts(1, 200, 250, seed=3)[0]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = run_all(make_engine(folder, **BFLOAT16, ctx=320), [prompt], [params])[0].tokens
+    engine = make_engine(folder, **BFLOAT16, ctx=320, slots=2)
+    runner, honest = engine._parts.runner, engine._parts.runner._forward
+
+    def failing(*given: Any) -> Tensor:
+        runner._forward = honest  # type: ignore[method-assign]
+        raise error
+
+    runner._forward = failing  # type: ignore[method-assign]
+    engine.add(Request("first", prompt, params))
+    with pytest.raises(BaseException):  # noqa: B017
+        engine.step()
+    engine.abort("first")
+    engine.step()
+    again = run_requests(engine, [Request("second", prompt, params), Request("third", prompt, params)])
+    assert [run.tokens for run in again] == [expected, expected]
+    engine._scheduler.check()
+
+
+@needs_native
+def test_short_prompts_fill_no_more_than_a_chunk(model: Callable[..., Path]) -> None:
+    """What windows are filled up with counts as rows of a pass."""
+    engine = make_engine(model("tiny-qwen3"), **BFLOAT16, slots=40)
+    runner, honest, widths = engine._parts.runner, engine._parts.runner._forward, []
+
+    def counted(rows: Any, *given: Any) -> Tensor:
+        widths.append(rows.token_ids.numel())
+        return honest(rows, *given)
+
+    runner._forward = counted  # type: ignore[method-assign]
+    prompts = random_prompts(40, 5, 250)
+    run_all(engine, prompts, [SamplingParams(max_tokens=2, ignore_eos=True)] * 40)
+    assert max(widths) == runner.chunk

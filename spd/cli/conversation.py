@@ -69,7 +69,7 @@ class Conversation:
     def continued_as(self, fresh: Conversation, seed: int | None) -> Conversation:
         """This conversation with the model of a new start, and its system message and a seed if there are."""
         assert fresh.vocabulary is not None
-        changes: dict[str, Any] = {} if seed is None else {"seed": seed, "draws": 0}
+        changes: dict[str, Any] = {} if seed in (None, self.seed) else {"seed": seed, "draws": 0}
         if fresh.system is not None:
             changes["system"] = fresh.system
         return dataclasses.replace(self.for_model(fresh.model, fresh.vocabulary), **changes)

@@ -82,17 +82,16 @@ def operation_stems() -> dict[str, str]:
     return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
 
 
-def load_kernels(name: str, cache: Path | None = None) -> Kernels:
-    """The operations in the form `name`: "torch", "triton", or "native" as compiled in the folder `cache`.
+def load_kernels(name: str, cache: Callable[[], Path] | None = None) -> Kernels:
+    """The operations in the form `name`: "torch", "triton", or "native", in the folder that `cache` names.
 
     Imports triton for its own only. Raises NativeUnavailable.
     """
     if name == "native":
-        from spd.kernels.native.build import library_path
-        from spd.kernels.native.library import NativeLibrary
+        from spd.kernels.native.library import open_library
 
         assert cache is not None
-        library = NativeLibrary(library_path(cache))
+        library = open_library(cache)
         own = {operation: getattr(library, operation) for operation in NATIVE}
         return replace(load_kernels("torch"), name=name, native=library, **own)
     suffix = {"torch": "", "triton": "_triton"}[name]

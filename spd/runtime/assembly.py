@@ -146,7 +146,7 @@ def assemble(
 
     Raises OutOfMemory naming the phase.
     """
-    kernels = load_kernels(plan.kernels, own_cache())
+    kernels = load_kernels(plan.kernels, own_cache)
     if plan.device != "cpu":
         torch.cuda.set_device(torch.device(plan.device).index or 0)
     draft = plan.draft_model if plan.spec == "draft" else None

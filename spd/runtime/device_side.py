@@ -16,7 +16,7 @@ from spd.runtime.plan import EnginePlan
 from spd.runtime.proposers.base import WrittenPart
 from spd.runtime.request import SamplingParams
 from spd.runtime.round_queue import RoundResult, Ticket
-from spd.runtime.rows import PromptPart, SlotView
+from spd.runtime.rows import PromptPart, SlotView, filled_rows
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.spans import Run
 from spd.runtime.transfer import to_device
@@ -80,8 +80,8 @@ class DeviceSide:
         assert self._ids is not None
         ids, runner = self._ids[None], self.parts.runner
         if runner.merges:
-            rows = sum(part.end - part.begin for _, part, _ in self._unwritten) + end - start
-            if rows > runner.chunk:
+            parts = (*((part.begin, part.end) for _, part, _ in self._unwritten), (start, end))
+            if sum(filled_rows(last - first) for first, last in parts) > runner.chunk:
                 self._flush()
             self._unwritten.append((slot, PromptPart(ids, start, end, view), runs))
             return
@@ -89,19 +89,20 @@ class DeviceSide:
         if self.parts.proposer is not None:
             self.parts.proposer.prefill(slot, ids, start, end, runs, view, hidden)
 
-    @torch.inference_mode()
     def flush(self) -> None:
         """Enqueue what is still to be written of prompts: one pass for all of it."""
         self._flush()
 
+    @torch.inference_mode()
     def _flush(self) -> None:
-        waiting, self._unwritten = self._unwritten, []
+        waiting = self._unwritten
         if not waiting:
             return
         states = self.parts.runner.forward_prompts([part for _, part, _ in waiting])
         if self.parts.proposer is not None:
             written = [WrittenPart(*each, hidden) for each, hidden in zip(waiting, states, strict=True)]
             self.parts.proposer.prefill_together(written)
+        self._unwritten = []  # and not before: what broke off is still to be written
 
     @torch.inference_mode()
     def refill_draft(

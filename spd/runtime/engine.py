@@ -234,6 +234,7 @@ class Engine:
         """End every running request with an error: a round broke off, and nobody knows where."""
         self._in_flight.clear()
         self._scheduler.drop_rounds()
+        self._scheduler.unsettle()
         self._device.restart()
         for sequence in self._scheduler.running():
             self._stop(sequence, "error", "memory ran out")
@@ -261,6 +262,7 @@ class Engine:
                 break
         if rows := sum(count for _, count in written):
             self._device.flush()
+            scheduler.settle()
             each = 1000 * (time.perf_counter() - began) / rows
             for sequence, count in written:
                 sequence.metrics.prompt_ms += each * count

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from spd.errors import IncompatibleError, ResourceError
-from spd.kernels.native.build import NativeUnavailable, library_path, obstacle
+from spd.kernels.native.build import NativeUnavailable, obstacle
 from spd.runtime.models.layouts import LayerLayout
 
 LARGEST_HEAD = 576
@@ -36,7 +36,7 @@ def choose_kernels(
     dtype: str,
     quantize: str,
     layers: Iterable[LayerLayout],
-    cache: Path,
+    cache: Callable[[], Path],
     interpreted: Callable[[], bool],
 ) -> tuple[str, str]:
     """The form of the kernels and why. Raises ResourceError, IncompatibleError for a wish that cannot be met.
@@ -66,10 +66,12 @@ def choose_kernels(
     return "triton", "asked for"
 
 
-def _native(wish: str, why_not: str | None, cache: Path) -> tuple[str, str]:
+def _native(wish: str, why_not: str | None, cache: Callable[[], Path]) -> tuple[str, str]:
     if why_not is None:
+        from spd.kernels.native.library import open_library
+
         try:
-            library_path(cache)
+            open_library(cache)
         except NativeUnavailable as error:
             why_not = str(error)
     if why_not is None:

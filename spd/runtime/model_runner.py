@@ -33,7 +33,7 @@ from spd.runtime.row_buckets import (
     summed_alike,
     worth_running,
 )
-from spd.runtime.rows import PromptPart, PromptRows, Rows, SlotView, folded
+from spd.runtime.rows import MERGED_WIDTH, PromptPart, PromptRows, Rows, SlotView, folded
 from spd.runtime.spans import Run
 from spd.runtime.transfer import to_device
 
@@ -350,7 +350,7 @@ class ModelRunner:
         for part, table, ring in zip(parts, tables, own_states, strict=True):
             table = pad(table, (0, pages - table.shape[1]), value=ZERO_PAGE)
             own = self.prompt_rows(part.token_ids, part.begin, part.end, table)
-            windows.append(folded(own, table, part.view, ring, self.trash_slot))
+            windows.append(folded(own, table, part.view, ring, self.trash_slot, MERGED_WIDTH))
             rows.append(own.token_ids.shape[1])
         wide = PromptRows(
             *(torch.cat(columns) for columns in zip(*(w[0].columns for w in windows), strict=True))

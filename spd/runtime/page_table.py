@@ -121,6 +121,13 @@ class PageTable:
         """How many hold each page in use."""
         return dict(self._users)
 
+    def forget(self, page: int) -> None:
+        """Let nobody find a page any more, if anybody could: what it was published for is not in it."""
+        if page in self._idle:
+            self._unpublish(page)
+        elif page in self._hash_of:
+            del self._page_of[self._hash_of.pop(page)]
+
     def _unpublish(self, page: int) -> None:
         del self._page_of[self._hash_of.pop(page)]
         self._idle.pop(page, None)

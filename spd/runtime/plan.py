@@ -137,7 +137,7 @@ def _kernels(
     """The form of the kernels, why, and that of what drafts: the target's own never depends on a drafter."""
     asked = (device, dtype, config.quantize)
     layers = family_layout(model).layers
-    kernels, why = choose_kernels(config.kernels, *asked, layers, own_cache(), _interpreted)
+    kernels, why = choose_kernels(config.kernels, *asked, layers, own_cache, _interpreted)
     layers = family_layout(draft).layers if draft is not None else ()
     if drafter.mtp is not None:
         layers = (module_layer(drafter.mtp.config, drafter.mtp.layout.family),)

@@ -75,20 +75,34 @@ class PromptPart(NamedTuple):
     view: SlotView
 
 
+MERGED_WIDTH = 16
+"""Rows of a window where prompts of several slots share a pass: each is filled up to whole windows."""
+
+
+def filled_rows(rows: int) -> int:
+    """Rows that so many of one prompt take of a pass that others share."""
+    return -(-rows // MERGED_WIDTH) * MERGED_WIDTH
+
+
 def folded(
-    rows: PromptRows, page_table: Tensor, view: SlotView, states: HeadStates | None, trash_slot: int
+    rows: PromptRows,
+    page_table: Tensor,
+    view: SlotView,
+    states: HeadStates | None,
+    trash_slot: int,
+    width: int = WIDEST,
 ) -> tuple[PromptRows, Tensor, list[SlotView], HeadStates | None]:
-    """Rows [1, n] of one slot as windows of the widest bucket [m, WIDEST], which attend one by one.
+    """Rows [1, n] of one slot as windows [m, width], which attend one by one.
 
     The last is filled up with rows that keep nothing. Every layer writes all rows before any reads.
     """
-    missing = -rows.token_ids.shape[1] % WIDEST
+    missing = -rows.token_ids.shape[1] % width
     ids, positions, places = rows.token_ids, rows.positions, rows.kv_slots
     if missing:
         ids, positions = (torch.cat((t, t[:, -1:].expand(1, missing)), 1) for t in (ids, positions))
         places = torch.cat((places, places.new_full((1, missing), trash_slot)), 1)
     valid = pad(rows.valid, (0, missing))
-    wide = PromptRows(*(t.reshape(-1, WIDEST) for t in (ids, positions, valid, places)))
+    wide = PromptRows(*(t.reshape(-1, width) for t in (ids, positions, valid, places)))
     count = wide.token_ids.shape[0]
     if states is not None:
         states = HeadStates(states.rings.expand(count, -1, -1), states.depth)

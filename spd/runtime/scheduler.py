@@ -35,6 +35,7 @@ class Scheduler:
         self._epoch = 0
         self._launched = self._read = 0
         self._limbo: deque[tuple[int, list[int]]] = deque()
+        self._unsettled: list[int] = []
         """Pages given up while a round that may touch them was on its way, and that round's number."""
 
     # -- the line --------------------------------------------------------------------------------
@@ -125,15 +126,29 @@ class Scheduler:
         return clip_runs(extend_tile(sequence.runs, sequence.length), sequence.prefill_end)
 
     def wrote(self, sequence: Sequence, end: int) -> None:
-        """Its cache has been enqueued up to position `end`; full pages are there for others from now on."""
+        """Its cache is to be written up to position `end`; full pages are there for others from now on.
+
+        Until `settle` says that it has been enqueued, `unsettle` takes that back.
+        """
         first = sequence.prefilled // self.page_size
         sequence.prefilled = end
         for page, digest in list(zip(sequence.pages, sequence.hashes, strict=False))[
             first : end // self.page_size
         ]:
             self.pages.publish(page, digest)
+            self._unsettled.append(page)
         if end == sequence.prefill_end:
             self.prefilling = None
+
+    def settle(self) -> None:
+        """Everything that was to be written has been enqueued."""
+        self._unsettled.clear()
+
+    def unsettle(self) -> None:
+        """What was to be written is not going to be: nobody may find it."""
+        for page in self._unsettled:
+            self.pages.forget(page)
+        self._unsettled.clear()
 
     # -- pages -----------------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ def processor_linear() -> Finding:
 
     dtype = torch.bfloat16 if cpu_has_fast_bfloat16() else torch.float32
     try:
-        native, by = load_kernels("native", own_cache()).native, "C"
+        native, by = load_kernels("native", own_cache).native, "C"
     except NativeUnavailable as why:
         native, by = None, f"torch, for {why}"
     generator = torch.Generator().manual_seed(0)

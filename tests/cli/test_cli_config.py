@@ -180,10 +180,10 @@ def test_a_saved_chat_goes_before_files_and_environment(
         header = json.loads(saved.read_text().splitlines()[0])
         assert (header["model"], header["seed"], header["system"]) == (str(model), 5, "be kind")
     assert header["draws"] == 3
-    for how in ([other], ["-m", other]):
-        ran = spd_run("chat", "-c", *how, "--seed", 7, "-s", "be brief", stdin=b"More\n")
+    for seed, how in ((7, [other]), (8, ["-m", other])):
+        ran = spd_run("chat", "-c", *how, "--seed", seed, "-s", "be brief", stdin=b"More\n")
         header = json.loads(saved.read_text().splitlines()[0])
-        assert ran.code == 0 and (header["model"], header["seed"]) == (str(other), 7)
+        assert ran.code == 0 and (header["model"], header["seed"]) == (str(other), seed)
         assert (header["system"], header["draws"]) == ("be brief", 1)
     assert spd_run("chat", "--session", "new", stdin=b"Hi\n").code == 3, "nothing is saved under this name"
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spd.kernels.native import build
+from spd.kernels.native import build, library
 from spd.kernels.native.build import NativeUnavailable, library_path, obstacle
 from spd.kernels.native.library import NativeLibrary
-from spd.kernels.native.products import Ending
+from spd.kernels.native.products import AmxRefused, Ending
 from spd.kernels.paged_attention import AttentionHeads
 from spd.kernels.rms_norm import rms_norm
 from spd.kernels.rotary_store import rotary_store
@@ -28,7 +28,7 @@ ROUNDED = 2.0**-8
 def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
     """The kernels with the processor's best instructions, and without AMX."""
     definitions = () if request.param == "best" else (request.param,)
-    library = NativeLibrary(library_path(tmp_path_factory.mktemp("native"), *definitions))
+    library = NativeLibrary(library_path(lambda: tmp_path_factory.mktemp("native"), *definitions))
     if definitions:
         assert library.instructions == "AVX512-BF16"
     return library
@@ -262,28 +262,91 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patched:
         patched.setattr(build, "find_compiler", lambda: str(broken))
         with pytest.raises(NativeUnavailable, match="no such luck"):
-            library_path(tmp_path / "cache")
+            library_path(lambda: tmp_path / "cache")
         assert not list((tmp_path / "cache").iterdir())
         patched.setattr(build, "find_compiler", lambda: None)
         with pytest.raises(NativeUnavailable, match="compiler"):
-            library_path(tmp_path)
+            library_path(lambda: tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(build, "processor_features", lambda: frozenset({"avx2"}))
         with pytest.raises(NativeUnavailable, match="AVX512-BF16"):
-            library_path(tmp_path)
+            library_path(lambda: tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(NativeUnavailable, match="cannot be compiled"):
-        library_path(tmp_path / "file")
+        library_path(lambda: tmp_path / "file")
     with pytest.raises(NativeUnavailable, match="cannot be loaded"):
         NativeLibrary(tmp_path / "file")
 
 
+def test_a_place_that_cannot_be_trusted_or_found(tmp_path: Path) -> None:
+    """Others may write there, nobody has a home, a folder that is none: each is a reason, not an end."""
+    library_path(lambda: tmp_path)
+    tmp_path.chmod(0o777)
+    with pytest.raises(NativeUnavailable, match="others"):
+        library_path(lambda: tmp_path)
+    tmp_path.chmod(0o700)
+    made = library_path(lambda: tmp_path)
+    made.chmod(0o722)
+    with pytest.raises(NativeUnavailable, match="others"):
+        library_path(lambda: tmp_path)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    with pytest.raises(NativeUnavailable, match="home"):
+        library_path(homeless)
+
+
+@pytest.mark.parametrize("kept", [0, 40, 20_000])
+def test_a_library_that_is_cut_off_is_made_again(tmp_path: Path, kept: int) -> None:
+    """As a computer leaves it that went out; loaded, it would end the program."""
+    place = library_path(lambda: tmp_path)
+    whole = place.read_bytes()
+    place.write_bytes(whole[:kept])
+    assert NativeLibrary(library_path(lambda: tmp_path)).instructions
+    assert place.stat().st_size == len(whole)
+
+
+def test_where_amx_is_refused_the_other_instructions_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best, honest = library_path(lambda: tmp_path), library.NativeLibrary
+
+    def refusing(path: Path) -> NativeLibrary:
+        if path == best:
+            raise AmxRefused("the system does not grant AMX")
+        return honest(path)
+
+    monkeypatch.setattr(library, "NativeLibrary", refusing)
+    assert library.open_library(lambda: tmp_path).instructions == "AVX512-BF16"
+
+
+def test_no_rows(native: NativeLibrary) -> None:
+    """Nothing of nothing."""
+    packed = native.pack(noise(40, 64))
+    assert native.linear(torch.empty(0, 64, dtype=torch.bfloat16), packed, None).shape == (0, 40)
+
+
+@pytest.mark.parametrize("wild", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_spoil_who_sees_them(native: NativeLibrary, wild: float) -> None:
+    """The rows before them in the same window have their bits."""
+    case = Case(4, 2, 64, 200)
+    positions = torch.arange(190, 200)[None]
+    query = noise(1, 10, 4, 64, seed=8)
+    clean = case.attend(native, query, positions)
+    flat = case.pools[1].view(-1, case.kv_heads, PAGE, case.size)
+    flat[case.table[196 // PAGE], :, 196 % PAGE, 5] = wild
+    got = case.attend(native, query, positions)
+    assert torch.equal(got[0, :6], clean[0, :6])
+    assert not got[0, 6:].isfinite().any()
+
+
 def test_a_library_is_made_once(tmp_path: Path) -> None:
-    """The second asking compiles nothing; another compiler makes another library."""
-    first = library_path(tmp_path)
+    """The second asking compiles nothing; other instructions make another library."""
+    first = library_path(lambda: tmp_path)
     made = first.stat().st_mtime_ns
-    assert library_path(tmp_path) == first and first.stat().st_mtime_ns == made
-    assert library_path(tmp_path, "SPD_NO_AMX") != first
+    assert library_path(lambda: tmp_path) == first and first.stat().st_mtime_ns == made
+    assert library_path(lambda: tmp_path, "SPD_NO_AMX") != first
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [first.name, library_path(tmp_path, "SPD_NO_AMX").name]
+        [first.name, library_path(lambda: tmp_path, "SPD_NO_AMX").name]
     )

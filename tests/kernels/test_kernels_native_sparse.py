@@ -23,7 +23,7 @@ ROUNDED = 2.0**-8
 def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
     """The kernels with the processor's best instructions, and without AMX."""
     definitions = () if request.param == "best" else (request.param,)
-    return NativeLibrary(library_path(tmp_path_factory.mktemp("native"), *definitions))
+    return NativeLibrary(library_path(lambda: tmp_path_factory.mktemp("native"), *definitions))
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -150,4 +150,4 @@ def test_experts(
 
 def test_the_place_of_the_library_may_have_spaces(tmp_path: Path) -> None:
     folder = tmp_path / "a folder, with words"
-    assert NativeLibrary(library_path(folder)).instructions
+    assert NativeLibrary(library_path(lambda: folder)).instructions

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spd.kernels.dispatch import Kernels
+from spd.kernels.dispatch import Kernels, operation_stems
 from spd.kernels.paged_attention import AttentionPlan
 from spd.runtime import Engine
 from spd.runtime.graphs import CapturedRounds, RoundShape
@@ -70,10 +70,8 @@ class Tape:
 
     def wrap(self, kernels: Kernels) -> Kernels:
         """The operations, each saying with what it was called."""
-        names = [field.name for field in dataclasses.fields(kernels) if field.name != "name"]
-        return dataclasses.replace(
-            kernels, **{name: self._proxy(name, getattr(kernels, name)) for name in names}
-        )
+        every = {name: self._proxy(name, getattr(kernels, name)) for name in operation_stems()}
+        return dataclasses.replace(kernels, **every)
 
     def _proxy(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spd.kernels.dispatch import Kernels, load_kernels
+from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
 from spd.runtime import SamplingParams, assembly
 from tests.helpers import INTERPRETED, Run, make_engine, random_prompts, run_all
 from tests.recipes.tiny_dense import write_dense
@@ -83,7 +83,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> Iterator[N
     yield
 
 
-OPERATIONS = [field.name for field in dataclasses.fields(Kernels) if field.name != "name"]
+OPERATIONS = list(operation_stems())
 
 
 def both(

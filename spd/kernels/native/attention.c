@@ -79,6 +79,7 @@ typedef struct {
     bf16 keys[SIDE][LARGEST] __attribute__((aligned(64)));
     float mixed[SIDE][LARGEST] __attribute__((aligned(64)));
     float peak[SIDE], total[SIDE];
+    uint8_t wild[KEYS]; /* keys whose values are not finite */
     int32_t last[SIDE], low[SIDE];
 } Block;
 
@@ -197,10 +198,20 @@ static float weigh(const Attention *a, Block *b, int row, long at, long end)
     return kept;
 }
 
-/* The values of one chunk as right-side tiles [size][keys], zeros beyond; the next chunk's are asked for. */
-static void turn_values(const Attention *a, Block *b, const Chunk *c, const Chunk *next)
+static inline __mmask32 not_finite(__m512i values)
+{
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    return _mm512_cmpeq_epi16_mask(_mm512_and_si512(values, exponent), exponent);
+}
+
+/* The values of one chunk as right-side tiles [size][keys], zeros beyond; the next chunk's are asked for.
+
+   Values that are not finite count as 0, since rows that do not see them multiply them by 0; returns whether there
+   are any, and `wild` says of which keys. */
+static int turn_values(const Attention *a, Block *b, const Chunk *c, const Chunk *next)
 {
     long count = c->end - c->at;
+    int some = 0;
     const __m512i even = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
         37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i odd = _mm512_add_epi16(even, _mm512_set1_epi16(SIDE));
@@ -212,11 +223,28 @@ static void turn_values(const Attention *a, Block *b, const Chunk *c, const Chun
             __m512i first = _mm512_setzero_si512(), second = first;
             if (k < count) first = _mm512_maskz_loadu_epi16(mask, from + d);
             if (k + 1 < count) second = _mm512_maskz_loadu_epi16(mask, from + a->size + d);
+            __mmask32 bad = not_finite(first), worse = not_finite(second);
+            if (__builtin_expect(bad | worse, 0)) {
+                if (!some) memset(b->wild, 0, sizeof b->wild);
+                some = 1;
+                b->wild[k] |= bad != 0, b->wild[k + 1] |= worse != 0;
+                first = _mm512_maskz_mov_epi16(~bad, first), second = _mm512_maskz_mov_epi16(~worse, second);
+            }
             bf16 *to = b->values[d / DEPTH][k / DEPTH][0] + k % DEPTH / 2 * DEPTH;
             _mm512_store_si512(to, _mm512_permutex2var_epi16(first, even, second));
             _mm512_store_si512(to + TILE, _mm512_permutex2var_epi16(first, odd, second));
         }
     }
+    return some;
+}
+
+/* Rows that see a value that is not finite come to NaN. */
+static void spoil(const Attention *a, Block *b, const Chunk *c, int rows)
+{
+    for (int r = 0; r < rows; r++)
+        for (long k = c->at; k < c->end; k++)
+            if (b->wild[k - c->at] && k >= b->low[r] && k <= b->last[r])
+                for (long d = 0; d < a->value_size; d++) b->mixed[r][d] = __builtin_nanf("");
 }
 
 /* The unit of work with a number: up to 16 of a slot's [width][heads / kv_heads] rows that read one KV head. */
@@ -277,7 +305,7 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
         float kept[SIDE], part[SIDE * SIDE] __attribute__((aligned(64)));
         score(a, b, &c, &next, rows);
         for (int r = 0; r < rows; r++) kept[r] = weigh(a, b, r, at, c.end);
-        turn_values(a, b, &c, &next);
+        int wild = turn_values(a, b, &c, &next);
         for (long d = 0; d < a->value_size; d += SIDE) {
             const bf16 *values = b->values[d / DEPTH][0][d / SIDE % 2];
             tile_product(b->weights[0][0], DEPTH, TILE, rows, values, 2 * TILE, steps, part);
@@ -286,6 +314,7 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
                 _mm512_store_ps(b->mixed[r] + d, _mm512_add_ps(old, _mm512_load_ps(part + r * SIDE)));
             }
         }
+        if (wild) spoil(a, b, &c, rows);
     }
     for (int r = 0; r < rows; r++) {
         long row = u->slot * a->width + (u->first + r) / groups;

@@ -8,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
+import struct
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 SOURCES = ("linear.c", "attention.c", "experts.c", "init.c")
@@ -23,6 +25,7 @@ FEATURES = frozenset({"avx512_bf16", "avx512bw", "avx512vl"})
 """What /proc/cpuinfo must say of the processor."""
 PATIENCE = 300
 """Seconds that the compiler is given."""
+ELF_HEADER = 64
 
 
 class NativeUnavailable(Exception):
@@ -51,20 +54,47 @@ def obstacle() -> str | None:
     return None if find_compiler() else "no C compiler (gcc) is installed"
 
 
-def library_path(cache: Path, *definitions: str) -> Path:
-    """The compiled library in `cache`, made first if it is not there. Raises NativeUnavailable.
+def library_path(cache: Callable[[], Path], *definitions: str) -> Path:
+    """The compiled library in the folder that `cache` names, made first if it is not there whole.
 
-    definitions: SPD_NO_AMX, for processors that have it.
+    definitions: SPD_NO_AMX, for processors that have it. Raises NativeUnavailable.
     """
     if (why := obstacle()) is not None:
         raise NativeUnavailable(why)
     compiler = find_compiler()
     assert compiler is not None
     flags = (*FLAGS, *(f"-D{name}" for name in definitions))
-    place = cache / f"native-{_key(compiler, flags)}.so"
-    if not place.exists():
-        _compile(compiler, flags, place)
+    try:
+        folder = cache()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place = folder / f"native-{_key(compiler, flags)}.so"
+        _check_owner(folder)
+        if not _is_whole(place):
+            _compile(compiler, flags, place)
+        _check_owner(place)
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: nobody has a home
+        raise NativeUnavailable(f"they cannot be compiled: {error}") from error
     return place
+
+
+def _check_owner(path: Path) -> None:
+    """Refuse what others may have put there: it is going to be run."""
+    found = path.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NativeUnavailable(f"{path} belongs to others, or they may write to it")
+
+
+def _is_whole(place: Path) -> bool:
+    """Whether a library is there, up to its table of sections, which is its end."""
+    try:
+        with place.open("rb") as file:
+            header = file.read(ELF_HEADER)
+    except FileNotFoundError:
+        return False
+    if len(header) < ELF_HEADER:
+        return False
+    (offset,), (size, count) = struct.unpack_from("<Q", header, 0x28), struct.unpack_from("<HH", header, 0x3A)
+    return bool(place.stat().st_size >= offset + size * count)
 
 
 def _key(compiler: str, flags: Sequence[str]) -> str:
@@ -80,15 +110,14 @@ def _key(compiler: str, flags: Sequence[str]) -> str:
 def _compile(compiler: str, flags: Sequence[str], place: Path) -> None:
     """Make the library beside its place and move it there whole: others may be making it too."""
     sources = [str(Path(__file__).with_name(name)) for name in SOURCES]
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-            made = Path(folder) / place.name
-            command = [compiler, *flags, *sources, "-o", str(made), *LIBRARIES]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-            if done.returncode:
-                said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-                raise NativeUnavailable(f"{compiler} does not compile them: {said.strip()}")
-            made.replace(place)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailable(f"they cannot be compiled: {error}") from error
+    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+        made = Path(folder) / place.name
+        command = [compiler, *flags, *sources, "-o", str(made), *LIBRARIES]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        if done.returncode:
+            said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+            raise NativeUnavailable(f"{compiler} does not compile them: {said.strip()}")
+        made.chmod(0o700)
+        with made.open("rb+") as file:
+            os.fsync(file.fileno())
+        made.replace(place)

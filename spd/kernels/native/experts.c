@@ -92,6 +92,7 @@ void spd_experts(const bf16 *x, const int64_t *ids, const float *weights, const 
     const bf16 *residual, bf16 *out, long rows, long depth, long inner, long experts, long per_token, int64_t *lists,
     bf16 *left, bf16 *made, float *sums, int threads)
 {
+    if (!rows) return;
     long pairs = rows * per_token, steps = parts(depth, DEPTH), inner_steps = parts(inner, DEPTH);
     long gates = column_blocks(2 * inner, SILU), columns = column_blocks(depth, TO_FLOAT), active = 0;
     int64_t *place = lists, *start = lists + pairs, *next = start + experts + 1, *used = next + experts;

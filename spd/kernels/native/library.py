@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from spd.kernels.native.products import DEPTH, SIDE, CompiledLibrary, PackedWeight, address, tiles_of
+from spd.kernels.native.build import library_path
+from spd.kernels.native.products import (
+    DEPTH,
+    SIDE,
+    AmxRefused,
+    CompiledLibrary,
+    PackedWeight,
+    address,
+    tiles_of,
+)
 from spd.kernels.paged_attention import AttentionHeads, AttentionPlan
 
 
@@ -221,13 +231,14 @@ class NativeLibrary(CompiledLibrary):
     ) -> tuple[Tensor, Tensor]:
         """See `spd.kernels.moe`; parts [T, 1, E] are `router_logits`'."""
         rows, _, experts = parts.shape
+        correction = None if correction is None else correction.float().contiguous()
         ids = torch.empty(rows, per_token, dtype=torch.int64)
         weights = torch.empty(rows, per_token)
         each = tiles_of(4 * (2 * experts + groups) + experts + groups, 64) * 64
         room = torch.empty(rows * each, dtype=torch.uint8)
         self.library.spd_route(
             parts.data_ptr(),
-            address(None if correction is None else correction.float().contiguous()),
+            address(correction),
             ids.data_ptr(),
             weights.data_ptr(),
             room.data_ptr(),
@@ -281,3 +292,11 @@ class NativeLibrary(CompiledLibrary):
             self.threads,
         )
         return out
+
+
+def open_library(cache: Callable[[], Path]) -> NativeLibrary:
+    """The library in the folder that `cache` names, made first if need be. Raises NativeUnavailable."""
+    try:
+        return NativeLibrary(library_path(cache))
+    except AmxRefused:
+        return NativeLibrary(library_path(cache, "SPD_NO_AMX"))

@@ -35,6 +35,7 @@ void spd_linear(const bf16 *x, const float *norm, float epsilon, const bf16 *wei
     const bf16 *residual, void *out, long rows, long heads, long depth, long width, long x_row, long x_head,
     long out_row, long out_head, int kind, bf16 *scratch, int threads)
 {
+    if (!rows) return;
     long steps = parts(depth, DEPTH), blocks = column_blocks(width, kind), room = parts(rows, SIDE) * steps * TILE;
 #pragma omp parallel num_threads(threads)
     {

@@ -59,6 +59,10 @@ def tiles_of(count: int, size: int) -> int:
     return -(-count // size)
 
 
+class AmxRefused(NativeUnavailable):
+    """The processor has it, and programs may not use it."""
+
+
 class CompiledLibrary:
     """The kernels of one compiled library, for one thread at a time: they share room for a product's rows."""
 
@@ -73,7 +77,7 @@ class CompiledLibrary:
             function.argtypes, function.restype = list(kinds), INT if name == "spd_init" else None
         tiles = library.spd_init()
         if tiles < 0:
-            raise NativeUnavailable("the system does not grant AMX")
+            raise AmxRefused("the system does not grant AMX")
         self.instructions = "AMX" if tiles else "AVX512-BF16"
         self.library, self._scratch = library, torch.empty(0, dtype=torch.bfloat16)
         self._linear, self._attend = library.spd_linear, library.spd_attend
