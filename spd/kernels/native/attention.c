@@ -31,7 +31,8 @@ void spd_rotary_store(const bf16 *qkv, const bf16 *cos, const bf16 *sin, const i
     long heads, long kv_heads, long size, long page, int threads)
 {
     long turned = heads + kv_heads, every = turned + kv_heads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 2)
+    threads = threads_for(0.5 * (double)(rows * every * size), threads);
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (long r = 0; r < rows; r++) {
         const bf16 *own = qkv + r * every * size, *c = cos + positions[r] * size, *s = sin + positions[r] * size;
         long first = (places[r] / page * kv_heads * page + places[r] % page) * size;
@@ -51,7 +52,8 @@ void spd_latent_store(const bf16 *query, const bf16 *latent, const bf16 *cos, co
     long turned, long query_row, long query_head, long latent_row, int threads)
 {
     long size = rank + turned;
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 2)
+    threads = threads_for(0.5 * (double)(rows * (size + heads * turned)), threads);
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (long r = 0; r < rows; r++) {
         const bf16 *c = cos + positions[r] * turned, *s = sin + positions[r] * turned, *own = latent + r * latent_row;
         bf16 *kept = pages + places[r] * size;
@@ -337,6 +339,9 @@ void spd_attend(const bf16 *query, const bf16 *keys, const bf16 *values, const i
     const Attention a = {query, keys, values, table, positions, out, table_width, slots, width, heads, kv_heads,
         size, value_size, page, first_key, sliding, scale, softcap};
     long units = slots * kv_heads * parts(width * (heads / kv_heads), SIDE);
+    double seen = 0;
+    for (long i = width - 1; i < slots * width; i += width) seen += (double)(positions[i] + 1);
+    threads = threads_for(seen * 0.3 * (double)size * (double)units / (double)slots, threads);
 #pragma omp parallel num_threads(threads)
     {
         Block block;

@@ -7,7 +7,8 @@
 /* Logits float32 [rows][experts] of x [rows][depth] by weight float32 [experts][depth]. */
 void spd_router(const bf16 *x, const float *weight, float *logits, long rows, long depth, long experts, int threads)
 {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * experts > 16)
+    threads = threads_for(0.2 * (double)(rows * experts * depth), threads);
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (long i = 0; i < rows * experts; i++) {
         const bf16 *row = x + i / experts * depth;
         const float *own = weight + i % experts * depth;
@@ -41,7 +42,8 @@ void spd_route(const float *logits, const float *correction, int64_t *ids, float
 {
     long bytes = (experts * 2 + groups) * (long)sizeof(float) + experts + groups, each = experts / groups;
     bytes = parts(bytes, 64) * 64;
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 8)
+    threads = threads_for(20.0 * (double)(rows * experts), threads);
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (long r = 0; r < rows; r++) {
         float *scores = (float *)(room + r * bytes), *choice = scores + experts, *leaders = choice + experts;
         uint8_t *taken = (uint8_t *)(leaders + groups), *kept = taken + experts;
@@ -104,6 +106,8 @@ void spd_experts(const bf16 *x, const int64_t *ids, const float *weights, const 
         next[e] = start[e];
     }
     for (long p = 0; p < pairs; p++) place[p] = next[ids[p]]++;
+    double tiles = 2.0 * (double)(gates * steps + columns * inner_steps);
+    threads = threads_for(tiles * (30.0 * (double)active + 0.5 * (double)pairs), threads);
 #pragma omp parallel num_threads(threads)
     {
         tiles_begin(SIDE, SIDE);

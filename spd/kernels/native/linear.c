@@ -37,6 +37,8 @@ void spd_linear(const bf16 *x, const float *norm, float epsilon, const bf16 *wei
 {
     if (!rows) return;
     long steps = parts(depth, DEPTH), blocks = column_blocks(width, kind), room = parts(rows, SIDE) * steps * TILE;
+    double tiles = 2.0 * (double)(heads * blocks * steps);
+    threads = threads_for(tiles * (30.0 + 8.0 * (double)parts(rows, SIDE)), threads);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
@@ -61,7 +63,8 @@ void spd_linear(const bf16 *x, const float *norm, float epsilon, const bf16 *wei
 void spd_norm(const bf16 *x, const float *norm, float epsilon, const bf16 *residual, bf16 *out, long rows, long depth,
     int threads)
 {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 4)
+    threads = threads_for(0.2 * (double)(rows * depth), threads);
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (long r = 0; r < rows; r++)
         norm_row(x + r * depth, norm, epsilon, residual ? residual + r * depth : 0, depth, out + r * depth);
 }

@@ -21,6 +21,12 @@ enum { SIDE = 16, DEPTH = 32, TILE = SIDE * DEPTH };
 
 static inline long parts(long count, long size) { return (count + size - 1) / size; }
 
+/* Threads for work of about so many nanoseconds: waiting for each other costs some microseconds, and on a busy machine
+   much more, until the system lets all of them run. */
+enum { WORTH_SHARING = 40000 };
+
+static inline int threads_for(double nanoseconds, int threads) { return nanoseconds < WORTH_SHARING ? 1 : threads; }
+
 static inline __mmask16 lanes(long count) { return count >= SIDE ? 0xffff : (__mmask16)((1u << count) - 1); }
 
 static inline __m512 load(const bf16 *p, __mmask16 mask)
