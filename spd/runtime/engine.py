@@ -345,8 +345,8 @@ class Engine:
         result = self._device.read(ticket)
         self._scheduler.read()
         self.totals.rounds += 1
-        draft_seconds, verify_seconds, _ = result.seconds
-        self._draft_length.observe_cost(result.k, verify_seconds, draft_seconds, result.draft_forwards)
+        draft_seconds, verify_seconds, rest = result.seconds
+        self._draft_length.observe_cost(result.k, verify_seconds + rest, draft_seconds, result.draft_forwards)
         now = time.perf_counter()
         for sequence, epoch, row in zip(self._scheduler.slots, party.epochs, result.rows, strict=True):
             if sequence is not None and sequence.epoch == epoch:

@@ -74,7 +74,7 @@ class Round:
         hidden = self.runner.forward(window, state.page_table, views)
         if self.proposer is not None:
             self.proposer.capture(window, hidden)
-        if kernels.name == "torch":  # on a GPU one more launch would cost more than it tells
+        if kernels.name != "triton":  # on a GPU one more launch would cost more than it tells
             kernels.mark_time(state.times, state.counter, VERIFIED, False)
         sampled, finite, accepted, logprobs = self._sample(hidden, window, views, needs, num_logprobs)
         self._commit(window, sampled, finite, accepted, needs)
