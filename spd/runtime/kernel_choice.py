@@ -7,16 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from spd.errors import IncompatibleError, ResourceError
-from spd.kernels.native.build import NativeUnavailable, obstacle
+from spd.kernels.native.build import LARGEST_HEAD, NativeUnavailable, obstacle
 from spd.runtime.models.layouts import LayerLayout
 
-LARGEST_HEAD = 576
-"""Elements of a head that the C kernels have room for."""
 
-
-def native_obstacle(
-    device: str, dtype: str, quantize: str, layers: Iterable[LayerLayout], *, of_machine: bool = True
-) -> str | None:
+def native_obstacle(device: str, dtype: str, quantize: str, layers: Iterable[LayerLayout]) -> str | None:
     """What keeps the C kernels from running models of these layers; nothing is compiled for an answer."""
     if device != "cpu":
         return "they are a CPU's"
@@ -27,7 +22,7 @@ def native_obstacle(
     largest = max((layer.attention.heads[2] for layer in layers), default=0)
     if largest > LARGEST_HEAD:
         return f"heads of {largest} are too large for them"
-    return obstacle() if of_machine else None
+    return obstacle()
 
 
 def choose_kernels(

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from spd.kernels.native.build import library_path
+from spd.kernels.native.library import NativeLibrary
+
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"])
 def device(request: pytest.FixtureRequest) -> str:
@@ -20,6 +23,16 @@ def dtypes(device: str) -> tuple[torch.dtype, ...]:
     """Types whose products can be trusted there; the interpreter gets bfloat16 ones wrong."""
     both = (torch.float32, torch.float16)
     return both if device == "cpu" else (*both, torch.bfloat16)
+
+
+@pytest.fixture(scope="session", params=["best", "SPD_NO_AMX"])
+def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
+    """The kernels with the processor's best instructions, and without AMX."""
+    definitions = () if request.param == "best" else (request.param,)
+    library = NativeLibrary(library_path(lambda: tmp_path_factory.mktemp("native"), *definitions))
+    if definitions:
+        assert library.instructions == "AVX512-BF16"
+    return library
 
 
 def _poison(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

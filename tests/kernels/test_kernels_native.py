@@ -11,40 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.native import build, library
-from spd.kernels.native.build import NativeUnavailable, library_path, obstacle
+from spd.kernels.native.build import NativeUnavailable, library_path
 from spd.kernels.native.library import NativeLibrary
 from spd.kernels.native.products import AmxRefused, Ending
 from spd.kernels.paged_attention import AttentionHeads
 from spd.kernels.rms_norm import rms_norm
 from spd.kernels.rotary_store import rotary_store
+from tests.kernels.native_cases import PAGE, ROUNDED, assert_rounded, needs_compiled, noise
 
-pytestmark = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
-PAGE = 64
-ROUNDED = 2.0**-8
-"""Half a unit in the last place of bfloat16, as a share of the value."""
-
-
-@pytest.fixture(scope="session", params=["best", "SPD_NO_AMX"])
-def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
-    """The kernels with the processor's best instructions, and without AMX."""
-    definitions = () if request.param == "best" else (request.param,)
-    library = NativeLibrary(library_path(lambda: tmp_path_factory.mktemp("native"), *definitions))
-    if definitions:
-        assert library.instructions == "AVX512-BF16"
-    return library
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator).bfloat16()
-
-
-def assert_rounded(got: Tensor, exact: Tensor, slack: float = 4.0) -> None:
-    """Within `slack` roundings of the value, or of the sums' own error where that is small."""
-    assert got.isfinite().all()
-    error = (got.double() - exact).abs()
-    assert (error <= slack * ROUNDED * exact.abs() + 1e-4 * exact.abs().max()).all(), error.max()
-
+pytestmark = needs_compiled
 
 SHAPES = [(1, 1), (16, 32), (33, 31), (100, 50), (64, 96), (130, 320), (512, 1040)]
 

@@ -7,35 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from spd.kernels import mla_attention, moe
-from spd.kernels.native.build import library_path, obstacle
+from spd.kernels.native.build import library_path
 from spd.kernels.native.library import NativeLibrary
 from spd.kernels.paged_attention import AttentionHeads
+from tests.kernels.native_cases import PAGE, ROUNDED, assert_rounded, needs_compiled, noise
 
-pytestmark = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
-PAGE = 64
-ROUNDED = 2.0**-8
-
-
-@pytest.fixture(scope="session", params=["best", "SPD_NO_AMX"])
-def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
-    """The kernels with the processor's best instructions, and without AMX."""
-    definitions = () if request.param == "best" else (request.param,)
-    return NativeLibrary(library_path(lambda: tmp_path_factory.mktemp("native"), *definitions))
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator).bfloat16()
-
-
-def assert_rounded(got: Tensor, exact: Tensor, slack: float = 4.0) -> None:
-    """Within `slack` roundings of the value, or of the sums' own error where that is small."""
-    assert got.isfinite().all()
-    error = (got.double() - exact).abs()
-    assert (error <= slack * ROUNDED * exact.abs() + 1e-3 * exact.abs().max()).all(), error.max()
+pytestmark = needs_compiled
 
 
 @pytest.mark.parametrize(

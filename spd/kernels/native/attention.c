@@ -2,7 +2,7 @@
 
 #include "tiles.h"
 
-enum { KEYS = 128, LARGEST = 576, STEPS = KEYS / DEPTH };
+enum { KEYS = 128, STEPS = KEYS / DEPTH };
 
 /* One head x [size], normed by `norm` where that is given, rotated by cos and sin [size], to out. */
 static void rotate(
@@ -74,12 +74,12 @@ typedef struct {
 
 /* Rows that share a KV head's keys, at most 16, and what they have seen so far. */
 typedef struct {
-    uint32_t query[LARGEST / 2][SIDE] __attribute__((aligned(64)));
+    uint32_t query[LARGEST_HEAD / 2][SIDE] __attribute__((aligned(64)));
     float scores[SIDE][KEYS] __attribute__((aligned(64)));
     bf16 weights[STEPS][SIDE][DEPTH] __attribute__((aligned(64)));
-    bf16 values[LARGEST / DEPTH][STEPS][2][TILE] __attribute__((aligned(64)));
-    bf16 keys[SIDE][LARGEST] __attribute__((aligned(64)));
-    float mixed[SIDE][LARGEST] __attribute__((aligned(64)));
+    bf16 values[LARGEST_HEAD / DEPTH][STEPS][2][TILE] __attribute__((aligned(64)));
+    bf16 keys[SIDE][LARGEST_HEAD] __attribute__((aligned(64)));
+    float mixed[SIDE][LARGEST_HEAD] __attribute__((aligned(64)));
     float peak[SIDE], total[SIDE];
     uint8_t wild[KEYS]; /* keys whose values are not finite */
     int32_t last[SIDE], low[SIDE];
@@ -145,7 +145,7 @@ static void score(const Attention *a, Block *b, const Chunk *c, const Chunk *nex
                 memset(b->keys[i] + a->size, 0, (size_t)(steps * DEPTH - a->size) * sizeof(bf16));
                 memcpy(b->keys[i], from + i * apart, (size_t)a->size * sizeof(bf16));
             }
-            from = b->keys[0], apart = LARGEST;
+            from = b->keys[0], apart = LARGEST_HEAD;
         }
         tile_product(from, apart, DEPTH, SIDE, (const bf16 *)b->query, TILE, steps, part);
         turn(part, rows, b->scores[0] + k, KEYS);

@@ -19,7 +19,12 @@ SOURCES = ("linear.c", "attention.c", "experts.c", "init.c")
 HEADERS = ("tiles.h", "product.h")
 COMPILERS = ("gcc", "cc")
 """Whichever is found first. It has to be GCC: torch brings GCC's OpenMP, and so the one pool of threads."""
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-nodefaultlibs")
+LARGEST_HEAD = 576
+"""Elements of a head that attention has room for: a latent of 512 with 64 rotated."""
+FLAGS = (
+    *("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-nodefaultlibs"),
+    f"-DLARGEST_HEAD={LARGEST_HEAD}",
+)
 LIBRARIES = ("-lc", "-lm", "-lgcc")
 FEATURES = frozenset({"avx512_bf16", "avx512bw", "avx512vl"})
 """What /proc/cpuinfo must say of the processor."""

@@ -54,23 +54,10 @@ class NativeLibrary(CompiledLibrary):
         kv_heads, size = key_pages.shape[2:]
         query = torch.empty(qkv.shape[0], num_heads, size, dtype=torch.bfloat16)
         self.library.spd_rotary_store(
-            qkv.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            positions.data_ptr(),
-            kv_slots.data_ptr(),
-            address(qk_weight),
-            epsilon,
-            key_pages.data_ptr(),
-            value_pages.data_ptr(),
-            query.data_ptr(),
-            qkv.shape[0],
-            num_heads,
-            kv_heads,
-            size,
-            key_pages.shape[1],
-            self.threads,
-        )
+            qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), kv_slots.data_ptr(),
+            address(qk_weight), epsilon, key_pages.data_ptr(), value_pages.data_ptr(), query.data_ptr(),
+            qkv.shape[0], num_heads, kv_heads, size, key_pages.shape[1], self.threads,
+        )  # fmt: skip
         return query
 
     def plan_attention(
@@ -116,26 +103,11 @@ class NativeLibrary(CompiledLibrary):
         slots, width, heads, size = query.shape
         query, mixed = query.contiguous(), torch.empty(slots, width, heads, value_size, dtype=torch.bfloat16)
         self._attend(
-            query.data_ptr(),
-            key_pages.data_ptr(),
-            value_pages.data_ptr(),
-            plan.page_table.data_ptr(),
-            plan.page_table.shape[1],
-            plan.positions.data_ptr(),
-            mixed.data_ptr(),
-            slots,
-            width,
-            heads,
-            key_pages.shape[2],
-            size,
-            value_size,
-            key_pages.shape[1],
-            scale,
-            softcap or 0.0,
-            plan.first_key,
-            sliding or 0,
-            self.threads,
-        )
+            query.data_ptr(), key_pages.data_ptr(), value_pages.data_ptr(), plan.page_table.data_ptr(),
+            plan.page_table.shape[1], plan.positions.data_ptr(), mixed.data_ptr(), slots, width, heads,
+            key_pages.shape[2], size, value_size, key_pages.shape[1], scale, softcap or 0.0,
+            plan.first_key, sliding or 0, self.threads,
+        )  # fmt: skip
         return mixed
 
     def prefill_attention(
@@ -172,25 +144,10 @@ class NativeLibrary(CompiledLibrary):
         rows, heads, turned = query.shape
         out, scales = torch.empty(query.shape, dtype=torch.bfloat16), norm.float()
         self.library.spd_latent_store(
-            query.data_ptr(),
-            latent.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            positions.data_ptr(),
-            kv_slots.data_ptr(),
-            scales.data_ptr(),
-            epsilon,
-            pages.data_ptr(),
-            out.data_ptr(),
-            rows,
-            heads,
-            norm.shape[0],
-            turned,
-            query.stride(0),
-            query.stride(1),
-            latent.stride(0),
-            self.threads,
-        )
+            query.data_ptr(), latent.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.data_ptr(),
+            kv_slots.data_ptr(), scales.data_ptr(), epsilon, pages.data_ptr(), out.data_ptr(), rows, heads,
+            norm.shape[0], turned, query.stride(0), query.stride(1), latent.stride(0), self.threads,
+        )  # fmt: skip
         return out
 
     def mla_attention(
@@ -237,22 +194,10 @@ class NativeLibrary(CompiledLibrary):
         each = tiles_of(4 * (2 * experts + groups) + experts + groups, 64) * 64
         room = torch.empty(rows * each, dtype=torch.uint8)
         self.library.spd_route(
-            parts.data_ptr(),
-            address(correction),
-            ids.data_ptr(),
-            weights.data_ptr(),
-            room.data_ptr(),
-            rows,
-            experts,
-            per_token,
-            groups,
-            groups_kept,
-            group_best,
-            int(sigmoid),
-            int(normalised),
-            scale,
-            self.threads,
-        )
+            parts.data_ptr(), address(correction), ids.data_ptr(), weights.data_ptr(), room.data_ptr(),
+            rows, experts, per_token, groups, groups_kept, group_best, int(sigmoid), int(normalised),
+            scale, self.threads,
+        )  # fmt: skip
         return ids, weights
 
     def experts(
@@ -273,24 +218,11 @@ class NativeLibrary(CompiledLibrary):
         )
         lists, sums = torch.empty(pairs + 3 * count + 1, dtype=torch.int64), torch.empty(pairs, depth)
         self.library.spd_experts(
-            x.data_ptr(),
-            ids.data_ptr(),
-            weights.data_ptr(),
-            gate_up.tiles.data_ptr(),
-            down.tiles.data_ptr(),
-            stream.data_ptr(),
-            out.data_ptr(),
-            rows,
-            depth,
-            inner,
-            count,
-            per_token,
-            lists.data_ptr(),
-            self.room((pairs // SIDE + count + 1) * tiles_of(max(depth, inner), DEPTH)),
-            made.data_ptr(),
-            sums.data_ptr(),
-            self.threads,
-        )
+            x.data_ptr(), ids.data_ptr(), weights.data_ptr(), gate_up.tiles.data_ptr(),
+            down.tiles.data_ptr(), stream.data_ptr(), out.data_ptr(), rows, depth, inner, count, per_token,
+            lists.data_ptr(), self.room((pairs // SIDE + count + 1) * tiles_of(max(depth, inner), DEPTH)),
+            made.data_ptr(), sums.data_ptr(), self.threads,
+        )  # fmt: skip
         return out
 
 

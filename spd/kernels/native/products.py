@@ -117,25 +117,10 @@ class CompiledLibrary:
         scratch = self.room(tiles_of(rows, SIDE) * tiles_of(weight.depth, DEPTH))
         x = x.contiguous()
         self._linear(
-            x.data_ptr(),
-            address(norm),
-            epsilon,
-            weight.tiles.data_ptr(),
-            address(bias),
-            address(residual),
-            y.data_ptr(),
-            rows,
-            1,
-            weight.depth,
-            weight.width,
-            weight.depth,
-            0,
-            width,
-            0,
-            ending,
-            scratch,
-            self.threads,
-        )
+            x.data_ptr(), address(norm), epsilon, weight.tiles.data_ptr(), address(bias),
+            address(residual), y.data_ptr(), rows, 1, weight.depth, weight.width, weight.depth, 0, width,
+            0, ending, scratch, self.threads,
+        )  # fmt: skip
         return y
 
     def room(self, tiles: int) -> int:
@@ -154,40 +139,19 @@ class CompiledLibrary:
         assert x.stride(2) == 1 and heads == weight.count
         y = torch.empty(rows, heads, weight.width, dtype=torch.bfloat16)
         self._linear(
-            x.data_ptr(),
-            None,
-            0.0,
-            weight.tiles.data_ptr(),
-            None,
-            None,
-            y.data_ptr(),
-            rows,
-            heads,
-            depth,
-            weight.width,
-            x.stride(0),
-            x.stride(1),
-            y.stride(0),
-            y.stride(1),
-            Ending.BFLOAT16,
-            self.room(heads * tiles_of(rows, SIDE) * tiles_of(depth, DEPTH)),
-            self.threads,
-        )
+            x.data_ptr(), None, 0.0, weight.tiles.data_ptr(), None, None, y.data_ptr(), rows, heads, depth,
+            weight.width, x.stride(0), x.stride(1), y.stride(0), y.stride(1), Ending.BFLOAT16,
+            self.room(heads * tiles_of(rows, SIDE) * tiles_of(depth, DEPTH)), self.threads,
+        )  # fmt: skip
         return y
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> Tensor:
         """The RMS norm of x [T, N] with scales weight float32 [N], plus residual [T, N]; rounded once."""
         x, y = x.contiguous(), torch.empty(x.shape, dtype=torch.bfloat16)
         self.library.spd_norm(
-            x.data_ptr(),
-            weight.data_ptr(),
-            epsilon,
-            address(residual),
-            y.data_ptr(),
-            x.shape[0],
-            x.shape[1],
-            self.threads,
-        )
+            x.data_ptr(), weight.data_ptr(), epsilon, address(residual), y.data_ptr(), x.shape[0],
+            x.shape[1], self.threads,
+        )  # fmt: skip
         return y
 
     def rms_norm_rows(self, x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
