@@ -123,13 +123,13 @@ def test_prompts_go_through_one_pass_together(model: Callable[..., Path]) -> Non
     """As many as a chunk holds, one of them on pages that another writes in the same pass."""
     folder = model("tiny-qwen3")
     engine = make_engine(folder, **BFLOAT16, slots=6, ctx=512)
-    runner, honest, passes = engine._parts.runner, engine._parts.runner.forward_prompts, []
+    runner, honest, passes = engine._parts.runner, engine._parts.runner.write, []
 
     def counted(parts: Any) -> list[Tensor]:
         passes.append([(part.begin, part.end) for part in parts])
         return honest(parts)
 
-    runner.forward_prompts = counted  # type: ignore[method-assign]
+    runner.write = counted  # type: ignore[method-assign]
     first = random_prompts(1, 70, 250, seed=1)[0]
     prompts = [first, (*first[:66], 9), *random_prompts(3, 30, 250, seed=2), random_prompts(1, 300, 250)[0]]
     params = [SamplingParams(max_tokens=4, ignore_eos=True)] * 6
@@ -143,6 +143,14 @@ def test_prompts_go_through_one_pass_together(model: Callable[..., Path]) -> Non
     assert all(run.metrics.prompt_ms > 0 for run in together)
     alone = make_engine(folder, **BFLOAT16, slots=1, ctx=512, prefix_sharing=False)
     assert [run.tokens for run in run_all(alone, prompts, params)] == [run.tokens for run in together]
+
+
+@needs_native
+def test_a_trace_tells_verifying_from_the_rest(model: Callable[..., Path]) -> None:
+    """As where torch computes: drawing and committing tokens count as neither verifying nor drafting."""
+    engine = make_engine(model("tiny-qwen3"), **BFLOAT16, spec="ngram", draft_max=2)
+    run = run_all(engine, random_prompts(1, 20, 250), [SamplingParams(max_tokens=8, ignore_eos=True)])[0]
+    assert run.rounds and all(min(record.ms["verify"], record.ms["rest"]) > 0 for record in run.rounds)
 
 
 @needs_native

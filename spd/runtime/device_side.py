@@ -13,7 +13,6 @@ from torch import Tensor
 
 from spd.runtime.assembly import Assembly
 from spd.runtime.plan import EnginePlan
-from spd.runtime.proposers.base import WrittenPart
 from spd.runtime.request import SamplingParams
 from spd.runtime.round_queue import RoundResult, Ticket
 from spd.runtime.rows import PromptPart, SlotView, filled_rows
@@ -29,7 +28,7 @@ class DeviceSide:
         self.parts, self.plan = parts, plan
         self._ids: Tensor | None = None
         """Of the sequence that is being prefilled: int64 [length]."""
-        self._unwritten: list[tuple[int, PromptPart, Listed[Run]]] = []
+        self._unwritten: list[PromptPart] = []
         """Parts of prompts that go through the next pass together."""
 
     # -- slots -----------------------------------------------------------------------------------
@@ -78,16 +77,12 @@ class DeviceSide:
     def write(self, slot: int, view: SlotView, start: int, end: int, runs: Listed[Run]) -> None:
         """Write the caches of positions of the prompt of who was placed last, at the latest in `flush`."""
         assert self._ids is not None
-        ids, runner = self._ids[None], self.parts.runner
-        if runner.merges:
-            parts = (*((part.begin, part.end) for _, part, _ in self._unwritten), (start, end))
-            if sum(filled_rows(last - first) for first, last in parts) > runner.chunk:
-                self._flush()
-            self._unwritten.append((slot, PromptPart(ids, start, end, view), runs))
-            return
-        hidden = runner.prefill(ids, start, end, runs, view)
-        if self.parts.proposer is not None:
-            self.parts.proposer.prefill(slot, ids, start, end, runs, view, hidden)
+        runner, part = self.parts.runner, PromptPart(slot, self._ids[None], start, end, view, runs)
+        if sum(filled_rows(each.end - each.begin) for each in (*self._unwritten, part)) > runner.chunk:
+            self._flush()
+        self._unwritten.append(part)
+        if not runner.merges:
+            self._flush()
 
     def flush(self) -> None:
         """Enqueue what is still to be written of prompts: one pass for all of it."""
@@ -95,13 +90,11 @@ class DeviceSide:
 
     @torch.inference_mode()
     def _flush(self) -> None:
-        waiting = self._unwritten
-        if not waiting:
+        if not self._unwritten:
             return
-        states = self.parts.runner.forward_prompts([part for _, part, _ in waiting])
+        states = self.parts.runner.write(self._unwritten)
         if self.parts.proposer is not None:
-            written = [WrittenPart(*each, hidden) for each, hidden in zip(waiting, states, strict=True)]
-            self.parts.proposer.prefill_together(written)
+            self.parts.proposer.prefill(self._unwritten, states)
         self._unwritten = []  # and not before: what broke off is still to be written
 
     @torch.inference_mode()
@@ -112,7 +105,7 @@ class DeviceSide:
         self._flush()
         ids = to_device(tokens, torch.long, self.plan.device)
         assert self.parts.proposer is not None
-        self.parts.proposer.prefill(slot, ids[None], start, end, runs, view, ())
+        self.parts.proposer.prefill([PromptPart(slot, ids[None], start, end, view, runs)], ())
 
     def allow(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
         """Masks int32 [R, words] for a slot's next round, and its drafts, of which `legal` are allowed."""

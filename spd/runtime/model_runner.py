@@ -318,51 +318,48 @@ class ModelRunner:
             for begin in range(first, last, step):
                 yield begin, min(begin + step, last), chunked
 
-    def prefill(
-        self, token_ids: Tensor, start: int, end: int, runs: Sequence[Run], view: SlotView
-    ) -> list[Tensor]:
-        """Write the KV of positions start to end of one slot; hidden states [1, rows, hidden] of each pass.
-
-        token_ids int64 [1, length] on the device; runs say which program writes which positions, and
-        `start` does not cut a chunk run.
-        """
-        page_table = self.page_table_of(view)
-        return [
-            self.forward_prompt(token_ids, begin, stop, page_table, view.pages, chunked=chunked)
-            for begin, stop, chunked in self.passes(runs, start, end)
-        ]
-
     @property
     def merges(self) -> bool:
         """Whether prompts of several slots may go through one pass: any rows beside a row leave its bits."""
         return self.kernels.name == "native"
 
-    def forward_prompts(self, parts: Sequence[PromptPart], states: Sequence[HeadStates] = ()) -> list[Tensor]:
-        """Hidden states [1, end - begin, hidden] of each part, writing their KV in one pass.
+    def write(self, parts: Sequence[PromptPart], states: Sequence[HeadStates] = ()) -> list[Tensor]:
+        """Write the KV of parts of prompts: their hidden states [1, end - begin, hidden].
 
         states: of each part's slot, for models that read some.
-        Every layer writes all rows before any reads: a part may rest on pages that another one writes.
         """
+        rings: Sequence[HeadStates | None] = states or [None] * len(parts)
+        if self.merges and parts:
+            return self._write_together(parts, rings)
+        return [self._write_alone(*each) for each in zip(parts, rings, strict=True)]
+
+    def _write_alone(self, part: PromptPart, ring: HeadStates | None) -> Tensor:
+        ids, pages, table = part.token_ids, part.view.pages, self.page_table_of(part.view)
+        passes = [
+            self.forward_prompt(ids, begin, end, table, pages, chunked=chunked, states=ring)
+            for begin, end, chunked in self.passes(part.runs, part.begin, part.end)
+        ]
+        return passes[0] if len(passes) == 1 else torch.cat(passes, 1)
+
+    def _write_together(
+        self, parts: Sequence[PromptPart], rings: Sequence[HeadStates | None]
+    ) -> list[Tensor]:
+        """One pass: every layer writes all rows before any reads, so a part may rest on another's pages."""
         tables = [self.page_table_of(part.view) for part in parts]
         pages = max(table.shape[1] for table in tables)
-        windows, rows = [], []
-        own_states: Sequence[HeadStates | None] = states or [None] * len(parts)
-        for part, table, ring in zip(parts, tables, own_states, strict=True):
+        windows = []
+        for part, table, ring in zip(parts, tables, rings, strict=True):
             table = pad(table, (0, pages - table.shape[1]), value=ZERO_PAGE)
             own = self.prompt_rows(part.token_ids, part.begin, part.end, table)
             windows.append(folded(own, table, part.view, ring, self.trash_slot, MERGED_WIDTH))
-            rows.append(own.token_ids.shape[1])
-        wide = PromptRows(
-            *(torch.cat(columns) for columns in zip(*(w[0].columns for w in windows), strict=True))
-        )
-        views = [view for window in windows for view in window[2]]
-        rings = None
-        if states:
-            rings = HeadStates(torch.cat([w[3].rings for w in windows if w[3] is not None]), states[0].depth)
-        hidden = self._forward(wide, torch.cat([window[1] for window in windows]), views, rings)
-        sizes = [window[0].token_ids.numel() for window in windows]
-        each = torch.split(hidden.view(-1, hidden.shape[-1]), sizes)
-        return [own[None, :count] for own, count in zip(each, rows, strict=True)]
+        rows, wide_tables, views, own_states = zip(*windows, strict=True)
+        wide = PromptRows(*(torch.cat(columns) for columns in zip(*(w.columns for w in rows), strict=True)))
+        states = None
+        if own_states[0] is not None:
+            states = HeadStates(torch.cat([each.rings for each in own_states]), own_states[0].depth)
+        hidden = self._forward(wide, torch.cat(wide_tables), [v for each in views for v in each], states)
+        each = torch.split(hidden.view(-1, hidden.shape[-1]), [w.token_ids.numel() for w in rows])
+        return [own[None, : part.end - part.begin] for own, part in zip(each, parts, strict=True)]
 
     def forward_prompt(
         self,

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from spd.runtime.models.base import HeadStates
 from spd.runtime.row_buckets import WIDEST
+from spd.runtime.spans import Run, clip_runs
 
 
 class Rows(Protocol):
@@ -67,12 +68,22 @@ EMPTY_SLOT = SlotView(0, ())
 
 
 class PromptPart(NamedTuple):
-    """Positions begin to end of one slot's prompt, whose tokens are token_ids int64 [1, length]."""
+    """Positions begin to end of a slot's prompt, whose tokens are token_ids int64 [1, length].
 
+    runs say which program writes which positions; `begin` does not cut a chunk run.
+    """
+
+    slot: int
     token_ids: Tensor
     begin: int
     end: int
     view: SlotView
+    runs: Sequence[Run]
+
+    def below(self, limit: int) -> PromptPart:
+        """What of it lies below a position, which may be nothing."""
+        end = max(self.begin, min(self.end, limit))
+        return self._replace(end=end, runs=clip_runs(self.runs, end))
 
 
 MERGED_WIDTH = 16

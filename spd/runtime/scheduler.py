@@ -35,8 +35,9 @@ class Scheduler:
         self._epoch = 0
         self._launched = self._read = 0
         self._limbo: deque[tuple[int, list[int]]] = deque()
-        self._unsettled: list[int] = []
         """Pages given up while a round that may touch them was on its way, and that round's number."""
+        self._unsettled: list[int] = []
+        """Pages shown to others before what writes them has been enqueued."""
 
     # -- the line --------------------------------------------------------------------------------
 

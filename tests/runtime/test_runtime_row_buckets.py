@@ -24,7 +24,7 @@ from spd.runtime.row_buckets import (
     summed_alike,
     worth_running,
 )
-from spd.runtime.rows import SlotView
+from spd.runtime.rows import PromptPart, SlotView
 from spd.runtime.spans import Run
 from tests.helpers import make_engine, run_all
 
@@ -220,7 +220,7 @@ def test_a_prompt_is_written_alike_by_wide_tiles(tiny: Callable[..., Path], vari
     for tile in (WIDEST, TILES[-1]):
         runner.tile = tile
         with torch.inference_mode():
-            states = torch.cat(runner.prefill(ids, 3, 61, [Run(3, 61, "tile")], view), 1)
+            states = runner.write([PromptPart(0, ids, 3, 61, view, [Run(3, 61, "tile")])])[0]
         first = 2 * runner.cache.page_size
         pools = [pool.flatten(0, 1) for layer in runner.cache.layers for pool in layer.pools]
         written.append((states, [pool[first + 3 : first + 61].clone() for pool in pools]))

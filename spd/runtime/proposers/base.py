@@ -6,26 +6,13 @@ Proposers know the round's state and their own model; never each other, the engi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from spd.kernels.round_window import RoundWindow
 from spd.runtime.rows import PromptPart, SlotView
 from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.spans import Run
-
-
-class WrittenPart(NamedTuple):
-    """A part of a slot's prompt that the target has written: which programs wrote what, and its states.
-
-    hidden is [1, rows, hidden].
-    """
-
-    slot: int
-    part: PromptPart
-    runs: Sequence[Run]
-    hidden: Tensor
 
 
 class Proposer(Protocol):
@@ -50,26 +37,12 @@ class Proposer(Protocol):
         """A slot begins with pages that hold positions up to `start`, whole pages."""
         return
 
-    def prefill(
-        self,
-        slot: int,
-        token_ids: Tensor,
-        start: int,
-        end: int,
-        runs: Sequence[Run],
-        view: SlotView,
-        hidden: Sequence[Tensor],
-    ) -> None:
-        """Bring one slot's cache from `start` to `end` over its prompt int64 [1, length].
+    def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
+        """Write the caches of parts of slots' prompts, each at most one pass of the target's.
 
-        hidden: the target's states [1, rows, hidden] of each of its own passes over the same runs.
+        states: the target's [1, end - begin, hidden] of each part; none for who captures none.
         """
         return
-
-    def prefill_together(self, parts: Sequence[WrittenPart]) -> None:
-        """`prefill` for parts of several slots' prompts, which the target wrote in one pass."""
-        for slot, (token_ids, begin, end, view), runs, hidden in parts:
-            self.prefill(slot, token_ids, begin, end, runs, view, [hidden])
 
     def capture(self, window: RoundWindow, hidden: Tensor) -> None:
         """A part of every round: the target's states [S, R, hidden] of the rows that it verifies."""

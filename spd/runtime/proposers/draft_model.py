@@ -17,11 +17,10 @@ from spd.kernels.dispatch import Kernels
 from spd.kernels.draft_window import DraftWindow
 from spd.kernels.round_window import RoundWindow
 from spd.runtime.model_runner import ModelRunner
-from spd.runtime.proposers.base import Proposer, WrittenPart
-from spd.runtime.rows import SlotView
+from spd.runtime.proposers.base import Proposer
+from spd.runtime.rows import PromptPart, SlotView
 from spd.runtime.sampler import Sampler
 from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.spans import Run, clip_runs
 from spd.runtime.state import RoundState
 
 
@@ -39,29 +38,9 @@ class DraftModelProposer(Proposer):
         self.draft_limit: int | None = draft_limit
         self.limit = draft_limit
 
-    def prefill(
-        self,
-        slot: int,
-        token_ids: Tensor,
-        start: int,
-        end: int,
-        runs: Sequence[Run],
-        view: SlotView,
-        hidden: Sequence[Tensor],
-    ) -> None:
-        """Feed the prompt up to the draft model's own context limit."""
-        end = min(end, self.limit)
-        if start < end:
-            self.runner.prefill(token_ids, start, end, clip_runs(runs, end), view)
-
-    def prefill_together(self, parts: Sequence[WrittenPart]) -> None:
-        """See `Proposer`."""
-        if not self.runner.merges:
-            super().prefill_together(parts)
-            return
-        cut = [part._replace(end=min(part.end, self.limit)) for _, part, _, _ in parts]
-        if own := [part for part in cut if part.begin < part.end]:
-            self.runner.forward_prompts(own)
+    def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
+        """Feed the prompts up to the draft model's own context limit."""
+        self.runner.write([part.below(self.limit) for part in parts if part.begin < self.limit])
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages of the draft's cache."""

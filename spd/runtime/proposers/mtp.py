@@ -23,11 +23,10 @@ from spd.kernels.draft_window import DraftWindow
 from spd.kernels.round_window import RoundWindow
 from spd.runtime.model_runner import ModelRunner
 from spd.runtime.models.base import HeadStates
-from spd.runtime.proposers.base import Proposer, WrittenPart
-from spd.runtime.rows import Rows, SlotView
+from spd.runtime.proposers.base import Proposer
+from spd.runtime.rows import PromptPart, Rows, SlotView
 from spd.runtime.sampler import Sampler
 from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.spans import Run, clip_runs
 from spd.runtime.state import RoundState
 
 
@@ -69,54 +68,19 @@ class MtpProposer(Proposer):
             if start:
                 ring[slot, (start - 1) % self.depth] = pages[view.pages[start // self.page_size - 1]]
 
-    def prefill(
-        self,
-        slot: int,
-        token_ids: Tensor,
-        start: int,
-        end: int,
-        runs: Sequence[Run],
-        view: SlotView,
-        hidden: Sequence[Tensor],
-    ) -> None:
-        """Write the modules' entries of a prompt's positions from the target's states there."""
-        end = min(end, self.limit)
-        if start >= end:
-            return
-        seen = hidden[0] if len(hidden) == 1 else torch.cat(list(hidden), dim=1)
-        first = self.runners[0]
-        table = first.page_table_of(view)
-        for begin, stop, chunked in first.passes(clip_runs(runs, end), start, end):
-            states = seen[:, begin - start : stop - start]
-            for module, runner in enumerate(self.runners):
-                rows = runner.prompt_rows(token_ids, begin, stop, table)
-                ring = self._keep(module, states, rows, slot)
-                states = runner.forward_prompt(
-                    token_ids,
-                    begin,
-                    stop,
-                    table,
-                    view.pages,
-                    chunked=chunked,
-                    states=HeadStates(ring, self.depth),
-                )
-
-    def prefill_together(self, parts: Sequence[WrittenPart]) -> None:
-        """See `Proposer`: a module's pass over all of them reads states that it has of all of them."""
-        if not self.runners[0].merges:
-            super().prefill_together(parts)
-            return
-        cut = [(slot, part._replace(end=min(part.end, self.limit)), seen) for slot, part, _, seen in parts]
-        own = [(slot, part, seen) for slot, part, seen in cut if part.begin < part.end]
-        prompts, made = [part for _, part, _ in own], [seen for _, _, seen in own]
-        for module, runner in enumerate(self.runners if own else ()):
+    def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
+        """Write the modules' entries from the target's states; a ring has room for those of a part."""
+        own = [part.below(self.limit) for part in parts if part.begin < self.limit]
+        made = [seen for part, seen in zip(parts, states, strict=True) if part.begin < self.limit]
+        for module, runner in enumerate(self.runners):
             rings = []
-            for (slot, part, _), states in zip(own, made, strict=True):
-                table = runner.page_table_of(part.view)
-                rows = runner.prompt_rows(part.token_ids, part.begin, part.end, table)
-                ring = self._keep(module, states[:, : part.end - part.begin], rows, slot)
+            for part, seen in zip(own, made, strict=True):
+                rows = runner.prompt_rows(
+                    part.token_ids, part.begin, part.end, runner.page_table_of(part.view)
+                )
+                ring = self._keep(module, seen[:, : part.end - part.begin], rows, part.slot)
                 rings.append(HeadStates(ring, self.depth))
-            made = runner.forward_prompts(prompts, rings)
+            made = runner.write(own, rings)
 
     def _keep(self, stream: int, states: Tensor, rows: Rows, slot: int | None = None) -> Tensor:
         """Write a stream's states [S, W, hidden] of valid rows; returns the slots' rings."""
