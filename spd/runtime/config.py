@@ -190,7 +190,7 @@ CLASHES = (
     Clash(
         lambda c: bool(c.graphs) and (c.device == "cpu" or c.kernels in ("torch", "native")),
         IncompatibleError(
-            "--graphs on captures Triton kernels on a GPU, which --device cpu and --kernels torch rule out",
+            "--graphs on captures Triton kernels, which --device cpu and --kernels torch or native rule out",
             fix=["--graphs auto"],
         ),
     ),

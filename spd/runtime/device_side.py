@@ -119,10 +119,13 @@ class DeviceSide:
         """Let a slot take part in rounds from the next one on, or keep it out of them."""
         self.parts.state.set_active(slot, active)
 
-    def retire(self, slot: int, views: Listed[SlotView]) -> None:
-        """Silence a slot, once its pages hold what others will find there."""
+    def retire(self, slot: int, views: Listed[SlotView], held: int) -> None:
+        """Silence a slot, once its pages hold what others will find there, positions up to `held`."""
         self._flush()
         self.parts.queue.settle(views)
+        if held % self.plan.page_size and self.parts.proposer is not None:
+            page = views[slot].pages[held // self.plan.page_size]
+            self.parts.proposer.leave(slot, held, page)
         self.parts.state.retire(slot)
 
     def clear(self, pages: list[int]) -> None:

@@ -397,4 +397,4 @@ class Engine:
         views = [EMPTY_SLOT] * self.plan.slots
         for other in self._scheduler.running():
             views[other.slot] = SlotView(other.bound, other.pages)
-        self._device.retire(sequence.slot, views)
+        self._device.retire(sequence.slot, views, sequence.prefill_end)

@@ -2,7 +2,8 @@
 
 Pages 0 and 1 are reserved: page 0 takes rows that must not be kept, page 1 stays zero and pads
 gathers. A page is published under a hash of everything that decided its contents: the tokens before
-it, its own tokens, and which program wrote each position.
+it, its own tokens, and which program wrote each position. A last page that is not full is kept for one
+who goes on after just what it holds: who takes it writes on in it, so nobody shares it.
 """
 
 from __future__ import annotations
@@ -10,26 +11,41 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from spd.runtime.spans import Run, kinds_in
 
 TRASH_PAGE = 0
 ZERO_PAGE = 1
 NUM_RESERVED = 2
+ROOT = b"spd page"
+"""What the first page of all is chained to."""
 
 
 def page_hashes(tokens: Sequence[int], runs: Sequence[Run], page_size: int, end: int) -> list[bytes]:
     """Chained SHA-256 of every full page within the first `end` positions."""
     hashes: list[bytes] = []
-    parent = b"spd page"
+    parent = ROOT
     for start in range(0, end - page_size + 1, page_size):
-        stop = start + page_size
-        state = hashlib.sha256(parent)
-        state.update(",".join(map(str, tokens[start:stop])).encode())
-        state.update(repr(kinds_in(runs, start, stop)).encode())
-        parent = state.digest()
+        parent = chained_hash(parent, tokens, runs, start, start + page_size)
         hashes.append(parent)
     return hashes
+
+
+def chained_hash(parent: bytes, tokens: Sequence[int], runs: Sequence[Run], start: int, stop: int) -> bytes:
+    """The hash of positions start to stop of one page, after what `parent` is the hash of."""
+    state = hashlib.sha256(parent)
+    state.update(",".join(map(str, tokens[start:stop])).encode())
+    state.update(repr(kinds_in(runs, start, stop)).encode())
+    return state.digest()
+
+
+class Tail(NamedTuple):
+    """A page that is not full: how many positions it holds, and their chained hash."""
+
+    page: int
+    positions: int
+    digest: bytes
 
 
 class PageTable:
@@ -43,11 +59,13 @@ class PageTable:
         self._users: dict[int, int] = {}
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # published, unused; oldest first
+        self._tails: dict[bytes, Tail] = {}  # by the hash of what stands before
+        self._before: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published or tails, unused; oldest first
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had now: free ones and idle published ones."""
+        """Pages that can be had now: free ones and idle ones, which somebody might have found."""
         return len(self._free) + len(self._idle)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
@@ -58,7 +76,7 @@ class PageTable:
         if count > self.num_available:
             raise MemoryError(f"{count} pages wanted, {self.num_available} available")
         while len(self._free) < count:
-            self._unpublish(next(iter(self._idle)))
+            self.forget(next(iter(self._idle)))
         pages: list[int] = []
         candidate = after + 1 if after is not None else self._longest_start(count)
         while len(pages) < count:
@@ -98,13 +116,34 @@ class PageTable:
         """Let others find a used page by its hash; the first page under a hash stays the one."""
         if page not in self._users:
             raise ValueError(f"page {page} is not in use")
-        if digest not in self._page_of and page not in self._hash_of:
+        if digest not in self._page_of and not self.is_published(page):
             self._page_of[digest] = page
             self._hash_of[page] = digest
 
+    def keep_tail(self, before: bytes, tail: Tail) -> None:
+        """Keep a used page for who goes on from it; of those after one and the same the latest stays."""
+        if tail.page in self._hash_of:
+            return
+        older = self._tails.get(before)
+        if older is not None:
+            self.forget(older.page)
+        self._tails[before] = tail
+        self._before[tail.page] = before
+
+    def find_tail(self, before: bytes) -> Tail | None:
+        """What is kept after `before`, if nobody uses it any more."""
+        tail = self._tails.get(before)
+        return tail if tail is not None and tail.page in self._idle else None
+
+    def take_tail(self, tail: Tail) -> None:
+        """Take what was found into use: nobody else finds it."""
+        del self._idle[tail.page]
+        self._users[tail.page] = 1
+        del self._tails[self._before.pop(tail.page)]
+
     def is_published(self, page: int) -> bool:
         """Whether others may find this page by its hash."""
-        return page in self._hash_of
+        return page in self._hash_of or page in self._before
 
     def release(self, pages: Sequence[int]) -> None:
         """Give up one use of each page; the last use frees it, or keeps it idle if published."""
@@ -112,7 +151,7 @@ class PageTable:
             self._users[page] -= 1
             if self._users[page] == 0:
                 del self._users[page]
-                if page in self._hash_of:
+                if self.is_published(page):
                     self._idle[page] = None
                 else:
                     self._free.add(page)
@@ -123,15 +162,13 @@ class PageTable:
 
     def forget(self, page: int) -> None:
         """Let nobody find a page any more, if anybody could: what it was published for is not in it."""
-        if page in self._idle:
-            self._unpublish(page)
-        elif page in self._hash_of:
+        if page in self._hash_of:
             del self._page_of[self._hash_of.pop(page)]
-
-    def _unpublish(self, page: int) -> None:
-        del self._page_of[self._hash_of.pop(page)]
-        self._idle.pop(page, None)
-        self._free.add(page)
+        elif page in self._before:
+            del self._tails[self._before.pop(page)]
+        if page in self._idle:
+            del self._idle[page]
+            self._free.add(page)
 
     def check(self) -> None:
         """Assert that every page is in exactly one state and that all are accounted for."""
@@ -139,4 +176,6 @@ class PageTable:
         assert not (used & idle or used & self._free or idle & self._free)
         assert len(used) + len(idle) + len(self._free) == self.num_pages - NUM_RESERVED
         assert all(self._hash_of[page] == digest for digest, page in self._page_of.items())
-        assert idle <= set(self._hash_of) and all(count > 0 for count in self._users.values())
+        assert all(self._before[tail.page] == before for before, tail in self._tails.items())
+        assert len(self._before) == len(self._tails) and not self._before.keys() & self._hash_of.keys()
+        assert idle <= {*self._hash_of, *self._before} and all(count > 0 for count in self._users.values())

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Listed
 
 from spd.errors import UsageError
-from spd.runtime.page_table import PageTable, page_hashes
+from spd.runtime.page_table import ROOT, PageTable, Tail, chained_hash, page_hashes
 from spd.runtime.sequence import NO_SLOT, Sequence
 from spd.runtime.spans import Run, clip_runs, extend_tile, reusable_prefix
+
+
+def _before(hashes: Listed[bytes], page: int) -> bytes:
+    """The hash of all that stands before a page, those before which are full."""
+    return hashes[page - 1] if page else ROOT
 
 
 class Scheduler:
@@ -115,12 +121,28 @@ class Scheduler:
             cached = whole
         self.pages.release(shared[cached // size :])
         sequence.pages = shared[: cached // size]
+        tail = self._take_tail(sequence, cached) if self.sharing else None
         if not self.grow(sequence, sequence.length + lookahead):
+            if tail is not None:
+                self.pages.keep_tail(_before(sequence.hashes, cached // size), tail)
             self.pages.release(sequence.pages[::-1])
             sequence.pages = []
             return False
-        sequence.prefilled = cached
+        sequence.prefilled = cached + (0 if tail is None else tail.positions)
         return True
+
+    def _take_tail(self, sequence: Sequence, start: int) -> Tail | None:
+        """The page that goes on where the shared ones end, if all that it holds is the sequence's own."""
+        before = _before(sequence.hashes, start // self.page_size)
+        tail = self.pages.find_tail(before)
+        if tail is None or start + tail.positions > sequence.prefill_end:
+            return None
+        tokens, runs, end = sequence.tokens(), self.prefill_runs(sequence), start + tail.positions
+        if tail.digest != chained_hash(before, tokens, runs, start, end):
+            return None
+        self.pages.take_tail(tail)
+        sequence.pages.append(tail.page)
+        return tail
 
     def prefill_runs(self, sequence: Sequence) -> list[Run]:
         """Which program writes which position before it may decode; a replay writes as it was written."""
@@ -197,10 +219,15 @@ class Scheduler:
         """Free a slot and its pages; publish those that hold committed tokens only."""
         if publish and self.sharing and sequence is not self.prefilling:
             # Everything after the prompt was written by verify-class tiles.
-            end = sequence.prefill_end
-            hashes = page_hashes(sequence.tokens(), extend_tile(sequence.runs, end), self.page_size, end)
+            tokens, end = sequence.tokens(), sequence.prefill_end
+            runs = extend_tile(sequence.runs, end)
+            hashes = page_hashes(tokens, runs, self.page_size, end)
             for page, digest in zip(sequence.pages, hashes, strict=False):
                 self.pages.publish(page, digest)
+            if held := end % self.page_size:
+                before = _before(hashes, len(hashes))
+                digest = chained_hash(before, tokens, runs, end - held, end)
+                self.pages.keep_tail(before, Tail(sequence.pages[len(hashes)], held, digest))
         if sequence is self.prefilling:
             self.prefilling = None
         # Last page first: the end of a chain is of no use without its beginning.

@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from spd.runtime.page_table import NUM_RESERVED, PageTable, page_hashes
+from spd.runtime.page_table import NUM_RESERVED, PageTable, Tail, page_hashes
 from spd.runtime.spans import Run
 
-digests = st.integers(0, 5).map(lambda n: b"digest %d" % n)
+digests = st.integers(0, 3).map(lambda n: b"digest %d" % n)
 
 
 def has_run(pages: set[int], count: int) -> bool:
@@ -21,7 +21,11 @@ def has_run(pages: set[int], count: int) -> bool:
 
 
 class PageTableModel(RuleBasedStateMachine):
-    """users: uses of each page; published: its digest; idle: published pages without a use, oldest first."""
+    """What each page is.
+
+    users: uses of each; published: its digest; tails: what stands before it; idle: found by somebody
+    perhaps and used by nobody, oldest first.
+    """
 
     @initialize(size=st.integers(1, 12))
     def start(self, size: int) -> None:
@@ -29,6 +33,7 @@ class PageTableModel(RuleBasedStateMachine):
         self.table = PageTable(NUM_RESERVED + size)
         self.users: Counter[int] = Counter()
         self.published: dict[int, bytes] = {}
+        self.tails: dict[int, bytes] = {}
         self.idle: list[int] = []
 
     def free(self) -> set[int]:
@@ -41,7 +46,8 @@ class PageTableModel(RuleBasedStateMachine):
                 self.table.allocate(count, after)
             return  # the invariants see that nothing was taken
         while len(self.free()) < count:
-            del self.published[self.idle.pop(0)]  # the oldest, and no more than needed
+            page = self.idle.pop(0)  # the oldest, and no more than needed
+            self.published.pop(page, None) or self.tails.pop(page)
         free = self.free()
         pages = self.table.allocate(count, after)
         assert len(pages) == len(set(pages)) == count and set(pages) <= free
@@ -70,8 +76,42 @@ class PageTableModel(RuleBasedStateMachine):
                 self.table.publish(page, digest)
             return
         self.table.publish(page, digest)
-        if page not in self.published and digest not in self.published.values():
+        if page not in {**self.published, **self.tails} and digest not in self.published.values():
             self.published[page] = digest
+
+    @rule(data=st.data(), before=digests)
+    def keep_tail(self, data: st.DataObject, before: bytes) -> None:
+        candidates = sorted(set(self.users) - set(self.tails))
+        if not candidates:
+            return
+        page = data.draw(st.sampled_from(candidates))
+        self.table.keep_tail(before, Tail(page, page, before))
+        if page in self.published:
+            return
+        for older in [other for other, digest in self.tails.items() if digest == before]:
+            del self.tails[older]
+            self.idle = [other for other in self.idle if other != older]
+        self.tails[page] = before
+
+    @rule(before=digests)
+    def take_tail(self, before: bytes) -> None:
+        found = self.table.find_tail(before)
+        expected = [page for page, digest in self.tails.items() if digest == before and page in self.idle]
+        assert ([] if found is None else [found.page]) == expected
+        if found is not None:
+            assert found == (found.page, found.page, before)
+            self.table.take_tail(found)
+            del self.tails[found.page]
+            self.idle.remove(found.page)
+            self.users[found.page] = 1
+
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(sorted(self.everything)))
+        self.table.forget(page)
+        self.published.pop(page, None)
+        self.tails.pop(page, None)
+        self.idle = [other for other in self.idle if other != page]
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -85,7 +125,7 @@ class PageTableModel(RuleBasedStateMachine):
             self.users[page] -= 1
             if not self.users[page]:
                 del self.users[page]
-                if page in self.published:
+                if page in {**self.published, **self.tails}:
                     self.idle.append(page)
 
     @invariant()
@@ -93,11 +133,11 @@ class PageTableModel(RuleBasedStateMachine):
         self.table.check()
         assert self.table.num_available == len(self.free()) + len(self.idle)
         for page in self.everything:
-            assert self.table.is_published(page) == (page in self.published)
+            assert self.table.is_published(page) == (page in {**self.published, **self.tails})
 
 
 TestPageTable = PageTableModel.TestCase
-TestPageTable.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestPageTable.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 def test_a_pool_of_reserved_pages_only_is_refused() -> None:

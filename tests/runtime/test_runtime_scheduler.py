@@ -235,13 +235,84 @@ def test_a_replay_is_written_as_the_text_was() -> None:
     scheduler = scheduler_of(1, 10)
     one = sequence_of("one", (1,) * 11, 40)
     prefilled(scheduler, one)
+    assert scheduler.grow(one, 20)
     one.commit([5] * 9, 8, 8, 0.0)
     scheduler.preempt(one)
     assert one.metrics.preemptions == scheduler.preemptions == 1
     runs: list[Any] = [tuple(run) for run in scheduler.prefill_runs(one)]
     assert runs == [(0, 4, "chunk"), (4, 8, "chunk"), (8, 19, "tile")]
     assert scheduler.next_to_prefill(0) is one
-    assert one.prefilled == 16, "its own pages are found again"
+    assert one.prefilled == 19, "its own pages are found again, the last one too"
+
+
+def ended(scheduler: Scheduler, prompt: tuple[int, ...], reply: list[int], reason: str) -> Sequence:
+    """A request that got its reply and left."""
+    one = sequence_of("one", prompt, len(prompt) + len(reply))
+    prefilled(scheduler, one)
+    assert scheduler.grow(one, one.length + len(reply))
+    one.commit(reply, 0, 0, 0.0)
+    one.finish_reason = reason
+    scheduler.retire(one)
+    return one
+
+
+def going_on(name: str, one: Sequence, said: tuple[int, ...]) -> Sequence:
+    """The next turn, whose spans say that the reply was generated."""
+    turn = sequence_of(name, (*one.tokens(), *said), 40)
+    before = (("prompt", len(one.request.prompt_ids)), ("generated", len(one.generated)))
+    turn.runs = program_runs((*before, ("prompt", len(said))), CHUNK)
+    return turn
+
+
+def test_who_goes_on_takes_the_last_page_too_and_nobody_else() -> None:
+    """All but the reply's last token are there; the page that was not full has one who writes on in it."""
+    scheduler = scheduler_of(3, 30)
+    one = ended(scheduler, tuple(range(9)), [5] * 6, "stop")
+    turn, other = going_on("turn", one, (7, 8, 9)), going_on("other", one, (8, 8, 8))
+    for sequence, found in ((turn, 14), (other, 12)):
+        scheduler.add(sequence)
+        assert scheduler.next_to_prefill(0) is sequence
+        assert sequence.prefilled == found
+        scheduler.check()
+        scheduler.wrote(sequence, sequence.prefill_end)
+    assert turn.pages[:3] == other.pages[:3] and turn.pages[3] != other.pages[3]
+
+
+@pytest.mark.parametrize("change", ["tokens", "spans", "error", "sharing", "shorter"])
+def test_a_last_page_that_holds_something_else_is_left(change: str) -> None:
+    """Other tokens, written by another program, or the end of a request that failed: only full pages."""
+    scheduler = scheduler_of(3, 30, sharing=change != "sharing")
+    one = ended(scheduler, tuple(range(9)), [5] * 6, "error" if change == "error" else "stop")
+    if change == "tokens":
+        one.generated[-2] = 6
+    if change == "shorter":
+        del one.generated[-2:]
+    turn = going_on("turn", one, () if change == "shorter" else (7, 8, 9))
+    if change == "spans":
+        turn.runs = program_runs([("prompt", 9), ("generated", 3), ("prompt", 6)], CHUNK)
+    scheduler.add(turn)
+    assert scheduler.next_to_prefill(0) is turn
+    assert turn.prefilled == {"error": 8, "sharing": 0}.get(change, 12)
+    scheduler.check()
+
+
+def test_a_last_page_waits_until_there_is_room_to_go_on() -> None:
+    """What could not be admitted leaves it to be found; who needs the page for something else has it."""
+    scheduler = scheduler_of(2, 12)
+    one = ended(scheduler, tuple(range(9)), [5] * 6, "stop")
+    full = sequence_of("full", (3,) * 24, 40)
+    prefilled(scheduler, full)
+    turn = going_on("turn", one, (7,) * 12)
+    scheduler.add(turn)
+    assert scheduler.next_to_prefill(0) is None
+    scheduler.check()
+    full.finish_reason = "error"
+    scheduler.retire(full)
+    assert scheduler.next_to_prefill(0) is turn and turn.prefilled == 14
+    turn.finish_reason = "stop"
+    scheduler.retire(turn)
+    prefilled(scheduler, sequence_of("large", (4,) * 38, 40))
+    scheduler.check()
 
 
 def test_without_room_for_whole_blocks_single_pages_do() -> None:

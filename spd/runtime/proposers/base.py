@@ -34,7 +34,11 @@ class Proposer(Protocol):
     """Forward passes for each token it drafts: 1 for a model, 0 for a lookup."""
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
-        """A slot begins with pages that hold positions up to `start`, whole pages."""
+        """A slot begins with pages that hold positions up to `start`."""
+        return
+
+    def leave(self, slot: int, end: int, page: int) -> None:
+        """A slot ends whose caches hold positions up to `end`, the last ones in a page that is not full."""
         return
 
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:

@@ -62,11 +62,16 @@ class MtpProposer(Proposer):
     # -- prompts -----------------------------------------------------------------------------------
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
-        """Take the states at the end of the pages that a slot begins with: positions up to `start`."""
+        """Take the states at the end of what a slot begins with: positions up to `start`."""
         for ring, pages in zip(self.rings, self.page_states, strict=True):
             ring[slot].zero_()  # rows before the first pair read something, which must be finite
             if start:
-                ring[slot, (start - 1) % self.depth] = pages[view.pages[start // self.page_size - 1]]
+                ring[slot, (start - 1) % self.depth] = pages[view.pages[(start - 1) // self.page_size]]
+
+    def leave(self, slot: int, end: int, page: int) -> None:
+        """Keep the states at the end of a page that is not full beside it, as full ones have theirs."""
+        for ring, pages in zip(self.rings, self.page_states, strict=True):
+            pages[page] = ring[slot, (end - 1) % self.depth]
 
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
         """Write the modules' entries from the target's states; a ring has room for those of a part."""
