@@ -169,9 +169,10 @@ def test_prefix_hit_equals_miss(target: Path, methods: dict[str, dict[str, Any]]
 
 
 def test_draft_context_limit(target: Path, draft: Path) -> None:
-    """Prompts around the draft's own limit: drafting ends there, the text goes on."""
+    """Prompts around the draft's own limit, and beyond: drafting ends there, the text goes on."""
     limit, k = 48, 4
-    prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in range(limit - k, limit + 2)]
+    lengths = (*range(limit - k, limit + 2), 3 * limit)
+    prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in lengths]
     params = [SamplingParams(temperature=0.8, max_tokens=12, seed=i) for i in range(len(prompts))]
     alone = [run_one(target, p, q) for p, q in zip(prompts, params, strict=True)]
     wishes = {"spec": "draft", "draft_model": draft, "draft_max": k, "draft_ctx": limit}

@@ -29,7 +29,7 @@ class DeviceSide:
         self._ids: Tensor | None = None
         """Of the sequence that is being prefilled: int64 [length]."""
         self._unwritten: list[PromptPart] = []
-        """Parts of prompts that go through the next pass together."""
+        """Parts of prompts that are written together, in one pass where the kernels allow that."""
 
     # -- slots -----------------------------------------------------------------------------------
 
@@ -81,8 +81,6 @@ class DeviceSide:
         if sum(filled_rows(each.end - each.begin) for each in (*self._unwritten, part)) > runner.chunk:
             self._flush()
         self._unwritten.append(part)
-        if not runner.merges:
-            self._flush()
 
     def flush(self) -> None:
         """Enqueue what is still to be written of prompts: one pass for all of it."""
