@@ -154,8 +154,8 @@ class Commands:
         self._chat.tell("accepted draft tokens are marked; Markdown is off meanwhile" if on else "not marked")
 
     def do_stats(self, rest: str) -> None:
-        """a line of figures after each reply: /stats on|off; /stats full shows all of the last"""
-        if rest == "full":
+        """a line of figures after each reply: /stats on|off; alone or with full: all of the last"""
+        if rest in ("", "full"):
             self._chat.tell(*self._chat.full_stats())
             return
         self._chat.stats = _on_off("/stats", rest)
@@ -282,7 +282,8 @@ def _no_number(name: str, text: str) -> Any:
 def _on_off(command: str, text: str) -> bool:
     known = {"on": True, "off": False, "true": True, "false": False}
     if text not in known:
-        raise UsageError(f"{command} {text}".rstrip() + ": is not on or off", fix=[f"{command} on|off"])
+        what = f"{text} is not on or off" if text else "on or off?"
+        raise UsageError(f"{command}: {what}", fix=[f"{command} on|off"])
     return known[text]
 
 

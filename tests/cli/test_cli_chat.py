@@ -202,6 +202,9 @@ def test_figures(talk: Callable) -> None:
     assert ran.err.count(" tok/s · first") == 1 and "drafts 3/12 (25%)" in ran.err
     assert "tok/s new" in ran.err and "plain est.  20.0 tok/s, so this was " in ran.err
     assert "  prompt " in ran.err and "  by position 1: 100%" in ran.err and "3 tokens" in ran.err
+    assert talk("Hi", "/stats").err.count("tok/s new") == 1
+    assert "/stats: maybe is not on or off" in talk("/stats maybe").err
+    assert "/draft: on or off?" in talk("/draft").err
 
 
 def test_another_speculation_or_model_is_loaded(talk: Callable, script: Any, model: Path) -> None:
