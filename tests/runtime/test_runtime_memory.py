@@ -444,7 +444,7 @@ def assert_still_right(engine: Engine, folder: Path, **wishes: Any) -> None:
 
 
 RUNNING = [
-    ("prefill", ModelRunner, "prefill", 1),
+    ("prefill", ModelRunner, "write", 1),
     ("first round", Round, "run", 0),
     ("later round", Round, "run", 4),
     ("after commit", Round, "_commit", 3),

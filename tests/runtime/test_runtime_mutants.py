@@ -133,15 +133,16 @@ def text_beside_silent_slots(models: Path) -> None:
     """A request may be given the pages of a slot that fell silent, which must leave them alone.
 
     Two end in the same round; the third takes the first one's slot and, being long, the pages of both. All
-    slots are run, as on a GPU: on CPU who is silent is left out.
+    slots are run, as on a GPU: on CPU who is silent is left out. Nothing is kept for sharing.
     """
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[2] * 54]
     params = [SamplingParams(max_tokens=6), SamplingParams(max_tokens=6), SAMPLED[0]]
+    room: dict[str, Any] = {"slots": 2, "ctx": 1024, "prefix_sharing": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "_present", lambda self, views: None)
         for draft in ("off", "shallow"):
-            alone, _ = generate(models, params[2:], draft, prompts[2:], slots=2, ctx=1024)
-            together, _ = generate(models, params, draft, prompts, slots=2, ctx=1024)
+            alone, _ = generate(models, params[2:], draft, prompts[2:], **room)
+            together, _ = generate(models, params, draft, prompts, **room)
             assert alone[0] == together[2], f"{draft}: a silent slot changed the text"
 
 
