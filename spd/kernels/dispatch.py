@@ -72,6 +72,7 @@ NATIVE = (
     "mla_prefill",
     "router_logits",
     "route",
+    "sample_rows",
 )
 """The operations that the native form has of its own."""
 

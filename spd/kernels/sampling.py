@@ -110,6 +110,18 @@ def process_rows(
     logits: Tensor, draft: Tensor, tensors: SamplingTensors, steps: SamplingSteps, usable_vocab: int
 ) -> Tensor:
     """The target's processed logits [S, R, V] for the R = k + 1 rows of draft [S, k]."""
+    logits = adjust_rows(logits, draft, tensors, steps, usable_vocab)
+    if steps.noise:
+        logits = scale(logits, tensors.temperature)
+    if steps.truncation:
+        logits = truncate(logits, tensors.top_k, tensors.top_p, tensors.min_p)
+    return logits
+
+
+def adjust_rows(
+    logits: Tensor, draft: Tensor, tensors: SamplingTensors, steps: SamplingSteps, usable_vocab: int
+) -> Tensor:
+    """What is done to single logits [S, R, V] before temperature and truncation."""
     if usable_vocab < logits.shape[-1]:
         logits = logits.clone()
         logits[..., usable_vocab:] = NEGATIVE_INFINITY
@@ -121,10 +133,6 @@ def process_rows(
         logits = hide_stops(logits, tensors)
     if steps.grammar and tensors.mask is not None:
         logits = apply_mask(logits, tensors.mask)
-    if steps.noise:
-        logits = scale(logits, tensors.temperature)
-    if steps.truncation:
-        logits = truncate(logits, tensors.top_k, tensors.top_p, tensors.min_p)
     return logits
 
 

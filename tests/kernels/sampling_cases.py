@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spd.kernels.sampling import SamplingTensors
+from spd.kernels import sampling
+from spd.kernels.philox import STREAM_TARGET, gumbel
+from spd.kernels.sampling import SamplingTensors, process_rows
 
 INFINITY, NAN = math.inf, math.nan
 
@@ -99,3 +102,52 @@ def random_case(slots: int, k: int, vocab: int, seed: int, device: str, coarse: 
 def number(device: str, few: int) -> int:
     """How many slots: few where the interpreter takes its time."""
     return few if device == "cpu" else 100 * few
+
+
+def assert_drawn_alike(draw: Callable[..., tuple[Tensor, Tensor]], case: Case, steps: Steps) -> Tensor:
+    """What `draw` gives is the reference's tokens and flags, but where noise decides by a last bit."""
+    sampled, finite = draw(*case.arguments(steps))
+    expected, expected_finite = sampling.sample_rows(*case.arguments(steps))
+    assert sampled.dtype == torch.int64
+    assert finite.dtype == torch.bool
+    assert torch.equal(finite, expected_finite)
+    if not torch.equal(sampled, expected):
+        scores = process_rows(case.logits, case.draft, case.tensors, steps, case.usable_vocab)
+        seed = case.tensors.seed.unsqueeze(-1).expand_as(case.positions)
+        noisy = scores + gumbel(seed, case.positions, STREAM_TARGET, scores.shape[-1])
+        scores = torch.where((case.tensors.temperature > 0).view(-1, 1, 1) & steps.noise, noisy, scores)
+        margin = scores.gather(-1, expected[..., None]) - scores.gather(-1, sampled[..., None])
+        assert (margin.squeeze(-1)[sampled != expected] < 1e-5).all()
+        assert (sampled != expected).float().mean() < 0.01
+    return sampled
+
+
+EXTREMES: dict[str, tuple[list[float], int, float]] = {
+    "all equal": ([2.5] * 17, 5, 1.0),
+    "all equal, by mass": ([2.5] * 17, 0, 0.5),
+    "all equal, both": ([2.5] * 17, 9, 0.4),
+    "all equal, more of both": ([2.5] * 5, 4, 0.6),
+    "ties over many chunks": ([2.5] * 150, 90, 1.0),
+    "a long tail": ([0.0] + [-21.5] * 150, 0, 1.0 - 2.0**-24),
+    "infinities by mass": ([1.0, INFINITY, 2.0, INFINITY], 0, 0.5),
+    "infinities by both": ([1.0, INFINITY, 2.0, INFINITY], 3, 0.5),
+    "not a number, by mass": ([1.0, NAN, 2.0, NAN, INFINITY], 0, 0.5),
+    "not a number, by count": ([1.0, NAN, 2.0, NAN, INFINITY], 2, 1.0),
+    "one token": ([1.0], 0, 0.5),
+    "two zeros": ([-0.0, 0.0, -0.0, 0.0], 2, 1.0),
+    "both sides of zero": ([-1e-40, 1e-40, 0.0, -0.0, 2.0, -2.0], 3, 1.0),
+    "far apart": ([3e38, -3e38, 1.0, 3e38, -1.0], 3, 0.9),
+    "below all bounds": ([50.0, 0.0, -50.0, -1e30, -1e30, -1e30], 5, 1.0),
+    "a mass of nothing": ([90.0, 0.0, -5.0, 1.0], 0, 0.999999),
+    "hidden tokens": ([-INFINITY, 1.0, -INFINITY, 0.5], 3, 1.0),
+    "hidden tokens, by mass": ([-INFINITY, 1.0, -INFINITY, 0.5], 0, 0.7),
+    "the smallest share": ([1.0, 3.0, 3.0, 2.0], 0, 1e-9),
+    "the largest share": ([1.0, 3.0, 3.0, 2.0], 0, 1.0 - 2.0**-24),
+    "on a quarter": ([5.0] * 4, 0, 0.25),
+    "past a quarter": ([5.0] * 4, 0, 0.25 + 2.0**-25),
+    "neighbouring floats": ([1.0, 1.0 + 2.0**-23, 1.0 - 2.0**-24, 1.0], 2, 1.0),
+    "both end in one tie": ([3.0, 2.0, 2.0, 2.0, 2.0], 4, 0.8),
+    "half of an odd sum": ([5.0, 5.0, 5.0 - 22.15], 0, 0.5),
+    "the next one has the lowest id": ([1.0, 1.1, 1.2], 2, 1.0),
+    "k is one": ([4.0, 7.0, 7.0, 1.0], 1, 0.5),
+}

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
-from spd.kernels import sampling
-from spd.kernels.philox import STREAM_TARGET, gumbel
-from spd.kernels.sampling import SamplingTensors, process_rows
-from tests.kernels.sampling_cases import EVERY_STEP, INFINITY, NAN, PLAIN, Case, Steps, number, random_case
+from spd.kernels.sampling import SamplingTensors
+from tests.kernels.sampling_cases import (
+    EVERY_STEP,
+    INFINITY,
+    NAN,
+    PLAIN,
+    Steps,
+    assert_drawn_alike,
+    number,
+    random_case,
+)
 
 pytest.importorskip("triton")
 
@@ -22,22 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 VOCABULARIES = [3, 17, 1000, 5003]
 
 
-def assert_same_tokens(case: Case, steps: Steps) -> Tensor:
-    """The kernels' tokens and flags are the reference's, but where noise decides by a last bit."""
-    sampled, finite = sampling_triton.sample_rows(*case.arguments(steps))
-    expected, expected_finite = sampling.sample_rows(*case.arguments(steps))
-    assert sampled.dtype == torch.int64
-    assert finite.dtype == torch.bool
-    assert torch.equal(finite, expected_finite)
-    if not torch.equal(sampled, expected):
-        scores = process_rows(case.logits, case.draft, case.tensors, steps, case.usable_vocab)
-        seed = case.tensors.seed.unsqueeze(-1).expand_as(case.positions)
-        noisy = scores + gumbel(seed, case.positions, STREAM_TARGET, scores.shape[-1])
-        scores = torch.where((case.tensors.temperature > 0).view(-1, 1, 1) & steps.noise, noisy, scores)
-        margin = scores.gather(-1, expected[..., None]) - scores.gather(-1, sampled[..., None])
-        assert (margin.squeeze(-1)[sampled != expected] < 1e-5).all()
-        assert (sampled != expected).float().mean() < 0.01
-    return sampled
+assert_same_tokens = partial(assert_drawn_alike, sampling_triton.sample_rows)
 
 
 @pytest.fixture

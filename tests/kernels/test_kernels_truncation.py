@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.sampling import token_mass, truncate
-from tests.kernels.sampling_cases import INFINITY, NAN, number, random_case
+from tests.kernels.sampling_cases import EXTREMES, INFINITY, NAN, number, random_case
 
 triton = pytest.importorskip("triton")
 
@@ -63,37 +63,6 @@ def test_truncation_keeps_what_the_reference_keeps(device: str, small_blocks: No
     top_k = torch.tensor([0, 7, 60, 7, 199, 200]).repeat(rows)[:rows]
     top_p = torch.tensor([0.9, 1.0, 0.6, 0.3, 0.995, 0.05, 0.8]).repeat(rows)[:rows]
     assert_same_kept(processed.to(device), top_k.to(device), top_p.to(device))
-
-
-EXTREMES: dict[str, tuple[list[float], int, float]] = {
-    "all equal": ([2.5] * 17, 5, 1.0),
-    "all equal, by mass": ([2.5] * 17, 0, 0.5),
-    "all equal, both": ([2.5] * 17, 9, 0.4),
-    "all equal, more of both": ([2.5] * 5, 4, 0.6),
-    "ties over many chunks": ([2.5] * 150, 90, 1.0),
-    "a long tail": ([0.0] + [-21.5] * 150, 0, 1.0 - 2.0**-24),
-    "infinities by mass": ([1.0, INFINITY, 2.0, INFINITY], 0, 0.5),
-    "infinities by both": ([1.0, INFINITY, 2.0, INFINITY], 3, 0.5),
-    "not a number, by mass": ([1.0, NAN, 2.0, NAN, INFINITY], 0, 0.5),
-    "not a number, by count": ([1.0, NAN, 2.0, NAN, INFINITY], 2, 1.0),
-    "one token": ([1.0], 0, 0.5),
-    "two zeros": ([-0.0, 0.0, -0.0, 0.0], 2, 1.0),
-    "both sides of zero": ([-1e-40, 1e-40, 0.0, -0.0, 2.0, -2.0], 3, 1.0),
-    "far apart": ([3e38, -3e38, 1.0, 3e38, -1.0], 3, 0.9),
-    "below all bounds": ([50.0, 0.0, -50.0, -1e30, -1e30, -1e30], 5, 1.0),
-    "a mass of nothing": ([90.0, 0.0, -5.0, 1.0], 0, 0.999999),
-    "hidden tokens": ([-INFINITY, 1.0, -INFINITY, 0.5], 3, 1.0),
-    "hidden tokens, by mass": ([-INFINITY, 1.0, -INFINITY, 0.5], 0, 0.7),
-    "the smallest share": ([1.0, 3.0, 3.0, 2.0], 0, 1e-9),
-    "the largest share": ([1.0, 3.0, 3.0, 2.0], 0, 1.0 - 2.0**-24),
-    "on a quarter": ([5.0] * 4, 0, 0.25),
-    "past a quarter": ([5.0] * 4, 0, 0.25 + 2.0**-25),
-    "neighbouring floats": ([1.0, 1.0 + 2.0**-23, 1.0 - 2.0**-24, 1.0], 2, 1.0),
-    "both end in one tie": ([3.0, 2.0, 2.0, 2.0, 2.0], 4, 0.8),
-    "half of an odd sum": ([5.0, 5.0, 5.0 - 22.15], 0, 0.5),
-    "the next one has the lowest id": ([1.0, 1.1, 1.2], 2, 1.0),
-    "k is one": ([4.0, 7.0, 7.0, 1.0], 1, 0.5),
-}
 
 
 @pytest.mark.parametrize("name", EXTREMES)

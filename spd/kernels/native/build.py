@@ -15,14 +15,23 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-SOURCES = ("linear.c", "attention.c", "experts.c", "init.c")
+SOURCES = ("linear.c", "attention.c", "experts.c", "sample.c", "init.c")
 HEADERS = ("tiles.h", "product.h")
 COMPILERS = ("gcc", "cc")
 """Whichever is found first. It has to be GCC: torch brings GCC's OpenMP, and so the one pool of threads."""
 LARGEST_HEAD = 576
 """Elements of a head that attention has room for: a latent of 512 with 64 rotated."""
 FLAGS = (
-    *("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-nodefaultlibs"),
+    *(
+        "-O3",
+        "-march=native",
+        "-fno-math-errno",
+        "-ffp-contract=off",
+        "-fopenmp",
+        "-fPIC",
+        "-shared",
+        "-nodefaultlibs",
+    ),
     f"-DLARGEST_HEAD={LARGEST_HEAD}",
 )
 LIBRARIES = ("-lc", "-lm", "-lgcc")

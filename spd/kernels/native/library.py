@@ -13,6 +13,7 @@ from spd.kernels.native.build import library_path
 from spd.kernels.native.products import (
     DEPTH,
     SIDE,
+    TILE_BYTES,
     AmxRefused,
     CompiledLibrary,
     PackedWeight,
@@ -20,6 +21,8 @@ from spd.kernels.native.products import (
     tiles_of,
 )
 from spd.kernels.paged_attention import AttentionHeads, AttentionPlan
+from spd.kernels.philox import STREAM_TARGET
+from spd.kernels.sampling import SamplingSteps, SamplingTensors, adjust_rows
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,32 @@ class NativeLibrary(CompiledLibrary):
             scale, self.threads,
         )  # fmt: skip
         return ids, weights
+
+    def sample_rows(
+        self,
+        logits: Tensor,
+        draft: Tensor,
+        positions: Tensor,
+        tensors: SamplingTensors,
+        steps: SamplingSteps,
+        usable_vocab: int,
+        stream: int = STREAM_TARGET,
+    ) -> tuple[Tensor, Tensor]:
+        """See `spd.kernels.sampling`; bias, penalties, minimum length and masks are torch's."""
+        if steps.bias or steps.penalties or steps.min_length or steps.grammar:
+            logits = adjust_rows(logits, draft, tensors, steps, usable_vocab)
+        logits, positions, (slots, width, vocab) = logits.contiguous(), positions.contiguous(), logits.shape
+        tokens = torch.empty(slots, width, dtype=torch.int64)
+        finite = torch.empty(slots, width, dtype=torch.bool)
+        usable = min(usable_vocab, vocab)
+        bytes_each = tiles_of(16 * usable, 64) * 64
+        self.library.spd_sample(
+            logits.data_ptr(), tensors.temperature.data_ptr(), tensors.top_p.data_ptr(),
+            tensors.min_p.data_ptr(), tensors.top_k.data_ptr(), tensors.seed.data_ptr(), positions.data_ptr(),
+            tokens.data_ptr(), finite.data_ptr(), self.room(tiles_of(self.threads * bytes_each, TILE_BYTES)),
+            slots, width, vocab, usable, stream, int(steps.noise), int(steps.truncation), self.threads,
+        )  # fmt: skip
+        return tokens, finite
 
     def experts(
         self,

@@ -15,6 +15,7 @@ from spd.kernels.native.build import NativeUnavailable
 
 SIDE, DEPTH = 16, 32
 """Rows or columns of a tile, and its depth."""
+TILE_BYTES = 2 * SIDE * DEPTH
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 SIGNATURES: dict[str, Sequence[type]] = {
     "spd_init": (),
@@ -26,6 +27,7 @@ SIGNATURES: dict[str, Sequence[type]] = {
     "spd_latent_store": (*(POINTER,) * 7, FLOAT, *(POINTER,) * 2, *(LONG,) * 7, INT),
     "spd_router": (*(POINTER,) * 3, *(LONG,) * 3, INT),
     "spd_route": (*(POINTER,) * 5, *(LONG,) * 6, INT, INT, FLOAT, INT),
+    "spd_sample": (*(POINTER,) * 10, *(LONG,) * 5, *(INT,) * 3),
     "spd_experts": (*(POINTER,) * 7, *(LONG,) * 5, *(POINTER,) * 4, INT),
 }
 

@@ -1,0 +1,220 @@
+/* The token of a row of logits: temperature, top-k, top-p, min-p, keyed noise. See `spd.kernels.sampling`, whose masses
+   and random bits these are; only the logarithm in the noise may differ in its last bit. */
+
+#include <math.h>
+#include <omp.h>
+
+#include "tiles.h"
+
+/* float32 numbers: 2**f for f in [0, 1], from the highest power down. */
+static const float EXP2[] = {0.00021715024195145816f, 0.00124408770352602f, 0.009678063914179802f,
+    0.05548415333032608f, 0.2402295172214508f, 0.6931470036506653f, 1.0f};
+enum { RADIX = 11, BINS = 1 << RADIX, BLOCK = 4 * SIDE };
+
+typedef struct {
+    float temperature, top_p, min_p;
+    int64_t top_k;
+    uint64_t seed;
+    int64_t position, stream;
+} Draw;
+
+/* An integer in the order of numbers, the two zeros being one. */
+static inline uint32_t ordered(float x)
+{
+    uint32_t bits;
+    x += 0.0f;
+    memcpy(&bits, &x, sizeof bits);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+/* exp(x - highest) in units of 2**-32, rounded down, each operation by itself. */
+static inline int64_t mass_of(float x, float highest)
+{
+    float power = (x - highest) * 1.4426950216293335f;
+    power = power > -40.0f ? power : -40.0f;
+    float whole = floorf(power), part = power - whole, value = EXP2[0];
+    for (int i = 1; i < 7; i++) value = value * part + EXP2[i];
+    return (int64_t)(value * 4294967296.0f) >> (int64_t)-whole;
+}
+
+/* In descending order, the lowest id first of equals: the last of the elements before which less than `limit` is
+   weighed, as its key and id. Those up to key `least` and, of that key, id `last` take part; each weighs its mass, or 1
+   where there are none. limit is above 0, and at most what all weigh. */
+static void cut(const uint32_t *keys, const int64_t *masses, long count, int64_t limit, uint32_t *least, long *last)
+{
+    int64_t sums[BINS];
+    uint32_t prefix = 0, lowest = *least;
+    long first = *last;
+    int64_t before = 0;
+    for (int shift = 32 - RADIX, taken = 0; taken < 32; ) {
+        int bits = 32 - taken < RADIX ? 32 - taken : RADIX;
+        memset(sums, 0, sizeof sums);
+        for (long i = 0; i < count; i++) {
+            if (keys[i] < lowest || (keys[i] == lowest && i > first)) continue;
+            if (taken && keys[i] >> (32 - taken) != prefix) continue;
+            sums[keys[i] >> shift & ((1u << bits) - 1)] += masses ? masses[i] : 1;
+        }
+        long bin = (1L << bits) - 1;
+        while (bin > 0 && before + sums[bin] < limit) before += sums[bin--];
+        prefix = prefix << bits | (uint32_t)bin;
+        taken += bits;
+        shift = 32 - taken < RADIX ? 0 : 32 - taken - RADIX;
+    }
+    for (long i = 0; i < count; i++) {
+        if (keys[i] != prefix || (prefix == lowest && i > first)) continue;
+        *last = i;
+        before += masses ? masses[i] : 1;
+        if (before >= limit) break;
+    }
+    *least = prefix;
+}
+
+/* The natural logarithm of positive normal numbers, to about one unit in the last place. Source: the coefficients of
+   Cephes' logf. */
+static inline __m512 logarithm(__m512 x)
+{
+    __m512 one = _mm512_set1_ps(1.0f), e = _mm512_getexp_ps(x);
+    __m512 m = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src);
+    __mmask16 high = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1.41421356f), _CMP_GT_OQ);
+    m = _mm512_mask_mul_ps(m, high, m, _mm512_set1_ps(0.5f));
+    e = _mm512_mask_add_ps(e, high, e, one);
+    static const float by[] = {7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,
+        1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
+    __m512 f = _mm512_sub_ps(m, one), z = _mm512_mul_ps(f, f), p = _mm512_set1_ps(by[0]);
+    for (int i = 1; i < 9; i++) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(by[i]));
+    p = _mm512_mul_ps(_mm512_mul_ps(p, f), z);
+    p = _mm512_fmadd_ps(e, _mm512_set1_ps(-2.12194440e-4f), p);
+    p = _mm512_fnmadd_ps(z, _mm512_set1_ps(0.5f), p);
+    return _mm512_fmadd_ps(e, _mm512_set1_ps(0.693359375f), _mm512_add_ps(f, p));
+}
+
+/* Standard Gumbel noise of tokens first to first + 63. */
+static void gumbel(const Draw *d, long first, float *noise)
+{
+    uint32_t c0[SIDE], c1[SIDE], c2[SIDE], c3[SIDE], k0 = (uint32_t)d->seed, k1 = (uint32_t)(d->seed >> 32);
+    for (int i = 0; i < SIDE; i++) {
+        c0[i] = (uint32_t)(first / 4 + i);
+        c1[i] = (uint32_t)d->position;
+        c2[i] = (uint32_t)d->stream;
+        c3[i] = 0;
+    }
+    for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
+        for (int i = 0; i < SIDE; i++) {
+            uint64_t a = (uint64_t)c0[i] * 0xD2511F53u, b = (uint64_t)c2[i] * 0xCD9E8D57u;
+            c0[i] = (uint32_t)(b >> 32) ^ c1[i] ^ k0;
+            c1[i] = (uint32_t)b;
+            c2[i] = (uint32_t)(a >> 32) ^ c3[i] ^ k1;
+            c3[i] = (uint32_t)a;
+        }
+    uint32_t bits[BLOCK];
+    for (int i = 0; i < SIDE; i++) {
+        bits[4 * i] = c0[i], bits[4 * i + 1] = c1[i];
+        bits[4 * i + 2] = c2[i], bits[4 * i + 3] = c3[i];
+    }
+    for (int i = 0; i < BLOCK; i += SIDE) {
+        __m512 u = _mm512_mul_ps(_mm512_cvtepu32_ps(_mm512_loadu_si512(bits + i)), _mm512_set1_ps(0x1p-32f));
+        u = _mm512_min_ps(_mm512_max_ps(u, _mm512_set1_ps(0x1p-33f)), _mm512_set1_ps(1.0f - 0x1p-24f));
+        __m512 inner = _mm512_sub_ps(_mm512_setzero_ps(), logarithm(u));
+        _mm512_storeu_ps(noise + i, _mm512_sub_ps(_mm512_setzero_ps(), logarithm(inner)));
+    }
+}
+
+/* The first of the largest of x [count], or the first that is not a number. */
+static long largest(const float *x, long count)
+{
+    __m512 peak = _mm512_set1_ps(-INFINITY);
+    __mmask16 odd = 0;
+    for (long i = 0; i < count; i += SIDE) {
+        __m512 v = _mm512_mask_loadu_ps(peak, lanes(count - i), x + i);
+        odd |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+        peak = _mm512_max_ps(peak, v);
+    }
+    float best = odd ? 0 : _mm512_reduce_max_ps(peak);
+    for (long i = 0; i < count; i++)
+        if (odd ? isnan(x[i]) : x[i] == best) return i;
+    return 0;
+}
+
+/* Which of x [count] a draw may take: those down to key `least`, and of that key up to id `last`; where min-p counts
+   their mass is asked too. top_p is above 0, min_p at most 1. */
+static void kept(const Draw *d, const float *x, long count, float highest, uint32_t *keys, int64_t *masses,
+    uint32_t *least, long *last)
+{
+    for (long i = 0; i < count; i++) keys[i] = ordered(x[i]);
+    if (d->top_p < 1 || d->min_p > 0)
+        for (long i = 0; i < count; i++) masses[i] = mass_of(x[i], highest);
+    if (d->top_k > 0 && d->top_k < count) cut(keys, 0, count, d->top_k, least, last);
+    if (d->top_p < 1) {
+        int64_t total = 0;
+        for (long i = 0; i < count; i++)
+            if (keys[i] > *least || (keys[i] == *least && i <= *last)) total += masses[i];
+        cut(keys, masses, count, (int64_t)ceil((double)d->top_p * (double)total), least, last);
+    }
+}
+
+/* Which of the tokens first to first + count - 1 may be drawn, as bits. */
+static uint64_t open_tokens(
+    const uint32_t *keys, const int64_t *masses, long first, long count, uint32_t least, long last, int64_t limit)
+{
+    uint64_t open = 0;
+    for (long i = 0; i < count; i++) {
+        int in = keys[first + i] > least || (keys[first + i] == least && first + i <= last);
+        if (in && (!limit || masses[first + i] >= limit)) open |= (uint64_t)1 << i;
+    }
+    return open;
+}
+
+/* Tokens int64 [rows] of logits float32 [rows][vocab], of which the first `usable` count, and whether each one's logit
+   is finite. slots * width rows; temperature, top_p, min_p, top_k, seed [slots]; positions [rows]. room: for each
+   thread 16 bytes for each usable token, for keys, masses and scaled logits. */
+void spd_sample(const float *logits, const float *temperature, const float *top_p, const float *min_p,
+    const int64_t *top_k, const int64_t *seed, const int64_t *positions, int64_t *tokens, uint8_t *finite, char *room,
+    long slots, long width, long vocab, long usable, long stream, int noise, int truncation, int threads)
+{
+    long each = parts(usable * 16, 64) * 64;
+    threads = threads_for((noise ? 4.0 : 0.2) * (double)(slots * width * usable), threads);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (long r = 0; r < slots * width; r++) {
+        long s = r / width, best = largest(logits + r * vocab, usable);
+        const float *x = logits + r * vocab;
+        tokens[r] = best;
+        finite[r] = (uint8_t)(isfinite(x[best]) != 0);
+        if (!noise || !(temperature[s] > 0) || !finite[r]) continue;
+        Draw d = {temperature[s], top_p[s], min_p[s], top_k[s], (uint64_t)seed[s], positions[r], stream};
+        int64_t *masses = (int64_t *)(room + omp_get_thread_num() * each);
+        float *scaled = (float *)(masses + usable);
+        uint32_t *keys = (uint32_t *)(scaled + usable), least = 0;
+        long last = usable;
+        for (long i = 0; i < usable; i++) scaled[i] = x[i] / d.temperature;
+        if (!isfinite(scaled[best])) {
+            tokens[r] = largest(scaled, usable), finite[r] = 0;
+            continue;
+        }
+        int cutting = truncation && (d.top_k > 0 || d.top_p < 1 || d.min_p > 0);
+        if (cutting) kept(&d, scaled, usable, scaled[best], keys, masses, &least, &last);
+        int64_t limit = d.min_p > 0 ? (int64_t)ceil((double)d.min_p * 4294967296.0) : 0;
+        float top = -INFINITY, noisy[BLOCK];
+        for (long first = 0; first < usable; first += BLOCK) {
+            long count = usable - first < BLOCK ? usable - first : BLOCK;
+            uint64_t open = ~(uint64_t)0 >> (BLOCK - count);
+            if (cutting) open = open_tokens(keys, masses, first, count, least, last, limit);
+            if (!open) continue;
+            gumbel(&d, first, noisy);
+            __m512 peak = _mm512_set1_ps(-INFINITY);
+            for (int i = 0; i < BLOCK; i += SIDE) {
+                __mmask16 own = (__mmask16)(open >> i);
+                __m512 sum = _mm512_add_ps(_mm512_maskz_loadu_ps(own, scaled + first + i), _mm512_loadu_ps(noisy + i));
+                sum = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), own, sum);
+                _mm512_storeu_ps(noisy + i, sum);
+                peak = _mm512_max_ps(peak, sum);
+            }
+            if (_mm512_reduce_max_ps(peak) <= top) continue;
+            top = _mm512_reduce_max_ps(peak);
+            for (long i = 0; i < count; i++)
+                if (noisy[i] == top) {
+                    tokens[r] = first + i;
+                    break;
+                }
+        }
+    }
+}
