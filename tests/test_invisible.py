@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spd.runtime import Engine, Request, SamplingParams
-from tests.helpers import Run, make_engine, random_prompts, run_all, run_one
+from tests.helpers import Run, make_engine, random_prompts, run_all, run_one, run_requests
 
 TEMPERATURES = (0.0, 0.8, 1.3)
 VOCAB = 256
@@ -166,6 +166,29 @@ def test_prefix_hit_equals_miss(target: Path, methods: dict[str, dict[str, Any]]
         ]
         assert found[0] == found[1]
         assert engine.metrics("x").cached_tokens == len(common) + len(reply) - 1
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_next_turn_drafts_as_a_fresh_start_does(target: Path, paused: bool) -> None:
+    """However the turn before ended: in the middle of accepted drafts, or while nobody drafted."""
+    prompt, k = random_prompts(1, 20, VOCAB, seed=5)[0], 4
+    wishes = {"spec": "draft", "draft_model": target, "draft_max": k, "adaptive": True}
+    for count in (18, 26, 33, 40):
+        engine = make_engine(target, **wishes)
+        full_of_noise = random_prompts(1, 200, VOCAB, seed=7)
+        run_all(engine, full_of_noise, [SamplingParams(max_tokens=40, ignore_eos=True)])
+        engine._draft_length.choose = lambda: 0 if paused else k  # type: ignore[method-assign]
+        reply = run_all(engine, [prompt], [SamplingParams(max_tokens=count, ignore_eos=True)])[0].tokens
+        longer = (*prompt, *reply, 7, 8, 9)
+        spans = (("prompt", len(prompt)), ("generated", count), ("prompt", 3))
+        turn = Request("x", longer, SamplingParams(max_tokens=40, ignore_eos=True), spans)
+        runs = []
+        for one in (engine, make_engine(target, prefix_sharing=False, **wishes)):
+            one._draft_length.choose = lambda: k  # type: ignore[method-assign]
+            runs += run_requests(one, [turn])
+        assert runs[0].metrics.cached_tokens == len(prompt) + count - 1
+        assert runs[0].tokens == runs[1].tokens
+        assert runs[0].drafts == runs[1].drafts
 
 
 def test_draft_context_limit(target: Path, draft: Path) -> None:

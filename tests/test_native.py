@@ -231,6 +231,27 @@ def test_a_pass_that_broke_off_leaves_no_pages_behind(
     engine._scheduler.check()
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_native)])
+def test_a_pass_that_always_breaks_off_is_said_once(model: Callable[..., Path], dtype: str) -> None:
+    """Who runs ends with an error; aborting them and closing does not raise it again."""
+    engine = make_engine(model("tiny-qwen3"), dtype=dtype, slots=2)
+    runner = engine._parts.runner
+
+    def failing(*given: Any) -> list[Tensor]:
+        raise RuntimeError("always")
+
+    runner.write = failing  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=4)
+    for name, prompt in zip("ab", random_prompts(2, 30, 250), strict=True):
+        engine.add(Request(name, prompt, params))
+    with pytest.raises(RuntimeError, match="always"):
+        engine.step()
+    ended = {event.request_id: event for event in engine.step()}
+    assert {event.finish_reason for event in ended.values()} == {"error"} and set(ended) == {"a", "b"}
+    engine._scheduler.check()
+    engine.close()
+
+
 @needs_native
 def test_short_prompts_fill_no_more_than_a_chunk(model: Callable[..., Path]) -> None:
     """What windows are filled up with counts as rows of a pass."""

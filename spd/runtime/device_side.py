@@ -82,8 +82,13 @@ class DeviceSide:
             self._flush()
         self._unwritten.append(part)
 
+    @property
+    def owes(self) -> bool:
+        """Whether anything is still to be written of prompts."""
+        return bool(self._unwritten)
+
     def flush(self) -> None:
-        """Enqueue what is still to be written of prompts: one pass for all of it."""
+        """Enqueue what is still to be written of prompts."""
         self._flush()
 
     @torch.inference_mode()
@@ -118,7 +123,7 @@ class DeviceSide:
         self.parts.state.set_active(slot, active)
 
     def retire(self, slot: int, views: Listed[SlotView], held: int) -> None:
-        """Silence a slot, once its pages hold what others will find there, positions up to `held`."""
+        """Silence a slot, once its pages hold what others find there: up to position `held`."""
         self._flush()
         self.parts.queue.settle(views)
         if held % self.plan.page_size and self.parts.proposer is not None:

@@ -223,21 +223,23 @@ class Engine:
                 self._read_oldest()
         except Exception as error:
             if not is_out_of_memory(error):
+                if self._device.owes:
+                    self._fail_running("writing a prompt broke off")
                 raise
             refusal = explained(error, self.plan, "running")
-            self._fail_running()
+            self._fail_running("memory ran out")
             raise refusal from None
         events, self._ready = self._ready, []
         return events
 
-    def _fail_running(self) -> None:
+    def _fail_running(self, why: str) -> None:
         """End every running request with an error: a round broke off, and nobody knows where."""
         self._in_flight.clear()
         self._scheduler.drop_rounds()
         self._scheduler.unsettle()
         self._device.restart()
         for sequence in self._scheduler.running():
-            self._stop(sequence, "error", "memory ran out")
+            self._stop(sequence, "error", why)
 
     def _prefill(self) -> None:
         """Write prompts: one pass where others decode, a few where more wait; else until one can."""
@@ -370,7 +372,6 @@ class Engine:
             self._arm(sequence, result.next_drafts[sequence.slot])
 
     def _stop(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
-        """End a request between two rounds."""
         text = sequence.detokenizer.take(final=True)
         self._end(sequence, Event(sequence.name, (), text, reason, error=error))
 
@@ -384,8 +385,7 @@ class Engine:
             self._scheduler.withdraw(sequence)
         else:
             self._vacate(sequence)
-            own = self._scheduler.retire(sequence)
-            if own:
+            if own := self._scheduler.retire(sequence):
                 self._device.clear(own)
         self._finished[name] = sequence.measured()
         self.totals.add(self._finished[name], reason)

@@ -186,8 +186,11 @@ def measure(shape: MemoryShape) -> MemoryNeed:
 
 
 def state_depth(chunk: int, draft_max: int, modules: int) -> int:
-    """Places of a ring of states: a prompt chunk, or a catch-up beside a verification, and the one before."""
-    return max(chunk, TAIL_ROWS["triton"], CATCH_UP + 2 * (draft_max + 1) + modules) + 1
+    """Places of a ring of states: a prompt chunk, or a catch-up beside verifications, and the one before.
+
+    Those are the round's that is read and of two, at most, that were enqueued before anybody knew its end.
+    """
+    return max(chunk, TAIL_ROWS["triton"], CATCH_UP + 3 * (draft_max + 1) + modules) + 1
 
 
 def _head(shape: MemoryShape) -> tuple[int, int, int]:

@@ -142,7 +142,7 @@ class PageTable:
         del self._tails[self._before.pop(tail.page)]
 
     def is_published(self, page: int) -> bool:
-        """Whether others may find this page by its hash."""
+        """Whether others may find this page, or go on in it."""
         return page in self._hash_of or page in self._before
 
     def release(self, pages: Sequence[int]) -> None:

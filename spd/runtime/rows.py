@@ -41,7 +41,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Rows of one slot's prompt; see `Rows`."""
+    """Rows of prompts; see `Rows`."""
 
     token_ids: Tensor
     positions: Tensor

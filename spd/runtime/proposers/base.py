@@ -38,11 +38,11 @@ class Proposer(Protocol):
         return
 
     def leave(self, slot: int, end: int, page: int) -> None:
-        """A slot ends whose caches hold positions up to `end`, the last ones in a page that is not full."""
+        """A slot ends, the last of whose positions up to `end` stand in a page that is not full."""
         return
 
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
-        """Write the caches of parts of slots' prompts, each at most one pass of the target's.
+        """Write the caches of parts of slots' prompts, no more of one slot than a chunk.
 
         states: the target's [1, end - begin, hidden] of each part; none for who captures none.
         """

@@ -46,13 +46,13 @@ class DraftModelProposer(Proposer):
         """Zero pages of the draft's cache."""
         self.runner.cache.clear(pages)
 
-    def _committed(self, width: int) -> DraftWindow:
-        """The rows of the last `width` committed tokens of every slot."""
+    def _committed(self, width: int, slots: Tensor) -> DraftWindow:
+        """The rows of the last `width` committed tokens of slots bool [S]."""
         state = self.state
         rows: DraftWindow = self.kernels.committed_window(
             state.tokens,
             state.length,
-            state.active,
+            slots,
             state.draft_limit,
             state.page_table,
             width,
@@ -67,15 +67,17 @@ class DraftModelProposer(Proposer):
 
         A slot admitted since then has fewer: its prefilled pages, which may be shared, stay as they are.
         """
-        state, rows = self.state, self._committed(rounds + 1)
+        state = self.state
+        rows = self._committed(rounds + 1, state.occupied)
         kept = rows.valid & (rows.positions >= state.prompt_length.unsqueeze(-1) - 1)
         slots = torch.where(kept, rows.kv_slots, self.runner.trash_slot)
         self.runner.forward(replace(rows, valid=kept, kv_slots=slots), state.page_table, views)
 
     def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
         """Propose k tokens a slot, fewer where the draft's context ends."""
-        state = self.state
-        hidden = self.runner.forward(self._committed(2), state.page_table, views)[:, -1:]
+        # Who ended in this round is fed too: its pages are found by others.
+        state, rows = self.state, self._committed(2, window.valid[:, 0].contiguous())
+        hidden = self.runner.forward(rows, state.page_table, views)[:, -1:]
         for step in range(k):
             drawn = self.sampler.draw_draft(self.runner, hidden, step, needs)
             rows = self.kernels.draft_step(
