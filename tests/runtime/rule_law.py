@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,14 @@ from tests.runtime.target_law import PROMPT, VOCAB, Law, Text, random_drafts, ta
 
 RULES = ("rejection", "block")
 NO_WINDOW: Any = None
+"""For who looks at the tokens alone."""
+
+
+def first_window(state: RoundState) -> Any:
+    """What a round would have verified of all who take part: a row each."""
+    return SimpleNamespace(valid=state.active.unsqueeze(-1))
+
+
 """What a draft model, which reads no states of the target, is given."""
 
 
@@ -105,9 +114,8 @@ class RuleEnumeration(Enumeration):
         if case.drawn and case.ks[0]:
             self.draft_script.begin(self.plans[0][:, 1 : case.ks[0] + 1])
             assert proposer is not None
-            proposer.draft(
-                case.ks[0], NO_WINDOW, [SlotView(1, ())] * state.slots, SamplerClass.of(case.params)
-            )
+            views, needs = [SlotView(1, ())] * state.slots, SamplerClass.of(case.params)
+            proposer.draft(case.ks[0], first_window(state), views, needs)
             self.weights *= self.draft_script.weight
 
     def run(self, number: int, draft_law: Tensor | None = None) -> None:
@@ -219,7 +227,7 @@ def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor,
         mock.patch.object(sampling, "gumbel", gumbel_at_once),
         mock.patch.object(draft_verify, "gumbel", gumbel_at_once),
     ):
-        proposer.draft(k, NO_WINDOW, views, needs)
+        proposer.draft(k, first_window(state), views, needs)
         while state.active.any():
             place, live = int(state.counter), state.active.clone()
             rounds.run(k, views, needs, None, k)
