@@ -7,6 +7,7 @@ depend on what only one rank knows.
 from __future__ import annotations
 
 from collections.abc import Sequence as Listed
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -44,9 +45,13 @@ class DeviceSide:
         draft_max: int | None,
         prefilled: int,
         pages: list[int],
+        prepared: bool,
     ) -> None:
-        """Write the row of a sequence, of whose tokens `prompt` are its prompt; it stays silent."""
-        proposer = self.parts.proposer
+        """Write the row of a sequence, of whose tokens `prompt` are its prompt; it stays silent.
+
+        One that is not `prepared` is never drafted for, and nothing of it comes into the drafter's cache.
+        """
+        proposer = self.parts.proposer if prepared else None
         if prefilled and proposer is not None and proposer.captures:
             self._flush()  # it wants what is kept of the pages that the slot begins with
         self._ids = to_device(tokens, torch.long, self.plan.device)
@@ -56,11 +61,12 @@ class DeviceSide:
             length_limit,
             prompt + params.min_tokens,
             stop_ids,
-            self.plan.draft_ctx,
+            self.plan.draft_ctx if prepared else 0,
             draft_max,
             active=False,
         )
         self.parts.sampler.admit(slot, params, self._ids[:prompt], self._ids[prompt:])
+        self.parts.queue.follows[slot] = prepared
         if proposer is not None:
             proposer.admit(slot, prefilled, SlotView(len(tokens), pages))
         self._upload_pages(slot, pages)
@@ -96,8 +102,10 @@ class DeviceSide:
         if not self._unwritten:
             return
         states = self.parts.runner.write(self._unwritten)
-        if self.parts.proposer is not None:
-            self.parts.proposer.prefill(self._unwritten, states)
+        follows = [self.parts.queue.follows[part.slot] for part in self._unwritten]
+        if self.parts.proposer is not None and any(follows):
+            kept = list(compress(self._unwritten, follows))
+            self.parts.proposer.prefill(kept, list(compress(states, follows)))
         self._unwritten = []  # and not before: what broke off is still to be written
 
     @torch.inference_mode()
@@ -126,7 +134,7 @@ class DeviceSide:
         """Silence a slot, once its pages hold what others find there: up to position `held`."""
         self._flush()
         self.parts.queue.settle(views)
-        if held % self.plan.page_size and self.parts.proposer is not None:
+        if held % self.plan.page_size and self.parts.proposer is not None and self.parts.queue.follows[slot]:
             page = views[slot].pages[held // self.plan.page_size]
             self.parts.proposer.leave(slot, held, page)
         self.parts.state.retire(slot)

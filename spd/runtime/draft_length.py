@@ -5,28 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-DECAY = 0.9
-"""What earlier rounds weigh after one more, in costs and in acceptance."""
+from spd.runtime.round_times import ENOUGH, FADE, RoundTimes
+
+DECAY = 0.96
+"""What earlier rounds weigh after one more, in acceptance."""
 WARM_UP_ROUNDS = 4
-PROBE_EVERY = 16
-PROBE_SELDOM = 256
-"""Rounds without drafts between two probes: at first, and after probes that changed nothing."""
+"""At the largest k, before anything else."""
+PLAIN_MARGIN = 1.05
+"""By this factor plain rounds have to be better: they teach nothing, and the drafter falls behind."""
 PROBE_LENGTH = 2
-PROBE_MEMORY = 0.1
-"""What is left of the evidence when a probe is made, so that its outcome can overrule it."""
-PRIOR = 4.0
+PROBE_OUTCOMES = 8
+"""Drafts that a probe is to try, at least."""
+PROBE_MEMORY = 16.0
+"""The drafts that earlier evidence counts for at a probe, at most, so that its outcome can overrule it."""
+STEADINESS = 5.0
+"""The drafts that a rate counts for against those just accepted: the fewer, the more they come in runs."""
+PRIOR = 6.0
 """Drafts of other requests that a request's own evidence is weighed against."""
-ROW_COST = 0.01
-"""Assumed extra cost of verifying one more row, as a share, until it has been measured."""
 
 
-def expected_tokens(rate: float, k: int) -> float:
-    """Tokens a round commits on average when each draft is accepted with probability `rate`."""
-    return float(k + 1) if rate >= 1 else (1 - rate ** (k + 1)) / (1 - rate)
+def chance_of_next(rate: float, accepted: int) -> float:
+    """How likely a round's next draft is accepted after so many; `rate` is the share that mostly is.
 
-
-def _towards(old: float, new: float) -> float:
-    return DECAY * old + (1 - DECAY) * new
+    Acceptance varies along a text: those before it say that this is a place where drafts are good.
+    """
+    return (rate * STEADINESS + accepted) / (STEADINESS + accepted) if rate else 0.0
 
 
 @dataclass(slots=True)
@@ -45,9 +48,9 @@ class Acceptance:
 class DraftLength:
     """Chooses k for the next round; `observe` feeds it. Never changes the text, only the speed.
 
-    `rate` is the measured probability that one more draft is accepted given that those before it
-    were; a round in which the proposer had nothing to propose counts as a failure. All slots of a round
-    weigh as much as all of another. Times in seconds.
+    `rate` is the measured share of drafts accepted of those that could have been; a round in which the
+    proposer had nothing to propose counts as a failure. All slots of a round weigh as much as all of
+    another. Times in seconds.
     """
 
     maximum: int
@@ -57,27 +60,17 @@ class DraftLength:
     accepted: float = 7.0
     tried: float = 10.0
     """Drafts that were accepted, and those that could have been: sums that fade from round to round."""
-    rounds: int = 0
-    since_probe: int = 0
-    probe_gap: int = PROBE_EVERY
-    draft_seconds: float | None = None
-    """Of one draft forward (or one lookup)."""
-    verify_seconds: dict[int, float] = field(default_factory=dict)
-    """Of one verification, by k, with about as many requests as take part now."""
     present: Sequence[tuple[Acceptance, int]] = ()
     """Who takes part in the next rounds: each one's acceptance, and how many drafts it wants at most."""
     wanted: int = field(init=False)
     """The most drafts that anybody present wants."""
-    least: int = field(init=False)
-    """The fewest."""
-    batch: int = 0
-    by_batch: dict[int, dict[int, float]] = field(default_factory=dict)
-    """`verify_seconds` of other numbers of requests, by their bit length."""
-    carried: set[int] = field(default_factory=set)
-    """Values of k whose time was taken over from another number of requests, until it is measured."""
+    times: RoundTimes = field(default_factory=RoundTimes)
+    """Of rounds of about as many requests as take part now."""
+    by_load: dict[int, RoundTimes] = field(default_factory=dict)
+    """The times of any number of requests, by its bit length."""
 
     def __post_init__(self) -> None:
-        self.wanted = self.least = self.maximum
+        self.wanted = self.maximum
 
     @property
     def rate(self) -> float:
@@ -86,73 +79,73 @@ class DraftLength:
 
     def attend(self, present: Sequence[tuple[Acceptance, int]]) -> None:
         """Say who takes part from now on; costs are kept apart for 1, 2 to 3, 4 to 7 requests and so on."""
-        self.present, batch = present, len(present).bit_length()
-        wanted = [most for _, most in present] or [self.maximum]
-        self.wanted, self.least = max(wanted), min(wanted)
-        if batch != self.batch:
-            if self.batch:
-                self.by_batch[self.batch] = self.verify_seconds
-            known = self.by_batch.get(batch)
-            self.carried = set() if known else set(self.verify_seconds)
-            self.verify_seconds = known or dict(self.verify_seconds)
-            self.batch = batch
+        self.present = present
+        self.wanted = max((most for _, most in present), default=self.maximum)
+        self.times = self.by_load.setdefault(len(present).bit_length(), RoundTimes())
 
-    def expected(self, k: int) -> float:
-        """Tokens that a request commits in a round at k, on average over those present."""
-        return self._expectations(k)[k]
-
-    def _expectations(self, maximum: int) -> list[float]:
-        """`expected` of every k from 0 to `maximum`: one sum over all present for each draft."""
-        prior = self.rate
-        rates = [one.rate(prior) for one, _ in self.present] or [prior]
-        chances, tokens = [1.0] * len(rates), [1.0]
-        for position in range(1, maximum + 1):
-            if position > self.least:
-                each = zip(rates, self.present, strict=True)
-                rates = [rate if most >= position else 0.0 for rate, (_, most) in each]
-            chances = [chance * rate for chance, rate in zip(chances, rates, strict=True)]
+    def expected(self, maximum: int, rates: Sequence[float] = ()) -> list[float]:
+        """Tokens that a request commits in a round at every k from 0 to `maximum`: on average over those
+        present, or over some who accept these shares.
+        """
+        caps, tokens = [most for _, most in self.present], [1.0]
+        if rates or not caps:
+            rates = rates or [self.rate]
+            caps = [maximum] * len(rates)
+        else:
+            prior = self.rate
+            rates = [one.rate(prior) for one, _ in self.present]
+        chances = [1.0] * len(rates)
+        for position in range(maximum):
+            chances = [
+                chance * chance_of_next(rate, position) if most > position else 0.0
+                for chance, rate, most in zip(chances, rates, caps, strict=True)
+            ]
             tokens.append(tokens[-1] + sum(chances) / len(chances))
         return tokens
 
     def choose(self) -> int:
         """k for the next round, 0 to `maximum`, and no more than anybody present wants."""
-        choices = self.tiers or range(self.maximum + 1)
+        choices = self.tiers or tuple(range(self.maximum + 1))
         maximum = min((k for k in choices if k >= self.wanted), default=self.maximum)
-        if not self.adaptive or maximum == 0 or self.rounds < WARM_UP_ROUNDS:
+        times = self.times
+        if not self.adaptive or maximum == 0:
+            times.since_probe += 1  # so that who is prepared is drafted for soon
             return maximum
-        expected = self._expectations(maximum)
-        best = max((k for k in choices if k <= maximum), key=lambda k: expected[k] / self.cost(k))
-        if best:
-            self.since_probe, self.probe_gap = 0, PROBE_EVERY
-            return best
-        self.since_probe += 1
-        if self.since_probe < self.probe_gap:
-            return 0
-        # Each probe costs a round of all slots: the longer none has paid, the fewer there are.
-        self.since_probe, self.probe_gap = 0, min(2 * self.probe_gap, PROBE_SELDOM)
-        self.accepted *= PROBE_MEMORY
-        self.tried *= PROBE_MEMORY
-        return min(PROBE_LENGTH, maximum)
+        if not times.begun:
+            times.begun, first = True, not any(load.verify for load in self.by_load.values())
+            times.try_out(self.maximum if first else _probe(choices), WARM_UP_ROUNDS if first else ENOUGH)
+        if not times.trials:
+            choices = tuple(k for k in choices if k <= maximum)
+            worth = _worth(choices, self.expected(maximum), times)
+            best = max(choices, key=lambda k: worth[k] * (1 if k else 1 / PLAIN_MARGIN))
+            if best:
+                times.drafted(best, choices)
+            elif times.probe_is_due():
+                self._fade(PROBE_MEMORY / max(self.tried, PROBE_MEMORY))
+                able = sum(most > 0 for _, most in self.present) or 1
+                times.try_out(_probe(choices), -(-PROBE_OUTCOMES // able))
+            if not times.trials:
+                return best
+        return min(times.trials.popleft(), maximum)
 
-    def cost(self, k: int) -> float:
-        """Seconds of a round at k: measured, between two measured ones, or carried over from the nearest."""
-        if not self.verify_seconds:
-            return 1.0 + (ROW_COST + 0.1) * k
-        verify = self.verify_seconds.get(k)
-        if verify is None:
-            verify = self._estimate(k)
-        return max(verify + k * (self.draft_seconds or 0.0), 1e-9)  # a coarse clock may say zero
+    def prepares(self, together: int) -> bool:
+        """Whether a request is worth preparing for drafting that is admitted when so many are together."""
+        times = self.by_load.get(together.bit_length())
+        if not self.adaptive or self.maximum == 0 or times is None or not times.verify:
+            return True
+        choices = self.tiers or tuple(range(self.maximum + 1))
+        worth = _worth(choices, self.expected(self.maximum, [self.rate]), times)
+        return times.prepares(max(worth[k] for k in choices if k) / worth[0], together)
 
-    def _estimate(self, k: int) -> float:
-        """Seconds of a verification that has not been measured."""
-        below = max((known for known in self.verify_seconds if known < k), default=None)
-        above = min((known for known in self.verify_seconds if known > k), default=None)
-        if below is not None and above is not None:
-            low, high = self.verify_seconds[below], self.verify_seconds[above]
-            return low + (k - below) / (above - below) * (high - low)
-        nearest = above if below is None else below
-        assert nearest is not None
-        return self.verify_seconds[nearest] * (1 + ROW_COST * k) / (1 + ROW_COST * nearest)
+    def observe_request(self, prepared: bool, together: int, seconds: float, tokens: int) -> None:
+        """What a request took of the engine's time and brought; see `prepares`."""
+        spent = self.by_load.setdefault(together.bit_length(), RoundTimes()).spent
+        earlier, before = spent[prepared]
+        spent[prepared] = FADE * earlier + seconds, FADE * before + tokens
+
+    def _fade(self, share: float) -> None:
+        self.accepted *= share
+        self.tried *= share
 
     def observe(self, k: int, drafted: int, accepted: int, own: Acceptance | None = None) -> None:
         """One slot's outcome of a round verified at k with `drafted` real drafts; `own` is its request's."""
@@ -165,20 +158,27 @@ class DraftLength:
             own.accepted = DECAY * own.accepted + accepted
             own.tried = DECAY * own.tried + tried
 
-    def observe_cost(self, k: int, verify_seconds: float, draft_seconds: float, forwards: int) -> None:
+    def observe_cost(
+        self, k: int, verify_seconds: float, draft_seconds: float, forwards: int, gap: float = 0.0
+    ) -> None:
         """What a round at k took: its verification, and the drafting after it in `forwards` passes.
 
-        Comes before its slots' outcomes.
+        `gap` seconds lay between it and the round before. Comes before its slots' outcomes.
         """
-        self.rounds += 1
         if k:
-            self.accepted *= DECAY
-            self.tried *= DECAY
-        before = verify_seconds if k in self.carried else self.verify_seconds.get(k, verify_seconds)
-        self.carried.discard(k)
-        self.verify_seconds[k] = _towards(before, verify_seconds)
+            self._fade(DECAY)
+        self.times.gaps.append(gap)
+        self.times.verify[k].append(verify_seconds)
         if forwards:
-            each = draft_seconds / forwards
-            self.draft_seconds = _towards(
-                self.draft_seconds if self.draft_seconds is not None else each, each
-            )
+            self.times.draft[forwards].append(draft_seconds)
+
+
+def _probe(choices: Sequence[int]) -> int:
+    """The least of the choices that is no shorter than a probe, or the largest."""
+    return next((k for k in choices if k >= PROBE_LENGTH), choices[-1])
+
+
+def _worth(choices: Sequence[int], expected: Sequence[float], times: RoundTimes) -> dict[int, float]:
+    """Tokens a second by k; expected: those of a round."""
+    costs = times.costs(choices[-1])
+    return {k: expected[k] / costs[k] for k in choices}

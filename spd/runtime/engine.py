@@ -7,7 +7,7 @@ the host never stands between two rounds; with lag 0 it reads at once. The text 
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 
@@ -32,13 +32,11 @@ from spd.runtime.plan import EnginePlan, make_plan
 from spd.runtime.progress import Progress
 from spd.runtime.request import Completion, CompletionParts, Event, Request
 from spd.runtime.round_queue import RoundResult, Ticket
+from spd.runtime.round_times import medians
 from spd.runtime.rows import EMPTY_SLOT, SlotView
 from spd.runtime.scheduler import Scheduler
 from spd.runtime.sequence import Sequence
 from spd.runtime.slots import Slots
-
-FINISHED_KEPT = 4096
-"""Requests whose counters can still be asked for after their end: the latest."""
 
 IDLE_PASSES, BUSY_PASSES = 16, 4
 """Passes over prompts in a step: where nobody decoded at its beginning, and while more wait than decode."""
@@ -87,9 +85,9 @@ class Engine:
             self.plan.ctx,
             sharing=self.plan.prefix_sharing,
         )
+        self._scheduler.prepares = self._prepares
         self._slots = Slots(self._device, self.plan)
         self._in_flight: deque[tuple[Ticket, Party]] = deque()  # rounds enqueued and not yet read
-        self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
         self._ready: list[Event] = []
         self.totals = EngineMetrics()
         self._planned_length = DraftLength(self.plan.draft_max, self.plan.adaptive, self.plan.draft_tiers)
@@ -145,7 +143,7 @@ class Engine:
     @property
     def plain_round_seconds(self) -> float | None:
         """Seconds of a round without drafts, as measured of late; None where there has been none."""
-        return self._planned_length.verify_seconds.get(0)
+        return medians(self._planned_length.times.verify).get(0)
 
     @property
     def has_work(self) -> bool:
@@ -155,7 +153,7 @@ class Engine:
     def metrics(self, request_id: str) -> RequestMetrics:
         """Counters of a request that waits, runs or ended of late. Raises KeyError for an unknown id."""
         sequence = self._scheduler.find(request_id)
-        return self._finished[request_id] if sequence is None else sequence.measured()
+        return self.totals.finished[request_id] if sequence is None else sequence.measured()
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
         """Run requests to their end, yielding events as they come; taken from `requests` as room appears.
@@ -218,9 +216,11 @@ class Engine:
         """Admit and prefill, enqueue one round, read those that are due."""
         try:
             self._prefill()
+            began = time.perf_counter()
             launched = self._enqueue()
             while self._in_flight and (len(self._in_flight) > self.plan.lag or not launched):
                 self._read_oldest()
+            self._scheduler.took(time.perf_counter() - began)
         except Exception as error:
             if not is_out_of_memory(error):
                 if self._device.owes:
@@ -269,6 +269,11 @@ class Engine:
             for sequence, count in written:
                 sequence.metrics.prompt_ms += each * count
 
+    def _prepares(self, together: int) -> bool:
+        """Whether who is admitted, where so many are together, is prepared; a lookup asks for nothing."""
+        proposer = self._parts.proposer
+        return not (proposer and proposer.forwards_a_draft) or self._draft_length.prepares(together)
+
     def _arm(self, sequence: Sequence, drafts: list[int] | None = None) -> None:
         try:
             self._slots.arm(sequence, drafts or ())
@@ -293,7 +298,7 @@ class Engine:
                 else:
                     last = scheduler.last_to_come()
                     assert last is not None
-                    self._vacate(last)
+                    self._slots.vacate(last, scheduler.running())
                     scheduler.preempt(last)
                 live = scheduler.decoding()
 
@@ -347,8 +352,8 @@ class Engine:
         result = self._device.read(ticket)
         self._scheduler.read()
         self.totals.rounds += 1
-        draft_seconds, verify_seconds, rest = result.seconds
-        self._draft_length.observe_cost(result.k, verify_seconds + rest, draft_seconds, result.draft_forwards)
+        draft, verify, rest = result.seconds
+        self._draft_length.observe_cost(result.k, verify + rest, draft, result.draft_forwards, result.gap)
         now = time.perf_counter()
         for sequence, epoch, row in zip(self._scheduler.slots, party.epochs, result.rows, strict=True):
             if sequence is not None and sequence.epoch == epoch:
@@ -359,7 +364,7 @@ class Engine:
         event = settle(sequence, row, result, now)
         if result.k and sequence.drafted_for and self.plan.adaptive:
             self._draft_length.observe(result.k, row[NUM_DRAFTS], row[ACCEPTED], sequence.acceptance)
-        sequence.drafted_for = True
+        sequence.drafted_for = sequence.draft_cap(1) > 0
         if self.trace is not None:
             self.trace(record_of(sequence, row, result, event.token_ids, self.plan))
         if event.finish_reason is not None:
@@ -384,17 +389,10 @@ class Engine:
         if sequence.slot < 0:
             self._scheduler.withdraw(sequence)
         else:
-            self._vacate(sequence)
+            self._slots.vacate(sequence, self._scheduler.running())
             if own := self._scheduler.retire(sequence):
                 self._device.clear(own)
-        self._finished[name] = sequence.measured()
-        self.totals.add(self._finished[name], reason)
-        while len(self._finished) > FINISHED_KEPT:
-            self._finished.popitem(last=False)
-
-    def _vacate(self, sequence: Sequence) -> None:
-        """Silence a slot, once its pages hold what others will find there."""
-        views = [EMPTY_SLOT] * self.plan.slots
-        for other in self._scheduler.running():
-            views[other.slot] = SlotView(other.bound, other.pages)
-        self._device.retire(sequence.slot, views, sequence.prefill_end)
+        if self.plan.adaptive and sequence.prepared is not None:
+            spent, tokens = sequence.seconds + 1e-3 * sequence.metrics.prompt_ms, len(sequence.generated)
+            self._draft_length.observe_request(sequence.prepared, sequence.together, spent, tokens)
+        self.totals.add(name, sequence.measured(), reason)

@@ -7,7 +7,7 @@ vLLM's `metrics.speculative_decoding`.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,13 +175,18 @@ class EngineMetrics:
     """Of the engine: one serves every slot."""
     requests: dict[str, int] = field(default_factory=dict)
     """By how they ended."""
+    finished: OrderedDict[str, RequestMetrics] = field(default_factory=OrderedDict)
+    """By their ids: the latest `KEPT`, whose counters can still be asked for."""
     totals: RequestMetrics = field(default_factory=RequestMetrics)
     latencies: dict[str, deque[float]] = field(
         default_factory=lambda: {name: deque(maxlen=KEPT) for name in LATENCIES}
     )
 
-    def add(self, one: RequestMetrics, reason: str) -> None:
+    def add(self, name: str, one: RequestMetrics, reason: str) -> None:
         """A request has ended."""
+        self.finished[name] = one
+        while len(self.finished) > KEPT:
+            self.finished.popitem(last=False)
         self.requests[reason] = self.requests.get(reason, 0) + 1
         for name in SUMMED:
             setattr(self.totals, name, getattr(self.totals, name) + getattr(one, name))

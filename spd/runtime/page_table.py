@@ -18,14 +18,15 @@ from spd.runtime.spans import Run, kinds_in
 TRASH_PAGE = 0
 ZERO_PAGE = 1
 NUM_RESERVED = 2
-ROOT = b"spd page"
-"""What the first page of all is chained to."""
+ROOT, ROOT_UNPREPARED = b"spd page", b"spd page without the drafter's part"
+"""What the first page of all is chained to; two that nobody finds both of."""
 
 
-def page_hashes(tokens: Sequence[int], runs: Sequence[Run], page_size: int, end: int) -> list[bytes]:
+def page_hashes(
+    tokens: Sequence[int], runs: Sequence[Run], page_size: int, end: int, parent: bytes = ROOT
+) -> list[bytes]:
     """Chained SHA-256 of every full page within the first `end` positions."""
     hashes: list[bytes] = []
-    parent = ROOT
     for start in range(0, end - page_size + 1, page_size):
         parent = chained_hash(parent, tokens, runs, start, start + page_size)
         hashes.append(parent)

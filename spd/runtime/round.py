@@ -43,6 +43,8 @@ class Round:
         """share: makes a tensor the same on ranks that draft apart."""
         self.state, self.runner, self.sampler, self.proposer = state, runner, sampler, proposer
         self.kernels, self.imposed, self.verify, self.share = kernels, imposed, verify, share
+        self.follows = True
+        """Whether the proposer keeps up with any slot."""
 
     @torch.inference_mode()
     def run(
@@ -72,7 +74,7 @@ class Round:
             state.draft_cap,
         )
         hidden = self.runner.forward(window, state.page_table, views)
-        if self.proposer is not None:
+        if self.proposer is not None and self.follows:
             self.proposer.capture(window, hidden)
         if kernels.name != "triton":  # on a GPU one more launch would cost more than it tells
             kernels.mark_time(state.times, state.counter, VERIFIED, False)

@@ -20,7 +20,7 @@ from spd.kernels.round_finish import BEGAN, COMMITTED, ENDED, VERIFIED
 from spd.runtime.graphs import CapturedRounds, RoundShape
 from spd.runtime.memory import CATCH_UP
 from spd.runtime.round import Logprobs, Round
-from spd.runtime.rows import SlotView
+from spd.runtime.rows import EMPTY_SLOT, SlotView
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RING_DEPTH, RoundState
 
@@ -133,6 +133,8 @@ class RoundQueue:
         self.copies = HostCopies(self.state) if self.state.device != "cpu" else None
         self.rows = list(zip(self.state.ring.unbind(), self.state.times.unbind(), strict=True))
         """Of the ring, with their times."""
+        self.follows = [True] * self.state.slots
+        """For which slots the proposer keeps up: those whose prompts it has written."""
         self.launched = 0
         self.behind = 0
         """Rounds without drafting since the proposer's cache was last brought up."""
@@ -148,8 +150,10 @@ class RoundQueue:
     def settle(self, views: Sequence[SlotView]) -> None:
         """Bring the proposer's cache up, before pages are given away for others to find."""
         if self.round.proposer is not None and self.behind:
-            with torch.inference_mode():
-                self.round.proposer.catch_up(self.behind, views)
+            own = [view if follows else EMPTY_SLOT for view, follows in zip(views, self.follows, strict=True)]
+            if any(view.bound for view in own):
+                with torch.inference_mode():
+                    self.round.proposer.catch_up(self.behind, own)
             self.catch_ups += 1
         self.behind = 0
 
@@ -165,6 +169,9 @@ class RoundQueue:
         if self.captured is not None:
             logprobs = self.captured.run(RoundShape(k, next_k, needs, num_logprobs), views)
         else:
+            self.round.follows = any(
+                view.bound and own for view, own in zip(views, self.follows, strict=True)
+            )
             logprobs = self.round.run(k, views, needs, num_logprobs, next_k)
         row = self.launched % RING_DEPTH
         self.launched += 1

@@ -8,18 +8,23 @@ tokens stay, and its cache is written again by the same programs. So the first o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listed
 
 from spd.errors import UsageError
-from spd.runtime.page_table import ROOT, PageTable, Tail, chained_hash, page_hashes
+from spd.runtime.page_table import ROOT, ROOT_UNPREPARED, PageTable, Tail, chained_hash, page_hashes
 from spd.runtime.sequence import NO_SLOT, Sequence
 from spd.runtime.spans import Run, clip_runs, extend_tile, reusable_prefix
 
 
-def _before(hashes: Listed[bytes], page: int) -> bytes:
+def _root(sequence: Sequence) -> bytes:
+    """Who is drafted for finds no page that the drafter did not write, and the other way round."""
+    return ROOT if sequence.prepared else ROOT_UNPREPARED
+
+
+def _before(sequence: Sequence, hashes: Listed[bytes], page: int) -> bytes:
     """The hash of all that stands before a page, those before which are full."""
-    return hashes[page - 1] if page else ROOT
+    return hashes[page - 1] if page else _root(sequence)
 
 
 class Scheduler:
@@ -32,6 +37,8 @@ class Scheduler:
     def __init__(
         self, slots: int, pages: PageTable, page_size: int, block: int, ctx: int, *, sharing: bool
     ) -> None:
+        self.prepares: Callable[[int], bool] = lambda together: True
+        """Whether one who is admitted is prepared for drafting, where so many are together."""
         self.waiting: deque[Sequence] = deque()
         self.slots: list[Sequence | None] = [None] * slots
         self.pages, self.page_size, self.block, self.ctx, self.sharing = pages, page_size, block, ctx, sharing
@@ -71,6 +78,12 @@ class Scheduler:
         """Sequences that take part in the next round, in slot order."""
         return [sequence for sequence in self.slots if sequence is not None and sequence.active]
 
+    def took(self, seconds: float) -> None:
+        """Put time down to all who decode, in equal parts."""
+        decoding = self.decoding()
+        for sequence in decoding:
+            sequence.seconds += seconds / len(decoding)
+
     @property
     def busy(self) -> bool:
         """Whether somebody's prompt is written already: who then waits for another's, stalls."""
@@ -97,8 +110,12 @@ class Scheduler:
         """
         if self.prefilling is None and self.waiting:
             slot = next((i for i, occupant in enumerate(self.slots) if occupant is None), None)
-            if slot is not None and self._take_pages(self.waiting[0], lookahead):
-                sequence = self.waiting.popleft()
+            sequence = self.waiting[0]
+            if slot is not None and sequence.prepared is None:
+                sequence.together = min(len(self._by_id), len(self.slots))
+                sequence.prepared = self.prepares(sequence.together)
+            if slot is not None and self._take_pages(sequence, lookahead):
+                self.waiting.popleft()
                 sequence.slot, sequence.epoch = slot, self.next_epoch()
                 sequence.placed = False
                 self.slots[slot] = self.prefilling = sequence
@@ -113,7 +130,8 @@ class Scheduler:
         """Shared pages for what is known of its tokens, own ones for the rest; nothing if too few."""
         end, size = sequence.prefill_end, self.page_size
         if self.sharing and not sequence.hashes:
-            sequence.hashes = page_hashes(sequence.tokens(), self.prefill_runs(sequence), size, end)
+            tokens, runs = sequence.tokens(), self.prefill_runs(sequence)
+            sequence.hashes = page_hashes(tokens, runs, size, end, _root(sequence))
         shared = self.pages.match(sequence.hashes)
         cached = len(shared) * size
         # Back to where neither a page nor a chunk is cut: a later span's chunks may start inside a page.
@@ -124,7 +142,7 @@ class Scheduler:
         tail = self._take_tail(sequence, cached) if self.sharing else None
         if not self.grow(sequence, sequence.length + lookahead):
             if tail is not None:
-                self.pages.keep_tail(_before(sequence.hashes, cached // size), tail)
+                self.pages.keep_tail(_before(sequence, sequence.hashes, cached // size), tail)
             self.pages.release(sequence.pages[::-1])
             sequence.pages = []
             return False
@@ -133,7 +151,7 @@ class Scheduler:
 
     def _take_tail(self, sequence: Sequence, start: int) -> Tail | None:
         """The page that goes on where the shared ones end, if all that it holds is the sequence's own."""
-        before = _before(sequence.hashes, start // self.page_size)
+        before = _before(sequence, sequence.hashes, start // self.page_size)
         tail = self.pages.find_tail(before)
         if tail is None or start + tail.positions > sequence.prefill_end:
             return None
@@ -221,11 +239,11 @@ class Scheduler:
             # Everything after the prompt was written by verify-class tiles.
             tokens, end = sequence.tokens(), sequence.prefill_end
             runs = extend_tile(sequence.runs, end)
-            hashes = page_hashes(tokens, runs, self.page_size, end)
+            hashes = page_hashes(tokens, runs, self.page_size, end, _root(sequence))
             for page, digest in zip(sequence.pages, hashes, strict=False):
                 self.pages.publish(page, digest)
             if held := end % self.page_size:
-                before = _before(hashes, len(hashes))
+                before = _before(sequence, hashes, len(hashes))
                 digest = chained_hash(before, tokens, runs, end - held, end)
                 self.pages.keep_tail(before, Tail(sequence.pages[len(hashes)], held, digest))
         if sequence is self.prefilling:

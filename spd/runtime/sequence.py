@@ -44,6 +44,12 @@ class Sequence:
     """Of the full pages that a prefill will have written."""
     prefilled: int = 0
     """Positions whose cache is there; all but the last token's before it may decode."""
+    prepared: bool | None = None
+    """Whether the drafter's cache is written for it: else it is never drafted for. None while unadmitted."""
+    together: int = 0
+    """How many could run together when it was admitted."""
+    seconds: float = 0.0
+    """Its share of the engine's time while it decoded."""
     placed: bool = False
     """Whether the device knows of its stay in the slot."""
     active: bool = False
@@ -108,8 +114,8 @@ class Sequence:
         return min(self.length + self.in_flight, self.length_limit)
 
     def draft_cap(self, most: int) -> int:
-        """How many drafts a round it wants, of `most`."""
-        wanted = self.request.draft_max
+        """How many drafts a round it wants, of `most`; none where the drafter cannot know its text."""
+        wanted = self.request.draft_max if self.prepared else 0
         return most if wanted is None else min(wanted, most)
 
     @property

@@ -11,7 +11,7 @@ from spd.runtime.device_side import DeviceSide
 from spd.runtime.grammar import mask_width
 from spd.runtime.memory import CATCH_UP
 from spd.runtime.plan import EnginePlan
-from spd.runtime.rows import SlotView
+from spd.runtime.rows import EMPTY_SLOT, SlotView
 from spd.runtime.sequence import Sequence
 from spd.runtime.spans import Run, extend_tile
 
@@ -40,6 +40,7 @@ class Slots:
             sequence.request.draft_max,
             sequence.prefilled,
             sequence.pages,
+            bool(sequence.prepared),
         )
 
     def show_pages(self, sequence: Sequence) -> None:
@@ -68,7 +69,7 @@ class Slots:
         """
         proposer, end = self.parts.proposer, sequence.prefill_end
         start = max(len(sequence.request.prompt_ids), end - positions)
-        if proposer is None or proposer.captures or start >= end:
+        if proposer is None or proposer.captures or not sequence.prepared or start >= end:
             return
         runs, view = extend_tile(sequence.runs, end), SlotView(sequence.length, sequence.pages)
         self.device.refill_draft(sequence.slot, sequence.tokens(), view, start, end, runs)
@@ -95,3 +96,10 @@ class Slots:
         sequence.active = False
         sequence.caught_up = self.parts.queue.catch_ups
         self.device.set_active(sequence.slot, False)
+
+    def vacate(self, sequence: Sequence, running: Listed[Sequence]) -> None:
+        """Silence a slot of those running, once its pages hold what others will find there."""
+        views = [EMPTY_SLOT] * self.plan.slots
+        for other in running:
+            views[other.slot] = SlotView(other.bound, other.pages)
+        self.device.retire(sequence.slot, views, sequence.prefill_end)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from spd.formats.demo import demo_folder
 from spd.runtime import Request, SamplingParams
 from spd.runtime.draft_length import (
-    PROBE_EVERY,
+    DECAY,
     PROBE_MEMORY,
-    PROBE_SELDOM,
+    PROBE_OUTCOMES,
     WARM_UP_ROUNDS,
     Acceptance,
     DraftLength,
-    expected_tokens,
 )
+from spd.runtime.round_times import ENOUGH, PROBE_EVERY, PROBE_SELDOM, SAMPLES, TIME_EVERY, RoundTimes
 from tests.helpers import make_engine
 
 
@@ -36,10 +36,16 @@ def play(
     return chosen
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.7, 1.0])
-@pytest.mark.parametrize("k", [0, 1, 4, 31])
-def test_expected_tokens_is_the_mean_of_the_leading_run(rate: float, k: int) -> None:
-    assert expected_tokens(rate, k) == pytest.approx(sum(rate**i for i in range(k + 1)))
+@pytest.mark.parametrize(("rate", "k", "tokens"), [(0.0, 4, 1), (1.0, 4, 5), (0.7, 0, 1), (0.7, 1, 1.7)])
+def test_expected_tokens_at_the_ends(rate: float, k: int, tokens: float) -> None:
+    assert DraftLength(4, adaptive=True).expected(k, [rate])[k] == pytest.approx(tokens)
+
+
+def test_accepted_drafts_come_in_runs() -> None:
+    """Texts accept nearly all in places and little in others: a later draft fares better than the first."""
+    places = [sum(rate**i for i in range(5)) for rate in (0.95, 0.45)]
+    steady = sum(0.7**i for i in range(5))
+    assert steady < DraftLength(4, adaptive=True).expected(4, [0.7])[4] < sum(places) / 2
 
 
 @pytest.mark.parametrize("maximum", [0, 1, 7])
@@ -57,10 +63,12 @@ def test_the_first_rounds_measure() -> None:
 
 
 def test_without_acceptance_k_goes_to_zero_and_is_probed_ever_less() -> None:
-    chosen = play(DraftLength(6, adaptive=True), 2000, 0.0)
-    probes = [i for i, k in enumerate(chosen) if k][WARM_UP_ROUNDS:]
-    probes = [i for i in probes if chosen[i] == 2 and chosen[i - 1] == 0]
-    gaps = [b - a for a, b in itertools.pairwise(probes)]
+    chosen = play(DraftLength(6, adaptive=True), 3000, 0.0)
+    settled = next(i for i in range(len(chosen)) if not any(chosen[i : i + PROBE_EVERY - 1]))
+    probes = [i for i in range(settled, len(chosen)) if chosen[i] and not chosen[i - 1]]
+    lasted = [next(n for n in range(1, 99) if not chosen[i + n]) for i in probes[:-1]]
+    assert set(lasted) == {PROBE_OUTCOMES}, "each tries as many drafts as make evidence"
+    gaps = [b - a - PROBE_OUTCOMES + 1 for a, b in itertools.pairwise(probes)]
     assert gaps[:4] == [2 * PROBE_EVERY, 4 * PROBE_EVERY, 8 * PROBE_EVERY, PROBE_SELDOM]
     assert set(gaps[3:]) == {PROBE_SELDOM}
 
@@ -70,28 +78,33 @@ def test_a_probe_is_not_above_the_maximum() -> None:
 
 
 def test_with_full_acceptance_k_goes_to_the_maximum() -> None:
-    assert set(play(DraftLength(9, adaptive=True), 200, 1.0)[60:]) == {9}
+    chosen = play(DraftLength(9, adaptive=True), 2000, 1.0)
+    assert sorted(set(chosen[60:])) == [0, 8, 9], "others are timed"
+    assert chosen[60:].count(9) > 0.95 * len(chosen[60:])
 
 
 def test_k_rises_again_when_drafts_are_accepted_again() -> None:
     length = DraftLength(4, adaptive=True)
     assert play(length, 100, 0.0)[-1] == 0
-    assert play(length, 20 * PROBE_EVERY, 1.0)[-1] == 4
+    assert play(length, 20 * PROBE_EVERY, 1.0).count(4) > 10 * PROBE_EVERY
 
 
 def test_dear_drafts_are_given_up() -> None:
     """A draft forward as long as the verification can gain nothing, whatever is accepted."""
-    assert play(DraftLength(4, adaptive=True), 31, 1.0, draft_seconds=0.02, verify_seconds=0.01)[-1] == 0
+    length = DraftLength(4, adaptive=True)
+    assert set(play(length, 31, 1.0, draft_seconds=0.02, verify_seconds=0.01)[8:18]) == {0}
 
 
 def test_k_follows_the_measured_cost_of_verification() -> None:
     """Rows are cheap up to two and dear beyond: k stays there although nearly all would be accepted."""
-    length = DraftLength(8, adaptive=True, accepted=9.5, rounds=WARM_UP_ROUNDS)
+    length = DraftLength(8, adaptive=True, accepted=9.5, times=RoundTimes(begun=True))
     assert length.choose() == 8
     for k in range(9):
-        length.observe_cost(k, 0.01 if k <= 2 else 0.05, 0.0, 0)
+        for _ in range(ENOUGH):
+            length.observe_cost(k, 0.01 if k <= 2 else 0.05, 0.0, 0)
     assert length.choose() == 2
-    length.observe_cost(2, 0.01, 0.04, 2)  # and dear drafts count as well
+    for _ in range(ENOUGH):
+        length.observe_cost(2, 0.01, 0.04, 2)  # and dear drafts count as well
     assert length.choose() == 0
 
 
@@ -130,24 +143,78 @@ def test_a_round_without_drafts_keeps_the_evidence() -> None:
     length.observe_cost(0, 0.01, 0.0, 0)
     assert (length.accepted, length.tried) == (7, 10)
     length.observe_cost(4, 0.01, 0.0, 0)
-    assert (length.accepted, length.tried) == pytest.approx((6.3, 9))
+    assert (length.accepted, length.tried) == pytest.approx((7 * DECAY, 10 * DECAY))
 
 
 def test_a_probe_can_overrule_what_was_seen() -> None:
     length = DraftLength(4, adaptive=True)
     play(length, 60, 0.0)
-    assert length.rate < 0.05
+    assert length.rate < 0.1
     while not length.choose():
-        pass
-    assert length.tried < PROBE_MEMORY * 20
-    length.observe(2, 2, 2)
-    assert length.rate > 0.5
+        length.observe_cost(0, 0.01, 0.0, 0)
+    assert 0.9 * PROBE_MEMORY < length.tried <= PROBE_MEMORY, "nor is it forgotten"
+    for _ in range(4):
+        length.observe(2, 2, 2)
+    assert length.rate > 0.3
+
+
+def test_rounds_held_up_are_outvoted() -> None:
+    """A first cold round, and every fifth one, take ten times as long: what is believed is what is usual."""
+    length = DraftLength(4, adaptive=True)
+    for number in range(4 * SAMPLES):
+        slow = 10 if number % 5 == 0 else 1
+        length.observe_cost(2, 0.004 * slow, 0.001 * slow, 2, 0.001 * slow)
+        if number >= SAMPLES:
+            assert length.times.costs(2)[2] == pytest.approx(0.006)
+
+
+def test_a_first_cold_time_is_not_believed() -> None:
+    length = DraftLength(4, adaptive=True)
+    for k, seconds in ((0, 0.01), (0, 0.01), (2, 0.05)):
+        length.observe_cost(k, seconds, 0.0, 0)
+    assert length.times.costs(2)[2] == pytest.approx(0.01, rel=1e-3)
+    length.observe_cost(2, 0.02, 0.0, 0)
+    assert length.times.costs(2)[2] == pytest.approx(0.02, rel=1e-3)
+
+
+def test_who_is_prepared_after_many_who_were_not_is_drafted_for_at_once() -> None:
+    length = DraftLength(4, adaptive=True, accepted=0.0)
+    for _ in range(ENOUGH):
+        for k in (0, 2):
+            length.observe_cost(k, 0.01 + 0.01 * k, 0.0, 0)
+    length.by_load[1], length.times.begun = length.times, True
+    length.attend([(Acceptance(), 0)])
+    assert not any(length.choose() for _ in range(PROBE_EVERY))
+    length.attend([(Acceptance(), 4)])
+    assert length.choose() == 2
+
+
+def test_drafting_takes_what_so_many_forwards_were_seen_to_take() -> None:
+    length = DraftLength(4, adaptive=True)
+    for k, seconds in ((1, 0.0010), (2, 0.0016)) * ENOUGH:
+        length.observe_cost(k, 0.004, seconds, k)
+    assert length.times.costs(3)[1:] == pytest.approx([0.005, 0.0056, 0.0062], rel=1e-3)
+
+
+def test_plain_rounds_are_timed_while_drafts_are_accepted() -> None:
+    """Their cost is known, not guessed: where they turn cheap, they are chosen although all is accepted."""
+    length = DraftLength(4, adaptive=True)
+    chosen = play(length, 6 * TIME_EVERY, 1.0)
+    assert 2 * ENOUGH <= chosen.count(0) <= 3 * ENOUGH
+    later = []
+    for _ in range(20 * TIME_EVERY):
+        k = length.choose()
+        later.append(k)
+        length.observe_cost(k, 0.002 if k == 0 else 0.01, 0.001 * k, k)
+        length.observe(k, k, k)
+    assert later[-60:].count(0) > 40
 
 
 def test_batches_that_speculation_slows_are_left_alone() -> None:
     """Verification of k = 4 three times as dear as plain decoding: hardly a round in a hundred drafts."""
     length = DraftLength(4, adaptive=True, tiers=(0, 1, 2, 4))
     cost = {0: 0.0085, 1: 0.014, 2: 0.019, 4: 0.029}
+    length.attend([(Acceptance(), 4)] * 100)
     length.observe_cost(0, cost[0], 0.0, 0)  # an engine's first round has no drafts
     seconds = 0.0
     for _ in range(2000):
@@ -175,7 +242,7 @@ def test_k_stays_in_range_whatever_is_observed(
         length.observe_cost(k, verify_seconds, draft_seconds, k * forwards)
         length.observe(k, k * proposed, k * proposed * accepted)
         assert 0 <= length.rate <= 1
-        assert all(length.cost(k) >= 0 for k in range(maximum + 1))
+        assert all(cost > 0 for cost in length.times.costs(maximum))
 
 
 # -- several requests --------------------------------------------------------------------------------
@@ -198,14 +265,15 @@ def test_each_requests_own_acceptance_weighs() -> None:
     """One that accepts nearly all and one that accepts nothing want more than two that accept half."""
     length, (good, bad) = taught(0.97, 0.0)
     assert good.rate(0.5) > 0.9 and bad.rate(0.5) < 0.3
+    length.by_load[1] = length.by_load[2]  # the same costs
+    length.times.begun = True
     length.attend([(good, 6)])
     alone = length.choose()
     length.attend([(bad, 6)])
     assert alone == 6 and length.choose() <= 1
     length.attend([(good, 6), (bad, 6)])
-    assert length.expected(6) == pytest.approx(
-        (expected_tokens(good.rate(length.rate), 6) + expected_tokens(bad.rate(length.rate), 6)) / 2
-    )
+    rates = [one.rate(length.rate) for one in (good, bad)]
+    assert length.expected(6)[6] == pytest.approx(sum(length.expected(6, [rate])[6] for rate in rates) / 2)
 
 
 def test_nobody_gets_more_than_anybody_wants() -> None:
@@ -223,10 +291,10 @@ def test_costs_of_few_and_many_requests_are_kept_apart() -> None:
     """Verifying four drafts costs nothing more alone, and four times as much among sixteen."""
     length = DraftLength(4, adaptive=True)
     for count in (1, 16) * 8:
-        present = [(Acceptance(9, 10), 4) for _ in range(count)]
-        length.attend(present)
+        length.attend([(Acceptance(9, 10), 4) for _ in range(count)])
+        length.times.begun = True
         for k in (0, 4):
-            length.observe_cost(k, 0.010 * (1 + (k * 0.9 if count == 16 else 0)), 0.0, 0)
+            length.observe_cost(k, 0.010 * (1 + (k * 1.5 if count == 16 else 0)), 0.0, 0)
     for count, wanted in ((1, 4), (16, 0), (1, 4), (20, 0)):
         length.attend([(Acceptance(9, 10), 4) for _ in range(count)])
         assert length.choose() == wanted, count

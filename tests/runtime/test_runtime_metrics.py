@@ -158,7 +158,7 @@ def test_percentiles_are_values_that_were_measured() -> None:
 def test_memory_of_latencies_is_bounded() -> None:
     totals = EngineMetrics()
     for i in range(5000):
-        totals.add(RequestMetrics(completion_tokens=1, first_token_ms=float(i)), "stop")
+        totals.add("a", RequestMetrics(completion_tokens=1, first_token_ms=float(i)), "stop")
     assert len(totals.latencies["ttft_ms"]) == 4096 and totals.totals.completion_tokens == 5000
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from math import log
 from statistics import fmean, median
 
-from spd.runtime.draft_length import ROW_COST
 from spd.runtime.metrics import RoundRecord
 
+ROW_COST = 0.01
+"""Assumed extra cost of verifying one more row, as a share, until it has been measured."""
 LEAST = 3
 """Rounds that make a cost a measured one."""
 
