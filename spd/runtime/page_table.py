@@ -113,6 +113,10 @@ class PageTable:
             pages.append(page)
         return pages
 
+    def knows(self, hashes: Sequence[bytes]) -> bool:
+        """Whether there are pages for all of these, and any."""
+        return bool(hashes) and all(digest in self._page_of for digest in hashes)
+
     def publish(self, page: int, digest: bytes) -> None:
         """Let others find a used page by its hash; the first page under a hash stays the one."""
         if page not in self._users:

@@ -113,13 +113,24 @@ class Scheduler:
             sequence = self.waiting[0]
             if slot is not None and sequence.prepared is None:
                 sequence.together = min(len(self._by_id), len(self.slots))
-                sequence.prepared = self.prepares(sequence.together)
+                known = self._kind_of_history(sequence) if sequence.together == 1 else None
+                sequence.prepared = self.prepares(sequence.together) if known is None else known
             if slot is not None and self._take_pages(sequence, lookahead):
                 self.waiting.popleft()
                 sequence.slot, sequence.epoch = slot, self.next_epoch()
                 sequence.placed = False
                 self.slots[slot] = self.prefilling = sequence
         return self.prefilling
+
+    def _kind_of_history(self, sequence: Sequence) -> bool | None:
+        """Whether the drafter wrote the pages that are there of its text; None where there are none."""
+        if not self.sharing:
+            return None
+        tokens, runs, end = sequence.tokens(), self.prefill_runs(sequence), sequence.prefill_end
+        for prepared, root in ((True, ROOT), (False, ROOT_UNPREPARED)):
+            if self.pages.knows(page_hashes(tokens, runs, self.page_size, end, root)[:1]):
+                return prepared
+        return None
 
     def next_epoch(self) -> int:
         """A number that no earlier occupant of any slot had."""

@@ -1,4 +1,4 @@
-"""Requests that adaptive k does not prepare for drafting, beside those that it does: the same text as alone."""
+"""Requests that adaptive k does not prepare for drafting, beside those that it does: the text stays."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ def test_who_is_prepared_drafts_as_if_nobody_else_had_been_there(method: str) ->
     """It finds nothing of what the drafter has not written, and everything that it has."""
     engine = engine_of(method, [False, True, True, False], slots=1, cache_pages=24)
     engine._draft_length.choose = lambda: 3  # type: ignore[method-assign]
+    engine._scheduler._kind_of_history = lambda sequence: None  # type: ignore[method-assign]
     runs = [run_all(engine, [COMMON], PARAMS[:1])[0] for _ in range(4)]
     fresh = make_engine(demo_folder(), **METHODS[method], slots=1, prefix_sharing=False)
     alone = run_all(fresh, [COMMON], PARAMS[:1])[0]
@@ -64,6 +65,17 @@ def test_who_is_prepared_drafts_as_if_nobody_else_had_been_there(method: str) ->
     assert found[:2] == [0, 0] and found[2] == found[3] >= 64
     assert [run.drafts for run in runs[1:3]] == [alone.drafts] * 2
     assert [run.metrics.draft_n for run in runs[::3]] == [0, 0]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_chat_keeps_to_what_wrote_it(first: bool) -> None:
+    """Alone, who goes on finds what was before, whatever would be decided now; a new text does not."""
+    engine = engine_of("mtp", [first, not first, not first], slots=2)
+    turns = [run_all(engine, [COMMON], PARAMS[:1])[0], run_all(engine, [(*COMMON, 5, 6)], PARAMS[:1])[0]]
+    assert turns[1].metrics.cached_tokens >= 64
+    assert [run.metrics.draft_n > 0 for run in turns] == [first, first]
+    other = run_all(engine, [PROMPTS[-1]], PARAMS[:1])[0]
+    assert (other.metrics.draft_n > 0) == (not first)
 
 
 def test_an_unprepared_request_asks_nothing_of_the_drafter() -> None:
