@@ -11,8 +11,8 @@ DECAY = 0.96
 """What earlier rounds weigh after one more, in acceptance."""
 WARM_UP_ROUNDS = 4
 """At the largest k, before anything else."""
-PLAIN_MARGIN = 1.05
-"""By this factor plain rounds have to be better: they teach nothing, and the drafter falls behind."""
+PATIENCE = 8
+"""Rounds in which plain ones seem better before one is run: from them the drafter has to catch up."""
 PROBE_LENGTH = 2
 PROBE_OUTCOMES = 8
 """Drafts that a probe is to try, at least."""
@@ -117,7 +117,10 @@ class DraftLength:
         if not times.trials:
             choices = tuple(k for k in choices if k <= maximum)
             worth = _worth(choices, self.expected(maximum), times)
-            best = max(choices, key=lambda k: worth[k] * (1 if k else 1 / PLAIN_MARGIN))
+            best = max(choices, key=lambda k: worth[k])
+            times.plain_best = 0 if best else times.plain_best + 1
+            if not best and times.plain_best <= PATIENCE:
+                best = max(choices[1:], key=lambda k: worth[k])
             if best:
                 times.drafted(best, choices)
             elif times.probe_is_due():

@@ -45,6 +45,8 @@ class RoundTimes:
     until_timing: int = TIME_FIRST
     """Rounds with drafts before another k than the best is timed."""
     turn: int = 0
+    plain_best: int = 0
+    """Rounds in a row since which plain ones seem best."""
     since_probe: int = 0
     probe_gap: int = PROBE_EVERY
     spent: dict[bool, tuple[float, float]] = field(default_factory=lambda: {True: (0, 0), False: (0, 0)})
