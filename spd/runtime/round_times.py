@@ -16,7 +16,7 @@ PROBE_EVERY, PROBE_SELDOM = 16, 256
 """Rounds without drafts between two probes: at first, and after probes that changed nothing."""
 OTHERS_EVERY, OTHERS_GROW, OTHERS_SELDOM = 1, 8, 64
 """This many times as many requests as are together are treated alike before as many are not; likewise."""
-CLEAR, CLEAR_ROUNDS = 1.2, 1.2
+CLEAR, CLEAR_ROUNDS = 1.2, 1.3
 """By this factor drafting has to be better for plain requests to be tried seldom; its rounds, for never."""
 FADE = 0.97
 """What earlier requests weigh after one more."""
