@@ -113,12 +113,13 @@ class ChatModel:
 
     def run(self, request: Request) -> Iterator[Event]:
         """Decode a request; its counters are kept for the figures afterwards, its rounds for --explain."""
+        engine = self.thread.engine()
         watched = self._watch(request) if self.options.explain else None
         try:
             yield from self.thread.run(request)
         finally:
             self.metrics = self.thread.metrics(request.id)
-            self.thread.engine().trace = None
+            engine.trace = None
         self._seen = None if watched is None else (watched, request)
 
     def _watch(self, request: Request) -> Trace:

@@ -91,12 +91,12 @@ class EngineThread:
         self._stop.set()
 
     def metrics(self, request_id: str) -> RequestMetrics:
-        """A request's counters; all zero if it never began."""
+        """A request's counters; all zero if it never began, or the engine was let go of."""
         from spd.runtime import RequestMetrics
 
         try:
             return self.engine().metrics(request_id)
-        except KeyError:
+        except (KeyError, LoadingStopped):
             return RequestMetrics()
 
     def close(self) -> bool:
