@@ -4,7 +4,8 @@
 
 Every way of decoding runs once a repetition, interleaved by `spd.runtime.measuring.sweep`; ratios are of the
 same repetition, and the interval holds their median with 95 % (order statistics). The best fixed k is chosen
-by the same measurements, which favours it.
+by the same measurements, which favours it. A pass has several times as many requests as are together, so that
+its end, where fewer and fewer are left, counts for little.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-max", default="1,2,3,4", help="the fixed k, and the most of adaptive k")
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--each", type=int, default=1, help="prompts of each category")
+    parser.add_argument("--waves", type=int, default=4, help="requests of a pass, times those together")
     parser.add_argument("-n", "--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "auto_k.json")
@@ -66,6 +68,7 @@ def sweep_of(model: Path, wishes: Mapping[str, Any], options: argparse.Namespace
         max_tokens=options.tokens,
         repetitions=options.repetitions,
         ignore_eos=True,
+        waves=options.waves,
     )
     return Sweep(configs, questions, settings)
 
@@ -134,7 +137,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = {
         "schema": SCHEMA,
         "acceptance": "natural",
-        "settings": {"tokens": options.tokens, "repetitions": options.repetitions, "temperature": 0.0},
+        "settings": {
+            "tokens": options.tokens,
+            "repetitions": options.repetitions,
+            "waves": options.waves,
+            "temperature": 0.0,
+        },
         "machine": describe_machine(),
         **describe_commit(),
         "models": models,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from spd.runtime.round_times import ENOUGH, FADE, RoundTimes
 
@@ -25,22 +26,34 @@ PRIOR = 6.0
 
 
 def chance_of_next(rate: float, accepted: int) -> float:
-    """How likely a round's next draft is accepted after so many; `rate` is the share that mostly is.
+    """How likely a round's next draft is accepted after so many; `rate` is the first one's chance.
 
     Acceptance varies along a text: those before it say that this is a place where drafts are good.
     """
     return (rate * STEADINESS + accepted) / (STEADINESS + accepted) if rate else 0.0
 
 
+@cache
+def foretold(tried: int) -> float:
+    """How many of a round's drafts were accepted because those before them were, if so many were tried.
+
+    Less them, accepted drafts over tried ones are on average the `rate` of `chance_of_next`.
+    """
+    return sum(before / (STEADINESS + before) for before in range(tried))
+
+
 @dataclass(slots=True)
 class Acceptance:
-    """One request's drafts that were accepted, and those that could have been: sums that fade."""
+    """One request's drafts that were accepted, and those that could have been: sums that fade.
+
+    Both without those that were foretold by the drafts before them.
+    """
 
     accepted: float = 0.0
     tried: float = 0.0
 
     def rate(self, prior: float) -> float:
-        """The share accepted; `prior`, that of all requests, counts as `PRIOR` drafts."""
+        """The first draft's chance; `prior`, that of all requests, counts as `PRIOR` drafts."""
         return (self.accepted + PRIOR * prior) / (self.tried + PRIOR)
 
 
@@ -48,9 +61,9 @@ class Acceptance:
 class DraftLength:
     """Chooses k for the next round; `observe` feeds it. Never changes the text, only the speed.
 
-    `rate` is the measured share of drafts accepted of those that could have been; a round in which the
-    proposer had nothing to propose counts as a failure. All slots of a round weigh as much as all of
-    another. Times in seconds.
+    `rate` is the measured chance of a round's first draft, of which all that could have been accepted tell;
+    a round in which the proposer had nothing to propose counts as a failure. All slots of a round weigh as
+    much as all of another. Times in seconds.
     """
 
     maximum: int
@@ -59,7 +72,7 @@ class DraftLength:
     """The values of k to choose from; empty means all from 0 to `maximum`."""
     accepted: float = 7.0
     tried: float = 10.0
-    """Drafts that were accepted, and those that could have been: sums that fade from round to round."""
+    """As of one request, of all: sums that fade from round to round."""
     present: Sequence[tuple[Acceptance, int]] = ()
     """Who takes part in the next rounds: each one's acceptance, and how many drafts it wants at most."""
     wanted: int = field(init=False)
@@ -74,7 +87,7 @@ class DraftLength:
 
     @property
     def rate(self) -> float:
-        """Accepted drafts as a share of those that could have been."""
+        """How likely a round's first draft is accepted; see `chance_of_next`."""
         return self.accepted / self.tried if self.tried else 0.0
 
     def attend(self, present: Sequence[tuple[Acceptance, int]]) -> None:
@@ -154,17 +167,18 @@ class DraftLength:
         """One slot's outcome of a round verified at k with `drafted` real drafts; `own` is its request's."""
         if not k:
             return
-        tried = accepted + (accepted < drafted or not drafted)
-        self.accepted += accepted
-        self.tried += tried
+        could = accepted + (accepted < drafted or not drafted)
+        told = foretold(could)
+        self.accepted += accepted - told
+        self.tried += could - told
         if own is not None:
-            own.accepted = DECAY * own.accepted + accepted
-            own.tried = DECAY * own.tried + tried
+            own.accepted = DECAY * own.accepted + accepted - told
+            own.tried = DECAY * own.tried + could - told
 
     def observe_cost(
         self, k: int, verify_seconds: float, draft_seconds: float, forwards: int, gap: float = 0.0
     ) -> None:
-        """What a round at k took: its verification, and the drafting after it in `forwards` passes.
+        """What a round at k took: its verification; what came after it, drafts in `forwards` passes too.
 
         `gap` seconds lay between it and the round before. Comes before its slots' outcomes.
         """
@@ -172,8 +186,7 @@ class DraftLength:
             self._fade(DECAY)
         self.times.gaps.append(gap)
         self.times.verify[k].append(verify_seconds)
-        if forwards:
-            self.times.draft[forwards].append(draft_seconds)
+        self.times.draft[forwards].append(draft_seconds)
 
 
 def _probe(choices: Sequence[int]) -> int:

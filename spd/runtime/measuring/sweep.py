@@ -67,6 +67,8 @@ class Settings:
     warmup: int = 1
     ignore_eos: bool = False
     seed: int = 0
+    waves: int = 1
+    """Requests of a pass where several are together, at least, as a multiple of those that are."""
     goodput: Mapping[str, float] = field(default_factory=dict)
     """Most milliseconds a request may take: "ttft", "tpot"."""
 
@@ -182,7 +184,8 @@ class Sweep:
                     if load.concurrency == 1 and load.rate is None:
                         yield from ((work, [question]) for question in asked)
                     else:
-                        least = max(len(asked), load.concurrency, BATCH_REQUESTS if load.rate else 0)
+                        together = self.settings.waves * load.concurrency
+                        least = max(len(asked), together, BATCH_REQUESTS if load.rate else 0)
                         yield work, list(islice(cycle(asked), least))
 
     def _requests(self, work: Work, asked: Sequence[Question], tag: str) -> list[Request]:
