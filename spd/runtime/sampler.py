@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from spd.kernels.dispatch import Kernels
 from spd.kernels.draft_verify import STREAM_DRAFT, row_stream
 from spd.kernels.philox import STREAM_TARGET
-from spd.kernels.sampling import SamplingTensors, draw_rows, process_rows
+from spd.kernels.sampling import SamplingTensors
 from spd.runtime.grammar import mask_width
 from spd.runtime.model_runner import ModelRunner
 from spd.runtime.penalties import TokenCounts
@@ -101,14 +101,6 @@ class Sampler:
             min_length=state.min_length,
             mask=self.mask if needs.grammar else None,
         )
-
-    def process(self, logits: Tensor, draft: Tensor, needs: SamplerClass) -> Tensor:
-        """The target's processed logits, float32 [S, R, V], for the R = k + 1 rows of draft [S, k]."""
-        return process_rows(logits, draft, self.tensors(needs), needs, self.usable_vocab)
-
-    def draw(self, processed: Tensor, positions: Tensor, needs: SamplerClass) -> Tensor:
-        """Token ids [S, R] at absolute positions [S, R] from processed logits [S, R, V]."""
-        return draw_rows(processed, positions, self.tensors(needs), needs)
 
     def sample(self, logits: Tensor, draft: Tensor, needs: SamplerClass) -> tuple[Tensor, Tensor]:
         """The target's tokens [S, R] from its logits [S, R, V], and whether each is finite."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spd.kernels.dispatch import load_kernels
-from spd.kernels.sampling import truncate
+from spd.kernels.sampling import draw_rows, process_rows, truncate
 from spd.runtime.request import SamplingParams
 from spd.runtime.sampler import Sampler
 from spd.runtime.sampler_class import SamplerClass
@@ -48,6 +48,16 @@ def needs_of(slots: Sequence[tuple[Sequence[int], SamplingParams]]) -> SamplerCl
     for _, params in slots:
         needs = needs | SamplerClass.of(params)
     return needs
+
+
+def process(sampler: Sampler, logits: Tensor, draft: Tensor, needs: SamplerClass) -> Tensor:
+    """A sampler's logits [S, R, V] as tokens are drawn from them."""
+    return process_rows(logits, draft, sampler.tensors(needs), needs, sampler.usable_vocab)
+
+
+def draw(sampler: Sampler, processed: Tensor, positions: Tensor, needs: SamplerClass) -> Tensor:
+    """Tokens [S, R] of processed logits."""
+    return draw_rows(processed, positions, sampler.tensors(needs), needs)
 
 
 def count(sampler: Sampler, tokens: Tensor) -> None:
@@ -92,18 +102,18 @@ def test_a_window_equals_its_rows_one_by_one(
     logits, needs = normal(len(slots), draft.shape[1] + 1, VOCAB, seed=seed), needs_of(slots)
     positions = torch.tensor([[len(prompt)] for prompt, _ in slots]) + torch.arange(draft.shape[1] + 1)
     window = sampler_of(slots)
-    processed = window.process(logits, draft, needs)
-    drawn = window.draw(processed, positions, needs)
+    processed = process(window, logits, draft, needs)
+    drawn = draw(window, processed, positions, needs)
     together = sampler_of(slots)
     alone = [sampler_of([one]) for one in slots]
     nothing = torch.zeros(len(slots), 0, dtype=torch.long)
     for row in range(logits.shape[1]):
-        one = together.process(logits[:, row : row + 1], nothing, needs)
+        one = process(together, logits[:, row : row + 1], nothing, needs)
         assert torch.equal(one[:, 0], processed[:, row])
         for s, sampler in enumerate(alone):
             own = needs_of(slots[s : s + 1])
-            single = sampler.process(logits[s : s + 1, row : row + 1], nothing[:1], own)
-            token_alone = sampler.draw(single, positions[s : s + 1, row : row + 1], own)
+            single = process(sampler, logits[s : s + 1, row : row + 1], nothing[:1], own)
+            token_alone = draw(sampler, single, positions[s : s + 1, row : row + 1], own)
             assert token_alone[0, 0] == drawn[s, row]  # other slots' needs change no token
         if row < draft.shape[1]:
             for sampler, tokens in [(together, draft), *((a, draft[s : s + 1]) for s, a in enumerate(alone))]:
@@ -120,7 +130,7 @@ def test_steps_that_nobody_needs_change_no_token(
     logits, draft = normal(len(slots), 3, VOCAB, seed=seed), torch.zeros(len(slots), 2, dtype=torch.long)
     sampler, positions = sampler_of(slots), torch.arange(3).expand(len(slots), -1)
     drawn = [
-        sampler.draw(sampler.process(logits, draft, needs), positions, needs)
+        draw(sampler, process(sampler, logits, draft, needs), positions, needs)
         for needs in (needs_of(slots), EVERY_STEP)
     ]
     assert torch.equal(*drawn)
@@ -266,7 +276,7 @@ def test_the_steps_come_in_their_order(name: str) -> None:
         count(sampler, torch.tensor([1]))
     sampler.state.length += 1
     nothing = torch.zeros(1, 0, dtype=torch.long)
-    processed = sampler.process(torch.tensor([[logits]]), nothing, SamplerClass.of(params))
+    processed = process(sampler, torch.tensor([[logits]]), nothing, SamplerClass.of(params))
     assert processed[0, 0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
@@ -274,7 +284,7 @@ def test_minimum_length_hides_stops_up_to_its_last_token() -> None:
     params = SamplingParams(min_tokens=2, stop_token_ids=(3, 1))
     sampler = sampler_of([([0, 0], params), ([0], SamplingParams(stop_token_ids=(2,)))], vocab=4)
     draft = torch.zeros(2, 3, dtype=torch.long)
-    hidden = sampler.process(torch.zeros(2, 4, 4), draft, needs_of([([0], params)])).isinf()
+    hidden = process(sampler, torch.zeros(2, 4, 4), draft, needs_of([([0], params)])).isinf()
     assert hidden[0].nonzero().tolist() == [[0, 1], [0, 3], [1, 1], [1, 3]]
     assert not hidden[1].any()
 
@@ -307,11 +317,11 @@ def test_padded_vocabulary_is_never_drawn(params: SamplingParams, usable: int, s
     logits = normal(1, 4, VOCAB, seed=seed)
     logits[..., usable:] += 1000
     before = logits.clone()
-    processed = sampler.process(logits, torch.zeros(1, 3, dtype=torch.long), needs)
+    processed = process(sampler, logits, torch.zeros(1, 3, dtype=torch.long), needs)
     positions = torch.arange(4)[None]
     assert torch.equal(logits, before)
     assert (processed[..., usable:] == float("-inf")).all()
-    assert (sampler.draw(processed, positions, needs) < usable).all()
+    assert (draw(sampler, processed, positions, needs) < usable).all()
     assert (draft_all(sampler, logits, needs) < usable).all()
 
 
@@ -324,7 +334,7 @@ def test_greedy_ties_go_to_the_lowest_id(ties: set[int], noise: bool) -> None:
     logits = normal(2, 2, 5000, seed=1, scale=0.1).clamp(max=1)
     logits[0, :, list(ties)] = 1.5
     positions = torch.arange(2).expand(2, -1)
-    assert sampler.draw(logits, positions, SamplerClass(noise=noise))[0].tolist() == [min(ties)] * 2
+    assert draw(sampler, logits, positions, SamplerClass(noise=noise))[0].tolist() == [min(ties)] * 2
 
 
 def chi_square_tail(statistic: float, degrees: int) -> float:
@@ -348,8 +358,8 @@ def test_draws_follow_the_softmax(temperature: float, seed: int) -> None:
     params = SamplingParams(temperature=temperature, seed=seed)
     sampler, needs = sampler_of([([0], params)], vocab=9), SamplerClass.of(params)
     logits = normal(1, 1, 9, seed=3, scale=0.8)
-    processed = sampler.process(logits, torch.zeros(1, 0, dtype=torch.long), needs)
-    draws = sampler.draw(processed.expand(1, 12_000, 9), torch.arange(12_000)[None], needs)[0]
+    processed = process(sampler, logits, torch.zeros(1, 0, dtype=torch.long), needs)
+    draws = draw(sampler, processed.expand(1, 12_000, 9), torch.arange(12_000)[None], needs)[0]
     probabilities = (logits[0, 0].double() / temperature).softmax(-1)
     assert_fair(torch.bincount(draws, minlength=9), probabilities)
     # Neighbouring positions are independent: pairs of (is token 0, 1 or another), 9 cells, 8 degrees.
@@ -363,8 +373,8 @@ def test_draws_of_truncated_rows_follow_the_renormalised_softmax() -> None:
     params = SamplingParams(temperature=1.0, top_k=5, seed=4)
     sampler, needs = sampler_of([([0], params)], vocab=9), SamplerClass.of(params)
     logits = normal(1, 1, 9, seed=5, scale=0.8)
-    processed = sampler.process(logits, torch.zeros(1, 0, dtype=torch.long), needs)
-    draws = sampler.draw(processed.expand(1, 8000, 9), torch.arange(8000)[None], needs)[0]
+    processed = process(sampler, logits, torch.zeros(1, 0, dtype=torch.long), needs)
+    draws = draw(sampler, processed.expand(1, 8000, 9), torch.arange(8000)[None], needs)[0]
     best = logits[0, 0].sort(descending=True, stable=True).indices[:5]
     counts = torch.bincount(draws, minlength=9)
     assert counts[best].sum() == 8000
@@ -376,7 +386,7 @@ def test_draws_are_keyed_by_seed_and_position_only() -> None:
     params = [SamplingParams(temperature=1.0, seed=seed) for seed in (7, 8, 7)]
     sampler = sampler_of([([0], p) for p in params], vocab=64)
     positions = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [8, 5, 7, 6]])
-    draws = sampler.draw(torch.zeros(3, 4, 64), positions, SamplerClass(noise=True))
+    draws = draw(sampler, torch.zeros(3, 4, 64), positions, SamplerClass(noise=True))
     assert draws[2].tolist() == draws[0][[3, 0, 2, 1]].tolist()
     assert (draws[0] != draws[1]).any()
     assert len(set(draws[0].tolist())) > 1
@@ -393,8 +403,8 @@ def test_a_drafter_with_the_targets_logits_draws_the_targets_tokens(
     sampler, needs = sampler_of([([0], params)]), SamplerClass.of(params)
     logits = normal(1, 3, VOCAB, seed=seed % 2**32)
     positions = sampler.state.length.unsqueeze(-1) + torch.arange(3)
-    processed = sampler.process(logits, torch.zeros(1, 2, dtype=torch.long), needs)
-    assert torch.equal(draft_all(sampler, logits, needs), sampler.draw(processed, positions, needs))
+    processed = process(sampler, logits, torch.zeros(1, 2, dtype=torch.long), needs)
+    assert torch.equal(draft_all(sampler, logits, needs), draw(sampler, processed, positions, needs))
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
