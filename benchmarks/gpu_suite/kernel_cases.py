@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_suite.graph_timer import Call, Timer
+from benchmarks.gpu_suite.shapes import Shape
+from spd.kernels import launch
 from spd.kernels.dispatch import Kernels
 from spd.kernels.paged_attention import AttentionHeads
 from spd.runtime.layers.linear import SkinnyLinear, share_workspace
@@ -80,6 +82,45 @@ def linear_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int]) ->
 
         rival = [partial(torch.mm, x, w.t(), out=y) for w in weights]
         found[str(count)] = bench.row([call(w) for w in weights], weights[0].nbytes, rival)
+    return found
+
+
+def layer_case(bench: Bench, shape: Shape, rows: Sequence[int]) -> Rows:
+    """A layer's products one after another, by when each lets the next kernel begin (see `launch.OVERLAP`).
+
+    In the rival's column of `AT_ONCE` stands the time with `AFTER_PRODUCTS`.
+    """
+    kernels, found = bench.kernels, Rows()
+    sizes = {kind: size for kind, size in shape.weights().items() if kind != "head"}
+    nbytes = sum(2 * n * k for n, k in sizes.values())
+    layers = [
+        {kind: bench.normal(n, k, scale=k**-0.5) for kind, (n, k) in sizes.items()}
+        for _ in range(bench.timer.copies(nbytes))
+    ]
+    products = [SkinnyLinear(weight, None, kernels) for weight in layers[0].values()]
+    share_workspace(products, max(rows))
+    workspaces = dict(zip(sizes, (product.workspace for product in products), strict=True))
+    for count in rows:
+        x, residual = bench.normal(count, shape.hidden), bench.normal(count, shape.hidden)
+        mixed = bench.normal(count, sizes["out"][1])
+        squares = torch.full((count, 1), float(shape.hidden), dtype=torch.float32, device=x.device)
+
+        def layer(
+            w: dict[str, Tensor], x: Tensor = x, mixed: Tensor = mixed, squares: Tensor = squares,
+            residual: Tensor = residual,
+        ) -> None:  # fmt: skip
+            kernels.norm_linear(x, squares, EPSILON, w["qkv"], None, workspaces["qkv"])
+            kernels.linear_residual(mixed, w["out"], None, residual, workspaces["out"])
+            inner = kernels.norm_gate_up(x, squares, EPSILON, w["gate_up"], None, workspaces["gate_up"])
+            kernels.linear_residual(inner, w["down"], None, residual, workspaces["down"])
+
+        calls = [partial(layer, weights) for weights in layers]
+        with launch.overlapping(launch.AFTER_PRODUCTS):
+            after = bench.row(calls, nbytes)
+        with launch.overlapping(launch.AT_ONCE):
+            at_once = bench.row(calls, nbytes)
+        found[f"{count} after products"] = after
+        found[f"{count} at once"] = [*at_once[:2], after[0]]
     return found
 
 

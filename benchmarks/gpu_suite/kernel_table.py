@@ -21,6 +21,7 @@ from benchmarks.gpu_suite.kernel_cases import (
     Rows,
     attention_case,
     draw_case,
+    layer_case,
     linear_case,
     prefill_case,
     rotary_case,
@@ -51,6 +52,8 @@ def cases() -> dict[str, Case]:
             if (kind, n, k) not in seen:
                 seen.add((kind, n, k))
                 found[f"{shape.name} {kind} {n}x{k}"] = partial(linear_case, kind=kind, n=n, k=k, rows=ROWS)
+    for shape in (QWEN3_8B, QWEN3_06B):
+        found[f"{shape.name} layer's products"] = partial(layer_case, shape=shape, rows=(1, 5))
     heads = heads_of(QWEN3_8B)
     for slots in (1, 16):
         for context in (1024, 4096, 32768):
@@ -101,7 +104,8 @@ def run() -> Iterator[dict[str, Any]]:
     found: dict[str, Any] = {}
     report = {
         "read_bytes_per_second": read_rate,
-        "columns": "us, share of the read rate (prefill: TFLOP/s), us of torch (head_sample: bare head)",
+        "columns": "us, share of the read rate (prefill: TFLOP/s), us of torch (head_sample: bare head; "
+        "layer's products at once: after products)",
         "cases": found,
     }
     for name, case in cases().items():

@@ -27,6 +27,13 @@ def chunk_of(position, SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.conste
 
 
 @triton.jit
+def begin_of(chunk, SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr):
+    """The first position of a chunk."""
+    FEW: tl.constexpr = FROM // SMALL
+    return tl.where(chunk < FEW, chunk * SMALL, FROM + (chunk - FEW) * LARGE)
+
+
+@triton.jit
 def first_chunk(
     position, SLIDING: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr
 ):
@@ -137,44 +144,66 @@ def softmax_step(
 
 
 @triton.jit
-def attend_blocks(
-    maximum,
-    total,
-    acc,
-    q,
-    key_pages,
-    value_pages,
-    page_row,
-    head,
-    position,
-    begin,
-    end,
-    scale,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPAN: tl.constexpr,
-    SLIDING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    FIRST: tl.constexpr,
-):
-    """Take keys [begin, end), at most SPAN, into a tile's online softmax, masked by each row's position.
+def prefetch_page(pool, page, first, head, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+    """Bring one head's keys or values of a page, from its row `first` on, into L2."""
+    LINE: tl.constexpr = 128 // (pool.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = (D + LINE - 1) // LINE
+    row = page * PAGE + tl.minimum(first + tl.arange(0, PAGE), PAGE - 1)
+    for line in tl.static_range(LINES):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pool + row * (K * D) + head * D + line * LINE],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
-    begin is a multiple of BLOCK; for scale see `score_scale`. Where pages hold whole blocks, the span's page
-    numbers are fetched at once: a block whose address waited for a load of its own could not be fetched
-    ahead.
+
+@triton.jit
+def pages_of(page_row, begin, end, COUNT: tl.constexpr, PAGE: tl.constexpr):
+    """The numbers [COUNT] of the pages from the one that holds position begin, 0 for those from end on."""
+    page = begin // PAGE + tl.arange(0, COUNT)
+    return tl.load(page_row + page, mask=page * PAGE < end, other=0)
+
+
+@triton.jit
+def item_of(items, work, each, most):
+    """The item of a piece of work, of which there are `each` an item."""
+    return tl.load(items + work // each, mask=work // each < most, other=0)
+
+
+@triton.jit
+def prefetch_item(
+    key_pages, value_pages, page_table, pages, item, head, written,
+    K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr,
+):  # fmt: skip
+    """Bring the first page of an item into L2, for one head; nothing is read because of one not written."""
+    begin = begin_of(item & 0xFFFF, SMALL, LARGE, FROM)
+    page = tl.load(page_table + (item >> 16).to(tl.int64) * pages + begin // PAGE, mask=written, other=0)
+    if written:
+        prefetch_page(key_pages, page, begin % PAGE, head, K, D, PAGE)
+        prefetch_page(value_pages, page, begin % PAGE, head, K, D, PAGE)
+
+
+@triton.jit
+def attend_blocks(
+    maximum, total, acc, q, key_pages, value_pages, page_row, page_ids, head, position, begin, end,
+    scale,
+    K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """Take keys [begin, end) into a tile's online softmax, masked by each row's position.
+
+    begin is a multiple of BLOCK; for scale see `score_scale`. page_ids are all that the span touches: where
+    pages hold whole blocks, a block whose address waited for a load of its own could not be fetched ahead.
     """
     column = tl.arange(0, BLOCK_D)
     kept = (column < D)[None, :]
     WHOLE: tl.constexpr = PAGE % BLOCK == 0
-    # One more than a span fills, since it may begin inside a page; a power of two.
-    PAGES: tl.constexpr = 2 * (SPAN // PAGE) if SPAN >= PAGE else 2
     first_page = begin // PAGE
-    ahead = tl.arange(0, PAGES)
-    if WHOLE:
-        page_ids = tl.load(page_row + first_page + ahead, mask=(first_page + ahead) * PAGE < end, other=0)
+    ahead = tl.arange(0, page_ids.shape[0])
     for start in range(begin, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
         # Beyond `end` the pools may hold anything, NaN too, and zero times NaN is NaN.
@@ -200,50 +229,30 @@ def attend_blocks(
     do_not_specialize_on_alignment=["page_table", "positions"],
 )
 def attend_chunk_kernel(
-    query,
-    key_pages,
-    value_pages,
-    page_table,
-    positions,
-    last,
-    items,
-    count,
-    partial,
-    stats,
-    scale,
-    slots,
-    queries,
-    pages,
-    max_chunks,
-    K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SMALL: tl.constexpr,
-    LARGE: tl.constexpr,
-    FROM: tl.constexpr,
-    SLIDING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    FIRST: tl.constexpr,
+    query, key_pages, value_pages, page_table, positions, last, items, count, partial, stats, scale,
+    slots, queries, pages, max_chunks,
+    K: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
+    FROM: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, FIRST: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """TILE rows (a slot's queries by its group's heads) against one chunk of one KV head, item by item."""
     wait(PDL)
     release(PDL)
     FEW: tl.constexpr = FROM // SMALL
+    # One more than a span fills, since it may begin inside a page; a power of two.
+    PAGES: tl.constexpr = 2 * (LARGE // PAGE) if LARGE >= PAGE else 2
     rows = queries * GROUPS
     tiles = tl.cdiv(rows, TILE)
     column = tl.arange(0, BLOCK_D)
-    # Loads that wait for one another are what a short context costs: the first item is fetched beside the
-    # count, each further one early.
-    most, first = slots * max_chunks, tl.program_id(0) // (K * tiles)
-    item = tl.load(items + first, mask=first < most, other=0)
-    for work in range(tl.program_id(0), tl.load(count) * (K * tiles), tl.num_programs(0)):
-        slot = (item >> 16).to(tl.int64)
-        chunk = item & 0xFFFF
+    # Loads that wait for one another are what a short context costs: the first items are fetched beside the
+    # count, each further one two items early, so that its first page is in L2 when it begins.
+    most, step = slots * max_chunks, tl.num_programs(0)
+    item = item_of(items, tl.program_id(0), K * tiles, most)
+    coming = item_of(items, tl.program_id(0) + step, K * tiles, most)
+    everything = tl.load(count) * (K * tiles)
+    for work in range(tl.program_id(0), everything, step):
+        slot, chunk = (item >> 16).to(tl.int64), item & 0xFFFF
         head = (work // tiles) % K
         row = (work % tiles) * TILE + tl.arange(0, TILE)
         token = slot * queries + row // GROUPS
@@ -251,19 +260,25 @@ def attend_chunk_kernel(
         wanted = (row < rows)[:, None] & (column < D)[None, :]
         source = query + (token * (K * GROUPS) + head * GROUPS + row % GROUPS)[:, None] * D + column[None, :]
         q = tl.load(source, mask=wanted, other=0.0)
-        begin = tl.where(chunk < FEW, chunk * SMALL, FROM + (chunk - FEW) * LARGE)
+        begin = begin_of(chunk, SMALL, LARGE, FROM)
         page_row = page_table + slot * pages
-        following = (work + tl.num_programs(0)) // (K * tiles)
-        item = tl.load(items + following, mask=following < most, other=0)
+        item = coming
+        coming = item_of(items, work + 2 * step, K * tiles, most)
         end = tl.minimum(begin + tl.where(chunk < FEW, SMALL, LARGE), tl.load(last + slot) + 1)
         if SLIDING is not None:
             # Positions ascend in a slot: what its first row has left behind, every row has.
             lowest = tl.load(positions + slot * queries).to(tl.int32)
             begin = tl.maximum(begin, (lowest - (SLIDING - 1)) // BLOCK * BLOCK)
+        page_ids = pages_of(page_row, begin, end, PAGES, PAGE)
+        if PDL and SLIDING is None:  # a window may have left an item's first page behind
+            prefetch_item(
+                key_pages, value_pages, page_table, pages, item, (work + step) // tiles % K,
+                work + step < everything, K, D, PAGE, SMALL, LARGE, FROM,
+            )  # fmt: skip
         maximum, total, acc = attend_blocks(
             tl.full((TILE,), UNSEEN, tl.float32), tl.zeros((TILE,), tl.float32),
-            tl.zeros((TILE, BLOCK_D), tl.float32), q, key_pages, value_pages, page_row,
-            head, seen, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, LARGE, SLIDING, SOFTCAP, FIRST,
+            tl.zeros((TILE, BLOCK_D), tl.float32), q, key_pages, value_pages, page_row, page_ids,
+            head, seen, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, FIRST,
         )  # fmt: skip
         at = ((slot * max_chunks + chunk) * K + head) * rows + row
         tl.store(partial + at[:, None] * D + column[None, :], acc, mask=wanted)
@@ -275,24 +290,11 @@ def attend_chunk_kernel(
     do_not_specialize=["queries", "max_chunks"], do_not_specialize_on_alignment=["positions", "valid"]
 )
 def combine_chunks_kernel(
-    partial,
-    stats,
-    positions,
-    valid,
-    out,
-    queries,
-    max_chunks,
-    K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SMALL: tl.constexpr,
-    LARGE: tl.constexpr,
-    FROM: tl.constexpr,
-    SLIDING: tl.constexpr,
+    partial, stats, positions, valid, out, queries, max_chunks,
+    K: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr, SLIDING: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One row of one head: the chunks of what it sees, BLOCK at a time; zeros for an invalid row."""
     wait(PDL)
     release(PDL)

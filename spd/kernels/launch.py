@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 
-OVERLAP = True
-"""Whether kernels may begin while the one before them ends, on devices that can."""
+NEVER, AFTER_PRODUCTS, AT_ONCE = 0, 1, 2
+OVERLAP = AFTER_PRODUCTS
+"""When a dense product lets the next kernel begin, on devices that can.
+
+At once hides more of a kernel's beginning behind the end of the one before, but takes its room: the GPU suite
+times both.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,12 +47,25 @@ def power_of_two(size: int) -> int:
 
 
 @cache
-def overlap(device: torch.device) -> dict[str, bool]:
+def overlap(device: torch.device) -> dict[str, Any]:
     """Launch options of a kernel that may begin before the previous one has ended.
 
     Such a kernel has the constant PDL and waits, in every program, before it touches anything that
     another kernel reads or writes. Source: programmatic dependent launch, compute capability 9.0.
     """
     if OVERLAP and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
+        return {"PDL": OVERLAP, "launch_pdl": True}
+    return {"PDL": NEVER}
+
+
+@contextmanager
+def overlapping(when: int) -> Iterator[None]:
+    """Launch with another OVERLAP, to compare."""
+    global OVERLAP
+    before, OVERLAP = OVERLAP, when
+    overlap.cache_clear()
+    try:
+        yield
+    finally:
+        OVERLAP = before
+        overlap.cache_clear()

@@ -24,3 +24,19 @@ def release(PDL: tl.constexpr):
     """Let the next kernel be launched: it waits for this one before it reads what it writes."""
     if PDL:
         cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def release_first(PDL: tl.constexpr):
+    """As `release`, before anything else, where the launch says AT_ONCE: the next kernel may be launched as
+    soon as all programs of this one have begun, and fetches its weights while the last of them end.
+    """
+    if PDL == 2:
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def release_after(PDL: tl.constexpr):
+    """As `release`, after a product, where it was not done before it."""
+    if PDL == 1:
+        cuda.gdc_launch_dependents()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spd.kernels.overlap_triton import release, wait
+from spd.kernels.overlap_triton import release_after, release_first, wait
 from spd.kernels.philox import STREAM_TARGET
 from spd.kernels.philox_triton import (
     NO_RANK,
@@ -25,18 +25,19 @@ from spd.kernels.philox_triton import (
     noisy_logit,
     scaled_logit,
 )
-from spd.kernels.skinny_product_triton import gate_and_up, product, rows_of_weight
+from spd.kernels.skinny_product_triton import gate_and_up, part_of_k, product, rows_of_weight
 
 STREAM = tl.constexpr(STREAM_TARGET)
 
 
 @triton.jit
-def prefetch_weights(weight_rows, k, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
-    """Bring the tile's first columns into L2 while the previous kernel ends: weights come from none."""
+def prefetch_weights(weight_rows, k, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr):
+    """Bring the first columns of this part into L2 while the previous kernel ends: weights come from none."""
     if PDL:
         LINE: tl.constexpr = 128 // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
         LINES: tl.constexpr = 4 * BLOCK_K // LINE
-        line = tl.minimum(tl.arange(0, LINES) * LINE, k - 1)
+        begin, _ = part_of_k(k, BLOCK_K, SPLIT_K)
+        line = tl.minimum(begin + tl.arange(0, LINES) * LINE, k - 1)
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
             "=r,l",
@@ -115,36 +116,17 @@ def last_to_arrive(counters, tile, SPLIT_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
-    w,
-    scale,
-    columns,
-    x,
-    y,
-    bias,
-    squares,
-    residual,
-    squares_out,
-    partials,
-    counters,
-    rows,
-    n,
-    k,
+    w, scale, columns, x, y, bias, squares, residual, squares_out, partials, counters, rows, n, k,
     epsilon,
-    GROUP_N: tl.constexpr,
-    GROUP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """y = x Wᵀ, scaled by the norm where there are squares, plus bias, plus residual; squares of y."""
     first = tl.program_id(1) * BLOCK_N
     weight_rows = rows_of_weight(w, first, n, k, BLOCK_N)
-    prefetch_weights(weight_rows, k, BLOCK_K, PDL)
+    release_first(PDL)
+    prefetch_weights(weight_rows, k, BLOCK_K, SPLIT_K, PDL)
     wait(PDL)
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
@@ -161,7 +143,7 @@ def linear_kernel(
         weight_rows, scale, columns, x, first, row_t, rows, n, k,
         GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
     )  # fmt: skip
-    release(PDL)
+    release_after(PDL)
     if SPLIT_K > 1:
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         hand_in(total, partials, tile, row_t, rows, SPLIT_K, tl.program_id(2), BLOCK_N, BLOCK_T)
@@ -184,31 +166,11 @@ def linear_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_up_kernel(
-    w,
-    scale,
-    columns,
-    x,
-    y,
-    bias,
-    squares,
-    partials,
-    counters,
-    rows,
-    n,
-    k,
-    epsilon,
-    GROUP_N: tl.constexpr,
-    GROUP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    GELU: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    w, scale, columns, x, y, bias, squares, partials, counters, rows, n, k, epsilon,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """y [T, n] = silu(gate) * up of the normed x; weight rows 0..n are the gate's, n..2n the other's.
 
     With GELU, gelu in its form with tanh: gate times the logistic function of `turn`.
@@ -219,14 +181,16 @@ def gate_up_kernel(
     if bias is not None:
         gate_shift = tl.load(bias + row_n, mask=row_n < n, other=0.0)
         up_shift = tl.load(bias + n + row_n, mask=row_n < n, other=0.0)
-    prefetch_weights(rows_of_weight(w, first, n, k, BLOCK_N), k, BLOCK_K, PDL)
+    release_first(PDL)
+    prefetch_weights(rows_of_weight(w, first, n, k, BLOCK_N), k, BLOCK_K, SPLIT_K, PDL)
+    prefetch_weights(rows_of_weight(w, n + first, 2 * n, k, BLOCK_N), k, BLOCK_K, SPLIT_K, PDL)
     wait(PDL)
     partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
     gate, up = gate_and_up(
         w, scale, columns, x, first, row_t, rows, n, k,
         GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
     )  # fmt: skip
-    release(PDL)
+    release_after(PDL)
     if SPLIT_K > 1:
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         slot = tl.program_id(2) * 2
@@ -253,28 +217,10 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["rows", "step", "window"])
 def head_kernel(
-    w,
-    scale,
-    columns,
-    x,
-    logits,
-    ranks,
-    seed,
-    position,
-    step,
-    temperature,
-    window,
-    rows,
-    n,
-    k,
-    GROUP_N: tl.constexpr,
-    GROUP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    w, scale, columns, x, logits, ranks, seed, position, step, temperature, window, rows, n, k,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Store logits [T, n], or where there are none the rank of each tile's draw [T, tiles].
 
     Row t belongs to slot t // window, and draws at position[slot] + step + t % window. The draw is
@@ -284,7 +230,8 @@ def head_kernel(
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
     weight_rows = rows_of_weight(w, first, n, k, BLOCK_N)
-    prefetch_weights(weight_rows, k, BLOCK_K, PDL)
+    release_first(PDL)
+    prefetch_weights(weight_rows, k, BLOCK_K, 1, PDL)
     wait(PDL)
     if logits is None:
         slot = row_t // window
@@ -293,7 +240,7 @@ def head_kernel(
         weight_rows, scale, columns, x, first, row_t, rows, n, k,
         GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
     )  # fmt: skip
-    release(PDL)
+    release_after(PDL)
     if logits is not None:
         mask = (row_t[None, :] < rows) & (row_n[:, None] < n)
         tl.store(logits + row_t[None, :] * n + row_n[:, None], score, mask=mask)

@@ -83,6 +83,9 @@ def main() -> None:
                 "mma": "mma.sync" in ptx,
                 "tcgen05": "tcgen05.mma" in ptx,
                 "async_copies": "cp.async" in ptx,
+                # How many instructions fetch ahead, and where the first one stands: before the wait, or not.
+                "prefetches": ptx.count("prefetch.global.L2"),
+                "prefetched_first": 0 <= ptx.find("prefetch.global.L2") < ptx.find("griddepcontrol.wait"),
                 "wide_loads": "ld.global.v4" in ptx or ".L1::no_allocate.v4" in ptx,
             }
             print(json.dumps(line), flush=True)

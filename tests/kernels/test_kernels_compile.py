@@ -71,6 +71,12 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     assert {kernel["kernel"] for kernel in found} == written, "a kernel that nobody described is not compiled"
     products = [k for k in found if k["name"].startswith(("qkv", "out_", "down", "gate_up", "head_"))]
     assert products and all("rows" in kernel["any_rows"] for kernel in products)
+    dense = [kernel for kernel in products if kernel["module"].endswith("skinny_signatures_triton")]
+    assert dense and all(kernel["prefetched_first"] for kernel in dense), "weights come before the wait"
+    chunks = {k["name"]: k["prefetches"] for k in found if k["kernel"] == "attend_chunk_kernel"}
+    assert chunks == {"attend_chunk_bf16": 4, "attend_chunk_sliding_bf16": 0}, (
+        "two lines of keys and of values"
+    )
 
 
 @pytest.mark.slow
