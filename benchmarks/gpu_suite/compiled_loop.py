@@ -1,11 +1,15 @@
 # mypy: disable-error-code="no-untyped-call"
-"""A peer of our own making: one decode step over static tensors, compiled whole by torch.
+"""A peer of our own making: one decode step over static tensors, compiled by torch and captured whole.
 
 What a good torch user writes in a hundred lines (in the manner of gpt-fast): fused projections, a static
-cache indexed by a position held on the device, `torch.compile` with CUDA graphs, greedy choice.
+cache indexed by a position held on the device, `torch.compile` and one CUDA graph, greedy choice. Layers are
+alike, so that one of them is compiled for all; each leaves its last sum to the next one's norm, with which it
+is fused.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -49,9 +53,15 @@ class Block(nn.Module):
         for name in ("keys", "values"):
             self.register_buffer(name, torch.zeros(1, shape.kv_heads, positions, shape.head_dim))
 
-    def forward(self, x: Tensor, where: Tensor, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, hidden] at positions where [T]; mask bool [T, positions]; cos and sin [T, head_dim]."""
+    def forward(
+        self, x: Tensor, last: Tensor, where: Tensor, mask: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The states [T, hidden] and what is to be added to them, from those of the layer before.
+
+        Positions where [T]; mask bool [T, positions]; cos and sin [T, head_dim].
+        """
         s, rows = self.shape, x.shape[0]
+        x = x + last
         qkv = F.linear(rms_norm(x, self.first), self.qkv).view(rows, -1, s.head_dim)
         query, key, value = qkv.split((s.heads, s.kv_heads, s.kv_heads), dim=1)
         query, key = rms_norm(query, self.query_norm), rms_norm(key, self.key_norm)
@@ -69,7 +79,7 @@ class Block(nn.Module):
         mixed = mixed.view(s.kv_heads, rows, -1).transpose(0, 1).reshape(rows, -1)
         x = x + F.linear(mixed, self.out)
         gate, up = F.linear(rms_norm(x, self.second), self.gate_up).chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate) * up, self.down)
+        return x, F.linear(F.silu(gate) * up, self.down)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -101,18 +111,42 @@ class Loop(nn.Module):
         self.register_buffer("sin", angles.sin().to(kind))
         self.register_buffer("mask", torch.ones(positions, positions, dtype=torch.bool).tril())
 
+    def begin(self, ids: Tensor, where: Tensor) -> tuple[Tensor, ...]:
+        """The first layer's inputs but for the positions: states, nothing to add, mask, cosines and sines."""
+        x = self.embedding[ids]
+        return x, torch.zeros_like(x), self.mask[where], self.cos[where], self.sin[where]
+
+    def end(self, x: Tensor, last: Tensor) -> Tensor:
+        """The likeliest token int64 [1] after the last row."""
+        logits = F.linear(rms_norm((x + last)[-1:], self.norm), self.head)
+        return logits.float().argmax(dim=-1)
+
     def forward(self, ids: Tensor, where: Tensor) -> Tensor:
         """The likeliest token int64 [1] after the rows ids [T] at positions where [T]."""
-        x = self.embedding[ids]
-        mask, cos, sin = self.mask[where], self.cos[where], self.sin[where]
+        x, last, mask, cos, sin = self.begin(ids, where)
         for layer in self.layers:
-            x = layer(x, where, mask, cos, sin)
-        logits = F.linear(rms_norm(x[-1:], self.norm), self.head)
-        return logits.float().argmax(dim=-1)
+            x, last = layer.forward(x, last, where, mask, cos, sin)
+        return self.end(x, last)
+
+    def compile_step(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """`forward` of compiled parts, for one row."""
+        begin, end = (torch.compile(part, fullgraph=True) for part in (self.begin, self.end))
+        for layer in self.layers:
+            layer.compile(fullgraph=True)
+
+        def step(ids: Tensor, where: Tensor) -> Tensor:
+            x, last, mask, cos, sin = begin(ids, where)
+            for layer in self.layers:
+                x, last = layer(x, last, where, mask, cos, sin)
+            return end(x, last)
+
+        return step
 
 
 class CompiledLoop:
     """Generates with the compiled step; the prompt is read eagerly, as one batch of rows."""
+
+    graph: torch.cuda.CUDAGraph | None = None
 
     def __init__(self, shape: Shape, positions: int, device: str, dtype: torch.dtype, compiled: bool) -> None:
         default = torch.get_default_dtype()
@@ -122,25 +156,47 @@ class CompiledLoop:
                 self.model = Loop(shape, positions).requires_grad_(False)
         finally:
             torch.set_default_dtype(default)
-        self.device = device
+        self.token = torch.zeros(1, dtype=torch.long, device=device)
+        self.place = torch.zeros(1, dtype=torch.long, device=device)
         self.step = self.model.forward
         if compiled:
             from torch._inductor import config
 
             config.coordinate_descent_tuning = True  # as gpt-fast does: slower to compile, faster to run
-            self.step = torch.compile(self.model, mode="reduce-overhead", fullgraph=True)
+            self.step = self.model.compile_step()
+            if torch.device(device).type == "cuda":
+                self._capture()
+
+    def _advance(self) -> None:
+        self.token.copy_(self.step(self.token, self.place))
+        self.place.add_(1)
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
+        """The step as one graph, after it was compiled on a stream of its own."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._advance()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._advance()
+        self.graph = graph
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], tokens: int) -> list[int]:
         """So many tokens, greedily; the host reads them once, at the end."""
-        ids = torch.tensor(prompt, device=self.device)
-        where = torch.arange(len(prompt), device=self.device)
-        token = self.model(ids, where)
-        place = where[-1:] + 1
-        found = [token]
+        ids = torch.tensor(prompt, device=self.token.device)
+        where = torch.arange(len(prompt), device=self.token.device)
+        self.token.copy_(self.model(ids, where))
+        self.place.copy_(where[-1:] + 1)
+        found = [self.token.clone()]
         for _ in range(tokens - 1):
-            torch.compiler.cudagraph_mark_step_begin()
-            token = self.step(token, place).clone()
-            place = place + 1
-            found.append(token)
+            if self.graph is None:
+                self._advance()
+            else:
+                self.graph.replay()
+            found.append(self.token.clone())
         return [int(one) for one in torch.cat(found).tolist()]

@@ -105,6 +105,12 @@ def _sparse(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _tests(result: Mapping[str, Any]) -> list[str]:
+    failed = result["failed"]
+    counts = f"{result['passed']} passed, {len(failed)} failed, {result['skipped']} skipped"
+    return [f"{counts}, {result['files']} of {result['of']} files", *failed]
+
+
 RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "device": _device,
     "bandwidth": _bandwidth,
@@ -114,6 +120,7 @@ RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "spd_demo": _spd,
     "spd_medium": _spd,
     "self_draft": _spd,
+    "gpu_tests": _tests,
     "eight_bit_rounds": _forms,
     "sparse_models": _sparse,
     **speed.RENDERERS,

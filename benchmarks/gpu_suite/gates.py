@@ -1,7 +1,8 @@
-"""What the kernels and rounds of sparse and eight-bit models have to reach, against a report's figures."""
+"""What kernels and rounds have to reach, against a report's figures."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ ENOUGH_TOKENS = 100_000
 class Gate:
     """A figure that must be at least `least`, and better `goal`: the lowest of all that a probe found.
 
-    Where `zero`, the figures are counts that must be none instead.
+    With `most`, the largest of them must be no more than that instead.
     """
 
     name: str
@@ -26,18 +27,19 @@ class Gate:
     figures: Callable[[Mapping[str, Any]], Figures]
     least: float = 0.0
     goal: float | None = None
-    zero: bool = False
+    most: float | None = None
 
     def line(self, result: Mapping[str, Any]) -> str:
         """The gate, what was found and whether it is met, in words."""
         found = self.figures(result)
-        wanted = "none" if self.zero else f"at least {self.least:g}"
+        wanted = f"at least {self.least:g}" if self.most is None else f"at most {self.most:g}"
+        wanted = "none" if self.most == 0 else wanted
         wanted += "" if self.goal is None else f", goal {self.goal:g}"
         if not found:
             return f"gate: {self.name} ({wanted}): not measured"
-        worst = max(found) if self.zero else min(found)
-        met = worst == 0 if self.zero else worst >= self.least
-        shown = f"{worst:.0f}" if self.zero or worst >= 1000 else f"{worst:.2f}"
+        worst = min(found) if self.most is None else max(found)
+        met = worst >= self.least if self.most is None else worst <= self.most
+        shown = f"{worst:.0f}" if self.most == 0 or worst >= 1000 else f"{worst:.2f}"
         return f"gate: {self.name} ({wanted}): {shown}, {'met' if met else 'NOT met'}"
 
 
@@ -69,7 +71,89 @@ def _of_forms(result: Mapping[str, Any], field: str) -> Figures:
     return [found[field] for found in result["forms"].values() if field in found]
 
 
-def _gates() -> Iterator[Gate]:
+LARGE_BYTES = 64e6
+"""Of weights, or of keys and values: less is read in the time that a launch takes."""
+SIZES = re.compile(r" (qkv|out|gate_up|down|head) (\d+)x(\d+)$")
+
+
+def _large_products(result: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The cases of 16-bit weights whose reading takes long enough to be compared with a rate."""
+    for name, case in result["cases"].items():
+        found = SIZES.search(name)
+        if found and 2 * int(found[2]) * int(found[3]) >= LARGE_BYTES and "rows" in case:
+            yield case
+
+
+def _large_shares(result: Mapping[str, Any]) -> Figures:
+    rows = [row for case in _large_products(result) for row in case["rows"].values()]
+    return [share for _, share, _ in rows if share is not None]
+
+
+def _eight_over_one(result: Mapping[str, Any]) -> Figures:
+    return [case["8_over_1"][0] for case in _large_products(result) if case.get("8_over_1")]
+
+
+def _plain(result: Mapping[str, Any], field: str, model: str = "Qwen3-8B") -> Figures:
+    found = result["models"].get(model, {}).get(field)
+    return [] if found is None else [found] if isinstance(found, float | int) else found[:1]
+
+
+def _pair(result: Mapping[str, Any], name: str, field: str) -> Figures:
+    row = result["pairs"].get(name, {}).get("k", {}).get("4", {})
+    return [row[field]] if field in row else []
+
+
+def _host_reads(result: Mapping[str, Any]) -> Figures:
+    parts = [result.get("sampling", {}), *result.get("pairs", {}).values()]
+    return [part["host_reads"]["syncs"] for part in parts if "host_reads" in part]
+
+
+def _ratio(result: Mapping[str, Any], part: str | None, name: str) -> Figures:
+    found = (result if part is None else result.get(part, {})).get("ratios", {}).get(name)
+    return [] if found is None else [found["median"]]
+
+
+def _tests(result: Mapping[str, Any]) -> Figures:
+    """Nothing where no test ran at all."""
+    return [len(result["failed"]) + result["of"] - result["files"]] if result["passed"] else []
+
+
+def _dense_gates() -> Iterator[Gate]:
+    table = partial(Gate, probe="kernel_table")
+    yield table("products of 64 MB and more, of the read rate", figures=_large_shares, least=0.9, goal=0.95)
+    yield table("their time at 8 rows over that at 1", figures=_eight_over_one, most=1.05)
+    large = [f"paged_attention {slots}" for slots in ("1 slots 32768", "16 slots 1024", "16 slots 4096")]
+    attention = partial(_shares, beginnings=[*large, "paged_attention 16 slots 32768"], sizes=["1", "5"])
+    yield table("decode attention, of the read rate", figures=attention, least=0.8, goal=0.88)
+    plain = partial(Gate, probe="plain")
+    share = partial(_plain, field="share_of_floor")
+    yield plain("8B plain at batch 1, of the byte floor", figures=share, least=0.78, goal=0.87)
+    yield plain("us between rounds", figures=partial(_plain, field="idle_us"), most=30, goal=10)
+    yield plain("host reads in rounds", figures=_host_reads, most=0)
+    pairs = partial(Gate, probe="draft")
+    yield pairs("host reads in rounds with drafts", figures=_host_reads, most=0)
+    eagle, small = "EAGLE-size > Qwen3-8B", "Qwen3-0.6B > Qwen3-8B"
+    ceiling = partial(_pair, name=eagle, field="share_of_ceiling")
+    yield pairs("EAGLE-size drafter, k = 4, of the byte ceiling", figures=ceiling, least=0.69, goal=0.83)
+    speed = partial(_pair, name=eagle, field="speedup")
+    yield pairs("the same over plain, length 3.08", figures=speed, least=2.2, goal=2.4)
+    ceiling = partial(_pair, name=small, field="share_of_ceiling")
+    yield pairs("0.6B drafter, k = 4, of the byte ceiling", figures=ceiling, least=0.6)
+    eager = partial(_ratio, part="eager", name="spd plain / transformers eager")
+    yield Gate("8B over eager transformers", "peers_eager", eager, least=4)
+    loop = partial(_ratio, part=None, name="spd plain / compiled loop")
+    yield Gate("8B over a compiled loop", "peers_loop", loop, least=1.25)
+    for probe, whose in (("spd_demo", "the demo's"), ("self_draft", "the 8B shape's")):
+        changed, otherwise = "tokens that speculation changed", "requests that accepted otherwise"
+        yield Gate(f"{whose} {changed}", probe, lambda one: [one["differing_tokens"]], most=0)
+        yield Gate(f"{whose} {otherwise}", probe, lambda one: [one["differing_counts"]], most=0)
+    yield Gate(
+        "the demo's tokens compared", "spd_demo", lambda one: [one["compared_tokens"]], least=ENOUGH_TOKENS
+    )
+    yield Gate("GPU tests that failed, and files of them that did not end", "gpu_tests", _tests, most=0)
+
+
+def _sparse_gates() -> Iterator[Gate]:
     table = partial(Gate, probe="kernel_table")
     yield table(
         "latent attention at one query, of the read rate",
@@ -90,17 +174,17 @@ def _gates() -> Iterator[Gate]:
         yield Gate(name, "sparse_models", partial(_ceiling, k=k), least=0.75)
     forms = partial(Gate, probe="eight_bit_rounds")
     yield forms(
-        "tokens that speculation changed", figures=partial(_of_forms, field="differing_tokens"), zero=True
+        "tokens that speculation changed", figures=partial(_of_forms, field="differing_tokens"), most=0
     )
     yield forms("tokens compared", figures=partial(_of_forms, field="compared_tokens"), least=ENOUGH_TOKENS)
     yield forms(
         "requests that accepted otherwise, eager or captured, at any lag",
         figures=partial(_of_forms, field="differing_counts"),
-        zero=True,
+        most=0,
     )
 
 
-GATES = tuple(_gates())
+GATES = (*_dense_gates(), *_sparse_gates())
 
 
 def gate_lines(probes: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -29,7 +29,7 @@ from spd.runtime.measuring.statistics import paired_ratio, summarize
 Generate = Callable[[int], None]
 """Generates so many tokens after the prompt."""
 PROMPT, FEW, MANY = 128, 8, 72
-POSITIONS = 512
+POSITIONS = 256
 K = 4
 FORCED_TOKEN = 7
 TURNS = 4
@@ -192,10 +192,11 @@ def static_contender(shape: Shape, device: str = "cuda") -> Generate:
     return transformers_contender(model, cache_implementation="static")
 
 
-def _run_compiled(name: str, contender: Generate) -> Iterator[dict[str, Any]]:
+def _run_compiled(name: str, build: Callable[[], Generate]) -> Iterator[dict[str, Any]]:
     began = time.perf_counter()
+    contender = build()
     contender(MANY)  # the longer one first: transformers keeps the larger cache, and what was compiled for it
-    report: dict[str, Any] = {"first_generations_seconds": time.perf_counter() - began}
+    report: dict[str, Any] = {"until_first_generation_ended_seconds": time.perf_counter() - began}
     with tempfile.TemporaryDirectory() as place:
         ours = spd_contenders(
             Path(place), QWEN3_8B, {f"length {REFERENCE_LENGTH}": (EAGLE_SIZE, REFERENCE_LENGTH)}
@@ -205,12 +206,12 @@ def _run_compiled(name: str, contender: Generate) -> Iterator[dict[str, Any]]:
 
 def run_loop() -> Iterator[dict[str, Any]]:
     """The compiled loop against spd, plain and with the EAGLE-size drafter at its acceptance length."""
-    yield from _run_compiled("compiled loop", loop_contender(QWEN3_8B))
+    yield from _run_compiled("compiled loop", lambda: loop_contender(QWEN3_8B))
 
 
 def run_static() -> Iterator[dict[str, Any]]:
     """`transformers` compiled against spd, plain and with the EAGLE-size drafter at its acceptance length."""
-    yield from _run_compiled("transformers static compiled", static_contender(QWEN3_8B))
+    yield from _run_compiled("transformers static compiled", lambda: static_contender(QWEN3_8B))
 
 
 def warm_loop() -> dict[str, Any]:

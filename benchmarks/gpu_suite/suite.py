@@ -45,17 +45,18 @@ HERE = "benchmarks.gpu_suite"
 PROBES = (
     Probe("device", f"{HERE}.measure:describe_gpu", 10),
     Probe("warm_up", f"{HERE}.warm_up:run", 90),
-    Probe("bandwidth", f"{HERE}.bandwidth:run", 15),
-    Probe("spd_demo", f"{HERE}.spd_rounds:run", 75),
+    Probe("bandwidth", f"{HERE}.bandwidth:run", 12),
+    Probe("spd_demo", f"{HERE}.spd_rounds:run", 55),
     Probe("self_draft", f"{HERE}.spd_rounds:run_self_draft", 25),
-    Probe("plain", f"{HERE}.end_to_end:run_plain", 50),
-    Probe("draft", f"{HERE}.end_to_end:run_draft", 65),
+    Probe("gpu_tests", f"{HERE}.lane:run", 90),
+    Probe("plain", f"{HERE}.end_to_end:run_plain", 40),
+    Probe("draft", f"{HERE}.end_to_end:run_draft", 60),
     Probe("eight_bit_rounds", f"{HERE}.eight_bit_rounds:run", 240, usual=False),
     Probe("sparse_models", f"{HERE}.sparse_models:run", 240, usual=False),
-    Probe("kernel_table", f"{HERE}.kernel_table:run", 45),
+    Probe("kernel_table", f"{HERE}.kernel_table:run", 25),
     Probe("peers_eager", f"{HERE}.peers_gpu:run_eager", 40),
     Probe("peers_loop", f"{HERE}.peers_gpu:run_loop", 45),
-    Probe("batches", f"{HERE}.batches:run", 70),
+    Probe("batches", f"{HERE}.batches:run", 45),
     Probe("peers_static", f"{HERE}.peers_gpu:run_static", 90, usual=False),
     Probe("spd_medium", f"{HERE}.spd_rounds:run_medium", 120, usual=False),
     Probe("gemm_equality", f"{HERE}.gemm_equality:run", 200, usual=False),
@@ -117,12 +118,15 @@ def run_here(function: str, result: Path, seconds: float = float("inf")) -> int:
     return 1 if "error" in answer else 0
 
 
-def child_command(function: str, result: Path, seconds: float) -> tuple[list[str], dict[str, str]]:
-    """The command that runs one probe in another process, and its environment."""
+def child_command(function: str, result: Path, seconds: float) -> list[str]:
+    """The command that runs one probe in another process."""
     command = [sys.executable, "-m", HERE, "--child", function, "--child-result", str(result)]
-    command += ["--child-seconds", str(seconds)]
-    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    return command, {**os.environ, "PYTHONPATH": path}
+    return [*command, "--child-seconds", str(seconds)]
+
+
+def environment() -> dict[str, str]:
+    """Of a child: this process's, with the checkout before what is installed."""
+    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
 def run_probe(probe: Probe, seconds: float) -> Answer:
@@ -131,10 +135,10 @@ def run_probe(probe: Probe, seconds: float) -> Answer:
     with tempfile.TemporaryDirectory() as place:
         result, log = Path(place) / "result.json", Path(place) / "log"
         # The child stops between two cases, a little before it would be killed in the middle of one.
-        command, environment = child_command(probe.function, result, 0.9 * seconds - 3)
+        command = child_command(probe.function, result, 0.9 * seconds - 3)
         with log.open("w", encoding="utf-8") as output:
             child = subprocess.Popen(
-                command, stdout=output, stderr=output, env=environment, cwd=ROOT, start_new_session=True
+                command, stdout=output, stderr=output, env=environment(), cwd=ROOT, start_new_session=True
             )
             try:
                 status: int | None = child.wait(seconds)

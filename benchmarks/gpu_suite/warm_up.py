@@ -7,14 +7,12 @@ the same kernels. It reports how long each took and what failed; its figures mea
 from __future__ import annotations
 
 import json
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import ROOT
 from benchmarks.gpu_suite.batches import CASES as BATCH_CASES
 from benchmarks.gpu_suite.end_to_end import FILTERED, LENGTHS_OF_K, WARM, config_of, fix_draft_length
 from benchmarks.gpu_suite.round_times import GREEDY, random_prompt, start, stop, with_engine
@@ -22,6 +20,7 @@ from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_8B, SHAPES, shortened
 from benchmarks.gpu_suite.spd_rounds import Setting, compare, demo_prompts
 from benchmarks.gpu_suite.speculation import reference_length
 from benchmarks.gpu_suite.suite import HERE, child_command
+from benchmarks.gpu_suite.together import run_together
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.runtime import Engine
 
@@ -90,28 +89,14 @@ def run(tasks: dict[str, str] = TASKS) -> Iterator[dict[str, Any]]:
     began = time.perf_counter()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
-        running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
-        try:
-            for index, (name, reference) in enumerate(tasks.items()):
-                result = Path(place) / f"{index}.json"
-                command, environment = child_command(reference, result, float("inf"))
-                environment["OMP_NUM_THREADS"] = "2"
-                # In this process's group: whoever kills the probe kills them all.
-                child = subprocess.Popen(
-                    command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-                )
-                running[name] = child, result
-            while running:
-                for name in [name for name, (child, _) in running.items() if child.poll() is not None]:
-                    child, result = running.pop(name)
-                    seconds = round(time.perf_counter() - began, 1)
-                    found[name] = {"seconds": seconds, **_errors(child.returncode, result)}
-                    yield found
-                time.sleep(0.1)
-        finally:
-            for child, _ in running.values():
-                child.kill()
-                child.wait()
+        results = {name: Path(place) / f"{index}.json" for index, name in enumerate(tasks)}
+        commands = {
+            name: child_command(reference, results[name], float("inf")) for name, reference in tasks.items()
+        }
+        for name, status in run_together(commands):
+            seconds = round(time.perf_counter() - began, 1)
+            found[name] = {"seconds": seconds, **_errors(status, results[name])}
+            yield found
 
 
 def _errors(status: int, result: Path) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu_suite import batches, peers_gpu, warm_up
+from benchmarks.gpu_suite import batches, lane, peers_gpu, warm_up
 from benchmarks.gpu_suite.compiled_loop import CompiledLoop
 from benchmarks.gpu_suite.digest import digest
 from benchmarks.gpu_suite.end_to_end import config_of, run_draft, run_plain
@@ -24,6 +25,7 @@ from benchmarks.gpu_suite.kernel_cases import (
     Case,
     attention_case,
     draw_case,
+    layer_case,
     linear_case,
     prefill_case,
     rotary_case,
@@ -61,6 +63,7 @@ CASES: dict[str, Case] = {
     **{kind: partial(linear_case, kind=kind, n=64, k=48, rows=(1, 8)) for kind in ("qkv", "out", "gate_up")},
     "down": partial(linear_case, kind="down", n=64, k=48, rows=(1,)),
     "head": partial(linear_case, kind="head", n=100, k=48, rows=(3,)),
+    "layer": partial(layer_case, shape=TARGET, rows=(1, 5)),
     "draw": partial(draw_case, vocab=100, hidden=32, rows=(1, 5)),
     "rows": partial(row_case, hidden=32, vocab=100, rows=(1, 5)),
     "attention": partial(attention_case, heads=HEADS, slots=2, context=512, rows=(1, 5)),
@@ -233,11 +236,16 @@ def test_a_runner_counts_what_rounds_commit_on_average(monkeypatch: pytest.Monke
     assert runner.rates == [36.0]
 
 
-def test_the_compiled_loop_is_the_same_model_as_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_compiled_loop_is_the_same_model_as_transformers(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model = peers_gpu.random_transformer(TARGET, "cpu", torch.float32)
-    loop = CompiledLoop(TARGET, 64, "cpu", torch.float32, compiled=False)
+    shape = replace(TARGET, layers=10 if compiled else 2)  # more than Dynamo would compile each for itself
+    model = peers_gpu.random_transformer(shape, "cpu", torch.float32)
+    counters.clear()
+    loop = CompiledLoop(shape, 64, "cpu", torch.float32, compiled)
     named = model.state_dict()
     with torch.no_grad():
         loop.model.embedding.copy_(named["model.embed_tokens.weight"])
@@ -258,6 +266,7 @@ def test_the_compiled_loop_is_the_same_model_as_transformers(monkeypatch: pytest
     ids = torch.tensor([prompt])
     wanted = model.generate(ids, do_sample=False, max_new_tokens=20)[0, 11:].tolist()
     assert found == wanted and len(set(found)) > 5
+    assert counters["stats"]["unique_graphs"] == (3 if compiled else 0), "one layer is compiled for all"
 
 
 def _contender(seconds: float, clock: list[float]) -> Callable[[int], None]:
@@ -309,6 +318,47 @@ def test_assisted_generation_accepts_every_draft() -> None:
     peers_gpu.assisted_contender(target, assistant)(20)
     # The first forward also reads the prompt: 4 rounds of K + 1 tokens.
     assert len(rounds) == 20 // (peers_gpu.K + 1)
+
+
+GPU_TESTS = """
+import pytest
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_right(number): assert number < {below}
+@pytest.mark.gpu
+@pytest.mark.skip
+def test_left_out(): pass
+def test_of_no_gpu(): assert False
+"""
+
+
+def test_the_gpu_lane_counts_and_names_what_failed(tmp_path: Path) -> None:
+    files = [tmp_path / f"test_{name}.py" for name in ("good", "bad", "broken", "other")]
+    texts = [
+        GPU_TESTS.format(below=9),
+        GPU_TESTS.format(below=3),
+        "import nothing_at_all",
+        "def test_it(): 1 / 0",
+    ]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
+    found: dict[str, Any] = {}
+    with pytest.raises(AssertionError, match="failed: "):
+        for found in lane.run(files):  # noqa: B007
+            pass
+    assert (found["passed"], found["skipped"], found["files"], found["of"]) == (5, 2, 4, 4)
+    assert sorted(found["failed"]) == ["::test_broken", "test_bad::test_right[3]"]
+    text = digest({"probes": {"gpu_tests": {"status": "failed", "error": ["E"], "result": found}}})
+    assert "5 passed, 2 failed, 2 skipped, 4 of 4 files" in text and "test_right[3]" in text
+    assert text.endswith("(none): 2, NOT met")
+    *_, found = lane.run(files[:1])
+    assert found["failed"] == [] and found["passed"] == 3
+
+
+def test_the_gpu_lane_knows_its_files() -> None:
+    names = [path.name for path in lane.test_files()]
+    assert "test_gpu_texts.py" in names[:8] and "test_kernels_skinny_linear.py" in names
+    assert "test_runtime_weight_reader.py" in names and "test_runtime_scheduler.py" not in names
 
 
 def test_warming_up_names_what_failed() -> None:

@@ -1,0 +1,35 @@
+"""Commands run side by side, for probes that compile or test much and measure nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from benchmarks.environment import ROOT
+from benchmarks.gpu_suite.suite import environment
+
+
+def run_together(commands: Mapping[str, Sequence[str]], most: int = 64) -> Iterator[tuple[str, int]]:
+    """Run them, `most` at a time; yields each one's name and exit status as it ends, and says nothing.
+
+    They are in this process's group, so that who kills it kills them all. What still runs where nobody asks
+    for more is killed, too.
+    """
+    two_threads = {**environment(), "OMP_NUM_THREADS": "2"}
+    waiting = list(commands.items())
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < most:
+                name, command = waiting.pop(0)
+                running[name] = subprocess.Popen(
+                    command, env=two_threads, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
+            for name in [name for name, child in running.items() if child.poll() is not None]:
+                yield name, running.pop(name).returncode
+            time.sleep(0.1)
+    finally:
+        for child in running.values():
+            child.kill()
+            child.wait()
