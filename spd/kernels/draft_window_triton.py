@@ -47,29 +47,10 @@ _VARYING = (
 
 @triton.jit(do_not_specialize=_VARYING)
 def committed_kernel(
-    tokens,
-    length,
-    active,
-    draft_limit,
-    page_table,
-    first,
-    draft,
-    out_ids,
-    out_positions,
-    out_valid,
-    out_slots,
-    tokens_stride,
-    table_stride,
-    draft_stride,
-    table_width,
-    width,
-    ahead,
-    limit,
-    trash_slot,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
+    tokens, length, active, draft_limit, page_table, first, draft, out_ids, out_positions, out_valid,
+    out_slots, tokens_stride, table_stride, draft_stride, table_width, width, ahead, limit, trash_slot,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
     """Lane i is row i of the slot's window; `first` is read where BOUNDED."""
     s = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -160,26 +141,11 @@ _STEPPING = (
 
 @triton.jit(do_not_specialize=_STEPPING)
 def step_kernel(
-    sampled,
-    length,
-    active,
-    draft_limit,
-    page_table,
-    draft_out,
-    num_drafts_out,
-    out_positions,
-    out_valid,
-    out_slots,
-    sampled_stride,
-    table_stride,
-    table_width,
-    draft_stride,
-    step,
-    k,
-    limit,
+    sampled, length, active, draft_limit, page_table, draft_out, num_drafts_out, out_positions,
+    out_valid, out_slots, sampled_stride, table_stride, table_width, draft_stride, step, k, limit,
     trash_slot,
     PAGE: tl.constexpr,
-):
+):  # fmt: skip
     """One slot's draft and the row that follows it."""
     s = tl.program_id(0).to(tl.int64)
     size = tl.load(length + s)

@@ -16,24 +16,10 @@ _PAIRS = ("slots", "width", "depth", "states_stride", "masked")
 
 @triton.jit(do_not_specialize=_PAIRS)
 def head_input_kernel(
-    token_ids,
-    table,
-    states,
-    positions,
-    token_norm,
-    hidden_norm,
-    out,
-    slots,
-    width,
-    depth,
-    states_stride,
-    masked,
-    epsilon,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HIDDEN_FIRST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    token_ids, table, states, positions, token_norm, hidden_norm, out, slots, width, depth,
+    states_stride, masked, epsilon,
+    H: tl.constexpr, BLOCK: tl.constexpr, HIDDEN_FIRST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program (row, 0) norms the embedding, (row, 1) the state."""
     wait(PDL)
     release(PDL)

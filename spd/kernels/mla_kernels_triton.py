@@ -18,27 +18,11 @@ from spd.kernels.overlap_triton import release, wait
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "kv_slots", "query", "latent"])
 def latent_store_kernel(
-    query,
-    latent,
-    cos,
-    sin,
-    positions,
-    kv_slots,
-    norm,
-    pages,
-    turned,
-    epsilon,
-    query_row,
-    query_head,
+    query, latent, cos, sin, positions, kv_slots, norm, pages, turned, epsilon, query_row, query_head,
     latent_row,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    H: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One row and HEADS of its H rotated query heads; the first of a row's programs also keeps the row."""
     wait(PDL)
     release(PDL)
@@ -141,27 +125,11 @@ def store_half(
 
 @triton.jit
 def attend_latents(
-    maximum,
-    total,
-    sums_a,
-    sums_b,
-    query_a,
-    query_b,
-    turned,
-    pool,
-    page_row,
-    position,
-    begin,
-    end,
+    maximum, total, sums_a, sums_b, query_a, query_b, turned, pool, page_row, position, begin, end,
     scale,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    FIRST: tl.constexpr,
-):
+    L: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_R: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
     """Take positions [begin, end) into a tile's online softmax, masked by each row's position.
 
     query_a, query_b [rows, HALF] and turned [rows, BLOCK_R]: the halves of the queries' latent side, and the
@@ -204,34 +172,12 @@ def attend_latents(
     do_not_specialize_on_alignment=["page_table", "positions"],
 )
 def attend_latent_chunk_kernel(
-    query,
-    pool,
-    page_table,
-    positions,
-    last,
-    items,
-    count,
-    partial,
-    stats,
-    scale,
-    slots,
-    queries,
-    pages,
-    max_chunks,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    SMALL: tl.constexpr,
-    LARGE: tl.constexpr,
-    FROM: tl.constexpr,
-    FIRST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    query, pool, page_table, positions, last, items, count, partial, stats, scale, slots, queries,
+    pages, max_chunks,
+    H: tl.constexpr, L: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, SMALL: tl.constexpr,
+    LARGE: tl.constexpr, FROM: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """TILE rows (a slot's queries by heads) against one chunk, item by item; see `attend_chunk_kernel`."""
     wait(PDL)
     release(PDL)

@@ -58,23 +58,11 @@ def first_best(scores, free, index):
 
 @triton.jit
 def choose_experts_kernel(
-    parts,
-    correction,
-    ids,
-    weights,
-    scale,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PARTS: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPS_KEPT: tl.constexpr,
-    GROUP_BEST: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    parts, correction, ids, weights, scale,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, PARTS: tl.constexpr, PER_TOKEN: tl.constexpr,
+    BLOCK_S: tl.constexpr, GROUPS: tl.constexpr, GROUPS_KEPT: tl.constexpr, GROUP_BEST: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One token a program: its experts, best first, and their weights."""
     wait(PDL)
     release(PDL)
@@ -152,25 +140,10 @@ def list_rows_kernel(ids, lists, counts, pairs, BLOCK: tl.constexpr, PDL: tl.con
 
 @triton.jit(do_not_specialize=["pairs", "per_token"])
 def experts_gate_up_kernel(
-    w,
-    scale,
-    scale_stride,
-    x,
-    lists,
-    counts,
-    inner,
-    pairs,
-    per_token,
-    n,
-    k,
-    GROUP_N: tl.constexpr,
-    GROUP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    w, scale, scale_stride, x, lists, counts, inner, pairs, per_token, n, k,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """inner [pairs, n] = silu(gate) * up of each pair's row of x by its expert's w [2 * n, k]."""
     expert = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK_N
@@ -198,24 +171,10 @@ def experts_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def experts_down_kernel(
-    w,
-    scale,
-    scale_stride,
-    inner,
-    lists,
-    counts,
-    made,
-    pairs,
-    n,
-    k,
-    GROUP_N: tl.constexpr,
-    GROUP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    w, scale, scale_stride, inner, lists, counts, made, pairs, n, k,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """made float32 [pairs, n] = inner [pairs, k] by each pair's expert's w [n, k]."""
     expert = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK_N

@@ -25,28 +25,10 @@ FEW_HEADS = 32
 
 @triton.jit
 def attend_range(
-    maximum,
-    total,
-    acc,
-    q,
-    key_pages,
-    value_pages,
-    page_row,
-    head,
-    position,
-    begin,
-    end,
-    scale,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SLIDING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
-    FIRST: tl.constexpr,
-):
+    maximum, total, acc, q, key_pages, value_pages, page_row, head, position, begin, end, scale,
+    K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
     """Take keys [begin, end) into a tile's online softmax; MASKED unless every row sees all of them.
 
     begin is a multiple of BLOCK; for scale see `score_scale`. One loop over all of the keys, however many:
@@ -79,25 +61,11 @@ def attend_range(
 
 @triton.jit(do_not_specialize=["rows", "start"], do_not_specialize_on_alignment=["page_row"])
 def prefill_attention_kernel(
-    query,
-    key_pages,
-    value_pages,
-    page_row,
-    out,
-    scale,
-    rows,
-    start,
-    K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SLIDING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    query, key_pages, value_pages, page_row, out, scale, rows, start,
+    K: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
     FIRST: tl.constexpr,
-):
+):  # fmt: skip
     """TILE rows of one head. The last tiles see the most keys and go first."""
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)

@@ -17,23 +17,10 @@ HEADS_A_PROGRAM = 4
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "kv_slots"])
 def rotary_store_kernel(
-    qkv,
-    cos,
-    sin,
-    positions,
-    kv_slots,
-    qk_weight,
-    key_pages,
-    value_pages,
-    query,
-    epsilon,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    qkv, cos, sin, positions, kv_slots, qk_weight, key_pages, value_pages, query, epsilon,
+    H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One row and HEADS of its H + 2K heads; a head is two halves of HALF elements, padded to BLOCK."""
     wait(PDL)
     release(PDL)

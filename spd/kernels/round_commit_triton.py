@@ -57,40 +57,12 @@ _VARYING = (
 # One warp: it reads a slot's length and state before it writes them, with nothing between to wait for.
 @triton.jit(do_not_specialize=_VARYING)
 def commit_kernel(
-    draft,
-    num_drafts,
-    sampled,
-    finite,
-    tokens,
-    length,
-    length_limit,
-    stop_ids,
-    active,
-    generated,
-    ring,
-    counter,
-    accepted,
-    times,
-    draft_stride,
-    sampled_stride,
-    finite_stride,
-    tokens_stride,
-    stop_stride,
-    generated_stride,
-    ring_stride,
-    slot_stride,
-    depth,
-    k,
-    stops,
-    max_k,
-    now,
-    ROWS: tl.constexpr,
-    STOPS: tl.constexpr,
-    COUNTED: tl.constexpr,
-    GIVEN: tl.constexpr,
-    TIMED: tl.constexpr,
-    TIMER: tl.constexpr,
-):
+    draft, num_drafts, sampled, finite, tokens, length, length_limit, stop_ids, active, generated,
+    ring, counter, accepted, times, draft_stride, sampled_stride, finite_stride, tokens_stride,
+    stop_stride, generated_stride, ring_stride, slot_stride, depth, k, stops, max_k, now,
+    ROWS: tl.constexpr, STOPS: tl.constexpr, COUNTED: tl.constexpr, GIVEN: tl.constexpr,
+    TIMED: tl.constexpr, TIMER: tl.constexpr,
+):  # fmt: skip
     """Lane i is row i of the slot's window."""
     s = tl.program_id(0).to(tl.int64)
     if TIMED:

@@ -33,37 +33,11 @@ _VARYING = (
 
 @triton.jit(do_not_specialize=_VARYING)
 def window_kernel(
-    tokens,
-    length,
-    draft,
-    num_drafts,
-    active,
-    length_limit,
-    page_table,
-    out_ids,
-    out_positions,
-    out_valid,
-    out_slots,
-    out_draft,
-    out_count,
-    times,
-    counter,
-    draft_cap,
-    tokens_stride,
-    draft_stride,
-    table_stride,
-    table_width,
-    k,
-    usable_vocab,
-    max_len,
-    trash_slot,
-    depth,
-    now,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TIMED: tl.constexpr,
-    TIMER: tl.constexpr,
-):
+    tokens, length, draft, num_drafts, active, length_limit, page_table, out_ids, out_positions,
+    out_valid, out_slots, out_draft, out_count, times, counter, draft_cap, tokens_stride, draft_stride,
+    table_stride, table_width, k, usable_vocab, max_len, trash_slot, depth, now,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, TIMED: tl.constexpr, TIMER: tl.constexpr,
+):  # fmt: skip
     """Lane i is row i of the slot's window; draft i - 1 stands in it."""
     s = tl.program_id(0).to(tl.int64)
     if TIMED:

@@ -45,34 +45,12 @@ VARYING = [
 
 @triton.jit
 def processed_logits(
-    logits,
-    draft,
-    bias,
-    in_prompt,
-    generated,
-    repetition,
-    presence,
-    frequency,
-    temperature,
-    stop_ids,
-    length,
-    min_length,
-    mask,
-    row,
-    rows_per_slot,
-    draft_stride,
-    mask_stride,
-    mask_words,
-    ids,
-    vocab_size,
-    usable_vocab,
-    STOPS: tl.constexpr,
-    BIAS: tl.constexpr,
-    PENALTIES: tl.constexpr,
-    MIN_LENGTH: tl.constexpr,
-    MASK: tl.constexpr,
-    NOISE: tl.constexpr,
-):
+    logits, draft, bias, in_prompt, generated, repetition, presence, frequency, temperature, stop_ids,
+    length, min_length, mask, row, rows_per_slot, draft_stride, mask_stride, mask_words, ids,
+    vocab_size, usable_vocab,
+    STOPS: tl.constexpr, BIAS: tl.constexpr, PENALTIES: tl.constexpr, MIN_LENGTH: tl.constexpr,
+    MASK: tl.constexpr, NOISE: tl.constexpr,
+):  # fmt: skip
     """A row's logits of a block of ids after every step before truncation; -inf beyond the vocabulary."""
     slot, number = row // rows_per_slot, row % rows_per_slot
     inside = ids < vocab_size

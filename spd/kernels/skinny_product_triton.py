@@ -86,23 +86,10 @@ def scaled(total, scales, GROUP_K: tl.constexpr):
 
 @triton.jit
 def product(
-    weight_rows,
-    scale,
-    columns,
-    x,
-    first,
-    row_t,
-    rows,
-    n,
-    k,
-    GROUP_N: tl.constexpr,
-    GROUP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
+    weight_rows, scale, columns, x, first, row_t, rows, n, k,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_T]: weight rows times tokens row_t, over this part of K."""
     begin, end = part_of_k(k, BLOCK_K, SPLIT_K)
     scales = scale
@@ -119,23 +106,10 @@ def product(
 
 @triton.jit
 def gate_and_up(
-    w,
-    scale,
-    columns,
-    x,
-    first,
-    row_t,
-    rows,
-    n,
-    k,
-    GROUP_N: tl.constexpr,
-    GROUP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
+    w, scale, columns, x, first, row_t, rows, n, k,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_T] each: gate rows from `first` on, and the up rows n below them.
 
     A tile that is too short for the matrix unit alone is multiplied with its partner, as one.
