@@ -5,7 +5,7 @@
 Every way of decoding runs once a repetition, interleaved by `spd.runtime.measuring.sweep`; ratios are of the
 same repetition, and the interval holds their median with 95 % (order statistics). The best fixed k is chosen
 by the same measurements, which favours it. A pass has several times as many requests as are together, so that
-its end, where fewer and fewer are left, counts for little.
+its end, where fewer and fewer are left, counts for little. `--keep` leaves what OUT says of other models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spd.runtime.measuring.rows import make_rows
 from spd.runtime.measuring.statistics import median_interval, paired_ratio
 from spd.runtime.measuring.sweep import Load, Settings, Sweep
 
-SCHEMA = "spd.benchmarks.auto_k/1"
+SCHEMA = "spd.benchmarks.auto_k/2"
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -43,6 +43,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--waves", type=int, default=4, help="requests of a pass, times those together")
     parser.add_argument("-n", "--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--keep", action="store_true", help="keep what OUT says of other models")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "auto_k.json")
     return parser.parse_args(arguments)
 
@@ -116,7 +117,28 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         case_of([row for row in rows if row["concurrency"] == load.concurrency])
         for load in sweep.settings.loads
     ]
-    return {"model": folder.name, "method": method, "cases": cases, "differences": len(sweep.differences)}
+    return {
+        "model": folder.name,
+        "method": method,
+        "settings": {
+            "tokens": options.tokens,
+            "repetitions": options.repetitions,
+            "waves": options.waves,
+            "temperature": 0.0,
+        },
+        "machine": describe_machine(),
+        **describe_commit(),
+        "cases": cases,
+        "differences": len(sweep.differences),
+    }
+
+
+def kept(path: Path, measured: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """What a result file of this form says of models and methods that were not measured now."""
+    names = {(model["model"], model["method"]) for model in measured}
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    models = before["models"] if before.get("schema") == SCHEMA else []
+    return [model for model in models if (model["model"], model["method"]) not in names]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,15 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = {
         "schema": SCHEMA,
         "acceptance": "natural",
-        "settings": {
-            "tokens": options.tokens,
-            "repetitions": options.repetitions,
-            "waves": options.waves,
-            "temperature": 0.0,
-        },
-        "machine": describe_machine(),
-        **describe_commit(),
-        "models": models,
+        "models": [*(kept(options.out, models) if options.keep else []), *models],
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 1 if any(model["differences"] for model in models) else 0

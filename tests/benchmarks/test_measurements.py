@@ -85,7 +85,10 @@ def test_adaptive_k_is_held_against_plain_and_the_best(tmp_path: Path) -> None:
     arguments = ["--spec", "ngram", "--concurrency", "2", "--draft-max", "1", "--repetitions", "2"]
     assert auto_k.main([*arguments, "-n", "4", "--threads", "1", "--out", str(out)]) == 0
     (model,) = json.loads(out.read_text())["models"]
-    assert model["method"] == "ngram" and model["differences"] == 0
+    assert model["method"] == "ngram" and model["differences"] == 0 and model["settings"]["tokens"] == 4
+    assert auto_k.kept(out, [{"model": "another", "method": "ngram"}]) == [model] and not auto_k.kept(
+        out, [model]
+    )
     (case,) = model["cases"]
     assert case["concurrency"] == 2 and case["best_k"] == 1 and list(case["fixed_over_plain"]) == ["1"]
     assert case["auto_over_best"]["pairs"] == 2 and 0 <= case["rounds_with_drafts"] <= 1
