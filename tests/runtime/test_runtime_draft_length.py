@@ -113,7 +113,7 @@ def test_k_follows_the_measured_cost_of_verification() -> None:
 
 
 def test_what_comes_after_a_plain_verification_counts() -> None:
-    """A round's draw and commit take as long without drafts: plain rounds are not cheaper for it."""
+    """What a round does after its commit takes time without drafts, too: plain rounds are not free of it."""
     length = DraftLength(2, adaptive=True)
     for k in (0, 2) * ENOUGH:
         length.observe_cost(k, 0.010, 0.005 if k == 0 else 0.008, k)
