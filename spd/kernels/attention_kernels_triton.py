@@ -12,7 +12,7 @@ import math
 import triton
 import triton.language as tl
 
-from spd.kernels.overlap_triton import release, wait
+from spd.kernels.overlap_triton import prefetch, release, wait
 
 LOG2_E = math.log2(math.e)
 """Weights are powers of two, so that scales of scores take this along."""
@@ -150,14 +150,7 @@ def prefetch_page(pool, page, first, head, K: tl.constexpr, D: tl.constexpr, PAG
     LINES: tl.constexpr = (D + LINE - 1) // LINE
     row = page * PAGE + tl.minimum(first + tl.arange(0, PAGE), PAGE - 1)
     for line in tl.static_range(LINES):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pool + row * (K * D) + head * D + line * LINE],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        prefetch(pool + row * (K * D) + head * D + line * LINE)
 
 
 @triton.jit

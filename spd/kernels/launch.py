@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -56,16 +54,3 @@ def overlap(device: torch.device) -> dict[str, Any]:
     if OVERLAP and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"PDL": OVERLAP, "launch_pdl": True}
     return {"PDL": NEVER}
-
-
-@contextmanager
-def overlapping(when: int) -> Iterator[None]:
-    """Launch with another OVERLAP, to compare."""
-    global OVERLAP
-    before, OVERLAP = OVERLAP, when
-    overlap.cache_clear()
-    try:
-        yield
-    finally:
-        OVERLAP = before
-        overlap.cache_clear()

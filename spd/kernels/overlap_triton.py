@@ -40,3 +40,11 @@ def release_after(PDL: tl.constexpr):
     """As `release`, after a product, where it was not done before it."""
     if PDL == 1:
         cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers):
+    """Bring the cache lines of pointers, which must be readable, into L2; returns nothing."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spd.kernels.overlap_triton import release_after, release_first, wait
+from spd.kernels.overlap_triton import prefetch, release_after, release_first, wait
 from spd.kernels.philox import STREAM_TARGET
 from spd.kernels.philox_triton import (
     NO_RANK,
@@ -38,14 +38,7 @@ def prefetch_weights(weight_rows, k, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexp
         LINES: tl.constexpr = 4 * BLOCK_K // LINE
         begin, _ = part_of_k(k, BLOCK_K, SPLIT_K)
         line = tl.minimum(begin + tl.arange(0, LINES) * LINE, k - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [weight_rows + line[None, :]],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        prefetch(weight_rows + line[None, :])
 
 
 @triton.jit

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from spd.kernels.launch import Signature, ceil_div, power_of_two
+from spd.kernels.launch import AT_ONCE, Signature, ceil_div, power_of_two
 from spd.kernels.skinny_config import TOKEN_TILE, LinearConfig, config_for, paired, unsplit, with_tile
 from spd.kernels.skinny_kernels_triton import gate_up_kernel, head_kernel, linear_kernel
 from spd.kernels.skinny_linear import SCALE_COLUMNS, SCALE_ROWS
@@ -118,4 +119,7 @@ def signatures(capability: tuple[int, int] = (9, 0)) -> dict[str, Signature]:
             groups["8b_wide"] |= _head_signatures(dtype, 64, 151936, 4096, capability)
         for group, members in groups.items():
             found |= {f"{name}_{group}_{dtype}": signature for name, signature in members.items()}
+    for name in ("qkv_8b", "gate_up_8b", "head_sample_8b"):
+        after = found[f"{name}_bf16"]
+        found[f"{name}_at_once_bf16"] = replace(after, constants=after.constants | {"PDL": AT_ONCE})
     return found

@@ -86,6 +86,9 @@ def main() -> None:
                 # How many instructions fetch ahead, and where the first one stands: before the wait, or not.
                 "prefetches": ptx.count("prefetch.global.L2"),
                 "prefetched_first": 0 <= ptx.find("prefetch.global.L2") < ptx.find("griddepcontrol.wait"),
+                "released_first": 0
+                <= ptx.find("griddepcontrol.launch_dependents")
+                < ptx.find("griddepcontrol.wait"),
                 "wide_loads": "ld.global.v4" in ptx or ".L1::no_allocate.v4" in ptx,
             }
             print(json.dumps(line), flush=True)

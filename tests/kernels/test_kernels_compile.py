@@ -73,6 +73,8 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     assert products and all("rows" in kernel["any_rows"] for kernel in products)
     dense = [kernel for kernel in products if kernel["module"].endswith("skinny_signatures_triton")]
     assert dense and all(kernel["prefetched_first"] for kernel in dense), "weights come before the wait"
+    at_once = {kernel["name"] for kernel in found if "at_once" in kernel["name"]}
+    assert at_once and {kernel["name"] for kernel in found if kernel["released_first"]} == at_once
     chunks = {k["name"]: k["prefetches"] for k in found if k["kernel"] == "attend_chunk_kernel"}
     assert chunks == {"attend_chunk_bf16": 4, "attend_chunk_sliding_bf16": 0}, (
         "two lines of keys and of values"
