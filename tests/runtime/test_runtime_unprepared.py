@@ -32,7 +32,7 @@ def engine_of(method: str, prepared: list[bool], **wishes: Any) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_texts_are_those_of_plain_decoding(method: str, lag: int) -> None:
     """Prepared and unprepared requests share prefixes with their own kind, and give way to one another."""
