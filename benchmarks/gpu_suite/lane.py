@@ -49,7 +49,7 @@ def run(files: Sequence[Path] | None = None) -> Iterator[dict[str, Any]]:
             short = name.removeprefix(f"{ROOT}/")
             before = len(found["failed"])
             if reports[name].exists():
-                _count(found, reports[name])
+                _count(found, short, reports[name])
             if status not in (0, NONE_COLLECTED) and len(found["failed"]) == before:
                 found["failed"].append(f"{short} ended with status {status}")
             yield found
@@ -71,11 +71,12 @@ def _command(file: str, report: Path) -> list[str]:
     ]
 
 
-def _count(found: dict[str, Any], report: Path) -> None:
-    """Add one file's tests to what was found."""
+def _count(found: dict[str, Any], file: str, report: Path) -> None:
+    """Add one file's tests to what was found; pytest's own class names depend on where it is started."""
     for case in ElementTree.parse(report).iter("testcase"):
         end = next((ENDS[child.tag] for child in case if child.tag in ENDS), "passed")
         if end == "failed":
-            found["failed"].append(f"{case.get('classname')}::{case.get('name')}")
+            # A file that cannot be imported is reported as a case of no class.
+            found["failed"].append(f"{file}::{case.get('name')}" if case.get("classname") else file)
         else:
             found[end] += 1
