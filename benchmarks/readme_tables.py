@@ -46,6 +46,11 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "peer_loads": Table(
             "cpu_peer_loads.json", table_forms.peer_loads, f"{PEERS} --concurrency 1,4,16 --rates 1,2,4,6,8"
         ),
+        "peer_demo": Table(
+            "cpu_peer_demo.json",
+            table_forms.peer_loads,
+            "python -m benchmarks.peers spd/formats/demo --concurrency 1,4,16",
+        ),
         "acceptance": Table("acceptance.json", table_forms.acceptance, "python -m benchmarks.acceptance"),
         "bench_demo": Table("bench_demo.json", table_forms.bench_demo, f"{BENCH} demo"),
         "bench_concurrency": Table(

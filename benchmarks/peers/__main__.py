@@ -9,6 +9,13 @@ From the repository:
     python -m benchmarks.peers /tmp/medium --transformers-python ... --vllm-python ... \\
         --llama-cpp ... --imposed 3 --concurrency 1,4,16 --rates 1,2,4,6,8
 
+The demo, which speculates with its own MTP layer too. vLLM gets a copy with the head written out, for it
+ignores that DeepSeek's embeddings are tied, and reads latent attention as ordinary heads, for its kernels for
+CPU have DeepSeek's own width only; the function and its numbers are the same:
+
+    python -m benchmarks.peers spd/formats/demo --vllm-python ... --text --mtp --rows 0 \\
+        --concurrency 1,4,16 --out benchmarks/results/cpu_peer_demo.json
+
 Acceptance alone, spd's beside vLLM's. Near-ties part the texts of two engines, in float32 more rarely than in
 bfloat16, and other texts have other acceptance, so that many tokens are needed:
 

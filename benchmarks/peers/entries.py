@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from benchmarks.peers.options import Options
+from benchmarks.peers.untied import is_latent
 from benchmarks.peers.worker import Entry
 
 ROWS_ENTRY = "spd-rows"
@@ -58,6 +59,9 @@ def _entry(
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB, of each of its workers
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, options.cpus))
         environment["VLLM_NO_USAGE_STATS"] = "1"
+        if is_latent(options.model):
+            # Its latent kernels for CPU take DeepSeek's own 576 numbers a position only; ordinary heads any.
+            environment["VLLM_MLA_DISABLE"] = "1"
         # Its clock runs on while a worker is paused; five minutes, the default, pass while others load.
         environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = "86400"
         preload = options.preload if options.preload is not None else find_preload(Path(python))

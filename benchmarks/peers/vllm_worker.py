@@ -6,7 +6,9 @@ vLLM is imported. Prefix caching is off, or a repeated prompt would be no prefil
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from benchmarks.peers.protocol import (
     serve,
 )
 from benchmarks.peers.stepped import SteppedEngine
+from benchmarks.peers.untied import is_latent, read_config, untie
 from spd.runtime.measuring.load import Pass
 from spd.runtime.metrics import RequestMetrics, RoundRecord
 from spd.runtime.request import Event, Request
@@ -94,8 +97,12 @@ class VllmEngine(SteppedEngine):
     def __init__(self, options: WorkerOptions) -> None:
         speculation = speculative_config(options)
         self.speculates = speculation is not None
+        model = options.model
+        if is_latent(model) and read_config(model).get("tie_word_embeddings"):
+            self.copy = tempfile.TemporaryDirectory()
+            model = untie(model, Path(self.copy.name))
         self.llm = vllm.LLM(
-            model=str(options.model),
+            model=str(model),
             dtype=options.dtype,
             max_model_len=options.ctx,
             max_num_seqs=options.slots,

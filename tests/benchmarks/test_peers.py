@@ -253,6 +253,9 @@ def test_commands_of_the_peers(checkpoint: Path, tmp_path: Path) -> None:
     assert vllm.environment["LD_PRELOAD"].startswith(str(prefix / "lib" / "libiomp5.so"))
     assert vllm.environment["VLLM_CPU_OMP_THREADS_BIND"] == str(options.cpus[0])
     assert by_name["vllm-ngram"].command[-3:] == ("--ngram", "--draft-max", "4")
+    assert "VLLM_MLA_DISABLE" not in vllm.environment
+    latent = entries_of(parse_options([str(demo_folder()), *arguments[1:], "--only", "vllm-plain"]))
+    assert latent[0].environment["VLLM_MLA_DISABLE"] == "1"
     assert "LD_PRELOAD" not in by_name["spd-plain"].environment
     assert "--draft" not in by_name["transformers-plain"].command
     with pytest.raises(SystemExit, match="entries are"):

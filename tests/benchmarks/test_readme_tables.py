@@ -70,9 +70,11 @@ def results(folder: Path) -> Path:
         for peer in ("vllm", "llama")
         for mode in MODES
     }
+    loads = {"loads": {"8 a second": {"entries": entries, "ratios": ratios}}}
     written = {
         "cpu_peers": {"entries": entries, "settings": {"draft_max": 4}},
-        "cpu_peer_loads": {"loads": {"8 a second": {"entries": entries, "ratios": ratios}}},
+        "cpu_peer_loads": loads,
+        "cpu_peer_demo": loads,
         "acceptance": {"rows": cells},
         "bench_demo": bench,
         "bench_concurrency": bench,
