@@ -35,9 +35,27 @@ def explain(session: Session, options: ExplainOptions) -> int:
         raise IncompatibleError(
             "the traces are of different models", reason=sorted(models), fix=["spd explain one at a time"]
         )
+    ways = {_way(trace) for trace in traces if any(record.k for record in trace.rounds)}
+    if len(ways) > 1:
+        raise IncompatibleError(
+            "the traces are of different ways of drafting",
+            reason=sorted(ways),
+            fix=["spd explain each by itself, with one of plain decoding beside it"],
+        )
     found = explain_traces(traces)
     sink.write(to_json(found.as_dict()) + "\n" if options.json else explanation_text(found, sink.columns))
     return 0
+
+
+def _way(trace: Trace) -> str:
+    """What decides acceptance besides k."""
+    if trace.header is None:
+        return "of an unknown drafter"
+    plan = trace.header.plan
+    words = [f"{plan.get('spec')}", f"--verify {plan.get('verify')}", f"T {trace.header.temperature:g}"]
+    words += [str(plan[name]) for name in ("draft_model", "mtp") if plan.get(name)]
+    imposed = plan.get("synthetic_acceptance")
+    return ", ".join(words) + ("" if imposed is None else f", imposed length {imposed:g}")
 
 
 def explanation_text(found: Explanation, columns: int | None) -> str:
@@ -71,10 +89,10 @@ def explanation_text(found: Explanation, columns: int | None) -> str:
 
 
 def _is_shown(k: int, method: str, found: Explanation) -> bool:
-    """Short ones, the one that ran, the best, and one of each method's long ones."""
+    """Short ones, the one that ran, the best, the furthest, and one of each method's long ones."""
     return (
         k <= 4
-        or k in (6, 8, 12, 16)
+        or k in (6, 8, 12, 16, len(found.own))
         or (method, k)
         in (
             (found.now.method, found.now.k),

@@ -76,6 +76,18 @@ def test_traces_of_two_runs_share_their_costs(spd_run: Callable[..., Any], tmp_p
     assert shown["plain_measured"] and set(shown["verify_ms"]) == {"1", "3"} and shown["k"] == 2
 
 
+def test_traces_of_different_drafters_are_not_mixed(
+    spd_run: Callable[..., Any], assert_refused: Callable[..., None], tmp_path: Path
+) -> None:
+    mtp, lookup = tmp_path / "mtp", tmp_path / "lookup"
+    spd_run("generate", *QUICK, "--no-adaptive", "--trace", mtp, ASK)
+    spd_run("generate", *QUICK, "--spec", "ngram", "--no-adaptive", "--trace", lookup, ASK)
+    refused = spd_run("explain", mtp, lookup)
+    assert_refused(refused, 4, "different ways of drafting")
+    assert "mtp, --verify coupled, T 0" in refused.err and "ngram" in refused.err
+    assert spd_run("explain", mtp, mtp).code == 0
+
+
 def test_refusals(spd_run: Callable[..., Any], assert_refused: Callable[..., None], tmp_path: Path) -> None:
     assert_refused(spd_run("explain", tmp_path / "none"), 3, "no file")
     (tmp_path / "text").write_text("hello\nworld\n")

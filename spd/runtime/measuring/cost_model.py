@@ -109,7 +109,7 @@ class Acceptance:
     held: Mapping[int, Acceptance] = field(default_factory=dict)
 
     def length(self, k: int) -> float:
-        """Tokens a round at k on average; positions beyond those seen go on as the last one did."""
+        """Tokens a round at k on average; positions beyond those seen go on as all after the first did."""
         return 1.0 + sum(self.survival_at(k))
 
     def survival_at(self, k: int) -> tuple[float, ...]:
@@ -119,7 +119,8 @@ class Acceptance:
             known = {each: found for each, found in self.held.items() if len(found.survival) > position}
             share = pooled if len(known) < 2 else _on_line(known, position, k)
             shares.append(min(max(0.0, share), shares[-1] if shares else 1.0))
-        rate = _conditional(shares)[-1] if shares else 0.0
+        before, after = sum(shares[:-1]), sum(shares[1:])  # the last alone may be of a handful of rounds
+        rate = after / before if before else sum(shares)
         while len(shares) < k:
             shares.append((shares[-1] if shares else 1.0) * rate)
         return tuple(shares)

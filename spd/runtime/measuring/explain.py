@@ -25,8 +25,8 @@ from spd.runtime.metrics import RoundRecord
 SCHEMA = "spd.explain/1"
 NGRAM_LENGTHS = (3, 8)
 """Shortest and longest match of the simulated lookup, where the trace does not say."""
-MOST = 16
-"""Drafts a round that are weighed at most."""
+BEYOND = 2
+"""Drafts a round that are weighed beyond the most that a trace held: of more it knows nothing."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Explanation:
     bounded: Prospect | None
     """At most what --verify rejection would give, where tokens were sampled and noise was coupled."""
     prompt_known: bool
+    imposed: bool
+    """Whether acceptance was imposed and not measured."""
 
     @property
     def best(self) -> Prospect:
@@ -88,6 +90,7 @@ class Explanation:
             "draft_ms": {str(k): ms for k, ms in self.costs.draft.items()},
             "rest_ms": self.costs.rest,
             "host_ms": self.costs.host,
+            "acceptance": "imposed" if self.imposed else "natural",
             "acceptance_length": self.now.length,
             "survival": list(self.acceptance.survival),
             "conditional_rates": list(self.acceptance.conditional),
@@ -119,11 +122,12 @@ def explain(traces: Sequence[Trace]) -> Explanation:
     sampled = header is not None and header.temperature > 0
     rule = str(plan.get("verify", "coupled"))
     method = own_records[0].method if own_records else "off"
-    own = tuple(
-        _prospect(method, costs, acceptance, each, plain.round_ms)
-        for each in range(1, min(MAX_DRAFT, max(MOST, max(used, default=0))) + 1)
-        if used
-    )
+    prompt_known = header is not None and bool(header.prompt_ids)
+    longest = max(used, default=0)
+    simulated = method == "ngram" and prompt_known  # what lookup finds follows from the text
+    furthest = min(MAX_DRAFT, longest + (0 if simulated else BEYOND)) if used else 0
+    own = tuple(_prospect(method, costs, acceptance, each, plain.round_ms) for each in range(1, furthest + 1))
+    ngram = _lookup_prospects(traces, costs, plain.round_ms) if method != "ngram" or simulated else ()
     bounded = None
     if k and sampled and rule == "coupled":
         bounded = _prospect(f"{method} rejection", costs, acceptance.bounded(k), k, plain.round_ms)
@@ -137,11 +141,12 @@ def explain(traces: Sequence[Trace]) -> Explanation:
         plain=plain,
         now=own[k - 1] if k else plain,
         own=own,
-        ngram=() if method == "ngram" else _lookup_prospects(traces, costs, plain.round_ms),
+        ngram=tuple(each for each in ngram if each.k > longest or method != "ngram"),
         sampled=sampled,
         rule=rule,
         bounded=bounded,
-        prompt_known=header is not None and bool(header.prompt_ids),
+        prompt_known=prompt_known,
+        imposed=plan.get("synthetic_acceptance") is not None,
     )
 
 

@@ -58,8 +58,10 @@ def next_step(e: Explanation) -> str:
         return "--graphs on, --lag 1: the device waits for the host"
     if e.bounded is not None and e.bounded.tokens_per_second > (1 + NOTICEABLE) * e.now.tokens_per_second:
         return "--verify rejection, if the same text with and without speculation is not needed"
-    if e.costs.draft_ms(e.k) > 0.3 * e.now.round_ms:
+    if e.method == "draft" and e.costs.draft_ms(e.k) > 0.3 * e.now.round_ms:
         return "a smaller draft model"
+    if (best.method, best.k) != (e.now.method, e.now.k):
+        return f"nothing: that is {gain:.1%} faster at most"
     return "nothing: this is the best that the trace knows of"
 
 
@@ -82,6 +84,7 @@ def paragraph(e: Explanation) -> str:
     judged = f"{now.speed_up:.2f} × plain decoding{plain}"
     needed = e.break_even(e.k)
     sentences = [
+        "Acceptance was imposed: this is what such drafts would give." if e.imposed else "",
         f"With {e.method} at k = {e.k} a round takes {now.round_ms:.2f} ms ({shares}) and brings "
         f"{now.length:.2f} tokens.",
         f"It pays from {needed:.2f} tokens on, so this is {judged}.",
@@ -106,7 +109,7 @@ def paragraph(e: Explanation) -> str:
 
 def _lookup_words(e: Explanation) -> str:
     best: Prospect | None = max(e.ngram, key=lambda prospect: prospect.tokens_per_second, default=None)
-    if best is None:
+    if best is None or e.method == "ngram":
         return ""
     least = "" if e.prompt_known else "at least "
     return f"N-gram lookup on this text would give {least}{best.speed_up:.2f} × plain (k = {best.k}). "

@@ -13,7 +13,7 @@ import pytest
 
 from spd.errors import UsageError
 from spd.runtime import SamplingParams
-from spd.runtime.measuring.cost_model import fit_acceptance, tokens_per_second
+from spd.runtime.measuring.cost_model import Acceptance, fit_acceptance, tokens_per_second
 from spd.runtime.measuring.explain import Explanation, explain, simulate_lookup
 from spd.runtime.measuring.explain_words import bottleneck, next_step, paragraph
 from spd.runtime.measuring.trace_file import Trace, TraceHeader, read_traces
@@ -78,6 +78,40 @@ def test_acceptance_that_falls_with_k_is_foreseen_from_what_was_held(left_out: i
     assert explain([together]).acceptance.held == {}, "k that follows acceptance tells nothing of other k"
 
 
+def test_only_a_little_more_than_what_was_held_is_weighed() -> None:
+    found = explain([make_trace(0, 0.0), make_trace(3, 0.8)])
+    assert [prospect.k for prospect in found.own] == [1, 2, 3, 4, 5] and found.best.k <= 5
+    few = Acceptance((0.2, 0.1, 0.1), 60)  # all six rounds that got so far accepted the third, too
+    assert few.length(5) < 1 + 0.4 + 0.1 * (0.75 + 0.75**2)
+
+
+def test_lookup_beyond_what_ran_is_simulated(pair: tuple[Path, Path]) -> None:
+    """The text is the same for every k, so a simulation of k = 4 says what a run of k = 4 does."""
+    prompt = random_prompts(1, 20, 256)[0]
+    params = [SamplingParams(max_tokens=120, ignore_eos=True)]
+    traces, lengths = {}, {}
+    for k in (2, 4):
+        (run,) = run_all(make_engine(pair[0], spec="ngram", draft_max=k), [prompt], params)
+        traces[k] = Trace(header=TraceHeader("m", 0.0, {}, tuple(prompt)))
+        for record in run.rounds:
+            traces[k].add(record)
+        lengths[k] = fit_acceptance(traces[k].rounds).length(k)
+    found = explain([traces[2]])
+    assert [prospect.k for prospect in found.own] == [1, 2]
+    beyond = {prospect.k: prospect.length for prospect in found.ngram}
+    assert min(beyond) == 3 and beyond[4] == pytest.approx(lengths[4], rel=0.05)
+    assert "N-gram lookup on this text" not in paragraph(found)
+
+
+def test_imposed_acceptance_is_called_so() -> None:
+    trace = make_trace(3, 0.8)
+    natural = explain([trace])
+    trace.header = TraceHeader("m", 0.0, {"synthetic_acceptance": 2.5})
+    imposed = explain([trace])
+    assert (natural.as_dict()["acceptance"], imposed.as_dict()["acceptance"]) == ("natural", "imposed")
+    assert paragraph(imposed).startswith("Acceptance was imposed") and "imposed" not in paragraph(natural)
+
+
 def test_plain_decoding_is_carried_over_where_no_plain_round_was_seen() -> None:
     found = explain([make_trace(2, 0.7), make_trace(4, 0.7)])
     assert not found.costs.plain_measured and "not in the trace" in paragraph(found)
@@ -99,7 +133,7 @@ CASES = {
         "--draft-max 1",
     ),
     "a slow host": (make_trace(2, 0.5, host=12.0), "the host", "--graphs on"),
-    "a good drafter": (make_trace(4, 0.8), "drafting", "nothing: this is the best"),
+    "a good drafter": (make_trace(4, 0.8), "drafting", "nothing: that is"),
 }
 
 
