@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 OWN_FIELDS = frozenset({"id", "prompt", "messages", "prompt_ids", "system", "params"})
 OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions")
+MAX_DEPTH = 100
+"""Lists and objects that lie in each other, of a line."""
 NUMBERS = frozenset(
     {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
 )
@@ -89,6 +91,9 @@ def _read(number: int, raw: bytes) -> BatchLine:
         value = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
         if not isinstance(value, dict):
             raise UsageError("not a JSON object", fix=['{"prompt": "Hello"}'])
+        if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_deep(value):
+            value = {n: v for n, v in value.items() if n in ("custom_id", "id") and not _is_deep(v)}
+            return BatchLine(number, value, UsageError(f"nested more than {MAX_DEPTH} deep"))
         return BatchLine(number, value)
     except UnicodeDecodeError as error:
         return BatchLine(number, {}, UsageError(f"not UTF-8 text: byte 0x{raw[error.start]:02x}"))
@@ -96,6 +101,12 @@ def _read(number: int, raw: bytes) -> BatchLine:
         return BatchLine(number, {}, UsageError(f"not JSON: {error}"))
     except UsageError as error:
         return BatchLine(number, {}, error)
+
+
+def _is_deep(value: Any, left: int = MAX_DEPTH) -> bool:
+    """Whether more than `left` lists and objects lie in each other."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is not None and (left == 0 or any(_is_deep(one, left - 1) for one in inner))
 
 
 @dataclass(frozen=True)
@@ -231,7 +242,7 @@ def _response_format(wish: Any) -> dict[str, Any]:
 def _parameter(name: str, wish: Any) -> Any:
     """A sampling parameter from JSON. Raises UsageError for another name or type."""
     if name in NUMBERS and _is_number(wish):
-        return float(wish)
+        return _float(wish)
     if name in COUNTS and _is_int(wish):
         return wish
     if name == "ignore_eos" and isinstance(wish, bool):
@@ -242,7 +253,7 @@ def _parameter(name: str, wish: Any) -> Any:
         return tuple(wish)
     if name == "logit_bias" and isinstance(wish, dict) and all(map(_is_number, wish.values())):
         try:
-            return tuple((int(token), float(bias)) for token, bias in wish.items())
+            return tuple((int(token), _float(bias)) for token, bias in wish.items())
         except ValueError:
             pass
     known = sorted(NUMBERS | COUNTS | {"ignore_eos", "stop", "stop_token_ids", "logit_bias"})
@@ -276,6 +287,14 @@ def _is_int(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return _is_int(value) or isinstance(value, float)
+
+
+def _float(value: Any) -> Any:
+    """A number as a float; an integer beyond all floats stays, for its range to be refused."""
+    try:
+        return float(value)
+    except OverflowError:
+        return value
 
 
 def _all(values: Any, kind: type) -> bool:

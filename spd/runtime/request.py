@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -83,10 +82,11 @@ class SamplingParams:
 
 
 def _between(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    inside = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
-    if not inside:
+    if not low <= value <= high or (open_low and value == low):
         start = f"above {low:g}" if open_low else f"{low:g}"
-        raise UsageError(f"{name} {value} is out of range", reason=[f"valid: {start} to {high:.12g}"])
+        huge = isinstance(value, int) and abs(value) > 2**99  # which Python may refuse to write out
+        shown = f"of {value.bit_length()} bits" if huge else value
+        raise UsageError(f"{name} {shown} is out of range", reason=[f"valid: {start} to {high:.12g}"])
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,13 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": "x", "params": {"heat": 1}}, "params.heat is not known"),
     ({"prompt": "x", "params": {"stop_token_ids": [99999]}}, "token id 99999 is not in the vocabulary"),
     ({"prompt": "x", "params": {"regex": "("}}, "--regex cannot be used"),
+    ({"prompt": "x", "params": {"max_tokens": 10**400}}, "max_tokens of 1329 bits is out of range"),
+    ({"prompt": "x", "params": {"temperature": -(10**400)}}, "temperature of 1329 bits is out of range"),
+    ({"prompt": "x", "params": {"logit_bias": {"1": 10**400}}}, "logit_bias of 1329 bits is out of range"),
+    ({"prompt": "x", "params": {"stop_token_ids": [10**400]}}, "is not in the vocabulary"),
+    ({"prompt_ids": [10**400]}, "is not in the vocabulary"),
+    ('{"prompt": "x", "id": ' + "[" * 900 + "]" * 900 + "}", "nested more than 100 deep"),
+    ('{"prompt": "x", "params": {"schema": ' + '{"a":' * 900 + "1" + "}" * 902, "nested more than 100 deep"),
     ({"prompt": "x " * 3000}, "but the context is 256"),
     ({"prompt_ids": []}, "not a list of token ids"),
     ({"prompt_ids": [-4]}, "-4 is not in the vocabulary"),
@@ -101,6 +108,14 @@ def test_what_is_wrong_with_a_line_is_said_in_its_place(answers: Lines) -> None:
         assert words in found[2 * i]["error"]["message"], found[2 * i]
         assert found[2 * i]["line"] == 2 * i + 1 and found[2 * i]["error"]["code"]
         assert found[2 * i + 1]["usage"]["completion_tokens"] == 2
+
+
+def test_how_deep_a_line_may_be_nested(answers: Lines) -> None:
+    """A name as deep as a line may be comes back; that of a line too deep elsewhere does, too."""
+    name = json.loads("[" * 99 + "]" * 99)
+    ran, found = answers([{"id": name, "prompt": "x"}, {"id": "a", "prompt": [name]}])
+    assert ran.code == 7 and found[0]["id"] == name and "error" not in found[0]
+    assert found[1]["id"] == "a" and found[1]["error"]["message"] == "nested more than 100 deep"
 
 
 def test_openai_lines(answers: Lines) -> None:

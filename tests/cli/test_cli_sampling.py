@@ -14,6 +14,7 @@ from spd.cli.options import GenerateOptions, parse_size
 from spd.cli.sampling import parse_logit_bias, resolve_sampling, unescape
 from spd.errors import UsageError
 from spd.formats.generation_config import GenerationConfig
+from spd.runtime import SamplingParams
 
 
 def resolve(model: GenerationConfig | None = None, **flags: object):
@@ -181,3 +182,15 @@ def test_a_value_of_the_models_file_is_named_as_such(
 ) -> None:
     (model / "generation_config.json").write_text('{"temperature": 200}')
     assert_refused(spd_run("generate", "-m", model, "Hi"), 2, "--temperature 200", "generation_config.json")
+
+
+@pytest.mark.parametrize("flag", ["--seed", "--top-k", "-n", "--min-tokens", "--temperature"])
+def test_a_number_of_any_length_is_out_of_range(
+    flag: str, spd_run: Callable, assert_refused: Callable, model: Path
+) -> None:
+    assert_refused(spd_run("generate", "-m", model, "Hi", flag, "9" * 400), 2, "is out of range", "valid: ")
+
+
+def test_so_is_one_that_python_refuses_to_write() -> None:
+    with pytest.raises(UsageError, match=r"^max_tokens of 16610 bits is out of range$"):
+        SamplingParams(max_tokens=10**5000)
