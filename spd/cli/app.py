@@ -7,7 +7,6 @@ body loads what it needs when it runs.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 import sys
 import traceback
@@ -25,6 +24,7 @@ from spd.cli.commands import COMMANDS, build_app, load_help
 from spd.cli.lost import end_when_lost
 from spd.cli.options import Session
 from spd.cli.output import (
+    DISK_FULL,
     Console,
     OutputClosed,
     hold_standard_descriptors,
@@ -40,7 +40,6 @@ from spd.errors import ResourceError, SpdError, UsageError
 from spd.runtime.parallel.rendezvous import Rendezvous
 
 PIPE_CLOSED = 141
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMPLETION_VARIABLE = "_SPD_COMPLETE"
 
 

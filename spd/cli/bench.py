@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.bench_options import BenchOptions, numbers, parse_goodput, parse_share, split
 from spd.cli.bench_report import change_lines, headline, method_label, render, summary_lines
 from spd.cli.options import Session, parse_size
-from spd.cli.output import Sink, check_folder, check_writable, to_json
+from spd.cli.output import Sink, cannot_write, check_folder, check_writable, to_json, write_error
 from spd.cli.result_file import read_result
 from spd.cli.signals import Interrupted
 from spd.cli.ticker import Ticker
-from spd.errors import CheckFailedError, UsageError
+from spd.errors import CheckFailedError, SpdError, UsageError
 
 if TYPE_CHECKING:
     from spd.runtime import EngineConfig
@@ -37,6 +38,8 @@ def bench(session: Session, options: BenchOptions) -> int:
     if options.output is not None:
         check_writable(options.output)
     baseline = read_result(options.baseline) if options.baseline is not None else None
+    if threshold is not None:
+        _can_judge(options, baseline)
     if options.profile is not None:
         check_folder(options.profile)
     if options.plot is not None:
@@ -53,12 +56,25 @@ def bench(session: Session, options: BenchOptions) -> int:
         with ticker:
             sweep.report = ticker.show
             sweep.run()
-            for name in sweep.profile(options.profile) if options.profile is not None else ():
-                session.console.note(f"profile: {name}")
     except Interrupted:
         _deliver(session, options, sweep, sink, baseline, threshold, interrupted=True)
         raise
-    return _deliver(session, options, sweep, sink, baseline, threshold)
+    try:
+        return _deliver(session, options, sweep, sink, baseline, threshold)
+    finally:
+        for name in sweep.profile(options.profile) if options.profile is not None else ():
+            session.console.note(f"profile: {name}")
+
+
+def _can_judge(options: BenchOptions, baseline: dict[str, Any] | None) -> None:
+    """Raise UsageError where --fail-if-slower could never tell a change from noise."""
+    once = "a single repetition has no noise to be told from"
+    if options.repetitions == 1:
+        raise UsageError("--fail-if-slower with one repetition", reason=[once], fix=["-r 2 or more"])
+    if baseline is not None and any(row["repetitions"] < 2 for row in baseline["rows"]):
+        raise UsageError(
+            f"--fail-if-slower with {options.baseline}", reason=[once], fix=["measure it with -r 2 or more"]
+        )
 
 
 def _open_sweep(
@@ -70,7 +86,7 @@ def _open_sweep(
     from spd.runtime.measuring.sweep import Sweep
 
     categories = split(options.category, "--category") if options.category is not None else None
-    each = options.each or (DEFAULT_EACH if options.prompts is None else None)
+    each = options.each if options.each or options.prompts is not None else DEFAULT_EACH
     prompts = choose(read_prompts(options.prompts or OWN), categories, each)
     lengths: list[int | None] = [None]
     if options.prompt_tokens is not None:
@@ -88,13 +104,13 @@ def _settings(options: BenchOptions) -> Settings:
 
     for flag, value, low in (
         ("-n", options.max_tokens, 2),
-        ("--repetitions", options.repetitions or 1, 1),
+        ("--repetitions", options.repetitions, 1),
         ("--warmup", options.warmup, 0),
-        ("--each", options.each or 1, 1),
+        ("--each", options.each, 1),
         ("--time", options.time, 0),
         ("--seed", options.seed, 0),
     ):
-        if value < low:
+        if value is not None and not low <= value < inf:
             raise UsageError(f"{flag} {value} is out of range", reason=[f"valid: {low} or more"])
     return Settings(
         temperatures=tuple(numbers(options.temperature, "--temperature", "float", 0, 100)),
@@ -140,6 +156,9 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
         prefix_sharing=False,  # a repeated prompt would be no prompt
         spec="off",
     )
+    for flag, text in (("--lag", options.lag), ("--graphs", options.graphs)):
+        if len(chosen := split(text, flag)) > 1 and "auto" in chosen:
+            raise UsageError(f"{flag} {text}: auto comes to one of the others", fix=[f"{flag} without auto"])
     sizes = _ranks(options.tp, "--tp")
     machines = [
         replace(
@@ -229,17 +248,13 @@ def _deliver(
 ) -> int:
     """Print what has been measured; returns the status. Raises CheckFailedError for a failed check."""
     result = bench_result(options, sweep, interrupted=interrupted)
-    if options.output is not None:
-        options.output.write_text(to_json(result) + "\n", encoding="utf-8")
-    if options.plot is not None and result["rows"]:
-        from spd.runtime.measuring.plot import plot_rows
-
-        title = headline(result).replace("\n", " · ")
-        plot_rows(result["rows"], options.plot, title, lambda row: method_label(row, result["rows"]))
+    unsaved = _save(options, result)
     sink.write(render(result, options, sink.columns))
     failures = []
     if not (options.json or options.jsonl or options.csv):
         sink.write_lines("".join(line + "\n" for line in summary_lines(result)))
+    if unsaved is not None:
+        return _fail(unsaved, session, options)
     if result["equality"]["differences"]:
         failures.append(f"{len(result['equality']['differences'])} texts differ from plain decoding")
     if baseline is not None:
@@ -248,7 +263,9 @@ def _deliver(
         comparison = compare(baseline, result)
         for line in change_lines(comparison, threshold or 0.0):
             session.console.note(line)
-        if threshold is not None:
+        if threshold is not None and not comparison.changes:
+            failures.append("no row of the baseline is of the same work")
+        elif threshold is not None:
             slower = sum(change.regressed(threshold) for change in comparison.changes)
             failures += [f"{slower} rows are slower than the baseline"] if slower else []
     elif threshold is not None:
@@ -256,13 +273,33 @@ def _deliver(
         failures += [f"{slower} rows are slower than plain decoding"] if slower else []
     if not failures or interrupted:
         return 0
-    failure = CheckFailedError("; ".join(failures), fix=["spd explain, spd verify"])
+    return _fail(CheckFailedError("; ".join(failures), fix=["spd explain, spd verify"]), session, options)
+
+
+def _fail(failure: SpdError, session: Session, options: BenchOptions) -> int:
+    """Tell of a failure once the result stands on stdout; with --json that is the one object there."""
     if not options.json:
         raise failure
-    from spd.cli.output import write_error
-
-    write_error(failure, session.console, as_json=False)  # the one object on stdout is the result
+    write_error(failure, session.console, as_json=False)
     return failure.exit_code
+
+
+def _save(options: BenchOptions, result: dict[str, Any]) -> SpdError | None:
+    """Write file and picture; what kept them from being written, to be raised when all is printed."""
+    path = options.output
+    try:
+        if path is not None:
+            path.write_text(to_json(result) + "\n", encoding="utf-8")
+        path = options.plot
+        if path is not None and result["rows"]:
+            from spd.runtime.measuring.plot import plot_rows
+
+            title = headline(result).replace("\n", " · ")
+            plot_rows(result["rows"], path, title, lambda row: method_label(row, result["rows"]))
+    except OSError as error:
+        assert path is not None
+        return cannot_write(path, error)
+    return None
 
 
 def is_slower(row: dict[str, Any], threshold: float) -> bool:

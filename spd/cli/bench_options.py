@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -228,6 +229,6 @@ def parse_goodput(text: str | None) -> dict[str, float]:
             found[name] = float(value)
         except ValueError:
             name = ""
-        if name not in ("ttft", "tpot"):
+        if name not in ("ttft", "tpot") or not 0 < found[name] < inf:
             raise UsageError(f"--goodput {member} is not known", fix=["--goodput ttft:500,tpot:50"])
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,7 @@ def table_rows(
     for row in rows:
         work = [row["category"], f"{row['temperature']:g}"]
         work += [str(row["prompt_tokens_asked"] or "own")] if several["prompt_tokens_asked"] else []
-        work += [load_label(row)] if several["concurrency"] or several["rate"] else []
+        work += [load_label(row, rows)] if several["concurrency"] or several["rate"] else []
         shown = [""] * len(work) if short and work == before else work
         before = work
         found = _figures(row)
@@ -122,9 +123,12 @@ def _parts(row: Mapping[str, Any]) -> list[str]:
     return ["" if a_draft is None else f"{a_draft:.2f}", f"{times['verify']:.2f}"]
 
 
-def load_label(row: Mapping[str, Any]) -> str:
-    """`4` requests at a time, or `2/s`."""
-    return f"{row['rate']:g}/s" if row["rate"] is not None else str(row["concurrency"])
+def load_label(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """`4` requests at a time, or `2/s`, or `2/s ≤4` where rows differ in how many may run together."""
+    if row["rate"] is None:
+        return str(row["concurrency"])
+    several = len({other["concurrency"] for other in rows}) > 1
+    return f"{row['rate']:g}/s" + (f" ≤{row['concurrency']}" if several else "")
 
 
 def _figures(row: Mapping[str, Any]) -> list[str]:
@@ -183,15 +187,21 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
     elif equality["tokens"]:
         lines.append(f"equal: every text is that of plain decoding ({equality['tokens']:,} tokens compared)")
     if result["interrupted"]:
-        lines.append("interrupted: only whole repetitions are counted")
+        first = all(sample["repetition"] == 0 for sample in result["samples"])
+        counted = (
+            "rows hold what was done of the first repetition"
+            if first
+            else "only whole repetitions are counted"
+        )
+        lines.append(f"interrupted: {counted}")
     best = best_row(result["rows"])
     if best is not None:
-        lines.append(_advice(best))
+        lines += textwrap.wrap(_advice(best, result["rows"]), WIDTH, break_on_hyphens=False)
     lines += _roofline_words(result["rows"])
     if result["rows"]:
-        lines.append("±: where a second run's median lies, 95 % · len: tokens a round · TTFT: ms")
-        if any(row["tp"] > 1 for row in result["rows"]):
-            lines.append("draft ms: a token · verify ms: a round")
+        ranks = any(row["tp"] > 1 for row in result["rows"])
+        columns = "draft ms: a token · verify ms: a round" if ranks else "len: tokens a round · TTFT: ms"
+        lines.append(f"±: where a second run's median lies, 95 % · {columns}")
     return lines
 
 
@@ -211,36 +221,59 @@ def _roofline_words(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def best_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The speculating row with the highest ratio to plain, over all categories where there are several."""
+    """The speculating row with the highest ratio to plain, over all categories where there are several.
+
+    A ratio that noise alone would give counts only where no row is faster beyond it.
+    """
+    from spd.runtime.measuring.rows import verdict
+
     whole = [row for row in rows if row["category"] == "all"] or list(rows)
     paired = [row for row in whole if row["speed_up"] is not None]
-    return max(paired, key=lambda row: float(row["speed_up"]["median"]), default=None)
+    sure = [row for row in paired if verdict(row["speed_up"]) == "faster"]
+    return max(sure or paired, key=lambda row: float(row["speed_up"]["median"]), default=None)
 
 
-def _advice(best: Mapping[str, Any]) -> str:
+def _advice(best: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     from spd.runtime.measuring.rows import verdict
 
     ratio, judged = best["speed_up"]["median"], verdict(best["speed_up"])
-    flags = f"--spec {best['method']} --draft-max {best['draft_max']}"
+    flags = f"{_flags(best, rows)} at T {best['temperature']:g}"
+    if len({row["prompt_tokens_asked"] for row in rows}) > 1:
+        flags += f", {best['prompt_tokens_asked'] or 'own'} tokens"
+    if len({load_label(row, rows) for row in rows}) > 1:
+        flags += f", load {load_label(best, rows)}"
     if judged == "faster":
-        return f"best: {flags} at T {best['temperature']:g}, {ratio:.2f} × plain"
+        return f"best: {flags}, {ratio:.2f} × plain"
     if judged == "slower":
         return f"speculation does not pay here ({ratio:.2f} × plain at best): --spec off"
     return f"no difference beyond noise: {flags} gives {ratio:.2f} × plain"
 
 
+def _flags(best: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """What to type for a row: its drafts, and whatever else differs between rows or is no default."""
+    flags = f"--spec {best['method']} --draft-max {best['draft_max']}"
+    flags += "" if best["adaptive"] or best["verify"] != "coupled" else " --no-adaptive"
+    flags += "" if best["verify"] == "coupled" else f" --verify {best['verify']}"
+    for name in ("lag", "graphs", "tp", "draft_tp"):
+        if len({row[name] for row in rows}) > 1:
+            value = best[name] if not isinstance(best[name], bool) else "on" if best[name] else "off"
+            flags += f" --{name.replace('_', '-')} {value}"
+    return flags
+
+
 def change_lines(comparison: Comparison, threshold: float) -> list[str]:
     """One line a row whose change exceeds the noise, and a count of the others."""
-    lines = []
+    lines = [f"not under the same conditions as the baseline: {each}" for each in comparison.conditions]
+    changed = 0
     for change in comparison.changes:
         if change.verdict != "within noise":
-            row = change.row
+            row, changed = change.row, changed + 1
             mark = f" {SLOWER}" if change.regressed(threshold) else ""
             lines.append(
                 f"{row['category']}, T {row['temperature']:g}, {method_label(row, [row])}: "
                 f"{change.share:+.1%} since the baseline{mark}"
             )
-    quiet = len(comparison.changes) - len(lines)
+    quiet = len(comparison.changes) - changed
     lines.append(f"{quiet} of {len(comparison.changes)} rows changed within noise since the baseline")
     if comparison.only_before or comparison.only_after:
         lines.append(

@@ -30,7 +30,7 @@ def compare(session: Session, options: CompareOptions) -> int:
     if not any(comparison.changes for comparison in comparisons):
         raise UsageError(
             "no row of these results is of the same work",
-            reason=["Rows match by model, -n, category, temperature, load, method and settings."],
+            reason=["Rows match by model, prompts, -n, temperature, load, method and settings."],
             fix=["measure with the same options: spd bench --help"],
         )
     sink = Sink.stdout()
@@ -42,6 +42,7 @@ def compare(session: Session, options: CompareOptions) -> int:
                 "changes": [change.as_dict(threshold) for change in comparison.changes],
                 "only_before": comparison.only_before,
                 "only_after": comparison.only_after,
+                "conditions": list(comparison.conditions),
             }
             for path, comparison in zip(options.files[1:], comparisons, strict=True)
         ]
@@ -67,7 +68,7 @@ def _table(comparison: Comparison, threshold: float, columns: int | None) -> str
         [
             row["category"],
             f"{row['temperature']:g}",
-            load_label(row),
+            load_label(row, rows),
             method_label(row, rows),
             f"{change.before:.1f}",
             f"{change.after:.1f}",
@@ -77,7 +78,8 @@ def _table(comparison: Comparison, threshold: float, columns: int | None) -> str
         for row, change in zip(rows, comparison.changes, strict=True)
     ]
     header = ["category", "T", "load", "method", "tok/s", "then", "change", "verdict"]
-    text = render_table(header, body, columns=columns) if body else ""
+    text = "".join(f"not under the same conditions: {each}\n" for each in comparison.conditions)
+    text += render_table(header, body, columns=columns) if body else ""
     for count, where in ((comparison.only_before, "first"), (comparison.only_after, "second")):
         text += f"{count} rows only in the {where}\n" if count else ""
     return text

@@ -25,6 +25,7 @@ from spd.errors import CheckpointError, EngineError, NotFoundError, ResourceErro
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 """Control characters except tab and line ends: on a terminal they could move the cursor or worse."""
 
@@ -305,8 +306,12 @@ def check_folder(path: Path) -> None:
         raise cannot_write(path, OSError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
-def cannot_write(path: Path, error: OSError) -> UsageError:
-    """The error for a file that cannot be opened for writing."""
+def cannot_write(path: Path, error: OSError) -> SpdError:
+    """The error for a file that cannot be opened for writing, or not filled."""
+    if error.errno in DISK_FULL:
+        return ResourceError(
+            f"cannot write to {path}: {error.strerror}", fix=["free some space"], code="write_failed"
+        )
     return UsageError(
         f"cannot write to {path}: {error.strerror}", fix=["name a file in a folder you can write to"]
     )

@@ -14,6 +14,7 @@ import pytest
 from spd.cli import app
 from spd.cli.bench import sweep_configs
 from spd.cli.bench_options import BenchOptions
+from spd.cli.bench_report import best_row, summary_lines
 from spd.cli.signals import Interrupted, SignalGuard
 from spd.errors import UsageError
 from tests.cli.conftest import write_model
@@ -137,6 +138,9 @@ def test_ctrl_c_prints_what_is_done(run: Callable[..., Any], monkeypatch: pytest
     ran = run("-r", 1000)
     assert ran.code == 130
     assert "ngram" in ran.text and "interrupted: only whole repetitions are counted" in ran.text
+    calls = iter(range(57, 10**6))
+    early = run("-r", 1000, "--draft-max", "1,2,3")
+    assert "interrupted: rows hold what was done of the first repetition" in early.text
 
 
 def test_a_changed_text_is_a_failed_check(
@@ -165,6 +169,13 @@ def test_a_changed_text_is_a_failed_check(
         (("--baseline", "missing.json"), 3, "no file missing.json"),
         (("--baseline", __file__), 2, "it is not JSON"),
         (("--rate", "0"), 2, "out of range"),
+        (("-r", 0), 2, "--repetitions 0 is out of range"),
+        (("--each", 0), 2, "--each 0 is out of range"),
+        (("--time", "nan"), 2, "--time nan is out of range"),
+        (("--time", "inf"), 2, "--time inf is out of range"),
+        (("--goodput", "ttft:nan"), 2, "--goodput ttft:nan"),
+        (("--lag", "auto,0"), 2, "auto comes to one of the others"),
+        (("--fail-if-slower", "3%", "-r", 1), 2, "with one repetition"),
     ],
 )
 def test_refusals(
@@ -198,7 +209,12 @@ def test_compare_and_baseline(run: Callable[..., Any], spd_run: Callable[..., An
     new.write_text(json.dumps(result | {"model": "another"}))
     unlike = spd_run("compare", "--json", old, new)
     assert unlike.code == 2 and "no row" in unlike.json["error"]["message"]
-    assert run("-r", 3, "--baseline", new, "--fail-if-slower", "3%").code == 0
+    unmatched = run("-r", 3, "--baseline", new, "--fail-if-slower", "3%")
+    assert unmatched.code == 6 and "no row of the baseline is of the same work" in unmatched.err
+    once = json.loads(old.read_text())
+    once["rows"][0]["repetitions"] = 1
+    new.write_text(json.dumps(once))
+    assert run("-r", 3, "--baseline", new, "--fail-if-slower", "3%").code == 2
     doubled = json.loads(old.read_text())
     for row in doubled["rows"]:
         row["tokens_per_second"]["values"] = [1e9 + i for i in range(3)]
@@ -206,6 +222,33 @@ def test_compare_and_baseline(run: Callable[..., Any], spd_run: Callable[..., An
     new.write_text(json.dumps(doubled))
     slower = run("-r", 3, "--baseline", new, "--fail-if-slower", "3%")
     assert slower.code == 6 and "6 rows are slower than the baseline" in slower.err
+
+
+def test_what_cannot_be_written_is_printed_all_the_same(run: Callable[..., Any], tmp_path: Path) -> None:
+    full = run("-r", 2, "-o", "/dev/full")
+    assert full.code == 5 and "equal: every text" in full.text
+    kept = run("-r", 2, "-o", "/proc/result.json", "--json")
+    assert kept.code == 2 and kept.json["rows"] and "cannot write to /proc/result.json" in kept.err
+
+
+def ratio_row(median: float, low: float, **changes: Any) -> dict[str, Any]:
+    row = {"category": "all", "temperature": 0.0, "method": "mtp", "draft_max": 3, "adaptive": False}
+    row |= {"verify": "coupled", "lag": 0, "graphs": False, "tp": 1, "draft_tp": 1, "rate": None}
+    row |= {"concurrency": 1, "prompt_tokens_asked": None}
+    return {**row, "speed_up": {"median": median, "low": low, "high": 2 * median - low}, **changes}
+
+
+def test_the_advice_can_be_typed() -> None:
+    noisy, sure = ratio_row(1.5, 0.4, draft_max=8), ratio_row(1.2, 1.1, verify="rejection", lag=2)
+    assert best_row([noisy, sure]) is sure and best_row([noisy]) is noisy
+    found = {"rows": [noisy, sure], "samples": [], "interrupted": False}
+    found["equality"] = {"tokens": 0, "differences": []}
+    for row in found["rows"]:
+        row |= {"acceptance": "natural", "roofline": None}
+    words = "\n".join(summary_lines(found))
+    assert "best: --spec mtp --draft-max 3 --verify rejection --lag 2 at T 0, 1.20 × plain" in words
+    found["rows"] = [sure | {"verify": "coupled"}, sure | {"verify": "coupled", "concurrency": 4}]
+    assert "--no-adaptive at T 0, load 1, 1.20" in "\n".join(summary_lines(found))
 
 
 def test_slower_than_plain_fails_where_asked() -> None:

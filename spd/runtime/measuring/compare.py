@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Any
 
-from spd.runtime.measuring.rows import IDENTITY
+from spd.runtime.measuring.rows import ALL, IDENTITY
 from spd.runtime.measuring.statistics import welch
 
 SIGNIFICANT = 0.05
 """A change is called one where noise alone would show as much in fewer cases than this."""
+CONDITIONS = ("device", "dtype", "quantize", "kernels", "threads")
+"""Of a plan: what a comparison may be about, so that rows match all the same, and it is said."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +63,44 @@ class Comparison:
     changes: tuple[Change, ...]
     only_before: int
     only_after: int
+    conditions: tuple[str, ...]
+    """Where and in what the two ran, as far as that differs: `dtype bfloat16 → float32`."""
 
 
 def row_key(result: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two rows must have in common to be compared."""
-    settings = result["settings"]
-    length = settings["max_tokens"], settings["ignore_eos"]
-    return result["model"], *length, *(row[name] for name in IDENTITY)
+    """What two rows must have in common to be compared: the work, how it was done, real or made-up."""
+    settings, category = result["settings"], row["category"]
+    names = {n for s in result["samples"] if category in (ALL, s["work"]["category"]) for n in s["prompts"]}
+    prompts = frozenset(result["prompts"][name] for name in names)
+    dummy = any(plan["load"] == "dummy" for plan in result["plans"])
+    work = result["model"], settings["max_tokens"], settings["ignore_eos"], prompts, dummy
+    return *work, row["acceptance"], *(row[name] for name in IDENTITY)
+
+
+def _keyed(result: Mapping[str, Any]) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+    """Rows by key; of those with one key, as two settings that come to the same give, each by its place."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+    found = {}
+    for row in result["rows"]:
+        key = row_key(result, row)
+        numbered = (*key, seen[key])
+        found[numbered] = row
+        seen[key] += 1
+    return found
+
+
+def _conditions(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:
+    plans = [result["plans"][0] if result["plans"] else {} for result in (before, after)]
+    pairs = [(name, *(plan.get(name) for plan in plans)) for name in CONDITIONS]
+    return tuple(f"{name} {then} → {now}" for name, then, now in pairs if then != now)
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
     """Match the rows of two results and test each for a change."""
-    old = {row_key(before, row): row for row in before["rows"]}
-    new = {row_key(after, row): row for row in after["rows"]}
-    changes = [_change(old[key], row) for key, row in new.items() if key in old]
-    return Comparison(tuple(changes), len(old.keys() - new.keys()), len(new.keys() - old.keys()))
+    old, new = _keyed(before), _keyed(after)
+    changes = tuple(_change(old[key], row) for key, row in new.items() if key in old)
+    only = len(old.keys() - new.keys()), len(new.keys() - old.keys())
+    return Comparison(changes, *only, _conditions(before, after))
 
 
 def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> Change:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -73,8 +74,15 @@ def test_rates_by_position() -> None:
 
 
 def result(speeds: list[float], **settings: Any) -> dict[str, Any]:
-    rows = make_rows([make_sample(0, r, 10 / speed) for r, speed in enumerate(speeds)], PLANS)
-    return {"model": "demo", "settings": {"max_tokens": 64, "ignore_eos": False, **settings}, "rows": rows}
+    samples = [make_sample(0, r, 10 / speed) for r, speed in enumerate(speeds)]
+    return {
+        "model": "demo",
+        "settings": {"max_tokens": 64, "ignore_eos": False, **settings},
+        "rows": make_rows(samples, PLANS),
+        "plans": [{"load": "auto", "dtype": "bfloat16"}],
+        "prompts": {"code/1": "abc"},
+        "samples": [asdict(sample) for sample in samples],
+    }
 
 
 def test_a_change_is_told_from_noise() -> None:
@@ -91,3 +99,17 @@ def test_a_change_is_told_from_noise() -> None:
 def test_only_the_same_work_is_compared() -> None:
     comparison = compare(result([100.0]), result([100.0], max_tokens=32))
     assert (comparison.changes, comparison.only_before, comparison.only_after) == ((), 1, 1)
+    real = result([100.0])
+    imposed = {**real, "rows": [row | {"acceptance": "imposed"} for row in real["rows"]]}
+    for other in (imposed, {**real, "prompts": {"code/1": "abd"}}, {**real, "plans": [{"load": "dummy"}]}):
+        assert compare(real, other).changes == ()
+    wide = compare(real, {**real, "plans": [{"load": "auto", "dtype": "float32"}]})
+    assert len(wide.changes) == 1 and wide.conditions == ("dtype bfloat16 → float32",)
+
+
+def test_rows_of_one_key_are_all_compared() -> None:
+    twice = result([100.0])
+    twice["rows"] = [twice["rows"][0], twice["rows"][0]]
+    comparison = compare(twice, twice)
+    assert len(comparison.changes) == 2 and comparison.only_before == comparison.only_after == 0
+    assert compare(twice, result([100.0])).only_before == 1
