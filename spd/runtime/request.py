@@ -59,33 +59,21 @@ class SamplingParams:
         _between("seed", self.seed, 0, 2**63 - 1)
         if self.logprobs is not None:
             _between("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        self._check_stops()
+        _between("number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_IDS)
+        for token_id in self.stop_token_ids:
+            _between("stop_token_ids", token_id, 0, 2**31 - 1)
+        _between("number of stop", len(self.stop), 0, MAX_STOP_STRINGS)
+        for text in self.stop:
+            _between("length of a stop", len(text), 1, MAX_STOP_LENGTH)
         for token_id, bias in self.logit_bias:
             _between("logit_bias id", token_id, 0, 2**31 - 1)
             _between("logit_bias", bias, -1000.0, 1000.0)
-
-    def _check_stops(self) -> None:
-        if len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise UsageError(
-                f"{len(self.stop_token_ids)} stop token ids", reason=[f"valid: at most {MAX_STOP_IDS}"]
-            )
-        for token_id in self.stop_token_ids:
-            _between("stop_token_ids", token_id, 0, 2**31 - 1)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise UsageError(f"{len(self.stop)} stop strings", reason=[f"valid: at most {MAX_STOP_STRINGS}"])
-        for text in self.stop:
-            if not 1 <= len(text) <= MAX_STOP_LENGTH:
-                raise UsageError(
-                    f"a stop string of {len(text)} characters",
-                    reason=[f"valid: 1 to {MAX_STOP_LENGTH} characters"],
-                )
 
 
 def _between(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     if not low <= value <= high or (open_low and value == low):
         start = f"above {low:g}" if open_low else f"{low:g}"
-        huge = isinstance(value, int) and abs(value) > 2**99  # which Python may refuse to write out
-        shown = f"of {value.bit_length()} bits" if huge else value
+        shown = f"of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**99 else value
         raise UsageError(f"{name} {shown} is out of range", reason=[f"valid: {start} to {high:.12g}"])
 
 
