@@ -105,6 +105,26 @@ def test_a_stream_left_early_takes_its_requests_along(target: Path, alone: list[
     assert list(engine.generate([REQUESTS[1]])[0].token_ids) == alone[1].tokens
 
 
+def test_each_call_gets_the_events_of_its_own_requests(target: Path, alone: list[Any]) -> None:
+    """A stream that waits while another call steps the engine, and a request that was only added."""
+    engine = make_engine(target, slots=3, lag=1)
+    stream = engine.stream([REQUESTS[0]])
+    got = list(next(stream).token_ids)
+    engine.add(REQUESTS[2])
+    assert list(engine.generate([REQUESTS[1]])[0].token_ids) == alone[1].tokens
+    assert got + [token for event in stream for token in event.token_ids] == alone[0].tokens
+    added: list[int] = []
+    while engine.has_work:
+        added += [token for event in engine.step() for token in event.token_ids]
+    assert added == alone[2].tokens
+    stream = engine.stream([REQUESTS[0]])
+    next(stream)
+    while engine.has_work:
+        engine.step()
+    with pytest.raises(EngineError, match="took events"):
+        list(stream)
+
+
 def config(target: Path, **wishes: Any) -> EngineConfig:
     return EngineConfig(model=target, threads=1, dtype="float32", ctx=256, spec="off", slots=3, **wishes)
 
@@ -133,6 +153,20 @@ def test_who_stops_listening_aborts_and_who_is_refused_is_told(target: Path, alo
                 await task
             assert list((await engine.generate(REQUESTS[2])).token_ids) == alone[2].tokens
             assert engine.engine._scheduler.ids() == []
+
+    asyncio.run(main())
+
+
+def test_an_id_is_free_again_once_its_request_was_given_up(target: Path, alone: list[Any]) -> None:
+    async def main() -> None:
+        with AsyncEngine(config(target, lag=2)) as engine:
+            for _ in range(3):
+                long = SamplingParams(max_tokens=200, ignore_eos=True)
+                stream = engine.stream(Request(REQUESTS[2].id, PROMPTS[0], long))
+                await anext(stream)
+                await stream.aclose()  # type: ignore[attr-defined]
+                assert list((await engine.generate(REQUESTS[2])).token_ids) == alone[2].tokens
+            assert engine.engine._scheduler.ids() == [] and not engine._given_up
 
     asyncio.run(main())
 

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import torch
 
-from spd.errors import UsageError
+from spd.errors import EngineError, UsageError
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.tokenizer import Tokenizer
 from spd.kernels.round_commit import ACCEPTED, NUM_DRAFTS
@@ -135,9 +135,8 @@ class Engine:
             self._draft_length = self._planned_length
             return
         if k not in self.plan.draft_tiers:
-            raise UsageError(
-                f"{k} drafts a round are not planned", reason=[f"tiers: {self.plan.draft_tiers}"]
-            )
+            tiers = f"tiers: {self.plan.draft_tiers}"
+            raise UsageError(f"{k} drafts a round are not planned", reason=[tiers])
         self._draft_length = DraftLength(k, adaptive=False)
 
     @property
@@ -158,12 +157,15 @@ class Engine:
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
         """Run requests to their end, yielding events as they come; taken from `requests` as room appears.
 
-        What is not finished when the caller stops listening is aborted. Raises what `add` raises.
+        What is not finished when the caller stops listening is aborted; events of other requests wait for who
+        gave those. Raises what `add` raises, and EngineError where a `step` elsewhere took events of these.
         """
         source, open_ids = iter(requests), set[str]()
         more = True
         try:
-            while more or self.has_work:
+            while more or open_ids:
+                if not more and not self.has_work:
+                    raise EngineError("a step elsewhere took events of this stream")
                 while more and len(self._scheduler.waiting) < self.plan.slots:
                     request = next(source, None)
                     if request is None:
@@ -171,7 +173,9 @@ class Engine:
                     else:
                         self.add(request)
                         open_ids.add(request.id)
-                for event in self.step():
+                events = self.step()
+                self._ready[:0] = [event for event in events if event.request_id not in open_ids]
+                for event in [event for event in events if event.request_id in open_ids]:
                     if event.finish_reason is not None:
                         open_ids.discard(event.request_id)
                     yield event
@@ -194,11 +198,9 @@ class Engine:
         parts = {request.id: CompletionParts() for request in asked}
         counted: dict[str, RequestMetrics] = {}
         for event in self.stream(asked):
-            name = event.request_id
-            if name in parts:
-                parts[name].take(event)
-                if event.finish_reason is not None:
-                    counted[name] = self.metrics(name)
+            parts[event.request_id].take(event)
+            if event.finish_reason is not None:
+                counted[event.request_id] = self.metrics(event.request_id)
         return [parts[request.id].completion(request.id, counted[request.id]) for request in asked]
 
     def close(self) -> None:
