@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from spd.errors import ResourceError, UsageError
 
 FORMATS = (".svg", ".png", ".pdf")
+VARIED = {"temperature": "T {:g}", "prompt_tokens_asked": "{} tokens", "rate": "{:g}/s"}
+"""What a method's label leaves out, in words."""
 Row = Mapping[str, Any]
 
 
@@ -50,21 +53,26 @@ def plot_rows(rows: Sequence[Row], path: Path, title: str, label: Callable[[Row]
     words = {"draft_max": "drafts a round", "concurrency": "requests at a time", "rate": "requests/s"}
     ratio.set_xlabel(words.get(axis, ""))
     speed.set_ylim(bottom=0)
-    speed.legend(fontsize="small", ncols=2)
+    for panel, name, least in ((speed, "tokens_per_second", 0.0), (ratio, "speed_up", 0.55)):
+        medians = [row[name]["median"] for row in chosen if row[name] is not None]
+        bottom, top = panel.get_ylim()  # intervals of a few noisy runs reach far
+        panel.set_ylim(max(0.0, bottom), min(top, 2 * max([least, *medians])))
+    figure.legend(*speed.get_legend_handles_labels(), fontsize="small", ncols=3, loc="outside lower center")
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=120)
 
 
 def _series(rows: Sequence[Row], axis: str, label: Callable[[Row], str]) -> dict[str, list[Row]]:
-    """Rows by what they are called in the legend; plain rows have no k and stand for themselves."""
-    temperatures = len({row["temperature"] for row in rows}) > 1
+    """Rows by what they are called in the legend: all that differs between them but the axis."""
+    differ = [name for name in VARIED if name != axis and len({row[name] for row in rows}) > 1]
     series: dict[str, list[Row]] = {}
     for row in rows:
         name = label(row)
-        if axis == "draft_max" and row["method"] != "plain":
-            name = str(row["method"])
-        name += f", T {row['temperature']:g}" if temperatures else ""
-        series.setdefault(name, []).append(row)
+        if axis == "draft_max":
+            name = re.sub(" k[=≤][0-9]+", " adaptive" * row["adaptive"], name)
+        series.setdefault(", ".join([name, *(VARIED[key].format(row[key]) for key in differ)]), []).append(
+            row
+        )
     return series
 
 
@@ -87,7 +95,7 @@ def _lines(panel: Any, rows: Sequence[Row], axis: str, figure: str, label: Calla
         if not shown:
             continue
         if axis == "draft_max" and shown[0]["method"] == "plain":
-            panel.axhline(shown[0][figure]["median"], label=name, color="0.4", linewidth=1)
+            panel.axhline(shown[0][figure]["median"], label=name, color=f"C{number}", linewidth=1)
             continue
         panel.errorbar(
             [row[axis] for row in shown],

@@ -128,6 +128,89 @@ def test_a_picture_for_each_axis(axis: str, tmp_path: Path) -> None:
     assert (tmp_path / "p.svg").read_text().count("<path") > 20
 
 
+MTP = {**DRAFT, "spec": "mtp"}
+SERIES: dict[str, tuple[dict[int, dict[str, Any]], list[dict[str, Any]], set[str]]] = {
+    "lengths": (
+        {0: PLAIN, 1: MTP},
+        [{"prompt_tokens": 64}, {"prompt_tokens": 256}],
+        {f"{name}, {size} tokens" for name in ("plain", "mtp k=2") for size in (64, 256)},
+    ),
+    "rules": (
+        {
+            0: PLAIN,
+            **{k: {**MTP, "draft_max": k} for k in (1, 3, 16)},
+            **{10 * k: {**MTP, "draft_max": k, "verify": "rejection"} for k in (1, 3, 16)},
+        },
+        [{}],
+        {"plain", "mtp", "mtp rejection"},
+    ),
+    "adaptive": (
+        {
+            0: PLAIN,
+            **{k: {**MTP, "draft_max": k} for k in (1, 3, 6)},
+            **{10 * k: {**MTP, "draft_max": k, "adaptive": True} for k in (1, 3, 6)},
+        },
+        [{"temperature": 0.0}, {"temperature": 0.5}],
+        {f"{name}, T {t}" for name in ("plain", "mtp", "mtp adaptive") for t in ("0", "0.5")},
+    ),
+    "machines": (
+        {i: {**p, "lag": lag} for i, (p, lag) in enumerate((p, lag) for lag in (0, 1) for p in (PLAIN, MTP))},
+        [{"load": Load(1)}, {"load": Load(4)}],
+        {"plain lag0", "plain lag1", "mtp k=2 lag0", "mtp k=2 lag1"},
+    ),
+    "rates": (
+        {0: PLAIN, 1: MTP},
+        [{"load": Load(slots, rate)} for slots in (1, 4) for rate in (1.0, 2.5)],
+        {f"{name}, {rate}/s" for name in ("plain", "mtp k=2") for rate in ("1", "2.5")},
+    ),
+}
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[list[dict[str, Any]]], Any]:
+    """The figure of some rows, not written."""
+    pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
+
+    def draw(rows: list[dict[str, Any]]) -> Any:
+        plot_rows(rows, tmp_path / "p.png", "", lambda row: method_label(row, rows))
+        return figures.pop()
+
+    return draw
+
+
+@pytest.mark.parametrize("case", SERIES)
+def test_a_series_is_named_by_all_that_differs(drawn: Callable[..., Any], case: str) -> None:
+    """No two rows share a series and a place of the axis."""
+    plans, works, names = SERIES[case]
+    fixed = {"temperature": 0.0, "prompt_tokens": None, "load": Load()}
+    samples = [
+        make_sample(config, r, 1.0 + 0.1 * r, work=Work(category="code", **{**fixed, **work}))
+        for config in plans
+        for work in works
+        for r in range(2)
+    ]
+    figure = drawn(make_rows(samples, plans))
+    found = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert len(found) == len(names) and set(found) == names
+    bars = [(bar.get_x(), bar.get_y()) for bar in figure.axes[0].patches]
+    assert len(set(bars)) == len(bars)
+    assert all(len(set(line.get_xdata())) == len(line.get_xdata()) for line in figure.axes[0].lines)
+
+
+@pytest.mark.parametrize("axis", ["category", "concurrency"])
+def test_a_wide_interval_hides_no_figure(drawn: Callable[..., Any], axis: str) -> None:
+    rows = picture_rows(axis)
+    for row in rows:
+        for spread in filter(None, (row["tokens_per_second"], row["speed_up"])):
+            spread["low"], spread["high"] = 0.0, 500 * spread["median"]
+    for panel, name in zip(drawn(rows).axes, ("tokens_per_second", "speed_up"), strict=True):
+        highest = max(row[name]["median"] for row in rows if row[name] is not None)
+        bottom, top = panel.get_ylim()
+        assert bottom >= 0 and highest < top <= 2 * highest
+
+
 def test_a_picture_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"must end in one of \.svg"):
         check_plot(tmp_path / "p.bmp")
