@@ -6,7 +6,9 @@ dropped in silence); what the engine cannot do together stands in `spd.runtime.c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -41,6 +43,21 @@ def _has_ngram(o: SpeculationOptions) -> bool:
     return o.ngram_min is not None or o.ngram_max is not None
 
 
+def _inputs(o: GenerateOptions) -> list[str | None]:
+    """Every file that is read; - is stdin, from which lines come unless -f says otherwise."""
+    return [*(o.file or ["-"] * o.jsonl), o.system_file, o.messages, o.schema, o.grammar]
+
+
+def _answers_over_lines(o: GenerateOptions) -> bool:
+    """Whether the file of answers is that of the lines, by whatever path."""
+    if not o.jsonl or o.output is None or not o.output.is_file():
+        return False
+    lines = (o.file or ["-"])[0]
+    with suppress(OSError, ValueError):
+        return os.path.samefile(0 if lines == "-" else lines, o.output)
+    return False
+
+
 SHARED_CONFLICTS: tuple[Conflict[Any], ...] = (
     Conflict(
         "two-systems",
@@ -50,9 +67,15 @@ SHARED_CONFLICTS: tuple[Conflict[Any], ...] = (
     ),
     Conflict(
         "ngram-method",
-        lambda o: _has_ngram(o) and o.spec not in ("auto", "ngram"),
-        "--ngram-min and --ngram-max are for --spec ngram, and another method was asked for",
+        lambda o: _has_ngram(o) and (o.spec not in ("auto", "ngram") or o.draft_max == 0),
+        "--ngram-min and --ngram-max are for --spec ngram, and another method, or no draft, was asked for",
         "--spec ngram, or leave them out",
+    ),
+    Conflict(
+        "adaptive-no-drafts",
+        lambda o: bool(o.adaptive) and o.draft_max == 0,
+        "--adaptive fits the number of drafts, and --draft-max 0 asks for none",
+        "leave one of them out",
     ),
     Conflict(
         "ngram-drafter",
@@ -141,6 +164,12 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
         "--raw --parse-special",
     ),
     Conflict(
+        "jsonl-ids",
+        lambda o: o.jsonl and o.prompt_ids is not None,
+        "--jsonl reads its prompts from lines, so there is no place for --prompt-ids",
+        """a line {"prompt_ids": [1, 2, 3]}""",
+    ),
+    Conflict(
         "ids-text",
         lambda o: o.prompt_ids is not None and _has_text(o),
         "--prompt-ids is the whole prompt; it cannot be joined with text",
@@ -213,22 +242,22 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
         "leave one of them out; what all lines begin with is --system or --messages",
     ),
     Conflict(
-        "jsonl-ids",
-        lambda o: o.jsonl and o.prompt_ids is not None,
-        "--jsonl reads its prompts from lines, so there is no place for --prompt-ids",
-        """a line {"prompt_ids": [1, 2, 3]}""",
-    ),
-    Conflict(
         "jsonl-files",
         lambda o: o.jsonl and len(o.file or ()) > 1,
         "--jsonl reads one file of lines, and several are named",
         "cat FILE FILE | spd generate --jsonl",
     ),
     Conflict(
-        "jsonl-stdin",
-        lambda o: o.jsonl and not o.file and "-" in (o.system_file, o.messages),
-        "stdin (-) is named twice and can be read once: --jsonl reads its lines there",
-        "-f FILE for the lines",
+        "two-stdins",
+        lambda o: _inputs(o).count("-") > 1,
+        "stdin (-) is named twice and can be read once",
+        "leave one - out; with --jsonl, -f FILE for the lines",
+    ),
+    Conflict(
+        "jsonl-output",
+        _answers_over_lines,
+        "-o names the file of the lines, and its answers would take their place",
+        "another -o FILE",
     ),
     Conflict(
         "jsonl-json",

@@ -56,8 +56,6 @@ def gather_text(options: PromptOptions) -> str:
     """Stdin and files first, a blank line between parts, then the argument."""
     argument = options.prompt if options.prompt is not None else options.prompt_option
     files = list(options.file or ())
-    if files.count("-") + (options.system_file == "-") > 1:
-        raise UsageError("stdin (-) is named twice and can be read once", fix=["leave one - out"])
     parts = []
     if "-" not in files and options.system_file != "-" and _is_piped():
         piped = read_text("-")

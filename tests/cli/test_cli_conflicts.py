@@ -24,6 +24,7 @@ CASES: dict[str, list[str]] = {
     "messages-text": ["Hi", "--messages", "x"],
     "messages-system": ["--messages", "x", "--system-file", "x"],
     "ngram-method": ["Hi", "--ngram-min", "2", "--spec", "draft"],
+    "adaptive-no-drafts": ["Hi", "--draft-max", "0", "--adaptive"],
     "ngram-drafter": ["Hi", "--ngram-max", "4", "--draft-model", "x"],
     "json-stream": ["Hi", "--json", "--stream"],
     "logprobs-json": ["Hi", "--logprobs", "2"],
@@ -32,7 +33,8 @@ CASES: dict[str, list[str]] = {
     "jsonl-prompt": ["Hi", "--jsonl"],
     "jsonl-ids": ["--jsonl", "--prompt-ids", "1"],
     "jsonl-files": ["--jsonl", "-f", "x", "-f", "y"],
-    "jsonl-stdin": ["--jsonl", "--messages", "-"],
+    "two-stdins": ["--jsonl", "--messages", "-"],
+    "jsonl-output": ["--jsonl", "-f", "model/config.json", "-o", "model/../model/config.json"],
     "jsonl-json": ["--jsonl", "--json"],
     "jsonl-stream": ["--jsonl", "--stream"],
     "jsonl-dry-run": ["--jsonl", "--dry-run"],
@@ -70,6 +72,24 @@ def test_refused(
         assert ran.json["error"]["fix"] == [conflict.fix]
     else:
         assert_refused(ran, 2, conflict.message, conflict.fix)
+
+
+@pytest.mark.parametrize(
+    ("name", "argv"),
+    [
+        ("two-stdins", ["--jsonl", "-f", "-", "--system-file", "-"]),
+        ("two-stdins", ["--jsonl", "--grammar", "-"]),
+        ("two-stdins", ["-f", "-", "--schema", "-"]),
+        ("two-stdins", ["Hi", "-f", "-", "-f", "-"]),
+        ("jsonl-ids", ["--jsonl", "-f", "x", "--prompt-ids", "1"]),
+        ("ngram-method", ["Hi", "--draft-max", "0", "--ngram-min", "2"]),
+    ],
+)
+def test_refused_in_other_words(
+    name: str, argv: list[str], spd_run: Callable, assert_refused: Callable, model: Path
+) -> None:
+    conflict = next(conflict for conflict in CONFLICTS if conflict.name == name)
+    assert_refused(spd_run("generate", "-m", model, *argv, stdin=b"x"), 2, conflict.message, conflict.fix)
 
 
 @pytest.mark.parametrize("name", [*CHAT_CASES, *(conflict.name for conflict in SHARED_CONFLICTS)])

@@ -210,6 +210,17 @@ def test_resuming_another_input_is_refused(answers: Lines, tmp_path: Path, asser
     assert out.read_bytes() == before
 
 
+def test_answers_never_take_the_place_of_the_lines(tmp_path: Path, target: Path) -> None:
+    lines, link = tmp_path / "x", tmp_path / "link"
+    lines.write_text('{"prompt": "a"}\n')
+    link.symlink_to(lines)
+    for files in (f"-f {lines} -o {link}", f"-f {link} -o {lines}", f"-o {link} < {lines}"):
+        command = f"'{sys.executable}' -m spd generate --jsonl -m '{target}' {files}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, cwd=ROOT, check=False)
+        assert done.returncode == 2 and b"-o names the file of the lines" in done.stderr, done
+    assert lines.read_text() == '{"prompt": "a"}\n'
+
+
 @pytest.mark.parametrize(
     "content", ["a diary", "a diary\n", "[1]\n", '{"id": null, "line": 1}\ntext\n', "{}"]
 )
