@@ -14,6 +14,7 @@ from spd.cli.explain import complete, live_explanation, trace_header
 from spd.cli.loading import loading
 from spd.cli.options import GenerateOptions, Session
 from spd.cli.output import (
+    Console,
     Sink,
     TraceFile,
     check_folder,
@@ -29,6 +30,7 @@ from spd.errors import EngineError
 if TYPE_CHECKING:
     from spd.cli.job import Job
     from spd.cli.reply import Delivery
+    from spd.cli.sampling import Resolved
     from spd.runtime import Engine, RoundRecord
     from spd.runtime.measuring.trace_file import Trace
 
@@ -41,15 +43,15 @@ def generate(session: Session, options: GenerateOptions) -> int:
             check_writable(path)
     if options.profile is not None:
         check_folder(options.profile)
-    if options.jsonl:
-        from spd.cli.jsonl import generate_lines
-
-        return generate_lines(session, options)
-    sink = Sink.stdout() if options.output is None else Sink.file(options.output)
+    sink = Sink.stdout() if options.output is None else Sink.file(options.output, append=options.resume)
     from spd.cli.job import plan_job
     from spd.cli.models import ensure_models
 
     ensure_models(session, options)
+    if options.jsonl:
+        from spd.cli.jsonl import generate_lines
+
+        return generate_lines(session, options, sink)
     job = plan_job(options)
     if options.dry_run:
         _show_prompt(session, options, job, sink)
@@ -178,30 +180,33 @@ def _finish(options: GenerateOptions, job: Job, delivery: Delivery) -> None:
 
 def _say_before(session: Session, options: GenerateOptions, job: Job, engine: Engine) -> None:
     """Notes about limits that the user may not expect, and the plan of a verbose run."""
+    _note_dropped(session, job)
+    room, wanted = engine.plan.ctx - len(job.ids), job.sampling.params.max_tokens
+    if wanted is not None and wanted > room:
+        session.console.note(f"the context leaves room for {room:,} tokens, fewer than -n {wanted:,}")
+    say_plan(session.console, options, engine, job.sampling)
+
+
+def say_plan(console: Console, options: GenerateOptions, engine: Engine, sampling: Resolved) -> None:
+    """Notes about what the plan makes of the options, and the plan of a verbose run."""
     from spd.cli.report import plan_lines
 
-    plan, params = engine.plan, job.sampling.params
-    _note_dropped(session, job)
-    room = plan.ctx - len(job.ids)
-    if params.max_tokens is not None and params.max_tokens > room:
-        session.console.note(
-            f"the context leaves room for {room:,} tokens, fewer than -n {params.max_tokens:,}"
-        )
+    plan = engine.plan
     if options.load == "dummy":
-        session.console.note(
-            "random weights (--load dummy): the text is noise, only the speed means something"
-        )
+        console.note("random weights (--load dummy): the text is noise, only the speed means something")
     if plan.synthetic_acceptance is not None:
-        session.console.note("imposed acceptance (--synthetic-acceptance): the text means nothing")
+        console.note("imposed acceptance (--synthetic-acceptance): the text means nothing")
     if plan.verify != "coupled" and plan.spec != "off":
-        session.console.note(
+        console.note(
             f"--verify {plan.verify}: texts are as likely as without speculation, not the same; "
             f"{plan.draft_max} drafts a round"
         )
-    if session.console.verbose:
-        for line in plan_lines(plan.as_dict(), params, job.sampling.sources):
-            session.console.detail(line)
-        session.console.detail(f"load    {engine.load_ms / 1000:.2f} s")
+    if plan.spec != "ngram" and (options.ngram_min or options.ngram_max):
+        console.note(f"--ngram-min and --ngram-max do nothing: --spec auto took {plan.spec}")
+    if console.verbose:
+        for line in plan_lines(plan.as_dict(), sampling.params, sampling.sources):
+            console.detail(line)
+        console.detail(f"load    {engine.load_ms / 1000:.2f} s")
 
 
 def _note_dropped(session: Session, job: Job) -> None:

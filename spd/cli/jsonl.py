@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.batch_input import BatchLine, Shared, answer_error, read_lines, read_shared, read_wishes
+from spd.cli.generate import say_plan
 from spd.cli.options import GenerateOptions, Session
 from spd.cli.output import Sink, cannot_write, tell, to_json
 from spd.cli.signals import Interrupted, SignalGuard
@@ -33,14 +34,13 @@ WINDOW = 512
 """Lines that may be finished beyond the first unfinished one: what order costs in memory."""
 
 
-def generate_lines(session: Session, options: GenerateOptions) -> int:
+def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> int:
     """Answer every line of the input; returns the exit status."""
     from spd.cli.job import plan_settings
 
     settings, shared = plan_settings(options), read_shared(options)
     lines = read_lines(options.file[0] if options.file else "-")
     done = Done() if not options.resume else resume(_output(options), lines)
-    sink = Sink.stdout() if options.output is None else Sink.file(options.output, append=options.resume)
     rest = lines[done.lines :]
     if not rest:
         return _end(session, options, done, 0.0)
@@ -50,6 +50,7 @@ def generate_lines(session: Session, options: GenerateOptions) -> int:
         from spd.runtime import Engine
 
         engine = Engine(settings.config, progress=progress)
+    say_plan(session.console, options, engine, settings.sampling)
     settings = dataclasses.replace(settings, context=engine.plan.ctx)
     batch = Batch(session, settings, shared, engine, sink, done, len(lines))
     began = time.perf_counter()

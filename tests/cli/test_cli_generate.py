@@ -264,6 +264,13 @@ def test_dummy_weights_say_so(spd_run: Callable, model: Path, script) -> None:
     assert "random weights" in spd_run("generate", "-m", model, "Hi", "--load", "dummy").err
 
 
+def test_ngram_options_that_the_plan_leaves_unused_are_told(spd_run: Callable, model: Path, script) -> None:
+    ran = spd_run("generate", "-m", model, "Hi", "--ngram-max", 5)
+    assert (
+        ran.code == 0 and ran.err == "note: --ngram-min and --ngram-max do nothing: --spec auto took draft\n"
+    )
+
+
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_rules_that_keep_only_the_law_say_so(rule: str, spd_run: Callable, model: Path, script) -> None:
     ran = spd_run("generate", "-m", model, "Hi", "--verify", rule)

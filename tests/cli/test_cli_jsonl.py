@@ -234,6 +234,21 @@ def test_resuming_does_not_touch_what_is_no_output(
     assert out.read_text() == content
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--load", "dummy"], "note: random weights (--load dummy)"),
+        (["--spec", "ngram", "--synthetic-acceptance", "2"], "note: imposed acceptance"),
+        (["--spec", "ngram", "--verify", "block"], "note: --verify block: texts are as likely as"),
+        (["--spec", "ngram", "-v"], "plan    "),
+    ],
+)
+def test_what_a_plan_means_is_told_before_the_lines(answers: Lines, flags: list[str], words: str) -> None:
+    ran, found = answers(prompts(1), *flags)
+    assert ran.code == 0 and ran.err.startswith(words) and len(found) == 1
+    assert answers(prompts(1), "--spec", "ngram", "--ngram-min", 2)[0].err == ""
+
+
 def test_no_lines(answers: Lines, assert_refused: Callable) -> None:
     assert_refused(answers([])[0], 2, "no lines to answer", "stdin is empty")
     assert_refused(answers([], "-f", "missing")[0], 3, "no file missing")

@@ -221,6 +221,11 @@ def test_pull_is_consent(hub: Hub, cache: Path, spd_run: Callable, script: Any) 
     assert ran.code == 0 and "model.safetensors" in hub.fetched(), ran
 
 
+def test_pull_is_consent_for_lines_too(hub: Hub, cache: Path, spd_run: Callable) -> None:
+    ran = spd_run("generate", "-m", NAME, "--pull", "--jsonl", stdin=b"")
+    assert "no lines to answer" in ran.err and "model.safetensors" in hub.fetched(), ran
+
+
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 3), ("\n", 3), ("", 3)])
 def test_a_person_is_asked(
     answer: str, code: int, hub: Hub, cache: Path, spd_run: Callable, script: Any, monkeypatch: Any
