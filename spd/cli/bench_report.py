@@ -182,7 +182,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
             f"DIFFERENT: {len(differences)} texts are not those of plain decoding; the first: prompt "
             f"{first['prompt']}, T {first['temperature']:g}, token {first['position']}"
         )
-    elif equality["tokens"] and _is_imposed(result):
+    elif _is_imposed(result):
         lines.append("imposed acceptance: drafts are taken unread, so those texts mean nothing")
     elif equality["tokens"]:
         lines.append(f"equal: every text is that of plain decoding ({equality['tokens']:,} tokens compared)")
@@ -197,6 +197,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
     best = best_row(result["rows"])
     if best is not None:
         lines += textwrap.wrap(_advice(best, result["rows"]), WIDTH, break_on_hyphens=False)
+    lines += _goodput_words(result)
     lines += _roofline_words(result["rows"])
     if result["rows"]:
         ranks = any(row["tp"] > 1 for row in result["rows"])
@@ -207,6 +208,17 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
 
 def _is_imposed(result: Mapping[str, Any]) -> bool:
     return any(row["acceptance"] == "imposed" for row in result["rows"])
+
+
+def _goodput_words(result: Mapping[str, Any]) -> list[str]:
+    """Requests a second that met every objective of --goodput, of the rows that the advice looks at."""
+    asked = ", ".join(f"{name.upper()} ≤ {ms:g} ms" for name, ms in result["settings"]["goodput"].items())
+    rows = _whole(result["rows"]) if asked else []
+    return [
+        f"{asked}: {row['goodput']:.2f} of {row['requests_per_second']:.2f} requests/s, "
+        f"{method_label(row, rows)}, T {row['temperature']:g}, load {load_label(row, rows)}"
+        for row in rows
+    ]
 
 
 def _roofline_words(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -227,10 +239,13 @@ def best_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """
     from spd.runtime.measuring.rows import verdict
 
-    whole = [row for row in rows if row["category"] == "all"] or list(rows)
-    paired = [row for row in whole if row["speed_up"] is not None]
+    paired = [row for row in _whole(rows) if row["speed_up"] is not None]
     sure = [row for row in paired if verdict(row["speed_up"]) == "faster"]
     return max(sure or paired, key=lambda row: float(row["speed_up"]["median"]), default=None)
+
+
+def _whole(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [row for row in rows if row["category"] == "all"] or list(rows)
 
 
 def _advice(best: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -242,13 +242,19 @@ def test_the_advice_can_be_typed() -> None:
     noisy, sure = ratio_row(1.5, 0.4, draft_max=8), ratio_row(1.2, 1.1, verify="rejection", lag=2)
     assert best_row([noisy, sure]) is sure and best_row([noisy]) is noisy
     found = {"rows": [noisy, sure], "samples": [], "interrupted": False}
-    found["equality"] = {"tokens": 0, "differences": []}
+    found |= {"equality": {"tokens": 0, "differences": []}, "settings": {"goodput": {}}}
     for row in found["rows"]:
         row |= {"acceptance": "natural", "roofline": None}
     words = "\n".join(summary_lines(found))
     assert "best: --spec mtp --draft-max 3 --verify rejection --lag 2 at T 0, 1.20 × plain" in words
     found["rows"] = [sure | {"verify": "coupled"}, sure | {"verify": "coupled", "concurrency": 4}]
     assert "--no-adaptive at T 0, load 1, 1.20" in "\n".join(summary_lines(found))
+
+
+def test_goodput_is_told(run: Callable[..., Any]) -> None:
+    told = run("-r", 1, "--goodput", "ttft:100000,tpot:0.000001", "--spec", "off")
+    assert "TTFT ≤ 100000 ms, TPOT ≤ 1e-06 ms: 0.00 of " in told.text and "plain, T 0, load 1" in told.text
+    assert "equal:" not in told.text, "plain texts alone are compared with nothing"
 
 
 def test_slower_than_plain_fails_where_asked() -> None:
