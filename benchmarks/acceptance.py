@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.drafters import drafters
 from benchmarks.environment import ROOT, describe_commit, describe_machine
+from benchmarks.summaries import ratio_of_sums
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
 from spd.runtime.config import VERIFY_RULES
@@ -30,7 +31,6 @@ from spd.runtime.measuring.load import Pass, run_pass
 from spd.runtime.measuring.prompt_set import OWN, choose, read_prompts
 from spd.runtime.measuring.questions import encode_questions
 from spd.runtime.measuring.sample import per_position
-from spd.runtime.measuring.statistics import ratio_of_sums
 from spd.runtime.measuring.sweep import Question, request_seed
 
 SCHEMA = "spd.benchmarks.acceptance/1"

@@ -21,11 +21,11 @@ from typing import Any
 
 from benchmarks.drafters import drafters, model_folder
 from benchmarks.environment import ROOT, describe_commit, describe_machine
+from benchmarks.summaries import median_interval, paired_ratio
 from spd.runtime import EngineConfig
 from spd.runtime.measuring.prompt_set import OWN, choose, read_prompts
 from spd.runtime.measuring.questions import encode_questions
 from spd.runtime.measuring.rows import make_rows
-from spd.runtime.measuring.statistics import median_interval, paired_ratio
 from spd.runtime.measuring.sweep import Load, Settings, Sweep
 
 SCHEMA = "spd.benchmarks.auto_k/2"

@@ -27,8 +27,8 @@ from benchmarks.gpu_suite.speculation import (
     acceptance_rate,
     mean_length,
 )
+from benchmarks.summaries import median_interval, paired_ratio
 from spd.runtime import Engine
-from spd.runtime.measuring.statistics import median_interval, paired_ratio
 
 K = REFERENCE_K
 POOR_LENGTH = 1.2

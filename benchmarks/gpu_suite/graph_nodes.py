@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu_suite.kernels import add_one
 from benchmarks.gpu_suite.measure import time_calls
-from spd.runtime.measuring.statistics import summarize
+from benchmarks.summaries import summarize
 
 NODES = (50, 100, 200, 400, 800)
 

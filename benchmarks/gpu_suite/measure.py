@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spd.runtime.measuring.statistics import Summary, summarize
+from benchmarks.summaries import Summary, summarize
 
 
 def time_calls(calls: Sequence[Callable[[], object]], repeats: int = 30) -> dict[str, Any]:

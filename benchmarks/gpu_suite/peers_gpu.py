@@ -23,8 +23,8 @@ from benchmarks.gpu_suite.end_to_end import config_of
 from benchmarks.gpu_suite.round_times import GREEDY, random_prompt, synchronize
 from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_06B, QWEN3_8B, Shape
 from benchmarks.gpu_suite.speculation import REFERENCE_LENGTH
+from benchmarks.summaries import paired_ratio, summarize
 from spd.runtime import Engine, Request
-from spd.runtime.measuring.statistics import paired_ratio, summarize
 
 Generate = Callable[[int], None]
 """Generates so many tokens after the prompt."""

@@ -19,7 +19,7 @@ from benchmarks.peers.options import Options
 from benchmarks.peers.pairs import AGREEING, PAIRS, REFERENCE
 from benchmarks.peers.prompts import prompts
 from benchmarks.peers.worker import Answer, Worker, WorkerError, read_answer
-from spd.runtime.measuring.statistics import paired_ratio, summarize
+from benchmarks.summaries import paired_ratio, summarize
 
 
 @dataclass

@@ -24,8 +24,9 @@ from benchmarks.gpu_suite.shapes import (
     write_folder,
 )
 from benchmarks.gpu_suite.speculation import acceptance_rate, gain, mean_length, reference_length
+from benchmarks.summaries import median_interval
 from spd.formats.model_config import read_model_config
-from spd.runtime.measuring.statistics import median_interval, percentile
+from spd.runtime.measuring.statistics import percentile
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 

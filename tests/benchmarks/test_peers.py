@@ -23,8 +23,8 @@ from benchmarks.peers.options import parse_options
 from benchmarks.peers.prompts import prompts
 from benchmarks.peers.protocol import Chunk, Speculation
 from benchmarks.peers.worker import Entry, Worker, WorkerError, read_answer
+from benchmarks.summaries import paired_ratio, summarize
 from spd.formats.demo import demo_folder
-from spd.runtime.measuring.statistics import paired_ratio, summarize
 from tests.recipes.medium import write_medium, write_medium_draft
 
 SHAPE = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96}

@@ -1,42 +1,13 @@
-"""Medians with their spread, paired ratios, intervals and tests: the only statistics that are reported."""
+"""Medians with their spread, intervals and tests: the only statistics that are reported."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from math import ceil, comb, exp, isfinite, lgamma, log, log1p, pi, sqrt
+from math import ceil, exp, isfinite, lgamma, log, log1p, pi, sqrt
 from statistics import fmean, median, stdev, variance
 from typing import Any
-
-
-@dataclass(frozen=True)
-class Summary:
-    """A sample in one line: the median, the extremes and every value in the order measured."""
-
-    median: float
-    low: float
-    high: float
-    values: tuple[float, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return f"{self.median:.4g} ({self.low:.4g} to {self.high:.4g}, n={len(self.values)})"
-
-
-def summarize(values: Sequence[float]) -> Summary:
-    """Summarize a sample; raises ValueError for an empty one, since no figure is better than a made one."""
-    if not values:
-        raise ValueError("nothing was measured")
-    return Summary(median(values), min(values), max(values), tuple(values))
-
-
-def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Summary:
-    """Summarize the ratios of values measured in the same round, so that a slow minute hits both sides."""
-    return summarize([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -44,23 +15,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     if not values:
         raise ValueError("nothing was measured")
     return sorted(values)[max(0, ceil(share * len(values)) - 1)]
-
-
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """An interval that holds the median of whatever the sample is from, with at least `confidence`.
-
-    Two order statistics, by the binomial distribution of how many values fall below the median; nothing
-    is assumed of the distribution. None where the sample is too small (fewer than 6 values at 0.95).
-    """
-    n, ordered = len(values), sorted(values)
-    found = None
-    outside = 0.0  # probability that the median lies below the rank-th value
-    for rank in range(n // 2):
-        outside += comb(n, rank) / 2**n
-        if 1 - 2 * outside < confidence:
-            break
-        found = (ordered[rank], ordered[n - 1 - rank])
-    return found
 
 
 @dataclass(frozen=True)
@@ -112,22 +66,6 @@ def repeat_interval(values: Sequence[float], confidence: float = 0.95) -> Spread
     freedom = n - 1 - 2 * drawn_in
     reach = student_quantile(freedom, (1 + confidence) / 2) * deviation * sqrt(pi / n)
     return Spread(middle, middle * exp(-reach), middle * exp(reach), tuple(values))
-
-
-def ratio_of_sums(over: Sequence[float], under: Sequence[float]) -> tuple[float, float | None]:
-    """Sum over sum, and its standard error where pairs are independent and what is inside one is not.
-
-    Linearised, as for clusters of unequal size (Cochran, Sampling Techniques, 6.3). No error for one pair;
-    raises ValueError where the sum below is not positive.
-    """
-    total, n = sum(under), len(under)
-    if total <= 0:
-        raise ValueError("nothing was counted")
-    ratio = sum(over) / total
-    if n < 2:
-        return ratio, None
-    squares = sum((a - ratio * b) ** 2 for a, b in zip(over, under, strict=True))
-    return ratio, sqrt(n / (n - 1) * squares) / total
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> float:

@@ -56,11 +56,6 @@ def draw_exchange(ranks: int, rows: int) -> Exchange:
     return gathered(ranks, rows * CHOICE_BYTES)
 
 
-def logits_exchange(config: ModelConfig, ranks: int, rows: int) -> Exchange:
-    """Whole logits of rows, which every other parameter asks for; `rows` as they are padded."""
-    return gathered(ranks, rows * 4 * -(-config.vocab_size // ranks))
-
-
 def shared_drafts(ranks: int, group: int, slots: int, drafts: int, rank: int = 1) -> Exchange:
     """Rank 0's drafts, handed to the other groups; rank 0 receives nothing."""
     if group == ranks or not drafts:

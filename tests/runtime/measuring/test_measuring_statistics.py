@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from statistics import median, stdev
+from statistics import median
 
 import pytest
 
 from spd.runtime.measuring.statistics import (
     chi_square_tail,
-    ratio_of_sums,
     repeat_interval,
     student_cdf,
     student_quantile,
@@ -77,27 +76,3 @@ def test_one_repetition_has_no_interval() -> None:
     assert (spread.median, spread.low, spread.half_width) == (2.0, None, None)
     with pytest.raises(ValueError, match="nothing positive"):
         repeat_interval([])
-
-
-def test_error_of_a_ratio_of_sums_is_what_repeating_shows() -> None:
-    draws = random.Random(5)
-
-    def once() -> tuple[float, float]:
-        sizes = [draws.randrange(5, 30) for _ in range(40)]
-        # What is inside a pair hangs together, so that counting its parts alone would promise too much.
-        shares = [draws.betavariate(2, 2) for _ in sizes]
-        hits = [
-            sum(draws.random() < share for _ in range(size))
-            for size, share in zip(sizes, shares, strict=True)
-        ]
-        ratio, error = ratio_of_sums(hits, sizes)
-        assert error is not None
-        return ratio, error
-
-    runs = [once() for _ in range(600)]
-    spread = stdev(ratio for ratio, _ in runs)
-    # 600 draws of a standard deviation vary by 3 %: beyond 12 % in one run of 10,000 at most.
-    assert sum(error for _, error in runs) / len(runs) == pytest.approx(spread, rel=0.12)
-    assert ratio_of_sums([3.0], [4.0]) == (0.75, None)
-    with pytest.raises(ValueError, match="nothing was counted"):
-        ratio_of_sums([0.0], [0.0])
