@@ -178,7 +178,7 @@ class VerifyOptions(AdvancedOptions, CommonOptions, SpeculationOptions, ModelOpt
     seed: Annotated[int, _work(metavar="N", help="Of sampling.")] = 0
     draws: Annotated[
         int | None,
-        _judge(metavar="N", help="Replies a prompt to test a rule's law with. Default: 300 if needed."),
+        _judge(metavar="N", help="Replies a prompt and T to test a rule's law with. Default: 300 if needed."),
     ] = None
     redraft: Annotated[int, _judge(metavar="N", help="Rounds whose drafts are drawn again.")] = 64
     json: Annotated[bool, _output("--json", help="The certificate on standard output.")] = False

@@ -166,7 +166,7 @@ def _examine(
     draws = options.draws if options.draws is not None else 0 if coupled else DEFAULT_DRAWS
     if draws and (sampled := [t for t in temperatures if t]):
         ticker.write("testing the law")
-        law = law_test(reference, candidate, questions[:2], sampled[0], draws, seed, check)
+        law = law_test(reference, candidate, questions[:2], sampled, draws, seed, check)
     certificate: dict[str, Any] = {
         "schema": SCHEMA,
         "model": options.model,
@@ -177,6 +177,7 @@ def _examine(
         "plans": {"reference": result.plans[0], "candidate": plan},
         "prompts": {question.prompt.name: question.prompt.digest for question in questions},
         "temperatures": compared,
+        "untested": [t for t in temperatures if t not in compared and law is None],
         "seed": seed,
         "texts": result.texts,
         "tokens": result.tokens,
@@ -239,9 +240,9 @@ def file_hashes(model: Path, draft: str | None) -> dict[str, str]:
 def _words(certificate: dict[str, Any]) -> str:
     plans = certificate["plans"]
     lines = [
-        f"{certificate['tokens']:,} tokens of {certificate['texts']} texts compared: "
+        f"{certificate['tokens']:,} tokens of {certificate['texts']} texts compared at "
+        f"{_at(certificate['temperatures'])}: {certificate['drafts_accepted']:,} accepted drafts",
         f"{_setting(plans['candidate'])} against {certificate['against']}",
-        f"{certificate['drafts_accepted']:,} of them were accepted drafts",
     ]
     for difference in certificate["differences"][:SHOWN]:
         margin = difference["margin"]
@@ -261,13 +262,20 @@ def _words(certificate: dict[str, Any]) -> str:
         lines.append(f"{redraft['rounds']} rounds drafted again from no cache: {redraft['differing']} differ")
     if law is not None:
         lines.append(
-            f"law of the first tokens: p = {law['probability']:.2g} at worst in {law['tests']} tests "
-            f"of {law['draws']} draws\n  (a right program fails with a chance of {law['false_alarm']:g})"
+            f"law of the first tokens of {', '.join(law['prompts'])} at {_at(law['temperatures'])}:\n"
+            f"  p = {law['probability']:.2g} at worst in {law['tests']} tests of {law['draws']} draws\n"
+            f"  (a right program fails with a chance of {law['false_alarm']:g})"
         )
     if not certificate["drafts_accepted"] and plans["candidate"]["spec"] != "off":
         lines.append("no draft was accepted, so little was put to the test")
-    lines.append("passed" if certificate["passed"] else "FAILED")
+    verdict = "passed" if certificate["passed"] else "FAILED"
+    untested = certificate["untested"]
+    lines.append(verdict + (f"; not tested: {_at(untested)} (--draws {DEFAULT_DRAWS})" if untested else ""))
     return "\n".join(lines) + "\n"
+
+
+def _at(temperatures: Sequence[float]) -> str:
+    return "T " + ", ".join(f"{t:g}" for t in temperatures)
 
 
 def _number(value: float | None) -> str:

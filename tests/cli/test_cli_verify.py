@@ -86,6 +86,21 @@ def test_the_law_of_a_rule_that_promises_one(
     assert not told["law"]["passed"] and not told["passed"] and faults(told, "verify") == []
 
 
+def test_the_law_says_where_it_was_tested(run: Callable[..., Any], tmp_path: Path) -> None:
+    out = tmp_path / "certificate.json"
+    words = ("-n", 8, "--verify", "rejection", "--temperature", "0,0.5,0.9", "--redraft", 0, "-o", out)
+    ran = run(*words, "--draws", 20, "--concurrency", 8)
+    told = json.loads(out.read_text())
+    assert faults(told, "verify") == [] and told["untested"] == [] and told["temperatures"] == [0.0]
+    assert told["law"] == told["law"] | {"temperatures": [0.5, 0.9], "prompts": ["file/1", "file/2"]}
+    assert "16 tokens of 2 texts compared at T 0: " in ran.text and ran.text.endswith("\npassed\n")
+    assert "law of the first tokens of file/1, file/2 at T 0.5, 0.9:\n" in ran.text
+    ran = run(*words, "--draws", 0)
+    told = json.loads(out.read_text())
+    assert faults(told, "verify") == [] and told["untested"] == [0.5, 0.9] and told["law"] is None
+    assert ran.code == 0 and ran.text.endswith("\npassed; not tested: T 0.5, 0.9 (--draws 300)\n")
+
+
 def test_settings_held_against_each_other(tmp_path: Path) -> None:
     config = EngineConfig(model=tmp_path, spec="draft", draft_model=tmp_path, draft_max=3, lag=2)
     plain = apply_settings(config, "spec=off")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 from spd.runtime.config import EngineConfig
@@ -28,6 +29,8 @@ LEAST = 10
 class LawTest:
     """The outcome; `probability` is that of the most surprising of `tests`, before the correction."""
 
+    temperatures: tuple[float, ...]
+    prompts: tuple[str, ...]
     draws: int
     tests: int
     probability: float
@@ -44,31 +47,23 @@ def law_test(
     reference: EngineConfig,
     candidate: EngineConfig,
     questions: Sequence[Question],
-    temperature: float,
+    temperatures: Sequence[float],
     draws: int,
     seed: int,
     check: Callable[[], None] = lambda: None,
 ) -> LawTest:
-    """Draw `draws` replies of a few tokens to each question with both settings, and test every position."""
+    """Draw `draws` replies of a few tokens to each question at each temperature with both settings, and
+    test every position."""
     samples: list[dict[str, list[tuple[int, ...]]]] = []
     for side, config in enumerate((reference, candidate)):
-        asked = [
-            (question.prompt.name, question.ids, request_seed(seed, question.prompt.name, 2 * number + side))
-            for question in questions
-            for number in range(draws)
-        ]
-        requests = [
-            Request(
-                str(i),
-                ids,
-                SamplingParams(temperature=temperature, seed=own, max_tokens=TOKENS, ignore_eos=True),
-            )
-            for i, (_, ids, own) in enumerate(asked)
-        ]
-        _, outcomes = run_requests(config, requests, check)
         replies: dict[str, list[tuple[int, ...]]] = {}
-        for (name, _, _), outcome in zip(asked, outcomes, strict=True):
-            replies.setdefault(name, []).append(outcome.token_ids)
+        requests = []
+        for question, t, number in product(questions, temperatures, range(draws)):
+            own = request_seed(seed, question.prompt.name, 2 * number + side)
+            params = SamplingParams(temperature=t, seed=own, max_tokens=TOKENS, ignore_eos=True)
+            requests.append(Request(f"{question.prompt.name}, T {t:g}/{number}", question.ids, params))
+        for outcome in run_requests(config, requests, check)[1]:
+            replies.setdefault(outcome.request.id.rpartition("/")[0], []).append(outcome.token_ids)
         samples.append(replies)
     found: list[tuple[float, str]] = []
     for name, plain in samples[0].items():
@@ -78,9 +73,9 @@ def law_test(
                 classes = [[reply[first : at + 1] for reply in side] for side in (plain, samples[1][name])]
                 found.append((same_law(*classes), words))
     probability, worst = min(found)
-    return LawTest(
-        draws, len(found), probability, worst, FALSE_ALARM, probability * len(found) >= FALSE_ALARM
-    )
+    names = tuple(question.prompt.name for question in questions)
+    passed = probability * len(found) >= FALSE_ALARM
+    return LawTest(tuple(temperatures), names, draws, len(found), probability, worst, FALSE_ALARM, passed)
 
 
 def same_law(first: Sequence[Hashable], second: Sequence[Hashable]) -> float:

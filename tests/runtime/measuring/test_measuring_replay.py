@@ -19,7 +19,7 @@ from spd.runtime.measuring.draft_replay import draft_replay
 from spd.runtime.measuring.law_test import law_test, same_law
 from spd.runtime.measuring.prompt_set import Prompt, read_prompts
 from spd.runtime.measuring.questions import encode_questions
-from spd.runtime.measuring.replay import lag_parity, make_requests, promised_equal, replay
+from spd.runtime.measuring.replay import Outcome, lag_parity, make_requests, promised_equal, replay
 from spd.runtime.measuring.sweep import Question
 from spd.runtime.model_runner import ModelRunner
 from spd.runtime.request import Request
@@ -166,8 +166,29 @@ def test_the_law_of_a_verifier_that_lets_drafts_through(
 ) -> None:
     """A right program fails this with a chance of 1e-4, and the seeds are fixed."""
     plain, spec = (replace(config, slots=16) for config in pair)
-    test = lambda: law_test(plain, spec, QUESTIONS[:1], 0.15, 150, seed=0)  # noqa: E731
+    test = lambda: law_test(plain, spec, QUESTIONS[:1], [0.15], 150, seed=0)  # noqa: E731
     assert test().passed
     planted.verify(planted.one_more)(monkeypatch)
     broken = test()
     assert not broken.passed and broken.probability < 1e-6
+
+
+def test_the_law_at_every_temperature(
+    pair: tuple[EngineConfig, EngineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One chance of a false alarm for all tests together; a fault at the last temperature is found."""
+    from spd.runtime.measuring import law_test as module
+
+    def outcomes(config: EngineConfig, asked: list[Request], check: object) -> tuple[None, list[Outcome]]:
+        wrong = {0.5} if config is pair[1] else set()
+        ids = {request.id: (1, 2, 3, 4, int(request.params.temperature in wrong)) for request in asked}
+        return None, [Outcome(request, ids[request.id], None, ()) for request in asked]
+
+    monkeypatch.setattr(module, "run_requests", outcomes)
+    found = law_test(*pair, QUESTIONS[:2], [0.9, 0.5], 20, seed=0)
+    assert (found.tests, found.passed) == (2 * 2 * 8, False) and ", T 0.5, token" in found.worst
+    assert (found.temperatures, found.prompts) == ((0.9, 0.5), ("q/0", "q/1"))
+    monkeypatch.setattr(module, "same_law", lambda first, second: 4e-6)
+    assert law_test(*pair, QUESTIONS[:1], [0.9], 20, seed=0).probability == 4e-6  # 8 tests: 3.2e-5
+    assert not law_test(*pair, QUESTIONS[:1], [0.9, 0.5], 20, seed=0).passed
+    assert law_test(*pair, QUESTIONS[:2], [0.9, 0.5], 20, seed=0).passed
