@@ -23,6 +23,8 @@ from spd.cli.prompt import (
 )
 from spd.errors import NotFoundError, SpdError, UsageError
 
+Messages = tuple[Mapping[str, Any], ...]
+
 if TYPE_CHECKING:
     from spd.cli.job import Settings
     from spd.runtime import SamplingParams
@@ -36,6 +38,7 @@ NUMBERS = frozenset(
     {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
 )
 COUNTS = frozenset({"top_k", "min_tokens", "max_tokens", "seed", "logprobs"})
+SHAPES = ("schema", "regex", "grammar")
 IGNORED_IN_BODY = frozenset({"model", "user", "metadata", "store", "service_tier", "stream"})
 """Fields of an OpenAI body that change no text here; `stream` must be false."""
 
@@ -124,13 +127,13 @@ class Shared:
 
     raw: bool
     parse_special: bool
-    messages: tuple[Mapping[str, Any], ...]
+    messages: Messages
     variables: Mapping[str, Any]
 
 
 def read_shared(options: GenerateOptions) -> Shared:
     """What the flags say about every prompt. Raises UsageError and NotFoundError."""
-    messages: tuple[Mapping[str, Any], ...] = ()
+    messages: Messages = ()
     if options.messages is not None:
         messages = read_messages(options.messages)
     system = read_text(options.system_file) if options.system_file is not None else options.system
@@ -147,71 +150,88 @@ def read_wishes(line: BatchLine, settings: Settings, shared: Shared) -> Wanted:
     value = line.value
     if "body" in value or "custom_id" in value:
         prompt, given = _openai(value)
+        shared = dataclasses.replace(shared, raw=shared.raw or "prompt" in prompt)
     else:
         _known(value, OWN_FIELDS, "the line")
         prompt, given = value, value.get("params", {})
         if not isinstance(given, dict):
             raise UsageError("`params` is not an object")
-    grammar = settings.grammar
-    values: dict[str, Any] = {}
-    for name, wish in given.items():
-        if wish is None:
-            continue
-        if name in ("schema", "regex", "grammar"):
-            grammar = _grammar(name, wish)
-        else:
-            values[name] = _parameter(name, wish)
+    wishes = {name: wish for name, wish in given.items() if wish is not None}
+    shapes = [name for name in wishes if name in SHAPES]
+    if len(shapes) > 1:
+        raise UsageError(
+            f"params.{shapes[0]} and params.{shapes[1]} each say what the whole reply looks like"
+        )
+    grammar = _grammar(shapes[0], wishes.pop(shapes[0])) if shapes else settings.grammar
+    values = {name: _parameter(name, wish) for name, wish in wishes.items()}
     from spd.cli.sampling import check_ids
 
     values.setdefault("seed", derived_seed(settings.sampling.params.seed, line.number))
     check_ids(values.get("stop_token_ids", ()), settings.usable_vocab, "stop_token_ids")
     check_ids([token for token, _ in values.get("logit_bias", ())], settings.usable_vocab, "logit_bias")
     params = dataclasses.replace(settings.sampling.params, **values)
-    return Wanted(_asked(prompt, shared), params, grammar)
+    asked = _asked(prompt, shared)
+    check_ids(asked.ids or (), settings.vocabulary.config.vocab_size, "prompt_ids")
+    return Wanted(asked, params, grammar)
 
 
 def _asked(prompt: Mapping[str, Any], shared: Shared) -> Asked:
-    """The prompt of a line behind what every line begins with."""
+    """The prompt of a line behind what every line begins with; its own system message replaces theirs."""
     kinds = [kind for kind in ("prompt", "messages", "prompt_ids") if prompt.get(kind) is not None]
     if len(kinds) != 1:
         raise UsageError("one of prompt, messages and prompt_ids is needed", fix=['{"prompt": "Hello"}'])
-    system, found = prompt.get("system"), prompt[kinds[0]]
-    if kinds[0] == "prompt_ids" or (kinds[0] == "prompt" and isinstance(found, list)):
-        if not isinstance(found, list) or not found or not all(_is_int(token) for token in found):
-            raise UsageError(f"`{kinds[0]}` is not a list of token ids")
-        return Asked(ids=tuple(found))
-    if kinds[0] == "messages":
+    kind, system, found = kinds[0], prompt.get("system"), prompt[kinds[0]]
+    if kind == "messages":
         messages = check_messages(found, "the line")
-    else:
-        if not isinstance(found, str):
-            raise UsageError("`prompt` is not a text")
-        check_text(found, "`prompt`")
         if shared.raw:
-            return Asked(text=found, parse_special=shared.parse_special)
-        messages = ({"role": "user", "content": found},)
-    if shared.raw:
-        raise UsageError("--raw uses no chat template, which `messages` need")
-    before = shared.messages
+            raise UsageError("--raw uses no chat template, which `messages` need")
+    elif kind == "prompt" and isinstance(found, str):
+        messages = ({"role": "user", "content": check_text(found, "`prompt`")},)
+    elif kind == "prompt" and not isinstance(found, list):
+        raise UsageError("`prompt` is not a text")
+    elif not isinstance(found, list) or not found or not all(map(_is_int, found)):
+        raise UsageError(f"`{kind}` is not a list of token ids")
+    if kind != "messages" and (shared.raw or isinstance(found, list)):
+        if system is not None or shared.messages:
+            raise UsageError(f"`{kind}` is the whole prompt here: nothing of a chat can stand before it")
+        if isinstance(found, list):
+            return Asked(ids=tuple(found))
+        return Asked(text=found, parse_special=shared.parse_special)
+    own, turns = _parted(messages)
+    common, before = _parted(shared.messages)
     if system is not None:
         if not isinstance(system, str):
             raise UsageError("`system` is not a text")
-        before = ({"role": "system", "content": check_text(system, "`system`")},)
-    if messages[0]["role"] == "system":
-        before = ()
-    return Asked(messages=(*before, *messages), variables=shared.variables)
+        if own:
+            raise UsageError("the system message is given twice: `system` and the first of `messages`")
+        own = ({"role": "system", "content": check_text(system, "`system`")},)
+    return Asked(messages=(*(own or common), *before, *turns), variables=shared.variables)
+
+
+def _parted(messages: Messages) -> tuple[Messages, Messages]:
+    """The system message that a chat begins with, if it does, and its turns."""
+    count = int(bool(messages) and messages[0]["role"] == "system")
+    return messages[:count], messages[count:]
 
 
 def _openai(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """(prompt fields, parameters by spd's names) of a line of an OpenAI batch."""
-    body, url = value.get("body"), value.get("url", OPENAI_PATHS[0])
+    body = value.get("body")
     if not isinstance(body, dict):
         raise UsageError("`body` is not an object")
+    prompt = {name: body[name] for name in ("messages", "prompt") if body.get(name) is not None}
+    url = value.get("url", OPENAI_PATHS["prompt" in prompt])
     if url not in OPENAI_PATHS:
         raise UsageError(f"url {url} is not answered", reason=[f"known: {', '.join(OPENAI_PATHS)}"])
+    other = ("prompt", "messages")[OPENAI_PATHS.index(url)]
+    if other in prompt:
+        raise UsageError(f"url {url} takes no `{other}`")
     if body.get("stream"):
         raise UsageError("stream: a batch cannot stream")
-    if body.get("n", 1) != 1:
+    if body.get("n") not in (None, 1):
         raise UsageError(f"n {body['n']}: one reply a line", fix=["repeat the line with another seed"])
+    if body.get("top_logprobs") is not None and body.get("logprobs") is not True:
+        raise UsageError("top_logprobs needs logprobs: true")
     given: dict[str, Any] = {}
     for name, wish in body.items():
         if name in IGNORED_IN_BODY or name in ("prompt", "messages", "n") or wish is None:
@@ -221,10 +241,12 @@ def _openai(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, A
         elif name == "response_format":
             given |= _response_format(wish)
         elif name == "logprobs":
-            given["logprobs"] = body.get("top_logprobs", 0) if wish is True else wish if wish else None
+            given["logprobs"] = (
+                body.get("top_logprobs") or 0 if wish is True else None if wish is False else wish
+            )
         elif name != "top_logprobs":
             given[name] = wish
-    return {name: body[name] for name in ("prompt", "messages") if name in body}, given
+    return prompt, given
 
 
 def _response_format(wish: Any) -> dict[str, Any]:
@@ -259,7 +281,7 @@ def _parameter(name: str, wish: Any) -> Any:
     known = sorted(NUMBERS | COUNTS | {"ignore_eos", "stop", "stop_token_ids", "logit_bias"})
     if name in known:
         raise UsageError(f"params.{name}: {json.dumps(wish)[:60]} has the wrong type")
-    known = sorted({*known, "schema", "regex", "grammar"})
+    known = sorted({*known, *SHAPES})
     raise UsageError(f"params.{name} is not known", reason=[f"known: {', '.join(known)}"])
 
 

@@ -14,7 +14,12 @@ from typing import Any
 
 import pytest
 
+from spd.cli.batch_input import BatchLine, Shared, read_wishes
 from spd.cli.conversation import derived_seed
+from spd.cli.job import plan_settings
+from spd.cli.options import GenerateOptions
+from spd.cli.prompt import Asked
+from spd.errors import UsageError
 from spd.runtime import Engine
 from tests.cli.conftest import ROOT
 from tests.json_schema import faults
@@ -89,10 +94,23 @@ BAD: list[tuple[Any, str]] = [
     ('{"prompt": "x", "params": {"schema": ' + '{"a":' * 900 + "1" + "}" * 902, "nested more than 100 deep"),
     ({"prompt": "x " * 3000}, "but the context is 256"),
     ({"prompt_ids": []}, "not a list of token ids"),
-    ({"prompt_ids": [-4]}, "-4 is not in the vocabulary"),
+    ({"prompt_ids": [-4]}, "prompt_ids: token id -4 is not in the vocabulary"),
     ({"messages": [{"role": "user"}]}, "has no text in `content`"),
     ({"custom_id": "x", "body": {"messages": [], "n": 2}}, "n 2: one reply a line"),
     ({"custom_id": "x", "body": {"prompt": "x", "tools": []}}, "params.tools is not known"),
+    ({"prompt_ids": [1], "system": "s"}, "`prompt_ids` is the whole prompt here"),
+    ({"prompt": [1], "system": "s"}, "`prompt` is the whole prompt here"),
+    ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "the system message is given twice"),
+    ({"prompt": "x", "params": {"regex": "a", "schema": {}}}, "params.regex and params.schema each say"),
+    (
+        {"custom_id": "x", "url": "/v1/chat/completions", "body": {"prompt": "x"}},
+        "url /v1/chat/completions takes no `prompt`",
+    ),
+    (
+        {"custom_id": "x", "url": "/v1/completions", "body": {"messages": []}},
+        "url /v1/completions takes no `messages`",
+    ),
+    ({"custom_id": "x", "body": {"messages": [], "top_logprobs": 2}}, "top_logprobs needs logprobs: true"),
     ({"custom_id": "x", "body": 4}, "`body` is not an object"),
     ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "/v1/embeddings is not answered"),
 ]
@@ -143,17 +161,44 @@ def test_openai_lines(answers: Lines) -> None:
         },
         {"custom_id": "three", "body": {"messages": messages, "max_tokens": 60, "response_format": shaped}},
         {"messages": messages, "params": {"max_tokens": 3, "seed": 4}},
-        {"custom_id": "five", "body": {"messages": messages, "max_tokens": 3, "seed": 4, "n": 1}},
+        {"custom_id": "five", "body": {"messages": messages, "max_tokens": 3, "seed": 4, "n": None}},
+        {"custom_id": "six", "body": {"messages": messages, "max_tokens": 2, "logprobs": True}},
+        {"custom_id": "seven", "body": {"prompt": "Hi", "max_tokens": 2, "logprobs": 0}},
     ]
     ran, found = answers(lines)
     assert ran.code == 0, ran
-    assert [one["id"] for one in found] == ["one", "two", "three", 4, "five"]
+    assert [one["id"] for one in found] == ["one", "two", "three", 4, "five", "six", "seven"]
     assert (
         len(found[0]["token_ids"]) == 3 == len(found[0]["logprobs"])
         and len(found[0]["logprobs"][0]["top"]) == 2
     )
     assert found[2]["finish_reason"] == "length" or json.loads(found[2]["text"])["a"] in (1, 2)
     assert found[3]["token_ids"] == found[4]["token_ids"]
+    assert [len(one["logprobs"]) for one in found[5:]] == [2, 2] and "logprobs" not in found[1]
+    assert [found[i]["usage"]["prompt_tokens"] for i in (1, 6)] == [2, 2], "no template around a raw text"
+
+
+def test_what_a_line_begins_with(target: Path) -> None:
+    """A line's own system message takes the place of the shared one; shared turns stay before its own."""
+    s, t = ({"role": "system", "content": c} for c in "st")
+    q, a, x = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("user", "x")))
+
+    def asked(line: dict[str, Any], *messages: dict[str, str], raw: bool = False) -> Asked:
+        settings = plan_settings(GenerateOptions(model=str(target), jsonl=True))
+        return read_wishes(BatchLine(1, line), settings, Shared(raw, False, messages, {})).asked
+
+    assert asked({"prompt": "x"}, s, q, a).messages == (s, q, a, x)
+    for own in ({"prompt": "x", "system": "t"}, {"messages": [t, x]}, {"messages": [x], "system": "t"}):
+        assert asked(own, s, q, a).messages == (t, q, a, x)
+        assert asked(own, q, a).messages == (t, q, a, x)
+        assert asked(own).messages == (t, x)
+    raw = {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "x"}}
+    assert asked(raw).text == asked({"prompt": "x"}, raw=True).text == "x"
+    for line in ({"prompt_ids": [1]}, {"prompt": [1]}, raw):
+        with pytest.raises(UsageError, match="is the whole prompt here"):
+            asked(line, s)
+    with pytest.raises(UsageError, match="is the whole prompt here"):
+        asked({"prompt": "x", "system": "t"}, raw=True)
 
 
 def test_what_all_lines_begin_with_is_prefilled_once(answers: Lines, tmp_path: Path) -> None:
