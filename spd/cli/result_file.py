@@ -13,6 +13,8 @@ SCHEMA_PREFIX = "spd.bench/"
 
 def read_result(path: Path) -> dict[str, Any]:
     """The object that `spd bench -o FILE` wrote. Raises NotFoundError and UsageError naming the file."""
+    from spd.runtime.measuring.compare import compare
+
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -28,4 +30,9 @@ def read_result(path: Path) -> dict[str, Any]:
             fix=["spd bench -o FILE writes one"],
         )
     assert isinstance(value, dict)
+    try:
+        compare(value, value)  # reads all that anybody reads of one
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UsageError(f"{path} is a damaged result of spd bench", reason=[why]) from None
     return value

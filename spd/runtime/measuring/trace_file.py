@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from spd.errors import NotFoundError, UsageError
+from spd.runtime.config import MAX_DRAFT
 from spd.runtime.metrics import RoundRecord
 
 HEADER = "spd.trace/1"
+PARTS = ("draft", "verify", "rest", "host")
+"""Of a round's time."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,18 @@ def read_traces(paths: Iterable[Path]) -> list[Trace]:
     return [_read(path) for path in paths]
 
 
+def _round(value: Mapping[str, Any]) -> RoundRecord:
+    """A round whose values are of their kinds; raises TypeError or KeyError for one that is none."""
+    record = RoundRecord(**value)
+    names, times = (record.request, record.method), [record.ms[part] for part in PARTS]
+    whole = [*record.draft, *record.sampled, *record.committed, record.round, record.accepted]
+    whole += [record.position, record.draft_forwards, record.k]
+    for kind, values in ((str, names), (int, whole), ((int, float), times)):
+        if not all(isinstance(value, kind) for value in values) or not 0 <= record.k <= MAX_DRAFT:
+            raise TypeError
+    return record
+
+
 def _read(path: Path) -> Trace:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -59,12 +74,13 @@ def _read(path: Path) -> Trace:
         try:
             value = json.loads(line)
             if value.get("schema") == HEADER:
-                trace.header = TraceHeader(**{**value, "prompt_ids": tuple(value["prompt_ids"])})
+                kinds = {"temperature": float, "plan": dict, "prompt_ids": tuple}
+                trace.header = TraceHeader(**{**value, **{n: kind(value[n]) for n, kind in kinds.items()}})
             else:
-                trace.add(RoundRecord(**value))
-        except (ValueError, TypeError, AttributeError, KeyError):
-            if number == len(lines):  # what a run that was killed left of its last line
-                continue
+                trace.add(_round(value))
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            if number == len(lines) > 1 and isinstance(error, json.JSONDecodeError):
+                continue  # what a run that was killed left of its last line
             raise UsageError(
                 f"{path}, line {number} is no round of a trace", fix=["spd generate --trace FILE writes them"]
             ) from None

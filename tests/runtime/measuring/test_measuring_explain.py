@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -237,6 +238,43 @@ def test_a_trace_file_is_read_back(tmp_path: Path) -> None:
     assert read_traces([path])[0].rounds == trace.rounds
     path.write_text("no round\n" + path.read_text())
     with pytest.raises(UsageError, match="line 1 is no round"):
+        read_traces([path])
+
+
+@pytest.mark.parametrize(
+    ("line", "change"),
+    [
+        (2, {"ms": {}}),
+        (2, {"ms": {"draft": 1.0, "verify": None, "rest": 0.0, "host": 0.0}}),
+        (2, {"accepted": "2"}),
+        (2, {"draft": [1, None]}),
+        (2, {"committed": 5}),
+        (2, {"request": ["r"]}),
+        (2, {"k": 99}),
+        (21, {"ms": {}}),
+        (1, {"plan": None}),
+        (1, {"temperature": None}),
+        (1, {"prompt_ids": None}),
+    ],
+)
+def test_a_damaged_line_of_a_trace_is_named(tmp_path: Path, line: int, change: dict[str, Any]) -> None:
+    path = write(tmp_path / "trace", make_trace(3, 0.5, rounds=20, temperature=0.5))
+    lines = path.read_text().splitlines()
+    assert len(lines) == 21
+    lines[line - 1] = json.dumps(json.loads(lines[line - 1]) | change)
+    path.write_text("\n".join(lines))
+    with pytest.raises(UsageError, match=rf"trace, line {line} is no round of a trace"):
+        read_traces([path])
+
+
+@pytest.mark.parametrize("text", ["{}", '{"schema": "spd.bench/1", "rows": []}', "[1]", '{"requ', "3"])
+def test_one_line_that_is_no_trace_is_not_taken_for_a_cut_one(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="other, line 1 is no round of a trace"):
+        read_traces([path])
+    path.write_text(f"{write(path, make_trace(3, 0.5, rounds=20)).read_text()}{{}}")
+    with pytest.raises(UsageError, match=r"line \d+ is no round of a trace"):
         read_traces([path])
 
 

@@ -1,0 +1,65 @@
+"""Results of `spd bench` read back: what is damaged is refused when it is read."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spd.cli.result_file import read_result
+from spd.errors import UsageError
+from spd.runtime.measuring.rows import make_rows
+from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
+
+
+def write_result(path: Path, *removed: str | int, value: Any = None) -> Path:
+    """A small whole result, with something in it taken away or replaced."""
+    samples = [make_sample(config, r, 1.0 + 0.1 * r) for config in (0, 1) for r in range(3)]
+    told = [{"work": {"category": "code"}, "prompts": ["code/1"]}]
+    result: Any = {
+        "schema": "spd.bench/1",
+        "model": "m",
+        "settings": {"max_tokens": 8, "ignore_eos": True},
+        "prompts": {"code/1": "0"},
+        "plans": [{"load": "auto"}],
+        "rows": make_rows(samples, {0: PLAIN, 1: DRAFT}),
+        "samples": told,
+    }
+    inner = result = copy.deepcopy(result)
+    for name in removed[:-1]:
+        inner = inner[name]
+    if removed:
+        inner[removed[-1]] = value
+        if value is None:
+            del inner[removed[-1]]
+    path.write_text(json.dumps(result))
+    return path
+
+
+def test_a_whole_result_is_read(tmp_path: Path) -> None:
+    assert len(read_result(write_result(tmp_path / "a.json"))["rows"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("removed", "value"),
+    [
+        (("rows",), None),
+        (("settings",), None),
+        (("model",), None),
+        (("rows", 1, "method"), None),
+        (("rows", 0, "tokens_per_second"), None),
+        (("rows", 0, "tokens_per_second", "values"), [0.0, 1.0, 2.0]),
+        (("rows",), 3),
+        (("rows",), ["a"]),
+        (("settings",), []),
+    ],
+)
+def test_a_damaged_result_is_refused(tmp_path: Path, removed: tuple[Any, ...], value: Any) -> None:
+    path = write_result(tmp_path / "a.json", *removed, value=value)
+    with pytest.raises(UsageError, match=r"a\.json is a damaged result of spd bench") as caught:
+        read_result(path)
+    if value is None:
+        assert caught.value.reason == (f"'{removed[-1]}' is missing",)
