@@ -23,7 +23,6 @@ SCHEMA = "spd.verify/1"
 DEFAULT_EACH, DEFAULT_DRAWS = 2, 300
 SETTINGS = ("spec", "draft_max", "adaptive", "verify", "lag", "graphs", "kernels", "device", "dtype")
 MORE_SETTINGS = (
-    "quantize",
     "threads",
     "slots",
     "tp",
@@ -88,6 +87,12 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
     for member in split(text, "--against"):
         name, equals, value = member.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
+        if name == "quantize":
+            raise UsageError(
+                f"--against {member} changes the text, so there is nothing to verify",
+                reason=["Both sides have the weights that --quantize names."],
+                fix=["spd verify --quantize int8"],
+            )
         if not equals or name not in (*SETTINGS, *MORE_SETTINGS):
             raise UsageError(
                 f"--against {member} is not a setting",

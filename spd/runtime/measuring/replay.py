@@ -144,7 +144,8 @@ def replay(
     ]
     if parted:
         engine = Engine(replace(reference, slots=1))
-        result.differences = [_explain(engine, name, a, b) for name, a, b in parted]
+        tie = max(NEAR_TIE[side["dtype"]] for side in result.plans)  # the coarser one's rounding
+        result.differences = [_explain(engine, name, a, b, tie) for name, a, b in parted]
         engine.close()
     return result
 
@@ -159,7 +160,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _explain(engine: Engine, name: str, expected: Outcome, found: Outcome) -> Difference:
+def _explain(engine: Engine, name: str, expected: Outcome, found: Outcome, tie: float) -> Difference:
     """Ask the reference again, with log-probabilities, for what it thought where the texts part."""
     request = expected.request
     at = first_difference(expected.token_ids, found.token_ids)
@@ -179,7 +180,7 @@ def _explain(engine: Engine, name: str, expected: Outcome, found: Outcome) -> Di
         top = best[0] - best[1] if len(best) > 1 else None
         if a in scores and b in scores:
             margin = scores[a] - scores[b]
-            near = abs(margin) <= NEAR_TIE[engine.plan.dtype] / (params.temperature or 1.0)
+            near = abs(margin) <= tie / (params.temperature or 1.0)
     return Difference(name, request.params.temperature, request.params.seed, at, a, b, margin, top, near)
 
 

@@ -142,11 +142,14 @@ def test_a_race_is_seen_in_the_acceptance(
     assert parity.differing > 0 and parity.first is not None
 
 
-def test_a_near_tie_is_told_from_a_fault(pair: tuple[EngineConfig, EngineConfig]) -> None:
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_near_tie_is_told_from_a_fault(
+    pair: tuple[EngineConfig, EngineConfig], dtypes: tuple[str, str]
+) -> None:
     """Another dtype rounds otherwise: its differences are near-ties, and no equal bits were promised."""
     plain, _ = pair
     greedy = make_requests(QUESTIONS, (0.0,), max_tokens=60, ignore_eos=True, seed=0, least=0)
-    result = replay(replace(plain, dtype="bfloat16"), plain, greedy)
+    result = replay(*(replace(plain, dtype=dtype) for dtype in dtypes), greedy)
     assert result.differences, "nothing to tell apart"
     assert not promised_equal(result.plans)
     assert all(difference.near_tie for difference in result.differences)
