@@ -96,7 +96,6 @@ def test_bash_offers_what_fits(bash_complete) -> None:
         "mtp",
         "draft",
         "ngram",
-        "eagle3",
     ]
     assert bash_complete("spd", "generate", "--spec", "=", "d") == ["draft"]
 

@@ -148,6 +148,8 @@ def prepare(argv: Sequence[str]) -> Invocation:
             value = words[position]
             position += 1
         known = FOREIGN_VALUES.get(canonical, {}).get(value, value)
+        if (canonical, known) == ("--spec", "eagle3"):
+            refuse_by_name("--spec eagle3")
         if known != value:
             notes[f"{canonical} {value} is {canonical} {known} here"] = None
         args += [canonical, known] if follows else [canonical + equals + known]
@@ -174,6 +176,8 @@ def refuse_by_name(name: str) -> None:
             fix=["leave it out; for the likeliest continuation token by token: --temperature 0"],
             code="beam_search",
         )
+    if name == "--spec eagle3":
+        raise IncompatibleError(f"{name} is not built", fix=["--spec auto", "--spec ngram"], code="no_eagle3")
     if name == "--trust-remote-code":
         raise IncompatibleError(
             f"{name}: spd never runs code from a model folder",

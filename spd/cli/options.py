@@ -151,10 +151,10 @@ class SpeculationOptions:
     """Who proposes tokens and how many. Only --verify touches the text, and never how likely one is."""
 
     spec: Annotated[
-        Literal["auto", "off", "mtp", "draft", "ngram", "eagle3"],
+        Literal["auto", "off", "mtp", "draft", "ngram"],
         _speculation(
             metavar="METHOD",
-            help="auto, off, mtp, draft, ngram or eagle3 proposes tokens. The text is the same with each.",
+            help="auto, off, mtp, draft or ngram proposes tokens. The text is the same with each.",
         ),
     ] = "auto"
     draft_model: Annotated[

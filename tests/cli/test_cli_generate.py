@@ -284,7 +284,8 @@ def test_rules_that_keep_only_the_law_say_so(rule: str, spd_run: Callable, model
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--spec", "eagle3"], "eagle3"),
+        (["--spec", "eagle3"], "--spec eagle3 is not built"),
+        (["--spec-type=draft-eagle3"], "--spec eagle3 is not built"),
         (["--num-beams", "4"], "beam search"),
     ],
 )
@@ -293,6 +294,12 @@ def test_what_does_not_exist_is_refused_with_4(
 ) -> None:
     assert_refused(spd_run("generate", "-m", model, "Hi", *argv), 4, words)
     assert not script.engines
+
+
+def test_what_is_not_built_is_not_offered(spd_run: Callable) -> None:
+    ran = spd_run("generate", "--spec", "eagl")
+    assert ran.code == 2 and "'ngram'" in ran.err and "eagle3" not in ran.err
+    assert "eagle3" not in spd_run("verify", "--help").text
 
 
 def test_models_that_are_not_there(
