@@ -64,8 +64,9 @@ def _parse(line: str, where: str, *, json_lines: bool) -> tuple[str, str]:
     if not isinstance(text, str) or not text:
         raise UsageError(f"{where} has no prompt", fix=[f"one object a line: {shape}"])
     category = value.get("category", "file")
-    if not isinstance(category, str) or not category:
-        raise UsageError(f"{where}: category is not a name")
+    if not isinstance(category, str) or category in ("", "all"):
+        why = ["all stands for every category together"] if category else []
+        raise UsageError(f"{where}: category {json.dumps(category)} is not a name", reason=why)
     return text, category
 
 

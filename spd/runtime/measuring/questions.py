@@ -26,8 +26,11 @@ def encode_questions(
 ) -> list[Question]:
     """Every prompt at every length (None: its own). Longer ones get text of their category in front.
 
-    Raises UsageError where a prompt and `max_tokens` do not fit the context (the model's if None).
+    Raises UsageError where a prompt and `max_tokens` do not fit the context (the model's if None), or a
+    length is none.
     """
+    if 0 in lengths:
+        raise UsageError("--prompt-tokens 0 is out of range", reason=["valid: 1 or more"])
     config = read_model_config(folder)
     room = min(context or config.max_positions, config.max_positions) - max_tokens
     tokenizer = Tokenizer.open(folder) if (folder / "tokenizer.json").exists() else None

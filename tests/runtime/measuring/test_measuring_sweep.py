@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from spd.errors import UsageError
 from spd.runtime import EngineConfig
 from spd.runtime.measuring.prompt_set import CATEGORIES, Prompt, choose, read_prompts
+from spd.runtime.measuring.questions import encode_questions
 from spd.runtime.measuring.rows import make_rows
 from spd.runtime.measuring.sweep import Load, Question, Settings, Sweep, Work
 from tests.helpers import random_prompts
@@ -100,6 +103,23 @@ def test_its_own_prompts() -> None:
     assert {prompt.category for prompt in prompts} == set(CATEGORIES)
     assert len({prompt.text for prompt in prompts}) == len(prompts) == 20
     assert [p.name for p in choose(prompts, ["edit", "code"], 1)] == ["edit/1", "code/1"]
+
+
+@pytest.mark.parametrize(("category", "said"), [("all", "all stands for"), ("", ""), (3, "")])
+def test_a_category_of_ones_own_is_no_other(tmp_path: Path, category: object, said: str) -> None:
+    """A row over all categories is called all."""
+    path = tmp_path / "p.jsonl"
+    lines = [{"prompt": "a", "category": "every"}, {"prompt": "b", "category": category}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(UsageError, match=r"p\.jsonl, line 2: category .* is not a name") as caught:
+        read_prompts(path)
+    assert said in "".join(caught.value.reason)
+
+
+def test_a_prompt_of_no_tokens_is_refused(tiny: Callable[..., Path]) -> None:
+    with pytest.raises(UsageError, match="--prompt-tokens 0 is out of range"):
+        encode_questions(tiny("qwen3"), read_prompts()[:1], [8, 0], 4, None)
+    assert len(encode_questions(tiny("qwen3"), read_prompts()[:1], [1], 4, None)[0].ids) == 1
 
 
 def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Callable[..., Path]) -> None:
