@@ -5,13 +5,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from math import inf
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.bench_options import BenchOptions, numbers, parse_goodput, parse_share, split
+from spd.cli.bench_options import (
+    BenchOptions,
+    check_least,
+    chosen_prompts,
+    numbers,
+    parse_goodput,
+    parse_share,
+    split,
+)
 from spd.cli.bench_report import change_lines, headline, method_label, render, summary_lines
 from spd.cli.options import Session, parse_size
-from spd.cli.output import Sink, cannot_write, check_folder, check_writable, to_json, write_error
+from spd.cli.output import (
+    Sink,
+    cannot_write,
+    check_folder,
+    check_writable,
+    to_json,
+    write_error,
+    write_result,
+)
 from spd.cli.result_file import read_result
 from spd.cli.signals import Interrupted
 from spd.cli.ticker import Ticker
@@ -22,7 +37,6 @@ if TYPE_CHECKING:
     from spd.runtime.measuring.sweep import Load, Settings, Sweep
 
 SCHEMA = "spd.bench/1"
-DEFAULT_EACH = 2
 
 
 def bench(session: Session, options: BenchOptions) -> int:
@@ -81,18 +95,14 @@ def _open_sweep(
     session: Session, options: BenchOptions, configs: Sequence[EngineConfig], settings: Settings
 ) -> Sweep:
     from spd.runtime.measuring.energy import energy_counter
-    from spd.runtime.measuring.prompt_set import OWN, choose, read_prompts
     from spd.runtime.measuring.questions import encode_questions
     from spd.runtime.measuring.sweep import Sweep
 
-    categories = split(options.category, "--category") if options.category is not None else None
-    each = options.each if options.each or options.prompts is not None else DEFAULT_EACH
-    prompts = choose(read_prompts(options.prompts or OWN), categories, each)
     lengths: list[int | None] = [None]
     if options.prompt_tokens is not None:
         lengths = [parse_size(size) for size in split(options.prompt_tokens, "--prompt-tokens")]
     folder = configs[0].model
-    questions = encode_questions(folder, prompts, lengths, settings.max_tokens, options.ctx)
+    questions = encode_questions(folder, chosen_prompts(options), lengths, settings.max_tokens, options.ctx)
     if options.ctx is None:  # no more cache than what is asked needs
         longest = max(len(question.ids) for question in questions)
         configs = [replace(config, ctx=longest + settings.max_tokens) for config in configs]
@@ -102,16 +112,14 @@ def _open_sweep(
 def _settings(options: BenchOptions) -> Settings:
     from spd.runtime.measuring.sweep import Settings
 
-    for flag, value, low in (
+    check_least(
         ("-n", options.max_tokens, 2),
         ("--repetitions", options.repetitions, 1),
         ("--warmup", options.warmup, 0),
         ("--each", options.each, 1),
         ("--time", options.time, 0),
         ("--seed", options.seed, 0),
-    ):
-        if value is not None and not low <= value < inf:
-            raise UsageError(f"{flag} {value} is out of range", reason=[f"valid: {low} or more"])
+    )
     return Settings(
         temperatures=tuple(numbers(options.temperature, "--temperature", "float", 0, 100)),
         loads=tuple(_loads(options)),
@@ -285,21 +293,17 @@ def _fail(failure: SpdError, session: Session, options: BenchOptions) -> int:
 
 
 def _save(options: BenchOptions, result: dict[str, Any]) -> SpdError | None:
-    """Write file and picture; what kept them from being written, to be raised when all is printed."""
-    path = options.output
-    try:
-        if path is not None:
-            path.write_text(to_json(result) + "\n", encoding="utf-8")
-        path = options.plot
-        if path is not None and result["rows"]:
-            from spd.runtime.measuring.plot import plot_rows
+    """Write file and picture; what kept one of them from being written."""
+    unsaved = write_result(options.output, to_json(result) + "\n")
+    if options.plot is not None and result["rows"]:
+        from spd.runtime.measuring.plot import plot_rows
 
-            title = headline(result).replace("\n", " · ")
-            plot_rows(result["rows"], path, title, lambda row: method_label(row, result["rows"]))
-    except OSError as error:
-        assert path is not None
-        return cannot_write(path, error)
-    return None
+        title = headline(result).replace("\n", " · ")
+        try:
+            plot_rows(result["rows"], options.plot, title, lambda row: method_label(row, result["rows"]))
+        except OSError as error:
+            return cannot_write(options.plot, error)
+    return unsaved
 
 
 def is_slower(row: dict[str, Any], threshold: float) -> bool:

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,6 +20,10 @@ from spd.cli.options import (
 )
 from spd.errors import UsageError
 
+if TYPE_CHECKING:
+    from spd.runtime.measuring.prompt_set import Prompt
+
+DEFAULT_EACH = 2
 _sweep = functools.partial(typer.Option, rich_help_panel="What is compared")
 _work = functools.partial(typer.Option, rich_help_panel="What is asked")
 _measure = functools.partial(typer.Option, rich_help_panel="How it is measured")
@@ -232,3 +236,19 @@ def parse_goodput(text: str | None) -> dict[str, float]:
         if name not in ("ttft", "tpot") or not 0 < found[name] < inf:
             raise UsageError(f"--goodput {member} is not known", fix=["--goodput ttft:500,tpot:50"])
     return found
+
+
+def check_least(*given: tuple[str, float | None, int]) -> None:
+    """Raise UsageError for the first (flag, value, least) whose value is less than that, or no number."""
+    for flag, value, least in given:
+        if value is not None and not least <= value < inf:
+            raise UsageError(f"{flag} {value} is out of range", reason=[f"valid: {least} or more"])
+
+
+def chosen_prompts(options: BenchOptions | VerifyOptions) -> tuple[Prompt, ...]:
+    """The prompts asked for: of --prompts all, of spd's own a few of each category, unless --each says."""
+    from spd.runtime.measuring.prompt_set import OWN, choose, read_prompts
+
+    categories = split(options.category, "--category") if options.category is not None else None
+    each = DEFAULT_EACH if options.each is None and options.prompts is None else options.each
+    return choose(read_prompts(options.prompts or OWN), categories, each)

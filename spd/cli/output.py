@@ -317,6 +317,17 @@ def cannot_write(path: Path, error: OSError) -> SpdError:
     )
 
 
+def write_result(path: Path | None, text: str) -> SpdError | None:
+    """Write a file, if one was named; what kept it from being written, to be raised when all is printed."""
+    try:
+        if path is not None:
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        assert path is not None
+        return cannot_write(path, error)
+    return None
+
+
 def hold_standard_descriptors() -> None:
     """Put the null device where 0, 1 or 2 are closed, so that no opened file takes their number."""
     for descriptor in (0, 1, 2):

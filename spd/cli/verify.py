@@ -7,20 +7,19 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.bench_options import VerifyOptions, numbers, split
+from spd.cli.bench_options import VerifyOptions, check_least, chosen_prompts, numbers, split
 from spd.cli.job import engine_config
 from spd.cli.options import Session
-from spd.cli.output import Sink, check_writable, to_json, write_error
+from spd.cli.output import Sink, check_writable, to_json, write_error, write_result
 from spd.cli.ticker import Ticker
 from spd.errors import CheckFailedError, UsageError
 
 if TYPE_CHECKING:
     from spd.runtime import EngineConfig
     from spd.runtime.measuring.replay import Replay
-    from spd.runtime.measuring.sweep import Question
 
 SCHEMA = "spd.verify/1"
-DEFAULT_EACH, DEFAULT_DRAWS = 2, 300
+DEFAULT_DRAWS = 300
 SETTINGS = ("spec", "draft_max", "adaptive", "verify", "lag", "graphs", "kernels", "device", "dtype")
 MORE_SETTINGS = (
     "threads",
@@ -42,7 +41,7 @@ def verify(session: Session, options: VerifyOptions) -> int:
 
     if options.output is not None:
         check_writable(options.output)
-    for flag, value, low in (
+    check_least(
         ("-n", options.max_tokens, 2),
         ("--concurrency", options.concurrency, 1),
         ("--tokens", options.tokens, 0),
@@ -50,9 +49,7 @@ def verify(session: Session, options: VerifyOptions) -> int:
         ("--redraft", options.redraft, 0),
         ("--draws", options.draws, 0),
         ("--seed", options.seed, 0),
-    ):
-        if value is not None and value < low:
-            raise UsageError(f"{flag} {value} is out of range", reason=[f"valid: {low} or more"])
+    )
     if options.synthetic_acceptance is not None:
         raise UsageError("imposed acceptance changes the text, so there is nothing to verify")
     temperatures = tuple(numbers(options.temperature, "--temperature", "float", 0, 100))
@@ -63,19 +60,20 @@ def verify(session: Session, options: VerifyOptions) -> int:
     sink = Sink.stdout()
     with Ticker(session.console) as ticker:
         certificate = _examine(session, options, reference, candidate, temperatures, ticker)
-    if options.output is not None:
-        options.output.write_text(to_json(certificate) + "\n", encoding="utf-8")
+    unsaved = write_result(options.output, to_json(certificate) + "\n")
     if options.json:
         sink.write(to_json(certificate) + "\n")
     else:
         sink.write_lines(_words(certificate))
-    if certificate["passed"]:
+    failure = unsaved
+    if not certificate["passed"]:
+        failure = CheckFailedError(
+            "; ".join(certificate["faults"]),
+            reason=["The text is not the one that was promised."],
+            fix=["--against with one setting at a time finds which of them it is; please report it"],
+        )
+    if failure is None:
         return 0
-    failure = CheckFailedError(
-        "; ".join(certificate["faults"]),
-        reason=["The text is not the one that was promised."],
-        fix=["--against with one setting at a time finds which of them it is; please report it"],
-    )
     write_error(failure, session.console, as_json=False)  # the answer is on stdout already
     return failure.exit_code
 
@@ -141,10 +139,13 @@ def _examine(
     from spd.runtime.measuring.draft_replay import draft_replay
     from spd.runtime.measuring.law_test import law_test
     from spd.runtime.measuring.machine import describe_machine
+    from spd.runtime.measuring.questions import encode_questions
     from spd.runtime.measuring.replay import lag_parity, make_requests, replay
 
     check, seed = session.guard.check, options.seed
-    questions = _questions(options, candidate.model)
+    questions = encode_questions(
+        candidate.model, chosen_prompts(options), [None], options.max_tokens, options.ctx
+    )
     if options.ctx is None:
         ctx = max(len(question.ids) for question in questions) + options.max_tokens
         reference, candidate = (replace(config, ctx=ctx) for config in (reference, candidate))
@@ -194,16 +195,6 @@ def _examine(
     }
     certificate["faults"] = faults(certificate, result)
     return {**certificate, "passed": not certificate["faults"]}
-
-
-def _questions(options: VerifyOptions, folder: Path) -> list[Question]:
-    from spd.runtime.measuring.prompt_set import OWN, choose, read_prompts
-    from spd.runtime.measuring.questions import encode_questions
-
-    categories = split(options.category, "--category") if options.category is not None else None
-    each = options.each or (DEFAULT_EACH if options.prompts is None else None)
-    prompts = choose(read_prompts(options.prompts or OWN), categories, each)
-    return encode_questions(folder, prompts, [None], options.max_tokens, options.ctx)
 
 
 def faults(certificate: dict[str, Any], result: Replay) -> list[str]:

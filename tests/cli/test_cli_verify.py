@@ -44,6 +44,15 @@ def test_a_certificate(run: Callable[..., Any], tmp_path: Path) -> None:
     assert ran.json["plans"]["reference"]["spec"] == "off" and ran.json["plans"]["candidate"]["lag"] == 1
 
 
+def test_a_certificate_that_cannot_be_written_is_printed_all_the_same(run: Callable[..., Any]) -> None:
+    full = run("-o", "/dev/full", "--redraft", 0)
+    assert (
+        full.code == 5
+        and "tokens of 2 texts compared" in full.text
+        and "cannot write to /dev/full" in full.err
+    )
+
+
 def test_words_and_a_fault(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ran = run("--redraft", 0)
     assert ran.code == 0 and ran.text.endswith("passed\n") and ran.err == ""
