@@ -20,16 +20,9 @@ if TYPE_CHECKING:
 
 SCHEMA = "spd.verify/1"
 DEFAULT_DRAWS = 300
-SETTINGS = ("spec", "draft_max", "adaptive", "verify", "lag", "graphs", "kernels", "device", "dtype")
-MORE_SETTINGS = (
-    "threads",
-    "slots",
-    "tp",
-    "draft_tp",
-    "prefix_sharing",
-    "draft_ctx",
-    "ngram_min",
-    "ngram_max",
+SETTINGS = (
+    *("spec", "draft_max", "adaptive", "verify", "lag", "graphs", "kernels", "device", "dtype"),
+    *("threads", "slots", "tp", "draft_tp", "prefix_sharing", "draft_ctx", "ngram_min", "ngram_max"),
 )
 SHOWN = 10
 """Differences that are spelled out."""
@@ -91,12 +84,10 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
                 reason=["Both sides have the weights that --quantize names."],
                 fix=["spd verify --quantize int8"],
             )
-        if not equals or name not in (*SETTINGS, *MORE_SETTINGS):
+        if not equals or name not in SETTINGS:
             raise UsageError(
                 f"--against {member} is not a setting",
-                reason=[
-                    f"there are: {', '.join(each.replace('_', '-') for each in (*SETTINGS, *MORE_SETTINGS))}"
-                ],
+                reason=[f"there are: {', '.join(SETTINGS).replace('_', '-')}"],
                 fix=["--against spec=off", "--against lag=0"],
             )
         changes[name] = _value(name, value, kinds[name])

@@ -70,9 +70,8 @@ def _series(rows: Sequence[Row], axis: str, label: Callable[[Row], str]) -> dict
         name = label(row)
         if axis == "draft_max":
             name = re.sub(" k[=≤][0-9]+", " adaptive" * row["adaptive"], name)
-        series.setdefault(", ".join([name, *(VARIED[key].format(row[key]) for key in differ)]), []).append(
-            row
-        )
+        words = [name, *(VARIED[key].format(row[key]) for key in differ)]
+        series.setdefault(", ".join(words), []).append(row)
     return series
 
 
