@@ -15,6 +15,7 @@ from spd.cli.encode import Vocabulary, fit
 from spd.cli.prompt import Asked, gather
 from spd.cli.sampling import Resolved, resolve_sampling
 from spd.cli.structured import end_of_thinking, read_grammar
+from spd.errors import UsageError
 
 if TYPE_CHECKING:
     from spd.cli.bench_options import VerifyOptions
@@ -72,7 +73,10 @@ def plan_settings(options: GenerateOptions) -> Settings:
     folder = resolve_model(options.model, options.revision)
     config = engine_config(options, folder)
     if options.jsonl:
-        config = dataclasses.replace(config, slots=options.concurrency or CONCURRENCY)
+        slots = CONCURRENCY if options.concurrency is None else options.concurrency
+        if not 1 <= slots <= 1024:
+            raise UsageError(f"--concurrency {slots} is out of range", reason=["valid: 1 to 1024"])
+        config = dataclasses.replace(config, slots=slots)
     vocabulary = open_vocabulary(options.model, folder)
     model = vocabulary.config
     usable = model.vocab_size

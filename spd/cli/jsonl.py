@@ -105,10 +105,8 @@ def resume(path: Path, lines: Sequence[BatchLine]) -> Done:
                 if not raw.endswith(b"\n") and any(raw[: len(b)] == b[: len(raw)] for b in BEGINNINGS):
                     break  # an interruption left it; it is the last
                 entry = _entry(raw)
-                if number >= len(lines) or (entry.get("line"), entry.get("id")) != (
-                    lines[number].number,
-                    lines[number].id,
-                ):
+                ours = to_json([(line.number, line.id) for line in lines[number : number + 1]])
+                if json.loads(ours.encode("utf-8", "replace")) != [[entry.get("line"), entry.get("id")]]:
                     raise _foreign(path, number)
                 whole += len(raw)
                 done.lines += 1

@@ -91,6 +91,8 @@ def _is_piped() -> bool:
 def read_text(name: str) -> str:
     """A file's or stdin's text (-), at most 64 MiB of UTF-8; a byte order mark is dropped."""
     shown = "stdin" if name == "-" else name
+    if not name:
+        raise UsageError("the name of a file is empty", fix=["name a file, or - for stdin"])
     try:
         if name == "-":
             data = sys.stdin.buffer.read(MAX_BYTES + 1) if sys.stdin is not None else b""

@@ -43,7 +43,7 @@ def read_grammar(options: GrammarOptions) -> GrammarText | None:
     if options.regex is not None:
         return GrammarText("regex", options.regex)
     if options.grammar is not None:
-        inline = re.search(r"^\s*start\b[^\n]*:", options.grammar, re.MULTILINE) is not None
+        inline = re.search(r"^\s*[?!]*start\b[^\n]*:", options.grammar, re.MULTILINE) is not None
         return GrammarText("lark", as_utf8(options.grammar) if inline else read_text(options.grammar))
     return None
 

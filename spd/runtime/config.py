@@ -87,7 +87,7 @@ def _check_ranges(config: EngineConfig) -> None:
         ("--draft-max", config.draft_max, 0, MAX_DRAFT),
         ("--draft-ctx", config.draft_ctx, 1, 2**24),
         ("--ngram-min", config.ngram_min, 1, 64),
-        ("--ngram-max", config.ngram_max, config.ngram_min, 64),
+        ("--ngram-max", config.ngram_max, 1, 64),
         ("--lag", config.lag, 0, 2),
         ("--ctx", config.ctx, 2, 2**24),
         ("--memory-fraction", config.memory_fraction, 0.01, 1.0),
@@ -171,6 +171,10 @@ CLASHES = (
             "--adaptive fits the number of drafts, and --spec off asks for none",
             fix=["leave one of them out"],
         ),
+    ),
+    Clash(
+        lambda c: c.ngram_min > c.ngram_max,
+        UsageError("--ngram-min is more than --ngram-max", reason=["Defaults: 3 and 8."], fix=["give both"]),
     ),
     Clash(
         lambda c: c.draft_tp is not None and c.spec in ("off", "ngram"),

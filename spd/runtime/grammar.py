@@ -120,7 +120,7 @@ class GuidedText:
 
     def _raise_error(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(f"the grammar failed: {_first_line(self._matcher.get_error())}")
+            raise GrammarError(f"the grammar failed: {_in_short(self._matcher.get_error())}")
 
     def accept(self, token: int) -> None:
         """See `Grammar`."""
@@ -194,8 +194,11 @@ class GrammarCompiler:
         return matcher
 
 
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "for no reason it gave")[:200]
+def _in_short(text: str) -> str:
+    """The first line of what the library says, and the reason that it gives below."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["for no reason it gave"]
+    why = (line.removeprefix("error: ") for line in lines if line.startswith("error: "))
+    return " ".join([lines[0][:200], *why])
 
 
 def _refused(flag: str, why: str) -> UsageError:
@@ -204,4 +207,4 @@ def _refused(flag: str, why: str) -> UsageError:
         "--regex": "--regex '[0-9]{4}-[0-9]{2}'",
         "--grammar": """--grammar 'start: "yes" | "no"'""",
     }
-    return UsageError(f"{flag} cannot be used: {_first_line(why)}", fix=[fix[flag]], code="grammar")
+    return UsageError(f"{flag} cannot be used: {_in_short(why)}", fix=[fix[flag]], code="grammar")

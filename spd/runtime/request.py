@@ -82,11 +82,16 @@ class GrammarText:
     """What a reply must look like: a JSON schema, a regular expression or a Lark grammar.
 
     With `after`, a token id, it applies behind the first such token: what comes before is thinking.
+    Raises UsageError for another kind.
     """
 
     kind: Literal["schema", "regex", "lark"]
     text: str
     after: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("schema", "regex", "lark"):
+            raise UsageError(f"grammar kind {self.kind} is not known", reason=["schema, regex or lark"])
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,14 @@ def test_resuming_goes_on_behind_the_last_whole_line(answers: Lines, tmp_path: P
     assert answers(prompts(2), "-o", out, "--resume")[0].code == 0 and out.read_bytes().count(b"\n") == 2
 
 
+def test_names_are_held_against_each_other_as_they_are_written(answers: Lines, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    lines = [f'{{"id": {name}, "prompt": "x"}}' for name in ('"\\ud800"', "1e400", '{"a": [1, NaN]}', "2.0")]
+    assert answers(lines, "-o", out)[0].code == 0
+    whole = out.read_bytes()
+    assert answers(lines, "-o", out, "--resume")[0].code == 0 and out.read_bytes() == whole
+
+
 def test_resuming_another_input_is_refused(answers: Lines, tmp_path: Path, assert_refused: Callable) -> None:
     out = tmp_path / "out.jsonl"
     answers(prompts(3), "-o", out)
@@ -292,6 +300,12 @@ def test_what_a_plan_means_is_told_before_the_lines(answers: Lines, flags: list[
     ran, found = answers(prompts(1), *flags)
     assert ran.code == 0 and ran.err.startswith(words) and len(found) == 1
     assert answers(prompts(1), "--spec", "ngram", "--ngram-min", 2)[0].err == ""
+
+
+@pytest.mark.parametrize("count", [0, -1, 1025])
+def test_how_many_lines_may_decode_together(answers: Lines, assert_refused: Callable, count: int) -> None:
+    ran, _ = answers(prompts(1), "--concurrency", count)
+    assert_refused(ran, 2, f"--concurrency {count} is out of range", "valid: 1 to 1024")
 
 
 def test_no_lines(answers: Lines, assert_refused: Callable) -> None:

@@ -14,6 +14,8 @@ import pytest
 from spd.cli.encode import Vocabulary
 from spd.cli.prompt import Asked
 from spd.cli.structured import end_of_thinking
+from spd.errors import UsageError
+from spd.runtime.request import GrammarText
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
 SCHEMA["additionalProperties"] = False
@@ -38,6 +40,7 @@ def test_the_reply_follows_what_was_asked_for(
         (["--schema", schema], pattern),
         (["--grammar", lark], "on|off"),
         (["--grammar", 'start: "on" | "off"'], "on|off"),
+        (["--grammar", '?start: "on" | "off"'], "on|off"),
     ):
         replies = [
             spd_run(*base, *flags, *more)
@@ -55,7 +58,17 @@ def test_what_cannot_be_used_is_refused_before_weights(
         (["--schema", "{"], 2, "--schema is not JSON"),
         (["--schema", '{"type": "nope"}'], 2, "--schema cannot be used: Invalid type: nope"),
         (["--schema", "missing.json"], 3, "no file missing.json"),
-        (["--regex", "("], 2, "--regex cannot be used: "),
+        (
+            ["--regex", "("],
+            2,
+            '--regex cannot be used: at 1(8): invalid regex "(" (in regex): regex parse error: uncl',
+        ),
+        (
+            ["--regex", "x" * 300 + "(?=a)"],
+            2,
+            " look-around, including look-ahead and look-behind, is not supp",
+        ),
+        (["--grammar", ""], 2, "the name of a file is empty"),
         (["--grammar", "start: x"], 2, "--grammar cannot be used: "),
     ):
         assert_refused(spd_run("generate", "-m", model, "Hi", *flags), code, words)
@@ -95,3 +108,8 @@ def test_where_a_grammar_begins(ids: list[int], template: str, variables: Any, e
 def test_a_model_without_a_tokenizer_says_so() -> None:
     vocabulary = Vocabulary(config=SimpleNamespace(), tokenizer=None, template=None, name="x")  # type: ignore[arg-type]
     assert end_of_thinking(vocabulary, Asked(ids=(1,)), [1]) is None
+
+
+def test_a_grammar_of_another_kind_is_refused() -> None:
+    with pytest.raises(UsageError, match="grammar kind ebnf is not known"):
+        GrammarText("ebnf", "start = x")  # type: ignore[arg-type]

@@ -35,6 +35,7 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str, str]] = [
     ({"mtp": DRAFT, "draft_model": DRAFT}, UsageError, "are two drafters", "usage"),
     ({"draft_model": DRAFT, "spec": "mtp"}, UsageError, "are two drafters", "usage"),
     ({"spec": "off", "draft_max": 1}, UsageError, "--draft-max needs speculation", "usage"),
+    ({"ngram_min": 9}, UsageError, "--ngram-min is more than --ngram-max", "usage"),
     ({"spec": "off", "adaptive": True}, UsageError, "--adaptive fits the number of drafts", "usage"),
     ({"spec": "off", "tp": 2, "draft_tp": 2}, UsageError, "--draft-tp says how many ranks", "usage"),
     ({"spec": "ngram", "tp": 2, "draft_tp": 1}, UsageError, "--draft-tp says how many ranks", "usage"),
@@ -81,7 +82,7 @@ RANGES: list[tuple[str, str, float, float, float, float]] = [
     ("draft_max", "--draft-max", 0, MAX_DRAFT, -1, MAX_DRAFT + 1),
     ("draft_ctx", "--draft-ctx", 1, 2**24, 0, 2**24 + 1),
     ("ngram_min", "--ngram-min", 1, 8, 0, 65),
-    ("ngram_max", "--ngram-max", 3, 64, 2, 65),
+    ("ngram_max", "--ngram-max", 3, 64, 0, 65),
     ("lag", "--lag", 0, 2, -1, 3),
     ("ctx", "--ctx", 2, 2**24, 1, 2**24 + 1),
     ("memory_fraction", "--memory-fraction", 0.01, 1.0, 0.0, 1.01),
@@ -109,9 +110,10 @@ def test_ranges_hold_at_their_edges(
 
 def test_the_longest_ngram_is_not_below_the_shortest() -> None:
     assert config(ngram_min=8, ngram_max=8).ngram_max == 8
-    with pytest.raises(UsageError, match="--ngram-max 8 is out of range") as caught:
-        config(ngram_min=9)
-    assert caught.value.reason == ("valid: 9 to 64",)
+    for wishes in ({"ngram_min": 9}, {"ngram_max": 2}):
+        with pytest.raises(UsageError, match="--ngram-min is more than --ngram-max") as caught:
+            config(**wishes)
+        assert caught.value.reason == ("Defaults: 3 and 8.",)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +192,7 @@ def test_sampling_parameters_hold_at_their_edges(name: str, taken: list[Any], re
     for value in [*refused, *unreal]:
         with pytest.raises(UsageError) as caught:
             SamplingParams(**{name: value})
-        words = {"stop": "stop string", "stop_token_ids": "stop"}.get(name, name)
-        assert words in caught.value.message.replace("_", " " if name == "stop_token_ids" else "_")
+        assert name in caught.value.message
         assert caught.value.reason[0].startswith("valid: ")
 
 
