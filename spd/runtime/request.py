@@ -62,9 +62,9 @@ class SamplingParams:
         _between("number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_IDS)
         for token_id in self.stop_token_ids:
             _between("stop_token_ids", token_id, 0, 2**31 - 1)
-        _between("number of stop strings", len(self.stop), 0, MAX_STOP_STRINGS)
+        _between("number of stop", len(self.stop), 0, MAX_STOP_STRINGS)
         for text in self.stop:
-            _between("length of a stop string", len(text), 1, MAX_STOP_LENGTH)
+            _between("length of a stop", len(text), 1, MAX_STOP_LENGTH)
         for token_id, bias in self.logit_bias:
             _between("logit_bias id", token_id, 0, 2**31 - 1)
             _between("logit_bias", bias, -1000.0, 1000.0)
