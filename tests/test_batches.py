@@ -6,6 +6,7 @@ The default lane runs a pairwise covering array on a tiny model; the slow lane e
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import random
@@ -145,6 +146,8 @@ class Bench:
             assert long and all(run.metrics.cached_tokens >= 64 for run in long)
         engine._scheduler.check()
         assert engine._pages.num_available == engine.plan.num_pages - 2
+        del engine
+        gc.collect()  # a large checkpoint's engines would wait for it together
         return runs
 
     def check(self, case: Case) -> list[Run]:

@@ -117,9 +117,19 @@ def test_each_call_gets_the_events_of_its_own_requests(target: Path, alone: list
     while engine.has_work:
         added += [token for event in engine.step() for token in event.token_ids]
     assert added == alone[2].tokens
+    again = Request(REQUESTS[0].id, PROMPTS[1], SamplingParams(max_tokens=30))
+    engine.add(again)
+    assert engine.step() is not None
+    engine.abort(again.id)  # its end is not heard of before the id is used again
+    assert list(engine.generate([REQUESTS[0]])[0].token_ids) == alone[0].tokens and not engine.has_work
+    engine.add(again)
+    engine.generate([REQUESTS[1]])
+    assert list(engine.generate([REQUESTS[2]])[0].token_ids) == alone[2].tokens
+    engine.abort(again.id)
+    engine.add(Request("x", PROMPTS[1], SamplingParams(max_tokens=30)))  # ends unheard
     stream = engine.stream([REQUESTS[0]])
     next(stream)
-    while engine.has_work:
+    while engine._scheduler.ids():
         engine.step()
     with pytest.raises(EngineError, match="took events"):
         list(stream)
@@ -166,7 +176,7 @@ def test_an_id_is_free_again_once_its_request_was_given_up(target: Path, alone: 
                 await anext(stream)
                 await stream.aclose()  # type: ignore[attr-defined]
                 assert list((await engine.generate(REQUESTS[2])).token_ids) == alone[2].tokens
-            assert engine.engine._scheduler.ids() == [] and not engine._given_up
+            assert engine.engine._scheduler.ids() == []
 
     asyncio.run(main())
 

@@ -85,7 +85,7 @@ def _can_judge(options: BenchOptions, baseline: dict[str, Any] | None) -> None:
     once = "a single repetition has no noise to be told from"
     if options.repetitions == 1:
         raise UsageError("--fail-if-slower with one repetition", reason=[once], fix=["-r 2 or more"])
-    if baseline is not None and any(row["repetitions"] < 2 for row in baseline["rows"]):
+    if baseline is not None and all(row["repetitions"] < 2 for row in baseline["rows"]):
         raise UsageError(
             f"--fail-if-slower with {options.baseline}", reason=[once], fix=["measure it with -r 2 or more"]
         )
@@ -261,8 +261,6 @@ def _deliver(
     failures = []
     if not (options.json or options.jsonl or options.csv):
         sink.write_lines("".join(line + "\n" for line in summary_lines(result)))
-    if unsaved is not None:
-        return _fail(unsaved, session, options)
     if result["equality"]["differences"]:
         failures.append(f"{len(result['equality']['differences'])} texts differ from plain decoding")
     if baseline is not None:
@@ -279,8 +277,12 @@ def _deliver(
     elif threshold is not None:
         slower = sum(is_slower(row, threshold) for row in result["rows"])
         failures += [f"{slower} rows are slower than plain decoding"] if slower else []
+    if unsaved is not None and (interrupted or not failures):
+        return _fail(unsaved, session, options)
     if not failures or interrupted:
         return 0
+    if unsaved is not None:
+        write_error(unsaved, session.console, as_json=False)
     return _fail(CheckFailedError("; ".join(failures), fix=["spd explain, spd verify"]), session, options)
 
 
@@ -302,7 +304,7 @@ def _save(options: BenchOptions, result: dict[str, Any]) -> SpdError | None:
         try:
             plot_rows(result["rows"], options.plot, title, lambda row: method_label(row, result["rows"]))
         except OSError as error:
-            return cannot_write(options.plot, error)
+            return unsaved or cannot_write(options.plot, error)
     return unsaved
 
 

@@ -210,7 +210,7 @@ def numbers(text: str, flag: str, kind: Literal["int", "float"], low: float, hig
         if not low <= value <= high:
             raise UsageError(f"{flag} {member} is out of range", reason=[f"valid: {low:g} to {high:g}"])
         found.append(value)
-    return found
+    return list(dict.fromkeys(found))
 
 
 def parse_share(text: str, flag: str) -> float:

@@ -187,13 +187,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
     elif equality["tokens"]:
         lines.append(f"equal: every text is that of plain decoding ({equality['tokens']:,} tokens compared)")
     if result["interrupted"]:
-        first = all(sample["repetition"] == 0 for sample in result["samples"])
-        counted = (
-            "rows hold what was done of the first repetition"
-            if first
-            else "only whole repetitions are counted"
-        )
-        lines.append(f"interrupted: {counted}")
+        lines.append("interrupted: whole repetitions are counted, and of a first one what was done")
     best = best_row(result["rows"])
     if best is not None:
         lines += textwrap.wrap(_advice(best, result["rows"]), WIDTH, break_on_hyphens=False)

@@ -45,7 +45,13 @@ def _has_ngram(o: SpeculationOptions) -> bool:
 
 def _inputs(o: GenerateOptions) -> list[str | None]:
     """Every file that is read; - is stdin, from which lines come unless -f says otherwise."""
-    return [*(o.file or ["-"] * o.jsonl), o.system_file, o.messages, o.schema, o.grammar]
+    return [
+        *(o.file or ["-"] * o.jsonl),
+        o.system_file,
+        o.messages,
+        (o.schema or "").removeprefix("@"),
+        o.grammar,
+    ]
 
 
 def _answers_over_lines(o: GenerateOptions) -> bool:

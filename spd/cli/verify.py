@@ -60,6 +60,8 @@ def verify(session: Session, options: VerifyOptions) -> int:
         sink.write_lines(_words(certificate))
     failure = unsaved
     if not certificate["passed"]:
+        if unsaved is not None:
+            write_error(unsaved, session.console, as_json=False)
         failure = CheckFailedError(
             "; ".join(certificate["faults"]),
             reason=["The text is not the one that was promised."],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,8 +51,6 @@ class AsyncEngine:
         self._lock = threading.Lock()
         """Held while an order is placed, and while the end of all orders is declared."""
         self._streams: dict[str, _Stream] = {}
-        self._given_up: Counter[str] = Counter()
-        """Aborted requests whose last event is to come; another may have the id already."""
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="spd engine", daemon=True)
         self._thread.start()
@@ -106,7 +103,6 @@ class AsyncEngine:
         if order.stop:
             if self._streams.get(name) is order.stream:
                 del self._streams[name]
-                self._given_up[name] += 1
                 self.engine.abort(name)
             return
         try:
@@ -147,10 +143,6 @@ class AsyncEngine:
             self._carry_out(order)
 
     def _deliver(self, event: Event) -> None:
-        if event.request_id in self._given_up:
-            if event.finish_reason is not None:
-                self._given_up -= Counter((event.request_id,))
-            return
         stream = self._streams.get(event.request_id)
         if stream is not None:
             if event.finish_reason is not None:

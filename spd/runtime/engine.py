@@ -118,6 +118,7 @@ class Engine:
         sequence.metrics.load_ms = self.load_ms
         sequence.metrics.prompt_tokens = len(request.prompt_ids)
         self._scheduler.add(sequence)
+        self._ready = [event for event in self._ready if event.request_id != request.id]  # who had the id
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its event with finish_reason "abort" comes with the next step."""
@@ -163,12 +164,9 @@ class Engine:
         source, open_ids = iter(requests), set[str]()
         more = True
         try:
-            while more or open_ids:
-                if not more and not self.has_work:
-                    raise EngineError("a step elsewhere took events of this stream")
+            while more or open_ids or (self._in_flight and not self._scheduler.ids()):
                 while more and len(self._scheduler.waiting) < self.plan.slots:
-                    request = next(source, None)
-                    if request is None:
+                    if (request := next(source, None)) is None:
                         more = False
                     else:
                         self.add(request)
@@ -179,6 +177,8 @@ class Engine:
                     if event.finish_reason is not None:
                         open_ids.discard(event.request_id)
                     yield event
+                if open_ids.difference(self._scheduler.ids(), (event.request_id for event in self._ready)):
+                    raise EngineError("a step elsewhere took events of this stream")
         finally:
             for request_id in open_ids:
                 self.abort(request_id)

@@ -197,7 +197,7 @@ class GrammarCompiler:
 def _in_short(text: str) -> str:
     """The first line of what the library says, and the reason that it gives below."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["for no reason it gave"]
-    why = (line.removeprefix("error: ") for line in lines if line.startswith("error: "))
+    why = (rest for kind, _, rest in (line.partition(": ") for line in lines) if kind == "error")
     return " ".join([lines[0][:200], *why])
 
 

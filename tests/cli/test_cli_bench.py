@@ -137,10 +137,7 @@ def test_ctrl_c_prints_what_is_done(run: Callable[..., Any], monkeypatch: pytest
     monkeypatch.setattr(app, "silence_stdout", lambda: None)
     ran = run("-r", 1000)
     assert ran.code == 130
-    assert "ngram" in ran.text and "interrupted: only whole repetitions are counted" in ran.text
-    calls = iter(range(57, 10**6))
-    early = run("-r", 1000, "--draft-max", "1,2,3")
-    assert "interrupted: rows hold what was done of the first repetition" in early.text
+    assert "ngram" in ran.text and "interrupted: whole repetitions are counted" in ran.text
 
 
 def test_a_changed_text_is_a_failed_check(
@@ -212,7 +209,8 @@ def test_compare_and_baseline(run: Callable[..., Any], spd_run: Callable[..., An
     unmatched = run("-r", 3, "--baseline", new, "--fail-if-slower", "3%")
     assert unmatched.code == 6 and "no row of the baseline is of the same work" in unmatched.err
     once = json.loads(old.read_text())
-    once["rows"][0]["repetitions"] = 1
+    for row in once["rows"]:
+        row["repetitions"] = 1
     new.write_text(json.dumps(once))
     assert run("-r", 3, "--baseline", new, "--fail-if-slower", "3%").code == 2
     doubled = json.loads(old.read_text())

@@ -69,12 +69,21 @@ class Comparison:
 
 def row_key(result: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What two rows must have in common to be compared: the work, how it was done, real or made-up."""
-    settings, category = result["settings"], row["category"]
-    names = {n for s in result["samples"] if category in (ALL, s["work"]["category"]) for n in s["prompts"]}
+    settings = result["settings"]
+    samples = [sample for sample in result.get("samples", ()) if _is_of(sample["work"], row)]
+    names = {name for sample in samples for name in sample["prompts"]} or result["prompts"]
     prompts = frozenset(result["prompts"][name] for name in names)
     dummy = any(plan["load"] == "dummy" for plan in result["plans"])
     work = result["model"], settings["max_tokens"], settings["ignore_eos"], prompts, dummy
     return *work, row["acceptance"], *(row[name] for name in IDENTITY)
+
+
+def _is_of(work: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Whether a pass over that work is counted in the row."""
+    load = work["load"]["concurrency"], work["load"]["rate"]
+    mine = (work["temperature"], work["prompt_tokens"], *load)
+    its = [row[name] for name in ("temperature", "prompt_tokens_asked", "concurrency", "rate")]
+    return list(mine) == its and row["category"] in (ALL, work["category"])
 
 
 def _keyed(result: Mapping[str, Any]) -> dict[tuple[Any, ...], Mapping[str, Any]]:

@@ -61,7 +61,7 @@ def law_test(
         for question, t, number in product(questions, temperatures, range(draws)):
             own = request_seed(seed, question.prompt.name, 2 * number + side)
             params = SamplingParams(temperature=t, seed=own, max_tokens=TOKENS, ignore_eos=True)
-            requests.append(Request(f"{question.prompt.name}, T {t:g}/{number}", question.ids, params))
+            requests.append(Request(f"{question.prompt.name}, T {t!r}/{number}", question.ids, params))
         for outcome in run_requests(config, requests, check)[1]:
             replies.setdefault(outcome.request.id.rpartition("/")[0], []).append(outcome.token_ids)
         samples.append(replies)
