@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from spd.cli.bench_report import ROW_SCHEMA, render
 from spd.cli.result_file import read_result
 from spd.errors import UsageError
+from spd.runtime.measuring.compare import compare
 from spd.runtime.measuring.rows import make_rows
 from tests.json_schema import SCHEMAS, faults_by_name
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
@@ -21,7 +23,6 @@ from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 def write_result(path: Path, *removed: str | int, value: Any = None) -> Path:
     """A small whole result, with something in it taken away or replaced."""
     samples = [make_sample(config, r, 1.0 + 0.1 * r) for config in (0, 1) for r in range(3)]
-    told = [{"work": {"category": "code"}, "prompts": ["code/1"]}]
     result: Any = {
         "schema": "spd.bench/1",
         "model": "m",
@@ -29,7 +30,7 @@ def write_result(path: Path, *removed: str | int, value: Any = None) -> Path:
         "prompts": {"code/1": "0"},
         "plans": [{"load": "auto"}],
         "rows": make_rows(samples, {0: PLAIN, 1: DRAFT}),
-        "samples": told,
+        "samples": [asdict(sample) for sample in samples],
     }
     inner = result = copy.deepcopy(result)
     for name in removed[:-1]:
@@ -44,6 +45,12 @@ def write_result(path: Path, *removed: str | int, value: Any = None) -> Path:
 
 def test_a_whole_result_is_read(tmp_path: Path) -> None:
     assert len(read_result(write_result(tmp_path / "a.json"))["rows"]) == 2
+
+
+@pytest.mark.parametrize("name", ["bench_demo", "bench_concurrency", "bench_rate_draft_tp"])
+def test_results_that_are_kept_without_their_passes_compare(name: str) -> None:
+    kept = read_result(Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.json")
+    assert len(compare(kept, kept).changes) == len(kept["rows"]) > 0 and "samples" not in kept
 
 
 @pytest.mark.parametrize(
