@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import log
 from typing import Any
 
-from spd.runtime.measuring.rows import ALL, IDENTITY
+from spd.runtime.measuring.rows import ALL, IDENTITY, KEYS
 from spd.runtime.measuring.statistics import welch
 
 SIGNIFICANT = 0.05
@@ -80,10 +80,9 @@ def row_key(result: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[Any, ...
 
 def _is_of(work: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     """Whether a pass over that work is counted in the row."""
-    load = work["load"]["concurrency"], work["load"]["rate"]
-    mine = (work["temperature"], work["prompt_tokens"], *load)
-    its = [row[name] for name in ("temperature", "prompt_tokens_asked", "concurrency", "rate")]
-    return list(mine) == its and row["category"] in (ALL, work["category"])
+    load = work["load"]
+    its = work["temperature"], work["prompt_tokens"], load["concurrency"], load["rate"]
+    return row["category"] in (ALL, work["category"]) and its == tuple(row[name] for name in KEYS[1:])
 
 
 def _keyed(result: Mapping[str, Any]) -> dict[tuple[Any, ...], Mapping[str, Any]]:

@@ -103,6 +103,11 @@ def test_only_the_same_work_is_compared() -> None:
     imposed = {**real, "rows": [row | {"acceptance": "imposed"} for row in real["rows"]]}
     for other in (imposed, {**real, "prompts": {"code/1": "abd"}}, {**real, "plans": [{"load": "dummy"}]}):
         assert compare(real, other).changes == ()
+    part = {**real, "prompts": {"code/1": "abc", "code/2": "x"}}
+    part["samples"] = [real["samples"][0] | {"prompts": ["code/2"]}]
+    part["samples"][0]["work"] = real["samples"][0]["work"] | {"temperature": 0.8}
+    part["samples"] += real["samples"]
+    assert len(compare(real, part).changes) == 1, "passes at another temperature are none of the row's"
     wide = compare(real, {**real, "plans": [{"load": "auto", "dtype": "float32"}]})
     assert len(wide.changes) == 1 and wide.conditions == ("dtype bfloat16 → float32",)
 
