@@ -177,7 +177,9 @@ def refuse_by_name(name: str) -> None:
             code="beam_search",
         )
     if name == "--spec eagle3":
-        raise IncompatibleError(f"{name} is not built", fix=["--spec auto", "--spec ngram"], code="no_eagle3")
+        from spd.runtime.config import NO_EAGLE3
+
+        raise NO_EAGLE3
     if name == "--trust-remote-code":
         raise IncompatibleError(
             f"{name}: spd never runs code from a model folder",

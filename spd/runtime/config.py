@@ -110,13 +110,11 @@ class Clash:
     error: SpdError
 
 
+NO_EAGLE3 = IncompatibleError(
+    "--spec eagle3 is not built", fix=["--spec auto", "--spec ngram"], code="no_eagle3"
+)
 CLASHES = (
-    Clash(
-        lambda c: c.spec == "eagle3",
-        IncompatibleError(
-            "--spec eagle3 is not built", fix=["--spec auto", "--spec ngram"], code="no_eagle3"
-        ),
-    ),
+    Clash(lambda c: c.spec == "eagle3", NO_EAGLE3),
     Clash(
         lambda c: c.verify != "coupled" and (c.spec == "off" or c.draft_max == 0),
         UsageError(
