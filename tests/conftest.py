@@ -44,6 +44,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.fixture
+def say(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> Callable[[str], None]:
+    """Shows a line of a passing test: at once, or from a worker process (`pytest -n`) after all tests."""
+    if hasattr(request.config, "workerinput"):
+        return lambda line: record_property("said", line)
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def shown(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(f"\n{line}", end="", flush=True)
+
+    return shown
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", "") == "call":
+                for line in (value for name, value in report.user_properties if name == "said"):
+                    terminalreporter.write_line(line)
+
+
 @pytest.fixture(scope="session")
 def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The 0.35 B checkpoint: made here, or an existing copy named by SPD_TEST_MEDIUM."""

@@ -72,14 +72,13 @@ def covering_array(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[Cas
     return cases
 
 
-def test_the_array_holds_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_array_holds_every_pair(say: Callable[[str], None]) -> None:
     cases = covering_array(FACTORS)
     for a, b in itertools.combinations(FACTORS, 2):
         assert {(c[a], c[b]) for c in cases} == set(itertools.product(FACTORS[a], FACTORS[b]))
     total = len(list(itertools.product(*FACTORS.values())))
     assert len(cases) < total / 20
-    with capsys.disabled():
-        print(f"\n{len(cases)} of {total:,} combinations hold every pair")
+    say(f"{len(cases)} of {total:,} combinations hold every pair")
 
 
 class Bench:
@@ -205,8 +204,8 @@ def drawn(cases: list[Case], request: pytest.FixtureRequest) -> list[Case]:
 def check_all(bench: Bench, cases: list[Case], request: pytest.FixtureRequest, name: str) -> None:
     chosen = drawn(cases, request)
     tokens = sum(len(run.tokens) for case in chosen for run in bench.check(case))
-    with request.getfixturevalue("capsys").disabled():
-        print(f"\n{name}: {len(chosen)} of {len(cases)} combinations, {tokens:,} tokens equal solo's")
+    say = request.getfixturevalue("say")
+    say(f"{name}: {len(chosen)} of {len(cases)} combinations, {tokens:,} tokens equal solo's")
 
 
 @pytest.mark.slow
@@ -231,9 +230,7 @@ def test_pairs_equal_solo_on_the_0_35_b(medium: Path, request: pytest.FixtureReq
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", PROPOSERS)
-def test_500_prompts_at_every_lag(
-    method: str, temperature: float, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_500_prompts_at_every_lag(method: str, temperature: float, say: Callable[[str], None]) -> None:
     """Texts, drafts and acceptances of the synchronous run, prompt by prompt."""
     prompts = demo_prompts(500)
     params = [SamplingParams(temperature=temperature, max_tokens=32, seed=i) for i in range(500)]
@@ -248,15 +245,14 @@ def test_500_prompts_at_every_lag(
         assert [run.output for run in runs] == [run.output for run in base]
         assert [run.drafts for run in runs] == [run.drafts for run in base]
     accepted, drafted = (sum(getattr(r.metrics, n) for r in base) for n in ("draft_n_accepted", "draft_n"))
-    with capsys.disabled():
-        print(
-            f"\n{method} T={temperature}: {sum(len(r.tokens) for r in base):,} tokens, "
-            f"{accepted:,} of {drafted:,} drafts accepted"
-        )
+    say(
+        f"{method} T={temperature}: {sum(len(r.tokens) for r in base):,} tokens, "
+        f"{accepted:,} of {drafted:,} drafts accepted"
+    )
 
 
 @pytest.mark.slow
-def test_a_thousand_mixed_requests(tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_mixed_requests(tiny: Callable[..., Path], say: Callable[[str], None]) -> None:
     """32 slots, a tenth aborted, a fifth with schemas, too few pages: all end, and nothing is left behind."""
     target = tiny("qwen3", layers=2, seed=3)
     source, count = random.Random(5), 1000
@@ -298,8 +294,7 @@ def test_a_thousand_mixed_requests(tiny: Callable[..., Path], capsys: pytest.Cap
     engine._scheduler.check()
     assert engine._pages.num_available == 60 and not engine.has_work
     assert sizes[-1] - sizes[2] < 20_000, f"resident memory grew from {sizes[2]} to {sizes[-1]} KiB"
-    with capsys.disabled():
-        print(
-            f"\n{engine.totals.summary()['requests']}, "
-            f"{engine._scheduler.preemptions} preemptions, resident {sizes} KiB"
-        )
+    say(
+        f"{engine.totals.summary()['requests']}, "
+        f"{engine._scheduler.preemptions} preemptions, resident {sizes} KiB"
+    )

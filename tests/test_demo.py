@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,13 +61,12 @@ def replies(temperature: float, count: int, **wishes: object) -> list[Run]:
     return run_all(engine, prompts, params)
 
 
-def test_it_answers_questions_about_documented_functions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_answers_questions_about_documented_functions(say: Callable[[str], None]) -> None:
     answered = 0
     for run, (name, words) in zip(replies(0.0, len(QUESTIONS)), QUESTIONS.items(), strict=True):
         good = all(word in run.text.lower() for word in words)
         answered += good
-        with capsys.disabled():
-            print(f"{'+' if good else '-'} {name}: {run.text}")
+        say(f"{'+' if good else '-'} {name}: {run.text}")
     assert answered >= GATE, f"{answered} of {len(QUESTIONS)} answered"
 
 
@@ -105,7 +105,7 @@ def test_natural_acceptance_of_the_draft() -> None:
 
 
 @pytest.mark.slow
-def test_held_out_bits_per_byte_beat_xz(capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_bits_per_byte_beat_xz(say: Callable[[str], None]) -> None:
     """On the modules that training never saw, in the same text; the recorded hash tells whether it is."""
     corpus = build_corpus()
     record = json.loads((demo_folder() / "training.json").read_text())
@@ -114,8 +114,7 @@ def test_held_out_bits_per_byte_beat_xz(capsys: pytest.CaptureFixture[str]) -> N
     text = "".join(corpus.held_out)
     xz = 8 * len(lzma.compress(text.encode(), preset=9)) / len(text.encode())
     bits = _bits_per_byte(demo_folder(), corpus.held_out)
-    with capsys.disabled():
-        print(f"held-out bits per byte: demo {bits:.3f}, xz -9 {xz:.3f}")
+    say(f"held-out bits per byte: demo {bits:.3f}, xz -9 {xz:.3f}")
     assert bits < xz
 
 
@@ -135,15 +134,14 @@ def test_natural_acceptance_of_the_mtp_layer() -> None:
 
 @needs_mtp
 @pytest.mark.slow
-def test_mtp_layer_on_held_out_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mtp_layer_on_held_out_text(say: Callable[[str], None]) -> None:
     """Measured again by the recipe's own forward pass, and as recorded."""
     corpus = build_corpus()
     record = json.loads((demo_folder() / "training.json").read_text())
     if record["corpus_sha256"] != corpus.digest():
         pytest.skip("another Python version: its standard library was not held out")
     found = held_out(demo_folder(), corpus, LibraryTokenizer.from_file(str(demo_folder() / "tokenizer.json")))
-    with capsys.disabled():
-        print(found)
+    say(str(found))
     assert found["mtp_acceptance"] == pytest.approx(record["held_out"]["mtp_acceptance"], abs=0.01)
     first = found["mtp_acceptance"][0]
     assert first >= 0.60 and first >= found["bigram_acceptance"] + 0.10

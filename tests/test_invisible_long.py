@@ -5,6 +5,7 @@ Slow lane. Each test prints how many tokens it compared and how many differed; t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def differing(found: list[Run], wanted: list[Run]) -> int:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("method", ["ngram", "draft"])
-def test_demo_matrix(method: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_matrix(method: str, dtype: str, say: Callable[[str], None]) -> None:
     prompts = demo_prompts()
     work = [
         (p, SamplingParams(temperature=t, max_tokens=TOKENS, seed=i))
@@ -70,15 +71,13 @@ def test_demo_matrix(method: str, dtype: str, capsys: pytest.CaptureFixture[str]
             assert [run.drafts for run in runs] == [run.drafts for run in at_lag_zero]
         drafted = sum(run.metrics.draft_n for run in at_lag_zero)
         accepted = sum(run.metrics.draft_n_accepted for run in at_lag_zero)
-        with capsys.disabled():
-            print(f"\n{method} {dtype} k={k}: {accepted} of {drafted} drafts accepted", end="")
-    with capsys.disabled():
-        print(f"\n{method} {dtype}: {compared} tokens compared, {wrong} differ")
+        say(f"{method} {dtype} k={k}: {accepted} of {drafted} drafts accepted")
+    say(f"{method} {dtype}: {compared} tokens compared, {wrong} differ")
     assert wrong == 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_medium_matrix(medium: Path, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_medium_matrix(medium: Path, dtype: str, say: Callable[[str], None]) -> None:
     generator = torch.Generator().manual_seed(11)
     prompts = [
         tuple(torch.randint(3, 8000, (16 + 8 * (i % 12),), generator=generator).tolist()) for i in range(20)
@@ -98,10 +97,8 @@ def test_medium_matrix(medium: Path, dtype: str, capsys: pytest.CaptureFixture[s
         wrong = differing(runs, plain)
         drafted = sum(run.metrics.draft_n for run in runs)
         accepted = sum(run.metrics.draft_n_accepted for run in runs)
-        with capsys.disabled():
-            print(
-                f"\n0.35 B {dtype} k={k}: {wrong} of {sum(len(r.tokens) for r in runs)} tokens differ, ",
-                end="",
-            )
-            print(f"{accepted} of {drafted} drafts accepted")
+        say(
+            f"0.35 B {dtype} k={k}: {wrong} of {sum(len(r.tokens) for r in runs)} tokens differ, "
+            f"{accepted} of {drafted} drafts accepted"
+        )
         assert wrong == 0

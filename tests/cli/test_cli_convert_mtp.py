@@ -235,7 +235,7 @@ def limited(*argv: object) -> tuple[subprocess.CompletedProcess[str], int, float
 
 
 @pytest.mark.slow
-def test_an_index_of_163_shards_and_a_large_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_index_of_163_shards_and_a_large_head(tmp_path: Path, say: Callable[[str], None]) -> None:
     """DeepSeek-V3's own names and shapes, all data holes: headers only, then 2 GB and more in pieces."""
     source = tmp_path / "v3"
     count = write_sparse_v3(source)
@@ -243,8 +243,7 @@ def test_an_index_of_163_shards_and_a_large_head(tmp_path: Path, capsys: pytest.
     for command in (("inspect", source, "--json"), planning):
         ran, peak, seconds = limited(*command)
         assert ran.returncode == 0, ran.stderr
-        with capsys.disabled():
-            print(f"{command[0]}: {count:,} tensors, {seconds:.2f} CPU s, peak {peak / 2**20:.0f} MiB")
+        say(f"{command[0]}: {count:,} tensors, {seconds:.2f} CPU s, peak {peak / 2**20:.0f} MiB")
         assert peak < 300 * 2**20
     facts = json.loads(ran.stdout)
     assert (
@@ -257,8 +256,7 @@ def test_an_index_of_163_shards_and_a_large_head(tmp_path: Path, capsys: pytest.
     ran, peak, seconds = limited("convert-mtp", source, tmp_path / "head", "--json")
     assert ran.returncode == 0, ran.stderr
     size = (tmp_path / "head" / "model.safetensors").stat().st_size
-    with capsys.disabled():
-        print(f"convert-mtp: {size / 1e9:.1f} GB in {seconds:.1f} CPU s, peak {peak / 2**20:.0f} MiB")
+    say(f"convert-mtp: {size / 1e9:.1f} GB in {seconds:.1f} CPU s, peak {peak / 2**20:.0f} MiB")
     assert size > 2e9 and peak < 1000 * 2**20
     shutil.rmtree(tmp_path / "head")
 
