@@ -194,6 +194,8 @@ def _asked(prompt: Mapping[str, Any], shared: Shared) -> Asked:
     if kind != "messages" and (shared.raw or isinstance(found, list)):
         if system is not None or shared.messages:
             raise UsageError(f"`{kind}` is the whole prompt here: nothing of a chat can stand before it")
+        if shared.variables:
+            raise UsageError(f"`{kind}` uses no chat template here, so --template-arg would do nothing")
         if isinstance(found, list):
             return Asked(ids=tuple(found))
         return Asked(text=found, parse_special=shared.parse_special)
@@ -234,18 +236,18 @@ def _openai(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, A
         raise UsageError("top_logprobs needs logprobs: true")
     given: dict[str, Any] = {}
     for name, wish in body.items():
-        if name in IGNORED_IN_BODY or name in ("prompt", "messages", "n") or wish is None:
+        if wish is None or name in IGNORED_IN_BODY or name in ("prompt", "messages", "n", "top_logprobs"):
             continue
+        said = {name: wish}
         if name == "max_completion_tokens":
-            given["max_tokens"] = wish
+            said = {"max_tokens": wish}
         elif name == "response_format":
-            given |= _response_format(wish)
+            said = _response_format(wish)
         elif name == "logprobs":
-            given["logprobs"] = (
-                body.get("top_logprobs") or 0 if wish is True else None if wish is False else wish
-            )
-        elif name != "top_logprobs":
-            given[name] = wish
+            said = {name: body.get("top_logprobs") or 0 if wish is True else None if wish is False else wish}
+        for ours, what in said.items():
+            if given.setdefault(ours, what) != what:
+                raise UsageError(f"the body says twice, and differently, what {ours} is")
     return prompt, given
 
 

@@ -111,6 +111,17 @@ BAD: list[tuple[Any, str]] = [
         "url /v1/completions takes no `messages`",
     ),
     ({"custom_id": "x", "body": {"messages": [], "top_logprobs": 2}}, "top_logprobs needs logprobs: true"),
+    (
+        {"custom_id": "x", "body": {"messages": [], "max_tokens": 2, "max_completion_tokens": 3}},
+        "the body says twice, and differently, what max_tokens is",
+    ),
+    (
+        {
+            "custom_id": "x",
+            "body": {"messages": [], "schema": {}, "response_format": {"type": "json_object"}},
+        },
+        "the body says twice, and differently, what schema is",
+    ),
     ({"custom_id": "x", "body": 4}, "`body` is not an object"),
     ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "/v1/embeddings is not answered"),
 ]
@@ -183,9 +194,9 @@ def test_what_a_line_begins_with(target: Path) -> None:
     s, t = ({"role": "system", "content": c} for c in "st")
     q, a, x = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("user", "x")))
 
-    def asked(line: dict[str, Any], *messages: dict[str, str], raw: bool = False) -> Asked:
+    def asked(line: dict[str, Any], *messages: dict[str, str], raw: bool = False, **variables: Any) -> Asked:
         settings = plan_settings(GenerateOptions(model=str(target), jsonl=True))
-        return read_wishes(BatchLine(1, line), settings, Shared(raw, False, messages, {})).asked
+        return read_wishes(BatchLine(1, line), settings, Shared(raw, False, messages, variables)).asked
 
     assert asked({"prompt": "x"}, s, q, a).messages == (s, q, a, x)
     for own in ({"prompt": "x", "system": "t"}, {"messages": [t, x]}, {"messages": [x], "system": "t"}):
@@ -197,6 +208,9 @@ def test_what_a_line_begins_with(target: Path) -> None:
     for line in ({"prompt_ids": [1]}, {"prompt": [1]}, raw):
         with pytest.raises(UsageError, match="is the whole prompt here"):
             asked(line, s)
+        with pytest.raises(UsageError, match="no chat template here, so --template-arg would do nothing"):
+            asked(line, thinking=False)
+    assert asked({"prompt": "x"}, thinking=False).variables == {"thinking": False}
     with pytest.raises(UsageError, match="is the whole prompt here"):
         asked({"prompt": "x", "system": "t"}, raw=True)
 
