@@ -95,6 +95,10 @@ def load_kernels(name: str, cache: Callable[[], Path] | None = None) -> Kernels:
         library = open_library(cache)
         own = {operation: getattr(library, operation) for operation in NATIVE}
         return replace(load_kernels("torch"), name=name, native=library, **own)
+    if name == "triton":
+        from triton import knobs
+
+        knobs.language.default_fp_fusion = True  # also where Triton's own default is another, or is warned of
     suffix = {"torch": "", "triton": "_triton"}[name]
     found = {
         operation: getattr(importlib.import_module(f"spd.kernels.{stem}{suffix}"), operation)

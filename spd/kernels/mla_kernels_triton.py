@@ -104,7 +104,7 @@ def load_half(
     HALF: tl.constexpr,
 ):
     """Columns [FROM, FROM + HALF) of TILE rows of L + R values each: [TILE, HALF], zeros beyond L."""
-    PIECE: tl.constexpr = min(HALF, 64)
+    PIECE: tl.constexpr = HALF if HALF < 64 else 64
     column = FROM + (tl.arange(0, HALF // PIECE) * PIECE)[:, None, None] + tl.arange(0, PIECE)[None, None, :]
     at = (tl.arange(0, TILE) * (L + R))[None, :, None] + column
     pieces = tl.load(source + at, mask=inside[None, :, None] & (column < L), other=0.0)
@@ -116,7 +116,7 @@ def store_half(
     to, values, inside, FROM: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr
 ):
     """values [TILE, HALF] to the columns from FROM on of rows of L values each."""
-    PIECE: tl.constexpr = min(HALF, 64)
+    PIECE: tl.constexpr = HALF if HALF < 64 else 64
     pieces = tl.permute(tl.reshape(values, (TILE, HALF // PIECE, PIECE)), (1, 0, 2))
     column = FROM + (tl.arange(0, HALF // PIECE) * PIECE)[:, None, None] + tl.arange(0, PIECE)[None, None, :]
     at = (tl.arange(0, TILE) * L)[None, :, None] + column

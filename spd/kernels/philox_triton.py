@@ -33,14 +33,12 @@ GROUPS_PER_PROGRAM = 256
 def philox_words(c0, c1, c2, c3, k0, k1):
     """Four words from four counters and two keys, uint32 blocks that broadcast against each other."""
     for _ in tl.static_range(10):
-        high0 = tl.umulhi(c0, MULTIPLIER_0)
-        high1 = tl.umulhi(c2, MULTIPLIER_1)
-        low0 = tl.mul(c0, MULTIPLIER_0, sanitize_overflow=False)
-        low1 = tl.mul(c2, MULTIPLIER_1, sanitize_overflow=False)
-        c0 = high1 ^ c1 ^ k0
-        c1 = low1
-        c2 = high0 ^ c3 ^ k1
-        c3 = low0
+        product0 = c0.to(tl.uint64) * MULTIPLIER_0
+        product1 = c2.to(tl.uint64) * MULTIPLIER_1
+        c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = product1.to(tl.uint32)
+        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = product0.to(tl.uint32)
         k0 = tl.add(k0, WEYL_0, sanitize_overflow=False)
         k1 = tl.add(k1, WEYL_1, sanitize_overflow=False)
     return c0, c1, c2, c3

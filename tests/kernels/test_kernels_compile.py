@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -16,6 +17,7 @@ pytest.importorskip("triton")
 
 import triton
 
+from spd.kernels.dispatch import load_kernels
 from spd.kernels.skinny_config import shared_limit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +25,12 @@ SOURCES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "spd/kerne
 MODULES = sorted(f"spd.kernels.{path.stem}" for path, text in SOURCES.items() if "def signatures(" in text)
 NOTHING = "-"
 RECORDED = ROOT / "benchmarks/results/compiled_kernels.json"
+OF_TRITON_3_5 = """
+abs add arange atomic_add cdiv ceil constexpr cumsum debug_barrier div_rn dot exp exp2 float32 float64
+floor full inline_asm_elementwise int32 int64 join load log max maximum min minimum num_programs permute
+program_id reshape rsqrt split static_range store sum trans uint32 uint64 where zeros
+"""
+"""Names of `triton.language` that kernels use, each there in 3.5, which torch 2.9 brings."""
 KNOWN_SPILLS = {120: {"gate_up_8b_wide_bf16": 16}}
 """Bytes of local memory of hot kernels on an architecture that nobody has tuned for yet."""
 
@@ -79,6 +87,27 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     assert chunks == {"attend_chunk_bf16": 4, "attend_chunk_sliding_bf16": 0}, (
         "two lines of keys and of values"
     )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_kernels_say_what_the_oldest_triton_knows(path: Path) -> None:
+    """`tl.mul` came later, and `min` of two constants, which 3.5 takes for a call on the device."""
+    assert '"triton>=3.5; platform_system' in (ROOT / "pyproject.toml").read_text()
+    nodes = list(ast.walk(ast.parse(SOURCES[path])))
+    names = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)]
+    assert {name[3:] for name in names if re.fullmatch(r"tl\.\w+", name)} <= set(OF_TRITON_3_5.split())
+    for function in (node for node in nodes if isinstance(node, ast.FunctionDef)):
+        if any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+            called = {ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
+            assert not called & {"min", "max"}, function.name
+
+
+def test_products_and_sums_fuse_whatever_triton_does_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.10 stops fusing, and 3.9 warns of it in everybody's terminal where nothing was said."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    load_kernels("triton")
+    assert triton.knobs.language.default_fp_fusion
+    assert os.environ["TRITON_DEFAULT_FP_FUSION"] == "1", "what a later Triton asks before it warns"
 
 
 @pytest.mark.slow
