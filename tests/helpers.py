@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,18 @@ def run_requests(engine: Engine, requests: list[Request]) -> list[Run]:
 def run_one(model: Path, prompt: tuple[int, ...], params: SamplingParams, **wishes: Any) -> Run:
     """One prompt on an engine of its own."""
     return run_all(make_engine(model, **wishes), [prompt], [params])[0]
+
+
+def replace_transfers(patch: pytest.MonkeyPatch, instead: Callable[..., torch.Tensor]) -> set[str]:
+    """Let `instead` bring small values to the device, wherever `to_device` does; returns the modules."""
+    found = {
+        name
+        for name, module in list(sys.modules.items())
+        if name.startswith("spd.") and name != "spd.runtime.transfer" and hasattr(module, "to_device")
+    }
+    for name in found:
+        patch.setattr(sys.modules[name], "to_device", instead)
+    return found
 
 
 def random_prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[tuple[int, ...]]:

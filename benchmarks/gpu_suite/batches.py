@@ -13,13 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_suite.bandwidth import measure_read
 from benchmarks.gpu_suite.end_to_end import READ_GIB, config_of
 from benchmarks.gpu_suite.graph_timer import free_memory
-from benchmarks.gpu_suite.round_times import GREEDY, Recorder, Span, random_prompt, run_span, start
+from benchmarks.gpu_suite.round_times import FILL, GREEDY, Recorder, Span, random_prompt, run_span, start
 from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_8B, Shape, round_bytes
 from benchmarks.gpu_suite.speculation import (
     REFERENCE_K,
@@ -40,6 +41,7 @@ CASES = (
 TURNS, FEWEST_TURNS, SECONDS_A_CASE = 30, 10, 9.0
 SPAN_TOKENS = 20
 PROMPT, WARM, CONTEXT = 128, 12, 960
+"""Tokens of a prompt, rounds before the first span, positions of a slot besides those of `FILL` rounds."""
 
 
 @dataclass
@@ -102,6 +104,13 @@ class ScriptedLengths:
     def observe_cost(self, *given: Any) -> None:
         """Nothing to learn."""
 
+    def prepares(self, together: int) -> bool:
+        """Whoever is admitted will draft."""
+        return True
+
+    def observe_request(self, *given: Any) -> None:
+        """Nothing to learn."""
+
 
 def every_pair(values: Sequence[int]) -> list[int]:
     """The shortest sequence in which every value is followed by every value (de Bruijn, order 2)."""
@@ -126,7 +135,7 @@ def build(
     parent: Path, target: Shape, draft: Shape, kind: str, slots: int, length: float, **rest: Any
 ) -> Runner:
     """An engine of one kind ("plain", "fixed", "auto") with all slots running and its graphs captured."""
-    wishes = {"slots": slots, "ctx": CONTEXT, **rest}
+    wishes = {"slots": slots, "ctx": CONTEXT + ceil(FILL * slots * REFERENCE_LENGTH), **rest}
     if kind == "plain":
         config = config_of(parent, target, **wishes)
     else:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import ceil
 from statistics import mean, median
 from typing import Any, TypeVar
 
@@ -25,6 +26,8 @@ from spd.runtime.measuring.statistics import percentile
 
 Result = TypeVar("Result")
 GREEDY = SamplingParams(ignore_eos=True)
+FILL = 1.25
+"""Rounds a slot, at most, that run until all decode: a prompt's last rows are a pass of their own."""
 SYNC_WARNING = "synchronizing CUDA operation"
 
 
@@ -121,10 +124,19 @@ def run_span(
 
 
 def start(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, warm: int) -> int:
-    """Admit the prompts and run `warm` rounds, which capture what they need; returns the committed tokens."""
+    """Admit the prompts, step until all of them decode, then run `warm` rounds; returns the committed tokens.
+
+    The rounds capture what they need. Prompts are written between rounds of those who came before, a few
+    steps each: see `FILL`. Raises RuntimeError where one has ended before the last begins.
+    """
     for index, prompt in enumerate(prompts):
         engine.add(Request(f"request-{index}", tuple(prompt), params))
-    return sum(len(event.token_ids) for _ in range(warm) for event in engine.step())
+    committed = 0
+    while len(engine._scheduler.decoding()) < len(prompts):
+        if not engine.has_work:
+            raise RuntimeError("requests ended before all of them had begun")
+        committed += sum(len(event.token_ids) for event in engine.step())
+    return committed + sum(len(event.token_ids) for _ in range(warm) for event in engine.step())
 
 
 def stop(engine: Engine, count: int) -> None:
@@ -198,7 +210,7 @@ class Load:
 
     def context(self, k: int) -> int:
         """Positions that a slot can reach, with room for the window behind them."""
-        return self.prompt + (self.warm + self.rounds + 8) * (k + 1) + 64
+        return self.prompt + (self.warm + self.rounds + ceil(FILL * self.slots) + 8) * (k + 1) + 64
 
 
 def measure_load(engine: Engine, recorder: Recorder, load: Load, vocab: int) -> dict[str, Any]:

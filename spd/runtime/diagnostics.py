@@ -27,7 +27,7 @@ OLDEST_CAPABILITY = (8, 0)
 SUPPORTED: Mapping[str, tuple[str, str | None]] = MappingProxyType(
     {
         "torch": ("2.9", "2.14"),
-        "triton": ("3.4", None),
+        "triton": ("3.5", None),
         "safetensors": ("0.5", None),
         "tokenizers": ("0.21", None),
         "huggingface_hub": ("1.0", None),

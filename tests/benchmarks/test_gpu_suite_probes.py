@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -169,15 +172,16 @@ def test_plain_rounds_of_a_tiny_model() -> None:
     *_, report = run_plain([TARGET], SMALL, (20, 40), 1e9, **CPU)
     model = report["models"]["target"]
     assert model["tokens_a_round"] == 1 and model["rounds"] == 8
-    # 4 tokens were committed before the 8 that are watched, half of which lie behind on average.
-    assert model["context"] == 20 + 4 + 4
+    # 5 tokens were committed before the 8 that are watched, half of which lie behind on average: the first
+    # as the request began to decode, then 4 rounds.
+    assert model["context"] == 20 + 5 + 4
     # Two layers of 30,720 weights, a head of 19,200 and an embedding row, each of 2 bytes; 256 a position.
-    assert model["floor_us"] == pytest.approx(1e-3 * (2 * (61_440 + 19_200 + 64) + 28 * 256))
+    assert model["floor_us"] == pytest.approx(1e-3 * (2 * (61_440 + 19_200 + 64) + 29 * 256))
     assert set(report["sampling"]) >= {"greedy", "noise", "filtered"}
     assert report["sampling"]["host_reads"]["syncs"] == 0
-    assert [report["contexts"][c]["context"] for c in ("20", "40")] == [26, 46]
+    assert [report["contexts"][c]["context"] for c in ("20", "40")] == [27, 47]
     text = digest({"probes": {"plain": {"status": "ok", "result": report}}})
-    assert "target at 28:" in text and "40 at 46:" in text and "host reads: 0 in 4 rounds" in text
+    assert "target at 29:" in text and "40 at 47:" in text and "host reads: 0 in 4 rounds" in text
 
 
 def test_drafted_rounds_of_tiny_models() -> None:
@@ -218,6 +222,32 @@ def test_kinds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain["tokens_a_second"] == pytest.approx(2e6 / plain["round_us"])
     text = digest({"probes": {"batches": {"status": "ok", "result": report}}})
     assert "1 slots, length 1.2: plain" in text and "auto_over_plain" in text
+
+
+@pytest.mark.parametrize("slots", [1, 12])
+def test_all_decode_before_a_span_begins(slots: int, tmp_path: Path) -> None:
+    """Also where prompts are written in many steps, while shapes are being captured."""
+    runner = batches.build(tmp_path, TARGET, DRAFT, "auto", slots, 3.08, **{**CPU, "ctx": 900})
+    assert len(runner.engine._scheduler.decoding()) == slots
+    load = Load(slots, 130, 2, 3)
+    found = with_engine(
+        config_of(tmp_path, TARGET, **{**CPU, "slots": slots, "ctx": load.context(0)}),
+        lambda engine: measure_load(engine, Recorder.of(engine), load, TARGET.vocab),
+    )
+    assert found["tokens_a_round"] == 1 and found["rounds"] == 3
+
+
+def test_a_script_of_lengths_stands_in_for_the_engines_own_choice() -> None:
+    asked = set(re.findall(r"self\._draft_length\.(\w+)", inspect.getsource(Engine)))
+    assert {"choose", "prepares"} <= asked <= set(dir(batches.ScriptedLengths))
+
+
+def test_requests_that_end_too_soon_are_no_load(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match="ended before all of them had begun"),
+        closing(Engine(config_of(tmp_path, TARGET, **{**CPU, "slots": 2, "ctx": 130}))) as engine,
+    ):
+        start(engine, [(1,) * 128, *[(2, 3)] * 3], GREEDY, 1)
 
 
 def test_every_pair_of_lengths_is_captured_once() -> None:

@@ -10,7 +10,8 @@ import torch
 
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.tokenizer import Tokenizer
-from spd.runtime import Engine, EngineConfig, Request, SamplingParams, state, transfer
+from spd.runtime import Engine, EngineConfig, Request, SamplingParams
+from tests.helpers import replace_transfers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,13 +90,7 @@ def test_an_edit_of_pinned_memory_in_flight_would_be_seen(monkeypatch: pytest.Mo
 
     engine = demo_engine(spec="draft", draft_model=demo_draft_folder(), draft_max=4)
     with monkeypatch.context() as patch:
-        for module in (transfer, state):
-            patch.setattr(module, "to_device", careless)
-        from spd.runtime import engine as engine_module
-        from spd.runtime import model_runner
-
-        patch.setattr(engine_module, "to_device", careless)
-        patch.setattr(model_runner, "to_device", careless)
+        replace_transfers(patch, careless)
         broken = text_of(engine, ids)
     assert broken != expected, "the injected edit went unseen"
     again = text_of(demo_engine(spec="draft", draft_model=demo_draft_folder(), draft_max=4), ids)

@@ -11,6 +11,7 @@ from torch import Tensor
 from spd.formats.demo import demo_folder
 from spd.runtime import SamplingParams, model_runner, transfer
 from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_wishes, outputs, run_work, story
+from tests.helpers import replace_transfers
 
 LONG = 60_000_000
 """Cycles that the device sleeps before a transfer: some 30 ms, in which the host runs far ahead."""
@@ -59,9 +60,6 @@ def test_a_reused_buffer_is_seen_and_the_real_way_is_right(monkeypatch: pytest.M
 
 def test_every_small_value_behind_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, stop ids and page tables all late, in step and two rounds behind."""
-    from spd.runtime import engine as engine_module
-    from spd.runtime import state as state_module
-
     prompts = demo_prompts()
     work: Work = [
         (prompts[i % 5], SamplingParams(max_tokens=10, seed=i, temperature=0.8, stop_token_ids=(i, 5)))
@@ -71,8 +69,7 @@ def test_every_small_value_behind_a_sleep(monkeypatch: pytest.MonkeyPatch) -> No
         demo_folder(), dtype="bfloat16", slots=2, draft_max=3, **method_wishes("ngram")
     ) as engine:
         reference = run_work(engine, work, 0)
-        for module in (engine_module, state_module, model_runner):
-            monkeypatch.setattr(module, "to_device", late)
+        replace_transfers(monkeypatch, late)
         for lag in (0, 2):
             delayed = run_work(engine, work, lag)
             assert outputs(delayed) == outputs(reference) and story(delayed) == story(reference)
