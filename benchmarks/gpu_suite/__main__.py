@@ -1,4 +1,4 @@
-"""The command: `python -m benchmarks.gpu_suite --out DIR`; status 5 without a GPU, 1 unless all is well."""
+"""The command: `python -m benchmarks.gpu_suite --out DIR`; its exit status says whether all gates are met."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu_suite.digest import digest
+from benchmarks.gpu_suite.gates import exit_status
 from benchmarks.gpu_suite.suite import PROBES, REPORT, run_here, run_suite
 
 NO_GPU = """\
 gpu_suite needs a CUDA GPU, and torch sees none here.
   Run it on a machine with one: python -m benchmarks.gpu_suite --out benchmarks/results
   Its kernels are compiled without a GPU by: pytest tests/benchmarks/test_gpu_suite_compiles.py"""
+
+STATUSES = """\
+exit status:
+  0  every probe ended, and every gate of them was measured and met
+  1  a gate was missed, or a probe failed, died or timed out
+  4  nothing of that, but a probe was cut short or not run, or a gate was not measured
+  5  there is no GPU"""
 
 
 def gpu_is_there() -> bool:
@@ -27,7 +35,11 @@ def gpu_is_there() -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the suite, or with --child one probe in this process."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_suite")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_suite",
+        epilog=STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help=f"folder of {REPORT}")
     names = ", ".join(probe.name for probe in PROBES)
     parser.add_argument("--only", help=f"comma list of probes: {names}")
@@ -51,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out, probes, options.budget, lambda line: print(line, file=sys.stderr, flush=True)
     )
     print(digest(report))
-    return 0 if all(probe["status"] == "ok" for probe in report["probes"].values()) else 1
+    return exit_status(report["probes"])
 
 
 if __name__ == "__main__":

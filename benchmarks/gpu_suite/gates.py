@@ -29,18 +29,33 @@ class Gate:
     goal: float | None = None
     most: float | None = None
 
-    def line(self, result: Mapping[str, Any]) -> str:
-        """The gate, what was found and whether it is met, in words."""
-        found = self.figures(result)
-        wanted = f"at least {self.least:g}" if self.most is None else f"at most {self.most:g}"
-        wanted = "none" if self.most == 0 else wanted
-        wanted += "" if self.goal is None else f", goal {self.goal:g}"
+    def judge(self, result: Mapping[str, Any] | None) -> Verdict:
+        """What was found in the probe's result, None where it left none."""
+        found = [] if result is None else self.figures(result)
         if not found:
-            return f"gate: {self.name} ({wanted}): not measured"
+            return Verdict(self, None, False)
         worst = min(found) if self.most is None else max(found)
-        met = worst >= self.least if self.most is None else worst <= self.most
-        shown = f"{worst:.0f}" if self.most == 0 or worst >= 1000 else f"{worst:.2f}"
-        return f"gate: {self.name} ({wanted}): {shown}, {'met' if met else 'NOT met'}"
+        return Verdict(self, worst, worst >= self.least if self.most is None else worst <= self.most)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A gate, the figure that decides, None where none was found, and whether it is met."""
+
+    gate: Gate
+    figure: float | None
+    met: bool
+
+    def line(self) -> str:
+        """The gate, what was found and whether it is met, in words."""
+        gate, figure = self.gate, self.figure
+        wanted = f"at least {gate.least:g}" if gate.most is None else f"at most {gate.most:g}"
+        wanted = "none" if gate.most == 0 else wanted
+        wanted += "" if gate.goal is None else f", goal {gate.goal:g}"
+        if figure is None:
+            return f"gate: {gate.name} ({wanted}): not measured"
+        shown = f"{figure:.0f}" if gate.most == 0 or figure >= 1000 else f"{figure:.2f}"
+        return f"gate: {gate.name} ({wanted}): {shown}, {'met' if self.met else 'NOT met'}"
 
 
 def _rows(
@@ -187,12 +202,26 @@ def _sparse_gates() -> Iterator[Gate]:
 GATES = (*_dense_gates(), *_sparse_gates())
 
 
+def judge(probes: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
+    """A verdict for each gate whose probe was to run, also where the probe found nothing for it."""
+    return [gate.judge(probes[gate.probe].get("result")) for gate in GATES if gate.probe in probes]
+
+
 def gate_lines(probes: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for each gate whose probe was run, also where the probe found nothing for it."""
-    return [
-        gate.line(probes[gate.probe]["result"])
-        if "result" in probes[gate.probe]
-        else f"gate: {gate.name}: not measured"
-        for gate in GATES
-        if gate.probe in probes
-    ]
+    """The verdicts in words."""
+    return [verdict.line() for verdict in judge(probes)]
+
+
+ALL_WELL, NOT_WELL, NOT_MEASURED = 0, 1, 4
+UNFINISHED = ("cut short", "not run")
+"""Statuses of probes that did nothing wrong, but had no more time."""
+
+
+def exit_status(probes: Mapping[str, Mapping[str, Any]]) -> int:
+    """NOT_WELL where a gate is missed or a probe failed; else NOT_MEASURED where anything was left out."""
+    verdicts, statuses = judge(probes), [probe["status"] for probe in probes.values()]
+    missed = any(one.figure is not None and not one.met for one in verdicts)
+    if missed or any(status not in ("ok", *UNFINISHED) for status in statuses):
+        return NOT_WELL
+    unfinished = any(one.figure is None for one in verdicts) or any(one in UNFINISHED for one in statuses)
+    return NOT_MEASURED if unfinished else ALL_WELL

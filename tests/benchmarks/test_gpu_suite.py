@@ -47,6 +47,43 @@ def test_unknown_probe_is_refused() -> None:
     assert stop.value.code == 2
 
 
+TOKENS = {"differing_tokens": 0, "compared_tokens": 100, "differing_counts": 0, "settings": {}}
+MET = {"status": "ok", "result": TOKENS}
+
+
+@pytest.mark.parametrize(
+    ("probes", "status"),
+    [
+        ({"self_draft": MET}, 0),
+        ({"self_draft": {"status": "ok", "result": {**TOKENS, "differing_tokens": 1}}}, 1),
+        ({"self_draft": MET, "spd_demo": {"status": "ok", "result": {**TOKENS}}}, 1),  # too few tokens
+        ({"self_draft": {**MET, "status": "timed out"}}, 1),
+        ({"self_draft": MET, "device": {"status": "failed", "error": ["E"]}}, 1),
+        ({"self_draft": {**MET, "status": "cut short"}}, 4),
+        ({"self_draft": MET, "plain": {"status": "not run", "why": "no time"}}, 4),
+        ({"self_draft": MET, "draft": {"status": "ok", "result": {"pairs": {}}}}, 4),
+        ({"self_draft": {"status": "cut short", "result": {**TOKENS, "differing_counts": 2}}}, 1),
+    ],
+)
+def test_the_exit_status_says_what_was_missed_and_what_was_left_out(
+    probes: dict[str, Any],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command, "gpu_is_there", lambda: True)
+    monkeypatch.setattr(command, "run_suite", lambda *given: {"probes": probes})
+    assert command.main(["--out", str(tmp_path)]) == status
+    assert ("NOT met" in capsys.readouterr().out) <= (status == 1)
+
+
+def test_help_says_what_the_exit_statuses_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    assert "\n  4  nothing of that, but a probe was cut short" in capsys.readouterr().out
+
+
 def test_a_probe_that_fails_dies_or_hangs_loses_no_other(tmp_path: Path) -> None:
     probes = [
         Probe("fails", f"{HERE}:fail", 60),
