@@ -26,6 +26,13 @@ class RoundShape:
     next_k: int
     needs: SamplerClass
     num_logprobs: int | None
+    slots: int = 0
+    """The first so many take part; 0 is all."""
+
+
+def slot_counts(slots: int) -> tuple[int, ...]:
+    """1, 4, 16 and so on up to all of them: a wider round costs more, and each number its own graphs."""
+    return (*(4**i for i in range(slots.bit_length()) if 4**i < slots), slots)
 
 
 class CapturedRounds:
@@ -40,6 +47,12 @@ class CapturedRounds:
         self.pool: Any = None
         self.captured: dict[RoundShape, tuple[Any, Logprobs | None]] = {}
         self._capture = capture or self.capture_cuda
+        self.sizes = slot_counts(round_.state.slots)
+
+    def slots_for(self, views: Sequence[SlotView]) -> int:
+        """How many slots a round runs: few enough that hardly any are empty, of few different numbers."""
+        taken = max((slot for slot, view in enumerate(views, 1) if view.bound), default=1)
+        return next(size for size in self.sizes if size >= taken)
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Logprobs | None:
         """Run one round of this shape; see `Round.run`. The next run reuses the log-probabilities' memory."""
@@ -57,8 +70,11 @@ class CapturedRounds:
         kept = [(t, t.clone()) for t in (*written, *([] if laws is None else [laws]))]
         state.active.fill_(False)
 
+        count = shape.slots or state.slots
+        part = self.round if count == state.slots else self.round.first(count)
+
         def program() -> Logprobs | None:
-            return self.round.run(shape.k, views, shape.needs, shape.num_logprobs, shape.next_k)
+            return part.run(shape.k, views[:count], shape.needs, shape.num_logprobs, shape.next_k)
 
         try:
             program()

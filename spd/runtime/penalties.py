@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,12 @@ class TokenCounts:
     def __init__(self, slots: int, vocab_size: int, device: str) -> None:
         self.in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
         self.generated = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
+
+    def first(self, count: int) -> TokenCounts:
+        """Those of the first `count` slots: parts of the same tensors."""
+        part = copy(self)
+        part.in_prompt, part.generated = self.in_prompt[:count], self.generated[:count]
+        return part
 
     def admit(self, slot: int, prompt: Tensor, generated: Tensor | None = None) -> None:
         """Start a row over with the prompt [n], and what was generated [m] before it was interrupted."""

@@ -7,6 +7,7 @@ from it: what happened is emitted into the state's ring.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -45,6 +46,14 @@ class Round:
         self.kernels, self.imposed, self.verify, self.share = kernels, imposed, verify, share
         self.follows = True
         """Whether the proposer keeps up with any slot."""
+
+    def first(self, count: int) -> Round:
+        """The same round of the first `count` slots, sharing every tensor; others are left as they are."""
+        part = copy(self)
+        part.state = self.state.first(count)
+        part.sampler = self.sampler.first(part.state)
+        part.proposer = self.proposer and self.proposer.first(part.state, part.sampler)
+        return part
 
     @torch.inference_mode()
     def run(

@@ -167,7 +167,8 @@ class RoundQueue:
                 self.settle(views)
             self.behind += not next_k
         if self.captured is not None:
-            logprobs = self.captured.run(RoundShape(k, next_k, needs, num_logprobs), views)
+            slots = self.captured.slots_for(views)
+            logprobs = self.captured.run(RoundShape(k, next_k, needs, num_logprobs, slots), views)
         else:
             self.round.follows = any(
                 view.bound and own for view, own in zip(views, self.follows, strict=True)

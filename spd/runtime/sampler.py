@@ -5,6 +5,7 @@ What is done to logits stands in `kernels/sampling.py`; here is whose parameters
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -49,6 +50,17 @@ class Sampler:
         self.mask: Tensor | None = None
         self.draft_laws: Tensor | None = None
         """What each draft was drawn from, [S, max_draft, V]; kept only for rules that test it."""
+
+    def first(self, state: RoundState) -> Sampler:
+        """The sampler of a state's first slots: parts of the same tensors, as far as they exist by now."""
+        part, count = copy(self), state.slots
+        part.state = state
+        part.numbers = {name: tensor[:count] for name, tensor in self.numbers.items()}
+        part.counts = None if self.counts is None else self.counts.first(count)
+        for name in ("top_k", "seed", "bias", "mask", "draft_laws"):
+            whole = getattr(self, name)
+            setattr(part, name, None if whole is None else whole[:count])
+        return part
 
     def keep_draft_laws(self) -> None:
         """From now on drafters draw with noise of their own, and what from is kept for `verify`."""

@@ -6,6 +6,7 @@ The host writes a row when it admits or retires a request; between that, only th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -49,6 +50,15 @@ class RoundState:
         self.times = torch.zeros(RING_DEPTH, NUM_TIMES, dtype=torch.long, device=device)
         self.counter = torch.zeros(1, dtype=torch.long, device=device)
         """Rounds run so far; its remainder by the depth is the ring's row."""
+
+    def first(self, count: int) -> RoundState:
+        """The state of the first `count` slots: parts of the same tensors; the ring is whole."""
+        part = copy(self)
+        part.slots = count
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name not in ("ring", "times", "counter"):
+                setattr(part, name, value[:count])
+        return part
 
     def admit(
         self,

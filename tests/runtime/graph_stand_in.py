@@ -17,6 +17,7 @@ from spd.kernels.dispatch import Kernels, operation_stems
 from spd.kernels.paged_attention import AttentionPlan
 from spd.runtime import Engine
 from spd.runtime.graphs import CapturedRounds, RoundShape
+from spd.runtime.round import Round
 from spd.runtime.rows import SlotView
 from spd.runtime.sampler_class import SamplerClass
 
@@ -101,6 +102,16 @@ class Tape:
         return value
 
 
+class RoundOfNow(Round):
+    """A round that looks at the views of who runs it now."""
+
+    stand_in: StandIn
+
+    def run(self, k: int, views: Sequence[SlotView], *rest: Any) -> Any:
+        """See `Round`."""
+        return super().run(k, self.stand_in.views[: len(views)], *rest)
+
+
 class StandIn(CapturedRounds):
     """Captures by running once and noting everything; replays by running again and comparing."""
 
@@ -110,8 +121,8 @@ class StandIn(CapturedRounds):
         self.views: Sequence[SlotView] = ()
         self.rounds = self.replays = 0
         if tape.form == "torch":  # a graph never looks at the views, so it may keep those of its capture
-            honest = self.round.run
-            self.round.run = lambda k, views, *rest: honest(k, self.views, *rest)  # type: ignore[method-assign]
+            self.round.__class__ = RoundOfNow
+            self.round.stand_in = self  # type: ignore[attr-defined]
             proposer = self.round.proposer
             drafters = getattr(proposer, "runners", [getattr(proposer, "runner", None)])
             for runner in filter(None, (self.round.runner, *drafters)):

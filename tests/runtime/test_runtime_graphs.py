@@ -390,7 +390,7 @@ def test_a_host_read_would_be_seen(
     no_host_reads: Callable[[StandIn], list[str]],
 ) -> None:
     """The watch above notices a length that is looked at in the middle of a round."""
-    engine, captured = watched_engine(target, spec="ngram", ngram_min=1, draft_max=2)
+    engine, captured = watched_engine(target, spec="ngram", ngram_min=1, draft_max=2, slots=1)
     honest = captured.round._commit
 
     def curious(*args: Any) -> None:

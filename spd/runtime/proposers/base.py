@@ -6,13 +6,16 @@ Proposers know the round's state and their own model; never each other, the engi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Protocol
 
 from torch import Tensor
 
 from spd.kernels.round_window import RoundWindow
 from spd.runtime.rows import PromptPart, SlotView
+from spd.runtime.sampler import Sampler
 from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.state import RoundState
 
 
 class Proposer(Protocol):
@@ -32,6 +35,12 @@ class Proposer(Protocol):
     """Whether its drafts are drawn, by `Sampler.draw_draft`, which keeps from what; else each is certain."""
     forwards_a_draft: int
     """Forward passes for each token it drafts: 1 for a model, 0 for a lookup."""
+
+    def first(self, state: RoundState, sampler: Sampler) -> Proposer:
+        """The proposer of a state's first slots. Who keeps more than these two by slots narrows that, too."""
+        part = copy(self)
+        vars(part).update(state=state, sampler=sampler)
+        return part
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
         """A slot begins with pages that hold positions up to `start`."""

@@ -14,6 +14,7 @@ has no more modules than that; beyond the last module its own states go on.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -58,6 +59,12 @@ class MtpProposer(Proposer):
             [torch.zeros(shape, dtype=first.dtype, device=state.device) for _ in self.runners]
             for shape in (ring, page)
         )
+
+    def first(self, state: RoundState, sampler: Sampler) -> MtpProposer:
+        """See `Proposer`: its rings are a slot's own."""
+        part = copy(self)
+        part.state, part.sampler, part.rings = state, sampler, [ring[: state.slots] for ring in self.rings]
+        return part
 
     # -- prompts -----------------------------------------------------------------------------------
 
