@@ -2,8 +2,9 @@
 
 The three engines live side by side and take turns at spans of equally many tokens, so that clocks, heat
 and contexts are the same for all; what is reported are ratios within a turn, with an interval for their
-median. Acceptance is imposed; a span's tokens are counted as its rounds commit on average, since the
-luck of a few draws would drown what is measured.
+median. Where memory does not hold three, plain decoding lives beside one other at a time; where it does not
+hold two, they run one after another, and the ratio has no interval. Acceptance is imposed; a span's tokens
+are counted as its rounds commit on average, since the luck of a few draws would drown what is measured.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.gpu_suite.bandwidth import measure_read
 from benchmarks.gpu_suite.end_to_end import READ_GIB, config_of
 from benchmarks.gpu_suite.graph_timer import free_memory
+from benchmarks.gpu_suite.room import needed_bytes, plan_anyway, side_by_side, usable_bytes
 from benchmarks.gpu_suite.round_times import FILL, GREEDY, Recorder, Span, random_prompt, run_span, start
 from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_8B, Shape, round_bytes
 from benchmarks.gpu_suite.speculation import (
@@ -29,7 +32,8 @@ from benchmarks.gpu_suite.speculation import (
     mean_length,
 )
 from benchmarks.summaries import median_interval, paired_ratio
-from spd.runtime import Engine
+from spd.runtime import Engine, EngineConfig
+from spd.runtime.memory import pages_a_slot
 
 K = REFERENCE_K
 POOR_LENGTH = 1.2
@@ -75,9 +79,14 @@ class Runner:
         }
 
 
-def ratio(runners: dict[str, Runner], over: str, under: str) -> dict[str, Any]:
-    """The ratio of two runners' tokens a second within a turn: median, interval, number of turns."""
-    ratios = paired_ratio(runners[over].rates, runners[under].rates)
+def ratio(over: Sequence[float], under: Sequence[float], together: bool = True) -> dict[str, Any]:
+    """The ratio of two runners' tokens a second: median, interval, number of turns.
+
+    Within a turn where they took turns; else of their medians, without an interval.
+    """
+    if not together:
+        return {"median": median(over) / median(under), "interval_95": None, "turns": len(over)}
+    ratios = paired_ratio(over, under)
     return {
         "median": ratios.median,
         "interval_95": median_interval(ratios.values),
@@ -131,51 +140,77 @@ def capture_every_length(engine: Engine) -> None:
     engine._draft_length = chosen
 
 
-def build(
+def config_of_kind(
     parent: Path, target: Shape, draft: Shape, kind: str, slots: int, length: float, **rest: Any
-) -> Runner:
-    """An engine of one kind ("plain", "fixed", "auto") with all slots running and its graphs captured."""
+) -> EngineConfig:
+    """An engine of one kind ("plain", "fixed", "auto"); refused where a slot could not reach its context."""
     wishes = {"slots": slots, "ctx": CONTEXT + ceil(FILL * slots * REFERENCE_LENGTH), **rest}
+    wishes["cache_pages"] = slots * pages_a_slot(wishes["ctx"])
     if kind == "plain":
-        config = config_of(parent, target, **wishes)
-    else:
-        config = config_of(parent, target, draft, K, length, adaptive=kind == "auto", **wishes)
+        return config_of(parent, target, **wishes)
+    return config_of(parent, target, draft, K, length, **{"adaptive": kind == "auto", **wishes})
+
+
+def build(config: EngineConfig, kind: str, vocab: int, length: float) -> Runner:
+    """The engine with all slots running and its graphs captured."""
     engine = Engine(config)
-    prompts = [random_prompt(PROMPT, target.vocab, seed) for seed in range(slots)]
+    prompts = [random_prompt(PROMPT, vocab, seed) for seed in range(config.slots)]
     start(engine, prompts, GREEDY, 2)
     if kind == "auto":
         capture_every_length(engine)
     for _ in range(WARM):
         engine.step()
-    return Runner(engine, Recorder.of(engine), slots, acceptance_rate(length, K))
+    return Runner(engine, Recorder.of(engine), config.slots, acceptance_rate(length, K))
 
 
-def compare_kinds(
-    parent: Path, target: Shape, draft: Shape, slots: int, length: float, kinds: Sequence[str], **rest: Any
-) -> dict[str, Any]:
-    """Let the kinds take turns; their descriptions and ratios."""
+def take_turns(
+    configs: Mapping[str, EngineConfig], vocab: int, length: float, seconds: float
+) -> dict[str, Runner]:
+    """Build engines side by side, let them take turns, and close them; what they gave."""
     free_memory()
     runners: dict[str, Runner] = {}
     try:
-        for kind in kinds:
-            runners[kind] = build(parent, target, draft, kind, slots, length, **rest)
+        for kind, config in configs.items():
+            runners[kind] = build(config, kind, vocab, length)
         began = time.perf_counter()
         for turn in range(TURNS):
-            if turn >= FEWEST_TURNS and time.perf_counter() - began > SECONDS_A_CASE:
+            if turn >= FEWEST_TURNS and time.perf_counter() - began > seconds:
                 break
             # Whoever comes first in a turn changes, so that none always follows the same one.
             order = list(runners.values())
             for runner in order[turn % len(order) :] + order[: turn % len(order)]:
                 runner.turn()
-        found: dict[str, Any] = {kind: runner.describe() for kind, runner in runners.items()}
-        pairs = [(a, b) for a, b in (("auto", "plain"), ("auto", "fixed"), ("fixed", "plain"))]
-        for over, under in pairs:
-            if over in runners and under in runners:
-                found[f"{over}_over_{under}"] = ratio(runners, over, under)
-        return found
     finally:
         for runner in runners.values():
             runner.engine.close()
+            del runner.engine  # the next ones need its memory
+    return runners
+
+
+PAIRS = (("auto", "plain"), ("auto", "fixed"), ("fixed", "plain"))
+
+
+def compare_kinds(configs: Mapping[str, EngineConfig], vocab: int, length: float) -> dict[str, Any]:
+    """Let the kinds take turns, as many at once as fit; their descriptions and ratios."""
+    free_memory()
+    plans = {kind: plan_anyway(config) for kind, config in configs.items()}
+    needs = {kind: needed_bytes(plan) for kind, plan in plans.items()}
+    first = next(iter(configs))
+    groups = side_by_side(needs, usable_bytes(configs[first], plans[first].device))
+    found: dict[str, Any] = {"side_by_side": groups, "needed_bytes": needs}
+    rates: dict[str, list[float]] = {}
+    for group in groups:
+        few = {kind: configs[kind] for kind in group}
+        runners = take_turns(few, vocab, length, SECONDS_A_CASE / len(groups))
+        found |= {kind: runner.describe() for kind, runner in runners.items()}
+        rates |= {kind: runner.rates for kind, runner in runners.items()}
+        for over, under in PAIRS:
+            if over in runners and under in runners:
+                found[f"{over}_over_{under}"] = ratio(rates[over], rates[under])
+    for over, under in PAIRS:
+        if over in rates and under in rates and f"{over}_over_{under}" not in found:
+            found[f"{over}_over_{under}"] = ratio(rates[over], rates[under], together=False)
+    return found
 
 
 def run(
@@ -193,7 +228,11 @@ def run(
         for slots, length, kinds in cases:
             name, began = f"{slots} slots, length {length}", time.perf_counter()
             try:
-                case = compare_kinds(Path(place), target, draft, slots, length, kinds, **rest)
+                configs = {
+                    kind: config_of_kind(Path(place), target, draft, kind, slots, length, **rest)
+                    for kind in kinds
+                }
+                case = compare_kinds(configs, target.vocab, length)
                 context = PROMPT + WARM + SPAN_TOKENS * case["auto_over_plain"]["turns"] // 2
                 floor_us = 1e6 * round_bytes(target, None, [context] * slots, 0) / rate
                 case["plain"]["share_of_floor"] = floor_us / case["plain"]["round_us"]

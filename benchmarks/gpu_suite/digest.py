@@ -96,10 +96,12 @@ def _sparse(result: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, rows in result["models"].items():
         for k, row in rows.items():
+            cut = row.get("layers") != row.get("of")
+            label = f"{name} in {row['layers']} layers {k}" if cut else f"{name} {k}"
             lines.append(
-                f"{name} {k}: {row['error']}"
+                f"{label}: {row['error']}"
                 if "error" in row
-                else f"{name} {k}: {row['wall_us']:.0f} us, {row['share_of_floor']:.2f} of the byte floor, "
+                else f"{label}: {row['wall_us']:.0f} us, {row['share_of_floor']:.2f} of the byte floor, "
                 f"weights {row['weights']}, {row['touched_experts']:.1f} experts a layer"
             )
     return lines

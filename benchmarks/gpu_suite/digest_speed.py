@@ -96,10 +96,13 @@ def _batches(result: Result) -> list[str]:
         parts = []
         for key, one in case.items():
             if "_over_" in key:
-                low, high = one["interval_95"] or (float("nan"), float("nan"))
-                parts.append(f"{key} {one['median']:.3f} ({low:.3f} to {high:.3f}, n={one['turns']})")
-            elif isinstance(one, dict):
+                within = "{:.3f} to {:.3f}, ".format(*one["interval_95"]) if one["interval_95"] else ""
+                parts.append(f"{key} {one['median']:.3f} ({within}n={one['turns']})")
+            elif isinstance(one, dict) and "round_us" in one:
                 parts.append(f"{key} {one['round_us']:.0f} us {one['expected_tokens_a_second']:.0f} tokens/s")
+        groups = case.get("side_by_side", [])
+        if len(groups) > 1:
+            parts.append("no room for all at once: " + ", then ".join(" beside ".join(one) for one in groups))
         lines.append(f"{name}: " + "; ".join(parts))
     return lines
 

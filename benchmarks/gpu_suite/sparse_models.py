@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from typing import Any
 from benchmarks.gpu_suite.bandwidth import measure_read
 from benchmarks.gpu_suite.end_to_end import READ_GIB, attempt
 from benchmarks.gpu_suite.graph_timer import free_memory
+from benchmarks.gpu_suite.room import needed_bytes, plan_anyway, usable_bytes
 from benchmarks.gpu_suite.round_times import Load, Recorder, measure_load, with_engine
 from spd.formats.model_config import read_model_config
 from spd.formats.mtp import FAMILIES, MtpLayout
 from spd.runtime import Engine, EngineConfig
 from spd.runtime.layers.moe import MoeMlp
-from spd.runtime.memory import PAGE_SIZE, page_bytes, tensor_bytes
+from spd.runtime.memory import PAGE_SIZE, largest, page_bytes, tensor_bytes
 from spd.runtime.models import family_layout
 from spd.runtime.models.layouts import MoeLayout
 from spd.runtime.models.mtp_weights import module_bytes, module_layer
@@ -49,11 +50,25 @@ LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, 
 
 @dataclass(frozen=True)
 class Published:
-    """One model's configuration, how many MTP layers are added, and in how many layers it is measured."""
+    """One model's configuration, in as many layers as are measured at most, and its number of MTP layers."""
 
     name: str
     config: Mapping[str, Any]
     modules: int = 0
+
+    @property
+    def layers(self) -> int:
+        """Of the configuration, the MTP layers apart."""
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def fewest_layers(self) -> int:
+        """As many as it takes for one of each kind."""
+        return int(self.config.get("first_k_dense_replace", 0)) + 1
+
+    def shortened(self, layers: int) -> Published:
+        """The same in fewer layers."""
+        return replace(self, config={**self.config, "num_hidden_layers": layers})
 
     def family(self) -> str:
         """The name of the MTP layout."""
@@ -100,11 +115,11 @@ QWEN3_30B = Published(
     },
 )
 GLM_AIR = Published(
-    "GLM-4.5-Air in 24 layers",
+    "GLM-4.5-Air",
     {
         **BASE,
         **{"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096},
-        **{"intermediate_size": 10944, "num_hidden_layers": 24, "num_attention_heads": 96},
+        **{"intermediate_size": 10944, "num_hidden_layers": 46, "num_attention_heads": 96},
         **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552, "attention_bias": True},
         **{"n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1},
         **{"moe_intermediate_size": 1408, "first_k_dense_replace": 1, "norm_topk_prob": True},
@@ -130,7 +145,8 @@ V3 = Published(
     },
     modules=1,
 )
-MODELS = (MIMO, V2_LITE, QWEN3_30B, GLM_AIR, V3)
+MODELS = (V3, MIMO, QWEN3_30B, V2_LITE, GLM_AIR)
+"""What has a gate or nothing like it first: a probe that is stopped keeps what came before."""
 
 
 def write_hollow(model: Published, parent: Path) -> Path:
@@ -252,6 +268,35 @@ def measure_model(engine: Engine, load: Load, rate: float, touched: float) -> di
     return {**found, **stated, "floor_us": floor_us, "share_of_floor": floor_us / found["wall_us"]}
 
 
+def wishes_at(folder: Path, load: Load, k: int) -> dict[str, Any]:
+    """An engine on random weights that drafts k tokens at imposed acceptance."""
+    wishes: dict[str, Any] = {"model": folder, "load": "dummy", "prefix_sharing": False}
+    wishes |= {"ctx": load.context(k), "spec": "off"}
+    if k:
+        wishes |= {"spec": "mtp", "draft_max": k, "adaptive": False}
+        wishes |= {"synthetic_acceptance": LENGTHS[k]}
+    return wishes
+
+
+def lengths_of(model: Published) -> tuple[int, ...]:
+    """Every k that the model is measured at."""
+    return (0, *(LENGTHS if model.modules else ()))
+
+
+def shorten_to_fit(model: Published, parent: Path, load: Load, **rest: Any) -> Published:
+    """The model in as many layers as the free memory holds at every k, but no fewer than make sense."""
+
+    def fits(layers: int) -> bool:
+        if layers < model.fewest_layers:
+            return True
+        folder = write_hollow(model.shortened(layers), parent)
+        config = EngineConfig(**{**wishes_at(folder, load, max(lengths_of(model))), **rest})
+        plan = plan_anyway(config)
+        return needed_bytes(plan) <= usable_bytes(config, plan.device)
+
+    return model.shortened(max(model.fewest_layers, largest(fits, model.layers, 1)))
+
+
 def run(
     models: Sequence[Published] = MODELS, load: Load = LOAD, read_rate: float | None = None, **rest: Any
 ) -> Iterator[dict[str, Any]]:
@@ -262,22 +307,19 @@ def run(
     few = Load(load.slots, load.prompt, 2, 4, load.params)
     with tempfile.TemporaryDirectory() as place:
         for model in models:
-            folder = write_hollow(model, Path(place))
-            rows = found.setdefault(model.name, {})
-            for k in (0, *(LENGTHS if model.modules else ())):
-                wishes: dict[str, Any] = {"model": folder, "load": "dummy", "prefix_sharing": False}
-                wishes |= {"ctx": load.context(k), "spec": "off"}
-                if k:
-                    wishes |= {"spec": "mtp", "draft_max": k, "adaptive": False}
-                    wishes |= {"synthetic_acceptance": LENGTHS[k]}
+            free_memory()
+            chosen = shorten_to_fit(model, Path(place), load, **rest)
+            folder, rows = write_hollow(chosen, Path(place)), found.setdefault(model.name, {})
+            for k in lengths_of(model):
+                wishes = {**wishes_at(folder, load, k), **rest}
 
                 def rounds(wishes: dict[str, Any] = wishes) -> dict[str, Any]:
-                    eager = EngineConfig(**{**wishes, **rest, "graphs": False})
+                    eager = EngineConfig(**{**wishes, "graphs": False})
                     vocab = read_model_config(wishes["model"]).vocab_size
                     touched = with_engine(eager, partial(touched_experts, load=few, vocab=vocab))
                     free_memory()
                     work = partial(measure_model, load=load, rate=rate, touched=touched)
-                    return with_engine(EngineConfig(**{**wishes, **rest}), work)
+                    return with_engine(EngineConfig(**wishes), work)
 
-                rows[f"k={k}"] = attempt(rounds)
+                rows[f"k={k}"] = {"layers": chosen.layers, "of": model.layers, **attempt(rounds)}
                 yield report

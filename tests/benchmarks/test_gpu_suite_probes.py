@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable
 from contextlib import closing
@@ -35,6 +36,7 @@ from benchmarks.gpu_suite.kernel_cases import (
     row_case,
 )
 from benchmarks.gpu_suite.kernel_table import cases, eight_over_one, run_case
+from benchmarks.gpu_suite.room import needed_bytes, plan_anyway, side_by_side, usable_bytes
 from benchmarks.gpu_suite.round_cases import lookup_case, round_case, sampling_case
 from benchmarks.gpu_suite.round_times import (
     GREEDY,
@@ -53,9 +55,11 @@ from benchmarks.gpu_suite.round_times import (
 from benchmarks.gpu_suite.shapes import Shape
 from benchmarks.gpu_suite.sparse_cases import sparse_cases
 from benchmarks.gpu_suite.speculation import REFERENCE_LENGTH
+from spd.errors import ResourceError
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.paged_attention import AttentionHeads
 from spd.runtime import Engine
+from spd.runtime.plan import make_plan
 
 TARGET = Shape("target", 64, 2, 4, 2, 96, vocab=300, head_dim=16)
 DRAFT = Shape("draft", 32, 1, 2, 2, 48, vocab=300, tied=True, head_dim=16)
@@ -224,10 +228,55 @@ def test_kinds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 slots, length 1.2: plain" in text and "auto_over_plain" in text
 
 
+def test_engines_stand_side_by_side_where_they_fit() -> None:
+    needs = {"plain": 3, "fixed": 4, "auto": 5}
+    assert side_by_side(needs, 12) == [("plain", "fixed", "auto")]
+    assert side_by_side(needs, 11) == side_by_side(needs, 8) == [("plain", "fixed"), ("plain", "auto")]
+    assert side_by_side(needs, 7) == side_by_side(needs, 1) == [("plain",), ("fixed",), ("auto",)]
+
+
+def test_what_an_engine_needs_is_what_its_plan_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = batches.config_of_kind(tmp_path, TARGET, DRAFT, "fixed", 3, 3.08, **{**CPU, "ctx": 900})
+    assert config.cache_pages == 3 * 16
+    needed = needed_bytes(plan_anyway(config))
+    monkeypatch.setattr("spd.runtime.plan._free_memory", lambda device: math.ceil(needed / 0.9))
+    assert usable_bytes(config, "cpu") == needed and make_plan(config).num_pages >= 48
+    monkeypatch.setattr("spd.runtime.plan._free_memory", lambda device: int(needed / 0.9) - 1)
+    assert needed_bytes(plan_anyway(config)) == needed
+    with pytest.raises(ResourceError):
+        make_plan(config)
+
+
+@pytest.mark.parametrize(("room", "groups"), [(2.5, 2), (1.5, 3), (0.5, 0)])
+def test_kinds_without_room_for_all_still_have_ratios(
+    room: float, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("TURNS", 6), ("FEWEST_TURNS", 6), ("SPAN_TOKENS", 3), ("WARM", 2), ("PROMPT", 16)):
+        monkeypatch.setattr(batches, name, value)
+    config = batches.config_of_kind(tmp_path, TARGET, DRAFT, "fixed", 1, 3.08, **{**CPU, "ctx": 200})
+    free = int(room * needed_bytes(plan_anyway(config)) / config.memory_fraction)
+    monkeypatch.setattr("spd.runtime.plan._free_memory", lambda device: free)
+    chosen = [(1, REFERENCE_LENGTH, ("plain", "fixed", "auto"))]
+    *_, report = batches.run(TARGET, DRAFT, chosen, 1e9, **{**CPU, "ctx": 200})
+    [case] = report["cases"].values()
+    text = digest({"probes": {"batches": {"status": "ok", "result": report}}})
+    if not groups:
+        assert "does not fit" in case["error"] or "memory" in case["error"]
+        return
+    assert len(case["side_by_side"]) == groups and all(case[kind]["round_us"] for kind in chosen[0][2])
+    intervals = {name: one["interval_95"] for name, one in case.items() if "_over_" in name}
+    within = {"auto_over_plain", "fixed_over_plain"} if groups == 2 else set()
+    assert {name for name, interval in intervals.items() if interval} == within and len(intervals) == 3
+    assert "no room for all at once: plain" in text and "nan" not in text
+
+
 @pytest.mark.parametrize("slots", [1, 12])
 def test_all_decode_before_a_span_begins(slots: int, tmp_path: Path) -> None:
     """Also where prompts are written in many steps, while shapes are being captured."""
-    runner = batches.build(tmp_path, TARGET, DRAFT, "auto", slots, 3.08, **{**CPU, "ctx": 900})
+    config = batches.config_of_kind(tmp_path, TARGET, DRAFT, "auto", slots, 3.08, **{**CPU, "ctx": 900})
+    runner = batches.build(config, "auto", TARGET.vocab, 3.08)
     assert len(runner.engine._scheduler.decoding()) == slots
     load = Load(slots, 130, 2, 3)
     found = with_engine(

@@ -18,6 +18,7 @@ from benchmarks.gpu_suite.gates import GATES, gate_lines
 from benchmarks.gpu_suite.graph_timer import Once
 from benchmarks.gpu_suite.kernel_cases import Bench, Case
 from benchmarks.gpu_suite.kernel_table import cases, run_case
+from benchmarks.gpu_suite.room import needed_bytes, plan_anyway
 from benchmarks.gpu_suite.round_times import Load
 from benchmarks.gpu_suite.sparse_cases import eight_bit_case, experts_case, latent_case, sparse_cases
 from benchmarks.gpu_suite.sparse_models import MODELS, Published, write_hollow
@@ -26,6 +27,7 @@ from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import read_model_config
 from spd.formats.mtp_folder import find_source
 from spd.kernels.dispatch import load_kernels
+from spd.runtime import EngineConfig
 from spd.runtime.memory import tensor_bytes
 from spd.runtime.models import family_layout
 from spd.runtime.models.mtp_weights import check_source
@@ -118,6 +120,36 @@ def test_rounds_of_a_tiny_one(model: Published, tmp_path: Path) -> None:
         assert found["k=0"]["floor_us"] == pytest.approx(1e-3 * exact)
     else:
         assert found["k=0"]["touched_experts"] == 0
+
+
+def test_a_model_is_measured_in_as_many_layers_as_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {**SMALL, "num_hidden_layers": 5, "head_dim": 16}
+    config = {key: small.get(key, value) for key, value in sparse_models.V2_LITE.config.items()}
+    tiny, load = replace(sparse_models.V2_LITE, name="tiny", config=config), Load(prompt=20, warm=2, rounds=4)
+
+    def need(layers: int) -> float:
+        folder = write_hollow(tiny.shortened(layers), tmp_path)
+        wishes = sparse_models.wishes_at(folder, load, 3)
+        return needed_bytes(plan_anyway(EngineConfig(**{**wishes, **CPU})))
+
+    monkeypatch.setattr("spd.runtime.plan._free_memory", lambda device: int((need(3) + 1000) / 0.9))
+    *_, report = sparse_models.run([tiny], load, 1e9, **CPU)
+    rows = report["models"]["tiny"]
+    assert {(row["layers"], row["of"]) for row in rows.values()} == {(3, 5)}
+    assert all("error" not in row for row in rows.values())
+    text = digest({"probes": {"sparse_models": {"status": "ok", "result": report}}})
+    assert "tiny in 3 layers k=3: " in text
+    monkeypatch.setattr("spd.runtime.plan._free_memory", lambda device: 10_000)
+    *_, report = sparse_models.run([tiny], load, 1e9, **CPU)
+    assert {row["layers"] for row in report["models"]["tiny"].values()} == {2}, "one of each kind, at least"
+    assert all("ResourceError" in row["error"] for row in report["models"]["tiny"].values())
+
+
+def test_what_was_never_measured_comes_first() -> None:
+    assert next(iter(eight_bit_rounds.FORMS)) == "fp8" and MODELS[0] is sparse_models.V3
+    assert MODELS[1] is sparse_models.MIMO, "whose rounds have gates"
 
 
 def test_the_demo_in_every_form_of_its_weights() -> None:
