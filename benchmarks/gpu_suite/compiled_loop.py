@@ -148,7 +148,15 @@ class CompiledLoop:
 
     graph: torch.cuda.CUDAGraph | None = None
 
-    def __init__(self, shape: Shape, positions: int, device: str, dtype: torch.dtype, compiled: bool) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        positions: int,
+        device: str,
+        dtype: torch.dtype,
+        compiled: bool,
+        tuned: bool = False,
+    ) -> None:
         default = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
@@ -162,7 +170,8 @@ class CompiledLoop:
         if compiled:
             from torch._inductor import config
 
-            config.coordinate_descent_tuning = True  # as gpt-fast does: slower to compile, faster to run
+            config.coordinate_descent_tuning = tuned  # as gpt-fast does: slower to compile, faster to run
+            torch._dynamo.reset()  # or code that was compiled otherwise would be taken again
             self.step = self.model.compile_step()
             if torch.device(device).type == "cuda":
                 self._capture()

@@ -108,17 +108,19 @@ def _batches(result: Result) -> list[str]:
 
 
 def _contest(result: Result) -> list[str]:
-    """Speeds and ratios of one interleaved run."""
+    """Speeds and ratios of one interleaved run; only errors where nothing ran."""
+    errors = [f"{name}: {error}" for name, error in result["errors"].items()]
+    if "tokens_a_second" not in result:
+        return errors
     speeds = [f"{name} {one['median']:.1f}" for name, one in result["tokens_a_second"].items()]
     ratios = [
         f"{name} = {one['median']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
         for name, one in result["ratios"].items()
     ]
-    errors = [f"{name}: {error}" for name, error in result["errors"].items()]
     return ["tokens/s: " + ", ".join(speeds), *ratios, *errors]
 
 
-def _peers_eager(result: Result) -> list[str]:
+def _contests(result: Result) -> list[str]:
     return [line for contest in result.values() for line in _contest(contest)]
 
 
@@ -128,7 +130,7 @@ RENDERERS: Mapping[str, Callable[[Result], list[str]]] = {
     "plain": _plain,
     "draft": _draft,
     "batches": _batches,
-    "peers_eager": _peers_eager,
-    "peers_loop": _contest,
-    "peers_static": _contest,
+    "peers_eager": _contests,
+    "peers_loop": _contests,
+    "peers_static": _contests,
 }

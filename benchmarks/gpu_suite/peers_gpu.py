@@ -4,15 +4,18 @@
 Eager `transformers` and its assisted generation; a loop of our own compiled by torch; `transformers`
 compiled with its static cache. Each probe runs its peers and spd in turn in one process, on random
 weights in bfloat16; speeds are differences of a longer and a shorter generation, so that prompts and
-starting up do not count. Compiling has probes of its own, since it may take longer than it is given.
+starting up do not count. Compiling has probes of its own, since it may take longer than it is given. What has
+a gate comes first, and every turn is kept as it ends.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import torch
 
 from benchmarks.gpu_suite.compiled_loop import CompiledLoop
 from benchmarks.gpu_suite.end_to_end import config_of
+from benchmarks.gpu_suite.graph_timer import free_memory
 from benchmarks.gpu_suite.round_times import GREEDY, random_prompt, synchronize
 from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_06B, QWEN3_8B, Shape
 from benchmarks.gpu_suite.speculation import REFERENCE_LENGTH
@@ -32,7 +36,7 @@ PROMPT, FEW, MANY = 128, 8, 72
 POSITIONS = 256
 K = 4
 FORCED_TOKEN = 7
-TURNS = 4
+TURNS, EAGER_TURNS = 4, 2
 SECONDS = 8.0
 
 
@@ -50,8 +54,8 @@ def tokens_a_second(generate: Generate) -> float:
 
 def interleave(
     contenders: dict[str, Generate], turns: int = TURNS, seconds: float = SECONDS
-) -> dict[str, Any]:
-    """Every contender once a turn, at least two turns; speeds, and ratios of the spd ones to the others.
+) -> Iterator[dict[str, Any]]:
+    """Every contender once a turn, two turns at least; speeds so far, and ratios of spd's to the others'.
 
     A contender that fails is named with its error and left out from then on.
     """
@@ -70,16 +74,21 @@ def interleave(
             break
         for name, generate in left.items():
             speeds[name].append(tokens_a_second(generate))
+        yield _standing({name: speeds[name] for name in left}, errors)
+
+
+def _standing(speeds: Mapping[str, Sequence[float]], errors: Mapping[str, str]) -> dict[str, Any]:
+    """What the turns so far have shown."""
     ratios = {
         f"{ours} / {peer}": paired_ratio(speeds[ours], speeds[peer]).as_dict()
-        for ours in left
-        for peer in left
+        for ours in speeds
+        for peer in speeds
         if ours.startswith("spd") and not peer.startswith("spd")
     }
     return {
-        "tokens_a_second": {name: summarize(speeds[name]).as_dict() for name in left},
+        "tokens_a_second": {name: summarize(found).as_dict() for name, found in speeds.items()},
         "ratios": ratios,
-        "errors": errors,
+        "errors": dict(errors),
     }
 
 
@@ -94,16 +103,20 @@ def spd_contender(engine: Engine, vocab: int) -> Generate:
     return generate
 
 
-def spd_contenders(
-    parent: Path, target: Shape, drafts: dict[str, tuple[Shape, float]], **rest: Any
-) -> dict[str, Generate]:
-    """spd without speculation, and with each draft at the tokens a round that are imposed."""
-    wishes = {"ctx": POSITIONS, **rest}
-    found = {"spd plain": spd_contender(Engine(config_of(parent, target, **wishes)), target.vocab)}
-    for name, (draft, length) in drafts.items():
-        engine = Engine(config_of(parent, target, draft, K, length, **wishes))
-        found[f"spd {name}"] = spd_contender(engine, target.vocab)
-    return found
+@contextmanager
+def spd_running(
+    target: Shape, draft: Shape | None = None, length: float = 1.0, **rest: Any
+) -> Iterator[Generate]:
+    """spd as a contender, plain or with a draft at `length` tokens a round; closed afterwards."""
+    with tempfile.TemporaryDirectory() as place:
+        config = config_of(Path(place), target, draft, K, length, **{"ctx": POSITIONS, **rest})
+        engine = Engine(config)
+        try:
+            yield spd_contender(engine, target.vocab)
+        finally:
+            engine.close()
+            del engine
+            free_memory()
 
 
 def random_transformer(shape: Shape, device: str, dtype: torch.dtype) -> Any:
@@ -161,22 +174,25 @@ def run_eager(
     target: Shape = QWEN3_8B, draft: Shape = QWEN3_06B, device: str = "cuda", **rest: Any
 ) -> Iterator[dict[str, Any]]:
     """Eager transformers against plain spd; assisted generation against spd, every draft accepted in both."""
-    with tempfile.TemporaryDirectory() as place:
-        model = random_transformer(target, device, torch.bfloat16)
-        contenders = {"transformers eager": transformers_contender(model)}
-        ours = spd_contenders(Path(place), target, {"all accepted": (draft, K + 1.0)}, **rest)
-        report: dict[str, Any] = {"eager": interleave({**contenders, "spd plain": ours["spd plain"]})}
-        yield report
-        assistant = random_transformer(draft, device, torch.bfloat16)
+    report: dict[str, Any] = {}
+    rest = {"device": device, **rest}
+    model = random_transformer(target, device, torch.bfloat16)
+    with spd_running(target, **rest) as plain:
+        contenders = {"transformers eager": transformers_contender(model), "spd plain": plain}
+        for report["eager"] in interleave(contenders, EAGER_TURNS):
+            yield report
+    assistant = random_transformer(draft, device, torch.bfloat16)
+    with spd_running(target, draft, K + 1.0, **rest) as accepting:
         contenders = {"transformers assisted": assisted_contender(model, assistant)}
-        all_accepted = {"spd all accepted": ours["spd all accepted"]}
-        report["assisted"] = interleave({**contenders, **all_accepted})
-        yield report
+        for report["assisted"] in interleave({**contenders, "spd all accepted": accepting}, EAGER_TURNS):
+            yield report
 
 
-def loop_contender(shape: Shape, device: str = "cuda", compiled: bool = True) -> Generate:
+def loop_contender(
+    shape: Shape, device: str = "cuda", compiled: bool = True, tuned: bool = False
+) -> Generate:
     """The compiled loop as a contender."""
-    loop = CompiledLoop(shape, POSITIONS, device, torch.bfloat16, compiled)
+    loop = CompiledLoop(shape, POSITIONS, device, torch.bfloat16, compiled, tuned)
     prompt = list(random_prompt(PROMPT, shape.vocab, 0))
 
     def generate(tokens: int) -> None:
@@ -192,31 +208,67 @@ def static_contender(shape: Shape, device: str = "cuda") -> Generate:
     return transformers_contender(model, cache_implementation="static")
 
 
-def _run_compiled(name: str, build: Callable[[], Generate]) -> Iterator[dict[str, Any]]:
-    began = time.perf_counter()
-    contender = build()
-    contender(MANY)  # the longer one first: transformers keeps the larger cache, and what was compiled for it
-    report: dict[str, Any] = {"until_first_generation_ended_seconds": time.perf_counter() - began}
-    with tempfile.TemporaryDirectory() as place:
-        ours = spd_contenders(
-            Path(place), QWEN3_8B, {f"length {REFERENCE_LENGTH}": (EAGLE_SIZE, REFERENCE_LENGTH)}
-        )
-        yield {**report, **interleave({name: contender, **ours})}
+def run_compiled(
+    builders: Mapping[str, Callable[[], Generate]],
+    target: Shape = QWEN3_8B,
+    draft: Shape = EAGLE_SIZE,
+    **rest: Any,
+) -> Iterator[dict[str, Any]]:
+    """Each compiled peer, built when the one before is gone, against plain spd; the last one against drafts.
+
+    A peer that cannot be built or run is named with its error.
+    """
+    report: dict[str, Any] = {}
+
+    def contest(name: str, contenders: dict[str, Generate], **more: Any) -> Iterator[dict[str, Any]]:
+        for found in interleave(contenders, TURNS):
+            report[name] = {**found, **more}
+            yield report
+
+    peer = None
+    with spd_running(target, **rest) as plain:
+        for name, build in builders.items():
+            peer = None
+            free_memory()
+            began = time.perf_counter()
+            try:
+                peer = build()
+                peer(MANY)  # transformers keeps the larger cache, and what was compiled for it
+            except Exception as error:
+                report[name] = {"errors": {name: f"{type(error).__name__}: {str(error)[:400]}"}}
+                yield report
+                continue
+            seconds = time.perf_counter() - began
+            yield from contest(
+                name, {name: peer, "spd plain": plain}, until_first_generation_ended_seconds=seconds
+            )
+    if peer is not None:
+        with spd_running(target, draft, REFERENCE_LENGTH, **rest) as drafting:
+            ours = {f"spd length {REFERENCE_LENGTH}": drafting}
+            yield from contest(f"{name}, drafts", {name: peer, **ours})
+
+
+LOOP, TUNED_LOOP, STATIC = "compiled loop", "tuned compiled loop", "transformers static compiled"
 
 
 def run_loop() -> Iterator[dict[str, Any]]:
-    """The compiled loop against spd, plain and with the EAGLE-size drafter at its acceptance length."""
-    yield from _run_compiled("compiled loop", lambda: loop_contender(QWEN3_8B))
+    """The loop as torch compiles it, then with the tuning that takes long, against spd."""
+    loops = {LOOP: False, TUNED_LOOP: True}
+    yield from run_compiled(
+        {name: partial(loop_contender, QWEN3_8B, tuned=tuned) for name, tuned in loops.items()}
+    )
 
 
 def run_static() -> Iterator[dict[str, Any]]:
-    """`transformers` compiled against spd, plain and with the EAGLE-size drafter at its acceptance length."""
-    yield from _run_compiled("transformers static compiled", lambda: static_contender(QWEN3_8B))
+    """`transformers` compiled against spd."""
+    yield from run_compiled({STATIC: partial(static_contender, QWEN3_8B)})
 
 
 def warm_loop() -> dict[str, Any]:
-    """Compile the loop's step, for torch's caches on disk."""
-    loop_contender(QWEN3_8B)(FEW)
+    """Compile the loop's step, for torch's caches on disk; the quick way first."""
+    for tuned in (False, True):
+        loop_contender(QWEN3_8B, tuned=tuned)(FEW)
+        free_memory()
     return {}
 
 

@@ -49,6 +49,8 @@ def test_unknown_probe_is_refused() -> None:
 
 TOKENS = {"differing_tokens": 0, "compared_tokens": 100, "differing_counts": 0, "settings": {}}
 MET = {"status": "ok", "result": TOKENS}
+STATIC = {"a": {"ratios": {"spd plain / transformers static compiled": {"median": 0.9}}, "errors": {}}}
+"""Asks for nothing, also below 1."""
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,8 @@ MET = {"status": "ok", "result": TOKENS}
         ({"self_draft": {**MET, "status": "timed out"}}, 1),
         ({"self_draft": MET, "device": {"status": "failed", "error": ["E"]}}, 1),
         ({"self_draft": {**MET, "status": "cut short"}}, 4),
+        ({"peers_static": {"status": "ok", "result": STATIC}}, 0),
+        ({"peers_static": {"status": "ok", "result": {}}}, 0),
         ({"self_draft": MET, "plain": {"status": "not run", "why": "no time"}}, 4),
         ({"self_draft": MET, "draft": {"status": "ok", "result": {"pairs": {}}}}, 4),
         ({"self_draft": {"status": "cut short", "result": {**TOKENS, "differing_counts": 2}}}, 1),

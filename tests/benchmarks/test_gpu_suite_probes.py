@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import weakref
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -363,7 +364,8 @@ def test_contenders_are_timed_without_their_start(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("cannot")
 
     contenders = {"peer": _contender(0.02, clock), "broken": broken, "spd plain": _contender(0.005, clock)}
-    result = peers_gpu.interleave(contenders, turns=3, seconds=1e9)
+    first, *_, result = peers_gpu.interleave(contenders, turns=3, seconds=1e9)
+    assert [len(first["tokens_a_second"][name]["values"]) for name in ("peer", "spd plain")] == [1, 1]
     speeds = result["tokens_a_second"]
     assert speeds["peer"]["median"] == pytest.approx(50) and speeds["spd plain"]["median"] == pytest.approx(
         200
@@ -371,8 +373,41 @@ def test_contenders_are_timed_without_their_start(monkeypatch: pytest.MonkeyPatc
     assert list(result["ratios"]) == ["spd plain / peer"]
     assert result["ratios"]["spd plain / peer"]["median"] == pytest.approx(4)
     assert result["errors"] == {"broken": "RuntimeError: cannot"}
-    text = digest({"probes": {"peers_loop": {"status": "ok", "result": result}}})
+    text = digest({"probes": {"peers_loop": {"status": "ok", "result": {"a": result}}}})
     assert "spd plain / peer = 4.00" in text and "broken: RuntimeError" in text
+
+
+def test_compiled_peers_come_one_by_one_and_each_turn_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain decoding against the quickly compiled one first; drafts last; what cannot be built is a line."""
+    for name, value in (("PROMPT", 8), ("FEW", 2), ("MANY", 7), ("TURNS", 2), ("POSITIONS", 64)):
+        monkeypatch.setattr(peers_gpu, name, value)
+    loops: list[weakref.ref[Any]] = []
+
+    def build() -> Any:
+        assert all(loop() is None for loop in loops), "the one before still takes its memory"
+        contender = peers_gpu.loop_contender(TARGET, "cpu", compiled=False)
+        loops.append(weakref.ref(contender))
+        return contender
+
+    def broken() -> Any:
+        raise RuntimeError("does not compile")
+
+    builders = {"compiled loop": build, "other": broken, "tuned compiled loop": build}
+    reports = [
+        {name: {**one} for name, one in report.items()}
+        for report in peers_gpu.run_compiled(builders, TARGET, DRAFT, **CPU)
+    ]
+    assert list(reports[0]) == ["compiled loop"] and len(reports) == 2 + 1 + 2 + 2
+    assert list(reports[0]["compiled loop"]["ratios"]) == ["spd plain / compiled loop"]
+    last = reports[-1]
+    assert list(last) == [*builders, "tuned compiled loop, drafts"]
+    assert list(last["tuned compiled loop, drafts"]["ratios"]) == ["spd length 3.08 / tuned compiled loop"]
+    assert last["other"] == {"errors": {"other": "RuntimeError: does not compile"}}
+    text = digest({"probes": {"peers_loop": {"status": "cut short", "result": last}}})
+    assert "other: RuntimeError: does not compile" in text
+    ratios = [last[name]["ratios"][f"spd plain / {name}"]["median"] for name in builders if name != "other"]
+    assert f"gate: 8B over a compiled loop (at least 1.25): {min(ratios):.2f}, " in text
+    assert text.endswith("gate: 8B over compiled transformers (reported): not measured")
 
 
 def test_eager_peers_on_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,6 +420,7 @@ def test_eager_peers_on_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(report["assisted"]["ratios"]) == ["spd all accepted / transformers assisted"]
     text = digest({"probes": {"peers_eager": {"status": "ok", "result": report}}})
     assert text.count("tokens/s:") == 2
+    assert "gate: 8B over compiled transformers (reported): not measured" in text
 
 
 def test_assisted_generation_accepts_every_draft() -> None:
