@@ -17,7 +17,7 @@ import spd
 import spd.runtime.async_engine
 import spd.runtime.engine
 from spd.errors import EngineError, UsageError
-from spd.runtime import AsyncEngine, EngineConfig, Request, SamplingParams
+from spd.runtime import AsyncEngine, EngineConfig, Request, SamplingParams, assembly, async_engine
 from tests.helpers import make_engine, random_prompts, run_one
 
 PROMPTS = random_prompts(6, 30, 256)
@@ -206,6 +206,19 @@ def test_a_consumer_that_fails_or_a_loop_that_ends_holds_up_nobody(target: Path,
         del closing.is_closed
         assert asyncio.run(works(engine)) == alone[2].tokens
         assert engine.engine._scheduler.ids() == []
+
+
+def test_the_thread_that_steps_uses_the_engines_device(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's current device is each thread's own, and the first one where nobody says otherwise."""
+    seen: list[tuple[str, str]] = []
+
+    def noted(device: str) -> None:
+        seen.append((threading.current_thread().name, device))
+
+    for module in (assembly, async_engine):
+        monkeypatch.setattr(module, "use_device", noted)
+    AsyncEngine(config(target)).close()
+    assert seen == [("MainThread", "cpu"), ("spd engine", "cpu")]
 
 
 def test_a_failed_engine_tells_everyone_and_stays_failed(

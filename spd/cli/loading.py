@@ -25,7 +25,6 @@ INTERVAL = 0.1
 WORDS = {
     "read": "reading weights",
     "pack": "packing weights",
-    "capture": "capturing graphs",
     "download": "downloading",
 }
 
@@ -117,8 +116,6 @@ class LoadDisplay:
 def _amount(progress: LoadProgress) -> str:
     from spd.runtime.memory import show_size
 
-    if progress.phase == "capture":
-        return f"{progress.done} of {progress.total}"
     return f"{show_size(progress.done)} of {show_size(progress.total)}"
 
 

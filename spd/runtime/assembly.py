@@ -34,6 +34,7 @@ from spd.runtime.round import Round
 from spd.runtime.round_queue import RoundQueue
 from spd.runtime.sampler import Sampler
 from spd.runtime.state import RoundState
+from spd.runtime.transfer import use_device
 from spd.runtime.weight_choice import choose_form
 
 
@@ -147,8 +148,7 @@ def assemble(
     Raises OutOfMemory naming the phase.
     """
     kernels = load_kernels(plan.kernels, own_cache)
-    if plan.device != "cpu":
-        torch.cuda.set_device(torch.device(plan.device).index or 0)
+    use_device(plan.device)
     draft = plan.draft_model if plan.spec == "draft" else None
     meter = _meter(plan, config, draft, progress)
     together, drafting = (None, None) if ranks is None else (ranks.target, ranks.draft)

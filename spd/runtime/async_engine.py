@@ -15,6 +15,7 @@ from spd.runtime.config import EngineConfig
 from spd.runtime.engine import Engine
 from spd.runtime.progress import Progress
 from spd.runtime.request import Completion, CompletionParts, Event, Request
+from spd.runtime.transfer import use_device
 
 _Stream = tuple[asyncio.AbstractEventLoop, "asyncio.Queue[Event | BaseException]"]
 
@@ -115,6 +116,7 @@ class AsyncEngine:
     def _run(self) -> None:
         failure: BaseException = EngineError("the engine was closed")
         try:
+            use_device(self.engine.plan.device)
             while self._take_orders():
                 for event in self.engine.step():
                     self._deliver(event)

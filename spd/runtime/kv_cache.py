@@ -22,6 +22,12 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tenso
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
+def zero_rows(tensor: Tensor, rows: Sequence[int]) -> None:
+    """In place and with nothing allocated, for it is done when memory has run out."""
+    for row in rows:
+        tensor[row].zero_()
+
+
 class KvCache:
     """Pools [pages, page, ...] for each layer, zeroed: masked positions must be finite.
 
@@ -47,4 +53,4 @@ class KvCache:
         assert all(page >= NUM_RESERVED for page in pages)
         for layer in self.layers:
             for pool in layer.pools:
-                pool[pages] = 0
+                zero_rows(pool, pages)

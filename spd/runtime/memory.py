@@ -330,7 +330,7 @@ def _smaller(shape: MemoryShape, fits: Callable[[MemoryShape], bool]) -> Iterato
         yield f"--ctx {ctx}", at_context(shape, ctx)
     slots = largest(lambda n: fits(replace(shape, slots=n)), shape.slots - 1, 1) or shape.slots // 2
     if slots:
-        yield f"{slots} instead of {shape.slots} slots", replace(shape, slots=slots)
+        yield f"--concurrency {slots}", replace(shape, slots=slots)
 
 
 def _otherwise(shape: MemoryShape, draft_flag: bool) -> Iterator[tuple[str, MemoryShape]]:

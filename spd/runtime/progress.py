@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal["read", "pack", "capture", "download"]
+Phase = Literal["read", "pack", "download"]
 
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """One report: `done` of `total`, in bytes of weights, or in graphs while the phase is "capture"."""
+    """One report: `done` of `total`, in bytes."""
 
     phase: Phase
     done: int

@@ -7,11 +7,13 @@ import errno
 import re
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spd.errors import ResourceError
 from spd.formats.checkpoint import Checkpoint
@@ -19,6 +21,7 @@ from spd.formats.model_config import ModelConfig, read_model_config
 from spd.kernels.paged_attention import KV_BLOCK
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams, assembly, make_plan, memory, plan
 from spd.runtime.graphs import CapturedRounds, RoundShape
+from spd.runtime.kv_cache import KvCache
 from spd.runtime.memory import (
     MemoryShape,
     at_context,
@@ -34,7 +37,7 @@ from spd.runtime.model_runner import ModelRunner
 from spd.runtime.models import family_layout
 from spd.runtime.models.weight_form import WeightForm
 from spd.runtime.models.weights import expected_tensors
-from spd.runtime.out_of_memory import OutOfMemory, is_out_of_memory, memory_phase, shape_of
+from spd.runtime.out_of_memory import OutOfMemory, explained, is_out_of_memory, memory_phase, shape_of
 from spd.runtime.round import Round
 from spd.runtime.round_queue import CATCH_UP
 from spd.runtime.row_buckets import WIDEST
@@ -256,7 +259,7 @@ def test_every_figure_in_the_advice_is_true(free: int) -> None:
             "--quantize": lambda: dataclasses.replace(
                 shape, form=WeightForm("int8"), draft_form=WeightForm("int8")
             ),
-        }.get(flag, lambda r=remedy: dataclasses.replace(shape, slots=int(r.flag.split()[0])))()
+        }.get(flag, lambda r=remedy: dataclasses.replace(shape, slots=int(r.flag.split()[1])))()
         assert remedy.frees == measure(shape).total - measure(changed).total > 0, remedy
         assert remedy.suffices is (measure(changed).total <= free * GIB), remedy
 
@@ -291,7 +294,7 @@ def test_following_the_advice_leads_to_a_plan(
         if match := re.match(r"--ctx (\d+) ", line):
             make_plan(EngineConfig(**{**wishes, "ctx": int(match[1])}))
             tried += 1
-        if match := re.match(r"(\d+) instead of 8 slots", line):
+        if match := re.match(r"--concurrency (\d+) ", line):
             make_plan(EngineConfig(**{**wishes, "slots": int(match[1])}))
             tried += 1
     assert tried == 2, caught.value.fix
@@ -413,6 +416,32 @@ def test_no_memory_while_capturing(tiny: Callable[..., Path]) -> None:
     assert [(e.request_id, e.finish_reason) for e in engine.step()] == [("a", "error")]
     engine._parts.queue.captured = None
     assert_still_right(engine, tiny("qwen3"), ctx=128)
+
+
+def test_capturing_can_be_done_without(tiny: Callable[..., Path]) -> None:
+    plan = replace(make_plan(EngineConfig(model=tiny("qwen3"), slots=2)), graphs=True, device="cuda")
+    error = explained(OutOfMemory("capturing a round", "no room"), plan, "running")
+    assert error.message == "out of memory on cuda while capturing a round" and error.reason[0] == "no room"
+    assert "--graphs off  (frees 512.00 MiB)" in error.fix
+
+
+def test_pages_are_cleared_where_no_memory_is_left() -> None:
+    """Zeroed in place: an index of pages would be a tensor of its own on the device."""
+    made: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    cache = KvCache([((2, 4),), ((3,),)], 6, 8, torch.float32, "cpu")
+    for pool in (pool for layer in cache.layers for pool in layer.pools):
+        pool.fill_(torch.nan)
+    with Watch():
+        cache.clear([3, 5])
+    assert set(made) <= {"aten::select.int", "aten::zero_"}, made
+    for pool in (pool for layer in cache.layers for pool in layer.pools):
+        assert not pool[[3, 5]].any() and pool[[2, 4]].isnan().all()
 
 
 def test_a_shape_is_captured_again_after_it_failed(tiny: Callable[..., Path]) -> None:

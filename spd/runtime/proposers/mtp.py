@@ -22,6 +22,7 @@ from torch import Tensor
 from spd.kernels.dispatch import Kernels
 from spd.kernels.draft_window import DraftWindow
 from spd.kernels.round_window import RoundWindow
+from spd.runtime.kv_cache import zero_rows
 from spd.runtime.model_runner import ModelRunner
 from spd.runtime.models.base import HeadStates
 from spd.runtime.proposers.base import Proposer
@@ -180,4 +181,4 @@ class MtpProposer(Proposer):
         """Zero pages, and their states, that may hold values that are not finite."""
         for runner, page_states in zip(self.runners, self.page_states, strict=True):
             runner.cache.clear(pages)
-            page_states[pages] = 0
+            zero_rows(page_states, pages)
