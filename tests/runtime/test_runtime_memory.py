@@ -422,7 +422,7 @@ def test_capturing_can_be_done_without(tiny: Callable[..., Path]) -> None:
     plan = replace(make_plan(EngineConfig(model=tiny("qwen3"), slots=2)), graphs=True, device="cuda")
     error = explained(OutOfMemory("capturing a round", "no room"), plan, "running")
     assert error.message == "out of memory on cuda while capturing a round" and error.reason[0] == "no room"
-    assert "--graphs off  (frees 512.00 MiB)" in error.fix
+    assert "--graphs off  (frees 0.50 GiB)" in error.fix
 
 
 def test_pages_are_cleared_where_no_memory_is_left() -> None:
