@@ -54,6 +54,13 @@ def _several(results: Result) -> Iterator[str]:
             yield _rounds(name, one)
 
 
+def _bytes(name: str, one: Result) -> Iterator[str]:
+    """What a round must read, by part."""
+    if "bytes" in one:
+        parts = ", ".join(f"{part} {nbytes / 1e9:.3f}" for part, nbytes in one["bytes"].items())
+        yield f"{name} reads {sum(one['bytes'].values()) / 1e9:.3f} GB a round: {parts}"
+
+
 def _host_reads(one: Result) -> list[str]:
     if "host_reads" not in one:
         return []
@@ -64,6 +71,7 @@ def _host_reads(one: Result) -> list[str]:
 def _plain(result: Result) -> list[str]:
     sampling = result.get("sampling", {})
     lines = [f"read {result['read_bytes_per_second'] / 1e12:.2f} TB/s", *_several(result["models"])]
+    lines += [line for name, one in result["models"].items() for line in _bytes(name, one)]
     for part in (sampling, result.get("contexts", {})):
         lines += _several(part)
     return [*lines, *_host_reads(sampling)]
@@ -83,6 +91,7 @@ def _draft(result: Result) -> list[str]:
                 f"{one['share_of_ceiling']:.3f} of the ceiling, efficiency {one['efficiency']:.3f}, "
                 f"verify/plain {one['verify_over_plain']:.3f}, idle {one['idle_us'][0]:.1f} us"
             )
+        lines += _bytes(f"{name} k=4", pair.get("k", {}).get("4", {}))
         lines += [f"{name} {line}" for line in _host_reads(pair)]
     return lines
 

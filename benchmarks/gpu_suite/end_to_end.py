@@ -36,6 +36,7 @@ from benchmarks.gpu_suite.shapes import (
     QWEN3_32B,
     Shape,
     round_bytes,
+    round_parts,
     write_folder,
 )
 from benchmarks.gpu_suite.speculation import REFERENCE_K, gain, reference_length
@@ -86,8 +87,9 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def floor_share(found: dict[str, Any], target: Shape, slots: int, read_rate: float) -> dict[str, Any]:
     """The measured rounds with their byte floor and its share of the wall time, for plain decoding."""
-    floor_us = 1e6 * round_bytes(target, None, [found["context"]] * slots, 0) / read_rate
-    return {**found, "floor_us": floor_us, "share_of_floor": floor_us / found["wall_us"]}
+    parts = round_parts(target, None, [found["context"]] * slots, 0)
+    floor_us = 1e6 * sum(parts.values()) / read_rate
+    return {**found, "bytes": parts, "floor_us": floor_us, "share_of_floor": floor_us / found["wall_us"]}
 
 
 def plain_rounds(engine: Engine, target: Shape, load: Load, read_rate: float) -> dict[str, Any]:
@@ -163,10 +165,12 @@ def judge(
     """The measured rounds with their gain at the acceptance length that was to be imposed."""
     length = reference_length(k)
     plain_floor = round_bytes(target, None, [plain["context"]], 0) / read_rate
-    floor = round_bytes(target, draft, [found["context"]], k) / read_rate
+    parts = round_parts(target, draft, [found["context"]], k)
+    floor = sum(parts.values()) / read_rate
     judged = gain(length, 1e-6 * plain["wall_us"], 1e-6 * found["wall_us"], plain_floor, floor)
     verified = found["verify_us"][0] / plain["verify_us"][0]
-    return {**found, "length": length, **asdict(judged), "verify_over_plain": verified}
+    floors = {"bytes": parts, "floor_us": 1e6 * floor}
+    return {**found, **floors, "length": length, **asdict(judged), "verify_over_plain": verified}
 
 
 def fix_draft_length(engine: Engine, k: int) -> None:

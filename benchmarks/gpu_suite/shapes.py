@@ -122,27 +122,52 @@ def shortened(shape: Shape, layers: int = 1) -> Shape:
     return replace(shape, name=f"{shape.name}-short", layers=min(layers, shape.layers))
 
 
-def forward_bytes(shape: Shape, contexts: Sequence[int], rows: int = 1, itemsize: int = 2) -> int:
+Parts = dict[str, int]
+"""Bytes by what they are read for."""
+
+
+def forward_parts(shape: Shape, contexts: Sequence[int], rows: int = 1, itemsize: int = 2) -> Parts:
     """Bytes that one forward pass of `rows` rows for each of the slots must read.
 
     contexts: positions each slot attends to. Weights once, every slot's keys and values once (its rows
     share one read), one embedding row a row. What is written is not counted, nor activations.
     """
-    embedding = len(contexts) * rows * shape.hidden
-    return (shape.read_weights() + embedding) * itemsize + sum(contexts) * shape.kv_bytes(itemsize)
+    head = shape.vocab * shape.hidden
+    return {
+        "layers": (shape.read_weights() - head) * itemsize,
+        "head": head * itemsize,
+        "embedding": len(contexts) * rows * shape.hidden * itemsize,
+        "keys and values": sum(contexts) * shape.kv_bytes(itemsize),
+    }
+
+
+def draft_parts(shape: Shape, contexts: Sequence[int], k: int, itemsize: int = 2) -> Parts:
+    """Bytes that the k forward passes which draft k tokens must read; the first has two rows a slot."""
+    passes = [forward_parts(shape, [c + i for c in contexts], 1 if i else 2, itemsize) for i in range(k)]
+    return {part: sum(one[part] for one in passes) for part in (passes[0] if passes else ())}
+
+
+def round_parts(
+    target: Shape, draft: Shape | None, contexts: Sequence[int], k: int, itemsize: int = 2
+) -> Parts:
+    """Bytes that one round must read: k + 1 rows a slot of the target, then k drafts; of each by part."""
+    found = {f"target {part}": n for part, n in forward_parts(target, contexts, k + 1, itemsize).items()}
+    drafts = {} if draft is None else draft_parts(draft, contexts, k, itemsize)
+    return {**found, **{f"draft {part}": n for part, n in drafts.items()}}
+
+
+def forward_bytes(shape: Shape, contexts: Sequence[int], rows: int = 1, itemsize: int = 2) -> int:
+    """The sum of `forward_parts`."""
+    return sum(forward_parts(shape, contexts, rows, itemsize).values())
 
 
 def draft_bytes(shape: Shape, contexts: Sequence[int], k: int, itemsize: int = 2) -> int:
-    """Bytes that the k forward passes which draft k tokens must read; the first has two rows a slot."""
-    if not k:
-        return 0
-    first = forward_bytes(shape, contexts, 2, itemsize)
-    return first + sum(forward_bytes(shape, [c + i for c in contexts], 1, itemsize) for i in range(1, k))
+    """The sum of `draft_parts`."""
+    return sum(draft_parts(shape, contexts, k, itemsize).values())
 
 
 def round_bytes(
     target: Shape, draft: Shape | None, contexts: Sequence[int], k: int, itemsize: int = 2
 ) -> int:
-    """Bytes that one round must read: k + 1 rows a slot of the target, then k drafts."""
-    verify = forward_bytes(target, contexts, k + 1, itemsize)
-    return verify + (draft_bytes(draft, contexts, k, itemsize) if draft is not None else 0)
+    """The sum of `round_parts`."""
+    return sum(round_parts(target, draft, contexts, k, itemsize).values())

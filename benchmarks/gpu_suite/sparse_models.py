@@ -218,7 +218,7 @@ def touched_experts(engine: Engine, load: Load, vocab: int) -> float:
     return sum(counts) / len(counts) if counts else 0.0
 
 
-def floor_bytes(engine: Engine, context: float, touched: float) -> float:
+def floor_parts(engine: Engine, context: float, touched: float) -> dict[str, float]:
     """Bytes that one round must read: the matrices once, `touched` experts a layer, the contexts, k drafts.
 
     A draft pass reads the module's own matrices, of experts those of one token, and the head.
@@ -234,7 +234,13 @@ def floor_bytes(engine: Engine, context: float, touched: float) -> float:
         if isinstance(layer.mlp, MoeLayout):
             weights -= _unread(layer.mlp, prefix, form, plan.dtype, touched)
     positions = plan.slots * context * page_bytes(config, plan.dtype) / PAGE_SIZE
-    return float(weights + positions + plan.draft_max * _draft_bytes(engine, config))
+    drafts = plan.draft_max * _draft_bytes(engine, config)
+    return {
+        "target layers": weights - table * width,
+        "target head": float(table * width),
+        "target keys and values": float(positions),
+        **({"drafts": float(drafts)} if plan.draft_max else {}),
+    }
 
 
 def _unread(layout: MoeLayout, prefix: str, form: Any, dtype: str, touched: float) -> float:
@@ -263,8 +269,9 @@ def measure_model(engine: Engine, load: Load, rate: float, touched: float) -> di
     """Steady rounds of one engine, their floor and its share of the wall time."""
     vocab = read_model_config(Path(engine.plan.model)).vocab_size
     found = measure_load(engine, Recorder.of(engine), load, vocab)
-    floor_us = 1e6 * floor_bytes(engine, found["context"], touched) / rate
-    stated = {"weights": engine.plan.weights, "touched_experts": touched}
+    parts = floor_parts(engine, found["context"], touched)
+    floor_us = 1e6 * sum(parts.values()) / rate
+    stated = {"bytes": parts, "weights": engine.plan.weights, "touched_experts": touched}
     return {**found, **stated, "floor_us": floor_us, "share_of_floor": floor_us / found["wall_us"]}
 
 

@@ -19,7 +19,9 @@ from benchmarks.gpu_suite.shapes import (
     Shape,
     draft_bytes,
     forward_bytes,
+    forward_parts,
     round_bytes,
+    round_parts,
     shortened,
     write_folder,
 )
@@ -84,6 +86,24 @@ def test_bytes_of_a_round_by_hand() -> None:
     assert draft_bytes(TINY, [10], 3) == drafts and draft_bytes(TINY, [10], 0) == 0
     assert round_bytes(TINY, TINY, [10], 3) == forward_bytes(TINY, [10], rows=4) + drafts
     assert round_bytes(TINY, None, [10], 0) == forward_bytes(TINY, [10])
+
+
+def test_bytes_of_a_round_by_part() -> None:
+    layer, head, kv = 768, 800, 2 * 3 * 2 * 4 * 2
+    assert forward_parts(TINY, [10, 20], rows=5) == {
+        "layers": 2 * 3 * layer,
+        "head": 2 * head,
+        "embedding": 2 * 5 * 2 * 8,
+        "keys and values": 30 * kv,
+    }
+    tied = Shape("tied", 8, 1, 4, 2, 16, vocab=100, head_dim=4, tied=True)
+    parts = round_parts(TINY, tied, [10], 3)
+    assert parts["target embedding"] == 4 * 2 * 8 and parts["target keys and values"] == 10 * kv
+    assert parts["draft layers"] == 3 * 2 * layer and parts["draft head"] == 3 * 2 * head
+    assert parts["draft embedding"] == (2 + 1 + 1) * 2 * 8
+    assert parts["draft keys and values"] == (10 + 11 + 12) * kv // 3
+    assert sum(parts.values()) == round_bytes(TINY, tied, [10], 3)
+    assert list(round_parts(TINY, None, [10], 0)) == list(parts)[:4] == list(round_parts(TINY, tied, [10], 0))
 
 
 def test_a_tied_head_is_read_once_and_stored_once() -> None:

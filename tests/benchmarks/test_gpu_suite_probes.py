@@ -182,10 +182,18 @@ def test_plain_rounds_of_a_tiny_model() -> None:
     assert model["context"] == 20 + 5 + 4
     # Two layers of 30,720 weights, a head of 19,200 and an embedding row, each of 2 bytes; 256 a position.
     assert model["floor_us"] == pytest.approx(1e-3 * (2 * (61_440 + 19_200 + 64) + 29 * 256))
+    assert model["bytes"] == {
+        "target layers": 2 * 61_440,
+        "target head": 2 * 19_200,
+        "target embedding": 2 * 64,
+        "target keys and values": 29 * 256,
+    }
     assert set(report["sampling"]) >= {"greedy", "noise", "filtered"}
     assert report["sampling"]["host_reads"]["syncs"] == 0
     assert [report["contexts"][c]["context"] for c in ("20", "40")] == [27, 47]
     text = digest({"probes": {"plain": {"status": "ok", "result": report}}})
+    reads = "target layers 0.000, target head 0.000, target embedding 0.000, target keys and values 0.000"
+    assert f"target reads 0.000 GB a round: {reads}" in text
     assert "target at 29:" in text and "40 at 47:" in text and "host reads: 0 in 4 rounds" in text
 
 
@@ -197,7 +205,10 @@ def test_drafted_rounds_of_tiny_models() -> None:
     assert four["length"] == pytest.approx(3.08) and 1 <= four["tokens_a_round"] <= 5
     assert [pair["k"][k]["drafts_a_round"] for k in "1234567"] == [1, 2, 3, 4, 5, 6, 7]
     assert four["speedup"] == pytest.approx(3.08 * pair["plain"]["wall_us"] / four["wall_us"])
+    assert len(four["bytes"]) == 8 and four["floor_us"] == pytest.approx(1e-3 * sum(four["bytes"].values()))
+    assert four["share_of_ceiling"] == pytest.approx(four["floor_us"] / four["wall_us"])
     text = digest({"probes": {"draft": {"status": "ok", "result": report}}})
+    assert text.count("a round: target layers") == 1 and "draft > target k=4 reads" in text
     assert "draft > target k=4:" in text and "imposed 3.08" in text
 
 

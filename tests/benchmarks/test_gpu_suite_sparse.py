@@ -118,6 +118,10 @@ def test_rounds_of_a_tiny_one(model: Published, tmp_path: Path) -> None:
         latents = 2 * (32 + 8) * found["k=0"]["context"]
         exact = tensor_bytes(parsed, "float32") + 4 * (latents - unread)
         assert found["k=0"]["floor_us"] == pytest.approx(1e-3 * exact)
+        parts = {"target head": 4 * 300 * 64, "target keys and values": 4 * latents}
+        rest = exact - sum(parts.values())
+        assert found["k=0"]["bytes"] == pytest.approx({"target layers": rest, **parts})
+        assert found["k=3"]["bytes"]["drafts"] == pytest.approx(3 * found["k=1"]["bytes"]["drafts"])
     else:
         assert found["k=0"]["touched_experts"] == 0
 
