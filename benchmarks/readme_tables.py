@@ -59,6 +59,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "bench_rate_draft_tp": Table(
             "bench_rate_draft_tp.json", table_forms.bench_rate_draft_tp, f"{BENCH} rate_draft_tp"
         ),
+        "gpu_gates": Table("gpu_suite.json", table_forms.gpu_gates, "python -m benchmarks.gpu_suite"),
         "auto_k": Table("auto_k.json", table_forms.auto_k, "python -m benchmarks.auto_k"),
         "host_cost": Table("host_cost.json", table_forms.host_cost, "python -m benchmarks.host_cost"),
         "explain_check": Table(

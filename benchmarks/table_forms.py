@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -190,3 +191,23 @@ def explain_check(result: Result) -> str:
         lines.append([f"{case['model']}, {METHODS[case['method']]}", errors, chosen, str(case["best_k"])])
     ks = ", ".join(str(pair["k"]) for pair in result["cases"][0]["pairs"])
     return table(["", f"off at k = {ks}", "chosen k (of best)", "best k"], lines)
+
+
+def gpu_gates(result: Result) -> str:
+    """Every gate of the GPU suite: what it asks for and what was found; then those not measured."""
+    from benchmarks.gpu_suite.gates import GATES
+
+    lines, unknown = [], []
+    for gate in GATES:
+        verdict = gate.judge(result["probes"].get(gate.probe, {}).get("result"))
+        asked = f"at least {gate.least:,g}" if gate.most is None else f"at most {gate.most:g}"
+        asked = "reported" if gate.reported else "none" if gate.most == 0 else asked
+        if verdict.figure is None:
+            unknown.append(gate.name if gate.reported else f"{gate.name} ({asked})")
+        else:
+            figure = f"{verdict.figure:,.0f}" if verdict.figure >= 1000 else f"{verdict.figure:.3g}"
+            lines.append([gate.name, asked, figure + ("" if verdict.met else ", missed")])
+    text = table(["", "asked", "found"], lines)
+    if unknown:
+        text += "\n" + textwrap.fill(f"Not measured: {'; '.join(unknown)}.", 80) + "\n"
+    return text

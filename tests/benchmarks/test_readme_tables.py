@@ -71,6 +71,7 @@ def results(folder: Path) -> Path:
         for mode in MODES
     }
     loads = {"loads": {"8 a second": {"entries": entries, "ratios": ratios}}}
+    rows = {"1": [12.3, 0.5964, 4.5]}
     written = {
         "cpu_peers": {"entries": entries, "settings": {"draft_max": 4}},
         "cpu_peer_loads": loads,
@@ -81,6 +82,7 @@ def results(folder: Path) -> Path:
         "bench_rate_draft_tp": bench,
         "auto_k": {"models": [{"model": "medium", "method": "ngram", "cases": [case]}]},
         "explain_check": {"cases": [{**check, "chosen_over_best": 0.987}]},
+        "gpu_suite": {"probes": {"kernel_table": {"result": {"cases": {"paged_attention 1 slots 32768": {"rows": rows}}}}}},
         "host_cost": {"settings": {"slots": 32}, "host_us": {"plain": {"here": {"wall": 302.0}}}},
     }
     for name, value in written.items():
@@ -106,6 +108,9 @@ def test_every_form_shows_its_figures_in_80_columns(tmp_path: Path) -> None:
     assert "| 8 a second | 10234.5 | 10234.5 | 10234.5 (1.23 ×) |" in made["peer_loads"]
     assert "| llama.cpp 0.32.0 |" in made["cpu_peers"]
     assert "| plain | 0.30 |" in made["host_cost"]
+    assert "| decode attention, of the read rate | at least 0.8 | 0.596, missed |" in made["gpu_gates"]
+    unknown = " ".join(made["gpu_gates"].partition("Not measured: ")[2].split())
+    assert "8B over a compiled loop (at least 1.25); 8B over compiled transformers; " in unknown
 
 
 def test_what_was_not_measured_says_so_and_how_to(tmp_path: Path) -> None:
