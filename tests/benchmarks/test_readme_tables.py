@@ -71,7 +71,7 @@ def results(folder: Path) -> Path:
         for mode in MODES
     }
     loads = {"loads": {"8 a second": {"entries": entries, "ratios": ratios}}}
-    rows = {"1": [12.3, 0.5964, 4.5]}
+    kernels = {"paged_attention 1 slots 32768": {"rows": {"1": [12.3, 0.5964, 4.5]}}}
     written = {
         "cpu_peers": {"entries": entries, "settings": {"draft_max": 4}},
         "cpu_peer_loads": loads,
@@ -82,7 +82,7 @@ def results(folder: Path) -> Path:
         "bench_rate_draft_tp": bench,
         "auto_k": {"models": [{"model": "medium", "method": "ngram", "cases": [case]}]},
         "explain_check": {"cases": [{**check, "chosen_over_best": 0.987}]},
-        "gpu_suite": {"probes": {"kernel_table": {"result": {"cases": {"paged_attention 1 slots 32768": {"rows": rows}}}}}},
+        "gpu_suite": {"probes": {"kernel_table": {"result": {"cases": kernels}}}},
         "host_cost": {"settings": {"slots": 32}, "host_us": {"plain": {"here": {"wall": 302.0}}}},
     }
     for name, value in written.items():
