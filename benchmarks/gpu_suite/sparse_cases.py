@@ -76,9 +76,20 @@ def experts_case(
         ids = torch.rand(number, count, device=device).argsort(-1)[:, :per_token].contiguous()
         weights = torch.rand(number, per_token, device=device)
         touched = len(set(ids.flatten().tolist()))
-        call = partial(kernels.experts_onto, x, ids, weights, gate_up, down, stream)
-        found[str(number)] = bench.row([call], touched * each)
+        turns = other_experts(ids, count, bench.timer.copies(touched * each))
+        calls = [partial(kernels.experts_onto, x, one, weights, gate_up, down, stream) for one in turns]
+        found[str(number)] = bench.row(calls, touched * each)
     return found
+
+
+def other_experts(ids: Tensor, count: int, turns: int) -> list[Tensor]:
+    """Choices [T, C] of the same pattern among `count` experts, no two of the same: what one touches, the
+    cache has lost when it comes again. `turns` of them, fewer where that would take more experts."""
+    ranks = (torch.bincount(ids.flatten(), minlength=count) > 0).cumsum(0)
+    pattern, touched = ranks[ids] - 1, int(ranks[-1])
+    labels = torch.randperm(count, device=ids.device)
+    most = max(1, min(turns, count // touched))
+    return [labels[pattern + turn * touched].contiguous() for turn in range(most)]
 
 
 def eight_bit_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int]) -> Rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,12 +16,19 @@ from benchmarks.gpu_suite import eight_bit_rounds, sparse_models
 from benchmarks.gpu_suite import sparse_cases as sparse_cases_module
 from benchmarks.gpu_suite.digest import digest
 from benchmarks.gpu_suite.gates import GATES, gate_lines
-from benchmarks.gpu_suite.graph_timer import Once
+from benchmarks.gpu_suite.graph_timer import ROTATED_BYTES, GraphTimer, Once
 from benchmarks.gpu_suite.kernel_cases import Bench, Case
 from benchmarks.gpu_suite.kernel_table import cases, run_case
 from benchmarks.gpu_suite.room import needed_bytes, plan_anyway
 from benchmarks.gpu_suite.round_times import Load
-from benchmarks.gpu_suite.sparse_cases import eight_bit_case, experts_case, latent_case, sparse_cases
+from benchmarks.gpu_suite.sparse_cases import (
+    SIZES,
+    eight_bit_case,
+    experts_case,
+    latent_case,
+    other_experts,
+    sparse_cases,
+)
 from benchmarks.gpu_suite.sparse_models import MODELS, Published, write_hollow
 from benchmarks.gpu_suite.spd_rounds import RUNS, Setting, demo_prompts, jobs_of, limit_of
 from spd.formats.checkpoint import Checkpoint
@@ -80,6 +87,42 @@ def test_bytes_are_those_of_the_experts_that_were_chosen(monkeypatch: pytest.Mon
         partials = 2 * 3 * width * 2 * 16 * 4  # three chunks for each of two slots, and two heads
         assert rows[str(width)][1] == pytest.approx(2 * 300 * 24 * 4 + 2 * partials)
     assert len(bench.notes) == 2
+
+
+@pytest.mark.parametrize("model", [*SIZES, "DeepSeek-V3 fp8"])
+@pytest.mark.parametrize("rows", [1, 8, 16, 64])
+def test_experts_come_again_when_the_cache_has_lost_them(model: str, rows: int) -> None:
+    """Otherwise the few that one row goes to would be read from the cache."""
+    case: Any = sparse_cases()[f"experts {model}"]
+    sizes, width = case.keywords, 1 if "fp8" in model else 2
+    count, each = sizes["count"], 3 * sizes["hidden"] * sizes["inner"] * width
+    ids = torch.rand(rows, count).argsort(-1)[:, : sizes["per_token"]]
+    touched = len(ids.unique())
+    copies = GraphTimer.copies(cast(GraphTimer, None), touched * each)
+    turns = other_experts(ids, count, copies)
+    chosen = [set(one.flatten().tolist()) for one in turns]
+    assert sum(map(len, chosen)) == len(set.union(*chosen)) == len(turns) * touched, "all are others"
+    assert len(turns) * touched * each >= ROTATED_BYTES
+    for one in turns:
+        assert one.shape == ids.shape and all(len(set(row)) == len(row) for row in one.tolist())
+
+
+@torch.inference_mode()
+def test_every_choice_of_experts_is_timed() -> None:
+    class Rotating(Once):
+        def copies(self, nbytes: int) -> int:
+            return 3
+
+        def microseconds(self, calls: Any) -> float:
+            turns.append([set(call.args[1].flatten().tolist()) for call in calls])
+            return super().microseconds(calls)
+
+    turns: list[list[set[int]]] = []
+    experts_case(
+        Bench(load_kernels("torch"), Rotating("cpu"), torch.float32, 1e9), 8, 2, 48, 32, "wide", (1, 8)
+    )
+    assert len(set.union(*turns[0])) == 6 and len(turns[0]) == 3
+    assert 1 <= len(turns[1]) <= 2, "no more than there are experts for"
 
 
 def test_partial_results_of_latent_attention_count_where_the_cache_cannot_hold_them() -> None:
