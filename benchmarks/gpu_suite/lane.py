@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import ROOT
-from benchmarks.gpu_suite.together import run_together
+from benchmarks.gpu_suite import lane_log
+from benchmarks.gpu_suite.together import watch_together
 
 AT_ONCE = 12
-NONE_COLLECTED = 5
-"""The exit status of pytest where no test of a file needs a GPU."""
-ENDS = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+SECONDS_BETWEEN = 1.0
+"""Between two accounts while no file ends: as much is lost at most where the lane is killed."""
+FINE, FAILED = (0, 5), (1, 2)
+"""Exit statuses of pytest: 5 where no test of a file needs a GPU, 2 where a file cannot be read."""
 
 
 def test_files(tests: Path = ROOT / "tests") -> list[Path]:
@@ -33,50 +35,58 @@ def test_files(tests: Path = ROOT / "tests") -> list[Path]:
 
 
 def run(files: Sequence[Path] | None = None) -> Iterator[dict[str, Any]]:
-    """Run them; yields after each file what passed, failed (by name) and was skipped, and in which files.
+    """Run them; yields what passed, failed (by name) and was skipped, after each file and every second.
 
-    Raises AssertionError after the last one where a test failed or a file broke.
+    Also of files that have not ended, whose tests at hand are "running". Raises AssertionError at the end
+    where a test failed or a file broke.
     """
     with tempfile.TemporaryDirectory() as place:
-        reports = {
-            str(path): Path(place) / f"{number}.xml"
-            for number, path in enumerate(test_files() if files is None else files)
-        }
-        commands = {name: _command(name, report) for name, report in reports.items()}
-        found: dict[str, Any] = {"files": 0, "of": len(commands), "passed": 0, "skipped": 0, "failed": []}
-        for name, status in run_together(commands, AT_ONCE):
-            found["files"] += 1
-            short = name.removeprefix(f"{ROOT}/")
-            before = len(found["failed"])
-            if reports[name].exists():
-                _count(found, short, reports[name])
-            if status not in (0, NONE_COLLECTED) and len(found["failed"]) == before:
-                found["failed"].append(f"{short} ended with status {status}")
-            yield found
+        names = [str(path) for path in (test_files() if files is None else files)]
+        logs = {name: Path(place) / f"{number}.jsonl" for number, name in enumerate(names)}
+        commands = {name: _command(name, log) for name, log in logs.items()}
+        statuses: dict[str, int] = {}
+        said = time.monotonic()
+        for ended in watch_together(commands, AT_ONCE):
+            statuses.update([ended] if ended else [])
+            if ended or time.monotonic() - said > SECONDS_BETWEEN:
+                said = time.monotonic()
+                yield _account(logs, statuses)
+        found = _account(logs, statuses)
     if found["failed"]:
         raise AssertionError(f"{len(found['failed'])} failed: {', '.join(found['failed'])}")
 
 
-def _command(file: str, report: Path) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "-p",
-        "no:cacheprovider",
-        f"--junitxml={report}",
-        file,
-    ]
+def _command(file: str, log: Path) -> list[str]:
+    """Of one file, with no option of the project's own: one needs a plugin, and the last -m rules alone."""
+    configuration = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-o", "addopts="]
+    own = ["--import-mode=importlib", "--strict-markers", "-p", "no:cacheprovider"]
+    logging = ["-p", lane_log.__name__, "--lane-log", str(log)]
+    selection = ["-m", "gpu and not slow", file]
+    return [sys.executable, "-m", "pytest", "-q", *configuration, *own, *logging, *selection]
 
 
-def _count(found: dict[str, Any], file: str, report: Path) -> None:
-    """Add one file's tests to what was found; pytest's own class names depend on where it is started."""
-    for case in ElementTree.parse(report).iter("testcase"):
-        end = next((ENDS[child.tag] for child in case if child.tag in ENDS), "passed")
-        if end == "failed":
-            # A file that cannot be imported is reported as a case of no class.
-            found["failed"].append(f"{file}::{case.get('name')}" if case.get("classname") else file)
-        else:
-            found[end] += 1
+def _account(logs: Mapping[str, Path], statuses: Mapping[str, int]) -> dict[str, Any]:
+    """What all files say so far; a file that has begun and not ended is in `running` with its test."""
+    passed = skipped = 0
+    why: dict[str, list[str]] = {}
+    running = []
+    for name, log in logs.items():
+        short = name.removeprefix(f"{ROOT}/")
+        found = lane_log.read(log)
+        passed, skipped = passed + found.passed, skipped + found.skipped
+        # A file that cannot be imported is a failure of no test.
+        why |= {f"{short}::{test}" if test else short: lines for test, lines in found.failed.items()}
+        at = "" if found.unfinished is None else f" in {found.unfinished}"
+        if name not in statuses:
+            running += [f"{short}{at}"] if log.exists() else []
+        elif statuses[name] not in (*FINE, *(FAILED if found.failed else ())):
+            why.setdefault(f"{short} ended with status {statuses[name]}{at}", [])
+    return {
+        "files": len(statuses),
+        "of": len(logs),
+        "passed": passed,
+        "skipped": skipped,
+        "failed": list(why),
+        "why": why,
+        "running": running,
+    }

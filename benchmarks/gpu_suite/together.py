@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from benchmarks.environment import ROOT
 from benchmarks.gpu_suite.suite import environment
 
+PAUSE = 0.1
+"""Seconds between two looks."""
+
 
 def run_together(commands: Mapping[str, Sequence[str]], most: int = 64) -> Iterator[tuple[str, int]]:
     """Run them, `most` at a time; yields each one's name and exit status as it ends, and says nothing.
@@ -16,6 +19,11 @@ def run_together(commands: Mapping[str, Sequence[str]], most: int = 64) -> Itera
     They are in this process's group, so that who kills it kills them all. What still runs where nobody asks
     for more is killed, too.
     """
+    return (ended for ended in watch_together(commands, most) if ended is not None)
+
+
+def watch_together(commands: Mapping[str, Sequence[str]], most: int = 64) -> Iterator[tuple[str, int] | None]:
+    """The same, and None after every PAUSE, for who has to look at what they do meanwhile."""
     two_threads = {**environment(), "OMP_NUM_THREADS": "2"}
     waiting = list(commands.items())
     running: dict[str, subprocess.Popen[bytes]] = {}
@@ -28,7 +36,8 @@ def run_together(commands: Mapping[str, Sequence[str]], most: int = 64) -> Itera
                 )
             for name in [name for name, child in running.items() if child.poll() is not None]:
                 yield name, running.pop(name).returncode
-            time.sleep(0.1)
+            time.sleep(PAUSE)
+            yield None
     finally:
         for child in running.values():
             child.kill()

@@ -480,8 +480,38 @@ def test_the_gpu_lane_counts_and_names_what_failed(tmp_path: Path) -> None:
     text = digest({"probes": {"gpu_tests": {"status": "failed", "error": ["E"], "result": found}}})
     assert "5 passed, 2 failed, 2 skipped, 4 of 4 files" in text and "test_right[3]" in text
     assert text.endswith("(none): 2, NOT met")
+    whys = {Path(name).name: lines for name, lines in found["why"].items()}
+    assert "assert 3 < 3" in str(whys["test_bad.py::test_right[3]"])
+    assert "nothing_at_all" in str(whys["test_broken.py"])
     *_, found = lane.run(files[:1])
-    assert found["failed"] == [] and found["passed"] == 3
+    assert found["failed"] == [] and found["passed"] == 3 and found["running"] == []
+
+
+LONG_FILE = """
+import os, time
+import pytest
+pytestmark = pytest.mark.gpu
+def test_first(): pass
+@pytest.mark.slow
+def test_of_many_tokens(): assert False
+def test_second(): pass
+def test_that_does_not_end(): {body}
+"""
+
+
+def test_a_killed_file_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while it runs; slow tests are left out, and a machine may lack what runs tests side by side."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:xdist")
+    long, dying = tmp_path / "test_long.py", tmp_path / "test_dying.py"
+    long.write_text(LONG_FILE.format(body="time.sleep(600)"))
+    dying.write_text(LONG_FILE.format(body="os.kill(os.getpid(), 9)"))
+    reports = lane.run([long, dying])
+    found = next(one for one in reports if one["passed"] == 4 and one["files"] == 1)
+    reports.close()
+    assert [Path(name).name for name in found["running"]] == ["test_long.py in test_that_does_not_end"]
+    assert [Path(name).name for name in found["failed"]] == [
+        "test_dying.py ended with status -9 in test_that_does_not_end"
+    ]
 
 
 def test_the_gpu_lane_knows_its_files() -> None:
