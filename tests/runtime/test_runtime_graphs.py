@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.graph_stand_in import StandIn, Tape, tensors_in
+from tests.runtime.host_watch import HostWatch
 
 
 def two_slots(model: Path, **wishes: Any) -> Engine:
@@ -44,6 +43,14 @@ def watched_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engin
         return engine, stand_in
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def no_host_reads(monkeypatch: pytest.MonkeyPatch) -> HostWatch:
+    """Every round of every test here fails at what would make the host wait."""
+    watch = HostWatch("torch", "triton")
+    watch.install(monkeypatch)
+    return watch
 
 
 def damped(layer: int) -> float:
@@ -296,6 +303,7 @@ def test_planted_faults_are_seen(
 def test_in_the_form_that_is_captured(
     tiny: Callable[..., Path],
     watched_engine: Callable[..., tuple[Engine, StandIn]],
+    no_host_reads: HostWatch,
     method: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -315,36 +323,8 @@ def test_in_the_form_that_is_captured(
     eager = run_all(two_slots(target, **wishes), prompts, params)
     engine, captured = watched_engine(target, **wishes)
     assert story(run_all(engine, prompts, params)) == story(eager)
-    assert captured.replays > 2
+    assert captured.replays > 2 and no_host_reads.rounds > captured.replays
     assert sum(run.metrics.draft_n for run in eager) > 0
-
-
-HOST_READS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-"""What would wait for a device, or what a capture could not hold."""
-
-
-@pytest.fixture
-def no_host_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[StandIn], list[str]]:
-    """Note what a round asks a tensor for while it is watched; the interpreter's own reads do not count."""
-
-    def watch(captured: StandIn) -> list[str]:
-        seen: list[str] = []
-
-        def noting(name: str, honest: Callable[..., Any]) -> Callable[..., Any]:
-            def read(*args: Any, **kwargs: Any) -> Any:
-                if captured.tape.lasting is not None:
-                    caller = sys._getframe(1)
-                    if f"{os.sep}triton{os.sep}" not in caller.f_code.co_filename:
-                        seen.append(f"{name} in {caller.f_code.co_filename}:{caller.f_lineno}")
-                return honest(*args, **kwargs)
-
-            return read
-
-        for name in HOST_READS:
-            monkeypatch.setattr(Tensor, name, noting(name, getattr(Tensor, name)))
-        return seen
-
-    return watch
 
 
 @pytest.mark.slow
@@ -352,7 +332,7 @@ def no_host_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[StandIn], list[s
 def test_latent_attention_experts_and_a_head_ask_the_host_nothing(
     tmp_path: Path,
     watched_engine: Callable[..., tuple[Engine, StandIn]],
-    no_host_reads: Callable[[StandIn], list[str]],
+    no_host_reads: HostWatch,
     weights: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -377,27 +357,6 @@ def test_latent_attention_experts_and_a_head_ask_the_host_nothing(
     eager = run_all(two_slots(target, **wishes), prompts, params)
     engine, captured = watched_engine(target, **wishes)
     assert engine.plan.weights == weights
-    reads = no_host_reads(captured)
     assert story(run_all(engine, prompts, params)) == story(eager)
-    assert not reads, reads[:3]
-    assert captured.replays > 0
+    assert captured.replays > 0 and no_host_reads.rounds > captured.replays
     assert sum(run.metrics.draft_n for run in eager) > 0
-
-
-def test_a_host_read_would_be_seen(
-    target: Path,
-    watched_engine: Callable[..., tuple[Engine, StandIn]],
-    no_host_reads: Callable[[StandIn], list[str]],
-) -> None:
-    """The watch above notices a length that is looked at in the middle of a round."""
-    engine, captured = watched_engine(target, spec="ngram", ngram_min=1, draft_max=2, slots=1)
-    honest = captured.round._commit
-
-    def curious(*args: Any) -> None:
-        assert int(captured.round.state.length.sum()) >= 0
-        honest(*args)
-
-    captured.round._commit = curious  # type: ignore[method-assign]
-    reads = no_host_reads(captured)
-    run_all(engine, PROMPTS[:1], [SamplingParams(max_tokens=4)])
-    assert any("__int__" in read for read in reads)

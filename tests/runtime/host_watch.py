@@ -1,0 +1,126 @@
+"""Refuses, while a round's program runs, what would wait for a device or what a capture could not hold.
+
+Three nets, since none holds everything: methods of a tensor (some never reach the dispatcher), operations
+below them (an index by a mask reads how many are set), and what waits for a stream, event or device.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spd.runtime.round import Round
+
+HOST_READS = (
+    *("item", "tolist", "numpy", "cpu", "nonzero", "__array__"),
+    *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__"),
+)
+WAITS = (
+    (torch.cuda, "synchronize"),
+    (torch.cuda.Stream, "synchronize"),
+    (torch.cuda.Stream, "query"),
+    (torch.cuda.Event, "synchronize"),
+    (torch.cuda.Event, "query"),
+    (torch.accelerator, "synchronize"),
+    (torch.cpu, "synchronize"),
+)
+"""Whole devices, streams and events: what waits for them, or asks how far they are."""
+
+
+def _overloads(*names: str) -> frozenset[Any]:
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+ASK = _overloads(
+    *("item", "_local_scalar_dense", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy"),
+    *("argwhere", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
+    "repeat_interleave",
+) | {torch.ops.aten.where.default}
+"""Operations whose result, or its shape, the host has to know. Compound ones are seen whole in a round."""
+INDEX = _overloads("index", "index_put", "index_put_", "_index_put_impl_")
+
+
+FULLY_WATCHED = 2
+"""Rounds of each program in which operations are looked at too, which takes a tenth of their time."""
+
+
+class HostWatch:
+    """Raises AssertionError where a round's program, its kernels in one of `forms`, asks the device."""
+
+    def __init__(self, *forms: str) -> None:
+        self.forms = forms
+        self.rounds = 0
+        """How many it has watched."""
+        self.running = False
+        self._programs: Counter[Any] = Counter()
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Watch every round from now on, of engines made from now on."""
+        honest, watch = Round.run, self
+
+        @functools.wraps(honest)
+        def run(self: Round, k: int, views: Any, *rest: Any) -> Any:
+            if self.kernels.name not in watch.forms:
+                return honest(self, k, views, *rest)
+            watch.rounds += 1
+            watch._programs[program := (self, k, *rest)] += 1
+            watch.running = True
+            try:
+                with _Operations(watch) if watch._programs[program] <= FULLY_WATCHED else nullcontext():
+                    return honest(self, k, views, *rest)
+            finally:
+                watch.running = False
+
+        patch.setattr(Round, "run", run)
+        for name in HOST_READS:
+            patch.setattr(Tensor, name, self._refusing(f"Tensor.{name}", getattr(Tensor, name)))
+        for owner, name in WAITS:
+            patch.setattr(owner, name, self._refusing(f"{owner.__name__}.{name}", getattr(owner, name)))
+
+    def refuse(self, what: str) -> None:
+        """Fail, naming who asked, while a round runs; what the interpreter asks for itself does not count."""
+        if not self.running:
+            return
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename == __file__ or f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:
+            assert frame.f_back is not None
+            frame = frame.f_back
+        caller = frame.f_code.co_filename
+        if f"{os.sep}triton{os.sep}" not in caller:
+            raise AssertionError(f"a round waits for the device: {what} in {caller}:{frame.f_lineno}")
+
+    def _refusing(self, what: str, honest: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(honest)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.refuse(what)
+            return honest(*args, **kwargs)
+
+        return call
+
+
+class _Operations(TorchDispatchMode):
+    """Looks at what reaches the dispatcher."""
+
+    def __init__(self, watch: HostWatch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ASK or (func in INDEX and _by_a_mask(args[1])):
+            self.watch.refuse(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _by_a_mask(indices: Any) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
