@@ -61,6 +61,29 @@ def _bytes(name: str, one: Result) -> Iterator[str]:
         yield f"{name} reads {sum(one['bytes'].values()) / 1e9:.3f} GB a round: {parts}"
 
 
+def _first_token(result: Result) -> Iterator[str]:
+    if "first_token" in result:
+        one = result["first_token"]
+        yield (
+            f"first token after a prompt of {one['prompt']}: {one['cold_ms']:.0f} ms cold "
+            f"({one['kernels_compiled']} kernels compiled; loading {one['load_ms']:.0f} ms apart), "
+            f"{one['warm_ms']:.1f} ms warm"
+        )
+
+
+def _gaps(name: str, pair: Result) -> Iterator[str]:
+    """Tokens of one request by the host's clock, sync beside async."""
+    for way, one in pair.get("gaps", {}).items():
+        if "error" in one:
+            yield f"{name} k=4 {way}: {one['error']}"
+            continue
+        yield (
+            f"{name} k=4 {way} (lag {one['lag']}): acceptance {one['acceptance_rate']:.3f}, "
+            f"length {one['acceptance_length']:.2f}, ITL p50 {one['itl_ms'][0]:.2f} "
+            f"p99 {one['itl_ms'][1]:.2f} ms, TPOT {one['tpot_ms']:.2f} ms"
+        )
+
+
 def _host_reads(one: Result) -> list[str]:
     if "host_reads" not in one:
         return []
@@ -74,7 +97,7 @@ def _plain(result: Result) -> list[str]:
     lines += [line for name, one in result["models"].items() for line in _bytes(name, one)]
     for part in (sampling, result.get("contexts", {})):
         lines += _several(part)
-    return [*lines, *_host_reads(sampling)]
+    return [*lines, *_first_token(result), *_host_reads(sampling)]
 
 
 def _draft(result: Result) -> list[str]:
@@ -91,6 +114,7 @@ def _draft(result: Result) -> list[str]:
                 f"{one['share_of_ceiling']:.3f} of the ceiling, efficiency {one['efficiency']:.3f}, "
                 f"verify/plain {one['verify_over_plain']:.3f}, idle {one['idle_us'][0]:.1f} us"
             )
+        lines += _gaps(name, pair)
         lines += _bytes(f"{name} k=4", pair.get("k", {}).get("4", {}))
         lines += [f"{name} {line}" for line in _host_reads(pair)]
     return lines

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.gpu_suite.bandwidth import measure_read
 from benchmarks.gpu_suite.graph_timer import free_memory
+from benchmarks.gpu_suite.latency import first_tokens, token_gaps
 from benchmarks.gpu_suite.round_times import (
     GREEDY,
     Load,
@@ -134,7 +135,7 @@ def run_plain(
     read_rate: float | None = None,
     **rest: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Shares of the byte floor at batch 1 for every shape; sampling and contexts at the first of them."""
+    """Shares of the byte floor at batch 1 for every shape; first token, sampling, contexts at the first."""
     rate = read_rate or float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
     models: dict[str, Any] = {}
     report: dict[str, Any] = {"read_bytes_per_second": rate, "models": models}
@@ -144,8 +145,14 @@ def run_plain(
             config = config_of(Path(place), shape, ctx=ctx, **rest)
             return attempt(partial(with_engine, config, work))
 
+        def first_of_all(engine: Engine, shape: Shape) -> dict[str, Any]:
+            report["first_token"] = first_tokens(engine, load.prompt, shape.vocab)
+            return plain_rounds(engine, shape, load, rate)
+
         for shape in shapes:
             work = partial(plain_rounds, target=shape, load=load, read_rate=rate)
+            if shape is shapes[0]:
+                work = partial(first_of_all, shape=shape)
             models[shape.name] = on_engine(shape, load.context(0), work)
             yield report
             if shape is shapes[0]:
@@ -181,6 +188,12 @@ def fix_draft_length(engine: Engine, k: int) -> None:
     engine._draft_length = DraftLength(k, False)
 
 
+def gaps_at_reference(engine: Engine, target: Shape, load: Load) -> dict[str, Any]:
+    """`token_gaps` of a request that runs about as many rounds as a load."""
+    fix_draft_length(engine, REFERENCE_K)
+    return token_gaps(engine, load.prompt, round(load.rounds * reference_length(REFERENCE_K)), target.vocab)
+
+
 def sweep_drafts(
     config: EngineConfig, target: Shape, draft: Shape, plain: dict[str, Any], read_rate: float, load: Load
 ) -> Iterator[dict[str, Any]]:
@@ -201,6 +214,7 @@ def sweep_drafts(
             by_k[str(k)] = attempt(partial(rounds_at, k))
             if k == REFERENCE_K:
                 found["host_reads"] = host_reads(engine, load.rounds // 2)
+                found["gaps"] = {"async": attempt(partial(gaps_at_reference, engine, target, load))}
             yield found
     finally:
         engine.close()
@@ -212,7 +226,10 @@ def run_draft(
     read_rate: float | None = None,
     **rest: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Every pair of target and draft: plain rounds, then speculation at every k at imposed acceptance."""
+    """Every pair of target and draft: plain rounds, then speculation at every k at imposed acceptance.
+
+    The first pair also reads every round at once, beside reading it while the next one runs.
+    """
     rate = read_rate or float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
     found: dict[str, Any] = {}
     report: dict[str, Any] = {"read_bytes_per_second": rate, "pairs": found}
@@ -232,6 +249,12 @@ def run_draft(
             try:
                 for pair in sweep_drafts(config, target, draft, plain, rate, load):
                     found[name] = pair
+                    yield report
+                if (target, draft) == pairs[0]:
+                    work = partial(gaps_at_reference, target=target, load=load)
+                    free_memory()
+                    sync = replace(config, lag=0)
+                    found[name]["gaps"]["sync"] = attempt(partial(with_engine, sync, work))
                     yield report
             except Exception as error:
                 found[name] = {**found.get(name, {}), "error": f"{type(error).__name__}: {str(error)[:400]}"}

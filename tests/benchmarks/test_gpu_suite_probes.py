@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import closing
@@ -12,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from torch._dynamo.utils import counters
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu_suite import batches, lane, peers_gpu, warm_up
+from benchmarks.gpu_suite import batches, lane, latency, peers_gpu, warm_up
 from benchmarks.gpu_suite.compiled_loop import CompiledLoop
 from benchmarks.gpu_suite.digest import digest
 from benchmarks.gpu_suite.end_to_end import config_of, run_draft, run_plain
@@ -60,6 +62,7 @@ from spd.errors import ResourceError
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.paged_attention import AttentionHeads
 from spd.runtime import Engine
+from spd.runtime.metrics import RequestMetrics
 from spd.runtime.plan import make_plan
 
 TARGET = Shape("target", 64, 2, 4, 2, 96, vocab=300, head_dim=16)
@@ -194,6 +197,8 @@ def test_plain_rounds_of_a_tiny_model() -> None:
     text = digest({"probes": {"plain": {"status": "ok", "result": report}}})
     reads = "target layers 0.000, target head 0.000, target embedding 0.000, target keys and values 0.000"
     assert f"target reads 0.000 GB a round: {reads}" in text
+    assert report["first_token"]["warm_ms"] > 0 and report["first_token"]["prompt"] == 20
+    assert "first token after a prompt of 20: " in text and "ms warm" in text
     assert "target at 29:" in text and "40 at 47:" in text and "host reads: 0 in 4 rounds" in text
 
 
@@ -210,6 +215,52 @@ def test_drafted_rounds_of_tiny_models() -> None:
     text = digest({"probes": {"draft": {"status": "ok", "result": report}}})
     assert text.count("a round: target layers") == 1 and "draft > target k=4 reads" in text
     assert "draft > target k=4:" in text and "imposed 3.08" in text
+
+
+def test_a_first_pair_is_read_at_once_beside_later() -> None:
+    """Acceptance is the same whenever it is read; the later pairs are not run twice."""
+    reports = run_draft([(TARGET, DRAFT), (replace(TARGET, name="other"), DRAFT)], SMALL, 1e9, **CPU, lag=1)
+    *_, report = reports
+    first, second = (pair["gaps"] for pair in report["pairs"].values())
+    assert list(first) == ["async", "sync"] and list(second) == ["async"]
+    assert (first["async"]["lag"], first["sync"]["lag"]) == (1, 0)
+    for one in (*first.values(), *second.values()):
+        assert 0 < one["itl_ms"][0] <= one["itl_ms"][1] and one["tpot_ms"] > 0
+    for name in ("rounds", "acceptance_rate", "acceptance_length"):
+        assert first["async"][name] == first["sync"][name] > 0
+    text = digest({"probes": {"draft": {"status": "ok", "result": report}}})
+    assert "draft > target k=4 async (lag 1): acceptance 0." in text and "k=4 sync (lag 0): acc" in text
+
+
+def test_the_first_token_is_timed_cold_and_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [40, 43, 43]
+    monkeypatch.setattr(latency, "compiled_kernels", lambda: found.pop(0))
+    config = config_of(tmp_path, TARGET, ctx=64, **CPU)
+    one = with_engine(config, lambda engine: latency.first_tokens(slow_at_first(engine), 20, TARGET.vocab))
+    assert one["prompt"] == 20 and one["load_ms"] > 0 and one["kernels_compiled"] == 3
+    assert one["cold_ms"] > 200 > one["warm_ms"] > 0
+
+
+def slow_at_first(engine: Engine) -> Engine:
+    """The engine with a first step that takes as long as capturing would."""
+    step, waits = engine.step, [0.2]
+
+    def slowly() -> Any:
+        time.sleep(waits.pop() if waits else 0)
+        return step()
+
+    engine.step = slowly  # type: ignore[method-assign]
+    return engine
+
+
+def test_gaps_between_tokens_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = RequestMetrics(completion_tokens=8, first_tokens=2, predicted_ms=30.0)
+    metrics.count_rounds(4, 1, 1, times=4)
+    seconds = [0.0, 0.01, 0.015, 0.035]
+    monkeypatch.setattr(latency, "run_alone", lambda engine, prompt, tokens: (metrics, seconds))
+    found = latency.token_gaps(SimpleNamespace(plan=SimpleNamespace(lag=1)), 5, 8, 300)  # type: ignore[arg-type]
+    assert found["itl_ms"] == pytest.approx([10, 20]) and found["tpot_ms"] == 5
+    assert (found["acceptance_rate"], found["acceptance_length"], found["rounds"]) == (0.25, 2, 4)
 
 
 def test_a_pair_that_cannot_be_loaded_is_a_line() -> None:
