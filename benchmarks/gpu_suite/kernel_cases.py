@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from unittest import mock
 
@@ -62,9 +62,15 @@ class Bench:
         return torch.full(shape, fill, dtype=torch.long, device=self.timer.device)
 
 
-def linear_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int]) -> Rows:
-    """A product of a layer for each number of rows, against `torch.mm` alone; kind as in `Shape.weights`."""
+def linear_case(
+    bench: Bench, kind: str, n: int, k: int, rows: Sequence[int], dtype: torch.dtype | None = None
+) -> Rows:
+    """A product of a layer for each number of rows, against `torch.mm` alone; kind as in `Shape.weights`.
+
+    In the bench's type where none is given.
+    """
     kernels, found = bench.kernels, Rows()
+    bench = replace(bench, dtype=dtype or bench.dtype)
     weights = bench.normal(bench.timer.copies(2 * n * k), n, k, scale=k**-0.5).unbind()
     product = SkinnyLinear(weights[0], None, kernels)
     share_workspace([product], max(rows))
@@ -154,7 +160,7 @@ def draw_case(bench: Bench, vocab: int, hidden: int, rows: Sequence[int]) -> Row
 
 
 def row_case(bench: Bench, hidden: int, vocab: int, rows: Sequence[int]) -> Rows:
-    """Embedding and the last norm."""
+    """Embedding, the last norm, and the norm behind a block with the sum that follows it."""
     kernels, found = bench.kernels, Rows()
     table, weight = bench.normal(vocab, hidden), bench.normal(hidden)
     for count in rows:
@@ -165,6 +171,8 @@ def row_case(bench: Bench, hidden: int, vocab: int, rows: Sequence[int]) -> Rows
         rival = [partial(F.rms_norm, x, (hidden,), weight, EPSILON)]
         call = partial(kernels.rms_norm_rows, x, squares, weight, EPSILON)
         found[f"norm {count}"] = bench.row([call], None, rival)
+        call = partial(kernels.norm_residual, x, weight, EPSILON, bench.normal(count, hidden))
+        found[f"norm_residual {count}"] = bench.row([call], None, rival)
     return found
 
 

@@ -27,7 +27,13 @@ from benchmarks.gpu_suite.kernel_cases import (
     rotary_case,
     row_case,
 )
-from benchmarks.gpu_suite.round_cases import lookup_case, round_case, sampling_case
+from benchmarks.gpu_suite.round_cases import (
+    draft_verify_case,
+    lookup_case,
+    noise_case,
+    round_case,
+    sampling_case,
+)
 from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_06B, QWEN3_8B, SHAPES, Shape
 from benchmarks.gpu_suite.sparse_cases import sparse_cases
 from spd.kernels.dispatch import load_kernels
@@ -54,6 +60,10 @@ def cases() -> dict[str, Case]:
                 found[f"{shape.name} {kind} {n}x{k}"] = partial(linear_case, kind=kind, n=n, k=k, rows=ROWS)
     for shape in (QWEN3_8B, QWEN3_06B):
         found[f"{shape.name} layer's products"] = partial(layer_case, shape=shape, rows=(1, 5))
+    n, k = QWEN3_8B.weights()["gate_up"]
+    found[f"{QWEN3_8B.name} fp16 gate_up {n}x{k}"] = partial(
+        linear_case, kind="gate_up", n=n, k=k, rows=ROWS, dtype=torch.float16
+    )
     heads = heads_of(QWEN3_8B)
     for slots in (1, 16):
         for context in (1024, 4096, 32768):
@@ -66,12 +76,14 @@ def cases() -> dict[str, Case]:
         name = f"head_sample {shape.vocab}x{shape.hidden}"
         found[name] = partial(draw_case, vocab=shape.vocab, hidden=shape.hidden, rows=(1, 5, 16))
     vocab = QWEN3_8B.vocab
-    found["sample_rows"] = partial(sampling_case, vocab=vocab, rows=(1, 5, 16))
+    found["sample_rows and row_laws"] = partial(sampling_case, vocab=vocab, rows=(1, 5, 16))
     found["rotary_store"] = partial(rotary_case, heads=heads, rows=(1, 5, 16, 80))
     found["embed and norm"] = partial(row_case, hidden=QWEN3_8B.hidden, vocab=vocab, rows=(1, 5, 16))
     for slots in (1, 16):
         name = f"round {slots} slots"
         found[name] = partial(round_case, slots=slots, k=4, width=WIDE_ROW, vocab=vocab)
+        found[f"verify drafts {slots} slots"] = partial(draft_verify_case, slots=slots, k=4, vocab=vocab)
+    found["noise"] = partial(noise_case, vocab=vocab, rows=(1, 16))
     found |= sparse_cases()
     found["ngram_lookup"] = partial(lookup_case, slots=1, k=8, widths=(1024, WIDE_ROW, 32768), vocab=vocab)
     return found

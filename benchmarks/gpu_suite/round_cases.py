@@ -1,4 +1,4 @@
-"""The measured kernels of a round that are not a layer's: sampling, window, commit, lookup.
+"""The measured kernels of a round that are not a layer's: sampling, verifying, window, commit, lookup.
 
 See `kernel_cases` for what a case is.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 
 import torch
 
+from benchmarks.gpu_suite.graph_timer import Call
 from benchmarks.gpu_suite.kernel_cases import PAGE, Bench, Rows
-from spd.kernels import sampling
+from spd.kernels import draft_verify, philox, row_laws, sampling
 from spd.kernels.round_commit import emission_width
 from spd.kernels.round_finish import ENDED, NUM_TIMES
 from spd.runtime.sampler_class import SamplerClass
@@ -23,14 +25,14 @@ STEPS = {
 }
 
 
-def sampling_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
-    """One slot's rows by the separate sampler, against its torch form."""
-    found, device = Rows(), bench.timer.device
+def one_slots_sampling(bench: Bench, vocab: int) -> sampling.SamplingTensors:
+    """Parameters of one slot, and what it has seen and written."""
+    device = bench.timer.device
 
     def number(value: float) -> torch.Tensor:
         return torch.full((1,), value, device=device)
 
-    tensors = sampling.SamplingTensors(
+    return sampling.SamplingTensors(
         temperature=number(0.8),
         top_p=number(0.95),
         min_p=number(0.0),
@@ -46,6 +48,12 @@ def sampling_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
         length=bench.integers(1, fill=1000),
         min_length=bench.integers(1),
     )
+
+
+def sampling_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
+    """One slot's rows by the separate sampler, and their laws, against the torch forms."""
+    found, device = Rows(), bench.timer.device
+    tensors = one_slots_sampling(bench, vocab)
     for count in rows:
         logits = 3 * torch.randn(1, count, vocab, device=device)
         draft = torch.randint(vocab, (1, count - 1), device=device)
@@ -56,6 +64,40 @@ def sampling_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
             found[f"{count} {name}"] = bench.row(
                 calls, logits.nbytes, [partial(sampling.sample_rows, *given)]
             )
+            laws = (logits, draft, tensors, steps, vocab)
+            found[f"{count} law {name}"] = bench.row(
+                [partial(bench.kernels.row_laws, *laws)], logits.nbytes, [partial(row_laws.row_laws, *laws)]
+            )
+    return found
+
+
+def draft_verify_case(bench: Bench, slots: int, k: int, vocab: int) -> Rows:
+    """The rules that test drafts, drawn from a law of their own or certain, against the torch forms."""
+    found, device = Rows(), bench.timer.device
+    target, drafter = (
+        torch.randn(slots, rows, vocab, device=device).mul_(3).softmax(-1) for rows in (k + 1, k)
+    )
+    draft = torch.randint(vocab, (slots, k), device=device)
+    positions = (torch.arange(k + 1, device=device) + 1000).expand(slots, k + 1).contiguous()
+    told = (draft, bench.integers(slots, fill=k), bench.integers(slots, fill=7), positions)
+    for name in ("rejection_verify", "block_verify"):
+        ours, torchs = getattr(bench.kernels, name), getattr(draft_verify, name)
+        for kind, laws in (("drawn", drafter), ("certain", None)):
+            given = (target, laws, *told)
+            found[f"{name} {kind}"] = bench.row([partial(ours, *given)], None, [partial(torchs, *given)])
+    return found
+
+
+def noise_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
+    """Gumbel noise by itself, as the fused draw has it inside, against its torch form."""
+    found, form = (
+        Rows(),
+        philox if bench.kernels.name == "torch" else import_module(f"{philox.__name__}_triton"),
+    )
+    for count in rows:
+        given = (bench.integers(count, fill=7), bench.integers(count, fill=1000), 0, vocab)
+        rival: list[Call] = [partial(philox.gumbel, *given)]
+        found[str(count)] = bench.row([partial(form.gumbel, *given)], None, rival)
     return found
 
 

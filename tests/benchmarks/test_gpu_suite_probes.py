@@ -14,7 +14,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from benchmarks.gpu_suite import batches, lane, latency, peers_gpu, warm_up
 from benchmarks.gpu_suite.compiled_loop import CompiledLoop
 from benchmarks.gpu_suite.digest import digest
 from benchmarks.gpu_suite.end_to_end import config_of, run_draft, run_plain
+from benchmarks.gpu_suite.gates import gate_lines
 from benchmarks.gpu_suite.graph_timer import Once
 from benchmarks.gpu_suite.kernel_cases import (
     Bench,
@@ -40,7 +41,13 @@ from benchmarks.gpu_suite.kernel_cases import (
 )
 from benchmarks.gpu_suite.kernel_table import cases, eight_over_one, run_case
 from benchmarks.gpu_suite.room import needed_bytes, plan_anyway, side_by_side, usable_bytes
-from benchmarks.gpu_suite.round_cases import lookup_case, round_case, sampling_case
+from benchmarks.gpu_suite.round_cases import (
+    draft_verify_case,
+    lookup_case,
+    noise_case,
+    round_case,
+    sampling_case,
+)
 from benchmarks.gpu_suite.round_times import (
     GREEDY,
     Load,
@@ -59,7 +66,7 @@ from benchmarks.gpu_suite.shapes import Shape
 from benchmarks.gpu_suite.sparse_cases import sparse_cases
 from benchmarks.gpu_suite.speculation import REFERENCE_LENGTH
 from spd.errors import ResourceError
-from spd.kernels.dispatch import load_kernels
+from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
 from spd.kernels.paged_attention import AttentionHeads
 from spd.runtime import Engine
 from spd.runtime.metrics import RequestMetrics
@@ -74,6 +81,9 @@ CASES: dict[str, Case] = {
     **{kind: partial(linear_case, kind=kind, n=64, k=48, rows=(1, 8)) for kind in ("qkv", "out", "gate_up")},
     "down": partial(linear_case, kind="down", n=64, k=48, rows=(1,)),
     "head": partial(linear_case, kind="head", n=100, k=48, rows=(3,)),
+    "half": partial(linear_case, kind="gate_up", n=64, k=48, rows=(1, 8), dtype=torch.float16),
+    "verify": partial(draft_verify_case, slots=2, k=3, vocab=300),
+    "noise": partial(noise_case, vocab=300, rows=(1, 2)),
     "layer": partial(layer_case, shape=TARGET, rows=(1, 5)),
     "draw": partial(draw_case, vocab=100, hidden=32, rows=(1, 5)),
     "rows": partial(row_case, hidden=32, vocab=100, rows=(1, 5)),
@@ -102,6 +112,60 @@ def test_the_table_measures_every_kind_of_case() -> None:
     functions = {case.func for case in dense.values()}  # type: ignore[attr-defined]
     assert functions == {case.func for case in CASES.values()}  # type: ignore[attr-defined]
     assert len(set(cases())) == len(cases())
+
+
+NOT_IN_THE_TABLE = {
+    "linear",
+    "latent_store",
+    "head_linear",
+    "mla_prefill",
+    "router_logits",
+    "route",
+    "experts",
+}
+"""Of layers whose main kernels are; and those that feed an MTP head."""
+HEAD = {"head_input", "keep_states"}
+
+
+@torch.inference_mode()
+def test_the_table_calls_every_kernel_that_is_not_left_out() -> None:
+    called = set()
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            operation = getattr(honest, name)
+            if name not in operation_stems():
+                return operation
+            called.add(name)
+            return operation
+
+    honest = load_kernels("torch")
+    bench = Bench(cast(Kernels, Watched()), Once("cpu"), torch.float32, 1e9)
+    for case in CASES.values():
+        assert "error" not in run_case(case, bench)
+    sparse = {"mla_attention", "experts_onto"}
+    assert called == set(operation_stems()) - NOT_IN_THE_TABLE - HEAD - sparse
+
+
+@torch.inference_mode()
+def test_a_product_of_halves_is_one_of_halves() -> None:
+    seen = set()
+
+    class Watching(Once):
+        def microseconds(self, calls: Any) -> float:
+            seen.update(one.dtype for call in calls for one in call.args if isinstance(one, torch.Tensor))
+            return 1.0
+
+    bench = Bench(load_kernels("torch"), Watching("cpu"), torch.float32, 1e9)
+    CASES["half"](bench)
+    assert seen == {torch.float16, torch.float32}, "with float32 sums of squares"
+    seen.clear()
+    linear_case(bench, "out", 64, 48, (1,))
+    assert seen == {torch.float32}
+    [name] = [name for name in cases() if "fp16" in name]
+    rows = {"cases": {name: {"rows": {"1": [9.0, 0.5, None]}}}}
+    lines = gate_lines({"kernel_table": {"result": rows}})
+    assert any("products of 64 MB and more" in line and line.endswith("0.50, NOT met") for line in lines)
 
 
 def test_shares_ratios_and_faults_of_the_table() -> None:
