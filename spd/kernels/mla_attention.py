@@ -26,7 +26,7 @@ def latent_store(
     epsilon: float,
     pages: Tensor,
 ) -> Tensor:
-    """Norm and rotate rows of latent [T, L + R] into the pool; rotate query [T, H, R] and return it.
+    """Norm and rotate rows of latent [T, L + R] into the pool; rotate query [T, H, R], R even, and return it.
 
     cos and sin [M, R] and positions as in `rotary_store`; kv_slots int64 [T] as in `store_kv`; norm [L]:
     the scale of the latent values' norm, with epsilon. pages [P, page, L + R] are written in place. Of

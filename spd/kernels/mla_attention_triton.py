@@ -17,6 +17,7 @@ from spd.kernels.mla_kernels_triton import (
 )
 from spd.kernels.paged_attention import AttentionPlan
 from spd.kernels.paged_attention_triton import COMBINED_CHUNKS, RESERVED_BYTES, SplitPlan, chunk_constants
+from spd.kernels.rotary import pairs_of
 from spd.kernels.skinny_config import SUMS_APART, TOKEN_TILE, shared_limit
 from spd.kernels.skinny_linear import capability_of
 
@@ -57,7 +58,7 @@ def latent_store(
     """See `mla_attention.latent_store`; query and latent may be strided but for their last dimension."""
     assert positions is not None and query.stride(-1) == latent.stride(-1) == 1
     rows, heads, size = query.shape
-    rank = norm.shape[0]
+    rank, pairs = norm.shape[0], pairs_of(size)
     turned = torch.empty(rows, heads, size, dtype=query.dtype, device=query.device)
     several = min(HEADS_A_PROGRAM, power_of_two(heads))
     latent_store_kernel[(rows, ceil_div(heads, several))](
@@ -76,10 +77,10 @@ def latent_store(
         latent.stride(0),
         H=heads,
         L=rank,
-        HALF=size // 2,
+        HALF=pairs,
         HEADS=several,
         BLOCK_L=power_of_two(rank),
-        BLOCK=power_of_two(size // 2),
+        BLOCK=power_of_two(pairs),
         num_warps=4,
         **overlap(query.device),
     )

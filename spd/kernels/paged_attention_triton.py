@@ -111,8 +111,11 @@ def plan_attention(
     no look by the host.
 
     As in `spd.kernels.paged_attention`, but lengths are the device's: bounds and first_pages are not
-    used. S is below 32768; the room taken goes by the page table's width.
+    used. S is below 32768; the room taken goes by the page table's width. Raises ValueError unless pages
+    are of a power of two positions, 16 or more, for a matrix unit takes so many keys at once.
     """
+    if page_size < 16 or page_size != power_of_two(page_size):
+        raise ValueError(f"pages of {page_size} positions: a power of two from 16 on is needed")
     slots, width = positions.shape
     capacity = page_table.shape[1] * page_size
     max_chunks = num_chunks(capacity, SMALL_CHUNK, LARGE_CHUNK, LARGE_FROM)

@@ -23,8 +23,8 @@ def rotary_store(
 ) -> Tensor:
     """Rotate a fused projection's queries and keys, write keys and values to the pools, return the queries.
 
-    qkv [T, (H + 2K) * D]: queries, keys, values; cos and sin [M, D], whose halves repeat each other but
-    for the sign of the sine's first half (see `apply_rotary`), in qkv's dtype or float32; positions
+    qkv [T, (H + 2K) * D], D even: queries, keys, values; cos and sin [M, D], whose halves repeat each other
+    but for the sign of the sine's first half (see `apply_rotary`), in qkv's dtype or float32; positions
     int64 [T] below M, or None (torch form only) where cos and sin are the rows' own [T, D]; kv_slots
     int64 [T] as in `store_kv`; qk_weight [H + K, D] or None: the norm's scale of every rotated head,
     with epsilon; num_heads is H. key_pages and value_pages [P, page, K, D] are written in place.

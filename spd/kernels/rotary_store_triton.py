@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spd.kernels.launch import Signature, ceil_div, overlap, power_of_two
 from spd.kernels.overlap_triton import release, wait
+from spd.kernels.rotary import pairs_of
 
 HEADS_A_PROGRAM = 4
 """Fills a warp with 16-byte loads of 128 16-bit elements a head, and sums a head within the warp."""
@@ -79,7 +80,7 @@ def rotary_store(
     As in `spd.kernels.rotary_store`; every tensor contiguous but for the rows' indices.
     """
     kv_heads, size = key_pages.shape[2:]
-    rows = qkv.shape[0]
+    pairs, rows = pairs_of(size), qkv.shape[0]
     query = torch.empty((rows, num_heads, size), dtype=qkv.dtype, device=qkv.device)
     rotary_store_kernel[(rows, ceil_div(num_heads + 2 * kv_heads, HEADS_A_PROGRAM))](
         qkv.contiguous(),
@@ -94,9 +95,9 @@ def rotary_store(
         epsilon,
         H=num_heads,
         K=kv_heads,
-        HALF=size // 2,
+        HALF=pairs,
         HEADS=HEADS_A_PROGRAM,
-        BLOCK=power_of_two(size // 2),
+        BLOCK=power_of_two(pairs),
         num_warps=1,
         **overlap(qkv.device),
     )

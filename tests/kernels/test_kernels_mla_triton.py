@@ -108,13 +108,19 @@ def test_prompt_chunks(start: int, rows: int, device: str, dtypes: tuple[torch.d
         )
         near(out, right, plain)
         near(plain, right, plain)
+        for row in {0, rows // 2, rows - 1}:
+            case = (pool, table[0], start + row, RANK, SCALE)
+            assert torch.equal(twin.mla_prefill(query[row : row + 1], *case)[0], out[row])
+            assert torch.equal(
+                twin.mla_prefill(query[: row + 1], pool, table[0], start, RANK, SCALE)[row], out[row]
+            )
 
 
 def test_what_is_kept_of_a_row(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
     rows, table = 6, torch.tensor([[2, 1]], device=device)
     positions = torch.arange(30, 30 + rows, device=device)
     slots = kv_slots(table, positions[None], torch.ones(1, rows, dtype=torch.bool, device=device), PAGE, 0)[0]
-    angles = torch.arange(64.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01])
+    angles = torch.arange(64.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01])[: TURNED // 2]
     cos = torch.cat((angles.cos(), angles.cos()), 1).to(device)
     sin = torch.cat((-angles.sin(), angles.sin()), 1).to(device)
     for dtype in dtypes:
@@ -133,9 +139,41 @@ def test_what_is_kept_of_a_row(device: str, dtypes: tuple[torch.dtype, ...]) -> 
         near(turned, right, plain)
         near(pools[0], exact_pool, pools[1])
         assert pools[0].count_nonzero() == rows * (RANK + TURNED)
+        for row in range(rows):
+            one, alone = slice(row, row + 1), torch.zeros_like(pools[0])
+            at = (latent[one], cos, sin, positions[one], slots[one], norm, 1e-6)
+            assert torch.equal(twin.latent_store(query[one], *at, alone)[0], turned[row])
+            assert torch.equal(alone.flatten(0, 1)[slots[row]], pools[0].flatten(0, 1)[slots[row]])
 
 
-@pytest.mark.parametrize(("a", "b", "rows"), [(24, 16, 1), (72, 100, 19)])
+@pytest.mark.parametrize(("heads", "rank", "turned"), [(1, 1, 2), (3, 33, 6)])
+def test_smallest_and_odd_sizes(
+    heads: int, rank: int, turned: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"HEADS": heads, "RANK": rank, "TURNED": turned}.items():
+        monkeypatch.setitem(globals(), name, value)
+    plain = (torch.float32,)
+    test_what_is_kept_of_a_row(device, plain)
+    test_prompt_chunks(3, 1, device, plain)
+    test_prompt_chunks(0, 5, device, plain)
+    pool, table = make_pool(device, torch.float32, 1, 2)
+    for start in (0, 40):
+        query = normal(1, 1, heads, rank + turned, seed=1).to(device)
+        case = (pool, table[0], start, query[0, 0])
+        found = attend(pool, table, [start], query)[0, 0]
+        near(found, straight(*case, torch.float64), straight(*case, torch.float32))
+
+
+def test_an_odd_number_to_rotate_is_refused(device: str) -> None:
+    rows = torch.zeros(1, 4, device=device)
+    query, pages = torch.zeros(1, 2, 3, device=device), torch.zeros(1, 8, 4, device=device)
+    number = torch.zeros(1, dtype=torch.long, device=device)
+    for form in (twin, reference):
+        with pytest.raises(ValueError, match="3 values of a head cannot be rotated in pairs"):
+            form.latent_store(query, rows, rows, rows, number, number, rows[0, :1], 1e-6, pages)
+
+
+@pytest.mark.parametrize(("a", "b", "rows"), [(24, 16, 1), (72, 100, 19), (1, 1, 1), (67, 33, 2)])
 def test_each_head_has_its_own_product(
     a: int, b: int, rows: int, device: str, dtypes: tuple[torch.dtype, ...]
 ) -> None:

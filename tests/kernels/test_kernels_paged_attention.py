@@ -158,6 +158,21 @@ def test_against_its_definition(
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("groups", "kv_heads", "size", "page"), [(1, 1, 1, 16), (3, 3, 33, 16), (5, 1, 3, 64)]
+)
+def test_smallest_and_odd_sizes(
+    device: str, dtypes: tuple[torch.dtype, ...], groups: int, kv_heads: int, size: int, page: int
+) -> None:
+    """One row at the first position and behind it, alone and beside an odd window."""
+    for dtype in dtypes:
+        cache = make_cache(device, dtype, 2, 40, groups, kv_heads, size, page)
+        for start in (0, 33):
+            check(cache, [Window(start, 1)], 1)
+        check(cache, [Window(2, 1), Window(31, 3)], 3)
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("sliding", "softcap"), [(1, None), (33, 3.0), (100, None), (None, 3.0)])
 def test_sliding_and_capped_against_the_definition(
     device: str, dtypes: tuple[torch.dtype, ...], sliding: int | None, softcap: float | None
@@ -242,6 +257,13 @@ def test_more_rows_than_a_tile(device: str, dtypes: tuple[torch.dtype, ...]) -> 
             part = attend(cache, [Window(118 + first, 1)], query[:, first : first + 1])
             assert torch.equal(part[:, 0], whole[:, first])
         check(cache, [Window(118, 20)], 20)
+
+
+@pytest.mark.parametrize("page", [1, 8, 24, 48])
+def test_pages_that_no_tile_fits_are_refused(device: str, page: int) -> None:
+    cache = make_cache(device, torch.float32, 1, 48, 1, 1, 16, page)
+    with pytest.raises(ValueError, match=f"pages of {page} positions"):
+        attend(cache, [Window(3, 1)], torch.zeros(1, 1, 1, 16, device=device))
 
 
 def test_at_the_real_chunk_sizes(device: str) -> None:

@@ -65,6 +65,8 @@ def make(
         (33, 64, (7, 1), 96, 32),
         (70, 190, (2, 1), 32, 16),
         (140, 65, (4, 1), 16, 128),
+        (1, 0, (1, 1), 1, 16),
+        (3, 5, (3, 3), 33, 7),
     ],
 )
 def test_against_its_definition(
@@ -123,6 +125,24 @@ def test_a_window_longer_than_the_context_changes_no_bit(
         )
         assert torch.equal(wide, whole)
         assert torch.equal(cut[:-1], whole[:-1]) and not torch.equal(cut[-1], whole[-1])
+
+
+@pytest.mark.parametrize(("sliding", "softcap"), [(None, None), (30, 2.0)])
+def test_a_row_alone_is_the_row_among_others(device: str, sliding: int | None, softcap: float | None) -> None:
+    """In a chunk of its own, and as the last row of a shorter one; in any tile."""
+    query, keys, values = make(device, torch.float32, 70, 60, (2, 1), 16)
+    key_pages, page_row = paged(keys, 64, 5)
+    value_pages, _ = paged(values, 64, 5)
+
+    def run(rows: slice) -> torch.Tensor:
+        case = (query[rows], key_pages, value_pages, page_row, 60 + rows.start)
+        out: torch.Tensor = twin.prefill_attention(*case, 0.25, 0, sliding, softcap)
+        return out
+
+    whole = run(slice(0, 70))
+    for row in (0, 3, 15, 16, 40, 69):
+        assert torch.equal(run(slice(row, row + 1))[0], whole[row]), row
+        assert torch.equal(run(slice(0, row + 1))[row], whole[row]), row
 
 
 def test_pages_and_dead_positions_change_nothing(device: str, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -113,7 +113,15 @@ def exact(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("rows", "heads", "size", "normed"),
-    [(1, (4, 2), 16, True), (5, (3, 1), 80, True), (3, (7, 7), 96, False), (4, (6, 2), 6, True)],
+    [
+        (1, (4, 2), 16, True),
+        (5, (3, 1), 80, True),
+        (3, (7, 7), 96, False),
+        (4, (6, 2), 6, True),
+        (1, (1, 1), 2, True),
+        (2, (3, 3), 2, False),
+        (1, (3, 1), 34, True),
+    ],
 )
 def test_against_its_definition(
     device: str,
@@ -164,6 +172,14 @@ def test_a_row_alone_is_the_row_among_others(device: str, dtypes: tuple[torch.dt
             assert torch.equal(alone[0], query[i])
             assert torch.equal(key.flatten(0, 1)[slot], keys.flatten(0, 1)[slot])
             assert torch.equal(value.flatten(0, 1)[slot], values.flatten(0, 1)[slot])
+
+
+def test_an_odd_head_is_refused(device: str) -> None:
+    """The halves of a rotation are equal: config.json's heads are refused before, with its name."""
+    inputs = make(device, torch.float32, 1, (1, 1), 3)
+    for operation in (twin.rotary_store, reference.rotary_store):
+        with pytest.raises(ValueError, match="3 values of a head cannot be rotated in pairs"):
+            inputs.run(operation)
 
 
 @pytest.mark.parametrize("normed", [True, False])
