@@ -22,14 +22,17 @@ def op(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("hidden_first", [False, True])
 @pytest.mark.parametrize("masked", [-1, 0, 5])
-@pytest.mark.parametrize(("slots", "width", "extra"), [(1, 1, 3), (3, 4, 0), (2, 3, 2)])
+@pytest.mark.parametrize(
+    ("slots", "width", "extra", "size"),
+    [(1, 1, 3, SIZE), (3, 4, 0, SIZE), (2, 3, 2, SIZE), (1, 1, 0, 1), (2, 1, 1, 2), (1, 3, 0, 33)],
+)
 def test_pairs_equal_their_definition(
-    op: Any, device: str, slots: int, width: int, extra: int, masked: int, hidden_first: bool
+    op: Any, device: str, slots: int, width: int, extra: int, size: int, masked: int, hidden_first: bool
 ) -> None:
     torch.manual_seed(slots)
     for depth, dtype in ((DEPTH, torch.float32), (1, torch.float32), (DEPTH, torch.float16)):
-        table, states = torch.randn(VOCAB, SIZE), torch.randn(slots, depth + 1, SIZE)
-        norms = torch.rand(2, SIZE) + 0.5
+        table, states = torch.randn(VOCAB, size), torch.randn(slots, depth + 1, size)
+        norms = torch.rand(2, size) + 0.5
         positions = torch.randint(0, 30, (slots * width + extra,))
         positions[: slots * width : 2] = 5
         tokens = torch.randint(VOCAB, positions.shape)
@@ -38,7 +41,7 @@ def test_pairs_equal_their_definition(
             tokens.to(device), table, states, depth, positions.to(device), width, *norms, EPSILON, masked,
             hidden_first,
         )  # fmt: skip
-        assert out.dtype == dtype and out.isfinite().all() and out.shape == (len(tokens), 2 * SIZE)
+        assert out.dtype == dtype and out.isfinite().all() and out.shape == (len(tokens), 2 * size)
         for row in range(slots * width):
             position = int(positions[row])
             token = table[tokens[row]].double() * (position != masked)
@@ -51,8 +54,36 @@ def test_pairs_equal_their_definition(
             assert (out[row].double() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
-@pytest.mark.parametrize("slots", [1, 4])
-def test_states_are_kept_where_they_belong(op: Any, device: str, slots: int) -> None:
+@pytest.mark.parametrize("size", [1, SIZE, 33])
+def test_a_row_alone_is_the_row_among_others(op: Any, device: str, size: int) -> None:
+    """Other rows may hold anything; a row reads its own slot's ring and nothing else."""
+    torch.manual_seed(size)
+    slots, width = 3, 3
+    table, states = torch.randn(VOCAB, size), torch.randn(slots, DEPTH + 1, size)
+    table[4], states[1, 2] = float("nan"), float("inf")
+    positions, tokens = torch.randint(1, 30, (slots * width,)), torch.randint(5, VOCAB, (slots * width,))
+    tokens[2], positions[4] = 4, 3
+    norms = torch.rand(2, size) + 0.5
+    table, states, norms, positions, tokens = (
+        t.to(device) for t in (table, states, norms, positions, tokens)
+    )
+
+    def run(rows: slice, ring: slice, width: int) -> torch.Tensor:
+        among: torch.Tensor = op.head_input(
+            tokens[rows], table, states[ring], DEPTH, positions[rows], width, *norms, EPSILON, 5, False
+        )
+        return among
+
+    among = run(slice(None), slice(None), width)
+    assert among[2].isnan().any() and among[4].isnan().any()
+    for row in range(slots * width):
+        slot = row // width
+        alone = run(slice(row, row + 1), slice(slot, slot + 1), 1)[0]
+        assert torch.equal(alone.nan_to_num(7.0), among[row].nan_to_num(7.0)), row
+
+
+@pytest.mark.parametrize(("slots", "size"), [(1, SIZE), (4, SIZE), (1, 1), (2, 33)])
+def test_states_are_kept_where_they_belong(op: Any, device: str, slots: int, size: int) -> None:
     source = random.Random(slots)
     ends = 0
     for _ in range(6):
@@ -65,9 +96,9 @@ def test_states_are_kept_where_they_belong(op: Any, device: str, slots: int) -> 
         pages = torch.tensor([source.sample(range(1, PAGES), 7) for _ in range(slots)])
         kv_slots = pages.gather(1, positions // PAGE) * PAGE + positions % PAGE
         kv_slots = torch.where(valid, kv_slots, 0)
-        whole = torch.randn(slots, width + 2, SIZE)
+        whole = torch.randn(slots, width + 2, size)
         rows = whole[:, 1 : width + 1]  # windows with gaps between them
-        states, page_states = torch.randn(slots, DEPTH + 1, SIZE), torch.randn(PAGES, SIZE)
+        states, page_states = torch.randn(slots, DEPTH + 1, size), torch.randn(PAGES, size)
         expected, expected_pages = states.clone(), page_states.clone()
         for s in range(slots):
             for i in range(width):

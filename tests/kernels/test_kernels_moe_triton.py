@@ -48,6 +48,26 @@ def test_routing(rule: tuple, count: int, k: int, rows: int, device: str) -> Non
             assert torch.equal(alone[0][0], ids[row]) and torch.equal(alone[1][0], weights[row])
 
 
+@pytest.mark.parametrize(
+    ("rule", "count", "k", "rows"),
+    [
+        ((1, 1, 1, 1, False, True, 1.0), 1, 1, 1),
+        ((2, 1, 1, 1, True, False, 2.5), 2, 33, 1),
+        ((1, 3, 1, 1, True, True, 1.0), 3, 7, 2),
+        ((3, 3, 2, 2, False, False, 16.0), 9, 257, 1),
+    ],
+)
+def test_routing_of_few_experts_and_odd_sizes(
+    rule: tuple, count: int, k: int, rows: int, device: str
+) -> None:
+    x = normal(rows, k, seed=rows).to(device)
+    weight, correction = normal(count, k, seed=k).to(device), normal(count, seed=count).to(device)
+    ids, weights = chosen(twin, x, weight, correction, *rule)
+    right_ids, right = chosen(reference, x, weight, correction, *rule)
+    assert torch.equal(ids, right_ids)
+    torch.testing.assert_close(weights, right, rtol=2e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 def test_ties_go_to_the_lowest_expert_and_nonsense_stays_in_range(groups: int, device: str) -> None:
     x = torch.ones(3, 16, device=device)
@@ -85,7 +105,10 @@ def by_definition(x: Tensor, ids: Tensor, weights: Tensor, gate_up: AnyWeight, d
 
 
 @pytest.mark.parametrize("kind", ["plain", "int8", "fp8"])
-@pytest.mark.parametrize(("count", "k", "n", "rows", "per_token"), [(5, 48, 32, 1, 2), (4, 144, 80, 23, 3)])
+@pytest.mark.parametrize(
+    ("count", "k", "n", "rows", "per_token"),
+    [(5, 48, 32, 1, 2), (4, 144, 80, 23, 3), (2, 1, 1, 1, 1), (3, 33, 7, 3, 2)],
+)
 def test_experts(
     kind: str,
     count: int,
@@ -115,8 +138,10 @@ def test_experts(
         torch.testing.assert_close(squares.sum(-1), y.float().square().sum(-1))
         for row in {0, rows // 2, rows - 1}:
             one = slice(row, row + 1)
-            alone, _ = twin.experts_onto(x[one], ids[one], weights[one], gate_up, down, stream[one])
-            assert torch.equal(alone[0], y[row])
+            case = (x[one], ids[one], weights[one], gate_up, down)
+            alone, sums = twin.experts_onto(*case, stream[one])
+            assert torch.equal(alone[0], y[row]) and torch.equal(sums[0], squares[row])
+            assert torch.equal(twin.experts(*case)[0], made[row])
         shuffled = torch.arange(rows - 1, -1, -1, device=device)
         again = twin.experts(x[shuffled], ids[shuffled], weights[shuffled], gate_up, down)
         assert torch.equal(again[shuffled], made)

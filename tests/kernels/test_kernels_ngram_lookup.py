@@ -139,6 +139,8 @@ def test_short_matches_are_no_matches(op: Any, device: str) -> None:
     assert lookup(op, device, [text], 4, (2, 8)) == [[9, 1, 2]]
     assert lookup(op, device, [text], 4, (3, 8)) == [[]]
     assert lookup(op, device, [[5]], 4, (1, 8)) == [[]]
+    assert lookup(op, device, [[5]], 4, (1, 8), width=1) == [[]]
+    assert lookup(op, device, [[5, 5]], 1, (1, 1), width=2) == [[5]]
 
 
 def test_silent_slots_draft_nothing(op: Any, device: str) -> None:

@@ -11,11 +11,11 @@ twin = pytest.importorskip("spd.kernels.norm_residual_triton")
 EPSILON = 1e-6
 
 
-@pytest.mark.parametrize("n", [16, 80, 300])
-def test_against_its_definition(device: str, dtypes: tuple[torch.dtype, ...], n: int) -> None:
+@pytest.mark.parametrize(("rows", "n"), [(5, 16), (5, 80), (5, 300), (1, 1), (3, 2), (1, 77)])
+def test_against_its_definition(device: str, dtypes: tuple[torch.dtype, ...], rows: int, n: int) -> None:
     for dtype in dtypes:
         torch.manual_seed(n)
-        y, residual = (torch.randn(5, n).to(device, dtype) for _ in range(2))
+        y, residual = (torch.randn(rows, n).to(device, dtype) for _ in range(2))
         weight = torch.randn(n, device=device)
         wide = y.double()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON) * weight.double()

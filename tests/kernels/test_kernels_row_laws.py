@@ -44,7 +44,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(truncation_triton, "CHUNK", 16)
 
 
-@pytest.mark.parametrize(("vocab", "coarse"), [(3, False), (17, True), (1000, False)])
+@pytest.mark.parametrize(("vocab", "coarse"), [(1, False), (2, True), (3, False), (17, True), (1000, False)])
 def test_every_step_has_the_references_law(vocab: int, coarse: bool, device: str) -> None:
     law = assert_same_laws(random_case(number(device, 3), 1, vocab, vocab, device, coarse), EVERY_STEP)
     sums = law.sum(-1).nan_to_num(1)  # few tokens may all be hidden

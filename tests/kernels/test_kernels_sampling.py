@@ -26,7 +26,7 @@ from spd.kernels import sampling_triton, truncation_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of inf - inf
 
-VOCABULARIES = [3, 17, 1000, 5003]
+VOCABULARIES = [1, 2, 3, 17, 1000, 5003]
 
 
 assert_same_tokens = partial(assert_drawn_alike, sampling_triton.sample_rows)

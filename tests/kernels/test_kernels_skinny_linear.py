@@ -1,4 +1,4 @@
-"""Skinny products: right, the same bits for a row in any company, and draws that equal the logits' own."""
+"""Skinny products: right, and the same bits for a row in any company."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from spd.kernels import philox_triton, sampling_triton, skinny_kernels_triton
+from spd.kernels import skinny_kernels_triton
 from spd.kernels import skinny_linear as reference
 from spd.kernels import skinny_linear_triton as twin
-from spd.kernels.sampling import SamplingTensors
 from spd.kernels.skinny_config import (
     LinearConfig,
     config_for,
@@ -26,46 +25,22 @@ from spd.kernels.skinny_config import (
     workspace_sizes,
 )
 from spd.kernels.skinny_linear import LinearWorkspace, capability_of
-from spd.runtime.sampler_class import SamplerClass
+from tests.kernels.skinny_cases import SMALL, Operands, close, sample_operands, squares_of, wide
 
 EPSILON = 1e-5
-SMALL = LinearConfig(block_n=16, block_k=32, stages=2)
 SPLIT = replace(SMALL, split_k=3)
 FORMS = pytest.mark.parametrize("config", [SMALL, SPLIT], ids=["whole", "split"])
-SHAPES = [(1, 16, 1), (40, 72, 5), (33, 130, 17), (96, 96, 16), (71, 64, 3)]
-"""(N, K, T): one row and column, sizes that no block divides, and sizes that all do."""
-
-
-class Operands:
-    """Random operands of one shape, the residual stream's squares in `parts` uneven parts."""
-
-    def __init__(self, n: int, k: int, rows: int, dtype: torch.dtype, device: str, parts: int = 3) -> None:
-        generator = torch.Generator().manual_seed(n * 1000 + k * 10 + rows)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
-
-        self.x, self.residual, self.scale = normal(rows, k), normal(rows, n), normal(k)
-        self.weight, self.bias = normal(n, k), normal(n)
-        self.pair, self.pair_bias = normal(2 * n, k), normal(2 * n)
-        self.squares = squares_of(self.x, parts)
-
-
-def squares_of(x: Tensor, parts: int) -> Tensor:
-    chunks = x.float().square().tensor_split(parts, dim=1)
-    return torch.stack([chunk.sum(1) for chunk in chunks], dim=1)
-
-
-def close(found: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """Error at most twice that of plain torch in the same type, and a little where that is luckily small."""
-    assert found.dtype == plain.dtype and found.shape == exact.shape
-    size = 1.0 + exact.abs().max().item()
-    allowed = 2 * (plain.double() - exact).abs().max().item() + 2 * torch.finfo(found.dtype).eps * size
-    assert (found.double() - exact).abs().max().item() <= allowed
-
-
-def wide(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.double() for tensor in tensors]
+SHAPES = [
+    (1, 16, 1),
+    (40, 72, 5),
+    (33, 130, 17),
+    (96, 96, 16),
+    (71, 64, 3),
+    (1, 1, 1),
+    (2, 3, 2),
+    (35, 67, 1),
+]
+"""(N, K, T): one row and column, odd sizes and others that no block divides, and sizes that all do."""
 
 
 @pytest.mark.parametrize(("n", "k", "rows"), SHAPES)
@@ -110,11 +85,13 @@ def test_squares_have_a_part_for_every_tile(device: str) -> None:
     torch.testing.assert_close(squares, torch.stack(parts, dim=1))
 
 
-@pytest.mark.parametrize(("h", "parts"), [(16, 1), (80, 3), (5000, 200)])
-def test_rows(h: int, parts: int, device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+@pytest.mark.parametrize(
+    ("h", "parts", "rows"), [(16, 1, 3), (80, 3, 3), (5000, 200, 3), (1, 1, 1), (33, 2, 1), (2049, 3, 1)]
+)
+def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dtype, ...]) -> None:
     for dtype in (*dtypes, torch.bfloat16):
-        o = Operands(11, h, 3, dtype, device, parts)
-        ids = torch.tensor([10, 0, 10], device=device)
+        o = Operands(11, h, rows, dtype, device, parts)
+        ids = torch.tensor([10, 0, 10][:rows], device=device)
         x, squares = twin.embed(ids, o.weight)
         assert torch.equal(x, o.weight[ids])
         torch.testing.assert_close(squares.sum(1), x.float().square().sum(1), rtol=1e-5, atol=0)
@@ -126,6 +103,19 @@ def test_rows(h: int, parts: int, device: str, dtypes: tuple[torch.dtype, ...]) 
         (wide_x, scale), plain = wide(o.x, o.scale), reference.rms_norm_rows(*arguments)
         exact = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + EPSILON) * scale
         close(twin.rms_norm_rows(*arguments), plain, exact)
+
+
+@pytest.mark.parametrize("h", [1, 33, 5000])
+@pytest.mark.parametrize("scale", [None, 5.656854])
+def test_a_row_is_embedded_alone_as_among_others(h: int, scale: float | None, device: str) -> None:
+    """Its squares too, which the next norm divides by."""
+    table = Operands(11, h, 1, torch.float16, device).weight
+    table[4] = float("inf")
+    ids = torch.tensor([10, 4, 10, 0, 7], device=device)
+    among = twin.embed(ids, table, scale)
+    for row in range(5):
+        for one, every in zip(twin.embed(ids[row : row + 1], table, scale), among, strict=True):
+            assert torch.equal(one[0], every[row])
 
 
 def test_many_parts_of_squares(device: str) -> None:
@@ -222,84 +212,6 @@ def test_a_workspace_that_is_too_small_is_refused(device: str) -> None:
     small = LinearWorkspace(torch.empty(10, device=device), torch.zeros(64, dtype=torch.int32, device=device))
     with pytest.raises(ValueError, match="too small for 17 rows"):
         twin.linear(o.x, o.weight, None, small, config=SPLIT)
-
-
-Keys = tuple[Tensor, Tensor, int, Tensor]
-
-
-def sample_operands(slots: int, window: int, device: str, dtype: torch.dtype) -> tuple[Operands, Keys]:
-    """Windows of rows at positions beyond 32 bits; the first slot draws at temperature 0."""
-    seed = torch.arange(slots, device=device) * 7**20 - 2**62
-    first = torch.arange(slots, device=device) * 2**31 + 5
-    heat = torch.linspace(0.0, 1.5, slots, device=device)
-    return Operands(77, 64, slots * window, dtype, device), (seed, first, 3, heat)
-
-
-@pytest.mark.parametrize("usable", [77, 61, 1])
-def test_sample_is_the_draw_from_the_stored_logits(
-    usable: int, device: str, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    """Rows of temperature 0 among others, in one tile of tokens and in two."""
-    for dtype in dtypes:
-        for slots, window in ((1, 1), (5, 1), (5, 4)):
-            o, keys = sample_operands(slots, window, device, dtype)
-            token, finite = twin.head_sample(o.x, o.weight, usable, *keys, config=SMALL)
-            logits = twin.head_logits(o.x, o.weight, config=SMALL)[:, :usable].view(slots, window, usable)
-            seed, first, step, heat = keys
-            positions = first[:, None] + step + torch.arange(window, device=device)
-            noise = philox_triton.gumbel(seed[:, None].expand(slots, window), positions, 0, usable)
-            heat = heat.view(-1, 1, 1)
-            score = torch.where(heat > 0, logits / heat + noise, logits)
-            assert token.dtype == torch.int64 and torch.equal(token, score.argmax(-1).flatten())
-            assert finite.dtype == torch.bool and finite.all()
-            plain, plain_finite = reference.head_sample(o.x, o.weight, usable, *keys)
-            assert torch.equal(plain_finite, finite)
-            if dtype == torch.float32:
-                assert torch.equal(plain, token)
-
-
-def test_sample_is_the_full_samplers_draw(device: str) -> None:
-    o, keys = sample_operands(5, 2, device, torch.float16)
-    seed, first, step, heat = keys
-    one, none = torch.ones(5, device=device), torch.zeros(5, dtype=torch.int64, device=device)
-    tensors = SamplingTensors(
-        heat, one, 0 * one, one, 0 * one, 0 * one, none, seed, None, None, None, none[:, None], none, none
-    )
-    steps = SamplerClass(noise=True)
-    logits = twin.head_logits(o.x, o.weight).view(5, 2, -1)
-    positions = first[:, None] + step + torch.arange(2, device=device)
-    drawn = sampling_triton.sample_rows(logits, none[:, None], positions, tensors, steps, 70)
-    for full, fused in zip(drawn, twin.head_sample(o.x, o.weight, 70, *keys), strict=True):
-        assert torch.equal(full.flatten(), fused)
-
-
-def test_ties_go_to_the_lowest_id_across_tiles(device: str) -> None:
-    o, (seed, first, step, heat) = sample_operands(4, 1, device, torch.float32)
-    o.weight[:] = o.weight[5]
-    x = o.x * (o.x @ o.weight[5]).sign().unsqueeze(1)
-    o.weight[:3] = -o.weight[:3]
-    token, finite = twin.head_sample(x, o.weight, 77, seed, first, step, 0 * heat, config=SMALL)
-    assert token.tolist() == [3] * 4 and finite.all()
-
-
-def test_rows_without_finite_logits_are_told(device: str) -> None:
-    """NaN anywhere below `usable_vocab`, infinities that win or that are everywhere; never beyond it."""
-    o, (seed, first, step, heat) = sample_operands(6, 1, device, torch.float32)
-    weight, x = torch.zeros_like(o.weight), torch.zeros_like(o.x)
-    weight[:, 0] = 1.0
-    weight[40] = 0.0
-    weight[40, 1] = 1.0
-    weight[70, 2] = float("nan")
-    x[0, 0], x[1, 1], x[2, 1] = 1.0, float("nan"), float("inf")
-    x[3, 0], x[4, 0], x[4, 1] = float("-inf"), 1.0, -1e30
-    x[5, 0] = 1.0
-    for temperature in (0.0, 0.7):
-        keys = (seed, first, step, torch.full_like(heat, temperature))
-        token, finite = twin.head_sample(x, weight, 61, *keys, config=SMALL)
-        assert finite.tolist() == [True, False, False, False, True, True]
-        assert torch.equal(finite, reference.head_sample(x, weight, 61, *keys)[1])
-        assert token.min() >= 0 and token.max() < 61
-        assert not twin.head_sample(x, weight, 77, *keys, config=SMALL)[1].any()
 
 
 def test_the_number_of_rows_does_not_choose_the_program() -> None:
