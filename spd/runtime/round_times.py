@@ -100,6 +100,9 @@ class RoundTimes:
             return True
         if count == 1:
             self._favour(False)
+        elif settled and gain <= 1:  # already without what preparing takes
+            self._favour(False)
+            self.others_gap = max(self.others_gap, OTHERS_GROW)
         elif drafted and plain:
             self._favour(with_drafts * plain < without * drafted)
             if CLEAR * with_drafts * plain < without * drafted:

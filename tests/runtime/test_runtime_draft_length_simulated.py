@@ -145,6 +145,15 @@ def test_requests_go_unprepared_where_drafting_does_not_pay() -> None:
     assert alone.prepared == alone.requests, "where there are few, it does"
 
 
+@pytest.mark.parametrize("rate", [0.3, 0.5])
+@pytest.mark.parametrize("count", [16, 100])
+def test_that_drafting_does_not_pay_is_found_out_soon(count: int, rate: float) -> None:
+    """Of the first requests, too, few are prepared: rounds alone say so, no requests need be compared."""
+    found = play(DraftLength(MOST, True), count, rate, 20 * count, waves=False)
+    assert found.prepared < 0.2 * found.requests
+    assert found.speed > 0.93 * best_of(count, rate, waves=False)[0]
+
+
 def test_one_request_is_prepared_for_as_long_as_drafting_may_pay() -> None:
     for rate in (0.4, 0.63, 0.9):
         found = play(DraftLength(MOST, True), 1, rate, 60, waves=True)
