@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 from benchmarks.environment import ROOT
 from benchmarks.gpu_suite.suite import environment
@@ -22,7 +22,9 @@ def run_together(commands: Mapping[str, Sequence[str]], most: int = 64) -> Itera
     return (ended for ended in watch_together(commands, most) if ended is not None)
 
 
-def watch_together(commands: Mapping[str, Sequence[str]], most: int = 64) -> Iterator[tuple[str, int] | None]:
+def watch_together(
+    commands: Mapping[str, Sequence[str]], most: int = 64
+) -> Generator[tuple[str, int] | None, None, None]:
     """The same, and None after every PAUSE, for who has to look at what they do meanwhile."""
     two_threads = {**environment(), "OMP_NUM_THREADS": "2"}
     waiting = list(commands.items())

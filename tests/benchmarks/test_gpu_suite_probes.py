@@ -65,6 +65,7 @@ from benchmarks.gpu_suite.round_times import (
 from benchmarks.gpu_suite.shapes import Shape
 from benchmarks.gpu_suite.sparse_cases import sparse_cases
 from benchmarks.gpu_suite.speculation import REFERENCE_LENGTH
+from benchmarks.gpu_suite.suite import PROBES
 from spd.errors import ResourceError
 from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
 from spd.kernels.paged_attention import AttentionHeads
@@ -638,9 +639,21 @@ def test_the_gpu_lane_knows_its_files() -> None:
 def test_warming_up_names_what_failed() -> None:
     here = "tests.benchmarks.fake_probes"
     tasks = {"works": f"{here}:work", "fails": f"{here}:fail", "dies": f"{here}:die"}
-    *_, found = warm_up.run(tasks)
+    *_, found = warm_up.run(tasks, 60)
+    assert set(found) == set(tasks)
     assert found["fails"]["error"] == "ValueError: on purpose"
     assert found["dies"]["error"] == "ended with status -9"
     assert found["works"]["errors"] == {"answer": 42}
     text = digest({"probes": {"warm_up": {"status": "ok", "result": found}}})
     assert "3 tasks in" in text and "fails: ValueError: on purpose" in text
+
+
+def test_warming_up_ends_by_itself() -> None:
+    """Otherwise a compiler that is slow would be a probe that failed."""
+    here = "tests.benchmarks.fake_probes"
+    began = time.monotonic()
+    *_, found = warm_up.run({"works": f"{here}:work", "hangs": f"{here}:hang"}, 8)
+    assert time.monotonic() - began < 60 and set(found) == {"works", "hangs"}
+    assert found["hangs"] == {"seconds": 8, "error": "did not end in time"}
+    [probe] = [probe for probe in PROBES if probe.name == "warm_up"]
+    assert 0.9 * probe.seconds - 3 > warm_up.LIMIT
