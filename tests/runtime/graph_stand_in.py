@@ -1,13 +1,15 @@
 """A stand-in for CUDA graphs: captures by running once and noting everything, replays by running again.
 
 What a graph takes for granted is checked at every replay: the same operations with the same host
-values, the same shapes, and every lasting tensor at its old address.
+values, the same shapes, and every lasting tensor at its old address. From one replay to the next no
+tensor may come to last, in a round or around it: memory would be allocated between them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +52,17 @@ def tensors_in(
         return
     for name, value in inner:
         yield from tensors_in(value, path + name, seen)
+
+
+def young_tensors() -> list[Tensor]:
+    """Every tensor of the process that is younger than `gc.freeze`, whoever holds it: a list, a closure."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """What they hold, of shared memory once; oneDNN's own do not say."""
+    storages = [tensor.untyped_storage() for tensor in tensors if not tensor.is_mkldnn]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 MOST_ROUNDS = 300
@@ -119,7 +132,17 @@ class StandIn(CapturedRounds):
         super().__init__(engine._parts.queue.round, capture=self.capture_by_watching)
         self.parts, self.tape = engine._parts, tape
         self.views: Sequence[SlotView] = ()
-        self.rounds = self.replays = 0
+        self.rounds = self.replays = self.counted = 0
+        self.engine = engine
+        self.stretch: tuple[object, ...] = ()
+        """What the last launches had in common: their shape, and who holds the slots."""
+        self.alike = 0
+        """How many they were."""
+        self.living: set[int] | None = None
+        """The tensors that lasted after a round of theirs;"""
+        self.held = 0
+        """and their bytes."""
+        gc.freeze()  # what there is by now is most of a process, and would make each count slow
         if tape.form == "torch":  # a graph never looks at the views, so it may keep those of its capture
             self.round.__class__ = RoundOfNow
             self.round.stand_in = self  # type: ignore[attr-defined]
@@ -133,7 +156,28 @@ class StandIn(CapturedRounds):
         self.views = views
         self.rounds += 1
         assert self.rounds < MOST_ROUNDS, "the texts do not end"
-        return super().run(shape, views)
+        stretch = (shape, *(sequence.epoch for sequence in self.engine._scheduler.running()))
+        if shape not in self.captured or stretch != self.stretch:
+            self.stretch, self.alike, self.living = stretch, 0, None
+        result = super().run(shape, views)
+        self.alike += 1
+        if self.alike > self.engine.plan.lag == len(self.engine._in_flight):
+            self.count_tensors()  # what is on its way is as much as it was
+        return result
+
+    def count_tensors(self) -> None:
+        """Assert that no more tensors last than did in the same stretch of rounds."""
+        now = young_tensors()
+        if self.living is None or len(now) > len(self.living):
+            gc.collect()  # what only a cycle holds does not last
+            now = young_tensors()
+        held = bytes_of(now)
+        if self.living is not None:
+            more = [tuple(tensor.shape) for tensor in now if id(tensor) not in self.living]
+            assert len(now) <= len(self.living), f"more tensors last than before, of these: {more}"
+            assert held <= self.held, f"{held - self.held} more bytes last than before"
+            self.counted += 1
+        self.living, self.held = {id(tensor) for tensor in now}, held
 
     def lasting(self) -> dict[str, Tensor]:
         """Every tensor that outlives a round, by where it is kept."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def two_slots(model: Path, **wishes: Any) -> Engine:
 
 
 @pytest.fixture
-def watched_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine, StandIn]]:
+def watched_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engine, StandIn]]]:
     """An engine whose rounds are captured by the stand-in."""
 
     def make(model: Path, **wishes: Any) -> tuple[Engine, StandIn]:
@@ -42,7 +43,8 @@ def watched_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engin
         engine._parts.queue.captured = stand_in = StandIn(engine, tape)
         return engine, stand_in
 
-    return make
+    yield make
+    gc.unfreeze()  # which the stand-in has frozen
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +119,7 @@ def test_replays_are_what_eager_rounds_are(
         assert story(runs) == eager, lag
         shapes = list(captured.captured)
         needs = {shape.needs for shape in shapes}
+        assert captured.counted > 0
         assert captured.replays > len(shapes) and len(needs) > 4 and SamplerClass() in needs
         assert {(shape.k, shape.next_k) for shape in shapes} == ({(0, k), (k, k)} if k else {(0, 0)})
     if k:
@@ -297,6 +300,80 @@ def test_planted_faults_are_seen(
     fault(engine, captured)
     with pytest.raises(AssertionError):
         engine.step()
+
+
+def keep_one_a_launch(engine: Engine, captured: StandIn) -> None:
+    """In a list of the queue's, around the program."""
+    queue, kept = engine._parts.queue, list[Tensor]()
+    honest = queue.launch
+
+    def hoarding(*args: Any) -> Any:
+        kept.append(queue.state.length.clone())
+        return honest(*args)
+
+    queue.launch = hoarding  # type: ignore[method-assign]
+
+
+def keep_one_a_round(engine: Engine, captured: StandIn) -> None:
+    """In a list that the round itself holds, in its program."""
+    honest, kept = captured.round._commit, list[Tensor]()
+    captured.round.kept = kept  # type: ignore[attr-defined]
+
+    def hoarding(window: Any, sampled: Tensor, *rest: Any) -> None:
+        kept.append(sampled)
+        honest(window, sampled, *rest)
+
+    captured.round._commit = hoarding  # type: ignore[method-assign]
+
+
+def keep_one_a_reading(engine: Engine, captured: StandIn) -> None:
+    """Where the host reads a round, in what no object holds."""
+    honest = engine._read_oldest
+
+    def hoarding(kept: list[Tensor] = []) -> None:  # noqa: B006
+        kept.append(torch.zeros(1))
+        honest()
+
+    engine._read_oldest = hoarding  # type: ignore[method-assign]
+
+
+def grow_one_a_launch(engine: Engine, captured: StandIn) -> None:
+    """A tensor in the place of a smaller one."""
+    queue, kept = engine._parts.queue, torch.zeros(0)
+    honest = queue.launch
+
+    def hoarding(*args: Any) -> Any:
+        nonlocal kept
+        kept = torch.cat((kept, torch.zeros(9)))
+        return honest(*args)
+
+    queue.launch = hoarding  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (keep_one_a_launch, "more tensors last"),
+        (keep_one_a_round, "more tensors last"),
+        (keep_one_a_reading, "more tensors last"),
+        (grow_one_a_launch, "more (tensors|bytes) last"),
+    ],
+)
+def test_tensors_that_come_to_last_are_seen(
+    target: Path,
+    watched_engine: Callable[..., tuple[Engine, StandIn]],
+    fault: Callable[[Engine, StandIn], None],
+    words: str,
+    lag: int,
+) -> None:
+    engine, captured = watched_engine(target, lag=lag)
+    step_into(engine, 2 * lag + 3)
+    assert captured.counted > 0
+    fault(engine, captured)
+    with pytest.raises(AssertionError, match=words):
+        for _ in range(3):
+            engine.step()
 
 
 @pytest.mark.parametrize("method", ["draft", pytest.param("ngram", marks=pytest.mark.slow)])
