@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from spd.errors import CheckpointError, IncompatibleError, ResourceError, SpdError
-from spd.runtime import EngineConfig, SamplingParams, make_plan
+from spd.formats.model_config import read_model_config
+from spd.kernels.skinny_linear import ScaledWeight
+from spd.runtime import Engine, EngineConfig, SamplingParams, loader, make_plan
+from spd.runtime.dummy_weights import dummy_fill
+from spd.runtime.models import family_layout
+from spd.runtime.models.weights import expected_tensors
 from tests.helpers import make_engine, random_prompts, run_all
+from tests.recipes.fp8_twin import write_twin
 
 
 @pytest.fixture
@@ -134,6 +141,91 @@ def test_dummy_weights_of_every_block(tiny: Callable[..., Path], tmp_path: Path,
     params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=0)
     run = run_all(make_engine(tmp_path, load="dummy"), random_prompts(1, 20, 2000), [params])[0]
     assert len(set(run.tokens)) >= 15 and all(-9 < logprob < -0.01 for logprob in run.logprobs)
+
+
+WIDTHS = {"hidden": 144, "intermediate": 160}
+"""More than a block of FP8 each, the last one partial."""
+
+
+@pytest.fixture
+def filled(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """What a loader's random fill wrote, by the checkpoint's names."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def watched(*arguments: Any) -> Callable[[Mapping[str, torch.Tensor]], None]:
+        fill = dummy_fill(*arguments)
+
+        def both(views: Mapping[str, torch.Tensor]) -> None:
+            fill(views)
+            tensors.update({name: view.clone() for name, view in views.items()})
+
+        return both
+
+    monkeypatch.setattr(loader, "dummy_fill", watched)
+    return tensors
+
+
+def documented_deviation(name: str, columns: int, tied: bool) -> float:
+    """A product is as large as its input; logits deviate by 3, and an MLP is four times as loud."""
+    gain = 3.0 if name == ("model.embed_tokens.weight" if tied else "lm_head.weight") else 1.0
+    return (4.0 if name.endswith("down_proj.weight") else gain) / columns**0.5
+
+
+def spread_as(tensor: torch.Tensor, deviation: float) -> bool:
+    """Whether so many normal numbers may lie so: five standard errors, and what FP8 rounds."""
+    values, count = tensor.double(), tensor.numel()
+    near = abs(float(values.std()) / deviation - 1) < 5 / (2 * count) ** 0.5 + 0.01
+    return bool(values.any()) and near and abs(float(values.mean())) < 5 * deviation / count**0.5
+
+
+def products_of(engine: Engine) -> list[torch.Tensor]:
+    """The matrices of the target's layers as they are kept, widened."""
+    layers = engine._parts.runner.model.layers  # type: ignore[attr-defined]
+    kept = [p.weight for layer in layers for p in layer.products()]
+    plain = [w.plain(torch.float32) if isinstance(w, ScaledWeight) else w for w in kept]
+    return [w.to_dense() if w.is_mkldnn else w for w in plain]
+
+
+@pytest.mark.parametrize(
+    ("variant", "form"),
+    [("qwen3", ""), ("tied", ""), ("biases", ""), ("deepseek_v3", ""), ("qwen3", "int8"),
+     ("qwen3", "fp8"), ("deepseek_v3", "fp8")],
+)  # fmt: skip
+def test_dummy_weights_are_normal_numbers_and_never_zeros(
+    tiny: Callable[..., Path], tmp_path: Path, filled: dict[str, torch.Tensor], variant: str, form: str
+) -> None:
+    source = tiny(
+        variant, **({} if form == "" else WIDTHS), **({"dtype": "bfloat16"} if form == "fp8" else {})
+    )
+    folder = write_twin(source, tmp_path / "twin") if form == "fp8" else source
+    wishes: dict[str, Any] = {"kernels": "triton"} if form else {}
+    wishes |= {"quantize": "int8"} if form == "int8" else {}
+    engine = make_engine(folder, load="dummy", **wishes)
+    config = read_model_config(folder)
+    wanted = expected_tensors(config, family_layout(config))
+    assert set(wanted) == {name for name in filled if not name.endswith("_scale_inv")}
+    matrices: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    for name, tensor in filled.items():
+        scale = filled.get(f"{name}_scale_inv")
+        if name.endswith("norm.weight"):
+            assert (tensor == 1).all(), name
+        elif name.endswith("_scale_inv"):
+            assert form == "fp8" and f"{name.removesuffix('_scale_inv')}" in filled
+        elif tensor.dim() == 1:
+            assert spread_as(tensor, 0.02), name
+        else:
+            deviation = documented_deviation(name, tensor.shape[1], config.tie_embeddings)
+            if scale is not None:
+                assert tensor.dtype == torch.float8_e4m3fn and scale.unique().tolist() == [
+                    pytest.approx(deviation)
+                ]
+            assert spread_as(tensor, deviation if scale is None else 1.0), name
+            others = matrices.setdefault(tuple(tensor.shape), [])
+            assert not any(torch.equal(tensor.float(), other) for other in others), name
+            others.append(tensor.float())
+    assert sum(map(len, matrices.values())) > 10 and (form == "fp8") == any("_scale_inv" in n for n in filled)
+    kept = products_of(engine)
+    assert kept and all(bool(w.isfinite().all()) and float((w == 0).float().mean()) < 0.1 for w in kept)
 
 
 def test_a_draft_with_another_vocabulary_is_refused(tiny: Callable[..., Path], copied: Path) -> None:
