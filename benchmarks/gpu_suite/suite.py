@@ -1,7 +1,7 @@
 """Runs the probes, each in a process of its own, and writes the report after every one.
 
-Owns the report's shape and the time budget: a probe that fails, hangs or is killed leaves what it had
-found by then and a line that says so, and the others still run.
+Owns the time budget: a probe that fails, hangs or is killed leaves what it had found by then and a line
+that says so, and the others still run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import ROOT, describe_commit, describe_machine
-
-REPORT = "gpu_suite.json"
-Answer = dict[str, Any]
+from benchmarks.environment import ROOT
+from benchmarks.gpu_suite.report import Answer, answer_after, new_report, place_of, report_text, write_json
 
 
 @dataclass(frozen=True)
@@ -78,13 +76,6 @@ def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: rounded(one) for key, one in value.items()}
     return [rounded(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def write_json(path: Path, text: str) -> None:
-    """Replace the file at once: a kill in the middle of a write must not lose what was there."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
 
 
 def run_here(function: str, result: Path, seconds: float = float("inf")) -> int:
@@ -161,31 +152,38 @@ def run_probe(probe: Probe, seconds: float) -> Answer:
         return {"status": "ok" if answer["whole"] else "cut short", **taken, **found}
 
 
-def run_suite(out: Path, probes: Sequence[Probe], budget: float, say: Callable[[str], None]) -> Answer:
-    """Run the probes within `budget` seconds, rewriting the report in `out` after each; returns it."""
+def seconds_of(probes: Sequence[Probe], index: int, left: float, share: bool) -> float:
+    """What a probe may take of the seconds that are left; with `share` all that later ones do not need."""
+    own, later = probes[index].seconds, sum(probe.seconds for probe in probes[index + 1 :])
+    return min(left, max(own, left - later) if share else own)
+
+
+def run_suite(
+    out: Path,
+    probes: Sequence[Probe],
+    budget: float,
+    say: Callable[[str], None],
+    *,
+    share: bool = False,
+    keep: bool = False,
+) -> Answer:
+    """Run the probes within `budget` seconds, rewriting the report in `out` after each; returns it.
+
+    Of `share` see `seconds_of`, of `keep` and what an earlier report leaves `report.place_of`.
+    """
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    found: Answer = {}
-    report: Answer = {
-        "schema": "spd.benchmarks.gpu_suite/2",
-        "machine": describe_machine(),
-        **describe_commit(),
-        "probes": found,
-    }
-    for probe in probes:
+    report = new_report()
+    place = place_of(report, out, keep)
+    found = report["probes"]
+    say(f"report: {place}")
+    for index, probe in enumerate(probes):
         left = budget - (time.monotonic() - began)
         if left < min(20.0, probe.seconds):
-            found[probe.name] = {"status": "not run", "why": "the time budget was spent"}
+            answer: Answer = {"status": "not run", "why": "the time budget was spent"}
         else:
-            found[probe.name] = run_probe(probe, min(probe.seconds, left))
-        write_json(out / REPORT, report_text(report))
-        taken = found[probe.name].get("seconds", 0.0)
-        say(f"{probe.name}: {found[probe.name]['status']} ({taken} s)")
+            answer = run_probe(probe, seconds_of(probes, index, left, share))
+        found[probe.name] = answer_after(found.get(probe.name), answer)
+        write_json(place, report_text(report))
+        say(f"{probe.name}: {answer['status']} ({answer.get('seconds', 0.0)} s)")
     return report
-
-
-def report_text(report: Answer) -> str:
-    """The report as JSON, a line for each of its fields and each probe."""
-    probes = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in report["probes"].items())
-    fields = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in report.items() if k != "probes"]
-    return "{\n" + ",\n".join([*fields, f' "probes": {{\n{probes}\n }}']) + "\n}\n"

@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend
 pytest.importorskip("triton")
 
 from benchmarks.gpu_suite import __main__ as command
-from benchmarks.gpu_suite import spd_rounds
+from benchmarks.gpu_suite import report as report_module
+from benchmarks.gpu_suite import spd_rounds, suite
 from benchmarks.gpu_suite.digest import RENDERERS, digest
 from benchmarks.gpu_suite.gemm_equality import (
     position_differences,
@@ -23,9 +24,10 @@ from benchmarks.gpu_suite.gemm_equality import (
     row_count_differences,
 )
 from benchmarks.gpu_suite.graph_nodes import slope
+from benchmarks.gpu_suite.report import REPORT, digest_of_sources
 from benchmarks.gpu_suite.sdpa_equality import count_differences
 from benchmarks.gpu_suite.spd_rounds import Outcome, Setting, compare, differing_tokens
-from benchmarks.gpu_suite.suite import PROBES, REPORT, Probe, load_function, rounded, run_suite
+from benchmarks.gpu_suite.suite import PROBES, Probe, load_function, rounded, run_suite, seconds_of
 from tests.recipes.medium import write_medium, write_medium_draft
 
 HERE = "tests.benchmarks.fake_probes"
@@ -77,15 +79,109 @@ def test_the_exit_status_says_what_was_missed_and_what_was_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(command, "gpu_is_there", lambda: True)
-    monkeypatch.setattr(command, "run_suite", lambda *given: {"probes": probes})
-    assert command.main(["--out", str(tmp_path)]) == status
+    monkeypatch.setattr(command, "run_suite", lambda *given, **more: {"probes": probes})
+    only = ",".join(probes)
+    assert command.main(["--out", str(tmp_path), "--only", only]) == status
     assert ("NOT met" in capsys.readouterr().out) <= (status == 1)
 
 
-def test_help_says_what_the_exit_statuses_mean(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_status_is_of_what_was_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A report that is gone on with has others' answers, too."""
+    probes = {"self_draft": MET, "device": {"status": "failed", "error": ["E"]}}
+    monkeypatch.setattr(command, "gpu_is_there", lambda: True)
+    monkeypatch.setattr(command, "run_suite", lambda *given, **more: {"probes": probes})
+    assert command.main(["--out", str(tmp_path), "--only", "self_draft"]) == 0
+    assert "device: failed" in capsys.readouterr().out
+
+
+def test_help_says_what_runs_how_long_and_what_becomes_of_reports(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["--help"])
-    assert "\n  4  nothing of that, but a probe was cut short" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "\n  4  nothing of that, but a probe was cut short" in text
+    usual, named = text.split("seconds that each may take:")[1].split("only when named by --only:")
+    assert all(f"{one.name} {one.seconds:g}" in (usual if one.usual else named) for one in PROBES)
+    assert "with --only it is left alone, and gpu_suite.2.json" in " ".join(text.split())
+    assert max(len(line) for line in text.splitlines()) <= 110
+
+
+def run_named(out: Path, *names: str, keep: bool = True) -> dict[str, Any]:
+    """A run of probes of these names, each of which says its name."""
+    return run_suite(
+        out, [Probe(name, f"{HERE}:say:{name}", 60) for name in names], 200, lambda line: None, keep=keep
+    )
+
+
+def test_a_named_run_goes_on_with_the_report_of_the_same_sources(tmp_path: Path) -> None:
+    run_named(tmp_path, "first", "second", keep=False)
+    run_suite(tmp_path, [Probe("second", f"{HERE}:fail", 60)], 200, lambda line: None, keep=True)
+    run_named(tmp_path, "third")
+    [file] = tmp_path.iterdir()
+    probes = json.loads(file.read_text())["probes"]
+    assert list(probes) == ["first", "second", "third"] and file.name == REPORT
+    assert [probes[name]["status"] for name in probes] == ["ok", "failed", "ok"]
+    # What it had found before is not lost, and the next that ends well takes its place.
+    assert probes["second"]["earlier"]["result"] == {"word": "second"}
+    assert "earlier" not in run_named(tmp_path, "second")["probes"]["second"]
+
+
+def test_a_named_run_leaves_other_reports_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another commit, of changed sources, of another GPU; a usual run begins anew."""
+    run_named(tmp_path, "first", keep=False)
+    before = (tmp_path / REPORT).read_text()
+    monkeypatch.setattr(report_module, "digest_of_sources", lambda: "others")
+    run_named(tmp_path, "second")
+    monkeypatch.setattr(report_module, "gpu_and_driver", lambda: "another")
+    run_named(tmp_path, "third")
+    run_named(tmp_path, "fourth")
+    found = {path.name: list(json.loads(path.read_text())["probes"]) for path in tmp_path.iterdir()}
+    assert found == {
+        "gpu_suite.json": ["first"],
+        "gpu_suite.2.json": ["second"],
+        "gpu_suite.3.json": ["third", "fourth"],
+    }
+    assert (tmp_path / REPORT).read_text() == before
+    run_named(tmp_path, "fifth", keep=False)
+    assert list(json.loads((tmp_path / REPORT).read_text())["probes"]) == ["fifth"]
+
+
+def test_sources_have_digits_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "spd").mkdir()
+    file = tmp_path / "spd" / "one.c"
+    file.write_text("int a;")
+    first = digest_of_sources(tmp_path)
+    (tmp_path / "spd" / "figures.json").write_text("{}")
+    assert digest_of_sources(tmp_path) == first
+    file.write_text("int b;")
+    assert digest_of_sources(tmp_path) != first
+
+
+def test_what_is_left_of_the_budget_is_shared() -> None:
+    probes = [Probe("a", "", 90), Probe("b", "", 60), Probe("c", "", 30)]
+    assert [seconds_of(probes, i, 540, False) for i in range(3)] == [90, 60, 30]
+    assert seconds_of(probes, 0, 540, True) == 450 and seconds_of(probes, 2, 300, True) == 300
+    # No one takes what a later one needs, nor more than there is.
+    assert seconds_of(probes, 0, 100, True) == 90 and seconds_of(probes, 1, 40, True) == 40
+    assert seconds_of(probes[:1], 0, 540, True) == 540
+
+
+def test_a_probe_that_is_named_alone_may_take_the_whole_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def run_probe(probe: Probe, seconds: float) -> dict[str, Any]:
+        given.append(seconds)
+        return {"status": "ok", "seconds": 0.0, "result": {"files": 1, "of": 1, "passed": 1, "skipped": 0}}
+
+    monkeypatch.setattr(command, "gpu_is_there", lambda: True)
+    monkeypatch.setattr(command, "digest", lambda report: "")
+    monkeypatch.setattr(command, "exit_status", lambda probes: 0)
+    monkeypatch.setattr(suite, "run_probe", run_probe)
+    command.main(["--out", str(tmp_path), "--only", "gpu_tests", "--budget", "500"])
+    assert given == [pytest.approx(500, abs=5)]
 
 
 def test_a_probe_that_fails_dies_or_hangs_loses_no_other(tmp_path: Path) -> None:
@@ -98,7 +194,8 @@ def test_a_probe_that_fails_dies_or_hangs_loses_no_other(tmp_path: Path) -> None
     seen: list[list[str]] = []
 
     def say(line: str) -> None:
-        seen.append(list(json.loads((tmp_path / REPORT).read_text())["probes"]))
+        if not line.startswith("report: "):
+            seen.append(list(json.loads((tmp_path / REPORT).read_text())["probes"]))
 
     report = run_suite(tmp_path, probes, 200, say)
     assert [report["probes"][name]["status"] for name in ("fails", "dies", "hangs", "works")] == [
