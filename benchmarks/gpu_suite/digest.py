@@ -84,6 +84,7 @@ def _spd(result: Mapping[str, Any]) -> list[str]:
             else f"{name}: {row['differing_tokens']} of {row['tokens']} tokens differ, "
             f"{row['other_counts']} of {row['requests']} counts, {row['rejected']} drafts rejected, "
             f"acceptance length {row['acceptance_length']:.2f}, {row['tokens_per_second']:.0f} tokens/s"
+            + (f", TPOT {row['tpot_ms']:.2f} ms, ITL {row['itl_ms']:.2f} ms" if "tpot_ms" in row else "")
         )
     return lines
 
@@ -122,6 +123,7 @@ RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "spd_demo": _spd,
     "spd_medium": _spd,
     "self_draft": _spd,
+    "self_draft_long": _spd,
     "gpu_tests": _tests,
     "eight_bit_rounds": _forms,
     "sparse_models": _sparse,

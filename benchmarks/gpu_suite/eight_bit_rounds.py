@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_suite.spd_rounds import RUNS, Setting, compare, demo_prompts
+from benchmarks.gpu_suite.round_settings import Setting
+from benchmarks.gpu_suite.spd_rounds import RUNS, assert_complete, compare, demo_prompts
 from spd.formats.demo import demo_draft_folder, demo_folder
 
 FORMS: dict[str, dict[str, Any]] = {"fp8": {}, "int8": {"quantize": "int8"}, "bfloat16": {}}
@@ -20,7 +21,7 @@ FORMS: dict[str, dict[str, Any]] = {"fp8": {}, "int8": {"quantize": "int8"}, "bf
 _SHORT: dict[str, Any] = {"requests": 6, "tokens": 48}
 SETTINGS = (
     *(Setting("mtp", k, lag=lag, slots=16) for k in (3, 1) for lag in (1, 0, 2)),
-    Setting("mtp", 3),
+    Setting("mtp", 3, requests=9),
     Setting("off", slots=16),
     Setting("ngram", 4, slots=16),
     Setting("draft", 4, slots=16),
@@ -51,9 +52,12 @@ def run(
                 prompts or demo_prompts(),
                 tokens=tokens,
                 settings=settings,
+                reference=Setting("off", slots=16),
                 runs=runs,
                 **FORMS[form],
                 **rest,
             ):
                 report["forms"][form] = found
                 yield report
+    rows = [(form, found["settings"]) for form, found in report["forms"].items()]
+    assert_complete({f"{form} {name}": row for form, found in rows for name, row in found.items()})

@@ -12,7 +12,7 @@ Figures = Sequence[float]
 MANY_EXPERTS = ("experts Qwen3-30B-A3B", "experts GLM-4.5-Air")
 """Cases with 128 experts, eight for each token."""
 FEW_ROWS = ("1", "4", "8")
-ENOUGH_TOKENS = 100_000
+ENOUGH_TOKENS, A_FEW_TOKENS = 100_000, 8_000
 
 
 @dataclass(frozen=True)
@@ -167,13 +167,16 @@ def _dense_gates() -> Iterator[Gate]:
     yield Gate("8B over a compiled loop", "peers_loop", loop, least=1.25)
     static = partial(_ratios, peers=["transformers static compiled"])
     yield Gate("8B over compiled transformers", "peers_static", static, reported=True)
-    for probe, whose in (("spd_demo", "the demo's"), ("self_draft", "the 8B shape's")):
+    texts = (
+        ("spd_demo", "the demo's", ENOUGH_TOKENS),
+        ("self_draft", "the 8B shape's", A_FEW_TOKENS),
+        ("self_draft_long", "of many k, the 8B shape's", ENOUGH_TOKENS),
+    )
+    for probe, whose, enough in texts:
         changed, otherwise = "tokens that speculation changed", "requests that accepted otherwise"
         yield Gate(f"{whose} {changed}", probe, lambda one: [one["differing_tokens"]], most=0)
         yield Gate(f"{whose} {otherwise}", probe, lambda one: [one["differing_counts"]], most=0)
-    yield Gate(
-        "the demo's tokens compared", "spd_demo", lambda one: [one["compared_tokens"]], least=ENOUGH_TOKENS
-    )
+        yield Gate(f"{whose} tokens compared", probe, lambda one: [one["compared_tokens"]], least=enough)
     yield Gate("GPU tests that failed, and files of them that did not end", "gpu_tests", _tests, most=0)
 
 

@@ -1,6 +1,6 @@
 """Probes: does speculation, batching, capturing or reading late change a token on this device.
 
-Every request is generated without speculation, alone; then with every drafter, k, lag, number of slots,
+Every request is generated without speculation; then with every drafter, k, lag, alone and among others,
 eager and captured, and each text must equal the first one. At fixed k the counts of drafted and accepted
 tokens must not depend on lag or capturing either: a race would spoil them and never the text. On the
 demo acceptance is natural. Matrices as small as the demo's can hide a fault of the larger ones, so other
@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.gpu_suite.graph_timer import free_memory
+from benchmarks.gpu_suite.round_settings import DEMO, SELF_DRAFT, SELF_DRAFT_LONG, Setting
 from benchmarks.gpu_suite.round_times import random_prompt
-from benchmarks.gpu_suite.shapes import QWEN3_8B, write_folder
+from benchmarks.gpu_suite.shapes import QWEN3_8B, Shape, write_folder
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 
 QUESTION = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+QUESTIONS = ("What does {} do?", "Write an example of {}.", "How do I use {} in a loop?")
 NAMES = ("os.path.join", "json.dumps", "str.split", "list.append", "dict.get", "open", "re.match", "sorted")
 SNIPPETS = (
     "def read_lines(path):\n    with open(path) as file:\n",
@@ -39,65 +42,12 @@ KINDS = {
         temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.1, ignore_eos=True
     ),
 }
+TOKENS = 192
 RUNS = {"greedy": ("greedy",), "noise": ("noise",), "mixed": ("greedy", "noise", "filtered")}
 """Kinds of parameters that the requests of one run take in turn; mixed ones share every round."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One way to generate; "off" is plain decoding, None is the plan's choice, of requests and tokens all."""
-
-    method: str
-    k: int = 0
-    lag: int | None = None
-    graphs: bool | None = None
-    slots: int = 1
-    requests: int | None = None
-    tokens: int | None = None
-
-    @property
-    def name(self) -> str:
-        """A label for the report."""
-        graphs = {None: "", True: "_captured", False: "_eager"}[self.graphs]
-        return (
-            self.method
-            + (f"_k{self.k}" if self.k else "")
-            + ("" if self.lag is None else f"_lag{self.lag}")
-            + graphs
-            + (f"_b{self.slots}" if self.slots > 1 else "")
-            + ("" if self.tokens is None else f"_{self.tokens}t")
-        )
-
-    @property
-    def counted_with(self) -> tuple[Any, ...]:
-        """Settings that must draft and accept the same share this."""
-        return self.method, self.k, self.tokens
-
-
 PLAIN = Setting("off")
-_SHORT: dict[str, Any] = {"requests": 6, "tokens": 48}
-SETTINGS = (
-    Setting("draft", 4, slots=16),
-    Setting("off", slots=16),
-    Setting("ngram", 4, slots=16),
-    Setting("draft", 4, lag=0, slots=16),
-    Setting("draft", 4, lag=2, slots=16),
-    Setting("draft", 4, **_SHORT),
-    Setting("draft", 4, graphs=False, **_SHORT),
-    Setting("draft", 4, lag=0, graphs=False, slots=16, **_SHORT),
-    Setting("ngram", 4, **_SHORT),
-    Setting("ngram", 4, graphs=False, **_SHORT),
-    Setting("off", graphs=False, **_SHORT),
-    Setting("draft", 1, slots=16),
-    Setting("draft", 7, slots=16),
-    Setting("draft", 7, lag=2, slots=16),
-    Setting("ngram", 4, lag=0, slots=16),
-    Setting("ngram", 8, lag=2, slots=16),
-    Setting("off", lag=2, slots=16),
-    Setting("draft", 4, requests=8),
-    Setting("ngram", 1, requests=8),
-)
-"""For a GPU; eager rounds take many times as long as captured ones, so they get few tokens."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +65,8 @@ class Outcome:
     ids: tuple[int, ...]
     counts: tuple[Any, ...]
     rejected: int
+    latencies: tuple[float, float] = (0.0, 0.0)
+    """Milliseconds for a token after the first ones (TPOT), and from one emission to the next (ITL)."""
 
 
 def jobs_of(run: str, count: int) -> list[Job]:
@@ -155,7 +107,9 @@ def generate(
     for job, request in requests.items():
         m = engine.metrics(request.id)
         counts = (m.rounds, m.draft_n, m.draft_n_accepted_raw, tuple(m.accepted_per_position))
-        found[job] = Outcome(tuple(texts[request.id]), counts, m.draft_n - m.draft_n_accepted_raw)
+        latencies = m.time_per_output_token_ms, m.inter_token_latency_ms
+        rejected = m.draft_n - m.draft_n_accepted_raw
+        found[job] = Outcome(tuple(texts[request.id]), counts, rejected, latencies)
     return found
 
 
@@ -202,8 +156,9 @@ class Comparison:
         engine = build_engine(self.folder, self.draft, self.device, setting, **self.config)
         row = {"tokens": 0, "differing_tokens": 0, "requests": 0, "other_counts": 0, "rejected": 0}
         began, seconds, rounds = time.perf_counter(), 0.0, 0
+        latencies: list[tuple[float, float]] = []
         try:
-            for run in self.runs:
+            for run in self.runs if setting.runs is None else setting.runs:
                 jobs = jobs_of(run, min(setting.requests or 2**30, len(self.prompts)))
                 began = time.perf_counter()
                 tokens = setting.tokens or self.tokens
@@ -218,6 +173,7 @@ class Comparison:
                     row["other_counts"] += job in first and first[job].counts != outcome.counts
                     row["rejected"] += outcome.rejected
                     rounds += outcome.counts[0]
+                    latencies.append(outcome.latencies)
         finally:
             engine.close()
         self.report["compared_tokens"] += row["tokens"]
@@ -227,6 +183,8 @@ class Comparison:
             **row,
             "tokens_per_second": row["tokens"] / seconds,
             "acceptance_length": row["tokens"] / rounds,
+            "tpot_ms": median(one for one, _ in latencies),
+            "itl_ms": median(one for _, one in latencies),
         }
 
 
@@ -237,7 +195,7 @@ def compare(
     *,
     tokens: int,
     device: str = "cuda",
-    settings: Sequence[Setting] = SETTINGS,
+    settings: Sequence[Setting] = DEMO,
     reference: Setting = PLAIN,
     runs: Sequence[str] = tuple(RUNS),
     **config: Any,
@@ -254,11 +212,30 @@ def compare(
         yield comparison.report
 
 
+def assert_complete(settings: Mapping[str, Mapping[str, Any]], all_accepted: bool = False) -> None:
+    """Raise AssertionError where a setting raised: it has no token that could differ.
+
+    With `all_accepted` also where one rejected a draft of the model's own.
+    """
+    bad = [name for name, row in settings.items() if "error" in row]
+    if all_accepted:
+        bad += [name for name, row in settings.items() if name.startswith("draft") and row.get("rejected")]
+    if bad:
+        raise AssertionError(f"failed, or rejected what it must not: {', '.join(bad)}")
+
+
+def complete(reports: Iterator[dict[str, Any]], all_accepted: bool = False) -> Iterator[dict[str, Any]]:
+    """The same reports, and `assert_complete` behind the last."""
+    report: dict[str, Any] = {"settings": {}}
+    for report in reports:
+        yield report
+    assert_complete(report["settings"], all_accepted)
+
+
 def demo_prompts() -> list[list[int]]:
-    """24 prompts of a few to several hundred tokens, two of them longer than a chunk of a prompt."""
+    """32 prompts of a few to several hundred tokens, two of them longer than a chunk of a prompt."""
     tokenizer = Tokenizer.open(demo_folder())
-    texts = [QUESTION.format(f"What does {name} do?") for name in NAMES]
-    texts += [QUESTION.format(f"Write an example of {name}.") for name in NAMES]
+    texts = [QUESTION.format(words.format(name)) for words in QUESTIONS for name in NAMES]
     texts += SNIPPETS + tuple(snippet * 2 for snippet in SNIPPETS[:2])
     texts += [SNIPPETS[0] * 25, SNIPPETS[2] * 25]
     return [tokenizer.encode(text, parse_special=True) for text in texts]
@@ -266,35 +243,47 @@ def demo_prompts() -> list[list[int]]:
 
 def run() -> Iterator[dict[str, Any]]:
     """Compare on the demo that ships with spd."""
-    yield from compare(demo_folder(), demo_draft_folder(), demo_prompts(), tokens=192)
+    reference = Setting("off", slots=16)
+    yield from complete(
+        compare(demo_folder(), demo_draft_folder(), demo_prompts(), tokens=TOKENS, reference=reference)
+    )
 
 
 def run_medium() -> Iterator[dict[str, Any]]:
-    """Compare on the 0.35 B recipe, written to a temporary folder."""
+    """Compare on the 0.35 B recipe, which has no MTP layer, written to a temporary folder."""
     from tests.recipes.medium import write_medium, write_medium_draft
 
+    settings = [setting for setting in DEMO if setting.method != "mtp"]
     with tempfile.TemporaryDirectory() as place:
         folder = write_medium(Path(place) / "medium")
         draft = write_medium_draft(Path(place) / "draft", folder)
         prompts = [[300 + (37 * seed + 101 * i) % 7000 for i in range(40)] for seed in range(16)]
-        yield from compare(folder, draft, prompts, tokens=128)
+        yield from complete(compare(folder, draft, prompts, tokens=128, settings=settings))
 
 
-def run_self_draft() -> Iterator[dict[str, Any]]:
-    """The 8B shape as its own drafter: equal random weights, so nothing may be rejected."""
-    settings = (Setting("draft", 4, slots=16), Setting("off", requests=2), Setting("draft", 7, slots=16))
+def run_self_draft(
+    settings: Sequence[Setting] = SELF_DRAFT, tokens: int = 128, shape: Shape = QWEN3_8B, **config: Any
+) -> Iterator[dict[str, Any]]:
+    """The 8B shape as its own drafter: equal random weights, so none of its drafts may be rejected."""
     with tempfile.TemporaryDirectory() as place:
-        folder = write_folder(QWEN3_8B, Path(place))
-        prompts = [random_prompt(40 + 20 * seed, QWEN3_8B.vocab, seed) for seed in range(16)]
-        for report in compare(
+        folder = write_folder(shape, Path(place))
+        prompts = [random_prompt(40 + 20 * seed, shape.vocab, seed) for seed in range(16)]
+        reports = compare(
             folder,
             folder,
             prompts,
-            tokens=192,
+            tokens=tokens,
             settings=settings,
             reference=Setting("off", slots=16),
             runs=("greedy", "noise"),
             load="dummy",
-            ctx=640,
-        ):
-            yield {**report, "acceptance": "every draft must be accepted"}
+            ctx=384 + tokens,
+            **config,
+        )
+        for report in complete(reports, all_accepted=True):
+            yield {**report, "acceptance": "every draft of its own must be accepted"}
+
+
+def run_self_draft_long() -> Iterator[dict[str, Any]]:
+    """The same with more k, lags and tokens."""
+    yield from run_self_draft(SELF_DRAFT_LONG, tokens=320)

@@ -16,9 +16,10 @@ from typing import Any
 
 from benchmarks.gpu_suite.batches import CASES as BATCH_CASES
 from benchmarks.gpu_suite.end_to_end import FILTERED, LENGTHS_OF_K, WARM, config_of, fix_draft_length
+from benchmarks.gpu_suite.round_settings import USUAL_K, Setting
 from benchmarks.gpu_suite.round_times import GREEDY, random_prompt, start, stop, with_engine
 from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_8B, SHAPES, shortened
-from benchmarks.gpu_suite.spd_rounds import Setting, compare, demo_prompts
+from benchmarks.gpu_suite.spd_rounds import compare, demo_prompts
 from benchmarks.gpu_suite.speculation import reference_length
 from benchmarks.gpu_suite.suite import HERE, child_command
 from benchmarks.gpu_suite.together import watch_together
@@ -77,10 +78,8 @@ def dry_speculation() -> dict[str, Any]:
 
 
 def dry_demo() -> dict[str, Any]:
-    """A few rounds of the demo with both drafters, alone and among others."""
-    settings = [
-        Setting(method, k, slots=slots) for slots in (1, 16) for method, k in (("draft", 7), ("ngram", 8))
-    ]
+    """A few rounds of the demo with every drafter, alone and among others."""
+    settings = [Setting(method, 7, slots=slots) for slots in (1, 16) for method in USUAL_K]
     reports = compare(demo_folder(), demo_draft_folder(), demo_prompts()[-3:], tokens=12, settings=settings)
     for report in reports:
         errors = {name: row["error"] for name, row in report["settings"].items() if "error" in row}

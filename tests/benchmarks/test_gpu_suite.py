@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu_suite import __main__ as command
 from benchmarks.gpu_suite import report as report_module
-from benchmarks.gpu_suite import spd_rounds, suite
+from benchmarks.gpu_suite import suite
 from benchmarks.gpu_suite.digest import RENDERERS, digest
 from benchmarks.gpu_suite.gemm_equality import (
     position_differences,
@@ -26,9 +26,7 @@ from benchmarks.gpu_suite.gemm_equality import (
 from benchmarks.gpu_suite.graph_nodes import slope
 from benchmarks.gpu_suite.report import REPORT, digest_of_sources
 from benchmarks.gpu_suite.sdpa_equality import count_differences
-from benchmarks.gpu_suite.spd_rounds import Outcome, Setting, compare, differing_tokens
 from benchmarks.gpu_suite.suite import PROBES, Probe, load_function, rounded, run_suite, seconds_of
-from tests.recipes.medium import write_medium, write_medium_draft
 
 HERE = "tests.benchmarks.fake_probes"
 
@@ -49,8 +47,8 @@ def test_unknown_probe_is_refused() -> None:
     assert stop.value.code == 2
 
 
-TOKENS = {"differing_tokens": 0, "compared_tokens": 100, "differing_counts": 0, "settings": {}}
-MET = {"status": "ok", "result": TOKENS}
+COMPARED = {"differing_tokens": 0, "compared_tokens": 50_000, "differing_counts": 0, "settings": {}}
+MET = {"status": "ok", "result": COMPARED}
 STATIC = {"a": {"ratios": {"spd plain / transformers static compiled": {"median": 0.9}}, "errors": {}}}
 """Asks for nothing, also below 1."""
 
@@ -59,8 +57,8 @@ STATIC = {"a": {"ratios": {"spd plain / transformers static compiled": {"median"
     ("probes", "status"),
     [
         ({"self_draft": MET}, 0),
-        ({"self_draft": {"status": "ok", "result": {**TOKENS, "differing_tokens": 1}}}, 1),
-        ({"self_draft": MET, "spd_demo": {"status": "ok", "result": {**TOKENS}}}, 1),  # too few tokens
+        ({"self_draft": {"status": "ok", "result": {**COMPARED, "differing_tokens": 1}}}, 1),
+        ({"self_draft": MET, "spd_demo": {"status": "ok", "result": {**COMPARED}}}, 1),  # too few tokens
         ({"self_draft": {**MET, "status": "timed out"}}, 1),
         ({"self_draft": MET, "device": {"status": "failed", "error": ["E"]}}, 1),
         ({"self_draft": {**MET, "status": "cut short"}}, 4),
@@ -68,7 +66,7 @@ STATIC = {"a": {"ratios": {"spd plain / transformers static compiled": {"median"
         ({"peers_static": {"status": "ok", "result": {}}}, 0),
         ({"self_draft": MET, "plain": {"status": "not run", "why": "no time"}}, 4),
         ({"self_draft": MET, "draft": {"status": "ok", "result": {"pairs": {}}}}, 4),
-        ({"self_draft": {"status": "cut short", "result": {**TOKENS, "differing_counts": 2}}}, 1),
+        ({"self_draft": {"status": "cut short", "result": {**COMPARED, "differing_counts": 2}}}, 1),
     ],
 )
 def test_the_exit_status_says_what_was_missed_and_what_was_left_out(
@@ -242,7 +240,7 @@ def test_the_budget_is_kept(tmp_path: Path) -> None:
 def test_every_probe_is_a_function_and_has_words() -> None:
     assert all(callable(load_function(probe.function)) for probe in PROBES)
     assert {probe.name for probe in PROBES} == set(RENDERERS)
-    assert sum(probe.seconds for probe in PROBES if probe.usual) < 540
+    assert sum(probe.seconds for probe in PROBES if probe.usual) <= 540
 
 
 def test_figures_are_short() -> None:
@@ -295,77 +293,6 @@ def test_sdpa_cases_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slope_of_a_line() -> None:
     rise, fixed = slope((50.0, 100.0, 400.0), (70.0, 130.0, 490.0))
     assert rise == pytest.approx(1.2) and fixed == pytest.approx(10.0)
-
-
-def test_differing_tokens_counts_positions_and_length() -> None:
-    assert differing_tokens([1, 2, 3], [1, 2, 3]) == 0
-    assert differing_tokens([1, 9, 3], [1, 2, 3, 4]) == 2
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A small model and its draft."""
-    place = tmp_path_factory.mktemp("pair")
-    shape = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96}
-    folder = write_medium(place / "target", "float32", vocab=300, max_positions=256, **shape)
-    return folder, write_medium_draft(place / "draft", folder)
-
-
-PROMPTS = [[5, 6, 7, 8, 9], list(range(40, 60)), [3]]
-
-
-def test_rounds_are_compared_on_the_cpu_too(pair: tuple[Path, Path]) -> None:
-    settings = (
-        Setting("draft", 2, slots=2),
-        Setting("draft", 2, lag=2),
-        Setting("ngram", 2, requests=2, tokens=5),
-        Setting("off", graphs=True),
-    )
-    reports = list(compare(*pair, PROMPTS, tokens=10, device="cpu", settings=settings, threads=1))
-    result = reports[-1]
-    assert len(reports) == 4
-    assert result["differing_tokens"] == result["differing_counts"] == 0
-    rows = result["settings"]
-    # Requests end 0, 3 or 6 tokens early, in each of three runs.
-    assert [rows[name]["tokens"] for name in ("draft_k2_b2", "draft_k2_lag2", "ngram_k2_5t")] == [63, 63, 21]
-    assert result["compared_tokens"] == 147
-    assert rows["draft_k2_b2"]["acceptance_length"] > 1 and rows["draft_k2_b2"]["rejected"] > 0
-    assert "IncompatibleError" in rows["off_captured"]["error"]
-    text = digest({"probes": {"spd_demo": {"status": "ok", "result": result}}})
-    assert (
-        "0 of 147 tokens changed" in text
-        and "draft_k2_lag2: 0 of 63" in text
-        and "off_captured: Incomp" in text
-    )
-
-
-def test_a_changed_token_and_a_changed_count_are_found(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generate = spd_rounds.generate
-
-    def faulty(engine: Any, jobs: Any, prompts: Any, tokens: int) -> Any:
-        outcomes = generate(engine, jobs, prompts, tokens)
-        if engine.plan.spec == "draft" and engine.plan.lag == 1:
-            one = outcomes[jobs[0]]
-            outcomes[jobs[0]] = Outcome((one.ids[0] + 1, *one.ids[1:-1]), (*one.counts[:1], 99), 0)
-        return outcomes
-
-    monkeypatch.setattr(spd_rounds, "generate", faulty)
-    settings = (Setting("draft", 2), Setting("draft", 2, lag=1))
-    given: dict[str, Any] = {
-        "tokens": 6,
-        "device": "cpu",
-        "settings": settings,
-        "runs": ("greedy",),
-        "threads": 1,
-    }
-    *_, result = compare(*pair, PROMPTS[:1], **given)
-    rows = result["settings"]
-    assert (rows["draft_k2"]["differing_tokens"], rows["draft_k2"]["other_counts"]) == (0, 0)
-    # One token is another, one is missing.
-    assert (rows["draft_k2_lag1"]["differing_tokens"], rows["draft_k2_lag1"]["other_counts"]) == (2, 1)
-    assert (result["differing_tokens"], result["differing_counts"]) == (2, 1)
 
 
 def test_digest_names_what_went_wrong() -> None:

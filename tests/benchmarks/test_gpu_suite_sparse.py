@@ -20,6 +20,7 @@ from benchmarks.gpu_suite.graph_timer import ROTATED_BYTES, GraphTimer, Once
 from benchmarks.gpu_suite.kernel_cases import Bench, Case
 from benchmarks.gpu_suite.kernel_table import cases, run_case
 from benchmarks.gpu_suite.room import needed_bytes, plan_anyway
+from benchmarks.gpu_suite.round_settings import Setting
 from benchmarks.gpu_suite.round_times import Load
 from benchmarks.gpu_suite.sparse_cases import (
     SIZES,
@@ -30,7 +31,7 @@ from benchmarks.gpu_suite.sparse_cases import (
     sparse_cases,
 )
 from benchmarks.gpu_suite.sparse_models import MODELS, Published, write_hollow
-from benchmarks.gpu_suite.spd_rounds import RUNS, Setting, demo_prompts, jobs_of, limit_of
+from benchmarks.gpu_suite.spd_rounds import RUNS, demo_prompts, jobs_of, limit_of
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import read_model_config
 from spd.formats.mtp_folder import find_source

@@ -1,0 +1,186 @@
+"""Ways to generate held against each other: what the probe finds, and what its settings hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from benchmarks.gpu_suite import spd_rounds
+from benchmarks.gpu_suite.digest import digest
+from benchmarks.gpu_suite.round_settings import DEMO, LAGS, SELF_DRAFT, SELF_DRAFT_LONG, USUAL_K, Setting
+from benchmarks.gpu_suite.shapes import Shape
+from benchmarks.gpu_suite.spd_rounds import (
+    RUNS,
+    TOKENS,
+    Outcome,
+    compare,
+    complete,
+    demo_prompts,
+    differing_tokens,
+    jobs_of,
+    limit_of,
+    run_self_draft,
+)
+from tests.recipes.medium import write_medium, write_medium_draft
+
+
+def test_differing_tokens_counts_positions_and_length() -> None:
+    assert differing_tokens([1, 2, 3], [1, 2, 3]) == 0
+    assert differing_tokens([1, 9, 3], [1, 2, 3, 4]) == 2
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A small model and its draft."""
+    place = tmp_path_factory.mktemp("pair")
+    shape = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96}
+    folder = write_medium(place / "target", "float32", vocab=300, max_positions=256, **shape)
+    return folder, write_medium_draft(place / "draft", folder)
+
+
+PROMPTS = [[5, 6, 7, 8, 9], list(range(40, 60)), [3]]
+
+
+def test_rounds_are_compared_on_the_cpu_too(pair: tuple[Path, Path]) -> None:
+    settings = (
+        Setting("draft", 2, slots=2),
+        Setting("draft", 2, lag=2),
+        Setting("ngram", 2, requests=2, tokens=5),
+        Setting("off", graphs=True),
+    )
+    reports = list(compare(*pair, PROMPTS, tokens=10, device="cpu", settings=settings, threads=1))
+    result = reports[-1]
+    assert len(reports) == 4
+    assert result["differing_tokens"] == result["differing_counts"] == 0
+    rows = result["settings"]
+    # Requests end 0, 3 or 6 tokens early, in each of three runs.
+    assert [rows[name]["tokens"] for name in ("draft_k2_b2", "draft_k2_lag2", "ngram_k2_5t")] == [63, 63, 21]
+    assert result["compared_tokens"] == 147
+    assert rows["draft_k2_b2"]["acceptance_length"] > 1 and rows["draft_k2_b2"]["rejected"] > 0
+    assert "IncompatibleError" in rows["off_captured"]["error"]
+    text = digest({"probes": {"spd_demo": {"status": "ok", "result": result}}})
+    assert (
+        "0 of 147 tokens changed" in text
+        and "draft_k2_lag2: 0 of 63" in text
+        and "off_captured: Incomp" in text
+    )
+
+
+def test_a_changed_token_and_a_changed_count_are_found(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = spd_rounds.generate
+
+    def faulty(engine: Any, jobs: Any, prompts: Any, tokens: int) -> Any:
+        outcomes = generate(engine, jobs, prompts, tokens)
+        if engine.plan.spec == "draft" and engine.plan.lag == 1:
+            one = outcomes[jobs[0]]
+            outcomes[jobs[0]] = Outcome((one.ids[0] + 1, *one.ids[1:-1]), (*one.counts[:1], 99), 0)
+        return outcomes
+
+    monkeypatch.setattr(spd_rounds, "generate", faulty)
+    settings = (Setting("draft", 2), Setting("draft", 2, lag=1))
+    given: dict[str, Any] = {
+        "tokens": 6,
+        "device": "cpu",
+        "settings": settings,
+        "runs": ("greedy",),
+        "threads": 1,
+    }
+    *_, result = compare(*pair, PROMPTS[:1], **given)
+    rows = result["settings"]
+    assert (rows["draft_k2"]["differing_tokens"], rows["draft_k2"]["other_counts"]) == (0, 0)
+    # One token is another, one is missing.
+    assert (rows["draft_k2_lag1"]["differing_tokens"], rows["draft_k2_lag1"]["other_counts"]) == (2, 1)
+    assert (result["differing_tokens"], result["differing_counts"]) == (2, 1)
+
+
+def tokens_of(setting: Setting, runs: Sequence[str], prompts: int, tokens: int) -> int:
+    """How many a setting compares."""
+    count = min(setting.requests or prompts, prompts)
+    jobs = [job for run in setting.runs or runs for job in jobs_of(run, count)]
+    return sum(limit_of(job, setting.tokens or tokens) for job in jobs)
+
+
+def test_the_demo_compares_enough_tokens_before_anything_that_is_slow() -> None:
+    """A probe that is stopped early has then compared them, with every drafter and two lags of each."""
+    sums = accumulate(tokens_of(setting, tuple(RUNS), len(demo_prompts()), TOKENS) for setting in DEMO)
+    first = DEMO[: next(i for i, tokens in enumerate(sums, 1) if tokens >= 100_000)]
+    assert all(setting.slots == 16 and setting.graphs is None and not setting.tokens for setting in first)
+    assert {(one.method, one.lag) for one in first} == {(method, lag) for method in USUAL_K for lag in (0, 1)}
+    assert len({setting.name for setting in DEMO}) == len(DEMO)
+
+
+@pytest.mark.parametrize("method", USUAL_K)
+def test_every_drafter_runs_at_several_k_alone_and_among_others(method: str) -> None:
+    mine = [setting for setting in DEMO if setting.method == method]
+    assert {setting.k for setting in mine} >= {1, 2, USUAL_K[method], 7}
+    assert {setting.slots for setting in mine} == {1, 16}
+
+
+def ways(settings: Sequence[Setting], method: str) -> dict[tuple[Any, ...], set[tuple[bool, int]]]:
+    """By what is counted together: whether captured, and the lag, of batches of 16."""
+    found: dict[tuple[Any, ...], set[tuple[bool, int]]] = {}
+    for one in settings:
+        if one.method == method and one.slots == 16 and one.lag is not None:
+            found.setdefault(one.counted_with, set()).add((one.graphs is not False, one.lag))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "method"), [(SELF_DRAFT_LONG, "draft"), *((DEMO, method) for method in USUAL_K)]
+)
+def test_counts_are_compared_eager_and_captured_at_every_lag(
+    settings: Sequence[Setting], method: str
+) -> None:
+    """Each two of them by way of the captured ones at lag 1, which are in both groups."""
+    k = USUAL_K[method]
+    groups = {key: found for key, found in ways(settings, method).items() if key[1] == k}
+    long, short = sorted(groups, key=lambda key: key[2] is not None)
+    assert groups[long] == {(True, lag) for lag in LAGS}
+    assert groups[short] == {(True, 1), *((False, lag) for lag in LAGS)}
+
+
+def test_who_reads_late_or_runs_eager_is_compared_with_another() -> None:
+    for settings in (DEMO, SELF_DRAFT_LONG):
+        groups: dict[tuple[Any, ...], list[Setting]] = {}
+        for one in settings:
+            groups.setdefault(one.counted_with, []).append(one)
+        for group in groups.values():
+            special = [one for one in group if one.lag in (0, 2) or one.graphs is False]
+            assert not special or special[0].method == "off" or len(group) > 1, special
+
+
+def test_the_8b_shape_drafts_alone_too_and_compares_enough() -> None:
+    for settings, tokens, enough in ((SELF_DRAFT, 128, 8_000), (SELF_DRAFT_LONG, 320, 100_000)):
+        assert {one.slots for one in settings if one.method == "draft"} == {1, 16}
+        assert sum(tokens_of(one, ("greedy", "noise"), 16, tokens) for one in settings) >= enough
+    assert {one.k for one in SELF_DRAFT_LONG if one.method == "draft"} == set(range(1, 8))
+
+
+def test_a_shape_that_drafts_for_itself() -> None:
+    tiny = Shape("tiny", 32, 2, 2, 1, 48, vocab=128, head_dim=16)
+    settings = (Setting("draft", 2, slots=3), Setting("draft", 2, requests=1), Setting("ngram", 2, slots=3))
+    cpu: dict[str, Any] = {"device": "cpu", "threads": 1, "dtype": "float32"}
+    *_, report = run_self_draft(settings, 6, tiny, **cpu)
+    assert report["differing_tokens"] == 0 and [*report["settings"]] == [one.name for one in settings]
+    assert report["settings"]["draft_k2_b3"]["rejected"] == 0
+    assert report["settings"]["draft_k2"]["acceptance_length"] > 1
+
+
+def test_a_setting_that_failed_or_rejected_its_own_draft_is_no_success() -> None:
+    def reports(**row: Any) -> Iterator[dict[str, Any]]:
+        yield {"settings": {"draft_k2": {"rejected": 0}, "ngram_k2": {"rejected": 5}}}
+        yield {"settings": {"draft_k2": {"rejected": 0, **row}, "ngram_k2": {"rejected": 5}}}
+
+    assert len(list(complete(reports(), all_accepted=True))) == 2
+    assert len(list(complete(reports(rejected=3)))) == 2
+    for row in ({"rejected": 3}, {"error": "ValueError: no"}):
+        with pytest.raises(AssertionError, match=r"draft_k2$"):
+            list(complete(reports(**row), all_accepted=True))
