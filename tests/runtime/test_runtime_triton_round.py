@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spd import kernels
 from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
 from spd.runtime import SamplingParams, assembly
 from tests.helpers import INTERPRETED, Run, make_engine, random_prompts, run_all
@@ -53,35 +55,53 @@ def methods(tiny: Callable[..., Path]) -> dict[str, dict[str, Any]]:
     }
 
 
+@dataclasses.dataclass
+class Counts:
+    """What ran in this file and in this process."""
+
+    tests: set[str] = dataclasses.field(default_factory=set)
+    operations: Counter[str] = dataclasses.field(default_factory=Counter)
+    kernels: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    """Launches, by module and name."""
+
+
 @pytest.fixture(scope="module")
-def calls() -> Counter[str]:
-    """How often each operation of the Triton form ran in this file."""
-    return Counter()
+def counts() -> Counts:
+    """Of the Triton form, over all tests."""
+    return Counts()
 
 
 @pytest.fixture(autouse=True)
-def _counted(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> Iterator[None]:
-    """Count the operations; and a GPU of one processor, for the interpreter runs idle programs too."""
+def _counted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, counts: Counts) -> None:
+    """Count what runs; and a GPU of one processor, for the interpreter runs idle programs too."""
+    from triton.runtime.interpreter import InterpretedFunction
+
     from spd.kernels import paged_attention_triton
+
+    counts.tests.add(request.node.nodeid)
+    launch = InterpretedFunction.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts.kernels[self.fn.__module__, self.fn.__name__] += 1
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
 
     def count(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
+            counts.operations[name] += 1
             return operation(*args, **kwargs)
 
         return counted
 
     def load(form: str, *cache: Path) -> Kernels:
-        kernels = load_kernels(form, *cache)
+        found = load_kernels(form, *cache)
         if form == "torch":
-            return kernels
-        return dataclasses.replace(
-            kernels, **{name: count(name, getattr(kernels, name)) for name in OPERATIONS}
-        )
+            return found
+        return dataclasses.replace(found, **{name: count(name, getattr(found, name)) for name in OPERATIONS})
 
     monkeypatch.setattr(assembly, "load_kernels", load)
     monkeypatch.setattr(paged_attention_triton, "PROCESSORS", 1)
-    yield
 
 
 @pytest.fixture(autouse=True)
@@ -251,6 +271,63 @@ def test_a_deepseek_head(tmp_path: Path) -> None:
     assert sum(len(record.draft) for record in second[0].rounds) > 2
 
 
-def test_every_operation_has_run(calls: Counter[str]) -> None:
-    """Over the tests above, which have to run with this one."""
-    assert set(OPERATIONS) - set(calls) == set()
+def test_a_lookup_in_parts(
+    target: Path, methods: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a context of more than 5120 positions: several programs walk a row, and one picks."""
+    from spd.kernels import ngram_lookup_triton
+
+    monkeypatch.setattr(ngram_lookup_triton, "ONE_PROGRAM", 0)
+    monkeypatch.setattr(ngram_lookup_triton, "BLOCK", 4)
+    first, second = both(target, PROMPT, [SamplingParams(max_tokens=4)], **methods["ngram"])
+    assert_same(first, second)
+    assert sum(run.metrics.draft_n for run in first) > 0
+
+
+NOT_IN_A_ROUND = {
+    ("spd.kernels.philox_triton", "noise_kernel"): "noise by itself, which the tests of noise look at; rounds"
+    " make theirs inside the kernels that draw",
+}
+"""Kernels that no engine launches, and why."""
+
+
+@pytest.fixture
+def whole_file(request: pytest.FixtureRequest, counts: Counts) -> None:
+    """Skip where a part of this file was asked for; fail where its other tests did not run here before."""
+    own = request.node
+    asked = [item for item in own.session.items if item.path == own.path]
+    known = {name for name in vars(own.module) if name.startswith("test_")}
+    if left_out := known - {item.originalname for item in asked}:
+        pytest.skip(f"counts what all tests of this file run, without {', '.join(sorted(left_out))}")
+    missing = [item.name for item in asked if item.nodeid not in counts.tests]
+    assert not missing, (
+        "counts what the tests before this one ran in the same process (--dist loadfile, in their order); "
+        f"not among them: {', '.join(missing)}"
+    )
+
+
+def kernels_of_triton() -> set[tuple[str, str]]:
+    """Module and name of every kernel in `spd/kernels`."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    found = set()
+    for path in Path(kernels.__file__).parent.glob("*_triton.py"):
+        module = importlib.import_module(f"spd.kernels.{path.stem}")
+        found |= {
+            (module.__name__, name)
+            for name, thing in vars(module).items()
+            if isinstance(thing, InterpretedFunction)
+            and name.endswith("_kernel")
+            and thing.fn.__module__ == module.__name__
+        }
+    return found
+
+
+@pytest.mark.usefixtures("whole_file")
+def test_every_operation_and_every_kernel_has_run(counts: Counts) -> None:
+    """Over the tests above."""
+    assert set(OPERATIONS) - set(counts.operations) == set()
+    every, launched = kernels_of_triton(), set(counts.kernels)
+    assert len(every) > 40
+    assert launched - every == set(), "a kernel's name ends with _kernel"
+    assert every - launched == set(NOT_IN_A_ROUND)
