@@ -60,6 +60,7 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 def main() -> None:
     """Compile every signature of the modules."""
+    triton.knobs.language.default_fp_fusion = True  # as `load_kernels` has it
     arch, without = int(sys.argv[1]), sys.argv[2]
     for module in sys.argv[3:]:
         describe = importlib.import_module(module).signatures
