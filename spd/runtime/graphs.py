@@ -26,8 +26,8 @@ class RoundShape:
     next_k: int
     needs: SamplerClass
     num_logprobs: int | None
-    slots: int = 0
-    """The first so many take part; 0 is all."""
+    slots: int
+    """The first so many run."""
 
 
 def slot_counts(slots: int) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class CapturedRounds:
         kept = [(t, t.clone()) for t in (*written, *([] if laws is None else [laws]))]
         state.active.fill_(False)
 
-        count = shape.slots or state.slots
+        count = shape.slots
         part = self.round if count == state.slots else self.round.first(count)
 
         def program() -> Logprobs | None:

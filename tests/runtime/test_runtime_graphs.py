@@ -210,7 +210,8 @@ def test_preparing_a_shape_leaves_everything_as_it_was(
     unread = [(row - 1) % RING_DEPTH, (row - 2) % RING_DEPTH]
     captured._capture = lambda program: (lambda: None, None)  # as a real capture, it runs nothing
     fresh = SamplerClass(True, True, True, False, True)
-    shapes = [RoundShape(k, max(0, k - 1), fresh, 2), RoundShape(0, k, SamplerClass(), None)]
+    plain, count = SamplerClass(), len(views)
+    shapes = [RoundShape(k, max(0, k - 1), fresh, 2, count), RoundShape(0, k, plain, None, count)]
     for shape in shapes:
         assert shape not in captured.captured
         captured._prepare(shape, views)

@@ -447,7 +447,8 @@ def test_pages_are_cleared_where_no_memory_is_left() -> None:
 def test_a_shape_is_captured_again_after_it_failed(tiny: Callable[..., Path]) -> None:
     engine = make_engine(tiny("qwen3"), spec="off", ctx=128)
     captured = CapturedRounds(engine._parts.queue.round, fail(MemoryError())(lambda program: (program, None)))
-    shape, views = RoundShape(0, 0, SamplerClass(), None), engine_views(engine)
+    views = engine_views(engine)
+    shape = RoundShape(0, 0, SamplerClass(), None, len(views))
     with pytest.raises(OutOfMemory):
         captured.run(shape, views)
     assert shape not in captured.captured
