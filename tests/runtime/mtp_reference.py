@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -36,18 +36,20 @@ CONVENTIONS = {
 }
 
 
-class PlainMtp:
-    """A tiny Llama or Qwen3 checkpoint with an MTP head, run over whole texts."""
+class PlainDrafter(Protocol):
+    """What a reference shows to tests: the target's states of a text, and drafts after a part of it."""
 
-    def __init__(self, folder: Path, family: str, modules: int) -> None:
-        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        self.tensors = {
-            name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()
-        }
-        self.family, self.modules, self.conventions = family, modules, CONVENTIONS[family]
+    def hidden(self, tokens: list[int]) -> Tensor: ...
+
+    def draft(self, tokens: list[int], k: int, hidden: Tensor) -> tuple[list[int], float]: ...
+
+
+class PlainLayers:
+    """The pre-norm decoder layers of a Llama or Qwen3 checkpoint, run over whole texts."""
+
+    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        self.config, self.tensors = config, tensors
         self.epsilon = self.config["rms_norm_eps"]
-        self.embedding = self.tensors["model.embed_tokens.weight"]
-        self.head = self.embedding if self.config["tie_word_embeddings"] else self.tensors["lm_head.weight"]
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + self.epsilon).sqrt() * self.tensors[f"{name}.weight"]
@@ -65,11 +67,10 @@ class PlainMtp:
         turned = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
         return torch.cat(turned, dim=-1)
 
-    def layer(self, x: Tensor, prefix: str) -> Tensor:
-        """One pre-norm decoder layer over rows [T, H] at positions from 0 on, each seeing those before."""
+    def attention(self, y: Tensor, prefix: str) -> Tensor:
+        """What attention adds to rows at positions from 0 on, each seeing those before; y: normed rows."""
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        rows, positions = len(x), torch.arange(len(x), dtype=torch.float64)
-        y = self.norm(x, f"{prefix}input_layernorm")
+        rows, positions = len(y), torch.arange(len(y), dtype=torch.float64)
         q, k, v = (
             self.linear(y, f"{prefix}self_attn.{name}_proj").view(rows, count, -1)
             for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
@@ -80,19 +81,48 @@ class PlainMtp:
         q, k = self.rotated(q, positions), self.rotated(k, positions)
         k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
-        scores = scores + torch.full((rows, rows), -torch.inf, dtype=x.dtype).triu(1)
+        scores = scores + torch.full((rows, rows), -torch.inf, dtype=y.dtype).triu(1)
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(rows, -1)
-        x = x + self.linear(mixed, f"{prefix}self_attn.o_proj")
-        y = self.norm(x, f"{prefix}post_attention_layernorm")
+        return self.linear(mixed, f"{prefix}self_attn.o_proj")
+
+    def mlp(self, y: Tensor, prefix: str) -> Tensor:
+        """What the gated network adds; y: normed rows."""
         gate, up = self.linear(y, f"{prefix}mlp.gate_proj"), self.linear(y, f"{prefix}mlp.up_proj")
-        return x + self.linear(torch.nn.functional.silu(gate) * up, f"{prefix}mlp.down_proj")
+        return self.linear(torch.nn.functional.silu(gate) * up, f"{prefix}mlp.down_proj")
+
+    def layer(self, x: Tensor, prefix: str) -> Tensor:
+        """One decoder layer over rows [T, H]."""
+        x = x + self.attention(self.norm(x, f"{prefix}input_layernorm"), prefix)
+        return x + self.mlp(self.norm(x, f"{prefix}post_attention_layernorm"), prefix)
+
+
+class PlainTarget(PlainLayers):
+    """A tiny Llama or Qwen3 checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        tensors = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+        super().__init__(json.loads((folder / "config.json").read_text()), tensors)
+        self.embedding = self.tensors["model.embed_tokens.weight"]
+        self.head = self.embedding if self.config["tie_word_embeddings"] else self.tensors["lm_head.weight"]
+
+    def streams(self, tokens: list[int]) -> list[Tensor]:
+        """The residual streams [T, H] that enter the layers, and the one after the last of them."""
+        streams = [self.embedding[tokens]]
+        for layer in range(self.config["num_hidden_layers"]):
+            streams.append(self.layer(streams[-1], f"model.layers.{layer}."))
+        return streams
 
     def hidden(self, tokens: list[int]) -> Tensor:
-        """The target's states [T, H] after its final norm."""
-        x = self.embedding[tokens]
-        for layer in range(self.config["num_hidden_layers"]):
-            x = self.layer(x, f"model.layers.{layer}.")
-        return self.norm(x, "model.norm")
+        """The states [T, H] after the final norm."""
+        return self.norm(self.streams(tokens)[-1], "model.norm")
+
+
+class PlainMtp(PlainTarget):
+    """A tiny Llama or Qwen3 checkpoint with an MTP head."""
+
+    def __init__(self, folder: Path, family: str, modules: int) -> None:
+        super().__init__(folder)
+        self.family, self.modules, self.conventions = family, modules, CONVENTIONS[family]
 
     def module(self, module: int, tokens: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
         """(states that go on, logits) of rows 0 to len(tokens) - 1, with the states before them."""

@@ -16,7 +16,7 @@ from spd.runtime.models.mtp_head import MtpModule
 from spd.runtime.proposers.mtp import MtpProposer
 from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.recipes.tiny_mtp import write_tiny_mtp
-from tests.runtime.mtp_reference import LibraryMtp, PlainMtp
+from tests.runtime.mtp_reference import LibraryMtp, PlainDrafter, PlainMtp
 
 VOCAB = 256
 TOO_NEAR = 1e-4
@@ -58,7 +58,7 @@ def texts(engine: Engine, count: int = 24) -> list[tuple[tuple[int, ...], Run]]:
     return list(zip(prompts, run_all(engine, prompts, params), strict=True))
 
 
-def compared(plain: PlainMtp, runs: list[tuple[tuple[int, ...], Run]]) -> tuple[int, int, int]:
+def compared(plain: PlainDrafter, runs: list[tuple[tuple[int, ...], Run]]) -> tuple[int, int, int]:
     """Rounds whose drafts are not the reference's, rounds compared, and those after a rejection."""
     wrong = seen = rejected = 0
     for prompt, run in runs:

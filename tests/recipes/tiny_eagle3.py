@@ -1,0 +1,305 @@
+"""Give a tiny target an EAGLE-3 head in a folder of its own, in the two published layouts.
+
+Two kinds. A `random` head: everything in it matters, so that any slip in its conventions changes what it
+drafts. A `copy` of the target's first layer: in a target whose later layers speak softly it often agrees,
+at every depth, so that runs of drafts are accepted and others rejected (see `write_tiny_pair`).
+
+A head goes on from its own states, and what goes on is the residual stream, which would grow with every
+draft. The copy has one attention head more, as wide as the state, that looks at its own row only: it brings
+the token, which stands in no residual here, and takes most of the old state away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.recipes.tiny import DTYPES, LOGIT_STD, VARIANTS, write_json, write_tensors, write_tiny
+
+LAYERS = {"research": "midlayer.", "speculators": "layers.0."}
+"""What stands before the names of a head's one layer, by layout."""
+OWN_SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
+"""A random head's, none of them the tiny target's."""
+OWN_ROPE, OWN_EPSILON = 5000.0, 1e-3
+"""The rotary base of a random head, and what its norms add: enough to be seen beside a quiet embedding."""
+SHARPEST = 60.0
+"""About the score of a row with itself in the head that looks nowhere else."""
+QUIET = 0.085
+"""About how loud the residual stream of a soft target is."""
+
+Draw = Callable[..., Tensor]
+
+
+def soft(layer: int) -> float:
+    """The gain of a target that its first layer's copy can follow."""
+    return 0.04 if layer == 0 else 0.003
+
+
+def write_tiny_pair(
+    target: Path,
+    head: Path,
+    *,
+    variant: str = "llama2",
+    kind: str = "random",
+    target_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Path:
+    """Write a variant of a tiny checkpoint and an EAGLE-3 head for it; returns the head's folder.
+
+    Seven layers, so that the default auxiliary indices differ. A `copy` gets a target that it can follow,
+    and more ids than a random head. options: see `write_tiny_eagle3`.
+    """
+    shape = {**VARIANTS[variant], "tie": False, "layers": 7}
+    if kind == "copy":
+        shape["residual_gain"] = soft
+        options = {"draft_vocab": 288, **options}
+    write_tiny(target, **{**shape, **(target_options or {})})
+    return write_tiny_eagle3(head, target, kind=kind, **options)
+
+
+def write_tiny_eagle3(
+    folder: Path,
+    target: Path,
+    *,
+    layout: str = "research",
+    kind: str = "random",
+    draft_vocab: int | None = 96,
+    hidden_size: int | None = None,
+    aux: tuple[int, ...] | None = None,
+    norm_before_residual: bool | None = False,
+    norm_before_fc: bool = False,
+    fc_norm: bool = False,
+    norm_output: bool = False,
+    own_embedding: bool = False,
+    hidden_share: float = 0.05,
+    seed: int = 0,
+    dtype: str = "float32",
+) -> Path:
+    """Write config.json and model.safetensors of a head for the checkpoint in `target`; returns its folder.
+
+    aux: entering indices (j = the residual stream that enters the target's layer j; as many as it has
+    layers: the one after the last), written in the layout's own convention; None leaves them out.
+    norm_before_residual: None leaves it out, which says no in the research layout and yes in the other.
+    draft_vocab: how many of the target's ids the head can say; None for all. hidden_share: how much of the
+    old state a copy keeps. Raises ValueError for what a layout cannot say, and for copies of what has no
+    plain first layer or another hidden size.
+    """
+    if layout not in LAYERS:
+        raise ValueError(f"layout: {layout!r} is not one of {', '.join(LAYERS)}")
+    verifier: dict[str, Any] = json.loads((target / "config.json").read_text())
+    wide, vocab = verifier["hidden_size"], verifier["vocab_size"]
+    hidden = hidden_size or wide
+    own_embedding = own_embedding or hidden != wide
+    flags = {"norm_before_fc": norm_before_fc, "fc_norm": fc_norm, "norm_output": norm_output}
+    layer = _layer_config(verifier, kind, hidden)
+    config = _research(layer, flags) if layout == "research" else _speculators(layer, flags, verifier, target)
+    config |= {"draft_vocab_size": draft_vocab, "torch_dtype": dtype}
+    if layout == "speculators" or hidden != wide:
+        config["target_hidden_size"] = wide if hidden != wide else None
+    if norm_before_residual or (layout == "speculators" and norm_before_residual is not None):
+        config["norm_before_residual"] = norm_before_residual
+    if aux is not None:
+        _put_aux(config, layout, aux, verifier["num_hidden_layers"])
+
+    def draw(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
+        return torch.randn(shape, generator=_generator(f"{seed}/{kind}/{name}")) * std + mean
+
+    parts = 3 if aux is None else len(aux)
+    if kind == "copy":
+        normed = bool(config.get("norm_before_residual", layout == "speculators"))
+        loud = 1.0 if norm_before_fc or fc_norm else QUIET
+        inside = _copied(load_file(target / "model.safetensors"), verifier, draw, hidden_share, normed)
+        inside["fc.weight"] = draw("fc", (hidden, parts * wide), 1.0 / (loud * math.sqrt(parts * wide)))
+    else:
+        inside = _random(layer, parts * wide, vocab, draw)
+    tensors = {name.replace("layer.", LAYERS[layout], 1): tensor for name, tensor in inside.items()}
+    if draft_vocab is not None:
+        chosen = torch.randperm(vocab, generator=_generator(f"{seed}/ids"))[:draft_vocab].sort().values
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][chosen]
+        tensors["d2t"] = chosen - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, chosen, True)
+    if own_embedding:
+        tensors["embed_tokens.weight"] = _embedding(target, kind, (vocab, hidden), draw)
+    if norm_before_fc:
+        tensors["input_norm.weight"] = draw("input_norm", (parts * wide,), 0.2, 1.0)
+    if fc_norm:
+        tensors |= {f"fc_norm.{i}.weight": draw(f"fc_norm{i}", (wide,), 0.2, 1.0) for i in range(parts)}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", config)
+    kept = {
+        name: tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+    write_tensors(folder, {name: tensor.contiguous() for name, tensor in kept.items()})
+    return folder
+
+
+def _generator(name: str) -> torch.Generator:
+    digest = hashlib.sha256(name.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+def _layer_config(verifier: Mapping[str, Any], kind: str, hidden: int) -> dict[str, Any]:
+    """A Llama configuration of one layer; a copy has one more head than the target, as wide as its state."""
+    shape: dict[str, Any] = dict(OWN_SHAPE)
+    rope, epsilon = OWN_ROPE, OWN_EPSILON
+    if kind == "copy":
+        if "kv_lora_rank" in verifier or hidden != verifier["hidden_size"]:
+            raise ValueError("kind: a copy needs a target with keys and values, and its hidden size")
+        heads = verifier["num_attention_heads"] + 1
+        shape = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": hidden}
+        shape["intermediate_size"] = verifier["intermediate_size"]
+        rope, epsilon = verifier["rope_theta"], verifier["rms_norm_eps"]
+    elif kind != "random":
+        raise ValueError(f"kind: {kind!r} is neither 'random' nor 'copy'")
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": 1,
+        **shape,
+        "vocab_size": verifier["vocab_size"],
+        "max_position_embeddings": verifier["max_position_embeddings"],
+        "rms_norm_eps": epsilon,
+        "rope_theta": rope,
+        "rope_scaling": None,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def _research(layer: Mapping[str, Any], flags: Mapping[str, bool]) -> dict[str, Any]:
+    """The head's layer at the top; head_dim and the flags only where they say something."""
+    config = {"architectures": ["LlamaForCausalLMEagle3"], **layer}
+    if layer["num_attention_heads"] * layer["head_dim"] == layer["hidden_size"]:
+        del config["head_dim"]
+    return config | {name: True for name, value in flags.items() if value}
+
+
+def _speculators(
+    layer: Mapping[str, Any], flags: Mapping[str, bool], verifier: Mapping[str, Any], target: Path
+) -> dict[str, Any]:
+    """The head's layer as one key of several, beside how it was meant to be used."""
+    greedy = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.2.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**greedy, "verifier_accept_k": 1}],
+            "verifier": {"architectures": verifier["architectures"], "name_or_path": target.name},
+        },
+        "transformer_layer_config": {"architectures": ["LlamaForCausalLM"], **layer},
+        **flags,
+    }
+
+
+def _put_aux(config: dict[str, Any], layout: str, aux: tuple[int, ...], layers: int) -> None:
+    """Entering indices 0 to `layers` as the layout writes them: inputs of layers, or outputs."""
+    lowest = 1 if layout == "research" else 0
+    if not all(lowest <= index <= layers for index in aux):
+        raise ValueError(f"aux: the {layout} layout has indices {lowest} to {layers}, not {aux}")
+    if layout == "speculators":
+        config["eagle_aux_hidden_state_layer_ids"] = list(aux)
+        return
+    ids = [index - 1 for index in aux]
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
+
+
+def _embedding(target: Path, kind: str, shape: tuple[int, int], draw: Draw) -> Tensor:
+    """A copy's is the target's own; a random head's is another, and louder."""
+    if kind == "copy":
+        return load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    return draw("embed_tokens", shape, 0.2)
+
+
+def _random(layer: Mapping[str, Any], fused: int, vocab: int, draw: Draw) -> dict[str, Tensor]:
+    """Every tensor that all heads have; the layer's under `layer.`, the output over all target ids."""
+    hidden, inner = layer["hidden_size"], layer["intermediate_size"]
+    query, key = (layer[f"num_{name}_heads"] * layer["head_dim"] for name in ("attention", "key_value"))
+    matrices = {
+        "fc": (hidden, fused, 1.0),
+        "layer.self_attn.q_proj": (query, 2 * hidden, 1.5),
+        "layer.self_attn.k_proj": (key, 2 * hidden, 1.5),
+        "layer.self_attn.v_proj": (key, 2 * hidden, 1.5),
+        "layer.self_attn.o_proj": (hidden, query, 1.5),
+        "layer.mlp.gate_proj": (inner, hidden, 1.5),
+        "layer.mlp.up_proj": (inner, hidden, 1.5),
+        "layer.mlp.down_proj": (hidden, inner, 1.5),
+        "lm_head": (vocab, hidden, LOGIT_STD),
+    }
+    norms = (*(f"layer.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),)
+    return {
+        f"{name}.weight": draw(name, (rows, columns), scale / math.sqrt(columns))
+        for name, (rows, columns, scale) in matrices.items()
+    } | {f"{name}.weight": draw(name, (hidden,), 0.3, 1.0) for name in (*norms, "norm")}
+
+
+def _copied(
+    target: Mapping[str, Tensor], verifier: Mapping[str, Any], draw: Draw, share: float, normed: bool
+) -> dict[str, Tensor]:
+    """The same names out of the target's first layer, with streams of about 1 in place of its quiet ones.
+
+    share: how much of the old state stays; normed: whether the residual is that state after its norm.
+    """
+    source = {
+        name.removeprefix("model.layers.0."): tensor.float()
+        for name, tensor in target.items()
+        if name.startswith("model.layers.0.")
+    }
+    hidden, size, copied = (verifier[key] for key in ("hidden_size", "head_dim", "num_attention_heads"))
+    step = hidden // size
+    places = torch.arange(size // 2) * step
+    places = torch.cat((places, places + hidden // 2))  # where a wider head turns as fast as a narrow one
+
+    def widened(name: str) -> Tensor:
+        """A projection of the copied heads, each as wide as the state; [heads * hidden, hidden]."""
+        weight = source[f"self_attn.{name}_proj.weight"].view(-1, size, hidden)
+        scales = source.get(f"self_attn.{name}_norm.weight")
+        weight = weight if scales is None else weight * scales[:, None]
+        weight = weight.repeat_interleave(copied // len(weight), dim=0)
+        return torch.zeros(copied, hidden, hidden).index_copy(1, places, weight).flatten(0, 1)
+
+    def projection(name: str, scale: float, token: Tensor, state: Tensor) -> Tensor:
+        """The copied heads, who see next to nothing of the state, and the one that sees its own row."""
+        blind = draw(name, (copied * hidden, hidden), 0.2 * share / math.sqrt(hidden))
+        return torch.cat((torch.cat((widened(name) * scale, blind), 1), torch.cat((token, state), 1)))
+
+    embedding = target["model.embed_tokens.weight"].float()
+    token_norm, hidden_norm = source["input_layernorm.weight"], draw("hidden_norm", (hidden,), 0.1, 1.0)
+    bare = (1.0 / token_norm).diag()
+    own = bare * math.sqrt(SHARPEST / math.sqrt(hidden))
+    out = source["self_attn.o_proj.weight"].view(hidden, copied, size) / QUIET
+    out = torch.zeros(hidden, copied, hidden).index_copy(2, places, out).flatten(1)
+    final = target["model.norm.weight"].float()
+    nothing = torch.zeros(hidden, hidden)
+    return {
+        "layer.self_attn.q_proj.weight": projection("q", math.sqrt(step), own, nothing),
+        "layer.self_attn.k_proj.weight": projection("k", 1.0, own, nothing),
+        "layer.self_attn.v_proj.weight": projection(
+            "v",
+            1.0,
+            embedding.square().mean().sqrt() / QUIET * bare,
+            (share - 1.0) * (torch.eye(hidden) if normed else (1.0 / hidden_norm).diag()),
+        ),
+        "layer.self_attn.o_proj.weight": torch.cat((out, torch.eye(hidden)), 1),
+        "layer.mlp.gate_proj.weight": source["mlp.gate_proj.weight"],
+        "layer.mlp.up_proj.weight": source["mlp.up_proj.weight"],
+        "layer.mlp.down_proj.weight": source["mlp.down_proj.weight"] / QUIET,
+        "layer.hidden_norm.weight": hidden_norm,
+        "layer.input_layernorm.weight": token_norm,
+        "layer.post_attention_layernorm.weight": source["post_attention_layernorm.weight"],
+        "norm.weight": final / final.mean(),
+        "lm_head.weight": target.get("lm_head.weight", embedding).float() * final.mean(),
+    }

@@ -1,0 +1,91 @@
+"""Plain EAGLE-3 drafters to compare with: no cache, every row computed anew, in float64.
+
+Written from the published forward pass, in rows: row P pairs the target's state of position P with token
+P + 1, at rotary position P of the head's own table. Import nothing of `spd`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.runtime.mtp_reference import LibraryMtp, PlainLayers, PlainTarget
+
+
+class PlainEagle3(PlainLayers):
+    """An EAGLE-3 head beside a tiny target, run over whole texts."""
+
+    def __init__(self, target: Path, head: Path, runs: PlainTarget | None = None) -> None:
+        published: dict[str, Any] = json.loads((head / "config.json").read_text())
+        speculators = "transformer_layer_config" in published
+        stored = load_file(head / "model.safetensors")
+        tensors = {name: tensor.double() for name, tensor in stored.items() if tensor.is_floating_point()}
+        prefix = "layers.0." if speculators else "midlayer."
+        super().__init__(
+            published["transformer_layer_config"] if speculators else published,
+            {name.replace(prefix, "", 1): tensor for name, tensor in tensors.items()},
+        )
+        self.target = runs or PlainTarget(target)
+        self.embedding = self.tensors.get("embed_tokens.weight", self.target.embedding)
+        self.said = torch.arange(len(self.tensors["lm_head.weight"])) + stored.get("d2t", torch.tensor(0))
+        self.norms_residual = bool(published.get("norm_before_residual", speculators))
+        self.norms_together = bool(published.get("norm_before_fc"))
+        self.norms_apart = bool(published.get("fc_norm"))
+        self.recycles_normed = bool(published.get("norm_output"))
+        self.indices = self._indices(published, speculators)
+
+    def _indices(self, published: dict[str, Any], speculators: bool) -> list[int]:
+        """Entering indices: j is the residual stream that enters layer j of the target."""
+        if speculators:
+            named, first = published.get("eagle_aux_hidden_state_layer_ids"), 0
+        else:
+            named, first = published.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids"), 1
+        layers = self.target.config["num_hidden_layers"]
+        return [index + first for index in named] if named else [2, layers // 2, layers - 3]
+
+    def hidden(self, tokens: list[int]) -> Tensor:
+        """The fused states [T, H] of the target's positions."""
+        streams = self.target.streams(tokens)
+        parts = [streams[index] for index in self.indices]
+        if self.norms_apart:
+            parts = [self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)]
+        fused = torch.cat(parts, dim=-1)
+        if self.norms_together:
+            fused = self.norm(fused, "input_norm")
+        return self.linear(fused, "fc")
+
+    def rows(self, tokens: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
+        """(states that go on, logits over draft ids) of rows made of tokens and the states before them."""
+        read = self.norm(states, "hidden_norm")
+        pairs = torch.cat((self.norm(self.embedding[tokens], "input_layernorm"), read), dim=-1)
+        x = (read if self.norms_residual else states) + self.attention(pairs, "")
+        x = x + self.mlp(self.norm(x, "post_attention_layernorm"), "")
+        shown = self.norm(x, "norm")
+        return shown if self.recycles_normed else x, self.linear(shown, "lm_head")
+
+    def draft(self, tokens: list[int], k: int, hidden: Tensor) -> tuple[list[int], float]:
+        """The k greedy drafts after `tokens`, and how near the nearest second choice came.
+
+        hidden: the fused states of at least all tokens but the last. Rows of `tokens` are always made of
+        those; each draft but the last adds a row of itself and the state that proposed it.
+        """
+        drafts: list[int] = []
+        gap = float("inf")
+        states = hidden[: len(tokens) - 1]
+        for _ in range(k):
+            made, logits = self.rows([*tokens[1:], *drafts], states)
+            best = logits[-1].topk(2)
+            gap = min(gap, float(best.values[0] - best.values[1]))
+            drafts.append(int(self.said[best.indices[0]]))
+            states = torch.cat((states, made[-1:]))
+        return drafts, gap
+
+
+def library_eagle3(target: Path, head: Path, scratch: Path) -> PlainEagle3:
+    """The same beside a target whose layers are `transformers`' own."""
+    return PlainEagle3(target, head, LibraryMtp(target, "deepseek", 0, scratch))
