@@ -5,8 +5,8 @@ drafts. A `copy` of the target's first layer: in a target whose later layers spe
 at every depth, so that runs of drafts are accepted and others rejected (see `write_tiny_pair`).
 
 A head goes on from its own states, and what goes on is the residual stream, which would grow with every
-draft. The copy has one attention head more, as wide as the state, that looks at its own row only: it brings
-the token, which stands in no residual here, and takes most of the old state away.
+draft. The copy has as many attention heads again, as wide as the state, that look at their own row only: they
+bring the token, which stands in no residual here, and take most of the old state away.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OWN_SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
 OWN_ROPE, OWN_EPSILON = 5000.0, 1e-3
 """The rotary base of a random head, and what its norms add: enough to be seen beside a quiet embedding."""
 SHARPEST = 60.0
-"""About the score of a row with itself in the head that looks nowhere else."""
+"""About the score of a row with itself in the heads that look nowhere else."""
 QUIET = 0.085
 """About how loud the residual stream of a soft target is."""
 
@@ -148,13 +148,13 @@ def _generator(name: str) -> torch.Generator:
 
 
 def _layer_config(verifier: Mapping[str, Any], kind: str, hidden: int) -> dict[str, Any]:
-    """A Llama configuration of one layer; a copy has one more head than the target, as wide as its state."""
+    """A Llama configuration of one layer; a copy has twice the target's heads, all as wide as its state."""
     shape: dict[str, Any] = dict(OWN_SHAPE)
     rope, epsilon = OWN_ROPE, OWN_EPSILON
     if kind == "copy":
         if "kv_lora_rank" in verifier or hidden != verifier["hidden_size"]:
             raise ValueError("kind: a copy needs a target with keys and values, and its hidden size")
-        heads = verifier["num_attention_heads"] + 1
+        heads = 2 * verifier["num_attention_heads"]
         shape = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": hidden}
         shape["intermediate_size"] = verifier["intermediate_size"]
         rope, epsilon = verifier["rope_theta"], verifier["rms_norm_eps"]
@@ -272,9 +272,11 @@ def _copied(
         return torch.zeros(copied, hidden, hidden).index_copy(1, places, weight).flatten(0, 1)
 
     def projection(name: str, scale: float, token: Tensor, state: Tensor) -> Tensor:
-        """The copied heads, who see next to nothing of the state, and the one that sees its own row."""
+        """The copied heads, which see next to nothing of the state, and as many that see their own row."""
         blind = draw(name, (copied * hidden, hidden), 0.2 * share / math.sqrt(hidden))
-        return torch.cat((torch.cat((widened(name) * scale, blind), 1), torch.cat((token, state), 1)))
+        return torch.cat(
+            (torch.cat((widened(name) * scale, blind), 1), torch.cat((token, state), 1).repeat(copied, 1))
+        )
 
     embedding = target["model.embed_tokens.weight"].float()
     token_norm, hidden_norm = source["input_layernorm.weight"], draw("hidden_norm", (hidden,), 0.1, 1.0)
@@ -293,7 +295,7 @@ def _copied(
             embedding.square().mean().sqrt() / QUIET * bare,
             (share - 1.0) * (torch.eye(hidden) if normed else (1.0 / hidden_norm).diag()),
         ),
-        "layer.self_attn.o_proj.weight": torch.cat((out, torch.eye(hidden)), 1),
+        "layer.self_attn.o_proj.weight": torch.cat((out, torch.eye(hidden).repeat(1, copied) / copied), 1),
         "layer.mlp.gate_proj.weight": source["mlp.gate_proj.weight"],
         "layer.mlp.up_proj.weight": source["mlp.up_proj.weight"],
         "layer.mlp.down_proj.weight": source["mlp.down_proj.weight"] / QUIET,
