@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Iterable, Iterator
 from typing import get_args
 
-from spd.formats import mtp
+from spd.formats import eagle3, mtp
 from spd.formats.checkpoint import FLOAT_DTYPES
 from spd.formats.model_config import REFUSED_ARCHITECTURES, SUPPORTED_ARCHITECTURES
 from spd.formats.rope_config import RopeKind
@@ -43,6 +43,11 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
   position, so that a prefix is found and a replay repeated whatever the windows are; blocks of keys that a
   window has left behind are not read.
 - **Draft models**: any of these with the target's tokenizer.
+- **EAGLE-3 heads**: folders given as `--draft-model`, for any of these targets, that say
+  {eagle3} or the type `eagle3` of `speculators`: one Llama layer, with
+  the target's vocabulary or a part of it. Tensors are safetensors here, too: the first published heads are
+  pickles, which spd does not open. A head drafts as far as the context goes, beyond the length that it was
+  trained for: `--draft-ctx N` ends it there.
 """
 
 
@@ -73,6 +78,7 @@ def document() -> str:
         fp8=FP8_DTYPE,
         ropes=", ".join(get_args(RopeKind)),
         kinds=" and ".join(f"`{kind}`" for kind in KINDS),
+        eagle3=", ".join(f"`{name}`" for name in eagle3.ARCHITECTURES),
     )
     lines = [
         "# Supported models",

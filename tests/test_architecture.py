@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SPD = ROOT / "spd"
-FILE_LIMIT, FUNCTION_LIMIT, SPD_LIMIT, RUNTIME_LIMIT = 400, 70, 37_800, 15_200
+FILE_LIMIT, FUNCTION_LIMIT, SPD_LIMIT, RUNTIME_LIMIT = 400, 70, 38_800, 15_900
 TORCH_FREE = {
     "spd.errors",
     "spd.formats.model_config",
@@ -24,6 +24,7 @@ TORCH_FREE = {
     "spd.formats.demo",
     "spd.formats.mtp",
     "spd.formats.mtp_folder",
+    "spd.formats.eagle3",
     "spd.runtime",
     "spd.runtime.config",
     "spd.runtime.request",
@@ -36,6 +37,7 @@ TORCH_FREE = {
     "spd.runtime.detokenizer",
     "spd.runtime.draft_length",
     "spd.runtime.fitting",
+    "spd.runtime.free_memory",
     "spd.runtime.memory",
     "spd.runtime.drafter",
     "spd.runtime.weight_choice",
@@ -60,6 +62,7 @@ TORCH_FREE = {
     "spd.runtime.models.glm4_moe",
     "spd.runtime.models.mimo",
     "spd.runtime.models.ernie4_5",
+    "spd.runtime.models.eagle3",
 }
 READ_ENVIRONMENT = {"spd.cli.app", "spd.formats.hub"}
 
@@ -99,7 +102,7 @@ def names(module: str, roots: str | tuple[str, ...]) -> bool:
 def violations(tree: list[tuple[str, ast.Module, str]]) -> list[str]:
     """Every broken arrow, as `importer -> imported: rule`."""
     proposers = {m for m, _, _ in tree if names(m, "spd.runtime.proposers")} - {"spd.runtime.proposers"}
-    methods = proposers - {"spd.runtime.proposers.base"}
+    methods = proposers - {"spd.runtime.proposers.base", "spd.runtime.proposers.head"}
     broken = []
     for module, parsed, _ in tree:
         every, top = imports(parsed), imports(parsed, top_level=True)

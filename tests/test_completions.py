@@ -95,6 +95,7 @@ def test_bash_offers_what_fits(bash_complete) -> None:
         "off",
         "mtp",
         "draft",
+        "eagle3",
         "ngram",
     ]
     assert bash_complete("spd", "generate", "--spec", "=", "d") == ["draft"]

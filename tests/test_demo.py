@@ -166,7 +166,9 @@ def _bits_per_byte(folder: Path, texts: tuple[str, ...]) -> float:
             window = ids[start : start + 513]
             for first in range(0, len(window) - 1, 32):
                 stop = min(first + 32, len(window) - 1)
-                hidden = runner.forward_prompt(window[None], first, stop, table, view.pages, chunked=False)
+                hidden = runner.forward_prompt(
+                    window[None], first, stop, table, view.pages, chunked=False
+                ).hidden
                 logits = runner.logits(hidden)[0]
                 labels = window[first + 1 : stop + 1]
                 nats += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))

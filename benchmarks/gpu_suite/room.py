@@ -14,7 +14,7 @@ BOUNDLESS = 2**62
 
 def plan_anyway(config: EngineConfig) -> EnginePlan:
     """The plan of an engine with every slot at full length, also where it has no room."""
-    with mock.patch.object(planning, "_free_memory", lambda device: BOUNDLESS):
+    with mock.patch.object(planning, "free_memory", lambda device: BOUNDLESS):
         return make_plan(config)
 
 
@@ -26,7 +26,7 @@ def needed_bytes(plan: EnginePlan) -> int:
 
 def usable_bytes(config: EngineConfig, device: str) -> int:
     """Bytes that engines like this one may take of what is free now."""
-    return int(planning._free_memory(device) * config.memory_fraction)
+    return int(planning.free_memory(device) * config.memory_fraction)
 
 
 def side_by_side(needs: Mapping[str, int], usable: int) -> list[tuple[str, ...]]:

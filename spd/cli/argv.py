@@ -148,8 +148,6 @@ def prepare(argv: Sequence[str]) -> Invocation:
             value = words[position]
             position += 1
         known = FOREIGN_VALUES.get(canonical, {}).get(value, value)
-        if (canonical, known) == ("--spec", "eagle3"):
-            refuse_by_name("--spec eagle3")
         if known != value:
             notes[f"{canonical} {value} is {canonical} {known} here"] = None
         args += [canonical, known] if follows else [canonical + equals + known]
@@ -176,10 +174,6 @@ def refuse_by_name(name: str) -> None:
             fix=["leave it out; for the likeliest continuation token by token: --temperature 0"],
             code="beam_search",
         )
-    if name == "--spec eagle3":
-        from spd.runtime.config import NO_EAGLE3
-
-        raise NO_EAGLE3
     if name == "--trust-remote-code":
         raise IncompatibleError(
             f"{name}: spd never runs code from a model folder",

@@ -201,7 +201,7 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
             replace(
                 machine,
                 spec=method,
-                draft_model=draft if method in ("auto", "draft") else None,
+                draft_model=draft if method in ("auto", "draft", "eagle3") else None,
                 mtp=head if method == "mtp" or (method == "auto" and draft is None) else None,
                 draft_max=k,
                 adaptive=adaptive and options.synthetic_acceptance is None and rule == "coupled",

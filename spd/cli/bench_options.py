@@ -36,10 +36,11 @@ class SweepOptions:
     """The axes of a sweep; each takes a comma list."""
 
     spec: Annotated[
-        str, _sweep(metavar="METHODS", help="off, auto, draft, ngram, mtp. Plain is always measured.")
+        str, _sweep(metavar="METHODS", help="off, auto, draft, eagle3, ngram, mtp. Plain is always measured.")
     ] = "auto"
     draft_model: Annotated[
-        str | None, _sweep(autocompletion=model_names, metavar="MODEL", help="A smaller model.")
+        str | None,
+        _sweep(autocompletion=model_names, metavar="MODEL", help="A smaller model, or an EAGLE-3 head."),
     ] = None
     mtp: Annotated[
         str | None, _sweep(autocompletion=model_names, metavar="HEAD", help="A folder with an MTP head.")

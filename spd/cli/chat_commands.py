@@ -130,7 +130,7 @@ class Commands:
         self._chat.tell(*self._chat.shown(rest or "params"))
 
     def do_spec(self, rest: str) -> None:
-        """load with another speculation: /spec auto|off|mtp|draft|ngram [K]"""
+        """load with another speculation: /spec auto|off|mtp|draft|eagle3|ngram [K]"""
         words = rest.split()
         if not words:
             self._chat.tell(*self._chat.shown("spec"))

@@ -40,10 +40,11 @@ def inspect(session: Session, options: InspectOptions) -> None:
             config = read_model_config(draft)
             with Checkpoint.open(draft) as other:
                 shown["draft"] = describe(options.draft, config, other)
-            refusal = mismatch(target, shown["draft"])
+            refusal = unfit(folder, target, draft, config, shown["draft"])
             shown["compatible"] = refusal is None
-        choice = choose(checkpoint, draft, options.quantize, options.tp, options.draft_tp)
-    shown |= {"speculation": speculation(choice), "needs": needs(choice)}
+        if target["eagle3"] is None:  # a head by itself runs nothing
+            choice = choose(checkpoint, draft, options.quantize, options.tp, options.draft_tp)
+            shown |= {"speculation": speculation(choice), "needs": needs(choice)}
     if options.json:
         if refusal is None:  # else the one object on standard output is the error's
             sink.write(to_json(shown) + "\n")
@@ -80,6 +81,7 @@ def describe(name: str, config: ModelConfig, checkpoint: Checkpoint) -> dict[str
         "shards": len(checkpoint.shards),
         "unexpected_tensors": unexpected,
         "mtp": mtp_facts(folder, config, checkpoint),
+        "eagle3": eagle3_facts(config, checkpoint),
         "kv_bytes_per_token": kv_bytes(config),
         "vocabulary": vocabulary_facts(folder, config),
         "template": template_facts(folder),
@@ -90,8 +92,11 @@ def describe(name: str, config: ModelConfig, checkpoint: Checkpoint) -> dict[str
 def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     """Names that the architecture does not use. Raises one CheckpointError for all that it lacks."""
     from spd.runtime.models import family_layout
+    from spd.runtime.models.eagle3 import check_eagle3
     from spd.runtime.models.weights import check_weights
 
+    if config.eagle3 is not None:
+        return check_eagle3(config, checkpoint)
     return check_weights(checkpoint, config, family_layout(config))
 
 
@@ -124,6 +129,24 @@ def mtp_facts(folder: Path, config: ModelConfig, checkpoint: Checkpoint) -> dict
         "concat": ["hidden", "embedding"] if layout.family.hidden_first else ["embedding", "hidden"],
         "recycles": "normed" if layout.family.recycles_normed else "raw",
         "error": error,
+    }
+
+
+def eagle3_facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """How an EAGLE-3 head reads its target; None for a model."""
+    from spd.formats.eagle3 import EMBEDDING
+    from spd.runtime.models.eagle3 import shares_head
+
+    head = config.eagle3
+    if head is None:
+        return None
+    return {
+        "target_hidden_size": head.target_hidden_size,
+        "draft_vocab_size": head.draft_vocab_size or config.vocab_size,
+        "aux_layers": head.listed_layers,
+        "recycles": "normed" if head.norm_output else "raw",
+        "own_embedding": EMBEDDING in checkpoint.tensors,
+        "own_head": not shares_head(config, checkpoint),
     }
 
 
@@ -179,6 +202,22 @@ def mismatch(target: dict[str, Any], draft: dict[str, Any]) -> IncompatibleError
     )
 
 
+def unfit(
+    folder: Path, target: dict[str, Any], draft: Path, config: ModelConfig, drafter: dict[str, Any]
+) -> SpdError | None:
+    """A pair's refusal: a head's by what it was made for, a model's by its tokenizer; None if it fits."""
+    from spd.formats.model_config import read_model_config
+    from spd.runtime.drafter import check_target
+
+    if config.eagle3 is None:
+        return mismatch(target, drafter)
+    try:
+        check_target(config, draft, read_model_config(folder), folder)
+    except SpdError as error:
+        return error
+    return mismatch(target, drafter) if drafter["vocabulary"]["sha256"] else None
+
+
 def inspect_lines(shown: dict[str, Any]) -> list[str]:
     """The facts as aligned lines for people."""
     target = shown["target"]
@@ -202,6 +241,7 @@ def inspect_lines(shown: dict[str, Any]) -> list[str]:
         f"weights   {' · '.join(weights)}",
         *_tensor_lines(target),
         *_mtp_lines(target["mtp"]),
+        *_eagle3_lines(target["eagle3"]),
         f"vocab     {_vocabulary_words(target['vocabulary'])}",
         f"template  {_template_words(target['template'])}",
         f"memory    {_memory_words(target)}",
@@ -209,7 +249,12 @@ def inspect_lines(shown: dict[str, Any]) -> list[str]:
     draft = shown.get("draft")
     if draft is not None:
         words = _pair_words(target["vocabulary"], draft["vocabulary"], shown["compatible"])
-        lines += [f"draft     {_headline(draft)}", f"          {_memory_words(draft)}", f"pair      {words}"]
+        if draft["eagle3"] is not None:
+            words = "made for this target" if shown["compatible"] else "made for another target"
+        lines += [f"draft     {_headline(draft)}", f"          {_memory_words(draft)}"]
+        lines += [*_eagle3_lines(draft["eagle3"]), f"pair      {words}"]
+    if "needs" not in shown:
+        return [*lines, "use       -m TARGET --draft-model " + target["model"]]
     return [*lines, *speculation_lines(shown["speculation"]), *need_lines(shown["needs"])]
 
 
@@ -254,6 +299,17 @@ def _mtp_lines(mtp: dict[str, Any] | None) -> list[str]:
     size = f"{_size(mtp['weight_bytes'])} · {_size(mtp['kv_bytes_per_token'])} a token of context"
     unusable = f" · cannot be used: {mtp['error']}" if mtp["error"] else ""
     return [f"mtp       {mtp['layout']} · {size}{unusable}"]
+
+
+def _eagle3_lines(eagle3: dict[str, Any] | None) -> list[str]:
+    if eagle3 is None:
+        return []
+    layers = eagle3["aux_layers"]
+    behind = "a low, a middle and a high layer" if layers is None else f"layers {', '.join(map(str, layers))}"
+    return [
+        f"eagle3    for a target of hidden {eagle3['target_hidden_size']:,}, reads it behind {behind} · "
+        f"drafts {eagle3['draft_vocab_size']:,} ids"
+    ]
 
 
 def _template_words(template: dict[str, Any]) -> str:

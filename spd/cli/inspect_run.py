@@ -162,8 +162,9 @@ def needs(choice: Choice) -> dict[str, Any]:
 
 def _unlimited(shape: MemoryShape, ctx: int) -> MemoryShape:
     """The shape with a drafter that goes as far as the context, or as its own model does."""
-    far = ctx if shape.draft is None else min(shape.draft.max_positions, ctx)
-    return replace(shape, draft_ctx=far)
+    from spd.runtime.fitting import drafts_up_to
+
+    return replace(shape, draft_ctx=drafts_up_to(shape.draft, ctx))
 
 
 def speculation_lines(found: Mapping[str, Any]) -> list[str]:

@@ -146,10 +146,13 @@ def open_vocabulary(name: str, folder: Path) -> Vocabulary:
     from spd.formats.chat_template import ChatTemplate
     from spd.formats.model_config import read_model_config
     from spd.formats.tokenizer import Tokenizer
+    from spd.runtime.drafter import refuse_head
 
+    config = read_model_config(folder)
+    refuse_head(config, folder)
     has_tokenizer = (folder / "tokenizer.json").exists()
     return Vocabulary(
-        config=read_model_config(folder),
+        config=config,
         tokenizer=Tokenizer.open(folder) if has_tokenizer else None,
         template=ChatTemplate.open(folder) if has_tokenizer else None,
         name=name,

@@ -151,15 +151,19 @@ class SpeculationOptions:
     """Who proposes tokens and how many. Only --verify touches the text, and never how likely one is."""
 
     spec: Annotated[
-        Literal["auto", "off", "mtp", "draft", "ngram"],
+        Literal["auto", "off", "mtp", "draft", "eagle3", "ngram"],
         _speculation(
             metavar="METHOD",
-            help="auto, off, mtp, draft or ngram proposes tokens. The text is the same with each.",
+            help="auto, off, mtp, draft, eagle3 or ngram proposes tokens. The text is the same with each.",
         ),
     ] = "auto"
     draft_model: Annotated[
         str | None,
-        _speculation(autocompletion=model_names, metavar="MODEL", help="A smaller model, same vocabulary."),
+        _speculation(
+            autocompletion=model_names,
+            metavar="MODEL",
+            help="A smaller model of the same vocabulary, or an EAGLE-3 head.",
+        ),
     ] = None
     mtp: Annotated[
         str | None,

@@ -7,7 +7,7 @@ change the model. Nothing a folder brings (`auto_map`, custom code) is ever impo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spd.formats.block_config import (
@@ -20,6 +20,8 @@ from spd.formats.block_config import (
     read_fp8_block,
     read_latent,
 )
+from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
+from spd.formats.eagle3 import Eagle3Config, read_eagle3
 from spd.formats.json_file import Fields, read_json_object, shown
 from spd.formats.rope_config import MAX_POSITIONS, RopeConfig, read_local_rope, read_rope, read_rotary_dim
 from spd.formats.sliding_window import SlidingRule, read_sliding
@@ -69,6 +71,8 @@ class ModelConfig:
     """Scores are divided by its square root; None: by that of the head's size."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    eagle3: Eagle3Config | None = None
+    """Of an EAGLE-3 head, which is no model by itself: how it reads its target."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,13 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 def model_config_of(fields: Fields) -> ModelConfig:
     """As `read_model_config`, from a configuration that stands inside another file."""
+    head = read_eagle3(fields)
+    if head is None:
+        return _decoder_config(fields)
+    return replace(_decoder_config(head.layer), architecture=EAGLE3, eagle3=head.facts)
+
+
+def _decoder_config(fields: Fields) -> ModelConfig:
     architecture = _architecture(fields)
     family = _FAMILIES[architecture]
     fp8_block = read_fp8_block(fields)

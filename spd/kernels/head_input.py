@@ -1,4 +1,4 @@
-"""What an MTP module reads and keeps: pairs of a token and the state before it, and rings of states.
+"""What a head that drafts reads and keeps: pairs of a token and the state before it, and rings of states.
 
 The states of S slots stand in rings [S, >= depth, H]: the one at position p has place p mod depth. A ring
 that is written has one place more, which takes what must not be kept. A page's last state is kept beside
@@ -25,8 +25,12 @@ def head_input(
     epsilon: float,
     masked: int,
     hidden_first: bool,
-) -> Tensor:
+    *,
+    keeps_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """The norms of each row's embedding and of the state one position before it, side by side: [T, 2 * H].
+
+    Where keeps_state the state itself [T, H] comes second, else None.
 
     T rows, `width` for each of S slots, then rows of no slot, whose results are any finite numbers.
     token_ids int64 [T] in table [V, H]; states: rings of `depth`; positions int64 [T], those of rows that
@@ -35,10 +39,12 @@ def head_input(
     """
     rows = torch.arange(token_ids.shape[0], device=token_ids.device)
     slots = (rows // width).clamp(max=states.shape[0] - 1)
-    hidden = rms_norm(states[slots, (positions - 1) % depth], hidden_norm, epsilon)
+    state = states[slots, (positions - 1) % depth]
+    hidden = rms_norm(state, hidden_norm, epsilon)
     token = table[token_ids].masked_fill((positions == masked).unsqueeze(-1), 0)
     token = rms_norm(token, token_norm, epsilon)
-    return torch.cat((hidden, token) if hidden_first else (token, hidden), dim=-1)
+    pairs = torch.cat((hidden, token) if hidden_first else (token, hidden), dim=-1)
+    return pairs, state if keeps_state else None
 
 
 def keep_states(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -16,11 +18,11 @@ _PAIRS = ("slots", "width", "depth", "states_stride", "masked")
 
 @triton.jit(do_not_specialize=_PAIRS)
 def head_input_kernel(
-    token_ids, table, states, positions, token_norm, hidden_norm, out, slots, width, depth,
+    token_ids, table, states, positions, token_norm, hidden_norm, out, kept, slots, width, depth,
     states_stride, masked, epsilon,
     H: tl.constexpr, BLOCK: tl.constexpr, HIDDEN_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, 0) norms the embedding, (row, 1) the state."""
+    """Program (row, 0) norms the embedding, (row, 1) the state, and stores it where `kept` is given."""
     wait(PDL)
     release(PDL)
     row, is_state = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -36,7 +38,10 @@ def head_input_kernel(
         slot = tl.minimum(row // width, slots - 1)
         place = (position + depth - 1) % depth
         source = states + slot * states_stride + place * H + column
-        value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        state = tl.load(source, mask=inside, other=0.0)
+        if kept is not None:
+            tl.store(kept + row * H + column, state, mask=inside)
+        value = state.to(tl.float32)
         scale = tl.load(hidden_norm + column, mask=inside, other=0.0).to(tl.float32)
     value = value * tl.rsqrt(tl.sum(value * value, 0) / H + epsilon) * scale
     second = is_state == 0 if HIDDEN_FIRST else is_state == 1
@@ -56,10 +61,13 @@ def head_input(
     epsilon: float,
     masked: int,
     hidden_first: bool,
-) -> Tensor:
+    *,
+    keeps_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """See `head_input.head_input`; table contiguous, the states of a slot too."""
     rows, size = token_ids.shape[0], table.shape[1]
     out = torch.empty((rows, 2 * size), dtype=table.dtype, device=table.device)
+    kept = torch.empty((rows, size), dtype=table.dtype, device=table.device) if keeps_state else None
     head_input_kernel[(rows, 2)](
         token_ids,
         table,
@@ -68,6 +76,7 @@ def head_input(
         token_norm,
         hidden_norm,
         out,
+        kept,
         states.shape[0],
         width,
         depth,
@@ -80,7 +89,7 @@ def head_input(
         num_warps=warps_for(size),
         **overlap(table.device),
     )
-    return out
+    return out, kept
 
 
 def warps_for(size: int) -> int:
@@ -167,5 +176,6 @@ def signatures() -> dict[str, Signature]:
         types = dict.fromkeys(("positions", "kv_slots"), "*i64") | {"valid": "*i1"}
         types |= dict.fromkeys(("rows", "states", "page_states"), "*bf16") | dict.fromkeys(_KEPT, "i32")
         kept = Signature(keep_states_kernel, types, block | {"PAGE": 64}, options, unspecialized=_KEPT)
-        found |= {f"pairs_{size}": pairs, f"keep_states_{size}": kept}
+        with_state = replace(pairs, types=pairs.types | {"kept": "*bf16"})
+        found |= {f"pairs_{size}": pairs, f"pairs_state_{size}": with_state, f"keep_states_{size}": kept}
     return found

@@ -78,6 +78,14 @@ def gumbel4(seed, position, stream, groups):
 
 
 @triton.jit
+def gumbel_at(seed, position, stream, ids):
+    """Gumbel noise for token ids [G, 1] that need not lie beside each other, at seed and position [1, T]."""
+    bits0, bits1, bits2, bits3 = random_bits4(seed, position, stream, ids >> 2)
+    lane = ids & 3
+    return gumbel_of(tl.where(lane < 2, tl.where(lane == 0, bits0, bits1), tl.where(lane == 2, bits2, bits3)))
+
+
+@triton.jit
 def interleave4(lane0, lane1, lane2, lane3):
     """Blocks [G] or [G, T] of four lanes as one [4 G] or [4 G, T] in the order of token ids."""
     lanes = tl.join(tl.join(lane0, lane2), tl.join(lane1, lane3))  # [..., lane // 2, lane % 2]

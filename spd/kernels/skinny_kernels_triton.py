@@ -21,6 +21,7 @@ from spd.kernels.philox_triton import (
     NO_RANK,
     draw_rank,
     gumbel4,
+    gumbel_at,
     interleave4,
     noisy_logit,
     scaled_logit,
@@ -210,14 +211,15 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["rows", "step", "window"])
 def head_kernel(
-    w, scale, columns, x, logits, ranks, seed, position, step, temperature, window, rows, n, k,
+    w, scale, columns, x, logits, ranks, seed, position, step, temperature, window, ids, usable, rows, n, k,
     GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store logits [T, n], or where there are none the rank of each tile's draw [T, tiles].
 
-    Row t belongs to slot t // window, and draws at position[slot] + step + t % window. The draw is
-    to be compiled as written: launch without fused multiply-add.
+    Weight row n stands for token n, or ids[n] below `usable` where there are ids. Row t belongs to slot
+    t // window, and draws at position[slot] + step + t % window. The draw is to be compiled as written:
+    launch without fused multiply-add.
     """
     first = tl.program_id(1) * BLOCK_N
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -229,6 +231,10 @@ def head_kernel(
     if logits is None:
         slot = row_t // window
         heat = tl.load(temperature + slot, mask=row_t < rows, other=0.0)
+        token, known = row_n, row_n < n
+        if ids is not None:
+            token = tl.load(ids + row_n, mask=known, other=0).to(tl.int32)
+            known = known & (token < usable)
     score = product(
         weight_rows, scale, columns, x, first, row_t, rows, n, k,
         GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
@@ -242,10 +248,13 @@ def head_kernel(
             key = tl.load(seed + slot, mask=row_t < rows, other=0)[None, :]
             place = tl.load(position + slot, mask=row_t < rows, other=0)
             place = (place + step + row_t % window)[None, :]
-            groups = first // 4 + tl.arange(0, BLOCK_N // 4)[:, None]
-            noise0, noise1, noise2, noise3 = gumbel4(key, place, STREAM, groups)
-            noise = interleave4(noise0, noise1, noise2, noise3)
+            if ids is not None:
+                noise = gumbel_at(key, place, STREAM, token[:, None])
+            else:
+                groups = first // 4 + tl.arange(0, BLOCK_N // 4)[:, None]
+                noise0, noise1, noise2, noise3 = gumbel4(key, place, STREAM, groups)
+                noise = interleave4(noise0, noise1, noise2, noise3)
             score = noisy_logit(scaled_logit(score, heat[None, :]), noise, heat[None, :])
-        rank = tl.where(row_n[:, None] < n, draw_rank(score, row_n[:, None]), NO_RANK)
+        rank = tl.where(known[:, None], draw_rank(score, token[:, None]), NO_RANK)
         at = row_t * tl.num_programs(1) + tl.program_id(1)
         tl.store(ranks + at, tl.max(rank, 0), mask=row_t < rows)

@@ -187,8 +187,12 @@ def head_sample(
     first: Tensor,
     step: int,
     temperature: Tensor,
+    ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw a token for every row of x [T, K] from the logits of weight [V, K]'s first `usable_vocab` rows.
+
+    With ids int64 [V], ascending, row v stands for the token ids[v], and those from `usable_vocab` on are
+    left out.
 
     The rows are S slots' windows of T / S rows; row r of slot s draws the token at absolute position
     first[s] + step + r: the largest of logit / temperature + noise where temperature[s] > 0, of the
@@ -199,7 +203,11 @@ def head_sample(
     slots, rows = seed.shape[0], x.shape[0] // seed.shape[0]
     heat = temperature.repeat_interleave(rows).unsqueeze(-1)
     positions = first.unsqueeze(-1) + step + torch.arange(rows, device=x.device)
-    logits = head_logits(x, weight)[:, :usable_vocab]
+    logits = head_logits(x, weight)
+    if ids is not None:
+        every = logits.new_full((x.shape[0], max(usable_vocab, int(ids[-1]) + 1)), float("-inf"))
+        logits = every.index_copy_(1, ids, logits)
+    logits = logits[:, :usable_vocab]
     processed = torch.where(heat > 0, logits / heat, logits)
     noise = gumbel(seed.unsqueeze(-1).expand(slots, rows), positions, STREAM_TARGET, usable_vocab)
     token = torch.where(heat > 0, processed + noise.view(slots * rows, -1), processed).argmax(dim=-1)

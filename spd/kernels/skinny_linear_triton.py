@@ -300,7 +300,7 @@ def head_logits(x: Tensor, weight: AnyWeight, *, config: LinearConfig | None = N
     n = weight.shape[0]
     logits = torch.empty(x.shape[0], n, dtype=torch.float32, device=x.device)
     config = unsplit(config or _config(weight, x))
-    _head(x, weight, n, logits, (None, None, None, 0, None, 1), config)
+    _head(x, weight, n, logits, (None, None, None, 0, None, 1, None, 0), config)
     return logits
 
 
@@ -312,16 +312,18 @@ def head_sample(
     first: Tensor,
     step: int,
     temperature: Tensor,
+    ids: Tensor | None = None,
     *,
     config: LinearConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `skinny_linear.head_sample`; the logits are the very bits that `head_logits` stores."""
     rows, device = x.shape[0], x.device
     config = unsplit(config or _config(weight, x))
-    tiles = ceil_div(usable_vocab, config.block_n)
+    n = usable_vocab if ids is None else weight.shape[0]
+    tiles = ceil_div(n, config.block_n)
     ranks = torch.empty(rows, tiles, dtype=torch.int64, device=device)
-    draw = (ranks, seed, first, step, temperature, rows // seed.shape[0])
-    _head(x, weight, usable_vocab, None, draw, config)
+    draw = (ranks, seed, first, step, temperature, rows // seed.shape[0], ids, usable_vocab)
+    _head(x, weight, n, None, draw, config)
     token = torch.empty(rows, dtype=torch.int64, device=device)
     finite = torch.empty(rows, dtype=torch.bool, device=device)
     block = min(power_of_two(tiles), CHOICE_BLOCK)

@@ -74,13 +74,17 @@ def _layer_signatures(
 def _head_signatures(
     dtype: str, tile: int, vocab: int, hidden: int, device: tuple[int, int]
 ) -> dict[str, Signature]:
-    """The head's logits and its draw."""
+    """The head's logits, its draw, and the draw of a head that knows some ids only."""
     config = with_tile(config_for(vocab, hidden, 2, device), tile, 2, device)
     types = dict.fromkeys(("w", "x"), f"*{dtype}") | dict.fromkeys(("step", "window"), "i32")
     draw = {"ranks": "*i64", "seed": "*i64", "position": "*i64", "temperature": "*fp32"}
     return {
         name: _described(head_kernel, unsplit(config), hidden, 1, types | outputs, {})
-        for name, outputs in (("head_logits", {"logits": "*fp32"}), ("head_sample", draw))
+        for name, outputs in (
+            ("head_logits", {"logits": "*fp32"}),
+            ("head_sample", draw),
+            ("head_sample_ids", draw | {"ids": "*i64", "usable": "i32"}),
+        )
     }
 
 

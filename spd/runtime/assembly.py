@@ -11,6 +11,7 @@ from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.mtp_folder import MtpSource
 from spd.kernels.dispatch import Kernels, load_kernels
+from spd.runtime.eagle3_loader import Place, load_eagle3
 from spd.runtime.graphs import CapturedRounds
 from spd.runtime.imposed import ImposedAcceptance
 from spd.runtime.kv_cache import KvCache
@@ -86,6 +87,29 @@ def _with_cache(
         return ModelRunner(model, cache, plan.chunk, plan.device, kernels, alone=ranks is None)
 
 
+def _eagle3_runner(
+    plan: EnginePlan,
+    kernels: Kernels,
+    folder: Path,
+    target: ModelRunner,
+    meter: LoadMeter,
+    ranks: Ranks | None,
+) -> ModelRunner:
+    """The EAGLE-3 head of a folder, which its target feeds from then on."""
+    assert isinstance(target.model, Decoder)
+    form, _ = choose_form(read_model_config(folder), folder, plan)
+    drafting, apart = (None, False) if ranks is None else (ranks.draft, ranks.apart)
+    dtype = getattr(torch, plan.dtype)
+    layers = len(target.model.layers)
+    place = Place(target.model, Path(plan.model), layers, dtype, plan.device, kernels, drafting, apart)
+    rows = max(TAIL_ROWS[kernels.name], plan.slots * (CATCH_UP + plan.draft_max + 1))
+    with memory_phase("loading the EAGLE-3 head"):
+        head = load_eagle3(
+            folder, place, positions=plan.draft_ctx, load=plan.load, meter=meter, rows=rows, form=form
+        )
+    return _with_cache(plan, kernels, head, drafting)
+
+
 def _module_runners(
     plan: EnginePlan,
     kernels: Kernels,
@@ -149,12 +173,16 @@ def assemble(
     """
     kernels = load_kernels(plan.kernels, own_cache)
     use_device(plan.device)
-    draft = plan.draft_model if plan.spec == "draft" else None
+    draft = plan.drafting_model
     meter = _meter(plan, config, draft, progress)
     together, drafting = (None, None) if ranks is None else (ranks.target, ranks.draft)
     runner = _runner(plan, kernels, plan.model, plan.ctx, meter, together)
     own = kernels if plan.draft_kernels == plan.kernels else load_kernels(plan.draft_kernels)
-    drafters = [_runner(plan, own, draft, plan.draft_ctx, meter, drafting)] if draft else []
+    drafters = []
+    if draft and read_model_config(Path(draft)).eagle3 is not None:
+        drafters = [_eagle3_runner(plan, own, Path(draft), runner, meter, ranks)]
+    elif draft:
+        drafters = [_runner(plan, own, draft, plan.draft_ctx, meter, drafting)]
     source = plan.mtp_source(config)
     if source is not None:
         drafters = _module_runners(plan, own, source, runner, meter, ranks)

@@ -110,11 +110,7 @@ class Clash:
     error: SpdError
 
 
-NO_EAGLE3 = IncompatibleError(
-    "--spec eagle3 is not built", fix=["--spec auto", "--spec ngram"], code="no_eagle3"
-)
 CLASHES = (
-    Clash(lambda c: c.spec == "eagle3", NO_EAGLE3),
     Clash(
         lambda c: c.verify != "coupled" and (c.spec == "off" or c.draft_max == 0),
         UsageError(
@@ -138,7 +134,7 @@ CLASHES = (
         ),
     ),
     Clash(
-        lambda c: c.mtp is not None and c.spec in ("off", "ngram", "draft"),
+        lambda c: c.mtp is not None and c.spec in ("off", "ngram", "draft", "eagle3"),
         UsageError(
             "--mtp is for --spec mtp, and another method was asked for",
             fix=["--spec mtp --mtp HEAD", "leave --mtp out"],
@@ -153,8 +149,8 @@ CLASHES = (
     Clash(
         lambda c: c.draft_model is not None and c.spec in ("off", "ngram"),
         UsageError(
-            "--draft-model is for --spec draft, and another method was asked for",
-            fix=["--spec draft --draft-model FOLDER", "leave --draft-model out"],
+            "--draft-model is for --spec draft or eagle3, and another method was asked for",
+            fix=["--spec auto --draft-model FOLDER", "leave --draft-model out"],
         ),
     ),
     Clash(

@@ -1,7 +1,7 @@
 """Who drafts: the method that is asked for, or the best that a target brings along.
 
-`auto` takes a draft model if one is given, else the checkpoint's own MTP head, else the demo's draft,
-else prompt lookup.
+`auto` takes a draft model or EAGLE-3 head if one is given, else the checkpoint's own MTP head, else the
+demo's draft, else prompt lookup.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from pathlib import Path
 from spd.errors import IncompatibleError, SpdError, UsageError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.demo import demo_draft_folder, demo_folder
-from spd.formats.model_config import ModelConfig
+from spd.formats.eagle3 import read_eagle3
+from spd.formats.json_file import Fields, read_json_object
+from spd.formats.model_config import FILE_NAME, ModelConfig, read_model_config
 from spd.formats.mtp import declared_modules, no_mtp
 from spd.formats.mtp_folder import MtpSource, head_source, own_source, verifier_hash
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.config import EngineConfig
 from spd.runtime.memory import DEFAULT_DRAFT_MAX
+from spd.runtime.models.eagle3 import check_eagle3
 from spd.runtime.models.mtp_weights import check_source
 
 UNKNOWN = "no draft model is known for this model"
@@ -46,6 +49,7 @@ def choose_drafter(config: EngineConfig, model: ModelConfig, checkpoint: Checkpo
     checkpoint: the model's own where it is open already, so that its headers are not read again.
     """
     draft, why = config.draft_model, UNKNOWN
+    refuse_head(model, config.model)
     if config.spec == "mtp" or config.mtp is not None:
         return _asked_mtp(config, model, checkpoint)
     if config.spec == "auto" and draft is None:
@@ -53,16 +57,30 @@ def choose_drafter(config: EngineConfig, model: ModelConfig, checkpoint: Checkpo
         if isinstance(found, Drafter):
             return found
         why = found
+    if config.spec == "eagle3" and draft is None:
+        raise UsageError("--spec eagle3 needs a head", fix=["--draft-model FOLDER of an EAGLE-3 head"])
     if draft is None and config.spec in ("auto", "draft") and config.model == demo_folder():
         draft = demo_draft_folder() if demo_draft_folder().exists() else None
     if config.spec in ("off", "ngram"):
         return Drafter(config.spec, "asked for")
     if config.spec == "draft" and draft is None:
         raise UsageError("--spec draft needs a draft model", fix=["--draft-model FOLDER", "--spec ngram"])
+    if draft is not None and (config.spec == "eagle3" or _is_eagle3(draft)):
+        return _asked_eagle3(config, model, draft)
     if draft is not None:
         _require_same_vocabulary(config.model, draft)
         return Drafter("draft", "asked for" if config.draft_model else "the model's own draft", draft)
     return Drafter("ngram", why)
+
+
+def refuse_head(model: ModelConfig, folder: Path) -> None:
+    """Raise IncompatibleError for an EAGLE-3 head where a model is wanted."""
+    if model.eagle3 is not None:
+        raise IncompatibleError(
+            f"{folder}: an EAGLE-3 head drafts for another model and writes no text by itself",
+            fix=[f"-m TARGET --draft-model {folder}"],
+            code="not_a_model",
+        )
 
 
 def _opened(folder: Path, checkpoint: Checkpoint | None) -> AbstractContextManager[Checkpoint]:
@@ -103,6 +121,57 @@ def _own_mtp(config: EngineConfig, model: ModelConfig, target: Checkpoint | None
         except SpdError as error:
             return f"the MTP head cannot be used: {error.message}"
     return Drafter("mtp", "the checkpoint's own MTP head" + _reuse(config, source), mtp=source)
+
+
+def _is_eagle3(draft: Path) -> bool:
+    """Whether a folder holds an EAGLE-3 head; what is wrong with it else is said where it is read."""
+    try:
+        return read_eagle3(Fields(str(draft), read_json_object(draft / FILE_NAME))) is not None
+    except SpdError:
+        return False
+
+
+def _asked_eagle3(config: EngineConfig, model: ModelConfig, draft: Path) -> Drafter:
+    head = read_model_config(draft)
+    if head.eagle3 is None:
+        raise IncompatibleError(
+            f"{draft}: is a model, not an EAGLE-3 head",
+            fix=[f"--spec draft --draft-model {draft}", "--draft-model FOLDER of an EAGLE-3 head"],
+            code="no_eagle3",
+        )
+    if config.spec == "draft":
+        raise IncompatibleError(
+            f"{draft}: is an EAGLE-3 head, not a model",
+            fix=[f"--spec eagle3 --draft-model {draft}"],
+            code="no_draft",
+        )
+    check_target(head, draft, model, config.model)
+    if config.load != "dummy":
+        with Checkpoint.open(draft) as checkpoint:
+            check_eagle3(head, checkpoint)
+    if (draft / "tokenizer.json").exists():
+        _require_same_vocabulary(config.model, draft)
+    return Drafter(
+        "eagle3", "asked for" if config.spec == "eagle3" else "the EAGLE-3 head that is given", draft
+    )
+
+
+def check_target(head: ModelConfig, draft: Path, target: ModelConfig, folder: Path) -> None:
+    """Raise IncompatibleError where an EAGLE-3 head was made for another target than this one."""
+    assert head.eagle3 is not None
+    pairs = (
+        ("hidden size", head.eagle3.target_hidden_size, target.hidden_size),
+        ("vocabulary size", head.vocab_size, target.vocab_size),
+    )
+    differing = [f"{words}: head {theirs:,}, target {own:,}" for words, theirs, own in pairs if theirs != own]
+    if differing:
+        raise IncompatibleError(
+            f"{draft}: this EAGLE-3 head was made for another model than {folder}",
+            reason=differing,
+            fix=["--draft-model HEAD made for this model", "--spec ngram"],
+            code="eagle3_mismatch",
+        )
+    head.eagle3.aux_layers(target.num_layers)
 
 
 def _reuse(config: EngineConfig, source: MtpSource) -> str:

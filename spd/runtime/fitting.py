@@ -23,6 +23,11 @@ from spd.runtime.memory import (
 from spd.runtime.page_table import NUM_RESERVED
 
 
+def drafts_up_to(draft: ModelConfig | None, ctx: int) -> int:
+    """Positions that a drafter can keep of a context; a head that reads the target's states follows it."""
+    return ctx if draft is None or draft.eagle3 is not None else min(draft.max_positions, ctx)
+
+
 def shape_of(
     config: EngineConfig,
     model: ModelConfig,
@@ -47,7 +52,7 @@ def shape_of(
         dtype=dtype,
         slots=config.slots,
         ctx=ctx,
-        draft_ctx=min(draft.max_positions if draft else ctx, config.draft_ctx or ctx, ctx),
+        draft_ctx=min(drafts_up_to(draft, ctx), config.draft_ctx or ctx),
         draft_max=draft_max,
         chunk=CHUNK[kernels],
         kernels=kernels,

@@ -6,11 +6,9 @@ The parts are bounds from shapes alone, so a plan can refuse before anything is 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
 from spd.errors import ResourceError
 from spd.formats.model_config import ModelConfig
@@ -32,7 +30,7 @@ LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
 """Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws noise in tensors."""
 CHUNK = {"torch": 64, "native": 256, "triton": 256}
 """Positions of a prompt chunk, by the form of the kernels."""
-DEFAULT_DRAFT_MAX = {"draft": 4, "mtp": 3, "ngram": 8}
+DEFAULT_DRAFT_MAX = {"draft": 4, "eagle3": 4, "mtp": 3, "ngram": 8}
 AUTO_CTX = 32768
 """Context that `auto` stops at; longer ones are had by asking."""
 GRAPH_BYTES = 2**29
@@ -166,9 +164,11 @@ def measure(shape: MemoryShape) -> MemoryNeed:
     rows = shape.slots * (shape.draft_max + 1)
     workspace = _workspace(shape, target, shape.ctx, rows, rows, shape.tp)
     if draft is not None:
+        window = DRAFT_ROWS if draft.eagle3 is None else CATCH_UP + shape.draft_max + 1
         workspace += _workspace(
-            shape, draft, shape.draft_ctx, shape.slots * DRAFT_ROWS, shape.slots, shape.draft_tp
+            shape, draft, shape.draft_ctx, shape.slots * window, shape.slots, shape.draft_tp
         )
+        workspace += _aux_states(shape, draft)
     if shape.keep_laws:
         workspace += shape.slots * shape.draft_max * target.vocab_size * 4
     head_weights, head_cache, head_rows = _head(shape)
@@ -193,6 +193,23 @@ def state_depth(chunk: int, draft_max: int, modules: int) -> int:
     return max(chunk, TAIL_ROWS["triton"], CATCH_UP + 3 * (draft_max + 1) + modules) + 1
 
 
+def _states(shape: MemoryShape, modules: int) -> int:
+    """States that a head's stream keeps: one a page, and a ring of them a slot."""
+    return shape.num_pages + shape.slots * (state_depth(shape.chunk, shape.draft_max, modules) + 1)
+
+
+def _aux_states(shape: MemoryShape, draft: ModelConfig) -> int:
+    """Bytes of an EAGLE-3 head's states, of the streams that a pass reads, and of embeddings of its own."""
+    facts, width = draft.eagle3, DTYPE_BYTES[shape.dtype]
+    if facts is None:
+        return 0
+    rows = max(shape.chunk, TAIL_ROWS[shape.kernels], shape.slots * (shape.draft_max + 1))
+    read = 2 * rows * facts.num_aux * facts.target_hidden_size
+    apart = shape.draft_tp != shape.tp and facts.target_hidden_size == draft.hidden_size
+    own = -(-draft.vocab_size // shape.draft_tp) * draft.hidden_size if apart else 0
+    return (_states(shape, 1) * draft.hidden_size + read + own) * width
+
+
 def _head(shape: MemoryShape) -> tuple[int, int, int]:
     """An MTP head's bytes of weights, bytes of cache and states, and rows of its widest window."""
     if shape.mtp is None or not shape.mtp_modules:
@@ -201,9 +218,7 @@ def _head(shape: MemoryShape) -> tuple[int, int, int]:
     width, pages = DTYPE_BYTES[shape.dtype], shape.num_pages
     shard = Shard(0, shape.draft_tp) if shape.draft_tp > 1 else None
     positions = pages * PAGE_SIZE * module_position_size(config, family, shard)
-    # Each stream keeps a state a page, and a ring of them a slot.
-    ring = state_depth(shape.chunk, shape.draft_max, modules) + 1
-    states = (pages + shape.slots * ring) * config.hidden_size
+    states = _states(shape, modules) * config.hidden_size
     rows = shape.slots * (CATCH_UP + shape.draft_max + 1)
     form = shape.draft_form
     weights = sum(module_bytes(shape.mtp, i, shape.dtype, form, shard) for i in range(modules))
@@ -253,18 +268,6 @@ def _workspace(
     gathered = ranks + 2 if ranks > 1 else 0
     activations = widest * ((4 + gathered) * model.hidden_size + inner) * width
     return logits + history + attention + activations + rotary * 2 * positions * head_dim * width
-
-
-def available_memory() -> int:
-    """Bytes of main memory that can be had; beyond all bounds where nobody can say."""
-    try:
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return 2**62
-    return available
 
 
 def largest(fits: Callable[[int], bool], most: int, step: int) -> int:

@@ -19,7 +19,7 @@ from spd.runtime.context_parts import admitted_parts, context_for
 from spd.runtime.kv_cache import KvCache
 from spd.runtime.layers.linear import Linear
 from spd.runtime.memory import TAIL_ROWS
-from spd.runtime.models.base import CausalModel, ForwardBatch, HeadStates, LayerCache
+from spd.runtime.models.base import CausalModel, ForwardBatch, HeadStates, LayerCache, ModelOutput
 from spd.runtime.page_table import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
 from spd.runtime.row_buckets import (
     CANDIDATES,
@@ -112,7 +112,8 @@ class ModelRunner:
             positions = torch.arange(start + first, start + first + rows, device=self.device)[None]
             prompt = self._prompt_rows(ids[:, first : first + rows], positions, table)
             views = [SlotView(context, pages)]
-            hidden = model.forward(self._batch(prompt, table, views, WIDEST, states=states), caches)
+            batch = self._batch(prompt, table, views, WIDEST, states=states)
+            hidden = model.forward(batch, caches).hidden
             return hidden, model.logits(hidden, WIDEST)
 
         buckets = admitted_buckets(window, start, KV_BLOCK)
@@ -134,7 +135,7 @@ class ModelRunner:
             wide, tables, views, rings = folded(
                 prompt, table, SlotView(KV_BLOCK, pages), states, self.trash_slot
             )
-            hidden = model.forward(self._batch(wide, tables, views, tile, states=rings), caches)
+            hidden = model.forward(self._batch(wide, tables, views, tile, states=rings), caches).hidden
             return hidden, model.logits(hidden, tile)
 
         self.tile = admitted_tile(rows)
@@ -155,7 +156,7 @@ class ModelRunner:
 
     def forward(
         self, rows: Rows, page_table: Tensor, views: Sequence[SlotView], states: HeadStates | None = None
-    ) -> Tensor:
+    ) -> ModelOutput:
         """Hidden states [S, Q, hidden] of windows, writing the KV of valid rows; one view a slot.
 
         states: of S slots, for models that read some. Slots without rows give zeros in torch's form.
@@ -170,16 +171,16 @@ class ModelRunner:
             states = HeadStates(states.rings.index_select(0, present), states.depth)
         narrow = PromptRows(ids, positions, valid, kv_slots)
         own = [view for view in views if view.bound]
-        hidden = self._forward(narrow, page_table.index_select(0, present), own, states)
-        return _spread(hidden, present, len(views))
+        made = self._forward(narrow, page_table.index_select(0, present), own, states)
+        return made.each(lambda tensor: _spread(tensor, present, len(views)))
 
     def _forward(
         self, rows: Rows, page_table: Tensor, views: Sequence[SlotView], states: HeadStates | None
-    ) -> Tensor:
+    ) -> ModelOutput:
         slots, width = rows.token_ids.shape
         batch = self._batch(rows, page_table, views, self.tile, states=states)
-        hidden = self.model.forward(batch, self.cache.layers)
-        return hidden[: slots * width].view(slots, width, -1)
+        made = self.model.forward(batch, self.cache.layers)
+        return made.each(lambda tensor: tensor[: slots * width].view(slots, width, -1))
 
     def _present(self, views: Sequence[SlotView]) -> Tensor | None:
         """The slots that have rows, int64; None where all are to be run: that all have some, or a GPU's."""
@@ -324,7 +325,7 @@ class ModelRunner:
         return self.kernels.name == "native"
 
     def write(self, parts: Sequence[PromptPart], states: Sequence[HeadStates] = ()) -> list[Tensor]:
-        """Write the KV of parts of prompts: their hidden states [1, end - begin, hidden].
+        """Write the KV of parts of prompts: the states [1, end - begin, hidden] that a head reads of them.
 
         states: of each part's slot, for models that read some.
         """
@@ -336,7 +337,7 @@ class ModelRunner:
     def _write_alone(self, part: PromptPart, ring: HeadStates | None) -> Tensor:
         ids, pages, table = part.token_ids, part.view.pages, self.page_table_of(part.view)
         passes = [
-            self.forward_prompt(ids, begin, end, table, pages, chunked=chunked, states=ring)
+            self.forward_prompt(ids, begin, end, table, pages, chunked=chunked, states=ring).states
             for begin, end, chunked in self.passes(part.runs, part.begin, part.end)
         ]
         return passes[0] if len(passes) == 1 else torch.cat(passes, 1)
@@ -357,8 +358,8 @@ class ModelRunner:
         states = None
         if own_states[0] is not None:
             states = HeadStates(torch.cat([each.rings for each in own_states]), own_states[0].depth)
-        hidden = self._forward(wide, torch.cat(wide_tables), [v for each in views for v in each], states)
-        each = torch.split(hidden.view(-1, hidden.shape[-1]), [w.token_ids.numel() for w in rows])
+        made = self._forward(wide, torch.cat(wide_tables), [v for each in views for v in each], states).states
+        each = torch.split(made.view(-1, made.shape[-1]), [w.token_ids.numel() for w in rows])
         return [own[None, : part.end - part.begin] for own, part in zip(each, parts, strict=True)]
 
     def forward_prompt(
@@ -371,7 +372,7 @@ class ModelRunner:
         *,
         chunked: bool,
         states: HeadStates | None = None,
-    ) -> Tensor:
+    ) -> ModelOutput:
         """Hidden states [1, end - begin, hidden] of positions of one slot's prompt, writing their KV.
 
         token_ids int64 [1, length]; page_table int64 [1, pages]; chunked: as one whole prompt chunk;
@@ -380,9 +381,9 @@ class ModelRunner:
         rows = self.prompt_rows(token_ids, begin, end, page_table)
         views = [SlotView(end, pages)]
         if not chunked and self.kernels.name == "torch" and end - begin > WIDEST:
-            hidden = self._forward(*folded(rows, page_table, views[0], states, self.trash_slot))
-            return hidden.view(1, -1, hidden.shape[-1])[:, : end - begin]
+            made = self._forward(*folded(rows, page_table, views[0], states, self.trash_slot))
+            return made.each(lambda tensor: tensor.view(1, -1, tensor.shape[-1])[:, : end - begin])
         if not chunked:
             return self.forward(rows, page_table, views, states)
         batch = self._batch(rows, page_table, views, end - begin, chunk_start=begin, states=states)
-        return self.model.forward(batch, self.cache.layers).unsqueeze(0)
+        return self.model.forward(batch, self.cache.layers).each(lambda tensor: tensor.unsqueeze(0))

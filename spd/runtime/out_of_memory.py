@@ -68,7 +68,7 @@ def explained(error: BaseException, plan: EnginePlan, phase: str) -> ResourceErr
     try:
         shape = shape_of(plan)
         counted = f"the plan counted {show_size(measure(shape).total)}: {measure(shape).words()}"
-        asked = plan.spec == "draft" and plan.spec_reason == "asked for"
+        asked = plan.drafting_model is not None and plan.spec_reason == "asked for"
         fix = [remedy.words() for remedy in remedies(shape, None, asked)]
     except SpdError:  # the folder is gone; what it held was only needed for the figures
         pass
@@ -82,7 +82,7 @@ def explained(error: BaseException, plan: EnginePlan, phase: str) -> ResourceErr
 
 def shape_of(plan: EnginePlan) -> MemoryShape:
     """What a plan's memory was counted from. Reads the models' configurations."""
-    draft = plan.draft_model if plan.spec == "draft" else None
+    draft = plan.drafting_model
     target = read_model_config(Path(plan.model))
     other, source = read_model_config(Path(draft)) if draft else None, plan.mtp_source(target)
     draft_form = WIDE

@@ -21,8 +21,9 @@ from spd.formats.mtp_folder import MtpSource, find_source
 from spd.runtime.config import EngineConfig
 from spd.runtime.drafter import Drafter, choose_drafter
 from spd.runtime.fitting import check_pages, fitted, shape_of
+from spd.runtime.free_memory import free_memory
 from spd.runtime.kernel_choice import choose_kernels, native_obstacle
-from spd.runtime.memory import DEFAULT_DRAFT_MAX, PAGE_SIZE, available_memory, measure
+from spd.runtime.memory import DEFAULT_DRAFT_MAX, PAGE_SIZE, measure
 from spd.runtime.models import family_layout
 from spd.runtime.models.mtp_weights import module_layer
 from spd.runtime.parallel.choice import divide
@@ -60,7 +61,7 @@ class EnginePlan:
     kernels: str
     kernels_reason: str
     draft_kernels: str
-    """Of a draft model or an MTP head."""
+    """Of a draft model or a head."""
     slots: int
     ctx: int
     page_size: int
@@ -78,6 +79,11 @@ class EnginePlan:
     workspace_bytes: int
     graph_bytes: int
     memory_budget_bytes: int
+
+    @property
+    def drafting_model(self) -> str | None:
+        """The folder of the draft model or EAGLE-3 head that drafts; None where none does."""
+        return self.draft_model if self.spec != "off" else None
 
     def mtp_source(self, target: ModelConfig) -> MtpSource | None:
         """Where the MTP head that is used comes from, read again."""
@@ -182,15 +188,6 @@ def _physical_cores() -> int:
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def _free_memory(device: str) -> int:
-    """Bytes that can be had on a device."""
-    if device != "cpu":
-        free, _ = torch.cuda.mem_get_info(device)
-        # What torch holds and does not use is handed out before anything new.
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return available_memory()
-
-
 def make_plan(config: EngineConfig) -> EnginePlan:
     """Resolve every `auto`. Reads configurations and vocabularies only.
 
@@ -212,7 +209,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     ranks = divide(config.tp, config.draft_tp, model, *drafting, dtype, device)
     shape = replace(shape, form=form, draft_form=draft_form, tp=ranks.tp, draft_tp=ranks.draft_tp)
     beside = ranks.tp if device == "cpu" else 1  # ranks that share this machine's memory and cores
-    free = _free_memory(device) // beside
+    free = free_memory(device) // beside
     shape = fitted(config, shape, device, free)
     check_pages(shape)
     need = measure(shape)

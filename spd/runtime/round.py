@@ -82,9 +82,9 @@ class Round:
             state.counter,
             state.draft_cap,
         )
-        hidden = self.runner.forward(window, state.page_table, views)
+        hidden, states = self.runner.forward(window, state.page_table, views)
         if self.proposer is not None and self.follows:
-            self.proposer.capture(window, hidden)
+            self.proposer.capture(window, states)
         if kernels.name != "triton":  # on a GPU one more launch would cost more than it tells
             kernels.mark_time(state.times, state.counter, VERIFIED, False)
         sampled, finite, accepted, logprobs = self._sample(hidden, window, views, needs, num_logprobs)

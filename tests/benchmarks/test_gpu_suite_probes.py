@@ -369,9 +369,9 @@ def test_what_an_engine_needs_is_what_its_plan_asks_for(
     config = batches.config_of_kind(tmp_path, TARGET, DRAFT, "fixed", 3, 3.08, **{**CPU, "ctx": 900})
     assert config.cache_pages == 3 * 16
     needed = needed_bytes(plan_anyway(config))
-    monkeypatch.setattr("spd.runtime.plan._free_memory", lambda device: math.ceil(needed / 0.9))
+    monkeypatch.setattr("spd.runtime.plan.free_memory", lambda device: math.ceil(needed / 0.9))
     assert usable_bytes(config, "cpu") == needed and make_plan(config).num_pages >= 48
-    monkeypatch.setattr("spd.runtime.plan._free_memory", lambda device: int(needed / 0.9) - 1)
+    monkeypatch.setattr("spd.runtime.plan.free_memory", lambda device: int(needed / 0.9) - 1)
     assert needed_bytes(plan_anyway(config)) == needed
     with pytest.raises(ResourceError):
         make_plan(config)
@@ -385,7 +385,7 @@ def test_kinds_without_room_for_all_still_have_ratios(
         monkeypatch.setattr(batches, name, value)
     config = batches.config_of_kind(tmp_path, TARGET, DRAFT, "fixed", 1, 3.08, **{**CPU, "ctx": 200})
     free = int(room * needed_bytes(plan_anyway(config)) / config.memory_fraction)
-    monkeypatch.setattr("spd.runtime.plan._free_memory", lambda device: free)
+    monkeypatch.setattr("spd.runtime.plan.free_memory", lambda device: free)
     chosen = [(1, REFERENCE_LENGTH, ("plain", "fixed", "auto"))]
     *_, report = batches.run(TARGET, DRAFT, chosen, 1e9, **{**CPU, "ctx": 200})
     [case] = report["cases"].values()

@@ -198,14 +198,14 @@ def test_a_model_is_measured_in_as_many_layers_as_fit(
         wishes = sparse_models.wishes_at(folder, load, 3)
         return needed_bytes(plan_anyway(EngineConfig(**{**wishes, **CPU})))
 
-    monkeypatch.setattr("spd.runtime.plan._free_memory", lambda device: int((need(3) + 1000) / 0.9))
+    monkeypatch.setattr("spd.runtime.plan.free_memory", lambda device: int((need(3) + 1000) / 0.9))
     *_, report = sparse_models.run([tiny], load, 1e9, **CPU)
     rows = report["models"]["tiny"]
     assert {(row["layers"], row["of"]) for row in rows.values()} == {(3, 5)}
     assert all("error" not in row for row in rows.values())
     text = digest({"probes": {"sparse_models": {"status": "ok", "result": report}}})
     assert "tiny in 3 layers k=3: " in text
-    monkeypatch.setattr("spd.runtime.plan._free_memory", lambda device: 10_000)
+    monkeypatch.setattr("spd.runtime.plan.free_memory", lambda device: 10_000)
     *_, report = sparse_models.run([tiny], load, 1e9, **CPU)
     assert {row["layers"] for row in report["models"]["tiny"].values()} == {2}, "one of each kind, at least"
     assert all("ResourceError" in row["error"] for row in report["models"]["tiny"].values())

@@ -240,7 +240,6 @@ def test_a_reload_that_fails_goes_back(talk: Callable, script: Any, saved: Calla
         ("/set temperature=hot", "is not a number"),
         ("/set temperature=-1", "--temperature -1.0 is out of range"),
         ("/spec fast", "is not a method"),
-        ("/spec eagle3", "eagle3"),
         ("/model nowhere/nothing", "not in the local cache"),
         ("/think maybe", "on, off or hide"),
         ("/draft", "on or off"),
@@ -284,7 +283,6 @@ def test_a_context_that_fills_up_is_said_once(talk: Callable, script: Any) -> No
         (["-f", "/nowhere"], b"Hi\n", 3, "no file"),
         ([], b"\xff\n", 2, "line 1 of stdin is not UTF-8"),
         (["--temperature", "-1"], b"Hi\n", 2, "--temperature"),
-        (["--spec", "eagle3"], b"Hi\n", 4, "eagle3"),
     ],
 )
 def test_refused(

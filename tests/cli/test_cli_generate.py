@@ -284,8 +284,6 @@ def test_rules_that_keep_only_the_law_say_so(rule: str, spd_run: Callable, model
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--spec", "eagle3"], "--spec eagle3 is not built"),
-        (["--spec-type=draft-eagle3"], "--spec eagle3 is not built"),
         (["--num-beams", "4"], "beam search"),
     ],
 )
@@ -296,10 +294,13 @@ def test_what_does_not_exist_is_refused_with_4(
     assert not script.engines
 
 
-def test_what_is_not_built_is_not_offered(spd_run: Callable) -> None:
+def test_a_method_is_called_by_its_name(spd_run: Callable, model: Path, script) -> None:
     ran = spd_run("generate", "--spec", "eagl")
-    assert ran.code == 2 and "'ngram'" in ran.err and "eagle3" not in ran.err
-    assert "eagle3" not in spd_run("verify", "--help").text
+    assert ran.code == 2 and "'ngram'" in ran.err and "'eagle3'" in ran.err
+    assert (
+        spd_run("generate", "-m", model, "Hi", "--spec-type=draft-eagle3", "--draft-model", model).code == 0
+    )
+    assert script.engine.config.spec == "eagle3"
 
 
 def test_models_that_are_not_there(

@@ -223,7 +223,7 @@ def test_too_much_is_refused_before_anything_is_loaded(
 ) -> None:
     from spd.runtime import assembly, plan
 
-    monkeypatch.setattr(plan, "_free_memory", lambda device: 2**18)
+    monkeypatch.setattr(plan, "free_memory", lambda device: 2**18)
     monkeypatch.setattr(assembly, "load_model", None)
     argv = ["generate", "-m", bare, "--load", "dummy", "--prompt-ids", "1", "--ctx", "128"]
     assert_refused(spd_run(*argv), 5, "not enough memory on cpu", "weights", "workspace", "(frees ")

@@ -37,15 +37,21 @@ def test_pairs_equal_their_definition(
         positions[: slots * width : 2] = 5
         tokens = torch.randint(VOCAB, positions.shape)
         table, states, norms = (t.to(device, dtype) for t in (table, states, norms))
-        out = op.head_input(
+        given = (
             tokens.to(device), table, states, depth, positions.to(device), width, *norms, EPSILON, masked,
             hidden_first,
         )  # fmt: skip
+        out, nothing = op.head_input(*given)
+        assert nothing is None
+        again, kept = op.head_input(*given, keeps_state=True)
+        assert torch.equal(again, out) and kept.shape == (len(tokens), size) and kept.dtype == dtype
         assert out.dtype == dtype and out.isfinite().all() and out.shape == (len(tokens), 2 * size)
         for row in range(slots * width):
             position = int(positions[row])
             token = table[tokens[row]].double() * (position != masked)
-            state = states[row // width, (position - 1) % depth].double()
+            state = states[row // width, (position - 1) % depth]
+            assert torch.equal(kept[row], state)
+            state = state.double()
             halves = [
                 x / (x.square().mean() + EPSILON).sqrt() * norm.double()
                 for x, norm in zip((token, state), norms, strict=True)
@@ -69,10 +75,8 @@ def test_a_row_alone_is_the_row_among_others(op: Any, device: str, size: int) ->
     )
 
     def run(rows: slice, ring: slice, width: int) -> torch.Tensor:
-        among: torch.Tensor = op.head_input(
-            tokens[rows], table, states[ring], DEPTH, positions[rows], width, *norms, EPSILON, 5, False
-        )
-        return among
+        given = (tokens[rows], table, states[ring], DEPTH, positions[rows], width, *norms, EPSILON, 5, False)
+        return torch.cat(op.head_input(*given, keeps_state=True), dim=-1)
 
     among = run(slice(None), slice(None), width)
     assert among[2].isnan().any() and among[4].isnan().any()

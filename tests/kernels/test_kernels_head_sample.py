@@ -41,6 +41,35 @@ def test_sample_is_the_draw_from_the_stored_logits(
                 assert torch.equal(plain, token)
 
 
+@pytest.mark.parametrize(("known", "usable"), [(77, 500), (77, 300), (17, 40), (1, 500), (3, 9)])
+def test_a_head_of_some_ids_draws_as_if_it_knew_them_only(
+    known: int, usable: int, device: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """The draw over all ids, with minus infinity for those that no row stands for: same noise, same token."""
+    for dtype in dtypes:
+        for slots, window in ((1, 1), (5, 2)):
+            o, keys = sample_operands(slots, window, device, dtype, known, 64)
+            ids = torch.randperm(500, generator=torch.Generator().manual_seed(known))[:known].sort().values
+            if int(ids[0]) >= usable:
+                ids[0] = usable - 1
+            ids = ids.to(device)
+            token, finite = twin.head_sample(o.x, o.weight, usable, *keys, ids, config=SMALL)
+            every = torch.full((slots * window, 500), float("-inf"), device=device)
+            every[:, ids] = twin.head_logits(o.x, o.weight, config=SMALL)
+            logits = every[:, :usable].view(slots, window, usable)
+            seed, first, step, heat = keys
+            positions = first[:, None] + step + torch.arange(window, device=device)
+            noise = philox_triton.gumbel(seed[:, None].expand(slots, window), positions, 0, usable)
+            heat = heat.view(-1, 1, 1)
+            score = torch.where(heat > 0, logits / heat + noise, logits)
+            assert torch.equal(token, score.argmax(-1).flatten()) and finite.all()
+            assert slots == 1 or bool((heat > 0).any())
+            plain, plain_finite = reference.head_sample(o.x, o.weight, usable, *keys, ids)
+            assert torch.equal(plain_finite, finite)
+            if dtype == torch.float32:
+                assert torch.equal(plain, token)
+
+
 def test_sample_is_the_full_samplers_draw(device: str) -> None:
     o, keys = sample_operands(5, 2, device, torch.float16)
     seed, first, step, heat = keys

@@ -23,7 +23,7 @@ def demo_logits(folder: Path, **wishes: Any) -> Tensor:
     with torch.inference_mode():
         token_ids = torch.tensor([ids])
         rows = view.prompt_rows(token_ids, 0, len(ids), table)
-        hidden = view.forward(rows, table, [SlotView(len(ids), pages)])
+        hidden = view.forward(rows, table, [SlotView(len(ids), pages)]).hidden
         logits = view.logits(hidden)[0]
     return logits - logits.mean(-1, keepdim=True)
 

@@ -25,6 +25,7 @@ from spd.kernels import sampling
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.round_commit import FAILED, FULL, GOING_ON, STOPPED, Emission, read_emission
 from spd.kernels.sampling import SamplingSteps, SamplingTensors
+from spd.runtime.models.base import ModelOutput
 from spd.runtime.request import SamplingParams
 from spd.runtime.round import Round
 from spd.runtime.rows import Rows, SlotView
@@ -99,7 +100,7 @@ class RememberingRunner:
             self.pool[page * PAGE_SIZE + position % PAGE_SIZE] = token
         self.table, self.script, self.head = table, script, head
 
-    def forward(self, rows: Rows, page_table: Tensor, views: object) -> Tensor:
+    def forward(self, rows: Rows, page_table: Tensor, views: object) -> ModelOutput:
         assert ((rows.token_ids >= 0) & (rows.token_ids < VOCAB)).all(), "an id beyond the vocabulary was fed"
         assert (rows.kv_slots[~rows.valid] == self.trash_slot).all(), "a row that does not count was kept"
         self.pool[rows.kv_slots] = rows.token_ids
@@ -107,7 +108,7 @@ class RememberingRunner:
         memory = self.pool.view(-1, PAGE_SIZE)[page_table].flatten(1)
         numbers = context_numbers(memory).gather(1, rows.positions)
         self.contexts = torch.where(rows.valid, numbers, -1)
-        return self.contexts
+        return ModelOutput.of(self.contexts)
 
     def logits(self, hidden: Tensor, views: object = ()) -> Tensor:
         return self.table[hidden]

@@ -19,7 +19,6 @@ def config(**wishes: Any) -> EngineConfig:
 
 
 REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str, str]] = [
-    ({"spec": "eagle3"}, IncompatibleError, "--spec eagle3 is not built", "no_eagle3"),
     ({"verify": "rejection", "spec": "off"}, UsageError, "block are about drafts", "usage"),
     ({"verify": "block", "draft_max": 0}, UsageError, "block are about drafts", "usage"),
     ({"verify": "block", "adaptive": True}, UsageError, "--adaptive fits K", "usage"),
@@ -119,7 +118,7 @@ def test_the_longest_ngram_is_not_below_the_shortest() -> None:
 @pytest.mark.parametrize(
     ("field", "flag", "known"),
     [
-        ("spec", "--spec", set(SPEC_METHODS) - {"eagle3"}),
+        ("spec", "--spec", set(SPEC_METHODS)),
         ("verify", "--verify", set(VERIFY_RULES)),
         ("dtype", "--dtype", set(DTYPES)),
         ("kernels", "--kernels", set(KERNELS)),

@@ -54,8 +54,8 @@ def test_logits_and_greedy_text_equal_transformers(dense: Shelf, family: str) ->
         expected = reference(ids).logits[0]
         for start in range(0, length, 64):  # whole chunks of prefill, then a tile
             stop = min(start + 64, length)
-            hidden = runner.forward_prompt(ids, start, stop, table, view.pages, chunked=start < chunks)
-            found.append(runner.logits(hidden)[0])
+            made = runner.forward_prompt(ids, start, stop, table, view.pages, chunked=start < chunks)
+            found.append(runner.logits(made.hidden)[0])
         assert (torch.cat(found) - expected).abs().max() < 1e-4
         whole = reference.generate(
             ids, attention_mask=mask, max_new_tokens=64, do_sample=False, pad_token_id=0

@@ -59,8 +59,8 @@ def test_logits_and_greedy_text_equal_transformers(
         ids = torch.tensor([prompt])
         found = []
         for start, stop in ((0, 64), (64, 80), (80, 90)):  # one chunk of prefill, then tiles
-            hidden = runner.forward_prompt(ids, start, stop, table, view.pages, chunked=stop - start == 64)
-            found.append(runner.logits(hidden)[0])
+            made = runner.forward_prompt(ids, start, stop, table, view.pages, chunked=stop - start == 64)
+            found.append(runner.logits(made.hidden)[0])
     assert (torch.cat(found) - expected).abs().max() < 1e-4
 
     with torch.inference_mode():

@@ -135,7 +135,7 @@ def row_hidden(
     positions = torch.tensor([[s + i for i in range(width)] for s in starts])
     views = [SlotView(LENGTH + 40, range(2 + 8 * i, 10 + 8 * i)) for i in range(len(texts))]
     table = torch.stack([runner.page_row(view.pages, 8) for view in views])
-    return runner.forward(runner._prompt_rows(ids, positions, table), table, views)
+    return runner.forward(runner._prompt_rows(ids, positions, table), table, views).hidden
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_the_largest_that_fits_is_found(step: int) -> None:
 
 
 def pretend_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(plan, "_free_memory", lambda device: free)
+    monkeypatch.setattr(plan, "free_memory", lambda device: free)
 
 
 def total_of(made: Any) -> int:

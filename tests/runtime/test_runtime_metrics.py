@@ -183,7 +183,7 @@ def test_logprobs_are_the_models_own_at_every_kind_of_token(target: Path, spec: 
         table, ids = runner.page_row(pages, len(pages))[None], torch.tensor(text)[None]
         with torch.inference_mode():
             parts = [
-                runner.forward_prompt(ids, at, min(at + 32, len(text)), table, pages, chunked=False)
+                runner.forward_prompt(ids, at, min(at + 32, len(text)), table, pages, chunked=False).hidden
                 for at in range(0, len(text), 32)
             ]
             scores = runner.logits(torch.cat(parts, 1))[0].log_softmax(-1)

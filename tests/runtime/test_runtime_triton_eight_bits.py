@@ -148,7 +148,7 @@ def logits_of(engine: Engine, ids: tuple[int, ...]) -> torch.Tensor:
     table = view.page_row(pages, len(pages))[None]
     with torch.inference_mode():
         rows = view.prompt_rows(torch.tensor([ids]), 0, len(ids), table)
-        return view.logits(view.forward(rows, table, [SlotView(len(ids), pages)]))[0]
+        return view.logits(view.forward(rows, table, [SlotView(len(ids), pages)]).hidden)[0]
 
 
 def test_blocks_are_what_they_are_multiplied_out(folders: dict[str, Path]) -> None:

@@ -51,7 +51,19 @@ class Attention:
         self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
     ) -> Residual:
         """The stream [T, hidden] with this block added; stores the KV of the T rows, then reads the pages."""
-        qkv = self.qkv.after_norm(stream, self.norm, self.epsilon, batch)
+        return self._onto(
+            self.qkv.after_norm(stream, self.norm, self.epsilon, batch), stream, rotary, batch, cache
+        )
+
+    def of_pairs(
+        self, pairs: Tensor, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
+    ) -> Residual:
+        """The same of normed pairs [T, 2 * hidden] of token and state, added to the stream [T, hidden]."""
+        return self._onto(self.qkv.product(pairs, batch), stream, rotary, batch, cache)
+
+    def _onto(
+        self, qkv: Tensor, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
+    ) -> Residual:
         key_pages, value_pages = cache.pools
         if self.local_rope and rotary.local is not None:
             rotary = rotary.local

@@ -69,9 +69,16 @@ class AnyHead(Protocol):
         ...
 
     def sample(
-        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
+        self,
+        hidden: Tensor,
+        usable_vocab: int,
+        seed: Tensor,
+        first: Tensor,
+        step: int,
+        temperature: Tensor,
+        ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        """See `CausalModel`."""
+        """See `CausalModel`. ids int64: the token that each row of the weight stands for, if not its own."""
         ...
 
 
@@ -159,7 +166,14 @@ class Linear:
         return self(hidden, tile).float()
 
     def sample(
-        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
+        self,
+        hidden: Tensor,
+        usable_vocab: int,
+        seed: Tensor,
+        first: Tensor,
+        step: int,
+        temperature: Tensor,
+        ids: Tensor | None = None,
     ) -> None:
         """This form does not draw."""
 
@@ -248,11 +262,18 @@ class SkinnyLinear:
         return scores
 
     def sample(
-        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
+        self,
+        hidden: Tensor,
+        usable_vocab: int,
+        seed: Tensor,
+        first: Tensor,
+        step: int,
+        temperature: Tensor,
+        ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `CausalModel`."""
         drawn: tuple[Tensor, Tensor] = self.kernels.head_sample(
-            hidden, self.weight, usable_vocab, seed, first, step, temperature
+            hidden, self.weight, usable_vocab, seed, first, step, temperature, ids
         )
         return drawn
 

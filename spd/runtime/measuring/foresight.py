@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from spd.formats.model_config import ModelConfig
+from spd.runtime.free_memory import available_memory
 from spd.runtime.kernel_choice import native_obstacle
 from spd.runtime.measuring.energy import LIBRARY, OK
 from spd.runtime.measuring.machine import describe_machine
-from spd.runtime.memory import available_memory
 from spd.runtime.models import family_layout
 
 FAST_BFLOAT16 = {"amx_tile", "avx512_bf16"}

@@ -24,14 +24,17 @@ FAMILIES = {
     "Ernie4_5ForCausalLM": "spd.runtime.models.ernie4_5",
     "Ernie4_5_MoeForCausalLM": "spd.runtime.models.ernie4_5",
 }
+HEADS = {"LlamaForCausalLMEagle3": "spd.runtime.models.eagle3"}
+"""What drafts for a model, and is none."""
 
 
 def family_layout(config: ModelConfig) -> ModelLayout:
     """What the configuration's family makes of it. Raises IncompatibleError if the family is unknown."""
-    if config.architecture not in FAMILIES:
+    known = FAMILIES | HEADS
+    if config.architecture not in known:
         raise IncompatibleError(
             f"architecture {config.architecture} is not supported",
             reason=["known architectures: " + ", ".join(sorted(FAMILIES))],
         )
-    found: ModelLayout = importlib.import_module(FAMILIES[config.architecture]).layout(config)
+    found: ModelLayout = importlib.import_module(known[config.architecture]).layout(config)
     return found

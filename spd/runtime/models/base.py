@@ -5,14 +5,31 @@ Models know tensors and this batch; never requests, schedulers, proposers or sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from spd.kernels.paged_attention import AttentionHeads
 from spd.runtime.models.destinations import Shape
+
+
+class ModelOutput(NamedTuple):
+    """What a pass makes of rows: `hidden`, of which logits are made, and `states`, which a head reads."""
+
+    hidden: Tensor
+    states: Tensor
+
+    @classmethod
+    def of(cls, hidden: Tensor) -> ModelOutput:
+        """Of a model whose hidden states are what a head would read."""
+        return cls(hidden, hidden)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> ModelOutput:
+        """Both changed alike."""
+        hidden = change(self.hidden)
+        return ModelOutput(hidden, hidden if self.states is self.hidden else change(self.states))
 
 
 @dataclass(frozen=True)
@@ -61,6 +78,19 @@ class LayerCache:
     pools: tuple[Tensor, ...]
 
 
+class AuxReader(Protocol):
+    """What makes a head's states of its target's residual stream between layers."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """How many layers each stream that it reads has passed."""
+        ...
+
+    def fuse(self, streams: Sequence[Tensor], batch: ForwardBatch) -> Tensor:
+        """States [T, the head's hidden] of streams [T, hidden], one for each of `layers`."""
+        ...
+
+
 class CausalModel(Protocol):
     """A decoder the runner can drive."""
 
@@ -79,7 +109,7 @@ class CausalModel(Protocol):
         """The products of its layers and head, each `AnyLinear` or `AnyHead`."""
         ...
 
-    def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> Tensor:
+    def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> ModelOutput:
         """Hidden states after the final norm, [T, hidden], of as many layers as caches are given."""
         ...
 

@@ -18,7 +18,7 @@ from spd.runtime.layers.linear import AnyHead, AnyLinear
 from spd.runtime.layers.norm import normed
 from spd.runtime.layers.rotary import RotaryRows, RotaryTable
 from spd.runtime.layers.sharded import AnyEmbedding, ShardedHead, looked_up
-from spd.runtime.models.base import ForwardBatch, LayerCache, Residual
+from spd.runtime.models.base import AuxReader, ForwardBatch, LayerCache, ModelOutput, Residual
 from spd.runtime.models.destinations import Shape
 
 
@@ -95,20 +95,30 @@ class Decoder:
         self.varied_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
         self.vocab_size, self.hidden_size = embedding.shape
         self.max_positions = rotary.max_positions
+        self.reader: AuxReader | None = None
+        """The head that reads the streams between layers, once there is one."""
         self.part: ShardedHead | None = None
         if isinstance(head, ShardedHead) and logit_softcap is None and not head.carries_squares:
             self.part = head
 
-    def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> Tensor:
+    def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> ModelOutput:
         """Hidden states after the final norm, [T, hidden]; writes the cache entries of every row.
 
-        Runs as many layers as there are caches: all of them, but for a probe of the arithmetic.
+        Runs as many layers as there are caches: all of them, but for a probe of the arithmetic, which
+        makes nothing for a head.
         """
         rotary = self.rotary_rows(batch)
         stream = self._embed(batch)
-        for layer, cache in zip(self.layers, caches, strict=False):
+        reader = self.reader if len(caches) >= len(self.layers) else None
+        streams = {0: stream.x}
+        for passed, (layer, cache) in enumerate(zip(self.layers, caches, strict=False), 1):
             stream = layer(stream, rotary, batch, cache)
-        return self.normed(stream, self.final_norm)
+            if reader is not None and passed in reader.layers:
+                streams[passed] = stream.x
+        hidden = self.normed(stream, self.final_norm)
+        if reader is None:
+            return ModelOutput.of(hidden)
+        return ModelOutput(hidden, reader.fuse([streams[passed] for passed in reader.layers], batch))
 
     def products(self) -> Iterable[object]:
         """See `CausalModel`."""

@@ -167,7 +167,7 @@ class LayerBuilder:
         qk_norm = (tensors["q_norm"], tensors["k_norm"]) if layout.qk_norm else None
         return Attention(
             tensors["norm"],
-            self._after_norm(tensors, "qkv"),
+            self._matrix(tensors, "qkv") if layout.reads_pairs else self._after_norm(tensors, "qkv"),
             self._summed(tensors, "output"),
             layout.head_dim,
             layout.num_heads,

@@ -71,6 +71,8 @@ class GqaLayout:
     """A norm behind the block, before the sum."""
     fused_qkv: bool = False
     """Queries, keys and values are one tensor in the checkpoint too."""
+    reads_pairs: bool = False
+    """Queries, keys and values are made of a token and a state side by side, each with a norm of its own."""
     shard: Shard | None = None
     """Whose heads these are, of `whole` query and key heads."""
     whole: tuple[int, int] = (0, 0)
@@ -105,9 +107,12 @@ class GqaLayout:
         found = {"norm": Destination.of({"input_layernorm.weight": (hidden,)}, exact=exact)}
         if self.post_norm:
             found["post_norm"] = Destination.of({"post_attention_layernorm.weight": (hidden,)}, exact=exact)
+        if self.reads_pairs:
+            found["state_norm"] = Destination.of({"hidden_norm.weight": (hidden,)})
+        width = 2 * hidden if self.reads_pairs else hidden
         cuts = dict(self._cuts())
         output = {name: cuts.pop(name) for name in ("o_proj",) if name in cuts}
-        found |= named("qkv", fused(block, qkv, hidden, biased=self.qkv_bias, cuts=cuts))
+        found |= named("qkv", fused(block, qkv, width, biased=self.qkv_bias, cuts=cuts))
         found |= named(
             "output", fused(block, {"o_proj": hidden}, query, biased=self.output_bias, cuts=output)
         )

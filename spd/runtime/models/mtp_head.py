@@ -18,7 +18,7 @@ from spd.kernels.rms_norm import rms_norm
 from spd.runtime.layers.linear import AnyHead, AnyLinear
 from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.layers.sharded import AnyEmbedding, ShardedHead, looked_up
-from spd.runtime.models.base import ForwardBatch, LayerCache, Residual
+from spd.runtime.models.base import ForwardBatch, LayerCache, ModelOutput, Residual
 from spd.runtime.models.decoder import DecoderLayer
 
 
@@ -59,12 +59,12 @@ class MtpModule:
         self.masked = next((p + module + 1 for p in range(2) if family.masked(p, module)), -1)
         """The slot whose embedding is zero; -1 where none is."""
 
-    def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> Tensor:
+    def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> ModelOutput:
         """The states that go on from the rows, [T, hidden]; writes the cache entries of every row."""
         assert batch.states is not None
         glue, family = self.glue, self.family
         ids, table = looked_up(self.embedding, batch.token_ids)
-        pairs = self.kernels.head_input(
+        pairs, _ = self.kernels.head_input(
             ids,
             table,
             batch.states.rings,
@@ -82,11 +82,12 @@ class MtpModule:
         rotary = self.rotary.rows(batch.positions, gathered=self.kernels.name == "torch")
         stream = self.layer(stream, rotary, batch, caches[0])
         if not family.recycles_normed or glue.final_norm is None:
-            return stream.x
+            return ModelOutput.of(stream.x)
         if stream.squares is None:
-            return rms_norm(stream.x, glue.final_norm, self.epsilon)
-        state: Tensor = self.kernels.rms_norm_rows(stream.x, stream.squares, glue.final_norm, self.epsilon)
-        return state
+            return ModelOutput.of(rms_norm(stream.x, glue.final_norm, self.epsilon))
+        return ModelOutput.of(
+            self.kernels.rms_norm_rows(stream.x, stream.squares, glue.final_norm, self.epsilon)
+        )
 
     def products(self) -> Iterable[object]:
         """See `CausalModel`."""

@@ -5,7 +5,7 @@ Tensor names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`), matr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, check_tensors
@@ -25,6 +25,8 @@ class ModelLayout:
     """The scales of the last norm are stored as their distance from 1."""
     embedding_scale: float | None = None
     """What embeddings are multiplied by."""
+    tables: Callable[[Shard | None], dict[str, Destination]] | None = None
+    """What stands outside the layers, or a rank's part of it, where that is not a decoder's."""
     shard: Shard | None = None
     """Whose part of the model this is; None: the whole."""
 
@@ -55,6 +57,8 @@ def layer_prefix(layer: int) -> str:
 
 def table_destinations(config: ModelConfig, layout: ModelLayout) -> dict[str, Destination]:
     """What stands outside the layers, under its full names; a tied head is not among them."""
+    if layout.tables is not None:
+        return layout.tables(layout.shard)
     first, end = 0, config.vocab_size
     if layout.shard is not None:
         first, end = layout.shard.ids(end)

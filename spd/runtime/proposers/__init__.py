@@ -10,10 +10,14 @@ from spd.runtime.model_runner import ModelRunner
 from spd.runtime.plan import EnginePlan
 from spd.runtime.proposers.base import Proposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
+from spd.runtime.proposers.eagle3 import Eagle3Proposer
+from spd.runtime.proposers.head import HeadProposer
 from spd.runtime.proposers.mtp import MtpProposer
 from spd.runtime.proposers.ngram import NgramProposer
 from spd.runtime.sampler import Sampler
 from spd.runtime.state import RoundState
+
+HEADS: dict[str, type[HeadProposer]] = {"mtp": MtpProposer, "eagle3": Eagle3Proposer}
 
 
 def build_proposer(
@@ -28,7 +32,7 @@ def build_proposer(
         return NgramProposer(state, kernels, plan.ngram_min, plan.ngram_max)
     if plan.spec == "draft":
         return DraftModelProposer(state, kernels, runners[0], sampler, plan.draft_ctx)
-    if plan.spec == "mtp":
-        depth = state_depth(plan.chunk, plan.draft_max, plan.mtp_modules)
-        return MtpProposer(state, kernels, runners, sampler, plan.draft_ctx, depth)
+    if plan.spec in HEADS:
+        depth = state_depth(plan.chunk, plan.draft_max, len(runners))
+        return HEADS[plan.spec](state, kernels, runners, sampler, plan.draft_ctx, depth)
     return None

@@ -28,7 +28,7 @@ class Proposer(Protocol):
 
     method: str
     captures: bool = False
-    """Whether it reads the target's hidden states after the final norm."""
+    """Whether it reads the target's states; see `ModelOutput`."""
     draft_limit: int | None
     """Positions its cache can hold; None has no limit."""
     draws: bool
@@ -57,7 +57,7 @@ class Proposer(Protocol):
         """
         return
 
-    def capture(self, window: RoundWindow, hidden: Tensor) -> None:
+    def capture(self, window: RoundWindow, states: Tensor) -> None:
         """A part of every round: the target's states [S, R, hidden] of the rows that it verifies."""
         return
 

@@ -77,7 +77,7 @@ class DraftModelProposer(Proposer):
         """Propose k tokens a slot, fewer where the draft's context ends."""
         # Who ended in this round is fed too: its pages are found by others.
         state, rows = self.state, self._committed(2, window.valid[:, 0].contiguous())
-        hidden = self.runner.forward(rows, state.page_table, views)[:, -1:]
+        hidden = self.runner.forward(rows, state.page_table, views).hidden[:, -1:]
         for step in range(k):
             drawn = self.sampler.draw_draft(self.runner, hidden, step, needs)
             rows = self.kernels.draft_step(
@@ -95,4 +95,4 @@ class DraftModelProposer(Proposer):
                 k,
             )
             if step < k - 1:
-                hidden = self.runner.forward(rows, state.page_table, views)
+                hidden = self.runner.forward(rows, state.page_table, views).hidden

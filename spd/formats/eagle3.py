@@ -1,0 +1,143 @@
+"""EAGLE-3 heads: what `config.json` and the tensors of a head folder say of it, in the published layouts.
+
+A head drafts for one target. Of each position P it reads the target's residual stream where it enters
+a few layers (`aux_layers`), un-normed, side by side; one matrix makes the head's own state of them:
+
+    h = fc(streams of P)                                      norms before it: `norm_before_fc`, `fc_norm`
+    x = h + attention([input_layernorm(embedding of token P+1) ; hidden_norm(h)])   rotary position P
+    y = x + mlp(post_attention_layernorm(x))
+    logits of token P+2 = lm_head(norm(y)), of `draft_vocab_size` ids; target id = i + d2t[i]
+
+What goes on, in the place of h, is y; norm(y) where `norm_output`. With `norm_before_residual` what is
+added to attention is hidden_norm(h). One layer; keys and values as in a Llama of the head's own numbers.
+
+Three layouts, which the configuration tells apart:
+
+    research       a Llama configuration with draft_vocab_size, of the architectures below; `midlayer.*`
+    vLLM           the same under its own architecture; `layers.0.*`
+    speculators    speculators_model_type "eagle3", the layer's configuration in transformer_layer_config
+
+`aux_layers` counts the layers that a stream has passed. Top-level eagle_aux_hidden_state_layer_ids says
+just that; inside eagle_config, as SGLang and SpecForge write it, it names the layer whose output is read,
+which is one less. Without either it is (2, L // 2, L - 3) of the target's L layers. Source: the published
+heads' configurations and the forward passes of the EAGLE repository, vLLM and SGLang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spd.errors import CheckpointError
+from spd.formats.json_file import Fields, shown
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+MODEL_TYPE = "eagle3"
+IDS = "eagle_aux_hidden_state_layer_ids"
+MOST_AUX = 16
+LAYER_PREFIXES = ("midlayer.", "layers.0.")
+"""What stands before the names of the head's layer; the first that is there counts."""
+OFFSETS = "d2t"
+EMBEDDING, HEAD, FINAL_NORM, FUSE = "embed_tokens.weight", "lm_head.weight", "norm.weight", "fc.weight"
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """What a head's configuration says beyond a decoder's."""
+
+    target_hidden_size: int
+    draft_vocab_size: int | None
+    """Ids that the head knows; None: all of the target's, in their order."""
+    listed_layers: tuple[int, ...] | None
+    num_aux: int
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+
+    def aux_layers(self, target_layers: int) -> tuple[int, ...]:
+        """Layers that each stream has passed which the head reads. Raises CheckpointError beyond them."""
+        found = self.listed_layers or (2, target_layers // 2, target_layers - 3)
+        if not all(0 <= passed <= target_layers for passed in found):
+            listed = ", ".join(map(str, found))
+            raise CheckpointError(
+                f"an EAGLE-3 head that reads the streams behind {listed} layers needs another target",
+                reason=[f"the target has {target_layers} layers"],
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Eagle3Fields:
+    """A head's facts, and the configuration of its layer as a Llama's."""
+
+    facts: Eagle3Config
+    layer: Fields
+
+
+def read_eagle3(fields: Fields) -> Eagle3Fields | None:
+    """What `config.json` says if it is an EAGLE-3 head's; None if it is another model's.
+
+    Raises CheckpointError naming the field for a head that cannot be run.
+    """
+    if fields.get("speculators_model_type") == MODEL_TYPE:
+        layer = fields.fields("transformer_layer_config")
+        if layer is None:
+            raise fields.refused("transformer_layer_config", "is missing")
+        return _checked(fields, layer, normed_residual=True)
+    names = fields.get("architectures")
+    named = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
+    if named or (names == ["LlamaForCausalLM"] and "draft_vocab_size" in fields):
+        return _checked(fields, fields, normed_residual=False)
+    return None
+
+
+def _checked(fields: Fields, layer: Fields, *, normed_residual: bool) -> Eagle3Fields:
+    kind = layer.text("model_type", "llama")
+    if kind != "llama":
+        raise layer.refused("model_type", f"{shown(kind)}: EAGLE-3 heads with llama's layer are supported")
+    if layer.integer("num_hidden_layers", 1, 1024, 1) != 1:
+        raise layer.refused("num_hidden_layers", "EAGLE-3 heads of one layer are supported")
+    nested = fields.fields("eagle_config") or Fields(f"{fields.where}: eagle_config", {})
+    if not nested.boolean("use_aux_hidden_state", True):
+        raise nested.refused("use_aux_hidden_state", "a head that reads the last state only is not supported")
+    vocab_size = layer.integer("vocab_size", 1, 1 << 24)
+    listed = _listed(fields, IDS, 0) or _listed(nested, IDS, 1)
+    sizes = fields if "target_hidden_size" in fields else layer
+    facts = Eagle3Config(
+        target_hidden_size=sizes.integer("target_hidden_size", 1, 1 << 20, _hidden(layer)),
+        draft_vocab_size=fields.optional_integer("draft_vocab_size", 1, vocab_size),
+        listed_layers=listed,
+        num_aux=len(listed) if listed else 3,
+        norm_before_residual=fields.boolean("norm_before_residual", normed_residual),
+        norm_before_fc=fields.boolean("norm_before_fc", nested.boolean("norm_before_fc", False)),
+        fc_norm=fields.boolean("fc_norm", False),
+        norm_output=fields.boolean("norm_output", False),
+    )
+    llama = {
+        **layer.values,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+        "dtype": layer.get("dtype")
+        or layer.get("torch_dtype")
+        or fields.get("dtype")
+        or fields.get("torch_dtype"),
+        "torch_dtype": None,
+    }
+    return Eagle3Fields(facts, Fields(layer.where, llama))
+
+
+def _hidden(layer: Fields) -> int:
+    return layer.integer("hidden_size", 1, 1 << 20)
+
+
+def _listed(fields: Fields, key: str, added: int) -> tuple[int, ...] | None:
+    """A list of layers, `added` to each; None where there is none or it is empty."""
+    value = fields.get(key)
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or len(value) > MOST_AUX or not all(type(i) is int for i in value):
+        raise fields.refused(key, f"{shown(value)} is not a list of at most {MOST_AUX} layers")
+    return tuple(i + added for i in value)
