@@ -12,7 +12,9 @@ from benchmarks.peers.worker import Entry
 
 ROWS_ENTRY = "spd-rows"
 IMPOSED = "imposed"
-ONLY = MappingProxyType({IMPOSED: ("spd", "vllm", "llama"), "mtp": ("spd", "vllm")})
+ONLY = MappingProxyType(
+    {IMPOSED: ("spd", "vllm", "llama"), "mtp": ("spd", "vllm"), "eagle3": ("spd", "vllm")}
+)
 """Modes that not every peer has."""
 TOGETHER = ("spd", "vllm", "llama")
 """Peers that run several requests together; transformers' speculation takes one at a time."""
@@ -27,6 +29,8 @@ def entries(options: Options) -> list[Entry]:
         modes[IMPOSED] = [*modes["draft"], "--imposed", str(options.imposed)]
     if options.mtp:
         modes["mtp"] = ["--mtp", *k]
+    if options.eagle3 is not None:
+        modes["eagle3"] = ["--eagle3", str(options.eagle3), *k]
     for peer, python in options.pythons.items():
         for mode, arguments in modes.items():
             if peer not in ONLY.get(mode, (peer,)):

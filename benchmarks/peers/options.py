@@ -38,6 +38,7 @@ class Options:
     llama_cpp: Path | None
     imposed: float | None
     mtp: bool
+    eagle3: Path | None
     text: bool
     loads: tuple[Load, ...]
     load_tokens: int
@@ -78,6 +79,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         help="also with drafts at an imposed acceptance length, where a peer can",
     )
     parser.add_argument("--mtp", action="store_true", help="also with MTP layers of MODEL, where a peer can")
+    parser.add_argument(
+        "--eagle3", type=Path, metavar="HEAD", help="also with an EAGLE-3 head made for MODEL"
+    )
     parser.add_argument("--text", action="store_true", help="spd's own prompts instead of random ids")
     parser.add_argument("--concurrency", default="", metavar="LIST", help="requests together, e.g. 4,16")
     parser.add_argument("--rates", default="", metavar="LIST", help="requests a second, e.g. 1,2,4,6,8")
@@ -116,6 +120,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         llama_cpp=given.llama_cpp.resolve() if given.llama_cpp is not None else None,
         imposed=given.imposed,
         mtp=given.mtp,
+        eagle3=given.eagle3.resolve() if given.eagle3 is not None else None,
         text=given.text,
         loads=(
             *(Load(int(word)) for word in filter(None, given.concurrency.split(","))),

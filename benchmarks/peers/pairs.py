@@ -7,6 +7,7 @@ PAIRS = (
     ("spd-ngram", "vllm-ngram"),
     ("spd-imposed", "vllm-imposed"),
     ("spd-mtp", "vllm-mtp"),
+    ("spd-eagle3", "vllm-eagle3"),
     ("spd-plain", "transformers-plain"),
     ("spd-draft", "transformers-draft"),
     ("spd-ngram", "transformers-ngram"),
@@ -18,8 +19,8 @@ PAIRS = (
     *(
         (f"{peer}-{mode}", f"{peer}-plain")
         for peer in ("spd", "vllm", "transformers", "llama")
-        for mode in ("draft", "ngram", "imposed", "mtp")
+        for mode in ("draft", "ngram", "imposed", "mtp", "eagle3")
     ),
 )
-AGREEING = (("spd-draft", "vllm-draft"), ("spd-ngram", "vllm-ngram"), ("spd-mtp", "vllm-mtp"))
+AGREEING = tuple((f"spd-{mode}", f"vllm-{mode}") for mode in ("draft", "ngram", "mtp", "eagle3"))
 """Entries that propose the same drafts at temperature 0, so that their acceptance can be compared."""

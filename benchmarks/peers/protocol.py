@@ -36,6 +36,7 @@ class WorkerOptions:
     ctx: int
     ngram: bool
     mtp: bool
+    eagle3: Path | None
     slots: int
     imposed: float | None
     build: Path | None
@@ -147,6 +148,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
     parser.add_argument("--ctx", type=int, default=2048)
     parser.add_argument("--ngram", action="store_true", help="look drafts up in the text itself")
     parser.add_argument("--mtp", action="store_true", help="draft with the checkpoint's own MTP layers")
+    parser.add_argument("--eagle3", type=Path, help="draft with an EAGLE-3 head")
     parser.add_argument("--slots", type=int, default=1, help="requests that run together at most")
     parser.add_argument("--imposed", type=float, metavar="LENGTH", help="impose an acceptance length")
     parser.add_argument("--build", type=Path, help="folder of a peer that was built here")

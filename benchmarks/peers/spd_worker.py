@@ -24,7 +24,14 @@ from spd.runtime.measuring.sample import per_position
 def open_engine(options: WorkerOptions, draft_max: int, slots: int = 1) -> Engine:
     """Open an engine at fixed k; k = 0 is speculation off."""
     speculation: dict[str, Any] = {"spec": "off"}
-    if draft_max and (options.ngram or options.mtp):
+    if draft_max and options.eagle3 is not None:
+        speculation = {
+            "spec": "eagle3",
+            "draft_model": options.eagle3,
+            "draft_max": draft_max,
+            "adaptive": False,
+        }
+    elif draft_max and (options.ngram or options.mtp):
         method = "ngram" if options.ngram else "mtp"
         speculation = {"spec": method, "draft_max": draft_max, "adaptive": False}
     elif draft_max:
@@ -64,7 +71,7 @@ class SpdEngine(SteppedEngine):
 
     def _open(self) -> Engine:
         options = self.options
-        speculates = options.draft or options.ngram or options.mtp
+        speculates = options.draft or options.ngram or options.mtp or options.eagle3
         return open_engine(options, options.draft_max if speculates else 0, self.slots)
 
     def versions(self) -> Mapping[str, str]:

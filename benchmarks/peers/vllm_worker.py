@@ -45,6 +45,8 @@ def speculative_config(options: WorkerOptions) -> dict[str, Any] | None:
         return {"num_speculative_tokens": k, "method": "ngram", **lengths}
     if options.mtp:
         return {"num_speculative_tokens": k, "method": "mtp"}
+    if options.eagle3 is not None:
+        return {"model": str(options.eagle3), "num_speculative_tokens": k, "method": "eagle3"}
     if options.draft is None:
         return None
     config = {"model": str(options.draft), "num_speculative_tokens": k, "method": "draft_model"}

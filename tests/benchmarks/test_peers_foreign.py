@@ -33,6 +33,7 @@ def options(**given: Any) -> WorkerOptions:
         "ctx": 64,
         "ngram": False,
         "mtp": False,
+        "eagle3": None,
         "slots": 2,
         "imposed": None,
         "build": None,
@@ -114,6 +115,8 @@ def test_vllm_is_stepped_and_its_counters_are_read(vllm_worker: Any) -> None:
     }
     assert engine.run([[1]], 2, 1, [0.01]).requests[0].token_ids == [1, 2]
     assert vllm_worker.speculative_config(options(mtp=True)) == {"num_speculative_tokens": 3, "method": "mtp"}
+    head = {"model": "h", "num_speculative_tokens": 3, "method": "eagle3"}
+    assert vllm_worker.speculative_config(options(eagle3=Path("h"))) == head
     plain = vllm_worker.VllmEngine(options())
     assert "speculative_config" not in plain.llm.given and plain.run([[1]], 2, 1, None).speculation is None
 
