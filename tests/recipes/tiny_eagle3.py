@@ -1,4 +1,4 @@
-"""Give a tiny target an EAGLE-3 head in a folder of its own, in the two published layouts.
+"""Give a tiny target an EAGLE-3 head in a folder of its own, in the published layouts.
 
 Two kinds. A `random` head: everything in it matters, so that any slip in its conventions changes what it
 drafts. A `copy` of the target's first layer: in a target whose later layers speak softly it often agrees,
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tests.recipes.tiny import DTYPES, LOGIT_STD, VARIANTS, write_json, write_tensors, write_tiny
 
-LAYERS = {"research": "midlayer.", "speculators": "layers.0."}
+LAYERS = {"research": "midlayer.", "vllm": "layers.0.", "speculators": "layers.0."}
 """What stands before the names of a head's one layer, by layout."""
 OWN_SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
 """A random head's, none of them the tiny target's."""
@@ -87,7 +87,7 @@ def write_tiny_eagle3(
 
     aux: entering indices (j = the residual stream that enters the target's layer j; as many as it has
     layers: the one after the last), written in the layout's own convention; None leaves them out.
-    norm_before_residual: None leaves it out, which says no in the research layout and yes in the other.
+    norm_before_residual: None leaves it out, which says yes in the speculators layout and no in the others.
     draft_vocab: how many of the target's ids the head can say; None for all. hidden_share: how much of the
     old state a copy keeps. Raises ValueError for what a layout cannot say, and for copies of what has no
     plain first layer or another hidden size.
@@ -100,7 +100,11 @@ def write_tiny_eagle3(
     own_embedding = own_embedding or hidden != wide
     flags = {"norm_before_fc": norm_before_fc, "fc_norm": fc_norm, "norm_output": norm_output}
     layer = _layer_config(verifier, kind, hidden)
-    config = _research(layer, flags) if layout == "research" else _speculators(layer, flags, verifier, target)
+    if layout == "speculators":
+        config = _speculators(layer, flags, verifier, target)
+    else:
+        named = "LlamaForCausalLMEagle3" if layout == "research" else "Eagle3LlamaForCausalLM"
+        config = _research(named, layer, flags)
     config |= {"draft_vocab_size": draft_vocab, "torch_dtype": dtype}
     if layout == "speculators" or hidden != wide:
         config["target_hidden_size"] = wide if hidden != wide else None
@@ -177,9 +181,9 @@ def _layer_config(verifier: Mapping[str, Any], kind: str, hidden: int) -> dict[s
     }
 
 
-def _research(layer: Mapping[str, Any], flags: Mapping[str, bool]) -> dict[str, Any]:
+def _research(named: str, layer: Mapping[str, Any], flags: Mapping[str, bool]) -> dict[str, Any]:
     """The head's layer at the top; head_dim and the flags only where they say something."""
-    config = {"architectures": ["LlamaForCausalLMEagle3"], **layer}
+    config = {"architectures": [named], **layer}
     if layer["num_attention_heads"] * layer["head_dim"] == layer["hidden_size"]:
         del config["head_dim"]
     return config | {name: True for name, value in flags.items() if value}
@@ -210,7 +214,7 @@ def _put_aux(config: dict[str, Any], layout: str, aux: tuple[int, ...], layers: 
     lowest = 1 if layout == "research" else 0
     if not all(lowest <= index <= layers for index in aux):
         raise ValueError(f"aux: the {layout} layout has indices {lowest} to {layers}, not {aux}")
-    if layout == "speculators":
+    if layout != "research":
         config["eagle_aux_hidden_state_layer_ids"] = list(aux)
         return
     ids = [index - 1 for index in aux]

@@ -25,7 +25,7 @@ class PlainEagle3(PlainLayers):
         speculators = "transformer_layer_config" in published
         stored = load_file(head / "model.safetensors")
         tensors = {name: tensor.double() for name, tensor in stored.items() if tensor.is_floating_point()}
-        prefix = "layers.0." if speculators else "midlayer."
+        prefix = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
         super().__init__(
             published["transformer_layer_config"] if speculators else published,
             {name.replace(prefix, "", 1): tensor for name, tensor in tensors.items()},
@@ -37,16 +37,15 @@ class PlainEagle3(PlainLayers):
         self.norms_together = bool(published.get("norm_before_fc"))
         self.norms_apart = bool(published.get("fc_norm"))
         self.recycles_normed = bool(published.get("norm_output"))
-        self.indices = self._indices(published, speculators)
+        self.indices = self._indices(published)
 
-    def _indices(self, published: dict[str, Any], speculators: bool) -> list[int]:
+    def _indices(self, published: dict[str, Any]) -> list[int]:
         """Entering indices: j is the residual stream that enters layer j of the target."""
-        if speculators:
-            named, first = published.get("eagle_aux_hidden_state_layer_ids"), 0
-        else:
-            named, first = published.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids"), 1
-        layers = self.target.config["num_hidden_layers"]
-        return [index + first for index in named] if named else [2, layers // 2, layers - 3]
+        key, layers = "eagle_aux_hidden_state_layer_ids", self.target.config["num_hidden_layers"]
+        inputs, outputs = published.get(key), published.get("eagle_config", {}).get(key)
+        if inputs:
+            return list(inputs)
+        return [index + 1 for index in outputs] if outputs else [2, layers // 2, layers - 3]
 
     def hidden(self, tokens: list[int]) -> Tensor:
         """The fused states [T, H] of the target's positions."""
