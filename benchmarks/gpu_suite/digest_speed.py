@@ -162,6 +162,7 @@ RENDERERS: Mapping[str, Callable[[Result], list[str]]] = {
     "kernel_table": _kernel_table,
     "plain": _plain,
     "draft": _draft,
+    "eagle3": _draft,
     "batches": _batches,
     "peers_eager": _contests,
     "peers_loop": _contests,

@@ -28,6 +28,7 @@ from benchmarks.gpu_suite.round_times import (
     with_engine,
 )
 from benchmarks.gpu_suite.shapes import (
+    EAGLE3_8B,
     EAGLE_SIZE,
     LLAMA_8B,
     QWEN3_06B,
@@ -35,6 +36,7 @@ from benchmarks.gpu_suite.shapes import (
     QWEN3_8B,
     QWEN3_17B,
     QWEN3_32B,
+    Eagle3Shape,
     Shape,
     round_bytes,
     round_parts,
@@ -68,7 +70,8 @@ def config_of(
     """An engine on random weights at fixed k, with `length` tokens a round imposed where that is built."""
     wishes: dict[str, Any] = {"spec": "off", "prefix_sharing": False, "load": "dummy"}
     if draft is not None:
-        wishes |= {"spec": "draft", "draft_model": write_folder(draft, parent), "draft_max": k}
+        method = "eagle3" if isinstance(draft, Eagle3Shape) else "draft"
+        wishes |= {"spec": method, "draft_model": write_folder(draft, parent), "draft_max": k}
         wishes["adaptive"] = False
         if length is not None and "synthetic_acceptance" in {field.name for field in fields(EngineConfig)}:
             wishes["synthetic_acceptance"] = length
@@ -259,3 +262,8 @@ def run_draft(
             except Exception as error:
                 found[name] = {**found.get(name, {}), "error": f"{type(error).__name__}: {str(error)[:400]}"}
                 yield report
+
+
+def run_eagle3(**rest: Any) -> Iterator[dict[str, Any]]:
+    """An 8B model with an EAGLE-3 head of its own width, which reads the model's streams between layers."""
+    yield from run_draft(((QWEN3_8B, EAGLE3_8B),), **rest)

@@ -50,7 +50,15 @@ class Shape:
 
     def read_weights(self) -> int:
         """Weights that one forward pass reads: every matrix once, the head, no embedding table."""
-        return self.layers * self._layer_weights() + self.vocab * self.hidden
+        return self.layers * self._layer_weights() + self.head_weights()
+
+    def head_weights(self) -> int:
+        """Weights that a forward pass reads to make logits."""
+        return self.vocab * self.hidden
+
+    def once_a_round(self) -> int:
+        """Weights that a drafter reads once a round, however much it drafts."""
+        return 0
 
     def kv_bytes(self, itemsize: int = 2) -> int:
         """Bytes of keys and values for one position."""
@@ -73,6 +81,48 @@ class Shape:
             "attention_bias": False,
             "torch_dtype": "bfloat16",
             **_FAMILY_KEYS[self.family],
+        }
+
+
+@dataclass(frozen=True)
+class Eagle3Shape(Shape):
+    """An EAGLE-3 head of one Llama layer, as wide as its target: `vocab` is the target's."""
+
+    draft_vocab: int = 32000
+
+    def weights(self) -> dict[str, tuple[int, int]]:
+        """See `Shape`: the layer reads a token and a state side by side, the head knows some ids."""
+        found = super().weights()
+        pairs = (found["qkv"][0], 2 * self.hidden)
+        return {**found, "qkv": pairs, "head": (self.draft_vocab, self.hidden), "fuse": self.fused}
+
+    @property
+    def fused(self) -> tuple[int, int]:
+        """The matrix [N, K] over the target's streams behind three layers."""
+        return self.hidden, 3 * self.hidden
+
+    def _layer_weights(self) -> int:
+        return sum(n * k for name, (n, k) in self.weights().items() if name not in ("head", "fuse"))
+
+    def parameters(self) -> int:
+        """See `Shape`: of a head that shares its target's embeddings; four norms, and what names its ids."""
+        fuse = self.fused[0] * self.fused[1]
+        return self._layer_weights() + fuse + self.head_weights() + 4 * self.hidden
+
+    def head_weights(self) -> int:
+        """See `Shape`."""
+        return self.draft_vocab * self.hidden
+
+    def once_a_round(self) -> int:
+        """See `Shape`: what makes states of the target's streams."""
+        return self.fused[0] * self.fused[1]
+
+    def config(self) -> dict[str, Any]:
+        """See `Shape`: the research layout."""
+        return {
+            **super().config(),
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": self.draft_vocab,
         }
 
 
@@ -106,6 +156,8 @@ EAGLE_SIZE = Shape("EAGLE-size", 2048, 1, 32, 8, 15360, tied=True)
 A published head has the target's width and a vocabulary of 32k; with the whole vocabulary the same bytes
 need half the width: 0.62 GB of head and 0.23 GB of layer.
 """
+EAGLE3_8B = Eagle3Shape("EAGLE-3", 4096, 1, 32, 8, 12288, family="llama")
+"""The head of an 8B model: 0.70 GB a draft, and 0.10 GB a round."""
 SHAPES = (QWEN3_06B, QWEN3_17B, QWEN3_4B, QWEN3_8B, QWEN3_32B, LLAMA_8B)
 
 
@@ -132,7 +184,7 @@ def forward_parts(shape: Shape, contexts: Sequence[int], rows: int = 1, itemsize
     contexts: positions each slot attends to. Weights once, every slot's keys and values once (its rows
     share one read), one embedding row a row. What is written is not counted, nor activations.
     """
-    head = shape.vocab * shape.hidden
+    head = shape.head_weights()
     return {
         "layers": (shape.read_weights() - head) * itemsize,
         "head": head * itemsize,
@@ -144,7 +196,9 @@ def forward_parts(shape: Shape, contexts: Sequence[int], rows: int = 1, itemsize
 def draft_parts(shape: Shape, contexts: Sequence[int], k: int, itemsize: int = 2) -> Parts:
     """Bytes that the k forward passes which draft k tokens must read; the first has two rows a slot."""
     passes = [forward_parts(shape, [c + i for c in contexts], 1 if i else 2, itemsize) for i in range(k)]
-    return {part: sum(one[part] for one in passes) for part in (passes[0] if passes else ())}
+    found = {part: sum(one[part] for one in passes) for part in (passes[0] if passes else ())}
+    once = shape.once_a_round() * itemsize
+    return {**found, "target's streams": once} if once and passes else found
 
 
 def round_parts(

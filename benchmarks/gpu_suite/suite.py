@@ -49,6 +49,7 @@ PROBES = (
     Probe("gpu_tests", f"{HERE}.lane:run", 90),
     Probe("plain", f"{HERE}.end_to_end:run_plain", 40),
     Probe("draft", f"{HERE}.end_to_end:run_draft", 60),
+    Probe("eagle3", f"{HERE}.end_to_end:run_eagle3", 60, usual=False),
     Probe("eight_bit_rounds", f"{HERE}.eight_bit_rounds:run", 240, usual=False),
     Probe("sparse_models", f"{HERE}.sparse_models:run", 240, usual=False),
     Probe("kernel_table", f"{HERE}.kernel_table:run", 25),

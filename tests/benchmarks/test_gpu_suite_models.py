@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_suite.shapes import (
+    EAGLE3_8B,
     EAGLE_SIZE,
     LLAMA_8B,
     QWEN3_06B,
@@ -16,6 +17,7 @@ from benchmarks.gpu_suite.shapes import (
     QWEN3_17B,
     QWEN3_32B,
     SHAPES,
+    Eagle3Shape,
     Shape,
     draft_bytes,
     forward_bytes,
@@ -50,15 +52,15 @@ def test_shapes_have_the_published_number_of_parameters(shape: Shape, parameters
     assert shape.parameters() == parameters
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, EAGLE_SIZE], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [*SHAPES, EAGLE_SIZE, EAGLE3_8B], ids=lambda shape: shape.name)
 def test_folders_are_read_as_the_shape(shape: Shape, tmp_path: Path) -> None:
     config = read_model_config(write_folder(shape, tmp_path))
     tensors = expected_tensors(config, family_layout(config))
     sizes = [a if len(rest) == 0 else a * rest[0] for a, *rest in tensors.values()]
     assert sum(sizes) == shape.parameters()
     assert config.head_dim == 128 and config.dtype == "bfloat16"
-    assert config.rope.kind == ("llama3" if shape is LLAMA_8B else "default")
-    assert config.rope.theta == (500000.0 if shape is LLAMA_8B else 1000000.0)
+    assert config.rope.kind == ("llama3" if shape.family == "llama" else "default")
+    assert config.rope.theta == (500000.0 if shape.family == "llama" else 1000000.0)
     layers = json.loads((write_folder(shortened(shape), tmp_path) / "config.json").read_text())
     assert layers["num_hidden_layers"] == 1 and layers["hidden_size"] == shape.hidden
 
@@ -70,6 +72,9 @@ def test_bytes_of_known_models() -> None:
     assert 2 * QWEN3_06B.read_weights() == pytest.approx(1.19e9, rel=2e-3)
     assert 2 * QWEN3_32B.read_weights() == pytest.approx(63.97e9, rel=1e-3)
     assert 2 * EAGLE_SIZE.read_weights() == pytest.approx(0.853e9, rel=1e-3)
+    # By hand: pairs 2 x 8192 x 6144, out 2 x 4096 x 4096, MLP 6 x 4096 x 12288, head 2 x 32000 x 4096.
+    assert 2 * EAGLE3_8B.read_weights() == 698_351_616
+    assert 2 * EAGLE3_8B.once_a_round() == 2 * 3 * 4096 * 4096
     assert QWEN3_8B.kv_bytes() == 147_456 and LLAMA_8B.kv_bytes() == 131_072
 
 
@@ -104,6 +109,16 @@ def test_bytes_of_a_round_by_part() -> None:
     assert parts["draft keys and values"] == (10 + 11 + 12) * kv // 3
     assert sum(parts.values()) == round_bytes(TINY, tied, [10], 3)
     assert list(round_parts(TINY, None, [10], 0)) == list(parts)[:4] == list(round_parts(TINY, tied, [10], 0))
+
+
+def test_bytes_of_a_head_that_reads_its_targets_streams() -> None:
+    head = Eagle3Shape("head", 8, 1, 4, 2, 16, vocab=100, head_dim=4, family="llama", draft_vocab=10)
+    # Pairs 32 x 16 = 512, out 8 x 16 = 128, gate and up 32 x 8 = 256, down 8 x 16 = 128; ids 10 x 8.
+    parts = round_parts(TINY, head, [10], 3)
+    assert parts["draft layers"] == 3 * 2 * 1024 and parts["draft head"] == 3 * 2 * 80
+    assert parts["draft target's streams"] == 2 * 8 * 24
+    assert draft_bytes(head, [10], 3) - draft_bytes(head, [10], 2) == 2 * 1104 + 2 * 8 + 12 * 32
+    assert "draft target's streams" not in round_parts(TINY, head, [10], 0)
 
 
 def test_a_tied_head_is_read_once_and_stored_once() -> None:

@@ -62,7 +62,7 @@ from benchmarks.gpu_suite.round_times import (
     stop,
     with_engine,
 )
-from benchmarks.gpu_suite.shapes import Shape
+from benchmarks.gpu_suite.shapes import Eagle3Shape, Shape
 from benchmarks.gpu_suite.sparse_cases import sparse_cases
 from benchmarks.gpu_suite.speculation import REFERENCE_LENGTH
 from benchmarks.gpu_suite.suite import PROBES
@@ -280,6 +280,20 @@ def test_drafted_rounds_of_tiny_models() -> None:
     text = digest({"probes": {"draft": {"status": "ok", "result": report}}})
     assert text.count("a round: target layers") == 1 and "draft > target k=4 reads" in text
     assert "draft > target k=4:" in text and "imposed 3.08" in text
+
+
+def test_drafted_rounds_with_a_tiny_eagle3_head() -> None:
+    """A random head beside random weights: its rounds run, and imposed lengths are those of a draft model."""
+    head = Eagle3Shape("head", 64, 1, 4, 2, 96, vocab=300, head_dim=16, family="llama", draft_vocab=100)
+    *_, report = run_draft([(replace(TARGET, layers=4), head)], SMALL, 1e9, **CPU)
+    pair = report["pairs"]["head > target"]
+    assert "error" not in pair and pair["acceptance"] == "imposed"
+    assert [pair["k"][k]["drafts_a_round"] for k in "1234567"] == [1, 2, 3, 4, 5, 6, 7]
+    four = pair["k"]["4"]
+    assert four["bytes"]["draft target's streams"] == 2 * 64 * 3 * 64
+    assert 1 <= four["tokens_a_round"] <= 5 and four["verify_over_plain"] > 0
+    text = digest({"probes": {"eagle3": {"status": "ok", "result": report}}})
+    assert "head > target k=4:" in text and "imposed 3.08" in text
 
 
 def test_a_first_pair_is_read_at_once_beside_later() -> None:
