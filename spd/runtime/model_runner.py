@@ -147,38 +147,48 @@ class ModelRunner:
 
     def _first_page(self, pages: Sequence[int], count: int) -> int | None:
         run = pages[:count]
-        consecutive = len(run) == count and all(page == run[0] + i for i, page in enumerate(run))
-        return run[0] if consecutive else None
+        return run[0] if len(run) == count and all(p == run[0] + i for i, p in enumerate(run)) else None
 
     def page_row(self, pages: Sequence[int], width: int) -> Tensor:
         """A page-table row int64 [width], unused entries pointing at the zero page."""
         return to_device([*pages, *[ZERO_PAGE] * (width - len(pages))], torch.long, self.device)
 
     def forward(
-        self, rows: Rows, page_table: Tensor, views: Sequence[SlotView], states: HeadStates | None = None
+        self,
+        rows: Rows,
+        page_table: Tensor,
+        views: Sequence[SlotView],
+        states: HeadStates | None = None,
+        *,
+        for_head: bool = True,
     ) -> ModelOutput:
         """Hidden states [S, Q, hidden] of windows, writing the KV of valid rows; one view a slot.
 
-        states: of S slots, for models that read some. Slots without rows give zeros in torch's form.
+        states: of S slots, for models that read some; for_head: see `ForwardBatch`. Slots without rows give
+        zeros in torch's form.
         """
         present = self._present(views)
         if present is None:
-            return self._forward(rows, page_table, views, states)
+            return self._forward(rows, page_table, views, states, for_head)
         ids, positions, valid, kv_slots = (
             t.index_select(0, present) for t in (rows.token_ids, rows.positions, rows.valid, rows.kv_slots)
         )
         if states is not None:
             states = HeadStates(states.rings.index_select(0, present), states.depth)
-        narrow = PromptRows(ids, positions, valid, kv_slots)
-        own = [view for view in views if view.bound]
-        made = self._forward(narrow, page_table.index_select(0, present), own, states)
+        narrow, own = PromptRows(ids, positions, valid, kv_slots), [view for view in views if view.bound]
+        made = self._forward(narrow, page_table.index_select(0, present), own, states, for_head)
         return made.each(lambda tensor: _spread(tensor, present, len(views)))
 
     def _forward(
-        self, rows: Rows, page_table: Tensor, views: Sequence[SlotView], states: HeadStates | None
+        self,
+        rows: Rows,
+        page_table: Tensor,
+        views: Sequence[SlotView],
+        states: HeadStates | None,
+        for_head: bool = True,
     ) -> ModelOutput:
         slots, width = rows.token_ids.shape
-        batch = self._batch(rows, page_table, views, self.tile, states=states)
+        batch = self._batch(rows, page_table, views, self.tile, states=states, for_head=for_head)
         made = self.model.forward(batch, self.cache.layers)
         return made.each(lambda tensor: tensor[: slots * width].view(slots, width, -1))
 
@@ -197,6 +207,7 @@ class ModelRunner:
         tile: int,
         chunk_start: int | None = None,
         states: HeadStates | None = None,
+        for_head: bool = True,
     ) -> ForwardBatch:
         slots, width = rows.token_ids.shape
         flat = [t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots)]
@@ -222,6 +233,7 @@ class ModelRunner:
             chunk_start=chunk_start,
             first_key=self.model.heads.first_key,
             states=states,
+            for_head=for_head,
         )
 
     def _attention_plan(
@@ -283,8 +295,7 @@ class ModelRunner:
         hidden [S, R, hidden]; seed, first, temperature [S]: row r draws the token at first + step + r.
         Without `noise` no temperature is above 0.
         """
-        head = self.model.part
-        if head is not None:
+        if (head := self.model.part) is not None:
             part = self._scores(hidden, self.model.part_logits)
             warmth = temperature if noise else None
             found: tuple[Tensor, Tensor] = head.choose(part, usable_vocab, seed, first, step, warmth)

@@ -82,7 +82,7 @@ class Round:
             state.counter,
             state.draft_cap,
         )
-        hidden, states = self.runner.forward(window, state.page_table, views)
+        hidden, states = self.runner.forward(window, state.page_table, views, for_head=self.follows)
         if self.proposer is not None and self.follows:
             self.proposer.capture(window, states)
         if kernels.name != "triton":  # on a GPU one more launch would cost more than it tells

@@ -100,7 +100,7 @@ class RememberingRunner:
             self.pool[page * PAGE_SIZE + position % PAGE_SIZE] = token
         self.table, self.script, self.head = table, script, head
 
-    def forward(self, rows: Rows, page_table: Tensor, views: object) -> ModelOutput:
+    def forward(self, rows: Rows, page_table: Tensor, views: object, *, for_head: bool = True) -> ModelOutput:
         assert ((rows.token_ids >= 0) & (rows.token_ids < VOCAB)).all(), "an id beyond the vocabulary was fed"
         assert (rows.kv_slots[~rows.valid] == self.trash_slot).all(), "a row that does not count was kept"
         self.pool[rows.kv_slots] = rows.token_ids

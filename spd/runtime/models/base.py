@@ -47,7 +47,8 @@ class ForwardBatch:
     T rows = num_slots * width, rounded up to a row bucket with rows that are dropped. page_table is
     int64 [S, pages]; plan is what `plan_attention` made of the rows. A prompt chunk of one slot has a
     chunk_start, its first position; the kernels that attend by it need no plan. first_key is the first
-    position whose cache entry holds anything, see `causal_bias`.
+    position whose cache entry holds anything, see `causal_bias`. for_head: whether a head that drafts reads
+    what is made for it.
     """
 
     token_ids: Tensor  # [T] int64
@@ -61,6 +62,7 @@ class ForwardBatch:
     chunk_start: int | None = None
     first_key: int = 0
     states: HeadStates | None = None
+    for_head: bool = True
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Decoder:
         """
         rotary = self.rotary_rows(batch)
         stream = self._embed(batch)
-        reader = self.reader if len(caches) >= len(self.layers) else None
+        reader = self.reader if batch.for_head and len(caches) >= len(self.layers) else None
         streams = {0: stream.x}
         for passed, (layer, cache) in enumerate(zip(self.layers, caches, strict=False), 1):
             stream = layer(stream, rotary, batch, cache)
