@@ -22,7 +22,7 @@ from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.graphs import CapturedRounds, RoundShape
 from spd.runtime.metrics import RoundRecord
 from spd.runtime.rows import SlotView
-from tests.gpu import gpu_forms, gpu_helpers, test_gpu_rounds, test_gpu_texts
+from tests.gpu import gpu_forms, gpu_helpers, test_gpu_ahead, test_gpu_rounds, test_gpu_texts
 from tests.helpers import Run, make_engine
 
 FOLDER = Path(gpu_helpers.__file__).parent
@@ -35,8 +35,13 @@ class Through(CapturedRounds):
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Any:
         """See `CapturedRounds.run`."""
-        self.captured.setdefault(shape, (None, None))
+        self.capture(shape, views)
         return self.round.run(shape.k, views, shape.needs, shape.num_logprobs, shape.next_k)
+
+    def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
+        """See `CapturedRounds.capture`."""
+        self.round.sampler.make_tables(shape.needs)
+        self.captured.setdefault(shape, (None, None))
 
 
 def engine_on_cpu(model: Path, graphs: bool | None = None, **wishes: Any) -> Engine:
@@ -171,6 +176,11 @@ def test_rounds_are_rehearsed(work: gpu_helpers.Work, plain: list[Run]) -> None:
     test_gpu_rounds.test_alone(work, plain, "draft", 4)
     test_gpu_rounds.test_lengths_that_change(work, plain)
     test_gpu_rounds.test_neighbours_do_not_change_acceptance(work[:4])
+
+
+def test_captures_ahead_are_rehearsed(rehearsal: None) -> None:
+    test_gpu_ahead.test_first_requests_capture_nothing("draft", test_gpu_ahead.PENALTIES)
+    test_gpu_ahead.test_what_adaptive_lengths_try_first_is_captured()
 
 
 def test_forms_are_rehearsed(rehearsal: None, tmp_path: Path) -> None:

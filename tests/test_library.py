@@ -148,6 +148,41 @@ def test_tasks_get_what_each_alone_gets(target: Path, alone: list[Any]) -> None:
     assert [(list(one.token_ids), one.text, one.finish_reason) for one in done] == [r.output for r in alone]
 
 
+def test_an_idle_engine_captures_for_requests_that_are_expected(
+    target: Path, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One round at a time, so that who comes meanwhile waits for one; it goes on after them."""
+    seen: list[tuple[str, Any, int]] = []
+    idle, came = threading.Event(), threading.Event()
+
+    def noted(self: Any, params: Any, most: int) -> int:
+        if self.has_work:
+            return 0
+        seen.append((threading.current_thread().name, params, most))
+        if len(seen) == 3:
+            idle.set()
+            came.wait(60)
+        return int(len(seen) < 6)
+
+    monkeypatch.setattr(spd.runtime.engine.Engine, "capture_ahead", noted)
+
+    async def main() -> list[Any]:
+        with AsyncEngine(config(target), expected=PARAMS[:2]) as engine:
+            assert await asyncio.to_thread(idle.wait, 60)
+            task = asyncio.create_task(engine.generate(REQUESTS[2]))
+            await asyncio.sleep(0.05)
+            came.set()
+            done = await task
+            before = len(seen)
+            while len(seen) < 6:
+                await asyncio.sleep(0.01)
+            return [done, before]
+
+    done, before = asyncio.run(main())
+    assert list(done.token_ids) == alone[2].tokens and before <= 4
+    assert seen[:6] == [("spd engine", PARAMS[:2], 1)] * 6
+
+
 def test_who_stops_listening_aborts_and_who_is_refused_is_told(target: Path, alone: list[Any]) -> None:
     async def main() -> None:
         with AsyncEngine(config(target)) as engine:

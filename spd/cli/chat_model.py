@@ -83,7 +83,7 @@ class ChatModel:
 
     def start(self, on_ready: Callable[[], None]) -> None:
         """Begin to load in the background."""
-        self.thread = EngineThread(self.config, on_ready)
+        self.thread = EngineThread(self.config, on_ready, lambda: self.params(seed=0))
         self.thread.start()
 
     def close(self) -> bool:

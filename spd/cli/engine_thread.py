@@ -17,6 +17,7 @@ from spd.errors import EngineError
 if TYPE_CHECKING:
     from spd.runtime import Engine, EngineConfig, Event, Request, RequestMetrics
     from spd.runtime.progress import LoadProgress
+    from spd.runtime.request import SamplingParams
 
 LEAVE_SECONDS = 5.0
 
@@ -27,10 +28,18 @@ class LoadingStopped(Exception):
 
 class EngineThread:
     """Builds an engine and runs one request at a time; `on_ready` is called in the thread, before
-    anyone learns that loading has ended."""
+    anyone learns that loading has ended.
 
-    def __init__(self, config: EngineConfig, on_ready: Callable[[], None]) -> None:
-        self.config = config
+    While there is nothing to do rounds are captured that requests with the `expected` parameters will run.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_ready: Callable[[], None],
+        expected: Callable[[], SamplingParams],
+    ) -> None:
+        self.config, self._expected = config, expected
         self.progress: LoadProgress | None = None
         self.failure: BaseException | None = None
         self._engine: Engine | None = None
@@ -116,7 +125,7 @@ class EngineThread:
             self.failure = error
         self._on_ready()
         self._ready.set()
-        while self._engine is not None and (order := self._orders.get()) is not None:
+        while self._engine is not None and (order := self._next_order(self._engine)) is not None:
             try:
                 if callable(order):
                     order(self._engine)
@@ -129,6 +138,13 @@ class EngineThread:
             self._engine.close()
             self._engine = None
             gc.collect()  # another engine may want the memory
+
+    def _next_order(self, engine: Engine) -> Request | Callable[[Engine], None] | None:
+        """Wait for an order; who gives one waits for one capture at most."""
+        with suppress(Exception):  # a fault of the engine is told to who needs it
+            while self._orders.empty() and engine.capture_ahead([self._expected()], most=1):
+                pass
+        return self._orders.get()
 
     def _report(self, progress: LoadProgress) -> None:
         if self._leave.is_set():

@@ -50,6 +50,8 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
         from spd.runtime import Engine
 
         engine = Engine(settings.config, progress=progress)
+        if len(rest) > (slots := engine.plan.slots):
+            engine.capture_ahead([settings.sampling.params], together=slots)
     say_plan(session.console, options, engine, settings.sampling)
     settings = dataclasses.replace(settings, context=engine.plan.ctx)
     batch = Batch(session, settings, shared, engine, sink, done, len(lines))

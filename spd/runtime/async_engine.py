@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,10 @@ from spd.errors import EngineError
 from spd.runtime.config import EngineConfig
 from spd.runtime.engine import Engine
 from spd.runtime.progress import Progress
-from spd.runtime.request import Completion, CompletionParts, Event, Request
+from spd.runtime.request import Completion, CompletionParts, Event, Request, SamplingParams
 from spd.runtime.transfer import use_device
 
+_Params = Collection[SamplingParams]
 _Stream = tuple[asyncio.AbstractEventLoop, "asyncio.Queue[Event | BaseException]"]
 
 
@@ -34,6 +35,7 @@ class AsyncEngine:
 
     Who listens slowly holds up nobody. Should the engine fail, every request under way and every later
     one raises EngineError. Close it, or use it as a context manager.
+    While idle it captures what requests like the `expected` will run; see `Engine.capture_ahead`.
 
     >>> import asyncio
     >>> from spd import AsyncEngine, EngineConfig, Request, SamplingParams, demo_folder
@@ -46,8 +48,10 @@ class AsyncEngine:
     [4, 4]
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
-        self.engine = Engine(config, progress)
+    def __init__(
+        self, config: EngineConfig, progress: Progress | None = None, expected: _Params = (SamplingParams(),)
+    ) -> None:
+        self.engine, self._expected = Engine(config, progress), expected
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         """Held while an order is placed, and while the end of all orders is declared."""
@@ -136,6 +140,8 @@ class AsyncEngine:
     def _take_orders(self) -> bool:
         """Carry out what was asked for, waiting for it while there is nothing to do; False at the end."""
         while True:
+            while self._orders.empty() and self.engine.capture_ahead(self._expected, most=1):
+                pass
             try:
                 order = self._orders.get(block=not self.engine.has_work)
             except queue.Empty:

@@ -12,11 +12,15 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from spd.runtime.assembly import Assembly
+from spd.formats.model_config import ModelConfig
+from spd.runtime.assembly import Assembly, assemble
+from spd.runtime.graphs import RoundShape
+from spd.runtime.out_of_memory import OutOfMemory, explained, is_out_of_memory, let_go
 from spd.runtime.plan import EnginePlan
+from spd.runtime.progress import Progress
 from spd.runtime.request import SamplingParams
 from spd.runtime.round_queue import RoundResult, Ticket
-from spd.runtime.rows import PromptPart, SlotView, filled_rows
+from spd.runtime.rows import EMPTY_SLOT, PromptPart, SlotView, filled_rows
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.spans import Run
 from spd.runtime.transfer import to_device
@@ -149,16 +153,26 @@ class DeviceSide:
     # -- rounds ----------------------------------------------------------------------------------
 
     def launch(
-        self,
-        k: int,
-        views: Listed[SlotView],
-        needs: SamplerClass,
-        num_logprobs: int | None,
-        next_k: int,
+        self, k: int, views: Listed[SlotView], needs: SamplerClass, num_logprobs: int | None, next_k: int
     ) -> Ticket:
         """Enqueue one round; see `Round.run`."""
         self._flush()
         return self.parts.queue.launch(k, views, needs, num_logprobs, next_k)
+
+    def capture(self, shape: RoundShape) -> bool:
+        """Capture a round while nothing runs. False: memory ran out, all are let go. Ranks: ResourceError."""
+        captured = self.parts.queue.captured
+        assert captured is not None
+        try:
+            captured.capture(shape, [EMPTY_SLOT] * self.plan.slots)
+        except OutOfMemory as error:
+            if self.plan.tp > 1:
+                raise explained(error, self.plan, "running") from None
+            captured.captured.clear()
+            captured.pool, captured.lazily = None, True
+            let_go(error)
+            return False
+        return True
 
     def read(self, ticket: Ticket) -> RoundResult:
         """Wait until a round has run, and return what it emitted. Of rank 0 only."""
@@ -171,3 +185,19 @@ class DeviceSide:
         """Go on after a round that broke off."""
         self._unwritten.clear()
         self.parts.queue.restart()
+
+
+def open_device(
+    plan: EnginePlan, config: ModelConfig, usable: int, progress: Progress | None, rendezvous: str | None
+) -> DeviceSide:
+    """Load everything that a plan names, on all its ranks. Raises ResourceError where memory runs out."""
+    try:
+        if plan.tp == 1:
+            return DeviceSide(assemble(plan, config, usable, progress), plan)
+        from spd.runtime.parallel.leader import lead
+
+        return lead(plan, config, usable, progress, rendezvous)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explained(error, plan, "loading") from None

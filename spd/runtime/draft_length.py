@@ -144,6 +144,13 @@ class DraftLength:
                 return best
         return min(times.trials.popleft(), maximum)
 
+    def usual_pairs(self, alone: bool) -> set[tuple[int, int]]:
+        """Pairs of k and the next k that are nearly sure to come: of the largest and 0; alone the second."""
+        if not self.adaptive:
+            return {(0, self.maximum), (self.maximum, self.maximum)}
+        near = {0, *(self.tiers or range(self.maximum + 1))[-2 if alone else -1 :]}
+        return {(k, next_k) for k in near for next_k in near}
+
     def prepares(self, together: int) -> bool:
         """Whether a request is worth preparing for drafting that is admitted when so many are together."""
         times = self.by_load.get(together.bit_length())

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import takewhile
 from operator import attrgetter
 
 import torch
@@ -18,9 +19,9 @@ from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.tokenizer import Tokenizer
 from spd.kernels.round_commit import ACCEPTED, NUM_DRAFTS
 from spd.runtime.admission import Admission
-from spd.runtime.assembly import Assembly, assemble
+from spd.runtime.assembly import Assembly
 from spd.runtime.config import EngineConfig
-from spd.runtime.device_side import DeviceSide
+from spd.runtime.device_side import open_device
 from spd.runtime.draft_length import DraftLength
 from spd.runtime.grammar import GrammarError
 from spd.runtime.metrics import EngineMetrics, RequestMetrics, RoundRecord
@@ -28,9 +29,9 @@ from spd.runtime.out_of_memory import explained, is_out_of_memory
 from spd.runtime.outcome import record_of, settle
 from spd.runtime.page_table import PageTable
 from spd.runtime.party import Party, epochs_of
-from spd.runtime.plan import EnginePlan, make_plan
+from spd.runtime.plan import make_plan
 from spd.runtime.progress import Progress
-from spd.runtime.request import Completion, CompletionParts, Event, Request
+from spd.runtime.request import Completion, CompletionParts, Event, Request, SamplingParams
 from spd.runtime.round_queue import RoundResult, Ticket
 from spd.runtime.round_times import medians
 from spd.runtime.rows import EMPTY_SLOT, SlotView
@@ -63,27 +64,18 @@ class Engine:
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         began = time.perf_counter()
         self.config = config
-        self.plan: EnginePlan = make_plan(config)
+        self.plan = plan = make_plan(config)
         self.model_config: ModelConfig = read_model_config(config.model)
         self._admission = Admission(config.model, self.plan)
         self.tokenizer: Tokenizer | None = self._admission.tokenizer
         self.eos_ids, self.usable_vocab = self._admission.eos_ids, self._admission.usable_vocab
         torch.set_num_threads(self.plan.threads)
-        try:
-            self._device = self._load(progress)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise explained(error, self.plan, "loading") from None
+        self._device = open_device(plan, self.model_config, self.usable_vocab, progress, config.rendezvous)
         self._parts: Assembly = self._device.parts
         self._pages = PageTable(self.plan.num_pages)
+        block = self._parts.pages_per_block
         self._scheduler = Scheduler(
-            self.plan.slots,
-            self._pages,
-            self.plan.page_size,
-            self._parts.pages_per_block,
-            self.plan.ctx,
-            sharing=self.plan.prefix_sharing,
+            plan.slots, self._pages, plan.page_size, block, plan.ctx, sharing=plan.prefix_sharing
         )
         self._scheduler.prepares = self._prepares
         self._slots = Slots(self._device, self.plan)
@@ -97,16 +89,21 @@ class Engine:
         self.trace: Callable[[RoundRecord], None] | None = None
         self.load_ms = 1000 * (time.perf_counter() - began)
 
-    def _load(self, progress: Progress | None) -> DeviceSide:
-        """The device side, on all ranks where there are several."""
-        if self.plan.tp == 1:
-            return DeviceSide(assemble(self.plan, self.model_config, self.usable_vocab, progress), self.plan)
-        from spd.runtime.parallel.leader import lead
-
-        wishes = self.config.rendezvous
-        return lead(self.plan, self.model_config, self.usable_vocab, progress, wishes)
-
     # -- orders ----------------------------------------------------------------------------------
+
+    def capture_ahead(
+        self, params: Collection[SamplingParams], most: int | None = None, together: int = 1
+    ) -> int:
+        """Capture rounds before they are run, the largest first, no more than `most`; returns how many.
+
+        Those that requests with such parameters, at least so many together, are nearly sure to run; others
+        are captured when they are. 0 once all are there, while anything runs, and where none is captured.
+        """
+        captured = self._parts.queue.captured
+        if captured is None or self.has_work:
+            return 0
+        shapes = captured.usual(self._planned_length, params, together)[:most]
+        return sum(takewhile(bool, map(self._device.capture, shapes)))
 
     def check(self, request: Request) -> None:
         """Raise what `add` would refuse the request with."""

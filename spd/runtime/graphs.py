@@ -6,13 +6,15 @@ and outputs are the state's tensors, whose addresses never change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from spd.runtime.draft_length import DraftLength
 from spd.runtime.out_of_memory import memory_phase
+from spd.runtime.request import SamplingParams
 from spd.runtime.round import Logprobs, Round
 from spd.runtime.rows import SlotView
 from spd.runtime.sampler_class import SamplerClass
@@ -36,7 +38,7 @@ def slot_counts(slots: int) -> tuple[int, ...]:
 
 
 class CapturedRounds:
-    """Captures a round's program when its shape is first run, and replays it from then on.
+    """Captures a round's program when its shape is first run, or before, and replays it from then on.
 
     `capture` takes a function of no arguments and returns a replay function and the function's result;
     it is `capture_cuda` but in tests.
@@ -46,6 +48,7 @@ class CapturedRounds:
         self.round = round_
         self.pool: Any = None
         self.captured: dict[RoundShape, tuple[Any, Logprobs | None]] = {}
+        self.lazily = False  # nothing more is captured before it is run: memory ran out
         self._capture = capture or self.capture_cuda
         self.sizes = slot_counts(round_.state.slots)
 
@@ -54,14 +57,30 @@ class CapturedRounds:
         taken = max((slot for slot, view in enumerate(views, 1) if view.bound), default=1)
         return next(size for size in self.sizes if size >= taken)
 
+    def usual(self, lengths: DraftLength, params: Collection[SamplingParams], least: int) -> list[RoundShape]:
+        """What is not captured and such requests, at least so many, are nearly sure to run: largest first."""
+        shapes = {
+            RoundShape(k, next_k, SamplerClass.of(each), each.logprobs, count)
+            for count in (1, self.sizes[-1])  # numbers between are passed through, if at all
+            if count >= least and not self.lazily
+            for k, next_k in lengths.usual_pairs(alone=count == 1)
+            for each in params
+        }
+        return sorted(shapes - self.captured.keys(), key=lambda s: (-s.slots * (s.k + 1), -s.next_k))
+
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Logprobs | None:
         """Run one round of this shape; see `Round.run`. The next run reuses the log-probabilities' memory."""
         if shape not in self.captured:
-            with memory_phase("capturing a round"):
-                self.captured[shape] = self._prepare(shape, views)
+            self.capture(shape, views)
         replay, logprobs = self.captured[shape]
         replay()
         return logprobs
+
+    def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
+        """Capture a shape without running it. Raises OutOfMemory."""
+        with memory_phase("capturing a round"):
+            self.round.sampler.make_tables(shape.needs)
+            self.captured[shape] = self._prepare(shape, views)
 
     def _prepare(self, shape: RoundShape, views: Sequence[SlotView]) -> tuple[Any, Logprobs | None]:
         """Run once with every slot silent, so that all is compiled and loaded, then capture."""

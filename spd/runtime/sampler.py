@@ -68,6 +68,13 @@ class Sampler:
             self.state.slots, self.state.max_draft, self.vocab_size, device=self.device
         )
 
+    def make_tables(self, needs: SamplerClass) -> None:
+        """Allocate what these steps read, where no request has needed it before; a grammar brings masks."""
+        if needs.bias and self.bias is None:
+            self.bias = torch.zeros(self.state.slots, self.vocab_size, device=self.device)
+        if needs.penalties and self.counts is None:
+            self.counts = TokenCounts(self.state.slots, self.vocab_size, self.device)
+
     def admit(
         self, slot: int, params: SamplingParams, prompt: Tensor, generated: Tensor | None = None
     ) -> None:
@@ -80,13 +87,10 @@ class Sampler:
             self.bias[slot].fill_(0)
         if self.mask is not None:
             self.mask[slot].fill_(-1)
-        if params.logit_bias:
-            if self.bias is None:
-                self.bias = torch.zeros(self.state.slots, self.vocab_size, device=self.device)
-            for token_id, value in params.logit_bias:
-                self.bias[slot, token_id].fill_(value)
-        if SamplerClass.of(params).penalties and self.counts is None:
-            self.counts = TokenCounts(self.state.slots, self.vocab_size, self.device)
+        self.make_tables(SamplerClass.of(params))
+        for token_id, value in params.logit_bias:
+            assert self.bias is not None
+            self.bias[slot, token_id].fill_(value)
         if self.counts is not None:
             self.counts.admit(slot, prompt, generated)
 

@@ -116,6 +116,9 @@ class Script:
     on_step: Callable[[int], None] | None = None
     on_load: Callable[[Any], None] | None = None
     load_ms: float = 0.0
+    captures: int = 0
+    """How many rounds there are to be captured before they are run."""
+    on_capture: Callable[[int], None] | None = None
     engines: list[FakeEngine] = field(default_factory=list)
 
     @property
@@ -146,7 +149,15 @@ class FakeEngine:
         self._left: list[str | None] = []
         self._steps = 0
         self._metrics = RequestMetrics(load_ms=script.load_ms, prompt_ms=10.0, first_token_ms=12.0)
+        self.captured: list[tuple[list[Any], dict[str, Any]]] = []
+        """What was to be captured, and how much."""
         script.engines.append(self)
+
+    def capture_ahead(self, params: Sequence[Any], **wishes: Any) -> int:
+        self.captured.append((list(params), wishes))
+        if self.script.on_capture:
+            self.script.on_capture(len(self.captured))
+        return int(len(self.captured) < self.script.captures)
 
     def add(self, request: Request) -> None:
         self.requests.append(request)

@@ -133,6 +133,8 @@ class StandIn(CapturedRounds):
         self.parts, self.tape = engine._parts, tape
         self.views: Sequence[SlotView] = ()
         self.rounds = self.replays = self.counted = 0
+        self.order: list[RoundShape] = []
+        """What was captured, in order."""
         self.engine = engine
         self.stretch: tuple[object, ...] = ()
         """What the last launches had in common: their shape, and who holds the slots."""
@@ -164,6 +166,12 @@ class StandIn(CapturedRounds):
         if self.alike > self.engine.plan.lag == len(self.engine._in_flight):
             self.count_tensors()  # what is on its way is as much as it was
         return result
+
+    def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
+        """See `CapturedRounds.capture`."""
+        self.views = views
+        self.order.append(shape)
+        super().capture(shape, views)
 
     def count_tensors(self) -> None:
         """Assert that no more tensors last than did in the same stretch of rounds."""

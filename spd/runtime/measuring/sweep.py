@@ -118,6 +118,8 @@ class Sweep:
             engines = [self.open_engine(replace(config, slots=load.concurrency)) for config in self.configs]
             for index, engine in enumerate(engines):
                 self.plans.setdefault(index, engine.plan.as_dict())
+                params = [SamplingParams(temperature=each) for each in self.settings.temperatures]
+                engine.capture_ahead(params, together=1 if load.rate else load.concurrency)
             self._weigh(engines)
             self._measure(load, engines)
             for engine in engines:

@@ -27,6 +27,7 @@ ORDERS = (
     "retire",
     "clear",
     "launch",
+    "capture",
     "restart",
 )
 CLEARING = ("retire", "clear", "restart")

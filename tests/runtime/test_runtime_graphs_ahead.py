@@ -1,0 +1,202 @@
+"""Rounds captured before any request comes: which, in what order, and that nobody can see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spd.errors import ResourceError
+from spd.runtime import Engine, Request, SamplingParams
+from spd.runtime.device_side import DeviceSide
+from spd.runtime.draft_length import DraftLength
+from spd.runtime.graphs import CapturedRounds, RoundShape
+from spd.runtime.page_table import TRASH_PAGE
+from spd.runtime.parallel.leader import ORDERS
+from spd.runtime.plan import _draft_tiers
+from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.state import RING_DEPTH
+from tests.helpers import make_engine, random_prompts, run_all
+from tests.recipes.tiny_mtp import write_tiny_mtp
+from tests.runtime import test_runtime_graphs as graphs
+from tests.runtime.graph_stand_in import StandIn
+
+watched_engine = graphs.watched_engine
+no_host_reads = graphs.no_host_reads
+Make = Callable[..., tuple[Engine, StandIn]]
+
+GREEDY, NOISY = SamplingParams(max_tokens=24, ignore_eos=True), SamplingParams(temperature=0.8, seed=3)
+PENALTIES = SamplingParams(max_tokens=20, repetition_penalty=1.3, logit_bias=((7, 2.0),), temperature=0.7)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ahead") / "target"
+    return write_tiny_mtp(folder, kind="copy", layers=2, tie=False)
+
+
+def wishes_of(method: str, target: Path, k: int = 2) -> dict[str, Any]:
+    """Wishes for a method that drafts so many tokens."""
+    drafter = {"draft_model": target} if method in ("draft", "block") else {}
+    rule = {"verify": "block"} if method == "block" else {}
+    return {"spec": "draft" if drafter else method, "draft_max": k, **drafter, **rule}
+
+
+def pairs(shapes: Sequence[RoundShape], slots: int) -> set[tuple[int, int]]:
+    return {(shape.k, shape.next_k) for shape in shapes if shape.slots == slots}
+
+
+def rows(shape: RoundShape) -> int:
+    return shape.slots * (shape.k + 1)
+
+
+@pytest.mark.parametrize(("adaptive", "k"), [(False, 3), (True, 3), (False, 0), (True, 1)])
+def test_few_shapes_are_captured_the_largest_first(
+    target: Path, watched_engine: Make, adaptive: bool, k: int
+) -> None:
+    wishes = wishes_of("mtp", target, k) if k else {"spec": "off"}
+    engine, captured = watched_engine(target, slots=5, adaptive=adaptive, **wishes)
+    alone = {(i, j) for i in (0, k - 1, k) for j in (0, k - 1, k)} if adaptive else {(0, k), (k, k)}
+    together = {(i, j) for i in (0, k) for j in (0, k)} if adaptive else {(0, k), (k, k)}
+    count = 2 * (len(alone) + len(together))
+    assert engine.capture_ahead([GREEDY, NOISY, GREEDY]) == count == len(captured.order) <= 26
+    order = captured.order
+    assert list(captured.captured) == order == sorted(order, key=rows, reverse=True)
+    assert {shape.needs for shape in order} == {SamplerClass(), SamplerClass(noise=True)}
+    assert {shape.slots for shape in order} == {1, 5} and {shape.num_logprobs for shape in order} == {None}
+    assert (pairs(order, 1), pairs(order, 5)) == (alone, together)
+    assert engine.capture_ahead([GREEDY, NOISY]) == 0 == captured.rounds, "all are there"
+
+
+def test_how_many_and_for_whom_can_be_told(target: Path, watched_engine: Make) -> None:
+    engine, captured = watched_engine(target, slots=5, **wishes_of("mtp", target, 2))
+    assert engine.capture_ahead([GREEDY], together=2) == 2
+    assert {shape.slots for shape in captured.order} == {5}
+    wanted = SamplingParams(logprobs=1, temperature=1.0)
+    assert [engine.capture_ahead([wanted], most=1, together=5) for _ in range(3)] == [1, 1, 0]
+    noisy = SamplerClass(noise=True)
+    assert captured.order[2:] == [RoundShape(2, 2, noisy, 1, 5), RoundShape(0, 2, noisy, 1, 5)]
+    engine.add(Request("r", (5, 6, 7), GREEDY))
+    assert engine.capture_ahead([GREEDY]) == 0, "while anything runs"
+
+
+@pytest.mark.parametrize("method", ["off", "ngram", "draft", "block", "mtp"])
+def test_first_requests_capture_nothing_and_their_texts_are_the_same(
+    target: Path, watched_engine: Make, method: str
+) -> None:
+    """As many requests as there are slots at once, and one alone; with everything that a sampler keeps."""
+    wishes = wishes_of(method, target) if method != "off" else {"spec": "off"}
+    prompts = random_prompts(2, 20, 256)
+    for params in (GREEDY, PENALTIES):
+        eager = make_engine(target, slots=2, **wishes)
+        told = graphs.story(run_all(eager, prompts, [params] * 2) + run_all(eager, prompts[:1], [params]))
+        for lag in (0, 2):
+            engine, captured = watched_engine(target, slots=2, lag=lag, **wishes)
+            count = engine.capture_ahead([params])
+            both = run_all(engine, prompts, [params] * 2)
+            assert both and graphs.story(both + run_all(engine, prompts[:1], [params])) == told
+            assert len(captured.order) == count > 0, captured.order[count:]
+            assert captured.replays == captured.rounds > 0
+
+
+def test_the_first_rounds_of_adaptive_lengths_are_there(target: Path, watched_engine: Make) -> None:
+    """All drafts are right: the request is over while the largest k is tried, whatever a clock says."""
+    engine, captured = watched_engine(target, slots=1, adaptive=True, **wishes_of("draft", target, 3))
+    assert engine.capture_ahead([GREEDY]) == 9
+    run_all(engine, random_prompts(1, 12, 256), [SamplingParams(max_tokens=12, ignore_eos=True)])
+    assert len(captured.order) == 9 and captured.replays >= 4
+
+
+@pytest.mark.parametrize("name", ["mtp", "draft", "ngram"])
+def test_pairs_are_those_that_come(name: str) -> None:
+    """A request whose drafts are mostly accepted, by a clock on which a draft costs a tenth of a round."""
+    maximum = {"mtp": 3, "draft": 4, "ngram": 8}[name]
+    policy, came, k = DraftLength(maximum, True, _draft_tiers(maximum, graphs=True)), set(), 0
+    policy.attend([])
+    for number in range(220):
+        next_k = policy.choose()
+        came.add((k, next_k))
+        policy.observe_cost(k, 1.0 + 0.01 * k, 0.1 * next_k if name != "ngram" else 0.0, next_k)
+        policy.observe(k, k, min(k, number % 9 != 0 and k))
+        k = next_k
+    assert policy.usual_pairs(alone=True) >= came >= policy.usual_pairs(alone=False)
+    assert len(came) == 7
+
+
+@pytest.mark.parametrize("method", ["off", "ngram", "block", "mtp"])
+def test_nothing_that_is_kept_changes(target: Path, watched_engine: Make, method: str) -> None:
+    """Before the first request, and between two, whose pages are kept for those that go on."""
+    wishes = wishes_of(method, target) if method != "off" else {"spec": "off"}
+    engine, captured = watched_engine(target, slots=2, lag=2, **wishes)
+    assert engine.capture_ahead([GREEDY])
+    run_all(engine, random_prompts(2, 70, 256), [PENALTIES] * 2)
+    before, launched = graphs.snapshot(engine), engine._parts.queue.launched
+    row = int(engine._parts.state.counter) % RING_DEPTH
+    captured._capture = lambda program: (lambda: None, None)  # as a real capture, it runs nothing
+    assert engine.capture_ahead([NOISY, SamplingParams(logprobs=2)]) > 0
+    assert engine._parts.queue.launched == launched and not engine.has_work
+    for path, tensor in graphs.snapshot(engine).items():
+        kept, old = tensor, before[path]
+        if path.startswith("parts.queue.rows["):
+            continue  # the ring and the times again, row by row
+        if path.endswith((".ring", ".times")):  # the row that the next round writes
+            others = [i for i in range(RING_DEPTH) if i != row]
+            kept, old = kept[others], old[others]
+        elif ".pools[" in path or ".page_states[" in path:
+            kept, old = kept[TRASH_PAGE + 1 :], old[TRASH_PAGE + 1 :]
+        elif ".rings[" in path:  # their last row swallows
+            kept, old = kept[:, :-1], old[:, :-1]
+        assert torch.equal(kept, old), path
+
+
+def test_without_graphs_nothing_is_done(target: Path) -> None:
+    engine = make_engine(target, slots=2)
+    assert engine.capture_ahead([GREEDY]) == 0 and engine._parts.queue.captured is None
+
+
+def failing_after(count: int) -> Callable[[Any], Any]:
+    """A capture that runs out of memory after so many."""
+    left = [count]
+
+    def capture(program: Callable[[], Any]) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return program, None
+
+    return capture
+
+
+def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(target: Path) -> None:
+    """All are let go: those that are needed find the room that the others took."""
+    prompts, wishes = random_prompts(2, 9, 256), wishes_of("ngram", target, 2)
+    plain = [run.output for run in run_all(make_engine(target, slots=2), prompts, [GREEDY] * 2)]
+    engine = make_engine(target, slots=2, **wishes)
+    queue = engine._parts.queue
+    queue.captured = captured = CapturedRounds(queue.round, failing_after(2))
+    captured.pool = object()
+    assert engine.capture_ahead([GREEDY]) == 2
+    assert captured.captured == {} and captured.pool is None
+    assert engine.capture_ahead([GREEDY]) == 0 == engine.capture_ahead([NOISY]), "nor is it tried again"
+    state = engine._parts.state
+    assert not state.active.any() and int(state.counter) == 0
+    assert [run.output for run in run_all(engine, prompts, [GREEDY] * 2)] == plain
+    assert len(captured.captured) == 2
+
+
+def test_ranks_that_run_out_of_memory_say_so(target: Path) -> None:
+    engine = make_engine(target, spec="off")
+    queue, device = engine._parts.queue, engine._device
+    queue.captured = CapturedRounds(queue.round, failing_after(0))
+    object.__setattr__(device.plan, "tp", 2)
+    with pytest.raises(ResourceError, match="while capturing a round"):
+        engine.capture_ahead([GREEDY])
+
+
+def test_every_rank_is_asked_for_everything_that_is_done() -> None:
+    """What rank 0 captures the others capture, in its order."""
+    alone = {"read", "close", "owes"}
+    assert {name for name in vars(DeviceSide) if not name.startswith("_")} - alone == set(ORDERS)
