@@ -45,9 +45,9 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
 - **Draft models**: any of these with the target's tokenizer.
 - **EAGLE-3 heads**: folders given as `--draft-model`, for any of these targets, that say
   {eagle3} or the type `eagle3` of `speculators`: one Llama layer, with
-  the target's vocabulary or a part of it. Tensors are safetensors here, too: the first published heads are
-  pickles, which spd does not open. A head drafts as far as the context goes, beyond the length that it was
-  trained for: `--draft-ctx N` ends it there.
+  the target's vocabulary or a part of it. Tensors are safetensors here, too: the first published heads
+  are pickles, which spd does not open; the refusal names the command that converts one. A head drafts as
+  far as the context goes, beyond the length that it was trained for: `--draft-ctx N` ends it there.
 """
 
 

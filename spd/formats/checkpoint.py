@@ -235,12 +235,26 @@ def _no_weights(folder: Path, names: Sequence[str]) -> CheckpointError:
     pickles = [name for name in names if name.lower().endswith(PICKLE_SUFFIXES)]
     if pickles:
         return CheckpointError(
-            f"{folder / pickles[0]}: pickle formats are not supported, only safetensors is"
+            f"{folder / pickles[0]}: pickle formats are not supported, only safetensors is",
+            reason=[
+                "A pickle can run code; torch's weights_only reads the tensors of one without running any."
+            ],
+            fix=["a repository with safetensors", *_conversion(folder / pickles[0])],
         )
     ggufs = [name for name in names if name.lower().endswith(".gguf")]
     if ggufs:
         return CheckpointError(f"{folder / ggufs[0]}: GGUF is not supported, safetensors is")
     return CheckpointError(f"{folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}")
+
+
+def _conversion(pickle: Path) -> list[str]:
+    """The command that writes a pickle's tensors as safetensors beside it; none for shards of several."""
+    if pickle.stem != "pytorch_model":
+        return []
+    read = f"torch.load('{pickle}', weights_only=True, map_location='cpu')"
+    tensors = f"{{n: t.contiguous() for n, t in {read}.items()}}"
+    to = pickle.with_name(SINGLE_NAME)
+    return [f"python -c \"import torch, safetensors.torch as s; s.save_file({tensors}, '{to}')\""]
 
 
 def _at(meta: TensorMeta) -> str:

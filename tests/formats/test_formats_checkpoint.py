@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint, check_tensors
@@ -82,6 +84,20 @@ def test_a_file_without_tensors(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(shard_bytes({}))
     with refused(CheckpointError, "model.safetensors", "no tensors"):
         Checkpoint.open(tmp_path)
+
+
+def test_the_fix_for_a_pickle_can_be_typed(tmp_path: Path) -> None:
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    tensors = {"midlayer.a": torch.arange(6.0).view(2, 3).t(), "d2t": torch.tensor([3, 4])}
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickle formats") as caught:
+        Checkpoint.open(folder)
+    command = shlex.split(caught.value.fix[1])
+    assert command[:2] == ["python", "-c"]
+    subprocess.run([sys.executable, *command[1:]], check=True)
+    with Checkpoint.open(folder) as checkpoint:
+        assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".ckpt", ".PKL"])
