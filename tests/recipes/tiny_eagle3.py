@@ -79,6 +79,7 @@ def write_tiny_eagle3(
     fc_norm: bool = False,
     norm_output: bool = False,
     own_embedding: bool = False,
+    own_head: bool = True,
     hidden_share: float = 0.05,
     seed: int = 0,
     dtype: str = "float32",
@@ -88,9 +89,10 @@ def write_tiny_eagle3(
     aux: entering indices (j = the residual stream that enters the target's layer j; as many as it has
     layers: the one after the last), written in the layout's own convention; None leaves them out.
     norm_before_residual: None leaves it out, which says yes in the speculators layout and no in the others.
-    draft_vocab: how many of the target's ids the head can say; None for all. hidden_share: how much of the
-    old state a copy keeps. Raises ValueError for what a layout cannot say, and for copies of what has no
-    plain first layer or another hidden size.
+    draft_vocab: how many of the target's ids the head can say; None for all, which the target's own output
+    can say too where own_head is false. hidden_share: how much of the old state a copy keeps.
+    Raises ValueError for what a layout cannot say, for copies of what has no plain first layer or another
+    hidden size, and for heads that no output fits.
     """
     if layout not in LAYERS:
         raise ValueError(f"layout: {layout!r} is not one of {', '.join(LAYERS)}")
@@ -98,6 +100,8 @@ def write_tiny_eagle3(
     wide, vocab = verifier["hidden_size"], verifier["vocab_size"]
     hidden = hidden_size or wide
     own_embedding = own_embedding or hidden != wide
+    if not own_head and (draft_vocab is not None or hidden != wide):
+        raise ValueError("own_head: the target's says every id, to states of its own size")
     flags = {"norm_before_fc": norm_before_fc, "fc_norm": fc_norm, "norm_output": norm_output}
     layer = _layer_config(verifier, kind, hidden)
     if layout == "speculators":
@@ -125,6 +129,8 @@ def write_tiny_eagle3(
     else:
         inside = _random(layer, parts * wide, vocab, draw)
     tensors = {name.replace("layer.", LAYERS[layout], 1): tensor for name, tensor in inside.items()}
+    if not own_head:
+        del tensors["lm_head.weight"]
     if draft_vocab is not None:
         chosen = torch.randperm(vocab, generator=_generator(f"{seed}/ids"))[:draft_vocab].sort().values
         tensors["lm_head.weight"] = tensors["lm_head.weight"][chosen]

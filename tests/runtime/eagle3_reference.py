@@ -32,7 +32,8 @@ class PlainEagle3(PlainLayers):
         )
         self.target = runs or PlainTarget(target)
         self.embedding = self.tensors.get("embed_tokens.weight", self.target.embedding)
-        self.said = torch.arange(len(self.tensors["lm_head.weight"])) + stored.get("d2t", torch.tensor(0))
+        self.output = self.tensors.get("lm_head.weight", self.target.head)
+        self.said = torch.arange(len(self.output)) + stored.get("d2t", torch.tensor(0))
         self.norms_residual = bool(published.get("norm_before_residual", speculators))
         self.norms_together = bool(published.get("norm_before_fc"))
         self.norms_apart = bool(published.get("fc_norm"))
@@ -65,7 +66,7 @@ class PlainEagle3(PlainLayers):
         x = (read if self.norms_residual else states) + self.attention(pairs, "")
         x = x + self.mlp(self.norm(x, "post_attention_layernorm"), "")
         shown = self.norm(x, "norm")
-        return shown if self.recycles_normed else x, self.linear(shown, "lm_head")
+        return shown if self.recycles_normed else x, shown @ self.output.T
 
     def draft(self, tokens: list[int], k: int, hidden: Tensor) -> tuple[list[int], float]:
         """The k greedy drafts after `tokens`, and how near the nearest second choice came.

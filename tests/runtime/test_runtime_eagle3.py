@@ -1,0 +1,264 @@
+"""EAGLE-3 drafts against a plain reference, in every layout, under every flag and beside several targets."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from spd.runtime import Engine
+from spd.runtime.models.eagle3_head import AuxStates, Eagle3Head
+from spd.runtime.proposers.eagle3 import Eagle3Proposer
+from tests.helpers import make_engine
+from tests.recipes.tiny import write_json, write_tensors
+from tests.recipes.tiny_eagle3 import write_tiny_pair
+from tests.runtime.eagle3_reference import PlainEagle3, library_eagle3
+from tests.runtime.test_runtime_mtp import compared, texts
+
+SPECULATORS: dict[str, Any] = {"layout": "speculators", "norm_before_residual": None}
+"""What is published most: no word about the residual, which is then the normed state."""
+HEADS: dict[str, dict[str, Any]] = {
+    "research": {},
+    "research_aux": {"variant": "qwen3", "aux": (1, 4, 7), "norm_before_residual": True},
+    "speculators": {"variant": "qwen3", **SPECULATORS},
+    "speculators_aux": {**SPECULATORS, "norm_before_residual": False, "aux": (0, 3, 7)},
+    "input_norm": {**SPECULATORS, "norm_before_fc": True, "norm_output": True},
+    "fc_norms": {"variant": "qwen3", "fc_norm": True, "norm_output": True},
+    "vllm": {"variant": "qwen3", "layout": "vllm", "aux": (3, 5, 6), "norm_before_fc": True},
+    "two_parts": {"aux": (2, 5)},
+    "five_parts": {"variant": "qwen3", **SPECULATORS, "aux": (6, 1, 2, 4, 3), "fc_norm": True},
+    "all_ids": {**SPECULATORS, "draft_vocab": None},
+    "no_output": {"variant": "qwen3", "draft_vocab": None, "own_head": False},
+    "own_embedding": {"variant": "qwen3", "own_embedding": True},
+    "wide": {"hidden_size": 96, "norm_output": True},
+    "narrow": {"variant": "qwen3", **SPECULATORS, "hidden_size": 32, "fc_norm": True},
+    "tied": {"target_options": {"tie": True}},
+    "biases": {"variant": "biases"},
+    "six_layers": {"target_options": {"layers": 6}},
+    "deepseek_v3": {"variant": "deepseek_v3", **SPECULATORS},
+    "deepseek_v3_lite": {"variant": "deepseek_v3_lite", "norm_before_fc": True, "hidden_size": 96},
+    "glm4": {"variant": "glm4_moe"},
+}
+BY_LIBRARY = ("deepseek_v3", "deepseek_v3_lite", "glm4")
+RANDOM_ONLY = {"wide", "narrow", "tied", "biases", *BY_LIBRARY}
+"""A copy needs a plain first layer of the head's own size, and a target with soft layers."""
+SHORT = {
+    ("research", 4),
+    ("research_aux", 1),
+    ("speculators", 2),
+    ("input_norm", 3),
+    ("fc_norms", 4),
+    ("all_ids", 2),
+    ("vllm", 3),
+    ("no_output", 1),
+    ("own_embedding", 2),
+    ("wide", 3),
+    ("deepseek_v3", 2),
+}
+
+Shelf = Callable[[str, str], tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    """(target, head) by name and kind, written once."""
+    shelf = tmp_path_factory.mktemp("pairs")
+
+    def get(name: str, kind: str) -> tuple[Path, Path]:
+        target, head = shelf / f"{name}-{kind}", shelf / f"{name}-{kind}-head"
+        if not head.exists():
+            write_tiny_pair(target, head, kind=kind, **HEADS[name])
+        return target, head
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [
+        pytest.param(name, k, marks=() if (name, k) in SHORT else pytest.mark.slow)
+        for name in HEADS
+        for k in (1, 2, 3, 4)
+    ],
+)
+def test_drafts_are_the_reference_s(pairs: Shelf, tmp_path: Path, name: str, k: int) -> None:
+    for kind in ("random",) if name in RANDOM_ONLY else ("random", "copy"):
+        target, head = pairs(name, kind)
+        plain = (
+            PlainEagle3(target, head)
+            if name not in BY_LIBRARY
+            else library_eagle3(target, head, tmp_path / kind)
+        )
+        engine = make_engine(target, spec="eagle3", draft_model=head, draft_max=k)
+        runs = texts(engine, 24 if (name, k) in SHORT else 60)
+        wrong, seen, rejected = compared(plain, runs)
+        assert wrong == 0, (kind, wrong, seen)
+        assert rejected > 20 and seen > 40
+        if kind == "copy":
+            records = [record for _, run in runs for record in run.rounds if record.draft]
+            accepted, drafted = (
+                sum(n) for n in zip(*((r.accepted, len(r.draft)) for r in records), strict=True)
+            )
+            assert 0.15 * drafted < accepted < 0.85 * drafted
+            assert max(record.accepted for record in records) == k
+
+
+Config, Tensors = dict[str, Any], dict[str, Tensor]
+
+
+def halves_swapped(config: Config, tensors: Tensors) -> None:
+    """Attention reads the state where the embedding belongs."""
+    for name in ("q", "k", "v"):
+        weight = tensors[f"midlayer.self_attn.{name}_proj.weight"]
+        tensors[f"midlayer.self_attn.{name}_proj.weight"] = torch.cat(weight.chunk(2, 1)[::-1], 1)
+
+
+def norms_swapped(config: Config, tensors: Tensors) -> None:
+    """The embedding's norm and the state's are taken for each other."""
+    first, second = "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"
+    tensors[first], tensors[second] = tensors[second], tensors[first]
+
+
+def inputs_for_outputs(config: Config, tensors: Tensors) -> None:
+    """Auxiliary states are one layer late."""
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [2, 4, 6]
+
+
+def parts_reversed(config: Config, tensors: Tensors) -> None:
+    """The last auxiliary state comes first."""
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [5, 3, 1]
+
+
+def residual_normed(config: Config, tensors: Tensors) -> None:
+    """The residual is the state after its norm."""
+    config["norm_before_residual"] = True
+
+
+def recycled_normed(config: Config, tensors: Tensors) -> None:
+    """The state that goes on has passed the final norm."""
+    config["norm_output"] = True
+
+
+def target_s_rotary(config: Config, tensors: Tensors) -> None:
+    """Rows turn as fast as the target's."""
+    config["rope_theta"] = 10000.0
+
+
+def target_s_epsilon(config: Config, tensors: Tensors) -> None:
+    """Norms add what the target's add."""
+    config["rms_norm_eps"] = 1e-5
+
+
+def unscaled_final_norm(config: Config, tensors: Tensors) -> None:
+    """The final norm has no weights."""
+    tensors["norm.weight"] = torch.ones_like(tensors["norm.weight"])
+
+
+def other_ids(config: Config, tensors: Tensors) -> None:
+    """The smallest ids are said in place of the chosen ones."""
+    tensors["d2t"] = torch.zeros_like(tensors["d2t"])
+    tensors["t2d"] = torch.arange(len(tensors["t2d"])) < len(tensors["d2t"])
+
+
+SLIPS = (
+    halves_swapped,
+    norms_swapped,
+    inputs_for_outputs,
+    parts_reversed,
+    residual_normed,
+    recycled_normed,
+    target_s_rotary,
+    target_s_epsilon,
+    unscaled_final_norm,
+    other_ids,
+)
+
+
+@pytest.mark.parametrize("slip", SLIPS, ids=lambda slip: slip.__name__)
+def test_another_convention_is_seen(tmp_path: Path, slip: Callable[[Config, Tensors], None]) -> None:
+    """The engine gets a head whose files say otherwise than those that the reference reads."""
+    target, head, other = (tmp_path / name for name in ("target", "head", "other"))
+    write_tiny_pair(target, head, aux=(2, 4, 6))
+    config, tensors = json.loads((head / "config.json").read_text()), load_file(head / "model.safetensors")
+    plain = PlainEagle3(target, head)
+    shutil.copytree(head, other)
+    slip(config, tensors)
+    write_json(other / "config.json", config)
+    write_tensors(other, tensors)
+    runs = texts(make_engine(target, spec="eagle3", draft_model=other, draft_max=3), 16)
+    assert compared(plain, runs)[0] > 0
+
+
+def heads_of(engine: Engine) -> list[Eagle3Head]:
+    proposer = engine._parts.proposer
+    assert isinstance(proposer, Eagle3Proposer)
+    return [runner.model for runner in proposer.runners]  # type: ignore[misc]
+
+
+def shifted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's own state is read in place of the one before it."""
+    for head in heads_of(engine):
+        honest = head.kernels.head_input
+
+        def later(ids: Any, table: Any, states: Any, depth: Any, at: Tensor, *rest: Any, **named: Any) -> Any:
+            return honest(ids, table, states, depth, at + (depth > 1), *rest, **named)  # noqa: B023
+
+        head.kernels = replace(head.kernels, head_input=later)
+
+
+def turned_by_slots(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows turn by another number than that of their position."""
+    for head in heads_of(engine):
+        table = head.rotary
+        table.cos, table.sin = (rows[::2].repeat(2, 1) for rows in (table.cos, table.sin))
+
+
+def offsets_are_ids(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The offsets from draft ids to the target's are taken for the target's ids."""
+    for head in heads_of(engine):
+        assert head.ids is not None
+        head.ids = head.ids - torch.arange(len(head.ids))
+
+
+def streams_normed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's streams are normed where they are captured."""
+    honest = AuxStates.fuse
+
+    def fuse(self: AuxStates, streams: Sequence[Tensor], *rest: Any) -> Tensor:
+        return honest(self, [x / x.square().mean(-1, keepdim=True).sqrt() for x in streams], *rest)
+
+    monkeypatch.setattr(AuxStates, "fuse", fuse)
+
+
+def stale(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries made of recycled states stay in the cache: only the newest token is recomputed."""
+    honest = Eagle3Proposer._window
+
+    def newest(self: Eagle3Proposer, width: int, ahead: int, slots: Tensor) -> Any:
+        return honest(self, 1, ahead, slots)
+
+    monkeypatch.setattr(Eagle3Proposer, "_window", newest)
+
+
+FAULTS = (shifted, turned_by_slots, offsets_are_ids, streams_normed, stale)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_seen(
+    pairs: Shelf, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Engine, pytest.MonkeyPatch], None]
+) -> None:
+    target, head = pairs("speculators", "copy" if fault is stale else "random")
+    plain_text = texts(make_engine(target), 16)
+    engine = make_engine(target, spec="eagle3", draft_model=head, draft_max=2)
+    fault(engine, monkeypatch)
+    runs = texts(engine, 16)
+    assert [run.output for _, run in runs] == [run.output for _, run in plain_text], "a drafter changed text"
+    assert compared(PlainEagle3(target, head), runs)[0] > 0
