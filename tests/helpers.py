@@ -19,6 +19,7 @@ PROPOSERS: dict[str, dict[str, Any]] = {
     "ngram": {"spec": "ngram", "ngram_min": 2, "draft_max": 4},
     "draft": {"spec": "draft", "draft_max": 3},
     "mtp": {"spec": "mtp", "draft_max": 3},
+    "eagle3": {"spec": "eagle3", "draft_max": 3},
 }
 """Wishes for every proposer that the matrices run; who wants a draft model or a head adds it."""
 

@@ -12,7 +12,7 @@ import json
 import random
 import resource
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from spd.runtime.memory import pages_a_slot
 from spd.runtime.request import GrammarText
 from tests.helpers import PROPOSERS, Run, make_engine, random_prompts, run_requests
 from tests.recipes.tiny import VARIANTS, write_tiny
+from tests.recipes.tiny_eagle3 import write_tiny_eagle3
 from tests.recipes.tiny_mtp import soft, write_tiny_mtp
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}}}
@@ -85,11 +86,17 @@ class Bench:
     """One model's solo runs, and batches of the same requests in any combination."""
 
     def __init__(
-        self, target: Path, draft: Path, prompts: list[tuple[int, ...]], tokens: int, **wishes: Any
+        self,
+        target: Path,
+        drafts: Mapping[str, Path],
+        prompts: list[tuple[int, ...]],
+        tokens: int,
+        **wishes: Any,
     ) -> None:
-        self.target, self.draft, self.prompts, self.tokens, self.wishes = (
+        """drafts: the folders of what drafts, by method."""
+        self.target, self.drafts, self.prompts, self.tokens, self.wishes = (
             target,
-            draft,
+            drafts,
             prompts,
             tokens,
             wishes,
@@ -126,8 +133,8 @@ class Bench:
 
     def engine(self, case: Case, lag: int) -> Engine:
         wishes: dict[str, Any] = {**self.wishes, **PROPOSERS.get(case["method"], {}), "slots": case["size"]}
-        if wishes.get("spec") == "draft":
-            wishes["draft_model"] = self.draft
+        if case["method"] in self.drafts:
+            wishes["draft_model"] = self.drafts[case["method"]]
         if case["pressure"]:
             wishes["cache_pages"] = self.squeezed
         elif case["prefix"] == "hit":  # room for what was kept, beside whole blocks for all who run
@@ -169,9 +176,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     shelf = tmp_path_factory.mktemp("with_head")
     target = write_tiny_mtp(shelf / "target", kind="copy", layers=2, tie=False)
     draft = write_tiny(shelf / "draft", **{**VARIANTS["qwen3"], "layers": 1, "residual_gain": soft})
+    head = write_tiny_eagle3(shelf / "head", target, kind="copy", draft_vocab=288, aux=(1, 2))
     lengths = (66, 50, 74, 51, 82, 52, 90)  # half of them grow into a second page
     prompts = [random_prompts(1, n, 256, seed=n)[0] for n in lengths]
-    made = Bench(target, draft, prompts, 10, ctx=192)
+    made = Bench(target, {"draft": draft, "eagle3": head}, prompts, 10, ctx=192)
     made.parity = 2
     return made
 
@@ -182,7 +190,8 @@ def test_every_pair_equals_solo(bench: Bench) -> None:
         runs = bench.check(case)
         accepted[case["method"]] += sum(run.metrics.draft_n_accepted for run in runs)
         interrupted += sum(run.metrics.preemptions for run in runs)
-    assert min(accepted["draft"], accepted["mtp"]) > 50 and accepted["ngram"] > 0, accepted
+    assert min(accepted["draft"], accepted["mtp"]) > 50, accepted
+    assert min(accepted["ngram"], accepted["eagle3"]) > 0, accepted
     assert interrupted > 3, "nobody was interrupted"
 
 
@@ -193,6 +202,13 @@ def demo_prompts(count: int) -> list[tuple[int, ...]]:
     from tests.test_invisible_long import demo_prompts as prompts
 
     return prompts(count)
+
+
+@pytest.fixture(scope="module")
+def demo_drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What drafts for the demo, by method; the EAGLE-3 head is a random one."""
+    head = write_tiny_eagle3(tmp_path_factory.mktemp("demo") / "head", demo_folder(), draft_vocab=1024)
+    return {"draft": demo_draft_folder(), "eagle3": head}
 
 
 def drawn(cases: list[Case], request: pytest.FixtureRequest) -> list[Case]:
@@ -210,9 +226,11 @@ def check_all(bench: Bench, cases: list[Case], request: pytest.FixtureRequest, n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_combination_equals_solo_on_the_demo(feature: str, request: pytest.FixtureRequest) -> None:
+def test_every_combination_equals_solo_on_the_demo(
+    feature: str, demo_drafts: dict[str, Path], request: pytest.FixtureRequest
+) -> None:
     long = [tuple(itertools.islice(itertools.cycle(p), 70 + i)) for i, p in enumerate(demo_prompts(KINDS))]
-    bench = Bench(demo_folder(), demo_draft_folder(), long, 16, ctx=256)
+    bench = Bench(demo_folder(), demo_drafts, long, 16, ctx=256)
     every = itertools.product(*({**FACTORS, "feature": (feature,)}).values())
     check_all(bench, [dict(zip(FACTORS, values, strict=True)) for values in every], request, feature)
 
@@ -221,7 +239,7 @@ def test_every_combination_equals_solo_on_the_demo(feature: str, request: pytest
 def test_pairs_equal_solo_on_the_0_35_b(medium: Path, request: pytest.FixtureRequest) -> None:
     """More than 32 rows a round: nine slots of four drafts, and 33 of any number."""
     prompts = [random_prompts(1, 66 + 9 * i, 8000, seed=i)[0] for i in range(KINDS)]
-    bench = Bench(medium, medium / "draft", prompts, 8, ctx=192)
+    bench = Bench(medium, {"draft": medium / "draft"}, prompts, 8, ctx=192)
     bench.parity, bench.squeezed = 9, 9
     factors = {**FACTORS, "size": (9, 33), "method": ("off", "ngram", "draft")}
     check_all(bench, covering_array(factors), request, "0.35 B")
@@ -230,14 +248,16 @@ def test_pairs_equal_solo_on_the_0_35_b(medium: Path, request: pytest.FixtureReq
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", PROPOSERS)
-def test_500_prompts_at_every_lag(method: str, temperature: float, say: Callable[[str], None]) -> None:
+def test_500_prompts_at_every_lag(
+    method: str, temperature: float, demo_drafts: dict[str, Path], say: Callable[[str], None]
+) -> None:
     """Texts, drafts and acceptances of the synchronous run, prompt by prompt."""
     prompts = demo_prompts(500)
     params = [SamplingParams(temperature=temperature, max_tokens=32, seed=i) for i in range(500)]
     requests = [Request(f"{i}", p, q) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
     wishes: dict[str, Any] = {**PROPOSERS[method], "ctx": 256, "slots": 16}
-    if method == "draft":
-        wishes["draft_model"] = demo_draft_folder()
+    if method in demo_drafts:
+        wishes["draft_model"] = demo_drafts[method]
     base: list[Run] = []
     for lag in (0, 1, 2):
         runs = run_requests(make_engine(demo_folder(), lag=lag, **wishes), requests)
