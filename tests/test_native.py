@@ -18,6 +18,7 @@ from spd.runtime.rows import SlotView
 from tests.helpers import TinyShelf, make_engine, random_prompts, run_all, run_requests
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import FAMILIES, write_dense
+from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
 needs_native = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
@@ -184,20 +185,31 @@ def test_why_not(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
     assert plan.kernels == "torch" and plan.kernels_reason.startswith("not the C kernels: ")
 
 
+HEADS: dict[str, dict[str, Any]] = {
+    "mimo": {"family": "mimo", "modules": 3, "hidden_share": 0.1},
+    "deepseek": {"family": "deepseek", "variant": "deepseek_v3"},
+    "eagle3": {"aux": (1, 2, 3), "hidden_share": 0.3, "target_options": {"layers": 3}},
+}
+
+
 @needs_native
-@pytest.mark.parametrize(
-    "head",
-    [{"family": "mimo", "modules": 3, "hidden_share": 0.1}, {"family": "deepseek", "variant": "deepseek_v3"}],
-    ids=lambda head: head["family"],
-)
-def test_heads_draft_alike_in_any_company(tmp_path: Path, head: dict[str, Any]) -> None:
-    """MTP modules read what a pass gave for their own prompt: as many drafts accepted as alone."""
-    folder = write_tiny_mtp(tmp_path / "model", kind="copy", **head)
-    wishes: dict[str, Any] = {**BFLOAT16, "ctx": 320, "spec": "mtp", "draft_max": 3}
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_draft_alike_in_any_company(tmp_path: Path, name: str) -> None:
+    """A head reads what a pass gave for its own prompt: the drafts it makes alone, plain decoding's text."""
+    folder, speculation = tmp_path / "model", {"spec": "mtp"}
+    if name == "eagle3":
+        head = write_tiny_pair(folder, tmp_path / "head", kind="copy", **HEADS[name])
+        speculation = {"spec": "eagle3", "draft_model": head}
+    else:
+        write_tiny_mtp(folder, kind="copy", **HEADS[name])
+    wishes: dict[str, Any] = {**BFLOAT16, "ctx": 320, "draft_max": 3, **speculation}
     alone = make_engine(folder, **wishes, slots=1, prefix_sharing=False)
     assert (alone.plan.kernels, alone.plan.draft_kernels) == ("native", "native")
     expected = run_requests(alone, mixed_requests())
     assert sum(run.metrics.draft_n_accepted for run in expected)
+    assert [run.tokens for run in expected] == company(
+        make_engine(folder, **BFLOAT16, ctx=320), mixed_requests()
+    )
     for more in ({"slots": 10}, {"slots": 4, "lag": 1}):
         together = run_requests(make_engine(folder, **wishes, **more), mixed_requests())
         assert [run.tokens for run in together] == [run.tokens for run in expected]

@@ -16,6 +16,7 @@ from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
 from spd.runtime import SamplingParams, assembly
 from tests.helpers import INTERPRETED, Run, make_engine, random_prompts, run_all
 from tests.recipes.tiny_dense import write_dense
+from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.host_watch import HostWatch
 
@@ -269,6 +270,50 @@ def test_a_deepseek_head(tmp_path: Path) -> None:
     first, second = both(target, PROMPT, params, spec="mtp", draft_max=2)
     assert_same(first, second)
     assert sum(len(record.draft) for record in second[0].rounds) > 2
+
+
+EAGLES: dict[str, dict[str, Any]] = {
+    "few": {"aux": (0, 1), "layout": "speculators", "draft_vocab": 40, "kind": "random"},
+    "some": {"aux": (1, 3), "draft_vocab": 80},
+    "all": {"aux": (0, 2), "layout": "speculators", "draft_vocab": None}
+    | {"fc_norm": True, "norm_output": True, "own_embedding": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("ids", "layers", "count"),
+    [("few", 1, 6), pytest.param("some", 3, 16, marks=SLOW), pytest.param("all", 2, 16, marks=SLOW)],
+)
+def test_an_eagle3_head(
+    tmp_path: Path,
+    no_host_reads: HostWatch,
+    monkeypatch: pytest.MonkeyPatch,
+    ids: str,
+    layers: int,
+    count: int,
+) -> None:
+    """Greedy and drawn side by side, by a head that draws itself: of some of the ids, or of all."""
+    from spd.kernels import skinny_linear_triton
+
+    honest, drawn = skinny_linear_triton._head, []
+
+    def watched(*given: Any) -> None:
+        *_, ids, _ = given[4]
+        drawn.append(ids is not None)
+        honest(*given)
+
+    monkeypatch.setattr(skinny_linear_triton, "_head", watched)
+    options = {"kind": "copy", **EAGLES[ids], "target_options": {"layers": layers, **SHAPE}}
+    head = write_tiny_pair(tmp_path / "target", tmp_path / "head", **options)
+    wishes = {"spec": "eagle3", "draft_model": head, "draft_max": 2, "slots": 2}
+    params = [SamplingParams(max_tokens=count, temperature=temperature, seed=3) for temperature in (0.0, 0.8)]
+    first, second = both(tmp_path / "target", PROMPT * 2, params, **wishes)
+    assert_same(first, second)
+    assert any(drawn) == (ids != "all") and no_host_reads.rounds > 2
+    accepted, proposed = (
+        sum(getattr(run.metrics, n) for run in first) for n in ("draft_n_accepted", "draft_n")
+    )
+    assert accepted < proposed and (accepted > 0 or ids == "few")
 
 
 def test_a_lookup_in_parts(
