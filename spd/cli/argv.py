@@ -55,6 +55,10 @@ FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "draft-mtp": "mtp",
             "draft-simple": "draft",
             "draft-eagle3": "eagle3",
+            "EAGLE3": "eagle3",
+            "NEXTN": "mtp",
+            "NGRAM": "ngram",
+            "STANDALONE": "draft",
             "ngram-simple": "ngram",
         },
         "--dtype": {

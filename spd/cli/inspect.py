@@ -42,6 +42,8 @@ def inspect(session: Session, options: InspectOptions) -> None:
                 shown["draft"] = describe(options.draft, config, other)
             refusal = unfit(folder, target, draft, config, shown["draft"])
             shown["compatible"] = refusal is None
+            if config.eagle3 is not None and refusal is None:
+                shown["draft"]["eagle3"]["aux_layers"] = config.eagle3.aux_layers(target["layers"])
         if target["eagle3"] is None:  # a head by itself runs nothing
             choice = choose(checkpoint, draft, options.quantize, options.tp, options.draft_tp)
             shown |= {"speculation": speculation(choice), "needs": needs(choice)}
@@ -145,6 +147,9 @@ def eagle3_facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any] 
         "draft_vocab_size": head.draft_vocab_size or config.vocab_size,
         "aux_layers": head.listed_layers,
         "recycles": "normed" if head.norm_output else "raw",
+        "norms": [
+            name for name in ("norm_before_residual", "norm_before_fc", "fc_norm") if getattr(head, name)
+        ],
         "own_embedding": EMBEDDING in checkpoint.tensors,
         "own_head": not shares_head(config, checkpoint),
     }
@@ -305,11 +310,15 @@ def _eagle3_lines(eagle3: dict[str, Any] | None) -> list[str]:
     if eagle3 is None:
         return []
     layers = eagle3["aux_layers"]
-    behind = "a low, a middle and a high layer" if layers is None else f"layers {', '.join(map(str, layers))}"
-    return [
-        f"eagle3    for a target of hidden {eagle3['target_hidden_size']:,}, reads it behind {behind} · "
-        f"drafts {eagle3['draft_vocab_size']:,} ids"
-    ]
+    behind = "2, half and all but 3" if layers is None else ", ".join(map(str, layers))
+    facts = (
+        f"for a target of hidden {eagle3['target_hidden_size']:,}",
+        f"reads it behind {behind} layers",
+        f"drafts {eagle3['draft_vocab_size']:,} ids",
+        *eagle3["norms"],
+        *(["recycles normed"] if eagle3["recycles"] == "normed" else []),
+    )
+    return [f"eagle3    {' · '.join(facts)}"]
 
 
 def _template_words(template: dict[str, Any]) -> str:

@@ -124,7 +124,7 @@ def needs(choice: Choice) -> dict[str, Any]:
         not here.on_cpu,
         DEFAULT_DRAFT_MAX.get(drafter.method, 0),
         here.on_cpu,
-        drafter.mtp,
+        *drafter.head,
     )
     dtype = here.dtype(model)
     wishes = Wishes(config.quantize, kernels, here.device, dtype, config.load, config.tp)

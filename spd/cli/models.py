@@ -116,6 +116,7 @@ def ls(session: Session, options: ListOptions) -> None:
     rows = [("MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "RUNS")]
     for model in models:
         runs = "yes" if model["supported"] else f"no: {model['reason']}"
+        runs = "as a head: --draft-model" if model["eagle3"] else runs
         facts = (model["dtype"] or "?", model["architecture"] or "?", "yes" if model["mtp"] else "no")
         rows.append((model["model"], _size(model["bytes"]), *facts, runs))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
@@ -129,7 +130,11 @@ def cached_facts(name: str) -> dict[str, Any]:
     from spd.formats.hub import cached_folder, resolve_model
 
     facts: dict[str, Any] = {"model": name, "bytes": _bytes_below(cached_folder(name))}
-    facts |= dict.fromkeys(("folder", "dtype", "architecture", "reason")) | {"mtp": False, "supported": False}
+    facts |= dict.fromkeys(("folder", "dtype", "architecture", "reason")) | {
+        "mtp": False,
+        "eagle3": False,
+        "supported": False,
+    }
     try:
         folder = resolve_model(name)
         facts["folder"] = str(folder)
@@ -149,7 +154,8 @@ def _model_facts(folder: Path) -> dict[str, Any]:
     with Checkpoint.open(folder) as checkpoint:
         check_names(checkpoint, config)
         mtp = any(is_mtp_tensor(tensor, config.num_layers) for tensor in checkpoint.tensors)
-    return {"dtype": config.dtype, "architecture": config.architecture, "mtp": mtp, "supported": True}
+    kind = {"mtp": mtp, "eagle3": config.eagle3 is not None}
+    return {"dtype": config.dtype, "architecture": config.architecture, **kind, "supported": True}
 
 
 def rm(session: Session, options: RemoveOptions) -> None:

@@ -13,7 +13,7 @@ added to attention is hidden_norm(h). One layer; keys and values as in a Llama o
 
 Three layouts, which the configuration tells apart:
 
-    research       a Llama configuration with draft_vocab_size, of the architectures below; `midlayer.*`
+    research       a Llama configuration with draft_vocab_size, or of the architectures below; `midlayer.*`
     vLLM           the same under its own architecture; `layers.0.*`
     speculators    speculators_model_type "eagle3", the layer's configuration in transformer_layer_config
 
@@ -33,11 +33,19 @@ from spd.formats.json_file import Fields, shown
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 MODEL_TYPE = "eagle3"
-IDS = "eagle_aux_hidden_state_layer_ids"
+IDS, OTHER_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 MOST_AUX = 16
 LAYER_PREFIXES = ("midlayer.", "layers.0.")
 """What stands before the names of the head's layer; the first that is there counts."""
 OFFSETS = "d2t"
+_SWITCHES = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
+"""Keys of eagle_config that change the forward pass, and the value that is built."""
 EMBEDDING, HEAD, FINAL_NORM, FUSE = "embed_tokens.weight", "lm_head.weight", "norm.weight", "fc.weight"
 
 
@@ -75,34 +83,43 @@ class Eagle3Fields:
     layer: Fields
 
 
+def is_eagle3(fields: Fields) -> bool:
+    """Whether `config.json` is an EAGLE-3 head's, right or wrong."""
+    names = fields.get("architectures")
+    if fields.get("speculators_model_type") == MODEL_TYPE:
+        return True
+    named = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
+    return named or (names == ["LlamaForCausalLM"] and "draft_vocab_size" in fields)
+
+
 def read_eagle3(fields: Fields) -> Eagle3Fields | None:
     """What `config.json` says if it is an EAGLE-3 head's; None if it is another model's.
 
     Raises CheckpointError naming the field for a head that cannot be run.
     """
-    if fields.get("speculators_model_type") == MODEL_TYPE:
-        layer = fields.fields("transformer_layer_config")
-        if layer is None:
-            raise fields.refused("transformer_layer_config", "is missing")
-        return _checked(fields, layer, normed_residual=True)
-    names = fields.get("architectures")
-    named = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
-    if named or (names == ["LlamaForCausalLM"] and "draft_vocab_size" in fields):
+    if not is_eagle3(fields):
+        return None
+    if fields.get("speculators_model_type") != MODEL_TYPE:
         return _checked(fields, fields, normed_residual=False)
-    return None
-
-
-def _checked(fields: Fields, layer: Fields, *, normed_residual: bool) -> Eagle3Fields:
+    layer = fields.fields("transformer_layer_config")
+    if layer is None:
+        raise fields.refused("transformer_layer_config", "is missing")
     kind = layer.text("model_type", "llama")
     if kind != "llama":
         raise layer.refused("model_type", f"{shown(kind)}: EAGLE-3 heads with llama's layer are supported")
+    return _checked(fields, layer, normed_residual=True)
+
+
+def _checked(fields: Fields, layer: Fields, *, normed_residual: bool) -> Eagle3Fields:
+    """Of a head whose layer is a Llama's, whatever model_type says: trainers write the target's there."""
     if layer.integer("num_hidden_layers", 1, 1024, 1) != 1:
         raise layer.refused("num_hidden_layers", "EAGLE-3 heads of one layer are supported")
     nested = fields.fields("eagle_config") or Fields(f"{fields.where}: eagle_config", {})
-    if not nested.boolean("use_aux_hidden_state", True):
-        raise nested.refused("use_aux_hidden_state", "a head that reads the last state only is not supported")
+    for key, built in _SWITCHES.items():
+        if nested.get(key) not in (None, built):
+            raise nested.refused(key, f"{shown(nested.get(key))} is not supported ({shown(built)} is)")
     vocab_size = layer.integer("vocab_size", 1, 1 << 24)
-    listed = _listed(fields, IDS, 0) or _listed(nested, IDS, 1)
+    listed = _listed(fields, IDS, 0) or _listed(fields, OTHER_IDS, 0) or _listed(nested, IDS, 1)
     sizes = fields if "target_hidden_size" in fields else layer
     facts = Eagle3Config(
         target_hidden_size=sizes.integer("target_hidden_size", 1, 1 << 20, _hidden(layer)),
@@ -114,17 +131,16 @@ def _checked(fields: Fields, layer: Fields, *, normed_residual: bool) -> Eagle3F
         fc_norm=fields.boolean("fc_norm", False),
         norm_output=fields.boolean("norm_output", False),
     )
+    stored = [each.get(key) for each in (layer, fields) for key in ("dtype", "torch_dtype")]
     llama = {
         **layer.values,
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
-        "dtype": layer.get("dtype")
-        or layer.get("torch_dtype")
-        or fields.get("dtype")
-        or fields.get("torch_dtype"),
+        "dtype": next((dtype for dtype in stored if dtype), None),
         "torch_dtype": None,
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the target's, and often another one's
     }
     return Eagle3Fields(facts, Fields(layer.where, llama))
 
@@ -134,10 +150,12 @@ def _hidden(layer: Fields) -> int:
 
 
 def _listed(fields: Fields, key: str, added: int) -> tuple[int, ...] | None:
-    """A list of layers, `added` to each; None where there is none or it is empty."""
+    """An ascending list of layers, `added` to each; None where there is none or it is empty."""
     value = fields.get(key)
     if value is None or value == []:
         return None
     if not isinstance(value, list) or len(value) > MOST_AUX or not all(type(i) is int for i in value):
         raise fields.refused(key, f"{shown(value)} is not a list of at most {MOST_AUX} layers")
+    if value != sorted(set(value)):
+        raise fields.refused(key, f"{shown(value)} is not ascending")
     return tuple(i + added for i in value)

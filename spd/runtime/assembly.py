@@ -92,6 +92,7 @@ def _eagle3_runner(
     kernels: Kernels,
     folder: Path,
     target: ModelRunner,
+    usable_vocab: int,
     meter: LoadMeter,
     ranks: Ranks | None,
 ) -> ModelRunner:
@@ -100,8 +101,7 @@ def _eagle3_runner(
     form, _ = choose_form(read_model_config(folder), folder, plan)
     drafting, apart = (None, False) if ranks is None else (ranks.draft, ranks.apart)
     dtype = getattr(torch, plan.dtype)
-    layers = len(target.model.layers)
-    place = Place(target.model, Path(plan.model), layers, dtype, plan.device, kernels, drafting, apart)
+    place = Place(target.model, Path(plan.model), usable_vocab, dtype, plan.device, kernels, drafting, apart)
     rows = max(TAIL_ROWS[kernels.name], plan.slots * (CATCH_UP + plan.draft_max + 1))
     with memory_phase("loading the EAGLE-3 head"):
         head = load_eagle3(
@@ -180,7 +180,7 @@ def assemble(
     own = kernels if plan.draft_kernels == plan.kernels else load_kernels(plan.draft_kernels)
     drafters = []
     if draft and read_model_config(Path(draft)).eagle3 is not None:
-        drafters = [_eagle3_runner(plan, own, Path(draft), runner, meter, ranks)]
+        drafters = [_eagle3_runner(plan, own, Path(draft), runner, usable_vocab, meter, ranks)]
     elif draft:
         drafters = [_runner(plan, own, draft, plan.draft_ctx, meter, drafting)]
     source = plan.mtp_source(config)

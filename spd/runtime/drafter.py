@@ -13,7 +13,7 @@ from pathlib import Path
 from spd.errors import IncompatibleError, SpdError, UsageError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.demo import demo_draft_folder, demo_folder
-from spd.formats.eagle3 import read_eagle3
+from spd.formats.eagle3 import EMBEDDING, is_eagle3
 from spd.formats.json_file import Fields, read_json_object
 from spd.formats.model_config import FILE_NAME, ModelConfig, read_model_config
 from spd.formats.mtp import declared_modules, no_mtp
@@ -35,6 +35,13 @@ class Drafter:
     reason: str
     folder: Path | None = None
     mtp: MtpSource | None = None
+    head_embedding: bool = False
+    """Whether an EAGLE-3 head holds embeddings, perhaps the target's."""
+
+    @property
+    def head(self) -> tuple[MtpSource | None, bool]:
+        """What the memory of a head follows from."""
+        return self.mtp, self.head_embedding
 
     def source(self, draft: ModelConfig | None) -> tuple[ModelConfig, Path] | None:
         """Whose weights draft and where they are: the head's, or the draft model's (given)."""
@@ -124,11 +131,9 @@ def _own_mtp(config: EngineConfig, model: ModelConfig, target: Checkpoint | None
 
 
 def _is_eagle3(draft: Path) -> bool:
-    """Whether a folder holds an EAGLE-3 head; what is wrong with it else is said where it is read."""
-    try:
-        return read_eagle3(Fields(str(draft), read_json_object(draft / FILE_NAME))) is not None
-    except SpdError:
-        return False
+    """Whether a folder says that it holds an EAGLE-3 head; what is wrong with it is said where it is read."""
+    path = draft / FILE_NAME
+    return path.is_file() and is_eagle3(Fields(str(path), read_json_object(path)))
 
 
 def _asked_eagle3(config: EngineConfig, model: ModelConfig, draft: Path) -> Drafter:
@@ -146,14 +151,14 @@ def _asked_eagle3(config: EngineConfig, model: ModelConfig, draft: Path) -> Draf
             code="no_draft",
         )
     check_target(head, draft, model, config.model)
+    holds_embedding = False
     if config.load != "dummy":
         with Checkpoint.open(draft) as checkpoint:
             check_eagle3(head, checkpoint)
+            holds_embedding = EMBEDDING in checkpoint.tensors
     if (draft / "tokenizer.json").exists():
         _require_same_vocabulary(config.model, draft)
-    return Drafter(
-        "eagle3", "asked for" if config.spec == "eagle3" else "the EAGLE-3 head that is given", draft
-    )
+    return Drafter("eagle3", "asked for", draft, head_embedding=holds_embedding)
 
 
 def check_target(head: ModelConfig, draft: Path, target: ModelConfig, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint
-from spd.formats.eagle3 import EMBEDDING, OFFSETS
+from spd.formats.eagle3 import EMBEDDING, HEAD, OFFSETS
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.kernels.dispatch import Kernels
 from spd.kernels.paged_attention import AttentionHeads
@@ -27,6 +28,8 @@ from spd.runtime.parallel.communicator import Communicator
 from spd.runtime.progress import LoadMeter
 from spd.runtime.weight_space import Fill, WeightSpace
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Place:
@@ -34,22 +37,23 @@ class Place:
 
     target: Decoder
     target_folder: Path
-    target_layers: int
+    usable_vocab: int
+    """Ids below it can be drawn."""
     dtype: torch.dtype
     device: str
     kernels: Kernels
     ranks: Communicator | None
     apart: bool
-    """Other ranks than the target's share the head, so that it reads embeddings for itself."""
+    """Other ranks than the target's share the head, so that it has tables for itself."""
 
     def own(self, rows: int) -> tuple[int, int]:
         """Which of so many rows of a table are this rank's."""
         return (0, rows) if self.ranks is None else Shard(self.ranks.rank, self.ranks.size).ids(rows)
 
-    def table(self, checkpoint: Checkpoint, name: str) -> Tensor:
+    def table(self, whole: Tensor) -> Tensor:
         """This rank's rows of a table."""
-        first, end = self.own(checkpoint.tensors[name].shape[0])
-        return checkpoint.read(name)[first:end].to(self.device, self.dtype)
+        first, end = self.own(whole.shape[0])
+        return whole[first:end].to(self.device, self.dtype)
 
 
 class HeadSource:
@@ -59,6 +63,7 @@ class HeadSource:
         self.config, self.folder, self.checkpoint, self.place = config, folder, checkpoint, place
         self.prefix = eagle3.layer_prefix(checkpoint)
         self.shares_head = eagle3.shares_head(config, checkpoint)
+        self.ids, self.order = self._vocabulary()
 
     def fill(self, meter: LoadMeter) -> Fill:
         """What writes the head's tensors, or this rank's parts of them."""
@@ -69,50 +74,80 @@ class HeadSource:
         """A table of its own, of the target's size, where it is not the target's bit for bit."""
         place = self.place
         with Checkpoint.open(place.target_folder) as theirs:
-            if EMBEDDING in self.checkpoint.tensors and not torch.equal(
+            if EMBEDDING in self.checkpoint.tensors and not _same(
                 self.checkpoint.read(EMBEDDING), theirs.read(weights.EMBEDDING)
             ):
-                return place.table(self.checkpoint, EMBEDDING)
-            return place.table(theirs, weights.EMBEDDING) if place.apart else None
+                return place.table(self.checkpoint.read(EMBEDDING))
+            return place.table(theirs.read(weights.EMBEDDING)) if place.apart else None
 
-    def ids(self) -> Tensor | None:
-        """The target's id of each of the head's, int64; None where they are the same."""
-        if OFFSETS not in self.checkpoint.tensors:
+    def head(self) -> Tensor | None:
+        """What makes logits where it is no tensor as stored: rows in another order, or the target's."""
+        place = self.place
+        if self.order is not None:
+            return place.table(self.checkpoint.read(HEAD)[self.order])
+        if not (self.shares_head and place.apart):
             return None
-        found = torch.arange(eagle3.head_rows(self.config)) + self.checkpoint.read(OFFSETS)
-        size = self.config.vocab_size
-        if int(found[0]) < 0 or int(found[-1]) >= size or not bool((found.diff() > 0).all()):
+        tied = read_model_config(place.target_folder).tie_embeddings
+        with Checkpoint.open(place.target_folder) as theirs:
+            return place.table(theirs.read(weights.EMBEDDING if tied else weights.HEAD))
+
+    def _vocabulary(self) -> tuple[Tensor | None, Tensor | None]:
+        """The target's id of each of the head's, int64 and ascending, and the order in which they are stored.
+
+        None where ids are the target's own, and where the order is this one.
+        """
+        if OFFSETS not in self.checkpoint.tensors:
+            return None, None
+        size, rows = self.config.vocab_size, eagle3.head_rows(self.config)
+        stored = self.checkpoint.read(OFFSETS).long()
+        found, order = (torch.arange(rows) + stored).sort()
+        least, most = int(found[0]), int(found[-1])
+        if least < 0 or most >= size or int(stored.abs().max()) >= size or bool((found.diff() == 0).any()):
             raise CheckpointError(
-                f"{self.folder}: tensor {OFFSETS}: does not lead to ascending token ids below {size:,}",
+                f"{self.folder}: tensor {OFFSETS}: does not lead to different token ids below {size:,}",
                 reason=["Each of its numbers is added to its own index."],
             )
-        return None if len(found) == size else found.to(self.place.device)
+        if least >= self.place.usable_vocab:
+            raise CheckpointError(
+                f"{self.folder}: tensor {OFFSETS}: leads to no id that the tokenizer knows",
+                reason=[f"The first is {least:,}; the tokenizer knows {self.place.usable_vocab:,}."],
+            )
+        ascending = torch.equal(order, torch.arange(rows))
+        return None if rows == size else found.to(self.place.device), None if ascending else order
+
+
+def _same(own: Tensor, other: Tensor) -> bool:
+    """Whether two tables are equal bit for bit, read a part at a time."""
+    step = 4096
+    return own.shape == other.shape and all(
+        torch.equal(own[i : i + step], other[i : i + step]) for i in range(0, own.shape[0], step)
+    )
 
 
 class DummySource:
-    """The same made up: normal numbers, the target's embeddings, ids spread over the vocabulary."""
+    """The same made up: normal numbers, ids spread over the vocabulary."""
 
     prefix, shares_head = eagle3.DUMMY_PREFIX, False
 
     def __init__(self, config: ModelConfig, place: Place) -> None:
         self.config, self.place = config, place
+        rows, size = eagle3.head_rows(config), config.vocab_size
+        self.ids = None if rows == size else torch.arange(rows, device=place.device) * size // rows
 
     def fill(self, meter: LoadMeter) -> Fill:
         """See `HeadSource`."""
         return dummy_fill(self.place.device, False, meter)
 
     def embedding(self) -> Tensor | None:
-        """See `HeadSource`."""
+        """See `HeadSource`; the target's where it is there."""
         if not self.place.apart:
             return None
         first, end = self.place.own(self.config.vocab_size)
         shape = (end - first, self.config.hidden_size)
         return torch.randn(shape, dtype=self.place.dtype, device=self.place.device)
 
-    def ids(self) -> Tensor | None:
+    def head(self) -> None:
         """See `HeadSource`."""
-        rows, size = eagle3.head_rows(self.config), self.config.vocab_size
-        return None if rows == size else torch.arange(rows, device=self.place.device) * size // rows
 
 
 def _built(
@@ -139,9 +174,12 @@ def _built(
     norms = tensors.attention["norm"], tensors.attention["state_norm"], tables["final_norm"]
     layer = builder.layer(layout.layers[0], tensors)
     table = tables["embedding"] if "embedding" in tables else source.embedding()
+    scores = source.head()
+    scores = tables.get("head") if scores is None else scores
+    named = None if source.ids is None else (source.ids, config.vocab_size)
     each = tables["aux_norms"].chunk(facts.num_aux) if "aux_norms" in tables else ()
     reader = AuxStates(
-        facts.aux_layers(place.target_layers),
+        facts.aux_layers(len(target.layers)),
         builder.linear(tables["fuse"]),
         tables.get("aux_norm"),
         each,
@@ -155,8 +193,8 @@ def _built(
         norms,
         layer,
         target.embedding if table is None else builder.embedding(table, config.vocab_size),
-        builder.head(tables["head"], eagle3.head_rows(config)) if "head" in tables else target.head,
-        source.ids(),
+        target.head if scores is None else builder.head(scores, eagle3.head_rows(config), named),
+        source.ids,
         RotaryTable(config.rope, attention.rotary, positions, exact, place.device, shift=1),
         AttentionHeads(*attention.heads, first_key=1),
         epsilon,
@@ -186,7 +224,9 @@ def load_eagle3(
     if load == "dummy":
         return _built(config, DummySource(config, place), place, positions, meter, form, rows)
     with Checkpoint.open(folder) as checkpoint:
-        eagle3.check_eagle3(config, checkpoint)
+        unused = eagle3.check_eagle3(config, checkpoint)
+        if unused:
+            logger.warning("%d tensors of %s are not used, %s first", len(unused), folder, unused[0])
         source = HeadSource(config, folder, checkpoint, place)
         head = _built(config, source, place, positions, meter, form, rows)
         checkpoint.check_unchanged()

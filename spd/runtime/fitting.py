@@ -38,6 +38,7 @@ def shape_of(
     draft_max: int,
     on_cpu: bool,
     mtp: MtpSource | None = None,
+    head_embedding: bool = False,
 ) -> MemoryShape:
     """What is asked for in numbers; an automatic context is as long as it may become."""
     if config.ctx is not None and config.ctx > model.max_positions:
@@ -61,6 +62,7 @@ def shape_of(
         pages=config.cache_pages,
         keep_laws=config.verify != "coupled",
         mtp=mtp if draft_max else None,
+        head_embedding=head_embedding,
     )
 
 

@@ -7,6 +7,7 @@ and outputs are the state's tensors, whose addresses never change.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ class RoundShape:
     num_logprobs: int | None
     slots: int
     """The first so many run."""
+    follows: bool = True
+    """Whether the proposer keeps up with any of them; see `Round.follows`."""
 
 
 def slot_counts(slots: int) -> tuple[int, ...]:
@@ -90,7 +93,8 @@ class CapturedRounds:
         state.active.fill_(False)
 
         count = shape.slots
-        part = self.round if count == state.slots else self.round.first(count)
+        part = copy(self.round) if count == state.slots else self.round.first(count)
+        part.follows = shape.follows
 
         def program() -> Logprobs | None:
             return part.run(shape.k, views[:count], shape.needs, shape.num_logprobs, shape.next_k)

@@ -65,6 +65,7 @@ class MemoryShape:
     """Whether what each draft was drawn from is kept until it is verified."""
 
     mtp: MtpSource | None = None
+    head_embedding: bool = False  # whether an EAGLE-3 head holds some, which may not be the target's
     form: WeightForm = WIDE
     draft_form: WeightForm = WIDE
     """Of the draft model or the MTP head."""
@@ -200,14 +201,14 @@ def _states(shape: MemoryShape, modules: int) -> int:
 
 def _aux_states(shape: MemoryShape, draft: ModelConfig) -> int:
     """Bytes of an EAGLE-3 head's states, of the streams that a pass reads, and of embeddings of its own."""
-    facts, width = draft.eagle3, DTYPE_BYTES[shape.dtype]
-    if facts is None:
+    if (facts := draft.eagle3) is None:
         return 0
     rows = max(shape.chunk, TAIL_ROWS[shape.kernels], shape.slots * (shape.draft_max + 1))
-    read = 2 * rows * facts.num_aux * facts.target_hidden_size
-    apart = shape.draft_tp != shape.tp and facts.target_hidden_size == draft.hidden_size
-    own = -(-draft.vocab_size // shape.draft_tp) * draft.hidden_size if apart else 0
-    return (_states(shape, 1) * draft.hidden_size + read + own) * width
+    own = 0
+    if facts.target_hidden_size == draft.hidden_size and (shape.head_embedding or shape.draft_tp != shape.tp):
+        own = -(-draft.vocab_size // shape.draft_tp) * draft.hidden_size  # else it is among the weights
+    streams = 2 * rows * facts.num_aux * facts.target_hidden_size
+    return (_states(shape, 1) * draft.hidden_size + streams + own) * DTYPE_BYTES[shape.dtype]
 
 
 def _head(shape: MemoryShape) -> tuple[int, int, int]:
@@ -220,8 +221,7 @@ def _head(shape: MemoryShape) -> tuple[int, int, int]:
     positions = pages * PAGE_SIZE * module_position_size(config, family, shard)
     states = _states(shape, modules) * config.hidden_size
     rows = shape.slots * (CATCH_UP + shape.draft_max + 1)
-    form = shape.draft_form
-    weights = sum(module_bytes(shape.mtp, i, shape.dtype, form, shard) for i in range(modules))
+    weights = sum(module_bytes(shape.mtp, i, shape.dtype, shape.draft_form, shard) for i in range(modules))
     if shape.draft_tp != shape.tp:  # tables of its own, since the target's are divided among other ranks
         weights += 2 * -(-config.vocab_size // shape.draft_tp) * config.hidden_size * width
     return weights, modules * (positions + states) * width, rows

@@ -13,6 +13,7 @@ import torch
 from spd.errors import ResourceError, SpdError
 from spd.formats.model_config import read_model_config
 from spd.runtime.memory import MemoryShape, measure, remedies, show_size
+from spd.runtime.models.eagle3 import holds_embedding
 from spd.runtime.models.weight_form import WIDE
 from spd.runtime.page_table import NUM_RESERVED
 from spd.runtime.plan import EnginePlan
@@ -104,6 +105,7 @@ def shape_of(plan: EnginePlan) -> MemoryShape:
         on_cpu=plan.device == "cpu",
         pages=plan.num_pages - NUM_RESERVED,
         mtp=source,
+        head_embedding=draft is not None and holds_embedding(Path(draft)),
         form=choose_form(target, Path(plan.model), plan)[0],
         draft_form=draft_form,
         tp=plan.tp,

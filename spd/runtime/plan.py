@@ -204,7 +204,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     draft_max = wanted if drafter.method != "off" else 0
     wishes = Wishes(config.quantize, kernels, device, dtype, config.load, config.tp)
     form, draft_form, why = choose_forms((model, config.model), drafter.source(draft), wishes)
-    shape = shape_of(config, model, draft, dtype, kernels, graphs, draft_max, device == "cpu", drafter.mtp)
+    shape = shape_of(config, model, draft, dtype, kernels, graphs, draft_max, device == "cpu", *drafter.head)
     drafting = (draft, drafter.mtp) if draft_max else (None, None)
     ranks = divide(config.tp, config.draft_tp, model, *drafting, dtype, device)
     shape = replace(shape, form=form, draft_form=draft_form, tp=ranks.tp, draft_tp=ranks.draft_tp)

@@ -166,13 +166,14 @@ class RoundQueue:
             if self.behind >= CATCH_UP or next_k:
                 self.settle(views)
             self.behind += not next_k
+        follows = proposer is None or not proposer.captures
+        follows |= any(view.bound and own for view, own in zip(views, self.follows, strict=True))
         if self.captured is not None:
             slots = self.captured.slots_for(views)
-            logprobs = self.captured.run(RoundShape(k, next_k, needs, num_logprobs, slots), views)
+            shape = RoundShape(k, next_k, needs, num_logprobs, slots, follows)
+            logprobs = self.captured.run(shape, views)
         else:
-            self.round.follows = any(
-                view.bound and own for view, own in zip(views, self.follows, strict=True)
-            )
+            self.round.follows = follows
             logprobs = self.round.run(k, views, needs, num_logprobs, next_k)
         row = self.launched % RING_DEPTH
         self.launched += 1

@@ -134,7 +134,8 @@ def inputs_for_outputs(config: Config, tensors: Tensors) -> None:
 
 def parts_reversed(config: Config, tensors: Tensors) -> None:
     """The last auxiliary state comes first."""
-    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [5, 3, 1]
+    parts = tensors["fc.weight"].chunk(3, dim=1)
+    tensors["fc.weight"] = torch.cat(parts[::-1], dim=1).contiguous()
 
 
 def residual_normed(config: Config, tensors: Tensors) -> None:

@@ -87,8 +87,17 @@ def looked_up(embedding: AnyEmbedding, ids: Tensor) -> tuple[Tensor, Tensor]:
 class ShardedHead:
     """Logits of a rank's own ids, gathered; or only the best of each rank, where no more is asked."""
 
-    def __init__(self, inner: AnyHead, first: int, vocab_size: int, ranks: Communicator) -> None:
+    def __init__(
+        self,
+        inner: AnyHead,
+        first: int,
+        vocab_size: int,
+        ranks: Communicator,
+        ids: tuple[Tensor, int] | None = None,
+    ) -> None:
+        """ids: of a head of some ids each row's token, int64, ascending, and how many there are in all."""
         self.inner, self.first, self.vocab_size, self.ranks = inner, first, vocab_size, ranks
+        self.ids = ids
         self.carries_squares = inner.carries_squares
         self.width = -(-vocab_size // ranks.size)
 
@@ -114,6 +123,13 @@ class ShardedHead:
     ) -> None:
         """Kernels that draw have nothing to say of how good their best is."""
 
+    def _tokens(self, own: int, device: torch.device) -> tuple[Tensor, int]:
+        """What this rank's rows stand for, int64 [own], and how many tokens there are."""
+        if self.ids is None:
+            return torch.arange(self.first, self.first + own, device=device), self.vocab_size
+        known, total = self.ids
+        return known[self.first : self.first + own], total
+
     def choose(
         self,
         part: Tensor,
@@ -129,23 +145,21 @@ class ShardedHead:
         greedy. Row r of a slot draws the token at first + step + r; ties go to the lowest id.
         """
         own = part.shape[-1]
-        usable = min(max(usable_vocab - self.first, 0), own)
-        if usable < own:
-            part = part.clone()
-            part[..., usable:] = NEGATIVE_INFINITY
+        tokens, every_id = self._tokens(own, part.device)
+        if self.ids is not None or usable_vocab < self.first + own:
+            part = torch.where(tokens < usable_vocab, part, NEGATIVE_INFINITY)
         scores = part
         if temperature is not None:
             part = scale(part, temperature)
             positions = first.unsqueeze(-1) + step + torch.arange(part.shape[1], device=part.device)
             # Of all ids, since a logarithm's bits may depend on where in its row an element lies.
-            noise = gumbel(
-                seed.unsqueeze(-1).expand_as(positions), positions, STREAM_TARGET, self.vocab_size
-            )[..., self.first : self.first + own]
+            noise = gumbel(seed.unsqueeze(-1).expand_as(positions), positions, STREAM_TARGET, every_id)
+            noise = noise[..., tokens]
             greedy = (temperature <= 0).view(-1, 1, 1)
             scores = torch.where(greedy, part, part + noise)
         best = scores.argmax(dim=-1, keepdim=True)
         told = torch.cat((scores.gather(-1, best), part.gather(-1, best)), dim=-1).view(torch.int32)
-        every = self.ranks.gather(torch.cat((told, (best + self.first).int()), dim=-1))
+        every = self.ranks.gather(torch.cat((told, tokens[best].int()), dim=-1))
         # Ranks are in the order of their ids, and argmax takes the first of equals.
         winner = every[..., 0].contiguous().view(torch.float32).argmax(dim=0)
         score = every[..., 1:].gather(0, winner[None, ..., None].expand(1, *winner.shape, 2))[0]

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from spd.formats.model_config import ModelConfig, read_model_config
-from spd.runtime.memory import PAGE_SIZE, page_bytes, tensor_bytes
-from spd.runtime.models.weight_form import DTYPE_BYTES, WeightForm
+from spd.runtime.memory import PAGE_SIZE, page_bytes, rank_layout
+from spd.runtime.models.weight_form import WeightForm
+from spd.runtime.models.weights import head_table, layer_prefix
 from spd.runtime.plan import EnginePlan
 from spd.runtime.weight_choice import choose_form
 
@@ -45,9 +46,17 @@ def floor_of(folder: Path, plan: EnginePlan, ranks: int = 1) -> Floor | None:
 
 
 def _streamed(config: ModelConfig, dtype: str, form: WeightForm, ranks: int) -> int:
-    """Weights that every pass reads: all but the rows of the embedding, which are looked up."""
-    ids = 0 if config.tie_embeddings else -(-config.vocab_size // ranks)
-    return tensor_bytes(config, dtype, form, ranks) - ids * config.hidden_size * DTYPE_BYTES[dtype]
+    """Weights that every pass reads: the layers' and the table that makes logits; others are looked up.
+
+    What a head makes of its target's streams it makes once a round, not in every pass.
+    """
+    layout = rank_layout(config, ranks)
+    inside = sum(
+        form.bytes_of(destination, layer_prefix(index), dtype)
+        for index, layer in enumerate(layout.layers)
+        for destination in layer.destinations()
+    )
+    return inside + form.bytes_of(head_table(config, layout), "", dtype, table=True)
 
 
 @torch.inference_mode()

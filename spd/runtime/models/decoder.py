@@ -110,7 +110,7 @@ class Decoder:
         rotary = self.rotary_rows(batch)
         stream = self._embed(batch)
         reader = self.reader if batch.for_head and len(caches) >= len(self.layers) else None
-        streams = {0: stream.x}
+        streams = {0: stream.x} if reader is not None and 0 in reader.layers else {}
         for passed, (layer, cache) in enumerate(zip(self.layers, caches, strict=False), 1):
             stream = layer(stream, rotary, batch, cache)
             if reader is not None and passed in reader.layers:

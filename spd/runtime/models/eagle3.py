@@ -7,18 +7,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.eagle3 import EMBEDDING, FINAL_NORM, FUSE, HEAD, LAYER_PREFIXES, OFFSETS
-from spd.formats.model_config import ModelConfig
+from spd.formats.json_file import listed
+from spd.formats.model_config import ModelConfig, read_model_config
 from spd.runtime.models import llama
 from spd.runtime.models.destinations import NOTHING, Destination, Shape
 from spd.runtime.models.layouts import LayerLayout
 from spd.runtime.models.shards import Cut, Shard
-from spd.runtime.models.weights import ModelLayout, table_destinations
+from spd.runtime.models.weights import ModelLayout, is_ignorable, table_destinations
 
-IGNORABLE = (OFFSETS, "t2d", EMBEDDING)
+IGNORABLE = (OFFSETS, "t2d")
 """What is read for itself, and what says nothing more."""
+UNDERSTOOD = ("fc", "input_norm", "norm")
+"""Beginnings of names outside the layer: what else begins so changes the states."""
+INTEGERS = ("I64", "I32")
 
 
 def layout(config: ModelConfig) -> ModelLayout:
@@ -37,6 +43,14 @@ def own_embedding(config: ModelConfig) -> bool:
     """Whether a head needs embeddings of its own, since the target's are of another size."""
     assert config.eagle3 is not None
     return config.eagle3.target_hidden_size != config.hidden_size
+
+
+def holds_embedding(folder: Path) -> bool:
+    """Whether a folder is a head with embeddings in its checkpoint. Reads headers."""
+    if read_model_config(folder).eagle3 is None:
+        return False
+    with Checkpoint.open(folder) as checkpoint:
+        return EMBEDDING in checkpoint.tensors
 
 
 def tables(config: ModelConfig, shard: Shard | None) -> dict[str, Destination]:
@@ -94,7 +108,8 @@ def shares_head(config: ModelConfig, checkpoint: Checkpoint) -> bool:
 def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     """Names that a head does not use.
 
-    Raises one CheckpointError for everything that it lacks, or has in another shape or dtype.
+    Raises one CheckpointError for everything that it lacks, or has in another shape or dtype, and one for
+    tensors that would change what it drafts and are not read.
     """
     prefix, rows = layer_prefix(checkpoint), head_rows(config)
     expected: dict[str, Shape] = {
@@ -102,9 +117,17 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     }
     if shares_head(config, checkpoint):
         del expected[HEAD]
+    if EMBEDDING in checkpoint.tensors:
+        expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
     for layer in layout(config).layers:
         expected |= {prefix + name: shape for each in layer.destinations() for name, shape in each.parts}
-    unused = check_tensors(checkpoint, expected, what="tensors of the EAGLE-3 head")
+    unused = check_tensors(checkpoint, expected, ignorable=is_ignorable, what="tensors of the EAGLE-3 head")
     if rows != config.vocab_size or OFFSETS in checkpoint.tensors:
-        check_tensors(checkpoint, {OFFSETS: (rows,)}, dtypes=["I64"], what="tensor of the EAGLE-3 head")
+        check_tensors(checkpoint, {OFFSETS: (rows,)}, dtypes=INTEGERS, what="tensors of the EAGLE-3 head")
+    unread = [name for name in unused if name.startswith((prefix, *UNDERSTOOD))]
+    if unread:
+        raise CheckpointError(
+            f"{checkpoint.folder}: {unread[0]}: this kind of EAGLE-3 head is not supported",
+            reason=[f"{len(unread)} of its tensors are not read:", *listed(unread)],
+        )
     return [name for name in unused if name not in IGNORABLE]

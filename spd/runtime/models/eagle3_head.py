@@ -19,7 +19,7 @@ from spd.kernels.sampling import NEGATIVE_INFINITY
 from spd.runtime.layers.attention import Attention
 from spd.runtime.layers.linear import AnyHead, AnyLinear
 from spd.runtime.layers.rotary import RotaryTable
-from spd.runtime.layers.sharded import AnyEmbedding, SummedLinear, looked_up
+from spd.runtime.layers.sharded import AnyEmbedding, ShardedHead, SummedLinear, looked_up
 from spd.runtime.models.base import ForwardBatch, LayerCache, ModelOutput, Residual
 from spd.runtime.models.decoder import DecoderLayer
 
@@ -58,7 +58,6 @@ class Eagle3Head:
     """See `CausalModel`. `forward` needs a batch with states; logits are over the target's ids."""
 
     varied_layers = 1
-    part = None
 
     def __init__(
         self,
@@ -82,6 +81,7 @@ class Eagle3Head:
         self.cache_shapes = [layer.cache_shapes]
         self.vocab_size, self.hidden_size = embedding.shape
         self.max_positions = rotary.max_positions
+        self.part = head if isinstance(head, ShardedHead) and not head.carries_squares else None
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> ModelOutput:
         """The states that go on from the rows, [T, hidden]; writes the cache entries of every row."""
@@ -142,8 +142,9 @@ class Eagle3Head:
         return every.index_copy_(1, self.ids, known)
 
     def part_logits(self, hidden: Tensor, tile: int) -> Tensor:
-        """No rank says its best only."""
-        raise NotImplementedError
+        """Float32 logits [T, ids of this rank]; see `CausalModel`."""
+        assert self.part is not None
+        return self.part.part(self._shown(hidden), tile)
 
     def sample(
         self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor

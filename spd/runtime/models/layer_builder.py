@@ -82,13 +82,13 @@ class LayerBuilder:
         first, _ = Shard(self.ranks.rank, self.ranks.size).ids(vocab_size)
         return ShardedEmbedding(table, first, vocab_size, self.ranks)
 
-    def head(self, table: Tensor, vocab_size: int) -> AnyHead:
-        """The product that makes logits by a table [V, H], or by a rank's own rows."""
+    def head(self, table: Tensor, vocab_size: int, ids: tuple[Tensor, int] | None = None) -> AnyHead:
+        """The product that makes logits by a table [V, H], or a rank's own rows; ids: see `ShardedHead`."""
         inner = self.linear(table)
         if self.ranks is None:
             return inner
         first, _ = Shard(self.ranks.rank, self.ranks.size).ids(vocab_size)
-        return ShardedHead(inner, first, vocab_size, self.ranks)
+        return ShardedHead(inner, first, vocab_size, self.ranks, ids)
 
     def layer(self, layout: LayerLayout, tensors: LayerTensors) -> DecoderLayer:
         """One layer. The tensors belong to it from then on: they are changed, or packed and worthless."""

@@ -73,6 +73,12 @@ def table_destinations(config: ModelConfig, layout: ModelLayout) -> dict[str, De
     return {**tables, "final_norm": Destination.of({FINAL_NORM: table[1:]}, exact=layout.centred_norm)}
 
 
+def head_table(config: ModelConfig, layout: ModelLayout) -> Destination:
+    """The table that makes logits, or a rank's part of it: the embedding's where they are tied."""
+    tables = table_destinations(config, layout)
+    return tables["head"] if "head" in tables else tables["embedding"]
+
+
 def destinations(config: ModelConfig, layout: ModelLayout) -> Iterator[tuple[str, Destination]]:
     """Everything that is allocated for a model, each with the prefix of its parts' names."""
     for table in table_destinations(config, layout).values():

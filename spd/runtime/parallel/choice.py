@@ -10,6 +10,7 @@ from spd.formats.mtp_folder import MtpSource
 from spd.runtime.models import family_layout
 from spd.runtime.models.mtp_weights import module_layer
 from spd.runtime.models.weight_form import DTYPE_BYTES
+from spd.runtime.models.weights import head_table
 from spd.runtime.parallel.cost import (
     DraftCost,
     choose_group,
@@ -64,12 +65,17 @@ def divide(
         cost = DraftCost(hidden, 1, layer_bytes(layer, width) + head, width)
     else:
         cost = DraftCost(drafter.hidden_size, drafter.num_layers, streamed_bytes(drafter, width), width)
-    possible = possible_sizes(family_layout(drafter).layers, drafter.vocab_size, tp)
+    possible = possible_sizes(family_layout(drafter).layers, _ids(drafter), tp)
     return Division(tp, *choose_group(cost, machine_of(device), tp, possible))
 
 
+def _ids(config: ModelConfig) -> int:
+    """Ids that a model makes logits for."""
+    return head_table(config, family_layout(config)).shape[0]
+
+
 def _check(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
-    layers, ids = family_layout(config).layers, config.vocab_size
+    layers, ids = family_layout(config).layers, _ids(config)
     possible = [n for n in range(2, MOST_RANKS + 1) if n in possible_sizes(layers, ids, n)]
     if ranks == 1 or ranks in possible:
         return
