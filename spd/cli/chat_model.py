@@ -52,6 +52,7 @@ class ChatModel:
         self._probs: int | None = None
         self._seen: tuple[Trace, Request] | None = None
         self.thread: EngineThread
+        self._first = options
         self._prepare(options)
 
     def _prepare(self, options: ChatOptions) -> None:
@@ -93,7 +94,7 @@ class ChatModel:
     def reload(self, changes: dict[str, Any], on_ready: Callable[[], None]) -> None:
         """Load with changed options, and with the old ones again if that fails."""
         before = self.options
-        self._prepare(dataclasses.replace(before, **changes))
+        self._prepare(self._with_drafter(dataclasses.replace(before, **changes)))
         self.thread.close()
         try:
             self._load_now(on_ready)
@@ -101,6 +102,20 @@ class ChatModel:
             self._prepare(before)
             self._load_now(on_ready)
             raise
+
+    def _with_drafter(self, options: ChatOptions) -> ChatOptions:
+        """Options with the drafter that the chat began with, where its model and the method still take it."""
+        first, method = self._first, options.spec
+        kept: dict[str, Any] = dict.fromkeys(("draft_model", "mtp", "draft_ctx", "draft_tp"))
+        if method not in ("off", "ngram"):
+            kept |= {"draft_ctx": first.draft_ctx, "draft_tp": first.draft_tp}
+        if options.model == first.model and method in ("auto", "draft", "eagle3"):
+            kept["draft_model"] = first.draft_model
+        if options.model == first.model and method in ("auto", "mtp"):
+            kept["mtp"] = first.mtp
+        if method == "off":
+            kept |= {"adaptive": None, "draft_max": None, "synthetic_acceptance": None}
+        return dataclasses.replace(options, **kept)
 
     def _load_now(self, on_ready: Callable[[], None]) -> None:
         self.start(lambda: None)

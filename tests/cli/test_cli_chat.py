@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,25 @@ def test_another_speculation_or_model_is_loaded(talk: Callable, script: Any, mod
     assert ran.code == 0, ran
     assert [engine.config.spec for engine in script.engines] == ["auto", "ngram", "off", "off"]
     assert script.engines[1].config.draft_max == 3 and all(engine.closed for engine in script.engines)
+
+
+def test_another_speculation_or_model_leaves_the_drafter_behind_and_finds_it_again(
+    talk: Callable, script: Any, model: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    lines = ("/spec ngram", "/spec draft", "/spec off", f"/model {other}", "/spec auto", f"/model {model}")
+    ran = talk(*lines, argv=["--draft-model", model, "--draft-ctx", "64"])
+    assert ran.code == 0, ran
+    taken = [(engine.config.spec, engine.config.draft_model is not None) for engine in script.engines]
+    assert taken == [
+        ("auto", True),
+        ("ngram", False),
+        ("draft", True),
+        ("off", False),
+        ("off", False),
+        ("auto", False),
+        ("auto", True),
+    ]
 
 
 def test_a_reload_that_fails_goes_back(talk: Callable, script: Any, saved: Callable) -> None:
