@@ -1,0 +1,196 @@
+"""An EAGLE-3 head's files on their way to a running head: orders, copies, damage, and what it counts for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spd.errors import CheckpointError
+from spd.formats.checkpoint import Checkpoint
+from spd.formats.model_config import read_model_config
+from spd.runtime import Engine, EngineConfig, SamplingParams
+from spd.runtime.eagle3_loader import HeadSource, Place
+from spd.runtime.measuring.roofline import floor_of
+from spd.runtime.models import eagle3
+from spd.runtime.models.decoder import Decoder
+from spd.runtime.parallel.cost import streamed_bytes
+from spd.runtime.plan import make_plan
+from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.recipes.tiny_eagle3 import write_tiny_pair
+
+Tensors = dict[str, torch.Tensor]
+PROMPTS = random_prompts(3, 20, 256)
+PARAMS = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 0.8, 1.2)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    return folder / "target", write_tiny_pair(folder / "target", folder / "head", kind="copy")
+
+
+def altered(head: Path, place: Path, change: Callable[[Tensors], None], **config: Any) -> Path:
+    """A copy of a head with other tensors or another configuration."""
+    tensors = load_file(head / "model.safetensors")
+    change(tensors)
+    place.mkdir()
+    save_file({name: t.contiguous() for name, t in tensors.items()}, place / "model.safetensors")
+    read = json.loads((head / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**read, **config}))
+    return place
+
+
+def drafted(pair: tuple[Path, Path], head: Path | None = None, **wishes: Any) -> list[Run]:
+    engine: Engine = make_engine(pair[0], spec="eagle3", draft_model=head or pair[1], draft_max=3, **wishes)
+    return run_all(engine, PROMPTS, PARAMS)
+
+
+def story(runs: list[Run]) -> list[Any]:
+    return [(run.output, run.drafts) for run in runs]
+
+
+def test_ids_in_any_order_and_in_any_integers(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Rows of the head shuffled with their ids are the same head."""
+
+    def shuffled(tensors: Tensors) -> None:
+        ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+        order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))
+        tensors["d2t"] = (ids[order] - torch.arange(len(ids))).int()
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+
+    head = altered(pair[1], tmp_path / "head", shuffled)
+    assert story(drafted(pair, head)) == story(drafted(pair))
+
+
+def test_all_ids_in_another_order(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    whole = write_tiny_pair(tmp_path / "target", tmp_path / "whole", kind="copy", draft_vocab=None)
+    both = tmp_path / "target", whole
+
+    def reversed_ids(tensors: Tensors) -> None:
+        size = len(tensors["lm_head.weight"])
+        tensors["d2t"] = torch.arange(size).flip(0) - torch.arange(size)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].flip(0)
+
+    head = altered(whole, tmp_path / "head", reversed_ids)
+    assert story(drafted(both, head)) == story(drafted(both))
+
+
+def test_a_copy_of_the_target_s_embeddings_is_not_kept_twice(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    theirs = load_file(pair[0] / "model.safetensors")["model.embed_tokens.weight"]
+    heads = {
+        name: altered(
+            pair[1], tmp_path / name, lambda t, table=table: t.update({"embed_tokens.weight": table})
+        )
+        for name, table in (("same", theirs), ("other", -theirs))
+    }
+    engines = {
+        name: make_engine(pair[0], spec="eagle3", draft_model=head, draft_max=3)
+        for name, head in heads.items()
+    }
+    for name, engine in engines.items():
+        target, head = engine._parts.runner.model, engine._parts.proposer.runners[0].model  # type: ignore
+        assert (head.embedding is target.embedding) == (name == "same")
+    assert story(run_all(engines["same"], PROMPTS, PARAMS)) == story(drafted(pair))
+    assert story(run_all(engines["other"], PROMPTS, PARAMS)) != story(drafted(pair))
+    plans = {name: engine.plan for name, engine in engines.items()}
+    without = make_plan(EngineConfig(model=pair[0], spec="eagle3", draft_model=pair[1], draft_max=3, ctx=256))
+    for name in heads:
+        held = make_plan(EngineConfig(model=pair[0], draft_model=heads[name], draft_max=3, ctx=256))
+        assert held.workspace_bytes - without.workspace_bytes == theirs.numel() * 4, plans[name]
+
+
+def wrapping(tensors: Tensors) -> None:
+    tensors["d2t"][5:7] = torch.tensor([2**62 + 1, -(2**62)])
+
+
+def twice(tensors: Tensors) -> None:
+    tensors["d2t"][1] = tensors["d2t"][0] - 1
+
+
+def below_zero(tensors: Tensors) -> None:
+    tensors["d2t"][3] = -300
+
+
+def another_size(tensors: Tensors) -> None:
+    tensors["embed_tokens.weight"] = torch.zeros(10, 64)
+
+
+def whole_numbers(tensors: Tensors) -> None:
+    tensors["embed_tokens.weight"] = torch.zeros(320, 64, dtype=torch.long)
+
+
+def query_norms(tensors: Tensors) -> None:
+    tensors["midlayer.self_attn.q_norm.weight"] = torch.ones(64)
+
+
+def another_norm(tensors: Tensors) -> None:
+    tensors["fc_norm.0.weight"] = torch.ones(64)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (wrapping, "d2t"),
+        (twice, "different token ids below 320"),
+        (below_zero, "different token ids below 320"),
+        (another_size, "embed_tokens.weight"),
+        (whole_numbers, "embed_tokens.weight"),
+        (query_norms, "q_norm.weight: this kind of EAGLE-3 head is not supported"),
+        (another_norm, "fc_norm.0.weight: this kind of EAGLE-3 head is not supported"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_damage_is_refused(
+    pair: tuple[Path, Path], tmp_path: Path, change: Callable[[Tensors], None], words: str
+) -> None:
+    head = altered(pair[1], tmp_path / "head", change)
+    with pytest.raises(CheckpointError, match=words):
+        make_engine(pair[0], spec="eagle3", draft_model=head, draft_max=3)
+
+
+def test_a_head_of_ids_that_nobody_can_say(pair: tuple[Path, Path]) -> None:
+    """The last ids of a vocabulary may have embeddings and no tokens."""
+    config, engine = read_model_config(pair[1]), make_engine(pair[0])
+    target = engine._parts.runner.model
+    offsets = load_file(pair[1] / "model.safetensors")["d2t"]
+    assert isinstance(target, Decoder)
+    with Checkpoint.open(pair[1]) as checkpoint:
+        for usable in (int(offsets[0]), int(offsets[0]) + 1):
+            place = Place(
+                target, pair[0], usable, torch.float32, "cpu", engine._parts.runner.kernels, None, False
+            )
+            if usable > int(offsets[0]):
+                assert HeadSource(config, pair[1], checkpoint, place).ids is not None
+                continue
+            with pytest.raises(CheckpointError, match="no id that the tokenizer knows"):
+                HeadSource(config, pair[1], checkpoint, place)
+
+
+def test_tensors_that_change_nothing_are_told(
+    pair: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = altered(pair[1], tmp_path / "head", lambda t: t.update(optimizer=torch.zeros(1)))
+    with caplog.at_level(logging.WARNING):
+        make_engine(pair[0], spec="eagle3", draft_model=head, draft_max=2)
+    assert "1 tensors of" in caplog.text and "optimizer first" in caplog.text
+
+
+def test_what_a_head_reads_of_memory_is_its_layer_and_the_ids_it_knows(pair: tuple[Path, Path]) -> None:
+    """Not the embeddings, which are looked up, nor, for each draft, what it makes of the target's streams."""
+    plan = make_plan(EngineConfig(model=pair[0], draft_model=pair[1], dtype="float32"))
+    tensors = load_file(pair[1] / "model.safetensors")
+    read = sum(
+        t.numel() for name, t in tensors.items() if name.startswith(("midlayer.", "lm_head")) and t.dim() > 1
+    )
+    norms = sum(t.numel() for name, t in tensors.items() if name.startswith("midlayer.") and t.dim() == 1)
+    floor = floor_of(pair[1], plan)
+    assert floor is not None and floor.weight_bytes == 4 * (read + norms)
+    assert streamed_bytes(read_model_config(pair[1]), 4) == 4 * (read + norms)
+    assert eagle3.head_rows(read_model_config(pair[1])) == len(tensors["d2t"])
