@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spd.errors import ResourceError
 from spd.formats.checkpoint import Checkpoint
+from spd.formats.eagle3 import Eagle3Config
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.kernels.paged_attention import KV_BLOCK
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams, assembly, make_plan, memory, plan
@@ -38,6 +39,7 @@ from spd.runtime.models import family_layout
 from spd.runtime.models.weight_form import WeightForm
 from spd.runtime.models.weights import expected_tensors
 from spd.runtime.out_of_memory import OutOfMemory, explained, is_out_of_memory, memory_phase, shape_of
+from spd.runtime.proposers.head import HeadProposer
 from spd.runtime.round import Round
 from spd.runtime.round_queue import CATCH_UP
 from spd.runtime.row_buckets import WIDEST
@@ -45,6 +47,8 @@ from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.scheduler import Scheduler
 from tests.helpers import make_engine, random_prompts, run_all
 from tests.recipes.tiny import VARIANTS
+from tests.recipes.tiny_eagle3 import write_tiny_pair
+from tests.recipes.tiny_mtp import write_tiny_mtp
 
 GIB = 2**30
 
@@ -80,6 +84,14 @@ def config_8b(**changes: Any) -> ModelConfig:
 
 
 SMALL = config_8b(hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_embeddings=True)
+
+
+EAGLE = replace(
+    config_8b(num_layers=1),
+    architecture="LlamaForCausalLMEagle3",
+    eagle3=Eagle3Config(4096, 32000, None, 3, False, False, False, False),
+)
+"""An EAGLE-3 head for it."""
 
 
 def shape_8b(**changes: Any) -> MemoryShape:
@@ -132,6 +144,35 @@ def test_an_engine_holds_what_its_plan_counts(tiny: Callable[..., Path]) -> None
     assert engine.plan.workspace_bytes > 0 and engine.plan.graph_bytes == 0
 
 
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
+    """To the byte: its tensors, its cache, and its states, one a page and a ring of them a slot."""
+    target, wishes = tmp_path / "target", {"spec": method, "slots": 3, "ctx": 500}
+    if method == "mtp":
+        write_tiny_mtp(target, modules=2)
+    else:
+        wishes["draft_model"] = write_tiny_pair(
+            target, tmp_path / "head", hidden_size=96, norm_before_fc=True
+        )
+    engine = make_engine(target, **wishes)
+    proposer, plan = engine._parts.proposer, engine.plan
+    assert isinstance(proposer, HeadProposer)
+    caches = [runner.cache for runner in (engine._parts.runner, *proposer.runners)]
+    pools = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
+    states = sum(t.nbytes for t in (*proposer.rings, *proposer.page_states))
+    shape = shape_of(plan)
+    if method == "mtp":
+        assert plan.cache_bytes == pools + states
+        return
+    assert plan.cache_bytes == pools
+    with Checkpoint.open(wishes["draft_model"]) as checkpoint:
+        stored = [t.nbytes for name, t in checkpoint.tensors.items() if name not in ("d2t", "t2d")]
+    assert plan.draft_weight_bytes == sum(stored)
+    assert shape.draft is not None
+    read = 2 * shape.chunk * 3 * read_model_config(target).hidden_size * 4  # streams, and side by side
+    assert memory._aux_states(shape, shape.draft) == states + read
+
+
 def test_an_8b_model_takes_what_everyone_knows_it_takes() -> None:
     need = measure(shape_8b())
     assert 15.2 < need.weights / GIB < 15.4 and 4.5 < need.cache / GIB < 4.7
@@ -152,6 +193,9 @@ def test_each_part_grows_with_what_it_is_for() -> None:
     assert drafted.draft_weights > GIB and drafted.draft_cache > 3 * GIB > 0 == before.draft_cache
     assert measure(shape_8b(kernels="torch")).workspace > before.workspace
     assert measure(shape_8b(graphs=False)).graphs == 0 == measure(shape_8b(on_cpu=True)).graphs
+    headed = measure(shape_8b(draft=EAGLE))
+    assert 0.7 < headed.draft_weights / GIB < 0.8 and headed.draft_cache * 36 == headed.cache
+    assert headed.workspace > before.workspace
     tied = shape_8b(target=SMALL)
     assert measure(dataclasses.replace(tied, on_cpu=True)).weights > measure(tied).weights
 
@@ -243,9 +287,10 @@ def test_advice_that_is_not_enough_alone_says_so() -> None:
     assert any(line.startswith("--dtype bfloat16 ") for line in fix)
 
 
+@pytest.mark.parametrize("draft", [SMALL, EAGLE], ids=["draft", "eagle3"])
 @pytest.mark.parametrize("free", [17, 20, 24, 30, 40])
-def test_every_figure_in_the_advice_is_true(free: int) -> None:
-    shape = shape_8b(draft=SMALL, slots=4, dtype="float32", draft_max=8)
+def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> None:
+    shape = shape_8b(draft=draft, slots=4, dtype="float32", draft_max=8)
     for remedy in remedies(shape, free * GIB, draft_flag=True):
         flag, value = remedy.flag.split(",")[0].rsplit(" ", 1)
         changed = {

@@ -1,0 +1,238 @@
+"""EAGLE-3 heads from the command line, with the real engine on a tiny pair, and heads that are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spd.runtime import plan
+from tests.recipes.tiny import VARIANTS, write_tiny
+from tests.recipes.tiny_eagle3 import write_tiny_pair
+
+Run = Callable[..., Any]
+Refused = Callable[..., None]
+QUICK = ("--raw", "--threads", 1, "--ctx", 256, "-n", 16, "--seed", 3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _keep_threads() -> Iterator[None]:
+    """The engine sets the thread count of the whole process; give it back."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target of two layers and a head that often agrees with it."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = folder / "target"
+    return target, write_tiny_pair(
+        target, folder / "head", kind="copy", aux=(1, 2), target_options={"layers": 2}
+    )
+
+
+def test_auto_takes_the_head_that_is_given_and_the_text_is_plain(
+    spd_run: Run, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target, head = pair
+    words = ("generate", *QUICK, "-m", target, "--temperature", 0.8, "--json", "abc abc abc")
+    plain = spd_run(*words, "--spec", "off").json
+    trace = tmp_path / "trace"
+    shown = spd_run(*words, "--draft-model", head, "--no-adaptive", "--trace", trace).json
+    assert shown["token_ids"] == plain["token_ids"]
+    counts = shown["metrics"]["speculative_decoding"]
+    assert counts["method"] == shown["plan"]["spec"] == "eagle3" and counts["num_spec_tokens"] == 4
+    assert 0 < counts["num_accepted_draft_tokens"] < counts["num_draft_tokens"]
+    assert shown["plan"]["draft_model"] == str(head) and shown["plan"]["draft_weight_bytes"] > 0
+    told = spd_run("explain", trace, "--json").json
+    assert (told["method"], told["k"]) == ("eagle3", 4)
+    assert "eagle3 k=4" in spd_run("explain", trace).text
+
+
+def test_a_certificate(spd_run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Texts of both ways to decode, and the same drafts at every lag; heads are not asked to draft again."""
+    target, head = pair
+    (tmp_path / "prompts.txt").write_text("first\nsecond\n")
+    words = ("--prompts", tmp_path / "prompts.txt", "-n", 16, "--ignore-eos", "--lag", 1, "--tokens", 30)
+    quick = ("--threads", 1, "--ctx", 256, "--temperature", 1.2, "--json")
+    ran = spd_run("verify", "-m", target, "--draft-model", head, *words, *quick)
+    assert ran.code == 0 and ran.json["passed"] and ran.json["drafts_accepted"] > 0
+    assert ran.json["plans"]["candidate"]["spec"] == "eagle3"
+    assert ran.json["lag_parity"]["rounds"] > 5 and ran.json["lag_parity"]["differing"] == 0
+    assert ran.json["draft_replay"] is None
+    assert "draft/config.json" in ran.json["files"]
+
+
+def test_inspect(spd_run: Run, pair: tuple[Path, Path]) -> None:
+    target, head = pair
+    alone = spd_run("inspect", head)
+    assert alone.code == 0 and "reads it behind layers 1, 2 · drafts 288 ids" in alone.text
+    assert alone.text.endswith(f"-m TARGET --draft-model {head}\n")
+    facts = spd_run("inspect", head, "--json").json["target"]["eagle3"]
+    assert (facts["target_hidden_size"], facts["draft_vocab_size"], facts["aux_layers"]) == (64, 288, [1, 2])
+    both = spd_run("inspect", target, "--draft", head)
+    assert "made for this target" in both.text and "auto takes eagle3, up to 4 a round" in both.text
+    shown = spd_run("inspect", target, "--draft", head, "--json").json
+    assert shown["compatible"] and shown["speculation"]["method"] == "eagle3"
+    assert shown["needs"]["parts"]["draft_weights"] > 0
+
+
+def test_a_bench_of_the_head(spd_run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, head = pair
+    (tmp_path / "prompts.txt").write_text("first\n")
+    words = ("--prompts", tmp_path / "prompts.txt", "-n", 8, "--threads", 1, "--temperature", 0, "-r", 1)
+    ran = spd_run("bench", "-m", target, "--spec", "eagle3", "--draft-model", head, *words, "--json")
+    assert ran.code == 0 and [row["method"] for row in ran.json["rows"]] == ["plain", "eagle3"]
+    assert ran.json["equality"]["tokens"] > 0
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("-m", "HEAD"), 4, "an EAGLE-3 head drafts for another model"),
+        (
+            ("-m", "TARGET", "--spec", "eagle3", "--draft-model", "TARGET"),
+            4,
+            "is a model, not an EAGLE-3 head",
+        ),
+        (("-m", "TARGET", "--spec", "draft", "--draft-model", "HEAD"), 4, "is an EAGLE-3 head, not a model"),
+        (("-m", "TARGET", "--spec", "eagle3"), 2, "--spec eagle3 needs a head"),
+        (("-m", "TARGET", "--spec", "ngram", "--draft-model", "HEAD"), 2, "another method was asked for"),
+        (("-m", "TARGET", "--spec", "eagle3", "--mtp", "HEAD"), 2, "--mtp is for --spec mtp"),
+        (("-m", "TARGET", "--mtp", "HEAD"), 4, "no folder with an MTP head"),
+    ],
+)
+def test_words_that_do_not_fit(
+    spd_run: Run,
+    assert_refused: Refused,
+    pair: tuple[Path, Path],
+    words: tuple[str, ...],
+    code: int,
+    said: str,
+) -> None:
+    places = {"TARGET": pair[0], "HEAD": pair[1]}
+    assert_refused(spd_run("generate", *(places.get(word, word) for word in words), "Hi"), code, said)
+
+
+def test_a_head_of_another_target(
+    spd_run: Run, assert_refused: Refused, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    other = write_tiny(tmp_path / "other", **{**VARIANTS["llama2"], "hidden": 96, "layers": 2})
+    ran = spd_run("generate", "-m", other, "--draft-model", pair[1], "Hi")
+    assert_refused(ran, 4, "made for another model", "hidden size: head 64, target 96", "--spec ngram")
+    shown = spd_run("inspect", other, "--draft", pair[1])
+    assert shown.code == 4 and "made for another target" in shown.text
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def without_matrix(tensors: Tensors) -> None:
+    del tensors["fc.weight"]
+
+
+def without_ids(tensors: Tensors) -> None:
+    del tensors["d2t"]
+
+
+def beyond_the_vocabulary(tensors: Tensors) -> None:
+    tensors["d2t"] += 300
+
+
+def the_same_ids(tensors: Tensors) -> None:
+    tensors["d2t"] = -torch.arange(len(tensors["d2t"]))
+
+
+def of_another_width(tensors: Tensors) -> None:
+    tensors["fc.weight"] = tensors["fc.weight"][:, :64].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_matrix, "'fc.weight': is missing"),
+        (without_ids, "'d2t': is missing"),
+        (beyond_the_vocabulary, "tensor d2t: does not lead to"),
+        (the_same_ids, "tensor d2t: does not lead to"),
+        (of_another_width, "'fc.weight'"),
+    ],
+)
+def test_tensors_that_are_wrong(
+    spd_run: Run,
+    assert_refused: Refused,
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    change: Callable[[Tensors], None],
+    said: str,
+) -> None:
+    folder = shutil.copytree(pair[1], tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert_refused(spd_run("generate", "-m", pair[0], "--draft-model", folder, "--raw", "Hi"), 4, said)
+
+
+def test_a_pickled_head(
+    spd_run: Run, assert_refused: Refused, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """It is never opened; the fix makes what can be read of it, without running any of it."""
+    folder = shutil.copytree(pair[1], tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    ran = spd_run("generate", "-m", pair[0], "--draft-model", folder, "Hi")
+    assert_refused(ran, 4, "only safetensors is", "weights_only=True")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5]}}, "behind 1, 6 layers"),
+        ({"eagle_aux_hidden_state_layer_ids": "three"}, "eagle_aux_hidden_state_layer_ids"),
+        ({"vocab_size": 512}, "vocabulary size: head 512, target 320"),
+        (
+            {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "qwen3"}},
+            "model_type",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_configurations_that_are_not_built(
+    spd_run: Run,
+    assert_refused: Refused,
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    change: dict[str, Any],
+    said: str,
+) -> None:
+    folder = shutil.copytree(pair[1], tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    words = ("generate", "-m", pair[0], "--spec", "eagle3", "--draft-model", folder, "Hi")
+    assert_refused(spd_run(*words), 4, said)
+
+
+def test_a_refusal_for_memory_names_options_that_exist(
+    spd_run: Run, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "free_memory", lambda device: 2**21)
+    target, head = pair
+    ran = spd_run("generate", "-m", target, "--draft-model", head, "--ctx", 512, "Hi")
+    assert ran.code == 5 and "draft weights" in ran.err and "--spec ngram, without --draft-model" in ran.err
+    flags = set(re.findall(r"(?:fix:|^  ) +(--[a-z-]+) ", ran.err, re.MULTILINE))
+    known = spd_run("generate", "--help").text
+    assert len(flags) > 2 and all(flag in known for flag in flags), flags
