@@ -75,7 +75,8 @@ def test_a_certificate(spd_run: Run, pair: tuple[Path, Path], tmp_path: Path) ->
 def test_inspect(spd_run: Run, pair: tuple[Path, Path]) -> None:
     target, head = pair
     alone = spd_run("inspect", head)
-    assert alone.code == 0 and "reads it behind layers 1, 2 · drafts 288 ids" in alone.text
+    words = next(line for line in alone.text.splitlines() if line.startswith("eagle3 "))
+    assert alone.code == 0 and "hidden 64" in words and " 1, 2 " in words and "drafts 288" in words
     assert alone.text.endswith(f"-m TARGET --draft-model {head}\n")
     facts = spd_run("inspect", head, "--json").json["target"]["eagle3"]
     assert (facts["target_hidden_size"], facts["draft_vocab_size"], facts["aux_layers"]) == (64, 288, [1, 2])

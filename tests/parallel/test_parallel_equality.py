@@ -89,8 +89,18 @@ def damped(layer: int) -> float:
 EAGLES: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "copy", "own_embedding": True, "draft_vocab": 281},
     "eagle3 of its own width": {"kind": "random", "hidden_size": 96, "fc_norm": True, "norm_output": True},
+    "eagle3 without a head": {"kind": "copy", "draft_vocab": None, "hidden_share": 0.3},
 }
-"""Heads with the target's embeddings, and with others of another width."""
+"""Heads with the target's embeddings, with others of another width, and with the target's logits."""
+
+
+def without_head(folder: Path) -> None:
+    """Take away what makes logits of a head's states: it shares the target's."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
@@ -100,6 +110,7 @@ EAGLES: dict[str, dict[str, Any]] = {
         ("mtp", 4, [2]),
         ("eagle3", 2, [1, 2]),
         ("eagle3 of its own width", 2, [1, 2]),
+        ("eagle3 without a head", 2, [1, 2]),
         pytest.param("eagle3", 4, [1, 2, 4], marks=pytest.mark.slow),
         pytest.param("draft", 4, [1, 2, 4], marks=pytest.mark.slow),
         pytest.param("mtp", 4, [1, 4], marks=pytest.mark.slow),
@@ -115,6 +126,8 @@ def test_a_drafter_on_fewer_ranks_than_its_target(
         wishes["draft_model"] = write_tiny_pair(
             target, tmp_path / "head", aux=(1, 2, 3), target_options=shape, **EAGLES[method]
         )
+        if method.endswith("without a head"):
+            without_head(wishes["draft_model"])
     elif method == "draft":
         target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
         wishes["draft_model"] = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
