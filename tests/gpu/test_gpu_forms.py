@@ -20,15 +20,19 @@ def test_the_forms_are_not_one(forms: dict[str, Form]) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_mtp_is_the_same_captured_and_eager_at_every_lag(forms: dict[str, Form], k: int) -> None:
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_heads_are_the_same_captured_and_eager_at_every_lag(
+    forms: dict[str, Form], method: str, k: int
+) -> None:
     """As stored; other drafters are in test_gpu_rounds, other forms in files of their own."""
-    forms["bfloat16"].check("mtp", k)
+    forms["bfloat16"].check(method, k)
 
 
 @pytest.mark.parametrize(
     ("weights", "method"),
     [
         ("bfloat16", "mtp"),
+        ("bfloat16", "eagle3"),
         *((weights, method) for weights in ("int8", "fp8") for method in ("off", *METHODS)),
     ],
 )
