@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 TOKEN_TILE = 16
+NAMED_TILE = 32
+"""Tokens a tile at most where a head of some ids draws."""
 """Rows of x a program multiplies at least; more rows are more programs."""
 
 WIDER_TILES = (32, 64)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spd.kernels.launch import ceil_div, overlap, power_of_two
 from spd.kernels.skinny_config import (
+    NAMED_TILE,
     LinearConfig,
     config_for,
     paired,
@@ -47,9 +48,9 @@ def _cached_config(
     return with_tile(paired(config, n) if pair else config, tile, itemsize, capability)
 
 
-def _config(weight: AnyWeight, x: Tensor, *, pair: bool = False) -> LinearConfig:
+def _config(weight: AnyWeight, x: Tensor, *, pair: bool = False, widest: int = 64) -> LinearConfig:
     """The choices for a weight, gate and up rows together if it is a pair, and the tile for x's rows."""
-    tile = token_tile(x.shape[0], x.element_size())
+    tile = min(widest, token_tile(x.shape[0], x.element_size()))
     return _cached_config(*weight.shape, _values(weight).element_size(), weight.device, tile, pair)
 
 
@@ -318,7 +319,8 @@ def head_sample(
 ) -> tuple[Tensor, Tensor]:
     """See `skinny_linear.head_sample`; the logits are the very bits that `head_logits` stores."""
     rows, device = x.shape[0], x.device
-    config = unsplit(config or _config(weight, x))
+    # Noise of ids that do not lie beside each other takes registers of its own.
+    config = unsplit(config or _config(weight, x, widest=64 if ids is None else NAMED_TILE))
     n = usable_vocab if ids is None else weight.shape[0]
     tiles = ceil_div(n, config.block_n)
     ranks = torch.empty(rows, tiles, dtype=torch.int64, device=device)

@@ -7,7 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from spd.kernels.launch import AT_ONCE, Signature, ceil_div, power_of_two
-from spd.kernels.skinny_config import TOKEN_TILE, LinearConfig, config_for, paired, unsplit, with_tile
+from spd.kernels.skinny_config import (
+    NAMED_TILE,
+    TOKEN_TILE,
+    LinearConfig,
+    config_for,
+    paired,
+    unsplit,
+    with_tile,
+)
 from spd.kernels.skinny_kernels_triton import gate_up_kernel, head_kernel, linear_kernel
 from spd.kernels.skinny_linear import SCALE_COLUMNS, SCALE_ROWS
 from spd.kernels.skinny_linear_triton import CHOICE_BLOCK, COPY_BLOCK, constants_of, groups_of
@@ -78,12 +86,13 @@ def _head_signatures(
     config = with_tile(config_for(vocab, hidden, 2, device), tile, 2, device)
     types = dict.fromkeys(("w", "x"), f"*{dtype}") | dict.fromkeys(("step", "window"), "i32")
     draw = {"ranks": "*i64", "seed": "*i64", "position": "*i64", "temperature": "*fp32"}
+    named = with_tile(config, min(tile, NAMED_TILE), 2, device)
     return {
-        name: _described(head_kernel, unsplit(config), hidden, 1, types | outputs, {})
-        for name, outputs in (
-            ("head_logits", {"logits": "*fp32"}),
-            ("head_sample", draw),
-            ("head_sample_ids", draw | {"ids": "*i64", "usable": "i32"}),
+        name: _described(head_kernel, unsplit(chosen), hidden, 1, types | outputs, {})
+        for name, chosen, outputs in (
+            ("head_logits", config, {"logits": "*fp32"}),
+            ("head_sample", config, draw),
+            ("head_sample_ids", named, draw | {"ids": "*i64", "usable": "i32"}),
         )
     }
 
