@@ -188,8 +188,8 @@ def test_forms_are_rehearsed(rehearsal: None, tmp_path: Path) -> None:
     short = [(prompt, dataclasses.replace(params, max_tokens=16)) for prompt, params in form.work[:2]]
     with gpu_helpers.gpu_engine(form.folder, graphs=False, **gpu_forms.form_wishes("int8")) as engine:
         runs = gpu_helpers.run_work(engine, short, 0)
-    for method in ("mtp", "eagle3"):
-        dataclasses.replace(form, work=short, plain=runs).check(method, 3)
+    for method, count in (("mtp", 2), ("eagle3", 1)):
+        dataclasses.replace(form, work=short[:count], plain=runs[:count]).check(method, 3)
 
 
 def test_a_model_that_drafts_for_itself_is_rehearsed(rehearsal: None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,7 @@ def test_a_batch_of_different_requests_equals_each_alone(
 )
 def test_a_prefix_hit_drafts_as_a_miss_does(heads: Heads, name: str) -> None:
     common = random_prompts(1, 150, VOCAB, seed=9)[0]
-    params = SamplingParams(temperature=0.8, max_tokens=70, seed=4, ignore_eos=True)
+    params = SamplingParams(temperature=0.8, max_tokens=30, seed=4, ignore_eos=True)
     prompts = [common, (*common, 1, 2, 3), common[:140], common[:129], common[:100] + (9,) * 60]
     engine = heads(name).engine(4, ctx=500)
     shared = [run_all(engine, [prompt], [params])[0] for prompt in prompts]
@@ -167,7 +167,7 @@ def test_a_prefix_hit_drafts_as_a_miss_does(heads: Heads, name: str) -> None:
     assert [run.drafts for run in shared] == [run.drafts for run in fresh]
     # The reply goes on from the reply, whose last rounds wrote entries of the head that are found again.
     engine = heads(name).engine(4, ctx=500)
-    reply = run_all(engine, [common], [params])[0].tokens
+    reply = run_all(engine, [common], [replace(params, max_tokens=70)])[0].tokens
     longer, spans = (*common, *reply, 7, 8, 9), (("prompt", 150), ("generated", 70), ("prompt", 3))
     turn = Request("x", longer, params, spans)
     found, again = (run_requests(one, [turn])[0] for one in (engine, alone))

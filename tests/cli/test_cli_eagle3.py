@@ -152,10 +152,6 @@ def beyond_the_vocabulary(tensors: Tensors) -> None:
     tensors["d2t"] += 300
 
 
-def the_same_ids(tensors: Tensors) -> None:
-    tensors["d2t"] = -torch.arange(len(tensors["d2t"]))
-
-
 def of_another_width(tensors: Tensors) -> None:
     tensors["fc.weight"] = tensors["fc.weight"][:, :64].contiguous()
 
@@ -166,7 +162,6 @@ def of_another_width(tensors: Tensors) -> None:
         (without_matrix, "'fc.weight': is missing"),
         (without_ids, "'d2t': is missing"),
         (beyond_the_vocabulary, "tensor d2t: does not lead to"),
-        (the_same_ids, "tensor d2t: does not lead to"),
         (of_another_width, "'fc.weight'"),
     ],
 )

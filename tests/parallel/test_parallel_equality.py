@@ -13,7 +13,7 @@ from spd import demo_folder
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import read_model_config
-from spd.runtime import EngineConfig, SamplingParams
+from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.models import family_layout
 from spd.runtime.models.shards import Shard
 from spd.runtime.models.weights import cuts_of
@@ -225,6 +225,17 @@ def test_groups_that_do_not_divide(tiny: Callable[..., Path]) -> None:
         make_engine(tiny("qwen3"), spec="auto", tp=2, draft_tp=2)
     with pytest.raises(IncompatibleError, match="--draft-tp 2 does not divide the drafter"):
         make_engine(demo_folder(), spec="draft", tp=2, draft_tp=2)
+
+
+def test_a_head_of_few_ids_is_not_divided(tmp_path: Path) -> None:
+    """They are counted, not the target's: a choice leaves it whole, a wish for more is refused."""
+    target, shape = tmp_path / "target", {"layers": 3}
+    head = write_tiny_pair(target, tmp_path / "head", draft_vocab=24, aux=(1, 2), target_options=shape)
+    wishes: dict[str, Any] = {"spec": "eagle3", "draft_model": head, "tp": 2}
+    with pytest.raises(IncompatibleError, match="--draft-tp 2 does not divide the drafter"):
+        make_engine(target, draft_tp=2, **wishes)
+    plan = make_plan(EngineConfig(model=target, **wishes))
+    assert plan.draft_tp == 1 and "no other size divides it" in plan.draft_tp_reason
 
 
 def test_the_plan_chooses_and_says_why(tiny: Callable[..., Path]) -> None:
