@@ -1,4 +1,4 @@
-"""What a checkpoint can be drafted for with: its own MTP head, the folder `draft` beside it, lookup."""
+"""What a checkpoint can be drafted for with: its MTP head, folders `eagle3` and `draft` beside it, lookup."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def drafters(model: Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     if find_source(model, read_model_config(model), None) is not None:
         found["mtp"] = {"spec": "mtp"}
+    if (model / "eagle3").is_dir():
+        found["eagle3"] = {"spec": "eagle3", "draft_model": model / "eagle3"}
     if (model / "draft").is_dir():
         found["draft"] = {"spec": "draft", "draft_model": model / "draft"}
     return {**found, "ngram": {"spec": "ngram"}}

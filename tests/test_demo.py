@@ -84,7 +84,7 @@ def test_sampled_replies_are_no_loop() -> None:
 def test_it_fits_and_says_what_it_is() -> None:
     files = [path for path in demo_folder().rglob("*") if path.is_file()]
     weights = [path for path in files if path.suffix == ".safetensors"]
-    assert len(weights) == 2 and sum(path.stat().st_size for path in weights) <= 24 * 2**20
+    assert len(weights) == 3 and sum(path.stat().st_size for path in weights) <= 26 * 2**20
     record = json.loads((demo_folder() / "training.json").read_text())
     for stage in ("target", "draft"):
         assert (
@@ -102,6 +102,13 @@ def test_natural_acceptance_of_the_draft() -> None:
     drafted = sum(run.metrics.draft_n for run in runs)
     accepted = sum(run.metrics.draft_n_accepted for run in runs)
     assert accepted / drafted > 0.05, f"{accepted} of {drafted}"
+
+
+def test_natural_acceptance_of_the_eagle3_head() -> None:
+    runs = replies(0.0, 10, spec="eagle3", draft_max=2, adaptive=False)
+    drafted = sum(run.metrics.draft_n for run in runs)
+    accepted = sum(run.metrics.draft_n_accepted for run in runs)
+    assert accepted / drafted > 0.25, f"{accepted} of {drafted}"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Where the embedded demo lies: a tiny trained target, and its small draft in a folder inside it."""
+"""Where the embedded demo lies: a tiny trained target, and a small draft and an EAGLE-3 head inside it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def demo_folder() -> Path:
 def demo_draft_folder() -> Path:
     """The folder of the embedded demo draft model."""
     return demo_folder() / "draft"
+
+
+def demo_eagle3_folder() -> Path:
+    """The folder of the embedded demo's EAGLE-3 head."""
+    return demo_folder() / "eagle3"
 
 
 def demo_faults(folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from spd.errors import IncompatibleError, SpdError, UsageError
 from spd.formats.checkpoint import Checkpoint
-from spd.formats.demo import demo_draft_folder, demo_folder
+from spd.formats.demo import demo_draft_folder, demo_eagle3_folder, demo_folder
 from spd.formats.eagle3 import EMBEDDING, is_eagle3
 from spd.formats.json_file import Fields, read_json_object
 from spd.formats.model_config import FILE_NAME, ModelConfig, read_model_config
@@ -64,6 +64,8 @@ def choose_drafter(config: EngineConfig, model: ModelConfig, checkpoint: Checkpo
         if isinstance(found, Drafter):
             return found
         why = found
+    if config.spec == "eagle3" and draft is None and config.model == demo_folder():
+        draft = demo_eagle3_folder() if demo_eagle3_folder().exists() else None
     if config.spec == "eagle3" and draft is None:
         raise UsageError("--spec eagle3 needs a head", fix=["--draft-model FOLDER of an EAGLE-3 head"])
     if draft is None and config.spec in ("auto", "draft") and config.model == demo_folder():
@@ -158,7 +160,8 @@ def _asked_eagle3(config: EngineConfig, model: ModelConfig, draft: Path) -> Draf
             holds_embedding = EMBEDDING in checkpoint.tensors
     if (draft / "tokenizer.json").exists():
         _require_same_vocabulary(config.model, draft)
-    return Drafter("eagle3", "asked for", draft, head_embedding=holds_embedding)
+    why = "asked for" if config.draft_model else "the model's own head"
+    return Drafter("eagle3", why, draft, head_embedding=holds_embedding)
 
 
 def check_target(head: ModelConfig, draft: Path, target: ModelConfig, folder: Path) -> None:

@@ -79,7 +79,7 @@ def test_acceptance_of_a_self_draft_is_k_plus_one_and_a_run_goes_on(
 
 
 def test_the_demo_s_drafters(tmp_path: Path) -> None:
-    assert list(drafters(demo_folder())) == ["mtp", "draft", "ngram"]
+    assert list(drafters(demo_folder())) == ["mtp", "eagle3", "draft", "ngram"]
     assert model_folder("demo") == demo_folder() and model_folder(str(tmp_path)) == tmp_path.resolve()
 
 

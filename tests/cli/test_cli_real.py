@@ -33,7 +33,7 @@ def _keep_threads() -> object:
 
 def test_the_text_is_the_same_with_each_method(spd_run: Callable, tmp_path: Path) -> None:
     replies: dict[str, list[object]] = {}
-    for spec in ("off", "draft", "ngram"):
+    for spec in ("off", "draft", "eagle3", "ngram"):
         fixed = [] if spec == "off" else ["--no-adaptive", "--draft-max", "3"]
         trace = tmp_path / spec
         ran = spd_run(
@@ -62,7 +62,7 @@ def test_the_text_is_the_same_with_each_method(spd_run: Callable, tmp_path: Path
         assert counts["method"] == spec == shown["plan"]["spec"]
         _, *records = [json.loads(line) for line in trace.read_text().splitlines()]
         assert [token for record in records for token in record["committed"]] == shown["token_ids"]
-    assert replies["off"] == replies["draft"] == replies["ngram"]
+    assert replies["off"] == replies["draft"] == replies["eagle3"] == replies["ngram"]
 
 
 def test_a_chat_reply_and_its_statistics(spd_run: Callable) -> None:

@@ -22,7 +22,7 @@ the Python standard library do and continues Python code after a fashion.
   routed experts {expert} wide of which {top} are taken, and {shared} shared ones; embedding and head tied;
   bfloat16. The MTP layer stands in the published layout, with the published conventions and its copies of
   embedding and head. **Draft** (`draft/`): Qwen3-shaped, {draft_parameters:,} parameters ({draft_layers}
-  layers, hidden {draft_hidden}). One tokenizer: byte-level BPE, {vocab:,} tokens. ChatML template.
+  layers, hidden {draft_hidden}). {eagle3}One tokenizer: byte-level BPE, {vocab:,} tokens. ChatML template.
 - **Corpus**: the source files and docstrings of Python {python}'s standard library (Python Software
   Foundation License), without its tests: {files} files for training, {held} held out by top-level module,
   near duplicates removed, and questions about {answers:,} documented functions made from their docstrings.
@@ -30,13 +30,20 @@ the Python standard library do and continues Python code after a fashion.
 - **Training** (`tests/recipes/train_demo.py`): plain torch on two CPU cores that other work shared.
   {start}The target and its MTP layer then learned together from {tokens:,}
   tokens, the MTP layer alone from {mtp_tokens:,} more, unrolled up to three steps over its own states. The
-  draft learned from the target's distributions, {draft_tokens:,} tokens{draft_start}. Curves and commands are
-  in `training.json`.
+  draft learned from the target's distributions, {draft_tokens:,} tokens{draft_start}.
+  {eagle3_training}Curves and commands are in `training.json`.
 - **Held out**: {bits:.3f} bits a byte. Of the MTP layer's first choices, {acceptance} are the target's at
-  draft positions 1 to {depths}, with the text's own tokens before them; the most frequent successor of the
-  last token is it in {bigram:.0%}.
+  draft positions 1 to {depths}, with the text's own tokens before them; {eagle3_acceptance}the most frequent
+  successor of the last token is it in {bigram:.0%}.
 - **Context**: trained at 512 and 2,048 tokens; it runs up to 4,096 and is weak beyond what it saw.
 """
+HEAD = """**EAGLE-3 head** (`eagle3/`): {parameters:,} parameters, in the
+  research layout, for the {ids:,} ids said most. """
+HEAD_TRAINING = """The EAGLE-3 head
+  (`tests/recipes/train_eagle3.py`) learned so from {tokens:,} tokens, unrolled three steps, the target left
+  as it was; its own record is `eagle3/training.json`. """
+HEAD_ACCEPTANCE = """of the EAGLE-3
+  head's, which was trained shortly, {shares}; """
 START = """The layers were first fitted one by one to those of the first edition, a Qwen3-shaped model of
   8.1 M that an earlier form of the recipe trained on 6,553,600 tokens of the same corpus ({imitation:,}
   tokens). """
@@ -69,6 +76,7 @@ def write_card(folder: Path, record: dict[str, Any], corpus: Corpus) -> None:
         tokens=record["target"]["tokens"],
         mtp_tokens=record["mtp"]["tokens"],
         draft_tokens=record["draft"]["tokens"],
+        **_head_words(folder / "eagle3"),
         bits=held["bits_per_byte"],
         acceptance=", ".join(f"{share:.0%}" for share in held["mtp_acceptance"]),
         depths=len(held["mtp_acceptance"]),
@@ -76,8 +84,23 @@ def write_card(folder: Path, record: dict[str, Any], corpus: Corpus) -> None:
     )
     (folder / "README.md").write_text(text)
     names = [*SUMMED, *(f"draft/{name}" for name in SUMMED)]
+    names += [f"eagle3/{name}" for name in SUMMED if (folder / "eagle3" / name).exists()]
     sums = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
     (folder / "SHA256SUMS").write_text("".join(sums))
+
+
+def _head_words(folder: Path) -> dict[str, str]:
+    """What is said of the EAGLE-3 head; nothing where there is none."""
+    record = read_record(folder)
+    if not record:
+        return dict.fromkeys(("eagle3", "eagle3_training", "eagle3_acceptance"), "")
+    held, config = record["held_out"], json.loads((folder / "config.json").read_text())
+    shares = ", ".join(f"{share:.0%}" for share in held["acceptance"])
+    return {
+        "eagle3": HEAD.format(parameters=held["parameters"], ids=config["draft_vocab_size"]),
+        "eagle3_training": HEAD_TRAINING.format(tokens=record["eagle3"]["tokens"]),
+        "eagle3_acceptance": HEAD_ACCEPTANCE.format(shares=shares),
+    }
 
 
 def read_record(folder: Path) -> dict[str, Any]:
