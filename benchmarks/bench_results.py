@@ -19,7 +19,7 @@ from benchmarks.environment import ROOT, describe_commit
 RESULTS = ROOT / "benchmarks" / "results"
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "demo": ("-m demo --spec mtp,eagle3,draft,ngram --draft-max 1,2,3,4 --temperature 0"),
+        "demo": "-m demo --spec mtp,eagle3,draft,ngram --draft-max 1,2,3,4 --temperature 0",
         "concurrency": "-m demo --spec auto --temperature 0 --concurrency 1,2,4,8,16,32,100 --category code",
         "rate_draft_tp": (
             "-m demo --spec mtp --draft-max 2 --temperature 0 --concurrency 16 --rate 1,2,4,6,8 "

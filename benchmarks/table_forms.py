@@ -13,9 +13,18 @@ PEER_NAMES = MappingProxyType(
     {"spd": "spd", "transformers": "transformers", "vllm": "vLLM-CPU", "llama": "llama.cpp"}
 )
 MODES = MappingProxyType(
-    {"plain": "plain", "draft": "draft", "ngram": "n-gram", "imposed": "imposed", "mtp": "MTP"}
+    {
+        "plain": "plain",
+        "draft": "draft",
+        "ngram": "n-gram",
+        "imposed": "imposed",
+        "mtp": "MTP",
+        "eagle3": "EAGLE-3",
+    }
 )
-METHODS = MappingProxyType({"mtp": "MTP", "draft": "draft", "ngram": "n-gram", "self": "itself"})
+METHODS = MappingProxyType(
+    {"mtp": "MTP", "eagle3": "EAGLE-3", "draft": "draft", "ngram": "n-gram", "self": "itself"}
+)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
