@@ -19,7 +19,6 @@ MODES = MappingProxyType(
         "ngram": "n-gram",
         "imposed": "imposed",
         "mtp": "MTP",
-        "eagle3": "EAGLE-3",
     }
 )
 METHODS = MappingProxyType(
