@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from spd.formats.demo import demo_draft_folder, demo_folder
+from spd.formats.demo import demo_draft_folder, demo_eagle3_folder, demo_folder
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.memory import pages_a_slot
 from spd.runtime.request import GrammarText
@@ -204,11 +204,8 @@ def demo_prompts(count: int) -> list[tuple[int, ...]]:
     return prompts(count)
 
 
-@pytest.fixture(scope="module")
-def demo_drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What drafts for the demo, by method; the EAGLE-3 head is a random one."""
-    head = write_tiny_eagle3(tmp_path_factory.mktemp("demo") / "head", demo_folder(), draft_vocab=1024)
-    return {"draft": demo_draft_folder(), "eagle3": head}
+DEMO_DRAFTS = {"draft": demo_draft_folder(), "eagle3": demo_eagle3_folder()}
+"""What drafts for the demo, by method."""
 
 
 def drawn(cases: list[Case], request: pytest.FixtureRequest) -> list[Case]:
@@ -226,11 +223,9 @@ def check_all(bench: Bench, cases: list[Case], request: pytest.FixtureRequest, n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_combination_equals_solo_on_the_demo(
-    feature: str, demo_drafts: dict[str, Path], request: pytest.FixtureRequest
-) -> None:
+def test_every_combination_equals_solo_on_the_demo(feature: str, request: pytest.FixtureRequest) -> None:
     long = [tuple(itertools.islice(itertools.cycle(p), 70 + i)) for i, p in enumerate(demo_prompts(KINDS))]
-    bench = Bench(demo_folder(), demo_drafts, long, 16, ctx=256)
+    bench = Bench(demo_folder(), DEMO_DRAFTS, long, 16, ctx=256)
     every = itertools.product(*({**FACTORS, "feature": (feature,)}).values())
     check_all(bench, [dict(zip(FACTORS, values, strict=True)) for values in every], request, feature)
 
@@ -248,16 +243,14 @@ def test_pairs_equal_solo_on_the_0_35_b(medium: Path, request: pytest.FixtureReq
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", PROPOSERS)
-def test_500_prompts_at_every_lag(
-    method: str, temperature: float, demo_drafts: dict[str, Path], say: Callable[[str], None]
-) -> None:
+def test_500_prompts_at_every_lag(method: str, temperature: float, say: Callable[[str], None]) -> None:
     """Texts, drafts and acceptances of the synchronous run, prompt by prompt."""
     prompts = demo_prompts(500)
     params = [SamplingParams(temperature=temperature, max_tokens=32, seed=i) for i in range(500)]
     requests = [Request(f"{i}", p, q) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
     wishes: dict[str, Any] = {**PROPOSERS[method], "ctx": 256, "slots": 16}
-    if method in demo_drafts:
-        wishes["draft_model"] = demo_drafts[method]
+    if method in DEMO_DRAFTS:
+        wishes["draft_model"] = DEMO_DRAFTS[method]
     base: list[Run] = []
     for lag in (0, 1, 2):
         runs = run_requests(make_engine(demo_folder(), lag=lag, **wishes), requests)

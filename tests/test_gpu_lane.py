@@ -188,7 +188,7 @@ def test_forms_are_rehearsed(rehearsal: None, tmp_path: Path) -> None:
     short = [(prompt, dataclasses.replace(params, max_tokens=16)) for prompt, params in form.work[:2]]
     with gpu_helpers.gpu_engine(form.folder, graphs=False, **gpu_forms.form_wishes("int8")) as engine:
         runs = gpu_helpers.run_work(engine, short, 0)
-    for method, count in (("mtp", 2), ("eagle3", 1)):
+    for method, count in (("mtp", 2), ("eagle3", 2)):
         dataclasses.replace(form, work=short[:count], plain=runs[:count]).check(method, 3)
 
 

@@ -71,6 +71,9 @@ DEMO = (
         Setting(method, k, graphs=False, requests=3, tokens=32, runs=("mixed",))
         for method, k in USUAL_K.items()
     ),
+    *(Setting("eagle3", 3, lag=lag, **_MIXED) for lag in LAGS),
+    Setting("eagle3", 3, **_ALONE),
+    *(Setting("eagle3", 3, lag=1, graphs=graphs, **_SHORT) for graphs in (None, False)),
 )
 """Beside plain decoding in batches of 16."""
 

@@ -250,10 +250,10 @@ def run() -> Iterator[dict[str, Any]]:
 
 
 def run_medium() -> Iterator[dict[str, Any]]:
-    """Compare on the 0.35 B recipe, which has no MTP layer, written to a temporary folder."""
+    """Compare on the 0.35 B recipe, which has no heads, written to a temporary folder."""
     from tests.recipes.medium import write_medium, write_medium_draft
 
-    settings = [setting for setting in DEMO if setting.method != "mtp"]
+    settings = [setting for setting in DEMO if setting.method not in ("mtp", "eagle3")]
     with tempfile.TemporaryDirectory() as place:
         folder = write_medium(Path(place) / "medium")
         draft = write_medium_draft(Path(place) / "draft", folder)

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spd.formats.demo import demo_folder
+from spd.formats.demo import demo_eagle3_folder, demo_folder
 from spd.runtime import SamplingParams
 from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_wishes, run_work
 from tests.gpu.test_gpu_rounds import check_case, spoke
 from tests.helpers import Run
 from tests.recipes.fp8_twin import write_twin
-from tests.recipes.tiny_eagle3 import write_tiny_eagle3
 
 METHODS = ("ngram", "draft", "mtp", "eagle3")
 CASES = [(method, k) for method in METHODS for k in (1, 3)]
@@ -30,20 +29,17 @@ class Form:
     folder: Path
     work: Work
     plain: list[Run]
-    head: Path
-    """An EAGLE-3 head of random weights, whose drafts are hardly ever right."""
 
     def wishes(self, method: str, k: int) -> dict[str, Any]:
         """For an engine of this form that speculates so, or not at all."""
-        heads = {"mtp": {"spec": "mtp"}, "eagle3": {"spec": "eagle3", "draft_model": self.head}}
+        heads = {"mtp": {"spec": "mtp"}, "eagle3": {"spec": "eagle3", "draft_model": demo_eagle3_folder()}}
         speculation = heads.get(method) or method_wishes(method)
         return {**form_wishes(self.weights), **speculation, **({} if method == "off" else {"draft_max": k})}
 
     def check(self, method: str, k: int) -> None:
         """One text and one story of acceptance, captured and eager, at every lag."""
         runs = check_case(self.folder, self.work, self.plain, self.wishes(method, k))
-        if method != "eagle3":
-            spoke(runs)
+        spoke(runs)
         assert sum(run.metrics.draft_n for run in runs) > 0
 
 
@@ -53,16 +49,12 @@ def form_wishes(weights: str) -> dict[str, Any]:
 
 
 def make_form(weights: str, place: Path) -> Form:
-    """Bfloat16 as the demo is stored, rounded to int8, or its twin in FP8 blocks.
-
-    Writes the twin, and a head for it, to `place`.
-    """
+    """Bfloat16 as the demo is stored, rounded to int8, or its twin in FP8 blocks, written to `place`."""
     folder = write_twin(demo_folder(), place / "twin") if weights == "fp8" else demo_folder()
     work = [
         (prompt, SamplingParams(max_tokens=40, temperature=0.7 * (i % 2), seed=i, ignore_eos=True))
         for i, prompt in enumerate(demo_prompts())
     ]
-    head = write_tiny_eagle3(place / f"head-{weights}", demo_folder(), draft_vocab=1024, dtype="bfloat16")
     with gpu_engine(folder, graphs=False, **form_wishes(weights)) as engine:
         assert engine.plan.weights == weights, engine.plan.weights_reason
-        return Form(weights, folder, work, run_work(engine, work, 0), head)
+        return Form(weights, folder, work, run_work(engine, work, 0))
