@@ -113,6 +113,11 @@ class HeadSource:
                 reason=[f"The first is {least:,}; the tokenizer knows {self.place.usable_vocab:,}."],
             )
         ascending = torch.equal(order, torch.arange(rows))
+        if self.shares_head and not ascending:
+            raise CheckpointError(
+                f"{self.folder}: tensor {OFFSETS}: gives other ids to the rows of {HEAD}, which is missing",
+                reason=["Without it a head draws by its target's."],
+            )
         return None if rows == size else found.to(self.place.device), None if ascending else order
 
 

@@ -82,6 +82,18 @@ def test_all_ids_in_another_order(pair: tuple[Path, Path], tmp_path: Path) -> No
     assert story(drafted(both, head)) == story(drafted(both))
 
 
+def test_other_ids_for_the_rows_of_the_target_s_own_table(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    size = read_model_config(pair[0]).vocab_size
+
+    def nameless(tensors: Tensors) -> None:
+        del tensors["lm_head.weight"]
+        tensors["d2t"] = torch.arange(size).flip(0) - torch.arange(size)
+
+    head = altered(pair[1], tmp_path / "head", nameless, draft_vocab_size=None)
+    with pytest.raises(CheckpointError, match="gives other ids to the rows"):
+        make_engine(pair[0], spec="eagle3", draft_model=head, draft_max=3)
+
+
 def test_a_copy_of_the_target_s_embeddings_is_not_kept_twice(pair: tuple[Path, Path], tmp_path: Path) -> None:
     theirs = load_file(pair[0] / "model.safetensors")["model.embed_tokens.weight"]
     heads = {
