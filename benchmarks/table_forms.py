@@ -202,10 +202,15 @@ def explain_check(result: Result) -> str:
 
 
 def gpu_gates(result: Result) -> str:
-    """Every gate of the GPU suite: what it asks for and what was found; then those not measured."""
+    """Every gate of the GPU suite: what it asks for and what was found; then those not measured.
+
+    A report that does not say of which sources it is was made by an earlier version than this one.
+    """
     from benchmarks.gpu_suite.gates import GATES
 
     lines, unknown = [], []
+    if "sources" not in result:
+        lines.append(["**this version**", "all of it", "**not measured**"])
     for gate in GATES:
         verdict = gate.judge(result["probes"].get(gate.probe, {}).get("result"))
         asked = f"at least {gate.least:,g}" if gate.most is None else f"at most {gate.most:g}"
@@ -215,7 +220,8 @@ def gpu_gates(result: Result) -> str:
         else:
             figure = f"{verdict.figure:,.0f}" if verdict.figure >= 1000 else f"{verdict.figure:.3g}"
             lines.append([gate.name, asked, figure + ("" if verdict.met else ", missed")])
-    text = table(["", "asked", "found"], lines)
+    commit = str(result.get("commit") or "an unknown commit")[:7]
+    text = table(["", "asked", f"found at {commit}"], lines)
     if unknown:
-        text += "\n" + textwrap.fill(f"Not measured: {'; '.join(unknown)}.", 80) + "\n"
+        text += "\n" + textwrap.fill(f"Not measured at all: {'; '.join(unknown)}.", 80) + "\n"
     return text

@@ -109,7 +109,8 @@ def test_every_form_shows_its_figures_in_80_columns(tmp_path: Path) -> None:
     assert "| llama.cpp 0.32.0 |" in made["cpu_peers"]
     assert "| plain | 0.30 |" in made["host_cost"]
     assert "| decode attention, of the read rate | at least 0.8 | 0.596, missed |" in made["gpu_gates"]
-    unknown = " ".join(made["gpu_gates"].partition("Not measured: ")[2].split())
+    assert "| **this version** | all of it | **not measured** |" in made["gpu_gates"]
+    unknown = " ".join(made["gpu_gates"].partition("Not measured at all: ")[2].split())
     assert "8B over a compiled loop (at least 1.25); 8B over compiled transformers; " in unknown
 
 
