@@ -49,7 +49,9 @@ def logits_of(engine: Engine, prompt: tuple[int, ...]) -> Tensor:
     table = runner.page_row(view.pages, len(view.pages))[None]
     with torch.inference_mode():
         parts = [
-            runner.forward_prompt(ids, start, min(start + 32, len(prompt)), table, view.pages, chunked=False)
+            runner.forward_prompt(
+                ids, start, min(start + 32, len(prompt)), table, view.pages, chunked=False
+            ).hidden
             for start in range(0, len(prompt), 32)
         ]
         return torch.cat([runner.logits(part)[0] for part in parts])

@@ -93,8 +93,10 @@ class CapturedRounds:
         state.active.fill_(False)
 
         count = shape.slots
-        part = copy(self.round) if count == state.slots else self.round.first(count)
-        part.follows = shape.follows
+        part = self.round if count == state.slots else self.round.first(count)
+        if not shape.follows:
+            part = copy(part)
+            part.follows = False
 
         def program() -> Logprobs | None:
             return part.run(shape.k, views[:count], shape.needs, shape.num_logprobs, shape.next_k)

@@ -100,6 +100,7 @@ def test_help_says_what_runs_how_long_and_what_becomes_of_reports(capsys: pytest
     text = capsys.readouterr().out
     assert "\n  4  nothing of that, but a probe was cut short" in text
     usual, named = text.split("seconds that each may take:")[1].split("only when named by --only:")
+    usual, named = (" ".join(part.split()) for part in (usual, named))
     assert all(f"{one.name} {one.seconds:g}" in (usual if one.usual else named) for one in PROBES)
     assert "with --only it is left alone, and gpu_suite.2.json" in " ".join(text.split())
     assert max(len(line) for line in text.splitlines()) <= 110

@@ -203,6 +203,7 @@ def test_what_a_head_reads_of_memory_is_its_layer_and_the_ids_it_knows(pair: tup
     )
     norms = sum(t.numel() for name, t in tensors.items() if name.startswith("midlayer.") and t.dim() == 1)
     floor = floor_of(pair[1], plan)
-    assert floor is not None and floor.weight_bytes == 4 * (read + norms)
+    final = tensors["norm.weight"].numel()
+    assert floor is not None and floor.weight_bytes == 4 * (read + norms + final)
     assert streamed_bytes(read_model_config(pair[1]), 4) == 4 * (read + norms)
     assert eagle3.head_rows(read_model_config(pair[1])) == len(tensors["d2t"])

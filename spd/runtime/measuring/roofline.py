@@ -14,7 +14,7 @@ import torch
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.runtime.memory import PAGE_SIZE, page_bytes, rank_layout
 from spd.runtime.models.weight_form import WeightForm
-from spd.runtime.models.weights import head_table, layer_prefix
+from spd.runtime.models.weights import layer_prefix, streamed_tables
 from spd.runtime.plan import EnginePlan
 from spd.runtime.weight_choice import choose_form
 
@@ -46,7 +46,7 @@ def floor_of(folder: Path, plan: EnginePlan, ranks: int = 1) -> Floor | None:
 
 
 def _streamed(config: ModelConfig, dtype: str, form: WeightForm, ranks: int) -> int:
-    """Weights that every pass reads: the layers' and the table that makes logits; others are looked up.
+    """Weights that every pass reads: the layers' and those that make logits; embeddings are looked up.
 
     What a head makes of its target's streams it makes once a round, not in every pass.
     """
@@ -56,7 +56,8 @@ def _streamed(config: ModelConfig, dtype: str, form: WeightForm, ranks: int) -> 
         for index, layer in enumerate(layout.layers)
         for destination in layer.destinations()
     )
-    return inside + form.bytes_of(head_table(config, layout), "", dtype, table=True)
+    outside = streamed_tables(config, layout)
+    return inside + sum(form.bytes_of(table, "", dtype, table=True) for table in outside)
 
 
 @torch.inference_mode()

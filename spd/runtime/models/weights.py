@@ -73,10 +73,13 @@ def table_destinations(config: ModelConfig, layout: ModelLayout) -> dict[str, De
     return {**tables, "final_norm": Destination.of({FINAL_NORM: table[1:]}, exact=layout.centred_norm)}
 
 
-def head_table(config: ModelConfig, layout: ModelLayout) -> Destination:
-    """The table that makes logits, or a rank's part of it: the embedding's where they are tied."""
+def streamed_tables(config: ModelConfig, layout: ModelLayout) -> tuple[Destination, Destination]:
+    """What every pass reads outside the layers: the table that makes logits, and the norm before it.
+
+    Or a rank's part of them; the table is the embedding's where they are tied.
+    """
     tables = table_destinations(config, layout)
-    return tables["head"] if "head" in tables else tables["embedding"]
+    return tables["head"] if "head" in tables else tables["embedding"], tables["final_norm"]
 
 
 def destinations(config: ModelConfig, layout: ModelLayout) -> Iterator[tuple[str, Destination]]:

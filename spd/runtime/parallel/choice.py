@@ -10,7 +10,7 @@ from spd.formats.mtp_folder import MtpSource
 from spd.runtime.models import family_layout
 from spd.runtime.models.mtp_weights import module_layer
 from spd.runtime.models.weight_form import DTYPE_BYTES
-from spd.runtime.models.weights import head_table
+from spd.runtime.models.weights import streamed_tables
 from spd.runtime.parallel.cost import (
     DraftCost,
     choose_group,
@@ -71,7 +71,7 @@ def divide(
 
 def _ids(config: ModelConfig) -> int:
     """Ids that a model makes logits for."""
-    return head_table(config, family_layout(config)).shape[0]
+    return streamed_tables(config, family_layout(config))[0].shape[0]
 
 
 def _check(flag: str, ranks: int, config: ModelConfig, what: str) -> None:

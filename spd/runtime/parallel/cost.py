@@ -14,7 +14,7 @@ from spd.formats.model_config import ModelConfig
 from spd.runtime.models import family_layout
 from spd.runtime.models.layouts import LayerLayout, MoeLayout
 from spd.runtime.models.shards import Shard
-from spd.runtime.models.weights import head_table
+from spd.runtime.models.weights import streamed_tables
 
 CHOICE_BYTES = 12
 """What a rank says of its best token of a row: its score, its logit and its id, four bytes each."""
@@ -111,7 +111,7 @@ def machine_of(device: str) -> Machine:
 def streamed_bytes(config: ModelConfig, width: int) -> float:
     """Weights that a pass over one row reads: all but the embedding's table and the experts not chosen."""
     layout = family_layout(config)
-    head = head_table(config, layout).size * width
+    head = streamed_tables(config, layout)[0].size * width
     return head + sum(layer_bytes(layer, width) for layer in layout.layers)
 
 

@@ -83,9 +83,9 @@ def wrong_rope(patch: pytest.MonkeyPatch) -> None:
     """Rows of a window after its first stand one position late."""
     forward = ModelRunner.forward
 
-    def changed(self: ModelRunner, rows: RoundWindow, table: Tensor, *rest: Any) -> Tensor:
+    def changed(self: ModelRunner, rows: RoundWindow, table: Tensor, *rest: Any, **more: Any) -> Any:
         late = rows.positions + (torch.arange(rows.positions.shape[1]) > 0)
-        return forward(self, replace(rows, positions=late), table, *rest)
+        return forward(self, replace(rows, positions=late), table, *rest, **more)
 
     patch.setattr(ModelRunner, "forward", changed)
 
