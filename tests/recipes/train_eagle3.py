@@ -156,7 +156,8 @@ def main(arguments: argparse.Namespace) -> None:
         path.unlink(missing_ok=True)
     record = read_record(arguments.out)
     record |= {"python": sys.version.split()[0], "torch": torch.__version__, "corpus_sha256": corpus.digest()}
-    record.setdefault("runs", []).append(" ".join(sys.argv[1:]))
+    said = " ".join(sys.argv[1:]).replace(str(arguments.out), "OUT")  # where it lay says nothing
+    record.setdefault("runs", []).append(said)
     record["eagle3"] = train(head, target, batches, arguments)
     path.write_text(json.dumps(record, indent=1) + "\n")
     record["held_out"] = measure(load_head(arguments.out, HEAD), target, corpus, tokenizer)
