@@ -248,8 +248,11 @@ def _no_weights(folder: Path, names: Sequence[str]) -> CheckpointError:
 
 
 def _conversion(pickle: Path) -> list[str]:
-    """The command that writes a pickle's tensors as safetensors beside it; none for shards of several."""
-    if pickle.stem != "pytorch_model":
+    """The command that writes a pickle's tensors as safetensors beside it.
+
+    None for shards of several, and where a shell would read the path as something else.
+    """
+    if pickle.stem != "pytorch_model" or set(str(pickle)) & set("'\"$`\\!"):
         return []
     read = f"torch.load('{pickle}', weights_only=True, map_location='cpu')"
     tensors = f"{{n: t.contiguous() for n, t in {read}.items()}}"

@@ -98,6 +98,11 @@ def test_the_fix_for_a_pickle_can_be_typed(tmp_path: Path) -> None:
     subprocess.run([sys.executable, *command[1:]], check=True)
     with Checkpoint.open(folder) as checkpoint:
         assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in tensors.items())
+    (tmp_path / "a $model").mkdir()
+    torch.save(tensors, tmp_path / "a $model" / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickle formats") as caught:
+        Checkpoint.open(tmp_path / "a $model")
+    assert caught.value.fix == ("a repository with safetensors",)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".ckpt", ".PKL"])

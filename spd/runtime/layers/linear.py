@@ -69,16 +69,9 @@ class AnyHead(Protocol):
         ...
 
     def sample(
-        self,
-        hidden: Tensor,
-        usable_vocab: int,
-        seed: Tensor,
-        first: Tensor,
-        step: int,
-        temperature: Tensor,
-        ids: Tensor | None = None,
+        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """See `CausalModel`. ids int64: the token that each row of the weight stands for, if not its own."""
+        """See `CausalModel`."""
         ...
 
 
@@ -166,14 +159,7 @@ class Linear:
         return self(hidden, tile).float()
 
     def sample(
-        self,
-        hidden: Tensor,
-        usable_vocab: int,
-        seed: Tensor,
-        first: Tensor,
-        step: int,
-        temperature: Tensor,
-        ids: Tensor | None = None,
+        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
     ) -> None:
         """This form does not draw."""
 
@@ -211,6 +197,8 @@ class SkinnyLinear:
     def __init__(self, weight: AnyWeight, bias: Tensor | None, kernels: Kernels) -> None:
         self.weight = weight if isinstance(weight, ScaledWeight) else weight.contiguous()
         self.bias, self.kernels = bias, kernels
+        self.ids: Tensor | None = None
+        """Of a head of some ids the token that each row stands for, int64 and ascending."""
         self.workspace: LinearWorkspace | None = None
         """Shared by all of a model's products, since they run in turn."""
 
@@ -262,18 +250,11 @@ class SkinnyLinear:
         return scores
 
     def sample(
-        self,
-        hidden: Tensor,
-        usable_vocab: int,
-        seed: Tensor,
-        first: Tensor,
-        step: int,
-        temperature: Tensor,
-        ids: Tensor | None = None,
+        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See `CausalModel`."""
         drawn: tuple[Tensor, Tensor] = self.kernels.head_sample(
-            hidden, self.weight, usable_vocab, seed, first, step, temperature, ids
+            hidden, self.weight, usable_vocab, seed, first, step, temperature, self.ids
         )
         return drawn
 

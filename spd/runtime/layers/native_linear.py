@@ -58,13 +58,6 @@ class NativeLinear:
         return self.library.linear(hidden, self.weight, self.bias, Ending.FLOAT32)
 
     def sample(
-        self,
-        hidden: Tensor,
-        usable_vocab: int,
-        seed: Tensor,
-        first: Tensor,
-        step: int,
-        temperature: Tensor,
-        ids: Tensor | None = None,
+        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
     ) -> None:
         """This form does not draw."""

@@ -112,14 +112,7 @@ class ShardedHead:
         return self.inner.logits(hidden, tile)
 
     def sample(
-        self,
-        hidden: Tensor,
-        usable_vocab: int,
-        seed: Tensor,
-        first: Tensor,
-        step: int,
-        temperature: Tensor,
-        ids: Tensor | None = None,
+        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
     ) -> None:
         """Kernels that draw have nothing to say of how good their best is."""
 

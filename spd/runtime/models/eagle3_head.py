@@ -18,6 +18,7 @@ from spd.kernels.rms_norm import rms_norm
 from spd.kernels.sampling import NEGATIVE_INFINITY
 from spd.runtime.layers.attention import Attention
 from spd.runtime.layers.linear import AnyHead, AnyLinear
+from spd.runtime.layers.norm import normed
 from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.layers.sharded import AnyEmbedding, ShardedHead, SummedLinear, looked_up
 from spd.runtime.models.base import ForwardBatch, LayerCache, ModelOutput, Residual
@@ -106,7 +107,9 @@ class Eagle3Head:
         rotary = self.rotary.rows(batch.positions, gathered=self.kernels.name == "torch")
         stream = self.attention.of_pairs(pairs, self._stream(state, batch), rotary, batch, caches[0])
         stream = self.layer.mlp(stream, batch)
-        return ModelOutput.of(self._normed(stream) if self.rules.recycles_normed else stream.x)
+        if not self.rules.recycles_normed:
+            return ModelOutput.of(stream.x)
+        return ModelOutput.of(normed(stream, self.final_norm, self.epsilon, self.kernels))
 
     def _stream(self, state: Tensor, batch: ForwardBatch) -> Residual:
         """The residual stream that begins with a state, with squares where sums over ranks go by them."""
@@ -118,12 +121,6 @@ class Eagle3Head:
             every = torch.arange(state.shape[0], device=state.device)
             return Residual(*self.kernels.embed(every, state, None))
         return Residual(state)
-
-    def _normed(self, stream: Residual) -> Tensor:
-        if stream.squares is None:
-            return rms_norm(stream.x, self.final_norm, self.epsilon)
-        state: Tensor = self.kernels.rms_norm_rows(stream.x, stream.squares, self.final_norm, self.epsilon)
-        return state
 
     def products(self) -> Iterable[object]:
         """See `CausalModel`."""
@@ -150,4 +147,4 @@ class Eagle3Head:
         self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         """Tokens [T] and whether each is finite; see `CausalModel`."""
-        return self.head.sample(self._shown(hidden), usable_vocab, seed, first, step, temperature, self.ids)
+        return self.head.sample(self._shown(hidden), usable_vocab, seed, first, step, temperature)

@@ -86,6 +86,8 @@ class LayerBuilder:
         """The product that makes logits by a table [V, H], or a rank's own rows; ids: see `ShardedHead`."""
         inner = self.linear(table)
         if self.ranks is None:
+            if ids is not None and isinstance(inner, SkinnyLinear):
+                inner.ids = ids[0]
             return inner
         first, _ = Shard(self.ranks.rank, self.ranks.size).ids(vocab_size)
         return ShardedHead(inner, first, vocab_size, self.ranks, ids)
