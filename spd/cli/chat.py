@@ -116,7 +116,7 @@ class Chat:
         fresh = begin(self.model.name, options.seed, system, self.model.fingerprint)
         self.conversation = fresh if conversation is None else conversation.continued_as(fresh, options.seed)
         self.attached = [read_text(path) for path in options.file or ()]
-        self.draft = self._news = ""
+        self.draft = ""
         self.leaving = False
         self.look: Look = self._first_look(options)
         self.stats = sink.is_terminal if options.stats is None else options.stats
@@ -166,7 +166,7 @@ class Chat:
                 elif text.strip() or self.attached:
                     self.say(text.removeprefix("/") if text.startswith("//") else text)
             except SpdError as error:
-                if not interactive:
+                if not interactive or self._ends(error):
                     raise
                 write_error(error, self._console, as_json=False)
         if not (said or interactive):
@@ -216,14 +216,8 @@ class Chat:
         if failure is not None:
             self.source.leave(failure)
         elif self.look.terminal and not self._session.console.quiet:
-            lines = "\n".join(self._dimmed(self._fitted(line)) for line in self.model.plan_lines())
-            self._news = "" if self.source.say(lines) else lines + "\n"
+            self.source.say("\n".join(self._dimmed(self._fitted(line)) for line in self.model.plan_lines()))
         self.source.wake()
-
-    def tell_news(self) -> None:
-        """What loading had to say while nobody typed."""
-        news, self._news = self._news, ""
-        write_stderr(news)
 
     def _status(self) -> str:
         """The line at the bottom."""
@@ -249,11 +243,16 @@ class Chat:
         except Exception as error:
             if self.conversation.turns and self.conversation.turns[-1].reply is None:
                 self.conversation = before
-                if not isinstance(error, OutputClosed) and getattr(error, "code", "") != "write_failed":
+                if not self._ends(error):
                     self._save()  # else nobody sees it any more: the message waits in the file
                 self.draft = text
             raise
         self.attached = []
+
+    def _ends(self, error: Exception) -> bool:
+        """Whether a chat cannot go on: nobody sees it any more, or there is no model."""
+        gone = isinstance(error, OutputClosed) or getattr(error, "code", "") == "write_failed"
+        return gone or error is self.model.thread.failure
 
     def reply(self, *, more: bool = False) -> None:
         """Let the model reply to the last turn, or go on with its reply."""
@@ -267,7 +266,7 @@ class Chat:
             self.look,
             self.conversation,
             more,
-            self.tell_news,
+            lambda: write_stderr(self.source.unsaid()),
             self.source.keep,
         )
         turn = conversation.turns[-1]

@@ -29,7 +29,7 @@ from prompt_toolkit.keys import Keys
 from prompt_toolkit.layout.screen import Char
 from prompt_toolkit.output import ColorDepth
 
-from spd.cli.message_source import INDENT, PROMPT, as_message, is_complete
+from spd.cli.message_source import INDENT, PROMPT, Unsaid, as_message, is_complete
 from spd.cli.output import write_stderr
 from spd.cli.signals import Interrupted
 
@@ -92,6 +92,8 @@ class Editor:
     ) -> None:
         self._pastes: dict[str, str] = {}
         self._hinted = -TWICE_SECONDS
+        self._unsaid = Unsaid()
+        self._reason: BaseException | None = None
         self._ahead = self._carried = False
         """Whether keys were typed before the prompt came, and whether some of them are left."""
         kept: History = InMemoryHistory()
@@ -136,7 +138,7 @@ class Editor:
         """The next message. Raises Interrupted when Ctrl-C is pressed twice on an empty line."""
         self._ahead, self._carried = self._carried or _has_input(), False
         try:
-            text = self._session.prompt(default=draft, pre_run=self._watch_pastes)
+            text = self._session.prompt(default=draft, pre_run=self._begin)
         except EOFError:
             return None
         except KeyboardInterrupt:
@@ -145,8 +147,11 @@ class Editor:
         self._pastes.clear()
         return text
 
-    def _watch_pastes(self) -> None:
+    def _begin(self) -> None:
+        """What came while no prompt stood: news go above this one, a reason to leave ends it."""
         self._session.app.create_background_task(self._end_lost_pastes())
+        write_stderr(self.unsaid())
+        self._leave()
 
     async def _end_lost_pastes(self) -> None:
         """End a paste whose end mark got lost: else every key, Ctrl-C too, would count as a part of it."""
@@ -162,21 +167,33 @@ class Editor:
                 app.key_processor.process_keys()
             before = held
 
-    def say(self, text: str) -> bool:
-        """Show news above the prompt; False where none stands. From any thread."""
+    def say(self, text: str) -> None:
+        """Show news above the prompt that stands, or the next. From any thread."""
+        self._unsaid.append(text)
+        self._soon(self._show)
+
+    def unsaid(self) -> str:
+        """The news that wait for a prompt."""
+        return self._unsaid.take()
+
+    def _show(self) -> None:
+        """Show the news above the prompt that stands."""
         app = self._session.app
-        if app.loop is None or not app.is_running:
-            return False
+        if app.is_done or not (text := self.unsaid()):
+            return
+        # The terminal stays as it is: while it read lines by itself, Enter would begin a line.
+        app.renderer.erase()
+        write_stderr(text)
+        app.renderer.request_absolute_cursor_position()
+        app.invalidate()
 
-        def show() -> None:
-            # The terminal stays as it is: while it read lines by itself, Enter would begin a line.
-            app.renderer.erase()
-            write_stderr(text + "\n")
-            app.renderer.request_absolute_cursor_position()
-            app.invalidate()
-
-        app.loop.call_soon_threadsafe(show, context=app.context)
-        return True
+    def _soon(self, work: Callable[[], None]) -> None:
+        """Have the prompt that stands do this; nothing where none does, or where it just ends."""
+        app = self._session.app
+        loop = app.loop
+        if loop is not None and app.is_running:
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(work, context=app.context)
 
     def wake(self) -> None:
         """Redraw the status line; from any thread."""
@@ -191,11 +208,14 @@ class Editor:
         self._carried = self._carried or bool(presses)
 
     def leave(self, error: BaseException) -> None:
-        """Make `read` raise this; from any thread."""
+        """Make `read` raise this, at once or when it begins; from any thread."""
+        self._reason = error
+        self._soon(self._leave)
+
+    def _leave(self) -> None:
         app = self._session.app
-        loop = app.loop
-        if loop is not None and app.is_running:
-            loop.call_soon_threadsafe(lambda: app.exit(exception=error) if app.is_running else None)
+        if self._reason is not None and not app.is_done:
+            app.exit(exception=self._reason)
 
     def expand(self, text: str) -> str:
         """Text with every paste in its own words."""

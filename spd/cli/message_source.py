@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections import deque
+from contextlib import suppress
 from typing import Protocol
 
 from spd.cli.output import is_terminal, write_stderr
@@ -23,8 +25,11 @@ class MessageSource(Protocol):
     def read(self, draft: str = "") -> str | None:
         """The next message, `draft` to begin with; None when there are no more."""
 
-    def say(self, text: str) -> bool:
-        """Show news above what is being typed; False where nothing is. May be called from any thread."""
+    def say(self, text: str) -> None:
+        """Show lines of news above what is being typed or will be; may be called from any thread."""
+
+    def unsaid(self) -> str:
+        """Take the news that nothing has shown yet, for whoever can show it now."""
 
     def wake(self) -> None:
         """Show the status anew; may be called from any thread."""
@@ -33,7 +38,7 @@ class MessageSource(Protocol):
         """Take keys that were typed while a reply came, for the next message."""
 
     def leave(self, error: BaseException) -> None:
-        """Make `read` raise this if it waits for a person; may be called from any thread."""
+        """Make `read` raise this where a person is waited for; may be called from any thread."""
 
 
 def is_complete(text: str) -> bool:
@@ -49,12 +54,32 @@ def as_message(text: str) -> str:
     return text
 
 
+class Unsaid:
+    """News that wait for a place to be shown; any thread may add some."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque()
+
+    def append(self, text: str) -> None:
+        """Keep these lines, which have no line break at their end."""
+        self._lines.append(text)
+
+    def take(self) -> str:
+        """All lines kept until now, each with its line break; every one is taken once."""
+        taken = ""
+        with suppress(IndexError):
+            while True:
+                taken += self._lines.popleft() + "\n"
+        return taken
+
+
 class PlainLines:
     """Lines from standard input; a terminal that cannot move its cursor gets a prompt."""
 
     def __init__(self) -> None:
         self._asks = is_terminal(sys.stdin)
         self._number = 0
+        self._unsaid = Unsaid()
 
     def read(self, draft: str = "") -> str | None:
         """The next line, or lines joined by a triple quote or a backslash. Raises UsageError."""
@@ -81,9 +106,13 @@ class PlainLines:
                 fix=["iconv -f ENCODING -t utf-8 FILE | spd chat"],
             ) from None
 
-    def say(self, text: str) -> bool:
-        """Nothing: there is no line that could be kept."""
-        return False
+    def say(self, text: str) -> None:
+        """Keep it: no line that is being typed could be kept apart from it."""
+        self._unsaid.append(text)
+
+    def unsaid(self) -> str:
+        """What was kept."""
+        return self._unsaid.take()
 
     def wake(self) -> None:
         """Nothing: there is no status line."""

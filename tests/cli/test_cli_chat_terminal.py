@@ -40,6 +40,12 @@ def build(config, progress=None):
         raise spd.errors.ResourceError("no room for it", fix=["less"])
     return FakeEngine(config, Script(pieces={pieces!r}, on_step=lambda step: time.sleep({pause}), ctx=90000))
 vars(spd.runtime)["Engine"] = build
+from spd.cli.editor import Editor
+read = Editor.read
+def read_later(self, draft=""):
+    time.sleep({slow_prompt})
+    return read(self, draft)
+Editor.read = read_later
 from spd.cli.app import main
 sys.exit(main(["chat", {model!r}, *{argv!r}]))
 """
@@ -83,6 +89,12 @@ class Terminal:
         self._mark = at + len(words.encode())
         return self.seen[start : self._mark]
 
+    def wait_for_model(self) -> None:
+        """Read until the model's figures have come: above the prompt that stands, or before the first."""
+        end = time.monotonic() + BOUND
+        while b"mem " not in self.seen:
+            assert self._read(end), self.seen
+
     def end(self) -> int:
         """Read to the end; returns how the process ended."""
         while self.process.poll() is None:
@@ -122,6 +134,7 @@ def terminal(model: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
         pause: float = 0.0,
         loading: float = 0.0,
         broken: bool = False,
+        slow_prompt: float = 0.0,
         **more: str,
     ) -> Terminal:
         said = ["Hello", " wörld", "!"] if pieces is None else pieces
@@ -132,6 +145,7 @@ def terminal(model: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
             pause=pause,
             loading=loading,
             broken=broken,
+            slow_prompt=slow_prompt,
             argv=list(argv),
         )
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
@@ -197,7 +211,7 @@ def test_a_paste_of_two_hundred_lines_is_one_message(
 ) -> None:
     lines = [f"line {number}" for number in range(200)]
     chat = terminal()
-    chat.wait("mem ")
+    chat.wait_for_model()
     chat.type("\x1b[200~" + "\n".join(lines) + "\x1b[201~")
     chat.wait("[pasted 200 lines]")
     chat.type(" see above\r")
@@ -235,7 +249,7 @@ def test_pastes_of_any_length_and_without_an_end(terminal: Callable[..., Termina
     """Where the end mark got lost the keys come back by themselves, and the paste is there."""
     lines = [f"line {number}" for number in range(5000)]
     chat = terminal()
-    chat.wait("mem ")
+    chat.wait_for_model()
     data = "\x1b[200~" + "\n".join(lines) + "\x1b[201~"
     for at in range(0, len(data), 1000):  # as a terminal sends it: no more than the line buffer holds
         chat.type(data[at : at + 1000])
@@ -286,7 +300,7 @@ def test_a_prompt_that_the_terminal_broke_is_drawn_from_its_beginning(
 ) -> None:
     """Rows that a narrower terminal has broken are counted; what stood above them stays."""
     chat = terminal("--no-save")
-    chat.wait("mem ")
+    chat.wait_for_model()
     chat.size(24, 100)
     chat.type("a" * 85)
     chat.wait("a" * 85)
@@ -320,7 +334,7 @@ def test_the_line_at_the_bottom_fits(columns: int, line: str) -> None:
 
 def test_a_refused_line_says_what_to_type(terminal: Callable[..., Terminal]) -> None:
     chat = terminal("--no-save", NO_COLOR="1")
-    chat.wait("mem ")
+    chat.wait_for_model()
     for line in ("/nothing", "/set temperature=-1"):
         chat.type(f"{line}\r")
         chat.wait("error: ")
@@ -409,7 +423,32 @@ def test_hidden_thinking_is_one_line(terminal: Callable[..., Terminal]) -> None:
     assert b"\x1b[2;3mm\x1b[0m" in chat.wait("Yes")
 
 
-def test_loading_that_fails_ends_the_chat(terminal: Callable[..., Terminal]) -> None:
-    chat = terminal(loading=0.5, broken=True)
-    assert chat.end() == 5 and b"error:" in chat.seen and b"no room for it" in chat.seen
+@pytest.mark.parametrize("early", [False, True])
+def test_loading_that_fails_ends_the_chat(
+    terminal: Callable[..., Terminal], tmp_path: Path, early: bool
+) -> None:
+    """A message sent meanwhile is not lost: -c begins with it."""
+    chat = terminal(loading=1.0 if early else 0.5, broken=True)
+    if early:
+        chat.type("precious words\r")
+    assert chat.end() == 5 and chat.seen.count(b"error:") == chat.seen.count(b"no room for it") == 1
     assert chat.settings() == chat.before
+    if early:
+        assert [(turn["user"], turn["reply"]) for turn in turns(tmp_path)] == [("precious words", None)]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_loading_says_before_a_prompt_stands_is_said(
+    terminal: Callable[..., Terminal], broken: bool
+) -> None:
+    chat = terminal("--no-save", slow_prompt=1.0, broken=broken)
+    if broken:
+        assert chat.end() == 5 and chat.seen.count(b"no room for it") == 1
+        return
+    assert b"mem " in chat.seen[: chat.seen.index("›".encode())] and chat.seen.count(b"mem ") == 1
+    chat.type("Hi\r")
+    chat.wait("wörld!")
+    chat.wait("›")
+    assert chat.seen.count(b"mem ") == 1
+    chat.type("\x04")
+    assert chat.end() == 0
