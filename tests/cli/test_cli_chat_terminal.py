@@ -30,12 +30,14 @@ BOUND = 60.0
 """Seconds after which a terminal that says nothing counts as hung; no measurement."""
 COLOURS = re.compile(rb"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7])(?:;[0-9;]*)?m")
 PROGRAM = """
-import sys, time
+import sys, threading, time
+begun = threading.Event()
 sys.path.insert(0, {root!r})
 import spd.errors, spd.runtime
 from tests.cli.conftest import FakeEngine, Script
 def build(config, progress=None):
     time.sleep({loading})
+    threading.Timer(0.5, begun.set).start()
     if {broken}:
         raise spd.errors.ResourceError("no room for it", fix=["less"])
     return FakeEngine(config, Script(pieces={pieces!r}, on_step=lambda step: time.sleep({pause}), ctx=90000))
@@ -43,7 +45,7 @@ vars(spd.runtime)["Engine"] = build
 from spd.cli.editor import Editor
 read = Editor.read
 def read_later(self, draft=""):
-    time.sleep({slow_prompt})
+    {slow_prompt} and begun.wait()
     return read(self, draft)
 Editor.read = read_later
 from spd.cli.app import main
@@ -134,7 +136,7 @@ def terminal(model: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
         pause: float = 0.0,
         loading: float = 0.0,
         broken: bool = False,
-        slow_prompt: float = 0.0,
+        slow_prompt: bool = False,
         **more: str,
     ) -> Terminal:
         said = ["Hello", " wörld", "!"] if pieces is None else pieces
@@ -441,7 +443,7 @@ def test_loading_that_fails_ends_the_chat(
 def test_what_loading_says_before_a_prompt_stands_is_said(
     terminal: Callable[..., Terminal], broken: bool
 ) -> None:
-    chat = terminal("--no-save", slow_prompt=1.0, broken=broken)
+    chat = terminal("--no-save", slow_prompt=True, broken=broken)
     if broken:
         assert chat.end() == 5 and chat.seen.count(b"no room for it") == 1
         return
