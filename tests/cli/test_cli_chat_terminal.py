@@ -99,7 +99,9 @@ class Terminal:
 
     def end(self) -> int:
         """Read to the end; returns how the process ended."""
+        end = time.monotonic() + BOUND
         while self.process.poll() is None:
+            assert time.monotonic() < end, f"still runs after {self.seen[self._mark :]!r}"
             self._read(time.monotonic() + 0.2)
         while self._read(time.monotonic() + 0.1):
             pass
