@@ -33,6 +33,8 @@ from spd.cli.ticker import Ticker
 from spd.errors import CheckFailedError, SpdError, UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from spd.runtime import EngineConfig
     from spd.runtime.measuring.sweep import Load, Settings, Sweep
 
@@ -201,8 +203,7 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
             replace(
                 machine,
                 spec=method,
-                draft_model=draft if method in ("auto", "draft", "eagle3") else None,
-                mtp=head if method == "mtp" or (method == "auto" and draft is None) else None,
+                **_drafters(method, draft, head),
                 draft_max=k,
                 adaptive=adaptive and options.synthetic_acceptance is None and rule == "coupled",
                 verify=rule,
@@ -212,6 +213,16 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
             for machine, method, k, rule, draft_tp in fitting
         ),
     ]
+
+
+def _drafters(method: str, draft: Path | None, head: Path | None) -> dict[str, Any]:
+    """The named drafters that a method takes."""
+    from spd.runtime.config import split_spec
+
+    alone, _ = split_spec(method)
+    takes_head = alone == "mtp" or (alone == "auto" and draft is None)
+    takes_draft = alone in ("auto", "draft", "eagle3")
+    return {"draft_model": draft if takes_draft else None, "mtp": head if takes_head else None}
 
 
 def _groups(text: str) -> list[int | None]:

@@ -36,7 +36,11 @@ class SweepOptions:
     """The axes of a sweep; each takes a comma list."""
 
     spec: Annotated[
-        str, _sweep(metavar="METHODS", help="off, auto, draft, eagle3, ngram, mtp. Plain is always measured.")
+        str,
+        _sweep(
+            metavar="METHODS",
+            help="off, auto, draft, eagle3, ngram, mtp; two in one: mtp+ngram. Plain is always measured.",
+        ),
     ] = "auto"
     draft_model: Annotated[
         str | None,

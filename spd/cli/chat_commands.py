@@ -12,9 +12,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
+from typer import BadParameter
+
 from spd.cli.conversation import Conversation, Turn
 from spd.cli.message_source import words_of
-from spd.cli.options import SamplingOptions, SpeculationOptions
+from spd.cli.options import SamplingOptions, parse_spec, spec_names
 from spd.cli.output import check_writable, printable, to_json
 from spd.cli.prompt import read_text
 from spd.cli.reply_view import shown_plain
@@ -130,15 +132,19 @@ class Commands:
         self._chat.tell(*self._chat.shown(rest or "params"))
 
     def do_spec(self, rest: str) -> None:
-        """load with another speculation: /spec auto|off|mtp|draft|eagle3|ngram [K]"""
+        """load with another speculation: /spec auto|off|mtp|draft|eagle3|ngram|mtp,ngram [K]"""
         words = rest.split()
         if not words:
             self._chat.tell(*self._chat.shown("spec"))
             return
-        known = get_args(get_args(get_type_hints(SpeculationOptions, include_extras=True)["spec"])[0])
-        if words[0] not in known or len(words) > 2 or not all(w.isdigit() for w in words[1:]):
-            raise UsageError(f"/spec {rest}: is not a method", fix=[f"/spec {'|'.join(known)} [K]"])
-        self._chat.reload(spec=words[0], draft_max=int(words[1]) if words[1:] else None)
+        try:
+            method = parse_spec(words[0])
+        except BadParameter:
+            method = ""
+        if not method or len(words) > 2 or not all(w.isdigit() for w in words[1:]):
+            known = "|".join(spec_names(""))
+            raise UsageError(f"/spec {rest}: is not a method", fix=[f"/spec {known} [K]"])
+        self._chat.reload(spec=method, draft_max=int(words[1]) if words[1:] else None)
 
     def do_model(self, rest: str) -> None:
         """load another model and go on with this chat: /model NAME"""

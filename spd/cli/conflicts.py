@@ -73,9 +73,9 @@ SHARED_CONFLICTS: tuple[Conflict[Any], ...] = (
     ),
     Conflict(
         "ngram-method",
-        lambda o: _has_ngram(o) and (o.spec not in ("auto", "ngram") or o.draft_max == 0),
+        lambda o: _has_ngram(o) and (("ngram" not in o.spec and o.spec != "auto") or o.draft_max == 0),
         "--ngram-min and --ngram-max are for --spec ngram, and another method, or no draft, was asked for",
-        "--spec ngram, or leave them out",
+        "--spec ngram, or one beside it such as --spec mtp,ngram, or leave them out",
     ),
     Conflict(
         "adaptive-no-drafts",
@@ -87,7 +87,7 @@ SHARED_CONFLICTS: tuple[Conflict[Any], ...] = (
         "ngram-drafter",
         lambda o: _has_ngram(o) and o.spec == "auto" and (o.draft_model is not None or o.mtp is not None),
         "--ngram-min and --ngram-max are for --spec ngram, and a drafter is named beside them",
-        "--spec ngram without a drafter, or leave them out",
+        "--spec auto,ngram, --spec ngram without a drafter, or leave them out",
     ),
     Conflict(
         "quiet-verbose",

@@ -201,7 +201,7 @@ def say_plan(console: Console, options: GenerateOptions, engine: Engine, samplin
             f"--verify {plan.verify}: texts are as likely as without speculation, not the same; "
             f"{plan.draft_max} drafts a round"
         )
-    if plan.spec != "ngram" and (options.ngram_min or options.ngram_max):
+    if "ngram" not in plan.spec and (options.ngram_min or options.ngram_max):
         console.note(f"--ngram-min and --ngram-max do nothing: --spec auto took {plan.spec}")
     if console.verbose:
         for line in plan_lines(plan.as_dict(), sampling.params, sampling.sources):

@@ -35,6 +35,27 @@ def parse_size(text: str) -> int:
     return int(match[1]) * (1024 if match[2] else 1)
 
 
+def parse_spec(text: str) -> str:
+    """A method, or one and prompt lookup beside it, in any order: `mtp,ngram` or `mtp+ngram`."""
+    from spd.runtime.config import ARBITRATED, SPEC_METHODS
+
+    asked = [part.strip() for part in re.split("[,+]", text)]
+    method = "+".join(
+        [part for part in asked if part != "ngram"] + [part for part in asked if part == "ngram"]
+    )
+    if method not in SPEC_METHODS + ARBITRATED:
+        known = " or ".join((", ".join(SPEC_METHODS), "lookup beside one: mtp,ngram"))
+        raise typer.BadParameter(f"{text!r} is not a method: {known}")
+    return method
+
+
+def spec_names(incomplete: str) -> list[str]:
+    """What TAB offers for a method."""
+    from spd.runtime.config import ARBITRATED, SPEC_METHODS
+
+    return [*SPEC_METHODS, *ARBITRATED]
+
+
 def model_names(incomplete: str) -> list[str]:
     """What TAB offers for a model: the demo and what the local cache holds; never an error."""
     try:
@@ -151,10 +172,13 @@ class SpeculationOptions:
     """Who proposes tokens and how many. Only --verify touches the text, and never how likely one is."""
 
     spec: Annotated[
-        Literal["auto", "off", "mtp", "draft", "eagle3", "ngram"],
+        str,
         _speculation(
+            parser=parse_spec,
+            autocompletion=spec_names,
             metavar="METHOD",
-            help="auto, off, mtp, draft, eagle3 or ngram proposes tokens. The text is the same with each.",
+            help="auto, off, mtp, draft, eagle3 or ngram proposes tokens, or two of them: mtp,ngram. "
+            "The text is the same with each.",
         ),
     ] = "auto"
     draft_model: Annotated[
@@ -181,7 +205,9 @@ class SpeculationOptions:
         int | None,
         _speculation(parser=parse_size, metavar="N", help="Context of the draft model; no drafts beyond."),
     ] = None
-    ngram_min: Annotated[int | None, _speculation(metavar="N", help="Shortest match. Default: 3.")] = None
+    ngram_min: Annotated[
+        int | None, _speculation(metavar="N", help="Shortest match. Default: 3; beside another method, 5.")
+    ] = None
     ngram_max: Annotated[int | None, _speculation(metavar="N", help="Longest match. Default: 8.")] = None
     verify: Annotated[
         Literal["coupled", "rejection", "block"],

@@ -42,14 +42,19 @@ def suffix_lengths(row, ends, last, ngram_max):
 
 
 @triton.jit
-def write_draft(row, best, last, ngram_min, k, draft, num_drafts, DRAFTS: tl.constexpr):
-    """Write what followed the best find, as far as tokens are committed."""
+def write_draft(
+    row, best, last, live, ngram_min, k, draft, num_drafts, match, DRAFTS: tl.constexpr, OVER: tl.constexpr
+):  # fmt: skip
+    """Write what followed the best find, as far as tokens are committed, and how long the match is."""
     end = best & 0xFFFFFFFF
-    count = tl.where((best >> 32) >= ngram_min, tl.minimum(last - end, k), 0)
+    found = (best >> 32) >= ngram_min
+    taken = (found & live) | (OVER == 0)
+    count = tl.where(found, tl.minimum(last - end, k), 0)
     lane = tl.arange(0, DRAFTS)
     ids = tl.load(row + end + 1 + lane, mask=lane < count, other=0)
-    tl.store(draft + lane, ids, mask=lane < k)
-    tl.store(num_drafts, count)
+    tl.store(draft + lane, ids, mask=lane < tl.where(taken, k, 0))
+    tl.store(num_drafts, tl.where(taken, count, tl.load(num_drafts)))
+    tl.store(match, tl.where(live, tl.where(found, best >> 32, 0), tl.load(match)))
 
 
 _VARYING = ("tokens_stride", "draft_stride", "k", "ngram_min", "ngram_max")
@@ -63,6 +68,7 @@ def walk_kernel(
     finds,
     draft,
     num_drafts,
+    match,
     tokens_stride,
     draft_stride,
     k,
@@ -71,13 +77,15 @@ def walk_kernel(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     DRAFTS: tl.constexpr,
+    OVER: tl.constexpr,
 ):
     """Blocks part, part + PARTS, ... of one slot; alone, it also writes the draft."""
     s = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     row = tokens + s * tokens_stride
     # A silent slot has nothing before its last token.
-    last = tl.where(tl.load(active + s) != 0, tl.load(length + s) - 1, 0)
+    live = tl.load(active + s) != 0
+    last = tl.where(live, tl.load(length + s) - 1, 0)
     best = tl.zeros((BLOCK,), dtype=tl.int64)
     start = (part * BLOCK).to(tl.int64)
     while start < last:
@@ -86,7 +94,8 @@ def walk_kernel(
         start += PARTS * BLOCK
     found = tl.max(best)
     if PARTS == 1:
-        write_draft(row, found, last, ngram_min, k, draft + s * draft_stride, num_drafts + s, DRAFTS)
+        place = draft + s * draft_stride
+        write_draft(row, found, last, live, ngram_min, k, place, num_drafts + s, match + s, DRAFTS, OVER)
     else:
         tl.store(finds + s * PARTS + part, found)
 
@@ -95,22 +104,26 @@ def walk_kernel(
 def pick_kernel(
     tokens,
     length,
+    active,
     finds,
     draft,
     num_drafts,
+    match,
     tokens_stride,
     draft_stride,
     k,
     ngram_min,
     PARTS: tl.constexpr,
     DRAFTS: tl.constexpr,
+    OVER: tl.constexpr,
 ):
     """The best of one slot's finds."""
     s = tl.program_id(0).to(tl.int64)
     best = tl.max(tl.load(finds + s * PARTS + tl.arange(0, PARTS)))
     last = tl.load(length + s) - 1
-    row = tokens + s * tokens_stride
-    write_draft(row, best, last, ngram_min, k, draft + s * draft_stride, num_drafts + s, DRAFTS)
+    row, live = tokens + s * tokens_stride, tl.load(active + s) != 0
+    place = draft + s * draft_stride
+    write_draft(row, best, last, live, ngram_min, k, place, num_drafts + s, match + s, DRAFTS, OVER)
 
 
 def ngram_lookup(
@@ -123,6 +136,8 @@ def ngram_lookup(
     bound: int,
     draft_out: Tensor,
     num_drafts_out: Tensor,
+    match_out: Tensor,
+    over: bool = False,
 ) -> None:
     """See `ngram_lookup.ngram_lookup`; bound is not used, and rows have stride 1."""
     slots, width = tokens.shape
@@ -138,6 +153,7 @@ def ngram_lookup(
         finds,
         draft_out,
         num_drafts_out,
+        match_out,
         *strides,
         k,
         ngram_min,
@@ -145,34 +161,38 @@ def ngram_lookup(
         BLOCK=BLOCK,
         PARTS=parts,
         DRAFTS=drafts,
+        OVER=over,
         num_warps=4,
     )
     if parts > 1:
         pick_kernel[(slots,)](
             tokens,
             length,
+            active,
             finds,
             draft_out,
             num_drafts_out,
+            match_out,
             *strides,
             k,
             ngram_min,
             PARTS=parts,
             DRAFTS=drafts,
+            OVER=over,
             num_warps=1,
         )
 
 
 def signatures() -> dict[str, Signature]:
     """A long row's two kernels and a short row's one."""
-    types = dict.fromkeys(("tokens", "length", "finds", "draft", "num_drafts"), "*i64")
-    picking = types | dict.fromkeys(_VARYING[:-1], "i32")
-    walking = picking | {"active": "*i1", "ngram_max": "i32"}
+    types = dict.fromkeys(("tokens", "length", "finds", "draft", "num_drafts", "match"), "*i64")
+    picking = types | dict.fromkeys(_VARYING[:-1], "i32") | {"active": "*i1"}
+    walking = picking | {"ngram_max": "i32"}
     found = {
         f"ngram_walk_{parts}": Signature(
             walk_kernel,
             walking,
-            {"BLOCK": BLOCK, "PARTS": parts, "DRAFTS": 8},
+            {"BLOCK": BLOCK, "PARTS": parts, "DRAFTS": 8, "OVER": True},
             {"num_warps": 4},
             unspecialized=_VARYING,
         )
@@ -181,7 +201,7 @@ def signatures() -> dict[str, Signature]:
     found["ngram_pick"] = Signature(
         pick_kernel,
         picking,
-        {"PARTS": PARTS, "DRAFTS": 8},
+        {"PARTS": PARTS, "DRAFTS": 8, "OVER": True},
         {"num_warps": 1},
         unspecialized=_VARYING[:-1],
     )

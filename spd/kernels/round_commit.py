@@ -12,9 +12,9 @@ from spd.kernels.round_finish import COMMITTED, mark_time
 
 GOING_ON, STOPPED, FULL, FAILED = 0, 1, 2, 3
 
-EMISSION_HEAD = 6
-"""Columns before the drafts: length before the round, num_drafts, accepted, committed, reason, k."""
-NUM_DRAFTS, ACCEPTED = 1, 2
+EMISSION_HEAD = 7
+"""Columns before the drafts: length before the round, num_drafts, accepted, committed, reason, k, match."""
+NUM_DRAFTS, ACCEPTED, MATCH = 1, 2, 6
 
 
 class Emission(NamedTuple):
@@ -25,6 +25,7 @@ class Emission(NamedTuple):
     accepted: int  # leading drafts that equal the samples
     committed: int  # tokens appended; 0 for a silent slot
     reason: int  # GOING_ON, STOPPED, FULL or FAILED
+    match: int  # tokens of the match that prompt lookup took the drafts from; 0 where a model drafted
     draft: list[int]  # the k drafts that were fed
     sampled: list[int]  # the target's token for each of k + 1 rows
 
@@ -46,10 +47,10 @@ def first_sample(width: int) -> int:
 
 def read_emission(row: list[int]) -> Emission:
     """One slot's row of the ring, as `round_commit` wrote it, in host values."""
-    length, num_drafts, accepted, committed, reason, k = row[:EMISSION_HEAD]
+    length, num_drafts, accepted, committed, reason, k, match = row[:EMISSION_HEAD]
     samples = first_sample(len(row))
     draft, sampled = row[EMISSION_HEAD : EMISSION_HEAD + k], row[samples : samples + k + 1]
-    return Emission(length, num_drafts, accepted, committed, reason, draft, sampled)
+    return Emission(length, num_drafts, accepted, committed, reason, match, draft, sampled)
 
 
 def round_commit(
@@ -67,6 +68,7 @@ def round_commit(
     counter: Tensor,
     accepted: Tensor | None = None,
     times: Tensor | None = None,
+    match: Tensor | None = None,
 ) -> None:
     """Append accepted + 1 samples, fewer at a stop id or a row that is not finite, and say so in the ring.
 
@@ -76,7 +78,8 @@ def round_commit(
     ring int64 [depth, >= S, W] at counter % depth, W at least emission_width(k); see `read_emission`. The
     counter int64 [1] stays. accepted int64 [S], 0 to k, comes from another rule than coupled verification;
     samples beyond it may be no tokens at all.
-    With times int64 [depth, NUM_TIMES] the commit is marked there.
+    With times int64 [depth, NUM_TIMES] the commit is marked there. match int64 [S] says of which match
+    the drafts are, 0 for none; without it none is.
     """
     if times is not None:
         mark_time(times, counter, COMMITTED, False)
@@ -93,7 +96,8 @@ def round_commit(
         generated.scatter_add_(1, sampled.clamp(min=0), kept.to(generated.dtype))
     length += count
     active &= reason == GOING_ON
-    columns = (before, num_drafts, accepted, count, reason, torch.full_like(before, k))
+    match = torch.zeros_like(before) if match is None else match
+    columns = (before, num_drafts, accepted, count, reason, torch.full_like(before, k), match)
     view, place = ring[:, : before.shape[0]], counter % ring.shape[0]
     emitted = view.index_select(0, place)
     samples = first_sample(ring.shape[2])

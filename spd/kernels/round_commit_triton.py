@@ -19,7 +19,9 @@ _COMMITTED, _NUM_TIMES = tl.constexpr(COMMITTED), tl.constexpr(NUM_TIMES)
 
 
 @triton.jit
-def emit(at, length, num_drafts, accepted, count, reason, k, ids, samples, max_k, ROWS: tl.constexpr):
+def emit(
+    at, length, num_drafts, accepted, count, reason, k, match, ids, samples, max_k, ROWS: tl.constexpr
+):  # fmt: skip
     """Write one slot's emission: the head, the drafts and the samples."""
     row = tl.arange(0, ROWS)
     tl.store(at, length)
@@ -28,6 +30,7 @@ def emit(at, length, num_drafts, accepted, count, reason, k, ids, samples, max_k
     tl.store(at + 3, count)
     tl.store(at + 4, reason)
     tl.store(at + 5, k)
+    tl.store(at + 6, match)
     tl.store(at + _HEAD + row, ids, mask=row < k)
     tl.store(at + _HEAD + max_k + row, samples, mask=row <= k)
 
@@ -58,10 +61,10 @@ _VARYING = (
 @triton.jit(do_not_specialize=_VARYING)
 def commit_kernel(
     draft, num_drafts, sampled, finite, tokens, length, length_limit, stop_ids, active, generated,
-    ring, counter, accepted, times, draft_stride, sampled_stride, finite_stride, tokens_stride,
+    ring, counter, accepted, times, match, draft_stride, sampled_stride, finite_stride, tokens_stride,
     stop_stride, generated_stride, ring_stride, slot_stride, depth, k, stops, max_k, now,
     ROWS: tl.constexpr, STOPS: tl.constexpr, COUNTED: tl.constexpr, GIVEN: tl.constexpr,
-    TIMED: tl.constexpr, TIMER: tl.constexpr,
+    TIMED: tl.constexpr, TIMER: tl.constexpr, LOOKED_UP: tl.constexpr,
 ):  # fmt: skip
     """Lane i is row i of the slot's window."""
     s = tl.program_id(0).to(tl.int64)
@@ -94,7 +97,8 @@ def commit_kernel(
     tl.store(length + s, size + count)
     tl.store(active + s, live & (reason == _GOING_ON))
     at = ring + place * ring_stride + s * slot_stride
-    emit(at, size, real, right, count, reason, k, ids, samples, max_k, ROWS)
+    found = tl.load(match + s) if LOOKED_UP else tl.zeros((), tl.int64)
+    emit(at, size, real, right, count, reason, k, found, ids, samples, max_k, ROWS)
 
 
 def round_commit(
@@ -112,6 +116,7 @@ def round_commit(
     counter: Tensor,
     accepted: Tensor | None = None,
     times: Tensor | None = None,
+    match: Tensor | None = None,
 ) -> None:
     """See `round_commit.round_commit`; the last dimension of every tensor has stride 1."""
     slots, k = draft.shape
@@ -131,6 +136,7 @@ def round_commit(
         counter,
         accepted if accepted is not None else length,
         times if times is not None else length,
+        match if match is not None else length,
         draft.stride(0),
         sampled.stride(0),
         finite.stride(0),
@@ -150,6 +156,7 @@ def round_commit(
         GIVEN=accepted is not None,
         TIMED=times is not None,
         TIMER=timer,
+        LOOKED_UP=match is not None,
         num_warps=1,
     )
 
@@ -165,7 +172,7 @@ def signatures() -> dict[str, Signature]:
         found[f"round_commit_{rows}{'_counted' * counted}{'_given' * given}"] = Signature(
             commit_kernel,
             types if counted else types | {"generated": "*i64"},
-            constants | {"TIMED": rows > 1, "TIMER": rows > 1},
+            constants | {"TIMED": rows > 1, "TIMER": rows > 1, "LOOKED_UP": rows > 1},
             {"num_warps": 1},
             unspecialized=_VARYING,
         )

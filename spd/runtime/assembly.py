@@ -70,7 +70,7 @@ def _runner(
             kernels=kernels,
             load=plan.load,
             meter=meter,
-            rows=max(TAIL_ROWS[kernels.name], plan.slots * (max(plan.draft_max, CATCH_UP) + 1)),
+            rows=max(TAIL_ROWS[kernels.name], plan.slots * (CATCH_UP + plan.draft_max + 1)),
             form=form,
             ranks=ranks,
         )

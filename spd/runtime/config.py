@@ -10,6 +10,10 @@ from pathlib import Path
 from spd.errors import IncompatibleError, SpdError, UsageError
 
 SPEC_METHODS = ("auto", "off", "mtp", "draft", "ngram", "eagle3")
+ARBITRATED = tuple(f"{method}+ngram" for method in ("auto", "mtp", "draft", "eagle3"))
+"""Two proposers, of which each slot keeps one's drafts: lookup's where its match is long."""
+NGRAM_MIN, LONG_MATCH = 3, 5
+"""Tokens of a match that is followed: where nobody else drafts, and instead of a model's drafts."""
 VERIFY_RULES = ("coupled", "rejection", "block")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KERNELS = ("auto", "torch", "native", "triton")
@@ -38,7 +42,7 @@ class EngineConfig:
     draft_max: int | None = None
     adaptive: bool | None = None
     draft_ctx: int | None = None
-    ngram_min: int = 3
+    ngram_min: int | None = None
     ngram_max: int = 8
     verify: str = "coupled"
     synthetic_acceptance: float | None = None
@@ -56,6 +60,11 @@ class EngineConfig:
     draft_tp: int | None = None
     rendezvous: str | None = None
 
+    @property
+    def method(self) -> str:
+        """Of `spec`, who drafts where prompt lookup does not."""
+        return split_spec(self.spec)[0]
+
     def __post_init__(self) -> None:
         _check_choices(self)
         _check_ranges(self)
@@ -64,9 +73,15 @@ class EngineConfig:
                 raise copy.copy(clash.error)  # a shared instance would gather tracebacks
 
 
+def split_spec(spec: str) -> tuple[str, bool]:
+    """A method, and whether prompt lookup is arbitrated with it."""
+    method, _, other = spec.partition("+")
+    return method, bool(other)
+
+
 def _check_choices(config: EngineConfig) -> None:
     for flag, value, known in (
-        ("--spec", config.spec, SPEC_METHODS),
+        ("--spec", config.spec, SPEC_METHODS + ARBITRATED),
         ("--verify", config.verify, VERIFY_RULES),
         ("--dtype", config.dtype, DTYPES),
         ("--quantize", config.quantize, QUANTIZE),
@@ -112,7 +127,7 @@ class Clash:
 
 CLASHES = (
     Clash(
-        lambda c: c.verify != "coupled" and (c.spec == "off" or c.draft_max == 0),
+        lambda c: c.verify != "coupled" and (c.method == "off" or c.draft_max == 0),
         UsageError(
             "--verify rejection and block are about drafts, and speculation is turned off",
             fix=["leave --verify out", "--spec auto and --draft-max K above 0"],
@@ -134,44 +149,44 @@ CLASHES = (
         ),
     ),
     Clash(
-        lambda c: c.mtp is not None and c.spec in ("off", "ngram", "draft", "eagle3"),
+        lambda c: c.mtp is not None and c.method in ("off", "ngram", "draft", "eagle3"),
         UsageError(
             "--mtp is for --spec mtp, and another method was asked for",
             fix=["--spec mtp --mtp HEAD", "leave --mtp out"],
         ),
     ),
     Clash(
-        lambda c: c.draft_model is not None and (c.mtp is not None or c.spec == "mtp"),
+        lambda c: c.draft_model is not None and (c.mtp is not None or c.method == "mtp"),
         UsageError(
             "--draft-model and an MTP head are two drafters, and one can draft", fix=["leave one of them out"]
         ),
     ),
     Clash(
-        lambda c: c.draft_model is not None and c.spec in ("off", "ngram"),
+        lambda c: c.draft_model is not None and c.method in ("off", "ngram"),
         UsageError(
             "--draft-model is for --spec draft or eagle3, and another method was asked for",
             fix=["--spec auto --draft-model FOLDER", "leave --draft-model out"],
         ),
     ),
     Clash(
-        lambda c: c.spec == "off" and bool(c.draft_max),
+        lambda c: c.method == "off" and bool(c.draft_max),
         UsageError(
             "--draft-max needs speculation, and --spec off turns it off", fix=["leave one of them out"]
         ),
     ),
     Clash(
-        lambda c: c.spec == "off" and bool(c.adaptive),
+        lambda c: c.method == "off" and bool(c.adaptive),
         UsageError(
             "--adaptive fits the number of drafts, and --spec off asks for none",
             fix=["leave one of them out"],
         ),
     ),
     Clash(
-        lambda c: c.ngram_min > c.ngram_max,
+        lambda c: (NGRAM_MIN if c.ngram_min is None else c.ngram_min) > c.ngram_max,
         UsageError("--ngram-min is more than --ngram-max", reason=["Defaults: 3 and 8."], fix=["give both"]),
     ),
     Clash(
-        lambda c: c.draft_tp is not None and c.spec in ("off", "ngram"),
+        lambda c: c.draft_tp is not None and c.method in ("off", "ngram"),
         UsageError(
             "--draft-tp says how many ranks share a drafter, and --spec says that no model drafts",
             fix=["leave --draft-tp out", "--spec draft", "--spec mtp"],
@@ -193,14 +208,14 @@ CLASHES = (
         ),
     ),
     Clash(
-        lambda c: c.draft_ctx is not None and c.spec in ("off", "ngram"),
+        lambda c: c.draft_ctx is not None and c.method in ("off", "ngram"),
         UsageError(
             "--draft-ctx is the context of a draft model, and --spec says that none runs",
             fix=["--spec draft, or leave --draft-ctx out"],
         ),
     ),
     Clash(
-        lambda c: c.synthetic_acceptance is not None and c.spec == "off",
+        lambda c: c.synthetic_acceptance is not None and c.method == "off",
         UsageError(
             "--synthetic-acceptance needs speculation, and --spec off turns it off",
             fix=["leave one of them out"],

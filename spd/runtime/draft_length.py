@@ -23,6 +23,8 @@ STEADINESS = 5.0
 """The drafts that a rate counts for against those just accepted: the fewer, the more they come in runs."""
 PRIOR = 6.0
 """Drafts of other requests that a request's own evidence is weighed against."""
+COPIED, PRIOR_COPIES = 0.75, 4.0
+"""Share of lookup's drafts that is hoped for where text is copied, and the rounds that this counts for."""
 
 
 def chance_of_next(rate: float, accepted: int) -> float:
@@ -51,6 +53,8 @@ class Acceptance:
 
     accepted: float = 0.0
     tried: float = 0.0
+    copies: bool = False
+    """Whether prompt lookup made the drafts of the last round, and all were accepted: text is copied."""
 
     def rate(self, prior: float) -> float:
         """The first draft's chance; `prior`, that of all requests, counts as `PRIOR` drafts."""
@@ -70,6 +74,11 @@ class DraftLength:
     adaptive: bool
     tiers: tuple[int, ...] = ()
     """The values of k to choose from; empty means all from 0 to `maximum`."""
+    copying: int = 0
+    """Above `maximum`: k of rounds for which prompt lookup drafts alone, while text is copied. 0: never."""
+    copied: float = 0.0
+    copies: float = 0.0
+    """Drafts accepted of requests that copied, in such rounds, and how many those were: sums that fade."""
     accepted: float = 7.0
     tried: float = 10.0
     """As of one request, of all: sums that fade from round to round."""
@@ -141,8 +150,17 @@ class DraftLength:
                 able = sum(most > 0 for _, most in self.present) or 1
                 times.try_out(_probe(choices), -(-PROBE_OUTCOMES // able))
             if not times.trials:
-                return best
+                return self._copying_k(worth[best]) or best
         return min(times.trials.popleft(), maximum)
+
+    def _copying_k(self, worth: float) -> int:
+        """k of a round of lookup alone, where that is worth more than the best other one; else 0."""
+        copying = sum(each.copies and most > self.maximum for each, most in self.present)
+        if not self.copying or not copying:
+            return 0
+        hoped = (self.copied + PRIOR_COPIES * COPIED * self.copying) / (self.copies + PRIOR_COPIES)
+        tokens = 1.0 + hoped * copying / len(self.present)
+        return self.copying if tokens / self.times.cost_without_model(self.copying) > worth else 0
 
     def usual_pairs(self, alone: bool) -> set[tuple[int, int]]:
         """Pairs of k and the next k that are nearly sure to come: of the largest and 0; alone the second."""
@@ -170,9 +188,20 @@ class DraftLength:
         self.accepted *= share
         self.tried *= share
 
-    def observe(self, k: int, drafted: int, accepted: int, own: Acceptance | None = None) -> None:
-        """One slot's outcome of a round verified at k with `drafted` real drafts; `own` is its request's."""
+    def observe(
+        self, k: int, drafted: int, accepted: int, own: Acceptance | None = None, match: int = 0
+    ) -> None:
+        """One slot's outcome of a round verified at k with `drafted` real drafts; `own` is its request's.
+
+        match: tokens of the one that prompt lookup took the drafts from, where it did.
+        """
         if not k:
+            return
+        if self.copying and own is not None:
+            if own.copies and k > self.maximum:
+                self.copied, self.copies = DECAY * self.copied + accepted, DECAY * self.copies + 1
+            own.copies = match > 0 and 0 < drafted == accepted
+        if k > self.maximum:
             return
         could = accepted + (accepted < drafted or not drafted)
         told = foretold(could)

@@ -57,24 +57,24 @@ def choose_drafter(config: EngineConfig, model: ModelConfig, checkpoint: Checkpo
     """
     draft, why = config.draft_model, UNKNOWN
     refuse_head(model, config.model)
-    if config.spec == "mtp" or config.mtp is not None:
+    if config.method == "mtp" or config.mtp is not None:
         return _asked_mtp(config, model, checkpoint)
-    if config.spec == "auto" and draft is None:
+    if config.method == "auto" and draft is None:
         found = _own_mtp(config, model, checkpoint)
         if isinstance(found, Drafter):
             return found
         why = found
-    if config.spec == "eagle3" and draft is None and config.model == demo_folder():
+    if config.method == "eagle3" and draft is None and config.model == demo_folder():
         draft = demo_eagle3_folder() if demo_eagle3_folder().exists() else None
-    if config.spec == "eagle3" and draft is None:
+    if config.method == "eagle3" and draft is None:
         raise UsageError("--spec eagle3 needs a head", fix=["--draft-model FOLDER of an EAGLE-3 head"])
-    if draft is None and config.spec in ("auto", "draft") and config.model == demo_folder():
+    if draft is None and config.method in ("auto", "draft") and config.model == demo_folder():
         draft = demo_draft_folder() if demo_draft_folder().exists() else None
-    if config.spec in ("off", "ngram"):
-        return Drafter(config.spec, "asked for")
-    if config.spec == "draft" and draft is None:
+    if config.method in ("off", "ngram"):
+        return Drafter(config.method, "asked for")
+    if config.method == "draft" and draft is None:
         raise UsageError("--spec draft needs a draft model", fix=["--draft-model FOLDER", "--spec ngram"])
-    if draft is not None and (config.spec == "eagle3" or _is_eagle3(draft)):
+    if draft is not None and (config.method == "eagle3" or _is_eagle3(draft)):
         return _asked_eagle3(config, model, draft)
     if draft is not None:
         _require_same_vocabulary(config.model, draft)
@@ -146,7 +146,7 @@ def _asked_eagle3(config: EngineConfig, model: ModelConfig, draft: Path) -> Draf
             fix=[f"--spec draft --draft-model {draft}", "--draft-model FOLDER of an EAGLE-3 head"],
             code="no_eagle3",
         )
-    if config.spec == "draft":
+    if config.method == "draft":
         raise IncompatibleError(
             f"{draft}: is an EAGLE-3 head, not a model",
             fix=[f"--spec eagle3 --draft-model {draft}"],

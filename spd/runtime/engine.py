@@ -17,7 +17,7 @@ import torch
 from spd.errors import EngineError, UsageError
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.tokenizer import Tokenizer
-from spd.kernels.round_commit import ACCEPTED, NUM_DRAFTS
+from spd.kernels.round_commit import ACCEPTED, MATCH, NUM_DRAFTS
 from spd.runtime.admission import Admission
 from spd.runtime.assembly import Assembly
 from spd.runtime.config import EngineConfig
@@ -78,11 +78,11 @@ class Engine:
             plan.slots, self._pages, plan.page_size, block, plan.ctx, sharing=plan.prefix_sharing
         )
         self._scheduler.prepares = self._prepares
-        self._slots = Slots(self._device, self.plan)
+        self._slots = Slots(self._device, plan)
         self._in_flight: deque[tuple[Ticket, Party]] = deque()  # rounds enqueued and not yet read
         self._ready: list[Event] = []
         self.totals = EngineMetrics()
-        self._planned_length = DraftLength(self.plan.draft_max, self.plan.adaptive, self.plan.draft_tiers)
+        self._planned_length = DraftLength(plan.model_drafts, plan.adaptive, plan.draft_tiers, plan.copying)
         self._draft_length = self._planned_length
         self._party = Party()
         self._k = 0
@@ -362,7 +362,8 @@ class Engine:
         sequence.in_flight -= result.k + 1
         event = settle(sequence, row, result, now)
         if result.k and sequence.drafted_for and self.plan.adaptive:
-            self._draft_length.observe(result.k, row[NUM_DRAFTS], row[ACCEPTED], sequence.acceptance)
+            own, match = sequence.acceptance, row[MATCH]
+            self._draft_length.observe(result.k, row[NUM_DRAFTS], row[ACCEPTED], own, match)
         sequence.drafted_for = sequence.draft_cap(1) > 0
         if self.trace is not None:
             self.trace(record_of(sequence, row, result, event.token_ids, self.plan))

@@ -36,9 +36,7 @@ AUTO_CTX = 32768
 GRAPH_BYTES = 2**29
 """Kept free for captured graphs and their private pools."""
 CATCH_UP = 16
-"""Rounds without drafting after which the drafter's cache is brought up in one pass."""
-DRAFT_ROWS = CATCH_UP + 2
-"""Rows a slot of the widest forward pass of a draft model: rounds to catch up with, and two."""
+"""Tokens that a drafter's cache may miss before it is brought up in one pass, beside a round's drafts."""
 WORTH_NAMING = 0.01
 """Share of the whole below which a remedy is not mentioned, unless it suffices."""
 
@@ -64,6 +62,8 @@ class MemoryShape:
     keep_laws: bool = False
     """Whether what each draft was drawn from is kept until it is verified."""
 
+    model_drafts: int | None = None
+    """Of `draft_max`, those that a draft model or a head makes at most; None is all."""
     mtp: MtpSource | None = None
     head_embedding: bool = False  # whether an EAGLE-3 head holds some, which may not be the target's
     form: WeightForm = WIDE
@@ -84,7 +84,8 @@ class MemoryShape:
     @property
     def mtp_modules(self) -> int:
         """Modules of an MTP head that are used: no more than there are drafts."""
-        return 0 if self.mtp is None else min(self.mtp.layout.modules, self.draft_max)
+        most = self.draft_max if self.model_drafts is None else self.model_drafts
+        return 0 if self.mtp is None else min(self.mtp.layout.modules, most)
 
 
 @dataclass(frozen=True)
@@ -165,10 +166,8 @@ def measure(shape: MemoryShape) -> MemoryNeed:
     rows = shape.slots * (shape.draft_max + 1)
     workspace = _workspace(shape, target, shape.ctx, rows, rows, shape.tp)
     if draft is not None:
-        window = DRAFT_ROWS if draft.eagle3 is None else CATCH_UP + shape.draft_max + 1
-        workspace += _workspace(
-            shape, draft, shape.draft_ctx, shape.slots * window, shape.slots, shape.draft_tp
-        )
+        window = shape.slots * (CATCH_UP + shape.draft_max + 1)
+        workspace += _workspace(shape, draft, shape.draft_ctx, window, shape.slots, shape.draft_tp)
         workspace += _aux_states(shape, draft)
     if shape.keep_laws:
         workspace += shape.slots * shape.draft_max * target.vocab_size * 4

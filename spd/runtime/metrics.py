@@ -43,6 +43,8 @@ class RoundRecord:
     draft_forwards: int
     k: int
     """Drafts a slot that the round had room for; `draft` may hold fewer."""
+    match: int = 0
+    """Tokens of the match that prompt lookup took `draft` from; 0 where a model drafted, or nobody."""
 
 
 @dataclass(slots=True)

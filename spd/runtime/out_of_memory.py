@@ -104,6 +104,7 @@ def shape_of(plan: EnginePlan) -> MemoryShape:
         graphs=plan.graphs,
         on_cpu=plan.device == "cpu",
         pages=plan.num_pages - NUM_RESERVED,
+        model_drafts=plan.model_drafts,
         mtp=source,
         head_embedding=draft is not None and holds_embedding(Path(draft)),
         form=choose_form(target, Path(plan.model), plan)[0],

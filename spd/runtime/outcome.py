@@ -27,7 +27,7 @@ def settle(sequence: Sequence, row: list[int], result: RoundResult, now: float) 
     The committed tokens are walked in order; the first stop cuts the rest away. At each token stop ids
     come first, then stop strings, then the length limit, so a stop on the last allowed token is a stop.
     """
-    _, drafts, matched, committed, why, _ = row[:EMISSION_HEAD]
+    _, drafts, matched, committed, why, *_ = row[:EMISSION_HEAD]
     tokens = row[result.first_sample : result.first_sample + committed]
     reason, error, detokenizer = REASONS[why], None, sequence.detokenizer
     spoken = tokens[:-1] if why == STOPPED else tokens  # a stop id has no text
@@ -114,4 +114,5 @@ def record_of(
         ms={"draft": draft, "verify": verify, "rest": rest, "host": round(1000 * result.gap, 3)},
         draft_forwards=result.draft_forwards,
         k=result.k,
+        match=emission.match if draft_ids else 0,
     )

@@ -18,7 +18,7 @@ from spd.errors import IncompatibleError, ResourceError, UsageError
 from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.mtp_folder import MtpSource, find_source
-from spd.runtime.config import EngineConfig
+from spd.runtime.config import LONG_MATCH, NGRAM_MIN, EngineConfig, split_spec
 from spd.runtime.drafter import Drafter, choose_drafter
 from spd.runtime.fitting import check_pages, fitted, shape_of
 from spd.runtime.free_memory import free_memory
@@ -49,6 +49,8 @@ class EnginePlan:
     mtp_layout: str | None
     mtp_modules: int
     draft_max: int
+    model_drafts: int
+    """Of `draft_max`, those that a model or a head may make: lookup beside it may make more, alone."""
     draft_tiers: tuple[int, ...]
     draft_ctx: int
     adaptive: bool
@@ -79,6 +81,11 @@ class EnginePlan:
     workspace_bytes: int
     graph_bytes: int
     memory_budget_bytes: int
+
+    @property
+    def copying(self) -> int:
+        """Drafts of a round that lookup makes alone where a request copies text; 0 where it never does."""
+        return self.draft_max if self.draft_max > self.model_drafts else 0
 
     @property
     def drafting_model(self) -> str | None:
@@ -173,6 +180,28 @@ def _synthetic_acceptance(length: float | None, draft_max: int) -> float | None:
     return length
 
 
+def _draft_lengths(config: EngineConfig, method: str, adaptive: bool) -> tuple[str, int, int]:
+    """What `spec` comes to, how many tokens a model or a head drafts at most, and how many anybody does.
+
+    Lookup beside a model copies more at a time than the model drafts, where k follows what is accepted.
+    """
+    usual, asked = DEFAULT_DRAFT_MAX.get(method, 0), config.draft_max
+    if method == "off" or asked == 0:
+        return "off", 0, 0
+    if method == "ngram" or not split_spec(config.spec)[1]:
+        most = usual if asked is None else asked
+        return method, most, most
+    most = max(usual, DEFAULT_DRAFT_MAX["ngram"] if adaptive else 0) if asked is None else asked
+    return f"{method}+ngram", min(most, usual) if adaptive else most, most
+
+
+def _shortest_match(config: EngineConfig, spec: str) -> int:
+    """Tokens of a match that lookup follows."""
+    if config.ngram_min is not None:
+        return config.ngram_min
+    return min(LONG_MATCH, config.ngram_max) if split_spec(spec)[1] else NGRAM_MIN
+
+
 def _draft_tiers(draft_max: int, graphs: bool, modules: int = 0) -> tuple[int, ...]:
     """The values of k that adapting may choose: few where each is a graph of its own.
 
@@ -200,11 +229,12 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     draft = read_model_config(drafter.folder) if drafter.folder else None
     kernels, why_kernels, draft_kernels = _kernels(config, device, dtype, model, draft, drafter)
     graphs = _graphs(config.graphs, device, kernels)
-    wanted = DEFAULT_DRAFT_MAX.get(drafter.method, 0) if config.draft_max is None else config.draft_max
-    draft_max = wanted if drafter.method != "off" else 0
+    adaptive = config.verify == "coupled" if config.adaptive is None else config.adaptive
+    spec, model_drafts, draft_max = _draft_lengths(config, drafter.method, adaptive)
     wishes = Wishes(config.quantize, kernels, device, dtype, config.load, config.tp)
     form, draft_form, why = choose_forms((model, config.model), drafter.source(draft), wishes)
     shape = shape_of(config, model, draft, dtype, kernels, graphs, draft_max, device == "cpu", *drafter.head)
+    shape = replace(shape, model_drafts=model_drafts)
     drafting = (draft, drafter.mtp) if draft_max else (None, None)
     ranks = divide(config.tp, config.draft_tp, model, *drafting, dtype, device)
     shape = replace(shape, form=form, draft_form=draft_form, tp=ranks.tp, draft_tp=ranks.draft_tp)
@@ -221,17 +251,18 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         quantize=config.quantize,
         weights=dtype if form.kind == "wide" or form.widened else form.kind,
         weights_reason=why,
-        spec=drafter.method if draft_max else "off",
+        spec=spec,
         spec_reason=drafter.reason,
         draft_model=str(drafter.folder) if drafter.folder else None,
         mtp_head=str(shape.mtp.folder) if shape.mtp else None,
         mtp_layout=shape.mtp.layout.words() if shape.mtp else None,
         mtp_modules=shape.mtp_modules,
         draft_max=draft_max,
-        draft_tiers=_draft_tiers(draft_max, graphs, shape.mtp_modules),
+        model_drafts=model_drafts,
+        draft_tiers=_draft_tiers(model_drafts, graphs, shape.mtp_modules),
         draft_ctx=shape.draft_ctx,
-        adaptive=config.verify == "coupled" if config.adaptive is None else config.adaptive,
-        ngram_min=config.ngram_min,
+        adaptive=adaptive,
+        ngram_min=_shortest_match(config, spec),
         ngram_max=config.ngram_max,
         verify=config.verify,
         synthetic_acceptance=_synthetic_acceptance(config.synthetic_acceptance, draft_max),

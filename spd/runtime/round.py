@@ -151,6 +151,7 @@ class Round:
             state.counter,
             accepted,
             state.times,
+            state.match if self.proposer is not None and self.proposer.looks_up else None,
         )
 
     def _logprobs(self, logits: Tensor, sampled: Tensor, top: int) -> Logprobs:

@@ -137,7 +137,7 @@ class RoundQueue:
         """For which slots the proposer keeps up: those whose prompts it has written."""
         self.launched = 0
         self.behind = 0
-        """Rounds without drafting since the proposer's cache was last brought up."""
+        """Tokens that the proposer's cache misses at most, beside the first missed round's drafts."""
         self.catch_ups = 0
         """How often it has been."""
         self._ended = 0
@@ -163,9 +163,11 @@ class RoundQueue:
         """Enqueue one round; see `Round.run`."""
         proposer = self.round.proposer
         if proposer is not None:
-            if self.behind >= CATCH_UP or next_k:
+            keeps_up = proposer.keeps_up(next_k)
+            if keeps_up or (self.behind and self.behind + k >= CATCH_UP):
                 self.settle(views)
-            self.behind += not next_k
+            if not keeps_up:
+                self.behind += 1 + (k if self.behind else 0)
         follows = proposer is None or not proposer.captures
         follows |= any(view.bound and own for view, own in zip(views, self.follows, strict=True))
         if self.captured is not None:
@@ -177,7 +179,7 @@ class RoundQueue:
             logprobs = self.round.run(k, views, needs, num_logprobs, next_k)
         row = self.launched % RING_DEPTH
         self.launched += 1
-        forwards = 0 if proposer is None else next_k * proposer.forwards_a_draft
+        forwards = 0 if proposer is None else proposer.forwards(next_k)
         drafts = None
         if needs.grammar:
             state = self.state

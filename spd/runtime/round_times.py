@@ -61,9 +61,18 @@ class RoundTimes:
 
     def costs(self, maximum: int) -> list[float]:
         """Seconds of a round at every k from 0 to `maximum`; of the first, in units of a verification."""
-        always, verify = max(min(self.gaps), 1e-9), medians(self.verify) or {0: 1.0}  # a clock may say zero
-        draft = {0: 0.0, **medians(self.draft)}
+        always, verify, draft = self._known()
         return [always + _at(k, verify) + _at(k, draft) for k in range(maximum + 1)]
+
+    def cost_without_model(self, k: int) -> float:
+        """Seconds of a round at k whose drafts no model makes; units as of `costs`."""
+        always, verify, draft = self._known()
+        return always + _at(k, verify) + draft[0]
+
+    def _known(self) -> tuple[float, dict[int, float], dict[int, float]]:
+        """What every round takes, verifications by k, and drafts by forward passes."""
+        always, verify = max(min(self.gaps), 1e-9), medians(self.verify) or {0: 1.0}  # a clock may say zero
+        return always, verify, {0: 0.0, **medians(self.draft)}
 
     def try_out(self, k: int, rounds: int) -> None:
         """Let the next rounds be at k."""

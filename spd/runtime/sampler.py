@@ -197,6 +197,15 @@ class Sampler:
             )
         return sampled
 
+    def make_certain(self, k: int) -> None:
+        """Of k drafts, those that prompt lookup made instead of a model were drawn from nothing."""
+        if self.draft_laws is None:
+            return
+        state, laws = self.state, self.draft_laws[:, :k]
+        certain = torch.zeros_like(laws).scatter_(-1, state.draft[:, :k].unsqueeze(-1), 1.0)
+        looked_up = (state.active & (state.match > 0)).view(-1, 1, 1)
+        laws.copy_(torch.where(looked_up, certain, laws))
+
     def _bias_over(self, vocab_size: int) -> Tensor | None:
         """The bias of a model with that many ids, which may be padded otherwise than the target's: [S, V]."""
         if self.bias is None or self.bias.shape[1] == vocab_size:

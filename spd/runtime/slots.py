@@ -87,7 +87,7 @@ class Slots:
             legal = legal if self.plan.verify == "coupled" else len(drafts)
             self.device.allow(sequence.slot, rows, list(drafts), legal)
             if sequence.caught_up < self.parts.queue.catch_ups:
-                self.refill_draft(sequence, CATCH_UP + 1)
+                self.refill_draft(sequence, CATCH_UP + self.plan.draft_max + 1)
         sequence.active = True
         self.device.set_active(sequence.slot, True)
 

@@ -38,6 +38,8 @@ class RoundState:
         self.min_length = integers()
         self.draft = integers(max(1, max_draft))
         self.num_drafts = integers()
+        self.match = integers()
+        """Tokens of the match that prompt lookup took the drafts from; 0 where they are a model's."""
         self.draft_limit = integers(fill=max_len)
         self.draft_cap = integers(fill=max_draft)
         self.page_table = integers(pages, fill=ZERO_PAGE)
@@ -83,6 +85,7 @@ class RoundState:
         self.length_limit[slot].fill_(length_limit)
         self.min_length[slot].fill_(min_length)
         self.num_drafts[slot].fill_(0)
+        self.match[slot].fill_(0)
         self.draft_limit[slot].fill_(draft_limit)
         self.draft_cap[slot].fill_(self.max_draft if draft_cap is None else draft_cap)
         padded = [*stop_ids, *[-1] * (NUM_STOP_IDS - len(stop_ids))]

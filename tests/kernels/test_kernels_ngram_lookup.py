@@ -52,13 +52,14 @@ def lookup(
     bound = min(width, slack + max((len(text) for text in texts if text is not None), default=0))
     draft = torch.full((len(texts) + 1, WIDE), -7)
     counts = torch.full((len(texts) + 1,), 9)
-    state = [tensor.to(device) for tensor in (tokens, length, active, draft, counts)]
+    matched = torch.full((len(texts) + 1,), 9)
+    state = [tensor.to(device) for tensor in (tokens, length, active, draft, counts, matched)]
     kept = [tensor.clone() for tensor in state[:3]]
     rows = [tensor[: len(texts)] for tensor in state]
     op.ngram_lookup(*rows[:3], k, *sizes, bound, *rows[3:])
     assert all(torch.equal(now, then) for now, then in zip(state[:3], kept, strict=True))
     drafts, numbers = state[3].tolist(), state[4].tolist()
-    assert numbers.pop() == 9 and drafts.pop() == [-7] * WIDE
+    assert numbers.pop() == 9 and drafts.pop() == [-7] * WIDE and state[5][-1] == 9
     found = []
     for row, count in zip(drafts, numbers, strict=True):
         assert 0 <= count <= k

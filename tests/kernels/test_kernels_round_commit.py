@@ -68,6 +68,7 @@ def make_state(
         "generated": integers(rows, VOCAB + 4, below=9).to(torch.int32),
         "ring": integers(DEPTH, rows, emission_width(max_k) + slack, below=1000),
         "counter": torch.tensor([rng.randrange(3 * DEPTH)]),
+        "match": integers(rows, below=9),
     }
     return {name: tensor.to(device) for name, tensor in state.items()}
 
@@ -84,7 +85,7 @@ def expect(state: dict[str, torch.Tensor], slots: int, k: int, given: list[int] 
     """Do to the state, in plain Python, what the commit should; returns what was met."""
     met = set()
     place = int(state["counter"]) % DEPTH
-    samples_at = EMISSION_HEAD + (state["ring"].shape[2] - 7) // 2
+    samples_at = EMISSION_HEAD + (state["ring"].shape[2] - 8) // 2
     for s in range(slots):
         draft, sampled = state["draft"][s, :k].tolist(), state["sampled"][s, : k + 1].tolist()
         before, real = int(state["length"][s]), int(state["num_drafts"][s])
@@ -117,7 +118,7 @@ def expect(state: dict[str, torch.Tensor], slots: int, k: int, given: list[int] 
         met |= {"all"} if count == k + 1 else set()
         state["length"][s] = before + count
         state["active"][s] = bool(state["active"][s]) and reason == GOING_ON
-        head = [before, real, accepted, count, reason, k]
+        head = [before, real, accepted, count, reason, k, int(state["match"][s])]
         state["ring"][place, s, : EMISSION_HEAD + k] = torch.tensor(head + draft)
         state["ring"][place, s, samples_at : samples_at + k + 1] = torch.tensor(sampled)
     return met
@@ -211,6 +212,18 @@ def test_lengths_and_tokens_at_the_row_s_end(op: Any, device: str) -> None:
     assert_same(state, expected)
 
 
+def test_without_matches_none_is_told(op: Any, device: str) -> None:
+    state = make_state(3, 5, 4, device)
+    expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
+    expected["match"].fill_(0)
+    expect(expected, 5, 4)
+    op.round_commit(**{**arguments(state, 5, 4), "match": None})
+    assert_same(
+        {name: tensor for name, tensor in state.items() if name != "match"},
+        {name: tensor for name, tensor in expected.items() if name != "match"},
+    )
+
+
 def test_the_commit_is_marked(op: Any, device: str) -> None:
     state = make_state(6, 3, 2, device)
     state["counter"].fill_(DEPTH + 1)
@@ -237,6 +250,7 @@ def test_what_the_host_reads(op: Any, device: str, slack: int) -> None:
         assert emission.draft == expected["draft"][s, :k].tolist()
         assert emission.sampled == expected["sampled"][s, : k + 1].tolist()
         assert (emission.length, emission.num_drafts) == (length[s], int(expected["num_drafts"][s]))
+        assert emission.match == expected["match"][s]
         assert emission.length + emission.committed == expected["length"][s]
         assert bool(expected["active"][s]) <= (emission.reason == GOING_ON)
         ends = emission.reason in (STOPPED, FAILED)
@@ -244,6 +258,6 @@ def test_what_the_host_reads(op: Any, device: str, slack: int) -> None:
 
 
 def test_width_and_capacity_belong_together() -> None:
-    assert [emission_width(k) for k in (0, 1, 4)] == [7, 9, 15]
+    assert [emission_width(k) for k in (0, 1, 4)] == [8, 10, 16]
     for k in range(40):
         assert emission_max_k(emission_width(k)) == k == emission_max_k(emission_width(k) + 1)

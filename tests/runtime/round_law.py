@@ -329,7 +329,7 @@ def emission_by_definition(case: Case, plan: Sequence[int], logits: Tensor) -> E
     if reason == GOING_ON and committed >= limit:
         reason = FULL
     fed = [token if kept else 0 for token, kept in zip(draft, known, strict=True)]
-    return Emission(len(PROMPT), num_drafts, accepted, committed, reason, fed, sampled)
+    return Emission(len(PROMPT), num_drafts, accepted, committed, reason, 0, fed, sampled)
 
 
 def check_emissions(case: Case) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spd.kernels.dispatch import Kernels
+from spd.runtime.config import split_spec
 from spd.runtime.memory import state_depth
 from spd.runtime.model_runner import ModelRunner
 from spd.runtime.plan import EnginePlan
+from spd.runtime.proposers.arbitrated import ArbitratedProposer
 from spd.runtime.proposers.base import Proposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.proposers.eagle3 import Eagle3Proposer
@@ -28,11 +30,16 @@ def build_proposer(
     runners: Sequence[ModelRunner],
 ) -> Proposer | None:
     """The proposer that the plan names, over the models it drafts with; None when nothing is speculated."""
-    if plan.spec == "ngram":
-        return NgramProposer(state, kernels, plan.ngram_min, plan.ngram_max)
-    if plan.spec == "draft":
-        return DraftModelProposer(state, kernels, runners[0], sampler, plan.draft_ctx)
-    if plan.spec in HEADS:
+    if plan.spec == "off":
+        return None
+    method, arbitrated = split_spec(plan.spec)
+    lookup = NgramProposer(state, kernels, plan.ngram_min, plan.ngram_max)
+    if method == "ngram":
+        return lookup
+    model: Proposer
+    if method == "draft":
+        model = DraftModelProposer(state, kernels, runners[0], sampler, plan.draft_ctx, alone=not arbitrated)
+    else:
         depth = state_depth(plan.chunk, plan.draft_max, len(runners))
-        return HEADS[plan.spec](state, kernels, runners, sampler, plan.draft_ctx, depth)
-    return None
+        model = HEADS[method](state, kernels, runners, sampler, plan.draft_ctx, depth)
+    return ArbitratedProposer(model, lookup, sampler, plan.model_drafts) if arbitrated else model

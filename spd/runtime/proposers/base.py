@@ -35,6 +35,16 @@ class Proposer(Protocol):
     """Whether its drafts are drawn, by `Sampler.draw_draft`, which keeps from what; else each is certain."""
     forwards_a_draft: int
     """Forward passes for each token it drafts: 1 for a model, 0 for a lookup."""
+    looks_up: bool = False
+    """Whether drafts may be prompt lookup's, of which `state.match` tells."""
+
+    def keeps_up(self, k: int) -> bool:
+        """Whether drafting k tokens brings its cache up to what is committed."""
+        return k > 0
+
+    def forwards(self, k: int) -> int:
+        """Forward passes in which it drafts k tokens."""
+        return k * self.forwards_a_draft
 
     def first(self, state: RoundState, sampler: Sampler) -> Proposer:
         """The proposer of a state's first slots. Who keeps more than these two by slots narrows that, too."""
@@ -65,10 +75,22 @@ class Proposer(Protocol):
         """Propose the next k >= 1 tokens of every active slot; window: what the round verified."""
         ...
 
-    def catch_up(self, rounds: int, views: Sequence[SlotView]) -> None:
-        """Feed what `rounds` rounds without drafting committed, one token each but in the first."""
+    def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
+        """Feed what was committed since it drafted: `tokens` at most, beside drafts of the first round."""
         return
 
     def clear(self, pages: list[int]) -> None:
         """Zero cache pages that may hold values that are not finite."""
         return
+
+
+class Lookup(Proposer, Protocol):
+    """A proposer that may also draft over what another has drafted."""
+
+    def look_up(self, k: int, views: Sequence[SlotView], *, over: bool) -> None:
+        """Draft up to k tokens a slot; `over` other drafts only where it finds some."""
+        ...
+
+    def first(self, state: RoundState, sampler: Sampler) -> Lookup:
+        """See `Proposer`."""
+        ...

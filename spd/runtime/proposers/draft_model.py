@@ -1,16 +1,14 @@
 """An independent draft model with its own paged cache, sharing the target's page numbers.
 
 A round runs exactly k draft forwards. The first takes every token whose draft KV is missing: the last
-two committed ones. Rejected positions need no undoing: they lie beyond the committed length and are
-overwritten.
+two committed ones, or all that the round committed where other drafts than its own may have been verified.
+Rejected positions need no undoing: they lie beyond the committed length and are overwritten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
@@ -32,8 +30,17 @@ class DraftModelProposer(Proposer):
     forwards_a_draft = 1
 
     def __init__(
-        self, state: RoundState, kernels: Kernels, runner: ModelRunner, sampler: Sampler, draft_limit: int
+        self,
+        state: RoundState,
+        kernels: Kernels,
+        runner: ModelRunner,
+        sampler: Sampler,
+        draft_limit: int,
+        *,
+        alone: bool = True,
     ) -> None:
+        """alone: whether only its own drafts are verified."""
+        self.alone = alone
         self.state, self.kernels, self.runner, self.sampler = state, kernels, runner, sampler
         self.draft_limit: int | None = draft_limit
         self.limit = draft_limit
@@ -47,7 +54,7 @@ class DraftModelProposer(Proposer):
         self.runner.cache.clear(pages)
 
     def _committed(self, width: int, slots: Tensor) -> DraftWindow:
-        """The rows of the last `width` committed tokens of slots bool [S]."""
+        """The rows of the last `width` committed tokens of slots bool [S], from where the prefill ended."""
         state = self.state
         rows: DraftWindow = self.kernels.committed_window(
             state.tokens,
@@ -59,24 +66,24 @@ class DraftModelProposer(Proposer):
             self.runner.cache.page_size,
             self.limit,
             self.runner.trash_slot,
+            state.prompt_length - 1,
         )
         return rows
 
-    def catch_up(self, rounds: int, views: Sequence[SlotView]) -> None:
-        """Feed the tokens that `rounds` rounds without drafting left out, and the one before them.
+    def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
+        """Feed the tokens that were left out, and the one before them.
 
         A slot admitted since then has fewer: its prefilled pages, which may be shared, stay as they are.
         """
         state = self.state
-        rows = self._committed(rounds + 1, state.occupied)
-        kept = rows.valid & (rows.positions >= state.prompt_length.unsqueeze(-1) - 1)
-        slots = torch.where(kept, rows.kv_slots, self.runner.trash_slot)
-        self.runner.forward(replace(rows, valid=kept, kv_slots=slots), state.page_table, views)
+        rows = self._committed(tokens + 1 + (0 if self.alone else state.max_draft), state.occupied)
+        self.runner.forward(rows, state.page_table, views)
 
     def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
         """Propose k tokens a slot, fewer where the draft's context ends."""
         # Who ended in this round is fed too: its pages are found by others.
-        state, rows = self.state, self._committed(2, window.valid[:, 0].contiguous())
+        state, width = self.state, 2 if self.alone else max(2, window.draft.shape[1] + 1)
+        rows = self._committed(width, window.valid[:, 0].contiguous())
         hidden = self.runner.forward(rows, state.page_table, views).hidden[:, -1:]
         for step in range(k):
             drawn = self.sampler.draw_draft(self.runner, hidden, step, needs)

@@ -135,9 +135,9 @@ class HeadProposer(Proposer):
             self._keep(module + 1, made, rows)
         return made
 
-    def catch_up(self, rounds: int, views: Sequence[SlotView]) -> None:
-        """Write the entries of all that rounds without drafting committed; the first may have had drafts."""
-        rows = self._window(rounds + self.state.max_draft + 1, 0, self.state.occupied)
+    def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
+        """Write the entries of all that was committed, the first round's drafts among it."""
+        rows = self._window(tokens + self.state.max_draft + 1, 0, self.state.occupied)
         for module in range(len(self.runners)):
             self._run(module, rows, views)
 

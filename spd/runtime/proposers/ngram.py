@@ -7,22 +7,25 @@ long matches the most recent wins.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.round_window import RoundWindow
-from spd.runtime.proposers.base import Proposer
+from spd.runtime.proposers.base import Lookup
 from spd.runtime.rows import SlotView
+from spd.runtime.sampler import Sampler
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.state import RoundState
 
 
-class NgramProposer(Proposer):
+class NgramProposer(Lookup):
     """Longest suffix match of ngram_min to ngram_max tokens over each slot's own tokens."""
 
     method = "ngram"
     draws = False
     draft_limit: int | None = None
     forwards_a_draft = 0
+    looks_up = True
 
     def __init__(self, state: RoundState, kernels: Kernels, ngram_min: int, ngram_max: int) -> None:
         self.state, self.kernels = state, kernels
@@ -30,6 +33,16 @@ class NgramProposer(Proposer):
 
     def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
         """Write up to k tokens that followed the match; none where nothing matches."""
+        self.look_up(k, views, over=False)
+
+    def first(self, state: RoundState, sampler: Sampler) -> NgramProposer:
+        """See `Proposer`."""
+        part = copy(self)
+        part.state = state
+        return part
+
+    def look_up(self, k: int, views: Sequence[SlotView], *, over: bool) -> None:
+        """See `Lookup`."""
         state = self.state
         bound = min(max((view.bound for view in views), default=0), state.max_len)
         self.kernels.ngram_lookup(
@@ -42,4 +55,6 @@ class NgramProposer(Proposer):
             bound,
             state.draft,
             state.num_drafts,
+            state.match,
+            over,
         )

@@ -1,0 +1,80 @@
+"""A model or head that drafts, and prompt lookup that takes its place where its match is long.
+
+Both draft for every slot, and each slot keeps the drafts of one. In a run of copied text, in which the
+model would only be in the way, the host asks for more drafts than the model makes: lookup makes those
+alone, and what the model's cache misses is brought up once it drafts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+
+from torch import Tensor
+
+from spd.kernels.round_window import RoundWindow
+from spd.runtime.proposers.base import Lookup, Proposer
+from spd.runtime.rows import PromptPart, SlotView
+from spd.runtime.sampler import Sampler
+from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.state import RoundState
+
+
+class ArbitratedProposer(Proposer):
+    """`model` drafts up to `model_drafts` tokens, `lookup` as many or, alone, more."""
+
+    looks_up = True
+
+    def __init__(self, model: Proposer, lookup: Lookup, sampler: Sampler, model_drafts: int) -> None:
+        self.model, self.lookup, self.sampler, self.model_drafts = model, lookup, sampler, model_drafts
+        self.method = f"{model.method}+{lookup.method}"
+        self.captures, self.draws, self.draft_limit = model.captures, model.draws, model.draft_limit
+        self.forwards_a_draft = model.forwards_a_draft
+
+    def first(self, state: RoundState, sampler: Sampler) -> ArbitratedProposer:
+        """See `Proposer`: of both."""
+        part = copy(self)
+        part.sampler = sampler
+        part.model, part.lookup = self.model.first(state, sampler), self.lookup.first(state, sampler)
+        return part
+
+    def keeps_up(self, k: int) -> bool:
+        """Whether the model drafts."""
+        return 0 < k <= self.model_drafts
+
+    def forwards(self, k: int) -> int:
+        """The model's; none where lookup drafts alone."""
+        return self.model.forwards(k) if self.keeps_up(k) else 0
+
+    def admit(self, slot: int, start: int, view: SlotView) -> None:
+        """See `Proposer`."""
+        self.model.admit(slot, start, view)
+
+    def leave(self, slot: int, end: int, page: int) -> None:
+        """See `Proposer`."""
+        self.model.leave(slot, end, page)
+
+    def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
+        """See `Proposer`."""
+        self.model.prefill(parts, states)
+
+    def capture(self, window: RoundWindow, states: Tensor) -> None:
+        """See `Proposer`."""
+        self.model.capture(window, states)
+
+    def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
+        """Propose k tokens a slot: what followed a long match, else the model's."""
+        if not self.keeps_up(k):
+            self.lookup.look_up(k, views, over=False)
+            return
+        self.model.draft(k, window, views, needs)
+        self.lookup.look_up(k, views, over=True)
+        self.sampler.make_certain(k)
+
+    def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
+        """See `Proposer`."""
+        self.model.catch_up(tokens, views)
+
+    def clear(self, pages: list[int]) -> None:
+        """See `Proposer`."""
+        self.model.clear(pages)
