@@ -20,6 +20,7 @@ PROPOSERS: dict[str, dict[str, Any]] = {
     "draft": {"spec": "draft", "draft_max": 3},
     "mtp": {"spec": "mtp", "draft_max": 3},
     "eagle3": {"spec": "eagle3", "draft_max": 3},
+    "mtp+ngram": {"spec": "mtp+ngram", "draft_max": 3, "ngram_min": 2},
 }
 """Wishes for every proposer that the matrices run; who wants a draft model or a head adds it."""
 

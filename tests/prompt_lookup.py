@@ -10,5 +10,6 @@ def search(text: Sequence[int], k: int, shortest: int, longest: int) -> list[int
     for size in range(min(longest, len(text) - 1), shortest - 1, -1):
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == text[len(text) - size :]:
-                return list(text[end : end + k])
+                period = text[end:]
+                return [period[i % len(period)] for i in range(k)]
     return []

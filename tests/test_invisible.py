@@ -38,6 +38,7 @@ def methods(target: Path, draft: Path) -> dict[str, dict[str, Any]]:
         "ngram": {"spec": "ngram", "ngram_min": 1},
         "draft": {"spec": "draft", "draft_model": draft},
         "self": {"spec": "draft", "draft_model": target},
+        "draft+ngram": {"spec": "draft+ngram", "draft_model": draft, "ngram_min": 1},
     }
 
 
@@ -62,7 +63,7 @@ def plain(target: Path) -> list[Run]:
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
-@pytest.mark.parametrize("method", ["ngram", "draft", "self"])
+@pytest.mark.parametrize("method", ["ngram", "draft", "self", "draft+ngram"])
 def test_tokens_do_not_depend_on_drafter_k_temperature_or_lag(
     target: Path, methods: dict[str, dict[str, Any]], plain: list[Run], method: str, k: int
 ) -> None:
@@ -79,7 +80,7 @@ def test_tokens_do_not_depend_on_drafter_k_temperature_or_lag(
         assert accepted < sum(run.metrics.draft_n for run in reference), "nothing was rejected"
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft"])
+@pytest.mark.parametrize("method", ["ngram", "draft", "draft+ngram"])
 def test_bfloat16(target: Path, methods: dict[str, dict[str, Any]], method: str) -> None:
     base = outputs(make_engine(target, dtype="bfloat16"), matrix_params())
     for k, lag in ((1, 0), (4, 1), (8, 2)):
@@ -141,7 +142,7 @@ def test_a_batch_of_different_requests_equals_each_alone(
         assert [run.logprobs for run in runs] == [run.logprobs for run in alone]
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft"])
+@pytest.mark.parametrize("method", ["ngram", "draft", "draft+ngram"])
 def test_prefix_hit_equals_miss(target: Path, methods: dict[str, dict[str, Any]], method: str) -> None:
     common = random_prompts(1, 150, VOCAB, seed=9)[0]
     params = SamplingParams(temperature=0.8, max_tokens=80, seed=4, ignore_eos=True)

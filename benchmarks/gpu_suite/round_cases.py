@@ -164,7 +164,8 @@ def lookup_case(bench: Bench, slots: int, k: int, widths: Sequence[int], vocab: 
     found = Rows()
     for width in widths:
         s = Slots.build(bench, slots, k, width, vocab)
-        given = (s.tokens, s.length, s.active, k, 3, 8, width, s.draft, s.num_drafts)
+        match = torch.zeros_like(s.num_drafts)
+        given = (s.tokens, s.length, s.active, k, 3, 8, width, s.draft, s.num_drafts, match)
         call = partial(bench.kernels.ngram_lookup, *given)
         found[str(width)] = bench.row([call], slots * width // 2 * 8)
     return found

@@ -19,15 +19,15 @@ def ngram_lookup(
     match_out: Tensor,
     over: bool = False,
 ) -> None:
-    """Draft up to k tokens that followed the longest earlier match of the suffix, the latest of equals.
+    """Draft k tokens that followed the longest earlier match of the suffix, the latest of equals.
 
+    Where less than k tokens followed it, the text has been repeating itself, and its period goes on.
     tokens int64 [S, T], of which each slot's first length [S] count and are not negative; active bool
     [S]. Matches are ngram_min >= 1 to ngram_max tokens long. Written in place: num_drafts_out int64 [S],
-    how many of those k tokens are committed ones (0 without a match and in silent slots), and
-    draft_out[:, :k] int64, zero after them, and match_out int64 [S], how long the match is (silent slots
-    keep theirs). bound is at least every active slot's length; only this form needs it. With `over`, drafts
-    are there already, and stay in silent slots and where nothing matches.
-    Source: Saxena 2023 (prompt lookup decoding).
+    k, or 0 without a match and in silent slots; draft_out[:, :k] int64, zero there; and match_out int64
+    [S], how long the match is (silent slots keep theirs). bound is at least every active slot's length;
+    only this form needs it. With `over`, drafts are there already, and stay in silent slots and where
+    nothing matches. Source: Saxena 2023 (prompt lookup decoding).
     """
     tokens = tokens[:, : max(1, bound)]
     width = tokens.shape[1]
@@ -45,10 +45,11 @@ def ngram_lookup(
     matched = suffix.gather(1, best).squeeze(-1)
     matched = torch.where(matched >= ngram_min, matched, 0)
     taken = (matched > 0) & active if over else torch.ones_like(active)
-    available = torch.where((matched > 0).unsqueeze(-1), (last - best).clamp(max=k), 0)
+    found = (matched > 0).unsqueeze(-1)
     rows = torch.arange(k, device=tokens.device)
-    follow = tokens.gather(1, (best + 1 + rows).clamp(max=width - 1))
-    drafts = torch.where(rows < available, follow, 0)
+    period = torch.where(found, last - best, 1)
+    follow = tokens.gather(1, (best + 1 + rows % period).clamp(max=width - 1))
+    drafts = torch.where(found, follow, 0)
     draft_out[:, :k] = torch.where(taken.unsqueeze(-1), drafts, draft_out[:, :k])
-    num_drafts_out.copy_(torch.where(taken, available.squeeze(-1), num_drafts_out))
+    num_drafts_out.copy_(torch.where(taken, k * (matched > 0), num_drafts_out))
     match_out.copy_(torch.where(active, matched, match_out))

@@ -45,13 +45,14 @@ def suffix_lengths(row, ends, last, ngram_max):
 def write_draft(
     row, best, last, live, ngram_min, k, draft, num_drafts, match, DRAFTS: tl.constexpr, OVER: tl.constexpr
 ):  # fmt: skip
-    """Write what followed the best find, as far as tokens are committed, and how long the match is."""
+    """Write what followed the best find, its period going on behind the last token, and its length."""
     end = best & 0xFFFFFFFF
     found = (best >> 32) >= ngram_min
     taken = (found & live) | (OVER == 0)
-    count = tl.where(found, tl.minimum(last - end, k), 0)
+    count = tl.where(found, k, 0)
     lane = tl.arange(0, DRAFTS)
-    ids = tl.load(row + end + 1 + lane, mask=lane < count, other=0)
+    period = tl.where(found, last - end, 1)
+    ids = tl.load(row + end + 1 + lane % period, mask=lane < count, other=0)
     tl.store(draft + lane, ids, mask=lane < tl.where(taken, k, 0))
     tl.store(num_drafts, tl.where(taken, count, tl.load(num_drafts)))
     tl.store(match, tl.where(live, tl.where(found, best >> 32, 0), tl.load(match)))

@@ -24,7 +24,7 @@ STEADINESS = 5.0
 PRIOR = 6.0
 """Drafts of other requests that a request's own evidence is weighed against."""
 COPIED, PRIOR_COPIES = 0.75, 4.0
-"""Share of lookup's drafts that is hoped for where text is copied, and the rounds that this counts for."""
+"""Share of lookup's drafts that is hoped for at first where text is copied, and for how many rounds."""
 
 
 def chance_of_next(rate: float, accepted: int) -> float:
@@ -76,8 +76,8 @@ class DraftLength:
     """The values of k to choose from; empty means all from 0 to `maximum`."""
     copying: int = 0
     """Above `maximum`: k of rounds for which prompt lookup drafts alone, while text is copied. 0: never."""
-    copied: float = 0.0
-    copies: float = 0.0
+    copied: float = field(init=False)
+    copies: float = PRIOR_COPIES
     """Drafts accepted of requests that copied, in such rounds, and how many those were: sums that fade."""
     accepted: float = 7.0
     tried: float = 10.0
@@ -93,6 +93,7 @@ class DraftLength:
 
     def __post_init__(self) -> None:
         self.wanted = self.maximum
+        self.copied = PRIOR_COPIES * COPIED * self.copying
 
     @property
     def rate(self) -> float:
@@ -158,8 +159,7 @@ class DraftLength:
         copying = sum(each.copies and most > self.maximum for each, most in self.present)
         if not self.copying or not copying:
             return 0
-        hoped = (self.copied + PRIOR_COPIES * COPIED * self.copying) / (self.copies + PRIOR_COPIES)
-        tokens = 1.0 + hoped * copying / len(self.present)
+        tokens = 1.0 + self.copied / self.copies * copying / len(self.present)
         return self.copying if tokens / self.times.cost_without_model(self.copying) > worth else 0
 
     def usual_pairs(self, alone: bool) -> set[tuple[int, int]]:

@@ -13,7 +13,7 @@ from tests.gpu.test_gpu_rounds import check_case, spoke
 from tests.helpers import Run
 from tests.recipes.fp8_twin import write_twin
 
-METHODS = ("ngram", "draft", "mtp", "eagle3")
+METHODS = ("ngram", "draft", "mtp", "eagle3", "mtp+ngram")
 CASES = [(method, k) for method in METHODS for k in (1, 3)]
 """A file of tests for each eight-bit form, so that they run side by side."""
 
@@ -32,7 +32,11 @@ class Form:
 
     def wishes(self, method: str, k: int) -> dict[str, Any]:
         """For an engine of this form that speculates so, or not at all."""
-        heads = {"mtp": {"spec": "mtp"}, "eagle3": {"spec": "eagle3", "draft_model": demo_eagle3_folder()}}
+        heads: dict[str, dict[str, Any]] = {
+            "mtp": {"spec": "mtp"},
+            "eagle3": {"spec": "eagle3", "draft_model": demo_eagle3_folder()},
+            "mtp+ngram": {"spec": "mtp+ngram", "ngram_min": 2},
+        }
         speculation = heads.get(method) or method_wishes(method)
         return {**form_wishes(self.weights), **speculation, **({} if method == "off" else {"draft_max": k})}
 

@@ -120,11 +120,11 @@ def test_matches_longer_than_the_longest_are_equal(op: Any, device: str, longest
         assert lookup(op, device, [text], 1, (1, longest), width=250) == [search(text, 1, 1, longest)]
 
 
-def test_drafts_end_with_the_committed_tokens(op: Any, device: str) -> None:
-    """The match may overlap the suffix; what it proposes never goes beyond the text."""
-    assert lookup(op, device, [[4, 4, 4]], 8, (1, 8), junk=4, slack=9) == [[4]]
-    assert lookup(op, device, [[1, 2, 1, 2]], 8, (1, 8), junk=1, slack=9) == [[1, 2]]
-    assert lookup(op, device, [[4] * 100], 8, (1, 64), junk=4, slack=9) == [[4]]
+def test_a_period_goes_on(op: Any, device: str) -> None:
+    """The match may overlap the suffix; nothing behind the text is proposed, but the text again."""
+    assert lookup(op, device, [[4, 4, 4]], 8, (1, 8), junk=7, slack=9) == [[4] * 8]
+    assert lookup(op, device, [[1, 2, 1, 2]], 7, (1, 8), junk=1, slack=9) == [[1, 2, 1, 2, 1, 2, 1]]
+    assert lookup(op, device, [[4] * 100], 8, (1, 64), junk=7, slack=9) == [[4] * 8]
 
 
 def test_a_match_ends_at_the_beginning_of_the_text(op: Any, device: str) -> None:
@@ -137,7 +137,7 @@ def test_a_match_ends_at_the_beginning_of_the_text(op: Any, device: str) -> None
 
 def test_short_matches_are_no_matches(op: Any, device: str) -> None:
     text = [1, 2, 9, 1, 2]
-    assert lookup(op, device, [text], 4, (2, 8)) == [[9, 1, 2]]
+    assert lookup(op, device, [text], 4, (2, 8)) == [[9, 1, 2, 9]]
     assert lookup(op, device, [text], 4, (3, 8)) == [[]]
     assert lookup(op, device, [[5]], 4, (1, 8)) == [[]]
     assert lookup(op, device, [[5]], 4, (1, 8), width=1) == [[]]
@@ -145,7 +145,7 @@ def test_short_matches_are_no_matches(op: Any, device: str) -> None:
 
 
 def test_silent_slots_draft_nothing(op: Any, device: str) -> None:
-    assert lookup(op, device, [None, [1, 1], None], 2, (1, 1), junk=1) == [[], [1], []]
+    assert lookup(op, device, [None, [1, 1], None], 2, (1, 1), junk=1) == [[], [1, 1], []]
     assert lookup(op, device, [None, None], 2, (1, 1)) == [[], []]
 
 

@@ -107,6 +107,7 @@ def without_head(folder: Path) -> None:
     ("method", "ranks", "groups"),
     [
         ("draft", 2, [1, 2]),
+        ("draft+ngram", 2, [1, 2]),
         ("mtp", 4, [2]),
         ("eagle3", 2, [1, 2]),
         ("eagle3 of its own width", 2, [1, 2]),
@@ -120,7 +121,7 @@ def test_a_drafter_on_fewer_ranks_than_its_target(
     method: str, ranks: int, groups: list[int], tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     """The same tokens and the same accepted drafts, however many ranks share the drafter."""
-    wishes: dict[str, Any] = {"spec": method.split()[0], "draft_max": 3, "slots": 2}
+    wishes: dict[str, Any] = {"spec": method.split()[0], "draft_max": 3, "slots": 2, "ngram_min": 2}
     if method in EAGLES:
         target, shape = tmp_path / "target", {"layers": 3, "kv_heads": 4}
         wishes["draft_model"] = write_tiny_pair(
@@ -128,7 +129,7 @@ def test_a_drafter_on_fewer_ranks_than_its_target(
         )
         if method.endswith("without a head"):
             without_head(wishes["draft_model"])
-    elif method == "draft":
+    elif method.startswith("draft"):
         target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
         wishes["draft_model"] = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
     else:

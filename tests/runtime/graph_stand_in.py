@@ -148,7 +148,7 @@ class StandIn(CapturedRounds):
         if tape.form == "torch":  # a graph never looks at the views, so it may keep those of its capture
             self.round.__class__ = RoundOfNow
             self.round.stand_in = self  # type: ignore[attr-defined]
-            proposer = self.round.proposer
+            proposer = getattr(self.round.proposer, "model", self.round.proposer)  # beside lookup
             drafters = getattr(proposer, "runners", [getattr(proposer, "runner", None)])
             for runner in filter(None, (self.round.runner, *drafters)):
                 runner._present = lambda views: None  # type: ignore[method-assign]  # nor leaves a slot out

@@ -72,6 +72,7 @@ def requests(temperature: float, count: int = 90) -> list[Request]:
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 4},
     "self": {"spec": "draft", "draft_max": 4},
+    "self+ngram": {"spec": "draft+ngram", "draft_max": 4, "ngram_min": 2},
 }
 
 
@@ -83,7 +84,7 @@ def test_texts_match_and_are_the_same_however_they_are_made(target: Path, temper
         assert plain[kind].finish_reason == "length" or fits(kind, plain[kind].text), plain[kind].text
     assert sum(run.finish_reason == "stop" for run in plain.values()) >= 2
     for wishes in METHODS.values():
-        wishes = {**wishes, "draft_model": target} if wishes["spec"] == "draft" else wishes
+        wishes = {**wishes, "draft_model": target} if "draft" in wishes["spec"] else wishes
         first: list[Run] = []
         for lag in (0, 1, 2):
             runs = run_requests(make_engine(target, slots=4, lag=lag, **wishes), requests(temperature))

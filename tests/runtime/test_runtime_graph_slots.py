@@ -47,6 +47,8 @@ def methods(target: Path) -> dict[str, dict[str, Any]]:
         "draft": drafter,
         "block": {**drafter, "verify": "block"},
         "mtp": {"spec": "mtp", "draft_max": 2},
+        "mtp+ngram": {"spec": "mtp+ngram", "ngram_min": 1, "draft_max": 2},
+        "block+ngram": {**drafter, "spec": "draft+ngram", "ngram_min": 1, "verify": "block"},
     }
 
 
@@ -60,7 +62,7 @@ def requests() -> list[Request]:
     return found
 
 
-@pytest.mark.parametrize("method", ["off", "ngram", "draft", "block", "mtp"])
+@pytest.mark.parametrize("method", ["off", "ngram", "draft", "block", "mtp", "mtp+ngram", "block+ngram"])
 def test_texts_and_drafts_are_those_of_whole_rounds(
     target: Path,
     methods: dict[str, dict[str, Any]],
@@ -80,7 +82,7 @@ def test_texts_and_drafts_are_those_of_whole_rounds(
         assert captured.replays > len(captured.captured)
 
 
-@pytest.mark.parametrize("method", ["ngram", "block", "mtp"])
+@pytest.mark.parametrize("method", ["ngram", "block", "mtp", "mtp+ngram", "block+ngram"])
 def test_a_part_is_made_of_the_same_memory_and_of_nothing_wider(
     target: Path, methods: dict[str, dict[str, Any]], method: str
 ) -> None:

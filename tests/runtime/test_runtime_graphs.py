@@ -72,6 +72,7 @@ def methods(tiny: Callable[..., Path]) -> dict[str, dict[str, Any]]:
         "ngram": {"spec": "ngram", "ngram_min": 1},
         "draft": {"spec": "draft", "draft_model": draft},
         "block": {"spec": "draft", "draft_model": draft, "verify": "block"},
+        "draft+ngram": {"spec": "draft+ngram", "draft_model": draft, "ngram_min": 2},
     }
 
 
@@ -98,7 +99,7 @@ def story(runs: list[Run]) -> list[tuple[object, object, object]]:
     return [(run.output, run.drafts, [record.sampled for record in run.rounds]) for run in runs]
 
 
-CASES = [("off", 0), *((method, k) for method in ("ngram", "draft") for k in (1, 3))]
+CASES = [("off", 0), *((method, k) for method in ("ngram", "draft", "draft+ngram") for k in (1, 3))]
 
 
 @pytest.mark.parametrize(("method", "k"), CASES)

@@ -80,19 +80,19 @@ def test_matches_longer_than_the_longest_are_equal() -> None:
     assert propose([text], 1, 1, 4) == [[5]]
 
 
-def test_drafts_end_with_the_committed_tokens() -> None:
-    """The match may overlap the suffix; what it proposes never goes beyond the text."""
-    assert propose([[4, 4, 4]], 8, 1, 8, junk=4, slack=9) == [[4]]
-    assert propose([[1, 2, 1, 2]], 8, 1, 8, junk=1, slack=9) == [[1, 2]]
+def test_a_period_goes_on() -> None:
+    """The match may overlap the suffix; nothing behind the text is proposed, but the text again."""
+    assert propose([[4, 4, 4]], 8, 1, 8, junk=2, slack=9) == [[4] * 8]
+    assert propose([[1, 2, 1, 2]], 7, 1, 8, junk=1, slack=9) == [[1, 2, 1, 2, 1, 2, 1]]
 
 
 def test_short_matches_are_no_matches() -> None:
     text = [1, 2, 9, 1, 2]
-    assert propose([text], 4, 2, 8) == [[9, 1, 2]]
+    assert propose([text], 4, 2, 8) == [[9, 1, 2, 9]]
     assert propose([text], 4, 3, 8) == [[]]
     assert propose([[5]], 4, 1, 8) == [[]]
 
 
 def test_silent_slots_draft_nothing() -> None:
-    assert propose([None, [1, 1], None], 2, 1, 1, junk=1) == [[], [1], []]
+    assert propose([None, [1, 1], None], 2, 1, 1, junk=1) == [[], [1, 1], []]
     assert propose([None, None], 2, 1, 1) == [[], []]

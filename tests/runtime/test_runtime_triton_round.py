@@ -53,6 +53,7 @@ def methods(tiny: Callable[..., Path]) -> dict[str, dict[str, Any]]:
         "off": {"spec": "off"},
         "ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 3},
         "draft": {"spec": "draft", "draft_model": draft, "draft_max": 3},
+        "draft+ngram": {"spec": "draft+ngram", "draft_model": draft, "draft_max": 3, "ngram_min": 1},
     }
 
 
@@ -136,7 +137,7 @@ def assert_same(first: list[Run], second: list[Run]) -> None:
 PROMPT = random_prompts(1, 14, 97, seed=2)
 
 
-@pytest.mark.parametrize("method", ["off", "ngram", "draft"])
+@pytest.mark.parametrize("method", ["off", "ngram", "draft", "draft+ngram"])
 def test_sixteen_tokens(
     target: Path, methods: dict[str, dict[str, Any]], no_host_reads: HostWatch, method: str
 ) -> None:
@@ -158,7 +159,8 @@ SLOW = pytest.mark.slow
     ("method", "rule", "count"),
     [
         ("ngram", "rejection", 4),
-        ("draft", "block", 5),
+        ("draft+ngram", "block", 5),
+        pytest.param("draft", "block", 5, marks=SLOW),
         pytest.param("ngram", "block", 16, marks=SLOW),
         pytest.param("draft", "rejection", 16, marks=SLOW),
     ],

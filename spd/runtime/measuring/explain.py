@@ -188,7 +188,8 @@ def simulate_lookup(
 ) -> list[int]:
     """Accepted drafts of every round that lookup would have taken over a text, the first token given.
 
-    The drafts follow the latest earlier occurrence of the longest suffix that has one.
+    The drafts follow the latest earlier occurrence of the longest suffix that has one, and go on with the
+    period where less than k tokens followed it.
     """
     text = [*prompt, *generated]
     seen: dict[tuple[int, ...], int] = {}
@@ -207,7 +208,7 @@ def simulate_lookup(
             ),
             at,
         )
-        draft = text[start : min(start + k, at)]
+        draft = [text[start + i % (at - start)] for i in range(k)] if start < at else []
         right = 0
         while right < len(draft) and at + right < len(text) and draft[right] == text[at + right]:
             right += 1
