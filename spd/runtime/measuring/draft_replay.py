@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spd.runtime.config import EngineConfig
+from spd.runtime.config import EngineConfig, split_spec
 from spd.runtime.engine import Engine
 from spd.runtime.measuring.replay import Outcome
 from spd.runtime.metrics import RoundRecord
@@ -34,16 +34,16 @@ def draft_replay(
     """Draw the drafts of up to `rounds` rounds again, each with the draft model alone and no cache.
 
     plan: that of the engine which drafted. None where it has no draft model, or samples drafts with noise
-    of their own. The drafter's cache must hold the committed tokens' own keys and values, so its drafts
+    of their own; drafts that prompt lookup made beside it are left out. The drafter's cache must hold the committed tokens' own keys and values, so its drafts
     are the continuation that the model gives by itself, with the same noise.
     """
-    if plan["draft_model"] is None or plan["spec"] != "draft" or plan["verify"] != "coupled":
+    if split_spec(plan["spec"])[0] != "draft" or plan["verify"] != "coupled":
         return None
     drafted = [
         (outcome, record)
         for outcome in outcomes
         for record in outcome.rounds
-        if record.draft and record.round
+        if record.draft and record.round and not record.match
     ]
     chosen = random.Random(seed).sample(drafted, min(rounds, len(drafted)))
     engine = Engine(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spd.runtime.config import MAX_DRAFT
+from spd.runtime.config import MAX_DRAFT, split_spec
 from spd.runtime.measuring.cost_model import (
     Acceptance,
     CostModel,
@@ -113,8 +113,9 @@ def explain(traces: Sequence[Trace]) -> Explanation:
     costs = fit_costs(records)
     drafting = [trace for trace in traces if any(record.k for record in trace.rounds)]
     own_records = [record for trace in drafting for record in trace.rounds]
-    acceptance = fit_acceptances(trace.rounds for trace in drafting)
-    used = Counter(record.k for record in own_records if record.k)
+    asked = [_without_copies(trace) for trace in drafting]
+    acceptance = fit_acceptances(asked)
+    used = Counter(record.k for rounds in asked for record in rounds if record.k)
     k = used.most_common(1)[0][0] if used else 0
     plain = _prospect("plain", costs, acceptance, 0, costs.round_ms(0))
     header = next((trace.header for trace in [*drafting, *traces] if trace.header is not None), None)
@@ -125,7 +126,8 @@ def explain(traces: Sequence[Trace]) -> Explanation:
     prompt_known = header is not None and bool(header.prompt_ids)
     longest = max(used, default=0)
     simulated = method == "ngram" and prompt_known  # what lookup finds follows from the text
-    furthest = min(MAX_DRAFT, longest + (0 if simulated else BEYOND)) if used else 0
+    beyond = 0 if simulated or split_spec(method)[1] else BEYOND
+    furthest = min(MAX_DRAFT, longest + beyond) if used else 0
     own = tuple(_prospect(method, costs, acceptance, each, plain.round_ms) for each in range(1, furthest + 1))
     ngram = _lookup_prospects(traces, costs, plain.round_ms) if method != "ngram" or simulated else ()
     bounded = None
@@ -148,6 +150,12 @@ def explain(traces: Sequence[Trace]) -> Explanation:
         prompt_known=prompt_known,
         imposed=plan.get("synthetic_acceptance") is not None,
     )
+
+
+def _without_copies(trace: Trace) -> list[RoundRecord]:
+    """A trace's rounds without those for which lookup beside a model drafted alone, while text was copied."""
+    most = MAX_DRAFT if trace.header is None else trace.header.plan.get("model_drafts", MAX_DRAFT)
+    return [record for record in trace.rounds if record.k <= most]
 
 
 def _prospect(method: str, costs: CostModel, acceptance: Acceptance, k: int, plain_ms: float) -> Prospect:

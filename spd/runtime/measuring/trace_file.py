@@ -54,7 +54,7 @@ def _round(value: Mapping[str, Any]) -> RoundRecord:
     record = RoundRecord(**value)
     names, times = (record.request, record.method), [record.ms[part] for part in PARTS]
     whole = [*record.draft, *record.sampled, *record.committed, record.round, record.accepted]
-    whole += [record.position, record.draft_forwards, record.k]
+    whole += [record.position, record.draft_forwards, record.k, record.match]
     for kind, values in ((str, names), (int, whole), ((int, float), times)):
         if not all(isinstance(value, kind) for value in values) or not 0 <= record.k <= MAX_DRAFT:
             raise TypeError

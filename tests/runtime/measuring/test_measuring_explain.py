@@ -104,6 +104,22 @@ def test_lookup_beyond_what_ran_is_simulated(pair: tuple[Path, Path]) -> None:
     assert "N-gram lookup on this text" not in paragraph(found)
 
 
+def test_rounds_of_lookup_alone_say_nothing_of_a_model_beside_it() -> None:
+    """They come where text is copied, and more tokens at a time than the model drafts."""
+    trace = make_trace(3, 0.5)
+    lone = explain([trace])
+    copies = [
+        dataclasses.replace(record, method="draft+ngram", k=8, match=6, accepted=8, draft_forwards=0)
+        for record in trace.rounds[::3]
+    ]
+    both = Trace([dataclasses.replace(r, method="draft+ngram") for r in trace.rounds] + copies)
+    both.header = TraceHeader("m", 0.0, {"model_drafts": 3, "draft_max": 8})
+    found = explain([both])
+    assert found.acceptance.survival == lone.acceptance.survival and found.k == 3
+    assert [prospect.k for prospect in found.own] == [1, 2, 3]
+    assert found.rounds == len(both.rounds)
+
+
 def test_imposed_acceptance_is_called_so() -> None:
     trace = make_trace(3, 0.8)
     natural = explain([trace])
