@@ -95,10 +95,11 @@ def test_bash_offers_what_fits(bash_complete) -> None:
         "off",
         "mtp",
         "draft",
-        "eagle3",
         "ngram",
+        "eagle3",
+        *("auto+ngram", "mtp+ngram", "draft+ngram", "eagle3+ngram"),
     ]
-    assert bash_complete("spd", "generate", "--spec", "=", "d") == ["draft"]
+    assert bash_complete("spd", "generate", "--spec", "=", "d") == ["draft", "draft+ngram"]
 
 
 def test_bash_offers_models(bash_complete) -> None:

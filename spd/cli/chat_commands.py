@@ -16,11 +16,12 @@ from typer import BadParameter
 
 from spd.cli.conversation import Conversation, Turn
 from spd.cli.message_source import words_of
-from spd.cli.options import SamplingOptions, parse_spec, spec_names
+from spd.cli.options import SamplingOptions
 from spd.cli.output import check_writable, printable, to_json
 from spd.cli.prompt import read_text
 from spd.cli.reply_view import shown_plain
 from spd.cli.sessions import records
+from spd.cli.spec_option import parse_spec, spec_names
 from spd.errors import UsageError
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ import typer
 from spd.cli.batch_options import BatchOptions, GrammarOptions
 from spd.cli.output import Console
 from spd.cli.signals import SignalGuard
+from spd.cli.spec_option import parse_spec, spec_names
 
 _prompt = functools.partial(typer.Option, rich_help_panel="Prompt")
 _model = functools.partial(typer.Option, rich_help_panel="Model")
@@ -33,27 +34,6 @@ def parse_size(text: str) -> int:
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a number of tokens such as 4096, 8k or 32k")
     return int(match[1]) * (1024 if match[2] else 1)
-
-
-def parse_spec(text: str) -> str:
-    """A method, or one and prompt lookup beside it, in any order: `mtp,ngram` or `mtp+ngram`."""
-    from spd.runtime.config import ARBITRATED, SPEC_METHODS
-
-    asked = [part.strip() for part in re.split("[,+]", text)]
-    method = "+".join(
-        [part for part in asked if part != "ngram"] + [part for part in asked if part == "ngram"]
-    )
-    if method not in SPEC_METHODS + ARBITRATED:
-        known = " or ".join((", ".join(SPEC_METHODS), "lookup beside one: mtp,ngram"))
-        raise typer.BadParameter(f"{text!r} is not a method: {known}")
-    return method
-
-
-def spec_names(incomplete: str) -> list[str]:
-    """What TAB offers for a method."""
-    from spd.runtime.config import ARBITRATED, SPEC_METHODS
-
-    return [*SPEC_METHODS, *ARBITRATED]
 
 
 def model_names(incomplete: str) -> list[str]:

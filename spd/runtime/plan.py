@@ -218,10 +218,7 @@ def _physical_cores() -> int:
 
 
 def make_plan(config: EngineConfig) -> EnginePlan:
-    """Resolve every `auto`. Reads configurations and vocabularies only.
-
-    Raises the error of whatever cannot be honoured; ResourceError names the flag that frees memory.
-    """
+    """Resolve every `auto` from configurations and vocabularies. Raises the errors of what cannot be."""
     model = read_model_config(config.model)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device, model)
@@ -234,10 +231,10 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     wishes = Wishes(config.quantize, kernels, device, dtype, config.load, config.tp)
     form, draft_form, why = choose_forms((model, config.model), drafter.source(draft), wishes)
     shape = shape_of(config, model, draft, dtype, kernels, graphs, draft_max, device == "cpu", *drafter.head)
-    shape = replace(shape, model_drafts=model_drafts)
     drafting = (draft, drafter.mtp) if draft_max else (None, None)
     ranks = divide(config.tp, config.draft_tp, model, *drafting, dtype, device)
     shape = replace(shape, form=form, draft_form=draft_form, tp=ranks.tp, draft_tp=ranks.draft_tp)
+    shape = replace(shape, model_drafts=model_drafts)
     beside = ranks.tp if device == "cpu" else 1  # ranks that share this machine's memory and cores
     free = free_memory(device) // beside
     shape = fitted(config, shape, device, free)

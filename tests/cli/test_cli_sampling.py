@@ -127,7 +127,11 @@ REFUSED = [
     (["--seed", "1.5"], "--seed", "valid int"),
     (["--device", "mps"], "--device mps", "auto|cpu|cuda"),
     (["--dtype", "int4"], "--dtype", "bfloat16"),
-    (["--spec", "ngram,draft"], "--spec", "ngram"),
+    (["--spec", "mtp,draft"], "'mtp,draft' is not one of", "mtp,ngram"),
+    (["--spec", "off,ngram"], "'off,ngram' is not one of", "mtp,ngram"),
+    (["--spec", "ngram,"], "'ngram,' is not one of", "mtp,ngram"),
+    (["--spec", "ngram,ngram"], "'ngram,ngram' is not one of", "mtp,ngram"),
+    (["--spec", "mtp,ngram", "--ngram-min", "9"], "--ngram-min is more than --ngram-max", "Defaults"),
     (["--template-arg", "messages=1"], "NAME=VALUE", ""),
     (["--template-arg", "a b"], "NAME=VALUE", ""),
 ]

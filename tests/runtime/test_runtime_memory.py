@@ -41,7 +41,6 @@ from spd.runtime.models.weights import expected_tensors
 from spd.runtime.out_of_memory import OutOfMemory, explained, is_out_of_memory, memory_phase, shape_of
 from spd.runtime.proposers.head import HeadProposer
 from spd.runtime.round import Round
-from spd.runtime.round_queue import CATCH_UP
 from spd.runtime.row_buckets import WIDEST
 from spd.runtime.sampler_class import SamplerClass
 from spd.runtime.scheduler import Scheduler
@@ -115,7 +114,7 @@ def shape_8b(**changes: Any) -> MemoryShape:
 
 
 def test_numbers_that_stand_in_two_places() -> None:
-    assert (memory.ATTENTION_BLOCK, memory.DRAFT_ROWS) == (KV_BLOCK, CATCH_UP + 2)
+    assert memory.ATTENTION_BLOCK == KV_BLOCK
     assert memory.TAIL_ROWS["torch"] == WIDEST
 
 

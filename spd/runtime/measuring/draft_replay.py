@@ -34,8 +34,9 @@ def draft_replay(
     """Draw the drafts of up to `rounds` rounds again, each with the draft model alone and no cache.
 
     plan: that of the engine which drafted. None where it has no draft model, or samples drafts with noise
-    of their own; drafts that prompt lookup made beside it are left out. The drafter's cache must hold the committed tokens' own keys and values, so its drafts
-    are the continuation that the model gives by itself, with the same noise.
+    of their own; drafts that prompt lookup made are left out. The drafter's cache must hold the committed
+    tokens' own keys and values, so its drafts are the continuation that the model gives by itself, with
+    the same noise.
     """
     if split_spec(plan["spec"])[0] != "draft" or plan["verify"] != "coupled":
         return None
