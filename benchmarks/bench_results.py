@@ -20,6 +20,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "demo": "-m demo --spec mtp,eagle3,draft,ngram --draft-max 1,2,3,4 --temperature 0",
+        "pairs": (
+            "-m demo --spec mtp,mtp+ngram,eagle3,eagle3+ngram,draft,draft+ngram,ngram --temperature 0,0.8 "
+            "--repetitions 7"
+        ),
         "concurrency": "-m demo --spec auto --temperature 0 --concurrency 1,2,4,8,16,32,100 --category code",
         "rate_draft_tp": (
             "-m demo --spec mtp --draft-max 2 --temperature 0 --concurrency 16 --rate 1,2,4,6,8 "

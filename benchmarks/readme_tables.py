@@ -53,6 +53,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         ),
         "acceptance": Table("acceptance.json", table_forms.acceptance, "python -m benchmarks.acceptance"),
         "bench_demo": Table("bench_demo.json", table_forms.bench_demo, f"{BENCH} demo"),
+        "bench_pairs": Table("bench_pairs.json", table_forms.bench_pairs, f"{BENCH} pairs"),
         "bench_concurrency": Table(
             "bench_concurrency.json", table_forms.bench_concurrency, f"{BENCH} concurrency"
         ),

@@ -134,6 +134,20 @@ def bench_demo(result: Result) -> str:
     return table(["", "tokens/s", "against plain", "a round", "accepted at 1, 2, … %"], lines)
 
 
+def bench_pairs(result: Result) -> str:
+    """Against plain decoding: a drafter with and without lookup beside it, by temperature and category."""
+    categories = list(dict.fromkeys(row["category"] for row in result["rows"] if row["category"] != "all"))
+    rows = {(row["temperature"], row["method"], row["category"]): row for row in result["rows"]}
+    lines = []
+    for row in _bench_rows(result):
+        if row["speed_up"] is not None:
+            key = row["temperature"], row["method"]
+            name = " + ".join(METHODS[method] for method in row["method"].split("+"))
+            cells = [f"{rows[*key, each]['speed_up']['median']:.2f}" for each in categories]
+            lines.append([f"{row['temperature']:g}", name, _speed_up(row), *cells])
+    return table(["T", "", "all", *categories], lines)
+
+
 def bench_concurrency(result: Result) -> str:
     """Plain and speculative tokens a second by how many requests run together."""
     rows = _bench_rows(result)

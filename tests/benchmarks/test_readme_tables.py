@@ -78,6 +78,7 @@ def results(folder: Path) -> Path:
         "cpu_peer_demo": loads,
         "acceptance": {"rows": cells},
         "bench_demo": bench,
+        "bench_pairs": bench,
         "bench_concurrency": bench,
         "bench_rate_draft_tp": bench,
         "auto_k": {"models": [{"model": "medium", "method": "ngram", "cases": [case]}]},
