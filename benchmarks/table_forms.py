@@ -141,9 +141,11 @@ def bench_pairs(result: Result) -> str:
     lines = []
     for row in _bench_rows(result):
         if row["speed_up"] is not None:
-            key = row["temperature"], row["method"]
             name = " + ".join(METHODS[method] for method in row["method"].split("+"))
-            cells = [f"{rows[*key, each]['speed_up']['median']:.2f}" for each in categories]
+            cells = [
+                f"{rows[row['temperature'], row['method'], each]['speed_up']['median']:.2f}"
+                for each in categories
+            ]
             lines.append([f"{row['temperature']:g}", name, _speed_up(row), *cells])
     return table(["T", "", "all", *categories], lines)
 

@@ -173,7 +173,12 @@ class SpeculationOptions:
         str | None,
         _speculation(autocompletion=model_names, metavar="HEAD", help="A folder with an MTP head."),
     ] = None
-    draft_max: Annotated[int | None, _speculation(metavar="K", help="Draft tokens a round at most.")] = None
+    draft_max: Annotated[
+        int | None,
+        _speculation(
+            metavar="K", help="Draft tokens a round at most; above a model's usual number lookup's beside it."
+        ),
+    ] = None
     adaptive: Annotated[
         bool | None, _speculation("--adaptive/--no-adaptive", help="Fit K to what is accepted, down to 0.")
     ] = None

@@ -19,7 +19,7 @@ def ngram_lookup(
     match_out: Tensor,
     over: bool = False,
 ) -> None:
-    """Draft k tokens that followed the longest earlier match of the suffix, the latest of equals.
+    """Draft k >= 0 tokens that followed the longest earlier match of the suffix, the latest of equals.
 
     Where less than k tokens followed it, the text has been repeating itself, and its period goes on.
     tokens int64 [S, T], of which each slot's first length [S] count and are not negative; active bool

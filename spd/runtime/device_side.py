@@ -71,6 +71,7 @@ class DeviceSide:
         )
         self.parts.sampler.admit(slot, params, self._ids[:prompt], self._ids[prompt:])
         self.parts.queue.follows[slot] = prepared
+        self.parts.queue.last_views[slot] = EMPTY_SLOT
         if proposer is not None:
             proposer.admit(slot, prefilled, SlotView(len(tokens), pages))
         self._upload_pages(slot, pages)

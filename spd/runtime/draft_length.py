@@ -23,8 +23,10 @@ STEADINESS = 5.0
 """The drafts that a rate counts for against those just accepted: the fewer, the more they come in runs."""
 PRIOR = 6.0
 """Drafts of other requests that a request's own evidence is weighed against."""
-COPIED, PRIOR_COPIES = 0.75, 4.0
-"""Share of lookup's drafts that is hoped for at first where text is copied, and for how many rounds."""
+LOST, FOUND, FOLLOWED = 0, 1, 2
+"""Whether lookup has no match in a text, has one, or its drafts were all accepted: text is being copied."""
+COPIED, PRIOR_COPIES = {FOUND: 0.4, FOLLOWED: 0.75}, 4.0
+"""Share of lookup's drafts that is hoped for at first, and for how many rounds."""
 
 
 def chance_of_next(rate: float, accepted: int) -> float:
@@ -53,8 +55,8 @@ class Acceptance:
 
     accepted: float = 0.0
     tried: float = 0.0
-    copies: bool = False
-    """Whether prompt lookup made the drafts of the last round, and all were accepted: text is copied."""
+    trail: int = LOST
+    """What prompt lookup beside a model has of it; see `LOST`."""
 
     def rate(self, prior: float) -> float:
         """The first draft's chance; `prior`, that of all requests, counts as `PRIOR` drafts."""
@@ -75,10 +77,11 @@ class DraftLength:
     tiers: tuple[int, ...] = ()
     """The values of k to choose from; empty means all from 0 to `maximum`."""
     copying: int = 0
-    """Above `maximum`: k of rounds for which prompt lookup drafts alone, while text is copied. 0: never."""
-    copied: float = field(init=False)
-    copies: float = PRIOR_COPIES
-    """Drafts accepted of requests that copied, in such rounds, and how many those were: sums that fade."""
+    """Above `maximum`: k of rounds for which prompt lookup drafts alone, where it has a match. 0: never."""
+    copied: dict[int, tuple[float, float]] = field(init=False)
+    """Of such rounds, by what lookup had: a request's accepted drafts, and how many rounds; they fade."""
+    asked: Sequence[tuple[Acceptance, int]] = ()
+    """As `present`, with how many drafts each wants where no model needs to know its text."""
     accepted: float = 7.0
     tried: float = 10.0
     """As of one request, of all: sums that fade from round to round."""
@@ -93,16 +96,19 @@ class DraftLength:
 
     def __post_init__(self) -> None:
         self.wanted = self.maximum
-        self.copied = PRIOR_COPIES * COPIED * self.copying
+        hopes = {trail: share * self.copying for trail, share in COPIED.items()}
+        self.copied = {trail: (PRIOR_COPIES * hope, PRIOR_COPIES) for trail, hope in hopes.items()}
 
     @property
     def rate(self) -> float:
         """How likely a round's first draft is accepted; see `chance_of_next`."""
         return self.accepted / self.tried if self.tried else 0.0
 
-    def attend(self, present: Sequence[tuple[Acceptance, int]]) -> None:
+    def attend(
+        self, present: Sequence[tuple[Acceptance, int]], asked: Sequence[tuple[Acceptance, int]] = ()
+    ) -> None:
         """Say who takes part from now on; costs are kept apart for 1, 2 to 3, 4 to 7 requests and so on."""
-        self.present = present
+        self.present, self.asked = present, asked or present
         self.wanted = max((most for _, most in present), default=self.maximum)
         self.times = self.by_load.setdefault(len(present).bit_length(), RoundTimes())
 
@@ -133,7 +139,7 @@ class DraftLength:
         times = self.times
         if not self.adaptive or maximum == 0:
             times.since_probe += 1  # so that who is prepared is drafted for soon
-            return maximum
+            return maximum or self._copying_k(self.expected(0)[0] / times.costs(0)[0])
         if not times.begun:
             times.begun, first = True, not any(load.verify for load in self.by_load.values())
             times.try_out(self.maximum if first else _probe(choices), WARM_UP_ROUNDS if first else ENOUGH)
@@ -156,10 +162,11 @@ class DraftLength:
 
     def _copying_k(self, worth: float) -> int:
         """k of a round of lookup alone, where that is worth more than the best other one; else 0."""
-        copying = sum(each.copies and most > self.maximum for each, most in self.present)
-        if not self.copying or not copying:
+        trails = [one.trail for one, most in self.asked if one.trail and most > self.maximum]
+        if not self.copying or not trails:
             return 0
-        tokens = 1.0 + self.copied / self.copies * copying / len(self.present)
+        hopes = {trail: accepted / rounds for trail, (accepted, rounds) in self.copied.items()}
+        tokens = 1.0 + sum(hopes[trail] for trail in trails) / len(self.asked)
         return self.copying if tokens / self.times.cost_without_model(self.copying) > worth else 0
 
     def usual_pairs(self, alone: bool) -> set[tuple[int, int]]:
@@ -167,6 +174,7 @@ class DraftLength:
         if not self.adaptive:
             return {(0, self.maximum), (self.maximum, self.maximum)}
         near = {0, *(self.tiers or range(self.maximum + 1))[-2 if alone else -1 :]}
+        near |= {self.copying} if alone and self.copying else set()
         return {(k, next_k) for k in near for next_k in near}
 
     def prepares(self, together: int) -> bool:
@@ -195,13 +203,12 @@ class DraftLength:
 
         match: tokens of the one that prompt lookup took the drafts from, where it did.
         """
-        if not k:
-            return
         if self.copying and own is not None:
-            if own.copies and k > self.maximum:
-                self.copied, self.copies = DECAY * self.copied + accepted, DECAY * self.copies + 1
-            own.copies = match > 0 and 0 < drafted == accepted
-        if k > self.maximum:
+            if own.trail and k > self.maximum:
+                before, rounds = self.copied[own.trail]
+                self.copied[own.trail] = DECAY * before + accepted, DECAY * rounds + 1
+            own.trail = LOST if not match or accepted < drafted else FOLLOWED if k else FOUND
+        if not 0 < k <= self.maximum:
             return
         could = accepted + (accepted < drafted or not drafted)
         told = foretold(could)
@@ -218,7 +225,7 @@ class DraftLength:
 
         `gap` seconds lay between it and the round before. Comes before its slots' outcomes.
         """
-        if k:
+        if 0 < k <= self.maximum:
             self._fade(DECAY)
         self.times.gaps.append(gap)
         self.times.verify[k].append(verify_seconds)

@@ -314,7 +314,8 @@ class Engine:
         epochs = epochs_of(live, self.plan.slots)
         if epochs != self._party.epochs:
             self._party, most = Party.of(live, epochs), self.plan.draft_max
-            self._draft_length.attend([(s.acceptance, s.draft_cap(most)) for s in live])
+            asked = [(s.acceptance, s.asked_drafts(most)) for s in live]
+            self._draft_length.attend([(s.acceptance, s.draft_cap(most)) for s in live], asked)
         return self._party
 
     def _enqueue(self) -> bool:
@@ -361,10 +362,11 @@ class Engine:
     def _apply(self, sequence: Sequence, row: list[int], result: RoundResult, now: float) -> None:
         sequence.in_flight -= result.k + 1
         event = settle(sequence, row, result, now)
-        if result.k and sequence.drafted_for and self.plan.adaptive:
+        able = sequence.prepared or not 0 < result.k <= self.plan.model_drafts  # else only lookup drafts
+        if sequence.drafted_for and able and self.plan.adaptive:
             own, match = sequence.acceptance, row[MATCH]
             self._draft_length.observe(result.k, row[NUM_DRAFTS], row[ACCEPTED], own, match)
-        sequence.drafted_for = sequence.draft_cap(1) > 0
+        sequence.drafted_for = sequence.asked_drafts(1) > 0
         if self.trace is not None:
             self.trace(record_of(sequence, row, result, event.token_ids, self.plan))
         if event.finish_reason is not None:

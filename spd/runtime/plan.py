@@ -183,7 +183,8 @@ def _synthetic_acceptance(length: float | None, draft_max: int) -> float | None:
 def _draft_lengths(config: EngineConfig, method: str, adaptive: bool) -> tuple[str, int, int]:
     """What `spec` comes to, how many tokens a model or a head drafts at most, and how many anybody does.
 
-    Lookup beside a model copies more at a time than the model drafts, where k follows what is accepted.
+    Lookup beside a model copies more at a time than the model drafts, where k follows what is accepted: the
+    model keeps to its usual number then.
     """
     usual, asked = DEFAULT_DRAFT_MAX.get(method, 0), config.draft_max
     if method == "off" or asked == 0:

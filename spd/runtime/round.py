@@ -93,6 +93,8 @@ class Round:
             self.proposer.draft(next_k, window, views, needs)
             if self.share is not None:
                 self.share(state.draft[:, :next_k])
+        elif self.proposer is not None:
+            self.proposer.watch(views)
         kernels.mark_time(state.times, state.counter, ENDED, True)
         return logprobs
 

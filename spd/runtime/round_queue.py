@@ -135,6 +135,8 @@ class RoundQueue:
         """Of the ring, with their times."""
         self.follows = [True] * self.state.slots
         """For which slots the proposer keeps up: those whose prompts it has written."""
+        self.last_views = [EMPTY_SLOT] * self.state.slots
+        """Of each occupied slot, those of the last round that it took part in: it may sit out the next."""
         self.launched = 0
         self.behind = 0
         """Tokens that the proposer's cache misses at most, beside the first missed round's drafts."""
@@ -150,7 +152,8 @@ class RoundQueue:
     def settle(self, views: Sequence[SlotView]) -> None:
         """Bring the proposer's cache up, before pages are given away for others to find."""
         if self.round.proposer is not None and self.behind:
-            own = [view if follows else EMPTY_SLOT for view, follows in zip(views, self.follows, strict=True)]
+            known = [view if view.bound else last for view, last in zip(views, self.last_views, strict=True)]
+            own = [view if follows else EMPTY_SLOT for view, follows in zip(known, self.follows, strict=True)]
             if any(view.bound for view in own):
                 with torch.inference_mode():
                     self.round.proposer.catch_up(self.behind, own)
@@ -168,6 +171,9 @@ class RoundQueue:
                 self.settle(views)
             if not keeps_up:
                 self.behind += 1 + (k if self.behind else 0)
+            self.last_views = [
+                view if view.bound else last for view, last in zip(views, self.last_views, strict=True)
+            ]
         follows = proposer is None or not proposer.captures
         follows |= any(view.bound and own for view, own in zip(views, self.follows, strict=True))
         if self.captured is not None:

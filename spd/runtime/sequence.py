@@ -115,7 +115,11 @@ class Sequence:
 
     def draft_cap(self, most: int) -> int:
         """How many drafts a round it wants, of `most`; none where the drafter cannot know its text."""
-        wanted = self.request.draft_max if self.prepared else 0
+        return self.asked_drafts(most) if self.prepared else 0
+
+    def asked_drafts(self, most: int) -> int:
+        """How many drafts a round it wants, of `most`, whoever makes them."""
+        wanted = self.request.draft_max
         return most if wanted is None else min(wanted, most)
 
     @property

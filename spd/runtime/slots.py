@@ -67,8 +67,8 @@ class Slots:
 
         Who captures states keeps those of silent slots too, and has missed nothing.
         """
-        proposer, end = self.parts.proposer, sequence.prefill_end
-        start = max(len(sequence.request.prompt_ids), end - positions)
+        proposer, end = self.parts.proposer, sequence.length
+        start = max(len(sequence.request.prompt_ids) - 1, end - positions)
         if proposer is None or proposer.captures or not sequence.prepared or start >= end:
             return
         runs, view = extend_tile(sequence.runs, end), SlotView(sequence.length, sequence.pages)

@@ -10,7 +10,7 @@ from spd.errors import UsageError
 from spd.formats.demo import demo_folder
 from spd.runtime import Engine, EngineConfig, SamplingParams
 from spd.runtime.config import LONG_MATCH, NGRAM_MIN
-from spd.runtime.draft_length import WARM_UP_ROUNDS, Acceptance, DraftLength
+from spd.runtime.draft_length import FOLLOWED, LOST, WARM_UP_ROUNDS, Acceptance, DraftLength
 from spd.runtime.plan import EnginePlan, make_plan
 from spd.runtime.proposers.arbitrated import ArbitratedProposer
 from tests.helpers import make_engine, random_prompts, run_all
@@ -61,7 +61,7 @@ def test_what_lookup_gives_says_nothing_of_the_model() -> None:
         length.observe(COPYING, COPYING, COPYING, own, 7)
     assert (length.rate, own.accepted, own.tried) == before
     length.observe(COPYING, 0, 0, own)
-    assert (length.rate, own.accepted, own.tried) == before and not own.copies
+    assert (length.rate, own.accepted, own.tried) == before and own.trail == LOST
 
 
 def test_it_is_held_against_what_the_model_brings() -> None:
@@ -78,10 +78,10 @@ def test_rounds_of_many_of_whom_one_copies() -> None:
     length = DraftLength(K, True, copying=COPYING)
     present = [(Acceptance(), COPYING) for _ in range(8)]
     play(length, [False] * 40, present, rate=0.9)
-    present[0][0].copies = True
+    present[0][0].trail = FOLLOWED
     assert length.choose() <= K
     for own, _ in present:
-        own.copies = True
+        own.trail = FOLLOWED
     length.times.trials.clear()
     assert length.choose() == COPYING
 
@@ -99,7 +99,7 @@ def test_disappointment_ends_it() -> None:
     play(length, [False] * 40, [(own, COPYING)])
     chosen = []
     for _ in range(60):
-        own.copies = True
+        own.trail = FOLLOWED
         k = length.choose()
         chosen.append(k)
         length.observe_cost(k, 0.010 + 0.0001 * k, 0.004 * min(k, K) * (k <= K), k if k <= K else 0)

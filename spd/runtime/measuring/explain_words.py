@@ -52,7 +52,7 @@ def next_step(e: Explanation) -> str:
     gain = best.tokens_per_second / max(e.now.tokens_per_second, 1e-9) - 1
     if best.k == 0:
         return "--spec off" if e.k else "--spec auto, or a draft model: --draft-model FOLDER"
-    if gain > NOTICEABLE:
+    if gain > NOTICEABLE and "+" not in best.method:  # beside lookup k is a model's alone, and not asked for
         return f"--spec {best.method} --draft-max {best.k}"
     if e.costs.host > LARGE_HOST * e.now.round_ms:
         return "--graphs on, --lag 1: the device waits for the host"

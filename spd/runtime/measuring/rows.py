@@ -171,7 +171,10 @@ def _roofline(
     context = row["concurrency"] * (row["prompt_tokens"] + row["mean_output"] / 2)
     times, drafts = row["round_ms"], sum(row["drafted_per_position"])
     floor = 1000 * target.seconds(context, rate)
-    a_draft = 1000 * draft.seconds(context, rate) if draft is not None and row["draft_max"] else None
+    drafts_alone = (
+        draft is not None and row["draft_max"] and "+" not in row["method"]
+    )  # else some are lookup's
+    a_draft = 1000 * draft.seconds(context, rate) if draft is not None and drafts_alone else None
     spent = times["draft"] * row["rounds"] / drafts if drafts else 0.0
     return {
         "read_bytes_per_second": rate,

@@ -42,4 +42,6 @@ def build_proposer(
     else:
         depth = state_depth(plan.chunk, plan.draft_max, len(runners))
         model = HEADS[method](state, kernels, runners, sampler, plan.draft_ctx, depth)
-    return ArbitratedProposer(model, lookup, sampler, plan.model_drafts) if arbitrated else model
+    if not arbitrated:
+        return model
+    return ArbitratedProposer(model, lookup, sampler, plan.model_drafts, watches=plan.copying > 0)

@@ -25,7 +25,11 @@ class ArbitratedProposer(Proposer):
 
     looks_up = True
 
-    def __init__(self, model: Proposer, lookup: Lookup, sampler: Sampler, model_drafts: int) -> None:
+    def __init__(
+        self, model: Proposer, lookup: Lookup, sampler: Sampler, model_drafts: int, *, watches: bool
+    ) -> None:
+        """watches: whether lookup may draft alone, so that matches matter where nobody drafts."""
+        self.watches = watches
         self.model, self.lookup, self.sampler, self.model_drafts = model, lookup, sampler, model_drafts
         self.method = f"{model.method}+{lookup.method}"
         self.captures, self.draws, self.draft_limit = model.captures, model.draws, model.draft_limit
@@ -70,6 +74,11 @@ class ArbitratedProposer(Proposer):
         self.model.draft(k, window, views, needs)
         self.lookup.look_up(k, views, over=True)
         self.sampler.make_certain(k)
+
+    def watch(self, views: Sequence[SlotView]) -> None:
+        """Look for matches, of which the host hears with the next round."""
+        if self.watches:
+            self.lookup.look_up(0, views, over=False)
 
     def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
         """See `Proposer`."""

@@ -75,6 +75,10 @@ class Proposer(Protocol):
         """Propose the next k >= 1 tokens of every active slot; window: what the round verified."""
         ...
 
+    def watch(self, views: Sequence[SlotView]) -> None:
+        """In place of `draft` where nothing is to be drafted: say in `state.match` what could be."""
+        return
+
     def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
         """Feed what was committed since it drafted: `tokens` at most, beside drafts of the first round."""
         return
