@@ -71,7 +71,6 @@ class DeviceSide:
         )
         self.parts.sampler.admit(slot, params, self._ids[:prompt], self._ids[prompt:])
         self.parts.queue.follows[slot] = prepared
-        self.parts.queue.last_views[slot] = EMPTY_SLOT
         if proposer is not None:
             proposer.admit(slot, prefilled, SlotView(len(tokens), pages))
         self._upload_pages(slot, pages)
@@ -113,16 +112,6 @@ class DeviceSide:
             self.parts.proposer.prefill(kept, list(compress(states, follows)))
         self._unwritten = []  # and not before: what broke off is still to be written
 
-    @torch.inference_mode()
-    def refill_draft(
-        self, slot: int, tokens: list[int], view: SlotView, start: int, end: int, runs: Listed[Run]
-    ) -> None:
-        """Write the drafter's cache of committed positions again, which it missed."""
-        self._flush()
-        ids = to_device(tokens, torch.long, self.plan.device)
-        assert self.parts.proposer is not None
-        self.parts.proposer.prefill([PromptPart(slot, ids[None], start, end, view, runs)], ())
-
     def allow(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
         """Masks int32 [R, words] for a slot's next round, and its drafts, of which `legal` are allowed."""
         state = self.parts.state
@@ -143,6 +132,7 @@ class DeviceSide:
             page = views[slot].pages[held // self.plan.page_size]
             self.parts.proposer.leave(slot, held, page)
         self.parts.state.retire(slot)
+        self.parts.queue.last_views[slot] = EMPTY_SLOT
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages that may hold values that are not finite."""

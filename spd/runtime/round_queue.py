@@ -140,8 +140,6 @@ class RoundQueue:
         self.launched = 0
         self.behind = 0
         """Tokens that the proposer's cache misses at most, beside the first missed round's drafts."""
-        self.catch_ups = 0
-        """How often it has been."""
         self._ended = 0
 
     def restart(self) -> None:
@@ -157,7 +155,6 @@ class RoundQueue:
             if any(view.bound for view in own):
                 with torch.inference_mode():
                     self.round.proposer.catch_up(self.behind, own)
-            self.catch_ups += 1
         self.behind = 0
 
     def launch(

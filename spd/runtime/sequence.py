@@ -33,8 +33,6 @@ class Sequence:
     needs: SamplerClass
     grammar: Grammar | None = None
     """Keeps it out of the rounds between one it took part in and the arrival of its next masks."""
-    caught_up: int = 0
-    """How often the drafter's cache had been brought up when it was last silenced for its masks."""
     runs: list[Run] = field(default_factory=list)
     """Which program writes the prompt's positions; what follows is written by tiles."""
     slot: int = NO_SLOT

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from spd.runtime.device_side import DeviceSide
 from spd.runtime.grammar import mask_width
-from spd.runtime.memory import CATCH_UP
 from spd.runtime.plan import EnginePlan
 from spd.runtime.rows import EMPTY_SLOT, SlotView
 from spd.runtime.sequence import Sequence
-from spd.runtime.spans import Run, extend_tile
+from spd.runtime.spans import Run
 
 
 def free_rows(rows: int, vocab_size: int) -> Tensor:
@@ -62,18 +61,6 @@ class Slots:
         """What writing so many rows of one prompt takes: a pass, or a part of one that others share."""
         return rows / self.plan.chunk if self.parts.runner.merges else float(rows > 0)
 
-    def refill_draft(self, sequence: Sequence, positions: int) -> None:
-        """Write the drafter's cache of the last committed positions again, which it missed.
-
-        Who captures states keeps those of silent slots too, and has missed nothing.
-        """
-        proposer, end = self.parts.proposer, sequence.length
-        start = max(len(sequence.request.prompt_ids) - 1, end - positions)
-        if proposer is None or proposer.captures or not sequence.prepared or start >= end:
-            return
-        runs, view = extend_tile(sequence.runs, end), SlotView(sequence.length, sequence.pages)
-        self.device.refill_draft(sequence.slot, sequence.tokens(), view, start, end, runs)
-
     def arm(self, sequence: Sequence, drafts: Listed[int] = ()) -> None:
         """Let a slot take part from the next round on, with masks for its drafts where a grammar wants them.
 
@@ -86,15 +73,12 @@ class Slots:
             # cut away unseen, it would count as a block that came to a fair end.
             legal = legal if self.plan.verify == "coupled" else len(drafts)
             self.device.allow(sequence.slot, rows, list(drafts), legal)
-            if sequence.caught_up < self.parts.queue.catch_ups:
-                self.refill_draft(sequence, CATCH_UP + self.plan.draft_max + 1)
         sequence.active = True
         self.device.set_active(sequence.slot, True)
 
     def silence(self, sequence: Sequence) -> None:
         """Keep a slot out of rounds until it is armed again."""
         sequence.active = False
-        sequence.caught_up = self.parts.queue.catch_ups
         self.device.set_active(sequence.slot, False)
 
     def vacate(self, sequence: Sequence, running: Listed[Sequence]) -> None:

@@ -67,14 +67,13 @@ class GrammarEnumeration(RuleEnumeration):
         super().__init__(case, table)
 
     def prepare(self, needs: SamplerClass, k: int) -> SamplerClass:
-        queue = SimpleNamespace(catch_ups=0)
-        parts: Any = SimpleNamespace(state=self.state, sampler=self.sampler, queue=queue)
+        parts: Any = SimpleNamespace(state=self.state, sampler=self.sampler)
         plan: Any = SimpleNamespace(device="cpu", verify=self.rule_case.rule)
         slots = Slots(DeviceSide(parts, plan), plan)
         for slot in self.state.active.nonzero()[:, 0].tolist():
             text = tuple(self.state.tokens[slot, : int(self.state.length[slot])].tolist())
             grammar = GuidedText(Matcher(self.allowed, text), (), (), None)
-            sequence: Any = SimpleNamespace(grammar=grammar, slot=slot, caught_up=0)
+            sequence: Any = SimpleNamespace(grammar=grammar, slot=slot)
             slots.arm(sequence, self.state.draft[slot, :k].tolist())
         return dataclasses.replace(needs, grammar=True)
 

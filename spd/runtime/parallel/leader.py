@@ -21,7 +21,6 @@ ORDERS = (
     "show_pages",
     "write",
     "flush",
-    "refill_draft",
     "allow",
     "set_active",
     "retire",
