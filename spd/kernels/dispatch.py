@@ -73,6 +73,7 @@ NATIVE = (
     "router_logits",
     "route",
     "sample_rows",
+    "ngram_lookup",
 )
 """The operations that the native form has of its own."""
 

@@ -10,14 +10,27 @@ from typing import Any
 import pytest
 import torch
 
+from spd.kernels.native.build import library_path
+from spd.kernels.native.library import NativeLibrary
+from tests.kernels.native_cases import needs_compiled
 from tests.prompt_lookup import search
 
 WIDTH, WIDE = 150, 12
 
 
-@pytest.fixture(params=["torch", "short", "long", "whole"])
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
+    """The C kernels."""
+    return NativeLibrary(library_path(lambda: tmp_path_factory.mktemp("native")))
+
+
+@pytest.fixture(params=["torch", pytest.param("native", marks=needs_compiled), "short", "long", "whole"])
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Either form; the kernels with one program a slot, with several, and as they are."""
+    """Every form; Triton's kernels with one program a slot, with several, and as they are."""
+    if request.param == "native":
+        if request.getfixturevalue("device") != "cpu":
+            pytest.skip("C kernels run on a CPU")
+        return request.getfixturevalue("compiled")
     if request.param == "torch":
         return importlib.import_module("spd.kernels.ngram_lookup")
     pytest.importorskip("triton")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.test_kernels_ngram_lookup import op, random_text  # noqa: F401
+from tests.kernels.test_kernels_ngram_lookup import compiled, op, random_text  # noqa: F401
 from tests.prompt_lookup import search
 
 WIDTH, WIDE = 150, 12

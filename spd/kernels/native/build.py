@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-SOURCES = ("linear.c", "attention.c", "experts.c", "sample.c", "init.c")
+SOURCES = ("linear.c", "attention.c", "experts.c", "sample.c", "lookup.c", "init.c")
 HEADERS = ("tiles.h", "product.h")
 COMPILERS = ("gcc", "cc")
 """Whichever is found first. It has to be GCC: torch brings GCC's OpenMP, and so the one pool of threads."""

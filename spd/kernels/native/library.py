@@ -229,6 +229,27 @@ class NativeLibrary(CompiledLibrary):
         )  # fmt: skip
         return tokens, finite
 
+    def ngram_lookup(
+        self,
+        tokens: Tensor,
+        length: Tensor,
+        active: Tensor,
+        k: int,
+        ngram_min: int,
+        ngram_max: int,
+        bound: int,
+        draft_out: Tensor,
+        num_drafts_out: Tensor,
+        match_out: Tensor,
+        over: bool = False,
+    ) -> None:
+        """See `spd.kernels.ngram_lookup`; bound is not used, and rows have stride 1."""
+        self.library.spd_lookup(
+            tokens.data_ptr(), length.data_ptr(), active.data_ptr(), draft_out.data_ptr(),
+            num_drafts_out.data_ptr(), match_out.data_ptr(), tokens.shape[0], tokens.stride(0),
+            draft_out.stride(0), k, ngram_min, ngram_max, int(over),
+        )  # fmt: skip
+
     def experts(
         self,
         x: Tensor,

@@ -28,6 +28,7 @@ SIGNATURES: dict[str, Sequence[type]] = {
     "spd_router": (*(POINTER,) * 3, *(LONG,) * 3, INT),
     "spd_route": (*(POINTER,) * 5, *(LONG,) * 6, INT, INT, FLOAT, INT),
     "spd_sample": (*(POINTER,) * 10, *(LONG,) * 5, *(INT,) * 3),
+    "spd_lookup": (*(POINTER,) * 6, *(LONG,) * 6, INT),
     "spd_experts": (*(POINTER,) * 7, *(LONG,) * 5, *(POINTER,) * 4, INT),
 }
 
