@@ -14,6 +14,7 @@ from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.proposers.arbitrated import ArbitratedProposer
 from spd.runtime.round_queue import RoundQueue
 from tests.helpers import Run, make_engine, random_prompts, run_all, run_one, run_requests
+from tests.kernels.test_kernels_ngram_over import match_length
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.test_invisible import PARAMETERS, PROMPTS, VOCAB, damped, outputs
@@ -166,6 +167,23 @@ def test_drafts_after_any_rounds_are_those_of_a_fresh_start(
             fresh = run_requests(changing(pair, (K,), prefix_sharing=False), [turn])
             assert found[0].metrics.cached_tokens == len(prompt) + count - 1
             assert told(found) == told(fresh)
+
+
+def test_rounds_without_drafts_tell_of_matches(pairs: dict[str, dict[str, Any]]) -> None:
+    """At every lag the same ones, which are the lengths of the real matches at the round's first token."""
+    told_of: list[list[int]] = []
+    for lag in (0, 2):
+        engine = changing(pairs["mtp"], (0,), lag=lag)
+        outcomes: list[tuple[Any, ...]] = []
+        note = outcomes.append
+        engine._draft_length.observe = lambda *outcome, note=note: note(outcome)  # type: ignore[method-assign]
+        prompt, params = PROMPTS[0], SamplingParams(max_tokens=40, temperature=0.5, seed=3, logit_bias=FEW)
+        (run,) = run_all(engine, [prompt], [params])
+        text, seen = [*prompt, *run.tokens], [outcome[-1] for outcome in outcomes]
+        sizes = [match_length(text[: record.position], 8) for record in run.rounds]
+        assert seen == [size if size >= 2 else 0 for size in sizes[1:]]
+        told_of.append(seen)
+    assert told_of[0] == told_of[1] and 3 < sum(size > 0 for size in told_of[0]) < len(told_of[0])
 
 
 def test_the_cache_is_brought_up_before_too_much_is_missing(

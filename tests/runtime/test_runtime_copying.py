@@ -10,7 +10,7 @@ from spd.errors import UsageError
 from spd.formats.demo import demo_folder
 from spd.runtime import Engine, EngineConfig, SamplingParams
 from spd.runtime.config import LONG_MATCH, NGRAM_MIN
-from spd.runtime.draft_length import FOLLOWED, LOST, WARM_UP_ROUNDS, Acceptance, DraftLength
+from spd.runtime.draft_length import FOLLOWED, FOUND, LOST, WARM_UP_ROUNDS, Acceptance, DraftLength
 from spd.runtime.plan import EnginePlan, make_plan
 from spd.runtime.proposers.arbitrated import ArbitratedProposer
 from tests.helpers import make_engine, random_prompts, run_all
@@ -105,6 +105,32 @@ def test_disappointment_ends_it() -> None:
         length.observe_cost(k, 0.010 + 0.0001 * k, 0.004 * min(k, K) * (k <= K), k if k <= K else 0)
         length.observe(k, k, 0 if k > K else 1, own, 6 if k > K else 0)
     assert COPYING in chosen[:10] and COPYING not in chosen[-20:]
+
+
+def test_where_no_model_pays_a_match_is_followed() -> None:
+    """Plain rounds tell of matches, so that nobody drafts to hear of one; right ones go on."""
+    length, own = DraftLength(K, True, copying=COPYING), Acceptance()
+    play(length, [False] * 60, [(own, COPYING)], draft_seconds=0.05, rate=0.3)
+    length.times.trials.clear()
+    assert length.choose() == 0
+    for match, k in ((0, 0), (6, COPYING)):
+        length.observe(0, 0, 0, own, match)
+        length.times.trials.clear()
+        assert own.trail == (FOUND if match else LOST) and length.choose() == k
+    for accepted, trail in ((COPYING, FOLLOWED), (3, LOST)):
+        length.observe(COPYING, COPYING, accepted, own, 6)
+        assert own.trail == trail
+
+
+def test_a_request_that_no_model_knows_is_left_to_lookup() -> None:
+    length, own = DraftLength(K, True, copying=COPYING), Acceptance()
+    length.attend([(own, 0)], [(own, COPYING)])
+    length.observe_cost(0, 0.010, 0.0, 0)
+    assert length.choose() == 0
+    own.trail = FOUND
+    assert length.choose() == COPYING
+    length.attend([(own, 0)], [(own, K)])
+    assert length.choose() == 0, "it asked for no more than that"
 
 
 def plan_of(**wishes: Any) -> EnginePlan:
