@@ -58,6 +58,7 @@ def test_what_lookup_gives_says_nothing_of_the_model() -> None:
     play(length, [False] * 60, [(own, COPYING)])
     before = length.rate, own.accepted, own.tried
     for _ in range(30):
+        length.observe_cost(COPYING, 0.011, 0.0, 0)
         length.observe(COPYING, COPYING, COPYING, own, 7)
     assert (length.rate, own.accepted, own.tried) == before
     length.observe(COPYING, 0, 0, own)
