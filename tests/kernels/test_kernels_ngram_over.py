@@ -39,7 +39,7 @@ def test_a_match_takes_the_place_of_drafts(op: Any, device: str, seed: int) -> N
     for s, text in enumerate(texts):
         tokens[s, : len(text)] = torch.tensor(text)
     length = torch.tensor([len(text) for text in texts])
-    for k in (1, 4, WIDE):
+    for k in (0, 1, 4, WIDE):
         counts = torch.tensor([rng.choice((0, COUNT)) for _ in range(slots)])
         state = [
             tokens,
