@@ -29,6 +29,7 @@ from spd.cli.output import (
 )
 from spd.cli.result_file import read_result
 from spd.cli.signals import Interrupted
+from spd.cli.spec_option import in_order
 from spd.cli.ticker import Ticker
 from spd.errors import CheckFailedError, SpdError, UsageError
 
@@ -185,7 +186,7 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
     draft, head = (
         None if name is None else resolve_model(name) for name in (options.draft_model, options.mtp)
     )
-    methods = [m for m in split(options.spec, "--spec") if m not in ("off", "plain", "none")]
+    methods = [in_order(m) for m in split(options.spec, "--spec") if m not in ("off", "plain", "none")]
     axes: Iterable[Any] = itertools.product(
         machines,
         methods,

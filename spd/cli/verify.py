@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -77,7 +78,7 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
     """The configuration with `name=value,…` in its place. Raises UsageError naming what is wrong."""
     changes: dict[str, Any] = {}
     kinds = {field.name: str(field.type) for field in fields(config)}
-    for member in split(text, "--against"):
+    for member in split(re.sub(r"(spec\s*=[^,]*),\s*ngram\b", r"\1+ngram", text), "--against"):
         name, equals, value = member.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
         if name == "quantize":

@@ -104,6 +104,12 @@ def test_sizes_of_drafting_groups_go_with_models_that_draft(model: Path) -> None
         asked(rendezvous="localhost:1/2/0")
 
 
+def test_two_methods_at_once_in_either_order(model: Path) -> None:
+    options = BenchOptions(model=str(model), spec="ngram+mtp,mtp,draft+ngram", draft_model=str(model))
+    asked = [(c.spec, c.draft_model is not None) for c in sweep_configs(options)]
+    assert asked == [("off", False), ("mtp+ngram", False), ("mtp", False), ("draft+ngram", True)]
+
+
 def test_imposed_acceptance_is_labelled(run: Callable[..., Any]) -> None:
     ran = run("-r", 2, "--synthetic-acceptance", 2, "--draft-max", 3)
     assert ran.code == 0 and "imposed acceptance: drafts are taken unread" in ran.text

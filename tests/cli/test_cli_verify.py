@@ -122,6 +122,9 @@ def test_settings_held_against_each_other(tmp_path: Path) -> None:
     other = apply_settings(config, "lag=0, --draft-max=5,adaptive=off,dtype=float32")
     assert (other.lag, other.draft_max, other.adaptive, other.dtype) == (0, 5, False, "float32")
     assert apply_settings(config, "lag=auto").lag is None
+    for pair in ("spec=draft,ngram", "spec=draft, ngram", "spec=draft+ngram"):
+        both = apply_settings(config, f"{pair},lag=1")
+        assert (both.spec, both.draft_model, both.lag) == ("draft+ngram", tmp_path, 1)
 
 
 @pytest.mark.parametrize(
