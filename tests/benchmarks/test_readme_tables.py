@@ -51,6 +51,7 @@ def results(folder: Path) -> Path:
         "draft_tp": 1,
         "rate": 2.0,
         "concurrency": 100,
+        "temperature": 0.8,
     }
     row |= {"drafted_per_position": [10, 10, 8, 4], "accepted_per_position": [5, 4, 2, 1], "speed_up": spread}
     row |= {"tokens_per_second": spread, "acceptance_length": 2.2222, "tpot_ms": {"median": 12345.6}}
@@ -99,6 +100,7 @@ def test_every_form_shows_its_figures_in_80_columns(tmp_path: Path) -> None:
     assert "| draft | 0.5 | rejection |" in made["acceptance"] and "are 0.06 at most" in made["acceptance"]
     assert "| n-gram, k = 4 | 10234 | 10234.50 × ± 12.3% | 2.22 | 50 40 25 25 |" in made["bench_demo"]
     assert made["bench_demo"].count("n-gram") == 2, "the rows over all categories only"
+    assert "| 0.8 | n-gram | 10234.50 × ± 12.3% | 10234.50 |" in made["bench_pairs"]
     assert "| 100 | 10234 | 10234 |" in made["bench_concurrency"]
     assert (
         "| 2 | 12345.6 | 12345.6 (" in made["bench_rate_draft_tp"]

@@ -47,7 +47,7 @@ def test_a_whole_result_is_read(tmp_path: Path) -> None:
     assert len(read_result(write_result(tmp_path / "a.json"))["rows"]) == 2
 
 
-@pytest.mark.parametrize("name", ["bench_demo", "bench_concurrency", "bench_rate_draft_tp"])
+@pytest.mark.parametrize("name", ["bench_demo", "bench_pairs", "bench_concurrency", "bench_rate_draft_tp"])
 def test_results_that_are_kept_without_their_passes_compare(name: str) -> None:
     kept = read_result(Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.json")
     assert len(compare(kept, kept).changes) == len(kept["rows"]) > 0 and "samples" not in kept
