@@ -179,7 +179,7 @@ class Editor:
     def _show(self) -> None:
         """Show the news above the prompt that stands."""
         app = self._session.app
-        if app.is_done or not (text := self.unsaid()):
+        if not app.is_running or app.is_done or not (text := self.unsaid()):
             return
         # The terminal stays as it is: while it read lines by itself, Enter would begin a line.
         app.renderer.erase()
@@ -214,7 +214,7 @@ class Editor:
 
     def _leave(self) -> None:
         app = self._session.app
-        if self._reason is not None and not app.is_done:
+        if self._reason is not None and app.is_running and not app.is_done:
             app.exit(exception=self._reason)
 
     def expand(self, text: str) -> str:

@@ -204,10 +204,10 @@ class DraftLength:
         match: tokens of the one that prompt lookup took the drafts from, where it did.
         """
         if self.copying and own is not None:
-            if own.trail and k > self.maximum:
+            if own.trail and k > self.maximum and (drafted or not match):  # else it sat out those drafts
                 before, rounds = self.copied[own.trail]
                 self.copied[own.trail] = DECAY * before + accepted, DECAY * rounds + 1
-            own.trail = LOST if not match or accepted < drafted else FOLLOWED if k else FOUND
+            own.trail = LOST if not match or accepted < drafted else FOLLOWED if drafted else FOUND
         if not 0 < k <= self.maximum:
             return
         could = accepted + (accepted < drafted or not drafted)

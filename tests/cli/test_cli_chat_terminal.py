@@ -456,3 +456,24 @@ def test_what_loading_says_before_a_prompt_stands_is_said(
     assert chat.seen.count(b"mem ") == 1
     chat.type("\x04")
     assert chat.end() == 0
+
+
+def test_what_comes_as_a_prompt_ends_waits_for_the_next() -> None:
+    """A thread may see a prompt that stands and speak when it is over: nothing is drawn, nothing raised."""
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    from spd.cli.editor import Editor
+
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        editor = Editor(None, vi=False, color=False, status=str, commands=[], with_path=[])
+        keys.send_text("hi\r")
+        assert editor.read() == "hi"
+        editor.say("news")
+        editor.leave(RuntimeError("no room"))
+        editor._show()
+        editor._leave()
+        assert editor.unsaid() == "news\n"
+        with pytest.raises(RuntimeError, match="no room"):
+            editor.read()

@@ -123,6 +123,17 @@ def test_where_no_model_pays_a_match_is_followed() -> None:
         assert own.trail == trail
 
 
+def test_who_sat_out_the_drafting_of_a_round_says_nothing_of_copies() -> None:
+    """It has no drafts there, and still the match that it had before."""
+    length, own = DraftLength(K, True, copying=COPYING), Acceptance(trail=FOUND)
+    length.attend([(own, COPYING)])
+    before = dict(length.copied)
+    length.observe(COPYING, 0, 0, own, 8)
+    assert length.copied == before and own.trail == FOUND
+    length.observe(COPYING, 0, 0, own)
+    assert length.copied != before and own.trail == LOST, "lookup had nothing any more"
+
+
 def test_a_request_that_no_model_knows_is_left_to_lookup() -> None:
     length, own = DraftLength(K, True, copying=COPYING), Acceptance()
     length.attend([(own, 0)], [(own, COPYING)])
