@@ -105,7 +105,9 @@ class ChatModel:
 
     def _with_drafter(self, options: ChatOptions) -> ChatOptions:
         """Options with the drafter that the chat began with, where its model and the method still take it."""
-        first, method = self._first, options.spec.removesuffix("+ngram")
+        from spd.runtime.config import split_spec
+
+        first, (method, _) = self._first, split_spec(options.spec)
         kept: dict[str, Any] = dict.fromkeys(("draft_model", "mtp", "draft_ctx", "draft_tp"))
         if method not in ("off", "ngram"):
             kept |= {"draft_ctx": first.draft_ctx, "draft_tp": first.draft_tp}

@@ -139,7 +139,7 @@ class DraftLength:
         times = self.times
         if not self.adaptive or maximum == 0:
             times.since_probe += 1  # so that who is prepared is drafted for soon
-            return maximum or self._copying_k(self.expected(0)[0] / times.costs(0)[0])
+            return maximum or (self._copying_k(1.0 / times.costs(0)[0]) if self.copying else 0)
         if not times.begun:
             times.begun, first = True, not any(load.verify for load in self.by_load.values())
             times.try_out(self.maximum if first else _probe(choices), WARM_UP_ROUNDS if first else ENOUGH)

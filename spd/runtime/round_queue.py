@@ -149,13 +149,19 @@ class RoundQueue:
 
     def settle(self, views: Sequence[SlotView]) -> None:
         """Bring the proposer's cache up, before pages are given away for others to find."""
+        self._remember(views)
         if self.round.proposer is not None and self.behind:
-            known = [view if view.bound else last for view, last in zip(views, self.last_views, strict=True)]
-            own = [view if follows else EMPTY_SLOT for view, follows in zip(known, self.follows, strict=True)]
+            last = self.last_views
+            own = [view if follows else EMPTY_SLOT for view, follows in zip(last, self.follows, strict=True)]
             if any(view.bound for view in own):
                 with torch.inference_mode():
                     self.round.proposer.catch_up(self.behind, own)
         self.behind = 0
+
+    def _remember(self, views: Sequence[SlotView]) -> None:
+        """Take the views of all who have some."""
+        known = zip(views, self.last_views, strict=True)
+        self.last_views = [view if view.bound else last for view, last in known]
 
     def launch(
         self, k: int, views: Sequence[SlotView], needs: SamplerClass, num_logprobs: int | None, next_k: int
@@ -163,14 +169,12 @@ class RoundQueue:
         """Enqueue one round; see `Round.run`."""
         proposer = self.round.proposer
         if proposer is not None:
+            self._remember(views)
             keeps_up = proposer.keeps_up(next_k)
             if keeps_up or (self.behind and self.behind + k >= CATCH_UP):
                 self.settle(views)
             if not keeps_up:
                 self.behind += 1 + (k if self.behind else 0)
-            self.last_views = [
-                view if view.bound else last for view, last in zip(views, self.last_views, strict=True)
-            ]
         follows = proposer is None or not proposer.captures
         follows |= any(view.bound and own for view, own in zip(views, self.follows, strict=True))
         if self.captured is not None:

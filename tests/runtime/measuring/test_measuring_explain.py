@@ -118,6 +118,7 @@ def test_rounds_of_lookup_alone_say_nothing_of_a_model_beside_it() -> None:
     assert found.acceptance.survival == lone.acceptance.survival and found.k == 3
     assert [prospect.k for prospect in found.own] == [1, 2, 3]
     assert found.rounds == len(both.rounds)
+    assert "draft+ngram --draft-max" not in found.as_dict()["try"], "that would end what lookup does alone"
 
 
 def test_imposed_acceptance_is_called_so() -> None:

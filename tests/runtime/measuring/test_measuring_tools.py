@@ -51,6 +51,8 @@ def test_shares_of_the_floor() -> None:
     assert rows[1]["roofline"]["verify_share"] == pytest.approx(0.4)
     assert rows[1]["roofline"]["draft_share"] == pytest.approx(0.4 / 2.0)  # 2 ms a draft
     assert make_rows([plain], {0: PLAIN})[0]["roofline"] is None
+    beside = make_rows([plain, sample], {0: PLAIN, 1: {**DRAFT, "spec": "draft+ngram"}}, floors, 250_000.0)
+    assert beside[1]["roofline"]["draft_share"] is None, "some drafts took no pass"
 
 
 class FakeLibrary:
