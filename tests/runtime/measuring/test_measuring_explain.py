@@ -118,7 +118,17 @@ def test_rounds_of_lookup_alone_say_nothing_of_a_model_beside_it() -> None:
     assert found.acceptance.survival == lone.acceptance.survival and found.k == 3
     assert [prospect.k for prospect in found.own] == [1, 2, 3]
     assert found.rounds == len(both.rounds)
-    assert "draft+ngram --draft-max" not in found.as_dict()["try"], "that would end what lookup does alone"
+
+
+@pytest.mark.parametrize(("method", "advised"), [("draft", True), ("draft+ngram", False)])
+def test_no_length_is_advised_beside_lookup(method: str, advised: bool) -> None:
+    """It would bound what lookup drafts alone."""
+    traces = [make_trace(1, 0.95, rounds=900), make_trace(3, 0.95), make_trace(0, 0.0)]
+    for trace in traces:
+        trace.rounds = [dataclasses.replace(record, method=method) for record in trace.rounds]
+    found = explain(traces)
+    assert (found.k, found.best.method) == (1, method) and found.best.k > 1
+    assert ("--draft-max" in found.as_dict()["try"]) is advised
 
 
 def test_imposed_acceptance_is_called_so() -> None:
