@@ -79,14 +79,19 @@ def who_drafted(runs: list[Run]) -> tuple[int, int]:
     return sum(not r.match for r in rounds), sum(r.match > 0 for r in rounds)
 
 
-@pytest.mark.parametrize("name", ["draft", "mtp", "three", "eagle3"])
-def test_tokens_do_not_depend_on_temperature_or_lag(pairs: dict[str, dict[str, Any]], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [("draft", 3), ("mtp", 1), ("mtp", 4), ("three", 3), ("eagle3", 1), ("eagle3", 2), ("eagle3", 4)],
+)
+def test_tokens_do_not_depend_on_temperature_lag_or_k(
+    pairs: dict[str, dict[str, Any]], name: str, k: int
+) -> None:
     """Nor on who drafted how much; at one k the same drafts come at every lag."""
     pair, work = pairs[name], work_of(24)
     plain = outputs(make_engine(pair["model"]), work)
     reference: list[Run] = []
     for lag in (0, 1, 2):
-        runs = outputs(fixed(pair, lag=lag), work)
+        runs = outputs(fixed(pair, lag=lag, draft_max=k), work)
         assert [run.output for run in runs] == [run.output for run in plain]
         reference = reference or runs
         assert told(runs) == told(reference)
