@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tests.recipes.demo_model import Decoder, DeepseekShape, Shape
+from tests.recipes.demo_hybrid import new_decoder
+from tests.recipes.demo_model import AnyShape, Decoder, DeepseekShape, HybridShape, Shape
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -29,6 +30,13 @@ SUMMED = (
     "tokenizer_config.json",
 )
 MTP_NAMES = {"mtp.norm.": "shared_head.norm.", "mtp.block.": "", "mtp.": ""}
+HYBRID_MTP_NAMES = {
+    "mtp.enorm.": "mtp.pre_fc_norm_embedding.",
+    "mtp.hnorm.": "mtp.pre_fc_norm_hidden.",
+    "mtp.eh_proj.": "mtp.fc.",
+    "mtp.block.": "mtp.layers.0.",
+    "mtp.norm.": "mtp.norm.",
+}
 
 
 def qwen3_config(shape: Shape) -> dict[str, Any]:
@@ -77,12 +85,46 @@ def deepseek_config(shape: DeepseekShape) -> dict[str, Any]:
     }
 
 
-def common_config(shape: Shape | DeepseekShape, end_of_turn: int) -> dict[str, Any]:
-    """What both families write alike."""
+def hybrid_config(shape: HybridShape) -> dict[str, Any]:
+    """The architecture's part of a Qwen3.5 text model's config.json."""
+    layers = range(1, shape.layers + 1)
+    frequencies = shape.rope // 2
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "full_attention_interval": shape.interval,
+        "layer_types": ["linear_attention" if i % shape.interval else "full_attention" for i in layers],
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "attn_output_gate": True,
+        "linear_conv_kernel_dim": shape.kernel,
+        "linear_key_head_dim": shape.key_dim,
+        "linear_value_head_dim": shape.value_dim,
+        "linear_num_key_heads": shape.key_heads,
+        "linear_num_value_heads": shape.value_heads,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": shape.rope_theta,
+            "partial_rotary_factor": shape.rope / shape.head_dim,
+            "mrope_interleaved": True,
+            "mrope_section": [(frequencies + 2) // 3, (frequencies + 1) // 3, frequencies // 3],
+        },
+    }
+
+
+def common_config(shape: AnyShape, end_of_turn: int) -> dict[str, Any]:
+    """What the families write alike."""
     return {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
-        "rope_theta": shape.rope_theta,
+        **({} if isinstance(shape, HybridShape) else {"rope_theta": shape.rope_theta}),
         "max_position_embeddings": shape.max_positions,
         "vocab_size": shape.vocab,
         "attention_bias": False,
@@ -97,38 +139,46 @@ def _names(model: Decoder) -> Iterator[tuple[str, list[str], int, list[int]]]:
     """(parameter, published names of its parts, the dimension they are cut along, their sizes there)."""
     shape = model.shape
     for inner, value in model.state_dict().items():
-        name = inner
-        for ours, published in MTP_NAMES.items():
-            if inner.startswith(ours):
-                name = f"layers.{shape.layers}.{published}{inner.removeprefix(ours)}"
-                break
+        name = _published(inner, shape)
         head, _, which = name.partition("mlp.experts.")
         if which and isinstance(shape, DeepseekShape):
             owners = ["shared_experts", *(f"experts.{e}" for e in range(shape.routed))]
-            names = [f"model.{head}mlp.{owner}.{which}" for owner in owners]
+            names = [f"{head}mlp.{owner}.{which}" for owner in owners]
             sizes = [shape.shared * shape.expert, *[shape.expert] * shape.routed]
             yield inner, names, int(which.startswith("down_proj")), sizes
         else:
-            yield inner, [f"model.{name}"], 0, [len(value)]
+            yield inner, [name], 0, [len(value)]
+
+
+def _published(inner: str, shape: AnyShape) -> str:
+    hybrid = isinstance(shape, HybridShape)
+    for ours, published in (HYBRID_MTP_NAMES if hybrid else MTP_NAMES).items():
+        if inner.startswith(ours):
+            home = "" if hybrid else f"model.layers.{shape.layers}."
+            return home + published + inner.removeprefix(ours)
+    parts = inner.split(".")
+    if hybrid and parts[0] == "layers" and (int(parts[1]) + 1) % shape.interval:
+        inner = inner.replace("self_attn", "linear_attn")
+    return f"model.{inner}"
 
 
 def to_checkpoint(model: Decoder) -> dict[str, Tensor]:
     """Every tensor under its published name, bfloat16 but for the correction biases."""
     state, tensors = model.state_dict(), {}
     for inner, names, dim, sizes in _names(model):
-        dtype = torch.float32 if inner.endswith("bias") else torch.bfloat16
+        dtype = torch.float32 if inner.endswith("e_score_correction_bias") else torch.bfloat16
         for name, part in zip(names, state[inner].split(sizes, dim), strict=True):
             tensors[name] = part.to(dtype).contiguous()
-    if model.mtp is not None:
+    if isinstance(model.shape, DeepseekShape):
         for copy in ("embed_tokens", "shared_head.head"):
             name = f"model.layers.{model.shape.layers}.{copy}.weight"
             tensors[name] = tensors["model.embed_tokens.weight"].clone()
     return tensors
 
 
-def load_decoder(folder: Path, shape: Shape | DeepseekShape) -> Decoder:
+def load_decoder(folder: Path, shape: AnyShape) -> Decoder:
     """A saved model, read back in float32."""
-    model, weights = Decoder(shape), load_file(folder / "model.safetensors")
+    model, weights = new_decoder(shape), load_file(folder / "model.safetensors")
     parts = {inner: ([weights[n].float() for n in names], dim) for inner, names, dim, _ in _names(model)}
     model.load_state_dict({inner: torch.cat(values, dim) for inner, (values, dim) in parts.items()})
     return model
@@ -139,7 +189,7 @@ def save_checkpoint(model: Decoder, folder: Path, tokenizer: Tokenizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     shape = model.shape
     end_of_text, _, end_of_turn = (tokenizer.token_to_id(t) for t in SPECIAL_TOKENS)
-    own = qwen3_config(shape) if isinstance(shape, Shape) else deepseek_config(shape)
+    own = _own_config(shape)
     _write_json(folder / "config.json", own | common_config(shape, end_of_turn))
     generation = {"eos_token_id": [end_of_turn, end_of_text], "temperature": 0.0, "do_sample": False}
     _write_json(folder / "generation_config.json", generation)
@@ -147,6 +197,12 @@ def save_checkpoint(model: Decoder, folder: Path, tokenizer: Tokenizer) -> None:
     names = {"eos_token": SPECIAL_TOKENS[2], "pad_token": SPECIAL_TOKENS[0], "chat_template": CHAT_TEMPLATE}
     _write_json(folder / "tokenizer_config.json", names)
     save_file(to_checkpoint(model), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _own_config(shape: AnyShape) -> dict[str, Any]:
+    if isinstance(shape, Shape):
+        return qwen3_config(shape)
+    return hybrid_config(shape) if isinstance(shape, HybridShape) else deepseek_config(shape)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

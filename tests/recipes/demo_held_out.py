@@ -13,16 +13,16 @@ from tokenizers import Tokenizer
 from tests.recipes.demo_checkpoint import SPECIAL_TOKENS, load_decoder
 from tests.recipes.demo_corpus import Corpus
 from tests.recipes.demo_data import VOCAB_SIZE, Batches
-from tests.recipes.demo_model import TARGET
+from tests.recipes.demo_model import TARGET, AnyShape
 
 
 @torch.no_grad()
-def held_out(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
+def held_out(folder: Path, corpus: Corpus, tokenizer: Tokenizer, shape: AnyShape = TARGET) -> dict[str, Any]:
     """On held-out text: bits a byte, how often the MTP layer's first choice at each depth is the target's.
 
     Beside it, how often the most frequent successor of the last token is, counted on the training side.
     """
-    target = load_decoder(folder, TARGET).eval()
+    target = load_decoder(folder, shape).eval()
     stream = Batches(corpus, tokenizer, 0).source
     pairs = torch.bincount(stream[:-1] * VOCAB_SIZE + stream[1:], minlength=VOCAB_SIZE**2)
     successor = pairs.view(VOCAB_SIZE, VOCAB_SIZE).argmax(-1)
@@ -34,7 +34,7 @@ def held_out(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, An
         size += len(text.encode())
         for start in range(0, len(ids) - 1, 512):
             window = ids[None, start : start + 513]
-            with torch.autocast("cpu", torch.bfloat16):
+            with target.precision():
                 hidden = target(window[:, :-1])
                 logits = target.logits(hidden)[0]
                 nats += F.cross_entropy(logits, window[0, 1:], reduction="sum").item()

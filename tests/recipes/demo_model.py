@@ -54,9 +54,37 @@ class DeepseekShape:
     vocab: int = 4096
 
 
+@dataclass(frozen=True)
+class HybridShape:
+    """Sizes of one Qwen3.5-shaped decoder: each `interval`-th layer attends, the others are DeltaNets."""
+
+    hidden: int = 256
+    intermediate: int = 640
+    layers: int = 8
+    interval: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    rope: int = 16
+    key_heads: int = 2
+    value_heads: int = 4
+    key_dim: int = 64
+    value_dim: int = 64
+    kernel: int = 4
+    rope_theta: float = 10000.0
+    max_positions: int = 4096
+    vocab: int = 4096
+
+
+AnyShape = Shape | DeepseekShape | HybridShape
 DRAFT = Shape(hidden=96, intermediate=256, layers=4, heads=3, kv_heads=1, head_dim=32)
 FIRST_EDITION = Shape(hidden=256, intermediate=896, layers=8, heads=4, kv_heads=2, head_dim=64)
 TARGET = DeepseekShape()
+HYBRID = HybridShape()
+TARGETS = {"deepseek": TARGET, "hybrid": HYBRID}
+
+
+Memory = list[tuple[Tensor, Tensor]]
 
 
 class RMSNorm(nn.Module):
@@ -79,7 +107,7 @@ def initialise(model: nn.Module) -> None:
     """Draw every matrix: narrow where a layer writes to the residual stream."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
-            last = name.endswith(("o_proj.weight", "down_proj.weight"))
+            last = name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight"))
             std = 0.02 if "embed" in name else parameter.shape[1] ** -0.5 * (0.3 if last else 0.7)
             nn.init.normal_(parameter, std=std)
 
@@ -149,13 +177,15 @@ class LatentAttention(nn.Module):
         q = torch.cat([q_nope, rotate_pairs(q_rope, cos, sin)], dim=-1)
         return q, torch.cat([k_nope, k_rope], dim=-1), v
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, memory: Memory | None = None) -> Tensor:
+        """The attention's output; appends its keys and values to the `memory` it attends to, where given."""
         q, k, v = self.project(h, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        memory = [] if memory is None else memory
+        memory.append((k, v))
+        return self.o_proj(attend_own(q, memory).transpose(1, 2).flatten(2))
 
 
-def attend_own(q: Tensor, memory: list[tuple[Tensor, Tensor]]) -> Tensor:
+def attend_own(q: Tensor, memory: Memory) -> Tensor:
     """Attention of rows P to step 0's keys up to P and, of each later step, to the key of row P alone."""
     (keys, values), *later = memory
     if not later:
@@ -231,26 +261,32 @@ class MoE(nn.Module):
 class Layer(nn.Module):
     """One pre-norm decoder layer around the attention and the MLP given."""
 
-    def __init__(self, hidden: int, attention: nn.Module, mlp: nn.Module) -> None:
+    def __init__(
+        self, hidden: int, attention: nn.Module, mlp: nn.Module, norm: type[nn.Module] = RMSNorm
+    ) -> None:
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(hidden), RMSNorm(hidden)
+        self.input_layernorm, self.post_attention_layernorm = norm(hidden), norm(hidden)
         self.self_attn, self.mlp = attention, mlp
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, *memory: Memory) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, *memory)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(nn.Module):
     """A causal decoder with tied embeddings; `forward` gives hidden states after the final norm."""
 
-    def __init__(self, shape: Shape | DeepseekShape) -> None:
+    norm_type: type[nn.Module] = RMSNorm
+    masks_first = True
+    mixed = True
+
+    def __init__(self, shape: AnyShape) -> None:
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(self._layer(index) for index in range(shape.layers))
-        self.norm = RMSNorm(shape.hidden)
-        self.mtp = MtpLayer(shape) if isinstance(shape, DeepseekShape) else None
+        self.norm = self.norm_type(shape.hidden)
+        self.mtp = self._mtp_layer()
         initialise(self)
 
     def _layer(self, index: int) -> Layer:
@@ -258,6 +294,13 @@ class Decoder(nn.Module):
         if isinstance(s, Shape):
             return Layer(s.hidden, GroupedAttention(s), MLP(s.hidden, s.intermediate))
         return Layer(s.hidden, LatentAttention(s), MoE(s) if index else MLP(s.hidden, s.dense))
+
+    def _mtp_layer(self) -> MtpLayer | None:
+        return None if isinstance(self.shape, Shape) else MtpLayer(self._layer(1), RMSNorm)
+
+    def precision(self) -> torch.autocast:
+        """What it is computed in: bfloat16 mixed with float32, or float32."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.mixed)
 
     def turns(self, length: int, dtype: torch.dtype, first: int = 0) -> tuple[Tensor, Tensor]:
         """cos and sin of `length` positions from `first` on."""
@@ -293,7 +336,7 @@ class Decoder(nn.Module):
         length, steps, memory = hidden.shape[1], [], []
         for step in range(depth):
             embedded = self.embed(following[:, step : step + length])
-            if step == 0:
+            if step == 0 and self.masks_first:
                 embedded = torch.cat([torch.zeros_like(embedded[:, :1]), embedded[:, 1:]], dim=1)
             hidden = self.mtp(embedded, hidden, self.turns(length, embedded.dtype, step), memory)
             steps.append(hidden)
@@ -303,24 +346,17 @@ class Decoder(nn.Module):
 class MtpLayer(nn.Module):
     """DeepSeek's MTP layer: norms of embedding and hidden, their projection, one decoder layer, a norm."""
 
-    def __init__(self, shape: DeepseekShape) -> None:
+    def __init__(self, block: Layer, norm: type[nn.Module]) -> None:
         super().__init__()
-        self.enorm, self.hnorm = RMSNorm(shape.hidden), RMSNorm(shape.hidden)
-        self.eh_proj = linear(2 * shape.hidden, shape.hidden)
-        self.block = Layer(shape.hidden, LatentAttention(shape), MoE(shape))
-        self.norm = RMSNorm(shape.hidden)
+        hidden = block.input_layernorm.weight.shape[0]
+        self.enorm, self.hnorm = norm(hidden), norm(hidden)
+        self.eh_proj = linear(2 * hidden, hidden)
+        self.block = block
+        self.norm = norm(hidden)
 
     def forward(
-        self,
-        embedded: Tensor,
-        hidden: Tensor,
-        turns: tuple[Tensor, Tensor],
-        memory: list[tuple[Tensor, Tensor]],
+        self, embedded: Tensor, hidden: Tensor, turns: tuple[Tensor, Tensor], memory: Memory
     ) -> Tensor:
         """The next recycled hidden states; appends this step's keys and values to `memory`."""
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
-        q, k, v = self.block.self_attn.project(self.block.input_layernorm(x), *turns)
-        memory.append((k, v))
-        out = attend_own(q, memory)
-        x = x + self.block.self_attn.o_proj(out.transpose(1, 2).flatten(2))
-        return self.norm(x + self.block.mlp(self.block.post_attention_layernorm(x)))
+        return self.norm(self.block(x, *turns, memory))

@@ -1,4 +1,6 @@
-"""Train the embedded demo: a tokenizer, a DeepSeek-V3-shaped target with its MTP layer, a small draft.
+"""Train the embedded demos: a tokenizer, a target with its MTP layer, a small draft.
+
+There are two targets, one DeepSeek-V3-shaped, one hybrid as Qwen3.5 is.
 
 Plain torch, importing nothing from `spd`, so that the demo is evidence independent of the program it
 demonstrates. The target may start from the first edition, a Qwen3-shaped folder of the same tokenizer
@@ -7,6 +9,8 @@ cross entropy, the second from the target's distributions. The draft learns from
 distributions too. Run it from the repository root:
 
     python tests/recipes/train_demo.py --compile --out spd/formats/demo
+    python tests/recipes/train_demo.py --model hybrid --tokenizer spd/formats/demo --steps 1500 \
+        --mtp-steps 300 --stages target,mtp,held_out --go-on --threads 1 --out DIR
 """
 
 from __future__ import annotations
@@ -30,27 +34,22 @@ from tests.recipes.demo_checkpoint import load_decoder, save_checkpoint
 from tests.recipes.demo_corpus import Corpus, build_corpus
 from tests.recipes.demo_data import Batches, train_tokenizer
 from tests.recipes.demo_held_out import held_out
-from tests.recipes.demo_model import DRAFT, FIRST_EDITION, TARGET, Decoder, Gate, Layer, MoE, MtpLayer
+from tests.recipes.demo_hybrid import new_decoder
+from tests.recipes.demo_model import (
+    DRAFT,
+    FIRST_EDITION,
+    TARGET,
+    TARGETS,
+    Decoder,
+    Gate,
+    Layer,
+    MoE,
+    MtpLayer,
+)
+from tests.recipes.demo_optimizers import make_optimizers
 
 MTP_DEPTHS = 3
-KEPT_EVERY = 20
-
-
-def make_optimizers(model: nn.Module, scale: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside layers, AdamW for embeddings, gates and norms."""
-    named = list(model.named_parameters())
-    inner = {n for n, p in named if p.dim() == 2 and "embed" not in n and "gate.weight" not in n}
-    return [
-        torch.optim.Muon(
-            [p for n, p in named if n in inner],
-            lr=0.006 * scale,
-            weight_decay=0.05,
-            adjust_lr_fn="match_rms_adamw",
-        ),
-        torch.optim.AdamW(
-            [p for n, p in named if n not in inner], lr=0.004 * scale, betas=(0.9, 0.95), weight_decay=0.0
-        ),
-    ]
+KEPT_SECONDS = 300.0
 
 
 class Recorder:
@@ -164,7 +163,7 @@ def imitate(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer)
         for attention in (*parameters, *first.layers):
             attention.compile(dynamic=False)
     for step, _, ids in steps_of(
-        make_optimizers(parameters, 1.0), batches, arguments.imitation_steps, recorder
+        make_optimizers(parameters, 1.0, target.mixed), batches, arguments.imitation_steps, recorder
     ):
         errors, ids = [], ids[:, :512]
         with torch.autocast("cpu", torch.bfloat16):
@@ -196,16 +195,16 @@ def balance(model: Decoder, done: float) -> None:
 
 def train_target(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """Train the target and its MTP layer together and save them; returns the record."""
-    target = load_decoder(arguments.out, TARGET) if arguments.start else Decoder(TARGET)
+    shape = TARGETS[arguments.model]
+    target = load_decoder(arguments.out, shape) if arguments.start else new_decoder(shape)
     batches, recorder = Batches(corpus, tokenizer, arguments.seed), Recorder("target", arguments.out)
     if arguments.compile:
         compile_parts(target)
-    optimizers = make_optimizers(target, arguments.scale)
-    kept, first = arguments.out / "state.pt", 0
-    if kept.exists():
-        first = restore(torch.load(kept, weights_only=False), target, optimizers, batches, recorder)
-    stream = steps_of(optimizers, batches, arguments.steps, recorder, MTP_DEPTHS, first)
-    for step, done, ids in stream:
+    optimizers = make_optimizers(target, arguments.scale, target.mixed)
+    keeper = Keeper(arguments.out, target, optimizers, batches, recorder)
+    for step, done, ids in steps_of(
+        optimizers, batches, arguments.steps, recorder, MTP_DEPTHS, keeper.restore()
+    ):
         # Every few batches unroll the layer over its own recycled states, on half the rows.
         depths = MTP_DEPTHS if step % arguments.unroll_every == 0 else 1
         own, missed, agreed = mtp_losses(target, ids, depths)
@@ -216,53 +215,59 @@ def train_target(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Token
             answers, source = by_row[:2].mean().item(), by_row[2:].mean().item()
             accepted = {f"mtp{d}": share.item() for d, share in enumerate(agreed, 1)}
             recorder.point(step, loss=by_row.mean().item(), answers=answers, source=source, **accepted)
-        if step > first and step % KEPT_EVERY == 0:
-            keep(kept, step, target, optimizers, batches, recorder)
+        keeper.keep(step)
     save_checkpoint(target, arguments.out, tokenizer)
-    kept.unlink(missing_ok=True)
+    keeper.path.unlink(missing_ok=True)
     return recorder.summary()
 
 
-def keep(
-    path: Path,
-    step: int,
-    target: Decoder,
-    optimizers: list[torch.optim.Optimizer],
-    batches: Batches,
-    recorder: Recorder,
-) -> None:
-    """Write everything that the stage needs to go on after a stop, before step `step` is taken."""
-    state = {
-        "step": step,
-        "target": target.state_dict(),
-        "gradients": [parameter.grad for parameter in target.parameters()],
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        "batches": batches.state(),
-        "recorder": (recorder.tokens, recorder.curve, recorder.seconds),
-    }
-    torch.save(state, path.with_suffix(".part"))
-    path.with_suffix(".part").replace(path)
+class Keeper:
+    """Everything that a stage needs to go on after a stop, in a file beside the checkpoint while it runs."""
 
+    def __init__(
+        self,
+        out: Path,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        batches: Batches,
+        recorder: Recorder,
+    ) -> None:
+        self.path, self.model, self.optimizers = out / f"{recorder.stage}-state.pt", model, optimizers
+        self.batches, self.recorder, self.kept = batches, recorder, recorder.seconds
 
-def restore(
-    state: dict[str, Any],
-    target: Decoder,
-    optimizers: list[torch.optim.Optimizer],
-    batches: Batches,
-    recorder: Recorder,
-) -> int:
-    """Go on from what `keep` wrote; returns the next step."""
-    target.load_state_dict(state["target"])
-    for parameter, gradient in zip(target.parameters(), state["gradients"], strict=True):
-        parameter.grad = gradient
-    for optimizer, own in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(own)
-        optimizer.step()  # the one that was due
-        optimizer.zero_grad(set_to_none=True)
-    batches.restore(state["batches"])
-    recorder.tokens, recorder.curve, seconds = state["recorder"]
-    recorder.began = time.monotonic() - seconds
-    return int(state["step"]) + 1
+    def keep(self, step: int) -> None:
+        """Write it before step `step` is taken, every few minutes."""
+        if self.recorder.seconds < self.kept + KEPT_SECONDS:
+            return
+        state = {
+            "step": step,
+            "model": self.model.state_dict(),
+            "gradients": [parameter.grad for parameter in self.model.parameters()],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "batches": self.batches.state(),
+            "recorder": (self.recorder.tokens, self.recorder.curve, self.recorder.seconds),
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, self.path.with_suffix(".part"))
+        self.path.with_suffix(".part").replace(self.path)
+        self.kept = self.recorder.seconds
+
+    def restore(self) -> int:
+        """Go on from what was kept, if anything was; returns the next step."""
+        if not self.path.exists():
+            return 0
+        state = torch.load(self.path, weights_only=False)
+        self.model.load_state_dict(state["model"])
+        for parameter, gradient in zip(self.model.parameters(), state["gradients"], strict=True):
+            parameter.grad = gradient
+        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
+            optimizer.step()  # the one that was due
+            optimizer.zero_grad(set_to_none=True)
+        self.batches.restore(state["batches"])
+        self.recorder.tokens, self.recorder.curve, self.kept = state["recorder"]
+        self.recorder.began = time.monotonic() - self.kept
+        return int(state["step"]) + 1
 
 
 def mtp_losses(
@@ -273,7 +278,7 @@ def mtp_losses(
     ids [rows, T + MTP_DEPTHS]. The MTP layer learns the target's distribution, with the text's own tokens.
     """
     length = ids.shape[1] - MTP_DEPTHS
-    with torch.autocast("cpu", torch.bfloat16):
+    with target.precision():
         with torch.set_grad_enabled(not frozen):
             hidden = target(ids[:, :length])
             logits = target.logits(hidden)
@@ -291,46 +296,51 @@ def mtp_losses(
 
 def train_mtp(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """Go on with the MTP layer alone, the target fixed; returns the record, with the held-out figures."""
-    target, recorder = load_decoder(arguments.out, TARGET), Recorder("mtp", arguments.out)
+    target = load_decoder(arguments.out, TARGETS[arguments.model])
+    recorder = Recorder("mtp", arguments.out)
     batches = Batches(corpus, tokenizer, arguments.seed + 2)
     assert target.mtp is not None
     target.requires_grad_(False)
     target.mtp.requires_grad_(True)
     if arguments.compile:
         compile_parts(target)
-    optimizers = make_optimizers(target.mtp, arguments.scale)
-    stream = steps_of(optimizers, batches, arguments.mtp_steps, recorder, MTP_DEPTHS)
-    for step, _, ids in stream:
+    optimizers = make_optimizers(target.mtp, arguments.scale, target.mixed)
+    keeper = Keeper(arguments.out, target, optimizers, batches, recorder)
+    for step, _, ids in steps_of(
+        optimizers, batches, arguments.mtp_steps, recorder, MTP_DEPTHS, keeper.restore()
+    ):
         depths = MTP_DEPTHS if step % arguments.unroll_every == 0 else 1
         _, missed, agreed = mtp_losses(target, ids, depths, True)
         missed.mean().backward()
-        if step % 200 == 199:
-            save_checkpoint(target, arguments.out, tokenizer)
         if step % 20 == 0:
             recorder.point(
                 step,
                 loss=missed.mean().item(),
                 **{f"mtp{d}": share.item() for d, share in enumerate(agreed, 1)},
             )
+        keeper.keep(step)
     save_checkpoint(target, arguments.out, tokenizer)
+    keeper.path.unlink(missing_ok=True)
     return recorder.summary()
 
 
 def measure(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """The held-out figures of what was trained."""
-    return held_out(arguments.out, corpus, tokenizer)
+    return held_out(arguments.out, corpus, tokenizer, TARGETS[arguments.model])
 
 
 def train_draft(arguments: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """Train the draft from the saved target's distributions and save it; returns its record."""
-    target, recorder = load_decoder(arguments.out, TARGET).eval(), Recorder("draft", arguments.out)
+    target = load_decoder(arguments.out, TARGETS[arguments.model]).eval()
+    recorder = Recorder("draft", arguments.out)
     draft = load_decoder(arguments.draft_start, DRAFT) if arguments.draft_start else Decoder(DRAFT)
     batches = Batches(corpus, tokenizer, arguments.seed + 1)
 
     if arguments.compile:
         compile_parts(target, draft)
-    for step, _, ids in steps_of(make_optimizers(draft, 0.5), batches, arguments.draft_steps, recorder):
-        with torch.autocast("cpu", torch.bfloat16):
+    optimizers = make_optimizers(draft, 0.5, target.mixed)
+    for step, _, ids in steps_of(optimizers, batches, arguments.draft_steps, recorder):
+        with target.precision():
             with torch.no_grad():
                 teacher = target.logits(target(ids[:, :-1])).flatten(0, 1)
             logits = draft.logits(draft(ids[:, :-1])).flatten(0, 1)
@@ -359,7 +369,7 @@ def main(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(arguments.threads)
     corpus = build_corpus()
-    source = arguments.start or arguments.out
+    source = arguments.tokenizer or arguments.start or arguments.out
     saved = source / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(saved)) if saved.exists() else train_tokenizer(corpus)
     path = arguments.out / "training.json"
@@ -374,8 +384,11 @@ def main(arguments: argparse.Namespace) -> None:
     write_card(arguments.out, record, corpus)
 
 
-if __name__ == "__main__":
+def parsed(words: list[str]) -> argparse.Namespace:
+    """The command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=TARGETS, default="deepseek")
+    parser.add_argument("--tokenizer", type=Path, help="a folder whose tokenizer to take")
     parser.add_argument("--stages", default="target,mtp,held_out,draft")
     parser.add_argument("--start", type=Path, help="the first edition's folder, to start from")
     parser.add_argument("--draft-start", type=Path, help="a draft's folder, to start from")
@@ -391,4 +404,8 @@ if __name__ == "__main__":
     parser.add_argument(
         "--compile", action="store_true", help="compile the layers (a C++ compiler is needed)"
     )
-    main(parser.parse_args())
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    main(parsed(sys.argv[1:]))
