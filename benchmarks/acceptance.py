@@ -26,12 +26,13 @@ from benchmarks.environment import ROOT, describe_commit, describe_machine
 from benchmarks.summaries import ratio_of_sums
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
-from spd.runtime.config import VERIFY_RULES
-from spd.runtime.measuring.load import Pass, run_pass
-from spd.runtime.measuring.prompt_set import OWN, choose, read_prompts
-from spd.runtime.measuring.questions import encode_questions
-from spd.runtime.measuring.sample import per_position
-from spd.runtime.measuring.sweep import Question, request_seed
+from spd.runtime.engine.request import derived_seed
+from spd.runtime.lab.load import Pass, run_pass
+from spd.runtime.lab.prompt_set import OWN, choose, read_prompts
+from spd.runtime.lab.questions import encode_questions
+from spd.runtime.lab.sample import per_position
+from spd.runtime.lab.sweep import Question
+from spd.runtime.plan.config import VERIFY_RULES
 
 SCHEMA = "spd.benchmarks.acceptance/1"
 SELF = "self"
@@ -108,7 +109,7 @@ def requests(asked: Sequence[Question], options: Options, temperature: float, ta
             SamplingParams(
                 temperature=temperature,
                 max_tokens=options.tokens,
-                seed=request_seed(options.seed, question.prompt.name, number),
+                seed=derived_seed(options.seed, question.prompt.name, number),
             ),
         )
         for number, question in enumerate(asked)
@@ -182,7 +183,7 @@ def measure(
         asked_now = requests(asked, options, temperature, f"{temperature}")
         ran = run_pass(engine, asked_now, concurrency=options.slots)
         key = {"drafter": drafter, "verify": rule, "temperature": temperature, "k": k}
-        rows.append({**key, **row_of(counted_rounds(ran, k)), "dtype": engine.plan.dtype})
+        rows.append({**key, **row_of(counted_rounds(ran, k)), "dtype": engine.plan.shape.dtype})
     engine.close()
     return rows
 

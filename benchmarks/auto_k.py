@@ -2,7 +2,7 @@
 
     python -m benchmarks.auto_k [-m demo] [-m FOLDER] [--spec mtp] [--concurrency 1,4,16] [--repetitions 30]
 
-Every way of decoding runs once a repetition, interleaved by `spd.runtime.measuring.sweep`; ratios are of the
+Every way of decoding runs once a repetition, interleaved by `spd.runtime.lab.sweep`; ratios are of the
 same repetition, and the interval holds their median with 95 % (order statistics). The best fixed k is chosen
 by the same measurements, which favours it. A pass has several times as many requests as are together, so that
 its end, where fewer and fewer are left, counts for little. `--keep` leaves what OUT says of other models.
@@ -23,10 +23,10 @@ from benchmarks.drafters import drafters, model_folder
 from benchmarks.environment import ROOT, describe_commit, describe_machine
 from benchmarks.summaries import median_interval, paired_ratio
 from spd.runtime import EngineConfig
-from spd.runtime.measuring.prompt_set import OWN, choose, read_prompts
-from spd.runtime.measuring.questions import encode_questions
-from spd.runtime.measuring.rows import make_rows
-from spd.runtime.measuring.sweep import Load, Settings, Sweep
+from spd.runtime.lab.prompt_set import OWN, choose, read_prompts
+from spd.runtime.lab.questions import encode_questions
+from spd.runtime.lab.rows import make_rows
+from spd.runtime.lab.sweep import Load, Settings, Sweep
 
 SCHEMA = "spd.benchmarks.auto_k/2"
 

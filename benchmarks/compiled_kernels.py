@@ -1,8 +1,6 @@
-"""What the assembler says of every kernel on five architectures; needs no GPU.
+"""What the assembler says of every kernel on six architectures; needs no GPU.
 
-Usage: python -m benchmarks.compiled_kernels [MODULE...]   (writes benchmarks/results/compiled_kernels.json)
-
-With modules of `spd.kernels` only the rows of their kernels are made anew.
+Usage: python -m benchmarks.compiled_kernels   (writes benchmarks/results/compiled_kernels.json)
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ import triton
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks/results/compiled_kernels.json"
-ARCHITECTURES = (80, 89, 90, 100, 120)
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 COLUMNS = [
     "architecture",
     "kernel",
@@ -29,18 +26,12 @@ COLUMNS = [
 ]
 
 
-def described() -> list[str]:
-    """The modules that say how their kernels are launched."""
-    sources = sorted((ROOT / "spd/kernels").glob("*_triton.py"))
-    return [path.stem for path in sources if "def signatures(" in path.read_text(encoding="utf-8")]
-
-
-def compiled(architecture: int, modules: Sequence[str]) -> list[list[Any]]:
+def compiled(architecture: int) -> list[list[Any]]:
     """A row for each kernel, in bfloat16 where there is a choice."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = ROOT / "tests/kernels/compile_ahead.py"
     output = subprocess.run(
-        [sys.executable, str(script), str(architecture), "fp16", *(f"spd.kernels.{m}" for m in modules)],
+        [sys.executable, str(script), str(architecture), "fp16", "tests.kernels.launches"],
         env=environment | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
@@ -50,13 +41,9 @@ def compiled(architecture: int, modules: Sequence[str]) -> list[list[Any]]:
     return [[architecture, k["name"], k["registers"], k["local"], k["shared"]] for k in kernels]
 
 
-def main(modules: Sequence[str]) -> None:
+def main() -> None:
     """Compile, and write the table with one row a line."""
-    made = [row for architecture in ARCHITECTURES for row in compiled(architecture, modules or described())]
-    anew = {(row[0], row[1]) for row in made}
-    kept = json.loads(RESULT.read_text(encoding="utf-8"))["rows"] if modules else []
-    kept = [row for row in kept if (row[0], row[1]) not in anew]
-    found = sorted([*kept, *made], key=lambda row: int(row[0]))
+    found = [row for architecture in ARCHITECTURES for row in compiled(architecture)]
     rows = [json.dumps(row) for row in found]
     head = {
         "schema": "spd.benchmarks.compiled_kernels/1",
@@ -67,8 +54,8 @@ def main(modules: Sequence[str]) -> None:
     table = ",\n".join(f"  {row}" for row in rows)
     text = "\n".join(["{", *lines, f' "columns": {json.dumps(COLUMNS)},', f' "rows": [\n{table}\n ]', "}"])
     RESULT.write_text(text + "\n")
-    print(f"{len(made)} of {len(found)} rows; in local memory: {[row for row in found if row[3]]}")
+    print(f"{len(found)} rows; in local memory: {[row for row in found if row[3]]}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spd.formats.demo import demo_folder
-from spd.formats.model_config import read_model_config
-from spd.formats.mtp_folder import find_source
+from spd.formats.folder import ModelFolder
 
 
 def model_folder(name: str) -> Path:
@@ -18,7 +17,7 @@ def model_folder(name: str) -> Path:
 def drafters(model: Path) -> dict[str, dict[str, Any]]:
     """Wishes of an `EngineConfig` by method, the learned ones first."""
     found: dict[str, dict[str, Any]] = {}
-    if find_source(model, read_model_config(model), None) is not None:
+    if ModelFolder(model).mtp_source() is not None:
         found["mtp"] = {"spec": "mtp"}
     if (model / "eagle3").is_dir():
         found["eagle3"] = {"spec": "eagle3", "draft_model": model / "eagle3"}

@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.environment import describe_commit, describe_machine
 from spd.formats.demo import demo_folder
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams
-from spd.runtime.round_queue import RoundQueue
+from spd.runtime.round.round_queue import RoundQueue
 
 PROMPT = tuple(range(300, 360))
 CTX = 1024

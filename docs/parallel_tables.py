@@ -10,7 +10,7 @@ from typing import Any
 
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.runtime.models import family_layout
-from spd.runtime.parallel import cost
+from spd.runtime.plan import rank_cost as cost
 
 SIZES = (1, 2, 4, 8, 16)
 LINKS = (cost.NVLINK, cost.PCIE, cost.NODES)
@@ -120,12 +120,12 @@ def verify_table() -> Iterator[str]:
     for name, config in TARGETS.items():
         nbytes = cost.streamed_bytes(config, WIDTH)
         for link in LINKS:
-            machine = cost.Machine(cost.GPU_READ, link)
+            speeds = cost.Speeds(cost.GPU_READ, link)
             cells = []
             for size in SIZES:
                 found = cost.pass_exchange(config, size, DRAFTS + 1, WIDTH)
                 found += cost.draw_exchange(size, DRAFTS + 1)
-                cells.append(f"{1000 * machine.seconds(nbytes, size, size, found):.1f}")
+                cells.append(f"{1000 * speeds.seconds(nbytes, size, size, found):.1f}")
             yield _row(name, link.name, *cells)
 
 
@@ -137,8 +137,8 @@ def draft_table() -> Iterator[str]:
     for name, (config, each) in drafters.items():
         possible = cost.possible_sizes(family_layout(config).layers, config.vocab_size, SIZES[-1])
         for link in LINKS:
-            machine = cost.Machine(cost.GPU_READ, link)
-            times = {size: 1000 * each.seconds(machine, size, SIZES[-1]) for size in possible}
+            speeds = cost.Speeds(cost.GPU_READ, link)
+            times = {size: 1000 * each.seconds(speeds, size, SIZES[-1]) for size in possible}
             least = min(times.values())
             cells = [
                 ""

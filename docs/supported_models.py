@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from typing import get_args
 
 from spd.formats import eagle3, mtp
+from spd.formats.block_config import KINDS
 from spd.formats.checkpoint import FLOAT_DTYPES
 from spd.formats.model_config import REFUSED_ARCHITECTURES, SUPPORTED_ARCHITECTURES
 from spd.formats.rope_config import RopeKind
-from spd.formats.sliding_window import KINDS
 from spd.runtime.models import FAMILIES
 from spd.runtime.models.weights import FP8_DTYPE
 
@@ -98,7 +98,8 @@ def document() -> str:
             f"Known for targets that are not served yet: {', '.join(f'`{name}`' for name in others)}."
         )
     lines += ["", "## Refused by name", ""]
-    lines += table(("architecture", "because"), ((f"`{name}`", why) for name, why in REFUSED_ARCHITECTURES))
+    refused = ((f"`{name}`", why) for name, why in REFUSED_ARCHITECTURES.items())
+    lines += table(("architecture", "because"), refused)
     return "\n".join(lines)
 
 

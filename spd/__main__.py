@@ -8,23 +8,31 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 
 
 def main() -> int:
     """Run the command line and return its exit status."""
-    if sys.argv[1:] in (["-V"], ["--version"]):
+    if sys.argv[1:] in (["-V"], ["--version"]) and sys.stdout is not None:
         from spd import __version__
 
-        print(f"spd {__version__}", flush=True)
-        return 0
+        with suppress(OSError):  # which the command line says
+            print(f"spd {__version__}", flush=True)
+            return 0
     try:
         from spd.cli.app import main as run
 
-        return run(sys.argv[1:])
+        status = run(sys.argv[1:])
     except KeyboardInterrupt:  # only before the command line has taken the signals over
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         return 130
+    import threading
+
+    # An engine that loads, or a tokenizer inside its library: the interpreter's end would abort around it.
+    if any(thread.daemon for thread in threading.enumerate()):
+        os._exit(status)
+    return status
 
 
 if __name__ == "__main__":

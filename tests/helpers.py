@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 
+from spd.formats.checkpoint import Checkpoint
 from spd.runtime import Engine, EngineConfig, Request, RequestMetrics, RoundRecord, SamplingParams
 from tests.recipes.tiny import VARIANTS, write_tiny
 
@@ -32,6 +34,17 @@ INTERPRETED = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of log(0)
 ]
 """Marks of tests that run Triton kernels in its interpreter."""
+
+
+def few_programs(monkeypatch: pytest.MonkeyPatch, processors: int = 1) -> None:
+    """Let attention think that its device is small: idle programs take the interpreter's time too."""
+    from spd.kernels import launch
+    from spd.kernels.attention import paged_attention_triton
+
+    def facts(device: torch.device) -> launch.Device:
+        return replace(launch.device_facts(device), processors=processors)
+
+    monkeypatch.setattr(paged_attention_triton, "device_facts", facts)
 
 
 class TinyShelf:
@@ -118,7 +131,7 @@ def replace_transfers(patch: pytest.MonkeyPatch, instead: Callable[..., torch.Te
     found = {
         name
         for name, module in list(sys.modules.items())
-        if name.startswith("spd.") and name != "spd.runtime.transfer" and hasattr(module, "to_device")
+        if name.startswith("spd.") and name != "spd.runtime.round.transfer" and hasattr(module, "to_device")
     }
     for name in found:
         patch.setattr(sys.modules[name], "to_device", instead)
@@ -136,3 +149,16 @@ def random_prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[t
         prompt = (fragment * 5)[: length - 2] + [source.randrange(vocab) for _ in range(2)]
         prompts.append(tuple(prompt))
     return prompts
+
+
+def cut_when_read(patch: pytest.MonkeyPatch, victim: Path) -> None:
+    """Cut a checkpoint's file short at the worst moment: it was opened, and seen to be the one expected."""
+    opened = Checkpoint.open_shard
+
+    def cut(self: Checkpoint, shard: Path) -> BinaryIO:
+        file = opened(self, shard)
+        if shard == victim:
+            os.truncate(shard, os.stat(shard).st_size // 2)
+        return file
+
+    patch.setattr(Checkpoint, "open_shard", cut)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SCHEMAS = Path(__file__).parents[1] / "spd" / "runtime" / "measuring" / "schemas"
+SCHEMAS = Path(__file__).parents[1] / "spd" / "runtime" / "lab" / "schemas"
 TYPES: dict[str, Any] = {
     "object": dict,
     "array": list,

@@ -20,8 +20,8 @@ import pytest
 
 from spd.formats.demo import demo_draft_folder, demo_eagle3_folder, demo_folder
 from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.memory import pages_a_slot
-from spd.runtime.request import GrammarText
+from spd.runtime.engine.request import GrammarText
+from spd.runtime.plan.memory import pages_a_slot
 from tests.helpers import PROPOSERS, Run, make_engine, random_prompts, run_requests
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_eagle3 import write_tiny_eagle3
@@ -151,7 +151,7 @@ class Bench:
             long = [run for run in runs if run.metrics.prompt_tokens > 65]
             assert long and all(run.metrics.cached_tokens >= 64 for run in long)
         engine._scheduler.check()
-        assert engine._pages.num_available == engine.plan.num_pages - 2
+        assert engine._pages.num_available == engine.plan.shape.num_pages - 2
         del engine
         gc.collect()  # a large checkpoint's engines would wait for it together
         return runs

@@ -13,13 +13,13 @@ import torch
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from spd.formats.chat_template import ChatTemplate, encode_chat
-from spd.formats.checkpoint import shards_by_tensor
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import SamplingParams
 from tests.helpers import Run, make_engine, run_all
 from tests.recipes.demo_corpus import build_corpus
 from tests.recipes.demo_held_out import held_out
+from tests.recipes.demo_model import TARGETS
 
 QUESTIONS = {
     "os.path.join": ("join", "path"),
@@ -44,36 +44,42 @@ QUESTIONS = {
     "dict.get": ("key", "default"),
 }
 GATE = 15
+SHAPES = {"deepseek_v3": "deepseek", "qwen3_5_text": "hybrid"}
+DEMOS = [folder for folder in (demo_folder(), demo_folder().with_name("demo-hybrid")) if folder.exists()]
+every_demo = pytest.mark.parametrize("folder", DEMOS, ids=lambda folder: folder.name)
 
 
-def ask(name: str) -> tuple[int, ...]:
-    template = ChatTemplate.open(demo_folder())
+def ask(name: str, folder: Path = demo_folder()) -> tuple[int, ...]:
+    template = ChatTemplate.open(folder)
     assert template is not None
     messages = [{"role": "user", "content": f"What does {name} do?"}]
-    return tuple(encode_chat(Tokenizer.open(demo_folder()), template, messages))
+    return tuple(encode_chat(Tokenizer.open(folder), template, messages))
 
 
-def replies(temperature: float, count: int, **wishes: object) -> list[Run]:
+def replies(folder: Path, temperature: float, count: int, **wishes: object) -> list[Run]:
     names = list(QUESTIONS)
-    engine = make_engine(demo_folder(), dtype="bfloat16", ctx=512, **wishes)
-    prompts = [ask(names[i % len(names)]) for i in range(count)]
+    engine = make_engine(folder, dtype="bfloat16", ctx=512, **wishes)
+    prompts = [ask(names[i % len(names)], folder) for i in range(count)]
     params = [SamplingParams(temperature=temperature, max_tokens=64, seed=i) for i in range(count)]
     return run_all(engine, prompts, params)
 
 
-def test_it_answers_questions_about_documented_functions(say: Callable[[str], None]) -> None:
+@every_demo
+def test_it_answers_questions_about_documented_functions(folder: Path, say: Callable[[str], None]) -> None:
     answered = 0
-    for run, (name, words) in zip(replies(0.0, len(QUESTIONS)), QUESTIONS.items(), strict=True):
+    runs = replies(folder, 0.0, len(QUESTIONS))
+    for run, (name, words) in zip(runs, QUESTIONS.items(), strict=True):
         good = all(word in run.text.lower() for word in words)
         answered += good
         say(f"{'+' if good else '-'} {name}: {run.text}")
     assert answered >= GATE, f"{answered} of {len(QUESTIONS)} answered"
 
 
-def test_sampled_replies_are_no_loop() -> None:
+@every_demo
+def test_sampled_replies_are_no_loop(folder: Path) -> None:
     grams = [
         tuple(words[i : i + 4])
-        for run in replies(0.8, 50)
+        for run in replies(folder, 0.8, 50)
         if (words := run.text.split())
         for i in range(len(words) - 3)
     ]
@@ -98,66 +104,64 @@ def test_it_fits_and_says_what_it_is() -> None:
 
 
 def test_natural_acceptance_of_the_draft() -> None:
-    runs = replies(0.0, 10, spec="draft", draft_model=demo_draft_folder(), draft_max=4)
+    runs = replies(demo_folder(), 0.0, 10, spec="draft", draft_model=demo_draft_folder(), draft_max=4)
     drafted = sum(run.metrics.draft_n for run in runs)
     accepted = sum(run.metrics.draft_n_accepted for run in runs)
     assert accepted / drafted > 0.05, f"{accepted} of {drafted}"
 
 
 def test_natural_acceptance_of_the_eagle3_head() -> None:
-    runs = replies(0.0, 10, spec="eagle3", draft_max=2, adaptive=False)
+    runs = replies(demo_folder(), 0.0, 10, spec="eagle3", draft_max=2, adaptive=False)
     drafted = sum(run.metrics.draft_n for run in runs)
     accepted = sum(run.metrics.draft_n_accepted for run in runs)
     assert accepted / drafted > 0.25, f"{accepted} of {drafted}"
 
 
+@every_demo
 @pytest.mark.slow
-def test_held_out_bits_per_byte_beat_xz(say: Callable[[str], None]) -> None:
+def test_held_out_bits_per_byte_beat_xz(folder: Path, say: Callable[[str], None]) -> None:
     """On the modules that training never saw, in the same text; the recorded hash tells whether it is."""
     corpus = build_corpus()
-    record = json.loads((demo_folder() / "training.json").read_text())
+    record = json.loads((folder / "training.json").read_text())
     if record["corpus_sha256"] != corpus.digest():
         pytest.skip("another Python version: its standard library was not held out")
     text = "".join(corpus.held_out)
     xz = 8 * len(lzma.compress(text.encode(), preset=9)) / len(text.encode())
-    bits = _bits_per_byte(demo_folder(), corpus.held_out)
-    say(f"held-out bits per byte: demo {bits:.3f}, xz -9 {xz:.3f}")
+    bits = _bits_per_byte(folder, corpus.held_out)
+    say(f"held-out bits per byte: {folder.name} {bits:.3f}, xz -9 {xz:.3f}")
     assert bits < xz
 
 
-needs_mtp = pytest.mark.skipif(
-    not any("eh_proj" in name for name in shards_by_tensor(demo_folder())),
-    reason="no MTP layers",
-)
-
-
-@needs_mtp
-def test_natural_acceptance_of_the_mtp_layer() -> None:
-    runs = replies(0.0, 10, spec="mtp", draft_max=2, adaptive=False)
+@every_demo
+def test_natural_acceptance_of_the_mtp_layer(folder: Path) -> None:
+    runs = replies(folder, 0.0, 10, spec="mtp", draft_max=2, adaptive=False)
     drafted = sum(run.metrics.draft_n for run in runs)
     accepted = sum(run.metrics.draft_n_accepted for run in runs)
     assert accepted / drafted > 0.3, f"{accepted} of {drafted}"
 
 
-@needs_mtp
+@every_demo
 @pytest.mark.slow
-def test_mtp_layer_on_held_out_text(say: Callable[[str], None]) -> None:
+def test_mtp_layer_on_held_out_text(folder: Path, say: Callable[[str], None]) -> None:
     """Measured again by the recipe's own forward pass, and as recorded."""
     corpus = build_corpus()
-    record = json.loads((demo_folder() / "training.json").read_text())
+    record = json.loads((folder / "training.json").read_text())
     if record["corpus_sha256"] != corpus.digest():
         pytest.skip("another Python version: its standard library was not held out")
-    found = held_out(demo_folder(), corpus, LibraryTokenizer.from_file(str(demo_folder() / "tokenizer.json")))
+    shape = TARGETS[SHAPES[json.loads((folder / "config.json").read_text())["model_type"]]]
+    tokenizer = LibraryTokenizer.from_file(str(folder / "tokenizer.json"))
+    found = held_out(folder, corpus, tokenizer, shape)
     say(str(found))
     assert found["mtp_acceptance"] == pytest.approx(record["held_out"]["mtp_acceptance"], abs=0.01)
     first = found["mtp_acceptance"][0]
-    assert first >= 0.60 and first >= found["bigram_acceptance"] + 0.10
+    assert first >= found["bigram_acceptance"] + 0.10
+    assert first >= 0.60 or folder != demo_folder()
 
 
 @torch.inference_mode()
 def _bits_per_byte(folder: Path, texts: tuple[str, ...]) -> float:
     """Cross entropy through spd's own forward pass, in windows of 512 tokens."""
-    from spd.runtime.rows import SlotView
+    from spd.runtime.round.rows import SlotView
 
     engine = make_engine(folder, dtype="bfloat16", ctx=512)
     runner, tokenizer = engine._parts.runner, engine.tokenizer

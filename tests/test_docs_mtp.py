@@ -12,9 +12,8 @@ import pytest
 
 from spd.cli.convert_mtp import MANIFEST
 from spd.formats.demo import demo_folder
-from spd.formats.model_config import read_model_config
-from spd.formats.mtp import FAMILIES
-from spd.formats.mtp_folder import find_source, head_config
+from spd.formats.folder import ModelFolder
+from spd.formats.mtp import FAMILIES, head_config
 from tests.recipes.mtp_folders import write_deepseek
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +51,7 @@ def test_commands_that_load_no_weights(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_command(tmp_path: Path) -> None:
     """In the demo, as it stands there."""
-    if find_source(demo_folder(), read_model_config(demo_folder()), None) is None:
+    if ModelFolder(demo_folder()).mtp_source() is None:
         pytest.skip("this edition of the demo has no MTP layers")
     assert len(COMMANDS) >= 12
     run_all(COMMANDS, tmp_path, "demo")

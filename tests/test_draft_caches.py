@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.kv_cache import KvCache
+from spd.runtime.engine.request import GrammarText
 from spd.runtime.proposers.arbitrated import ArbitratedProposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
-from spd.runtime.request import GrammarText
-from spd.runtime.round_queue import RoundQueue
-from spd.runtime.rows import SlotView
+from spd.runtime.round.kv_cache import KvCache
+from spd.runtime.round.round_queue import RoundQueue
+from spd.runtime.round.rows import SlotView
 from tests.helpers import make_engine, random_prompts, run_requests
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp

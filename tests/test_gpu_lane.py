@@ -19,9 +19,9 @@ pytest.importorskip("triton")
 
 from spd.formats.demo import demo_folder
 from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.graphs import CapturedRounds, RoundShape
-from spd.runtime.metrics import RoundRecord
-from spd.runtime.rows import SlotView
+from spd.runtime.engine.metrics import RoundRecord
+from spd.runtime.round.graphs import CapturedRounds, RoundShape
+from spd.runtime.round.rows import SlotView
 from tests.gpu import gpu_forms, gpu_helpers, test_gpu_ahead, test_gpu_rounds, test_gpu_texts
 from tests.helpers import Run, make_engine
 
@@ -47,7 +47,8 @@ class Through(CapturedRounds):
 def engine_on_cpu(model: Path, graphs: bool | None = None, **wishes: Any) -> Engine:
     """What a GPU test takes for an engine on its device."""
     engine = make_engine(model, **{**wishes, "device": "cpu"})
-    engine.plan = dataclasses.replace(engine.plan, kernels="triton", graphs=graphs is not False)
+    shape = dataclasses.replace(engine.plan.shape, kernels="triton", graphs=graphs is not False)
+    engine.plan = dataclasses.replace(engine.plan, shape=shape)
     if graphs is not False:
         engine._parts.queue.captured = Through(engine._parts.queue.round)
     return engine

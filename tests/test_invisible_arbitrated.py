@@ -12,7 +12,7 @@ import torch
 
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.proposers.arbitrated import ArbitratedProposer
-from spd.runtime.round_queue import RoundQueue
+from spd.runtime.round.round_queue import RoundQueue
 from tests.helpers import Run, make_engine, random_prompts, run_all, run_one, run_requests
 from tests.kernels.test_kernels_ngram_over import match_length
 from tests.recipes.tiny_eagle3 import write_tiny_pair
@@ -196,7 +196,7 @@ def test_the_cache_is_brought_up_before_too_much_is_missing(
     pairs: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long lookup drafts alone: what is missing stays within the rings of states."""
-    from spd.runtime.memory import CATCH_UP
+    from spd.runtime.round.limits import CATCH_UP
 
     asked: list[int] = []
     real = ArbitratedProposer.catch_up

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from spd.kernels.attention.rotary_store import RotatedRows
 from spd.runtime import SamplingParams
-from spd.runtime.layers import moe
-from spd.runtime.layers.latent_attention import LATENT_EPSILON, LatentAttention
+from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual
 from spd.runtime.layers.rotary import RotaryRows
-from spd.runtime.models import layer_builder
-from spd.runtime.models.base import ForwardBatch, LayerCache, Residual
+from spd.runtime.models import decoder, layouts, moe
+from spd.runtime.models.latent_attention import LATENT_EPSILON, LatentAttention
 from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.test_invisible import damped
 
@@ -100,8 +100,9 @@ class NaiveLatentAttention(LatentAttention):
     ) -> Residual:
         of, (pages,) = self.latent, cache.pools
         query, latent = self._project(stream, batch)
-        tables = (rotary.cos, rotary.sin, rotary.positions, batch.kv_slots, self.latent_norm)
-        turned = self.kernels.latent_store(query[..., of.nope_dim :], latent, *tables, LATENT_EPSILON, pages)
+        turning = RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots)
+        given = (latent, turning, self.latent_norm, LATENT_EPSILON, pages)
+        turned = self.kernels.latent_store(query[..., of.nope_dim :], *given)
         query = torch.cat((query[..., : of.nope_dim], turned), -1)
         values = query.new_zeros(*query.shape[:2], of.value_dim)
         for slot in range(batch.num_slots):
@@ -114,7 +115,7 @@ class NaiveLatentAttention(LatentAttention):
             scores = torch.einsum("qhd,thd->hqt", query[rows], key) * self.scale
             weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
             values[rows] = torch.einsum("hqt,thv->qhv", weights, value)
-        return self.output.onto(values.flatten(1), stream, batch)
+        return self.output(Residual(values.flatten(1)), batch, stream)
 
 
 def test_naive_and_absorbed_accept_alike(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +123,7 @@ def test_naive_and_absorbed_accept_alike(tiny: Callable[..., Path], monkeypatch:
     target, draft = folders(tiny, "deepseek_v3")
     how = {"spec": "draft", "draft_model": draft, "draft_max": 3, "slots": 2}
     absorbed = runs(target, count=12, **how)
-    monkeypatch.setattr(layer_builder, "LatentAttention", NaiveLatentAttention)
+    monkeypatch.setitem(decoder.BLOCKS, layouts.LatentLayout, NaiveLatentAttention)
     naive = runs(target, count=12, **how)
     assert [run.output for run in naive] == [run.output for run in absorbed]
     assert [run.drafts for run in naive] == [run.drafts for run in absorbed]

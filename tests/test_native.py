@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from spd.errors import IncompatibleError
+from spd.formats.demo import demo_folder
 from spd.kernels.native import build
-from spd.kernels.native.build import obstacle
-from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.rows import SlotView
+from spd.kernels.native.build import instructions, obstacle
+from spd.runtime import Engine, EngineConfig, Request, SamplingParams
+from spd.runtime.plan.machine import cpu_has_fast_bfloat16
+from spd.runtime.plan.plan import make_plan
+from spd.runtime.round.rows import SlotView
 from tests.helpers import TinyShelf, make_engine, random_prompts, run_all, run_requests
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import FAMILIES, write_dense
@@ -102,7 +105,7 @@ def test_texts_in_any_company(model: Callable[..., Path], shape: str) -> None:
     target, draft = model(shape, **soft), model(shape, **soft, layers=2)
     wishes: dict[str, Any] = {**BFLOAT16, "ctx": 320}
     alone = make_engine(target, **wishes, slots=1, prefix_sharing=False)
-    assert alone.plan.kernels == "native"
+    assert alone.plan.shape.kernels == "native"
     expected = company(alone, mixed_requests())
     drafted = {"spec": "draft", "draft_model": draft, "draft_max": 3}
     looked_up = {"spec": "ngram", "ngram_min": 1, "draft_max": 5}
@@ -163,7 +166,7 @@ def test_the_target_alone_decides(model: Callable[..., Path]) -> None:
     asked = [(prompt, SamplingParams(max_tokens=8, ignore_eos=True)) for prompt in random_prompts(2, 20, 250)]
     plain = make_engine(target, **BFLOAT16)
     speculated = make_engine(target, **BFLOAT16, spec="draft", draft_model=draft, draft_max=2)
-    assert (speculated.plan.kernels, speculated.plan.draft_kernels) == ("native", "torch")
+    assert (speculated.plan.shape.kernels, speculated.plan.draft_kernels) == ("native", "torch")
     assert speculated._parts.proposer.runner.kernels.name == "torch"  # type: ignore[union-attr]
     prompts, params = [p for p, _ in asked], [q for _, q in asked]
     expected = [run.tokens for run in run_all(plain, prompts, params)]
@@ -184,7 +187,23 @@ def test_why_not(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
         assert why in refused.value.reason[0]
     monkeypatch.setattr(build, "find_compiler", lambda: None)
     plan = make_engine(dense, **BFLOAT16).plan
-    assert plan.kernels == "torch" and plan.kernels_reason.startswith("not the C kernels: ")
+    assert plan.shape.kernels == "torch" and plan.kernels_reason.startswith("not the C kernels: ")
+
+
+def test_the_dtype_follows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` is bfloat16 where C kernels run; else it is torch's choice, and the plan still says why."""
+    of_torch = "bfloat16" if cpu_has_fast_bfloat16() else "float32"
+
+    def planned(**wishes: Any) -> tuple[str, str, str]:
+        plan = make_plan(EngineConfig(model=demo_folder(), device="cpu", **wishes))
+        return plan.shape.dtype, plan.shape.kernels, plan.kernels_reason
+
+    if obstacle() is None:
+        why = f"compiled for this processor's {instructions()}"
+        assert planned() == planned(kernels="native") == ("bfloat16", "native", why)
+    assert planned(kernels="torch") == (of_torch, "torch", "asked for")
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    assert planned() == (of_torch, "torch", f"not the C kernels: {obstacle()}")
 
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -206,7 +225,7 @@ def test_heads_draft_alike_in_any_company(tmp_path: Path, name: str) -> None:
         write_tiny_mtp(folder, kind="copy", **HEADS[name])
     wishes: dict[str, Any] = {**BFLOAT16, "ctx": 320, "draft_max": 3, **speculation}
     alone = make_engine(folder, **wishes, slots=1, prefix_sharing=False)
-    assert (alone.plan.kernels, alone.plan.draft_kernels) == ("native", "native")
+    assert (alone.plan.shape.kernels, alone.plan.draft_kernels) == ("native", "native")
     expected = run_requests(alone, mixed_requests())
     assert sum(run.metrics.draft_n_accepted for run in expected)
     assert [run.tokens for run in expected] == company(

@@ -10,7 +10,7 @@ import pytest
 
 from spd.errors import UsageError
 from spd.runtime import Engine, Event, Request, SamplingParams
-from spd.runtime.engine import BUSY_PASSES
+from spd.runtime.engine.engine import BUSY_PASSES
 from tests.helpers import make_engine, random_prompts, run_all, run_one
 
 VOCAB, CTX, PAGES = 256, 320, 6
@@ -92,7 +92,7 @@ def test_long_prompts_do_not_stall_who_decodes(target: Path, lag: int) -> None:
     )
     first = {name: next(i for i, names in enumerate(came) if name in names) for name in ("long", "next")}
     assert first["long"] < first["next"], "first come, first served"
-    assert passes and max(passes) <= engine.plan.chunk
+    assert passes and max(passes) <= engine.plan.shape.chunk
 
 
 @pytest.mark.parametrize(("arriving", "most"), [(1, 1), (2, BUSY_PASSES), (6, BUSY_PASSES)])

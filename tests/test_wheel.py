@@ -29,7 +29,7 @@ def test_the_wheel_holds_the_package_and_the_demo_only(wheel: Path) -> None:
         "spd/py.typed",
         "spd/formats/demo/model.safetensors",
         "spd/formats/demo/tokenizer.json",
-        "spd/runtime/measuring/prompts.jsonl",
+        "spd/runtime/lab/prompts.jsonl",
         *(str(path.relative_to(ROOT)) for path in SCHEMAS.glob("*.json")),
         "spd/formats/demo/draft/model.safetensors",
     ):

@@ -33,7 +33,7 @@ from benchmarks.gpu_suite.speculation import (
 )
 from benchmarks.summaries import median_interval, paired_ratio
 from spd.runtime import Engine, EngineConfig
-from spd.runtime.memory import pages_a_slot
+from spd.runtime.plan.memory import pages_a_slot
 
 K = REFERENCE_K
 POOR_LENGTH = 1.2
@@ -111,13 +111,6 @@ class ScriptedLengths:
         """Nothing to learn."""
 
     def observe_cost(self, *given: Any) -> None:
-        """Nothing to learn."""
-
-    def prepares(self, together: int) -> bool:
-        """Whoever is admitted will draft."""
-        return True
-
-    def observe_request(self, *given: Any) -> None:
         """Nothing to learn."""
 
 

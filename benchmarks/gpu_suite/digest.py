@@ -118,6 +118,7 @@ RENDERERS: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "device": _device,
     "bandwidth": _bandwidth,
     "gemm_equality": _gemm,
+    "token_tiles": lambda result: [", ".join(f"{kind} {tile}" for kind, tile in result["widest"].items())],
     "graph_nodes": _graph,
     "sdpa_equality": _sdpa,
     "spd_demo": _spd,

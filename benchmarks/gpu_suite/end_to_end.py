@@ -44,7 +44,7 @@ from benchmarks.gpu_suite.shapes import (
 )
 from benchmarks.gpu_suite.speculation import REFERENCE_K, gain, reference_length
 from spd.runtime import Engine, EngineConfig, SamplingParams
-from spd.runtime.draft_length import DraftLength
+from spd.runtime.engine.draft_length import DraftLength
 
 PLAIN_SHAPES = (QWEN3_8B, QWEN3_06B, QWEN3_17B, QWEN3_4B, LLAMA_8B, QWEN3_32B)
 PAIRS = ((QWEN3_8B, EAGLE_SIZE), (QWEN3_8B, QWEN3_06B), (QWEN3_4B, QWEN3_06B), (QWEN3_32B, QWEN3_17B))
@@ -204,7 +204,7 @@ def sweep_drafts(
     free_memory()
     engine = Engine(config)
     recorder = Recorder.of(engine)
-    imposed = getattr(engine.plan, "synthetic_acceptance", None)
+    imposed = engine.plan.wishes.synthetic_acceptance
     by_k: dict[str, Any] = {}
     found = {"plain": plain, "acceptance": "natural" if imposed is None else "imposed", "k": by_k}
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from benchmarks.gpu_suite.graph_timer import Call, Timer
 from benchmarks.gpu_suite.shapes import Shape
 from spd.kernels import launch
+from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
+from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import Kernels
-from spd.kernels.paged_attention import AttentionHeads
 from spd.runtime.layers.linear import SkinnyLinear, share_workspace
 
 PAGE = 64
@@ -218,11 +219,11 @@ def attention_case(
     for width in rows:
         positions = (torch.arange(width, device=device) + context - width).expand(slots, width).contiguous()
         valid = torch.ones(slots, width, dtype=torch.bool, device=device)
-        window = (positions, valid, pools.page_table, heads, PAGE, bench.dtype)
-        planning = partial(kernels.plan_attention, *window, [context] * slots, [None] * slots)
+        window = Windows(positions, valid, pools.page_table, [context] * slots, [None] * slots)
+        planning = partial(kernels.plan_attention, window, heads, PAGE, bench.dtype)
         plan = planning()
         query = bench.normal(slots, width, heads.num_heads, heads.head_dim)
-        calls = [partial(kernels.paged_attention, query, k, v, plan, scale) for k, v in pools.layers]
+        calls = [partial(kernels.paged_attention, query, pair, plan, Scores(scale)) for pair in pools.layers]
         plain = pools.contiguous(slots, context)
         rival = [partial(_attend, query.transpose(1, 2), k, v, scale, False) for k, v in plain]
         found[str(width)] = bench.row(calls, nbytes, rival)
@@ -237,12 +238,12 @@ def prefill_case(bench: Bench, heads: AttentionHeads, chunk: int, starts: Sequen
     """
     kernels, found = bench.kernels, Rows()
     pools = Pools.build(bench, heads, 1, max(starts) + chunk, 1)
-    (keys, values), row = pools.layers[0], pools.page_table[0]
+    own, row = pools.layers[0], pools.page_table[0]
     query, scale = bench.normal(chunk, heads.num_heads, heads.head_dim), heads.head_dim**-0.5
     for start in starts:
         [(k, v)] = pools.contiguous(1, start + chunk)
         rival = partial(_attend, query[None].transpose(1, 2), k, v, scale, start == 0)
-        call = partial(kernels.prefill_attention, query, keys, values, row, start, scale)
+        call = partial(kernels.prefill_attention, query, own, row, start, Scores(scale))
         us, _, torch_us = bench.row([call], None, [rival])
         flops = 4 * chunk * (start + chunk / 2) * heads.num_heads * heads.head_dim
         found[str(start)] = [us, 1e-6 * flops / us if us else None, torch_us]
@@ -252,14 +253,15 @@ def prefill_case(bench: Bench, heads: AttentionHeads, chunk: int, starts: Sequen
 def rotary_case(bench: Bench, heads: AttentionHeads, rows: Sequence[int]) -> Rows:
     """What lies between the projection and attention, with the per-head norm."""
     found, size = Rows(), heads.head_dim
-    keys, values = Pools.build(bench, heads, 1, 1024, 1).layers[0]
+    pools = Pools.build(bench, heads, 1, 1024, 1).layers[0]
     cos, sin = bench.normal(1024, size), bench.normal(1024, size)
     weight = bench.normal(heads.num_heads + heads.num_kv_heads, size)
     for count in rows:
         qkv = bench.normal(count, (heads.num_heads + 2 * heads.num_kv_heads) * size)
-        positions = torch.arange(count, device=keys.device) + 500
-        where = (positions, positions + 2 * PAGE, weight, EPSILON, keys, values, heads.num_heads)
-        found[str(count)] = bench.row([partial(bench.kernels.rotary_store, qkv, cos, sin, *where)], None)
+        positions = torch.arange(count, device=cos.device) + 500
+        given = (RotatedRows(cos, sin, positions, positions + 2 * PAGE), weight, EPSILON, pools)
+        call = partial(bench.kernels.rotary_store, qkv, *given, heads.num_heads)
+        found[str(count)] = bench.row([call], None)
     return found
 
 

@@ -6,9 +6,11 @@ fails says so in its own line. `warm_parts` says how the compiling can be shared
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,8 +38,10 @@ from benchmarks.gpu_suite.round_cases import (
 )
 from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_06B, QWEN3_8B, SHAPES, Shape
 from benchmarks.gpu_suite.sparse_cases import sparse_cases
-from spd.kernels.dispatch import load_kernels
-from spd.kernels.paged_attention import AttentionHeads
+from spd.formats.hub import own_cache
+from spd.kernels.attention.paged_attention import AttentionHeads
+from spd.kernels.dispatch import Kernels, load_kernels
+from spd.runtime.load.token_tiles import ask_gpus, widest_tiles
 
 ROWS = (1, 2, 4, 8, 16)
 READ_GIB = 2.0
@@ -108,11 +112,24 @@ def eight_over_one(rows: Rows) -> dict[str, list[float]]:
     return {"8_over_1": [eight / one for eight, one in pairs if eight and one]}
 
 
+def _kernels() -> Kernels:
+    """As an engine here has them."""
+    return load_kernels("triton", None, widest_tiles("cuda", own_cache)[0])
+
+
+def run_token_tiles() -> dict[str, Any]:
+    """What spd doctor asks of the GPU, kept for nobody."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        asked = ask_gpus(lambda: Path(folder))
+    return {"seconds": time.perf_counter() - began, **asked[0]}
+
+
 @torch.inference_mode()
 def run() -> Iterator[dict[str, Any]]:
     """Time every case; yields the report after each, so that a kill loses one."""
     read_rate = float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
-    bench = Bench(load_kernels("triton"), GraphTimer(), torch.bfloat16, read_rate)
+    bench = Bench(_kernels(), GraphTimer(), torch.bfloat16, read_rate)
     found: dict[str, Any] = {}
     report = {
         "read_bytes_per_second": read_rate,
@@ -130,6 +147,6 @@ def run() -> Iterator[dict[str, Any]]:
 @torch.inference_mode()
 def warm_part(part: str, parts: str) -> dict[str, Any]:
     """Compile what every parts-th case launches, by running each call once; the errors by case."""
-    bench = Bench(load_kernels("triton"), Once("cuda"), torch.bfloat16, 1.0)
+    bench = Bench(_kernels(), Once("cuda"), torch.bfloat16, 1.0)
     results = {name: run_case(case, bench) for name, case in list(cases().items())[int(part) :: int(parts)]}
     return {name: result["error"] for name, result in results.items() if "error" in result}

@@ -2,12 +2,12 @@
 """The Triton kernels the probes measure: a read, a copy, a skinny matrix product and a graph node.
 
 Each comes with its launch, which fixes every choice that could change bits (tile, warps, stages). They
-compile ahead of time without a GPU; see `signatures`.
+compile ahead of time without a GPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -120,33 +120,3 @@ def copy(x: torch.Tensor, out: torch.Tensor, programs: int, block: int, warps: i
 def add_one(x: torch.Tensor, size: int) -> None:
     """Add one to every element of an int32 vector whose length is a multiple of `size`."""
     node_kernel[(x.numel() // size,)](x, SIZE=size, num_warps=1)
-
-
-@dataclass(frozen=True)
-class Signature:
-    """One ahead-of-time compilation: argument types, constants and launch options."""
-
-    kernel: Any
-    types: dict[str, str]
-    constants: dict[str, int]
-    options: dict[str, int] = field(default_factory=dict)
-
-
-def signatures() -> dict[str, Signature]:
-    """Every kernel as the probes launch it, by a name for the reader."""
-    vector = {"x": "*i32", "out": "*i32", "size": "i32"}
-    found = {
-        "read_sum": Signature(read_sum_kernel, vector, {"BLOCK": 4096}, {"num_warps": 8}),
-        "copy": Signature(copy_kernel, vector, {"BLOCK": 4096}, {"num_warps": 8}),
-        "node": Signature(node_kernel, {"x": "*i32"}, {"SIZE": 1}, {"num_warps": 1}),
-    }
-    config = GemmConfig()
-    for dtype in ("bf16", "fp16"):
-        for tile in (16, 32, 64):
-            found[f"skinny_gemm_{dtype}_{tile}"] = Signature(
-                skinny_gemm_kernel,
-                {"w": f"*{dtype}", "x": f"*{dtype}", "y": f"*{dtype}", "rows": "i32", "n": "i32", "k": "i32"},
-                {"BLOCK_N": config.block_n, "BLOCK_T": tile, "BLOCK_K": config.block_k},
-                {"num_warps": config.warps, "num_stages": config.stages},
-            )
-    return found

@@ -6,6 +6,8 @@ import hashlib
 import json
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,21 @@ def new_report() -> Answer:
     return {
         "schema": "spd.benchmarks.gpu_suite/2",
         "machine": describe_machine(),
+        "versions": versions(),
         "gpu": gpu_and_driver(),
         **describe_commit(),
         "sources": digest_of_sources(),
         "probes": {},
     }
+
+
+def versions() -> dict[str, str]:
+    """Of what makes the kernels, where it is installed, without importing it."""
+    found = {}
+    for name in ("torch", "triton"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def gpu_and_driver() -> str | None:

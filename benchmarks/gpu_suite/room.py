@@ -6,27 +6,26 @@ from collections.abc import Mapping, Sequence
 from unittest import mock
 
 from spd.runtime import EngineConfig
-from spd.runtime import plan as planning
-from spd.runtime.plan import EnginePlan, make_plan
+from spd.runtime.plan import machine
+from spd.runtime.plan.plan import EnginePlan, make_plan
 
 BOUNDLESS = 2**62
 
 
 def plan_anyway(config: EngineConfig) -> EnginePlan:
     """The plan of an engine with every slot at full length, also where it has no room."""
-    with mock.patch.object(planning, "free_memory", lambda device: BOUNDLESS):
+    with mock.patch.object(machine, "free_memory", lambda device: BOUNDLESS):
         return make_plan(config)
 
 
 def needed_bytes(plan: EnginePlan) -> int:
     """Bytes of all its parts."""
-    parts = plan.weight_bytes, plan.draft_weight_bytes, plan.cache_bytes, plan.workspace_bytes
-    return sum(parts) + plan.graph_bytes
+    return plan.need.total
 
 
 def usable_bytes(config: EngineConfig, device: str) -> int:
     """Bytes that engines like this one may take of what is free now."""
-    return int(planning.free_memory(device) * config.memory_fraction)
+    return int(machine.free_memory(device) * config.memory_fraction)
 
 
 def side_by_side(needs: Mapping[str, int], usable: int) -> list[tuple[str, ...]]:

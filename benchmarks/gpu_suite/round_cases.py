@@ -14,10 +14,10 @@ import torch
 
 from benchmarks.gpu_suite.graph_timer import Call
 from benchmarks.gpu_suite.kernel_cases import PAGE, Bench, Rows
-from spd.kernels import draft_verify, philox, row_laws, sampling
-from spd.kernels.round_commit import emission_width
-from spd.kernels.round_finish import ENDED, NUM_TIMES
-from spd.runtime.sampler_class import SamplerClass
+from spd.kernels.round.commit import emission_width
+from spd.kernels.round.window import ENDED, NUM_TIMES, Places
+from spd.kernels.sampling import draft_verify, philox, sampling
+from spd.runtime.round.sampling_params import SamplerClass
 
 STEPS = {
     "noise": SamplerClass(noise=True),
@@ -66,7 +66,7 @@ def sampling_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
             )
             laws = (logits, draft, tensors, steps, vocab)
             found[f"{count} law {name}"] = bench.row(
-                [partial(bench.kernels.row_laws, *laws)], logits.nbytes, [partial(row_laws.row_laws, *laws)]
+                [partial(bench.kernels.row_laws, *laws)], logits.nbytes, [partial(sampling.row_laws, *laws)]
             )
     return found
 
@@ -92,7 +92,7 @@ def noise_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
     """Gumbel noise by itself, as the fused draw has it inside, against its torch form."""
     found, form = (
         Rows(),
-        philox if bench.kernels.name == "torch" else import_module(f"{philox.__name__}_triton"),
+        philox if bench.kernels.name == "torch" else import_module("benchmarks.gpu_suite.noise_triton"),
     )
     for count in rows:
         given = (bench.integers(count, fill=7), bench.integers(count, fill=1000), 0, vocab)
@@ -103,13 +103,16 @@ def noise_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
 
 @dataclass(frozen=True)
 class Slots:
-    """The state that a round's own kernels read and write, for S slots; see `spd.runtime.state`."""
+    """The state that a round's own kernels read and write, for S slots; see `spd.runtime.round.state`."""
 
     tokens: torch.Tensor
     length: torch.Tensor
-    limit: torch.Tensor
+    length_limit: torch.Tensor
     draft: torch.Tensor
     num_drafts: torch.Tensor
+    match: torch.Tensor
+    draft_limit: torch.Tensor
+    draft_cap: torch.Tensor
     active: torch.Tensor
     page_table: torch.Tensor
     stop_ids: torch.Tensor
@@ -125,9 +128,12 @@ class Slots:
         return cls(
             tokens=torch.randint(vocab, (slots, width), device=device),
             length=bench.integers(slots, fill=width // 2),
-            limit=bench.integers(slots, fill=2**40),
+            length_limit=bench.integers(slots, fill=2**40),
             draft=torch.randint(vocab, (slots, max(1, k)), device=device),
             num_drafts=bench.integers(slots, fill=k),
+            match=bench.integers(slots),
+            draft_limit=bench.integers(slots, fill=2**40),
+            draft_cap=bench.integers(slots, fill=k),
             active=torch.ones(slots, dtype=torch.bool, device=device),
             page_table=torch.arange(slots * pages, device=device).view(slots, pages) + 2,
             stop_ids=bench.integers(slots, 24, fill=-1),
@@ -140,21 +146,17 @@ class Slots:
 def round_case(bench: Bench, slots: int, k: int, width: int, vocab: int) -> Rows:
     """The kernels around the two models: window, commit, clock, and a drafter's windows."""
     kernels, s = bench.kernels, Slots.build(bench, slots, k, width, vocab)
-    window = (s.tokens, s.length, s.draft, s.num_drafts, s.active, s.limit, s.page_table)
-    shape = (k, PAGE, vocab, width, 0, s.times, s.counter)
-    made = kernels.round_window(*window, *shape)
+    places = Places(PAGE, width, 0)
+    made = kernels.round_window(s, k, places, vocab)
     sampled = torch.randint(vocab, (slots, k + 1), device=bench.timer.device)
     finite = torch.ones_like(sampled, dtype=torch.bool)
-    commit = (made.draft, made.num_drafts, sampled, finite, s.tokens, s.length, s.limit, s.stop_ids, s.active)
-    drafter = (s.length, s.active, s.limit, s.page_table)
-    step = (PAGE, width, 0, s.draft, s.num_drafts, max(1, k))
     calls = {
-        "round_window": partial(kernels.round_window, *window, *shape),
+        "round_window": partial(kernels.round_window, s, k, places, vocab),
         "mark_time": partial(kernels.mark_time, s.times, s.counter, ENDED, True),
-        "committed_window": partial(kernels.committed_window, s.tokens, *drafter, 2, PAGE, width, 0),
-        "draft_step": partial(kernels.draft_step, sampled[:, :1], *drafter, 0, *step),
+        "committed_window": partial(kernels.committed_window, s, 2, s.active, places),
+        "draft_step": partial(kernels.draft_step, s, sampled[:, :1], 0, max(1, k), places),
         # Last, since every launch moves the lengths on; a row of `width` tokens has room for thousands.
-        "round_commit": partial(kernels.round_commit, *commit, None, s.ring, s.counter, None, s.times),
+        "round_commit": partial(kernels.round_commit, s, made, sampled, finite),
     }
     return {name: bench.row([call], None) for name, call in calls.items()}
 
@@ -164,8 +166,6 @@ def lookup_case(bench: Bench, slots: int, k: int, widths: Sequence[int], vocab: 
     found = Rows()
     for width in widths:
         s = Slots.build(bench, slots, k, width, vocab)
-        match = torch.zeros_like(s.num_drafts)
-        given = (s.tokens, s.length, s.active, k, 3, 8, width, s.draft, s.num_drafts, match)
-        call = partial(bench.kernels.ngram_lookup, *given)
+        call = partial(bench.kernels.ngram_lookup, s, k, 3, 8, width)
         found[str(width)] = bench.row([call], slots * width // 2 * 8)
     return found

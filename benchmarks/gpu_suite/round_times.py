@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.gpu_suite.graph_timer import free_memory
-from spd.kernels.round_finish import BEGAN, COMMITTED, ENDED
+from spd.kernels.round.window import BEGAN, COMMITTED, ENDED
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams
-from spd.runtime.measuring.statistics import percentile
+from spd.runtime.lab.statistics import percentile
 
 Result = TypeVar("Result")
 GREEDY = SamplingParams(ignore_eos=True)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from benchmarks.gpu_suite.graph_timer import Call
 from benchmarks.gpu_suite.kernel_cases import PAGE, Bench, Case, Rows
-from spd.kernels.attention_chunks import num_chunks
-from spd.kernels.eight_bits import block_scales, int8_rows
-from spd.kernels.paged_attention import AttentionHeads
-from spd.kernels.skinny_linear import ScaledWeight
+from spd.kernels.attention.attention_chunks import num_chunks
+from spd.kernels.attention.paged_attention import AttentionHeads, Windows
+from spd.kernels.linear.eight_bits import block_scales, int8_rows
+from spd.kernels.linear.skinny_linear import ScaledWeight
 from spd.runtime.layers.linear import SkinnyLinear, share_workspace
 
 CACHE_BYTES = 50 << 20
@@ -39,8 +39,8 @@ def latent_case(
     for width in rows:
         positions = (torch.arange(width, device=device) + context - width).expand(slots, width).contiguous()
         valid = torch.ones(slots, width, dtype=torch.bool, device=device)
-        bounds = [context] * slots, [None] * slots
-        plan = kernels.plan_attention(positions, valid, table, shape, PAGE, bench.dtype, *bounds)
+        window = Windows(positions, valid, table, [context] * slots, [None] * slots)
+        plan = kernels.plan_attention(window, shape, PAGE, bench.dtype)
         query = bench.normal(slots, width, heads, size)
         calls = [partial(kernels.mla_attention, query, pool, plan, rank, size**-0.5) for pool in pools]
         partial_results = partial_bytes(slots * width * heads, context, rank)

@@ -23,14 +23,14 @@ from benchmarks.gpu_suite.round_times import Load, Recorder, measure_load, with_
 from spd.formats.model_config import read_model_config
 from spd.formats.mtp import FAMILIES, MtpLayout
 from spd.runtime import Engine, EngineConfig
-from spd.runtime.layers.moe import MoeMlp
-from spd.runtime.memory import PAGE_SIZE, largest, page_bytes, tensor_bytes
 from spd.runtime.models import family_layout
 from spd.runtime.models.layouts import MoeLayout
+from spd.runtime.models.moe import MoeMlp
 from spd.runtime.models.mtp_weights import module_bytes, module_layer
 from spd.runtime.models.weight_form import DTYPE_BYTES
 from spd.runtime.models.weights import destinations, expected_tensors, scale_name, scale_shape
-from spd.runtime.weight_choice import choose_form
+from spd.runtime.plan.memory import largest, page_bytes, tensor_bytes
+from spd.runtime.round.limits import PAGE_SIZE
 
 CODES = {"bfloat16": "BF16", "float32": "F32"}
 LENGTHS = {1: 1.8, 3: 2.6}
@@ -160,7 +160,7 @@ def write_hollow(model: Published, parent: Path) -> Path:
         prefix + name
         for prefix, destination in destinations(config, layout)
         if prefix and len(destination.shape) == 2 and not destination.exact
-        for name, _ in destination.parts
+        for name, *_ in destination.parts
     }
     shapes = expected_tensors(config, layout)
     if model.modules:
@@ -169,7 +169,7 @@ def write_hollow(model: Published, parent: Path) -> Path:
         for module in range(model.modules):
             shapes |= head.glue_tensors(module, config.hidden_size)
             for destination in module_layer(config, family).destinations():
-                own = {head.layer_prefix(module) + name: shape for name, shape in destination.parts}
+                own = {head.layer_prefix(module) + part.name: part.shape for part in destination.parts}
                 shapes |= own
                 matrices |= set(own) if len(destination.shape) == 2 and not destination.exact else set()
     entries: dict[str, tuple[str, Sequence[int]]] = {}
@@ -201,8 +201,8 @@ def _write_hole(path: Path, entries: Mapping[str, tuple[str, Sequence[int]]]) ->
 def touched_experts(engine: Engine, load: Load, vocab: int) -> float:
     """Experts of a layer that the rows of one verification go to, on average. Asks the host: not timed."""
     counts: list[int] = []
-    rows = engine.plan.slots * (engine.plan.draft_max + 1)
-    most = max(4 * rows, 16 if engine.plan.kernels == "torch" else 0)  # torch's form fills rows up
+    rows = engine.plan.shape.slots * (engine.plan.shape.draft_max + 1)
+    most = max(4 * rows, 16 if engine.plan.shape.kernels == "torch" else 0)  # torch's form fills rows up
     layers: Any = getattr(engine._parts.runner.model, "layers")  # noqa: B009
     for block in (layer.mlp for layer in layers if isinstance(layer.mlp, MoeMlp)):
         honest = block._route
@@ -224,22 +224,22 @@ def floor_parts(engine: Engine, context: float, touched: float) -> dict[str, flo
     A draft pass reads the module's own matrices, of experts those of one token, and the head.
     """
     plan = engine.plan
-    config = read_model_config(Path(plan.model))
-    form, _ = choose_form(config, Path(plan.model), plan)
-    width, table = DTYPE_BYTES[plan.dtype], config.vocab_size * config.hidden_size
-    weights = float(tensor_bytes(config, plan.dtype, form)) - table * width
+    config = plan.model.config
+    form = plan.shape.form
+    width, table = DTYPE_BYTES[plan.shape.dtype], config.vocab_size * config.hidden_size
+    weights = float(tensor_bytes(config, plan.shape.dtype, form)) - table * width
     for prefix, layer in (
         (f"model.layers.{i}.", each) for i, each in enumerate(family_layout(config).layers)
     ):
         if isinstance(layer.mlp, MoeLayout):
-            weights -= _unread(layer.mlp, prefix, form, plan.dtype, touched)
-    positions = plan.slots * context * page_bytes(config, plan.dtype) / PAGE_SIZE
-    drafts = plan.draft_max * _draft_bytes(engine, config)
+            weights -= _unread(layer.mlp, prefix, form, plan.shape.dtype, touched)
+    positions = plan.shape.slots * context * page_bytes(config, plan.shape.dtype) / PAGE_SIZE
+    drafts = plan.shape.draft_max * _draft_bytes(engine, config)
     return {
         "target layers": weights - table * width,
         "target head": float(table * width),
         "target keys and values": float(positions),
-        **({"drafts": float(drafts)} if plan.draft_max else {}),
+        **({"drafts": float(drafts)} if plan.shape.draft_max else {}),
     }
 
 
@@ -251,23 +251,23 @@ def _unread(layout: MoeLayout, prefix: str, form: Any, dtype: str, touched: floa
 
 
 def _draft_bytes(engine: Engine, config: Any) -> float:
-    source = engine.plan.mtp_source(config)
+    source = engine.plan.shape.mtp
     if source is None:
         return 0.0
-    form, _ = choose_form(source.config, source.folder, engine.plan)
+    form = engine.plan.shape.draft_form
     layer, total = (
         module_layer(config, source.layout.family),
-        module_bytes(source, 0, engine.plan.dtype, form),
+        module_bytes(source, 0, engine.plan.shape.dtype, form),
     )
     if isinstance(layer.mlp, MoeLayout):
-        chosen = layer.mlp.experts.router.per_token * engine.plan.slots
-        total -= int(_unread(layer.mlp, source.layout.layer_prefix(0), form, engine.plan.dtype, chosen))
-    return float(total + config.vocab_size * config.hidden_size * DTYPE_BYTES[engine.plan.dtype])
+        chosen = layer.mlp.experts.router.per_token * engine.plan.shape.slots
+        total -= int(_unread(layer.mlp, source.layout.layer_prefix(0), form, engine.plan.shape.dtype, chosen))
+    return float(total + config.vocab_size * config.hidden_size * DTYPE_BYTES[engine.plan.shape.dtype])
 
 
 def measure_model(engine: Engine, load: Load, rate: float, touched: float) -> dict[str, Any]:
     """Steady rounds of one engine, their floor and its share of the wall time."""
-    vocab = read_model_config(Path(engine.plan.model)).vocab_size
+    vocab = engine.plan.model.config.vocab_size
     found = measure_load(engine, Recorder.of(engine), load, vocab)
     parts = floor_parts(engine, found["context"], touched)
     floor_us = 1e6 * sum(parts.values()) / rate

@@ -62,7 +62,7 @@ def dry_speculation() -> dict[str, Any]:
     most = max(LENGTHS_OF_K)
 
     def work(engine: Engine) -> dict[str, Any]:
-        slots = engine.plan.slots
+        slots = engine.plan.shape.slots
         for k in (0, *LENGTHS_OF_K) if slots == 1 else (0, 4):
             fix_draft_length(engine, k)
             start(engine, [random_prompt(PROMPT, QWEN3_8B.vocab, i) for i in range(slots)], GREEDY, 3)

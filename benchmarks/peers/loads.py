@@ -14,9 +14,9 @@ from benchmarks.peers.options import Options
 from benchmarks.peers.pairs import PAIRS, REFERENCE
 from benchmarks.peers.prompts import prompts
 from benchmarks.peers.worker import Worker, WorkerError
-from spd.runtime.measuring.load import poisson_arrivals
-from spd.runtime.measuring.statistics import repeat_interval
-from spd.runtime.measuring.sweep import Load
+from spd.runtime.lab.load import poisson_arrivals
+from spd.runtime.lab.statistics import repeat_interval
+from spd.runtime.lab.sweep import Load
 
 LEAST_REQUESTS = 16
 TIMEOUT = 1200.0

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.peers.protocol import Chunk, Generation, PassResult, Speculation
-from spd.runtime.measuring.load import Decoder, Pass, run_pass
-from spd.runtime.request import Request, SamplingParams
+from spd.runtime.engine.request import Request
+from spd.runtime.lab.load import Decoder, Pass, run_pass
+from spd.runtime.round.sampling_params import SamplingParams
 
 
 class SteppedEngine:

@@ -25,9 +25,9 @@ from benchmarks.peers.protocol import (
 )
 from benchmarks.peers.stepped import SteppedEngine
 from benchmarks.peers.untied import is_latent, read_config, untie
-from spd.runtime.measuring.load import Pass
-from spd.runtime.metrics import RequestMetrics, RoundRecord
-from spd.runtime.request import Event, Request
+from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
+from spd.runtime.engine.request import Event, Request
+from spd.runtime.lab.load import Pass
 
 COUNTERS = {
     "vllm:spec_decode_num_drafts": "drafts",

@@ -7,6 +7,7 @@ body loads what it needs when it runs.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import sys
 import traceback
@@ -27,9 +28,11 @@ from spd.cli.output import (
     DISK_FULL,
     Console,
     OutputClosed,
+    PrintableStderr,
+    Sink,
     hold_standard_descriptors,
     is_terminal,
-    silence_stdout,
+    release_streams,
     wants_color,
     write_error,
     write_stderr,
@@ -37,15 +40,21 @@ from spd.cli.output import (
 from spd.cli.rank import dismiss, meet_at, stand_by
 from spd.cli.signals import Interrupted, SignalGuard, die_by
 from spd.errors import ResourceError, SpdError, UsageError
-from spd.runtime.parallel.rendezvous import Rendezvous
+from spd.runtime.ranks.rendezvous import Rendezvous
 
 PIPE_CLOSED = 141
+SEARCH_PATHS = frozenset({"PATH", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH", "LD_LIBRARY_PATH"})
+"""Where a compiler and its parts are looked for: never in the working folder, so never in a relative one."""
 COMPLETION_VARIABLE = "_SPD_COMPLETE"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `spd` with these arguments and return its exit status; ends by the signal if one came."""
     hold_standard_descriptors()
+    for name in SEARCH_PATHS & os.environ.keys():
+        os.environ[name] = os.pathsep.join(filter(os.path.isabs, os.environ[name].split(os.pathsep)))
+    if (stderr := sys.stderr) is not None:
+        sys.stderr = PrintableStderr(stderr)
     # torch says so on import where NumPy is absent; spd does not need it.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     guard = SignalGuard()
@@ -56,18 +65,17 @@ def main(argv: Sequence[str]) -> int:
             sys.stdout.flush()
         return status
     except Interrupted as stop:
-        silence_stdout()
         return die_by(stop.signum)
     except (OutputClosed, BrokenPipeError):
-        silence_stdout()
         return PIPE_CLOSED
     except OSError as error:  # help into a full disk, known only when it is flushed
-        silence_stdout()
         full = ResourceError(f"cannot write: {error.strerror}", fix=["free some space"], code="write_failed")
         write_error(full, Console(), as_json=False)
         return full.exit_code
     finally:
         guard.uninstall()
+        release_streams()
+        sys.stderr = stderr
 
 
 def _run(argv: list[str], guard: SignalGuard) -> int:
@@ -98,7 +106,8 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
         command = get_command(build_app((asked,)))
         defaults: dict[str, Any] = {}
         session = _session(console, guard)
-        if not {"-h", "--help"}.isdisjoint(invocation.args):
+        if not {"-h", "--help", "-V", "--version"}.isdisjoint(invocation.args):
+            Sink.stdout()  # raises where it is closed
             load_help()
         elif asked in COMMANDS and (files := _config_files(invocation)):
             from spd.cli.config import read_defaults
@@ -116,7 +125,6 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
         )
         return result if isinstance(result, int) else 0
     except SystemExit as stop:  # how Typer and rich end when standard output breaks under their help
-        silence_stdout()
         return PIPE_CLOSED if stop.code == 1 else int(stop.code or 0)
     except Exception as error:
         if isinstance(error, OutputClosed) or (isinstance(error, OSError) and error.errno in DISK_FULL):
@@ -167,12 +175,14 @@ def _session(console: Console, guard: SignalGuard) -> Session:
 
 
 def _explain(error: Exception, console: Console) -> SpdError:
-    """The refusal to show for an exception; what nobody foresaw goes to a log file."""
+    """The refusal to show for an exception; an unexpected one goes to a log file."""
     if isinstance(error, SpdError):
         return error
     if isinstance(error, typer.TyperException):
         message = error.format_message()
         return UsageError(message[:1].lower() + message[1:].rstrip("."))
+    if os.strerror(errno.EMFILE) in str(error):  # torch's errors have no number
+        return ResourceError("too many open files", fix=["ulimit -n 1024"])
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return ResourceError(
             "out of memory",

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from spd.cli.batch_options import parse_think
 from spd.errors import IncompatibleError, UsageError
 
 FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
@@ -44,7 +45,8 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
         "--spec-type": "--spec",
         "--prompt-lookup-min": "--ngram-min",
         "--prompt-lookup-max": "--ngram-max",
-        "--reasoning-budget": "--think-budget",
+        "--reasoning": "--think",
+        "--reasoning-budget": "--think",
     }
 )
 
@@ -71,10 +73,10 @@ FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 
-FOREIGN_SWITCHES: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {"--reasoning": {"on": "--think", "off": "--no-think", "auto": ""}}
+CUT_FLAGS: Mapping[str, str] = MappingProxyType(
+    {"--no-think": "--think off", "--hide-thinking": "--think hide", "--think-budget": "--think N"}
 )
-"""Options that take a value elsewhere and are flags here; nothing is the default."""
+"""Our own options of earlier versions, and what says the same now."""
 
 BEAM_FLAGS = frozenset({"--num-beams", "--beam", "--beams", "--beam-size", "--beam-width", "--beam-search"})
 
@@ -93,7 +95,7 @@ FLAGS = SHARED_FLAGS | {
     "--raw",
     "--parse-special",
 }
-FLAGS |= {"-c", "--continue", "--no-save", "--no-history", "--think", "--no-think", "--hide-thinking"}
+FLAGS |= {"-c", "--continue", "--no-save", "--no-history"}
 FLAGS |= {"-y", "--yes", "--pull"}
 FLAGS |= {"--show-drafts", "--no-stats", "--vi"}
 FLAGS |= {"--stats", "--stream", "--no-stream", "--dry-run", "--ignore-eos", "--quick"}
@@ -136,17 +138,11 @@ def prepare(argv: Sequence[str]) -> Invocation:
             continue
         name, equals, value = word.partition("=")
         refuse_by_name(name)
-        if name in FOREIGN_SWITCHES:
-            if not equals and position < len(words):
-                value = words[position]
-                position += 1
-            switch = _switch(name, value)
-            notes[f"{name} {value} is {switch or 'the default'} here"] = None
-            args += [switch] if switch else []
-            continue
         canonical = FOREIGN_FLAGS.get(name, name)
         if canonical != name:
             notes[f"{name} is {canonical} here"] = None
+        if words[position - 1 :] == ["--think"]:
+            parse_think("")
         follows = not equals and _takes_value(canonical) and position < len(words)
         if follows:
             value = words[position]
@@ -170,7 +166,9 @@ def prepare(argv: Sequence[str]) -> Invocation:
 
 
 def refuse_by_name(name: str) -> None:
-    """Say why an option that people look for does not exist. Raises IncompatibleError."""
+    """Say why an option that people look for does not exist. Raises IncompatibleError and UsageError."""
+    if name in CUT_FLAGS:
+        raise UsageError(f"{name} is now {CUT_FLAGS[name]}", fix=[CUT_FLAGS[name]], code="cut_option")
     if name in BEAM_FLAGS:
         raise IncompatibleError(
             f"{name}: spd has no beam search",
@@ -184,17 +182,6 @@ def refuse_by_name(name: str) -> None:
             fix=["leave it out; `spd inspect MODEL` says whether the architecture is built in"],
             code="remote_code",
         )
-
-
-def _switch(name: str, value: str) -> str:
-    """The flag that another tool's option of a value is here. Raises UsageError."""
-    known = FOREIGN_SWITCHES[name]
-    if value not in known:
-        raise UsageError(
-            f"{name} {value}".rstrip() + f": is not one of {', '.join(known)}",
-            fix=[" or ".join(flag for flag in known.values() if flag)],
-        )
-    return known[value]
 
 
 def _shared_after_command(words: list[str]) -> list[str]:

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.conversation import derived_seed
 from spd.cli.options import GenerateOptions
 from spd.cli.prompt import (
-    MAX_BYTES,
     Asked,
     check_messages,
     check_text,
-    parse_variables,
     read_messages,
     read_text,
+    template_variables,
 )
-from spd.errors import NotFoundError, SpdError, UsageError
+from spd.errors import SpdError, UsageError
+from spd.formats.files import INPUT_LIMIT, LINES_LIMIT, read_input
+from spd.runtime.engine.request import derived_seed
 
 Messages = tuple[Mapping[str, Any], ...]
 
 if TYPE_CHECKING:
     from spd.cli.job import Settings
     from spd.runtime import SamplingParams
-    from spd.runtime.request import GrammarText
+    from spd.runtime.engine.request import GrammarText
 
 OWN_FIELDS = frozenset({"id", "prompt", "messages", "prompt_ids", "system", "params"})
 OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -60,23 +58,8 @@ class BatchLine:
 
 def read_lines(name: str) -> list[BatchLine]:
     """Every line of a file, or of stdin (-), that is not blank. Raises UsageError and NotFoundError."""
-    try:
-        if name == "-":
-            stream = sys.stdin.buffer if sys.stdin is not None else None
-            lines = (
-                [] if stream is None else [_read(n, raw) for n, raw in enumerate(stream, 1) if raw.strip()]
-            )
-        else:
-            with Path(name).open("rb") as file:
-                lines = [_read(n, raw) for n, raw in enumerate(file, 1) if raw.strip()]
-    except FileNotFoundError:
-        raise NotFoundError(
-            f"no file {name}", fix=["check the path; without -f lines come from stdin"], code="no_file"
-        ) from None
-    except OSError as error:
-        raise UsageError(
-            f"cannot read {name}: {error.strerror}", fix=["name a file that can be read"]
-        ) from None
+    data = read_input(name, "check the path; without -f lines come from stdin", LINES_LIMIT)
+    lines = [_read(n, raw) for n, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
     if not lines:
         raise UsageError(
             "no lines to answer",
@@ -89,8 +72,8 @@ def read_lines(name: str) -> list[BatchLine]:
 
 def _read(number: int, raw: bytes) -> BatchLine:
     try:
-        if len(raw) > MAX_BYTES:
-            raise UsageError(f"longer than {MAX_BYTES >> 20} MiB")
+        if len(raw) > INPUT_LIMIT:
+            raise UsageError(f"longer than {INPUT_LIMIT >> 20} MiB")
         value = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
         if not isinstance(value, dict):
             raise UsageError("not a JSON object", fix=['{"prompt": "Hello"}'])
@@ -139,8 +122,7 @@ def read_shared(options: GenerateOptions) -> Shared:
     system = read_text(options.system_file) if options.system_file is not None else options.system
     if system is not None:
         messages = ({"role": "system", "content": check_text(system, "the system message")},)
-    variables = parse_variables(options.template_arg or ())
-    return Shared(options.raw, options.parse_special, messages, variables)
+    return Shared(options.raw, options.parse_special, messages, template_variables(options))
 
 
 def read_wishes(line: BatchLine, settings: Settings, shared: Shared) -> Wanted:
@@ -195,7 +177,7 @@ def _asked(prompt: Mapping[str, Any], shared: Shared) -> Asked:
         if system is not None or shared.messages:
             raise UsageError(f"`{kind}` is the whole prompt here: nothing of a chat can stand before it")
         if shared.variables:
-            raise UsageError(f"`{kind}` uses no chat template here, so --template-arg would do nothing")
+            raise UsageError(f"`{kind}` uses no chat template: --template-arg and --think would do nothing")
         if isinstance(found, list):
             return Asked(ids=tuple(found))
         return Asked(text=found, parse_special=shared.parse_special)
@@ -288,7 +270,7 @@ def _parameter(name: str, wish: Any) -> Any:
 
 
 def _grammar(name: str, wish: Any) -> GrammarText:
-    from spd.runtime.request import GrammarText
+    from spd.runtime.engine.request import GrammarText
 
     if name == "schema" and isinstance(wish, (dict, bool)):
         return GrammarText("schema", json.dumps(wish))

@@ -1,16 +1,50 @@
-"""Options of runs with many prompts, and of replies with a given shape."""
+"""Options of runs with many prompts, of replies with a given shape, and of thinking."""
 
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
+from spd.errors import UsageError
+
 _prompt = functools.partial(typer.Option, rich_help_panel="Prompt")
 _output = functools.partial(typer.Option, rich_help_panel="Output")
 _advanced = functools.partial(typer.Option, rich_help_panel="Advanced")
+
+
+def parse_think(text: str, name: str = "--think") -> str:
+    """The value of --think, or of /think: a word, or tokens at most. Raises UsageError."""
+    if text not in ("auto", "on", "off", "hide") and not re.fullmatch("[0-9]{1,9}", text):
+        said = f"{name} {text}".rstrip()
+        raise UsageError(f"{said}: on, off, hide or a number of tokens?", fix=[f"{name} on|off|hide|N"])
+    return text
+
+
+def think_words(incomplete: str) -> list[str]:
+    """What TAB offers for --think."""
+    return ["on", "off", "hide"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class TemplateOptions:
+    """What the chat template is told, and what becomes of thinking."""
+
+    template_arg: Annotated[
+        list[str] | None, _prompt(metavar="K=V", help="A variable for the chat template. Repeatable.")
+    ] = None
+    think: Annotated[
+        str,
+        _prompt(
+            parser=parse_think,
+            autocompletion=think_words,
+            metavar="on|off|hide|N",
+            help="Ask for thinking or for none; hide: do not show it; N: end it after N tokens.",
+        ),
+    ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)

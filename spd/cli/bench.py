@@ -23,6 +23,7 @@ from spd.cli.output import (
     cannot_write,
     check_folder,
     check_writable,
+    printable,
     to_json,
     write_error,
     write_result,
@@ -34,10 +35,9 @@ from spd.cli.ticker import Ticker
 from spd.errors import CheckFailedError, SpdError, UsageError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from spd.formats.folder import ModelFolder
     from spd.runtime import EngineConfig
-    from spd.runtime.measuring.sweep import Load, Settings, Sweep
+    from spd.runtime.lab.sweep import Load, Settings, Sweep
 
 SCHEMA = "spd.bench/1"
 
@@ -60,7 +60,7 @@ def bench(session: Session, options: BenchOptions) -> int:
     if options.profile is not None:
         check_folder(options.profile)
     if options.plot is not None:
-        from spd.runtime.measuring.plot import check_plot
+        from spd.runtime.lab.plot import check_plot
 
         check_plot(options.plot)
         check_writable(options.plot)
@@ -97,9 +97,9 @@ def _can_judge(options: BenchOptions, baseline: dict[str, Any] | None) -> None:
 def _open_sweep(
     session: Session, options: BenchOptions, configs: Sequence[EngineConfig], settings: Settings
 ) -> Sweep:
-    from spd.runtime.measuring.energy import energy_counter
-    from spd.runtime.measuring.questions import encode_questions
-    from spd.runtime.measuring.sweep import Sweep
+    from spd.runtime.lab.energy import energy_counter
+    from spd.runtime.lab.questions import encode_questions
+    from spd.runtime.lab.sweep import Sweep
 
     lengths: list[int | None] = [None]
     if options.prompt_tokens is not None:
@@ -113,7 +113,7 @@ def _open_sweep(
 
 
 def _settings(options: BenchOptions) -> Settings:
-    from spd.runtime.measuring.sweep import Settings
+    from spd.runtime.lab.sweep import Settings
 
     check_least(
         ("-n", options.max_tokens, 2),
@@ -137,7 +137,7 @@ def _settings(options: BenchOptions) -> Settings:
 
 
 def _loads(options: BenchOptions) -> list[Load]:
-    from spd.runtime.measuring.sweep import Load
+    from spd.runtime.lab.sweep import Load
 
     slots = [int(n) for n in numbers(options.concurrency, "--concurrency", "int", 1, 1024)]
     if options.rate is None:
@@ -147,7 +147,7 @@ def _loads(options: BenchOptions) -> list[Load]:
 
 def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
     """One configuration a way of decoding; plain ones first, one for each setting of the machine."""
-    from spd.formats.hub import resolve_model
+    from spd.formats.folder import ModelFolder
     from spd.runtime import EngineConfig
 
     draft_max: list[int | None] = [None]
@@ -155,7 +155,7 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
         draft_max = [int(k) for k in numbers(options.draft_max, "--draft-max", "int", 1, 31)]
     adaptive = options.adaptive if options.adaptive is not None else len(draft_max) < 2
     base = EngineConfig(
-        model=resolve_model(options.model, options.revision),
+        model=ModelFolder.named(options.model, options.revision),
         device=options.device,
         dtype=options.dtype,
         quantize=options.quantize,
@@ -184,7 +184,7 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
         )
     ]
     draft, head = (
-        None if name is None else resolve_model(name) for name in (options.draft_model, options.mtp)
+        None if name is None else ModelFolder.named(name) for name in (options.draft_model, options.mtp)
     )
     methods = [in_order(m) for m in split(options.spec, "--spec") if m not in ("off", "plain", "none")]
     axes: Iterable[Any] = itertools.product(
@@ -216,9 +216,9 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
     ]
 
 
-def _drafters(method: str, draft: Path | None, head: Path | None) -> dict[str, Any]:
+def _drafters(method: str, draft: ModelFolder | None, head: ModelFolder | None) -> dict[str, Any]:
     """The named drafters that a method takes."""
-    from spd.runtime.config import split_spec
+    from spd.runtime.plan.config import split_spec
 
     alone, _ = split_spec(method)
     takes_head = alone == "mtp" or (alone == "auto" and draft is None)
@@ -269,14 +269,14 @@ def _deliver(
     """Print what has been measured; returns the status. Raises CheckFailedError for a failed check."""
     result = bench_result(options, sweep, interrupted=interrupted)
     unsaved = _save(options, result)
-    sink.write(render(result, options, sink.columns))
+    sink.write(printable(render(result, options, sink.columns)))
     failures = []
     if not (options.json or options.jsonl or options.csv):
-        sink.write_lines("".join(line + "\n" for line in summary_lines(result)))
+        sink.write_lines(summary_lines(result))
     if result["equality"]["differences"]:
         failures.append(f"{len(result['equality']['differences'])} texts differ from plain decoding")
     if baseline is not None:
-        from spd.runtime.measuring.compare import compare
+        from spd.runtime.lab.compare import compare
 
         comparison = compare(baseline, result)
         for line in change_lines(comparison, threshold or 0.0):
@@ -310,7 +310,7 @@ def _save(options: BenchOptions, result: dict[str, Any]) -> SpdError | None:
     """Write file and picture; what kept one of them from being written."""
     unsaved = write_result(options.output, to_json(result) + "\n")
     if options.plot is not None and result["rows"]:
-        from spd.runtime.measuring.plot import plot_rows
+        from spd.runtime.lab.plot import plot_rows
 
         title = headline(result).replace("\n", " · ")
         try:
@@ -322,17 +322,17 @@ def _save(options: BenchOptions, result: dict[str, Any]) -> SpdError | None:
 
 def is_slower(row: dict[str, Any], threshold: float) -> bool:
     """Whether a row is slower than plain decoding by more than a share, and that is no noise."""
-    from spd.runtime.measuring.rows import verdict
+    from spd.runtime.lab.rows import verdict
 
     ratio = row["speed_up"]
     return ratio is not None and verdict(ratio) == "slower" and ratio["median"] < 1 - threshold
 
 
 def bench_result(options: BenchOptions, sweep: Sweep, *, interrupted: bool) -> dict[str, Any]:
-    """The object of `spd bench --json`; its schema is shipped in `spd/runtime/measuring/schemas`."""
+    """The object of `spd bench --json`; its schema is shipped in `spd/runtime/lab/schemas`."""
     from spd.cli.report import versions
-    from spd.runtime.measuring.machine import describe_machine
-    from spd.runtime.measuring.rows import make_rows
+    from spd.runtime.lab.machine import describe_machine
+    from spd.runtime.lab.rows import make_rows
 
     samples = list(sweep.samples)
     return {

@@ -21,7 +21,7 @@ from spd.cli.options import (
 from spd.errors import UsageError
 
 if TYPE_CHECKING:
-    from spd.runtime.measuring.prompt_set import Prompt
+    from spd.runtime.lab.prompt_set import Prompt
 
 DEFAULT_EACH = 2
 _sweep = functools.partial(typer.Option, rich_help_panel="What is compared")
@@ -252,7 +252,7 @@ def check_least(*given: tuple[str, float | None, int]) -> None:
 
 def chosen_prompts(options: BenchOptions | VerifyOptions) -> tuple[Prompt, ...]:
     """The prompts asked for: of --prompts all, of spd's own a few of each category, unless --each says."""
-    from spd.runtime.measuring.prompt_set import OWN, choose, read_prompts
+    from spd.runtime.lab.prompt_set import OWN, choose, read_prompts
 
     categories = split(options.category, "--category") if options.category is not None else None
     each = DEFAULT_EACH if options.each is None and options.prompts is None else options.each

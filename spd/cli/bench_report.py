@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.bench_options import BenchOptions
-from spd.cli.output import to_json
+from spd.cli.output import as_line, to_json
 from spd.cli.table import WIDTH, render_csv, render_markdown, render_table
 from spd.cli.wrap import fit_lines
 
 if TYPE_CHECKING:
-    from spd.runtime.measuring.compare import Comparison
+    from spd.runtime.lab.compare import Comparison
 
 ROW_SCHEMA = "spd.bench.row/1"
 SLOWER = "▼"
@@ -44,7 +44,7 @@ def headline(result: Mapping[str, Any]) -> str:
     times = f"r={least}" if least == most else f"r={least}–{most}"
     device = result["machine"].get("gpu", "CPU") if plan["device"] != "cpu" else f"CPU x{plan['threads']}"
     parts = [
-        f"{short_name(result['model'])} {plan['dtype']}",
+        as_line(f"{short_name(result['model'])} {plan['dtype']}"),
         device,
         f"torch {result['versions'].get('torch', '?')}",
         f"spd {result['versions']['spd']}",
@@ -132,7 +132,7 @@ def load_label(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str
 
 
 def _figures(row: Mapping[str, Any]) -> list[str]:
-    from spd.runtime.measuring.rows import verdict
+    from spd.runtime.lab.rows import verdict
 
     speed, ratio = row["tokens_per_second"], row["speed_up"]
     rate, ttft = row["acceptance_rate"], row["ttft_ms"]
@@ -231,7 +231,7 @@ def best_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
     A ratio that noise alone would give counts only where no row is faster beyond it.
     """
-    from spd.runtime.measuring.rows import verdict
+    from spd.runtime.lab.rows import verdict
 
     paired = [row for row in _whole(rows) if row["speed_up"] is not None]
     sure = [row for row in paired if verdict(row["speed_up"]) == "faster"]
@@ -243,7 +243,7 @@ def _whole(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _advice(best: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    from spd.runtime.measuring.rows import verdict
+    from spd.runtime.lab.rows import verdict
 
     ratio, judged = best["speed_up"]["median"], verdict(best["speed_up"])
     flags = f"{_flags(best, rows)} at T {best['temperature']:g}"

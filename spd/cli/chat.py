@@ -6,7 +6,6 @@ On a terminal with line editing, Markdown and a line of figures; elsewhere plain
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,14 @@ from spd.cli.options import Session
 from spd.cli.output import (
     OutputClosed,
     Sink,
+    as_line,
     is_terminal,
-    printable,
+    paint,
     terminal_columns,
     write_error,
     write_stderr,
 )
-from spd.cli.wrap import cells, wrap_line
+from spd.cli.wrap import cells, fit_lines
 from spd.errors import NotFoundError, SpdError, UsageError
 
 if TYPE_CHECKING:
@@ -56,17 +56,12 @@ def chat(session: Session, options: ChatOptions) -> int:
         name, conversation = open_session(store, options)
         talk = Chat(session, options, sink, store, name, conversation)
         try:
-            status = talk.run(interactive)
-        except SpdError as error:
-            talk.model.close()
-            raise error
+            return talk.run(interactive)
+        finally:
+            if session.guard.received is None:  # a signal ends the process at once
+                talk.model.close()
     finally:
         store.close()
-    if not talk.model.close():
-        # The thread that loads does not come back yet, and Python must not be taken down around it.
-        sys.stdout.flush()
-        os._exit(status)
-    return status
 
 
 def open_session(store: SessionStore, options: ChatOptions) -> tuple[str, Conversation | None]:
@@ -115,7 +110,7 @@ class Chat:
         system = read_text(options.system_file) if options.system_file is not None else options.system
         fresh = begin(self.model.name, options.seed, system, self.model.fingerprint)
         self.conversation = fresh if conversation is None else conversation.continued_as(fresh, options.seed)
-        self.attached = [read_text(path) for path in options.file or ()]
+        self.attached = [(path, read_text(path)) for path in options.file or ()]
         self.draft = ""
         self.leaving = False
         self.look: Look = self._first_look(options)
@@ -138,7 +133,7 @@ class Chat:
             columns=terminal_columns,
             markdown=terminal and options.markdown != "off",
             drafts=options.show_drafts and terminal,
-            hide_thinking=options.hide_thinking,
+            hide_thinking=options.think == "hide",
         )
 
     # -- the loop ----------------------------------------------------------------------------------
@@ -216,14 +211,14 @@ class Chat:
         if failure is not None:
             self.source.leave(failure)
         elif self.look.terminal and not self._session.console.quiet:
-            self.source.say("\n".join(self._dimmed(self._fitted(line)) for line in self.model.plan_lines()))
+            self.source.say("\n".join(self._dimmed(line) for line in self.model.plan_lines()))
         self.source.wake()
 
     def _status(self) -> str:
         """The line at the bottom."""
         if not self.model.is_loaded:
-            return f" {self.model.loading_words()}"
-        name, used = self.model.name, f"ctx {self.model.context_words()}"
+            return f" {as_line(self.model.loading_words())}"
+        name, used = as_line(self.model.name), f"ctx {self.model.context_words()}"
         choices = [f" {' · '.join(parts)}" for parts in ((name, self.model.spec_words(), used), (name, used))]
         return next((line for line in choices if cells(line) < self.look.columns()), f" {used}")
 
@@ -234,23 +229,33 @@ class Chat:
         from spd.cli.conversation import Turn
         from spd.cli.prompt import check_text
 
-        whole = "\n\n".join([*self.attached, *([text] if text.strip() else [])])
-        before = self.conversation
-        turn = Turn(check_text(whole, "the message"))
-        self.conversation = dataclasses.replace(before, turns=(*before.turns, turn))
+        files = [content for _, content in self.attached]
+        turn = Turn(check_text("\n\n".join([*files, *([text] if text.strip() else [])]), "the message"))
+        turns = (*self.conversation.turns, turn)
         try:
-            self.reply()
-        except Exception as error:
-            if self.conversation.turns and self.conversation.turns[-1].reply is None:
-                self.conversation = before
-                if not self._ends(error):
-                    self._save()  # else nobody sees it any more: the message waits in the file
-                self.draft = text
+            self.reply_to(dataclasses.replace(self.conversation, turns=turns), text)
+        except SpdError as error:
+            if error.code == "context_overflow":
+                for path, content in self.attached:
+                    error.reason += (f"{path}: {self.count_tokens(content):,} tokens, no longer attached",)
+                self.attached = []
             raise
         self.attached = []
 
+    def reply_to(self, conversation: Conversation, draft: str = "") -> None:
+        """Let the model reply to a changed conversation; without a reply all is as before, but the draft."""
+        before, self.conversation = self.conversation, conversation
+        try:
+            self.reply()
+        except Exception as error:
+            if self.conversation is conversation:
+                self.conversation, self.draft = before, draft
+                if not self._ends(error):
+                    self._save()  # the terminal is gone: the message waits in the file
+            raise
+
     def _ends(self, error: Exception) -> bool:
-        """Whether a chat cannot go on: nobody sees it any more, or there is no model."""
+        """Whether a chat cannot go on: the terminal is gone, or there is no model."""
         gone = isinstance(error, OutputClosed) or getattr(error, "code", "") == "write_failed"
         return gone or error is self.model.thread.failure
 
@@ -266,7 +271,7 @@ class Chat:
             self.look,
             self.conversation,
             more,
-            lambda: write_stderr(self.source.unsaid()),
+            lambda: write_stderr(self.source.unsaid(), styled=True),
             self.source.keep,
         )
         turn = conversation.turns[-1]
@@ -276,7 +281,7 @@ class Chat:
             return
         self.change(conversation)
         if self.stats:
-            write_stderr(self._dimmed(self._fitted("  " + self.model.stats_words())) + "\n")
+            self.tell("  " + self.model.stats_words())
         write_stderr(self.model.explanation())
         self.tell(*self.model.probability_lines())
         self._warn_when_full()
@@ -311,13 +316,12 @@ class Chat:
     def tell(self, *lines: str) -> None:
         """Answer a command, or say what happens: never part of the conversation."""
         for line in lines:
-            write_stderr(self._dimmed(self._fitted(printable(line))) + "\n")
-
-    def _fitted(self, line: str) -> str:
-        return wrap_line(line, self.look.columns()) if self.look.terminal else line
+            write_stderr(self._dimmed(line) + "\n", styled=True)
 
     def _dimmed(self, line: str) -> str:
-        return f"\x1b[2m{line}\x1b[0m" if self.look.styled else line
+        """A line from outside as this terminal shows it."""
+        fitted = fit_lines(as_line(line), self.look.columns() if self.look.terminal else None)
+        return paint(fitted, "2", self.look.styled)
 
     def to_terminal(self, sequence: str) -> None:
         """Send the terminal a control sequence. Raises UsageError where there is none."""
@@ -333,7 +337,7 @@ class Chat:
             self.name = self.store.open_new()
         old = self.conversation
         self.conversation = begin(old.model, None, old.system, old.vocabulary)
-        self._warned_full = False
+        self.attached, self._warned_full = [], False
 
     def save_as(self, name: str) -> None:
         """Go on under another name. Raises UsageError if it is taken."""
@@ -359,9 +363,10 @@ class Chat:
         if changes.get("seed") is not None:
             self.change(dataclasses.replace(self.conversation, seed=changes["seed"], draws=0))
 
-    def set_thinking(self, on: bool) -> None:
-        """Ask the chat template for thinking, or for none."""
-        self.model.encoder.variables["enable_thinking"] = on
+    def set_thinking(self, think: str) -> None:
+        """Think from now on as --think says. Raises IncompatibleError and UsageError."""
+        self.model.set_thinking(think)
+        self.look = dataclasses.replace(self.look, hide_thinking=think == "hide")
 
     def reload(self, **changes: Any) -> None:
         """Load with other options, and go back to the old ones if that fails."""
@@ -379,10 +384,6 @@ class Chat:
                 raise UsageError("nothing has been said yet", fix=["/show params|spec|model"])
             return self.model.encoder.encode(self.conversation).text.splitlines()
         return self.model.shown(what)
-
-    def full_stats(self) -> Sequence[str]:
-        """Everything that was counted for the last reply."""
-        return self.model.full_stats()
 
     def count_tokens(self, text: str | None) -> int:
         """Tokens of a text, or of the conversation as the next prompt begins."""

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from typer import BadParameter
 
+from spd.cli.batch_options import parse_think
 from spd.cli.conversation import Conversation, Turn
 from spd.cli.message_source import words_of
 from spd.cli.options import SamplingOptions
-from spd.cli.output import check_writable, printable, to_json
+from spd.cli.output import check_writable, printable, to_json, write_file
 from spd.cli.prompt import read_text
-from spd.cli.reply_view import shown_plain
 from spd.cli.sessions import records
 from spd.cli.spec_option import parse_spec, spec_names
+from spd.cli.structured import opens_thinking, parted
 from spd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ class Commands:
     def do_regen(self, rest: str) -> None:
         """reply to the last message once more, with another seed"""
         self._last()
-        self._chat.change(self._chat.conversation.with_last(reply=None, reply_ids=(), finish=None, seed=None))
-        self._chat.reply()
+        last = self._chat.conversation.with_last(reply=None, reply_ids=(), finish=None, seed=None)
+        self._chat.reply_to(last)
 
     def do_more(self, rest: str) -> None:
         """let a reply that was cut short go on"""
@@ -111,7 +112,7 @@ class Commands:
         """show the system message, or set it: /system TEXT"""
         if rest:
             self._chat.change(dataclasses.replace(self._chat.conversation, system=rest))
-        self._chat.tell(f"system  {self._chat.conversation.system or '(none)'}")
+        self._chat.tell(*f"system  {self._chat.conversation.system or '(none)'}".splitlines())
 
     def do_set(self, rest: str) -> None:
         """change how replies are drawn: /set temperature=0.5 top_p=0.9"""
@@ -163,7 +164,7 @@ class Commands:
     def do_stats(self, rest: str) -> None:
         """a line of figures after each reply: /stats on|off; alone or with full: all of the last"""
         if rest in ("", "full"):
-            self._chat.tell(*self._chat.full_stats())
+            self._chat.tell(*self._chat.model.full_stats())
             return
         self._chat.stats = _on_off("/stats", rest)
 
@@ -179,28 +180,17 @@ class Commands:
 
     def do_think(self, rest: str) -> None:
         """let the model think: /think on|off|hide, or at most so many tokens: /think N"""
-        if rest.isascii() and rest.isdigit():
-            self._chat.model.set_think_budget(int(rest))
-            return
-        if rest not in ("on", "off", "hide"):
-            raise UsageError(f"/think {rest}: is not on, off or hide", fix=["/think on|off|hide|N"])
-        if rest == "on":
-            self._chat.model.set_think_budget(None)
-        self._chat.look = dataclasses.replace(self._chat.look, hide_thinking=rest == "hide")
-        if rest != "hide":
-            self._chat.set_thinking(rest == "on")
+        self._chat.set_thinking(parse_think(rest, "/think"))
 
     def do_file(self, rest: str) -> None:
-        """put files in front of the next message: /file PATH…"""
-        paths = words_of(rest)
-        if not paths:
-            raise UsageError("/file needs a path", fix=["/file notes.md"])
-        texts = [read_text(str(Path(path).expanduser())) for path in paths]
-        self._chat.attached += texts
-        sizes = ", ".join(
-            f"{path}: {len(text):,} characters" for path, text in zip(paths, texts, strict=False)
-        )
-        self._chat.tell(f"goes with the next message: {sizes}")
+        """put files in front of the next message: /file PATH…; none drops them; alone it lists them"""
+        if rest == "none":
+            self._chat.attached = []
+        else:
+            paths = words_of(rest)
+            self._chat.attached += [(path, read_text(str(Path(path).expanduser()))) for path in paths]
+        sizes = ", ".join(f"{path}: {len(text):,} characters" for path, text in self._chat.attached)
+        self._chat.tell(f"goes with the next message: {sizes or 'no file'}")
 
     def do_save(self, rest: str) -> None:
         """keep this chat under a name: /save NAME"""
@@ -225,18 +215,16 @@ class Commands:
         path = Path(" ".join(words_of(rest))).expanduser()
         if path.suffix not in (".md", ".jsonl"):
             raise UsageError("/export needs a file ending in .md or .jsonl", fix=["/export chat.md"])
+        check_writable(path)
         if path.exists():
             raise UsageError(f"{path} exists already", fix=["/export another file"])
-        check_writable(path)
-        try:
-            path.write_text(exported(self._chat.conversation, path.suffix), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot write to {path}: {error.strerror}", fix=["another file"]) from None
+        write_file(path, exported(self._chat.conversation, path.suffix))
         self._chat.tell(f"wrote {path}")
 
     def do_copy(self, rest: str) -> None:
         """copy the last reply, or with /copy code its last code block, through the terminal"""
-        text = shown_plain([self._last().reply or ""])
+        reply, prompt = self._last().reply or "", self._chat.shown("prompt")
+        text = parted(reply, opens_thinking("\n".join(prompt)))[1]
         if rest == "code":
             blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text + "\n", re.MULTILINE | re.DOTALL)
             if not blocks:

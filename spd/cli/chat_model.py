@@ -7,37 +7,26 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.conversation import ChatEncoder
-from spd.cli.engine_thread import EngineThread
 from spd.cli.job import engine_config, open_vocabulary
 from spd.cli.loading import WORDS, loading
 from spd.cli.output import Console
-from spd.cli.prompt import parse_variables
+from spd.cli.prompt import template_variables
 from spd.cli.report import stats_line
 from spd.cli.sampling import Resolved, resolve_sampling
-from spd.cli.structured import END_OF_THINKING, thinking_marks
-from spd.errors import IncompatibleError, UsageError
+from spd.cli.structured import note_thinking, thinking_budget
+from spd.errors import UsageError
+from spd.runtime.engine.driver import EngineThread
 
 if TYPE_CHECKING:
     from spd.cli.chat_options import ChatOptions
-    from spd.cli.encode import Vocabulary
-    from spd.runtime import EngineConfig, Event, Request, RequestMetrics
-    from spd.runtime.measuring.trace_file import Trace
-    from spd.runtime.request import SamplingParams, ThinkingBudget, TokenLogprob
+    from spd.runtime import Engine, EngineConfig, Event, Request, RequestMetrics
+    from spd.runtime.engine.request import TokenLogprob
+    from spd.runtime.lab.trace_file import Trace
+    from spd.runtime.load.progress import Progress
+    from spd.runtime.round.sampling_params import SamplingParams
 
-
-def check_thinking(tokens: int | None, vocabulary: Vocabulary) -> None:
-    """Refuse a budget that is none, and one for a model whose thinking no single token ends."""
-    if tokens is None:
-        return
-    if tokens < 0:
-        raise UsageError(f"--think-budget {tokens} is out of range", reason=["valid: 0 or more"])
-    if thinking_marks(vocabulary.need_tokenizer())[1] is None:
-        raise IncompatibleError(
-            f"--think-budget needs a model that ends its thinking with a token {END_OF_THINKING}",
-            reason=["This vocabulary has none."],
-            fix=["leave it out", "--no-think"],
-            code="no_thinking",
-        )
+LEAVE_SECONDS = 5.0
+"""For which the engine's thread is waited for at the end."""
 
 
 class ChatModel:
@@ -57,21 +46,19 @@ class ChatModel:
 
     def _prepare(self, options: ChatOptions) -> None:
         """Read the small files and check every option. Raises before anything has changed."""
-        from spd.formats.generation_config import read_generation_config
-        from spd.formats.hub import DEMO, resolve_model
+        from spd.formats.folder import ModelFolder
+        from spd.formats.hub import DEMO
 
         name = options.model or DEMO
-        folder = resolve_model(name, options.revision)
+        folder = ModelFolder.named(name, options.revision)
         config: EngineConfig = engine_config(options, folder)
         vocabulary = open_vocabulary(name, folder)
-        variables = parse_variables(options.template_arg or ())
-        if options.think is not None:
-            variables["enable_thinking"] = options.think
-        encoder = ChatEncoder(vocabulary, variables)
-        generation = read_generation_config(folder)
+        encoder = ChatEncoder(vocabulary, template_variables(options))
+        generation = folder.generation
         usable = min(vocabulary.need_tokenizer().vocab_size, vocabulary.config.vocab_size)
         sampling = resolve_sampling(options, generation, usable)
-        check_thinking(options.think_budget, vocabulary)
+        thinking_budget(options.think, vocabulary, False)
+        note_thinking(self._console, options.think, vocabulary)
         self.options, self.name, self.config, self.vocabulary = options, name, config, vocabulary
         self.encoder, self._generation, self._usable, self.sampling = encoder, generation, usable, sampling
 
@@ -84,18 +71,25 @@ class ChatModel:
 
     def start(self, on_ready: Callable[[], None]) -> None:
         """Begin to load in the background."""
-        self.thread = EngineThread(self.config, on_ready, lambda: self.params(seed=0))
+        config = self.config
+
+        def build(progress: Progress) -> Engine:
+            from spd.runtime import Engine
+
+            return Engine(config, progress=progress)
+
+        self.thread = EngineThread(build, lambda: [self.params(seed=0)], on_ready, goes_on=True)
         self.thread.start()
 
     def close(self) -> bool:
         """Let go of the engine; False if its thread does not come back."""
-        return not hasattr(self, "thread") or self.thread.close()
+        return not hasattr(self, "thread") or self.thread.close(LEAVE_SECONDS)
 
     def reload(self, changes: dict[str, Any], on_ready: Callable[[], None]) -> None:
         """Load with changed options, and with the old ones again if that fails."""
         before = self.options
         self._prepare(self._with_drafter(dataclasses.replace(before, **changes)))
-        self.thread.close()
+        self.thread.close(LEAVE_SECONDS)
         try:
             self._load_now(on_ready)
         except Exception:
@@ -105,11 +99,11 @@ class ChatModel:
 
     def _with_drafter(self, options: ChatOptions) -> ChatOptions:
         """Options with the drafter that the chat began with, where its model and the method still take it."""
-        from spd.runtime.config import split_spec
+        from spd.runtime.plan.config import MODEL_FREE, split_spec
 
         first, (method, _) = self._first, split_spec(options.spec)
         kept: dict[str, Any] = dict.fromkeys(("draft_model", "mtp", "draft_ctx", "draft_tp"))
-        if method not in ("off", "ngram"):
+        if method not in MODEL_FREE:
             kept |= {"draft_ctx": first.draft_ctx, "draft_tp": first.draft_tp}
         if options.model == first.model and method in ("auto", "draft", "eagle3"):
             kept["draft_model"] = first.draft_model
@@ -142,7 +136,7 @@ class ChatModel:
     def _watch(self, request: Request) -> Trace:
         """Have every round of a request kept."""
         from spd.cli.explain import trace_header
-        from spd.runtime.measuring.trace_file import Trace
+        from spd.runtime.lab.trace_file import Trace
 
         engine = self.thread.engine()
         watched = Trace(
@@ -168,20 +162,12 @@ class ChatModel:
 
     # -- how it draws ------------------------------------------------------------------------------
 
-    def set_think_budget(self, tokens: int | None) -> None:
-        """Limit thinking from now on, or no longer. Raises IncompatibleError and UsageError."""
-        check_thinking(tokens, self.vocabulary)
-        self.options = dataclasses.replace(self.options, think_budget=tokens)
-
-    def thinking(self, inside: bool, spent: Sequence[int]) -> ThinkingBudget | None:
-        """What is left of the budget for a reply of which `spent` has come; None where there is no limit."""
-        from spd.runtime.request import ThinkingBudget
-
-        begin, end = thinking_marks(self.vocabulary.need_tokenizer())
-        if self.options.think_budget is None or end is None or (spent and not inside):
-            return None
-        left = self.options.think_budget - sum(token != begin for token in spent)
-        return ThinkingBudget(max(0, left), end, begin, inside)
+    def set_thinking(self, think: str) -> None:
+        """Think from now on as --think says. Raises IncompatibleError and UsageError."""
+        thinking_budget(think, self.vocabulary, False)
+        self.options = dataclasses.replace(self.options, think=think)
+        self.encoder.variables = template_variables(self.options)
+        note_thinking(self._console, think, self.vocabulary)
 
     def set_explain(self, on: bool) -> None:
         """Explain replies from now on, or no longer."""
@@ -214,7 +200,7 @@ class ChatModel:
     @property
     def context(self) -> int:
         """Tokens of context that the engine has."""
-        context: int = self.thread.engine().plan.ctx
+        context: int = self.thread.engine().plan.shape.ctx
         return context
 
     @property
@@ -235,11 +221,11 @@ class ChatModel:
         return f"loading {self.name} · {WORDS[progress.phase]} {100 * progress.done // progress.total}%"
 
     def spec_words(self) -> str:
-        """Who proposes tokens, and how many."""
+        """What proposes tokens, and how many."""
         plan = self.thread.engine().plan
         if plan.spec == "off":
             return "spec off"
-        return f"spec {plan.spec}, up to {plan.draft_max}{', adaptive' if plan.adaptive else ''}"
+        return f"spec {plan.spec}, up to {plan.shape.draft_max}{', adaptive' if plan.adaptive else ''}"
 
     def context_words(self) -> str:
         """How much of the context is used."""
@@ -247,18 +233,18 @@ class ChatModel:
 
     def plan_lines(self) -> Sequence[str]:
         """What runs, said once when it is loaded."""
-        from spd.runtime.memory import show_size
+        from spd.runtime.plan.memory import show_size
 
         plan = self.thread.engine().plan
         sizes = {
-            "weights": plan.weight_bytes,
-            "draft": plan.draft_weight_bytes,
-            "caches": plan.cache_bytes,
+            "weights": plan.need.weights,
+            "draft": plan.need.draft_weights,
+            "caches": plan.need.caches,
         }
         parts = " + ".join(f"{name} {show_size(size)}" for name, size in sizes.items() if size)
         return [
-            f"spec  {self.spec_words().removeprefix('spec ')} ({plan.spec_reason})",
-            f"mem   {parts} · {plan.weight_words()} on {plan.device} · ctx {plan.ctx:,}",
+            f"spec  {self.spec_words().removeprefix('spec ')} ({plan.drafter.reason})",
+            f"mem   {parts} · {plan.weight_words()} on {plan.device} · ctx {plan.shape.ctx:,}",
         ]
 
     def stats_words(self) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from spd.cli.batch_options import TemplateOptions
 from spd.cli.options import (
     AdvancedOptions,
     CommonOptions,
@@ -25,7 +26,13 @@ _model = functools.partial(typer.Option, rich_help_panel="Model")
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ChatOptions(
-    AdvancedOptions, CommonOptions, SamplingOptions, SpeculationOptions, PullOption, ModelOptions
+    AdvancedOptions,
+    CommonOptions,
+    SamplingOptions,
+    SpeculationOptions,
+    PullOption,
+    ModelOptions,
+    TemplateOptions,
 ):
     """Everything `spd chat` takes."""
 
@@ -47,20 +54,12 @@ class ChatOptions(
         list[str] | None,
         _chat("-f", "--file", metavar="FILE", help="Goes with the first message. Repeatable."),
     ] = None
-    template_arg: Annotated[
-        list[str] | None, _chat(metavar="K=V", help="A variable for the chat template. Repeatable.")
-    ] = None
     continue_: Annotated[bool, _chat("-c", "--continue", help="Continue the latest chat.")] = False
     session: Annotated[str | None, _chat(metavar="NAME", help="Continue or begin the chat of this name.")] = (
         None
     )
     no_save: Annotated[bool, _chat("--no-save", help="Keep this chat in memory only.")] = False
     no_history: Annotated[bool, _chat("--no-history", help="Neither read nor write typed lines.")] = False
-    think: Annotated[
-        bool | None, _chat("--think/--no-think", help="Ask the chat template for thinking, or for none.")
-    ] = None
-    think_budget: Annotated[int | None, _chat(metavar="N", help="End thinking after N tokens of it.")] = None
-    hide_thinking: Annotated[bool, _chat("--hide-thinking", help="One line in place of thinking.")] = False
     markdown: Annotated[
         Literal["auto", "on", "off"], _chat(help="Show Markdown. auto: unless drafts are shown.")
     ] = "auto"

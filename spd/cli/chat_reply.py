@@ -7,14 +7,16 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spd.cli.keys import KeyWatch
 from spd.cli.loading import loading
 from spd.cli.output import OutputClosed, is_terminal
-from spd.cli.reply_view import ReplyView, begins_inside_thinking
+from spd.cli.reply_view import ReplyView, Thoughts
+from spd.cli.structured import ThinkingSplitter, opens_thinking, thinking_budget
 from spd.errors import EngineError, IncompatibleError, SpdError
+from spd.runtime.engine.driver import Gathered
 
 if TYPE_CHECKING:
     from spd.cli.chat_model import ChatModel
@@ -22,27 +24,16 @@ if TYPE_CHECKING:
     from spd.cli.options import Session
     from spd.cli.output import Sink
     from spd.cli.reply_view import Look
-    from spd.runtime import Event, Request
-    from spd.runtime.request import TokenLogprob
+    from spd.runtime import Request
 
 PASTES_MARKED, PASTES_UNMARKED = "\x1b[?2004h", "\x1b[?2004l"
 
 
 @dataclass
-class _Gathered:
-    """What has come of a reply so far."""
+class _Reply(Gathered):
+    """What has come of a reply so far, and whether it was stopped."""
 
-    pieces: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    finish: str | None = None
     stopped: bool = False
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-
-    def take(self, event: Event) -> None:
-        self.pieces.append(event.text)
-        self.token_ids += event.token_ids
-        self.logprobs += event.logprobs
-        self.finish = event.finish_reason or self.finish
 
 
 def run_reply(
@@ -61,7 +52,7 @@ def run_reply(
     no reply if Ctrl-C or Esc came before the first token. Raises IncompatibleError if the conversation does
     not fit the context, and what the engine raises.
     """
-    gathered = _Gathered()
+    gathered = _Reply()
     turn = conversation.turns[-1]
     seed = turn.seed if more and turn.seed is not None else conversation.next_seed
 
@@ -74,9 +65,11 @@ def run_reply(
         if gathered.stopped:
             return conversation
         loaded()
-        inside = _inside_thinking(model, conversation, more)
-        request = _request(model, conversation, seed, more, inside)
-        view = ReplyView(sink, look, model.vocabulary.tokenizer, inside=inside)
+        splitter = ThinkingSplitter(opens_thinking(model.encoder.encode(conversation).text))
+        splitter.feed(turn.reply or "" if more else "")
+        request = _request(model, conversation, seed, more, splitter.thinking)
+        thoughts = Thoughts(session.console, hidden=look.hide_thinking)
+        view = ReplyView(sink, look, model.vocabulary.tokenizer, splitter, thoughts)
         events = model.run(request)
         try:
             for event in events:
@@ -94,25 +87,23 @@ def run_reply(
     return _settled(conversation, turn, gathered, seed, more)
 
 
-def _settled(
-    conversation: Conversation, turn: Turn, gathered: _Gathered, seed: int, more: bool
-) -> Conversation:
-    if gathered.finish == "error":
+def _settled(conversation: Conversation, turn: Turn, gathered: _Reply, seed: int, more: bool) -> Conversation:
+    if gathered.finish_reason == "error":
         raise EngineError(
             "the model failed while replying",
             reason=["What came before the fault was shown; it is not kept."],
             fix=["/regen, or --dtype float32"],
         )
     replied = conversation.with_last(
-        reply=(turn.reply or "" if more else "") + "".join(gathered.pieces),
+        reply=(turn.reply or "" if more else "") + gathered.text,
         reply_ids=((*turn.reply_ids,) if more else ()) + tuple(gathered.token_ids),
-        finish=gathered.finish,
+        finish=gathered.finish_reason,
         seed=seed,
     )
     return replied if more else dataclasses.replace(replied, draws=conversation.draws + 1)
 
 
-def _wait(session: Session, model: ChatModel, gathered: _Gathered) -> None:
+def _wait(session: Session, model: ChatModel, gathered: _Reply) -> None:
     """Wait until the model is loaded, showing how far it is."""
     if model.thread.is_ready:
         return
@@ -140,18 +131,8 @@ def _request(model: ChatModel, conversation: Conversation, seed: int, more: bool
             code="context_overflow",
         )
     spent = conversation.turns[-1].reply_ids if more else ()
-    thinking = model.thinking(inside, spent)
+    thinking = thinking_budget(model.options.think, model.vocabulary, inside, spent)
     return Request(model.next_request_id(), ids, model.params(seed), spans, thinking=thinking)
-
-
-def _inside_thinking(model: ChatModel, conversation: Conversation, more: bool) -> bool:
-    if not more:
-        return begins_inside_thinking(model.encoder.encode(conversation).text)
-    from spd.cli.reply_view import ThinkingSplitter
-
-    splitter = ThinkingSplitter(begins_inside_thinking(model.encoder.encode(conversation).text))
-    splitter.feed(conversation.turns[-1].reply or "")
-    return splitter.part == "thinking"
 
 
 @contextmanager

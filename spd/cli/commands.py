@@ -203,7 +203,7 @@ def load_command(command: Command) -> Any:
 def load_help() -> None:
     """Import what prints help, without what Typer loads for Markdown and for tracebacks, not used here.
 
-    That is a quarter of the time until help is there. Whoever wants them later finds the real ones.
+    That is a quarter of the time until help is there. Later imports find the real ones.
     """
     unused = {"rich.markdown": "Markdown", "rich.traceback": "Traceback"}
     if "typer.rich_utils" in sys.modules or not sys.modules.keys().isdisjoint(unused):

@@ -13,14 +13,14 @@ from spd.cli.table import render_table
 from spd.errors import CheckFailedError, UsageError
 
 if TYPE_CHECKING:
-    from spd.runtime.measuring.compare import Comparison
+    from spd.runtime.lab.compare import Comparison
 
 SCHEMA = "spd.compare/1"
 
 
 def compare(session: Session, options: CompareOptions) -> int:
     """Compare results of spd bench with the first of them; exits 6 if a row became slower."""
-    from spd.runtime.measuring.compare import compare as compare_results
+    from spd.runtime.lab.compare import compare as compare_results
 
     if len(options.files) < 2:
         raise UsageError("one result has nothing to be compared with", fix=["spd compare A.json B.json"])
@@ -49,8 +49,8 @@ def compare(session: Session, options: CompareOptions) -> int:
         sink.write(to_json({"schema": SCHEMA, "threshold": threshold, "comparisons": shown}) + "\n")
     else:
         for path, comparison in zip(options.files[1:], comparisons, strict=True):
-            words = _table(comparison, threshold, sink.columns)
-            sink.write_lines(f"{options.files[0].name} → {path.name}\n{words}")
+            words = _table(comparison, threshold, sink.columns).splitlines()
+            sink.write_lines([f"{options.files[0].name} → {path.name}", *words])
     slower = sum(change.regressed(threshold) for each in comparisons for change in each.changes)
     if not slower:
         return 0

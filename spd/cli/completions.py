@@ -96,6 +96,6 @@ def complete(app: typer.Typer, variable: str) -> int:
         command(args=[], prog_name="spd", complete_var=variable, standalone_mode=False)
     except SystemExit as stop:
         return int(stop.code or 0)
-    except Exception:  # a broken answer must never spill into somebody's prompt
+    except Exception:  # a broken answer must never spill into a shell's prompt
         return 1
     return 1

@@ -16,8 +16,11 @@ from typing import Any
 import typer
 from typer.main import get_command
 
+from spd.cli.argv import CUT_FLAGS
 from spd.cli.commands import COMMANDS, build_app
-from spd.errors import NotFoundError, UsageError
+from spd.errors import UsageError
+from spd.formats.files import read_input
+from spd.formats.json_file import open_regular_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,11 +33,14 @@ TYPED = frozenset(
 )
 """Options that no file may set."""
 PROJECT = frozenset(
-    {"color", "ctx", "device", "draft-max", "draft-model", "dtype", "hide-thinking", "markdown", "model"}
-    | {"mtp", "quantize", "quiet", "revision", "show-drafts", "spec", "stats", "verbose"}
+    {"color", "draft-model", "markdown", "model", "mtp", "quiet"}
+    | {"revision", "show-drafts", "stats", "verbose"}
 )
-"""Options that a project's own file may set, since it comes with whatever was downloaded."""
+"""Options that a project's own file may set, which comes with whatever was downloaded: models and looks."""
 FOLDERS = frozenset({"draft-model", "model", "mtp"})
+LIMIT = 65_536  # bytes: a system message or two
+MAX_PARTS = 1000
+"""Dots in a line: for a key of so many parts the parser takes time and memory by their square."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def read_defaults(name: str, files: Sequence[tuple[Path, bool]]) -> Defaults:
     values: dict[str, Any] = {}
     origins: dict[str, Path] = {}
     for path, is_project in files:
-        for key, value in _settings(path, name, params).items():
+        for key, value in _settings(path, is_project, name, params).items():
             _check_key(path, key, is_project)
             if is_project and key in FOLDERS:
                 _check_inside(path, key, value)
@@ -71,9 +77,9 @@ def read_defaults(name: str, files: Sequence[tuple[Path, bool]]) -> Defaults:
     return Defaults(values, origins)
 
 
-def _settings(path: Path, name: str, params: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(path: Path, is_project: bool, name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """A file's keys for one command, its table before the rest. Raises UsageError for what no command has."""
-    loaded = _load(path)
+    loaded = _load(path, is_project)
     tables = {key: value for key, value in loaded.items() if isinstance(value, dict)}
     shared = {key: value for key, value in loaded.items() if key not in tables}
     for key in tables:
@@ -101,15 +107,24 @@ def _options_of(name: str) -> dict[str, Any]:
     }
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path, is_project: bool) -> dict[str, Any]:
     try:
-        return dict(tomllib.loads(path.read_bytes().decode("utf-8-sig")))
-    except FileNotFoundError:
-        raise NotFoundError(f"no file {path}", fix=["--config FILE that is there"], code="no_file") from None
+        # A name that was typed may well be a pipe's: --config <(...)
+        if is_project:
+            with open_regular_file(path) as file:
+                data = file.read(LIMIT + 1)
+        else:
+            data = read_input(path, "--config FILE that is there", LIMIT)
+        if len(data) > LIMIT:
+            raise ValueError(f"it is longer than {LIMIT:,} bytes")
+        text = data.decode("utf-8-sig")
+        if any(line.count(".") > MAX_PARTS for line in text.split("\n")):
+            raise ValueError(f"a line has more than {MAX_PARTS:,} dots")
+        return dict(tomllib.loads(text))
     except UnicodeDecodeError:
         raise _fault(path, "is not TOML: it is not UTF-8 text", []) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise _fault(path, f"cannot be read: {getattr(error, 'strerror', None) or error}", []) from None
+    except (ValueError, RecursionError) as error:
+        raise _fault(path, f"cannot be read: {error}", []) from None
 
 
 def _check_key(path: Path, key: str, is_project: bool) -> None:
@@ -138,14 +153,17 @@ def _converted(path: Path, key: str, value: object, param: Any) -> Any:
     shown: Any = value if is_flag else [str(item) for item in items] if param.multiple else str(value)
     try:
         param.type_cast_value(None, shown)
-    except typer.TyperException as error:
-        raise _fault(path, f"{key} = {value!r}: {error.format_message()}", []) from None
+    except (typer.TyperException, UsageError) as error:
+        words = error.message if isinstance(error, UsageError) else error.format_message()
+        raise _fault(path, f"{key} = {value!r}: {words}", []) from None
     return shown
 
 
 def _fault(path: Path, words: str, fix: Sequence[str]) -> UsageError:
-    return UsageError(f"{path}: {words}".replace("\n", "\\n"), fix=fix or [f"mend {path}"], code="config")
+    words = words if len(words) <= 300 else f"{words[:297]}..."
+    return UsageError(f"{path}: {words}", fix=fix or [f"mend {path}"], code="config")
 
 
 def _close(word: str, known: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(word, list(known), n=1)
+    cut = CUT_FLAGS.get(f"--{word}")
+    return [cut] if cut else difflib.get_close_matches(word, list(known), n=1)

@@ -1,7 +1,7 @@
 """Options that cannot be honoured together, in one table, each with its own message.
 
 Only what the command line alone knows (prompts and outputs, and speculation flags that would be
-dropped in silence); what the engine cannot do together stands in `spd.runtime.config: CLASHES`.
+dropped in silence); what the engine cannot do together stands in `spd.runtime.plan.config: CLASHES`.
 """
 
 from __future__ import annotations
@@ -96,6 +96,12 @@ SHARED_CONFLICTS: tuple[Conflict[Any], ...] = (
         "leave one of them out",
     ),
     Conflict(
+        "think-twice",
+        lambda o: o.think != "auto" and any(v.startswith("enable_thinking=") for v in o.template_arg or ()),
+        "--think and --template-arg enable_thinking say the same thing twice",
+        "leave one of them out",
+    ),
+    Conflict(
         "color-twice",
         lambda o: o.no_color and o.color == "always",
         "--no-color and --color always contradict each other",
@@ -123,18 +129,6 @@ CHAT_CONFLICTS: tuple[Conflict[ChatOptions], ...] = (
         "--show-drafts shows the text as it was drawn, so Markdown cannot be shown too",
         "leave one of them out",
     ),
-    Conflict(
-        "budget-no-think",
-        lambda o: o.think_budget is not None and o.think is False,
-        "--think-budget limits what --no-think asks not to come",
-        "leave one of them out",
-    ),
-    Conflict(
-        "hide-no-think",
-        lambda o: o.hide_thinking and o.think is False,
-        "--hide-thinking hides what --no-think asks not to come",
-        "leave one of them out",
-    ),
 )
 
 CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
@@ -159,8 +153,8 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
     ),
     Conflict(
         "raw-template-arg",
-        lambda o: o.raw and bool(o.template_arg),
-        "--raw uses no chat template, so --template-arg would do nothing",
+        lambda o: o.raw and (bool(o.template_arg) or o.think != "auto"),
+        "--raw uses no chat template, so --template-arg and --think would do nothing",
         "leave one of them out",
     ),
     Conflict(
@@ -195,8 +189,8 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
     ),
     Conflict(
         "ids-template-arg",
-        lambda o: o.prompt_ids is not None and bool(o.template_arg),
-        "--prompt-ids uses no chat template, so --template-arg would do nothing",
+        lambda o: o.prompt_ids is not None and (bool(o.template_arg) or o.think != "auto"),
+        "--prompt-ids uses no chat template, so --template-arg and --think would do nothing",
         "leave one of them out",
     ),
     Conflict(

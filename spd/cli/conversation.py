@@ -8,7 +8,6 @@ taken back, or loaded from a file, the same turns give the same prompt.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.prompt import check_text
 from spd.formats.chat_template import encode_rendered, render_chat
+from spd.runtime.engine.request import SEED_BITS, derived_seed
 
 if TYPE_CHECKING:
     from spd.cli.encode import Vocabulary
@@ -83,16 +83,10 @@ class Conversation:
 def begin(model: str, seed: int | None, system: str | None, vocabulary: str | None) -> Conversation:
     """A conversation in which nothing has been said; without a seed one is drawn. Raises UsageError."""
     if seed is None:
-        seed = secrets.randbits(63)
+        seed = secrets.randbits(SEED_BITS)
     return Conversation(
         model, seed, None if system is None else check_text(system, "the system message"), vocabulary
     )
-
-
-def derived_seed(seed: int, number: int) -> int:
-    """The seed of one reply among many: 63 bits of a SHA-256 over both numbers."""
-    digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 @dataclass(frozen=True)
@@ -110,6 +104,7 @@ class ChatEncoder:
     def __init__(self, vocabulary: Vocabulary, variables: Mapping[str, Any]) -> None:
         self._tokenizer = vocabulary.need_tokenizer()
         self._template = vocabulary.need_template()
+        self._context = vocabulary.config.max_positions
         self.variables = dict(variables)
         self._known: dict[object, Encoded] = {}
 
@@ -136,7 +131,9 @@ class ChatEncoder:
             if turn.reply is not None:
                 messages.append({"role": "assistant", "content": turn.reply})
         messages.append({"role": "user", "content": user})
-        return render_chat(self._tokenizer, self._template, messages, **self.variables)
+        rendered = render_chat(self._tokenizer, self._template, messages, **self.variables)
+        self._tokenizer.bounded(rendered.marked, self._context)
+        return rendered
 
     def _continued(self, before: Encoded | None, turn: Turn | None, rendered: RenderedChat) -> Encoded:
         """The prompt as a continuation of the turn before it where the template leaves that as it was."""

@@ -6,7 +6,6 @@ Reads headers, then the head's own bytes a piece at a time; torch is imported fo
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,11 +15,12 @@ import typer
 from spd import __version__
 from spd.cli.convert_report import Report, convert_lines, facts
 from spd.cli.options import CommonOptions, Session, _output, model_names
-from spd.cli.output import Sink, to_json, write_error
+from spd.cli.output import Sink, check_folder, to_json, write_error
 from spd.cli.ticker import Ticker
 from spd.errors import CheckFailedError, IncompatibleError, UsageError
 
 if TYPE_CHECKING:
+    from spd.formats.folder import ModelFolder
     from spd.formats.model_config import ModelConfig
     from spd.formats.mtp_extract import Cast, HeadPlan, HeadTensor
 
@@ -75,21 +75,21 @@ class ConvertOptions(CommonOptions):
 
 def convert_mtp(session: Session, options: ConvertOptions) -> int:
     """Cut a checkpoint's MTP head into a small folder, for targets that lost theirs."""
-    from spd.formats.hub import resolve_model
+    from spd.formats.folder import ModelFolder
     from spd.formats.mtp_extract import plan_head
 
     if not 1 <= options.repeat <= MAX_REPEAT:
         raise UsageError(f"--repeat {options.repeat}: from 1 to {MAX_REPEAT}", fix=["--repeat 3"])
-    source = resolve_model(options.source, options.revision)
-    destination = _destination(options, source)
+    source = ModelFolder.named(options.source, options.revision)
+    destination = _destination(options, source.path)
     if options.verify:
         _require_target(options, source)
-    with ExitStack() as stack:
-        plan = plan_head(source, options.source, _layer_tensors)
-        stack.callback(plan.checkpoint.close)
+    plan = plan_head(source, options.source, _layer_tensors)
+    with plan.checkpoint:
         report = Report(plan, options.source, options.layout, destination)
+        target = source if options.attach is None else ModelFolder.named(options.attach)
         if options.attach is not None:
-            report = replace(report, attached=_attach(plan, options.attach, resolve_model(options.attach)))
+            report = replace(report, attached=_attach(plan, options.attach, target))
         plan = _shaped(plan, options)
         report = replace(report, plan=plan)
         if options.repeat > 1:
@@ -97,8 +97,7 @@ def convert_mtp(session: Session, options: ConvertOptions) -> int:
         if destination is not None and not options.dry_run:
             report = _write(session, plan, options, report, destination)
     if options.verify:
-        target = source if options.attach is None else resolve_model(options.attach)
-        report = replace(report, verified=_verify(session, target, destination or source))
+        report = replace(report, verified=_verify(session, target, destination or source.path))
     sink = Sink.stdout()
     if options.json:
         sink.write(to_json(facts(report)) + "\n")
@@ -115,13 +114,13 @@ def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the target's last decoder layer, which a module's layer repeats."""
     from spd.runtime.models import family_layout
 
-    last = family_layout(config).layers[-1]
-    return {name: shape for place in last.destinations() for name, shape in place.parts}
+    return family_layout(config).layers[-1].tensors()
 
 
 def _destination(options: ConvertOptions, source: Path) -> Path | None:
     """Where to write, seen to be free; None where a head's fit is all that is asked. Raises UsageError."""
-    from spd.formats.mtp_folder import is_head_folder
+    from spd.formats.folder import ModelFolder
+    from spd.formats.mtp import is_head_folder
 
     if options.destination is None and options.attach is not None:
         return None
@@ -132,13 +131,15 @@ def _destination(options: ConvertOptions, source: Path) -> Path | None:
         raise UsageError(
             f"{destination}: is or holds the source, or lies inside it", fix=["name a folder elsewhere"]
         )
+    if not options.dry_run:
+        check_folder(destination)
     if options.dry_run or not (destination.exists() or destination.is_symlink()):
         return destination
     if not destination.is_dir() or destination.is_symlink():
         raise UsageError(f"{destination}: is there and no folder", fix=["name another folder"])
     if not any(destination.iterdir()):
         return destination
-    if not is_head_folder(destination) and not (destination / MANIFEST).exists():
+    if not is_head_folder(ModelFolder(destination)) and not (destination / MANIFEST).exists():
         raise UsageError(
             f"{destination}: is there and holds no MTP head, so --force does not replace it either",
             fix=["name another folder"],
@@ -148,17 +149,15 @@ def _destination(options: ConvertOptions, source: Path) -> Path | None:
     return destination
 
 
-def _attach(plan: HeadPlan, name: str, target: Path) -> dict[str, Any]:
+def _attach(plan: HeadPlan, name: str, target: ModelFolder) -> dict[str, Any]:
     """Whether the head fits a target, and was made for it. Raises IncompatibleError naming what differs."""
     from spd.formats.checkpoint import Checkpoint
-    from spd.formats.model_config import read_model_config
-    from spd.formats.mtp_folder import FINAL_NORM, HeadFolder, check_fits, verifier_hash
+    from spd.formats.mtp import FINAL_NORM, check_fits, verifier_hash
 
-    head = HeadFolder(plan.checkpoint.folder, plan.layout, plan.config, plan.verifier, plan.verifier_sha256)
-    check_fits(head, read_model_config(target), target)
-    with Checkpoint.open(target, wanted=lambda tensor: tensor == FINAL_NORM) as checkpoint:
+    check_fits(plan.head, target.config, target.path)
+    with Checkpoint.open(target.path, wanted=lambda tensor: tensor == FINAL_NORM) as checkpoint:
         digest = verifier_hash(checkpoint)
-    return {"target": name, "sha256": digest, "same_verifier": digest == plan.verifier_sha256}
+    return {"target": name, "sha256": digest, "same_verifier": digest == plan.head.verifier_sha256}
 
 
 def _shaped(plan: HeadPlan, options: ConvertOptions) -> HeadPlan:
@@ -199,7 +198,7 @@ def _write(
             "schema": "spd.manifest/1",
             "spd": __version__,
             "source": report.source,
-            "verifier_sha256": plan.verifier_sha256,
+            "verifier_sha256": plan.head.verifier_sha256,
             "layout": options.layout,
             "tensors": {
                 tensor.name: {"from": tensor.source.name, "sha256": digests[tensor.name]}
@@ -213,15 +212,15 @@ def _write(
 def _cast(plan: HeadPlan, dtype: str) -> Cast:
     import torch
 
-    from spd.runtime.head_cast import cast_pieces
+    from spd.runtime.load.fp8_blocks import cast_pieces
 
-    wanted, block = getattr(torch, dtype), plan.config.fp8_block
+    wanted, block = getattr(torch, dtype), plan.head.config.fp8_block
     return lambda checkpoint, meta: cast_pieces(checkpoint, meta, wanted, block)
 
 
-def _require_target(options: ConvertOptions, source: Path) -> None:
+def _require_target(options: ConvertOptions, source: ModelFolder) -> None:
     """Raise UsageError where --verify has no target to try a head on, or no head that spd can read."""
-    from spd.formats.mtp_folder import is_head_folder
+    from spd.formats.mtp import is_head_folder
 
     if options.dry_run or options.layout == "nextn":
         raise UsageError("--verify tries the folder that is written, as spd reads it", fix=["leave it out"])
@@ -231,16 +230,15 @@ def _require_target(options: ConvertOptions, source: Path) -> None:
         raise UsageError("--verify needs a head folder to try", fix=["name a folder to write"])
 
 
-def _verify(session: Session, target: Path, head: Path) -> dict[str, Any]:
+def _verify(session: Session, target: ModelFolder, head: Path) -> dict[str, Any]:
     """Run the target with the head on spd's own prompts, else on token ids where it has no tokenizer."""
-    from spd.formats.tokenizer import Tokenizer
     from spd.runtime import EngineConfig
-    from spd.runtime.measuring.head_check import check_head
-    from spd.runtime.measuring.prompt_set import read_prompts
+    from spd.runtime.lab.head_check import check_head
+    from spd.runtime.lab.prompt_set import read_prompts
 
     prompt = tuple(range(PROMPT))
-    if (target / "tokenizer.json").exists():
-        prompt = tuple(Tokenizer.open(target).encode(read_prompts()[0].text))[:PROMPT]
+    if target.tokenizer is not None:
+        prompt = tuple(target.tokenizer.encode(read_prompts()[0].text))[:PROMPT]
     ctx = PROMPT + TOKENS + 3 * DEPTHS
     config = EngineConfig(model=target, spec="mtp", mtp=head, draft_max=DEPTHS, ctx=ctx, slots=SLOTS)
     with Ticker(session.console) as ticker:

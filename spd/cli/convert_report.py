@@ -38,14 +38,14 @@ def facts(report: Report) -> dict[str, Any]:
     return {
         "schema": "spd.convert-mtp/1",
         "source": report.source,
-        "family": plan.layout.family.name,
+        "family": plan.head.layout.family.name,
         "modules": plan.modules,
         "declared_modules": plan.declared,
         "layout": report.layout,
         "destination": None if report.destination is None else str(report.destination),
         "written": report.written,
         "bytes": size_of(plan.tensors),
-        "verifier": {"name_or_path": plan.verifier, "sha256": plan.verifier_sha256},
+        "verifier": {"name_or_path": plan.head.verifier, "sha256": plan.head.verifier_sha256},
         "attached": report.attached,
         "verified": report.verified,
         "mapped": [
@@ -66,11 +66,11 @@ def facts(report: Report) -> dict[str, Any]:
     }
 
 
-def convert_lines(report: Report) -> str:
+def convert_lines(report: Report) -> list[str]:
     """The same for people."""
     plan = report.plan
-    found = plan.layout.words()
-    if plan.declared != plan.layout.modules:
+    found = plan.head.layout.words()
+    if plan.declared != plan.head.layout.modules:
         found += f" (config.json speaks of {plan.declared or 'none'}; names decide)"
     lines = [f"source    {report.source}", f"found     {found}"]
     lines += [f"{label:<9} {words}" for label, words in _map_lines(report)]
@@ -83,7 +83,7 @@ def convert_lines(report: Report) -> str:
         lines.append(f"own       {', '.join(report.own)}: unlike the target's, kept")
     lines.append(f"dropped   {', '.join(plan.ignored) or 'none'}")
     lines.append("unmapped  none")
-    lines.append(f"verifier  {plan.verifier} · sha256 {plan.verifier_sha256[:16]}")
+    lines.append(f"verifier  {plan.head.verifier} · sha256 {plan.head.verifier_sha256[:16]}")
     if report.attached is not None:
         lines.append(f"attach    {_attached_words(report.attached)}")
     size = f"{size_of(plan.tensors) / 2**20:,.1f} MiB in {len(plan.tensors)} tensors"
@@ -95,12 +95,12 @@ def convert_lines(report: Report) -> str:
         lines.append(f"would write {size} → {report.destination} (nothing written: --dry-run)")
     if report.verified is not None:
         lines.append(f"verify    {_verified_words(report.verified)}")
-    return "".join(line + "\n" for line in lines)
+    return lines
 
 
 def size_of(tensors: tuple[HeadTensor, ...]) -> int:
     """Bytes of the tensors as they are written."""
-    from spd.formats.safetensors_header import DTYPE_BITS
+    from spd.formats.checkpoint import DTYPE_BITS
 
     return sum(t.source.nbytes * DTYPE_BITS[t.dtype] // DTYPE_BITS[t.source.dtype] for t in tensors)
 
@@ -125,9 +125,9 @@ def _attached_words(attached: dict[str, Any]) -> str:
 def _map_lines(report: Report) -> list[tuple[str, str]]:
     """Where the tensors go, then one line for each kind of them."""
     plan = report.plan
-    before, last = plan.layout.layer_prefix(0), plan.layout.layer_prefix(plan.modules - 1)
+    before, last = plan.head.layout.layer_prefix(0), plan.head.layout.layer_prefix(plan.modules - 1)
     goal = " → model.layers.0.*" if report.layout == "nextn" else ""
-    if plan.modules > plan.layout.modules:
+    if plan.modules > plan.head.layout.modules:
         goal = f" → {before}* … {last}*"
     scaled = {t.source.name.removesuffix(SCALES) for t in plan.tensors if t.name.endswith(SCALES)}
     counts: dict[str, int] = {}

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from spd.cli.loading import loading
 from spd.cli.options import DoctorOptions, Session
-from spd.cli.output import Sink, cannot_write, check_writable, is_terminal, to_json
+from spd.cli.output import Sink, check_writable, is_terminal, to_json, write_file
 
 if TYPE_CHECKING:
-    from spd.runtime.diagnostics import Finding
+    from spd.runtime.lab.diagnostics import Finding
 
 MARKS = {"ok": "✓", "warning": "!", "failed": "✗"}
 PLAIN_MARKS = {"ok": "[ok]", "warning": "[!]", "failed": "[x]"}
@@ -26,7 +26,7 @@ TOKEN = re.compile(r"\b(?:hf_|sk-|gh[a-z]_|api_)[A-Za-z0-9_-]{8,}")
 
 def doctor(session: Session, options: DoctorOptions) -> int:
     """Check this machine and try it out: compile, time, compare; exits 1 if a check failed."""
-    from spd.runtime.diagnostics import FAILED, Step, steps
+    from spd.runtime.lab.diagnostics import FAILED, Step, steps
 
     if options.bug_report is not None:
         check_writable(options.bug_report)
@@ -48,7 +48,7 @@ def doctor(session: Session, options: DoctorOptions) -> int:
     if options.json:
         sink.write(to_json({"schema": "spd.doctor/1", "ok": good, "checks": checks}) + "\n")
     else:
-        sink.write_lines(_summary(done))
+        sink.write_lines([_summary(done)])
     if options.bug_report is not None:
         write_report(options.bug_report, checks)
         session.console.note(f"wrote {options.bug_report}; read it before you send it")
@@ -68,10 +68,7 @@ def write_report(path: Path, checks: list[dict[str, Any]]) -> None:
         "checks": checks,
     }
     text = json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n"
-    try:
-        path.write_text(redacted(text, Path.home(), uname.node), encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(path, error) from None
+    write_file(path, redacted(text, Path.home(), uname.node))
 
 
 def redacted(text: str, home: Path, host: str) -> str:
@@ -87,7 +84,7 @@ def redacted(text: str, home: Path, host: str) -> str:
 
 def terminal(color: bool) -> Finding:
     """Encoding and colour of the streams."""
-    from spd.runtime.diagnostics import OK, WARNING, Finding
+    from spd.runtime.lab.diagnostics import OK, WARNING, Finding
 
     on_terminal = is_terminal(sys.stdout)
     encoding = (getattr(sys.stdout, "encoding", None) or "none").lower()
@@ -124,18 +121,18 @@ def _as_json(name: str, finding: Finding, seconds: float) -> dict[str, Any]:
     }
 
 
-def _lines(mark: str, name: str, finding: Finding) -> str:
+def _lines(mark: str, name: str, finding: Finding) -> list[str]:
     lines = [f"{mark} {name:<{NAME_WIDTH}}  {finding.line}"]
     lines += [f"    fix: {fix}" for fix in finding.fix]
-    return "".join(line + "\n" for line in lines)
+    return lines
 
 
 def _summary(done: dict[str, Finding]) -> str:
-    from spd.runtime.diagnostics import FAILED, WARNING
+    from spd.runtime.lab.diagnostics import FAILED, WARNING
 
     counts = []
     for status, word in ((FAILED, "problem"), (WARNING, "warning")):
         number = sum(finding.status == status for finding in done.values())
         if number:
             counts.append(f"{number} {word}" + ("s" if number > 1 else ""))
-    return f"{', '.join(counts)} · details: spd doctor --json\n" if counts else "all is well\n"
+    return f"{', '.join(counts)} · details: spd doctor --json" if counts else "all is well"

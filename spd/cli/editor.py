@@ -150,7 +150,7 @@ class Editor:
     def _begin(self) -> None:
         """What came while no prompt stood: news go above this one, a reason to leave ends it."""
         self._session.app.create_background_task(self._end_lost_pastes())
-        write_stderr(self.unsaid())
+        write_stderr(self.unsaid(), styled=True)
         self._leave()
 
     async def _end_lost_pastes(self) -> None:
@@ -183,7 +183,7 @@ class Editor:
             return
         # The terminal stays as it is: while it read lines by itself, Enter would begin a line.
         app.renderer.erase()
-        write_stderr(text)
+        write_stderr(text, styled=True)
         app.renderer.request_absolute_cursor_position()
         app.invalidate()
 
@@ -257,7 +257,7 @@ class Editor:
         more = any(len(key) == 1 or key == Keys.ControlM for key in keys)
         self._carried = more and self._ahead
         if more and not self._ahead:
-            buffer.insert_text("\n")  # a paste that nobody marked as one
+            buffer.insert_text("\n")  # a paste that the terminal did not mark
         elif is_complete(self.expand(buffer.text)):
             buffer.validate_and_handle()
         elif buffer.text.endswith("\\") and buffer.document.is_cursor_at_the_end:

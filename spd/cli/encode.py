@@ -7,6 +7,7 @@ template's own tokens stay.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -59,18 +60,25 @@ class Vocabulary:
         return self.template
 
 
-def encode_asked(asked: Asked, vocabulary: Vocabulary) -> list[int]:
-    """Token ids of what is asked, however many. Raises UsageError and IncompatibleError."""
+def encode_asked(asked: Asked, vocabulary: Vocabulary, context: int, *, cut: bool) -> list[int]:
+    """Token ids of what is asked; with `cut`, of what has far more than `context` of them, those of its end.
+
+    Raises UsageError and IncompatibleError.
+    """
     if asked.ids is not None:
         check_ids(asked.ids, vocabulary.config.vocab_size, "--prompt-ids")
         return list(asked.ids)
     tokenizer = vocabulary.need_tokenizer()
     if asked.text is not None:
-        ids = tokenizer.encode(asked.text, parse_special=asked.parse_special, add_special=True)
+        text = tokenizer.bounded(asked.text, context, cut=cut)
+        ids = tokenizer.encode(text, parse_special=asked.parse_special, add_special=True)
         return ids or [first_token(vocabulary)]
-    from spd.formats.chat_template import encode_chat
+    from spd.formats.chat_template import RenderedChat, encode_rendered, render_chat
 
-    return encode_chat(tokenizer, vocabulary.need_template(), asked.messages, **(asked.variables or {}))
+    template, variables = vocabulary.need_template(), asked.variables or {}
+    chat = render_chat(tokenizer, template, asked.messages, **variables)
+    text = tokenizer.bounded(chat.marked, context, cut=cut)
+    return encode_rendered(tokenizer, RenderedChat(text, chat.mark))
 
 
 def render_asked(asked: Asked, vocabulary: Vocabulary, ids: Sequence[int]) -> str:
@@ -97,11 +105,11 @@ def first_token(vocabulary: Vocabulary) -> int:
 def fit(
     asked: Asked, vocabulary: Vocabulary, *, context: int, max_tokens: int | None, truncate: bool
 ) -> tuple[Asked, list[int], int]:
-    """What is asked so that it fits, its ids, and how many tokens were dropped.
+    """What is asked so that it fits, its ids, and how many tokens were dropped, of those that were counted.
 
     Raises IncompatibleError if it does not fit and may not be cut, or cannot be cut enough.
     """
-    ids = encode_asked(asked, vocabulary)
+    ids = encode_asked(asked, vocabulary, context, cut=truncate)
     room = min(DEFAULT_REPLY, context // 2) if max_tokens is None else max_tokens
     keep = context - room
     if len(ids) < context and (not truncate or len(ids) <= keep):
@@ -115,7 +123,7 @@ def fit(
         )
     if asked.messages:
         cut = _cut_chat(asked, vocabulary, keep)
-        fitting = encode_asked(cut, vocabulary)
+        fitting = encode_asked(cut, vocabulary, context, cut=True)
     else:
         fitting = _cut_ids(ids, keep, vocabulary)
         cut = Asked(ids=tuple(fitting))
@@ -154,24 +162,29 @@ def _cut_chat(asked: Asked, vocabulary: Vocabulary, keep: int) -> Asked:
     """The chat without its oldest messages, then without the beginning of its last one."""
 
     def size(messages: Sequence[Message]) -> int:
-        return len(encode_asked(Asked(messages=tuple(messages), variables=asked.variables), vocabulary))
+        part = Asked(messages=tuple(messages), variables=asked.variables)
+        return len(encode_asked(part, vocabulary, keep, cut=True))
 
     system = [message for message in asked.messages[:1] if message["role"] == "system"]
     turns = list(asked.messages[len(system) :])
-    while len(turns) > 1 and size([*system, *turns]) > keep:
-        del turns[0]
-        while len(turns) > 1 and turns[0]["role"] != "user":  # templates want a user's turn first
-            del turns[0]
+    last = len(turns) - 1  # templates want a user's turn first
+    firsts = [i for i, turn in enumerate(turns) if i in (0, last) or turn["role"] == "user"]
+    if firsts:
+        at = bisect_left(firsts[:-1], True, key=lambda i: size([*system, *turns[i:]]) <= keep)
+        turns = turns[firsts[at] :]
     if turns and size([*system, *turns]) > keep:
         turns[-1] = _cut_message(
-            turns[-1], lambda last: size([*system, *turns[:-1], last]) - keep, vocabulary
+            turns[-1], lambda last: size([*system, *turns[:-1], last]) - keep, vocabulary, keep
         )
     return Asked(messages=(*system, *turns), variables=asked.variables)
 
 
-def _cut_message(message: Message, excess: Callable[[Message], int], vocabulary: Vocabulary) -> Message:
+def _cut_message(
+    message: Message, excess: Callable[[Message], int], vocabulary: Vocabulary, keep: int
+) -> Message:
     """A message without its oldest tokens. Raises IncompatibleError if dropping all is not enough."""
     tokenizer = vocabulary.need_tokenizer()
+    message = {**message, "content": tokenizer.bounded(message["content"], keep, cut=True)}
     tokens = tokenizer.encode(message["content"])
     dropped = 0
     while (over := excess(message)) > 0:
@@ -182,7 +195,7 @@ def _cut_message(message: Message, excess: Callable[[Message], int], vocabulary:
                 code="context_overflow",
             )
         dropped += over
-        # a cut inside a character leaves a replacement character in front, which nobody wrote
+        # a cut inside a character leaves a replacement character in front that is not in the text
         text = tokenizer.decode(tokens[dropped:], skip_special=False).lstrip("\ufffd")
         message = {**message, "content": text}
     return message

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING
 
-from spd.cli.output import Sink, columns_of, to_json
+from spd.cli.output import Sink, columns_of, printable, to_json
 from spd.cli.table import WIDTH, render_table
 from spd.cli.wrap import fit_lines
 from spd.errors import IncompatibleError
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from spd.cli.bench_options import ExplainOptions
     from spd.cli.options import Session
     from spd.runtime import Engine, Request, RoundRecord
-    from spd.runtime.measuring.explain import Explanation
-    from spd.runtime.measuring.trace_file import Trace, TraceHeader
+    from spd.runtime.lab.explain import Explanation
+    from spd.runtime.lab.trace_file import Trace, TraceHeader
 
 PLAIN_ROUNDS = 12
 """Plain rounds after a reply that had none."""
@@ -25,8 +25,8 @@ PLAIN_ROUNDS = 12
 
 def explain(session: Session, options: ExplainOptions) -> int:
     """Say in words what a trace shows: costs, acceptance, the best K, and what to try next."""
-    from spd.runtime.measuring.explain import explain as explain_traces
-    from spd.runtime.measuring.trace_file import read_traces
+    from spd.runtime.lab.explain import explain as explain_traces
+    from spd.runtime.lab.trace_file import read_traces
 
     sink = Sink.stdout()
     traces = read_traces(options.files)
@@ -43,7 +43,8 @@ def explain(session: Session, options: ExplainOptions) -> int:
             fix=["spd explain each by itself, with one of plain decoding beside it"],
         )
     found = explain_traces(traces)
-    sink.write(to_json(found.as_dict()) + "\n" if options.json else explanation_text(found, sink.columns))
+    text = to_json(found.as_dict()) + "\n" if options.json else explanation_text(found, sink.columns)
+    sink.write(printable(text))
     return 0
 
 
@@ -60,7 +61,7 @@ def _way(trace: Trace) -> str:
 
 def explanation_text(found: Explanation, columns: int | None) -> str:
     """The table of prospects, acceptance by position, and the paragraph, for a terminal or for none."""
-    from spd.runtime.measuring.explain_words import paragraph
+    from spd.runtime.lab.explain_words import paragraph
 
     chosen = [p for p in (found.plain, *found.own, *found.ngram) if _is_shown(p.k, p.method, found)]
     best = found.best
@@ -103,7 +104,7 @@ def _is_shown(k: int, method: str, found: Explanation) -> bool:
 
 def trace_header(engine: Engine, model: str, temperature: float, prompt_ids: tuple[int, ...]) -> TraceHeader:
     """The first line of a trace file."""
-    from spd.runtime.measuring.trace_file import TraceHeader
+    from spd.runtime.lab.trace_file import TraceHeader
 
     return TraceHeader(model, temperature, engine.plan.as_dict(), prompt_ids)
 
@@ -134,7 +135,7 @@ def complete(trace: Trace, engine: Engine, request: Request) -> None:
 
 def live_explanation(trace: Trace) -> str:
     """The paragraph after a reply, for standard error; a sentence where there was too little to see."""
-    from spd.runtime.measuring.explain import explain as explain_traces
+    from spd.runtime.lab.explain import explain as explain_traces
 
     if not trace.rounds:
         return "explain: the reply was too short, nothing was speculated\n"

@@ -6,7 +6,7 @@ Whatever can be refused is refused before torch is imported and weights are read
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING
 
 from spd.cli.conflicts import check_conflicts
@@ -28,11 +28,10 @@ from spd.cli.signals import Interrupted
 from spd.errors import EngineError
 
 if TYPE_CHECKING:
-    from spd.cli.job import Job
+    from spd.cli.job import Job, Settings
     from spd.cli.reply import Delivery
-    from spd.cli.sampling import Resolved
     from spd.runtime import Engine, RoundRecord
-    from spd.runtime.measuring.trace_file import Trace
+    from spd.runtime.lab.trace_file import Trace
 
 
 def generate(session: Session, options: GenerateOptions) -> int:
@@ -43,23 +42,24 @@ def generate(session: Session, options: GenerateOptions) -> int:
             check_writable(path)
     if options.profile is not None:
         check_folder(options.profile)
-    sink = Sink.stdout() if options.output is None else Sink.file(options.output, append=options.resume)
+    sink = Sink.stdout() if options.output is None else Sink(options.output, append=options.resume)
     from spd.cli.job import plan_job
     from spd.cli.models import ensure_models
 
-    ensure_models(session, options)
-    if options.jsonl:
-        from spd.cli.jsonl import generate_lines
+    with closing(sink):
+        ensure_models(session, options)
+        if options.jsonl:
+            from spd.cli.jsonl import generate_lines
 
-        return generate_lines(session, options, sink)
-    job = plan_job(options)
-    if options.dry_run:
-        _show_prompt(session, options, job, sink)
-        return 0
-    if options.trace is None:
-        return _run(session, options, job, sink, None)
-    with TraceFile(options.trace) as trace:
-        return _run(session, options, job, sink, trace)
+            return generate_lines(session, options, sink)
+        job = plan_job(options)
+        if options.dry_run:
+            _show_prompt(session, options, job, sink)
+            return 0
+        if options.trace is None:
+            return _run(session, options, job, sink, None)
+        with closing(TraceFile(options.trace)) as trace:
+            return _run(session, options, job, sink, trace)
 
 
 def _show_prompt(session: Session, options: GenerateOptions, job: Job, sink: Sink) -> None:
@@ -86,34 +86,39 @@ def _show_prompt(session: Session, options: GenerateOptions, job: Job, sink: Sin
 
 def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace: TraceFile | None) -> int:
     """Load, decode and deliver; returns the exit status."""
-    from spd.cli.job import fit_to_engine
+    from spd.cli.job import REQUEST_ID, fit_to_engine
     from spd.cli.reply import Delivery
+    from spd.cli.reply_view import Thoughts
 
     with loading(f"loading {options.model}", session.console) as progress:
         from spd.runtime import Engine
 
         engine = Engine(job.config, progress=progress)
-    job = fit_to_engine(job, engine.plan.ctx)
+    job = fit_to_engine(job, engine.plan.shape.ctx)
     watched = _watch(options, job, engine, trace)
     _say_before(session, options, job, engine)
     delivery = Delivery(
-        sink, engine, job.request(), streaming=options.stream is not False and not options.json
+        sink,
+        engine,
+        *job.request(REQUEST_ID, job.kept, job.ids, job.sampling.params, job.grammar),
+        Thoughts(session.console, hidden=options.think == "hide"),
+        streaming=options.stream is not False and not options.json,
     )
     try:
         with _profiled(options, engine):
             delivery.run(session.guard)
     except Interrupted:
         delivery.give_up()
-        _finish(options, job, delivery)
+        _finish(session, options, delivery)
         raise
     except Exception:
         if not options.json:
             delivery.finish_text()
         raise
     with session.guard.hold():
-        _finish(options, job, delivery)
+        _finish(session, options, delivery)
         if watched is not None:
-            complete(watched, engine, job.request())
+            complete(watched, engine, delivery.request)
             write_stderr(live_explanation(watched))
     if options.profile is not None:
         session.console.note(f"profile: {options.profile}")
@@ -134,7 +139,7 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
 
 def _watch(options: GenerateOptions, job: Job, engine: Engine, trace: TraceFile | None) -> Trace | None:
     """Have every round written to the trace file and kept for --explain, as far as either is wanted."""
-    from spd.runtime.measuring.trace_file import Trace
+    from spd.runtime.lab.trace_file import Trace
 
     header = trace_header(engine, options.model, job.sampling.params.temperature, tuple(job.ids))
     if trace is not None:
@@ -157,22 +162,23 @@ def _profiled(options: GenerateOptions, engine: Engine) -> AbstractContextManage
     """What --profile asks for; nothing without it."""
     if options.profile is None:
         return nullcontext()
-    from spd.runtime.measuring.profile import profiled
+    from spd.runtime.lab.profile import profiled
 
     return profiled(engine, options.profile, "generate")
 
 
-def _finish(options: GenerateOptions, job: Job, delivery: Delivery) -> None:
-    """Print what remains to be printed: the end of the text or the object, and the statistics."""
-    from spd.cli.report import reply_object, stats_line
+def _finish(session: Session, options: GenerateOptions, delivery: Delivery) -> None:
+    """Print what remains to be printed: the end of the text or the object, and what is said about it."""
+    from spd.cli.report import early_end, reply_fields, reply_object, stats_line
 
+    engine, request, reply = delivery.engine, delivery.request, delivery.reply
+    fields = reply_fields(reply, delivery.metrics, engine, request, delivery.inside)
     if options.json:
-        shown = reply_object(
-            delivery.reply, delivery.metrics, delivery.engine, job.sampling.params, options.model
-        )
-        delivery.sink.write(to_json(shown) + "\n")
+        delivery.sink.write(to_json(reply_object(fields, engine.plan, request, options.model)) + "\n")
     else:
         delivery.finish_text()
+    if early := early_end(fields, reply.error, request):
+        session.console.note(early)
     if options.stats:
         imposed = options.synthetic_acceptance is not None
         tell(stats_line(delivery.metrics, imposed=imposed))
@@ -181,36 +187,39 @@ def _finish(options: GenerateOptions, job: Job, delivery: Delivery) -> None:
 def _say_before(session: Session, options: GenerateOptions, job: Job, engine: Engine) -> None:
     """Notes about limits that the user may not expect, and the plan of a verbose run."""
     _note_dropped(session, job)
-    room, wanted = engine.plan.ctx - len(job.ids), job.sampling.params.max_tokens
+    room, wanted = engine.plan.shape.ctx - len(job.ids), job.sampling.params.max_tokens
     if wanted is not None and wanted > room:
         session.console.note(f"the context leaves room for {room:,} tokens, fewer than -n {wanted:,}")
-    say_plan(session.console, options, engine, job.sampling)
+    say_plan(session.console, options, engine, job)
 
 
-def say_plan(console: Console, options: GenerateOptions, engine: Engine, sampling: Resolved) -> None:
+def say_plan(console: Console, options: GenerateOptions, engine: Engine, run: Settings) -> None:
     """Notes about what the plan makes of the options, and the plan of a verbose run."""
     from spd.cli.report import plan_lines
+    from spd.cli.structured import note_thinking
 
     plan = engine.plan
+    note_thinking(console, options.think, run.vocabulary)
     if options.load == "dummy":
         console.note("random weights (--load dummy): the text is noise, only the speed means something")
-    if plan.synthetic_acceptance is not None:
+    if plan.wishes.synthetic_acceptance is not None:
         console.note("imposed acceptance (--synthetic-acceptance): the text means nothing")
-    if plan.verify != "coupled" and plan.spec != "off":
+    if plan.wishes.verify != "coupled" and plan.spec != "off":
         console.note(
-            f"--verify {plan.verify}: texts are as likely as without speculation, not the same; "
-            f"{plan.draft_max} drafts a round"
+            f"--verify {plan.wishes.verify}: texts are as likely as without speculation, not the same; "
+            f"{plan.shape.draft_max} drafts a round"
         )
     if "ngram" not in plan.spec and (options.ngram_min or options.ngram_max):
         console.note(f"--ngram-min and --ngram-max do nothing: --spec auto took {plan.spec}")
     if console.verbose:
-        for line in plan_lines(plan.as_dict(), sampling.params, sampling.sources):
+        for line in plan_lines(plan.as_dict(), run.sampling.params, run.sampling.sources):
             console.detail(line)
         console.detail(f"load    {engine.load_ms / 1000:.2f} s")
 
 
 def _note_dropped(session: Session, job: Job) -> None:
     if job.dropped:
+        least = "at least " if job.dropped + len(job.ids) > 2 * job.context else ""  # not all was counted
         session.console.note(
-            f"dropped the oldest {job.dropped:,} tokens of the prompt (--overflow truncate-left)"
+            f"dropped {least}the oldest {job.dropped:,} tokens of the prompt (--overflow truncate-left)"
         )

@@ -5,7 +5,6 @@ Reads headers and JSON only: torch is never imported, weights are never touched.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.inspect_run import choose, need_lines, needs, speculation, speculation_lines
@@ -15,6 +14,7 @@ from spd.errors import IncompatibleError, SpdError
 
 if TYPE_CHECKING:
     from spd.formats.checkpoint import Checkpoint
+    from spd.formats.folder import ModelFolder
     from spd.formats.model_config import ModelConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -24,43 +24,38 @@ MAX_LISTED = 8
 
 def inspect(session: Session, options: InspectOptions) -> None:
     """Show what a model is and needs, and whether a draft model fits it; loads no weights."""
-    from spd.formats.checkpoint import Checkpoint
-    from spd.formats.hub import resolve_model
-    from spd.formats.model_config import read_model_config
+    from spd.formats.folder import ModelFolder
 
     sink = Sink.stdout()
     refusal, draft = None, None
-    folder = resolve_model(options.model, options.revision)
-    config = read_model_config(folder)  # before the weights: what is no model folder at all lacks this first
-    with Checkpoint.open(folder) as checkpoint:
-        target = describe(options.model, config, checkpoint)
-        shown: dict[str, Any] = {"schema": "spd.inspect/1", "target": target}
-        if options.draft is not None:
-            draft = resolve_model(options.draft)
-            config = read_model_config(draft)
-            with Checkpoint.open(draft) as other:
-                shown["draft"] = describe(options.draft, config, other)
-            refusal = unfit(folder, target, draft, config, shown["draft"])
-            shown["compatible"] = refusal is None
-            if config.eagle3 is not None and refusal is None:
-                shown["draft"]["eagle3"]["aux_layers"] = config.eagle3.aux_layers(target["layers"])
-        if target["eagle3"] is None:  # a head by itself runs nothing
-            choice = choose(checkpoint, draft, options.quantize, options.tp, options.draft_tp)
-            shown |= {"speculation": speculation(choice), "needs": needs(choice)}
+    folder = ModelFolder.named(options.model, options.revision)
+    target = describe(options.model, folder)
+    shown: dict[str, Any] = {"schema": "spd.inspect/1", "target": target}
+    if options.draft is not None:
+        draft = ModelFolder.named(options.draft)
+        shown["draft"] = describe(options.draft, draft)
+        refusal, head = unfit(folder, target, draft, shown["draft"]), draft.config.eagle3
+        shown["compatible"] = refusal is None
+        if head is not None and refusal is None:
+            shown["draft"]["eagle3"]["aux_layers"] = head.aux_layers(target["layers"])
+    if target["eagle3"] is None:  # a head by itself runs nothing
+        choice = choose(folder, draft, options.quantize, options.tp, options.draft_tp)
+        shown |= {"speculation": speculation(choice), "needs": needs(choice)}
     if options.json:
         if refusal is None:  # else the one object on standard output is the error's
             sink.write(to_json(shown) + "\n")
     else:
-        sink.write_lines("".join(line + "\n" for line in inspect_lines(shown)))
+        sink.write_lines(inspect_lines(shown))
     for note in target["notes"]:
         session.console.detail(f"note    {note}")
     if refusal is not None:
         raise refusal
 
 
-def describe(name: str, config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+def describe(name: str, folder: ModelFolder) -> dict[str, Any]:
     """Every fact about one model folder, as JSON values. Raises CheckpointError."""
-    folder = checkpoint.folder
+    config = folder.config  # before the weights: what is no model folder at all lacks this first
+    checkpoint = folder.checkpoint
     dtypes = sorted({meta.dtype for meta in checkpoint.tensors.values()})
     unexpected = check_names(checkpoint, config)
     return {
@@ -82,10 +77,10 @@ def describe(name: str, config: ModelConfig, checkpoint: Checkpoint) -> dict[str
         "tensors": len(checkpoint.tensors),
         "shards": len(checkpoint.shards),
         "unexpected_tensors": unexpected,
-        "mtp": mtp_facts(folder, config, checkpoint),
+        "mtp": mtp_facts(folder),
         "eagle3": eagle3_facts(config, checkpoint),
         "kv_bytes_per_token": kv_bytes(config),
-        "vocabulary": vocabulary_facts(folder, config),
+        "vocabulary": vocabulary_facts(folder),
         "template": template_facts(folder),
         "notes": list(checkpoint.notes),
     }
@@ -102,19 +97,17 @@ def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     return check_weights(checkpoint, config, family_layout(config))
 
 
-def mtp_facts(folder: Path, config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any] | None:
+def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
     """The MTP head that the checkpoint holds, or lost; None where nothing speaks of one."""
-    from spd.formats.mtp import declared_modules, find_mtp
-    from spd.formats.mtp_folder import MtpSource
+    from spd.formats.mtp import declared_modules
     from spd.runtime.models.mtp_weights import check_source, module_position_size
 
-    declared = declared_modules(folder)
-    layout = find_mtp(config.architecture, checkpoint.tensors, config.num_layers)
-    if layout is None:
+    declared, source = declared_modules(folder.fields), folder.mtp_source()
+    if source is None:
         return {"family": None, "modules": 0, "declared": declared, "error": None} if declared else None
-    error = None
+    config, checkpoint, layout, error = folder.config, folder.checkpoint, source.layout, None
     try:
-        check_source(MtpSource(folder, layout, config), checkpoint)
+        check_source(source, checkpoint)
     except SpdError as refusal:
         error = refusal.message
     tensors = [meta for name, meta in checkpoint.tensors.items() if layout.owns(name)]
@@ -157,28 +150,23 @@ def eagle3_facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any] 
 
 def kv_bytes(config: ModelConfig) -> int:
     """Bytes of keys and values that one token adds, in the dtype of the weights."""
-    from spd.runtime.memory import position_size
+    from spd.runtime.plan.memory import position_size
 
     return position_size(config) * DTYPE_BYTES[config.dtype]
 
 
-def vocabulary_facts(folder: Path, config: ModelConfig) -> dict[str, Any]:
+def vocabulary_facts(folder: ModelFolder) -> dict[str, Any]:
     """Rows of the embedding, ids that the tokenizer uses, and the fingerprint that pairs are checked by."""
-    from spd.formats.tokenizer import Tokenizer
-
-    facts: dict[str, Any] = {"size": config.vocab_size, "used": None, "sha256": None}
-    if (folder / "tokenizer.json").exists():
-        tokenizer = Tokenizer.open(folder)
-        facts |= {"used": tokenizer.vocab_size, "sha256": tokenizer.fingerprint()}
+    facts: dict[str, Any] = {"size": folder.config.vocab_size, "used": None, "sha256": None}
+    if folder.tokenizer is not None:
+        facts |= {"used": folder.tokenizer.vocab_size, "sha256": folder.tokenizer.fingerprint()}
     return facts
 
 
-def template_facts(folder: Path) -> dict[str, Any]:
+def template_facts(folder: ModelFolder) -> dict[str, Any]:
     """Whether there is a chat template, and whether it renders a greeting."""
-    from spd.formats.chat_template import ChatTemplate
-
     try:
-        template = ChatTemplate.open(folder)
+        template = folder.template
         if template is None:
             return {"present": False, "renders": None, "error": None}
         template.render(PROBE)
@@ -208,16 +196,15 @@ def mismatch(target: dict[str, Any], draft: dict[str, Any]) -> IncompatibleError
 
 
 def unfit(
-    folder: Path, target: dict[str, Any], draft: Path, config: ModelConfig, drafter: dict[str, Any]
+    folder: ModelFolder, target: dict[str, Any], draft: ModelFolder, drafter: dict[str, Any]
 ) -> SpdError | None:
     """A pair's refusal: a head's by what it was made for, a model's by its tokenizer; None if it fits."""
-    from spd.formats.model_config import read_model_config
-    from spd.runtime.drafter import check_target
+    from spd.runtime.plan.drafter_choice import check_target
 
-    if config.eagle3 is None:
+    if draft.config.eagle3 is None:
         return mismatch(target, drafter)
     try:
-        check_target(config, draft, read_model_config(folder), folder)
+        check_target(draft.config, draft.path, folder.config, folder.path)
     except SpdError as error:
         return error
     return mismatch(target, drafter) if drafter["vocabulary"]["sha256"] else None

@@ -18,14 +18,14 @@ from spd.cli.batch_input import BatchLine, Shared, answer_error, read_lines, rea
 from spd.cli.generate import say_plan
 from spd.cli.options import GenerateOptions, Session
 from spd.cli.output import Sink, cannot_write, tell, to_json
-from spd.cli.signals import Interrupted, SignalGuard
+from spd.cli.signals import Interrupted
 from spd.cli.ticker import Ticker, clock
 from spd.errors import PartialError, ResourceError, SpdError, UsageError
 
 if TYPE_CHECKING:
     from spd.cli.job import Settings
-    from spd.runtime import Completion, Engine, Event, Request
-    from spd.runtime.request import CompletionParts
+    from spd.runtime import Engine, Event, Request
+    from spd.runtime.engine.driver import Gathered
 
 SCHEMA = "spd.generate.line/1"
 BEGINNINGS = (f'{{"schema": "{SCHEMA}"'.encode(), b'{"id": ')
@@ -40,7 +40,8 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
 
     settings, shared = plan_settings(options), read_shared(options)
     lines = read_lines(options.file[0] if options.file else "-")
-    done = Done() if not options.resume else resume(_output(options), lines)
+    path = options.output if options.resume else None
+    done = Done() if path is None else resume(path, lines, sink)
     rest = lines[done.lines :]
     if not rest:
         return _end(session, options, done, 0.0)
@@ -50,10 +51,10 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
         from spd.runtime import Engine
 
         engine = Engine(settings.config, progress=progress)
-        if len(rest) > (slots := engine.plan.slots):
+        if len(rest) > (slots := engine.plan.shape.slots):
             engine.capture_ahead([settings.sampling.params], together=slots)
-    say_plan(session.console, options, engine, settings.sampling)
-    settings = dataclasses.replace(settings, context=engine.plan.ctx)
+    say_plan(session.console, options, engine, settings)
+    settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
     batch = Batch(session, settings, shared, engine, sink, done, len(lines))
     began = time.perf_counter()
     try:
@@ -66,16 +67,13 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
     return _end(session, options, done, time.perf_counter() - began)
 
 
-def _output(options: GenerateOptions) -> Path:
-    assert options.output is not None  # the table of conflicts sees to it
-    return options.output
-
-
 def _end(session: Session, options: GenerateOptions, done: Done, seconds: float) -> int:
     """Say how it went. Raises PartialError if a line failed, now or in an earlier part."""
     if options.stats and seconds:
         rate = f"{done.tokens / seconds:.1f} tok/s"
         tell(f"{done.lines:,} lines · {done.tokens:,} tok · {clock(seconds)} · {rate}")
+    if done.early:
+        session.console.note(f"{len(done.early):,} of {done.lines:,} replies ended early; {done.early[0]}")
     if done.failed:
         raise PartialError(
             f"{done.failed:,} of {done.lines:,} lines failed",
@@ -87,20 +85,26 @@ def _end(session: Session, options: GenerateOptions, done: Done, seconds: float)
 
 @dataclass
 class Done:
-    """Lines delivered so far, in order; `tokens` of this run only."""
+    """Lines delivered so far, in order; `tokens` and what lines lack that ended `early` of this run only."""
 
     lines: int = 0
     failed: int = 0
     tokens: int = 0
+    early: list[str] = field(default_factory=list)
 
 
-def resume(path: Path, lines: Sequence[BatchLine]) -> Done:
+def resume(path: Path, lines: Sequence[BatchLine], sink: Sink) -> Done:
     """What a file holds of an earlier run; the beginning of one more answer is cut off.
 
-    Raises UsageError for a file that was not made from these lines; it stays as it is.
+    Raises UsageError for a file that was not made from these lines, or is being written; it stays as it is.
     """
     done = Done()
     try:
+        sink.open()  # locked from here on
+        if not path.is_file():
+            raise UsageError(
+                f"{path}: is not a file to go on with", fix=["leave --resume out, or give another -o FILE"]
+            )
         with path.open("r+b") as file:
             whole = 0
             for number, raw in enumerate(file):
@@ -114,8 +118,6 @@ def resume(path: Path, lines: Sequence[BatchLine]) -> Done:
                 done.lines += 1
                 done.failed += "error" in entry
             file.truncate(whole)
-    except FileNotFoundError:
-        return done
     except OSError as error:
         raise cannot_write(path, error) from error
     return done
@@ -145,7 +147,8 @@ class Open:
 
     line: BatchLine
     request: Request
-    parts: CompletionParts
+    inside: bool | None
+    parts: Gathered
     dropped: int
 
 
@@ -167,22 +170,37 @@ class Batch:
 
     def run(self, lines: Iterator[BatchLine]) -> None:
         """Answer all lines. Raises Interrupted between writes, never inside one."""
+        from spd.runtime.engine.driver import drive
+
         guard, place, more = self.session.guard, self.done.lines, True
         ticker = Ticker(self.session.console)
         began, before = time.perf_counter(), self.done.lines
+
+        def fill() -> bool:
+            nonlocal more, place
+            if not (more or self.engine.has_work):
+                return False
+            while (
+                more
+                and len(self.open) < 2 * self.engine.plan.shape.slots
+                and place - self.done.lines < WINDOW
+            ):
+                line = next(lines, None)
+                if line is None:
+                    more = False
+                    break
+                self.places[line.number] = place
+                self._begin(line)
+                place += 1
+            return True
+
         with ticker:
-            while more or self.engine.has_work:
-                while (
-                    more and len(self.open) < 2 * self.engine.plan.slots and place - self.done.lines < WINDOW
-                ):
-                    line = next(lines, None)
-                    if line is None:
-                        more = False
-                        break
-                    self.places[line.number] = place
-                    self._begin(line)
-                    place += 1
-                self._step(guard, ticker)
+            for events in drive(self.engine, fill, self._short):
+                for event in events:
+                    self._take(event)
+                with guard.hold():
+                    self._flush(ticker)
+                guard.check()
                 answered = self.done.lines - before
                 left = (self.total - self.done.lines) * (time.perf_counter() - began) / max(1, answered)
                 failed = f" · {self.done.failed:,} failed" if self.done.failed else ""
@@ -192,31 +210,22 @@ class Batch:
 
     def _begin(self, line: BatchLine) -> None:
         """Hand a line to the engine, or answer it at once with what is wrong with it."""
-        from spd.cli.job import prepare_request
-        from spd.runtime.request import CompletionParts
+        from spd.runtime.engine.driver import Gathered
 
         try:
             wanted = read_wishes(line, self.settings, self.shared)
-            request, dropped = prepare_request(
-                str(line.number), wanted.asked, wanted.params, wanted.grammar, self.settings
+            kept, ids, dropped = self.settings.fit(wanted.asked, wanted.params)
+            request, inside = self.settings.request(
+                str(line.number), kept, ids, wanted.params, wanted.grammar
             )
             self.engine.add(request)
         except SpdError as error:
             self._finish(line, answer_error(line, error))
         else:
-            self.open[request.id] = Open(line, request, CompletionParts(), dropped)
+            self.open[request.id] = Open(line, request, inside, Gathered(), dropped)
 
-    def _step(self, guard: SignalGuard, ticker: Ticker) -> None:
-        try:
-            events = self.engine.step()
-        except ResourceError as error:  # who ran then ends with an error; who waits goes on
-            self.session.console.note(f"{error.message}: the lines that ran then have failed")
-            return
-        for event in events:
-            self._take(event)
-        with guard.hold():
-            self._flush(ticker)
-        guard.check()
+    def _short(self, error: ResourceError) -> None:
+        self.session.console.note(f"{error.message}: the lines that ran then have failed")
 
     def _take(self, event: Event) -> None:
         one = self.open.get(event.request_id)
@@ -226,37 +235,22 @@ class Batch:
         if event.finish_reason is None:
             return
         del self.open[event.request_id]
-        completion = one.parts.completion(event.request_id, self.engine.metrics(event.request_id))
-        self.done.tokens += len(completion.token_ids)
-        self._finish(one.line, self._answer(one, completion))
+        self.done.tokens += len(one.parts.token_ids)
+        self._finish(one.line, self._answer(one))
 
-    def _answer(self, one: Open, completion: Completion) -> dict[str, Any]:
-        from spd.cli.report import logprob_entry
+    def _answer(self, one: Open) -> dict[str, Any]:
+        from spd.cli.report import early_end, reply_fields
 
-        plan, params = self.engine.plan, one.request.params
-        shown: dict[str, Any] = {
-            "schema": SCHEMA,
-            "id": one.line.id,
-            "line": one.line.number,
-            "text": completion.text,
-            "token_ids": list(completion.token_ids),
-            "finish_reason": completion.finish_reason,
-            "usage": completion.metrics.usage(),
-            "timings": completion.metrics.timings(),
-            "metrics": {
-                "speculative_decoding": completion.metrics.speculative_decoding(
-                    plan.spec, plan.draft_max, imposed=plan.synthetic_acceptance is not None
-                )
-            },
-            "seed": params.seed,
-        }
+        metrics = self.engine.metrics(one.request.id)
+        fields = reply_fields(one.parts, metrics, self.engine, one.request, one.inside)
+        shown = {"schema": SCHEMA, "id": one.line.id, "line": one.line.number, **fields}
+        if early := early_end(fields, one.parts.error, one.request):
+            self.done.early.append(f"line {one.line.number}: {early}")
         if one.dropped:
             shown["dropped_prompt_tokens"] = one.dropped
-        if params.logprobs is not None:
-            shown["logprobs"] = [logprob_entry(entry, self.engine.tokenizer) for entry in completion.logprobs]
-        if completion.finish_reason == "error":
+        if one.parts.finish_reason == "error":
             code = "grammar" if one.request.grammar is not None else "engine"
-            shown["error"] = {"code": code, "message": completion.error or "the model failed"}
+            shown["error"] = {"code": code, "message": one.parts.error or "the model failed"}
         return shown
 
     def _finish(self, line: BatchLine, answer: dict[str, Any]) -> None:

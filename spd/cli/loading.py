@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.output import Console, is_terminal, printable, write_stderr
+from spd.cli.output import Console, as_line, is_terminal, raw_stderr, write_stderr
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from spd.runtime.progress import LoadProgress
+    from spd.runtime.load.progress import LoadProgress
 
 DELAY = 0.5
 """Seconds before the line becomes a bar."""
@@ -38,7 +38,7 @@ def loading(text: str, console: Console) -> Iterator[LoadDisplay | None]:
     if console.quiet or not is_terminal(sys.stderr):
         yield None
         return
-    display = LoadDisplay(printable(text), console.color)
+    display = LoadDisplay(as_line(text), console.color)
     try:
         yield display
     finally:
@@ -77,7 +77,7 @@ class LoadDisplay:
             self._erase()
 
     def _erase(self) -> None:
-        write_stderr("\r" + " " * (len(self._text) + 2) + "\r")
+        write_stderr("\r" + " " * (len(self._text) + 2) + "\r", styled=True)
         self._plain = False
 
     def _open(self) -> bool:
@@ -114,7 +114,7 @@ class LoadDisplay:
 
 
 def _amount(progress: LoadProgress) -> str:
-    from spd.runtime.memory import show_size
+    from spd.runtime.plan.memory import show_size
 
     return f"{show_size(progress.done)} of {show_size(progress.total)}"
 
@@ -132,4 +132,4 @@ def _console(color: bool) -> Any:
         def on_broken_pipe(self) -> None:
             """Nothing: the answer goes elsewhere."""
 
-    return Visible(stderr=True, no_color=not color, highlight=False)
+    return Visible(file=raw_stderr(), no_color=not color, highlight=False)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from spd.cli.output import is_terminal, write_stderr
 from spd.errors import UsageError
+from spd.formats.files import INPUT_LIMIT
 
 QUOTES = '"""'
 PROMPT, INDENT = "› ", "  "
@@ -29,7 +30,7 @@ class MessageSource(Protocol):
         """Show lines of news above what is being typed or will be; may be called from any thread."""
 
     def unsaid(self) -> str:
-        """Take the news that nothing has shown yet, for whoever can show it now."""
+        """Take the news that is not shown yet."""
 
     def wake(self) -> None:
         """Show the status anew; may be called from any thread."""
@@ -94,10 +95,12 @@ class PlainLines:
     def _line(self, prompt: str) -> str | None:
         if self._asks:
             write_stderr(prompt)
-        data = sys.stdin.buffer.readline() if sys.stdin is not None else b""
+        data = sys.stdin.buffer.readline(INPUT_LIMIT + 1) if sys.stdin is not None else b""
         if not data:
             return None
         self._number += 1
+        if len(data) > INPUT_LIMIT:
+            raise UsageError(f"line {self._number} of stdin is longer than {INPUT_LIMIT >> 20} MiB")
         try:
             return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError:

@@ -14,19 +14,17 @@ from spd.cli.cache_options import ListOptions, PullOptions, RemoveOptions
 from spd.cli.chat_options import ChatOptions
 from spd.cli.loading import loading
 from spd.cli.options import GenerateOptions, Session
-from spd.cli.output import Sink, is_terminal, printable, tell, to_json, write_stderr
+from spd.cli.output import Sink, as_line, is_terminal, tell, to_json, write_stderr
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
 
 if TYPE_CHECKING:
+    from spd.formats.folder import ModelFolder
     from spd.formats.hub_download import RemoteModel
 
 
 def pull(session: Session, options: PullOptions) -> None:
     """Download a model's safetensors, configuration and tokenizer into the Hugging Face cache."""
-    from spd.formats.hub import check_repository_name
-
     sink = Sink.stdout()
-    check_repository_name(options.name)
     model = _look_up(session, options.name, options.revision)
     shown: dict[str, Any] = {
         "schema": "spd.pull/1",
@@ -41,8 +39,8 @@ def pull(session: Session, options: PullOptions) -> None:
     if options.json:
         sink.write(to_json(shown) + "\n")
     elif options.dry_run:
-        lines = [f"{_size(file.size):>12}  {file.name}\n" for file in model.files]
-        sink.write_lines("".join(lines) + f"{_size(model.missing_bytes)} to download\n")
+        lines = [f"{_size(file.size):>12}  {file.name}" for file in model.files]
+        sink.write_lines([*lines, f"{_size(model.missing_bytes)} to download"])
     else:
         sink.write(shown["folder"] + "\n")
 
@@ -81,7 +79,7 @@ def _look_up(session: Session, name: str, revision: str | None) -> RemoteModel:
 
 def _download(session: Session, model: RemoteModel) -> Path:
     from spd.formats.hub_download import download
-    from spd.runtime.progress import LoadProgress
+    from spd.runtime.load.progress import LoadProgress
 
     if model.missing_bytes:
         session.console.note("finished files are kept; an interrupted file starts again")
@@ -104,7 +102,7 @@ def ls(session: Session, options: ListOptions) -> None:
     sink = Sink.stdout()
     names = list_cached_models()
     if session.console.quiet:
-        sink.write("".join(f"{name}\n" for name in names))
+        sink.write("".join(f"{as_line(name)}\n" for name in names))
         return
     models = [cached_facts(name) for name in names]
     if options.json:
@@ -122,12 +120,13 @@ def ls(session: Session, options: ListOptions) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     for row in rows:
         padded = [word.ljust(width) for word, width in zip(row, widths, strict=False)]
-        sink.write_lines(printable("  ".join([*padded, row[-1]])).rstrip() + "\n")
+        sink.write_lines(["  ".join([*padded, row[-1]]).rstrip()])
 
 
 def cached_facts(name: str) -> dict[str, Any]:
     """What the cache holds of one model, from headers only; a fault is its `reason`, never an error."""
-    from spd.formats.hub import cached_folder, resolve_model
+    from spd.formats.folder import ModelFolder
+    from spd.formats.hub import cached_folder
 
     facts: dict[str, Any] = {"model": name, "bytes": _bytes_below(cached_folder(name))}
     facts |= dict.fromkeys(("folder", "dtype", "architecture", "reason")) | {
@@ -136,7 +135,7 @@ def cached_facts(name: str) -> dict[str, Any]:
         "supported": False,
     }
     try:
-        folder = resolve_model(name)
+        folder = ModelFolder.named(name)
         facts["folder"] = str(folder)
         facts |= _model_facts(folder)
     except SpdError as error:
@@ -144,16 +143,13 @@ def cached_facts(name: str) -> dict[str, Any]:
     return facts
 
 
-def _model_facts(folder: Path) -> dict[str, Any]:
+def _model_facts(folder: ModelFolder) -> dict[str, Any]:
     from spd.cli.inspect import check_names
-    from spd.formats.checkpoint import Checkpoint
-    from spd.formats.model_config import read_model_config
     from spd.formats.mtp import is_mtp_tensor
 
-    config = read_model_config(folder)
-    with Checkpoint.open(folder) as checkpoint:
-        check_names(checkpoint, config)
-        mtp = any(is_mtp_tensor(tensor, config.num_layers) for tensor in checkpoint.tensors)
+    config, checkpoint = folder.config, folder.checkpoint
+    check_names(checkpoint, config)
+    mtp = any(is_mtp_tensor(tensor, config.num_layers) for tensor in checkpoint.tensors)
     kind = {"mtp": mtp, "eagle3": config.eagle3 is not None}
     return {"dtype": config.dtype, "architecture": config.architecture, **kind, "supported": True}
 
@@ -174,14 +170,14 @@ def rm(session: Session, options: RemoveOptions) -> None:
             raise NotFoundError(f"{name} is not in the local cache", fix=["spd ls"], code="not_cached")
     sizes = {name: _bytes_below(folder) for name, folder in folders.items()}
     for name, size in sizes.items():
-        tell(f"{_size(size):>12}  {printable(name)}")
+        tell(f"{_size(size):>12}  {name}")
     total = f"{len(folders)} model{'s' if len(folders) > 1 else ''}, {_size(sum(sizes.values()))}"
     if options.dry_run:
         tell(f"would remove {total}")
         return
     if not options.yes:
         if not is_terminal(sys.stdin):
-            raise UsageError("nobody can be asked: standard input is no terminal", fix=["spd rm -y NAME"])
+            raise UsageError("spd cannot ask: standard input is no terminal", fix=["spd rm -y NAME"])
         if not _agrees(f"remove {total} from {cache_folder()}?"):
             tell("nothing was removed")
             return
@@ -204,7 +200,7 @@ def _remove(folder: Path) -> None:
 
 def _agrees(question: str) -> bool:
     """Ask a person; anything but yes is no."""
-    write_stderr(f"{printable(question)} [y/N] ")
+    write_stderr(f"{question} [y/N] ")
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
@@ -214,6 +210,6 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _size(count: int) -> str:
-    from spd.runtime.memory import show_size
+    from spd.runtime.plan.memory import show_size
 
     return show_size(count)

@@ -2,7 +2,7 @@
 
 Commands receive one frozen object. A default of None means "not given", which the table of
 conflicts and the model's own defaults rely on. Nothing heavy is imported here, and no method is
-generated that nobody calls: that is a fifth of the time until `--help`.
+generated that is never called: that is a fifth of the time until `--help`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from spd.cli.batch_options import BatchOptions, GrammarOptions
+from spd.cli.batch_options import BatchOptions, GrammarOptions, TemplateOptions
 from spd.cli.output import Console
 from spd.cli.signals import SignalGuard
 from spd.cli.spec_option import parse_spec, spec_names
@@ -149,7 +149,7 @@ class AdvancedOptions(MachineOptions):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
 class SpeculationOptions:
-    """Who proposes tokens and how many. Only --verify touches the text, and never how likely one is."""
+    """What proposes tokens and how many. Only --verify touches the text, and never how likely one is."""
 
     spec: Annotated[
         str,
@@ -247,7 +247,7 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class PromptOptions:
+class PromptOptions(TemplateOptions):
     """What is asked."""
 
     prompt: Annotated[
@@ -264,9 +264,6 @@ class PromptOptions:
     system_file: Annotated[str | None, _prompt(metavar="FILE", help="System message from a file.")] = None
     messages: Annotated[
         str | None, _prompt(metavar="FILE", help="A chat as JSON: role and content each.")
-    ] = None
-    template_arg: Annotated[
-        list[str] | None, _prompt(metavar="K=V", help="A variable for the chat template. Repeatable.")
     ] = None
     raw: Annotated[bool, _prompt("--raw", help="No chat template: continue the text.")] = False
     parse_special: Annotated[

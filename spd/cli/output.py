@@ -13,21 +13,26 @@ import os
 import re
 import select
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from spd.cli.wrap import fit_lines
 from spd.errors import CheckpointError, EngineError, NotFoundError, ResourceError, SpdError, UsageError
+from spd.formats.files import open_output
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+LONGEST_NAME = 255
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 """Control characters except tab and line ends: on a terminal they could move the cursor or worse."""
+MISLEADING = re.compile(CONTROL.pattern + r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Those, other line ends, and marks of direction: what follows them is shown in another order."""
 
 
 class OutputClosed(Exception):
@@ -48,19 +53,28 @@ class Console:
     def note(self, text: str) -> None:
         """One line about something the user may not expect; silent with --quiet."""
         if not self.quiet:
-            line = fit_lines(f"note: {printable(text)}", columns_of(sys.stderr))
-            write_stderr(f"{paint('note:', '36', self.color)}{line.removeprefix('note:')}\n")
+            line = fit_lines(f"note: {as_line(text)}", columns_of(sys.stderr))
+            write_stderr(f"{paint('note:', '36', self.color)}{line.removeprefix('note:')}\n", styled=True)
 
     def detail(self, text: str) -> None:
         """One line that only --verbose shows."""
         if self.verbose:
-            tell(printable(text))
+            tell(text)
 
 
-def printable(text: str) -> str:
-    """Text with control characters and lone surrogates spelled out."""
-    spelled = CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text)
+def printable(text: str, misleading: re.Pattern[str] = MISLEADING) -> str:
+    """Text from outside (names in a checkpoint, messages of a library or the hub) as a terminal may have it.
+
+    What is misleading is spelled out, lone surrogates too. A model's own reply may turn its direction:
+    CONTROL is enough for it.
+    """
+    spelled = misleading.sub(lambda match: ascii(match.group())[1:-1], text)
     return spelled.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def as_line(text: str) -> str:
+    """The same on one line: a name with a line end must not pass for a line of ours."""
+    return printable(text.replace("\n", "\\n"))
 
 
 def paint(text: str, style: str, color: bool) -> str:
@@ -102,18 +116,34 @@ def terminal_columns() -> int:
 
 
 def tell(text: str) -> None:
-    """Write lines for people to standard error, broken between words where its terminal is too narrow."""
-    write_stderr(fit_lines(text, columns_of(sys.stderr)) + "\n")
+    """Write a line for people to standard error, broken between words where its terminal is too narrow."""
+    write_stderr(fit_lines(as_line(text), columns_of(sys.stderr)) + "\n")
 
 
-def write_stderr(text: str) -> None:
-    """Write to standard error what its encoding can hold; a closed standard error loses it."""
-    if sys.stderr is None:
+def write_stderr(text: str, *, styled: bool = False) -> None:
+    """Write to standard error, whatever the text, or what is meant for a terminal; a closed one loses it."""
+    stream = raw_stderr()
+    if stream is None:
         return
-    encoding = sys.stderr.encoding or "utf-8"
+    text, encoding = text if styled else printable(text), stream.encoding or "utf-8"
     with suppress(OSError, ValueError):
-        sys.stderr.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        sys.stderr.flush()
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+
+
+class PrintableStderr:
+    """Standard error for all that is not written here: logs of libraries, warnings, tracebacks."""
+
+    def __init__(self, raw: TextIO) -> None:
+        self.raw_stderr, self.write = raw, lambda text: raw.write(printable(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw_stderr, name)
+
+
+def raw_stderr() -> Any:
+    """Standard error as it is, for styles; None where it is closed."""
+    return getattr(sys.stderr, "raw_stderr", sys.stderr)
 
 
 def write_error(error: SpdError, console: Console, *, as_json: bool) -> None:
@@ -131,13 +161,12 @@ def write_error(error: SpdError, console: Console, *, as_json: bool) -> None:
             sink = Sink.stdout()
             sink.write(to_json({"error": shown}) + "\n")
             return
-    first, *more = error.message.splitlines() or [""]
-    lines = [f"error: {printable(first)}"]
-    lines += [f"  {printable(line)}" for text in (*more, *error.reason) for line in text.splitlines()]
-    lines += [f"  {'    ' if number else 'fix:'} {printable(fix)}" for number, fix in enumerate(fixes)]
+    lines = [f"error: {as_line(error.message)}", *(f"  {as_line(line)}" for line in error.reason)]
+    lines += [f"  {'    ' if number else 'fix:'} {as_line(fix)}" for number, fix in enumerate(fixes)]
     words = fit_lines("\n".join(lines), columns_of(sys.stderr))
     words = words.replace("error:", paint("error:", "1;31", console.color), 1)
-    write_stderr(words.replace("\n  fix:", f"\n  {paint('fix:', '32', console.color)}", 1) + "\n")
+    words = words.replace("\n  fix:", f"\n  {paint('fix:', '32', console.color)}", 1)
+    write_stderr(words + "\n", styled=True)
 
 
 def usual_fix(error: SpdError, help_words: str) -> str:
@@ -153,8 +182,9 @@ def usual_fix(error: SpdError, help_words: str) -> str:
 
 
 def to_json(value: object) -> str:
-    """One line of strict JSON; what is not a finite number becomes null."""
-    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    """One line of strict JSON, harmless on a terminal too; what is not a finite number becomes null."""
+    line = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    return MISLEADING.sub(lambda match: f"\\u{ord(match.group()):04x}", line)
 
 
 def _finite(value: object) -> object:
@@ -172,9 +202,11 @@ def _finite(value: object) -> object:
 class Sink:
     """Where the answer goes: every write reaches the file descriptor before it returns.
 
-    A file is emptied by the first write, not before. Raises OutputClosed when a pipe's reader has
-    gone and ResourceError when nothing can be written.
+    A file is locked and, unless `append`, emptied by the first write, not before. Raises OutputClosed when a
+    pipe's reader has gone and ResourceError when nothing can be written.
     """
+
+    what = "the answer"
 
     def __init__(
         self,
@@ -187,7 +219,8 @@ class Sink:
         self._target = descriptor
         self._encoding = encoding
         self._terminal = terminal
-        self._mode = os.O_APPEND if append else os.O_TRUNC
+        self._append = append
+        self.close: Callable[[], None] = lambda: None  # what was opened here is unlocked, too
 
     @classmethod
     def stdout(cls) -> Sink:
@@ -214,53 +247,56 @@ class Sink:
         """Whether it can show every character."""
         return "utf" in self._encoding.lower()
 
-    @classmethod
-    def file(cls, path: Path, *, append: bool = False) -> Sink:
-        """A file of UTF-8 text, behind what it holds if `append`."""
-        return cls(path, append=append)
+    def open(self) -> int:
+        """The descriptor; a file is opened and locked the first time. Raises UsageError and ResourceError."""
+        if isinstance(self._target, Path):
+            path = self._target
+            try:
+                self._target = open_output(path, append=self._append)
+            except OSError as error:
+                raise cannot_write(path, error) from error
+            self.close = partial(os.close, self._target)
+        return self._target
 
     def write(self, text: str) -> None:
-        """Write text as it is; on a terminal its control characters are spelled out."""
-        self.write_styled(printable(text) if self._terminal else text)
+        """Write a reply as it is; on a terminal its control characters are spelled out."""
+        self.write_styled(printable(text, CONTROL) if self._terminal else text)
 
-    def write_lines(self, text: str) -> None:
+    def write_lines(self, lines: Iterable[str]) -> None:
         """Write lines for people, broken between words where a terminal is too narrow for them."""
-        self.write(fit_lines(text, self.columns))
+        self.write_styled("".join(fit_lines(as_line(line), self.columns) + "\n" for line in lines))
+
+    def check_reader(self) -> None:
+        """Raise OutputClosed where a pipe's reader has gone, though there is nothing to write yet."""
+        poll = select.poll()
+        if isinstance(self._target, int) and not self._terminal:
+            poll.register(self._target, 0)
+        if any(event & select.POLLERR for _, event in poll.poll(0)):
+            raise OutputClosed
 
     def write_styled(self, text: str) -> None:
         """Write text whose control characters are meant."""
         data = text.encode(self._encoding, "replace")
         try:
-            if isinstance(self._target, Path):
-                self._target = os.open(self._target, os.O_WRONLY | os.O_CREAT | self._mode, 0o666)
-            _write_all(self._target, data)
+            _write_all(self.open(), data)
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise OutputClosed from error
-            raise _write_failed("the answer", error) from error
+            raise _write_failed(self.what, error) from error
 
 
-class TraceFile:
+class TraceFile(Sink):
     """A file of one JSON line a record; each line is complete when `write_record` returns."""
 
+    what = "the trace"
+
     def __init__(self, path: Path) -> None:
-        try:
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        except OSError as error:
-            raise cannot_write(path, error) from error
-
-    def __enter__(self) -> TraceFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        os.close(self._descriptor)
+        super().__init__(path)
+        self.open()
 
     def write_record(self, record: DataclassInstance) -> None:
         """Append one record. Raises ResourceError when the disk is full."""
-        try:
-            _write_all(self._descriptor, (to_json(dataclasses.asdict(record)) + "\n").encode())
-        except OSError as error:
-            raise _write_failed("the trace", error) from error
+        self.write(to_json(dataclasses.asdict(record)) + "\n")
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -282,28 +318,28 @@ def _write_failed(what: str, error: OSError) -> ResourceError:
 
 def check_writable(path: Path) -> None:
     """Refuse early what could not be written after minutes of work; touches nothing. Raises UsageError."""
-    folder = path.parent
-    if path.is_dir():
-        number = errno.EISDIR
-    elif path.exists():
-        number = 0 if os.access(path, os.W_OK) else errno.EACCES
-    elif not folder.is_dir():
-        number = errno.ENOENT
-    else:
-        number = 0 if os.access(folder, os.W_OK) else errno.EACCES
-    if number:
-        raise cannot_write(path, OSError(number, os.strerror(number)))
+    existing = path if os.path.exists(path) else path.parent
+    number = 0 if existing == path or os.path.isdir(existing) else errno.ENOENT
+    _check_inside(existing, path, errno.EISDIR if os.path.isdir(path) else number)
+    if path.is_file():
+        os.close(open_output(path, append=True))  # is it being written?
 
 
 def check_folder(path: Path) -> None:
     """Refuse early a folder in which nothing could be written, or that cannot be made. Raises UsageError."""
     existing = path
-    while not existing.exists() and existing != existing.parent:
+    while not os.path.exists(existing) and existing != existing.parent:
         existing = existing.parent
-    if not existing.is_dir():
-        raise cannot_write(path, OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
-    if not os.access(existing, os.W_OK):
-        raise cannot_write(path, OSError(errno.EACCES, os.strerror(errno.EACCES)))
+    _check_inside(existing, path, 0 if existing.is_dir() else errno.ENOTDIR)
+
+
+def _check_inside(existing: Path, path: Path, number: int) -> None:
+    if not number and max(len(os.fsencode(part)) for part in ("", *path.parts)) > LONGEST_NAME:
+        number = errno.ENAMETOOLONG
+    if not number and not os.access(existing, os.W_OK):
+        number = errno.EACCES
+    if number:
+        raise cannot_write(path, OSError(number, os.strerror(number)))
 
 
 def cannot_write(path: Path, error: OSError) -> SpdError:
@@ -317,14 +353,22 @@ def cannot_write(path: Path, error: OSError) -> SpdError:
     )
 
 
+def write_file(path: Path, text: str) -> None:
+    """Write a file of UTF-8 text that a user named. Raises UsageError and ResourceError."""
+    try:
+        with open(open_output(path), "wb") as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
 def write_result(path: Path | None, text: str) -> SpdError | None:
     """Write a file, if one was named; what kept it from being written, to be raised when all is printed."""
     try:
         if path is not None:
-            path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        assert path is not None
-        return cannot_write(path, error)
+            write_file(path, text)
+    except SpdError as error:
+        return error
     return None
 
 
@@ -337,9 +381,11 @@ def hold_standard_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-def silence_stdout() -> None:
-    """Send what is still buffered nowhere, so that the interpreter's last flush cannot fail."""
-    with suppress(OSError, ValueError, AttributeError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
+def release_streams() -> None:
+    """Send what cannot be flushed nowhere: the interpreter's own last try would make the exit status 120."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -6,19 +6,17 @@ Text is passed on as it is (NUL bytes and CRLF included); what is not UTF-8 is r
 from __future__ import annotations
 
 import json
-import stat
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from spd.cli.batch_options import TemplateOptions
 from spd.cli.options import PromptOptions
 from spd.cli.output import is_terminal
-from spd.errors import NotFoundError, UsageError
-
-MAX_BYTES = 64 * 2**20
-"""Most bytes read from one file or stdin: far beyond any context, and no /dev/zero."""
+from spd.errors import UsageError
+from spd.formats.files import read_input_text
 
 RESERVED_ARGS = frozenset({"messages", "add_generation_prompt"})
 
@@ -38,7 +36,7 @@ def gather(options: PromptOptions) -> Asked:
     """Read everything the options name. Raises UsageError and NotFoundError."""
     if options.prompt_ids is not None:
         return Asked(ids=parse_ids(options.prompt_ids))
-    variables = parse_variables(options.template_arg or ())
+    variables = template_variables(options)
     if options.messages is not None:
         return Asked(messages=read_messages(options.messages), variables=variables)
     text = gather_text(options)
@@ -90,36 +88,11 @@ def _is_piped() -> bool:
 
 def read_text(name: str) -> str:
     """A file's or stdin's text (-), at most 64 MiB of UTF-8; a byte order mark is dropped."""
-    shown = "stdin" if name == "-" else name
     if not name:
         raise UsageError("the name of a file is empty", fix=["name a file, or - for stdin"])
-    try:
-        if name == "-":
-            data = sys.stdin.buffer.read(MAX_BYTES + 1) if sys.stdin is not None else b""
-        else:
-            path = Path(name)
-            if stat.S_ISDIR(path.stat().st_mode):
-                raise UsageError(f"{name} is a folder, not a text file", fix=[f"-f {name.rstrip('/')}/FILE"])
-            with path.open("rb") as file:
-                data = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise NotFoundError(
-            f"no file {name}", fix=["check the path; - reads stdin"], code="no_file"
-        ) from None
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"cannot read {shown}: {why}", fix=["name a file that can be read"]) from None
-    if len(data) > MAX_BYTES:
-        raise UsageError(
-            f"{shown} is larger than {MAX_BYTES >> 20} MiB", fix=["cut it to what the model should read"]
-        )
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{shown} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}",
-            fix=["iconv -f ENCODING -t utf-8 FILE | spd generate"],
-        ) from None
+    if name != "-" and os.path.isdir(name):
+        raise UsageError(f"{name} is a folder, not a text file", fix=[f"-f {name.rstrip('/')}/FILE"])
+    return read_input_text(name, "check the path; - reads stdin")
 
 
 def check_text(text: str, what: str) -> str:
@@ -146,6 +119,12 @@ def parse_ids(text: str) -> tuple[int, ...]:
     if not ids:
         raise UsageError("--prompt-ids is empty", fix=["--prompt-ids 1,2,3"])
     return ids
+
+
+def template_variables(options: TemplateOptions) -> dict[str, Any]:
+    """What the options tell the chat template. Raises UsageError."""
+    told = {} if options.think == "auto" else {"enable_thinking": options.think != "off"}
+    return parse_variables(options.template_arg or ()) | told
 
 
 def parse_variables(words: Sequence[str]) -> dict[str, Any]:

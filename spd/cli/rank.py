@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spd.runtime.parallel.rendezvous import Rendezvous
+    from spd.runtime.ranks.rendezvous import Rendezvous
 
 PAUSE = 0.2
 COMMANDS = ("generate", "chat", "bench", "verify")
@@ -30,7 +30,7 @@ def main() -> None:
     threading.Thread(target=_watch_parent, daemon=True).start()
     status = 1
     try:
-        from spd.runtime.parallel.follower import serve
+        from spd.runtime.ranks.follower import serve
 
         status = serve(spec, lambda status: _leave(spec, status))
     finally:
@@ -46,7 +46,7 @@ def _watch_parent() -> None:
 
 def _leave(spec: dict[str, Any], status: int) -> None:
     """End this process, and before it a rank 0 that is its parent and cannot be woken: with its error."""
-    from spd.runtime.parallel.life import LEADERLESS
+    from spd.runtime.ranks.watch import LEADERLESS
 
     if status == LEADERLESS and os.getppid() == spec.get("leader"):
         with suppress(OSError):
@@ -57,7 +57,7 @@ def _leave(spec: dict[str, Any], status: int) -> None:
 
 
 def _lost_leader() -> str:
-    from spd.runtime.parallel.life import SILENCE
+    from spd.runtime.ranks.watch import SILENCE
 
     return f"error: rank 0: {SILENCE}\n"
 
@@ -74,9 +74,9 @@ def stand_by(rank: int, argv: list[str], rendezvous: Rendezvous, local: str) -> 
     """Serve rank 0's engines under torchrun until it has ended; returns the exit status."""
     from spd.cli.output import write_stderr
     from spd.errors import EngineError
-    from spd.runtime.parallel.crew import start_rank
-    from spd.runtime.parallel.life import LEADERLESS
-    from spd.runtime.parallel.rendezvous import END
+    from spd.runtime.ranks.crew import start_rank
+    from spd.runtime.ranks.rendezvous import END
+    from spd.runtime.ranks.watch import LEADERLESS
 
     if not any(word in COMMANDS for word in argv):
         return 0
@@ -106,7 +106,7 @@ def stand_by(rank: int, argv: list[str], rendezvous: Rendezvous, local: str) -> 
 def dismiss(rendezvous: Rendezvous) -> None:
     """Let the other ranks go, once rank 0 is done."""
     from spd.errors import EngineError
-    from spd.runtime.parallel.rendezvous import END
+    from spd.runtime.ranks.rendezvous import END
 
     with suppress(EngineError, RuntimeError):
         rendezvous.open().set(END, "")

@@ -1,25 +1,25 @@
 """A reply on the screen while it comes: thinking apart, Markdown or coloured drafts, or plain text.
 
-Owns the split of a reply into thinking and answer. Control characters of the reply never reach a terminal.
+Control characters of the reply never reach a terminal.
 """
 
 from __future__ import annotations
 
 import codecs
-import re
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from spd.cli.output import Sink, paint, printable
+from spd.cli.output import CONTROL, Console, Sink, is_terminal, paint, printable, write_stderr
 
 if TYPE_CHECKING:
     from spd.cli.markdown import MarkdownStream
+    from spd.cli.structured import ThinkingSplitter
     from spd.formats.tokenizer import Tokenizer
     from spd.runtime import Event
 
-OPENING, CLOSING = "<think>", "</think>"
 DIM, DIM_ITALIC, GREEN, UNDERLINE = "2", "2;3", "32", "4"
 
 
@@ -42,48 +42,6 @@ class Piece(NamedTuple):
 
     text: str
     drafted: bool
-
-
-class ThinkingSplitter:
-    """Cuts a growing reply into thinking and answer; a <think> counts only at the very beginning."""
-
-    def __init__(self, inside: bool) -> None:
-        self.part: Literal["beginning", "thinking", "answer"] = "thinking" if inside else "beginning"
-        self._held = ""
-        self._fresh = inside
-
-    def feed(self, text: str, *, final: bool = False) -> list[tuple[bool, str]]:
-        """(is thinking, text) in order; what may be a part of a tag is held back until it is known."""
-        self._held += text
-        parts: list[tuple[bool, str]] = []
-        if self.part == "beginning":
-            begun = self._held.lstrip()
-            if begun.startswith(OPENING):
-                self.part, self._fresh, self._held = "thinking", True, begun[len(OPENING) :]
-            elif final or not OPENING.startswith(begun):
-                self.part = "answer"
-        if self.part == "thinking":
-            thought, tag, rest = self._held.partition(CLOSING)
-            keep = 0 if tag or final else _tail_of(CLOSING, thought)
-            self._held = rest if tag else thought[len(thought) - keep :]
-            parts.append((True, self._without_first_newlines(thought[: len(thought) - keep])))
-            if tag:
-                self.part, self._fresh = "answer", True
-        if self.part == "answer":
-            parts.append((False, self._without_first_newlines(self._held)))
-            self._held = ""
-        return [(thinking, part) for thinking, part in parts if part]
-
-    def _without_first_newlines(self, text: str) -> str:
-        if self._fresh:
-            text = text.lstrip("\n")
-            self._fresh = not text
-        return text
-
-
-def _tail_of(tag: str, text: str) -> int:
-    """Length of the longest end of `text` that begins `tag`."""
-    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
 
 
 class DraftedText:
@@ -109,12 +67,38 @@ class DraftedText:
                 self._known.insert(0, Piece(known.text[size:], known.drafted))
 
 
-class ReplyView:
-    """Writes one reply; `inside` says that the prompt ended inside a thinking block."""
+class Thoughts:
+    """Thinking on a terminal's standard error, dimmed and apart from the answer; nothing elsewhere."""
 
-    def __init__(self, sink: Sink, look: Look, tokenizer: Tokenizer | None, *, inside: bool = False) -> None:
+    def __init__(self, console: Console, *, hidden: bool) -> None:
+        self._shows, self._color = is_terminal(sys.stderr) and not (hidden or console.quiet), console.color
+        self._last = ""
+
+    def write(self, text: str) -> None:
+        """Show what was thought next."""
+        if self._shows and text:
+            write_stderr(_styled_lines(printable(text), DIM if self._color else ""), styled=True)
+            self._last = text[-1]
+
+    def end(self) -> None:
+        """Leave a blank line before the answer, once."""
+        write_stderr("\n" * (bool(self._last) + (self._last not in ("", "\n"))))
+        self._last = ""
+
+
+class ReplyView:
+    """Writes one reply, of which `splitter` may have taken a beginning that was shown before."""
+
+    def __init__(
+        self,
+        sink: Sink,
+        look: Look,
+        tokenizer: Tokenizer | None,
+        splitter: ThinkingSplitter,
+        thoughts: Thoughts,
+    ) -> None:
         self._sink, self._look = sink, look
-        self._splitter = ThinkingSplitter(inside)
+        self._splitter, self._thoughts = splitter, thoughts
         self._drafted = None if tokenizer is None else DraftedText(tokenizer.token_bytes)
         self._markdown: MarkdownStream | None = None
         if look.styled and look.markdown and not look.drafts:
@@ -142,6 +126,7 @@ class ReplyView:
         for thinking, text in self._splitter.feed("", final=True):
             self._show(thinking, text, False)
         self._end_thinking()
+        self._thoughts.end()
         if self._markdown is not None:
             self._sink.write_styled(self._markdown.finish())
             self._at_row_start = True
@@ -152,7 +137,10 @@ class ReplyView:
 
     def _show(self, thinking: bool, text: str, drafted: bool) -> None:
         if not self._look.styled:
-            if not (thinking and self._look.hide_thinking):
+            if thinking:
+                self._thoughts.write(text)
+            elif text:
+                self._thoughts.end()
                 self._sink.write(text)
                 self._at_row_start = text.endswith("\n")
             return
@@ -193,21 +181,9 @@ class ReplyView:
         text, self._return = self._return + text, ""
         if text.endswith("\r"):
             text, self._return = text[:-1], "\r"
-        return printable(text.replace("\r\n", "\n"))
+        return printable(text.replace("\r\n", "\n"), CONTROL)
 
 
 def _styled_lines(text: str, style: str) -> str:
     """Text in a style that never crosses the end of a line."""
     return "\n".join(paint(line, style, bool(style and line)) for line in text.split("\n"))
-
-
-def begins_inside_thinking(prompt: str) -> bool:
-    """Whether a rendered prompt leaves a thinking block open."""
-    return re.search(re.escape(OPENING) + r"\s*\Z", prompt) is not None
-
-
-def shown_plain(pieces: Sequence[str]) -> str:
-    """Thinking taken out of a whole reply."""
-    splitter = ThinkingSplitter(inside=False)
-    parts = [part for piece in pieces for part in splitter.feed(piece)] + splitter.feed("", final=True)
-    return "".join(text for thinking, text in parts if not thinking)

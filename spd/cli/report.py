@@ -13,43 +13,65 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from spd.cli.structured import parted
+
 if TYPE_CHECKING:
-    from spd.cli.reply import Reply
     from spd.formats.tokenizer import Tokenizer
-    from spd.runtime import Engine, RequestMetrics
-    from spd.runtime.request import SamplingParams, TokenLogprob
+    from spd.runtime import Engine, EnginePlan, Request, RequestMetrics
+    from spd.runtime.engine.driver import Gathered
+    from spd.runtime.engine.request import TokenLogprob
+    from spd.runtime.round.sampling_params import SamplingParams
 
 SCHEMA = "spd.generate/1"
 
 
-def reply_object(
-    reply: Reply, metrics: RequestMetrics, engine: Engine, params: SamplingParams, model: str
-) -> dict[str, Any]:
+def reply_object(fields: Mapping[str, Any], plan: EnginePlan, request: Request, model: str) -> dict[str, Any]:
     """The object of `spd generate --json`."""
-    shown: dict[str, Any] = {
+    return {
         "schema": SCHEMA,
         "model": model,
-        "text": reply.text,
-        "reasoning": None,
-        "token_ids": reply.token_ids,
+        **fields,
+        "params": dataclasses.asdict(request.params),
+        "plan": plan.as_dict(),
+        "versions": versions(),
+    }
+
+
+def reply_fields(
+    reply: Gathered, metrics: RequestMetrics, engine: Engine, request: Request, inside: bool | None
+) -> dict[str, Any]:
+    """What JSON says of a reply, alone or one of many; `inside` as in `ThinkingSplitter`."""
+    reasoning, text = parted(reply.text, inside)
+    plan, params = engine.plan, request.params
+    shown: dict[str, Any] = {
+        "text": text,
+        "reasoning": reasoning,
+        "token_ids": list(reply.token_ids),
         "finish_reason": reply.finish_reason,
         "usage": metrics.usage(),
         "timings": metrics.timings(),
         "metrics": {
             "speculative_decoding": metrics.speculative_decoding(
-                engine.plan.spec,
-                engine.plan.draft_max,
-                imposed=engine.plan.synthetic_acceptance is not None,
+                plan.spec, plan.shape.draft_max, imposed=plan.wishes.synthetic_acceptance is not None
             )
         },
         "seed": params.seed,
-        "params": dataclasses.asdict(params),
-        "plan": engine.plan.as_dict(),
-        "versions": versions(),
     }
     if params.logprobs is not None:
         shown["logprobs"] = [logprob_entry(entry, engine.tokenizer) for entry in reply.logprobs]
     return shown
+
+
+def early_end(fields: Mapping[str, Any], lacks: str | None, request: Request) -> str | None:
+    """What a reply lacks because it ended early, and why it did; None where it lacks nothing."""
+    if lacks is None and fields["reasoning"] is not None and not fields["text"]:
+        lacks = "the reply ended in its thinking, without an answer"
+    finish, most = fields["finish_reason"], request.params.max_tokens
+    if lacks is None or finish not in ("stop", "length"):
+        return None
+    full = most is not None and len(fields["token_ids"]) >= most
+    why = f"-n {most:,} was reached" if full else "the context is full"
+    return f"{lacks}: {why if finish == 'length' else 'a stop text or token came'}"
 
 
 def versions() -> dict[str, str]:
@@ -126,7 +148,7 @@ def plan_lines(plan: Mapping[str, Any], params: SamplingParams, sources: Mapping
 
 def _memory_words(plan: Mapping[str, Any]) -> str:
     """What the plan counted, part by part, against what may be used."""
-    from spd.runtime.memory import show_size
+    from spd.runtime.plan.memory import show_size
 
     parts = {
         "weights": plan["weight_bytes"],

@@ -134,7 +134,7 @@ class RowWriter:
             self._tail = ""
 
     def _resized(self) -> None:
-        """After a change of width nobody knows where the row is: go on in a new one."""
+        """After a change of width the row's place is unknown: go on in a new one."""
         width = self._measure()
         if width == self._width:
             return

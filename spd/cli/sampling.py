@@ -16,8 +16,8 @@ from spd.cli.options import SamplingOptions
 from spd.errors import UsageError
 
 if TYPE_CHECKING:
-    from spd.formats.generation_config import GenerationConfig
-    from spd.runtime.request import SamplingParams
+    from spd.formats.model_config import GenerationConfig
+    from spd.runtime.round.sampling_params import SamplingParams
 
 BUILT_IN = (("temperature", 0.7), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0))
 FLAG_NAMES = {"stop_token_ids": "--stop-token-id"}
@@ -37,7 +37,8 @@ def resolve_sampling(
     options: SamplingOptions, model: GenerationConfig, vocab_size: int, *, logprobs: int | None = None
 ) -> Resolved:
     """Flags, then generation_config.json, then built-in values. Raises UsageError."""
-    from spd.runtime.request import SamplingParams
+    from spd.runtime.engine.request import SEED_BITS
+    from spd.runtime.round.sampling_params import SamplingParams
 
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -67,7 +68,7 @@ def resolve_sampling(
             stop_token_ids=stop_ids,
             stop=tuple(unescape(text) for text in options.stop or ()),
             ignore_eos=options.ignore_eos,
-            seed=secrets.randbits(63) if options.seed is None else options.seed,
+            seed=secrets.randbits(SEED_BITS) if options.seed is None else options.seed,
             logprobs=logprobs,
         )
     except UsageError as error:

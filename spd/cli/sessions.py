@@ -1,6 +1,6 @@
 """Saved chats: one file each, written whole beside the old one and put in its place.
 
-A file is a line of JSON about the chat, then one line a turn. Whoever has a chat open holds its lock.
+A file is a line of JSON about the chat, then one line a turn. An open chat holds its file's lock.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import IO, Any
 from spd.cli.conversation import Conversation, Turn
 from spd.cli.output import to_json
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
+from spd.formats.files import write_whole
 
 SCHEMA = "spd.chat/1"
 SUFFIX = ".jsonl"
@@ -55,6 +56,8 @@ class SessionStore:
         """Read a chat. Raises NotFoundError, or IncompatibleError naming file and line."""
         path = self.path(name)
         try:
+            if path.exists() and not path.is_file():  # a FIFO would be waited for
+                raise _unreadable(path, "it is not a file")
             lines = path.read_text(encoding="utf-8").split("\n")
         except FileNotFoundError:
             close = [f"there is: {other}" for other in self.names()[:5]]
@@ -69,13 +72,10 @@ class SessionStore:
         """Write a chat so that at any moment the old or the new file is whole. Raises ResourceError."""
         path = self.path(name)
         text = "".join(to_json(record) + "\n" for record in records(conversation))
-        spare = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             _make_folder(self.folder)
-            write_whole(path, spare, text)
+            write_whole(path, text, 0o600)
         except OSError as error:
-            with suppress(OSError):
-                spare.unlink()
             raise ResourceError(
                 f"this chat cannot be saved to {path}: {error.strerror}",
                 fix=["free some space, or /export FILE.md to another place"],
@@ -93,10 +93,9 @@ class SessionStore:
             )
         self.close()
         self._lock = lock
-        for spare in self.folder.glob(f".{name}{SUFFIX}.*"):  # of a process that was killed while it saved
-            if spare.suffix[1:].isdigit():
-                with suppress(OSError):
-                    spare.unlink()
+        for spare in self.folder.glob(f".{name}{SUFFIX}.*.tmp"):  # of one that was killed while it saved
+            with suppress(OSError):
+                spare.unlink()
 
     def open_new(self) -> str:
         """Take the lock of a chat that does not exist yet: the time of day, and a number if need be."""
@@ -216,18 +215,3 @@ def _unreadable(path: Path, why: str) -> IncompatibleError:
 
 def _make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-
-
-def write_whole(path: Path, spare: Path, text: str) -> None:
-    """Write a private file through `spare`, so that `path` is never half written."""
-    descriptor = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(spare, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -25,6 +25,6 @@ def in_order(text: str) -> str:
 
 def spec_names(incomplete: str) -> list[str]:
     """What TAB offers for a method."""
-    from spd.runtime.config import ARBITRATED, SPEC_METHODS
+    from spd.runtime.plan.config import ARBITRATED, SPEC_METHODS
 
     return [*SPEC_METHODS, *ARBITRATED]

@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 
+from spd.cli.output import as_line
 from spd.cli.wrap import cells, fit_lines
 
 WIDTH = 80
@@ -21,6 +22,7 @@ def render_table(
     terminal that is narrower still each row becomes a line of named cells.
     """
     text = ""
+    header, *rows = ([as_line(cell) for cell in row] for row in (header, *rows))
     for dropped in range(expendable + 1):
         kept = len(header) - dropped
         for gap in ("  ", " "):

@@ -9,10 +9,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from spd.cli.output import Console, is_terminal, write_stderr
+from spd.cli.output import Console, as_line, is_terminal, write_stderr
 
 if TYPE_CHECKING:
-    from spd.runtime.measuring.sweep import Progress
+    from spd.runtime.lab.sweep import Progress
 
 INTERVAL = 0.2
 
@@ -48,8 +48,8 @@ class Ticker:
         columns = 80
         with suppress(OSError, ValueError):
             columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        text = text[: columns - 1]
-        write_stderr("\r" + text + " " * max(0, self._width - len(text)) + ("" if text else "\r"))
+        text = as_line(text)[: columns - 1]
+        write_stderr("\r" + text.ljust(self._width) + ("" if text else "\r"), styled=True)
         self._drawn, self._width = now, len(text)
 
 

@@ -16,8 +16,9 @@ from spd.cli.ticker import Ticker
 from spd.errors import CheckFailedError, UsageError
 
 if TYPE_CHECKING:
+    from spd.formats.folder import ModelFolder
     from spd.runtime import EngineConfig
-    from spd.runtime.measuring.replay import Replay
+    from spd.runtime.lab.replay import Replay
 
 SCHEMA = "spd.verify/1"
 DEFAULT_DRAWS = 300
@@ -31,7 +32,7 @@ SHOWN = 10
 
 def verify(session: Session, options: VerifyOptions) -> int:
     """Replay prompts with two settings and compare every token; exits 6 if speculation changed one."""
-    from spd.formats.hub import resolve_model
+    from spd.formats.folder import ModelFolder
 
     if options.output is not None:
         check_writable(options.output)
@@ -48,7 +49,7 @@ def verify(session: Session, options: VerifyOptions) -> int:
         raise UsageError("imposed acceptance changes the text, so there is nothing to verify")
     temperatures = tuple(numbers(options.temperature, "--temperature", "float", 0, 100))
     candidate = replace(
-        engine_config(options, resolve_model(options.model, options.revision)), slots=options.concurrency
+        engine_config(options, ModelFolder.named(options.model, options.revision)), slots=options.concurrency
     )
     reference = apply_settings(candidate, options.against)
     sink = Sink.stdout()
@@ -99,7 +100,7 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
         changes = {**dict.fromkeys(free), "verify": "coupled", **changes}
     elif changes.get("spec") == "ngram":
         changes = {**dict.fromkeys(("draft_model", "mtp", "draft_ctx", "draft_tp")), **changes}
-    if changes.get("tp") == 1:  # nobody to meet
+    if changes.get("tp") == 1:  # no other rank
         changes["rendezvous"] = None
     return replace(config, **changes)
 
@@ -130,11 +131,11 @@ def _examine(
 ) -> dict[str, Any]:
     """Run every check that the settings allow, and write down what came of it."""
     from spd.cli.report import versions
-    from spd.runtime.measuring.draft_replay import draft_replay
-    from spd.runtime.measuring.law_test import law_test
-    from spd.runtime.measuring.machine import describe_machine
-    from spd.runtime.measuring.questions import encode_questions
-    from spd.runtime.measuring.replay import lag_parity, make_requests, replay
+    from spd.runtime.lab.draft_replay import draft_replay
+    from spd.runtime.lab.law_check import law_test
+    from spd.runtime.lab.machine import describe_machine
+    from spd.runtime.lab.questions import encode_questions
+    from spd.runtime.lab.replay import lag_parity, make_requests, replay
 
     check, seed = session.guard.check, options.seed
     questions = encode_questions(
@@ -193,7 +194,7 @@ def _examine(
 
 def faults(certificate: dict[str, Any], result: Replay) -> list[str]:
     """What was found that must not be, in words; a near-tie counts where equal bits are promised."""
-    from spd.runtime.measuring.replay import promised_equal
+    from spd.runtime.lab.replay import promised_equal
 
     found = []
     wrong = [d for d in result.differences if not d.near_tie or promised_equal(result.plans)]
@@ -211,12 +212,12 @@ def faults(certificate: dict[str, Any], result: Replay) -> list[str]:
     return found
 
 
-def file_hashes(model: Path, draft: str | None) -> dict[str, str]:
+def file_hashes(model: Path | ModelFolder, draft: str | None) -> dict[str, str]:
     """SHA-256 of every file that decides the text: configuration, weights, tokenizer."""
     import hashlib
 
     found = {}
-    for label, folder in (("", model), ("draft/", None if draft is None else Path(draft))):
+    for label, folder in (("", Path(model)), ("draft/", None if draft is None else Path(draft))):
         for path in sorted(folder.iterdir()) if folder is not None else ():
             if path.suffix in (".json", ".safetensors") and path.is_file():
                 digest = hashlib.sha256()
@@ -227,7 +228,7 @@ def file_hashes(model: Path, draft: str | None) -> dict[str, str]:
     return found
 
 
-def _words(certificate: dict[str, Any]) -> str:
+def _words(certificate: dict[str, Any]) -> list[str]:
     plans = certificate["plans"]
     lines = [
         f"{certificate['tokens']:,} tokens of {certificate['texts']} texts compared at "
@@ -237,12 +238,12 @@ def _words(certificate: dict[str, Any]) -> str:
     for difference in certificate["differences"][:SHOWN]:
         margin = difference["margin"]
         kind = "near-tie" if difference["near_tie"] else "fault"
-        lines.append(
+        lines += [
             f"  {difference['prompt']}, T {difference['temperature']:g}, token {difference['position']}: "
-            f"{difference['reference']} became {difference['candidate']}\n"
+            f"{difference['reference']} became {difference['candidate']}",
             f"    margin {'unknown' if margin is None else f'{margin:.4f}'}, top 2 "
-            f"{_number(difference['top_margin'])}: {kind} (seed {difference['seed']})"
-        )
+            f"{_number(difference['top_margin'])}: {kind} (seed {difference['seed']})",
+        ]
     if len(certificate["differences"]) > SHOWN:
         lines.append(f"  and {len(certificate['differences']) - SHOWN} more, see --json")
     parity, redraft, law = (certificate[name] for name in ("lag_parity", "draft_replay", "law"))
@@ -251,17 +252,19 @@ def _words(certificate: dict[str, Any]) -> str:
     if redraft is not None:
         lines.append(f"{redraft['rounds']} rounds drafted again from no cache: {redraft['differing']} differ")
     if law is not None:
-        lines.append(
-            f"law of the first tokens of {', '.join(law['prompts'])} at {_at(law['temperatures'])}:\n"
-            f"  p = {law['probability']:.2g} at worst in {law['tests']} tests of {law['draws']} draws\n"
-            f"  (a right program fails with a chance of {law['false_alarm']:g})"
-        )
+        lines += [
+            f"law of the first tokens of {', '.join(law['prompts'])} at {_at(law['temperatures'])}:",
+            f"  p = {law['probability']:.2g} at worst in {law['tests']} tests of {law['draws']} draws",
+            f"  (a right program fails with a chance of {law['false_alarm']:g})",
+        ]
     if not certificate["drafts_accepted"] and plans["candidate"]["spec"] != "off":
         lines.append("no draft was accepted, so little was put to the test")
     verdict = "passed" if certificate["passed"] else "FAILED"
     untested = certificate["untested"]
-    lines.append(verdict + (f"; not tested: {_at(untested)} (--draws {DEFAULT_DRAWS})" if untested else ""))
-    return "\n".join(lines) + "\n"
+    return [
+        *lines,
+        verdict + (f"; not tested: {_at(untested)} (--draws {DEFAULT_DRAWS})" if untested else ""),
+    ]
 
 
 def _at(temperatures: Sequence[float]) -> str:

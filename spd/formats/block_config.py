@@ -1,16 +1,33 @@
-"""What `config.json` says of latent attention, of routed experts, and of weights stored as FP8 blocks.
+"""What `config.json` says of sliding windows, latent attention, routed experts, and weights in FP8 blocks.
 
 Each family has its own keys for the same facts. Source: the configurations of `deepseek_v2`, `deepseek_v3`,
-`glm4_moe`, `qwen3_moe` and `ernie4_5_moe` in Hugging Face transformers, and the published `config.json`s.
+`glm4_moe`, `qwen3_moe`, `ernie4_5_moe` and others in Hugging Face transformers 5, and the published files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from spd.formats.json_file import Fields, shown
 
-MAX_RANK, MAX_EXPERTS, MAX_BLOCK = 1 << 16, 1 << 14, 1 << 16
+MAX_POSITIONS = MAX_WINDOW = 1 << 27
+MAX_PERIOD, MAX_RANK, MAX_EXPERTS, MAX_BLOCK = 1024, 1 << 16, 1 << 14, 1 << 16
+KINDS = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class SlidingRule:
+    """How a family's code chooses the layers that slide."""
+
+    window: int | None = None
+    """What an absent `sliding_window` counts as; null is no window."""
+    switched: bool = False
+    """Whether `use_sliding_window` turns it on, for the layers from `max_window_layers` on."""
+    period: int | None = None
+    """Of so many layers the last sees everything; None: all slide. `sliding_window_pattern` overrides it."""
+    listed: bool = True
+    """Whether the code follows `layer_types`, or they may only say what it does anyway."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +78,55 @@ class ExpertsConfig:
     """The correction's name inside the MLP."""
 
 
+def read_sliding(fields: Fields, num_layers: int, rule: SlidingRule | None) -> tuple[int | None, ...]:
+    """Each layer's window, None where it sees everything; empty where no layer slides.
+
+    rule: None refuses windows. Raises CheckpointError for kinds of layers that are unknown, and for lists
+    that contradict the rest.
+    """
+    slides = _listed(fields, num_layers, KINDS if rule else KINDS[:1])
+    if rule is None:
+        # Without the switch a window counts as used: only Qwen writes windows that it then leaves off.
+        window = fields.optional_integer("sliding_window", 0, MAX_POSITIONS)
+        if fields.boolean("use_sliding_window", window is not None) and window is not None:
+            raise fields.refused("sliding_window", f"{window}: sliding window attention is not supported")
+        return ()
+    window = fields.optional_integer("sliding_window", 1, MAX_WINDOW)
+    if "sliding_window" not in fields.values:
+        window = rule.window
+    if rule.switched and not fields.boolean("use_sliding_window", False):
+        window = None
+    usual = [window is not None and _slides(fields, rule, layer) for layer in range(num_layers)]
+    if slides is None:
+        slides = usual
+    elif not rule.listed and slides != usual:
+        raise fields.refused("layer_types", "is not what this architecture does with its sliding_window")
+    if any(slides) and window is None:
+        raise fields.refused("layer_types", "names sliding_attention, but there is no sliding_window")
+    return tuple(window if slide else None for slide in slides) if any(slides) else ()
+
+
+def _slides(fields: Fields, rule: SlidingRule, layer: int) -> bool:
+    if rule.switched:
+        return layer >= fields.integer("max_window_layers", 0, MAX_PERIOD, 28)
+    if rule.period is None:
+        return True
+    return bool((layer + 1) % fields.integer("sliding_window_pattern", 1, MAX_PERIOD, rule.period))
+
+
+def _listed(fields: Fields, num_layers: int, kinds: tuple[str, ...]) -> list[bool] | None:
+    names = fields.get("layer_types")
+    if names is None:
+        return None
+    if not isinstance(names, list) or len(names) != num_layers:
+        raise fields.refused("layer_types", f"is not a list of {num_layers} names, one a layer")
+    for name in names:
+        if name not in kinds:
+            known = f"{', '.join(kinds)} {'are' if len(kinds) > 1 else 'is'}"
+            raise fields.refused("layer_types", f"{shown(name)} is not supported ({known})")
+    return [name == KINDS[1] for name in names]
+
+
 def read_latent(fields: Fields) -> LatentConfig:
     """Of `deepseek_v2` and `deepseek_v3`. Raises `CheckpointError` naming the field."""
     rope_dim = fields.integer("qk_rope_head_dim", 2, 1024)
@@ -76,9 +142,12 @@ def read_latent(fields: Fields) -> LatentConfig:
     )
 
 
-def _counted(fields: Fields, experts: str, per_token: str) -> tuple[int, int]:
-    """Experts, and how many a token takes."""
-    count = fields.integer(experts, 1, MAX_EXPERTS)
+def _counted(fields: Fields, experts: str, per_token: str, other: str = "") -> tuple[int, int]:
+    """Experts, under either of two keys, and how many a token takes."""
+    renamed = fields.optional_integer(other, 1, MAX_EXPERTS)
+    count = fields.integer(experts, 1, MAX_EXPERTS, renamed)
+    if renamed not in (None, count):
+        raise fields.refused(other, f"{renamed} disagrees with {experts} {count}")
     return count, fields.integer(per_token, 1, count)
 
 
@@ -93,18 +162,27 @@ def _grouped(fields: Fields, count: int, per_token: int) -> tuple[int, int]:
     return groups, kept
 
 
-def _after_dense(fields: Fields, num_layers: int, default: int) -> tuple[bool, ...]:
+def _after_dense(fields: Fields, num_layers: int, default: int) -> list[bool]:
     dense = fields.integer("first_k_dense_replace", 0, 1 << 16, default)
     every = fields.integer("moe_layer_freq", 1, 1 << 16, 1)
-    return tuple(layer >= dense and layer % every == 0 for layer in range(num_layers))
-
-
-def _shared_size(fields: Fields, key: str, inner: int) -> int:
-    return inner * fields.integer(key, 0, 1024, 0)
+    return [layer >= dense and layer % every == 0 for layer in range(num_layers)]
 
 
 def _expect(fields: Fields, key: str, default: str, *known: str) -> str:
     return fields.choice(key, {name: name for name in known}, default)
+
+
+def _experts(
+    fields: Fields,
+    count: int,
+    sparse: Iterable[bool],
+    router: RouterConfig,
+    shared: str | None = "n_shared_experts",
+    correction: str = ExpertsConfig.correction,
+) -> ExpertsConfig:
+    inner = fields.integer("moe_intermediate_size", 1, 1 << 20)
+    beside = inner * fields.integer(shared, 0, 1024, 0) if shared else 0
+    return ExpertsConfig(count, inner, beside, tuple(sparse), router, correction)
 
 
 def deepseek_v2_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
@@ -119,9 +197,7 @@ def deepseek_v2_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None
         raise fields.refused("norm_topk_prob", "true: no DeepSeek-V2 divides by the sum, and codes disagree")
     scale = fields.number("routed_scaling_factor", 0.0, 1e6, 1.0)
     router = RouterConfig(per_token, False, False, False, scale, groups, kept)
-    inner = fields.integer("moe_intermediate_size", 1, 1 << 20)
-    shared = _shared_size(fields, "n_shared_experts", inner)
-    return ExpertsConfig(count, inner, shared, _after_dense(fields, num_layers, 0), router)
+    return _experts(fields, count, _after_dense(fields, num_layers, 0), router)
 
 
 def deepseek_v3_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
@@ -135,23 +211,20 @@ def deepseek_v3_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     scale = fields.number("routed_scaling_factor", 0.0, 1e6, 1.0)
     normalised = fields.boolean("norm_topk_prob", True)
     router = RouterConfig(per_token, True, True, normalised, scale, groups, kept, group_best=2)
-    inner = fields.integer("moe_intermediate_size", 1, 1 << 20)
-    shared = _shared_size(fields, "n_shared_experts", inner)
     default = 3 if fields.get("model_type") == "deepseek_v3" else 1
-    return ExpertsConfig(count, inner, shared, _after_dense(fields, num_layers, default), router)
+    return _experts(fields, count, _after_dense(fields, num_layers, default), router)
 
 
 def qwen3_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
-    """Softmax scores of all experts."""
-    count, per_token = _counted(fields, "num_experts", "num_experts_per_tok")
+    """Softmax scores of all experts; transformers 5 writes their number as num_local_experts."""
+    count, per_token = _counted(fields, "num_experts", "num_experts_per_tok", "num_local_experts")
     step = fields.integer("decoder_sparse_step", 1, 1 << 16, 1)
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise fields.refused("mlp_only_layers", f"{shown(dense)} is not a list of layers")
-    sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+    sparse = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
     router = RouterConfig(per_token, False, False, fields.boolean("norm_topk_prob", False))
-    inner = fields.integer("moe_intermediate_size", 1, 1 << 20)
-    return ExpertsConfig(count, inner, 0, sparse, router)
+    return _experts(fields, count, sparse, router, None)
 
 
 def ernie_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
@@ -163,11 +236,9 @@ def ernie_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     last = fields.integer("moe_layer_end_index", -1, 1 << 16, -1)
     every = fields.integer("moe_layer_interval", 1, 1 << 16, 1)
     layers = range(first, num_layers if last == -1 else last + 1)
-    sparse = tuple(layer in layers and (layer + 1) % every == 0 for layer in range(num_layers))
-    inner = fields.integer("moe_intermediate_size", 1, 1 << 20)
-    shared = _shared_size(fields, "moe_num_shared_experts", inner)
-    router = RouterConfig(per_token, False, True, True)
-    return ExpertsConfig(count, inner, shared, sparse, router, "moe_statics.e_score_correction_bias")
+    sparse = [layer in layers and (layer + 1) % every == 0 for layer in range(num_layers)]
+    names = ("moe_num_shared_experts", "moe_statics.e_score_correction_bias")
+    return _experts(fields, count, sparse, RouterConfig(per_token, False, True, True), *names)
 
 
 def read_fp8_block(fields: Fields) -> tuple[int, int] | None:

@@ -1,46 +1,67 @@
 """Chat messages to a prompt: the model's own Jinja2 template, rendered in a limited child process.
 
-`encode_chat` keeps what people write plain text: a <|im_end|> typed into a message does not end it,
-while the same string in the template does.
+A killed or dead child (`template_worker`) is started anew by the next request; it ends by itself when this
+process does, because its input ends. `encode_chat` keeps what people write plain text: a
+<|im_end|> typed into a message does not end it, while the same string in the template does.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spd.errors import CheckpointError, IncompatibleError, UsageError
-from spd.formats.json_file import one_line
-from spd.formats.template_process import TemplateProcess
+from spd.errors import CheckpointError, EngineError, IncompatibleError, UsageError
+from spd.formats.json_file import Fields, names_in, one_line, read_text, shown
 from spd.formats.tokenizer import Tokenizer
-from spd.formats.tokenizer_config import TemplateSource, read_template_source, read_tokenizer_config
+from spd.formats.tokenizer_file import TokenizerConfig, read_tokenizer_config, within
 
+TEMPLATE_LIMIT = 1_000_000  # bytes; the longest published template is below 50 kB
+# The worker's own limit is CPU time, which a busy machine does not use up; this clock is for the rest.
+WALL_SECONDS = 5.0
+WALL_SECONDS_PER_INPUT_BYTE = 1e-6
+START_SECONDS = 30.0  # generous: a loaded machine may take long to start an interpreter
+REPLY_LIMIT = 1 << 30  # bytes
 # Noncharacters of Unicode, reserved for use inside a program; then the private use area.
 _MARKS = (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF900))
 
 
 class ChatTemplate:
-    """The chat template of one model folder."""
+    """The chat template of one model folder: the text of it, and of the one for tools if it is another."""
 
-    def __init__(self, source: TemplateSource, special_tokens: Mapping[str, Any]) -> None:
-        self.source = source
-        self._special_tokens = dict(special_tokens)
+    def __init__(self, where: str, templates: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
+        self.default, self.tool_use = templates["default"], templates.get("tool_use")
+        self._where = where
+        self._special_tokens = special_tokens
         self._process = TemplateProcess()
 
     @classmethod
-    def open(cls, folder: Path) -> ChatTemplate | None:
-        """Read the template of a folder, `None` when it has none. Raises `CheckpointError`."""
-        source = read_template_source(folder)
-        if source is None:
-            return None
-        config = read_tokenizer_config(folder)
+    def open(cls, folder: Path, config: TokenizerConfig | None = None) -> ChatTemplate | None:
+        """Read the template of a folder, `None` when it has none; `config` where it was read.
+
+        A file of its own wins over the config. Raises `CheckpointError` naming file and field.
+        """
+        names, config = names_in(folder), config or read_tokenizer_config(folder)
         special: dict[str, Any] = dict(config.roles)
         if config.additional:
             special["additional_special_tokens"] = list(config.additional)
-        return cls(source, special)
+        if "chat_template.jinja" in names:
+            path = folder / "chat_template.jinja"
+            return cls(str(path), {"default": read_text(path, TEMPLATE_LIMIT)}, special)
+        own = Fields.of(folder / "chat_template.json") if "chat_template.json" in names else None
+        for fields in (own, config.fields):
+            if fields is not None and "chat_template" in fields:
+                return cls(f"{fields.where}: chat_template", _templates_of(fields), special)
+        return None
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
@@ -51,14 +72,12 @@ class ChatTemplate:
         and line when it is faulty, unsafe or exceeds its limits (half a second of computing, 1 MiB beside the
         messages), `UsageError` for messages that are no JSON values.
         """
-        has_tools = variables.get("tools") is not None and self.source.tool_use is not None
+        tool_use = self.tool_use if variables.get("tools") is not None else None
         known: dict[str, Any] = {"messages": list(messages), "tools": None, "documents": None}
         known["add_generation_prompt"] = add_generation_prompt
         try:
-            reply = self._process.render(
-                (self.source.tool_use if has_tools else None) or self.source.default,
-                {**known, **self._special_tokens, **variables},
-            )
+            values = {**known, **self._special_tokens, **variables}
+            reply = self._process.render(tool_use or self.default, values)
         except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(f"the messages are not JSON: {error}") from None
         if "error" not in reply:
@@ -66,7 +85,28 @@ class ChatTemplate:
         line = f": line {reply['line']}" if reply.get("line") else ""
         if reply["error"] == "refused":
             raise IncompatibleError(f"the chat template refuses these messages: {one_line(reply['message'])}")
-        raise CheckpointError(f"{self.source.where}{line}: {one_line(reply['message'])}")
+        raise CheckpointError(f"{self._where}{line}: {one_line(reply['message'])}")
+
+
+def _templates_of(fields: Fields) -> dict[str, str]:
+    """By name; there is one named default."""
+    value = fields.get("chat_template")
+    templates: dict[str, str] = {}
+    if isinstance(value, str):
+        templates["default"] = value
+    else:
+        for entry in value if isinstance(value, list) else [None]:
+            named = entry if isinstance(entry, dict) else {}
+            name, template = named.get("name"), named.get("template")
+            if not isinstance(name, str) or not isinstance(template, str):
+                raise fields.refused("chat_template", "is neither a string nor a list of named templates")
+            templates[name] = template
+    if "default" not in templates:
+        why = f"has no template named default, only {shown(sorted(templates))}"
+        raise fields.refused("chat_template", why)
+    if any(len(template) > TEMPLATE_LIMIT for template in templates.values()):
+        raise fields.refused("chat_template", f"is longer than {TEMPLATE_LIMIT:,} characters")
+    return templates
 
 
 @dataclass(frozen=True)
@@ -78,7 +118,6 @@ class RenderedChat:
 
     @property
     def text(self) -> str:
-        """The prompt as text."""
         return self.marked.replace(self.mark, "") if self.mark else self.marked
 
     def after(self, beginning: str) -> RenderedChat | None:
@@ -109,14 +148,18 @@ def render_chat(
 ) -> RenderedChat:
     """The chat as text that `encode_rendered` can tell the template's tokens in from people's words."""
     special = _special_pattern(tokenizer)
+    texts: list[str] = []
     try:
-        texts = _strings([list(messages), variables])
+        _replaced([list(messages), variables], texts.append)
     except RecursionError:
         raise UsageError("the messages are nested too deeply") from None
     if not any(special.search(text) for text in texts):
         return RenderedChat(template.render(messages, **variables))
     # A mark inside keeps a string from being the special token through whatever the template does.
-    mark = _unused_mark([*texts, template.source.default, template.source.tool_use or ""])
+    used = set[str]().union(*texts, template.default, template.tool_use or "")
+    mark = next((chr(code) for code in _MARKS if chr(code) not in used), None)
+    if mark is None:
+        raise UsageError("the messages use every private character of Unicode")
     hidden = _replaced(
         [list(messages), variables], lambda text: special.sub(lambda m: _broken(m[0], mark), text)
     )
@@ -159,22 +202,6 @@ def _broken(name: str, mark: str) -> str:
     return name[0] + mark + name[1:] if len(name) > 1 else mark + name
 
 
-def _unused_mark(texts: Sequence[str]) -> str:
-    used = set().union(*texts)
-    mark = next((chr(code) for code in _MARKS if chr(code) not in used), None)
-    if mark is None:
-        raise UsageError("the messages use every private character of Unicode")
-    return mark
-
-
-def _strings(value: object) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Mapping):
-        return [text for item in value.items() for text in _strings(list(item))]
-    return [text for item in value for text in _strings(item)] if isinstance(value, list | tuple) else []
-
-
 def _replaced(value: Any, change: Any) -> Any:
     if isinstance(value, str):
         return change(value)
@@ -184,3 +211,103 @@ def _replaced(value: Any, change: Any) -> Any:
             for key, item in value.items()
         }
     return [_replaced(item, change) for item in value] if isinstance(value, list | tuple) else value
+
+
+def isolated(program: str) -> list[str]:
+    """The command that runs Python code with this process's imports, but with none from the working folder.
+
+    -I keeps that folder and PYTHON* variables out. Where spd itself lies in the working folder it stays.
+    """
+    home = str(Path(__file__).resolve().parents[2])
+    there = [path for path in sys.path if os.path.isabs(path) and os.path.exists(path)]
+    trusted = [path for path in there if path == home or not os.path.samefile(path, os.curdir)]
+    code = f"import sys; sys.path[:] = dict.fromkeys(sys.argv[2:] + sys.path + sys.argv[1:2]); {program}"
+    return [sys.executable, "-I", "-c", code, home, *trusted]
+
+
+class TemplateProcess:
+    """One worker, asked by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: Callable[[], object] | None = None
+
+    def render(self, source: str, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """The worker's answer (see `template_worker.render`), or {"error": "limit"} when it had to be killed.
+
+        Raises `EngineError` when the worker cannot be started.
+        """
+        request = json.dumps({"source": source, "variables": dict(variables)}, default=_plain).encode()
+        with self._lock:
+            try:
+                process = self._process
+                if process is None or process.poll() is not None:
+                    process = self._start()
+                reply = _exchange(process, request, WALL_SECONDS + WALL_SECONDS_PER_INPUT_BYTE * len(request))
+            except BaseException:  # interrupted: the answer still to come must not meet another question
+                self._stop()
+                raise
+            if reply is None or reply.get("error") == "memory":
+                self._stop()
+            return reply or {"error": "limit", "message": "takes too much time or memory", "line": None}
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._stop()
+        try:
+            process = subprocess.Popen(
+                isolated("from spd.formats.template_worker import main; main()"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in the terminal is not for the worker
+            )
+        except OSError as error:
+            raise EngineError(f"cannot start the chat template worker: {error.strerror or error}") from None
+        self._process = process
+        self._finalizer = weakref.finalize(self, _end, process)
+        if _exchange(process, None, START_SECONDS) is None:
+            self._stop()
+            raise EngineError(f"cannot start the chat template worker: {shown(sys.executable)} ended at once")
+        return process
+
+    def _stop(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = None
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
+
+
+def _exchange(
+    process: subprocess.Popen[bytes], request: bytes | None, seconds: float
+) -> dict[str, Any] | None:
+    """Send a frame, wait for one; `None` when the worker died, or takes too long and is to be stopped."""
+    source, sink = process.stdout, process.stdin
+    assert source is not None and sink is not None
+
+    def talk() -> dict[str, Any]:
+        if request is not None:
+            sink.write(len(request).to_bytes(4, "little") + request)
+            sink.flush()
+        length = int.from_bytes(source.read(4), "little")
+        reply: dict[str, Any] = json.loads(source.read(length) if 0 < length <= REPLY_LIMIT else b"")
+        return reply
+
+    try:
+        return within(seconds, talk)
+    except (OSError, ValueError):
+        return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):  # it held bytes that a dead worker will never read
+            if pipe is not None:
+                pipe.close()

@@ -1,61 +1,113 @@
 """The weights of a model folder: one `model.safetensors`, or shards listed in an index.
 
-Opening reads and checks headers only (no torch); reading maps tensors through the safetensors library
-after making sure that the file is still the one whose header was checked.
+Opening reads and checks headers only (no torch); tensors are read after making sure that the file is still
+the one whose header was checked. Nothing is mapped: a map of a file that is cut short kills the process.
+Headers are what the official reader accepts, except duplicate keys, of which that reader keeps the last.
+Source: https://github.com/huggingface/safetensors#format and `safetensors/src/tensor.rs`.
 """
 
 from __future__ import annotations
 
+import codecs
+import ctypes
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from types import MappingProxyType
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from safetensors import SafetensorError, safe_open
-
-from spd.errors import CheckpointError
-from spd.formats.json_file import listed, names_in, one_line, open_regular_file, read_json_object, shown
-from spd.formats.safetensors_header import FileIdentity, ShardHeader, TensorMeta, read_shard_header
+from spd.errors import CheckpointError, NotFoundError, SpdError
+from spd.formats.json_file import (
+    decode_utf8,
+    listed,
+    names_in,
+    open_regular_file,
+    parse_json,
+    read_json_object,
+    shown,
+)
 
 if TYPE_CHECKING:
     import torch
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-INDEX_LIMIT = 100_000_000  # bytes
+ADAPTER = "adapter_config.json"
+MAX_SHARDS = 10_000  # the largest published models have some hundred
+INDEX_LIMIT = 40_000_000  # bytes; the largest published ones, of 140 thousand tensors, have 20 million
+HEADER_LIMIT = 40_000_000  # bytes; 90 thousand tensors of one file take 12 million, the official reader 100
+MAX_NUMBER = (1 << 64) - 1
+PIECE = 8 << 20
+"""Bytes of a tensor that are in memory at a time, where it goes from file to file."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 FLOAT_DTYPES = ("BF16", "F16", "F32")
+TORCH_NAMES = {
+    **{"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
+    **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "U8": "uint8", "BOOL": "bool"},
+}
+"""What torch calls the dtypes of a checkpoint that it can hold."""
+DTYPE_BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
 
 _NUMBERED = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
 _WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)
 
 
-class Checkpoint:
+class TensorMeta(NamedTuple):
+    """One tensor of a checkpoint: `dtype` is the safetensors code, `nbytes` its size in `shard`.
+
+    `offset` is its first byte, counted from the beginning of the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: Path
+    nbytes: int
+    offset: int
+
+
+Identity = tuple[int, int, int, int]
+"""What must stay equal for a file to be the one whose header was read; first its size."""
+
+
+def _identity(status: os.stat_result) -> Identity:
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
+
+
+class Checkpoint(AbstractContextManager["Checkpoint"]):
     """The tensors of a model folder by name; a context manager that closes its files.
 
     `notes` holds remarks for a verbose listing, such as files that the index does not name.
     """
 
-    def __init__(self, folder: Path, headers: Sequence[ShardHeader], notes: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, shards: Iterable[str], notes: Sequence[str] = ()) -> None:
         tensors: dict[str, TensorMeta] = {}
-        for header in headers:
-            for meta in header.tensors:
+        self._identities: dict[Path, Identity] = {}
+        for shard in shards:  # read one by one: many links to one large header end at the second
+            self._identities[folder / shard], metas = read_shard_header(folder / shard)
+            for meta in metas:
                 if meta.name in tensors:
-                    raise CheckpointError(
-                        f"{meta.shard}: tensor {shown(meta.name)}: is in {tensors[meta.name].shard.name} too"
-                    )
+                    where = tensors[meta.name].shard.name
+                    raise CheckpointError(f"{meta.shard}: tensor {shown(meta.name)}: is in {where} too")
                 tensors[meta.name] = meta
         self.folder = folder
         self.tensors: Mapping[str, TensorMeta] = MappingProxyType(tensors)
-        self.shards = tuple(header.path for header in headers)
+        self.shards = tuple(self._identities)
         self.total_bytes = sum(meta.nbytes for meta in tensors.values())
         self.notes = tuple(notes)
-        self._identities = {header.path: header.identity for header in headers}
-        self._handles: dict[Path, Any] = {}
-        self._stack = ExitStack()
+        self._files: dict[Path, BinaryIO] = {}
 
     @classmethod
     def open(cls, folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:
@@ -66,45 +118,70 @@ class Checkpoint:
         """
         names = names_in(folder)
         if SINGLE_NAME in names:
-            checkpoint = cls(folder, [read_shard_header(folder / SINGLE_NAME)])
+            checkpoint = cls(folder, [SINGLE_NAME])
         elif INDEX_NAME in names:
-            checkpoint = _open_index(cls, folder, names, wanted)
+            weight_map = _weight_map(folder / INDEX_NAME)
+            shards = sorted({shard for tensor, shard in weight_map.items() if wanted(tensor)})
+            _check_present(folder, shards, names)
+            checkpoint = cls(folder, shards, _notes(set(weight_map.values()), names))
+            _compare_with_index(folder / INDEX_NAME, weight_map, set(shards), checkpoint)
         else:
-            raise _no_weights(folder, names)
+            raise not_a_model(folder) or incomplete(folder, f"there is no {SINGLE_NAME} and no {INDEX_NAME}")
         if not checkpoint.tensors:
             raise CheckpointError(f"{checkpoint.shards[0]}: holds no tensors")
         return checkpoint
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, mapped from its file (pages are read when touched), on the CPU.
+    def meta(self, name: str) -> TensorMeta:
+        """What the header says of a tensor. Raises `CheckpointError` for one that is not there."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.folder}: tensor {shown(name)}: is not in this checkpoint")
+        return self.tensors[name]
+
+    def read(
+        self, name: str, rows: tuple[int, int] | None = None, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One tensor, or its rows [first, end), as stored and on the CPU, or in `into` where that is given.
 
         The file is compared with what was opened before and after, so that a replaced or truncated file
         is an error instead of foreign bytes. Raises `CheckpointError`.
         """
-        meta = self.tensors.get(name)
-        if meta is None:
-            raise CheckpointError(f"{self.folder}: tensor {shown(name)}: is not in this checkpoint")
+        import torch
+
+        meta = self.meta(name)
+        first, shape = 0, list(meta.shape)
+        if rows is not None:
+            first, shape[0] = rows[0], rows[1] - rows[0]
+        tensor = torch.empty(shape, dtype=getattr(torch, TORCH_NAMES[meta.dtype]))  # free until touched
+        if into is not None and into.is_contiguous() and into.device == tensor.device:
+            tensor = into if (into.dtype, into.shape) == (tensor.dtype, tensor.shape) else tensor
+        offset = first * (tensor.nbytes // max(1, len(tensor))) if first else 0
+        if offset + tensor.nbytes > meta.nbytes:
+            raise ValueError(f"{name}: {list(meta.shape)} has no rows {rows}")
         self._check_identity(meta.shard)
-        try:
-            if meta.shard not in self._handles:
-                # The library reads the header again; the check below covers the time in between.
-                handle = safe_open(meta.shard, framework="pt", device="cpu")
-                self._handles[meta.shard] = self._stack.enter_context(handle)
-            tensor: torch.Tensor = self._handles[meta.shard].get_tensor(name)
-        except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
-            self._check_identity(meta.shard)
-            raise CheckpointError(f"{meta.shard}: tensor {shown(name)}: {one_line(error)}") from None
+        if meta.shard not in self._files:
+            self._files[meta.shard] = self.open_shard(meta.shard)
+        if tensor.nbytes:
+            memory = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+            read_exactly(self._files[meta.shard].fileno(), [memory], meta.offset + offset, meta.shard)
         self._check_identity(meta.shard)
-        return tensor
+        return tensor if into is None or into is tensor else into.copy_(tensor)
+
+    def pieces(self, meta: TensorMeta) -> Iterator[bytes]:
+        """A tensor's bytes as they are stored. Raises `CheckpointError`."""
+        with self.open_shard(meta.shard) as file:
+            for first in range(0, meta.nbytes, PIECE):
+                piece = bytearray(min(PIECE, meta.nbytes - first))
+                read_exactly(file.fileno(), [memoryview(piece)], meta.offset + first, meta.shard)
+                yield bytes(piece)
 
     def open_shard(self, shard: Path) -> BinaryIO:
         """A shard opened for reading, seen to be the file whose header was checked.
 
-        Raises `CheckpointError`. Who reads from it for long calls `check_unchanged` at the end.
+        Raises `CheckpointError`. Long readers call `check_unchanged` at the end.
         """
         file = open_regular_file(shard)
         try:
-            self._compare(shard, FileIdentity.of(os.fstat(file.fileno())))
+            self._compare(shard, os.fstat(file.fileno()))
         except CheckpointError:
             file.close()
             raise
@@ -116,30 +193,43 @@ class Checkpoint:
             self._check_identity(shard)
 
     def close(self) -> None:
-        """Close the files; tensors already read stay valid."""
-        self._handles.clear()
-        self._stack.close()
+        """Close the files; tensors already read stay valid, and others can be read again."""
+        while self._files:
+            self._files.popitem()[1].close()
 
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _check_identity(self, shard: Path) -> None:
         try:
-            now = FileIdentity.of(os.stat(shard))
+            self._compare(shard, os.stat(shard))
         except OSError as error:
             raise CheckpointError(f"{shard}: changed while in use: {error.strerror}") from None
-        self._compare(shard, now)
 
-    def _compare(self, shard: Path, now: FileIdentity) -> None:
-        opened = self._identities[shard]
+    def _compare(self, shard: Path, status: os.stat_result) -> None:
+        opened, now = self._identities[shard], _identity(status)
         if now != opened:
-            what = f"{opened.size} bytes became {now.size}" if now.size != opened.size else "it was replaced"
+            what = f"{opened[0]} bytes became {now[0]}" if now[0] != opened[0] else "it was replaced"
             raise CheckpointError(f"{shard}: changed while in use: {what}")
+
+
+def read_exactly(descriptor: int, views: list[memoryview], offset: int, path: Path) -> None:
+    """Fill the views in order from a file's bytes at `offset`; `path` is for messages.
+
+    Raises CheckpointError when the file ends early or cannot be read.
+    """
+    while views:
+        try:
+            count = os.preadv(descriptor, views, offset)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}") from None
+        if not count:
+            raise CheckpointError(f"{path}: was truncated while it was read")
+        offset += count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if count:
+            views[0] = views[0][count:]
 
 
 def shards_by_tensor(folder: Path) -> Mapping[str, str]:
@@ -162,31 +252,22 @@ def _weight_map(path: Path) -> dict[str, str]:
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
             raise CheckpointError(f"{path}: weight_map: {shown(tensor)}: {shown(shard)} is not a string")
-    for shard in sorted(set(weight_map.values())):
+    shards = set(weight_map.values())
+    if len(shards) > MAX_SHARDS:
+        raise CheckpointError(f"{path}: weight_map: names {len(shards):,} shards, at most {MAX_SHARDS:,}")
+    for shard in sorted(shards):
         _check_shard_name(path, shard)
     return weight_map
 
 
-def _open_index(
-    kind: type[Checkpoint], folder: Path, names: Sequence[str], wanted: Callable[[str], bool]
-) -> Checkpoint:
-    path = folder / INDEX_NAME
-    whole = _weight_map(path)
-    shards = sorted({shard for tensor, shard in whole.items() if wanted(tensor)})
-    opened = set(shards)
-    weight_map = {tensor: shard for tensor, shard in whole.items() if shard in opened}
+def _check_present(folder: Path, shards: Sequence[str], names: Sequence[str]) -> None:
     if len({shard.casefold() for shard in shards}) < len(shards):
-        raise CheckpointError(f"{path}: weight_map: names shards that differ in upper and lower case only")
+        why = "names shards that differ in upper and lower case only"
+        raise CheckpointError(f"{folder / INDEX_NAME}: weight_map: {why}")
     missing = [shard for shard in shards if shard not in names]
     if missing:
-        raise CheckpointError(
-            f"{path}: {len(missing)} of {len(shards)} shards are missing: {', '.join(listed(missing))}",
-            reason=("an interrupted download looks like this",),
-        )
-    headers = [read_shard_header(folder / shard) for shard in shards]
-    checkpoint = kind(folder, headers, _notes(sorted(set(whole.values())), names))
-    _compare_with_index(path, weight_map, checkpoint)
-    return checkpoint
+        words = f"{len(missing)} of {len(shards)} shards are missing: {', '.join(listed(missing))}"
+        raise incomplete(folder, f"{INDEX_NAME}: {words}")
 
 
 def _check_shard_name(path: Path, shard: str) -> None:
@@ -205,7 +286,7 @@ def _check_shard_name(path: Path, shard: str) -> None:
         raise CheckpointError(f"{where}: does not end in .safetensors")
 
 
-def _notes(shards: Sequence[str], names: Sequence[str]) -> list[str]:
+def _notes(shards: Set[str], names: Sequence[str]) -> list[str]:
     unlisted = [name for name in names if name.endswith(".safetensors") and name not in shards]
     notes = [f"not in the index, ignored: {shown(name)}" for name in unlisted]
     totals = {int(match[2]) for shard in shards if (match := _NUMBERED.fullmatch(shard))}
@@ -215,15 +296,16 @@ def _notes(shards: Sequence[str], names: Sequence[str]) -> list[str]:
     return notes
 
 
-def _compare_with_index(path: Path, weight_map: Mapping[str, str], checkpoint: Checkpoint) -> None:
-    wrong = []
+def _compare_with_index(
+    path: Path, weight_map: Mapping[str, str], opened: Set[str], checkpoint: Checkpoint
+) -> None:
+    wrong, tensors = [], checkpoint.tensors
     for name, shard in weight_map.items():
-        meta = checkpoint.tensors.get(name)
-        if meta is None:
+        if shard in opened and name not in tensors:
             wrong.append(f"{shown(name)}: is not in {shard}")
-        elif meta.shard.name != shard:
-            wrong.append(f"{shown(name)}: is in {meta.shard.name}, not in {shard}")
-    wrong += [f"{shown(name)}: is not in the index" for name in checkpoint.tensors if name not in weight_map]
+        elif shard in opened and tensors[name].shard.name != shard:
+            wrong.append(f"{shown(name)}: is in {tensors[name].shard.name}, not in {shard}")
+    wrong += [f"{shown(name)}: is not in the index" for name in tensors if weight_map.get(name) not in opened]
     if wrong:
         raise CheckpointError(
             f"{path}: weight_map: disagrees with the shards about {len(wrong)} tensors, first {wrong[0]}",
@@ -231,33 +313,48 @@ def _compare_with_index(path: Path, weight_map: Mapping[str, str], checkpoint: C
         )
 
 
-def _no_weights(folder: Path, names: Sequence[str]) -> CheckpointError:
+def not_a_model(path: Path) -> CheckpointError | None:
+    """What a file, or a folder without weights, is in one line, and what to type instead; None: not known."""
+    called = _cached_name(path) or str(path)
+    names = names_in(path) if path.is_dir() else []
+    ggufs = [f"{called}/{name}" for name in names if name.lower().endswith(".gguf")]
+    if ggufs or path.suffix.lower() == ".gguf":
+        why = "GGUF is not supported, safetensors is: a model as it was published, before it was converted"
+        return CheckpointError(f"{(*ggufs, called)[0]}: {why}", fix=["spd pull ORG/NAME of that model"])
+    if not path.is_dir():
+        why = f"{path}: is a file; a model is the folder that holds config.json and safetensors"
+        return CheckpointError(why, fix=[f"-m {path.parent}"])
+    if ADAPTER in names:
+        base = read_json_object(path / ADAPTER).get("base_model_name_or_path")
+        why = f"{called}: is a LoRA adapter of {shown(base)}, to be merged into it (PEFT's merge_and_unload)"
+        return CheckpointError(why, fix=[f"-m {base} runs it without the adapter"])
     pickles = [name for name in names if name.lower().endswith(PICKLE_SUFFIXES)]
     if pickles:
-        return CheckpointError(
-            f"{folder / pickles[0]}: pickle formats are not supported, only safetensors is",
-            reason=[
-                "A pickle can run code; torch's weights_only reads the tensors of one without running any."
-            ],
-            fix=["a repository with safetensors", *_conversion(folder / pickles[0])],
-        )
-    ggufs = [name for name in names if name.lower().endswith(".gguf")]
-    if ggufs:
-        return CheckpointError(f"{folder / ggufs[0]}: GGUF is not supported, safetensors is")
-    return CheckpointError(f"{folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}")
+        usual = [name for name in pickles if name.startswith("pytorch_model")]
+        convert = shlex.join([sys.executable, "-m", "spd.cli.unpickle", str(path)])
+        why = f"{called}/{(usual or pickles)[0]}: pickle formats are not supported, only safetensors is"
+        return CheckpointError(why, fix=[convert if usual else "a repository with safetensors"])
+    inside = sorted(path.glob("*/config.json")) or sorted(path.glob("*/*/config.json"))
+    if inside and "config.json" not in names:
+        fix = [f"-m {_cached_name(config.parent) or config.parent}" for config in inside]
+        return CheckpointError(f"{path}: is no model folder, but holds {len(inside)}", fix=listed(fix, 3))
+    return None
 
 
-def _conversion(pickle: Path) -> list[str]:
-    """The command that writes a pickle's tensors as safetensors beside it.
+def incomplete(folder: Path, what: str) -> SpdError:
+    """The error for files that a folder lacks; a snapshot of the hub's cache is a download to go on with."""
+    if (name := _cached_name(folder)) is None:
+        return CheckpointError(f"{folder}: {what}")
+    main = folder.parents[1] / "refs" / "main"
+    is_main = main.is_file() and folder.name in main.read_text("utf-8", "replace")
+    pull = f"spd pull {name}" if is_main else f"spd pull {name} --revision {folder.name}"
+    return NotFoundError(f"{name}: the copy in the local cache is incomplete: {what}", fix=[pull])
 
-    None for shards of several, and where a shell would read the path as something else.
-    """
-    if pickle.stem != "pytorch_model" or set(str(pickle)) & set("'\"$`\\!"):
-        return []
-    read = f"torch.load('{pickle}', weights_only=True, map_location='cpu')"
-    tensors = f"{{n: t.contiguous() for n, t in {read}.items()}}"
-    to = pickle.with_name(SINGLE_NAME)
-    return [f"python -c \"import torch, safetensors.torch as s; s.save_file({tensors}, '{to}')\""]
+
+def _cached_name(folder: Path) -> str | None:
+    """The model of which a folder is a snapshot in the hub's cache."""
+    found = re.search(r"/models--([^/]+)/snapshots/[^/]+$", str(folder))
+    return found[1].replace("--", "/", 1) if found else None
 
 
 def _at(meta: TensorMeta) -> str:
@@ -299,3 +396,93 @@ def check_tensors(
             fix=fix,
         )
     return [name for name in checkpoint.tensors if name not in expected and not ignorable(name)]
+
+
+def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:
+    """Read and check the header of one safetensors file; no tensor data is touched.
+
+    Raises `CheckpointError` naming the file and the tensor.
+    """
+    with open_regular_file(path) as file:
+        identity = _identity(os.fstat(file.fileno()))
+        size = identity[0]
+        try:
+            prefix = file.read(8)
+            if size < 8 or len(prefix) < 8:
+                why = f"header too small: the file has {size} bytes and needs at least 8"
+                raise CheckpointError(f"{path}: {why}")
+            length = int.from_bytes(prefix, "little")
+            if length > HEADER_LIMIT:
+                why = f"header too large: {length} bytes, at most {HEADER_LIMIT} are allowed"
+                raise CheckpointError(f"{path}: {why}")
+            if length > size - 8:
+                lacking = length - (size - 8)
+                raise CheckpointError(f"{path}: is truncated: its header alone lacks {lacking} bytes")
+            data = file.read(length)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    if len(data) < length:
+        raise CheckpointError(f"{path}: was truncated while its header was read")
+    if data.startswith(codecs.BOM_UTF8):
+        raise CheckpointError(f"{path}: header: starts with a byte order mark")
+    header = parse_json(decode_utf8(data, f"{path}: header"), f"{path}: header")
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: header: is not a JSON object")
+    metadata = header.pop("__metadata__", None)
+    texts = metadata.values() if isinstance(metadata, dict) else [None]
+    if metadata is not None and not all(isinstance(value, str) for value in texts):
+        raise CheckpointError(f"{path}: __metadata__: is not an object of strings")
+    tensors = [_tensor(path, name, entry, 8 + length) for name, entry in header.items()]
+    _check_layout(path, tensors, 8 + length, size)
+    return identity, tensors
+
+
+def _tensor(path: Path, name: str, entry: object, data: int) -> TensorMeta:
+    """One entry of the header; `data` is where the tensors' bytes begin in the file."""
+
+    def refused(why: str) -> CheckpointError:
+        return CheckpointError(f"{path}: tensor {shown(name)}: {why}")
+
+    if not isinstance(entry, dict):
+        raise refused("is not an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise refused(f"dtype: {shown(dtype)} is unknown")
+    if not isinstance(shape, list) or not _are_sizes(shape):
+        raise refused(f"shape: {shown(shape)} is not a list of sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_sizes(offsets):
+        raise refused(f"data_offsets: {shown(offsets)} is not a pair of offsets")
+    begin, end = offsets
+    if begin > end:
+        raise refused(f"data_offsets: {begin} is behind {end}")
+    bits = 1
+    for size in (*shape, DTYPE_BITS[dtype]):
+        bits *= size
+        if bits > MAX_NUMBER:
+            raise refused(f"shape: overflow, {shown(shape)} has more than 2**64 - 1 bits")
+    if bits % 8 or bits // 8 != end - begin:
+        needed = f"{dtype} {shown(shape)} needs {bits / 8:g}"
+        raise refused(f"data_offsets: hold {end - begin} bytes, {needed}")
+    return TensorMeta(name, dtype, tuple(shape), path, end - begin, data + begin)
+
+
+def _are_sizes(values: list[object]) -> bool:
+    # No generator: there are hundreds of thousands of short lists, and starting one is most of the time.
+    for value in values:  # noqa: SIM110
+        if type(value) is not int or not 0 <= value <= MAX_NUMBER:
+            return False
+    return True
+
+
+def _check_layout(path: Path, tensors: Iterable[TensorMeta], position: int, end: int) -> None:
+    """The data of all tensors must fill a file from `position` to `end`: no overlap, no gap, no remainder."""
+    for meta in sorted(tensors, key=lambda meta: (meta.offset, meta.nbytes, meta.name)):
+        if meta.offset != position:
+            gap = f"leaves a gap of {meta.offset - position} bytes"
+            what = "overlaps the tensor before it" if meta.offset < position else gap
+            raise CheckpointError(f"{path}: tensor {shown(meta.name)}: data_offsets: {what}")
+        position += meta.nbytes
+    if position > end:
+        raise CheckpointError(f"{path}: is truncated: {position - end} bytes of tensor data are missing")
+    if position < end:
+        raise CheckpointError(f"{path}: has {end - position} bytes after the last tensor")

@@ -7,17 +7,14 @@ from pathlib import Path
 
 
 def demo_folder() -> Path:
-    """The folder of the embedded demo target."""
     return Path(__file__).parent / "demo"
 
 
 def demo_draft_folder() -> Path:
-    """The folder of the embedded demo draft model."""
     return demo_folder() / "draft"
 
 
 def demo_eagle3_folder() -> Path:
-    """The folder of the embedded demo's EAGLE-3 head."""
     return demo_folder() / "eagle3"
 
 

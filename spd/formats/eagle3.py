@@ -75,32 +75,16 @@ class Eagle3Config:
         return found
 
 
-@dataclass(frozen=True)
-class Eagle3Fields:
-    """A head's facts, and the configuration of its layer as a Llama's."""
-
-    facts: Eagle3Config
-    layer: Fields
-
-
-def is_eagle3(fields: Fields) -> bool:
-    """Whether `config.json` is an EAGLE-3 head's, right or wrong."""
-    names = fields.get("architectures")
-    if fields.get("speculators_model_type") == MODEL_TYPE:
-        return True
-    named = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
-    return named or (names == ["LlamaForCausalLM"] and "draft_vocab_size" in fields)
-
-
-def read_eagle3(fields: Fields) -> Eagle3Fields | None:
-    """What `config.json` says if it is an EAGLE-3 head's; None if it is another model's.
+def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
+    """A head's facts, and its layer's configuration as a Llama's; None where it is another model's.
 
     Raises CheckpointError naming the field for a head that cannot be run.
     """
-    if not is_eagle3(fields):
-        return None
     if fields.get("speculators_model_type") != MODEL_TYPE:
-        return _checked(fields, fields, normed_residual=False)
+        names = fields.get("architectures")
+        named = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
+        is_head = named or (names == ["LlamaForCausalLM"] and "draft_vocab_size" in fields)
+        return _checked(fields, fields, normed_residual=False) if is_head else None
     layer = fields.fields("transformer_layer_config")
     if layer is None:
         raise fields.refused("transformer_layer_config", "is missing")
@@ -110,7 +94,7 @@ def read_eagle3(fields: Fields) -> Eagle3Fields | None:
     return _checked(fields, layer, normed_residual=True)
 
 
-def _checked(fields: Fields, layer: Fields, *, normed_residual: bool) -> Eagle3Fields:
+def _checked(fields: Fields, layer: Fields, *, normed_residual: bool) -> tuple[Eagle3Config, Fields]:
     """Of a head whose layer is a Llama's, whatever model_type says: trainers write the target's there."""
     if layer.integer("num_hidden_layers", 1, 1024, 1) != 1:
         raise layer.refused("num_hidden_layers", "EAGLE-3 heads of one layer are supported")
@@ -119,10 +103,11 @@ def _checked(fields: Fields, layer: Fields, *, normed_residual: bool) -> Eagle3F
         if nested.get(key) not in (None, built):
             raise nested.refused(key, f"{shown(nested.get(key))} is not supported ({shown(built)} is)")
     vocab_size = layer.integer("vocab_size", 1, 1 << 24)
+    hidden_size = layer.integer("hidden_size", 1, 1 << 20)
     listed = _listed(fields, IDS, 0) or _listed(fields, OTHER_IDS, 0) or _listed(nested, IDS, 1)
     sizes = fields if "target_hidden_size" in fields else layer
     facts = Eagle3Config(
-        target_hidden_size=sizes.integer("target_hidden_size", 1, 1 << 20, _hidden(layer)),
+        target_hidden_size=sizes.integer("target_hidden_size", 1, 1 << 20, hidden_size),
         draft_vocab_size=fields.optional_integer("draft_vocab_size", 1, vocab_size),
         listed_layers=listed,
         num_aux=len(listed) if listed else 3,
@@ -142,11 +127,7 @@ def _checked(fields: Fields, layer: Fields, *, normed_residual: bool) -> Eagle3F
         "torch_dtype": None,
         **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the target's, and often another one's
     }
-    return Eagle3Fields(facts, Fields(layer.where, llama))
-
-
-def _hidden(layer: Fields) -> int:
-    return layer.integer("hidden_size", 1, 1 << 20)
+    return facts, Fields(layer.where, llama)
 
 
 def _listed(fields: Fields, key: str, added: int) -> tuple[int, ...] | None:

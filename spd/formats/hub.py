@@ -9,15 +9,20 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
-from spd.errors import IncompatibleError, NotFoundError, UsageError
+from spd.errors import NotFoundError, UsageError
 from spd.formats.demo import demo_folder
 from spd.formats.json_file import listed, shown
 
 DEMO = "demo"
-_REPOSITORY = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
-_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(?:/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
+_WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_REPOSITORY = re.compile(rf"(?!.*(?:\.\.|--|(?i:\.gguf)$))(?:{_WORD}/)?{_WORD}")
+_REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*")
+_ADDRESS = re.compile(
+    r"(?:https?://[^/]+|(?:huggingface|hf)\.co|hf:/)/([^/?#]+/[^/?#:]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?.*"
+)
 
 
 def cache_folder() -> Path:
@@ -30,8 +35,9 @@ def cache_folder() -> Path:
 
 
 def own_cache() -> Path:
-    """Where spd keeps what it can make again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "spd"
+    """Where spd keeps what it can make again: never below the working folder, as kernels kept there run."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (named if named.is_absolute() else Path("~/.cache").expanduser()) / "spd"
 
 
 def resolve_model(reference: str, revision: str | None = None) -> Path:
@@ -40,17 +46,25 @@ def resolve_model(reference: str, revision: str | None = None) -> Path:
     A folder wins over a cached model of the same name. `revision` picks a branch, tag or commit (or a
     unique beginning of one) of an `org/name`.
     Raises `NotFoundError` saying what was looked for, `UsageError` for words that cannot be a model,
-    `IncompatibleError` for a file where a folder is needed.
+    `CheckpointError` for what is something else.
     """
     if not reference.strip() or "\0" in reference:
         raise UsageError(f"{shown(reference)}: is not a model: give a folder, org/name or {DEMO}")
+    if address := _ADDRESS.fullmatch(reference):
+        name = address[1] + (f" --revision {address[2]}" if address[2] not in (None, "main") else "")
+        why = f"{reference}: is an address; a model on the hub is named org/name"
+        raise UsageError(why, fix=[f"spd pull {name}", f"-m {name}"])
     path = Path(os.path.expanduser(reference))
     is_demo = reference == DEMO  # whatever lies in the working directory: ./demo is a folder
-    could_be_cached = _REPOSITORY.fullmatch(reference) and ".." not in reference and "--" not in reference
-    if is_demo or os.path.isdir(path) or not could_be_cached:
+    if is_demo or os.path.lexists(path) or not _REPOSITORY.fullmatch(reference):
         if revision is not None:
             raise UsageError(f"{reference}: a revision belongs to a model named org/name, not to a folder")
-        return _embedded_demo() if is_demo else _local_folder(path)
+        if not is_demo:
+            return _local_folder(path)
+        folder = demo_folder()
+        if not (folder / "config.json").is_file():
+            raise NotFoundError(f"{DEMO}: this installation of spd lacks its embedded model ({folder})")
+        return folder
     return _cached_snapshot(reference, revision)
 
 
@@ -61,19 +75,22 @@ def is_offline() -> bool:
 
 def is_repository_name(reference: str) -> bool:
     """Whether a reference can only mean a model on the hub: org/name, and no folder of that name."""
-    return (
-        "/" in reference
-        and _REPOSITORY.fullmatch(reference) is not None
-        and ".." not in reference
-        and "--" not in reference
-        and not os.path.lexists(reference)
-    )
+    return "/" in reference and bool(_REPOSITORY.fullmatch(reference)) and not os.path.lexists(reference)
 
 
-def check_repository_name(name: str) -> None:
-    """Refuse what is no name of a model on the hub. Raises `UsageError`."""
-    if not _REPOSITORY.fullmatch(name) or ".." in name or "--" in name:
+def check_repository_name(name: str, revision: str | None = None) -> None:
+    """Refuse what is no name of a model on the hub, and no branch, tag or commit.
+
+    Raises `UsageError` and `CheckpointError`.
+    """
+    if _ADDRESS.fullmatch(name) or name.lower().endswith(".gguf"):
+        resolve_model(name)  # which says what it is
+    if name == DEMO:
+        raise UsageError(f"{DEMO}: is built in: there is nothing to download or remove", fix=[f"-m {DEMO}"])
+    if not _REPOSITORY.fullmatch(name):
         raise UsageError(f"{shown(name)}: is not the name of a model on the hub", fix=["org/name"])
+    if revision is not None and not _REVISION.fullmatch(revision):
+        raise UsageError(f"{name}: revision {shown(revision)}: is not a branch, tag or commit")
 
 
 def cached_folder(name: str) -> Path:
@@ -92,52 +109,43 @@ def list_cached_models() -> list[str]:
     return sorted(name[8:].replace("--", "/", 1) for name in names if _snapshots(cache / name))
 
 
-def _embedded_demo() -> Path:
-    folder = demo_folder()
-    if not (folder / "config.json").is_file():
-        raise NotFoundError(f"{DEMO}: this installation of spd lacks its embedded model ({folder})")
-    return folder
-
-
 def _local_folder(path: Path) -> Path:
-    if os.path.isdir(path):
-        return path
-    if os.path.lexists(path):
-        if path.suffix == ".gguf":
-            raise IncompatibleError(f"{path}: GGUF is not supported: give a Hugging Face folder")
-        raise IncompatibleError(f"{path}: is not a folder: give the folder that holds config.json")
-    raise NotFoundError(f"{path}: there is no such folder")
+    from spd.formats.checkpoint import not_a_model
+
+    if not os.path.lexists(path) and path.suffix.lower() != ".gguf":
+        raise NotFoundError(f"{path}: there is no such folder")
+    if not (path / "config.json").exists() and (wrong := not_a_model(path)):
+        raise wrong
+    return path
 
 
 def _cached_snapshot(name: str, revision: str | None) -> Path:
-    if revision is not None and not _REVISION.fullmatch(revision):
-        raise UsageError(f"{name}: revision {shown(revision)}: is not a branch, tag or commit")
-    download = f"spd pull {name}" + (f" --revision {revision}" if revision else "")
+    check_repository_name(name, revision)
+    more = f" --revision {revision}" if revision else ""
     folder = cached_folder(name)
     snapshots = _snapshots(folder)
     if not snapshots:
+        close, full = _similar(name), name if "/" in name else f"ORG/{name}"
+        why = "it is not in the local cache" if full == name else f"a model on the hub is named {full}"
         raise NotFoundError(
-            f"{name}: there is no such folder, and it is not in the local cache",
-            reason=[f"looked for: {Path(name)}", f"looked for: {folder}", *_similar(name)],
-            fix=[download],
+            f"{name}: there is no such folder, and {why}" + (f": did you mean {close}?" if close else ""),
+            fix=[f"-m {close}" if close and full != name else f"spd pull {full}{more}"],
         )
     commit = _commit(folder, revision, snapshots)
     if commit is None:
+        refs = folder / "refs"
+        names = [str(path.relative_to(refs)) for path in sorted(refs.rglob("*")) if path.is_file()]
+        there = listed([f"there is: {name}" for name in [*names, *snapshots]])
         raise NotFoundError(
             f"{name}: revision {shown(revision or 'main')} is not in the local cache",
-            reason=[
-                f"looked for: {folder / 'refs' / (revision or 'main')}",
-                *listed(_revisions(folder, snapshots)),
-            ],
-            fix=[download],
+            reason=[f"looked for: {refs / (revision or 'main')}", *there],
+            fix=[f"spd pull {name}{more}"],
         )
     snapshot = folder / "snapshots" / commit
     if not (snapshot / "config.json").is_file():
-        raise NotFoundError(
-            f"{name}: the copy in the local cache is incomplete: there is no config.json",
-            reason=[f"looked for: {snapshot / 'config.json'}"],
-            fix=[download],
-        )
+        from spd.formats.checkpoint import incomplete, not_a_model
+
+        raise not_a_model(snapshot) or incomplete(snapshot, "there is no config.json")
     return snapshot
 
 
@@ -150,27 +158,18 @@ def _snapshots(folder: Path) -> list[str]:
 
 def _commit(folder: Path, revision: str | None, snapshots: list[str]) -> str | None:
     """The snapshot of a revision; without one that of `main`, or the only one there is."""
-    try:
-        with open(folder / "refs" / (revision or "main"), encoding="utf-8") as file:
-            commit = file.read(200).strip()
+    with suppress(OSError):
+        commit = (folder / "refs" / (revision or "main")).read_text("utf-8", "replace").strip()
         if commit in snapshots:
             return commit
-    except (OSError, UnicodeDecodeError):
-        pass
     if revision is None:
         return snapshots[0] if len(snapshots) == 1 else None
     matches = [commit for commit in snapshots if commit.startswith(revision)]
     return matches[0] if len(matches) == 1 and (len(revision) >= 7 or matches[0] == revision) else None
 
 
-def _revisions(folder: Path, snapshots: list[str]) -> list[str]:
-    refs = folder / "refs"
-    names = [str(path.relative_to(refs)) for path in sorted(refs.rglob("*")) if path.is_file()]
-    return [f"there is: {name}" for name in [*names, *snapshots]]
-
-
-def _similar(name: str) -> list[str]:
-    models = list_cached_models()
-    short = {model.rpartition("/")[2].lower(): model for model in models}
-    close = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=3, cutoff=0.6)
-    return [f"in the cache: {short[match]}" for match in close]
+def _similar(name: str) -> str | None:
+    """The known model whose name is nearest, whatever its organisation."""
+    short = {model.rpartition("/")[2].lower(): model for model in [*list_cached_models(), DEMO]}
+    close = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)
+    return short[close[0]] if close else None

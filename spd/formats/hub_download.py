@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, get_token, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download, set_client_factory
 from huggingface_hub import errors as hub_errors
+from huggingface_hub.utils._http import default_client_factory
 from tqdm.std import tqdm
 
 from spd.errors import (
@@ -27,8 +29,9 @@ from spd.errors import (
     ResourceError,
     SpdError,
 )
-from spd.formats.checkpoint import INDEX_NAME, SINGLE_NAME
-from spd.formats.hub import cache_folder, cached_folder
+from spd.formats.checkpoint import INDEX_LIMIT, INDEX_NAME, SINGLE_NAME
+from spd.formats.files import write_whole
+from spd.formats.hub import cache_folder, cached_folder, check_repository_name
 from spd.formats.json_file import one_line, read_json_object, shown
 
 SMALL_FILES = frozenset(
@@ -47,6 +50,8 @@ SMALL_FILES = frozenset(
 SPARE_SHARE = 1.05
 """Free space wanted, as a share of what is to come."""
 _WEIGHTS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_ETAG = re.compile(r'(W/)?"?[A-Za-z0-9_-][A-Za-z0-9_=+.-]{0,199}"?')
 _NETWORK_PACKAGES = frozenset({"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet"})
 
 
@@ -73,25 +78,26 @@ class RemoteModel:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files."""
         return sum(file.size for file in self.files)
 
 
 def look_up(name: str, revision: str | None = None) -> RemoteModel:
     """What the hub has of a model, and what of it is to come; fetches the index of the shards at most.
 
-    Raises NotFoundError, NetworkError naming token and page, IncompatibleError without safetensors.
+    Raises UsageError for what is no name, NotFoundError, NetworkError naming token and page or what the
+    hub answered, IncompatibleError without safetensors.
     """
+    check_repository_name(name, revision)
     with _in_words(name):
         info = HfApi(endpoint=constants.ENDPOINT).model_info(name, revision=revision, files_metadata=True)
-        if not re.fullmatch(r"[0-9a-f]{40}", str(info.sha)):
-            raise NetworkError(f"{name}: the hub names no commit", code="bad_answer")
+        if not _COMMIT.fullmatch(str(info.sha)):
+            raise ValueError("it names no commit")
         offered = {file.name: file for file in map(_remote_file, info.siblings or ()) if file is not None}
         wanted = [file for file in offered.values() if file.name in SMALL_FILES]
         if "config.json" not in offered:
             raise IncompatibleError(f"{name}: the repository has no config.json, so it is no model folder")
-        wanted += _weights(name, str(info.sha), revision, offered, [s.rfilename for s in info.siblings or ()])
-    missing = sum(file.size for file in wanted if not _is_cached(name, str(info.sha), file))
+        wanted += _weights(name, str(info.sha), offered, [s.rfilename for s in info.siblings or ()])
+        missing = sum(file.size for file in wanted if not _is_cached(name, str(info.sha), file))
     return RemoteModel(name, revision, str(info.sha), tuple(wanted), missing)
 
 
@@ -101,28 +107,28 @@ def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
     Raises NetworkError, also for a file that is not the one listed, and ResourceError when the disk is full.
     """
     _check_space(model)
-    path = ""
-    for file in model.files:
-        with _in_words(model.name):
-            cached = _is_cached(model.name, model.commit, file)
-            path = _fetch(model.name, file.name, model.revision, model.commit, report)
-        if not cached:
-            _check_hash(model.name, file, Path(path))
-    folder = Path(path).parent
-    _write_ref(model)
-    return folder
+    with _in_words(model.name):
+        paths = [_fetch(model.name, model.commit, file, report) for file in model.files]
+        _write_ref(model)
+    return paths[0].parent
 
 
-def _fetch(name: str, file: str, revision: str | None, commit: str, report: Callable[[int], None]) -> str:
-    path = hf_hub_download(
-        name,
-        file,
-        revision=commit,
-        cache_dir=cache_folder(),
-        endpoint=constants.ENDPOINT,
-        tqdm_class=_meter(report),
+def _fetch(name: str, commit: str, file: RemoteFile, report: Callable[[int], None]) -> Path:
+    """Where a file lies in the cache; what was not there is downloaded and checked."""
+    cached = _is_cached(name, commit, file)
+    path = Path(
+        hf_hub_download(
+            name,
+            file.name,
+            revision=commit,
+            cache_dir=cache_folder(),
+            endpoint=constants.ENDPOINT,
+            tqdm_class=_meter(report),
+        )
     )
-    return str(path)
+    if not cached:
+        _check_hash(name, file, path)
+    return path
 
 
 def _remote_file(sibling: Any) -> RemoteFile | None:
@@ -130,19 +136,19 @@ def _remote_file(sibling: Any) -> RemoteFile | None:
     name = sibling.rfilename
     if name not in SMALL_FILES and not _WEIGHTS.fullmatch(name):
         return None
-    lfs = sibling.lfs
-    return RemoteFile(name, sibling.size or 0, lfs.sha256 if lfs else None, None if lfs else sibling.blob_id)
+    lfs, size = sibling.lfs, int(sibling.size or 0)
+    return RemoteFile(name, size, lfs.sha256 if lfs else None, None if lfs else sibling.blob_id)
 
 
 def _weights(
-    name: str, commit: str, revision: str | None, offered: Mapping[str, RemoteFile], every: Sequence[str]
+    name: str, commit: str, offered: Mapping[str, RemoteFile], every: Sequence[str]
 ) -> list[RemoteFile]:
     """The weights that loading would read: the single file, else the shards that the index names."""
     if SINGLE_NAME in offered:
         return [offered[SINGLE_NAME]]
     if INDEX_NAME in offered:
-        path = Path(_fetch(name, INDEX_NAME, revision, commit, lambda _: None))
-        shards = read_json_object(path).get("weight_map")
+        path = _fetch(name, commit, offered[INDEX_NAME], lambda _: None)
+        shards = read_json_object(path, INDEX_LIMIT).get("weight_map")
         names = sorted(set(shards.values())) if isinstance(shards, dict) else []
         if not names or not all(isinstance(shard, str) and _WEIGHTS.fullmatch(shard) for shard in names):
             raise CheckpointError(f"{name}: {INDEX_NAME} names files that are no safetensors of this folder")
@@ -162,8 +168,7 @@ def _weights(
 
 
 def _is_cached(name: str, commit: str, file: RemoteFile) -> bool:
-    path = try_to_load_from_cache(name, file.name, cache_dir=cache_folder(), revision=commit)
-    return isinstance(path, str) and Path(path).is_file()
+    return (cached_folder(name) / "snapshots" / commit / file.name).is_file()
 
 
 def _check_space(model: RemoteModel) -> None:
@@ -181,7 +186,7 @@ def _check_space(model: RemoteModel) -> None:
 
 
 def _check_hash(name: str, file: RemoteFile, path: Path) -> None:
-    """Compare a new file with the listing; what differs is removed, so that nobody reads it."""
+    """Compare a new file with the listing; what differs is removed from the cache, so that it is not read."""
     if file.sha256 is not None:
         wanted, digest = file.sha256, hashlib.sha256()
     elif file.git_sha1 is not None:
@@ -193,10 +198,11 @@ def _check_hash(name: str, file: RemoteFile, path: Path) -> None:
             digest.update(block)
     if digest.hexdigest() == wanted:
         return
-    blob = path.resolve()
+    blob = Path(os.path.abspath(path.parent / os.readlink(path))) if path.is_symlink() else path
     path.unlink()
-    with suppress(OSError):
-        blob.unlink()
+    if blob.parent == path.parents[2] / "blobs":  # wherever else it lies, it is not the cache's
+        with suppress(OSError):
+            blob.unlink()
     raise NetworkError(
         f"{name}: {file.name} is not the file that the hub lists; it was removed",
         reason=[f"hash wanted {wanted}", f"hash found  {digest.hexdigest()}"],
@@ -213,7 +219,7 @@ def _write_ref(model: RemoteModel) -> None:
     refs = cached_folder(model.name) / "refs"
     path = refs / revision
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(model.commit)
+    write_whole(path, model.commit)
 
 
 def _meter(report: Callable[[int], None]) -> Any:
@@ -230,9 +236,25 @@ def _meter(report: Callable[[int], None]) -> Any:
     return Meter
 
 
+def _check_names(response: Any) -> None:
+    """Refuse an ETag or a commit that is no name: the library makes paths of them as they are."""
+    headers = response.headers
+    etag = headers.get(constants.HUGGINGFACE_HEADER_X_LINKED_ETAG) or headers.get("ETag", "0")
+    commit = headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT, "0" * 40)
+    if response.request.method == "HEAD" and not (_ETAG.fullmatch(etag) and _COMMIT.fullmatch(commit)):
+        raise ValueError(f"no name to go by: ETag {shown(etag)}, commit {shown(commit)}")
+
+
+def _checked_client() -> Any:
+    client = default_client_factory()
+    client.event_hooks = {**client.event_hooks, "response": [_check_names]}
+    return client
+
+
 @contextmanager
 def _in_words(name: str) -> Iterator[None]:
     """Whatever the hub's library raises, as one refusal that says what to do."""
+    set_client_factory(_checked_client)
     try:
         yield
     except SpdError:
@@ -245,7 +267,7 @@ def _in_words(name: str) -> Iterator[None]:
         raise NotFoundError(
             f"{name}: the hub has no such model, or this token may not see it",
             reason=[_token_words()],
-            fix=["check the name; for a private model: hf auth login"],
+            fix=["check the name, ORG/NAME; for a private model: hf auth login"],
             code="no_repository",
         ) from None
     except hub_errors.OfflineModeIsEnabled:
@@ -269,9 +291,11 @@ def _in_words(name: str) -> Iterator[None]:
             ) from None
         raise _unreachable(name, error) from None
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in (*_NETWORK_PACKAGES, "huggingface_hub"):
+        if type(error).__module__.partition(".")[0] in (*_NETWORK_PACKAGES, "huggingface_hub"):
+            raise _unreachable(name, error) from None
+        if not isinstance(error, (AttributeError, LookupError, RecursionError, TypeError, ValueError)):
             raise
-        raise _unreachable(name, error) from None
+        raise _unreachable(name, f"the hub gave a wrong answer: {one_line(error)}") from error
 
 
 def _no_access(name: str, why: str) -> NetworkError:

@@ -10,23 +10,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spd.errors import CheckpointError
 from spd.formats.block_config import (
+    MAX_POSITIONS,
     ExpertsConfig,
     LatentConfig,
+    SlidingRule,
     deepseek_v2_experts,
     deepseek_v3_experts,
     ernie_experts,
     qwen3_experts,
     read_fp8_block,
     read_latent,
+    read_sliding,
 )
 from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.eagle3 import Eagle3Config, read_eagle3
-from spd.formats.json_file import Fields, read_json_object, shown
-from spd.formats.rope_config import MAX_POSITIONS, RopeConfig, read_local_rope, read_rope, read_rotary_dim
-from spd.formats.sliding_window import SlidingRule, read_sliding
+from spd.formats.json_file import Fields, names_in, shown
+from spd.formats.rope_config import RopeConfig, read_local_rope, read_rope, read_rotary_dim
 
-FILE_NAME = "config.json"
+FILE_NAME, GENERATION = "config.json", "generation_config.json"
+MTP_HEAD = "MTPSpeculator"
 # Caps stop an absurd number before anything is allocated; all lie well above any published model.
 MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_HEAD_DIM = 1024, 1 << 20, 4096, 1024
 MAX_VOCAB = 1 << 24
@@ -120,7 +124,7 @@ _FAMILIES = {
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
-_REFUSED = {
+REFUSED_ARCHITECTURES = {
     "DeepseekV32ForCausalLM": "its sparse-attention indexer is not supported",
     "GlmMoeDsaForCausalLM": "its sparse-attention indexer is not supported",
     "Glm4MoeLiteForCausalLM": "latent attention in this family is not supported",
@@ -128,7 +132,6 @@ _REFUSED = {
     "Mistral3ForConditionalGeneration": "images are not supported; a text-only MistralForCausalLM is",
 }
 """Architectures close to supported ones, and why they are not."""
-REFUSED_ARCHITECTURES = tuple(_REFUSED.items())
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu"}
 _GEMMA_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
@@ -143,8 +146,18 @@ def read_model_config(folder: Path) -> ModelConfig:
     Raises `CheckpointError` naming the file, the field and the accepted values.
     Source: `LlamaConfig` and `Qwen3Config` of Hugging Face transformers, versions 4 and 5.
     """
-    path = folder / FILE_NAME
-    return model_config_of(Fields(str(path), read_json_object(path)))
+    return model_config_of(Fields.of(folder / FILE_NAME))
+
+
+def refuse_head(config: ModelConfig, folder: Path) -> None:
+    """Raise CheckpointError for an EAGLE-3 head where a model is wanted."""
+    if config.eagle3 is not None:
+        raise _drafts_only("an EAGLE-3 head", folder, "--draft-model")
+
+
+def _drafts_only(what: str, folder: Path, option: str) -> CheckpointError:
+    why = f"{folder}: {what} drafts for another model and writes no text by itself"
+    return CheckpointError(why, fix=[f"-m TARGET {option} {folder}"], code="not_a_model")
 
 
 def model_config_of(fields: Fields) -> ModelConfig:
@@ -152,7 +165,7 @@ def model_config_of(fields: Fields) -> ModelConfig:
     head = read_eagle3(fields)
     if head is None:
         return _decoder_config(fields)
-    return replace(_decoder_config(head.layer), architecture=EAGLE3, eagle3=head.facts)
+    return replace(_decoder_config(head[1]), architecture=EAGLE3, eagle3=head[0])
 
 
 def _decoder_config(fields: Fields) -> ModelConfig:
@@ -161,17 +174,14 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     fp8_block = read_fp8_block(fields)
     if family.partial is None and fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
         raise fields.refused("partial_rotary_factor", "rotating a part of the head is not supported")
-
     if fields.boolean("use_bidirectional_attention", False):
         raise fields.refused("use_bidirectional_attention", "attending to later tokens is not supported")
-
     hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
     max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS, family.max_positions)
-    if family.sliding is None:
-        _refuse_sliding_window(fields, num_layers)
+    sliding = read_sliding(fields, num_layers, family.sliding)
     latent = read_latent(fields) if family.latent else None
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(fields, hidden_size, num_heads)
     rotary_dim = read_rotary_dim(fields, family.partial, head_dim) if family.partial is not None else None
@@ -183,7 +193,6 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         long_dim=rotary_dim if family.longrope else None,
         by_kind=family.local_theta is not None,
     )
-    caps = family.caps or (None, None)
     return ModelConfig(
         architecture=architecture,
         model_type=family.model_type,
@@ -209,29 +218,30 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         latent=latent,
         experts=family.experts(fields, num_layers) if family.experts else None,
         fp8_block=fp8_block,
-        sliding=read_sliding(fields, num_layers, family.sliding) if family.sliding else (),
+        sliding=sliding,
         local_rope=read_local_rope(fields, family.local_theta, max_positions),
         query_scalar=fields.number("query_pre_attn_scalar", 1e-6, 1e9, 256) if family.caps else None,
-        attention_softcap=_softcap(fields, family, "attn_logit_softcapping", caps[0]),
-        logit_softcap=_softcap(fields, family, "final_logit_softcapping", caps[1]),
+        attention_softcap=_softcap(fields, family, "attn_logit_softcapping", 0),
+        logit_softcap=_softcap(fields, family, "final_logit_softcapping", 1),
     )
 
 
 def _architecture(fields: Fields) -> str:
     names = fields.get("architectures")
     supported = f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+    if names == [MTP_HEAD]:
+        raise _drafts_only("an MTP head", Path(fields.where).parent, "--mtp")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.refused("architectures", f"{shown(names)} does not name one architecture ({supported})")
-    if names[0] in _REFUSED:
-        raise fields.refused("architectures", f"{shown(names[0])}: {_REFUSED[names[0]]}")
+    if names[0] in REFUSED_ARCHITECTURES:
+        raise fields.refused("architectures", f"{shown(names[0])}: {REFUSED_ARCHITECTURES[names[0]]}")
     if names[0] not in _FAMILIES:
         raise fields.refused("architectures", f"{shown(names[0])} is not supported ({supported})")
     expected = _FAMILIES[names[0]].model_type
     model_type = fields.text("model_type", expected)
     if model_type != expected:
-        raise fields.refused(
-            "model_type", f"{shown(model_type)} does not belong to {names[0]} ({expected} does)"
-        )
+        why = f"{shown(model_type)} does not belong to {names[0]} ({expected} does)"
+        raise fields.refused("model_type", why)
     return names[0]
 
 
@@ -242,33 +252,18 @@ def _activation(fields: Fields, family: _Family) -> str:
     return fields.choice("hidden_act", _ACTIVATIONS, "silu")
 
 
-def _softcap(fields: Fields, family: _Family, key: str, default: float | None) -> float | None:
+def _softcap(fields: Fields, family: _Family, key: str, which: int) -> float | None:
     """A cap of scores or logits; an absent key is the family's default, null is no cap."""
-    if family.caps is None:
-        return None
-    return fields.optional_number(key, 1e-3, 1e6) if key in fields.values else default
-
-
-def _refuse_sliding_window(fields: Fields, num_layers: int) -> None:
-    layer_types = fields.get("layer_types")
-    if layer_types is not None:
-        if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-            raise fields.refused("layer_types", f"is not a list of {num_layers} names, one a layer")
-        for name in layer_types:
-            if name != "full_attention":
-                raise fields.refused("layer_types", f"{shown(name)} is not supported (full_attention is)")
-    # Without the switch a window counts as used: only Qwen writes windows that it then leaves off.
-    window = fields.optional_integer("sliding_window", 0, MAX_POSITIONS)
-    if fields.boolean("use_sliding_window", window is not None) and window is not None:
-        raise fields.refused("sliding_window", f"{window}: sliding window attention is not supported")
+    if family.caps is None or key not in fields.values:
+        return None if family.caps is None else family.caps[which]
+    return fields.optional_number(key, 1e-3, 1e6)
 
 
 def _num_kv_heads(fields: Fields, num_heads: int) -> int:
     num_kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, num_heads)
     if num_heads % num_kv_heads:
-        raise fields.refused(
-            "num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} attention heads"
-        )
+        why = f"{num_kv_heads} does not divide {num_heads} attention heads"
+        raise fields.refused("num_key_value_heads", why)
     return num_kv_heads
 
 
@@ -287,3 +282,35 @@ def _dtype(fields: Fields) -> str:
     if old and new and old != new:
         raise fields.refused("dtype", f"{new} disagrees with torch_dtype {old}")
     return new or old or "float32"
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How a model wants to be sampled by default; `None` means that the file is silent."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    top_k: int | None = None
+    do_sample: bool | None = None
+
+
+def read_generation_config(folder: Path, *, vocab_size: int = MAX_VOCAB) -> GenerationConfig:
+    """Read `generation_config.json`, all defaults when there is none; other keys of it are ignored.
+
+    `vocab_size` bounds the end-of-sequence ids. Raises `CheckpointError` naming file and field.
+    """
+    if GENERATION not in names_in(folder):
+        return GenerationConfig()
+    fields = Fields.of(folder / GENERATION)
+    return GenerationConfig(
+        eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
+        temperature=fields.optional_number("temperature", 0.0, 1e4),
+        top_p=fields.optional_number("top_p", 1e-9, 1.0),
+        min_p=fields.optional_number("min_p", 0.0, 1.0),
+        repetition_penalty=fields.optional_number("repetition_penalty", 1e-6, 1e4),
+        top_k=fields.optional_integer("top_k", 0, 1 << 31),
+        do_sample=fields.boolean("do_sample", False) if "do_sample" in fields else None,
+    )

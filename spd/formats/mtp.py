@@ -1,4 +1,4 @@
-"""MTP heads: which tensors a family's multi-token-prediction modules are made of, and how they are read.
+"""MTP heads: which tensors a family's multi-token-prediction modules are made of, and folders of one.
 
 A module m holds, for each slot t (the position of token t), the pair (token t, state at slot t - 1) and
 predicts token t + 1. Its state stream is made of stream m: stream 0 is the target's hidden states after
@@ -10,20 +10,35 @@ the final norm, stream m + 1 what module m puts out. One decoder layer lies betw
 
 Heads are found by the names of their tensors: configurations of quantized copies often say otherwise.
 Nothing is ever made up: a head is complete, or it is refused with the names of what is missing.
+
+A head folder, which `docs/mtp.md` describes, holds a head by itself, for a target whose own checkpoint has
+none. It runs with a target of the verifier's architecture, layers, hidden size and vocabulary, and is as good
+as it was made where the hash agrees too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.checkpoint import Checkpoint, check_tensors
-from spd.formats.json_file import Fields, listed, read_json_object
-from spd.formats.model_config import FILE_NAME, MAX_LAYERS
+from spd.formats.json_file import Fields, listed, shown
+from spd.formats.model_config import FILE_NAME, MAX_LAYERS, MTP_HEAD, ModelConfig, model_config_of
 
+if TYPE_CHECKING:
+    from spd.formats.folder import ModelFolder
+
+MODEL_TYPE = "mtp"
+FINAL_NORM = "model.norm.weight"
+_HOW_TO_ATTACH = (
+    "--mtp HEAD with a folder that `spd convert-mtp ORIGINAL HEAD` made of the original checkpoint",
+    "--spec ngram",
+)
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Keys of `config.json` that say how many modules a head has."""
 
@@ -57,39 +72,34 @@ class MtpFamily:
         return self.masks_first and position == 0
 
 
-def _deepseek(name: str, architectures: tuple[str, ...], *, recycles_normed: bool) -> MtpFamily:
-    prefix = "model.layers.{l}."
-    return MtpFamily(
-        name,
-        architectures,
-        token_norm=prefix + "enorm.weight",
-        hidden_norm=prefix + "hnorm.weight",
-        projection=prefix + "eh_proj.weight",
-        final_norm=prefix + "shared_head.norm.weight",
-        layer=prefix,
-        embedding=prefix + "embed_tokens.weight",
-        head=prefix + "shared_head.head.weight",
-        recycles_normed=recycles_normed,
-    )
-
-
-def _qwen3_next(name: str, architectures: tuple[str, ...], *, centred_norms: bool) -> MtpFamily:
-    return MtpFamily(
-        name,
-        architectures,
-        token_norm="mtp.pre_fc_norm_embedding.weight",
-        hidden_norm="mtp.pre_fc_norm_hidden.weight",
-        projection="mtp.fc.weight",
-        final_norm="mtp.norm.weight",
-        layer="mtp.layers.{i}.",
-        masks_first=False,
-        centred_norms=centred_norms,
-    )
-
+_PREFIX = "model.layers.{l}."
+_DEEPSEEK = MtpFamily(
+    "deepseek",
+    ("DeepseekV3ForCausalLM",),
+    token_norm=_PREFIX + "enorm.weight",
+    hidden_norm=_PREFIX + "hnorm.weight",
+    projection=_PREFIX + "eh_proj.weight",
+    final_norm=_PREFIX + "shared_head.norm.weight",
+    layer=_PREFIX,
+    embedding=_PREFIX + "embed_tokens.weight",
+    head=_PREFIX + "shared_head.head.weight",
+)
+_MTP = MtpFamily(
+    "mtp",
+    (),
+    token_norm="mtp.pre_fc_norm_embedding.weight",
+    hidden_norm="mtp.pre_fc_norm_hidden.weight",
+    projection="mtp.fc.weight",
+    final_norm="mtp.norm.weight",
+    layer="mtp.layers.{i}.",
+    masks_first=False,
+)
+_GLM4 = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+_QWEN3_NEXT = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 FAMILIES = (
-    _deepseek("deepseek", ("DeepseekV3ForCausalLM",), recycles_normed=True),
-    _deepseek("glm4", ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"), recycles_normed=False),
+    _DEEPSEEK,
+    replace(_DEEPSEEK, name="glm4", architectures=_GLM4, recycles_normed=False),
     MtpFamily(
         "mimo",
         ("MiMoForCausalLM",),
@@ -111,12 +121,8 @@ FAMILIES = (
         recycles_normed=False,
         like_layer=0,
     ),
-    _qwen3_next("mtp", (), centred_norms=False),
-    _qwen3_next(
-        "qwen3_next",
-        ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
-        centred_norms=True,
-    ),
+    _MTP,
+    replace(_MTP, name="qwen3_next", architectures=_QWEN3_NEXT, centred_norms=True),
 )
 """Families that write the same names differ in conventions: the target's architecture decides among them,
 and the first one stands for architectures that none lists. Source: the published checkpoints' indices and
@@ -134,11 +140,9 @@ class MtpLayout:
     family: MtpFamily
     modules: int
     first_layer: int  # the {l} of module 0; of use where the family numbers layers
-    own_embedding: bool = False  # whether the checkpoint holds copies beside the target's
-    own_head: bool = False
+    own: tuple[str, ...] = ()  # which tables the checkpoint holds beside the target's
 
     def named(self, template: str, module: int) -> str:
-        """A name of the family's table for one module."""
         return template.format(i=module, l=self.first_layer + module)
 
     def layer_prefix(self, module: int) -> str:
@@ -168,12 +172,8 @@ class MtpLayout:
         return {self.named(name, module): (vocab_size, hidden_size) for name in names if name is not None}
 
     def words(self) -> str:
-        """One line for people."""
         modules = f"{self.modules} module" + ("s" if self.modules > 1 else "")
-        own = [
-            name for name, is_own in (("embedding", self.own_embedding), ("head", self.own_head)) if is_own
-        ]
-        copies = f", copies of {' and '.join(own)}" if own else ""
+        copies = f", copies of {' and '.join(self.own)}" if self.own else ""
         return f"{self.family.name} layout, {modules} at {self.layer_prefix(0)}*{copies}"
 
 
@@ -189,25 +189,19 @@ def find_mtp(architecture: str, names: Collection[str], num_layers: int | None) 
     num_layers: the target's; None in a folder that holds nothing but a head, where modules may be
     numbered from any layer on.
     """
-    for family in _candidates(architecture):
+    # The architecture's own family first; of those with equal names one.
+    ordered = sorted(FAMILIES, key=lambda family: architecture not in family.architectures)
+    for family in list({family.projection: family for family in reversed(ordered)}.values())[::-1]:
         found = _modules(family, names, num_layers)
         if found:
             first = 0
             if family.numbers_layers:
                 first = min(found) if num_layers is None else num_layers
             layout = MtpLayout(family, max(found) - first + 1, first)
-            own = [
-                copy is not None and layout.named(copy, 0) in names
-                for copy in (family.embedding, family.head)
-            ]
-            return replace(layout, own_embedding=own[0], own_head=own[1])
+            tables = {"embedding": family.embedding, "head": family.head}
+            own = [word for word, copy in tables.items() if copy and layout.named(copy, 0) in names]
+            return replace(layout, own=tuple(own))
     return None
-
-
-def _candidates(architecture: str) -> list[MtpFamily]:
-    """The families by likelihood: the architecture's own one first, of those with equal names one."""
-    ordered = sorted(FAMILIES, key=lambda family: architecture not in family.architectures)
-    return list({family.projection: family for family in reversed(ordered)}.values())[::-1]
 
 
 def _modules(family: MtpFamily, names: Iterable[str], num_layers: int | None) -> set[int]:
@@ -223,15 +217,13 @@ def _modules(family: MtpFamily, names: Iterable[str], num_layers: int | None) ->
     return {number for number in found if first <= number < MAX_LAYERS}
 
 
-def declared_modules(folder: Path) -> int:
+def declared_modules(fields: Fields) -> int:
     """How many MTP modules `config.json` speaks of; 0 where it does not."""
-    path = folder / FILE_NAME
-    values = read_json_object(path)
-    nested = values.get("text_config")
-    for fields in (Fields(str(path), values), Fields(str(path), nested if isinstance(nested, dict) else {})):
+    nested = fields.get("text_config")
+    for each in (fields, Fields(fields.where, nested if isinstance(nested, dict) else {})):
         for key in COUNT_KEYS:
-            if key in fields:
-                return fields.integer(key, 0, MAX_LAYERS)
+            if key in each:
+                return each.integer(key, 0, MAX_LAYERS)
     return 0
 
 
@@ -243,16 +235,9 @@ def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
     return IncompatibleError(
         f"{folder}: holds no MTP layers",
         reason=reason,
-        fix=_how_to_attach("--spec ngram"),
+        fix=_HOW_TO_ATTACH,
         code="no_mtp_head",
     )
-
-
-def _how_to_attach(*others: str) -> list[str]:
-    return [
-        "--mtp HEAD with a folder that `spd convert-mtp ORIGINAL HEAD` made of the original checkpoint",
-        *others,
-    ]
 
 
 def check_mtp(
@@ -266,7 +251,7 @@ def check_mtp(
     """Names and shapes of everything that the head's modules need, seen to be there.
 
     layer_tensors: the shapes of one decoder layer by the names inside it. Raises `CheckpointError` that
-    lists what is missing, of another shape or of another dtype, and tensors of the head nobody knows.
+    lists what is missing, of another shape or of another dtype, and unknown tensors of the head.
     """
     expected: dict[str, tuple[int, ...]] = {}
     ignored: set[str] = set()
@@ -276,16 +261,10 @@ def check_mtp(
         expected |= {prefix + name: shape for name, shape in layer_tensors.items()}
         expected |= {name: shape for name, shape in copies.items() if name in checkpoint.tensors}
         ignored.add(prefix + "self_attn.rotary_emb.inv_freq")
-    fix = _how_to_attach("--spec ngram")
-    check_tensors(checkpoint, expected, dtypes=tuple(dtypes), what="tensors of the MTP head", fix=fix)
-    foreign = [
-        name
-        for name in checkpoint.tensors
-        if layout.owns(name)
-        and name not in expected
-        and name not in ignored
-        and not _is_scale(name, expected)
-    ]
+    what = "tensors of the MTP head"
+    check_tensors(checkpoint, expected, dtypes=tuple(dtypes), what=what, fix=_HOW_TO_ATTACH)
+    known = {*expected, *ignored, *_scales(expected)}
+    foreign = [name for name in checkpoint.tensors if layout.owns(name) and name not in known]
     if foreign:
         raise CheckpointError(
             f"{checkpoint.folder}: {len(foreign)} tensors of the MTP head belong to none of its layers "
@@ -296,8 +275,111 @@ def check_mtp(
     return expected
 
 
-def _is_scale(name: str, expected: Collection[str]) -> bool:
-    """Whether a tensor holds the scales of a quantized one."""
-    return any(
-        name.endswith(suffix) and name.removesuffix(suffix) + ".weight" in expected for suffix in _QUANTIZED
-    )
+def _scales(names: Iterable[str]) -> set[str]:
+    """What the scales of quantized tensors of these names are called."""
+    stems = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    return {stem + suffix for stem in stems for suffix in _QUANTIZED}
+
+
+_MUST_AGREE = {
+    "architecture": "architecture",
+    "hidden_size": "hidden size",
+    "vocab_size": "vocabulary size",
+    "num_layers": "layers",
+}
+
+
+@dataclass(frozen=True)
+class MtpSource:
+    """Where a target's MTP head is read from: `folder` is the target's own, or a head folder.
+
+    `config` describes the target, and so the head's layers.
+    """
+
+    folder: ModelFolder
+    layout: MtpLayout
+    config: ModelConfig
+    verifier: str = ""
+    """What a head folder was cut from, and the hash of that; empty for a head in its own checkpoint."""
+    verifier_sha256: str = ""
+
+
+def verifier_hash(checkpoint: Checkpoint) -> str:
+    """SHA-256 of a checkpoint's final norm as stored: its dtype, shape and bytes.
+
+    Small, different in every trained model, and kept as it is when a model is quantized. Reads nothing else.
+    """
+    meta = checkpoint.meta(FINAL_NORM)
+    data = b"".join(checkpoint.pieces(meta))
+    return hashlib.sha256(f"{meta.dtype} {list(meta.shape)} ".encode() + data).hexdigest()
+
+
+def head_config(
+    verifier_config: Mapping[str, Any], verifier: str, sha256: str, modules: int, *, quantized: bool
+) -> dict[str, Any]:
+    """The `config.json` of a head folder; verifier_config is the target's, as read from its file."""
+    kept = {key: value for key, value in verifier_config.items() if quantized or key != "quantization_config"}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": modules}
+    return {
+        "architectures": [MTP_HEAD],
+        "speculators_model_type": MODEL_TYPE,
+        "num_nextn_predict_layers": modules,
+        "transformer_layer_config": kept,
+        "speculators_config": {
+            "algorithm": MODEL_TYPE,
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {
+                "name_or_path": verifier,
+                "architectures": verifier_config.get("architectures"),
+                "sha256": sha256,
+            },
+        },
+    }
+
+
+def is_head_folder(folder: ModelFolder) -> bool:
+    """Whether a folder says that it holds an MTP head by itself."""
+    known = (folder.path / FILE_NAME).is_file()
+    return known and folder.fields.get("speculators_model_type") == MODEL_TYPE
+
+
+def read_head_folder(folder: ModelFolder) -> MtpSource:
+    """Read what a head folder says, and find its modules; tensors are checked by `check_mtp`.
+
+    Raises `CheckpointError` naming the file and the field, and for a folder that is no head.
+    """
+    fields = folder.fields
+    layer, speculators = fields.fields("transformer_layer_config"), fields.fields("speculators_config")
+    kind = fields.get("speculators_model_type")
+    if kind != MODEL_TYPE or layer is None or speculators is None:
+        raise CheckpointError(
+            f"{fields.where}: speculators_model_type: {shown(kind)}: this is no folder with an MTP head",
+            fix=["spd convert-mtp ORIGINAL HEAD makes one from a checkpoint with MTP layers"],
+        )
+    verifier = speculators.fields("verifier")
+    if verifier is None:
+        raise speculators.refused("verifier", "is missing")
+    config = model_config_of(layer)
+    layout = find_mtp(config.architecture, folder.checkpoint.tensors, None)
+    declared = fields.integer("num_nextn_predict_layers", 1, 1024)
+    if layout is None or layout.modules != declared:
+        found = layout.modules if layout else 0
+        raise fields.refused("num_nextn_predict_layers", f"is {declared}, but {found} modules are there")
+    return MtpSource(folder, layout, config, verifier.text("name_or_path"), verifier.text("sha256"))
+
+
+def check_fits(head: MtpSource, target: ModelConfig, folder: Path) -> None:
+    """Raise IncompatibleError where a head cannot run with a target, naming what differs."""
+    differing = [
+        f"{words}: head {getattr(head.config, field)}, target {getattr(target, field)}"
+        for field, words in _MUST_AGREE.items()
+        if getattr(head.config, field) != getattr(target, field)
+    ]
+    if differing:
+        raise IncompatibleError(
+            f"{head.folder}: this MTP head was made for another model than {folder}",
+            reason=[*differing, f"it was cut from {head.verifier}"],
+            fix=["--mtp HEAD made from the same model", "--spec ngram"],
+            code="mtp_mismatch",
+        )

@@ -9,17 +9,27 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from operator import eq
 from typing import Any, Literal
 
 from spd.errors import CheckpointError, IncompatibleError
-from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, shards_by_tensor
-from spd.formats.json_file import Fields, listed, read_json_object
-from spd.formats.model_config import FILE_NAME, MAX_LAYERS, ModelConfig, model_config_of
-from spd.formats.mtp import MtpLayout, check_mtp, declared_modules, find_mtp, no_mtp
-from spd.formats.mtp_folder import FINAL_NORM, head_config, is_head_folder, read_head_folder, verifier_hash
-from spd.formats.safetensors_header import TensorMeta
-from spd.formats.writer import PIECE, OutputTensor
+from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta, shards_by_tensor
+from spd.formats.folder import ModelFolder
+from spd.formats.json_file import listed
+from spd.formats.model_config import MAX_LAYERS, ModelConfig, refuse_head
+from spd.formats.mtp import (
+    FINAL_NORM,
+    MtpLayout,
+    MtpSource,
+    check_mtp,
+    declared_modules,
+    find_mtp,
+    head_config,
+    is_head_folder,
+    no_mtp,
+    verifier_hash,
+)
+from spd.formats.writer import OutputTensor
 
 FP8_DTYPES = ("F8_E4M3", "F8_E8M0")
 SCALE_SUFFIX = "_scale_inv"
@@ -44,16 +54,14 @@ class HeadTensor:
 class HeadPlan:
     """What a conversion takes, made from headers alone; closed with its checkpoint.
 
-    `copies` are the head's own embedding and output tables, each with the target's table that it may equal
-    and is then left out for; None where the target's is not at hand. `ignored` is of no use to anybody.
+    `head` is where it stands, `raw_config` the verifier's. `copies` are the head's own embedding and output
+    tables, each with the target's that it may equal and is then left out for; None where that is
+    not at hand. `ignored` is of no use.
     """
 
     checkpoint: Checkpoint
-    layout: MtpLayout
-    config: ModelConfig
+    head: MtpSource
     raw_config: Mapping[str, Any]
-    verifier: str
-    verifier_sha256: str
     declared: int
     modules: int
     tensors: tuple[HeadTensor, ...]
@@ -66,74 +74,53 @@ class HeadPlan:
         return any(tensor.name.endswith(SCALE_SUFFIX) for tensor in self.tensors)
 
 
-def plan_head(source: Path, name: str, layer_tensors: LayerTensors) -> HeadPlan:
+def plan_head(source: ModelFolder, name: str, layer_tensors: LayerTensors) -> HeadPlan:
     """Find and check the head of a checkpoint or of a head folder; the caller closes `plan.checkpoint`.
 
     layer_tensors: shapes of the target's last decoder layer by the names inside it. Raises
     IncompatibleError where there is no head, CheckpointError for one that is not whole, each with names.
     """
-    raw = read_json_object(source / FILE_NAME)
-    head = read_head_folder(source) if is_head_folder(source) else None
-    if head is not None:
-        inner = raw["transformer_layer_config"]
-        assert isinstance(inner, dict)
-        config, raw, layout = head.config, inner, head.layout
-    else:
-        config = model_config_of(Fields(str(source / FILE_NAME), raw))
-        found = find_mtp(config.architecture, shards_by_tensor(source), config.num_layers)
-        if found is None:
-            raise no_mtp(source, config.num_layers, declared_modules(source))
-        layout = found
-    checkpoint = _open_parts(source, layout)
-    try:
-        needed = check_mtp(
-            checkpoint,
-            layout,
-            config.hidden_size,
-            config.vocab_size,
-            layer_tensors(config),
-            (*FLOAT_DTYPES, *FP8_DTYPES),
-        )
-        _check_scales(checkpoint, needed)
-        tables = set[str]().union(
-            *(layout.copies(m, config.vocab_size, config.hidden_size) for m in range(layout.modules))
-        )
-        metas = [meta for meta in checkpoint.tensors.values() if layout.owns(meta.name)]
-        kept = [meta for meta in metas if meta.name.removesuffix(SCALE_SUFFIX) in needed]
-        return HeadPlan(
-            checkpoint,
-            layout,
-            config,
-            raw,
-            head.verifier if head else name,
-            head.verifier_sha256 if head else verifier_hash(checkpoint),
-            layout.modules if head else declared_modules(source),
-            layout.modules,
-            tuple(HeadTensor(meta, meta.name, meta.dtype) for meta in kept if meta.name not in tables),
-            tuple((meta, _table(checkpoint, layout, meta)) for meta in kept if meta.name in tables),
-            tuple(meta.name for meta in metas if meta not in kept),
-        )
-    except BaseException:
-        checkpoint.close()
-        raise
-
-
-def _open_parts(source: Path, layout: MtpLayout) -> Checkpoint:
-    """The shards of the head and the final norm, and those of the tables as far as they are there."""
-    shards = shards_by_tensor(source)
-    tables = {name for name in TABLES if name in shards and (source / shards[name]).exists()}
-    return Checkpoint.open(
-        source, wanted=lambda name: layout.owns(name) or name == FINAL_NORM or name in tables
+    fields, is_head = source.fields, is_head_folder(source)
+    inner = fields.fields("transformer_layer_config") if is_head else None
+    head, checkpoint = (source.head, source.checkpoint) if is_head else _own_head(source, name)
+    config, layout = head.config, head.layout
+    hidden, vocab, dtypes = config.hidden_size, config.vocab_size, (*FLOAT_DTYPES, *FP8_DTYPES)
+    needed = check_mtp(checkpoint, layout, hidden, vocab, layer_tensors(config), dtypes)
+    _check_scales(checkpoint, needed)
+    tables = {name for m in range(layout.modules) for name in layout.copies(m, vocab, hidden)}
+    metas = [meta for meta in checkpoint.tensors.values() if layout.owns(meta.name)]
+    kept = [meta for meta in metas if meta.name.removesuffix(SCALE_SUFFIX) in needed]
+    return HeadPlan(
+        checkpoint,
+        head if is_head else replace(head, verifier_sha256=verifier_hash(checkpoint)),
+        (inner or fields).values,
+        layout.modules if is_head else declared_modules(fields),
+        layout.modules,
+        tuple(HeadTensor(meta, meta.name, meta.dtype) for meta in kept if meta.name not in tables),
+        tuple((meta, _table(checkpoint, layout, meta)) for meta in kept if meta.name in tables),
+        tuple(meta.name for meta in metas if meta not in kept),
     )
+
+
+def _own_head(source: ModelFolder, name: str) -> tuple[MtpSource, Checkpoint]:
+    """The head in a checkpoint of that name; the shards of it, the final norm, and tables that are there."""
+    config = source.config
+    refuse_head(config, source.path)
+    shards = shards_by_tensor(source.path)
+    layout = find_mtp(config.architecture, shards, config.num_layers)
+    if layout is None:
+        raise no_mtp(source.path, config.num_layers, declared_modules(source.fields))
+    tables = [name for name in TABLES if name in shards and (source.path / shards[name]).exists()]
+    wanted = (FINAL_NORM, *tables)
+    checkpoint = Checkpoint.open(source.path, lambda name: layout.owns(name) or name in wanted)
+    return MtpSource(source, layout, config, name), checkpoint
 
 
 def _check_scales(checkpoint: Checkpoint, needed: Mapping[str, tuple[int, ...]]) -> None:
     """Every FP8 matrix has its scales. Raises CheckpointError that names those without."""
-    bare = [
-        name
-        for name in needed
-        if checkpoint.tensors[name].dtype == FP8_DTYPES[0] and name + SCALE_SUFFIX not in checkpoint.tensors
-    ]
+    tensors = checkpoint.tensors
+    fp8 = [name for name in needed if tensors[name].dtype == FP8_DTYPES[0]]
+    bare = [name for name in fp8 if name + SCALE_SUFFIX not in tensors]
     if bare:
         raise CheckpointError(
             f"{checkpoint.folder}: {len(bare)} FP8 tensors of the MTP head have no scales; first: {bare[0]}",
@@ -150,16 +137,12 @@ def _table(checkpoint: Checkpoint, layout: MtpLayout, copy: TensorMeta) -> Tenso
 
 def cast_plan(plan: HeadPlan, dtype: str) -> HeadPlan:
     """The plan with its tensors in another dtype, scales used up; vectors of float32 stay as they are."""
-    tensors = [
-        replace(tensor, dtype=tensor.dtype if _stays(tensor.source) else dtype)
-        for tensor in plan.tensors
-        if not tensor.name.endswith(SCALE_SUFFIX)
-    ]
+    tensors = []
+    for tensor in plan.tensors:
+        stays = tensor.source.dtype == "F32" and len(tensor.source.shape) == 1
+        if not tensor.name.endswith(SCALE_SUFFIX):
+            tensors.append(tensor if stays else replace(tensor, dtype=dtype))
     return replace(plan, tensors=tuple(tensors))
-
-
-def _stays(meta: TensorMeta) -> bool:
-    return meta.dtype == "F32" and len(meta.shape) == 1
 
 
 def repeat_plan(plan: HeadPlan, modules: int) -> HeadPlan:
@@ -169,9 +152,9 @@ def repeat_plan(plan: HeadPlan, modules: int) -> HeadPlan:
             f"--repeat: the head has {plan.modules} modules, of which none stands for all",
             fix=["leave --repeat out"],
         )
-    if plan.layout.first_layer + modules > MAX_LAYERS:
+    family, layout = plan.head.layout.family, plan.head.layout
+    if layout.first_layer + modules > MAX_LAYERS:
         raise IncompatibleError(f"--repeat {modules}: more than {MAX_LAYERS} layers")
-    family, layout = plan.layout.family, plan.layout
     glue = (family.token_norm, family.hidden_norm, family.projection, family.final_norm)
     tensors = {}
     for tensor in plan.tensors:
@@ -188,12 +171,12 @@ def nextn_plan(plan: HeadPlan) -> HeadPlan:
 
     Source: `scripts/export_deepseek_nextn.py` of SGLang.
     """
-    if not plan.layout.family.numbers_layers or plan.modules != 1:
+    if not plan.head.layout.family.numbers_layers or plan.modules != 1:
         raise IncompatibleError(
-            f"--layout nextn holds one module numbered as a layer, not {plan.layout.words()}",
+            f"--layout nextn holds one module numbered as a layer, not {plan.head.layout.words()}",
             fix=["--layout spd"],
         )
-    prefix = plan.layout.layer_prefix(0)
+    prefix = plan.head.layout.layer_prefix(0)
     tensors = [
         replace(tensor, name="model.layers.0." + tensor.name.removeprefix(prefix)) for tensor in plan.tensors
     ]
@@ -201,14 +184,14 @@ def nextn_plan(plan: HeadPlan) -> HeadPlan:
 
 
 def config_to_write(plan: HeadPlan, layout: Layout) -> dict[str, Any]:
-    """The `config.json` of what the plan makes."""
     if layout == "spd":
+        head, quantized = plan.head, plan.quantized
         return head_config(
-            plan.raw_config, plan.verifier, plan.verifier_sha256, plan.modules, quantized=plan.quantized
+            plan.raw_config, head.verifier, head.verifier_sha256, plan.modules, quantized=quantized
         )
     drop = {"auto_map", *(() if plan.quantized else ("quantization_config",))}
     kept = {key: value for key, value in plan.raw_config.items() if key not in drop}
-    return {**kept, "architectures": [plan.config.architecture + NEXTN], "num_hidden_layers": 1}
+    return {**kept, "architectures": [plan.head.config.architecture + NEXTN], "num_hidden_layers": 1}
 
 
 def differing_copies(plan: HeadPlan, layout: Layout) -> list[HeadTensor]:
@@ -223,26 +206,8 @@ def differing_copies(plan: HeadPlan, layout: Layout) -> list[HeadTensor]:
 
 
 def _same_bytes(checkpoint: Checkpoint, one: TensorMeta, other: TensorMeta) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    pairs = zip(tensor_pieces(checkpoint, one), tensor_pieces(checkpoint, other), strict=True)
-    return all(left == right for left, right in pairs)
-
-
-def tensor_pieces(checkpoint: Checkpoint, meta: TensorMeta) -> Iterator[bytes]:
-    """A tensor's bytes as they are stored. Raises CheckpointError when the file ends or changes."""
-    with checkpoint.open_shard(meta.shard) as file:
-        file.seek(meta.offset)
-        left = meta.nbytes
-        while left:
-            try:
-                piece = file.read(min(left, PIECE))
-            except OSError as error:
-                raise CheckpointError(f"{meta.shard}: cannot be read: {error.strerror}") from None
-            if not piece:
-                raise CheckpointError(f"{meta.shard}: changed while in use: it ends early")
-            left -= len(piece)
-            yield piece
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same and all(map(eq, checkpoint.pieces(one), checkpoint.pieces(other)))
 
 
 def outputs(plan: HeadPlan, tensors: list[HeadTensor], cast: Cast | None) -> list[OutputTensor]:
@@ -250,7 +215,7 @@ def outputs(plan: HeadPlan, tensors: list[HeadTensor], cast: Cast | None) -> lis
 
     def pieces(tensor: HeadTensor) -> Callable[[], Iterator[bytes]]:
         if tensor.dtype == tensor.source.dtype:
-            return lambda: tensor_pieces(plan.checkpoint, tensor.source)
+            return lambda: plan.checkpoint.pieces(tensor.source)
         assert cast is not None
         return lambda: cast(plan.checkpoint, tensor.source)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from spd.formats.block_config import KINDS, MAX_POSITIONS
 from spd.formats.json_file import Fields, shown
-from spd.formats.sliding_window import KINDS
-
-MAX_POSITIONS = 1 << 27
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
@@ -39,13 +38,11 @@ class RopeConfig:
 
 
 _ROPE_KINDS = {name: name for name in ("default", "linear", "llama3", "yarn")}
-_ROPE_KEYS = frozenset(
-    (
-        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
-        *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
-        *("mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "finetuned"),
-        *("short_factor", "long_factor"),
-    )
+_ROPE_KEYS = (
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
+    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
+    *("mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "finetuned"),
+    *("short_factor", "long_factor"),
 )
 
 
@@ -76,7 +73,7 @@ def read_rope(
     dimensions turn in a family that knows longrope, whose factors are half as many; by_kind: whether the
     new spelling may be written for each kind of layers.
     """
-    theta = fields.number("rope_theta", 1.0, 1e12, theta)
+    theta = _theta(fields, theta)
     old, new = fields.fields("rope_scaling"), fields.fields("rope_parameters")
     if by_kind:
         new = _by_kind(fields, KINDS[0]) or new
@@ -85,11 +82,10 @@ def read_rope(
     original = fields.integer("original_max_position_embeddings", 2, MAX_POSITIONS, max_positions)
     long = None if long_dim is None else (long_dim, original)
     if new is None or not new.values:
-        usual = RopeConfig("default", theta)
-        return _rope_of(old, theta, max_positions, long) if old and old.values else usual
-    if "rope_theta" in fields and new.number("rope_theta", 1.0, 1e12, theta) != theta:
+        return _rope_of(old, theta, max_positions, long)
+    if "rope_theta" in fields and _theta(new, theta) != theta:
         raise new.refused("rope_theta", f"disagrees with rope_theta {theta:g} beside it")
-    rope = _rope_of(new, new.number("rope_theta", 1.0, 1e12, theta), max_positions, long)
+    rope = _rope_of(new, _theta(new, theta), max_positions, long)
     if old and old.values and _rope_of(old, rope.theta, max_positions, long) != rope:
         raise fields.refused("rope_scaling", "disagrees with rope_parameters")
     return rope
@@ -101,9 +97,11 @@ def read_local_rope(fields: Fields, theta: float | None, max_positions: int) -> 
         return None
     theta = fields.number("rope_local_base_freq", 1.0, 1e12, theta)
     part = _by_kind(fields, KINDS[1])
-    if part is None or not part.values:
-        return RopeConfig("default", theta)
-    return _rope_of(part, part.number("rope_theta", 1.0, 1e12, theta), max_positions)
+    return _rope_of(part, _theta(part, theta) if part else theta, max_positions)
+
+
+def _theta(fields: Fields, default: float) -> float:
+    return fields.number("rope_theta", 1.0, 1e12, default)
 
 
 def _by_kind(fields: Fields, kind: str) -> Fields | None:
@@ -113,13 +111,15 @@ def _by_kind(fields: Fields, kind: str) -> Fields | None:
 
 
 def _rope_of(
-    fields: Fields, theta: float, max_positions: int, long: tuple[int, int] | None = None
+    fields: Fields | None, theta: float, max_positions: int, long: tuple[int, int] | None = None
 ) -> RopeConfig:
     """One object; long: turning dimensions and original positions of a family that knows longrope."""
+    if fields is None or not fields.values:
+        return RopeConfig("default", theta)
     for key in fields.values:
         if key not in _ROPE_KEYS:
             raise fields.refused(shown(key), "is not a known rope parameter")
-    if fields.number("rope_theta", 1.0, 1e12, theta) != theta:
+    if _theta(fields, theta) != theta:
         raise fields.refused("rope_theta", f"disagrees with rope_theta {theta:g}")
     if fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
         raise fields.refused("partial_rotary_factor", "rotating a part of the head is not supported")
@@ -146,17 +146,15 @@ def _long_rope(fields: Fields, theta: float, max_positions: int, dims: int, orig
         values = fields.get(key)
         if not isinstance(values, list) or len(values) != dims // 2:
             raise fields.refused(key, f"is not a list of {dims // 2} numbers")
-    short = [
-        Fields(fields.where, {"short_factor": value}).number("short_factor", 1e-3, 1e6)
-        for value in cast(list[object], fields.get("short_factor"))
-    ]
+    values = cast(list[object], fields.get("short_factor"))
+    each = [Fields(fields.where, {"short_factor": value}) for value in values]
     return RopeConfig(
         "longrope",
         theta,
         fields.number("factor", 1e-6, 1e6, max_positions / original),
         original,
         attention_factor=fields.optional_number("attention_factor", 1e-6, 1e6),
-        short_factor=tuple(short),
+        short_factor=tuple(factor.number("short_factor", 1e-3, 1e6) for factor in each),
     )
 
 
@@ -187,3 +185,31 @@ def _yarn_rope(fields: Fields, theta: float, factor: float, max_positions: int) 
     if rope.beta_fast <= rope.beta_slow:
         raise fields.refused("beta_fast", f"{rope.beta_fast:g} is not above beta_slow {rope.beta_slow:g}")
     return rope
+
+
+@dataclass(frozen=True)
+class RotaryDims:
+    """How a head turns: `rotated` of its first dimensions, in pairs (2i, 2i + 1) where `interleaved`, else
+    first half against second half. The kernels know one form, all `width` dimensions in halves: weights
+    are reordered for it when they are loaded, and what does not turn gets the angle 0.
+    """
+
+    width: int
+    rotated: int
+    interleaved: bool = False
+
+    @property
+    def order(self) -> list[int] | None:
+        """The old index of each dimension in the kernels' form; None where nothing moves."""
+        turning, rest = range(self.rotated), range(self.rotated, self.width)
+        half, still = self.rotated // 2, len(rest) // 2
+        first, second = turning[:half], turning[half:]
+        if self.interleaved:
+            first, second = turning[0::2], turning[1::2]
+        order = [*first, *rest[:still], *second, *rest[still:]]
+        return None if order == list(range(self.width)) else order
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    """How much YaRN raises the temperature of attention for a context stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

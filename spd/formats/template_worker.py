@@ -8,6 +8,7 @@ parent kills what outlives them. Frames on stdin and stdout are a 4-byte length 
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import sys
 import traceback
@@ -20,11 +21,6 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-try:
-    import resource
-except ImportError:  # not on Windows: there the parent's clock is the only limit
-    resource = None  # type: ignore[assignment]
 
 CPU_SECONDS = 0.5
 CPU_SECONDS_PER_INPUT_BYTE = 1e-7
@@ -56,7 +52,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         del self.filters["random"], self.globals["lipsum"]  # the same messages must give the same prompt
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe")
@@ -79,14 +75,11 @@ def _raise_exception(message: Any) -> NoReturn:
     raise Refused(str(message))
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 def render(
     environment: TemplateEnvironment, source: str, variables: dict[str, Any], limit: int
 ) -> dict[str, Any]:
     """Render one template: {"text": ...}, or {"error": kind, "message": ..., "line": ...}."""
+    line: int | None = None
     try:
         parts, length = [], 0
         for part in environment.from_string(source).generate(**variables):
@@ -95,24 +88,20 @@ def render(
                 return {"error": "output", "message": f"writes more than {limit} characters", "line": None}
             parts.append(part)
         return {"text": "".join(parts)}
-    except TemplateSyntaxError as error:
-        return {"error": "syntax", "message": str(error.message), "line": error.lineno}
     except MemoryError:
-        return {"error": "memory", "message": "needs too much memory", "line": None}
+        kind, message = "memory", "needs too much memory"
     except RecursionError:
-        return {
-            "error": "recursion",
-            "message": "is nested too deeply or calls itself without end",
-            "line": None,
-        }
+        kind, message = "recursion", "is nested too deeply or calls itself without end"
+    except TemplateSyntaxError as error:
+        kind, message, line = "syntax", str(error.message), error.lineno
     except Refused as error:
-        return {"error": "refused", "message": str(error), "line": _line(error)}
-    except SecurityError as error:
-        return {"error": "sandbox", "message": str(error.message), "line": _line(error)}
+        kind, message, line = "refused", str(error), _line(error)
     except TemplateError as error:
-        return {"error": "template", "message": str(error.message), "line": _line(error)}
+        kind = "sandbox" if isinstance(error, SecurityError) else "template"
+        message, line = str(error.message), _line(error)
     except Exception as error:  # a template may fail in any way that Python code can
-        return {"error": "template", "message": f"{type(error).__name__}: {error}", "line": _line(error)}
+        kind, message, line = "template", f"{type(error).__name__}: {error}", _line(error)
+    return {"error": kind, "message": message, "line": line}
 
 
 def _line(error: BaseException) -> int | None:
@@ -127,7 +116,11 @@ def main() -> None:
     environment = TemplateEnvironment()
     write_frame(sink, b"{}")
     while (data := read_frame(source)) is not None:
-        _limit_memory(base + MEMORY_BYTES + MEMORY_PER_INPUT_BYTE * len(data))
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        memory = base + MEMORY_BYTES + MEMORY_PER_INPUT_BYTE * len(data)
+        soft = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+        with suppress(ValueError, OSError):  # some systems know the limit but refuse it
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         _set_timer(CPU_SECONDS + CPU_SECONDS_PER_INPUT_BYTE * len(data))
         request = json.loads(data)
         result = render(environment, request["source"], request["variables"], OUTPUT_CHARACTERS + len(data))
@@ -143,36 +136,20 @@ def _occupied_memory() -> int:
         return 512 << 20
 
 
-def _limit_memory(memory: int) -> None:
-    if resource is not None:
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        soft = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
-        with suppress(ValueError, OSError):  # some systems know the limit but refuse it
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
 def _set_timer(seconds: float) -> None:
     """After so much CPU time a signal ends the process, inside C code too; 0 disarms."""
-    if hasattr(signal, "setitimer"):
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def read_frame(file: BinaryIO, limit: int = 1 << 32) -> bytes | None:
-    """One frame, `None` at the end of the stream or when it is longer than `limit`."""
+def read_frame(file: BinaryIO) -> bytes | None:
     prefix = file.read(4)
     length = int.from_bytes(prefix, "little")
-    if len(prefix) < 4 or length > limit:
-        return None
     data = file.read(length)
-    return data if len(data) == length else None
+    return data if len(prefix) == 4 and len(data) == length else None
 
 
 def write_frame(file: BinaryIO, data: bytes) -> None:
     """One frame: a 4-byte length, little-endian, and the data."""
     file.write(len(data).to_bytes(4, "little") + data)
     file.flush()
-
-
-if __name__ == "__main__":
-    main()

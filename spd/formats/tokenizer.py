@@ -19,10 +19,17 @@ import tokenizers
 
 from spd.errors import CheckpointError, IncompatibleError, UsageError
 from spd.formats.json_file import one_line, shown
-from spd.formats.tokenizer_config import TokenizerConfig, read_tokenizer_config
-from spd.formats.tokenizer_file import EncodingTimeout, load_tokenizer, within
+from spd.formats.tokenizer_file import (
+    TokenizerConfig,
+    load_tokenizer,
+    quiet_library,
+    read_tokenizer_config,
+    within,
+)
 
 MAX_ID = (1 << 24) - 1
+PIECE = 1 << 16
+"""Characters that are encoded at a time to see how long a text is."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -55,25 +62,29 @@ class _Decoder:
 class Tokenizer:
     """The tokenizer of a model folder; safe to use from several threads."""
 
-    def __init__(self, library: tokenizers.Tokenizer, config: TokenizerConfig, where: str) -> None:
+    def __init__(
+        self, library: tokenizers.Tokenizer, highest: int, config: TokenizerConfig, where: str
+    ) -> None:
         self._library = library
         self._where = where
         self._lock = threading.Lock()
         self._stuck = False
         # Names given in tokenizer_config.json are special even where tokenizer.json forgets to say so.
-        named = [
-            name
-            for name in (*config.roles.values(), *config.additional)
-            if self.token_to_id(name) is not None
-        ]
-        library.add_special_tokens(
-            [tokenizers.AddedToken(name, special=True, normalized=False) for name in named]
-        )
+        names = (*config.roles.values(), *config.additional)
+        named = [name for name in names if self.token_to_id(name) is not None]
+        special = [tokenizers.AddedToken(name, special=True, normalized=False) for name in named]
+        library.add_special_tokens(special)
+        added = library.get_added_tokens_decoder()
         self.special_tokens = {
             token.content: token_id
-            for token_id, token in sorted(library.get_added_tokens_decoder().items())
+            for token_id, token in sorted(added.items())
             if token.special or token.content in named
         }
+        self.vocab_size = max(highest, *added, -1) + 1
+        """The highest token id plus one, added tokens included."""
+        if not 0 < self.vocab_size <= MAX_ID + 1:
+            highest = self.vocab_size - 1
+            raise CheckpointError(f"{where}: token ids reach {highest}, 0 to {MAX_ID} are supported")
         self.special_ids = frozenset(self.special_tokens.values())
         self.bos_id = self._role(config, "bos_token")
         self.eos_id = self._role(config, "eos_token")
@@ -84,10 +95,10 @@ class Tokenizer:
         self.adds_bos = self.bos_id is not None and self._prefix[:1] == (self.bos_id,)
 
     @classmethod
-    def open(cls, folder: Path) -> Tokenizer:
-        """Load the tokenizer of a model folder. Raises `CheckpointError` naming the file."""
-        config = read_tokenizer_config(folder)
-        return cls(load_tokenizer(folder), config, str(folder / "tokenizer.json"))
+    def open(cls, folder: Path, config: TokenizerConfig | None = None) -> Tokenizer:
+        """Load the tokenizer of a model folder; `config` where it was read. Raises `CheckpointError`."""
+        config = config or read_tokenizer_config(folder)
+        return cls(*load_tokenizer(folder), config, str(folder / "tokenizer.json"))
 
     def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
         """Token ids of a text.
@@ -100,6 +111,27 @@ class Tokenizer:
         if not parse_special and self._has_special(ids):
             ids = self._encode_in_pieces(text)
         return [*self._prefix, *ids, *self._suffix] if add_special else ids
+
+    def bounded(self, text: str, context: int, *, cut: bool = False) -> str:
+        """A text that may fit a context of so many tokens; with `cut` the end of one that is far longer.
+
+        Raises IncompatibleError for such a text without. Pieces are encoded from the end until they have
+        twice as many tokens, less what a cut may have made of the token at either end of a piece.
+        """
+        start, count = len(text), 0
+        while len(text) > 8 * context + PIECE and start > 0 and count <= 2 * context:
+            ids = self._encode(text[max(0, start - PIECE) : start], parse_special=True)
+            count += max(0, len(ids) - 2 * self._longest)
+            start -= PIECE
+        if start <= 0 or not count:
+            return text
+        if cut:
+            return text[start:]
+        raise IncompatibleError(
+            f"the prompt is {len(text):,} characters, far more than {context:,} tokens, which is the context",
+            fix=["a shorter prompt, or spd generate --overflow truncate-left, which reads its end"],
+            code="context_overflow",
+        )
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of token ids: their bytes as UTF-8, U+FFFD for what is none."""
@@ -114,7 +146,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token stands for; none for special tokens and for ids without a token.
 
-        A leading space counts, also where `strips_leading_space` drops it from the start of a whole text.
+        A leading space counts, also where `decode` drops it from the start of a whole text.
         """
         known = self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
         if known is None:
@@ -140,18 +172,9 @@ class Tokenizer:
         """The id of a token given as it is written in the vocabulary."""
         return self._library.token_to_id(token)
 
-    @property
-    def strips_leading_space(self) -> bool:
-        """Whether a whole decoded text loses the space it begins with (SentencePiece)."""
-        return self._decoder.strips
-
     @cached_property
-    def vocab_size(self) -> int:
-        """The highest token id plus one, added tokens included."""
-        highest = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
-        if not 0 <= highest <= MAX_ID:
-            raise CheckpointError(f"{self._where}: token ids reach {highest}, 0 to {MAX_ID} are supported")
-        return highest + 1
+    def _longest(self) -> int:
+        return max(map(len, self._library.get_vocab(with_added_tokens=True)), default=0)
 
     def fingerprint(self) -> str:
         """SHA-256 in hex over all pairs of id and token; equal for tokenizers with one vocabulary."""
@@ -174,17 +197,16 @@ class Tokenizer:
             raise IncompatibleError(f"{self._where}: an earlier text did not come back from the tokenizer")
         seconds = 30 + len(text) / 10_000
         try:
-            with self._lock:
+            with self._lock, quiet_library():
                 self._library.encode_special_tokens = not parse_special
                 # Of the encoding calls only this one lets go of the interpreter, so that a clock can run.
                 call = partial(self._library.encode_batch_fast, [text], add_special_tokens=False)
                 ids: list[int] = within(seconds, call)[0].ids
                 return ids
-        except EncodingTimeout:
+        except TimeoutError:
             self._stuck = True
-            raise IncompatibleError(
-                f"{self._where}: takes more than {seconds:.0f} s to encode this text"
-            ) from None
+            why = f"takes more than {seconds:.0f} s to encode this text"
+            raise IncompatibleError(f"{self._where}: {why}") from None
         except (TypeError, UnicodeEncodeError):
             raise UsageError("the text is not Unicode: it holds half of a surrogate pair") from None
         except Exception as error:
@@ -192,13 +214,11 @@ class Tokenizer:
 
     def _encode_in_pieces(self, text: str) -> list[int]:
         """Plain text through a vocabulary that holds special tokens as ordinary words: cut inside each."""
-        names = sorted((name for name in self.special_tokens if len(name) > 1), key=len, reverse=True)
+        names = [name for name in self.special_tokens if len(name) > 1 and name in text]
+        names.sort(key=len, reverse=True)
         cuts = "|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names) or "(?!)"
-        ids = [
-            token_id
-            for piece in re.split(cuts, text)
-            for token_id in self._encode(piece, parse_special=False)
-        ]
+        pieces = re.split(cuts, text)
+        ids = [token_id for piece in pieces for token_id in self._encode(piece, parse_special=False)]
         if self._has_special(ids):
             raise IncompatibleError(f"{self._where}: turns plain text into special tokens")
         return ids
@@ -211,14 +231,11 @@ class Tokenizer:
         own = [position for position, added in enumerate(whole.special_tokens_mask) if not added]
         first, last = (own[0], own[-1] + 1) if own else (len(whole.ids), len(whole.ids))
         prefix, suffix = tuple(whole.ids[:first]), tuple(whole.ids[last:])
-        for flag, token_id, name in (
-            (config.add_bos, self.bos_id, "bos"),
-            (config.add_eos, self.eos_id, "eos"),
-        ):
+        ends = (config.add_bos, self.bos_id, "bos"), (config.add_eos, self.eos_id, "eos")
+        for flag, token_id, name in ends:
             if flag and token_id is None:
-                raise CheckpointError(
-                    f"{self._where}: add_{name}_token: is true, but there is no {name}_token"
-                )
+                why = f"add_{name}_token: is true, but there is no {name}_token"
+                raise CheckpointError(f"{self._where}: {why}")
         if config.add_bos is not None and self.bos_id is not None:
             prefix = (self.bos_id,) * config.add_bos + prefix[prefix[:1] == (self.bos_id,) :]
         if config.add_eos is not None and self.eos_id is not None:
@@ -228,11 +245,8 @@ class Tokenizer:
 
 def _byte_alphabet() -> dict[str, int]:
     """The printable stand-ins of GPT-2 for the 256 bytes, character to byte."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
+    spans = ("!", "~"), ("¡", "¬"), ("®", "ÿ")
+    printable = [byte for first, last in spans for byte in range(ord(first), ord(last) + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
@@ -260,7 +274,6 @@ def _read_decoder(library: tokenizers.Tokenizer, where: str) -> _Decoder:
         elif kind not in ("ByteFallback", "Fuse"):
             raise CheckpointError(f"{where}: decoder: {shown(kind)} is not supported here")
     if not replacements:
-        raise CheckpointError(
-            f"{where}: decoder: {shown(kinds)} is not supported (ByteLevel and SentencePiece are)"
-        )
+        why = f"{shown(kinds)} is not supported (ByteLevel and SentencePiece are)"
+        raise CheckpointError(f"{where}: decoder: {why}")
     return _Decoder(None, tuple(replacements), "ByteFallback" in kinds, strips)

@@ -1,14 +1,13 @@
 """Writing a folder that is whole or not there: staged beside its name, renamed at the very end.
 
-A stage `.NAME.partial` holds what is not finished, locked against a second writer. Whoever is killed leaves
-it behind; the next run of the same job goes on after the last tensor whose bytes are found as written.
-Errors of the disk take it away. Sources: https://github.com/huggingface/safetensors#format.
+`.NAME.partial`, where only its owner writes, holds what is not finished, locked against a second writer. A
+killed run leaves it behind; the next run of the same job goes on after the last tensor whose bytes are as
+written. Errors of the disk take it away. Sources: https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -20,13 +19,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from spd.errors import ResourceError, UsageError
-from spd.formats.safetensors_header import DTYPE_BITS
+from spd.formats.checkpoint import DTYPE_BITS, PIECE
+from spd.formats.files import lock, sync, sync_folder
 
-PIECE = 8 << 20
-"""Bytes that are in memory at a time."""
 MARGIN = 0.05
 """Space that must be free beside what is written, as a share of it."""
-JOURNAL = "journal"
+JOURNAL, NEW, OLD = "journal", "new", "old"
+"""What `.NAME.partial` holds: tensors that are whole, the folder to be, and the one that it replaces."""
 
 Report = Callable[[int, int, str], None]
 """Hears of (bytes written, bytes in all, tensor)."""
@@ -43,7 +42,6 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in the file."""
         bits = DTYPE_BITS[self.dtype]
         for size in self.shape:
             bits *= size
@@ -72,20 +70,17 @@ class Stage:
         total = len(header) + sum(tensor.nbytes for tensor in ordered)
         self._require_space(total)
         opening = {"job": job, "header": hashlib.sha256(header).hexdigest()}
-        digests: dict[str, str] = {}
-        with _open_kept(self.folder / name) as file, _open_kept(self.folder / JOURNAL) as journal:
-            finished = _finished(journal, opening, file, header, ordered)
-            if not finished:
+        with _open_kept(self.folder / name) as file, _open_kept(self.folder.parent / JOURNAL) as journal:
+            digests = _finished(journal, opening, file, header, ordered)
+            if not digests:
                 for stale in (file, journal):
                     stale.seek(0)
                     stale.truncate()
                 file.write(header)
                 _note(journal, opening)
-            for tensor in ordered[: len(finished)]:
-                digests[tensor.name] = finished[tensor.name]
-            done = len(header) + sum(tensor.nbytes for tensor in ordered[: len(finished)])
+            done = len(header) + sum(tensor.nbytes for tensor in ordered if tensor.name in digests)
             file.seek(done)
-            for tensor in ordered[len(finished) :]:
+            for tensor in ordered[len(digests) :]:
                 state, size = hashlib.sha256(), 0
                 for piece in tensor.pieces():
                     file.write(piece)
@@ -99,21 +94,21 @@ class Stage:
                 digests[tensor.name] = state.hexdigest()
                 _note(journal, {"tensor": tensor.name, "sha256": digests[tensor.name]})
             file.truncate(total)
-            _sync(file)
+            sync(file)
         return digests
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Write a small file of JSON."""
-        with open(self.folder / name, "wb") as file:
+        with _open_kept(self.folder / name) as file:
+            file.truncate()
             file.write((json.dumps(value, indent=1) + "\n").encode())
-            _sync(file)
+            sync(file)
 
     def _require_space(self, size: int) -> None:
         there = sum(path.stat().st_size for path in self.folder.iterdir())
         free = shutil.disk_usage(self.folder).free + there
         if size * (1 + MARGIN) > free:
             raise ResourceError(
-                f"{self.folder.parent}: {size:,} bytes are to be written, {free:,} are free",
+                f"{self.folder.parent.parent}: {size:,} bytes are to be written, {free:,} are free",
                 fix=["free some space, or name a destination on another disk"],
                 code="disk_full",
             )
@@ -126,44 +121,49 @@ def open_stage(destination: Path, *, replaces: bool) -> Iterator[Stage]:
     A failure takes the stage away, an interruption leaves it. Raises UsageError while another process
     writes the same destination, ResourceError for what the disk refuses.
     """
-    stage = destination.parent / f".{destination.name}.partial"
+    partial = destination.parent / f".{destination.name}.partial"
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        stage.mkdir(exist_ok=True)
-        lock = os.open(stage, os.O_RDONLY)
+        found = partial.is_symlink() or partial.exists()
+        if not found:
+            partial.mkdir(mode=0o700)
+        descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        raise _disk_error(stage, error) from error
+        raise _disk_error(partial, error) from error
     try:
+        status = os.fstat(descriptor)
+        if found and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
+            raise UsageError(f"{partial}: others may write to it", fix=["remove it, or name another folder"])
+        lock(descriptor, destination)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(
-                f"{destination}: another process is writing it", fix=["wait for it, or name another folder"]
-            ) from None
-        try:
-            yield Stage(stage)
-            (stage / JOURNAL).unlink(missing_ok=True)
-            _sync_folder(stage)
-            _move(stage, destination, replaces=replaces)
-        except OSError as error:
-            shutil.rmtree(stage, ignore_errors=True)
-            raise _disk_error(destination, error) from error
-        except Exception:
-            shutil.rmtree(stage, ignore_errors=True)
+            (partial / NEW).mkdir(exist_ok=True)
+            if (partial / NEW).is_symlink():
+                raise UsageError(f"{partial}: holds a link", fix=["remove it, or name another folder"])
+            yield Stage(partial / NEW)
+            sync_folder(partial / NEW)
+            _move(partial, destination, replaces=replaces)
+        except Exception as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise _disk_error(destination, error) from error
             raise
     finally:
-        os.close(lock)
+        os.close(descriptor)
 
 
-def _move(stage: Path, destination: Path, *, replaces: bool) -> None:
+def _move(partial: Path, destination: Path, *, replaces: bool) -> None:
     """Rename the stage; what it replaces steps aside first and goes last, so that no mixture is ever seen."""
-    aside = destination.parent / f".{destination.name}.replaced"
     if replaces and destination.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(destination, aside)
-    os.rename(stage, destination)
-    _sync_folder(destination.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial / OLD, ignore_errors=True)
+        os.rename(destination, partial / OLD)
+    try:
+        os.rename(partial / NEW, destination)
+    except OSError:
+        with suppress(OSError):
+            os.rename(partial / OLD, destination)
+        raise
+    sync_folder(destination.parent)
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _header(tensors: Sequence[OutputTensor]) -> bytes:
@@ -171,11 +171,8 @@ def _header(tensors: Sequence[OutputTensor]) -> bytes:
     position = 0
     for tensor in tensors:
         end = position + tensor.nbytes
-        entries[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
+        where = {"shape": list(tensor.shape), "data_offsets": [position, end]}
+        entries[tensor.name] = {"dtype": tensor.dtype, **where}
         position = end
     data = json.dumps(entries, separators=(",", ":")).encode()
     data += b" " * (-len(data) % 8)
@@ -222,20 +219,7 @@ def _note(journal: BinaryIO, value: Mapping[str, str]) -> None:
 
 def _open_kept(path: Path) -> BinaryIO:
     """A file for reading and writing, with what it holds."""
-    return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
 
 
 def _disk_error(path: Path, error: OSError) -> ResourceError:

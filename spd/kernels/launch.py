@@ -1,8 +1,8 @@
-"""What the Triton kernels share: how one is described for compilation ahead of time, and small sums."""
+"""What launches of the Triton kernels share: sizes, and whether one may begin before another has ended."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,20 +18,23 @@ times both.
 
 
 @dataclass(frozen=True)
-class Signature:
-    """One compilation of a kernel: argument types, constants and launch options.
+class Device:
+    """What launch choices may follow; the defaults are a CPU's, whose interpreter takes any choice."""
 
-    types maps every argument that is not constant to Triton's name of it ("*bf16", "i32", "fp32");
-    `unspecialized` names arguments whose divisibility by 16 must not be assumed.
-    """
+    capability: tuple[int, int] = (0, 0)
+    shared: int = 99 * 1024
+    """Bytes of shared memory that a program may use; the default is the least of all."""
+    processors: int = 132
 
-    kernel: Any
-    types: dict[str, str]
-    constants: dict[str, Any]
-    options: dict[str, Any] = field(default_factory=dict)
-    unspecialized: tuple[str, ...] = ()
-    hot: bool = True
-    """Whether it runs in every round, so that a spill would be paid for every token."""
+
+@cache
+def device_facts(device: torch.device) -> Device:
+    """Of the device that tensors lie on."""
+    if device.type == "cpu":
+        return Device()
+    found = torch.cuda.get_device_properties(device)
+    shared = getattr(found, "shared_memory_per_block_optin", Device.shared)  # not every build of torch tells
+    return Device((found.major, found.minor), shared, found.multi_processor_count)
 
 
 def ceil_div(amount: int, size: int) -> int:
@@ -51,6 +54,6 @@ def overlap(device: torch.device) -> dict[str, Any]:
     Such a kernel has the constant PDL and waits, in every program, before it touches anything that
     another kernel reads or writes. Source: programmatic dependent launch, compute capability 9.0.
     """
-    if OVERLAP and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+    if OVERLAP and device_facts(device).capability >= (9, 0):
         return {"PDL": OVERLAP, "launch_pdl": True}
     return {"PDL": NEVER}

@@ -6,18 +6,18 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "AsyncEngine": "async_engine",
-    "Completion": "request",
-    "Engine": "engine",
-    "EngineConfig": "config",
-    "EnginePlan": "plan",
-    "make_plan": "plan",
-    "Event": "request",
-    "Request": "request",
-    "SamplingParams": "request",
-    "TokenLogprob": "request",
-    "RequestMetrics": "metrics",
-    "RoundRecord": "metrics",
+    "AsyncEngine": "engine.async_engine",
+    "Completion": "engine.request",
+    "Engine": "engine.engine",
+    "EngineConfig": "plan.config",
+    "EnginePlan": "plan.plan",
+    "make_plan": "plan.plan",
+    "Event": "engine.request",
+    "Request": "engine.request",
+    "SamplingParams": "engine.request",
+    "TokenLogprob": "engine.request",
+    "RequestMetrics": "engine.metrics",
+    "RoundRecord": "engine.metrics",
 }
 
 

@@ -30,7 +30,7 @@ from benchmarks.gpu_suite.shapes import (
 from benchmarks.gpu_suite.speculation import acceptance_rate, gain, mean_length, reference_length
 from benchmarks.summaries import median_interval
 from spd.formats.model_config import read_model_config
-from spd.runtime.measuring.statistics import percentile
+from spd.runtime.lab.statistics import percentile
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 
@@ -142,7 +142,7 @@ def test_imposed_acceptance() -> None:
 
 
 def test_the_engine_imposes_the_same_rate() -> None:
-    imposed = pytest.importorskip("spd.runtime.imposed")
+    imposed = pytest.importorskip("spd.runtime.round.synthetic_acceptance")
     assert imposed.conditional_rate(3.08, 4) == pytest.approx(acceptance_rate(3.08, 4), abs=1e-6)
     # One rate serves every k, so that an engine made for the most drafts may be run at fewer.
     assert imposed.conditional_rate(reference_length(7), 7) == pytest.approx(

@@ -67,11 +67,11 @@ from benchmarks.gpu_suite.sparse_cases import sparse_cases
 from benchmarks.gpu_suite.speculation import REFERENCE_LENGTH
 from benchmarks.gpu_suite.suite import PROBES
 from spd.errors import ResourceError
+from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
-from spd.kernels.paged_attention import AttentionHeads
 from spd.runtime import Engine
-from spd.runtime.metrics import RequestMetrics
-from spd.runtime.plan import make_plan
+from spd.runtime.engine.metrics import RequestMetrics
+from spd.runtime.plan.plan import make_plan
 
 TARGET = Shape("target", 64, 2, 4, 2, 96, vocab=300, head_dim=16)
 DRAFT = Shape("draft", 32, 1, 2, 2, 48, vocab=300, tied=True, head_dim=16)
@@ -383,9 +383,9 @@ def test_what_an_engine_needs_is_what_its_plan_asks_for(
     config = batches.config_of_kind(tmp_path, TARGET, DRAFT, "fixed", 3, 3.08, **{**CPU, "ctx": 900})
     assert config.cache_pages == 3 * 16
     needed = needed_bytes(plan_anyway(config))
-    monkeypatch.setattr("spd.runtime.plan.free_memory", lambda device: math.ceil(needed / 0.9))
-    assert usable_bytes(config, "cpu") == needed and make_plan(config).num_pages >= 48
-    monkeypatch.setattr("spd.runtime.plan.free_memory", lambda device: int(needed / 0.9) - 1)
+    monkeypatch.setattr("spd.runtime.plan.machine.free_memory", lambda device: math.ceil(needed / 0.9))
+    assert usable_bytes(config, "cpu") == needed and make_plan(config).shape.num_pages >= 48
+    monkeypatch.setattr("spd.runtime.plan.machine.free_memory", lambda device: int(needed / 0.9) - 1)
     assert needed_bytes(plan_anyway(config)) == needed
     with pytest.raises(ResourceError):
         make_plan(config)
@@ -399,7 +399,7 @@ def test_kinds_without_room_for_all_still_have_ratios(
         monkeypatch.setattr(batches, name, value)
     config = batches.config_of_kind(tmp_path, TARGET, DRAFT, "fixed", 1, 3.08, **{**CPU, "ctx": 200})
     free = int(room * needed_bytes(plan_anyway(config)) / config.memory_fraction)
-    monkeypatch.setattr("spd.runtime.plan.free_memory", lambda device: free)
+    monkeypatch.setattr("spd.runtime.plan.machine.free_memory", lambda device: free)
     chosen = [(1, REFERENCE_LENGTH, ("plain", "fixed", "auto"))]
     *_, report = batches.run(TARGET, DRAFT, chosen, 1e9, **{**CPU, "ctx": 200})
     [case] = report["cases"].values()
@@ -430,7 +430,7 @@ def test_all_decode_before_a_span_begins(slots: int, tmp_path: Path) -> None:
 
 def test_a_script_of_lengths_stands_in_for_the_engines_own_choice() -> None:
     asked = set(re.findall(r"self\._draft_length\.(\w+)", inspect.getsource(Engine)))
-    assert {"choose", "prepares"} <= asked <= set(dir(batches.ScriptedLengths))
+    assert {"choose", "attend"} <= asked <= set(dir(batches.ScriptedLengths))
 
 
 def test_requests_that_end_too_soon_are_no_load(tmp_path: Path) -> None:

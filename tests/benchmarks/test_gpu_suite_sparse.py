@@ -33,14 +33,14 @@ from benchmarks.gpu_suite.sparse_cases import (
 from benchmarks.gpu_suite.sparse_models import MODELS, Published, write_hollow
 from benchmarks.gpu_suite.spd_rounds import RUNS, demo_prompts, jobs_of, limit_of
 from spd.formats.checkpoint import Checkpoint
+from spd.formats.folder import ModelFolder
 from spd.formats.model_config import read_model_config
-from spd.formats.mtp_folder import find_source
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import EngineConfig
-from spd.runtime.memory import tensor_bytes
 from spd.runtime.models import family_layout
 from spd.runtime.models.mtp_weights import check_source
 from spd.runtime.models.weights import check_weights
+from spd.runtime.plan.memory import tensor_bytes
 
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
 EXPERTS = {"count": 4, "per_token": 2, "hidden": 48, "inner": 32, "rows": (1, 3)}
@@ -141,7 +141,7 @@ def test_published_shapes_are_complete_and_take_no_disk(model: Published, tmp_pa
     with Checkpoint.open(folder) as checkpoint:
         assert check_weights(checkpoint, config, family_layout(config)) == []
         assert checkpoint.total_bytes > 5e9
-        source = find_source(folder, config, None)
+        source = ModelFolder(folder).mtp_source()
         assert (source is not None) == (model.modules > 0)
         if source is not None:
             check_source(source, checkpoint)
@@ -198,14 +198,14 @@ def test_a_model_is_measured_in_as_many_layers_as_fit(
         wishes = sparse_models.wishes_at(folder, load, 3)
         return needed_bytes(plan_anyway(EngineConfig(**{**wishes, **CPU})))
 
-    monkeypatch.setattr("spd.runtime.plan.free_memory", lambda device: int((need(3) + 1000) / 0.9))
+    monkeypatch.setattr("spd.runtime.plan.machine.free_memory", lambda device: int((need(3) + 1000) / 0.9))
     *_, report = sparse_models.run([tiny], load, 1e9, **CPU)
     rows = report["models"]["tiny"]
     assert {(row["layers"], row["of"]) for row in rows.values()} == {(3, 5)}
     assert all("error" not in row for row in rows.values())
     text = digest({"probes": {"sparse_models": {"status": "ok", "result": report}}})
     assert "tiny in 3 layers k=3: " in text
-    monkeypatch.setattr("spd.runtime.plan.free_memory", lambda device: 10_000)
+    monkeypatch.setattr("spd.runtime.plan.machine.free_memory", lambda device: 10_000)
     *_, report = sparse_models.run([tiny], load, 1e9, **CPU)
     assert {row["layers"] for row in report["models"]["tiny"].values()} == {2}, "one of each kind, at least"
     assert all("ResourceError" in row["error"] for row in report["models"]["tiny"].values())

@@ -18,7 +18,7 @@ from benchmarks.host_cost import Written, recording, replaying
 from benchmarks.summaries import ratio_of_sums
 from spd.formats.demo import demo_folder
 from spd.runtime import Request, RoundRecord, SamplingParams
-from spd.runtime.measuring.load import Pass, Timeline
+from spd.runtime.lab.load import Pass, Timeline
 from tests.helpers import make_engine, random_prompts, run_all
 
 
@@ -32,7 +32,7 @@ def record(request: str, number: int, position: int, accepted: int, k: int = 2, 
 
 def test_rounds_without_room_and_first_rounds_are_left_out() -> None:
     params = SamplingParams(max_tokens=8)
-    lines = [Timeline(Request(name, (1, 2, 3), params), 0.0) for name in ("a", "b")]
+    lines = [Timeline(request=Request(name, (1, 2, 3), params), arrived=0.0) for name in ("a", "b")]
     rounds = [
         record("a", 0, 3, 0),
         record("a", 1, 4, 2),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import os
@@ -11,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +18,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 import spd.runtime
-from spd.formats.tokenizer import Tokenizer
-from spd.runtime.metrics import RequestMetrics, RoundRecord
-from spd.runtime.request import Event, Request, TokenLogprob
+from spd.formats.folder import ModelFolder
+from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
+from spd.runtime.engine.request import Event, Request, TokenLogprob
 from tests.json_schema import faults_by_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,26 +82,28 @@ class FakePlan:
     """As much of a plan as the command line reads."""
 
     ctx: int
+    wishes: Any
     model: str = "folder"
     spec: str = "draft"
-    spec_reason: str = "asked for"
     adaptive: bool = True
-    dtype: str = "bfloat16"
     device: str = "cpu"
-    weight_bytes: int = 2**20
-    draft_weight_bytes: int = 0
-    cache_bytes: int = 2**19
-    draft_max: int = 4
-    verify: str = "coupled"
-    synthetic_acceptance: float | None = None
+    drafter: Any = field(default_factory=lambda: SimpleNamespace(reason="asked for"))
+    need: Any = field(default_factory=lambda: SimpleNamespace(weights=2**20, draft_weights=0, caches=2**19))
+
+    @property
+    def shape(self) -> Any:
+        """What the plan's sizes are."""
+        return SimpleNamespace(ctx=self.ctx, dtype="bfloat16", draft_max=4, slots=1)
 
     def weight_words(self) -> str:
         """What the weights are kept in."""
-        return self.dtype
+        return self.shape.dtype
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
-        return dataclasses.asdict(self)
+        sizes = {"weight_bytes": 2**20, "draft_weight_bytes": 0, "cache_bytes": 2**19}
+        said = {"model": self.model, "spec": self.spec, "spec_reason": "asked for", "adaptive": self.adaptive}
+        return {**said, **sizes, **vars(self.shape), "verify": self.wishes.verify, "device": self.device}
 
 
 @dataclass
@@ -140,8 +142,8 @@ class FakeEngine:
         self.load_ms = script.load_ms
         if script.on_load:
             script.on_load(progress)
-        self.plan = FakePlan(script.ctx or config.ctx or 128, verify=config.verify)
-        self.tokenizer = Tokenizer.open(config.model) if script.tokenizer else None
+        self.plan = FakePlan(script.ctx or config.ctx or 128, wishes=config)
+        self.tokenizer = ModelFolder.of(config.model).tokenizer if script.tokenizer else None
         self.requests: list[Request] = []
         self.trace: Callable[[RoundRecord], None] | None = None
         self.closed = self.aborted = False
@@ -166,11 +168,13 @@ class FakeEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._left) and not self.aborted
+        return bool(self._left)
 
     def step(self) -> list[Event]:
+        name = self.requests[-1].id
         if self.aborted:
-            return [Event("0", (), "", "abort")]
+            self._left = []
+            return [Event(name, (), "", "abort")]
         if self.script.on_step:
             self.script.on_step(self._steps)
         if self.script.fail is not None and self._steps == 1:
@@ -194,7 +198,7 @@ class FakeEngine:
             else tuple(TokenLogprob(i, -0.5, ((i, -0.5), (66, float("-inf")))) for i in ids)
         )
         reason = None if self._left else self.script.finish
-        return [Event("0", ids, piece, reason, drafted=(True, False), logprobs=logprobs)]
+        return [Event(name, ids, piece, reason, drafted=(True, False), logprobs=logprobs)]
 
     def abort(self, request_id: str) -> None:
         self.aborted = True

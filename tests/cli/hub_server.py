@@ -25,6 +25,11 @@ class Hub:
     error_code: str | None = None
     sent: dict[str, bytes] = field(default_factory=dict)
     """Other bytes than those listed, by file."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Other headers of answers about files; `missing` is a file that is listed, and not found."""
+    missing: str = ""
+    answer: bytes | None = None
+    """Sent in place of the listing."""
     break_after: dict[str, list[int]] = field(default_factory=dict)
     """Bytes after which the next answers for a file break off."""
     log: list[tuple[str, str, str | None]] = field(default_factory=list)
@@ -75,7 +80,10 @@ class HubHandler(BaseHTTPRequestHandler):
             headers = {"X-Error-Code": hub.error_code} if hub.error_code else {}
             self._send(hub.status, b"no", headers, body)
         elif path.startswith(f"/api/models/{NAME}"):
-            self._send(200, json.dumps(hub.listing()).encode(), {"Content-Type": "application/json"}, body)
+            data = json.dumps(hub.listing()).encode() if hub.answer is None else hub.answer
+            self._send(200, data, {"Content-Type": "application/json"}, body)
+        elif hub.missing and path.endswith(hub.missing):
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound", **hub.headers}, body)
         elif path.startswith(f"/{NAME}/resolve/{COMMIT}/") and path.rpartition("/")[2] in hub.files:
             self._send_file(hub, path.rpartition("/")[2], body)
         else:
@@ -84,7 +92,7 @@ class HubHandler(BaseHTTPRequestHandler):
     def _send_file(self, hub: Hub, name: str, body: bool) -> None:
         data = hub.sent.get(name, hub.files[name])
         etag = hashlib.sha256(hub.files[name]).hexdigest()
-        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes", **hub.headers}
         wanted = self.headers.get("Range")
         if not wanted:
             self._send(200, data, headers, body, hub.break_after.get(name, []))

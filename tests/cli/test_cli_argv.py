@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.main import get_command
 
-from spd.cli.argv import FLAGS, FOREIGN_FLAGS, FOREIGN_SWITCHES, FOREIGN_VALUES, VALUE_SHORTS, prepare
+from spd.cli.argv import CUT_FLAGS, FLAGS, FOREIGN_FLAGS, FOREIGN_VALUES, VALUE_SHORTS, prepare
 from spd.cli.commands import build_app
 from spd.errors import IncompatibleError, UsageError
 
@@ -24,24 +24,18 @@ def test_every_foreign_flag_is_translated_with_one_note() -> None:
 def test_foreign_flags_lead_to_flags_that_exist_and_hide_none() -> None:
     params = [*generate_params(), *get_command(build_app()).commands["chat"].params]
     ours = {name for param in params for name in (*param.opts, *param.secondary_opts)}
-    switches = {flag for values in FOREIGN_SWITCHES.values() for flag in values.values() if flag}
-    assert set(FOREIGN_FLAGS.values()) | switches <= ours
-    assert not (set(FOREIGN_FLAGS) | set(FOREIGN_SWITCHES)) & ours
+    assert set(FOREIGN_FLAGS.values()) | {words.split()[0] for words in CUT_FLAGS.values()} <= ours
+    assert not (set(FOREIGN_FLAGS) | set(CUT_FLAGS)) & ours
     assert set(FOREIGN_VALUES) <= ours
 
 
-@pytest.mark.parametrize(
-    ("value", "args"), [("on", ("--think",)), ("off", ("--no-think",)), ("auto", ())], ids=str
-)
-def test_values_that_are_flags_here(value: str, args: tuple[str, ...]) -> None:
-    for words in (["--reasoning", value], [f"--reasoning={value}"]):
-        done = prepare(["chat", *words, "demo"])
-        assert done.args == ("chat", *args, "demo")
-        assert done.notes == (f"--reasoning {value} is {args[0] if args else 'the default'} here",)
-    with pytest.raises(UsageError, match="is not one of on, off, auto"):
-        prepare(["chat", "--reasoning", value.upper()])
-    with pytest.raises(UsageError):
-        prepare(["chat", "--reasoning"])
+@pytest.mark.parametrize("flag", [*CUT_FLAGS, "--think"])
+def test_what_is_cut_says_what_does_it_now(flag: str) -> None:
+    for words in ([flag], ["demo", flag]):
+        with pytest.raises(UsageError) as caught:
+            prepare(["chat", *words])
+        assert caught.value.fix == (CUT_FLAGS.get(flag, "--think on|off|hide|N"),)
+    assert prepare(["chat", "-s", flag]).args == ("chat", "-s", flag)
 
 
 def test_flags_without_a_value_are_known_exactly() -> None:

@@ -100,7 +100,7 @@ def test_sizes_of_drafting_groups_go_with_models_that_draft(model: Path) -> None
         (2, "auto", 2, True),
     ]
     assert len(asked(tp="2", draft_tp="1,2")) == 1 + 1 + 2
-    with pytest.raises(UsageError, match="--tp 1 has nobody to meet"):
+    with pytest.raises(UsageError, match="--tp 1 has no other rank"):
         asked(rendezvous="localhost:1/2/0")
 
 
@@ -140,7 +140,7 @@ def test_ctrl_c_prints_what_is_done(run: Callable[..., Any], monkeypatch: pytest
 
     monkeypatch.setattr(SignalGuard, "check", check)
     monkeypatch.setattr(app, "die_by", lambda signum: 128 + signum)
-    monkeypatch.setattr(app, "silence_stdout", lambda: None)
+    monkeypatch.setattr(app, "release_streams", lambda: None)
     ran = run("-r", 1000)
     assert ran.code == 130
     assert "ngram" in ran.text and "interrupted: whole repetitions are counted" in ran.text

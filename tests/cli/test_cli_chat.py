@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from spd.cli.chat_commands import Commands
-from spd.cli.conversation import derived_seed
-from spd.cli.reply_view import DraftedText, Piece, ThinkingSplitter, shown_plain
+from spd.cli.reply_view import DraftedText, Piece
 from spd.errors import ResourceError
-from spd.runtime.request import Event, ThinkingBudget
+from spd.runtime.engine.request import Event, ThinkingBudget, derived_seed
 from tests.cli.conftest import SPECIALS, write_tokenizer
 
 
@@ -51,6 +50,7 @@ def test_lines_in_text_out_and_everything_saved(talk: Callable, saved: Callable,
     seeds = [request.params.seed for request in script.engine.requests]
     assert seeds == [derived_seed(header["seed"], 0), derived_seed(header["seed"], 1)]
     assert [turn["seed"] for turn in turns] == seeds and header["draws"] == 2
+    assert max(header["seed"], *seeds) < 2**53, "what reads JSON may hold numbers as floats"
     assert script.engine.closed
 
 
@@ -93,10 +93,10 @@ def test_what_a_killed_process_had_half_saved_goes_away(
 ) -> None:
     talk("Hi")
     folder = tmp_path / "state" / "spd" / "sessions"
-    for name in (".t.jsonl.123", ".t.jsonl.5.lock", ".u.jsonl.123"):
+    for name in (".t.jsonl.123.tmp", ".t.jsonl.5.lock", ".u.jsonl.123.tmp"):
         (folder / name).write_text("{")
     assert talk("Again", argv=["-c"], name=None).code == 0 and len(saved()) == 3
-    assert {path.name for path in folder.glob(".*")} == {".t.lock", ".t.jsonl.5.lock", ".u.jsonl.123"}
+    assert {path.name for path in folder.glob(".*")} == {".t.lock", ".t.jsonl.5.lock", ".u.jsonl.123.tmp"}
 
 
 def test_nothing_is_written_with_no_save(talk: Callable, tmp_path: Path) -> None:
@@ -146,16 +146,13 @@ def test_the_system_message_changes(talk: Callable, script: Any, saved: Callable
 
 def test_thinking_has_a_budget(talk: Callable, script: Any, model: Path) -> None:
     """Tokens of thinking that came before /more have been spent; the budget changes and goes."""
-    ran = talk("Hi", argv=["--think-budget", 3])
-    assert ran.code == 4 and "ends its thinking with a token </think>" in ran.err
     write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
     script.finish, script.pieces = "length", ["<think>", "hm"]
-    talk("Hi", "/more", "/think 9", "Again", "/think on", "Free", argv=["--think-budget", 10])
+    talk("Hi", "/more", "/think 9", "Again", "/think on", "Free", argv=["--think", 10])
     first, more, again, free = (request.thinking for request in script.engine.requests)
     begin, end = 259, 260
     assert first == ThinkingBudget(10, end, begin) and again == ThinkingBudget(9, end, begin)
     assert more == ThinkingBudget(6, end, begin, inside=True) and free is None
-    assert talk("Hi", argv=["--think-budget", "-1"]).code == 2
 
 
 def test_probabilities_of_a_reply(talk: Callable, script: Any) -> None:
@@ -170,6 +167,27 @@ def test_a_file_goes_with_the_next_message(talk: Callable, saved: Callable, tmp_
     (tmp_path / "a b.txt").write_text("contents")
     talk(f"/file '{tmp_path}/a b.txt'", "What?", "Next", argv=["-f", tmp_path / "a b.txt"])
     assert [turn["user"] for turn in saved()[1:]] == ["contents\n\ncontents\n\nWhat?", "Next"]
+
+
+@pytest.mark.parametrize("dropping", ["/file none", "/clear"])
+def test_files_are_listed_and_dropped(dropping: str, talk: Callable, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("contents")
+    ran = talk(f"/file {tmp_path}/a.txt", "/file", dropping, "/file", "What?", "/show prompt")
+    words = "goes with the next message: "
+    listed = [line.partition(words)[2] for line in ran.err.splitlines() if words in line]
+    full = f"{tmp_path}/a.txt: 8 characters"
+    assert listed == [full, full, *["no file"] * (2 if dropping == "/file none" else 1)]
+    assert "What?" in ran.err and "contents" not in ran.err
+
+
+def test_regen_that_fails_keeps_the_reply(talk: Callable, saved: Callable, script: Any) -> None:
+    def fail(step: int) -> None:
+        if step == 3:
+            raise ResourceError("out of it", fix=["less"])
+
+    script.on_step = fail
+    assert talk("Hi", "/regen").code == 5
+    assert [turn["reply"] for turn in saved()[1:]] == ["Hello wörld!"]
 
 
 def test_save_load_sessions_and_clear(talk: Callable, saved: Callable) -> None:
@@ -261,13 +279,14 @@ def test_a_reload_that_fails_goes_back(talk: Callable, script: Any, saved: Calla
         ("/set temperature=-1", "--temperature -1.0 is out of range"),
         ("/spec fast", "is not a method"),
         ("/model nowhere/nothing", "not in the local cache"),
-        ("/think maybe", "on, off or hide"),
+        ("/think maybe", "fix: /think on|off|hide|N"),
         ("/draft", "on or off"),
         ("/load nothing", "no chat 'nothing'"),
         ("/save ../x", "not a name"),
         ("/file /nowhere", "no file"),
         ("/export x.txt", ".md or .jsonl"),
         ("/export /nowhere/x.md", "cannot write"),
+        (f"/export {'x' * 300}.md", f"error: cannot write to {'x' * 300}.md: File name too long"),
         ("/show everything", "no such thing"),
         ("/copy", "nothing has been said"),
     ],
@@ -338,29 +357,6 @@ def test_a_chat_that_cannot_be_saved_goes_on(talk: Callable, tmp_path: Path) -> 
 
 
 # -- parts of the view -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cut", [1, 3, 100])
-@pytest.mark.parametrize(
-    ("text", "inside", "thinking", "answer"),
-    [
-        ("<think>\nhm\n</think>\n\nYes", False, "hm\n", "Yes"),
-        ("hm</think>Yes", True, "hm", "Yes"),
-        ("No <think>x</think>", False, "", "No <think>x</think>"),
-        ("<thin", False, "", "<thin"),
-        (" \n<think>a</thin", False, "a</thin", ""),
-        ("plain", False, "", "plain"),
-    ],
-)
-def test_thinking_is_told_from_the_answer(
-    text: str, inside: bool, thinking: str, answer: str, cut: int
-) -> None:
-    splitter = ThinkingSplitter(inside)
-    parts = [part for i in range(0, len(text), cut) for part in splitter.feed(text[i : i + cut])]
-    parts += splitter.feed("", final=True)
-    assert "".join(part for is_thinking, part in parts if is_thinking) == thinking
-    assert "".join(part for is_thinking, part in parts if not is_thinking) == answer
-    assert inside or shown_plain([text]) == answer
 
 
 def test_drafted_characters_are_those_whose_last_byte_was() -> None:

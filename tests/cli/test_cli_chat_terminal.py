@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import os
@@ -180,6 +181,22 @@ def test_a_reply_in_markdown_then_the_end(terminal: Callable[..., Terminal], tmp
     assert chat.end() == 0
     assert chat.settings() == chat.before
     assert [turn["reply"] for turn in turns(tmp_path)] == ["Some **bold** text\x1b[31m"]
+
+
+def test_a_file_too_long_is_named_and_left_out(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    """The message waits in the editor, and the next Enter sends it alone."""
+    (tmp_path / "long.txt").write_text("x" * 90_100)
+    chat = terminal("-f", str(tmp_path / "long.txt"))
+    chat.type("Hi\r")
+    said = b" ".join(chat.wait("fix:").split())  # broken between words, as rows are
+    assert b"the context is 90,000" in said and b"long.txt: 90,100 tokens, no longer attached" in said
+    chat.wait("Hi")
+    chat.type("\r")
+    chat.wait("ctx")
+    chat.wait("›")
+    chat.type("\x04")
+    assert chat.end() == 0
+    assert [turn["user"] for turn in turns(tmp_path)] == ["Hi"]
 
 
 def test_ctrl_c_keeps_what_came_and_what_was_typed(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
@@ -414,7 +431,7 @@ def test_a_dumb_terminal_gets_plain_lines(terminal: Callable[..., Terminal]) -> 
 
 @pytest.mark.slow
 def test_hidden_thinking_is_one_line(terminal: Callable[..., Terminal]) -> None:
-    chat = terminal("--hide-thinking", "--no-stats", pieces=["<thi", "nk>hm", "m</think>", "Yes"])
+    chat = terminal("--think", "hide", "--no-stats", pieces=["<thi", "nk>hm", "m</think>", "Yes"])
     chat.type("Hi\r")
     reply = chat.wait("Yes")
     assert b"hmm" not in reply and b"thought for 0." in reply
@@ -425,6 +442,18 @@ def test_hidden_thinking_is_one_line(terminal: Callable[..., Terminal]) -> None:
     chat.wait("›")
     chat.type("Again\r")
     assert b"\x1b[2;3mm\x1b[0m" in chat.wait("Yes")
+
+
+def test_what_is_copied_is_the_answer(terminal: Callable[..., Terminal], model: Path) -> None:
+    """Also where the template opens the thinking, so that the reply holds its end alone."""
+    path = model / "tokenizer_config.json"
+    path.write_text(path.read_text().replace("assistant\\\\n'", "assistant\\\\n<think>'"))
+    chat = terminal("--no-stats", "--no-save", pieces=["hm</think>", "Yes"])
+    chat.type("Hi\r")
+    chat.wait("Yes")
+    chat.wait("›")
+    chat.type("/copy\r")
+    chat.wait("\x1b]52;c;" + base64.b64encode(b"Yes").decode() + "\x07")
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -12,7 +12,8 @@ import pytest
 from typer.main import get_command
 
 from spd.cli.commands import COMMANDS, build_app
-from spd.cli.config import FOLDERS, PROJECT, TYPED
+from spd.cli.config import FOLDERS, PROJECT, TYPED, read_defaults
+from spd.errors import SpdError
 from tests.cli.conftest import write_model
 from tests.cli.test_cli_terminal import on_terminal
 
@@ -76,15 +77,48 @@ def test_a_named_file_stands_for_the_persons_and_a_verbose_run_says_so(
 def test_a_projects_file_sets_little_and_leads_nowhere(
     own: Write, home: Path, spd_run: Callable, assert_refused: Callable, model: Path, script: Any
 ) -> None:
-    own(f'ctx = 32\nmodel = "{model}"\n')
-    Path("spd.toml").write_text("ctx = 64\n")
-    assert spd_run("generate", "Hi").code == 0 and script.engine.config.ctx == 64
+    own(f'stats = false\nmodel = "{model}"\n')
+    Path("spd.toml").write_text("stats = true\n")
+    ran = spd_run("generate", "Hi")
+    assert ran.code == 0 and "tok/s" in ran.err
     for line in ('model = "/etc"', 'model = "~/x"', 'draft-model = "a/../../x"'):
         Path("spd.toml").write_text(line + "\n")
         assert_refused(spd_run("generate", "Hi"), 2, "spd.toml", "leads out of the project")
-    for line in ("temperature = 1", 'system = "obey"', "offline = false", 'trace = "x"'):
+    for line in (
+        *("temperature = 1", 'system = "obey"', "offline = false", 'trace = "x"', 'device = "cuda:7"'),
+        *("ctx = 9", "draft-max = 9", 'dtype = "float32"', 'quantize = "int8"', 'spec = "off"'),
+    ):
         Path("spd.toml").write_text(line + "\n")
         assert_refused(spd_run("generate", "Hi"), 2, "spd.toml", "may not set")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("#" * 70_000, "longer than 65,536 bytes"),
+        ("a." * 32_000 + "a = 1", "more than 1,000 dots"),
+        ("[" + "a." * 32_000 + "a]", "more than 1,000 dots"),
+        ('"=\u2028".' * 8_000 + "a = 1", "more than 1,000 dots"),
+        ("a = " + "[" * 65_000, "cannot be read"),
+        ("a = " + "9" * 65_000, "cannot be read"),
+        ("a" * 65_000 + " = 1", "no command has an option --aaa"),
+    ],
+)
+def test_a_file_that_would_take_long_is_refused(
+    text: str, words: str, home: Path, spd_run: Callable, assert_refused: Callable, model: Path, script: Any
+) -> None:
+    Path("spd.toml").write_text(text)
+    ran = spd_run("generate", "-m", model, "Hi")
+    assert_refused(ran, 2, "error: spd.toml: ", words)
+    assert len(ran.err) < 600 and script.engines == []
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "character device"])
+def test_a_projects_file_that_is_none_is_never_waited_for(kind: str, home: Path) -> None:
+    path = Path("spd.toml")
+    os.mkfifo(path) if kind == "FIFO" else path.symlink_to("/dev/zero")
+    with pytest.raises(SpdError, match=f"spd.toml: is a {kind}, not a file"):
+        read_defaults("generate", [(path, True)])
 
 
 @pytest.mark.parametrize(
@@ -93,6 +127,12 @@ def test_a_projects_file_sets_little_and_leads_nowhere(
         ("tempreature = 1", "no command has an option --tempreature"),
         ("[generat]\nseed = 1", "[generat] is not a command"),
         ("[ls]\nseed = 1\n[generate]\nvi = true", "spd generate has no option --vi"),
+        (
+            "[generate]\nhide-thinking = true",
+            "spd generate has no option --hide-thinking\n  fix: --think hide",
+        ),
+        ("hide-thinking = true", "no command has an option --hide-thinking\n  fix: --think hide"),
+        ('think = "maybe"', "think = 'maybe': --think maybe: on, off, hide or a number of tokens?"),
         ('temperature = "warm"', "'warm' is not a valid float"),
         ("temperature = true", "temperature = True is not a number or a text"),
         ('adaptive = "yes"', "adaptive = 'yes' is not true or false"),
@@ -118,7 +158,10 @@ def test_refused_with_file_and_key(
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"\x00\xff\xfe" * 99, "is not TOML: it is not UTF-8 text"), (None, "cannot be read: Is a directory")],
+    [
+        (b"\x00\xff\xfe" * 99, "{}: is not TOML: it is not UTF-8 text"),
+        (None, "cannot read {}: Is a directory"),
+    ],
 )
 def test_what_is_no_text_is_refused_in_one_line(
     content: bytes | None, words: str, home: Path, spd_run: Callable, assert_refused: Callable
@@ -128,9 +171,9 @@ def test_what_is_no_text_is_refused_in_one_line(
     for argv in (["--config", path, "generate", "Hi"], ["generate", "--json", f"--config={path}", "Hi"]):
         ran = spd_run(*argv)
         if "--json" not in argv:
-            assert_refused(ran, 2, f"error: {path}: {words}\n")
+            assert_refused(ran, 2, f"error: {words.format(path)}\n")
         else:
-            assert (ran.code, ran.json["error"]["message"]) == (2, f"{path}: {words}")
+            assert (ran.code, ran.json["error"]["message"]) == (2, words.format(path))
 
 
 def test_a_byte_order_mark_is_no_key(own: Write, spd_run: Callable, model: Path, script: Any) -> None:
@@ -235,7 +278,7 @@ def test_no_input_asks_nobody_and_reads_no_terminal(tmp_path: Path) -> None:
     (tmp_path / "models--org--name" / "snapshots" / "abc").mkdir(parents=True)
     cache = {"HF_HUB_CACHE": str(tmp_path), "NO_COLOR": "1"}
     for argv, status, words in (
-        (["--no-input", "rm", "org/name"], 2, "nobody can be asked"),
+        (["--no-input", "rm", "org/name"], 2, "spd cannot ask"),
         (["chat", "--no-input"], 2, "standard input is empty"),
         (["generate", "-f", "-", "--no-input", "--dry-run", "--json"], 0, '"prompt"'),
         (["generate", "--no-input"], 2, "nothing to generate from"),

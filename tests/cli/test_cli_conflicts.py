@@ -42,6 +42,7 @@ CASES: dict[str, list[str]] = {
     "concurrency-jsonl": ["Hi", "--concurrency", "4"],
     "resume-jsonl": ["Hi", "-o", "x", "--resume"],
     "quiet-verbose": ["Hi", "-qv"],
+    "think-twice": ["Hi", "--think", "9", "--template-arg", "enable_thinking=false"],
     "color-twice": ["Hi", "--no-color", "--color", "always"],
 }
 
@@ -49,8 +50,6 @@ CHAT_CASES: dict[str, list[str]] = {
     "two-models": ["-m", "demo"],
     "continue-session": ["-c", "--session", "x"],
     "drafts-markdown": ["--show-drafts", "--markdown", "on"],
-    "budget-no-think": ["--think-budget", "5", "--no-think"],
-    "hide-no-think": ["--hide-thinking", "--no-think"],
 }
 
 
@@ -81,6 +80,8 @@ def test_refused(
         ("two-stdins", ["--jsonl", "--grammar", "-"]),
         ("two-stdins", ["-f", "-", "--schema", "-"]),
         ("two-stdins", ["Hi", "-f", "-", "-f", "-"]),
+        ("raw-template-arg", ["Hi", "--raw", "--think", "hide"]),
+        ("ids-template-arg", ["--prompt-ids", "1", "--think", "9"]),
         ("jsonl-ids", ["--jsonl", "-f", "x", "--prompt-ids", "1"]),
         ("ngram-method", ["Hi", "--draft-max", "0", "--ngram-min", "2"]),
     ],

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.conversation import ChatEncoder, Conversation, Encoded, Turn, derived_seed, shared_spans
+from spd.cli.conversation import ChatEncoder, Conversation, Encoded, Turn, shared_spans
 from spd.cli.job import open_vocabulary
 from spd.cli.sessions import SCHEMA, SessionStore
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
+from spd.formats.folder import ModelFolder
+from spd.runtime.engine.request import derived_seed
 from tests.cli.conftest import write_model
 
 END = 258
@@ -25,11 +27,11 @@ END = 258
 @pytest.fixture
 def encoder(model: Path) -> ChatEncoder:
     """An encoder for the byte-level model: a token is a byte."""
-    return ChatEncoder(open_vocabulary("model", model), {})
+    return ChatEncoder(open_vocabulary("model", ModelFolder(model)), {})
 
 
 def ids_of(text: str, model: Path) -> tuple[int, ...]:
-    vocabulary = open_vocabulary("model", model)
+    vocabulary = open_vocabulary("model", ModelFolder(model))
     return tuple(vocabulary.need_tokenizer().encode(text))
 
 
@@ -45,7 +47,9 @@ def test_the_next_turn_begins_with_every_token_of_the_last(encoder: ChatEncoder,
     assert second.ids[: len(first.ids) + len(reply)] == (*first.ids, *reply)
     new = len(second.ids) - len(first.ids) - len(reply)
     assert second.spans == (*first.spans, ("generated", len(reply)), ("prompt", new))
-    canonical = open_vocabulary("model", model).need_tokenizer().encode(second.text, parse_special=True)
+    canonical = (
+        open_vocabulary("model", ModelFolder(model)).need_tokenizer().encode(second.text, parse_special=True)
+    )
     assert list(second.ids) == canonical
 
 
@@ -69,7 +73,7 @@ def test_tokens_stay_the_ones_that_were_drawn(tmp_path: Path) -> None:
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     library.save(str(folder / "tokenizer.json"))
-    encoder = ChatEncoder(open_vocabulary("merging", folder), {})
+    encoder = ChatEncoder(open_vocabulary("merging", ModelFolder(folder)), {})
     drawn = (alphabet["l"], alphabet["o"])
     first = encoder.encode(talk(Turn("Hi")))
     second = encoder.encode(talk(Turn("Hi", "lo", drawn, "length"), Turn("More")))
@@ -85,7 +89,7 @@ def test_tokens_stay_the_ones_that_were_drawn(tmp_path: Path) -> None:
 )
 def test_what_was_not_drawn_is_encoded_anew(turn: Turn, encoder: ChatEncoder, model: Path) -> None:
     first, second = encoder.encode(talk(Turn("Hi"))), encoder.encode(talk(turn, Turn("More")))
-    tokenizer = open_vocabulary("model", model).need_tokenizer()
+    tokenizer = open_vocabulary("model", ModelFolder(model)).need_tokenizer()
     assert list(second.ids) == tokenizer.encode(second.text, parse_special=True)
     assert second.spans == (("prompt", len(first.ids)), ("prompt", len(second.ids) - len(first.ids)))
 
@@ -97,7 +101,7 @@ def test_a_template_that_drops_earlier_thinking_keeps_what_is_before_it(tmp_path
         "message['content']", "message['content'].split('</think>')[-1]"
     )
     (folder / "tokenizer_config.json").write_text(json.dumps(template))
-    encoder = ChatEncoder(open_vocabulary("thinker", folder), {})
+    encoder = ChatEncoder(open_vocabulary("thinker", ModelFolder(folder)), {})
     reply = "<think>hm</think>Yes"
     first = encoder.encode(talk(Turn("Hi")))
     second = encoder.encode(talk(Turn("Hi", reply, ids_of(reply, folder), "stop"), Turn("More")))
@@ -111,7 +115,7 @@ def test_the_same_turns_give_the_same_prompt_however_they_came(encoder: ChatEnco
         live.encode(talk(*turns[:count], Turn("c")))
     live.encode(talk(*turns[:1], Turn("other"), system="sys"))
     final = talk(*turns, Turn("c"))
-    loaded = ChatEncoder(open_vocabulary("model", model), {})
+    loaded = ChatEncoder(open_vocabulary("model", ModelFolder(model)), {})
     assert live.encode(final) == loaded.encode(final)
 
 
@@ -130,7 +134,8 @@ def test_spans_of_a_shared_beginning() -> None:
 
 def test_seeds_of_replies_differ_and_are_fixed() -> None:
     assert len({derived_seed(5, number) for number in range(100)} | {derived_seed(6, 0)}) == 101
-    assert derived_seed(5, 0) == derived_seed(5, 0) < 2**63
+    assert derived_seed(5, 0) == derived_seed(5, 0)
+    assert max(derived_seed(2**63 - 1, "a name", number) for number in range(100)) < 2**53
 
 
 # -- the file --------------------------------------------------------------------------------------
@@ -192,6 +197,15 @@ def test_what_a_later_version_adds_is_ignored(tmp_path: Path) -> None:
 def test_names_that_could_leave_the_folder(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a name"):
         SessionStore(tmp_path).path(name)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "device"])
+def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    path = store.path("talk")
+    {"FIFO": os.mkfifo, "folder": os.mkdir, "device": lambda p: os.symlink("/dev/zero", p)}[kind](path)
+    with pytest.raises(IncompatibleError, match="not a file"):
+        store.load("talk")
 
 
 def test_a_chat_that_is_not_there(tmp_path: Path) -> None:

@@ -17,8 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spd.formats.mtp_folder import read_head_folder
+from spd.errors import CheckpointError
+from spd.formats.checkpoint import Checkpoint
+from spd.formats.folder import ModelFolder
+from spd.formats.mtp import verifier_hash
 from tests.cli.conftest import refused
+from tests.helpers import cut_when_read
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.mtp_folders import PREFIX, change_tensors, write_deepseek, write_sparse_v3
 
@@ -63,7 +67,7 @@ def test_the_head_is_cut_out_byte_for_byte(spd_run: Callable, original: Path, tm
     assert {row["name"] for row in facts["mapped"]} == {row["from"] for row in facts["mapped"]} == set(wanted)
     assert facts["shared"] == sorted(COPIES) and facts["own"] == facts["dropped"] == facts["unmapped"] == []
     assert equal(load_file(head / "model.safetensors"), wanted)
-    folder = read_head_folder(head)
+    folder = ModelFolder(head).head
     assert folder.layout.modules == 1 and folder.verifier == str(original)
     assert folder.verifier_sha256 == facts["verifier"]["sha256"]
     manifest = json.loads((head / "manifest.json").read_text())
@@ -98,7 +102,7 @@ def test_layouts_repeats_and_dtypes(spd_run: Callable, original: Path, tmp_path:
     wanted = head_of(original)
     assert spd_run("convert-mtp", original, tmp_path / "three", "--repeat", 3).code == 0
     written = load_file(tmp_path / "three" / "model.safetensors")
-    assert read_head_folder(tmp_path / "three").layout.modules == 3
+    assert ModelFolder(tmp_path / "three").head.layout.modules == 3
     for module in range(3):
         at = f"model.layers.{2 + module}."
         mine = {PREFIX + n.removeprefix(at): t for n, t in written.items() if n.startswith(at)}
@@ -197,7 +201,7 @@ def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, t
     assert spd_run("convert-mtp", original, tmp_path / "empty").code == 0
     refused(spd_run("convert-mtp", original, tmp_path / "empty"), 2, "is there", "--force")
     ran = spd_run("convert-mtp", original, tmp_path / "empty", "--force", "--repeat", 2)
-    assert ran.code == 0 and read_head_folder(tmp_path / "empty").layout.modules == 2
+    assert ran.code == 0 and ModelFolder(tmp_path / "empty").head.layout.modules == 2
     assert before == {path: path.read_bytes() for path in original.iterdir()}
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
@@ -279,8 +283,30 @@ def test_twenty_kills(original: Path, tmp_path: Path) -> None:
         seen.add(destination.exists())
         if destination.exists():
             assert equal(load_file(destination / "model.safetensors"), wanted)
-            assert read_head_folder(destination).layout.modules == 1
+            assert ModelFolder(destination).head.layout.modules == 1
             shutil.rmtree(destination)
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
     assert equal(load_file(destination / "model.safetensors"), wanted)
     assert seen
+
+
+@pytest.mark.parametrize("dtype", ["stored", "float32"])
+def test_a_source_that_is_cut_short_while_it_is_read(
+    dtype: str, spd_run: Callable, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_when_read(monkeypatch, original / "model.safetensors")
+    ran = spd_run("convert-mtp", original, tmp_path / "out" / "head", "--dtype", dtype)
+    refused(ran, 4, f"{original / 'model.safetensors'}: ")
+    assert not (tmp_path / "out").exists() or not os.listdir(tmp_path / "out")
+
+
+def test_the_mark_of_the_verifier_is_never_that_of_a_part(
+    original: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_tensors(original, **{NORM: torch.ones(10**6)})
+    cut_when_read(monkeypatch, original / "model.safetensors")
+    with (
+        Checkpoint.open(original) as checkpoint,
+        pytest.raises(CheckpointError, match="was truncated while it was read"),
+    ):
+        verifier_hash(checkpoint)

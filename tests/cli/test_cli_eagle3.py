@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spd.runtime import plan
+from spd.runtime.plan import machine
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 
@@ -189,7 +189,7 @@ def test_a_pickled_head(
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
     ran = spd_run("generate", "-m", pair[0], "--draft-model", folder, "Hi")
-    assert_refused(ran, 4, "only safetensors is", "weights_only=True")
+    assert_refused(ran, 4, "only safetensors is", "spd.cli.unpickle")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_configurations_that_are_not_built(
 def test_a_refusal_for_memory_names_options_that_exist(
     spd_run: Run, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "free_memory", lambda device: 2**21)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 2**21)
     target, head = pair
     ran = spd_run("generate", "-m", target, "--draft-model", head, "--ctx", 512, "Hi")
     assert ran.code == 5 and "draft weights" in ran.err and "--spec ngram, without --draft-model" in ran.err

@@ -12,9 +12,9 @@ import pytest
 
 from spd.cli.chat_model import ChatModel
 from spd.cli.chat_options import ChatOptions
-from spd.cli.engine_thread import EngineThread
 from spd.cli.output import Console
 from spd.runtime import EngineConfig, Request, SamplingParams
+from spd.runtime.engine.driver import EngineThread
 
 WAIT = 60
 PARAMS = SamplingParams(temperature=0.5)
@@ -29,7 +29,12 @@ def until(true: Callable[[], object]) -> None:
 
 
 def engine_thread(model: Path) -> EngineThread:
-    thread = EngineThread(EngineConfig(model=model), lambda: None, lambda: PARAMS)
+    def build(progress: Any) -> Any:
+        from spd.runtime import Engine
+
+        return Engine(EngineConfig(model=model), progress=progress)
+
+    thread = EngineThread(build, lambda: [PARAMS], goes_on=True)
     thread.start()
     return thread
 
@@ -78,7 +83,7 @@ def test_a_batch_that_fills_all_slots_is_captured_for(
     spd_run: Callable, model: Path, monkeypatch: pytest.MonkeyPatch, lines: int, together: int | None
 ) -> None:
     """With the parameters of the command; a shorter one captures what it runs."""
-    from spd.runtime.engine import Engine
+    from spd.runtime.engine.engine import Engine
 
     asked: list[tuple[list[SamplingParams], int]] = []
     monkeypatch.setattr(

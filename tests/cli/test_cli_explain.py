@@ -94,7 +94,7 @@ def test_refusals(spd_run: Callable[..., Any], assert_refused: Callable[..., Non
     assert_refused(spd_run("explain", tmp_path / "text"), 2, "line 1 is no round of a trace")
     assert_refused(spd_run("explain", tmp_path), 2, "Is a directory", "--trace FILE")
     (tmp_path / "bytes").write_bytes(b"\xff\n")
-    assert_refused(spd_run("explain", tmp_path / "bytes"), 2, "it is not UTF-8 text")
+    assert_refused(spd_run("explain", tmp_path / "bytes"), 2, "is not UTF-8 text")
     (tmp_path / "empty").write_text("")
     assert_refused(spd_run("explain", tmp_path / "empty"), 2, "no rounds beyond a first one")
     assert_refused(spd_run("explain"), 2, "spd explain --help")

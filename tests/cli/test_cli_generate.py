@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from spd.errors import EngineError, ResourceError
+from spd.formats.folder import ModelFolder
 
 
 def test_text_and_one_newline_on_stdout_nothing_on_stderr(spd_run: Callable, model: Path, script) -> None:
@@ -75,7 +76,7 @@ def test_the_engine_configuration(spd_run: Callable, model: Path, script) -> Non
     argv += " --graphs off --kernels torch --memory-fraction 0.5 --threads 3 --load dummy --ngram-max 5"
     spd_run("generate", "-m", model, "Hi", *argv.split())
     config = script.engine.config
-    assert config.model == model and config.draft_model is None
+    assert config.model == ModelFolder(model) and config.draft_model is None
     assert (config.device, config.dtype, config.ctx, config.spec) == ("cpu", "float32", 64, "ngram")
     assert (config.draft_max, config.adaptive, config.ngram_min, config.ngram_max) == (3, False, 2, 5)
     assert (config.lag, config.graphs, config.kernels, config.threads) == (2, False, "torch", 3)
@@ -83,10 +84,10 @@ def test_the_engine_configuration(spd_run: Callable, model: Path, script) -> Non
 
 
 def test_defaults_of_the_engine_configuration(spd_run: Callable, model: Path, script) -> None:
-    from spd.runtime.config import EngineConfig
+    from spd.runtime.plan.config import EngineConfig
 
     spd_run("generate", "-m", model, "Hi")
-    assert script.engine.config == EngineConfig(model=model)
+    assert script.engine.config == EngineConfig(model=ModelFolder(model))
 
 
 def test_json_object(spd_run: Callable, model: Path, script) -> None:
@@ -119,7 +120,7 @@ def test_json_without_logprobs_has_none(spd_run: Callable, model: Path, script) 
 def test_a_printed_seed_replays(spd_run: Callable, model: Path, script) -> None:
     seed = spd_run("generate", "-m", model, "--json", "Hi").json["seed"]
     spd_run("generate", "-m", model, "Hi", "--seed", seed)
-    assert script.request.params.seed == seed and 0 <= seed < 2**63
+    assert script.request.params.seed == seed and 0 <= seed < 2**53
 
 
 def test_stats_line(spd_run: Callable, model: Path, script) -> None:
@@ -130,7 +131,7 @@ def test_stats_line(spd_run: Callable, model: Path, script) -> None:
 
 def test_verbose_shows_plan_seed_and_origins(spd_run: Callable, model: Path, script) -> None:
     ran = spd_run("generate", "-m", model, "Hi", "-v", "--seed", 4, "--top-p", 0.5)
-    assert "plan    ctx=128" in ran.err and "seed=4 (given)" in ran.err
+    assert "plan    model=folder" in ran.err and " ctx=128 " in ran.err and "seed=4 (given)" in ran.err
     assert "top_p=0.5 (given)" in ran.err and "top_k=20 (generation_config.json)" in ran.err
     assert ran.text == "Hello wörld!\n"
 
@@ -196,6 +197,7 @@ def test_a_model_that_fails_while_generating(spd_run: Callable, model: Path, scr
             5,
             "CUDA out of memory.",
         ),
+        (RuntimeError("epoll_create: Too many open files"), 5, "error: too many open files"),
         (RuntimeError("odd"), 1, "error: unexpected RuntimeError: odd"),
         (OSError(5, "Input/output error"), 1, "error: unexpected OSError"),
     ],
@@ -257,7 +259,7 @@ def test_the_model_comes_from_the_environment(
 ) -> None:
     monkeypatch.setenv("SPD_MODEL", str(model))
     assert spd_run("generate", "Hi").code == 0
-    assert script.engine.config.model == model
+    assert script.engine.config.model == ModelFolder(model)
 
 
 def test_dummy_weights_say_so(spd_run: Callable, model: Path, script) -> None:

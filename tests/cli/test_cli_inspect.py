@@ -15,10 +15,10 @@ import pytest
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.model_config import read_model_config
 from spd.runtime import EngineConfig
-from spd.runtime.measuring import foresight
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
-from spd.runtime.plan import make_plan
+from spd.runtime.plan import machine
+from spd.runtime.plan.plan import make_plan
 from tests.json_schema import faults
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,15 +127,15 @@ def test_what_would_run_is_what_the_plan_says(spd_run: Callable) -> None:
         shown, plan = spd_run("inspect", "demo", *words, "--json").json, make_plan(config)
         assert faults(shown, "inspect") == [] and faults(shown | {"more": 1}, "inspect") != []
         told, need = shown["speculation"], shown["needs"]
-        assert (told["method"], told["draft_max"]) == (plan.spec, plan.draft_max)
-        assert told["reason"] == ("it is given with --draft" if words else plan.spec_reason)
+        assert (told["method"], told["draft_max"]) == (plan.spec, plan.shape.draft_max)
+        assert told["reason"] == ("it is given with --draft" if words else plan.drafter.reason)
         if need["device"] != "cpu":
             continue
-        assert (need["ctx"], need["dtype"], need["fits"]) == (plan.ctx, plan.dtype, True)
+        assert (need["ctx"], need["dtype"], need["fits"]) == (plan.shape.ctx, plan.shape.dtype, True)
         parts = need["parts"]
-        assert (parts["weights"], parts["draft_weights"]) == (plan.weight_bytes, plan.draft_weight_bytes)
-        assert parts["cache"] + parts["draft_cache"] == plan.cache_bytes
-        assert parts["workspace"] == plan.workspace_bytes
+        assert (parts["weights"], parts["draft_weights"]) == (plan.need.weights, plan.need.draft_weights)
+        assert parts["cache"] + parts["draft_cache"] == plan.need.caches
+        assert parts["workspace"] == plan.need.workspace
 
 
 def test_whom_auto_takes_and_who_cannot(spd_run: Callable, whole: Path) -> None:
@@ -149,16 +149,19 @@ def test_whom_auto_takes_and_who_cannot(spd_run: Callable, whole: Path) -> None:
 
 
 def test_memory_that_is_not_there(spd_run: Callable, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foresight, "_free_on_gpu", lambda load: None)
-    monkeypatch.setattr(foresight, "available_memory", lambda: 2**16)
+    monkeypatch.setattr(machine, "LIBRARY", "none of that name")
+    monkeypatch.setattr(machine, "free_memory", lambda device: 2**16)
     ran = spd_run("inspect", whole)
     assert ran.code == 0 and "may be used; this does not fit" in flat(ran).replace("\n          ", " ")
     assert spd_run("inspect", whole, "--json").json["needs"]["fits"] is False
     config = json.loads((whole / "config.json").read_text()) | {"max_position_embeddings": 8192}
     (whole / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(foresight, "available_memory", lambda: 2**19)
-    contexts = spd_run("inspect", whole, "--json").json["needs"]["contexts"]
-    assert [each["fits"] for each in contexts] == [True, False, False]
+    totals = [each["total"] for each in spd_run("inspect", whole, "--json").json["needs"]["contexts"]]
+    monkeypatch.setattr(machine, "free_memory", lambda device: (totals[0] + totals[-1]) * 5 // 9)
+    needs = spd_run("inspect", whole, "--json").json["needs"]
+    fits = [each["fits"] for each in needs["contexts"]]
+    assert fits == [each["total"] <= needs["usable"] for each in needs["contexts"]]
+    assert fits[0] and not fits[-1] and fits == sorted(fits, reverse=True)
     assert "8,192: " in flat(spd_run("inspect", whole)) and "(too much)" in flat(spd_run("inspect", whole))
 
 
@@ -172,9 +175,9 @@ def test_a_gpu_is_foreseen_by_its_driver() -> None:
             memory._obj.free = 7 * 2**30
             return 0
 
-    here = foresight.foresee(lambda name: Driver())
+    here = machine.foreseen_machine(lambda name: Driver())
     assert (here.device, here.free) == ("cuda", 7 * 2**30)
-    assert foresight.foresee(lambda name: object()).device == "cpu"
+    assert machine.foreseen_machine(lambda name: object()).device == "cpu"
 
 
 def test_a_folder_without_tokenizer_or_template(spd_run: Callable, whole: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +17,13 @@ from typing import Any
 import pytest
 
 from spd.cli.batch_input import BatchLine, Shared, read_wishes
-from spd.cli.conversation import derived_seed
 from spd.cli.job import plan_settings
 from spd.cli.options import GenerateOptions
 from spd.cli.prompt import Asked
 from spd.errors import UsageError
+from spd.formats.files import open_output
 from spd.runtime import Engine
+from spd.runtime.engine.request import derived_seed
 from tests.cli.conftest import ROOT
 from tests.json_schema import faults
 
@@ -63,7 +66,7 @@ def test_a_line_can_be_replayed_alone_by_its_seed(answers: Lines) -> None:
     lines = [{"prompt": f"a {i}", "params": {"temperature": 1.0}} for i in range(5)]
     _, found = answers(lines, "--seed", 11, "--concurrency", 5)
     assert [one["seed"] for one in found] == [derived_seed(11, n) for n in range(1, 6)]
-    assert len({one["seed"] for one in found}) == 5
+    assert len({one["seed"] for one in found}) == 5 and all(one["seed"] < 2**53 for one in found)
     alone = {**lines[3], "params": {"temperature": 1.0, "seed": found[3]["seed"]}}
     _, again = answers([alone])
     assert (again[0]["text"], again[0]["token_ids"]) == (found[3]["text"], found[3]["token_ids"])
@@ -208,7 +211,7 @@ def test_what_a_line_begins_with(target: Path) -> None:
     for line in ({"prompt_ids": [1]}, {"prompt": [1]}, raw):
         with pytest.raises(UsageError, match="is the whole prompt here"):
             asked(line, s)
-        with pytest.raises(UsageError, match="no chat template here, so --template-arg would do nothing"):
+        with pytest.raises(UsageError, match="no chat template: --template-arg and --think would do nothing"):
             asked(line, thinking=False)
     assert asked({"prompt": "x"}, thinking=False).variables == {"thinking": False}
     with pytest.raises(UsageError, match="is the whole prompt here"):
@@ -390,3 +393,68 @@ def test_a_closed_pipe_is_quiet(target: Path) -> None:
     )
     first, status = done.stdout.splitlines()
     assert json.loads(first)["line"] == 1 and status == "141" and done.stderr == ""
+
+
+def test_a_line_that_is_far_too_long_is_refused_in_its_place(answers: Lines, tmp_path: Path) -> None:
+    """The others go on; of one that may be cut the end is read. Lines may come through a pipe with a name."""
+    long = {"prompt": "word " * 300_000}
+    ran, found = answers([*prompts(1), long, *prompts(1)])
+    assert ran.code == 7 and [list(one)[-1] == "error" for one in found] == [False, True, False]
+    assert "1,500,000 characters" in found[1]["error"]["message"] or "far more" in str(found[1]["error"])
+    os.mkfifo(tmp_path / "pipe")
+    text = "".join(json.dumps(one) + "\n" for one in (long, prompts(1)[0]))
+    threading.Thread(target=lambda: (tmp_path / "pipe").write_text(text), daemon=True).start()
+    ran, found = answers([], "-f", tmp_path / "pipe", "--overflow", "truncate-left")
+    assert ran.code == 0 and len(found) == 2 and found[0]["dropped_prompt_tokens"] > 512
+
+
+def test_only_a_file_is_gone_on_with(answers: Lines, tmp_path: Path, assert_refused: Callable) -> None:
+    (tmp_path / "out").symlink_to("/dev/zero")
+    ran, _ = answers(prompts(1), "-o", tmp_path / "out", "--resume")
+    assert_refused(ran, 2, "out: is not a file to go on with")
+
+
+@pytest.mark.parametrize("more", [(), ("--resume",), ("--resume", "-f", "LINES")])
+def test_a_second_writer_of_a_file_is_refused(
+    more: tuple[str, ...], answers: Lines, tmp_path: Path, assert_refused: Callable
+) -> None:
+    out, lines = tmp_path / "out.jsonl", tmp_path / "lines"
+    answers(prompts(2), "-o", out)
+    lines.write_text("".join(json.dumps(one) + "\n" for one in prompts(3)))
+    before = out.read_bytes()
+    first = open_output(out, append=True)
+    argv = [str(lines) if word == "LINES" else word for word in more]
+    assert_refused(answers(prompts(3), "-o", out, *argv)[0], 2, f"{out}: another process is writing it")
+    assert out.read_bytes() == before
+    os.close(first)
+    assert answers(prompts(3), "-o", out, *argv)[0].code == 0 and out.read_bytes().count(b"\n") == 3
+
+
+def test_two_that_begin_together_never_mix(tmp_path: Path, target: Path) -> None:
+    """Both begin before either has written: what is written is one's alone, and the other is refused."""
+    lines, out = tmp_path / "lines", tmp_path / "out.jsonl"
+    lines.write_text("".join(json.dumps(one) + "\n" for one in prompts(40)))
+    command = [
+        sys.executable,
+        "-m",
+        "spd",
+        "generate",
+        "--jsonl",
+        "-m",
+        target,
+        "-f",
+        lines,
+        "-o",
+        out,
+        "-n",
+        "8",
+    ]
+    runs = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)
+    ]
+    said = [run.communicate(timeout=300)[1].decode() for run in runs]
+    codes = sorted(run.returncode for run in runs)
+    assert codes in ([0, 2], [0, 0]), said  # the second may also have begun when the first had ended
+    assert codes == [0, 0] or any("another process is writing it" in words for words in said)
+    numbers = [json.loads(line)["line"] for line in out.read_bytes().splitlines()]
+    assert numbers == list(range(1, 41))

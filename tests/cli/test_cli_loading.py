@@ -18,7 +18,7 @@ import pytest
 from spd.cli import loading as module
 from spd.cli.loading import loading
 from spd.cli.output import Console, write_stderr
-from spd.runtime.progress import LoadProgress, Phase
+from spd.runtime.load.progress import LoadProgress, Phase
 
 HIDE_CURSOR = "\x1b[?25l"
 COLOUR = re.compile(r"\x1b\[[0-9;]*[13-9][0-9;]*m")
@@ -144,7 +144,7 @@ def test_a_real_terminal(model: Path) -> None:
 import sys, time
 import spd.runtime
 from tests.cli.conftest import FakeEngine, Script
-from spd.runtime.progress import LoadProgress
+from spd.runtime.load.progress import LoadProgress
 def load(progress):
     for n in range(12):
         progress(LoadProgress("read", n, 12))
@@ -221,9 +221,10 @@ def test_a_verbose_run_counts_memory_part_by_part(spd_run: Callable, bare: Path)
 def test_too_much_is_refused_before_anything_is_loaded(
     spd_run: Callable, assert_refused: Callable, bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spd.runtime import assembly, plan
+    from spd.runtime.engine import assembly
+    from spd.runtime.plan import machine
 
-    monkeypatch.setattr(plan, "free_memory", lambda device: 2**18)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 2**18)
     monkeypatch.setattr(assembly, "load_model", None)
     argv = ["generate", "-m", bare, "--load", "dummy", "--prompt-ids", "1", "--ctx", "128"]
     assert_refused(spd_run(*argv), 5, "not enough memory on cpu", "weights", "workspace", "(frees ")
@@ -232,8 +233,8 @@ def test_too_much_is_refused_before_anything_is_loaded(
 def test_memory_that_runs_out_ends_with_5(
     spd_run: Callable, assert_refused: Callable, bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spd.runtime import assembly
-    from spd.runtime.round import Round
+    from spd.runtime.engine import assembly
+    from spd.runtime.round.round import Round
 
     def none(*_: object, **__: object) -> None:
         raise MemoryError

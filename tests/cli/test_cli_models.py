@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +16,10 @@ import pytest
 from huggingface_hub import constants
 
 from spd.cli.signals import Interrupted
+from spd.errors import NetworkError, UsageError
 from spd.formats import hub_download
 from tests.cli.hub_server import COMMIT, NAME, Hub, serve
+from tests.test_hostile import CONTROLS
 
 
 @pytest.fixture
@@ -57,6 +62,15 @@ def test_only_what_spd_reads_is_fetched(hub: Hub, cache: Path, spd_run: Callable
     before = len(hub.fetched())
     assert spd_run("pull", NAME).code == 0 and len(hub.fetched()) == before, "nothing is fetched twice"
     assert spd_run("inspect", NAME).code == 0
+
+
+def test_what_a_hub_says_steers_no_terminal(hub: Hub, cache: Path) -> None:
+    hub.headers["X-HF-Warning"] = "topic; \x1b]0;own\x07 moved\x1b[2J"
+    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "spd", "pull", NAME], env=env, capture_output=True, timeout=120
+    )
+    assert ran.returncode == 0 and b" moved" in ran.stderr and not CONTROLS.search(ran.stderr), ran
 
 
 def test_a_dry_run_fetches_no_weights(hub: Hub, cache: Path, spd_run: Callable) -> None:
@@ -128,6 +142,123 @@ def test_a_file_with_another_hash_is_removed(name: str, hub: Hub, cache: Path, s
     )
     assert not (snapshot(cache) / name).exists()
     assert all(hub.sent[name] != blob.read_bytes() for blob in (cache / "models--org--Tiny/blobs").iterdir())
+
+
+def everything_below(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
+@pytest.mark.parametrize("name", ["../../../precious", "/PRECIOUS", "../../../new", "..", '"../../../new"'])
+@pytest.mark.parametrize("missing", ["", "config.json"])
+def test_no_answer_leads_out_of_the_cache(
+    header: str,
+    name: str,
+    missing: str,
+    hub: Hub,
+    cache: Path,
+    tmp_path: Path,
+    spd_run: Callable,
+    assert_refused: Callable,
+) -> None:
+    """The library makes paths of these headers; what is there is kept, and nothing is made."""
+    precious = tmp_path / "precious"
+    precious.write_text("all there is")
+    before = {path: data for path, data in everything_below(tmp_path).items() if "tiny" not in path}
+    hub.headers[header] = name.replace("/PRECIOUS", str(precious))
+    hub.missing = missing
+    words = f"cannot download {NAME}: the hub gave a wrong answer: no name to go by"
+    assert_refused(spd_run("pull", NAME), 8, words)
+    outside = {p: d for p, d in everything_below(tmp_path).items() if not p.startswith(str(cache))}
+    assert outside == before
+
+
+@pytest.mark.parametrize("etag", ['W/"abc"', "5f3c-1a2b", '"d41d8cd98f00b204e9800998ecf8427e-12"'])
+def test_etags_of_other_servers(etag: str, hub: Hub, cache: Path, spd_run: Callable) -> None:
+    for name in set(hub.files) - {"config.json", "model.safetensors"}:
+        del hub.files[name]
+    hub.headers["ETag"] = etag
+    ran = spd_run("pull", NAME)
+    assert ran.code == 8 and "is not the file that the hub lists" in ran.err, "one name for two files"
+    assert [path.name for path in (cache / "models--org--Tiny/blobs").iterdir()] == []
+
+
+def test_a_link_that_leads_out_of_the_cache_is_all_that_is_removed(
+    hub: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("all there is")
+    link = snapshot(cache) / "config.json"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(precious)
+    file = hub_download.RemoteFile("config.json", 5, "0" * 64, None)
+    with pytest.raises(NetworkError, match="is not the file that the hub lists"):
+        hub_download._check_hash(NAME, file, link)
+    assert precious.read_text() == "all there is" and not link.is_symlink()
+
+
+@pytest.mark.parametrize("revision", ["../../x", "/tmp/x", "a/../../x", "..", "a\nb", ""])
+def test_revisions_that_are_none(
+    revision: str, hub: Hub, cache: Path, spd_run: Callable, assert_refused: Callable
+) -> None:
+    for argv in (["pull", NAME], ["generate", "-m", NAME, "--pull", "Hi"]):
+        assert_refused(spd_run(*argv, "--revision", revision), 2, "is not a branch, tag or commit")
+    with pytest.raises(UsageError):
+        hub_download.look_up(NAME, revision)
+    assert hub.log == [] and not cache.exists()
+
+
+SIBLING = {"rfilename": "config.json", "size": 1, "blobId": "0"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"<html>Please log in</html>",
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        *(
+            json.dumps(value).encode()
+            for value in (
+                *([], [1], None, 3, "text", {}, {"id": NAME}),
+                *({"id": NAME, "sha": sha} for sha in (None, "../../x", "main", 7)),
+                *(
+                    {"id": NAME, "sha": COMMIT, "siblings": files}
+                    for files in ("text", [1], [{}], {"a": 1}, 3)
+                ),
+                *(
+                    {"id": NAME, "sha": COMMIT, "siblings": [SIBLING | change]}
+                    for change in (
+                        *({"rfilename": 3}, {"rfilename": None}, {"rfilename": ["a"]}),
+                        *({"size": "much"}, {"size": [1]}, {"lfs": "text"}, {"lfs": {"sha256": "x"}}),
+                    )
+                ),
+            )
+        ),
+    ],
+    ids=lambda answer: answer[:60].decode("latin-1"),
+)
+def test_answers_that_are_none(answer: bytes, hub: Hub, spd_run: Callable, assert_refused: Callable) -> None:
+    hub.answer = answer
+    assert_refused(spd_run("pull", NAME), 8, f"cannot download {NAME}: the hub gave a wrong answer", hub.url)
+
+
+def test_the_index_is_checked_too(hub: Hub, cache: Path, spd_run: Callable) -> None:
+    """It is read before anything else is downloaded: what a proxy sends in its place is no damaged model."""
+    del hub.files["model.safetensors"]
+    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": "m.safetensors"}}).encode()
+    hub.sent["model.safetensors.index.json"] = b"<html>Please log in</html>".ljust(
+        len(hub.files["model.safetensors.index.json"])
+    )
+    ran = spd_run("pull", NAME)
+    assert ran.code == 8 and "index.json is not the file that the hub lists" in ran.err
+
+
+def test_a_branch_beside_a_folder_of_its_name(hub: Hub, cache: Path, spd_run: Callable) -> None:
+    (cache / "models--org--Tiny" / "refs" / "main").mkdir(parents=True)
+    ran = spd_run("pull", NAME)
+    assert ran.code == 8 and "Is a directory" in ran.err
 
 
 @pytest.mark.parametrize(

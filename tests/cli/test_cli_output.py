@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,7 @@ def test_colour_order(environ: dict, choice: str | None, on_terminal: bool, off_
 
 
 def test_control_characters_are_spelled_out() -> None:
-    assert (
-        printable("a\x1b[31mb\x00\x9bc\td\r\ne\rf\udcffé") == "a\\x1b[31mb\\x00\\x9bc\td\r\ne\\x0df\\udcffé"
-    )
+    assert printable("a\x1b[31mb\x00\x9bc\td\r\ne\rf\udcffé") == "a\\x1b[31mb\\x00\\x9bc\td\r\ne\\rf\\udcffé"
 
 
 def test_json_is_strict_one_line() -> None:
@@ -65,10 +64,8 @@ def test_error_lines(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "error: no\\x1b[2J way",
-        "  second",
-        "  because",
-        "  of two",
+        "error: no\\x1b[2J way\\nsecond",
+        "  because\\nof two",
         "  fix: do this",
         "       or that",
     ]
@@ -89,7 +86,7 @@ def test_error_object(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
 def test_file_is_emptied_by_the_first_write_only(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text("old and long")
-    sink = Sink.file(path)
+    sink = Sink(path)
     assert path.read_text() == "old and long"
     sink.write("né")
     sink.write("w\n")
@@ -132,6 +129,36 @@ def test_early_check_of_a_file(tmp_path: Path) -> None:
     for bad in (tmp_path, tmp_path / "no" / "file"):
         with pytest.raises(UsageError, match="cannot write"):
             check_writable(bad)
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["generate", "-m", "demo", "Hi", "-o", LONG],
+        ["generate", "-m", "demo", "Hi", "--trace", LONG],
+        ["bench", "-m", "demo", "-o", LONG],
+        ["bench", "-m", "demo", "--plot", f"{LONG}.svg"],
+        ["bench", "-m", "demo", "--profile", f"new/{LONG}"],
+        ["verify", "-m", "demo", "-o", LONG],
+        ["doctor", "--bug-report", LONG],
+        ["convert-mtp", "demo", LONG],
+        ["convert-mtp", "demo", f"new/{LONG}/head"],
+    ],
+    ids=lambda argv: f"{argv[0]} {argv[-2]}",
+)
+def test_a_name_that_is_too_long_is_refused_before_the_work(
+    argv: list[str],
+    spd_run: Callable,
+    assert_refused: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_refused(spd_run(*argv), 2, "cannot write", "File name too long")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 
+from spd.cli import batch_input
 from spd.cli.prompt import parse_variables
+from spd.formats.chat_template import ChatTemplate
+from spd.formats.tokenizer import Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
 
@@ -122,6 +128,37 @@ def test_files_that_cannot_be_read(
     (files / "latin").write_bytes(b"caf\xe9")
     assert_refused(spd_run("generate", "-m", model, "-f", "latin"), 2, "byte 0xe9 at offset 3", "iconv")
     assert_refused(spd_run("generate", "-m", model, stdin=b"\xff"), 2, "stdin is not UTF-8")
+
+
+INPUTS: dict[str, tuple[bytes, list[object]]] = {
+    "-f": (b"Hi", []),
+    "--system-file": (b"Hi", ["Hi"]),
+    "--messages": (b'[{"role": "user", "content": "Hi"}]', []),
+    "--schema": (b'{"type": "object"}', ["Hi"]),
+    "--grammar": (b'start: "a"', ["Hi"]),
+    "--config": (b"seed = 1", ["Hi"]),
+}
+
+
+@pytest.mark.parametrize("option", [*INPUTS, "--jsonl -f"])
+def test_what_never_ends_is_not_read_for_ever(
+    option: str, spd_run: Callable, assert_refused: Callable, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_input, "LINES_LIMIT", 2**20)
+    more = INPUTS.get(option, (b"", []))[1]
+    ran = spd_run("generate", "-m", model, *option.split(), "/dev/zero", *more)
+    assert_refused(ran, 2, "/dev/zero is larger than")
+
+
+@pytest.mark.parametrize("option", INPUTS)
+def test_a_pipe_with_a_name_is_a_file(
+    option: str, spd_run: Callable, model: Path, files: Path, script
+) -> None:
+    """As a shell's <(command) is."""
+    os.mkfifo("pipe")
+    threading.Thread(target=lambda: Path("pipe").write_bytes(INPUTS[option][0]), daemon=True).start()
+    ran = spd_run("generate", "-m", model, option, "pipe", *INPUTS[option][1])
+    assert ran.code == 0, ran
 
 
 def test_odd_text_is_passed_on(spd_run: Callable, model: Path, script) -> None:
@@ -288,3 +325,79 @@ def test_a_smaller_context_of_the_engine_counts(spd_run: Callable, model: Path, 
 def test_a_reply_that_the_context_cuts_is_announced(spd_run: Callable, model: Path, script) -> None:
     ran = spd_run("generate", "-m", model, "--raw", "x" * 100, "-n", "50")
     assert ran.code == 0 and ran.err == "note: the context leaves room for 28 tokens, fewer than -n 50\n"
+
+
+# -- prompts that are so much too long that they are not encoded whole ----------------------------
+
+FAR = "word " * 1_000_000
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many characters each call to the tokenizer encodes."""
+    seen, encode = list[int](), Tokenizer._encode
+
+    def counted(self: Tokenizer, text: str, parse_special: bool) -> list[int]:
+        seen.append(len(text))
+        return encode(self, text, parse_special)
+
+    monkeypatch.setattr(Tokenizer, "_encode", counted)
+    return seen
+
+
+@pytest.mark.parametrize("how", [["--raw"], [], ["--overflow", "truncate-left", "-s", FAR]])
+def test_what_is_far_too_long_is_refused_unread(
+    how: list[str], encoded: list[int], spd_run: Callable, assert_refused: Callable, model: Path, script
+) -> None:
+    if "-s" in how:
+        assert_refused(spd_run("generate", "-m", model, "Hi", *how), 4, "cannot be cut enough")
+    else:
+        ran = spd_run("generate", "-m", model, *how, stdin=FAR.encode())
+        assert_refused(ran, 4, "characters, far more than 128 tokens", "--overflow truncate-left")
+        assert f"{len(FAR) // 1000:,}" in ran.err
+    assert sum(encoded) < 700_000
+
+
+def test_of_what_is_far_too_long_the_end_is_read(
+    encoded: list[int], spd_run: Callable, model: Path, script
+) -> None:
+    argv, end = ["-m", model, "--overflow", "truncate-left", "-n", "28"], "the very end"
+    for how in (["--raw"], []):
+        ran = spd_run("generate", *argv, *how, stdin=(FAR + end).encode())
+        assert ran.code == 0 and ran.err.startswith("note: dropped at least the oldest "), ran
+        ids = list(script.request.prompt_ids)
+        assert sum(encoded) < 700_000
+        tokenizer = Tokenizer.open(model)
+        if how:
+            assert ids == tokenizer.encode((FAR + end)[-2000:])[-100:]
+        else:
+            assert 90 <= len(ids) <= 100 and end + END in tokenizer.decode(ids, skip_special=False)
+        encoded.clear()
+
+
+def test_a_long_chat_is_not_rendered_once_a_turn(
+    spd_run: Callable, model: Path, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, render = [0], ChatTemplate.render
+
+    def counted(self: ChatTemplate, *messages: object, **variables: object) -> str:
+        calls[0] += 1
+        return render(self, *messages, **variables)
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    turns = [("user", f"question {i}") if i % 2 == 0 else ("assistant", f"answer {i}") for i in range(2001)]
+    (files / "chat").write_text(json.dumps([{"role": r, "content": c} for r, c in turns]))
+    text = shown(spd_run, model, "--messages", "chat", "--overflow", "truncate-left", "-n", "28")
+    assert text.startswith(f"{START}user\nquestion 1998") and text.endswith(user("question 2000"))
+    assert calls[0] < 30
+
+
+def test_long_tokens_make_a_long_text_legal(spd_run: Callable, model: Path, script) -> None:
+    """A hundred tokens of two thousand characters each are a hundred tokens."""
+    library = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    library.add_tokens([tokenizers.AddedToken("=" * 2000, normalized=False)])
+    library.save(str(model / "tokenizer.json"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    assert spd_run("generate", "-m", model, "--raw", stdin=b"=" * 200_000).code == 0
+    assert len(script.request.prompt_ids) == 100

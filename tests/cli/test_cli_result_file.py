@@ -14,8 +14,8 @@ import pytest
 from spd.cli.bench_report import ROW_SCHEMA, render
 from spd.cli.result_file import read_result
 from spd.errors import UsageError
-from spd.runtime.measuring.compare import compare
-from spd.runtime.measuring.rows import make_rows
+from spd.runtime.lab.compare import compare
+from spd.runtime.lab.rows import make_rows
 from tests.json_schema import SCHEMAS, faults_by_name
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 

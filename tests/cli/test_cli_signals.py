@@ -19,10 +19,20 @@ from spd.cli.output import Sink
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def program(model: Path, *argv: str, at: str = "step", pieces: int = 40, pause: float = 0.05) -> list[str]:
-    """A command that runs `spd generate` with an engine that takes its time while loading or decoding."""
+def program(
+    model: Path,
+    *argv: str,
+    at: str = "step",
+    pieces: int = 40,
+    pause: float = 0.05,
+    command: tuple[str, ...] = ("generate", "Hi"),
+) -> list[str]:
+    """A command that runs spd with an engine that takes its time while loading or decoding.
+
+    It says so where the interpreter ends while a thread of the engine runs: a real one would abort.
+    """
     code = f"""
-import sys, time
+import atexit, sys, threading, time
 sys.path.insert(0, {str(ROOT)!r})
 import spd.runtime
 from tests.cli.conftest import FakeEngine, Script
@@ -37,9 +47,10 @@ def build(config, progress=None):
         time.sleep(60)
     return FakeEngine(config, Script(pieces=["word "] * {pieces}, on_step=slow))
 vars(spd.runtime)["Engine"] = build
-from spd.cli.app import main
-code = main(["generate", "-m", {str(model)!r}, "Hi", *{list(argv)!r}])
-sys.exit(code)
+atexit.register(lambda: threading.active_count() > 1 and print("torn down", file=sys.stderr))
+from spd.__main__ import main
+sys.argv = ["spd", *{list(command)!r}, "-m", {str(model)!r}, *{list(argv)!r}]
+sys.exit(main())
 """
     return [sys.executable, "-c", code]
 
@@ -125,7 +136,9 @@ def test_an_engine_that_cannot_be_asked_any_more(model: Path) -> None:
 
 
 def test_a_signal_swallowed_inside_the_engine_still_stops_the_run(model: Path, script) -> None:
+    from spd.cli.output import Console
     from spd.cli.reply import Delivery
+    from spd.cli.reply_view import Thoughts
     from spd.cli.signals import Interrupted, SignalGuard
     from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 
@@ -140,9 +153,8 @@ def test_a_signal_swallowed_inside_the_engine_still_stops_the_run(model: Path, s
         ["Hello", None, "never"],
         lambda step: swallow(step) if step == 1 else None,
     )
-    delivery = Delivery(
-        Sink(os.open(os.devnull, os.O_WRONLY)), Engine(EngineConfig(model)), order, streaming=True
-    )
+    sink, engine = Sink(os.open(os.devnull, os.O_WRONLY)), Engine(EngineConfig(model))
+    delivery = Delivery(sink, engine, order, None, Thoughts(Console(), hidden=True), streaming=True)
     try:
         with pytest.raises(Interrupted):
             delivery.run(guard)
@@ -185,6 +197,28 @@ def test_a_reader_that_leaves(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("at", "lines", "code"),
+    [
+        ("step", b"Hi\n", 141),  # the reader leaves while a reply comes
+        ("hang", b"Hi\n", 141),  # and the engine does not stop
+        ("load", b"", 2),  # refused while the model loads
+        ("load", b"/exit\n", 0),
+    ],
+)
+def test_a_chat_ends_whatever_its_engine_does(at: str, lines: bytes, code: int, model: Path) -> None:
+    chat = program(model, "--no-save", at=at, command=("chat",))
+    process = start(chat, stdin=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdin.write(lines)
+    process.stdin.close()
+    if code == 141:
+        os.read(process.stdout.fileno(), 5)
+        process.stdout.close()
+    assert process.wait(100) == code
+    assert b"torn down" not in process.stderr.read()
+
+
+@pytest.mark.parametrize(
     ("redirect", "code", "words"),
     [
         (">/dev/full", 5, "No space left"),
@@ -215,11 +249,32 @@ def test_help_into_a_closed_pipe_is_quiet(argv: list[str]) -> None:
     assert (code, err) == (141, "")
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version", "x"], ["completions", "bash"]])
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["--version", "x"], ["completions", "bash"]])
 def test_help_into_a_full_disk(argv: list[str]) -> None:
     with open("/dev/full", "wb") as full:
         code, _, err = finish(start([sys.executable, "-m", "spd", *argv], stdout=full))
     assert code == 5 and "No space left" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("nonsense 2>/dev/full", 2),
+        ("completions nosh 2>/dev/full", 2),
+        ("generate -m /nowhere Hi 2>/dev/full", 3),
+        ("generate -m /nowhere Hi --json 2>/dev/full >/dev/full", 3),
+        ("inspect /nowhere 2>/dev/full", 3),
+        ("--help >/dev/full 2>/dev/full", 5),
+        ("--version >/dev/full 2>/dev/full", 5),
+        ("--help >&-", 5),
+        ("--version >&-", 5),
+        ("--version 2>&-", 0),
+    ],
+)
+def test_the_exit_status_stands_whatever_the_streams_are(words: str, code: int) -> None:
+    """Also where they are buffered: what the interpreter cannot flush at its end makes its status 120."""
+    shell = f"exec env -u PYTHONUNBUFFERED '{sys.executable}' -m spd {words}"
+    assert finish(start(["bash", "-c", shell]))[0] == code
 
 
 def test_an_output_file_needs_no_stdout(model: Path, tmp_path: Path) -> None:
@@ -291,9 +346,7 @@ def test_control_c_in_a_terminal(model: Path) -> None:
 
 
 def test_a_terminal_without_a_prompt_does_not_wait(model: Path) -> None:
-    command = program(model)
-    command[-1] = command[-1].replace("'Hi', ", "").replace('"Hi", ', "")
-    code, shown = in_terminal(command)
+    code, shown = in_terminal(program(model, command=("generate",)))
     assert code == 2 and b"stdin is a terminal" in shown
 
 

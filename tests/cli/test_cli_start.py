@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -125,6 +126,19 @@ def test_version_loads_nothing_at_all(flag: str) -> None:
 
 def test_version_in_other_places(spd_run: Callable) -> None:
     assert spd_run("--version").text == spd_run("-V", "generate").text == f"spd {spd.__version__}\n"
+
+
+def test_programs_are_not_looked_for_in_the_working_folder(
+    spd_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor by libraries: Triton asks for a compiler by its name, and for headers as the environment says."""
+    (tmp_path / "gcc").touch(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f":.:bin:{tmp_path}/own:{os.environ['PATH']}")
+    monkeypatch.setenv("CPATH", ":include")
+    assert spd_run("--version").code == 0
+    assert os.path.isabs(shutil.which("gcc") or "/none")
+    assert os.environ["PATH"].startswith(f"{tmp_path}/own:") and os.environ["CPATH"] == ""
 
 
 def test_no_words_at_all_show_help(spd_run: Callable) -> None:

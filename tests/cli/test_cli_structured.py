@@ -15,7 +15,7 @@ from spd.cli.encode import Vocabulary
 from spd.cli.prompt import Asked
 from spd.cli.structured import end_of_thinking
 from spd.errors import UsageError
-from spd.runtime.request import GrammarText
+from spd.runtime.engine.request import GrammarText
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
 SCHEMA["additionalProperties"] = False
@@ -94,7 +94,7 @@ def test_where_a_grammar_begins(ids: list[int], template: str, variables: Any, e
     names = {"<think>": THINK, "</think>": END}
     vocabulary: Any = SimpleNamespace(
         tokenizer=SimpleNamespace(token_to_id=names.get),
-        template=SimpleNamespace(source=SimpleNamespace(default=template)),
+        template=SimpleNamespace(default=template),
     )
     asked = Asked(messages=({"role": "user", "content": "x"},), variables=variables)
     assert end_of_thinking(vocabulary, asked, ids) == expected

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spd.cli.verify import apply_settings
-from spd.kernels import draft_verify
+from spd.kernels.sampling import draft_verify
 from spd.runtime import EngineConfig
 from tests.cli.conftest import write_model
 from tests.json_schema import faults

@@ -85,6 +85,11 @@ GLM4 = {
     **{"rms_norm_eps": 1e-5, "rope_theta": 1e6, "routed_scaling_factor": 1.0, "topk_group": 1},
     **{"vocab_size": 151552, "use_qk_norm": False, "max_position_embeddings": 131072},
 }
+QWEN3_MOE = {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_local_experts": 8},
+    **{"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 300},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_experts_per_tok": 2},
+}
 
 
 def read(folder: Path, config: dict[str, Any], **changes: Any) -> ModelConfig:
@@ -155,6 +160,8 @@ def test_glm_as_published(tmp_path: Path) -> None:
         (DEEPSEEK_V2_LITE, {"topk_method": "noaux_tc"}, "topk_method"),
         (GLM4, {"partial_rotary_factor": 0.01}, "partial_rotary_factor"),
         (GLM4, {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        (QWEN3_MOE, {"num_experts": 9}, "num_local_experts: 8 disagrees with num_experts 9"),
+        (QWEN3_MOE, {"num_local_experts": None}, "num_experts: is missing"),
     ],
 )
 def test_what_would_be_another_model_is_refused(

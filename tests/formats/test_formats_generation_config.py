@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spd.errors import CheckpointError
-from spd.formats.generation_config import GenerationConfig, read_generation_config
+from spd.formats.model_config import GenerationConfig, read_generation_config
 from tests.formats.formats_helpers import refused, write_json
 
 

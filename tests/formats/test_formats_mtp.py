@@ -12,16 +12,20 @@ from safetensors.torch import save_file
 
 from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint
+from spd.formats.folder import ModelFolder
 from spd.formats.model_config import read_model_config
 from spd.formats.mtp import (
     FAMILIES,
+    check_fits,
     check_mtp,
     declared_modules,
     find_mtp,
+    head_config,
     is_mtp_tensor,
     no_mtp,
+    read_head_folder,
+    verifier_hash,
 )
-from spd.formats.mtp_folder import check_fits, head_config, read_head_folder, verifier_hash
 from tests.formats.formats_helpers import QWEN3, refused, write_json
 
 HIDDEN, VOCAB, LAYERS = 8, 32, 2
@@ -54,7 +58,7 @@ def test_a_head_is_found_by_its_names_whatever_the_configuration_says() -> None:
     assert find_mtp("DeepseekV3ForCausalLM", names, LAYERS) is None
     found = find_mtp("DeepseekV3ForCausalLM", names | set(deepseek(copies=True)), LAYERS)
     assert found is not None and (found.family.name, found.modules) == ("deepseek", 1)
-    assert found.own_embedding and found.own_head and found.layer_prefix(0) == "model.layers.2."
+    assert found.own == ("embedding", "head") and found.layer_prefix(0) == "model.layers.2."
     assert "copies of embedding and head" in found.words()
     for architecture, name, normed in (
         ("Glm4MoeForCausalLM", "glm4", False),
@@ -140,7 +144,7 @@ def test_a_lost_head_is_refused_with_the_way_to_attach_one(tmp_path: Path) -> No
         ({**QWEN3, "text_config": {"mtp_num_hidden_layers": 2}}, 2),
     ):
         write_json(tmp_path, "config.json", config)
-        assert declared_modules(tmp_path) == count
+        assert declared_modules(ModelFolder(tmp_path).fields) == count
     refusal = no_mtp(tmp_path, 61, 1)
     assert isinstance(refusal, IncompatibleError) and refusal.exit_code == 4
     assert (
@@ -161,7 +165,7 @@ def head_folder(folder: Path, first: int = 0, **changes: Any) -> Path:
 
 def test_a_head_folder_is_read_back(tmp_path: Path) -> None:
     for first in (0, LAYERS, 61):
-        head = read_head_folder(head_folder(tmp_path / str(first), first))
+        head = ModelFolder(head_folder(tmp_path / str(first), first)).head
         assert head.layout.family.name == "deepseek" and head.layout.first_layer == first
         assert (head.verifier, head.verifier_sha256) == ("org/model", "f" * 64)
         assert head.config.hidden_size == HIDDEN
@@ -172,7 +176,7 @@ def test_a_head_folder_is_read_back(tmp_path: Path) -> None:
         ({"transformer_layer_config": None}, "no folder with an MTP head"),
     ):
         with refused(CheckpointError, words):
-            read_head_folder(head_folder(tmp_path / "bad", **changes))
+            read_head_folder(ModelFolder(head_folder(tmp_path / "bad", **changes)))
 
 
 def test_quantization_goes_along_only_with_quantized_tensors() -> None:
@@ -184,7 +188,7 @@ def test_quantization_goes_along_only_with_quantized_tensors() -> None:
 
 
 def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
-    head = read_head_folder(head_folder(tmp_path / "head"))
+    head = ModelFolder(head_folder(tmp_path / "head")).head
     target = {**QWEN3, "hidden_size": HIDDEN, "vocab_size": VOCAB}
     write_json(tmp_path, "config.json", target)
     check_fits(head, read_model_config(tmp_path), tmp_path)

@@ -14,19 +14,19 @@ import pytest
 import safetensors
 
 from spd.errors import CheckpointError, SpdError
-from spd.formats.safetensors_header import read_shard_header
+from spd.formats.checkpoint import read_shard_header
 from tests.formats.formats_helpers import entry, refused, shard_bytes, write_shard
 
 
 def header_of(tmp_path: Path, content: bytes) -> tuple:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    return read_shard_header(path).tensors
+    return read_shard_header(path)[1]
 
 
 def test_a_header_is_read(tmp_path: Path) -> None:
     path = write_shard(tmp_path / "a.safetensors", {"w": [2, 3], "scalar": [], "nothing": [2, 0]})
-    tensors = {meta.name: meta for meta in read_shard_header(path).tensors}
+    tensors = {meta.name: meta for meta in read_shard_header(path)[1]}
     assert tensors["w"].shape == (2, 3) and tensors["w"].nbytes == 24 and tensors["w"].dtype == "F32"
     assert tensors["scalar"].shape == () and tensors["scalar"].nbytes == 4
     assert tensors["nothing"].nbytes == 0 and tensors["w"].shard == path
@@ -206,7 +206,7 @@ def test_a_fifo_put_there_between_check_and_open_does_not_block(tmp_path: Path, 
 def test_links_to_files_are_followed(tmp_path: Path) -> None:
     write_shard(tmp_path / "blob", {"w": [1]})
     (tmp_path / "model.safetensors").symlink_to("blob")
-    assert len(read_shard_header(tmp_path / "model.safetensors").tensors) == 1
+    assert len(read_shard_header(tmp_path / "model.safetensors")[1]) == 1
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:

@@ -156,7 +156,7 @@ def test_a_second_run_goes_on_where_the_first_was_killed(tmp_path: Path) -> None
     shutil.rmtree(destination)
     with pytest.raises(KeyboardInterrupt):
         begin()
-    stage_file = tmp_path / ".head.partial" / "model.safetensors"
+    stage_file = tmp_path / ".head.partial" / "new" / "model.safetensors"
     data = bytearray(stage_file.read_bytes())
     data[-1] ^= 1  # what was written last is no longer what was written
     stage_file.write_bytes(data)
@@ -214,6 +214,15 @@ def test_a_tensor_of_another_size_than_announced_is_no_file(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == []
 
 
+def test_the_longest_name_can_be_replaced(tmp_path: Path) -> None:
+    """What could be begun can be finished: where the old folder steps aside needs no longer name."""
+    destination = tmp_path / ("x" * (255 - len("..partial")))
+    for replaces in (False, True):
+        with open_stage(destination, replaces=replaces) as stage:
+            stage.write_json("head.json", {})
+    assert os.listdir(tmp_path) == [destination.name]
+
+
 def test_two_writers_of_one_destination(tmp_path: Path) -> None:
     with (
         open_stage(tmp_path / "head", replaces=False),
@@ -221,3 +230,59 @@ def test_two_writers_of_one_destination(tmp_path: Path) -> None:
         open_stage(tmp_path / "head", replaces=False),
     ):
         pass
+
+
+@pytest.mark.parametrize("kind", ["link", "open to all", "another's", "link inside", "link of a file"])
+def test_nothing_is_written_through_what_was_put_in_the_way(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name beside the destination can be foreseen: in a folder of all users it may be there already."""
+    partial, victim = tmp_path / "all" / ".head.partial", tmp_path / "victim"
+    (tmp_path / "all").mkdir()
+    victim.mkdir()
+    (victim / "model.safetensors").write_text("precious")
+    if kind == "link":
+        partial.symlink_to(victim)
+    else:
+        (partial / "new").mkdir(parents=True)
+        (partial / "new" / "model.safetensors").symlink_to(victim / "model.safetensors")
+        partial.chmod(0o777 if kind == "open to all" else 0o755)
+    if kind == "link inside":
+        shutil.rmtree(partial / "new")
+        (partial / "new").symlink_to(victim)
+    if kind == "another's":
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises((UsageError, ResourceError), match=r"\.head\.partial|head: cannot be written"):
+        write(tmp_path / "all" / "head")
+    assert [path.name for path in victim.iterdir()] == ["model.safetensors"]
+    assert (victim / "model.safetensors").read_text() == "precious"
+    assert not (tmp_path / "all" / "head").exists()
+
+
+def test_what_is_not_finished_is_its_owner_s_alone(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with open_stage(tmp_path / "head", replaces=False) as stage:
+            assert (tmp_path / ".head.partial").stat().st_mode & 0o777 == 0o700
+            stage.write_json("manifest.json", {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "head").stat().st_mode & 0o777 == 0o750
+    assert (tmp_path / "head" / "manifest.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_what_was_to_be_replaced_stays_where_nothing_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "head", "older")
+    rename = os.rename
+
+    def refused(source: Path, target: Path) -> None:
+        if Path(source).name == "new":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refused)
+    with pytest.raises(ResourceError, match="Input/output error"):
+        write(tmp_path / "head", force=True)
+    assert json.loads((tmp_path / "head" / "manifest.json").read_text()) == {"job": "older"}

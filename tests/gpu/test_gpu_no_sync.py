@@ -39,7 +39,7 @@ def start(engine: Engine, **more: Any) -> None:
         {"repetition_penalty": 1.2, "logit_bias": ((9, 1.0),)},
         {"temperature": 0.7, "min_tokens": 5},
     ]
-    for i in range(engine.plan.slots):
+    for i in range(engine.plan.shape.slots):
         prompt = (prompts[3] * 2)[: START + i] if i % 2 == 0 else prompts[1]
         params = SamplingParams(**{"max_tokens": 400, "ignore_eos": True, "seed": i, **kinds[i % 4], **more})
         engine.add(Request(f"r{i}", prompt, params))

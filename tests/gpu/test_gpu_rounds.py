@@ -41,7 +41,7 @@ def check_case(
     told: list[dict[str, Any]] | None = None
     for graphs, lags in ((False, eager), (True, (0, 1, 2))):
         with gpu_engine(model, graphs=graphs, **wishes) as engine:
-            assert engine.plan.kernels == "triton" and engine.plan.graphs is graphs
+            assert engine.plan.shape.kernels == "triton" and engine.plan.shape.graphs is graphs
             for lag in lags:
                 runs = run_work(engine, work, lag)
                 assert outputs(runs) == outputs(plain), (graphs, lag)

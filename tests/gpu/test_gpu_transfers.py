@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from spd.formats.demo import demo_folder
-from spd.runtime import SamplingParams, model_runner, transfer
+from spd.runtime import SamplingParams
+from spd.runtime.round import model_runner, transfer
 from tests.gpu.gpu_helpers import Work, demo_prompts, gpu_engine, method_wishes, outputs, run_work, story
 from tests.helpers import replace_transfers
 

@@ -1,49 +1,70 @@
 """Compile kernels ahead of time for one architecture; started by tests in a process without the interpreter.
 
-Usage: compile_ahead.py ARCH WITHOUT MODULE...  Names that hold WITHOUT are left out. Prints one JSON line
-a kernel: name, registers, local and shared bytes, and which instructions its PTX holds. Needs no GPU, for
-Triton brings the assembler.
+Usage: compile_ahead.py ARCH WITHOUT MODULE...  A module's `launches` says what to launch; cases whose name
+holds WITHOUT are left out. Prints one JSON line a program: name, registers, local and shared bytes, and
+which instructions its PTX holds. Needs no GPU, for Triton brings the assembler.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-FP8_ARCH = 89
-"""The first architecture that converts float8_e4m3fn; on others weights are never kept so."""
+from spd.kernels.launch import Device
+
+DEVICES = {
+    arch: Device(divmod(arch, 10), kib * 1024, 132)
+    for arch, kib in ((80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99))
+}
+"""By architecture: every one that is compiled for, with what a program may use of shared memory."""
 
 
-def compile_for(signature: Any, arch: int) -> Any:
-    """Compile one signature; pointers and sizes divisible by 16 but for those it names."""
-    names = signature.kernel.arg_names
-    constants = {**signature.constants}
-    if arch < 90 and "PDL" in constants:
-        constants["PDL"] = False
-    types = {name: signature.types.get(name, "constexpr") for name in names}
-    loose = getattr(signature, "unspecialized", ("rows",))
-    attributes = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(names)
-        if name in signature.types and name not in loose and signature.types[name] not in ("fp32", "i1")
-    }
-    source = triton.compiler.ASTSource(
-        fn=signature.kernel,
-        signature=types,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs=attributes,
+def pretend(arch: int) -> None:
+    """Answer Triton, and what asks torch, as a GPU of an architecture would."""
+    device = DEVICES[arch]
+    facts = SimpleNamespace(major=arch // 10, minor=arch % 10, multi_processor_count=device.processors)
+    facts.shared_memory_per_block_optin = device.shared
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
     )
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=signature.options)
+    triton.runtime.driver.set_active(driver)
+    torch.cuda.get_device_properties = lambda device: facts
+
+
+def compiled(launches: dict[str, Callable[[], Any]], without: str) -> Iterator[tuple[str, Any, Any]]:
+    """Every program that the cases launch, once, with its kernel and a name after kernel and case."""
+    found: list[tuple[Any, Any]] = []
+    run = triton.JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.append((kernel, run(kernel, *args, grid=grid, warmup=True, **options)))
+
+    triton.JITFunction.run = compile_only
+    seen: dict[int, str] = {}
+    for case, launch in launches.items():
+        found.clear()
+        if without not in case:
+            launch()
+        for kernel, program in found:
+            if id(program) not in seen:
+                stem = kernel.fn.__name__.removesuffix("_kernel")
+                name = case if stem in case else f"{stem}_{case}"
+                seen[id(program)] = name = name + "_again" * (name in seen.values())
+                yield name, kernel, program
 
 
 def usage(cubin: bytes) -> dict[str, int]:
@@ -59,26 +80,20 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 
 def main() -> None:
-    """Compile every signature of the modules."""
+    """Compile all that the modules launch."""
     triton.knobs.language.default_fp_fusion = True  # as `load_kernels` has it
     arch, without = int(sys.argv[1]), sys.argv[2]
-    for module in sys.argv[3:]:
-        describe = importlib.import_module(module).signatures
-        # Tiles and stages follow from the device where a module's do.
-        given = {"capability": divmod(arch, 10)} if inspect.signature(describe).parameters else {}
-        for name, signature in describe(**given).items():
-            if without in name or (arch < FP8_ARCH and "fp8" in repr(signature.types)):
-                continue
-            compiled = compile_for(signature, arch)
-            ptx = compiled.asm["ptx"]
+    pretend(arch)
+    for module in map(importlib.import_module, sys.argv[3:]):
+        for name, kernel, program in compiled(module.launches(divmod(arch, 10)), without):
+            ptx = program.asm["ptx"]
             line = {
-                "module": module,
                 "name": name,
-                "kernel": signature.kernel.fn.__name__,
-                "hot": getattr(signature, "hot", True),
-                "any_rows": [p.name for p in signature.kernel.params if p.do_not_specialize],
-                **usage(compiled.asm["cubin"]),
-                "shared": compiled.metadata.shared,
+                "kernel": kernel.fn.__name__,
+                "file": kernel.fn.__module__,
+                "any_rows": [p.name for p in kernel.params if p.do_not_specialize],
+                **usage(program.asm["cubin"]),
+                "shared": program.metadata.shared,
                 "target": re.findall(r"\.target (\w+)", ptx),
                 "wgmma": "wgmma.mma_async" in ptx,
                 "mma": "mma.sync" in ptx,

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from spd.kernels.native.build import library_path
+from spd.kernels.native.build import FEATURES, library_path, processor_features
 from spd.kernels.native.library import NativeLibrary
+
+HERE = [name for name, needed in FEATURES.items() if processor_features() >= needed]
+"""Of the instructions that the C kernels are made of, those that can be tried here."""
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"])
@@ -25,13 +28,11 @@ def dtypes(device: str) -> tuple[torch.dtype, ...]:
     return both if device == "cpu" else (*both, torch.bfloat16)
 
 
-@pytest.fixture(scope="session", params=["best", "SPD_NO_AMX"])
+@pytest.fixture(scope="session", params=HERE)
 def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
-    """The kernels with the processor's best instructions, and without AMX."""
-    definitions = () if request.param == "best" else (request.param,)
-    library = NativeLibrary(library_path(lambda: tmp_path_factory.mktemp("native"), *definitions))
-    if definitions:
-        assert library.instructions == "AVX512-BF16"
+    """The kernels with each of the instructions that this processor has."""
+    library = NativeLibrary(library_path(lambda: tmp_path_factory.mktemp("native"), request.param))
+    assert library.instructions == request.param
     return library
 
 

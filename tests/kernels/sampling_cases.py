@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spd.kernels import sampling
-from spd.kernels.philox import STREAM_TARGET, gumbel
-from spd.kernels.sampling import SamplingTensors, process_rows
+from spd.kernels.sampling import sampling
+from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
+from spd.kernels.sampling.sampling import SamplingTensors, process_rows
 
 INFINITY, NAN = math.inf, math.nan
 

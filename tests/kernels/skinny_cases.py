@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spd.kernels.skinny_config import LinearConfig
+from spd.kernels.linear.skinny_config import LinearConfig
 
 SMALL = LinearConfig(block_n=16, block_k=32, stages=2)
 

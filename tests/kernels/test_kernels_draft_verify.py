@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.kernels import draft_verify
-from spd.kernels.draft_verify import NO_TOKEN, STREAM_ACCEPTANCE, STREAM_DRAFT, STREAM_RESIDUAL
-from spd.kernels.philox import STREAM_TARGET, gumbel
+from spd.kernels.sampling import draft_verify
+from spd.kernels.sampling.draft_verify import NO_TOKEN, STREAM_ACCEPTANCE, STREAM_DRAFT, STREAM_RESIDUAL
+from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
 
 VOCAB = 3
 LIMIT_OF_ERROR = 1e-12

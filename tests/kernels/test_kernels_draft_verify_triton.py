@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.kernels import draft_verify
+from spd.kernels.sampling import draft_verify
 
 pytest.importorskip("triton")
 
-from spd.kernels import draft_verify_triton
+from spd.kernels.sampling import draft_verify_triton
 
 RULES = ["rejection_verify", "block_verify"]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of log(0)

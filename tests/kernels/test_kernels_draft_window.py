@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import importlib
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from spd.kernels.draft_window import DraftWindow
+from spd.kernels.round.window import DraftWindow, Places
 
 PAGE, PAGES, MAX_LEN, TRASH, WIDE = 4, 7, 30, 2, 9
 
 
-@pytest.fixture(params=["draft_window", "draft_window_triton"])
+@pytest.fixture(params=["window", "window_triton"])
 def op(request: pytest.FixtureRequest) -> Any:
     """The module of either form."""
     if request.param.endswith("_triton"):
         pytest.importorskip("triton")
-    return importlib.import_module(f"spd.kernels.{request.param}")
+    return importlib.import_module(f"spd.kernels.round.{request.param}")
 
 
 def make_state(seed: int, slots: int, device: str) -> dict[str, torch.Tensor]:
@@ -64,11 +65,15 @@ def assert_window(window: DraftWindow, expected: list[tuple[Any, ...]]) -> None:
         assert tensor.tolist() == [row[i] for row in expected], name
 
 
+def first_slots(state: dict[str, torch.Tensor], slots: int) -> Any:
+    return SimpleNamespace(**{name: tensor[:slots] for name, tensor in state.items()})
+
+
 def committed(op: Any, state: dict[str, torch.Tensor], slots: int, width: int, limit: int) -> DraftWindow:
     """The committed window of the first slots, and that nothing was written."""
     before = {name: tensor.clone() for name, tensor in state.items()}
-    rows = [t[:slots] for name, t in state.items() if name not in ("draft", "num_drafts")]
-    window: DraftWindow = op.committed_window(*rows, width, PAGE, limit, TRASH)
+    rows = first_slots(state, slots)
+    window: DraftWindow = op.committed_window(rows, width, rows.active, Places(PAGE, limit, TRASH))
     for name, tensor in before.items():
         assert torch.equal(tensor, state[name]), name
     return window
@@ -100,10 +105,8 @@ def test_drafts_follow_the_committed_tokens_from_a_first_position_on(
         first = (state["length"] - 3 + torch.arange(7, device=device) % 4).clamp(min=0)
         lists = {name: tensor.tolist() for name, tensor in {**state, "first": first}.items()}
         state["draft"].random_(99)
-        rows = [t[:5] for name, t in state.items() if name not in ("draft", "num_drafts")]
-        window = op.committed_window(
-            *rows, width, PAGE, MAX_LEN - 2, TRASH, first[:5], state["draft"][:5], ahead
-        )
+        rows, places = first_slots(state, 5), Places(PAGE, MAX_LEN - 2, TRASH)
+        window = op.committed_window(rows, width, rows.active, places, first[:5], ahead)
         expected = []
         for s in range(5):
             length = lists["length"][s]
@@ -130,9 +133,7 @@ def test_steps_equal_their_definition(op: Any, device: str, slots: int, k: int) 
         drawn = torch.randint(99, (slots, 3), generator=torch.Generator().manual_seed(seed)).to(device)
         for step in range(k):
             sampled = (drawn + step)[:, :1]
-            rows = [state[name][:slots] for name in ("length", "active", "draft_limit", "page_table")]
-            outputs = state["draft"][:slots], state["num_drafts"][:slots]
-            window = op.draft_step(sampled, *rows, step, PAGE, limit, TRASH, *outputs, k)
+            window = op.draft_step(first_slots(state, slots), sampled, step, k, Places(PAGE, limit, TRASH))
             expected = []
             for s in range(slots):
                 token, length = int(drawn[s, 0]) + step, lists["length"][s]

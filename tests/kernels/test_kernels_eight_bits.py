@@ -8,11 +8,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from spd.kernels import skinny_linear as reference
-from spd.kernels import skinny_linear_triton as twin
-from spd.kernels.eight_bits import block_scales, int8_rows
-from spd.kernels.skinny_config import LinearConfig
-from spd.kernels.skinny_linear import ScaledWeight
+from spd.kernels.linear import skinny_linear as reference
+from spd.kernels.linear import skinny_linear_triton as twin
+from spd.kernels.linear.eight_bits import block_scales, int8_rows
+from spd.kernels.linear.skinny_config import LinearConfig
+from spd.kernels.linear.skinny_linear import ScaledWeight
 
 EPSILON = 1e-5
 SPLIT = LinearConfig(block_n=32, block_k=64, split_k=2, stages=2)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from spd.kernels.linear.head_input import PairNorms
+from spd.kernels.round.window import DraftWindow
 
 PAGE, PAGES, DEPTH, SIZE, VOCAB, EPSILON = 4, 9, 7, 24, 11, 0.05
 
@@ -17,7 +21,7 @@ def op(request: pytest.FixtureRequest) -> Any:
     """The module of either form."""
     if request.param.endswith("_triton"):
         pytest.importorskip("triton")
-    return importlib.import_module(f"spd.kernels.{request.param}")
+    return importlib.import_module(f"spd.kernels.linear.{request.param}")
 
 
 @pytest.mark.parametrize("hidden_first", [False, True])
@@ -37,10 +41,9 @@ def test_pairs_equal_their_definition(
         positions[: slots * width : 2] = 5
         tokens = torch.randint(VOCAB, positions.shape)
         table, states, norms = (t.to(device, dtype) for t in (table, states, norms))
-        given = (
-            tokens.to(device), table, states, depth, positions.to(device), width, *norms, EPSILON, masked,
-            hidden_first,
-        )  # fmt: skip
+        rings = SimpleNamespace(rings=states, depth=depth)
+        rows = SimpleNamespace(positions=positions.to(device), width=width, states=rings)
+        given = (tokens.to(device), table, rows, PairNorms(*norms, EPSILON, masked, hidden_first))
         out, nothing = op.head_input(*given)
         assert nothing is None
         again, kept = op.head_input(*given, keeps_state=True)
@@ -75,7 +78,9 @@ def test_a_row_alone_is_the_row_among_others(op: Any, device: str, size: int) ->
     )
 
     def run(rows: slice, ring: slice, width: int) -> torch.Tensor:
-        given = (tokens[rows], table, states[ring], DEPTH, positions[rows], width, *norms, EPSILON, 5, False)
+        rings = SimpleNamespace(rings=states[ring], depth=DEPTH)
+        batch = SimpleNamespace(positions=positions[rows], width=width, states=rings)
+        given = (tokens[rows], table, batch, PairNorms(*norms, EPSILON, 5))
         return torch.cat(op.head_input(*given, keeps_state=True), dim=-1)
 
     among = run(slice(None), slice(None), width)
@@ -115,12 +120,8 @@ def test_states_are_kept_where_they_belong(op: Any, device: str, slots: int, siz
         if len({int(k) for k in kv_slots.flatten() if k}) < int((kv_slots > 0).sum()):
             continue  # two slots share a page here, which no round does while it writes
         places = [t.to(device) for t in (states, page_states)]
-        op.keep_states(
-            rows.to(device) if device != "cpu" else rows,
-            *(t.to(device) for t in (positions, valid, kv_slots)),
-            *places,
-            PAGE,
-        )
+        window = DraftWindow(*(t.to(device) for t in (positions, positions, valid, kv_slots)))
+        op.keep_states(rows.to(device) if device != "cpu" else rows, window, *places, PAGE)
         assert torch.equal(places[0][:, :DEPTH].cpu(), expected[:, :DEPTH])
         assert torch.equal(places[1][1:].cpu(), expected_pages[1:])
     assert ends, "no page ended: the test saw nothing"

@@ -7,11 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from spd.kernels import philox_triton, sampling_triton
-from spd.kernels import skinny_linear as reference
-from spd.kernels import skinny_linear_triton as twin
-from spd.kernels.sampling import SamplingTensors
-from spd.runtime.sampler_class import SamplerClass
+from benchmarks.gpu_suite import noise_triton
+from spd.kernels.linear import skinny_linear as reference
+from spd.kernels.linear import skinny_linear_triton as twin
+from spd.kernels.sampling import sampling_triton
+from spd.kernels.sampling.sampling import SamplingTensors
+from spd.runtime.round.sampling_params import SamplerClass
 from tests.kernels.skinny_cases import SMALL, sample_operands
 
 
@@ -30,7 +31,7 @@ def test_sample_is_the_draw_from_the_stored_logits(
             logits = twin.head_logits(o.x, o.weight, config=SMALL)[:, :usable].view(slots, window, usable)
             seed, first, step, heat = keys
             positions = first[:, None] + step + torch.arange(window, device=device)
-            noise = philox_triton.gumbel(seed[:, None].expand(slots, window), positions, 0, usable)
+            noise = noise_triton.gumbel(seed[:, None].expand(slots, window), positions, 0, usable)
             heat = heat.view(-1, 1, 1)
             score = torch.where(heat > 0, logits / heat + noise, logits)
             assert token.dtype == torch.int64 and torch.equal(token, score.argmax(-1).flatten())
@@ -59,7 +60,7 @@ def test_a_head_of_some_ids_draws_as_if_it_knew_them_only(
             logits = every[:, :usable].view(slots, window, usable)
             seed, first, step, heat = keys
             positions = first[:, None] + step + torch.arange(window, device=device)
-            noise = philox_triton.gumbel(seed[:, None].expand(slots, window), positions, 0, usable)
+            noise = noise_triton.gumbel(seed[:, None].expand(slots, window), positions, 0, usable)
             heat = heat.view(-1, 1, 1)
             score = torch.where(heat > 0, logits / heat + noise, logits)
             assert torch.equal(token, score.argmax(-1).flatten()) and finite.all()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spd.kernels.mla_attention import head_linear, latent_store, mla_attention
-from spd.kernels.paged_attention import KV_BLOCK, AttentionHeads, plan_attention
+from spd.kernels.attention.paged_attention import KV_BLOCK, AttentionHeads, Windows, plan_attention
+from spd.kernels.attention.rotary_store import RotatedRows
+from spd.kernels.latent.mla_attention import head_linear, latent_store, mla_attention
 
 RANK, ROPE, HEADS, PAGE = 24, 8, 5, 64
 
@@ -22,7 +23,7 @@ def test_what_is_kept(gathered: bool) -> None:
     pages = torch.full((3, PAGE, RANK + ROPE), 7.0)
     slots = torch.tensor([70, 1, 0, 191, 3, 64])
     tables = (cos[positions], sin[positions], None) if gathered else (cos, sin, positions)
-    turned = latent_store(query, latent, *tables, slots, norm, 1e-6, pages)
+    turned = latent_store(query, latent, RotatedRows(*tables, slots), norm, 1e-6, pages)
 
     def rotated(x: torch.Tensor, row: int) -> torch.Tensor:
         pairs = torch.view_as_complex(torch.stack((x[..., :4], x[..., 4:]), -1).double())
@@ -55,16 +56,9 @@ def test_attention_in_the_latent_space(dtype: torch.dtype) -> None:
     query = torch.randn(2, 4, HEADS, size, generator=generator).to(dtype)
     table = torch.stack((torch.arange(3, 3 + blocks), torch.randperm(blocks, generator=generator) + 3))
     positions = torch.tensor([[10, 11, 12, 13], [200, 201, 202, 203]])
-    plan = plan_attention(
-        positions,
-        torch.ones(2, 4, dtype=torch.bool),
-        table,
-        AttentionHeads(HEADS, 1, size),
-        PAGE,
-        dtype,
-        [KV_BLOCK, KV_BLOCK],
-        [3, None],
-    )
+    valid = torch.ones(2, 4, dtype=torch.bool)
+    windows = Windows(positions, valid, table, [KV_BLOCK, KV_BLOCK], [3, None])
+    plan = plan_attention(windows, AttentionHeads(HEADS, 1, size), PAGE, dtype)
     found = mla_attention(query, pages, plan, RANK, 0.31)
     assert found.shape == (2, 4, HEADS, RANK)
     for slot in range(2):

@@ -8,11 +8,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from spd.kernels import mla_attention as reference
-from spd.kernels import mla_attention_triton as twin
-from spd.kernels import paged_attention_triton as chunks
-from spd.kernels.paged_attention import AttentionHeads
-from spd.kernels.round_window import kv_slots
+from spd.kernels.attention import paged_attention_triton as chunks
+from spd.kernels.attention.paged_attention import AttentionHeads, Windows
+from spd.kernels.attention.rotary_store import RotatedRows
+from spd.kernels.latent import mla_attention as reference
+from spd.kernels.latent import mla_attention_triton as twin
+from spd.kernels.round.window import kv_slots
+from tests.helpers import few_programs
 
 HEADS, RANK, TURNED, PAGE = 5, 24, 8, 32
 SCALE = 0.21
@@ -21,8 +23,9 @@ SCALE = 0.21
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 32 positions below 128 and of 64 from there, so that short contexts have every kind."""
-    for name, value in {"SMALL_CHUNK": 32, "LARGE_CHUNK": 64, "LARGE_FROM": 128, "PROCESSORS": 2}.items():
+    for name, value in {"SMALL_CHUNK": 32, "LARGE_CHUNK": 64, "LARGE_FROM": 128}.items():
         monkeypatch.setattr(chunks, name, value)
+    few_programs(monkeypatch, 2)
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -45,9 +48,8 @@ def attend(pool: Tensor, table: Tensor, starts: list[int | None], query: Tensor,
     there = torch.tensor([start is not None for start in starts])
     valid = (torch.arange(width) < width - spare)[None] & there[:, None]
     heads = AttentionHeads(HEADS, 1, RANK + TURNED)
-    plan = chunks.plan_attention(
-        positions, valid.to(pool.device), table, heads, PAGE, query.dtype, [0] * slots, [None] * slots
-    )
+    windows = Windows(positions, valid.to(pool.device), table, [0] * slots, [None] * slots)
+    plan = chunks.plan_attention(windows, heads, PAGE, query.dtype)
     return twin.mla_attention(query, pool, plan, RANK, SCALE)
 
 
@@ -128,20 +130,20 @@ def test_what_is_kept_of_a_row(device: str, dtypes: tuple[torch.dtype, ...]) -> 
         query = wide[:, 3 : 3 + HEADS * (7 + TURNED)].unflatten(1, (HEADS, 7 + TURNED))[..., 7:]
         latent, norm = wide[:, -(RANK + TURNED) :], 1 + normal(RANK, seed=6).to(device, dtype)
         pools = [torch.zeros(3, PAGE, RANK + TURNED, device=device, dtype=dtype) for _ in range(3)]
-        case = (latent, cos, sin, positions, slots, norm, 1e-6)
+        case = (latent, RotatedRows(cos, sin, positions, slots), norm, 1e-6)
         turned = twin.latent_store(query, *case, pools[0])
         plain = reference.latent_store(query, *case, pools[1])
-        exact = [t.double() for t in (latent, cos, sin)]
+        exact = RotatedRows(cos.double(), sin.double(), positions, slots)
         exact_pool = pools[2].double()
         right = reference.latent_store(
-            query.double(), *exact, positions, slots, norm.double(), 1e-6, exact_pool
+            query.double(), latent.double(), exact, norm.double(), 1e-6, exact_pool
         )
         near(turned, right, plain)
         near(pools[0], exact_pool, pools[1])
         assert pools[0].count_nonzero() == rows * (RANK + TURNED)
         for row in range(rows):
             one, alone = slice(row, row + 1), torch.zeros_like(pools[0])
-            at = (latent[one], cos, sin, positions[one], slots[one], norm, 1e-6)
+            at = (latent[one], RotatedRows(cos, sin, positions[one], slots[one]), norm, 1e-6)
             assert torch.equal(twin.latent_store(query[one], *at, alone)[0], turned[row])
             assert torch.equal(alone.flatten(0, 1)[slots[row]], pools[0].flatten(0, 1)[slots[row]])
 
@@ -168,9 +170,10 @@ def test_an_odd_number_to_rotate_is_refused(device: str) -> None:
     rows = torch.zeros(1, 4, device=device)
     query, pages = torch.zeros(1, 2, 3, device=device), torch.zeros(1, 8, 4, device=device)
     number = torch.zeros(1, dtype=torch.long, device=device)
+    turning = RotatedRows(rows, rows, number, number)
     for form in (twin, reference):
         with pytest.raises(ValueError, match="3 values of a head cannot be rotated in pairs"):
-            form.latent_store(query, rows, rows, rows, number, number, rows[0, :1], 1e-6, pages)
+            form.latent_store(query, rows, turning, rows[0, :1], 1e-6, pages)
 
 
 @pytest.mark.parametrize(("a", "b", "rows"), [(24, 16, 1), (72, 100, 19), (1, 1, 1), (67, 33, 2)])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from spd.kernels.moe import experts, gate_chosen, route, router_logits
+from spd.kernels.experts.moe import experts, gate_chosen, route, router_logits
 
 RULES = {
     "deepseek_v3": {"groups": 4, "groups_kept": 2, "group_best": 2, "sigmoid": True, "normalised": True},
@@ -22,7 +23,8 @@ CORRECTED = ("deepseek_v3",)
 
 def routed(name: str, x: torch.Tensor, weight: torch.Tensor, correction: torch.Tensor | None) -> tuple:
     logits = router_logits(x, weight)
-    return route(logits, correction if name in CORRECTED else None, per_token=3, scale=2.5, **RULES[name])
+    rule = SimpleNamespace(per_token=3, scale=2.5, **RULES[name])
+    return route(logits, correction if name in CORRECTED else None, rule)
 
 
 def by_hand(name: str, logits: list[float], correction: list[float]) -> list[tuple[int, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from spd.kernels import moe as reference
-from spd.kernels import moe_triton as twin
-from spd.kernels.eight_bits import block_scales, int8_rows
-from spd.kernels.skinny_linear import AnyWeight, ScaledWeight
+from spd.kernels.experts import moe as reference
+from spd.kernels.experts import moe_triton as twin
+from spd.kernels.linear.eight_bits import block_scales, int8_rows
+from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
 
 RULES = [
     (2, 1, 1, 1, False, True, 1.0),
@@ -22,7 +23,7 @@ RULES = [
     (4, 4, 2, 2, True, True, 1.5),
     (3, 4, 3, 1, False, False, 16.0),
 ]
-"""per_token, groups, groups kept, best of a group, sigmoid, normalised, scale."""
+FIELDS = ("per_token", "groups", "groups_kept", "group_best", "sigmoid", "normalised", "scale")
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -30,7 +31,8 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def chosen(form: Any, x: Tensor, weight: Tensor, correction: Tensor | None, *rule: Any) -> Any:
-    return form.route(form.router_logits(x, weight), correction, *rule)
+    given = SimpleNamespace(**dict(zip(FIELDS, rule, strict=True)))
+    return form.route(form.router_logits(x, weight), correction, given)
 
 
 @pytest.mark.parametrize("rule", RULES)

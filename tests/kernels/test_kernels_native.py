@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
+from spd.kernels.attention.rotary_store import RotatedRows, rotary_store
+from spd.kernels.linear.rms_norm import rms_norm
 from spd.kernels.native import build, library
 from spd.kernels.native.build import NativeUnavailable, library_path
 from spd.kernels.native.library import NativeLibrary
 from spd.kernels.native.products import AmxRefused, Ending
-from spd.kernels.paged_attention import AttentionHeads
-from spd.kernels.rms_norm import rms_norm
-from spd.kernels.rotary_store import rotary_store
 from tests.kernels.native_cases import PAGE, ROUNDED, assert_rounded, needs_compiled, noise
 
 pytestmark = needs_compiled
@@ -63,7 +68,7 @@ def test_rows_of_a_product_in_any_company(native: NativeLibrary, width: int, dep
             return native.linear(rows, packed, None, ending, norm=norm, epsilon=1e-6)
 
         every = product(x)
-        for count in (1, 2, 5, 8, 15, 16, 17, 24, 31, 32, 33, 48, 49, 69):
+        for count in (*range(1, 34), 48, 49, 69):
             assert torch.equal(product(x[:count]), every[:count]), count
             assert torch.equal(product(x[70 - count :]), every[70 - count :]), count
         wild = x.clone()
@@ -97,13 +102,13 @@ def test_rotation_and_store(
     sin = torch.cat((-sin, sin), -1).bfloat16()
     positions, places = torch.tensor([3, 0, 19, 7, 7]), torch.tensor([70, 0, 191, 5, 6])
     scales = noise(heads + kv_heads, size).float() if normed else None
-    pools = [noise(pages, PAGE, kv_heads, size, seed=s) for s in (1, 2)]
-    wide = [by_position(pool).double() for pool in pools]
-    exact = rotary_store(
-        qkv.double(), cos.double(), sin.double(), positions, places,
-        None if scales is None else scales.double(), 1e-6, *wide, heads,
-    )  # fmt: skip
-    query = native.rotary_store(qkv, cos, sin, positions, places, scales, 1e-6, *pools, heads)
+    pools = noise(pages, PAGE, kv_heads, size, seed=1), noise(pages, PAGE, kv_heads, size, seed=2)
+    wide = by_position(pools[0]).double(), by_position(pools[1]).double()
+    turning = RotatedRows(cos.double(), sin.double(), positions, places)
+    exact_scales = None if scales is None else scales.double()
+    exact = rotary_store(qkv.double(), turning, exact_scales, 1e-6, wide, heads)
+    turning = RotatedRows(cos, sin, positions, places)
+    query = native.rotary_store(qkv, turning, scales, 1e-6, pools, heads)
     assert_rounded(query, exact)
     keys, values = (by_position(pool) for pool in pools)
     assert_rounded(keys, wide[0])
@@ -129,8 +134,8 @@ class Case:
         count = -(-self.context // PAGE)
         self.keys, self.values = (noise(self.context, self.kv_heads, self.size, seed=s) for s in (3, 4))
         self.table = torch.randperm(count, generator=torch.Generator().manual_seed(5)) * 2 + 1
-        self.pools = [torch.full((2 * count + 1, PAGE, self.kv_heads, self.size), float("nan")).bfloat16()
-                      for _ in "kv"]  # fmt: skip
+        shape = (2 * count + 1, PAGE, self.kv_heads, self.size)
+        self.pools = (torch.full(shape, math.nan).bfloat16(), torch.full(shape, math.nan).bfloat16())
         for pool, rows in zip(self.pools, (self.keys, self.values), strict=True):
             flat = pool.view(-1, self.kv_heads, self.size)
             flat[(self.table[:, None] * PAGE + torch.arange(PAGE)).flatten()] = 0
@@ -147,8 +152,10 @@ class Case:
         heads = AttentionHeads(self.heads, self.kv_heads, self.size, first_key)
         table = self.table.expand(query.shape[0], -1)
         valid = torch.ones_like(positions, dtype=torch.bool)
-        plan = native.plan_attention(positions, valid, table, heads, PAGE, torch.bfloat16, [], [])
-        return native.paged_attention(query, *self.pools, plan, self.size**-0.5, **options)  # type: ignore[arg-type]
+        windows = Windows(positions, valid, table, [], [])
+        plan = native.plan_attention(windows, heads, PAGE, torch.bfloat16)
+        scores = Scores(self.size**-0.5, **options)  # type: ignore[arg-type]
+        return native.paged_attention(query, self.pools, plan, scores)
 
     def exact(
         self, query: Tensor, positions: Tensor, first_key: int = 0, sliding: int | None = None,
@@ -218,82 +225,158 @@ def test_rows_of_attention_in_any_company(native: NativeLibrary, case: Case, kin
     even = count // 2 * 2
     slots = case.attend(native, query[:even].unflatten(0, (-1, 2)), positions[:even].view(-1, 2), **kind)  # type: ignore[arg-type]
     assert torch.equal(slots.flatten(0, 1), alone[:even])
-    whole = native.prefill_attention(
-        query,
-        *case.pools,
-        case.table,
-        int(positions[0]),
-        case.size**-0.5,
-        **kind,  # type: ignore[arg-type]
-    )
+    scores = Scores(case.size**-0.5, **kind)  # type: ignore[arg-type]
+    whole = native.prefill_attention(query, case.pools, case.table, int(positions[0]), scores)
     assert torch.equal(whole, alone)
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that fails, none at all, a processor without the instructions, a library that is none."""
+    """A compiler that fails or is missing, no such instructions, nowhere to compile, no library at all."""
     broken = tmp_path / "gcc"
     broken.write_text("#!/bin/sh\necho 'x.c:1: error: no such luck' >&2\nexit 1\n")
     broken.chmod(0o755)
-    with monkeypatch.context() as patched:
-        patched.setattr(build, "find_compiler", lambda: str(broken))
-        with pytest.raises(NativeUnavailable, match="no such luck"):
-            library_path(lambda: tmp_path / "cache")
-        assert not list((tmp_path / "cache").iterdir())
-        patched.setattr(build, "find_compiler", lambda: None)
-        with pytest.raises(NativeUnavailable, match="compiler"):
-            library_path(lambda: tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr(build, "processor_features", lambda: frozenset({"avx2"}))
-        with pytest.raises(NativeUnavailable, match="AVX512-BF16"):
-            library_path(lambda: tmp_path)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NativeUnavailable, match="cannot be compiled"):
-        library_path(lambda: tmp_path / "file")
+    for name, value, words in (
+        ("find_compiler", lambda: str(broken), "no such luck"),
+        ("find_compiler", lambda: None, "compiler"),
+        ("processor_features", lambda: frozenset({"avx2"}), "no AVX2 with FMA"),
+        ("tempfile.tempdir", str(tmp_path / "none"), "cannot be compiled"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"spd.kernels.native.build.{name}", value)
+            with pytest.raises(NativeUnavailable, match=words):
+                library_path(lambda: tmp_path / "cache")
+            assert not (tmp_path / "cache").exists()
     with pytest.raises(NativeUnavailable, match="cannot be loaded"):
-        NativeLibrary(tmp_path / "file")
+        NativeLibrary(broken)
 
 
-def test_a_place_that_cannot_be_trusted_or_found(tmp_path: Path) -> None:
-    """Others may write there, nobody has a home, a folder that is none: each is a reason, not an end."""
-    library_path(lambda: tmp_path)
-    tmp_path.chmod(0o777)
-    with pytest.raises(NativeUnavailable, match="others"):
-        library_path(lambda: tmp_path)
-    tmp_path.chmod(0o700)
-    made = library_path(lambda: tmp_path)
-    made.chmod(0o722)
-    with pytest.raises(NativeUnavailable, match="others"):
-        library_path(lambda: tmp_path)
+compiled_once = cache(build._compile)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The compiler runs once for all; grows with each library that would have been compiled."""
+    runs: list[int] = []
+    monkeypatch.setattr(build, "_compile", lambda *given: (runs.append(1), compiled_once(*given))[1])
+    return runs
+
+
+def overwrite(place: Path) -> None:
+    """As a failing disk leaves it; loaded, it would end the program."""
+    with place.open("rb+") as file:
+        file.seek(8192)
+        file.write(bytes(4096))
+
+
+def set_aside(place: Path) -> Path:
+    return place.rename(place.parent.parent / "aside.so")
+
+
+HARM: dict[str, Callable[[Path], object]] = {
+    "overwritten": overwrite,
+    "empty": lambda place: os.truncate(place, 0),
+    "cut off": lambda place: os.truncate(place, 20_000),
+    "longer": lambda place: os.truncate(place, 100_000),
+    "a pipe": lambda place: (set_aside(place), os.mkfifo(place, 0o600)),
+    "a link": lambda place: place.symlink_to(set_aside(place)),
+    "a folder": lambda place: (set_aside(place), place.mkdir()),
+    "another's": lambda place: os.chown(place, 1, 1) if os.geteuid() == 0 else place.chmod(0o602),
+    "writable": lambda place: place.chmod(0o720),
+    "in a writable folder": lambda place: place.parent.chmod(0o777),
+    "in another's folder": lambda place: (
+        os.chown(place.parent, 1, 1) if os.geteuid() == 0 else place.parent.chmod(0o720)
+    ),
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_kept_library_that_cannot_be_trusted_is_made_again(
+    harm: str, tmp_path: Path, compiled: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It runs, the log says so, and where the place can be trusted it is whole again."""
+    folder = tmp_path / "cache"
+    NativeLibrary(library_path(lambda: folder))
+    (place,) = folder.iterdir()
+    HARM[harm](place)
+    assert NativeLibrary(library_path(lambda: folder)).instructions
+    assert len(compiled) == 2 and "compiled anew" in caplog.text and str(folder) in caplog.text
+    library_path(lambda: folder)
+    assert len(compiled) == (3 if "folder" in harm else 2)
+
+
+def test_a_library_without_a_place(
+    tmp_path: Path, compiled: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nowhere to keep it: it is compiled for each run."""
+    (tmp_path / "file").write_text("")
 
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    with pytest.raises(NativeUnavailable, match="home"):
-        library_path(homeless)
+    for folder in (homeless, lambda: tmp_path / "file"):
+        assert NativeLibrary(library_path(folder)).instructions
+    assert len(compiled) == 2 and "home directory" in caplog.text and "Not a directory" in caplog.text
 
 
-@pytest.mark.parametrize("kept", [0, 40, 20_000])
-def test_a_library_that_is_cut_off_is_made_again(tmp_path: Path, kept: int) -> None:
-    """As a computer leaves it that went out; loaded, it would end the program."""
-    place = library_path(lambda: tmp_path)
-    whole = place.read_bytes()
-    place.write_bytes(whole[:kept])
-    assert NativeLibrary(library_path(lambda: tmp_path)).instructions
-    assert place.stat().st_size == len(whole)
+def test_what_was_checked_is_loaded(tmp_path: Path) -> None:
+    """Whatever becomes of the kept file after it was read."""
+    library_path(lambda: tmp_path)
+    path = library_path(lambda: tmp_path)
+    os.truncate(next(tmp_path.iterdir()), 0)
+    assert NativeLibrary(path).instructions
+
+
+def test_the_compiler_takes_nothing_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative and empty entries of what it searches lead to nothing."""
+    for name in ("gcc", "cc", "as", "ld", "cc1", "collect2"):
+        (tmp_path / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/run\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "immintrin.h").write_text("#error taken from the working folder\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("PATH", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH"):
+        monkeypatch.setenv(name, f":.:{os.environ.get(name, '')}")
+    assert NativeLibrary(library_path(lambda: tmp_path / "cache")).instructions
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_killed_programs_left_is_swept_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[int]
+) -> None:
+    """Folders of the compiler that are old, and nothing else; the compiler's own files lie inside."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("spd-kernels-old", "spd-kernels-young", "spd-kernels-strange", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.s").write_text("")
+    (tmp_path / "spd-kernels-link").symlink_to(tmp_path / "other")
+    (tmp_path / "spd-kernels-file").write_text("")
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "spd-kernels-strange", 1, 1)
+    for path in tmp_path.iterdir():
+        if not path.name.endswith("young"):
+            os.utime(path, (0, 0), follow_symlinks=False)
+    library_path(lambda: tmp_path / "cache")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left >= {"spd-kernels-young", "spd-kernels-link", "other"} and "spd-kernels-old" not in left
+    assert (tmp_path / "other" / "x.s").exists()
+    assert os.geteuid() or "spd-kernels-strange" in left
 
 
 def test_where_amx_is_refused_the_other_instructions_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[int]
 ) -> None:
-    best, honest = library_path(lambda: tmp_path), library.NativeLibrary
+    asked: list[Path] = []
 
     def refusing(path: Path) -> NativeLibrary:
-        if path == best:
+        asked.append(path)
+        if len(asked) == 1:
             raise AmxRefused("the system does not grant AMX")
-        return honest(path)
+        return NativeLibrary(path)
 
     monkeypatch.setattr(library, "NativeLibrary", refusing)
-    assert library.open_library(lambda: tmp_path).instructions == "AVX512-BF16"
+    assert library.open_library(lambda: tmp_path).instructions != "AMX"
+    assert len(asked) == 2 and compiled
 
 
 def test_no_rows(native: NativeLibrary) -> None:
@@ -316,12 +399,24 @@ def test_values_that_are_not_finite_spoil_who_sees_them(native: NativeLibrary, w
     assert not got[0, 6:].isfinite().any()
 
 
-def test_a_library_is_made_once(tmp_path: Path) -> None:
+def test_a_library_is_made_once(tmp_path: Path, compiled: list[int]) -> None:
     """The second asking compiles nothing; other instructions make another library."""
     first = library_path(lambda: tmp_path)
-    made = first.stat().st_mtime_ns
-    assert library_path(lambda: tmp_path) == first and first.stat().st_mtime_ns == made
-    assert library_path(lambda: tmp_path, "SPD_NO_AMX") != first
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [first.name, library_path(lambda: tmp_path, "SPD_NO_AMX").name]
-    )
+    library_path(lambda: tmp_path, "AVX512-BF16" if build.instructions() == "AVX2" else "AVX2")
+    assert library_path(lambda: tmp_path) == first
+    assert len(compiled) == len(list(tmp_path.iterdir())) == 2
+
+
+PAIRS = ("-mavx512bf16", "-mavx512bw", "-mavx512vl")
+GIVEN = {"AMX": (*PAIRS, "-mamx-tile", "-mamx-bf16"), "AVX512-BF16": PAIRS, "AVX2": ("-mavx2", "-mfma")}
+
+
+@pytest.mark.parametrize("name", build.FEATURES)
+def test_every_form_compiles(name: str) -> None:
+    """Also those whose instructions this processor lacks, without a warning."""
+    compiler = build.find_compiler()
+    assert compiler is not None
+    sources = [str(Path(build.__file__).with_name(source)) for source in build.SOURCES]
+    checks = ("-Wall", "-Wextra", "-Werror", "-fsyntax-only")
+    command = [compiler, *build.FLAGS, *GIVEN[name], *build.OWN_FLAGS[name], *checks, *sources]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from spd.kernels import mla_attention, moe
+from spd.kernels.attention.paged_attention import AttentionHeads, Windows
+from spd.kernels.attention.rotary_store import RotatedRows
+from spd.kernels.experts import moe
+from spd.kernels.latent import mla_attention
 from spd.kernels.native.build import library_path
 from spd.kernels.native.library import NativeLibrary
-from spd.kernels.paged_attention import AttentionHeads
 from tests.kernels.native_cases import PAGE, ROUNDED, assert_rounded, needs_compiled, noise
 
 pytestmark = needs_compiled
@@ -36,11 +39,12 @@ def test_latents(native: NativeLibrary, heads: int, rank: int, turned: int, stil
     pages[table] = noise(4, PAGE, rank + turned)
     places = table[positions // PAGE] * PAGE + positions % PAGE
     wide = pages.double()
+    turning = RotatedRows(cos.double(), sin.double(), positions, places)
     exact = mla_attention.latent_store(
-        query[..., still:].double(), latent.double(), cos.double(), sin.double(), positions, places,
-        norm.double(), 1e-6, wide,
-    )  # fmt: skip
-    found = native.latent_store(query[..., still:], latent, cos, sin, positions, places, norm, 1e-6, pages)
+        query[..., still:].double(), latent.double(), turning, norm.double(), 1e-6, wide
+    )
+    turning = RotatedRows(cos, sin, positions, places)
+    found = native.latent_store(query[..., still:], latent, turning, norm, 1e-6, pages)
     assert_rounded(found, exact)
     assert_rounded(pages[table], wide[table])
     assert pages[[0, 3]].isnan().all()
@@ -52,10 +56,8 @@ def test_latents(native: NativeLibrary, heads: int, rank: int, turned: int, stil
     assert torch.equal(native.head_linear(query[3:4, :, :still], packed), absorbed[3:4])
 
     whole = torch.cat((absorbed * 0.1, found), -1).contiguous()
-    plan = native.plan_attention(
-        positions[None], positions[None] >= 0, table[None], AttentionHeads(heads, 1, rank + turned), PAGE,
-        torch.bfloat16, [], [],
-    )  # fmt: skip
+    windows = Windows(positions[None], positions[None] >= 0, table[None], [], [])
+    plan = native.plan_attention(windows, AttentionHeads(heads, 1, rank + turned), PAGE, torch.bfloat16)
     mixed = native.mla_attention(whole[None], pages, plan, rank, scale)
     expected = mla_attention.mla_prefill(whole.double(), pages.double(), table, context - rows, rank, scale)
     assert mixed.shape == (1, rows, heads, rank)
@@ -87,12 +89,13 @@ def test_routing(native: NativeLibrary, rule: dict[str, int], corrected: bool) -
     logits[4, 0, 5] = float("nan")
     logits[5, 0, :6] = float("inf")
     logits[6, 0, 2:] = float("-inf")
-    ids, weights = native.route(logits, correction, **rule, scale=2.5)
-    wanted, shares = moe.route(logits, correction, **rule, scale=2.5)
+    given = SimpleNamespace(**rule, scale=2.5)
+    ids, weights = native.route(logits, correction, given)
+    wanted, shares = moe.route(logits, correction, given)
     assert torch.equal(ids[7:], wanted[7:]) and torch.equal(ids[3:5], wanted[3:5])
     torch.testing.assert_close(weights[7:], shares[7:], rtol=1e-5, atol=1e-6)
     assert all(len(set(row)) == rule["per_token"] and set(row) <= set(range(12)) for row in ids.tolist())
-    one, share = native.route(logits[9:10], correction, **rule, scale=2.5)
+    one, share = native.route(logits[9:10], correction, given)
     assert torch.equal(one[0], ids[9]) and torch.equal(share[0], weights[9])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.kernels.native_cases import needs_compiled
 from tests.prompt_lookup import search
 
 WIDTH, WIDE = 150, 12
+NAMES = ("tokens", "length", "active", "draft", "num_drafts", "match")
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +34,9 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
             pytest.skip("C kernels run on a CPU")
         return request.getfixturevalue("compiled")
     if request.param == "torch":
-        return importlib.import_module("spd.kernels.ngram_lookup")
+        return importlib.import_module("spd.kernels.round.ngram_lookup")
     pytest.importorskip("triton")
-    module = importlib.import_module("spd.kernels.ngram_lookup_triton")
+    module = importlib.import_module("spd.kernels.round.ngram_lookup_triton")
     if request.param != "whole":
         monkeypatch.setattr(module, "BLOCK", 16)
         monkeypatch.setattr(module, "PARTS", 4)
@@ -69,7 +71,7 @@ def lookup(
     state = [tensor.to(device) for tensor in (tokens, length, active, draft, counts, matched)]
     kept = [tensor.clone() for tensor in state[:3]]
     rows = [tensor[: len(texts)] for tensor in state]
-    op.ngram_lookup(*rows[:3], k, *sizes, bound, *rows[3:])
+    op.ngram_lookup(SimpleNamespace(**dict(zip(NAMES, rows, strict=True))), k, *sizes, bound)
     assert all(torch.equal(now, then) for now, then in zip(state[:3], kept, strict=True))
     drafts, numbers = state[3].tolist(), state[4].tolist()
     assert numbers.pop() == 9 and drafts.pop() == [-7] * WIDE and state[5][-1] == 9
@@ -169,7 +171,7 @@ def test_no_drafts_are_asked_for(op: Any, device: str) -> None:
 def test_a_long_row_walks_all_its_blocks(device: str) -> None:
     """The kernels as they are launched for a model, over more blocks than programs."""
     pytest.importorskip("triton")
-    op = importlib.import_module("spd.kernels.ngram_lookup_triton")
+    op = importlib.import_module("spd.kernels.round.ngram_lookup_triton")
     width = op.BLOCK * op.PARTS + 700
     length = width - 50
     for end in (5, op.BLOCK, op.BLOCK * op.PARTS - 1, op.BLOCK * op.PARTS, op.BLOCK * op.PARTS + 300):

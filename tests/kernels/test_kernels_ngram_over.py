@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.test_kernels_ngram_lookup import compiled, op, random_text  # noqa: F401
+from tests.kernels.test_kernels_ngram_lookup import NAMES, compiled, op, random_text  # noqa: F401
 from tests.prompt_lookup import search
 
 WIDTH, WIDE = 150, 12
@@ -50,7 +51,8 @@ def test_a_match_takes_the_place_of_drafts(op: Any, device: str, seed: int) -> N
             torch.full((slots,), MATCH),
         ]
         rows = [tensor.clone().to(device) for tensor in state]
-        op.ngram_lookup(*rows[:3], k, shortest, longest, int(length.max()), *rows[3:], over=over)
+        asked = SimpleNamespace(**dict(zip(NAMES, rows, strict=True)))
+        op.ngram_lookup(asked, k, shortest, longest, int(length.max()), over=over)
         for s, text in enumerate(texts):
             draft, count, matched = (rows[i][s].tolist() for i in (3, 4, 5))
             size = match_length(text, longest) if active[s] else 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spd.kernels import norm_residual as reference
+from spd.kernels.linear import rows as reference
 
-twin = pytest.importorskip("spd.kernels.norm_residual_triton")
+twin = pytest.importorskip("spd.kernels.linear.rows_triton")
 EPSILON = 1e-6
 
 

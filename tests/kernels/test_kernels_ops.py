@@ -8,19 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spd.kernels.coupled_verify import coupled_verify
-from spd.kernels.paged_attention import (
+from spd.kernels.attention.paged_attention import (
     AttentionHeads,
     MaskPlan,
+    Scores,
     SlotMask,
+    Windows,
     causal_bias,
     paged_attention,
     plan_attention,
 )
-from spd.kernels.rms_norm import rms_norm
-from spd.kernels.rotary import apply_rotary
-from spd.kernels.silu_mul import silu_mul
-from spd.kernels.store_kv import store_kv
+from spd.kernels.attention.rotary_store import apply_rotary, store_kv
+from spd.kernels.linear.rms_norm import rms_norm
+from spd.kernels.linear.silu_mul import silu_mul
+from spd.kernels.round.commit import coupled_verify
 
 
 def test_rms_norm_against_its_definition() -> None:
@@ -49,7 +50,7 @@ def test_silu_mul_gates_the_first_half() -> None:
 def test_store_kv_writes_slots_only() -> None:
     pages_k, pages_v = torch.zeros(4, 2, 1, 3), torch.zeros(4, 2, 1, 3)
     key, value = torch.randn(2, 1, 3), torch.randn(2, 1, 3)
-    store_kv(key, value, pages_k, pages_v, torch.tensor([5, 0]))
+    store_kv(key, value, (pages_k, pages_v), torch.tensor([5, 0]))
     assert torch.equal(pages_k.flatten(0, 1)[5], key[0]) and torch.equal(pages_v.flatten(0, 1)[0], value[1])
     assert pages_k.count_nonzero() == 6
 
@@ -63,8 +64,9 @@ def test_paged_attention_against_its_definition(heads: int, kv_heads: int) -> No
     query = torch.randn(2, width, heads, size)
     positions = torch.tensor([[s + i for i in range(width)] for s in starts])
     shape, valid = AttentionHeads(heads, kv_heads, size), torch.ones(2, width, dtype=torch.bool)
-    plan = plan_attention(positions, valid, table, shape, page, torch.float32, [133, 8], [None, 8])
-    out = paged_attention(query, pool_k, pool_v, plan, size**-0.5)
+    windows = Windows(positions, valid, table, [133, 8], [None, 8])
+    plan = plan_attention(windows, shape, page, torch.float32)
+    out = paged_attention(query, (pool_k, pool_v), plan, Scores(size**-0.5))
     for s in range(2):
         keys = pool_k[table[s]].flatten(0, 1).double()
         values = pool_v[table[s]].flatten(0, 1).double()
@@ -82,9 +84,7 @@ def test_keys_before_the_first_are_not_seen(device: str, form: str, first: int) 
     """Windows and prompt chunks; a row before the first key sees itself, so that it stays finite."""
     if form:
         pytest.importorskip("triton")
-    paged, prefill = (
-        importlib.import_module(f"spd.kernels.{name}_attention{form}") for name in ("paged", "prefill")
-    )
+    paged = importlib.import_module(f"spd.kernels.attention.paged_attention{form}")
     size, page, heads = 16, 64, AttentionHeads(4, 2, 16, first)
     pool_k, pool_v = (torch.randn(10, page, 2, size, device=device) for _ in range(2))
     table = torch.tensor([[7, 3, 5, 1, 0, 2, 9, 8]], device=device)
@@ -93,11 +93,11 @@ def test_keys_before_the_first_are_not_seen(device: str, form: str, first: int) 
         query = torch.randn(1, width, 4, size, device=device)
         positions = torch.arange(start, start + width, device=device)[None]
         valid = torch.ones_like(positions, dtype=torch.bool)
-        plan = paged.plan_attention(
-            positions, valid, table, heads, page, torch.float32, [start + width], [None]
-        )
-        window = paged.paged_attention(query, pool_k, pool_v, plan, 0.25)[0]
-        chunk = prefill.prefill_attention(query[0], pool_k, pool_v, table[0], start, 0.25, first)
+        windows = Windows(positions, valid, table, [start + width], [None])
+        plan = paged.plan_attention(windows, heads, page, torch.float32)
+        pools, scores = (pool_k, pool_v), Scores(0.25)
+        window = paged.paged_attention(query, pools, plan, scores)[0]
+        chunk = paged.prefill_attention(query[0], pools, table[0], start, scores, first)
         for i in range(width):
             seen = slice(min(first, start + i), start + i + 1)
             for h in range(4):
@@ -120,8 +120,9 @@ def test_attention_does_not_see_past_its_bound() -> None:
     moved[scattered[0]] = pool[consecutive[0]]
 
     def run(pages: torch.Tensor, table: torch.Tensor, bound: int, first: int | None) -> torch.Tensor:
-        plan = plan_attention(positions, valid, table, heads, page, torch.float32, [bound], [first])
-        return paged_attention(query, pages, pages, plan, 0.25)
+        windows = Windows(positions, valid, table, [bound], [first])
+        plan = plan_attention(windows, heads, page, torch.float32)
+        return paged_attention(query, (pages, pages), plan, Scores(0.25))
 
     base = run(pool, consecutive, 104, 2)
     assert torch.equal(base, run(pool, consecutive, 512, 2))
@@ -147,13 +148,13 @@ def test_sliding_and_capped_attention(sliding: int | None, softcap: float | None
     def run(first: int, rows: int, bound: int, *, read_all: bool = False) -> torch.Tensor:
         positions = torch.arange(start + first, start + first + rows)[None]
         valid = torch.ones(1, rows, dtype=torch.bool)
-        plan = plan_attention(positions, valid, table, heads, page, dtype, [bound], [None])
+        plan = plan_attention(Windows(positions, valid, table, [bound], [None]), heads, page, dtype)
         assert isinstance(plan, MaskPlan)
         if read_all:
             bias = causal_bias(positions[0], bound, 2, dtype, 0, sliding)
             plan = replace(plan, masks={sliding: (SlotMask(bias),)})
         rows_ = query[:, first : first + rows]
-        return paged_attention(rows_, pool_k, pool_v, plan, 0.25, sliding, softcap)[0]
+        return paged_attention(rows_, (pool_k, pool_v), plan, Scores(0.25, sliding, softcap))[0]
 
     together = run(0, 32, 1536)
     assert torch.equal(together, run(0, 32, 1536, read_all=True))
@@ -175,8 +176,9 @@ def test_rows_that_do_not_count_are_finite_under_a_window() -> None:
     table, valid = torch.arange(8)[None], torch.tensor([[True, False]])
     for softcap in (None, 2.0):
         heads = AttentionHeads(2, 1, 8, sliding=(16,))
-        plan = plan_attention(torch.tensor([[3, 400]]), valid, table, heads, 64, torch.float32, [64], [None])
-        out = paged_attention(torch.randn(1, 2, 2, 8), pool, pool, plan, 1.0, 16, softcap)
+        windows = Windows(torch.tensor([[3, 400]]), valid, table, [64], [None])
+        plan = plan_attention(windows, heads, 64, torch.float32)
+        out = paged_attention(torch.randn(1, 2, 2, 8), (pool, pool), plan, Scores(1.0, 16, softcap))
         assert out.isfinite().all()
 
 
@@ -185,8 +187,8 @@ def test_slot_without_rows_gives_zeros() -> None:
     query = torch.randn(2, 1, 2, 8)
     table, valid = torch.arange(8).expand(2, -1), torch.tensor([[False], [True]])
     positions, heads = torch.full((2, 1), 3), AttentionHeads(2, 1, 8)
-    plan = plan_attention(positions, valid, table, heads, 64, torch.float32, [0, 4], [None, 0])
-    out = paged_attention(query, pool, pool, plan, 1.0)
+    plan = plan_attention(Windows(positions, valid, table, [0, 4], [None, 0]), heads, 64, torch.float32)
+    out = paged_attention(query, (pool, pool), plan, Scores(1.0))
     assert out[0].count_nonzero() == 0 and out[1].count_nonzero() > 0
 
 

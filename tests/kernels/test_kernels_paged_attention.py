@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from spd.kernels.paged_attention import AttentionHeads
+from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
+from tests.helpers import few_programs
 
-twin = pytest.importorskip("spd.kernels.paged_attention_triton")
+twin = pytest.importorskip("spd.kernels.attention.paged_attention_triton")
 
 
 @dataclass(frozen=True)
@@ -82,18 +83,10 @@ def attend(
     width = query.shape[1]
     positions = torch.tensor([[w.start + min(i, max(w.rows - 1, 0)) for i in range(width)] for w in windows])
     valid = torch.tensor([[i < w.rows for i in range(width)] for w in windows])
-    plan = twin.plan_attention(
-        positions.to(query.device),
-        valid.to(query.device),
-        table,
-        cache.heads,
-        cache.page,
-        query.dtype,
-        (),
-        (),
-    )
-    scale = cache.heads.head_dim**-0.5
-    out: torch.Tensor = twin.paged_attention(query, keys, values, plan, scale, cache.sliding, cache.softcap)
+    rows = Windows(positions.to(query.device), valid.to(query.device), table, (), ())
+    plan = twin.plan_attention(rows, cache.heads, cache.page, query.dtype)
+    scores = Scores(cache.heads.head_dim**-0.5, cache.sliding, cache.softcap)
+    out: torch.Tensor = twin.paged_attention(query, (keys, values), plan, scores)
     return out
 
 
@@ -137,9 +130,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         "KEY_BLOCK": 32,
         "COMBINED_CHUNKS": 4,
         "PLANNED_CHUNKS": 4,
-        "PROCESSORS": 2,
     }.items():
         monkeypatch.setattr(twin, name, value)
+    few_programs(monkeypatch, 2)
 
 
 @pytest.mark.usefixtures("small")
@@ -213,7 +206,7 @@ def test_what_a_window_has_left_behind_is_not_read(device: str) -> None:
     positions = torch.tensor([[230, 231, 232, 233], [100, 101, 102, 250]], device=device)
     valid = torch.tensor([[True] * 4, [True, True, True, False]], device=device)
     table = torch.zeros(2, 8, dtype=torch.long, device=device)
-    plan = twin.plan_attention(positions, valid, table, cache.heads, 32, torch.float32, (), ())
+    plan = twin.plan_attention(Windows(positions, valid, table, (), ()), cache.heads, 32, torch.float32)
     chunks = plan.lists[40]
     items = [divmod(item, 1 << 16) for item in chunks.items[: int(chunks.count)].tolist()]
     # 191 to 233 lie in the large chunks from 128 and from 192 on, 61 to 102 in the small ones from 32 on.
@@ -280,7 +273,7 @@ def test_key_chunks_are_fixed_by_position(device: str, monkeypatch: pytest.Monke
     positions = torch.tensor([[max(end - 2, 0), max(end - 1, 0), 4700] for end in ends], device=device)
     valid = torch.tensor([[end > 1, end > 0, False] for end in ends], device=device)
     table = torch.zeros(len(ends), 80, dtype=torch.long, device=device)
-    plan = twin.plan_attention(positions, valid, table, heads, 64, torch.float32, (), ())
+    plan = twin.plan_attention(Windows(positions, valid, table, (), ()), heads, 64, torch.float32)
     counts = [0, 1, 1, 2, 32, 33, 33, 34]
     chunks = plan.lists[None]
     assert plan.max_chunks == 34 and chunks.last.tolist() == [end - 1 for end in ends]
@@ -312,8 +305,9 @@ def test_a_captured_graph_follows_the_device(device: str) -> None:
     query = torch.randn(2, 3, 8, 64, device=device).bfloat16()
 
     def run() -> torch.Tensor:
-        plan = twin.plan_attention(positions, valid, table, cache.heads, 64, torch.bfloat16, (), ())
-        out: torch.Tensor = twin.paged_attention(query, keys, values, plan, 0.125)
+        windows = Windows(positions, valid, table, (), ())
+        plan = twin.plan_attention(windows, cache.heads, 64, torch.bfloat16)
+        out: torch.Tensor = twin.paged_attention(query, (keys, values), plan, Scores(0.125))
         return out
 
     run()

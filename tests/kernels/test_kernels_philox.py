@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from spd.kernels.philox import STREAM_TARGET, gumbel, philox, random_bits, uniform
+from spd.kernels.sampling.philox import STREAM_TARGET, gumbel, philox, random_bits, uniform
 
 PUBLISHED = [
     # (counter, key, output) of philox4x32-10 in Random123's known-answer file.

@@ -8,14 +8,15 @@ import math
 import pytest
 import torch
 
-from spd.kernels import philox
+from spd.kernels.sampling import philox
 
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from spd.kernels import philox_triton  # noqa: E402
-from spd.kernels.philox_triton import draw_rank, gumbel4, interleave4, rank_is_finite, rank_token  # noqa: E402
+from benchmarks.gpu_suite import noise_triton  # noqa: E402
+from spd.kernels.sampling import philox_triton  # noqa: E402
+from spd.kernels.sampling.philox_triton import draw_rank, gumbel4, interleave4, rank_is_finite, rank_token  # noqa: E402
 from tests.kernels.test_kernels_philox import PUBLISHED  # noqa: E402
 
 
@@ -54,14 +55,14 @@ def test_published_vectors(
 @pytest.mark.parametrize("vocab", [1, 3, 17, 1000, 5003])
 def test_bits_are_the_same_integers(vocab: int, stream: int, device: str) -> None:
     seed, position = keys_and_places(device)
-    bits = philox_triton.random_bits(seed, position, stream, vocab)
+    bits = noise_triton.random_bits(seed, position, stream, vocab)
     assert torch.equal(bits, philox.random_bits(seed, position, stream, vocab))
 
 
 @pytest.mark.parametrize("vocab", [1, 17, 5003])
 def test_noise_is_the_references_to_a_last_bit(vocab: int, device: str) -> None:
     seed, position = keys_and_places(device)
-    noise = philox_triton.gumbel(seed, position, philox.STREAM_TARGET, vocab)
+    noise = noise_triton.gumbel(seed, position, philox.STREAM_TARGET, vocab)
     expected = philox.gumbel(seed, position, philox.STREAM_TARGET, vocab)
     torch.testing.assert_close(noise, expected, rtol=3e-7, atol=3e-7)
 
@@ -95,7 +96,7 @@ def test_a_tile_of_rows_holds_each_rows_noise(device: str) -> None:
     seed, position = (values.flatten()[:4].clone() for values in keys_and_places(device))
     tile = torch.empty(4, 32, device=device)
     tile_kernel[(1,)](seed, position, tile, GROUPS=8, ROWS=4)
-    assert torch.equal(tile, philox_triton.gumbel(seed, position, philox.STREAM_TARGET, 32))
+    assert torch.equal(tile, noise_triton.gumbel(seed, position, philox.STREAM_TARGET, 32))
 
 
 @triton.jit

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spd.kernels import prefill_attention as reference
-from spd.kernels.launch import power_of_two
-from spd.kernels.skinny_config import shared_limit
+from spd.kernels.attention import paged_attention as reference
+from spd.kernels.attention.paged_attention import Scores
+from spd.kernels.launch import Device, power_of_two
+from tests.kernels.compile_ahead import DEVICES
 
-twin = pytest.importorskip("spd.kernels.prefill_attention_triton")
+twin = pytest.importorskip("spd.kernels.attention.paged_attention_triton")
 
 
 def paged(
@@ -85,7 +86,7 @@ def test_against_its_definition(
         query, keys, values = make(device, dtype, rows, start, heads, size)
         key_pages, page_row = paged(keys, page, 5)
         value_pages, _ = paged(values, page, 5)
-        out = twin.prefill_attention(query, key_pages, value_pages, page_row, start, size**-0.5)
+        out = twin.prefill_attention(query, (key_pages, value_pages), page_row, start, Scores(size**-0.5))
         right = straight(query, keys, values, start, torch.float64)
         plain = straight(query, keys, values, start, dtype)
         assert out.dtype == dtype and out.shape == query.shape
@@ -107,7 +108,7 @@ def test_sliding_and_capped_against_the_definition(
         key_pages, page_row = paged(keys, 64, 5)
         value_pages, _ = paged(values, 64, 5)
         out = twin.prefill_attention(
-            query, key_pages, value_pages, page_row, start, 0.25, 0, sliding, softcap
+            query, (key_pages, value_pages), page_row, start, Scores(0.25, sliding, softcap)
         )
         assert (out - right).abs().max() <= 2 * (plain - right).abs().max() + 2e-6
 
@@ -120,7 +121,7 @@ def test_a_window_longer_than_the_context_changes_no_bit(
         key_pages, page_row = paged(keys, 64, 5)
         value_pages, _ = paged(values, 64, 5)
         whole, wide, cut = (
-            twin.prefill_attention(query, key_pages, value_pages, page_row, 70, 0.25, 0, sliding)
+            twin.prefill_attention(query, (key_pages, value_pages), page_row, 70, Scores(0.25, sliding))
             for sliding in (None, 220, 219)
         )
         assert torch.equal(wide, whole)
@@ -135,8 +136,8 @@ def test_a_row_alone_is_the_row_among_others(device: str, sliding: int | None, s
     value_pages, _ = paged(values, 64, 5)
 
     def run(rows: slice) -> torch.Tensor:
-        case = (query[rows], key_pages, value_pages, page_row, 60 + rows.start)
-        out: torch.Tensor = twin.prefill_attention(*case, 0.25, 0, sliding, softcap)
+        case = (query[rows], (key_pages, value_pages), page_row, 60 + rows.start)
+        out: torch.Tensor = twin.prefill_attention(*case, Scores(0.25, sliding, softcap))
         return out
 
     whole = run(slice(0, 70))
@@ -152,7 +153,9 @@ def test_pages_and_dead_positions_change_nothing(device: str, dtypes: tuple[torc
         for seed, dead in ((1, float("nan")), (2, 3.0), (3, float("inf"))):
             key_pages, page_row = paged(keys, 64, seed, dead)
             value_pages, _ = paged(values, 64, seed, dead)
-            results.append(twin.prefill_attention(query, key_pages, value_pages, page_row, 90, 0.25))
+            results.append(
+                twin.prefill_attention(query, (key_pages, value_pages), page_row, 90, Scores(0.25))
+            )
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
@@ -166,24 +169,24 @@ def test_the_torch_form(rows: int, start: int, sliding: int | None, softcap: flo
     key_pages, page_row = paged(keys, 64, 4, dead=0.0)
     value_pages, _ = paged(values, 64, 4, dead=0.0)
     out = reference.prefill_attention(
-        query, key_pages, value_pages, page_row, start, 0.25, 0, sliding, softcap
+        query, (key_pages, value_pages), page_row, start, Scores(0.25, sliding, softcap)
     )
     right = straight(query, keys, values, start, torch.float64, sliding, softcap)
     assert (out - right).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (0, 0)])
-def test_tiles_fit_every_devices_shared_memory(capability: tuple[int, int]) -> None:
+@pytest.mark.parametrize("facts", [*DEVICES.values(), Device()], ids=lambda facts: str(facts.capability))
+def test_tiles_fit_every_devices_shared_memory(facts: Device) -> None:
     """Both kernels hold the rows of a tile and its stages of keys and values at once."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for head_dim in (16, 64, 80, 128, 256):
             width = max(16, power_of_two(head_dim)) * dtype.itemsize
-            rows, keys, stages = twin.tile_shape(dtype, head_dim, capability)
-            tile = twin.tile_of(dtype, head_dim, 32, capability)
+            rows, keys, stages = twin.tile_shape(dtype, head_dim, facts)
+            tile = twin.tile_of(dtype, head_dim, 32, facts)
             for shape in ((rows, keys, stages), (tile["TILE"], tile["BLOCK"], tile["num_stages"])):
                 assert shape[2] >= 1
-                assert (shape[0] + 2 * shape[1] * shape[2]) * width < shared_limit(capability)
-    assert twin.tile_shape(torch.bfloat16, 128, (9, 0)) == (64, 64, 3)
-    assert twin.tile_of(torch.bfloat16, 128, 32, (9, 0)) == {
+                assert (shape[0] + 2 * shape[1] * shape[2]) * width < facts.shared
+    assert twin.tile_shape(torch.bfloat16, 128, DEVICES[90]) == (64, 64, 3)
+    assert twin.tile_of(torch.bfloat16, 128, 32, DEVICES[90]) == {
         "TILE": 128, "BLOCK": 64, "num_stages": 3, "num_warps": 8,
     }  # fmt: skip

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from spd.kernels import rotary_store as reference
-from spd.kernels.rms_norm import rms_norm
-from spd.kernels.rotary import apply_rotary
-from spd.kernels.store_kv import store_kv
+from spd.kernels.attention import rotary_store as reference
+from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary, store_kv
+from spd.kernels.linear.rms_norm import rms_norm
 
-twin = pytest.importorskip("spd.kernels.rotary_store_triton")
+twin = pytest.importorskip("spd.kernels.attention.rotary_store_triton")
 
 PAGES, PAGE, TABLE = 5, 8, 40
 EPSILON = 0.05
@@ -39,20 +38,10 @@ class Inputs:
 
     def run(self, operation, rows=slice(None)) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
         """(query, key pool, value pool) of some rows."""
-        keys, values = self.pools(self.qkv.dtype)
-        query = operation(
-            self.qkv[rows],
-            self.cos,
-            self.sin,
-            self.positions[rows],
-            self.slots[rows],
-            self.weight,
-            EPSILON,
-            keys,
-            values,
-            self.heads,
-        )
-        return query, keys, values
+        pools = self.pools(self.qkv.dtype)
+        turning = RotatedRows(self.cos, self.sin, self.positions[rows], self.slots[rows])
+        query = operation(self.qkv[rows], turning, self.weight, EPSILON, pools, self.heads)
+        return query, *pools
 
     def double(self) -> Inputs:
         weight = None if self.weight is None else self.weight.double()
@@ -190,6 +179,6 @@ def test_the_torch_form_is_the_composition(normed: bool) -> None:
     rows = [table[inputs.positions].unsqueeze(1) for table in (inputs.cos, inputs.sin)]
     rotated = apply_rotary(rotated, *rows)
     keys, values = inputs.pools(torch.float16)
-    store_kv(rotated[:, 4:], fused[:, 6:], keys, values, inputs.slots)
+    store_kv(rotated[:, 4:], fused[:, 6:], (keys, values), inputs.slots)
     for found, right in zip(inputs.run(reference.rotary_store), (rotated[:, :4], keys, values), strict=True):
         assert torch.equal(found, right)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from spd.kernels.round_commit import (
+from spd.kernels.round.commit import (
     EMISSION_HEAD,
     FAILED,
     FULL,
@@ -19,17 +20,17 @@ from spd.kernels.round_commit import (
     emission_width,
     read_emission,
 )
-from spd.kernels.round_finish import COMMITTED, NUM_TIMES
+from spd.kernels.round.window import COMMITTED, NUM_TIMES
 
 MAX_LEN, VOCAB, DEPTH, SPARE = 24, 6, 3, 2
 
 
-@pytest.fixture(params=["round_commit", "round_commit_triton"])
+@pytest.fixture(params=["commit", "commit_triton"])
 def op(request: pytest.FixtureRequest) -> Any:
     """The module of either form."""
     if request.param.endswith("_triton"):
         pytest.importorskip("triton")
-    return importlib.import_module(f"spd.kernels.{request.param}")
+    return importlib.import_module(f"spd.kernels.round.{request.param}")
 
 
 def make_state(
@@ -69,6 +70,7 @@ def make_state(
         "ring": integers(DEPTH, rows, emission_width(max_k) + slack, below=1000),
         "counter": torch.tensor([rng.randrange(3 * DEPTH)]),
         "match": integers(rows, below=9),
+        "times": torch.full((DEPTH, NUM_TIMES), -5),
     }
     return {name: tensor.to(device) for name, tensor in state.items()}
 
@@ -76,7 +78,7 @@ def make_state(
 def arguments(state: dict[str, torch.Tensor], slots: int, k: int) -> dict[str, torch.Tensor]:
     """Views of the first slots, as a round of fewer than all would pass."""
     widths = {"draft": k, "sampled": k + 1, "finite": k + 1}
-    whole = ("ring", "counter")
+    whole = ("ring", "counter", "times")
     cut = {name: t if name in whole else t[:slots] for name, t in state.items()}
     return {name: t[:, : widths[name]] if name in widths else t for name, t in cut.items()}
 
@@ -124,9 +126,20 @@ def expect(state: dict[str, torch.Tensor], slots: int, k: int, given: list[int] 
     return met
 
 
+WINDOW, GIVEN = ("draft", "num_drafts"), ("sampled", "finite")
+
+
+def commit(op: Any, tensors: dict[str, torch.Tensor], *, looked_up: bool = True, **more: Any) -> None:
+    """Run the operation on tensors by name."""
+    window = SimpleNamespace(**{name: tensors[name] for name in WINDOW})
+    given = {name: tensors[name] for name in (*GIVEN, "generated")} | more
+    state = SimpleNamespace(**{name: t for name, t in tensors.items() if name not in (*WINDOW, *GIVEN)})
+    op.round_commit(state, window, **given, looked_up=looked_up)
+
+
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     for name, tensor in expected.items():
-        assert torch.equal(found[name].cpu(), tensor), name
+        assert name == "times" or torch.equal(found[name].cpu(), tensor), name
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 4, 7, 12, 31])
@@ -136,7 +149,7 @@ def test_commit_equals_its_definition(op: Any, device: str, slots: int, k: int) 
         state = make_state(seed, slots, k, device)
         expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
         expect(expected, slots, k)
-        op.round_commit(**arguments(state, slots, k))
+        commit(op, arguments(state, slots, k))
         assert_same(state, expected)
 
 
@@ -158,7 +171,7 @@ def test_acceptance_may_come_from_another_rule(op: Any, device: str, k: int) -> 
         given = [random.Random(seed + s).randint(0, k) for s in range(5)]
         expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
         expect(expected, 5, k, given)
-        op.round_commit(**arguments(state, 5, k), accepted=torch.tensor(given, device=device))
+        commit(op, arguments(state, 5, k), accepted=torch.tensor(given, device=device))
         assert_same(state, expected)
 
 
@@ -167,7 +180,7 @@ def test_without_counts(op: Any, device: str) -> None:
     expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
     expect(expected, 5, 4)
     expected["generated"] = state["generated"].cpu().clone()
-    op.round_commit(**{**arguments(state, 5, 4), "generated": None})
+    commit(op, arguments(state, 5, 4), generated=None)
     assert_same(state, expected)
 
 
@@ -182,18 +195,18 @@ def test_any_number_of_stop_ids(op: Any, device: str, stops: int) -> None:
         state["stop_ids"].fill_(-1)[:, -1] = last
         expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
         assert expect(expected, 2, 3) >= {f"reason {reason}"}
-        op.round_commit(**arguments(state, 2, 3))
+        commit(op, arguments(state, 2, 3))
         assert_same(state, expected)
 
 
 def test_a_slot_does_not_see_its_neighbours(op: Any, device: str) -> None:
     together = make_state(9, 6, 4, device)
     alone = {name: tensor.clone() for name, tensor in together.items()}
-    op.round_commit(**arguments(together, 6, 4))
+    commit(op, arguments(together, 6, 4))
     for s in range(6):
-        cut = {name: t if name == "counter" else t[s : s + 1] for name, t in alone.items()}
+        cut = {name: t if name in ("counter", "times") else t[s : s + 1] for name, t in alone.items()}
         cut["ring"] = alone["ring"][:, s : s + 1]
-        op.round_commit(**arguments(cut, 1, 4))
+        commit(op, arguments(cut, 1, 4))
     assert_same(alone, {name: tensor.cpu() for name, tensor in together.items()})
 
 
@@ -208,7 +221,7 @@ def test_lengths_and_tokens_at_the_row_s_end(op: Any, device: str) -> None:
     state["num_drafts"].fill_(0)
     expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
     assert expect(expected, 2, 3) == {"silent", "reason 0", f"reason {FULL}"}
-    op.round_commit(**arguments(state, 2, 3))
+    commit(op, arguments(state, 2, 3))
     assert_same(state, expected)
 
 
@@ -217,7 +230,7 @@ def test_without_matches_none_is_told(op: Any, device: str) -> None:
     expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
     expected["match"].fill_(0)
     expect(expected, 5, 4)
-    op.round_commit(**{**arguments(state, 5, 4), "match": None})
+    commit(op, arguments(state, 5, 4), looked_up=False)
     assert_same(
         {name: tensor for name, tensor in state.items() if name != "match"},
         {name: tensor for name, tensor in expected.items() if name != "match"},
@@ -229,9 +242,8 @@ def test_the_commit_is_marked(op: Any, device: str) -> None:
     state["counter"].fill_(DEPTH + 1)
     expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
     expect(expected, 3, 2)
-    times = torch.full((DEPTH, NUM_TIMES), -5, device=device)
-    op.round_commit(**arguments(state, 3, 2), times=times)
-    assert (times != -5).nonzero().tolist() == [[1, COMMITTED]]
+    commit(op, arguments(state, 3, 2))
+    assert (state["times"] != -5).nonzero().tolist() == [[1, COMMITTED]]
     assert_same(state, expected)
 
 
@@ -243,7 +255,7 @@ def test_what_the_host_reads(op: Any, device: str, slack: int) -> None:
     expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
     expect(expected, 4, k)
     length = state["length"].tolist()
-    op.round_commit(**arguments(state, 4, k))
+    commit(op, arguments(state, 4, k))
     assert_same(state, expected)
     for s, row in enumerate(state["ring"][int(state["counter"]) % DEPTH, :4].tolist()):
         emission = read_emission(row)

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from spd.kernels.round_finish import BEGAN, COMMITTED, ENDED, NUM_TIMES, VERIFIED
+from spd.kernels.round.window import BEGAN, COMMITTED, ENDED, NUM_TIMES, VERIFIED
 
 
-@pytest.fixture(params=["round_finish", "round_finish_triton"])
+@pytest.fixture(params=["window", "window_triton"])
 def op(request: pytest.FixtureRequest) -> Any:
     """The module of either form."""
     if request.param.endswith("_triton"):
         pytest.importorskip("triton")
-    return importlib.import_module(f"spd.kernels.{request.param}")
+    return importlib.import_module(f"spd.kernels.round.{request.param}")
 
 
 def test_columns_are_apart() -> None:
@@ -37,7 +37,7 @@ def test_one_cell_is_marked(op: Any, device: str, depth: int, column: int, advan
         rows[count % depth][column] = -5
         assert rows == [[-5] * NUM_TIMES] * depth
         # On a GPU the torch form has no clock that a captured graph could read.
-        assert marked >= 0 and (marked > 0 or (device == "cuda" and op.__name__.endswith("finish")))
+        assert marked >= 0 and (marked > 0 or (device == "cuda" and op.__name__.endswith("window")))
         assert counter.tolist() == [count + advance]
 
 
@@ -56,7 +56,7 @@ def test_the_host_tells_the_time_where_there_is_no_timer(op: Any, device: str) -
 @pytest.mark.gpu
 def test_the_device_timer_runs_in_nanoseconds() -> None:
     """Between two marks around a sleeping host lies what the host slept."""
-    op = importlib.import_module("spd.kernels.round_finish_triton")
+    op = importlib.import_module("spd.kernels.round.window_triton")
     times = torch.zeros(1, NUM_TIMES, dtype=torch.int64, device="cuda")
     counter = torch.zeros(1, dtype=torch.int64, device="cuda")
     op.mark_time(times, counter, BEGAN, False)

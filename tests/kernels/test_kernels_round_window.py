@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import importlib
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from spd.kernels.round_finish import BEGAN, NUM_TIMES
-from spd.kernels.round_window import RoundWindow
+from spd.kernels.round.window import BEGAN, NUM_TIMES, Places, RoundWindow
 
 PAGE, PAGES, MAX_LEN, VOCAB, TRASH = 4, 9, 30, 50, 3
 # Shorter than MAX_LEN by a page, as a page table is that does not cover the last positions.
 COVERED = (PAGES - 2) * PAGE
 
 
-@pytest.fixture(params=["round_window", "round_window_triton"])
+@pytest.fixture(params=["window", "window_triton"])
 def op(request: pytest.FixtureRequest) -> Any:
     """The module of either form."""
     if request.param.endswith("_triton"):
         pytest.importorskip("triton")
-    return importlib.import_module(f"spd.kernels.{request.param}")
+    return importlib.import_module(f"spd.kernels.round.{request.param}")
 
 
 def make_state(seed: int, slots: int, k: int, device: str) -> dict[str, torch.Tensor]:
@@ -84,10 +84,14 @@ def expected_window(state: dict[str, torch.Tensor], k: int, table_limit: bool = 
     return found
 
 
-def run(op: Any, state: dict[str, torch.Tensor], k: int, *clock: torch.Tensor) -> RoundWindow:
+def run(op: Any, state: dict[str, torch.Tensor], k: int, **clock: torch.Tensor) -> RoundWindow:
     """The window, and that nothing it read was written."""
     before = {name: tensor.clone() for name, tensor in state.items()}
-    window: RoundWindow = op.round_window(*state.values(), k, PAGE, VOCAB, MAX_LEN, TRASH, *clock)
+    device = state["length"].device
+    usual = {"times": torch.zeros(3, NUM_TIMES, dtype=torch.int64, device=device)}
+    usual |= {"counter": torch.zeros(1, dtype=torch.int64, device=device)}
+    given = SimpleNamespace(**state, draft_cap=torch.full_like(state["length"], 2**40), **(usual | clock))
+    window: RoundWindow = op.round_window(given, k, Places(PAGE, MAX_LEN, TRASH), VOCAB)
     for name, tensor in before.items():
         assert torch.equal(tensor, state[name]), name
     return window
@@ -151,7 +155,7 @@ def test_the_beginning_is_marked(op: Any, device: str) -> None:
     state = make_state(2, 3, 2, device)
     times = torch.full((3, NUM_TIMES), -5, device=device)
     counter = torch.tensor([4], device=device)
-    window = run(op, state, 2, times, counter)
+    window = run(op, state, 2, times=times, counter=counter)
     assert window.num_drafts.tolist() == expected_window(state, 2)["num_drafts"]
     marked = (times != -5).nonzero().tolist()
     assert marked == [[1, BEGAN]] and counter.tolist() == [4]

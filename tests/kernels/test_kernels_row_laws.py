@@ -8,19 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.kernels import row_laws as reference
-from spd.kernels import sampling
-from spd.kernels.draft_verify import STREAM_DRAFT, row_stream
+from spd.kernels.sampling import sampling
+from spd.kernels.sampling.draft_verify import STREAM_DRAFT, row_stream
 from tests.kernels.sampling_cases import EVERY_STEP, INFINITY, NAN, PLAIN, Case, Steps, number, random_case
 
 pytest.importorskip("triton")
 
-from spd.kernels import row_laws_triton, sampling_triton, truncation_triton
+from spd.kernels.sampling import sampling_triton, truncation_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of inf - inf
 
 
-def laws_of(case: Case, steps: Steps, module: object = row_laws_triton) -> Tensor:
+def laws_of(case: Case, steps: Steps, module: object = sampling_triton) -> Tensor:
     law: Tensor = module.row_laws(case.logits, case.draft, case.tensors, steps, case.usable_vocab)  # type: ignore[attr-defined]
     return law
 
@@ -28,7 +27,7 @@ def laws_of(case: Case, steps: Steps, module: object = row_laws_triton) -> Tenso
 def assert_same_laws(case: Case, steps: Steps) -> Tensor:
     """Zeros and NaN in the same places, else equal to float32's accuracy."""
     logits = case.logits.clone()
-    found, expected = laws_of(case, steps), laws_of(case, steps, reference)
+    found, expected = laws_of(case, steps), laws_of(case, steps, sampling)
     assert torch.equal(case.logits.nan_to_num(7), logits.nan_to_num(7)), "the logits were changed"
     assert found.dtype == torch.float32 and found.shape == case.logits.shape
     assert torch.equal(found == 0, expected == 0)
@@ -45,7 +44,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("vocab", "coarse"), [(1, False), (2, True), (3, False), (17, True), (1000, False)])
-def test_every_step_has_the_references_law(vocab: int, coarse: bool, device: str) -> None:
+def test_every_step_has_the_samplings_law(vocab: int, coarse: bool, device: str) -> None:
     law = assert_same_laws(random_case(number(device, 3), 1, vocab, vocab, device, coarse), EVERY_STEP)
     sums = law.sum(-1).nan_to_num(1)  # few tokens may all be hidden
     torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-5, atol=1e-5)

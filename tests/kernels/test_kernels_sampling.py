@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from spd.kernels.sampling import SamplingTensors
+from spd.kernels.sampling.sampling import SamplingTensors
 from tests.kernels.sampling_cases import (
     EVERY_STEP,
     INFINITY,
@@ -22,7 +22,7 @@ from tests.kernels.sampling_cases import (
 
 pytest.importorskip("triton")
 
-from spd.kernels import sampling_triton, truncation_triton
+from spd.kernels.sampling import sampling_triton, truncation_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of inf - inf
 
@@ -232,8 +232,9 @@ def test_slots_that_truncate_nothing_draw_as_without_truncation(device: str) -> 
 def test_nothing_that_varies_chooses_the_program() -> None:
     """Rows and strides: Triton would compile 1 and multiples of 16 apart."""
     varying = {*sampling_triton.VARYING}
-    for name, signature in sampling_triton.signatures().items():
-        kernel = signature.kernel
+    for name, kernel in vars(sampling_triton).items():
+        if not name.endswith("_kernel"):
+            continue
         if hasattr(kernel, "params"):
             free = {p.name for p in kernel.params if p.do_not_specialize}
         else:  # in the interpreter

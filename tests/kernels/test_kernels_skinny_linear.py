@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,18 +14,29 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from spd.kernels import skinny_kernels_triton
-from spd.kernels import skinny_linear as reference
-from spd.kernels import skinny_linear_triton as twin
-from spd.kernels.skinny_config import (
+import triton
+import triton.language as tl
+
+from spd.kernels.dispatch import load_kernels
+from spd.kernels.launch import Device, device_facts
+from spd.kernels.linear import rows as rows_reference
+from spd.kernels.linear import rows_triton as rows_twin
+from spd.kernels.linear import skinny_kernels_triton
+from spd.kernels.linear import skinny_linear as reference
+from spd.kernels.linear import skinny_linear_triton as twin
+from spd.kernels.linear.eight_bits import block_scales, int8_rows
+from spd.kernels.linear.skinny_config import (
     LinearConfig,
     config_for,
     paired,
-    shared_limit,
     with_tile,
     workspace_sizes,
 )
-from spd.kernels.skinny_linear import LinearWorkspace, capability_of
+from spd.kernels.linear.skinny_linear import AnyWeight, LinearWorkspace, ScaledWeight
+from spd.kernels.linear.skinny_product_triton import row_begins
+from spd.runtime.load.token_tiles import KINDS, SHOWN, ask
+from spd.runtime.plan.weight_choice import FP8_CAPABILITY
+from tests.kernels.compile_ahead import DEVICES
 from tests.kernels.skinny_cases import SMALL, Operands, close, sample_operands, squares_of, wide
 
 EPSILON = 1e-5
@@ -92,17 +104,17 @@ def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dt
     for dtype in (*dtypes, torch.bfloat16):
         o = Operands(11, h, rows, dtype, device, parts)
         ids = torch.tensor([10, 0, 10][:rows], device=device)
-        x, squares = twin.embed(ids, o.weight)
+        x, squares = rows_twin.embed(ids, o.weight)
         assert torch.equal(x, o.weight[ids])
         torch.testing.assert_close(squares.sum(1), x.float().square().sum(1), rtol=1e-5, atol=0)
-        scaled, squares = twin.embed(ids, o.weight, 5.656854)
+        scaled, squares = rows_twin.embed(ids, o.weight, 5.656854)
         if dtype in dtypes:  # the interpreter cuts bfloat16 off where a GPU rounds it
             assert torch.equal(scaled, o.weight[ids] * 5.656854)
         torch.testing.assert_close(squares.sum(1), scaled.float().square().sum(1), rtol=1e-5, atol=0)
         arguments = (o.x, o.squares, o.scale, EPSILON)
-        (wide_x, scale), plain = wide(o.x, o.scale), reference.rms_norm_rows(*arguments)
+        (wide_x, scale), plain = wide(o.x, o.scale), rows_reference.rms_norm_rows(*arguments)
         exact = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + EPSILON) * scale
-        close(twin.rms_norm_rows(*arguments), plain, exact)
+        close(rows_twin.rms_norm_rows(*arguments), plain, exact)
 
 
 @pytest.mark.parametrize("h", [1, 33, 5000])
@@ -112,9 +124,9 @@ def test_a_row_is_embedded_alone_as_among_others(h: int, scale: float | None, de
     table = Operands(11, h, 1, torch.float16, device).weight
     table[4] = float("inf")
     ids = torch.tensor([10, 4, 10, 0, 7], device=device)
-    among = twin.embed(ids, table, scale)
+    among = rows_twin.embed(ids, table, scale)
     for row in range(5):
-        for one, every in zip(twin.embed(ids[row : row + 1], table, scale), among, strict=True):
+        for one, every in zip(rows_twin.embed(ids[row : row + 1], table, scale), among, strict=True):
             assert torch.equal(one[0], every[row])
 
 
@@ -152,7 +164,7 @@ def operations(
         "linear_residual": lambda x, r: twin.linear_residual(
             x, o.weight, o.bias, r, workspace, config=config
         ),
-        "rms_norm_rows": lambda x, _: (twin.rms_norm_rows(x, squares_of(x, 3), o.scale, EPSILON),),
+        "rms_norm_rows": lambda x, _: (rows_twin.rms_norm_rows(x, squares_of(x, 3), o.scale, EPSILON),),
         "head_logits": lambda x, _: (twin.head_logits(x, o.weight, config=config),),
         "head_sample": sample,
     }
@@ -193,7 +205,7 @@ def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
 @pytest.mark.parametrize(("n", "k"), [(64, 1024), (16, 2048), (48, 1024), (300, 40)])
 def test_workspace_suffices_and_is_left_as_it_was_found(n: int, k: int, device: str) -> None:
     weight, x = torch.randn(n, k, device=device), torch.randn(17, k, device=device)
-    config = config_for(n, k, weight.element_size(), capability_of(weight.device))
+    config = config_for(n, k, weight.element_size(), device_facts(weight.device))
     partials, counters = workspace_sizes(n, 17, config)
     assert (counters > 0) == (k > 40)
     workspace = LinearWorkspace(
@@ -227,19 +239,31 @@ def test_the_number_of_rows_does_not_choose_the_program() -> None:
         assert ast.unparse(kernel.decorator_list[0]).startswith("triton.jit(do_not_specialize=['rows'")
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0), (0, 0)])
-def test_configs_fit_every_weight_and_device(capability: tuple[int, int]) -> None:
-    for itemsize in (2, 4):
+@pytest.mark.parametrize("facts", [*DEVICES.values(), Device()], ids=lambda facts: str(facts.capability))
+def test_configs_fit_every_weight_and_device(facts: Device) -> None:
+    for itemsize in (1, 2, 4):
         for n in (1, 16, 100, 1024, 4096, 24576, 151937, 262144):
             for k in (16, 64, 100, 1024, 4096, 12288):
-                config = config_for(n, k, itemsize, capability)
+                config = config_for(n, k, itemsize, facts)
                 for size in (config.block_n, config.block_k, config.block_t):
                     assert size >= 16 and size & (size - 1) == 0
                 assert paired(config, n).block_n >= 32 and 1 <= config.split_k <= 8 and config.stages >= 2
                 for tile in (16, 32, 64):
-                    each = with_tile(paired(config, n), tile, itemsize, capability)
-                    step = (each.block_n + each.block_t) * each.block_k * itemsize
-                    assert each.stages * step <= shared_limit(capability)
+                    each = with_tile(paired(config, n), tile, itemsize, facts)
+                    step = each.block_n * itemsize + each.block_t * max(2, itemsize)
+                    assert each.stages * step * each.block_k <= facts.shared
+
+
+@triton.jit
+def reach_kernel(x, out, row, k):
+    far = row_begins(x, row + tl.arange(0, 1), k)
+    tl.store(out + tl.arange(0, 1)[None, :], far.to(tl.int64) - x.to(tl.int64))
+
+
+def test_a_row_may_begin_beyond_32_bits(device: str) -> None:
+    out = torch.zeros(1, dtype=torch.int64, device=device)
+    reach_kernel[(1,)](torch.zeros(1, device=device), out, 40_000, 262_144)
+    assert out.item() == 4 * 40_000 * 262_144
 
 
 @pytest.mark.gpu
@@ -251,30 +275,47 @@ def test_offsets_beyond_32_bits() -> None:
     x = torch.ones(2, k, dtype=torch.bfloat16, device="cuda")
     logits = twin.head_logits(x, weight)
     assert logits[:, -1].tolist() == [2.0, 2.0] and logits.sum().item() == 4.0
+    del logits, weight
+    rows, ids = 8200, 1 << 18
+    if torch.cuda.mem_get_info()[0] > 16 << 30:
+        x, table = (torch.ones(count, 16, dtype=torch.bfloat16, device="cuda") for count in (rows, ids))
+        assert (twin.head_logits(x, table) == 16).all()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 12288), (1024, 3072), (24576, 1024), (1000, 320)])
-def test_wider_token_tiles_give_the_same_bits(n: int, k: int, dtype: torch.dtype) -> None:
+def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kind: str) -> None:
     """The tile follows the number of rows, so each row of 1 to 130 must equal the row alone."""
+    held = torch.cuda.get_device_capability()
+    if kind == "float8_e4m3fn" and held < FP8_CAPABILITY:
+        pytest.skip("a GPU that keeps no weights in FP8")
+    widest = ask(partial(load_kernels, "triton", None), torch.device("cuda"), [kind])
+    print(torch.cuda.get_device_name(), widest)
+    assert (held, kind) != ((9, 0), "bfloat16") or widest == SHOWN["9.0"]
+    ops, dtype = load_kernels("triton", None, widest), torch.bfloat16
     torch.manual_seed(n)
-    weight = (torch.randn(n, k, device="cuda") / k**0.5).to(dtype)
+    weight: AnyWeight = (torch.randn(n, k, device="cuda") / k**0.5).to(dtype)
+    if kind == "int8":
+        weight = int8_rows(weight)
+    elif kind == "float8_e4m3fn":
+        scales = block_scales(torch.rand(-(-n // 128), -(-k // 128), device="cuda") + 0.5, n)
+        weight = ScaledWeight(weight.to(torch.float8_e4m3fn), scales, torch.rand(k, device="cuda").to(dtype))
     x = torch.randn(130, k, device="cuda").to(dtype)
     residual = torch.randn(130, n, device="cuda").to(dtype)
     squares = [squares_of(x, parts) for parts in (128, 64, 8, 3)]
 
     def products(rows: slice) -> list[torch.Tensor]:
         part, sums = x[rows].contiguous(), squares[-1][rows].contiguous()
-        new, partial = twin.linear_residual(part, weight, None, residual[rows].contiguous())
+        new, partial = ops.linear_residual(part, weight, None, residual[rows].contiguous())
         found = [
-            *(twin.norm_linear(part, s[rows].contiguous(), EPSILON, weight, None) for s in squares),
+            *(ops.norm_linear(part, s[rows].contiguous(), EPSILON, weight, None) for s in squares),
             new,
             partial,
-            twin.head_logits(part, weight),
+            ops.head_logits(part, weight),
         ]
-        return found if n % 2 else [*found, twin.norm_gate_up(part, sums, EPSILON, weight, None)]
+        return found if n % 2 else [*found, ops.norm_gate_up(part, sums, EPSILON, weight, None)]
 
     alone = [torch.cat(parts) for parts in zip(*(products(slice(i, i + 1)) for i in range(130)), strict=True)]
     for rows in (2, 5, 16, 17, 31, 32, 33, 40, 64, 65, 100, 128, 130):

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.kernels.sampling import token_mass, truncate
+from spd.kernels.sampling.sampling import token_mass, truncate
 from tests.kernels.sampling_cases import EXTREMES, INFINITY, NAN, number, random_case
 
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from spd.kernels import truncation_triton  # noqa: E402
+from spd.kernels.sampling import truncation_triton  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of inf - inf
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from spd.runtime.parallel import communicator, leader
+from spd.runtime.ranks import communicator, leader
 from tests.parallel.thread_ranks import GlooCrew, ThreadCrew
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spd.runtime import Engine
-from spd.runtime.parallel.crew import PROGRAM
+from spd.runtime.ranks.crew import PROGRAM
 
 ENDS_WITHIN = 30
 """Seconds in which a run whose rank is lost has to end."""

@@ -14,10 +14,10 @@ from spd.errors import IncompatibleError, UsageError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import read_model_config
 from spd.runtime import EngineConfig, SamplingParams, make_plan
+from spd.runtime.load.loader import read_part
 from spd.runtime.models import family_layout
-from spd.runtime.models.shards import Shard
+from spd.runtime.models.destinations import Shard
 from spd.runtime.models.weights import cuts_of
-from spd.runtime.sliced_reader import SlicedReader
 from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny import VARIANTS
@@ -192,7 +192,7 @@ def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Callable[..., Path
             assert all(each.keys() == cuts[0].keys() for each in cuts) and len(cuts[0]) > 8
             for tensor in cuts[0]:
                 whole = checkpoint.read(tensor)
-                parts = [SlicedReader(checkpoint, each).read(tensor) for each in cuts]
+                parts = [read_part(checkpoint, tensor, each[tensor]) for each in cuts]
                 dim = cuts[0][tensor].dim
                 size, copies = sum(part.shape[dim] for part in parts), 1
                 if "k_proj" in tensor or "v_proj" in tensor:
@@ -236,14 +236,14 @@ def test_a_head_of_few_ids_is_not_divided(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleError, match="--draft-tp 2 does not divide the drafter"):
         make_engine(target, draft_tp=2, **wishes)
     plan = make_plan(EngineConfig(model=target, **wishes))
-    assert plan.draft_tp == 1 and "no other size divides it" in plan.draft_tp_reason
+    assert plan.shape.draft_tp == 1 and "no other size divides it" in plan.draft_tp_reason
 
 
 def test_the_plan_chooses_and_says_why(tiny: Callable[..., Path]) -> None:
     target = tiny("qwen3")
     engine = make_engine(target, spec="draft", draft_model=target, tp=2)
-    assert engine.plan.draft_tp in (1, 2) and "by the cost model" in engine.plan.draft_tp_reason
+    assert engine.plan.shape.draft_tp in (1, 2) and "by the cost model" in engine.plan.draft_tp_reason
     engine.close()
     plain = make_engine(target, spec="auto", tp=2)
-    assert (plain.plan.draft_tp, plain.plan.draft_tp_reason) == (1, "nothing drafts with a model")
+    assert (plain.plan.shape.draft_tp, plain.plan.draft_tp_reason) == (1, "nothing drafts with a model")
     plain.close()

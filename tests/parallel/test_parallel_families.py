@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spd.runtime import SamplingParams
-from spd.runtime.model_runner import ModelRunner
+from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny import VARIANTS, write_tiny
@@ -49,13 +49,13 @@ def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     honest = ModelRunner._try_arithmetic
 
-    def tried(runner: Any, alone: bool) -> None:
+    def tried(runner: Any, alone: bool, threads: Any) -> None:
         model = runner.model
         key = type(model), model.heads, tuple(model.cache_shapes), runner.dtype, alone
         own = threading.get_ident(), key
         found = KNOWN.get(key) or FRESH.get(own)
         if found is None:
-            honest(runner, alone)
+            honest(runner, alone, threads)
             found = FRESH[own] = runner.buckets, runner.row_counts, runner.context_parts
         runner.buckets, runner.row_counts, runner.context_parts = found
 

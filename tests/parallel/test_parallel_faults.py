@@ -9,15 +9,23 @@ import socket
 import subprocess
 import sys
 import termios
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spd.errors import EngineError
-from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.parallel import links
+from spd.runtime import Engine, EngineConfig, Request, SamplingParams, make_plan
+from spd.runtime.ranks import crew, links
+from spd.runtime.ranks.crew import Crew
+from spd.runtime.ranks.groups import describe_rank
+from spd.runtime.ranks.rendezvous import Rendezvous
 from tests.helpers import make_engine, random_prompts
 from tests.parallel.process_ranks import (
     ENDS_WITHIN,
@@ -41,9 +49,9 @@ ASLEEP, STOPPED = "time.sleep(600)", "os.kill(os.getpid(), 19)"
 RAISES = "raise ValueError('no such page')"
 WAITING, SILENT = "has kept the others waiting", "has not answered for"
 PLACES = {
-    "loading": ("spd.runtime.layers.latent_attention", "LatentAttention.__call__", 1),  # a probe's
-    "prefill": ("spd.runtime.device_side", "DeviceSide.write", 1),
-    "decoding": ("spd.runtime.device_side", "DeviceSide.launch", 4),
+    "loading": ("spd.runtime.models.latent_attention", "LatentAttention.__call__", 1),  # a probe's
+    "prefill": ("spd.runtime.engine.device_side", "DeviceSide.write", 1),
+    "decoding": ("spd.runtime.engine.device_side", "DeviceSide.launch", 4),
 }
 FAULT = """
 import ctypes, importlib, os, time
@@ -63,7 +71,7 @@ plant(*{place!r})
 """
 STARTED = """
 import sys
-from spd.runtime.parallel import crew
+from spd.runtime.ranks import crew
 fault = {fault!r}
 if {rank} == 0:
     exec(fault)
@@ -193,12 +201,47 @@ def test_a_main_thread_that_hangs_is_ended_and_the_terminal_put_back() -> None:
     os.close(theirs)
 
 
-def test_who_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stranger at the port of rank 0: the next one is let in, and a key is asked for."""
-    monkeypatch.setattr(links, "GREETING_SECONDS", 1)
-    with links.listen(links.LOOPBACK) as listener:
-        port = listener.getsockname()[1]
-        with socket.create_connection((links.LOOPBACK, port)) as silent:
-            assert links.accept(listener, b"key", 5) is None
-            assert silent.recv(4096)  # it was asked for what it knows
-            assert silent.recv(1) == b""
+@dataclass(frozen=True)
+class Crowded(Rendezvous):
+    """A meeting at whose port strangers come first; then, as threads, rank 1 and one that knows no key."""
+
+    def open(self) -> None:
+        return None
+
+    def announce(self, store: None, told: Mapping[str, Any]) -> None:
+        def come() -> None:
+            place, silent = (told["host"], told["port"]), []
+            while len(silent) < 40:
+                silent.append(socket.create_connection(place))
+            with suppress(AuthenticationError):
+                links.connect(*place, b"another key")
+            line, _ = links.connect(*place, bytes.fromhex(told["key"]))
+            line.send(("hello", 1, describe_rank("cpu")))
+            signs, _ = links.connect(*place, bytes.fromhex(told["key"]))
+            signs.send(("signs", 1))
+            wait_until(lambda: line.closed, 1)
+            while silent:  # each was asked for what it knows, and has heard nothing else
+                with silent.pop() as stranger:
+                    assert stranger.recv(4096)
+            line.close(), signs.close()
+
+        threading.Thread(target=come, daemon=True).start()
+
+
+def test_who_says_nothing_keeps_nobody_waiting(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strangers at the port of a rank 0 that torchrun started: ranks are let in, all are asked for a key."""
+    monkeypatch.setattr(crew, "START_SECONDS", 20)
+    plan = make_plan(EngineConfig(model=tiny("qwen3"), tp=2))
+    with socket.create_server((links.LOOPBACK, 0)) as store:
+        met = Crew(plan, Crowded(*store.getsockname(), 2, "0"))
+    met.kill()
+    assert sorted(met._lines) == sorted(met._signs) == [1]
+
+
+def test_too_few_open_files_are_said_at_once() -> None:
+    command = f"ulimit -n 24; exec '{sys.executable}' -m spd generate -m demo --tp 2 --dtype float32 Hi"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (5, "")
+    assert "error: --tp 2 needs" in done.stderr and "ulimit -n" in done.stderr

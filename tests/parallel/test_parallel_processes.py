@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -14,10 +15,13 @@ from typing import Any
 import pytest
 
 from spd import demo_folder
+from spd.formats.chat_template import isolated
 from spd.formats.model_config import read_model_config
+from spd.kernels.native.build import obstacle
 from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.parallel import cost, crew
-from spd.runtime.row_buckets import bucket_for
+from spd.runtime.plan import rank_cost as cost
+from spd.runtime.ranks import crew
+from spd.runtime.round.row_buckets import bucket_for
 from tests.helpers import INTERPRETED, make_engine, random_prompts, run_all
 from tests.parallel.process_ranks import crew_of, damped, most_memory, nothing_is_left, pids
 
@@ -32,6 +36,7 @@ def test_tokens_traffic_and_sockets(group: int, tiny: Callable[..., Path]) -> No
     draft = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
     wishes: dict[str, Any] = {"spec": "draft", "draft_model": draft, "draft_max": 3}
     plain = [run.output for run in run_all(make_engine(target), PROMPTS, PARAMS)]
+    before_all = listening([])
     engine = make_engine(target, tp=2, draft_tp=group, **wishes)
     with nothing_is_left(engine):
         assert [run.output for run in run_all(engine, PROMPTS, PARAMS)] == plain
@@ -39,12 +44,13 @@ def test_tokens_traffic_and_sockets(group: int, tiny: Callable[..., Path]) -> No
         list(engine.stream([Request("x", PROMPTS[1][:1], SamplingParams(max_tokens=12, seed=1))]))
         after, rounds = crew_of(engine).reports(), engine.totals.rounds - rounds
         check_traffic(engine, target, draft, group, before, after, rounds)
-        assert listening(pids(engine)) <= {"0100007F"}, "sockets listen on loopback only"
+        found = [place.split(":")[0] for place in listening(pids(engine)) - before_all]
+        assert found == ["0100007F"] * 2, "gloo's, one a rank, on loopback only"
         engine.close()
 
 
 def listening(processes: list[int]) -> set[str]:
-    """Addresses on which processes, this one too, listen: IPv4 in hexadecimal, as the kernel shows them."""
+    """Where processes, this one too, listen: IPv4 addresses and ports, as the kernel shows them."""
     inodes = set()
     for pid in (*processes, os.getpid()):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -57,8 +63,7 @@ def listening(processes: list[int]) -> set[str]:
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1].partition(":")[0])
-    assert found, "ranks listen to each other"
+                found.add(fields[1])
     return found
 
 
@@ -66,7 +71,7 @@ def check_traffic(
     engine: Engine, target: Path, draft: Path, group: int, before: Any, after: Any, rounds: int
 ) -> None:
     """A prompt of one token has no prefill: its rounds are all that is exchanged."""
-    config, small, k = read_model_config(target), read_model_config(draft), engine.plan.draft_max
+    config, small, k = read_model_config(target), read_model_config(draft), engine.plan.shape.draft_max
     buckets = engine._parts.runner.buckets
     assert buckets is not None
     each = cost.pass_exchange(config, 2, bucket_for(k + 1, buckets), 4) + cost.draw_exchange(2, k + 1)
@@ -107,7 +112,7 @@ def test_a_rank_holds_its_part(tiny: Callable[..., Path], tmp_path: Path) -> Non
                     run_all(engine, PROMPTS, PARAMS)
                     engine.close()
                 held[name] = [held_by[pid] for pid in started]
-        planned = engine.plan.weight_bytes
+        planned = engine.plan.need.weights
         whole = whole or planned
         if ranks == 1:
             continue
@@ -204,3 +209,40 @@ def test_more_ranks_than_torchrun_started(tmp_path: Path) -> None:
     command = [*agent, "-m", "spd", "generate", "-m", "demo", "--tp", "4", "-n", "4", "Hi"]
     done = subprocess.run(command, capture_output=True, timeout=240, check=False)
     assert done.returncode and b"--tp 4, but torchrun started 2 ranks" in done.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["--tp", "2"]], ids=["template and compiler", "ranks"])
+def test_no_child_takes_code_from_the_working_folder(more: list[str], tmp_path: Path) -> None:
+    """Modules, programs and headers lie there under the names that children look for."""
+    here, mark = tmp_path / "here", tmp_path / "mark"
+    here.mkdir()
+    for name in {
+        *sys.stdlib_module_names,
+        "jinja2",
+        "markupsafe",
+        "numpy",
+        "torch",
+        "triton",
+        "sitecustomize",
+    }:
+        (here / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write('{name} ')")
+    for name in ("gcc", "cc", "as", "ld", "cc1", "collect2", "env", "uname", "ldconfig"):
+        (here / name).write_text(f"#!/bin/sh\necho {name} >> {mark}\nexit 1\n")
+        (here / name).chmod(0o755)
+    (here / "immintrin.h").write_text("#error taken from the working folder\n")
+    argv = ["spd", "generate", "-m", "demo", "-n", "2", "--threads", "1", "--json", *more, "Hi"]
+    searched = {name: f":.:{os.environ.get(name, '')}" for name in ("PATH", "CPATH", "PYTHONPATH")}
+    done = subprocess.run(
+        isolated(f"sys.argv = {argv}; from spd.__main__ import main; sys.exit(main())"),
+        cwd=here,
+        env=os.environ | searched | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert not mark.exists(), mark.read_text()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["plan"]
+    assert found["tp"] == (2 if more else 1)
+    assert obstacle() is not None or found["dtype"] != "bfloat16" or found["kernels"] == "native"

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spd.formats.model_config import read_model_config
-from spd.runtime.assembly import assemble
-from spd.runtime.device_side import DeviceSide
-from spd.runtime.parallel.communicator import Communicator, Pulse
-from spd.runtime.parallel.follower import obey, report
-from spd.runtime.parallel.groups import Ranks, open_ranks
-from spd.runtime.parallel.links import LOOPBACK
+from spd.runtime.engine.assembly import assemble
+from spd.runtime.engine.device_side import DeviceSide
+from spd.runtime.ranks.communicator import ProcessGroup, Pulse
+from spd.runtime.ranks.follower import obey, report
+from spd.runtime.ranks.groups import Ranks, open_ranks
+from spd.runtime.ranks.links import LOOPBACK
 
 
 class Meeting:
@@ -35,7 +34,7 @@ class Meeting:
         return whole
 
 
-class ThreadCommunicator(Communicator):
+class ThreadCommunicator(ProcessGroup):
     """A group of threads."""
 
     def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
@@ -60,14 +59,14 @@ class ThreadCrew:
         self.failures: list[BaseException] = []
         self.reported: dict[int, Any] = {}
         self._number = 0
-        size, group = plan.tp, plan.draft_tp
+        size, group = plan.shape.tp, plan.shape.draft_tp
         self._meetings = [Meeting(size)] + [Meeting(group) for _ in range(size // group)]
         self._share = Meeting(size)
         self._queues = [queue.SimpleQueue[bytes]() for _ in range(1, size)]
         self._threads: list[threading.Thread] = []
 
     def ranks(self, rank: int) -> Ranks:
-        size, group = self.plan.tp, self.plan.draft_tp
+        size, group = self.plan.shape.tp, self.plan.shape.draft_tp
         target = ThreadCommunicator(self._meetings[0], rank, size)
         if group == size:
             return Ranks(target, ThreadCommunicator(self._meetings[0], rank, size), None)
@@ -76,7 +75,7 @@ class ThreadCrew:
         return Ranks(target, draft, ThreadCommunicator(self._share, rank, size))
 
     def open(self, usable_vocab: int) -> Ranks:
-        for rank in range(1, self.plan.tp):
+        for rank in range(1, self.plan.shape.tp):
             thread = threading.Thread(target=self._serve, args=(rank, usable_vocab), daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -85,10 +84,9 @@ class ThreadCrew:
 
     def _serve(self, rank: int, usable_vocab: int) -> None:
         try:
-            from pathlib import Path
-
             ranks = self.ranks(rank)
-            parts = assemble(self.plan, read_model_config(Path(self.plan.model)), usable_vocab, None, ranks)
+            plan = pickle.loads(pickle.dumps(self.plan))  # a rank reads the folder itself
+            parts = assemble(plan, plan.model.config, usable_vocab, None, ranks)
             orders = self._queues[rank - 1]
             obey(
                 DeviceSide(parts, self.plan),
@@ -138,4 +136,4 @@ class GlooCrew(ThreadCrew):
         self._store = torch.distributed.HashStore()
 
     def ranks(self, rank: int) -> Ranks:
-        return open_ranks(self._store, rank, self.plan.tp, self.plan.draft_tp, "cpu", LOOPBACK, Pulse())
+        return open_ranks(self._store, rank, self.plan, LOOPBACK, Pulse())

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spd.runtime.page_table import NUM_RESERVED
-from spd.runtime.rows import SlotView
+from spd.runtime.round.limits import NUM_RESERVED
+from spd.runtime.round.rows import SlotView
 from tests.helpers import make_engine
 
 

@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spd.kernels.attention.paged_attention import AttentionPlan, Windows
 from spd.kernels.dispatch import Kernels, operation_stems
-from spd.kernels.paged_attention import AttentionPlan
 from spd.runtime import Engine
-from spd.runtime.graphs import CapturedRounds, RoundShape
-from spd.runtime.round import Round
-from spd.runtime.rows import SlotView
-from spd.runtime.sampler_class import SamplerClass
+from spd.runtime.round.graphs import CapturedRounds, RoundShape
+from spd.runtime.round.round import Round
+from spd.runtime.round.rows import SlotView
+from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.state import RoundState
 
-ONLY_TORCH_ASKS = {"plan_attention": (6, 7), "ngram_lookup": (6,)}
+ONLY_TORCH_ASKS = {"ngram_lookup": (4,)}
 """Arguments that hold the host's upper bounds, by their place; kernels in torch's form alone read them."""
 
 
@@ -103,6 +104,10 @@ class Tape:
             path = self.lasting.get(value.untyped_storage().data_ptr(), "passing")
             offset = value.storage_offset() if path != "passing" else 0
             return path, offset, tuple(value.shape), value.stride(), value.dtype
+        if isinstance(value, RoundState):
+            return [self._words(inner) for inner in vars(value).values()]
+        if isinstance(value, Windows) and self.form == "torch":  # the host's upper bounds, as above
+            value = dataclasses.replace(value, bounds=(), first_pages=())
         if isinstance(value, AttentionPlan):
             return type(value).__name__
         if dataclasses.is_dataclass(value) and not isinstance(value, SamplerClass):

@@ -21,17 +21,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from spd.kernels import sampling
 from spd.kernels.dispatch import load_kernels
-from spd.kernels.round_commit import FAILED, FULL, GOING_ON, STOPPED, Emission, read_emission
-from spd.kernels.sampling import SamplingSteps, SamplingTensors
-from spd.runtime.models.base import ModelOutput
-from spd.runtime.request import SamplingParams
-from spd.runtime.round import Round
-from spd.runtime.rows import Rows, SlotView
-from spd.runtime.sampler import Sampler
-from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.state import RoundState
+from spd.kernels.round.commit import FAILED, FULL, GOING_ON, STOPPED, Emission, read_emission
+from spd.kernels.sampling import sampling
+from spd.kernels.sampling.sampling import SamplingSteps, SamplingTensors
+from spd.runtime.layers.base import ModelOutput
+from spd.runtime.round.round import Round
+from spd.runtime.round.rows import Rows, SlotView
+from spd.runtime.round.sampler import Sampler
+from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.state import RoundState
 from tests.runtime.target_law import (
     DRAFT_LAWS,
     PROMPT,
@@ -100,7 +99,7 @@ class RememberingRunner:
             self.pool[page * PAGE_SIZE + position % PAGE_SIZE] = token
         self.table, self.script, self.head = table, script, head
 
-    def forward(self, rows: Rows, page_table: Tensor, views: object, *, for_head: bool = True) -> ModelOutput:
+    def forward(self, rows: Rows, page_table: Tensor, views: object) -> ModelOutput:
         assert ((rows.token_ids >= 0) & (rows.token_ids < VOCAB)).all(), "an id beyond the vocabulary was fed"
         assert (rows.kv_slots[~rows.valid] == self.trash_slot).all(), "a row that does not count was kept"
         self.pool[rows.kv_slots] = rows.token_ids

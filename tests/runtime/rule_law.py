@@ -18,14 +18,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from spd.kernels import draft_verify, philox, sampling
 from spd.kernels.dispatch import load_kernels
+from spd.kernels.sampling import draft_verify, philox, sampling
 from spd.runtime.proposers.draft_model import DraftModelProposer
-from spd.runtime.request import SamplingParams
-from spd.runtime.round import Round
-from spd.runtime.rows import SlotView
-from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.state import RoundState
+from spd.runtime.round.round import Round
+from spd.runtime.round.rows import SlotView
+from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.state import RoundState
 from tests.runtime.round_law import (
     LIMIT_OF_ERROR,
     Case,

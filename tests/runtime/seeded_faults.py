@@ -6,6 +6,7 @@ engine's parts and the enumerated rounds alike.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -18,21 +19,52 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.kernels import round_commit, round_window, sampling
-from spd.kernels.coupled_verify import coupled_verify
 from spd.kernels.dispatch import operation_stems
-from spd.kernels.round_commit import first_sample
-from spd.kernels.sampling import SamplingTensors
+from spd.kernels.round import commit as round_commit
+from spd.kernels.round import window as round_window
+from spd.kernels.round.commit import coupled_verify, first_sample
+from spd.kernels.sampling import sampling
+from spd.kernels.sampling.sampling import SamplingTensors
+from spd.runtime.engine.scheduler import Scheduler
 from spd.runtime.proposers.draft_model import DraftModelProposer
-from spd.runtime.request import SamplingParams
-from spd.runtime.round_queue import RoundQueue
-from spd.runtime.sampler import Sampler
-from spd.runtime.scheduler import Scheduler
+from spd.runtime.round.round_queue import RoundQueue
+from spd.runtime.round.sampler import Sampler
+from spd.runtime.round.sampling_params import SamplingParams
+from spd.runtime.round.state import RoundState
 
 Patch = pytest.MonkeyPatch
 Mutation = Callable[[Patch], None]
 Arguments = Any
-"""An operation's arguments by name, as attributes."""
+"""An operation's arguments by name, as attributes, and the fields of records among them."""
+RECORDS = RoundState, round_window.RoundWindow, round_window.Places
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    return record._asdict() if isinstance(record, tuple) else vars(record)
+
+
+def opened(asked: dict[str, Any]) -> Arguments:
+    """The arguments; of a name that several records have, the last one's."""
+    records = (fields_of(value) for value in asked.values() if isinstance(value, RECORDS))
+    return SimpleNamespace(**{name: field for each in records for name, field in each.items()} | asked)
+
+
+def replaced(asked: dict[str, Any], changes: dict[str, object]) -> dict[str, Any]:
+    """The arguments with others in place of some, or with a copy of the record that has a field."""
+    asked = dict(asked)
+    for name, value in changes.items():
+        owner = name
+        if name not in asked:
+            owner = [at for at, r in asked.items() if isinstance(r, RECORDS) and name in fields_of(r)][-1]
+            record = asked[owner]
+            if isinstance(record, tuple):
+                value = record._replace(**{name: value})  # type: ignore[attr-defined]
+            else:
+                changed = copy.copy(record)
+                object.__setattr__(changed, name, value)
+                value = changed
+        asked[owner] = value
+    return asked
 
 
 def operation(
@@ -49,8 +81,8 @@ def operation(
         bound = signature.bind(*args)
         bound.apply_defaults()
         asked = bound.arguments
-        result = honest(**{**asked, **(before(SimpleNamespace(**asked)) if before else {})})
-        return after(result, SimpleNamespace(**asked)) if after else result
+        result = honest(**(replaced(asked, before(opened(asked))) if before else asked))
+        return after(result, opened(asked)) if after else result
 
     return lambda patch: patch.setattr(module, name, changed)
 
@@ -146,8 +178,8 @@ def read_a_column_late(width: int) -> int:
 
 
 def ring_of_one(patch: Patch) -> None:
-    patch.setattr("spd.runtime.state.RING_DEPTH", 1)
-    patch.setattr("spd.runtime.round_queue.RING_DEPTH", 1)
+    patch.setattr("spd.runtime.round.state.RING_DEPTH", 1)
+    patch.setattr("spd.runtime.round.round_queue.RING_DEPTH", 1)
 
 
 # -- the window --------------------------------------------------------------------------------------
@@ -288,7 +320,7 @@ def draft_without_temperature(patch: Patch) -> None:
 
 def drafts_one_column_late(window: Any, a: Arguments) -> Any:
     if a.step == a.k - 1:
-        a.draft_out[:, : a.k] = a.draft_out[:, : a.k].roll(1, 1)
+        a.draft[:, : a.k] = a.draft[:, : a.k].roll(1, 1)
     return window
 
 
@@ -298,7 +330,7 @@ def draft_kv_one_off(window: Any, a: Arguments) -> Any:
 
 
 def one_further(result: None, a: Arguments) -> None:
-    a.draft_out[:, : a.k - 1] = a.draft_out[:, 1 : a.k].clone()
+    a.draft[:, : a.k - 1] = a.draft[:, 1 : a.k].clone()
 
 
 def catch_up(change: Callable[[int], int | None]) -> Mutation:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from spd.runtime.request import SamplingParams
+from spd.runtime.round.sampling_params import SamplingParams
 
 VOCAB = 3
 PROMPT = (1, 2)

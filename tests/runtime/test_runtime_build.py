@@ -11,42 +11,38 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spd.formats.checkpoint import Checkpoint
+from spd.formats.folder import ModelFolder
 from spd.formats.model_config import read_model_config
 from spd.kernels.dispatch import load_kernels
-from spd.runtime import SamplingParams, loader
-from spd.runtime.dummy_weights import DUMMY_DOWN, dummy_fill
-from spd.runtime.loader import build_decoder, mapped_fill, threaded_fill
-from spd.runtime.memory import tensor_bytes
+from spd.runtime import SamplingParams
+from spd.runtime.load import loader
+from spd.runtime.load.dummy_weights import DUMMY_DOWN, dummy_fill
+from spd.runtime.load.loader import build_decoder, direct_fill, threaded_fill
+from spd.runtime.load.progress import LoadMeter, LoadProgress
 from spd.runtime.models import family_layout
-from spd.runtime.models.decoder import Decoder
+from spd.runtime.models.builder import Fill, LayerBuilder, Place, WeightSpace, fold_norm
+from spd.runtime.models.decoder import Decoder, build_layer
 from spd.runtime.models.destinations import Destination
-from spd.runtime.models.layer_builder import LayerBuilder
-from spd.runtime.progress import LoadMeter, LoadProgress
-from spd.runtime.weight_space import Fill, WeightSpace, fold_norm
+from spd.runtime.plan.memory import tensor_bytes
 from tests.helpers import make_engine, random_prompts, run_all
 
 WAYS: dict[str, tuple[Callable[[Checkpoint, LoadMeter], Fill], bool]] = {
-    "mapped": (mapped_fill, False),
+    "direct": (direct_fill, False),
     "threaded": (threaded_fill, True),
 }
 
 
-def build(folder: Path, way: str = "mapped", meter: LoadMeter | None = None, **how: object) -> Decoder:
+def place(dtype: torch.dtype = torch.float16) -> Place:
+    return Place(dtype, "cpu", load_kernels("torch"))
+
+
+def build(folder: Path, way: str = "direct", meter: LoadMeter | None = None, **how: object) -> Decoder:
     """A decoder in float16, which nothing packs: its weights can be looked at."""
     fill, at_once = WAYS[way]
-    config, kernels, meter = read_model_config(folder), load_kernels("torch"), meter or LoadMeter()
+    config, meter = read_model_config(folder), meter or LoadMeter()
     with Checkpoint.open(folder) as checkpoint, torch.inference_mode():
-        return build_decoder(
-            config,
-            fill(checkpoint, meter),
-            64,
-            torch.float16,
-            "cpu",
-            kernels,
-            at_once=at_once,
-            meter=meter,
-            **how,  # type: ignore[arg-type]
-        )
+        builder = LayerBuilder(place(), config.rms_norm_eps, **how)  # type: ignore[arg-type]
+        return build_decoder(config, builder, fill(checkpoint, meter), 64, at_once=at_once, meter=meter)
 
 
 def held(model: Decoder) -> dict[str, Tensor]:
@@ -63,7 +59,8 @@ def held(model: Decoder) -> dict[str, Tensor]:
             found[f"{i}.{name}"] = linear.weight
             if linear.bias is not None:
                 found[f"{i}.{name}.bias"] = linear.bias
-        found |= {f"{i}.input_norm": attention.norm, f"{i}.post_norm": mlp.norm}
+        found[f"{i}.input_norm"] = attention.qkv.around.norm
+        found[f"{i}.post_norm"] = mlp.gate_up.around.norm
         if attention.qk_weight is not None:
             found[f"{i}.qk_norm"] = attention.qk_weight
     return found
@@ -137,14 +134,14 @@ def test_one_layer_is_built_at_any_prefix(tiny: Callable[..., Path], tmp_path: P
     tensors = load_file(folder / "model.safetensors")
     moved = {k.replace("model.layers.1.", name): v for k, v in tensors.items() if ".layers.1." in k}
     save_file({**moved, name + "own.weight": torch.ones(3, 2)}, tmp_path / "model.safetensors")
-    config, kernels = read_model_config(folder), load_kernels("torch")
-    layout, space = family_layout(config).layers[1], WeightSpace(torch.float16, "cpu")
+    config = read_model_config(folder)
+    layout, space = family_layout(config).layers[1], WeightSpace(place())
     allocated = space.layer(layout, name)
     own = space.block({"own": Destination.of({"own.weight": (3, 2)})}, name)
     with Checkpoint.open(tmp_path) as checkpoint, torch.inference_mode():
-        mapped_fill(checkpoint, LoadMeter())(space.take())
-        builder = LayerBuilder(kernels, config.rms_norm_eps, torch.float16, fold_norms=False)
-        layer = builder.layer(layout, allocated)
+        direct_fill(checkpoint, LoadMeter())(space.take())
+        builder = LayerBuilder(place(), config.rms_norm_eps)
+        layer = build_layer(layout, allocated, builder)
     model = build(folder)
     model.layers, expected = [layer], {k[2:]: v for k, v in held(model).items() if k.startswith("1.")}
     assert expected.keys() == {k[2:] for k in held(model) if k.startswith("0.")}
@@ -185,9 +182,9 @@ def test_norms_are_folded_into_the_matrices_behind_them_only(way: str, tiny: Cal
 
 
 def dummy(folder: Path, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
-    config, kernels = read_model_config(folder), load_kernels("torch")
+    config = read_model_config(folder)
     fill = dummy_fill("cpu", config.tie_embeddings, LoadMeter())
-    return held(build_decoder(config, fill, 64, dtype, "cpu", kernels))
+    return held(build_decoder(config, LayerBuilder(place(dtype), config.rms_norm_eps), fill, 64))
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "biases", "tied"])
@@ -226,9 +223,8 @@ def test_dummy_models_say_many_different_things(tie: bool, tiny: Callable[..., P
     assert len({tuple(run.tokens) for run in runs}) == 3
 
 
-def test_a_cpu_reads_through_maps(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_reads_a_tensor_at_a_time(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    monkeypatch.setattr(loader, "mapped_fill", lambda *_: taken.append("mapped") or (lambda views: None))
-    kernels = load_kernels("torch")
-    loader.load_model(tiny("qwen3"), dtype="float16", device="cpu", positions=8, kernels=kernels)
-    assert taken == ["mapped"]
+    monkeypatch.setattr(loader, "direct_fill", lambda *_: taken.append("direct") or (lambda views: None))
+    loader.load_model(ModelFolder(tiny("qwen3")), place(), positions=8)
+    assert set(taken) == {"direct"}

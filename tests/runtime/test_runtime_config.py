@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 
 from spd.errors import IncompatibleError, SpdError, UsageError
-from spd.runtime.config import CLASHES, DTYPES, KERNELS, MAX_DRAFT, SPEC_METHODS, VERIFY_RULES, EngineConfig
-from spd.runtime.request import SamplingParams
+from spd.runtime.plan.config import (
+    CLASHES,
+    DTYPES,
+    KERNELS,
+    MAX_DRAFT,
+    SPEC_METHODS,
+    VERIFY_RULES,
+    EngineConfig,
+)
+from spd.runtime.round.sampling_params import SamplingParams
 
 DRAFT = Path("draft")
 
@@ -38,7 +46,7 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str, str]] = [
     ({"spec": "off", "adaptive": True}, UsageError, "--adaptive fits the number of drafts", "usage"),
     ({"spec": "off", "tp": 2, "draft_tp": 2}, UsageError, "--draft-tp says how many ranks", "usage"),
     ({"spec": "ngram", "tp": 2, "draft_tp": 1}, UsageError, "--draft-tp says how many ranks", "usage"),
-    ({"rendezvous": "localhost:1/2/0"}, UsageError, "--tp 1 has nobody to meet", "usage"),
+    ({"rendezvous": "localhost:1/2/0"}, UsageError, "--tp 1 has no other rank", "usage"),
     ({"graphs": True, "device": "cpu"}, IncompatibleError, "--graphs on captures", "incompatible"),
     ({"graphs": True, "kernels": "torch"}, IncompatibleError, "--graphs on captures", "incompatible"),
     ({"graphs": True, "kernels": "native"}, IncompatibleError, "torch or native rule", "incompatible"),

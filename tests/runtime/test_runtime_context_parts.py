@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.kernels.paged_attention import KV_BLOCK, AttentionHeads, MaskPlan, paged_attention
-from spd.runtime import context_parts
-from spd.runtime.context_parts import admitted_parts, context_for
+from spd.kernels.attention.paged_attention import KV_BLOCK, AttentionHeads, MaskPlan, Scores, paged_attention
+from spd.kernels.attention.rotary_store import Pools
+from spd.runtime.round import context_parts
+from spd.runtime.round.context_parts import admitted_parts, context_for
 
 HEADS = AttentionHeads(4, 2, 16)
 
@@ -25,8 +26,8 @@ def test_a_part_that_differs_in_one_bit_is_refused(
     assert honest or torch.backends.cpu.get_cpu_capability() != "AVX512", "else nothing is shown"
     part = max(honest, default=KV_BLOCK // 2)
 
-    def attend(query: Tensor, keys: Tensor, values: Tensor, plan: Any, scale: float) -> Tensor:
-        mixed = paged_attention(query, keys, values, plan, scale)
+    def attend(query: Tensor, pools: Pools, plan: Any, scores: Scores) -> Tensor:
+        mixed = paged_attention(query, pools, plan, scores)
         assert isinstance(plan, MaskPlan) and plan.masks[None][0] is not None
         if query.shape[1] == rows and plan.masks[None][0].bias.shape[-1] == start + part:
             mixed[0, -1, -1, -1] = 0

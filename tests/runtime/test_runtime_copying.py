@@ -9,9 +9,9 @@ import pytest
 from spd.errors import UsageError
 from spd.formats.demo import demo_folder
 from spd.runtime import Engine, EngineConfig, SamplingParams
-from spd.runtime.config import LONG_MATCH, NGRAM_MIN
-from spd.runtime.draft_length import FOLLOWED, FOUND, LOST, WARM_UP_ROUNDS, Acceptance, DraftLength
-from spd.runtime.plan import EnginePlan, make_plan
+from spd.runtime.engine.draft_length import FOLLOWED, FOUND, LOST, WARM_UP_ROUNDS, Acceptance, DraftLength
+from spd.runtime.plan.config import LONG_MATCH, NGRAM_MIN
+from spd.runtime.plan.plan import EnginePlan, make_plan
 from spd.runtime.proposers.arbitrated import ArbitratedProposer
 from tests.helpers import make_engine, random_prompts, run_all
 
@@ -134,17 +134,6 @@ def test_who_sat_out_the_drafting_of_a_round_says_nothing_of_copies() -> None:
     assert length.copied != before and own.trail == LOST, "lookup had nothing any more"
 
 
-def test_a_request_that_no_model_knows_is_left_to_lookup() -> None:
-    length, own = DraftLength(K, True, copying=COPYING), Acceptance()
-    length.attend([(own, 0)], [(own, COPYING)])
-    length.observe_cost(0, 0.010, 0.0, 0)
-    assert length.choose() == 0
-    own.trail = FOUND
-    assert length.choose() == COPYING
-    length.attend([(own, 0)], [(own, K)])
-    assert length.choose() == 0, "it asked for no more than that"
-
-
 def test_rounds_of_lookup_alone_are_captured_ahead_for_one_slot() -> None:
     length = DraftLength(K, True, (0, 1, K), COPYING)
     pairs = {(k, next_k) for k in (0, 1, K, COPYING) for next_k in (0, 1, K, COPYING)}
@@ -175,8 +164,8 @@ def plan_of(**wishes: Any) -> EnginePlan:
 )
 def test_how_many_each_drafts(wishes: dict[str, Any], spec: str, lengths: tuple[int, int]) -> None:
     plan = plan_of(**wishes)
-    assert plan.spec == spec and (plan.model_drafts, plan.draft_max) == lengths
-    assert plan.copying == (plan.draft_max if lengths[0] < lengths[1] else 0)
+    assert plan.spec == spec and (plan.model_drafts, plan.shape.draft_max) == lengths
+    assert plan.copying == (plan.shape.draft_max if lengths[0] < lengths[1] else 0)
     assert max(plan.draft_tiers) == lengths[0]
 
 

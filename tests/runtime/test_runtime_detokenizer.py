@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams
-from spd.runtime.detokenizer import Detokenizer
+from spd.runtime.engine.detokenizer import Detokenizer
 from tests.recipes.tiny import write_tiny
 
 

@@ -11,18 +11,24 @@ from hypothesis import strategies as st
 
 from spd.formats.demo import demo_folder
 from spd.runtime import Request, SamplingParams
-from spd.runtime.draft_length import (
+from spd.runtime.engine.draft_length import (
     DECAY,
+    ENOUGH,
     PATIENCE,
+    PROBE_EVERY,
     PROBE_MEMORY,
     PROBE_OUTCOMES,
+    PROBE_SELDOM,
+    SAMPLES,
+    TIME_EVERY,
     WARM_UP_ROUNDS,
     Acceptance,
     DraftLength,
+    RoundTimes,
     chance_of_next,
+    expected_tokens,
     foretold,
 )
-from spd.runtime.round_times import ENOUGH, PROBE_EVERY, PROBE_SELDOM, SAMPLES, TIME_EVERY, RoundTimes
 from tests.helpers import make_engine
 
 
@@ -41,14 +47,14 @@ def play(
 
 @pytest.mark.parametrize(("rate", "k", "tokens"), [(0.0, 4, 1), (1.0, 4, 5), (0.7, 0, 1), (0.7, 1, 1.7)])
 def test_expected_tokens_at_the_ends(rate: float, k: int, tokens: float) -> None:
-    assert DraftLength(4, adaptive=True).expected(k, [rate])[k] == pytest.approx(tokens)
+    assert expected_tokens([rate], [k], k)[k] == pytest.approx(tokens)
 
 
 def test_accepted_drafts_come_in_runs() -> None:
     """Texts accept nearly all in places and little in others: a later draft fares better than the first."""
     places = [sum(rate**i for i in range(5)) for rate in (0.95, 0.45)]
     steady = sum(0.7**i for i in range(5))
-    assert steady < DraftLength(4, adaptive=True).expected(4, [0.7])[4] < sum(places) / 2
+    assert steady < expected_tokens([0.7], [4], 4)[4] < sum(places) / 2
 
 
 @pytest.mark.parametrize("maximum", [0, 1, 7])
@@ -100,7 +106,7 @@ def test_dear_drafts_are_given_up() -> None:
 
 def test_k_follows_the_measured_cost_of_verification() -> None:
     """Rows are cheap up to two and dear beyond: k stays there although nearly all would be accepted."""
-    length = DraftLength(8, adaptive=True, accepted=9.5, times=RoundTimes(begun=True))
+    length = DraftLength(8, adaptive=True, everyone=Acceptance(9.5, 10.0), times=RoundTimes(begun=True))
     assert length.choose() == 8
     for k in range(9):
         for _ in range(ENOUGH):
@@ -122,10 +128,10 @@ def test_what_comes_after_a_plain_verification_counts() -> None:
 
 def test_the_rate_is_conditional() -> None:
     """Drafts after the first rejected one say nothing: one failure a round, not k."""
-    length = DraftLength(8, adaptive=True, accepted=5.0)
+    length = DraftLength(8, adaptive=True, everyone=Acceptance(5.0, 10.0))
 
     def told(accepted: float, tried: float) -> None:
-        assert (length.accepted, length.tried) == pytest.approx((accepted, tried))
+        assert (length.everyone.accepted, length.everyone.tried) == pytest.approx((accepted, tried))
 
     length.observe(8, 8, 0)
     told(5, 11)
@@ -146,7 +152,7 @@ def test_what_is_expected_is_what_comes(k: int, rate: float) -> None:
 
     10,000 rounds; a false alarm is rarer than 1e-6: 5 standard errors of at most 0.5 / sqrt(10,000).
     """
-    source, length = random.Random(k), DraftLength(k, adaptive=True, accepted=0.0, tried=0.0)
+    source, length = random.Random(k), DraftLength(k, adaptive=True, everyone=Acceptance(0.0, 0.0))
     for _ in range(10_000):
         accepted = next((a for a in range(k) if source.random() >= chance_of_next(rate, a)), k)
         length.observe(k, k, accepted)
@@ -172,9 +178,9 @@ def test_a_rounds_slots_weigh_together() -> None:
 def test_a_round_without_drafts_keeps_the_evidence() -> None:
     length = DraftLength(4, adaptive=True)
     length.observe_cost(0, 0.01, 0.0, 0)
-    assert (length.accepted, length.tried) == (7, 10)
+    assert (length.everyone.accepted, length.everyone.tried) == (7, 10)
     length.observe_cost(4, 0.01, 0.0, 0)
-    assert (length.accepted, length.tried) == pytest.approx((7 * DECAY, 10 * DECAY))
+    assert (length.everyone.accepted, length.everyone.tried) == pytest.approx((7 * DECAY, 10 * DECAY))
 
 
 def test_a_probe_can_overrule_what_was_seen() -> None:
@@ -183,7 +189,7 @@ def test_a_probe_can_overrule_what_was_seen() -> None:
     assert length.rate < 0.1
     while not length.choose():
         length.observe_cost(0, 0.01, 0.0, 0)
-    assert 0.9 * PROBE_MEMORY < length.tried <= PROBE_MEMORY, "nor is it forgotten"
+    assert 0.9 * PROBE_MEMORY < length.everyone.tried <= PROBE_MEMORY, "nor is it forgotten"
     for _ in range(4):
         length.observe(2, 2, 2)
     assert length.rate > 0.3
@@ -218,23 +224,11 @@ def test_a_few_bad_rounds_are_drafted_through() -> None:
     for rate in (0.1, 0.9) * 10:
         chosen = []
         for _ in range(PATIENCE):
-            length.accepted, length.tried = 20 * rate, 20.0
+            length.everyone = Acceptance(20 * rate, 20.0)
             chosen.append(length.choose())
         assert chosen.count(0) <= ENOUGH, "but where it is timed"
-    length.accepted, length.tried = 2, 20
+    length.everyone = Acceptance(2, 20)
     assert not [length.choose() for _ in range(2 * PATIENCE)][-1]
-
-
-def test_who_is_prepared_after_many_who_were_not_is_drafted_for_at_once() -> None:
-    length = DraftLength(4, adaptive=True, accepted=0.0)
-    for _ in range(ENOUGH):
-        for k in (0, 2):
-            length.observe_cost(k, 0.01 + 0.01 * k, 0.0, 0)
-    length.by_load[1], length.times.begun, length.times.plain_best = length.times, True, PATIENCE
-    length.attend([(Acceptance(), 0)])
-    assert not any(length.choose() for _ in range(PROBE_EVERY))
-    length.attend([(Acceptance(), 4)])
-    assert length.choose() == 2
 
 
 def test_drafting_takes_what_so_many_forwards_were_seen_to_take() -> None:
@@ -321,7 +315,8 @@ def test_each_requests_own_acceptance_weighs() -> None:
     assert alone == 6 and length.choose() <= 1
     length.attend([(good, 6), (bad, 6)])
     rates = [one.rate(length.rate) for one in (good, bad)]
-    assert length.expected(6)[6] == pytest.approx(sum(length.expected(6, [rate])[6] for rate in rates) / 2)
+    each = [expected_tokens([rate], [6], 6)[6] for rate in rates]
+    assert expected_tokens(rates, [6, 6], 6)[6] == pytest.approx(sum(each) / 2)
 
 
 def test_nobody_gets_more_than_anybody_wants() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from spd.runtime.draft_length import Acceptance, DraftLength
+from spd.runtime.engine.draft_length import Acceptance, DraftLength
 
 TOKENS = 64
 """Of every request."""
@@ -49,20 +49,17 @@ class Asked:
     """A request: how many tokens are left, and how likely each draft is accepted."""
 
     rate: float
-    prepared: bool
     left: int = TOKENS
-    time: float = 0.0
     acceptance: Acceptance = field(default_factory=Acceptance)
 
 
 @dataclass
 class Played:
-    """What came of it: rounds by k, requests, and how many of them were prepared."""
+    """What came of it: tokens, milliseconds and requests."""
 
     tokens: int = 0
     time: float = 0.0
     requests: int = 0
-    prepared: int = 0
 
     @property
     def speed(self) -> float:
@@ -76,20 +73,15 @@ def play(policy: DraftLength, count: int, rate: float, requests: int, *, waves: 
     present: list[Asked] = []
     while present or found.requests < requests:
         before = len(present)
-        for one in present:
-            if one.left <= 0:
-                policy.observe_request(one.prepared, count, one.time, TOKENS)
         present = [one for one in present if one.left > 0]
         begin = 0 if waves and present else min(count - len(present), requests - found.requests)
         for _ in range(begin):
             chance = min(0.98, max(0.02, source.gauss(rate, 0.1)))
-            prepared = policy.maximum > 0 and policy.prepares(count)
-            present.append(Asked(chance, prepared, time=machine.PREPARE * prepared))
-            found.prepared += prepared
-            found.time += machine.PREPARE * prepared
+            present.append(Asked(chance))
+            found.time += machine.PREPARE
         found.requests += begin
         if begin or len(present) != before:
-            policy.attend([(one.acceptance, policy.maximum * one.prepared) for one in present])
+            policy.attend([(one.acceptance, policy.maximum) for one in present])
         if present:
             k = _round(policy, machine, present, k, source, found)
     return found
@@ -101,13 +93,10 @@ def _round(
     """One round at k; returns the next one's."""
     next_k = policy.choose()
     verify, draft = machine.verify(len(present), k), machine.draft(len(present), next_k)
-    keeping_up = sum(one.prepared for one in present) if not next_k else 0
-    time = verify + draft + (machine.keep_up(keeping_up) if keeping_up else 0)
-    found.time += time
+    found.time += verify + draft + (0 if next_k else machine.keep_up(len(present)))
     policy.observe_cost(k, verify, draft, next_k)
     for one in present:
-        one.time += time / len(present)
-        most = k if one.prepared and one.left < TOKENS else 0
+        most = k if one.left < TOKENS else 0
         accepted = next((i for i in range(most) if source.random() >= one.rate), most)
         if most:
             policy.observe(k, most, accepted, one.acceptance)
@@ -117,7 +106,7 @@ def _round(
 
 
 def best_of(count: int, rate: float, *, waves: bool) -> tuple[float, float]:
-    """The speed without drafts, and of the best fixed k."""
+    """The speed without drafts beside a drafter that is kept up, and of the best fixed k."""
     requests = 12 * count
     speeds = [play(DraftLength(k, False), count, rate, requests, waves=waves).speed for k in range(MOST + 1)]
     return speeds[0], max(speeds)
@@ -135,35 +124,10 @@ def test_nearly_the_best_of_all_fixed_lengths_is_reached(count: int, rate: float
     assert later.speed > 0.93 * best and later.speed > 0.945 * plain
 
 
-def test_requests_go_unprepared_where_drafting_does_not_pay() -> None:
-    policy = DraftLength(MOST, True)
-    play(policy, 16, 0.63, 64, waves=True)
-    later = play(policy, 16, 0.63, 640, waves=True)
-    assert later.prepared < 0.15 * later.requests
-    assert later.speed > 0.96 * best_of(16, 0.63, waves=True)[0]
-    alone = play(policy, 1, 0.63, 20, waves=True)
-    assert alone.prepared == alone.requests, "where there are few, it does"
-
-
-@pytest.mark.parametrize("rate", [0.3, 0.5])
-@pytest.mark.parametrize("count", [16, 100])
-def test_that_drafting_does_not_pay_is_found_out_soon(count: int, rate: float) -> None:
-    """Of the first requests, too, few are prepared: rounds alone say so, no requests need be compared."""
-    found = play(DraftLength(MOST, True), count, rate, 20 * count, waves=False)
-    assert found.prepared < 0.2 * found.requests
-    assert found.speed > 0.93 * best_of(count, rate, waves=False)[0]
-
-
-def test_one_request_is_prepared_for_as_long_as_drafting_may_pay() -> None:
-    for rate in (0.4, 0.63, 0.9):
-        found = play(DraftLength(MOST, True), 1, rate, 60, waves=True)
-        assert found.prepared > 0.9 * found.requests, rate
-
-
 @pytest.mark.parametrize("count", [1, 4])
 def test_drafting_comes_back_when_texts_change(count: int) -> None:
     policy = DraftLength(MOST, True)
-    assert play(policy, count, 0.02, 30 * count, waves=False).prepared < 15 * count
+    play(policy, count, 0.02, 30 * count, waves=False)
     play(policy, count, 0.9, 80 * count, waves=False)
     plain, best = best_of(count, 0.9, waves=False)
     assert play(policy, count, 0.9, 20 * count, waves=False).speed > 0.9 * best > plain

@@ -9,7 +9,7 @@ import pytest
 
 from spd.runtime import Request, SamplingParams
 from spd.runtime.proposers.draft_model import DraftModelProposer
-from spd.runtime.rows import SlotView
+from spd.runtime.round.rows import SlotView
 from tests.helpers import make_engine, random_prompts
 
 ROUNDS = 9

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spd.runtime import Engine
-from spd.runtime.models.eagle3_head import AuxStates, Eagle3Head
-from spd.runtime.proposers.eagle3 import Eagle3Proposer
+from spd.runtime.models.decoder import AuxStates
+from spd.runtime.models.head_model import HeadModel
+from spd.runtime.proposers.head import HeadProposer
 from tests.helpers import make_engine
 from tests.recipes.tiny import write_json, write_tensors
 from tests.recipes.tiny_eagle3 import write_tiny_pair
@@ -198,9 +199,9 @@ def test_another_convention_is_seen(tmp_path: Path, slip: Callable[[Config, Tens
     assert compared(plain, runs)[0] > 0
 
 
-def heads_of(engine: Engine) -> list[Eagle3Head]:
+def heads_of(engine: Engine) -> list[HeadModel]:
     proposer = engine._parts.proposer
-    assert isinstance(proposer, Eagle3Proposer)
+    assert isinstance(proposer, HeadProposer)
     return [runner.model for runner in proposer.runners]  # type: ignore[misc]
 
 
@@ -209,8 +210,9 @@ def shifted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     for head in heads_of(engine):
         honest = head.kernels.head_input
 
-        def later(ids: Any, table: Any, states: Any, depth: Any, at: Tensor, *rest: Any, **named: Any) -> Any:
-            return honest(ids, table, states, depth, at + (depth > 1), *rest, **named)  # noqa: B023
+        def later(ids: Any, table: Any, batch: Any, *rest: Any) -> Any:
+            positions = batch.positions + (batch.states.depth > 1)
+            return honest(ids, table, replace(batch, positions=positions), *rest)  # noqa: B023
 
         head.kernels = replace(head.kernels, head_input=later)
 
@@ -241,12 +243,12 @@ def streams_normed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stale(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries made of recycled states stay in the cache: only the newest token is recomputed."""
-    honest = Eagle3Proposer._window
+    honest = HeadProposer._window
 
-    def newest(self: Eagle3Proposer, width: int, ahead: int, slots: Tensor) -> Any:
+    def newest(self: HeadProposer, width: int, ahead: int, slots: Tensor) -> Any:
         return honest(self, 1, ahead, slots)
 
-    monkeypatch.setattr(Eagle3Proposer, "_window", newest)
+    monkeypatch.setattr(HeadProposer, "_window", newest)
 
 
 FAULTS = (shifted, turned_by_slots, offsets_are_ids, streams_normed, stale)

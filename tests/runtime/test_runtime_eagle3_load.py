@@ -13,15 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spd.errors import CheckpointError
-from spd.formats.checkpoint import Checkpoint
+from spd.formats.folder import ModelFolder
 from spd.formats.model_config import read_model_config
 from spd.runtime import Engine, EngineConfig, SamplingParams
-from spd.runtime.eagle3_loader import HeadSource, Place
-from spd.runtime.measuring.roofline import floor_of
+from spd.runtime.lab.roofline import floor_of
 from spd.runtime.models import eagle3
-from spd.runtime.models.decoder import Decoder
-from spd.runtime.parallel.cost import streamed_bytes
-from spd.runtime.plan import make_plan
+from spd.runtime.plan.plan import make_plan
+from spd.runtime.plan.rank_cost import streamed_bytes
 from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 
@@ -115,7 +113,7 @@ def test_a_copy_of_the_target_s_embeddings_is_not_kept_twice(pair: tuple[Path, P
     without = make_plan(EngineConfig(model=pair[0], spec="eagle3", draft_model=pair[1], draft_max=3, ctx=256))
     for name in heads:
         held = make_plan(EngineConfig(model=pair[0], draft_model=heads[name], draft_max=3, ctx=256))
-        assert held.workspace_bytes - without.workspace_bytes == theirs.numel() * 4, plans[name]
+        assert held.need.workspace - without.need.workspace == theirs.numel() * 4, plans[name]
 
 
 def wrapping(tensors: Tensors) -> None:
@@ -169,20 +167,14 @@ def test_damage_is_refused(
 
 def test_a_head_of_ids_that_nobody_can_say(pair: tuple[Path, Path]) -> None:
     """The last ids of a vocabulary may have embeddings and no tokens."""
-    config, engine = read_model_config(pair[1]), make_engine(pair[0])
-    target = engine._parts.runner.model
+    head = ModelFolder(pair[1])
     offsets = load_file(pair[1] / "model.safetensors")["d2t"]
-    assert isinstance(target, Decoder)
-    with Checkpoint.open(pair[1]) as checkpoint:
-        for usable in (int(offsets[0]), int(offsets[0]) + 1):
-            place = Place(
-                target, pair[0], usable, torch.float32, "cpu", engine._parts.runner.kernels, None, False
-            )
-            if usable > int(offsets[0]):
-                assert HeadSource(config, pair[1], checkpoint, place).ids is not None
-                continue
-            with pytest.raises(CheckpointError, match="no id that the tokenizer knows"):
-                HeadSource(config, pair[1], checkpoint, place)
+    for usable in (int(offsets[0]), int(offsets[0]) + 1):
+        if usable > int(offsets[0]):
+            assert eagle3.head_parts(head.config, usable, head.checkpoint)[0].ids is not None
+            continue
+        with pytest.raises(CheckpointError, match="no id that the tokenizer knows"):
+            eagle3.head_parts(head.config, usable, head.checkpoint)
 
 
 def test_tensors_that_change_nothing_are_told(
@@ -191,7 +183,7 @@ def test_tensors_that_change_nothing_are_told(
     head = altered(pair[1], tmp_path / "head", lambda t: t.update(optimizer=torch.zeros(1)))
     with caplog.at_level(logging.WARNING):
         make_engine(pair[0], spec="eagle3", draft_model=head, draft_max=2)
-    assert "1 tensors of" in caplog.text and "optimizer first" in caplog.text
+    assert "1 tensors of" in caplog.text and "'optimizer' first" in caplog.text
 
 
 def test_what_a_head_reads_of_memory_is_its_layer_and_the_ids_it_knows(pair: tuple[Path, Path]) -> None:
@@ -202,7 +194,8 @@ def test_what_a_head_reads_of_memory_is_its_layer_and_the_ids_it_knows(pair: tup
         t.numel() for name, t in tensors.items() if name.startswith(("midlayer.", "lm_head")) and t.dim() > 1
     )
     norms = sum(t.numel() for name, t in tensors.items() if name.startswith("midlayer.") and t.dim() == 1)
-    floor = floor_of(pair[1], plan)
+    assert plan.shape.draft is not None
+    floor = floor_of(plan.shape.draft, "float32", plan.shape.draft_form)
     final = tensors["norm.weight"].numel()
     assert floor is not None and floor.weight_bytes == 4 * (read + norms + final)
     assert streamed_bytes(read_model_config(pair[1]), 4) == 4 * (read + norms)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spd.runtime import SamplingParams
-from spd.runtime.rows import SlotView
+from spd.runtime.round.rows import SlotView
 from tests.helpers import make_engine, random_prompts, run_all, run_one
 from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, WINDOW, write_dense
 

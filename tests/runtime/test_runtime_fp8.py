@@ -14,12 +14,13 @@ from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.demo import demo_folder
 from spd.formats.model_config import read_model_config
-from spd.runtime import SamplingParams, fp8_blocks
-from spd.runtime.fp8_blocks import scaling_fill
-from spd.runtime.loader import mapped_fill, threaded_fill
+from spd.runtime import SamplingParams
+from spd.runtime.load import fp8_blocks
+from spd.runtime.load.fp8_blocks import scaling_fill
+from spd.runtime.load.loader import direct_fill, threaded_fill
+from spd.runtime.load.progress import LoadMeter
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors, stored_scales
-from spd.runtime.progress import LoadMeter
 from tests.helpers import make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import quantize, write_twin
 from tests.runtime.demo_logits import demo_logits, relative_error
@@ -43,7 +44,7 @@ def plain(tensors: dict[str, torch.Tensor], name: str, dtype: torch.dtype) -> to
     return (values * scales[rows][:, columns]).to(dtype)
 
 
-@pytest.mark.parametrize("way", [mapped_fill, threaded_fill])
+@pytest.mark.parametrize("way", [direct_fill, threaded_fill])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_tensor_bit_for_bit(
     twin: Path, way: Callable, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

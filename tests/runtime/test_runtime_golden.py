@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from spd.formats.checkpoint import Checkpoint
+from spd.formats.model_config import SUPPORTED_ARCHITECTURES, read_model_config
 from spd.runtime import SamplingParams
-from spd.runtime.rows import SlotView
+from spd.runtime.round.rows import SlotView
 from tests.helpers import make_engine, random_prompts, run_all
-from tests.recipes.tiny import VARIANTS
+from tests.recipes.tiny import LLAMA, VARIANTS
+from tests.recipes.tiny_dense import FAMILIES, write_dense
 
 transformers = pytest.importorskip("transformers")
 
@@ -70,6 +73,27 @@ def test_logits_and_greedy_text_equal_transformers(
     assert run.tokens == wanted
     assert run.text == tokenizer.decode(wanted, skip_special_tokens=True)
     assert run.finish_reason == ("stop" if wanted[-1] in engine.eos_ids else "length")
+
+
+@pytest.mark.parametrize("variant", sorted({*VARIANTS, *FAMILIES} - {"mimo"}))
+def test_what_transformers_saves_is_read(tiny: Callable[..., Path], tmp_path: Path, variant: str) -> None:
+    """Every class in the installed version's own spelling: the same model, tensor by tensor."""
+    folder = tiny(variant) if variant in VARIANTS else write_dense(tmp_path / "published", variant)
+    saved = tmp_path / "saved"
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    reference.save_pretrained(saved, max_shard_size="100KB")
+    assert read_model_config(saved) == read_model_config(folder)
+    with Checkpoint.open(saved) as found, Checkpoint.open(folder) as wanted:
+        assert found.tensors.keys() == wanted.tensors.keys()
+        assert all(torch.equal(found.read(name), wanted.read(name)) for name in wanted.tensors)
+
+
+def test_every_class_is_among_them() -> None:
+    """`transformers` does not know MiMo."""
+    saved = {options.get("architecture", LLAMA) for options in VARIANTS.values()}
+    saved |= {name for _, config, _ in FAMILIES.values() for name in config["architectures"]}
+    assert saved == set(SUPPORTED_ARCHITECTURES)
+    assert not hasattr(transformers, "MiMoForCausalLM")
 
 
 def test_an_end_token_ends_both(tiny: Callable[..., Path]) -> None:

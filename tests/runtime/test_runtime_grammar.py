@@ -14,9 +14,10 @@ import torch
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Request, SamplingParams
-from spd.runtime.grammar import KEPT, MAX_BYTES, GrammarCompiler, GuidedText, mask_width
-from spd.runtime.request import GrammarText
-from spd.runtime.slots import free_rows
+from spd.runtime.engine.device_side import free_rows
+from spd.runtime.engine.grammar import KEPT, MAX_BYTES, GrammarCompiler, GuidedText
+from spd.runtime.engine.request import GrammarText
+from spd.runtime.round.limits import mask_width
 from tests.helpers import Run, make_engine, random_prompts, run_requests
 
 VOCAB, PATTERN = 320, "(ab|cd|[0-9]{3}){4,9}!"
@@ -205,6 +206,25 @@ def test_a_text_that_ends_while_thinking_is_an_error(target: Path) -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 2])
+def test_an_end_before_the_grammar_s_is_said(target: Path, lag: int) -> None:
+    """By -n, by a stop string and by a stop id; not where the text may be complete."""
+    digits = tuple(range(48, 58))
+    cases: list[tuple[str, dict[str, Any], tuple[str, str | None]]] = [
+        ("[0-9]{9}", {"max_tokens": 2}, ("length", "the text ended before the regex was complete")),
+        ("[0-9]+", {"max_tokens": 2}, ("length", None)),
+        ("[0-9]{4}", {"max_tokens": 9}, ("stop", None)),
+        ("a[0-9]{4}", {"stop": ("a",)}, ("stop", "the text ended before the regex was complete")),
+        ("a[0-9]{4}", {"stop_token_ids": digits}, ("stop", "the text ended before the regex was complete")),
+    ]
+    for spec in ({}, METHODS["ngram"]):
+        engine = make_engine(target, lag=lag, **spec)
+        for pattern, wishes, ended in cases:
+            grammar = GrammarText("regex", pattern)
+            (done,) = engine.generate([Request("a", PROMPTS[0], SamplingParams(**wishes), grammar=grammar)])
+            assert (done.finish_reason, done.error) == ended, pattern
+
+
+@pytest.mark.parametrize("lag", [0, 2])
 def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
     """Nothing allowed behind the third token: the three are kept, and nobody else notices."""
     asked = requests(1.0)
@@ -225,7 +245,7 @@ def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.M
     assert (done[0].finish_reason, list(done[0].token_ids)) == ("error", whole.tokens[:3])
     assert "grammar dead end" in str(done[0].error)
     assert list(done[1].token_ids) == alone.tokens
-    assert engine._pages.num_available == engine.plan.num_pages - 2
+    assert engine._pages.num_available == engine.plan.shape.num_pages - 2
 
 
 def test_interrupted_grammars_go_on_where_they_were(target: Path) -> None:

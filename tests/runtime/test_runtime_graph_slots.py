@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.graphs import slot_counts
-from spd.runtime.request import GrammarText
+from spd.runtime.engine.request import GrammarText
+from spd.runtime.round.graphs import slot_counts
 from tests.helpers import make_engine, random_prompts, run_requests
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime import test_runtime_graphs as graphs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import load_kernels
-from spd.runtime import Engine, SamplingParams, assembly
-from spd.runtime.graphs import RoundShape
-from spd.runtime.page_table import TRASH_PAGE
-from spd.runtime.rows import SlotView
-from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.state import RING_DEPTH
-from tests.helpers import Run, make_engine, random_prompts, run_all
+from spd.runtime import Engine, SamplingParams
+from spd.runtime.engine import assembly
+from spd.runtime.round.graphs import RoundShape
+from spd.runtime.round.limits import TRASH_PAGE
+from spd.runtime.round.rows import SlotView
+from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.state import RING_DEPTH, RoundState
+from tests.helpers import Run, few_programs, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.graph_stand_in import StandIn, Tape, tensors_in
@@ -282,9 +284,13 @@ def change_number_of_calls(engine: Engine, captured: StandIn) -> None:
 
 def take_a_copy(engine: Engine, captured: StandIn) -> None:
     honest = captured.round.kernels.round_window
-    changed = dataclasses.replace(
-        captured.round.kernels, round_window=lambda tokens, *rest: honest(tokens.clone(), *rest)
-    )
+
+    def of_a_copy(state: RoundState, *rest: Any) -> Any:
+        state = copy.copy(state)
+        state.tokens = state.tokens.clone()
+        return honest(state, *rest)
+
+    changed = dataclasses.replace(captured.round.kernels, round_window=of_a_copy)
     captured.round.kernels = changed
 
 
@@ -390,9 +396,7 @@ def test_in_the_form_that_is_captured(
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter needs TRITON_INTERPRET, which is set where there is no GPU")
-    from spd.kernels import paged_attention_triton
-
-    monkeypatch.setattr(paged_attention_triton, "PROCESSORS", 1)  # idle programs take their time too
+    few_programs(monkeypatch)
     shape: dict[str, Any] = {"hidden": 32, "intermediate": 32, "vocab": 70, "tokenizer": False, "seed": 5}
     target, draft = (tiny("qwen3", layers=n, residual_gain=damped, **shape) for n in (2, 1))
     prompts = [*random_prompts(1, 20, 70), *random_prompts(1, 9, 70)]
@@ -419,9 +423,7 @@ def test_latent_attention_experts_and_a_head_ask_the_host_nothing(
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter needs TRITON_INTERPRET, which is set where there is no GPU")
-    from spd.kernels import paged_attention_triton
-
-    monkeypatch.setattr(paged_attention_triton, "PROCESSORS", 1)
+    few_programs(monkeypatch)
     shape: dict[str, Any] = {"hidden": 48, "heads": 4, "kv_heads": 4, "head_dim": 16, "intermediate": 48}
     shape |= {"vocab": 70, "tokenizer": False, "seed": 5, "layers": 2}
     target = write_tiny_mtp(

@@ -11,14 +11,14 @@ import torch
 
 from spd.errors import ResourceError
 from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.device_side import DeviceSide
-from spd.runtime.draft_length import DraftLength
-from spd.runtime.graphs import CapturedRounds, RoundShape
-from spd.runtime.page_table import TRASH_PAGE
-from spd.runtime.parallel.leader import ORDERS
-from spd.runtime.plan import _draft_tiers
-from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.state import RING_DEPTH
+from spd.runtime.engine.device_side import DeviceSide
+from spd.runtime.engine.draft_length import DraftLength
+from spd.runtime.plan.plan import _draft_tiers
+from spd.runtime.ranks.leader import ORDERS
+from spd.runtime.round.graphs import CapturedRounds, RoundShape
+from spd.runtime.round.limits import TRASH_PAGE
+from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.state import RING_DEPTH
 from tests.helpers import make_engine, random_prompts, run_all
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime import test_runtime_graphs as graphs
@@ -191,7 +191,7 @@ def test_ranks_that_run_out_of_memory_say_so(target: Path) -> None:
     engine = make_engine(target, spec="off")
     queue, device = engine._parts.queue, engine._device
     queue.captured = CapturedRounds(queue.round, failing_after(0))
-    object.__setattr__(device.plan, "tp", 2)
+    object.__setattr__(device.plan.shape, "tp", 2)
     with pytest.raises(ResourceError, match="while capturing a round"):
         engine.capture_ahead([GREEDY])
 

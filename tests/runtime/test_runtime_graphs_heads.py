@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 from spd.runtime import Engine
-from spd.runtime.proposers.head import HeadProposer
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime import test_runtime_graphs as graphs
@@ -77,29 +75,3 @@ def test_acceptance_is_the_eager_one_at_every_lag(
             engine, captured = watched_engine(target, lag=lag, **wishes)
             assert graphs.story(graphs.run_batch(engine)) == eager, (k, lag)
             assert captured.replays > len(captured.captured)
-
-
-def test_rounds_that_the_head_does_not_follow_are_captured_apart(
-    headed: Headed, watched_engine: Callable[..., tuple[Engine, StandIn]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests that are not prepared pay nothing for a head, and those that are draft as in eager rounds."""
-    target, speculation = headed
-    kept: list[str] = []
-    honest = HeadProposer.capture
-    monkeypatch.setattr(HeadProposer, "capture", lambda *given: (kept.append("states"), honest(*given))[1])
-    told = []
-    for make in (graphs.two_slots, lambda *a, **w: watched_engine(*a, **w)[0]):
-        engine = make(target, **speculation, draft_max=2, adaptive=True)
-        lengths = itertools.cycle([2, 0, 1, 2])
-        engine._draft_length.choose = lambda *_, lengths=lengths: next(lengths)
-        engine._scheduler.prepares = lambda together: False
-        alone = [run.output for run in graphs.run_batch(engine)]
-        assert not kept
-        order = itertools.cycle([True, False])
-        engine._scheduler.prepares = lambda together, order=order: next(order)
-        told.append(graphs.run_batch(engine))
-        assert [run.output for run in told[-1]] == alone and kept
-        captured = engine._parts.queue.captured
-        kept.clear()
-    assert graphs.story(told[0]) == graphs.story(told[1])
-    assert captured is not None and {shape.follows for shape in captured.captured} == {True, False}

@@ -14,7 +14,7 @@ import torch
 
 import spd
 from spd.runtime import SamplingParams
-from spd.runtime.state import RoundState
+from spd.runtime.round.state import RoundState
 from tests.helpers import run_all
 from tests.runtime import test_runtime_graphs as graphs
 
@@ -55,10 +55,10 @@ def test_what_a_round_asks_is_seen(target: Path, what: str) -> None:
 
 
 MAY_WAIT = {
-    "runtime/round_queue.py": 1,  # for the copy of a row that is read
-    "runtime/weight_lanes.py": 2,  # while loading
-    "runtime/smoke.py": 3,
-    "runtime/measuring/roofline.py": 1,
+    "runtime/round/round_queue.py": 1,  # for the copy of a row that is read
+    "runtime/load/weight_reader.py": 2,  # while loading
+    "runtime/lab/smoke.py": 3,
+    "runtime/lab/roofline.py": 1,
 }
 """Every place that waits for a stream, an event or the device, by file and how often."""
 

@@ -15,13 +15,12 @@ from torch import Tensor
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.demo import demo_folder
 from spd.formats.model_config import read_model_config
-from spd.kernels.eight_bits import int8_linear, int8_rows, multiplies_int8
+from spd.kernels.linear.eight_bits import int8_linear, int8_rows, multiplies_int8
 from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
 from spd.runtime.layers.linear import Int8Linear
-from spd.runtime.layers.moe import RoutedExperts
-from spd.runtime.memory import tensor_bytes
+from spd.runtime.models.moe import RoutedExperts
 from spd.runtime.models.weight_form import WeightForm
-from spd.runtime.out_of_memory import shape_of
+from spd.runtime.plan.memory import tensor_bytes
 from tests.helpers import make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_mtp import write_tiny_mtp
@@ -74,7 +73,7 @@ def test_scales_are_bfloat16_numbers() -> None:
 def test_rounding_in_strips_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(50, 40, generator=torch.Generator().manual_seed(3))
     whole = int8_rows(weight)
-    monkeypatch.setattr("spd.kernels.eight_bits.STRIP", 7 * 40)
+    monkeypatch.setattr("spd.kernels.linear.eight_bits.STRIP", 7 * 40)
     strips = int8_rows(weight)
     assert torch.equal(whole.values, strips.values) and torch.equal(whole.scales, strips.scales)
 
@@ -152,10 +151,10 @@ def test_speculation_changes_nothing(folders: dict[str, Path], target: str, dtyp
 def test_the_plan_says_how_weights_are_kept(tiny: Callable[..., Path]) -> None:
     wishes = EngineConfig(model=tiny("qwen3"), device="cpu", dtype="bfloat16", quantize="int8")
     plan = make_plan(wishes)
-    assert (plan.quantize, plan.weights) == ("int8", "int8") and "made at load" in plan.weights_reason
+    assert (plan.wishes.quantize, plan.weights) == ("int8", "int8") and "made at load" in plan.weights_reason
     wide = make_plan(replace(wishes, quantize="none"))
-    assert (wide.quantize, wide.weights) == ("none", "bfloat16")
-    assert plan.weight_bytes < wide.weight_bytes
+    assert (wide.wishes.quantize, wide.weights) == ("none", "bfloat16")
+    assert plan.need.weights < wide.need.weights
     widened = make_plan(replace(wishes, dtype="float32"))
     assert widened.weights == "float32" and "kept as float32" in widened.weights_reason
     assert json.dumps(plan.as_dict()) and "int8" in plan.weight_words()
@@ -181,7 +180,7 @@ def test_an_engine_holds_what_its_plan_counts(variant: str, tiny: Callable[..., 
     )
     wide, kept = tensor_bytes(config, "bfloat16"), tensor_bytes(config, "bfloat16", form)
     assert int8 > 0 and wide - kept == 2 * int8 - int8 - scales
-    assert engine.plan.weight_bytes >= kept
+    assert engine.plan.need.weights >= kept
 
 
 def _scales(product: Any) -> list[Tensor]:
@@ -194,7 +193,7 @@ def _scales(product: Any) -> list[Tensor]:
 
 def test_what_an_out_of_memory_message_counts(tiny: Callable[..., Path]) -> None:
     wishes = EngineConfig(model=tiny("qwen3"), device="cpu", dtype="bfloat16", quantize="int8")
-    assert shape_of(make_plan(wishes)).form == WeightForm("int8", vectors=True)
+    assert make_plan(wishes).shape.form == WeightForm("int8", vectors=True)
 
 
 def test_what_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:

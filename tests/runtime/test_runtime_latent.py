@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from spd.formats.block_config import LatentConfig
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.formats.rope_config import RopeConfig
-from spd.runtime.layers import moe
+from spd.runtime.layers.base import LayerCache, Residual
 from spd.runtime.layers.rotary import inverse_frequencies
-from spd.runtime.model_runner import ModelRunner
-from spd.runtime.models import deepseek, family_layout
-from spd.runtime.models.base import LayerCache, Residual
+from spd.runtime.models import family_layout, moe
+from spd.runtime.models.families import deepseek
 from spd.runtime.models.weights import expected_tensors, scale_shape
-from spd.runtime.rows import SlotView
+from spd.runtime.round.model_runner import ModelRunner
+from spd.runtime.round.rows import SlotView
 from tests.helpers import make_engine
 
 # -- published figures -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from spd.runtime.request import SamplingParams
+from spd.runtime.round.sampling_params import SamplingParams
 from tests.runtime.round_law import (
     EVERYTHING,
     MIN_TOKENS,

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +19,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spd.errors import CheckpointError, IncompatibleError, ResourceError, SpdError
+from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import read_model_config
-from spd.kernels.skinny_linear import ScaledWeight
-from spd.runtime import Engine, EngineConfig, SamplingParams, loader, make_plan
-from spd.runtime.dummy_weights import dummy_fill
+from spd.kernels.linear.skinny_linear import ScaledWeight
+from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
+from spd.runtime.load import loader
+from spd.runtime.load.dummy_weights import dummy_fill
 from spd.runtime.models import family_layout
+from spd.runtime.models.destinations import Cut
 from spd.runtime.models.weights import expected_tensors
-from tests.helpers import make_engine, random_prompts, run_all
+from tests.helpers import cut_when_read, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
+from tests.recipes.tiny_eagle3 import write_tiny_pair
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -263,3 +275,56 @@ def test_dummy_weights_run_without_weights(copied: Path) -> None:
         make_engine(copied, load="dummy"), random_prompts(1, 9, 256), [SamplingParams(max_tokens=5)]
     )[0]
     assert len(run.tokens) >= 1
+
+
+@pytest.mark.parametrize("way", ["as stored", "cast", "fp8", "sharded", "rank", "eagle3"])
+def test_a_file_that_is_cut_short_while_it_is_read(
+    way: str, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A download or a copy that still runs; to touch a map of such a file would end the process."""
+    victim, wishes = tmp_path / "model", dict[str, Any]()
+    if way == "eagle3":
+        victim = write_tiny_pair(tmp_path / "target", tmp_path / "head")
+        wishes = {"spec": "eagle3", "draft_model": victim, "draft_max": 3}
+    elif way == "fp8":
+        write_twin(tiny("qwen3", dtype="bfloat16"), victim, block=16)
+    else:
+        shutil.copytree(tiny("sharded" if way == "sharded" else "qwen3", dtype="bfloat16"), victim)
+        wishes["dtype"] = "float32" if way == "cast" else "bfloat16"
+    file = max(victim.glob("*.safetensors"))
+    cut_when_read(monkeypatch, file)
+    with pytest.raises(CheckpointError, match=r"truncated while it was read|changed while in use") as caught:
+        if way == "rank":
+            with Checkpoint.open(victim) as checkpoint:
+                for name in checkpoint.tensors:
+                    loader.read_part(checkpoint, name, Cut(0, ((0, 8),)))
+        make_engine(tmp_path / "target" if way == "eagle3" else victim, **wishes)
+    assert str(file) in caught.value.message and caught.value.exit_code == 4
+
+
+def test_a_process_outlives_a_file_that_is_cut_short(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """As another process cuts it, once it is open: an error in words, and no signal ends the program."""
+    folder, file = tmp_path / "model", tmp_path / "model" / "model.safetensors"
+    shutil.copytree(tiny("tied"), folder)
+    edit_config(folder, vocab_size=2_400_000)  # one table is nearly all of it
+    config = read_model_config(folder)
+    header, end = {}, 0
+    for name, shape in expected_tensors(config, family_layout(config)).items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(file, 8 + len(text) + end)  # sparse: 300 MB that occupy nothing
+    command = [sys.executable, "-m", "spd", "generate", "-m", str(folder), "--prompt-ids", "1,2", "-n", "1"]
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    place = Path("/proc") / str(run.pid)
+    while run.poll() is None:
+        time.sleep(0.02)  # seldom met while its header is read, which takes a moment only
+        with suppress(OSError):
+            opened = any(os.readlink(entry) == str(file) for entry in (place / "fd").iterdir())
+            if opened or str(file) in (place / "maps").read_text():
+                os.truncate(file, end // 2)
+                break
+    out, err = run.communicate(timeout=300)
+    assert (run.returncode, out) == (4, ""), (run.returncode, err)
+    assert err.startswith("error: ") and str(file) in err

@@ -19,12 +19,16 @@ from spd.errors import ResourceError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.eagle3 import Eagle3Config
 from spd.formats.model_config import ModelConfig, read_model_config
-from spd.kernels.paged_attention import KV_BLOCK
-from spd.runtime import Engine, EngineConfig, Request, SamplingParams, assembly, make_plan, memory, plan
-from spd.runtime.graphs import CapturedRounds, RoundShape
-from spd.runtime.kv_cache import KvCache
-from spd.runtime.memory import (
-    MemoryShape,
+from spd.kernels.attention.paged_attention import KV_BLOCK
+from spd.runtime import Engine, EngineConfig, Request, SamplingParams, make_plan
+from spd.runtime.engine import assembly
+from spd.runtime.engine.out_of_memory import explained
+from spd.runtime.models import family_layout
+from spd.runtime.models.weight_form import WeightForm
+from spd.runtime.models.weights import expected_tensors
+from spd.runtime.plan import machine, memory
+from spd.runtime.plan.memory import (
+    EngineShape,
     at_context,
     largest,
     measure,
@@ -34,16 +38,14 @@ from spd.runtime.memory import (
     show_size,
     tensor_bytes,
 )
-from spd.runtime.model_runner import ModelRunner
-from spd.runtime.models import family_layout
-from spd.runtime.models.weight_form import WeightForm
-from spd.runtime.models.weights import expected_tensors
-from spd.runtime.out_of_memory import OutOfMemory, explained, is_out_of_memory, memory_phase, shape_of
 from spd.runtime.proposers.head import HeadProposer
-from spd.runtime.round import Round
-from spd.runtime.row_buckets import WIDEST
-from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.scheduler import Scheduler
+from spd.runtime.round.graphs import CapturedRounds, RoundShape
+from spd.runtime.round.kv_cache import KvCache
+from spd.runtime.round.model_runner import ModelRunner
+from spd.runtime.round.out_of_memory import OutOfMemory, is_out_of_memory, memory_phase
+from spd.runtime.round.round import Round
+from spd.runtime.round.row_buckets import WIDEST
+from spd.runtime.round.sampling_params import SamplerClass
 from tests.helpers import make_engine, random_prompts, run_all
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_eagle3 import write_tiny_pair
@@ -93,7 +95,7 @@ EAGLE = replace(
 """An EAGLE-3 head for it."""
 
 
-def shape_8b(**changes: Any) -> MemoryShape:
+def shape_8b(**changes: Any) -> EngineShape:
     wishes: dict[str, Any] = {
         "target": config_8b(),
         "draft": None,
@@ -102,12 +104,11 @@ def shape_8b(**changes: Any) -> MemoryShape:
         "ctx": 32768,
         "draft_ctx": 32768,
         "draft_max": 4,
-        "chunk": 256,
         "kernels": "triton",
         "graphs": True,
         "on_cpu": False,
     }
-    return MemoryShape(**{**wishes, **changes})
+    return EngineShape(**{**wishes, **changes})
 
 
 # -- what is counted -------------------------------------------------------------------------------
@@ -136,11 +137,11 @@ def test_an_engine_holds_what_its_plan_counts(tiny: Callable[..., Path]) -> None
     runner = engine._parts.runner
     caches = [runner.cache, engine._parts.proposer.runner.cache]  # type: ignore[union-attr]
     held = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
-    assert engine.plan.cache_bytes == held and engine.plan.num_pages == num_pages(500, 3)
+    assert engine.plan.need.caches == held and engine.plan.shape.num_pages == num_pages(500, 3)
     config = read_model_config(tiny("tied"))
     packed_head = config.vocab_size * config.hidden_size * 4
-    assert engine.plan.weight_bytes == tensor_bytes(config, "float32") + packed_head
-    assert engine.plan.workspace_bytes > 0 and engine.plan.graph_bytes == 0
+    assert engine.plan.need.weights == tensor_bytes(config, "float32") + packed_head
+    assert engine.plan.need.workspace > 0 and engine.plan.need.graphs == 0
 
 
 @pytest.mark.parametrize("method", ["mtp", "eagle3"])
@@ -159,14 +160,14 @@ def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
     caches = [runner.cache for runner in (engine._parts.runner, *proposer.runners)]
     pools = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
     states = sum(t.nbytes for t in (*proposer.rings, *proposer.page_states))
-    shape = shape_of(plan)
+    shape = plan.shape
     if method == "mtp":
-        assert plan.cache_bytes == pools + states
+        assert plan.need.caches == pools + states
         return
-    assert plan.cache_bytes == pools
+    assert plan.need.caches == pools
     with Checkpoint.open(wishes["draft_model"]) as checkpoint:
         stored = [t.nbytes for name, t in checkpoint.tensors.items() if name not in ("d2t", "t2d")]
-    assert plan.draft_weight_bytes == sum(stored)
+    assert plan.need.draft_weights == sum(stored)
     assert shape.draft is not None
     read = 2 * shape.chunk * 3 * read_model_config(target).hidden_size * 4  # streams, and side by side
     assert memory._aux_states(shape, shape.draft) == states + read
@@ -190,7 +191,7 @@ def test_each_part_grows_with_what_it_is_for() -> None:
     assert deeper.workspace >= before.workspace + 27 * logits and deeper.cache == before.cache
     drafted = measure(shape_8b(draft=SMALL))
     assert drafted.draft_weights > GIB and drafted.draft_cache > 3 * GIB > 0 == before.draft_cache
-    assert measure(shape_8b(kernels="torch")).workspace > before.workspace
+    assert measure(shape_8b(kernels="torch", slots=16)).workspace > wider.workspace
     assert measure(shape_8b(graphs=False)).graphs == 0 == measure(shape_8b(on_cpu=True)).graphs
     headed = measure(shape_8b(draft=EAGLE))
     assert 0.7 < headed.draft_weights / GIB < 0.8 and headed.draft_cache * 36 == headed.cache
@@ -212,12 +213,12 @@ def test_the_largest_that_fits_is_found(step: int) -> None:
 
 
 def pretend_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(plan, "free_memory", lambda device: free)
+    monkeypatch.setattr(machine, "free_memory", lambda device: free)
 
 
 def total_of(made: Any) -> int:
-    parts = ("weight_bytes", "draft_weight_bytes", "cache_bytes", "workspace_bytes", "graph_bytes")
-    return sum(getattr(made, part) for part in parts)
+    total: int = made.need.total
+    return total
 
 
 def test_an_automatic_context_is_the_longest_that_fits(
@@ -226,11 +227,11 @@ def test_an_automatic_context_is_the_longest_that_fits(
     wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32")
     pretend_free(monkeypatch, 2**40)
     whole = make_plan(wishes)
-    assert whole.ctx == 8192 and total_of(whole) < 2**30
+    assert whole.shape.ctx == 8192 and total_of(whole) < 2**30
     pretend_free(monkeypatch, total_of(whole))
     cut = make_plan(wishes)
-    assert 64 <= cut.ctx < 8192 and total_of(cut) <= cut.memory_budget_bytes
-    more = dataclasses.replace(shape_of(cut), ctx=cut.ctx + 64)
+    assert 64 <= cut.shape.ctx < 8192 and total_of(cut) <= cut.memory_budget_bytes
+    more = dataclasses.replace(cut.shape, ctx=cut.shape.ctx + 64)
     assert measure(more).total > cut.memory_budget_bytes == int(total_of(whole) * 0.9)
 
 
@@ -241,19 +242,19 @@ def test_pages_give_way_before_an_automatic_context(
     wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32", slots=4)
     pretend_free(monkeypatch, 2**40)
     whole = make_plan(wishes)
-    assert (whole.ctx, whole.num_pages) == (8192, num_pages(8192, 4))
+    assert (whole.shape.ctx, whole.shape.num_pages) == (8192, num_pages(8192, 4))
     pretend_free(monkeypatch, total_of(whole))
     fewer = make_plan(wishes)
-    assert fewer.ctx == 8192 and 130 <= fewer.num_pages < whole.num_pages
+    assert fewer.shape.ctx == 8192 and 130 <= fewer.shape.num_pages < whole.shape.num_pages
     assert total_of(fewer) <= fewer.memory_budget_bytes
-    more = dataclasses.replace(shape_of(fewer), pages=fewer.num_pages + 8)
+    more = dataclasses.replace(fewer.shape, pages=fewer.shape.num_pages + 8)
     assert measure(more).total > fewer.memory_budget_bytes
     pretend_free(monkeypatch, total_of(whole) // 2)
     shorter = make_plan(wishes)
-    assert shorter.ctx < 8192 and shorter.num_pages - 2 >= shorter.ctx // 64
+    assert shorter.shape.ctx < 8192 and shorter.shape.num_pages - 2 >= shorter.shape.ctx // 64
 
 
-def refused(shape: MemoryShape, free: int, **how: Any) -> list[str]:
+def refused(shape: EngineShape, free: int, **how: Any) -> list[str]:
     error = refusal(shape, "cuda:0", free, how.pop("fraction", 0.9), **how)
     assert error.exit_code == 5 and error.code == "resources"
     assert "cuda:0" in error.message and f"{shape.ctx:,}" in error.message
@@ -358,7 +359,7 @@ def test_where_nothing_helps_it_says_so(tiny: Callable[..., Path], monkeypatch: 
 
 def test_a_method_that_is_off_loads_and_counts_no_draft(tiny: Callable[..., Path]) -> None:
     made = make_plan(EngineConfig(model=tiny("tied"), draft_model=tiny("tied"), draft_max=0))
-    assert made.spec == "off" and made.draft_weight_bytes == 0
+    assert made.spec == "off" and made.need.draft_weights == 0
 
 
 # -- when memory runs out --------------------------------------------------------------------------
@@ -463,7 +464,8 @@ def test_no_memory_while_capturing(tiny: Callable[..., Path]) -> None:
 
 
 def test_capturing_can_be_done_without(tiny: Callable[..., Path]) -> None:
-    plan = replace(make_plan(EngineConfig(model=tiny("qwen3"), slots=2)), graphs=True, device="cuda")
+    plan = make_plan(EngineConfig(model=tiny("qwen3"), slots=2))
+    plan = replace(plan, shape=replace(plan.shape, graphs=True, on_cpu=False), device="cuda")
     error = explained(OutOfMemory("capturing a round", "no room"), plan, "running")
     assert error.message == "out of memory on cuda while capturing a round" and error.reason[0] == "no room"
     assert "--graphs off  (frees 0.50 GiB)" in error.fix
@@ -501,9 +503,9 @@ def test_a_shape_is_captured_again_after_it_failed(tiny: Callable[..., Path]) ->
 
 
 def engine_views(engine: Engine) -> list[Any]:
-    from spd.runtime.rows import EMPTY_SLOT
+    from spd.runtime.round.rows import EMPTY_SLOT
 
-    return [EMPTY_SLOT] * engine.plan.slots
+    return [EMPTY_SLOT] * engine.plan.shape.slots
 
 
 PROMPTS = random_prompts(3, 90, 256)
@@ -523,7 +525,7 @@ RUNNING = [
     ("later round", Round, "run", 4),
     ("after commit", Round, "_commit", 3),
     ("after a round", Round, "run", 3),
-    ("pages", Scheduler, "reaches", 2),
+    ("pages", Engine, "_make_room", 2),
 ]
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from spd.kernels.round_commit import FAILED, GOING_ON, first_sample
+from spd.kernels.round.commit import FAILED, GOING_ON, first_sample
 from spd.runtime import Request, SamplingParams
-from spd.runtime.detokenizer import Detokenizer
-from spd.runtime.metrics import EngineMetrics, RequestMetrics, percentiles
-from spd.runtime.outcome import settle
-from spd.runtime.round_queue import RoundResult
-from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.sequence import Sequence
+from spd.runtime.engine.detokenizer import Detokenizer
+from spd.runtime.engine.emission import event_of
+from spd.runtime.engine.metrics import EngineMetrics, RequestMetrics, percentiles
+from spd.runtime.engine.sequence import Sequence
+from spd.runtime.round.round_queue import RoundResult
+from spd.runtime.round.sampling_params import SamplerClass
 from tests.helpers import make_engine, random_prompts, run_all
 from tests.runtime.test_runtime_scheduler import sequence_of
 
@@ -44,7 +44,7 @@ def test_definitions_by_hand() -> None:
     sequence.arrived_at = 0.25
     for drafts, accepted, now in ((0, 0, 1.0), (3, 3, 2.0), (3, 1, 4.0), (2, 0, 7.0)):
         row, result = told(drafts, accepted)
-        event = settle(sequence, row, result, now)
+        event = event_of(sequence, row, result, now)
         assert event.token_ids == tuple(range(accepted + 1))
         assert event.drafted == (*[True] * accepted, False)
         if now == 2.0:
@@ -73,7 +73,7 @@ def test_counts_of_random_rounds_agree(seed: int) -> None:
         rounds.insert(0, (k, accepted, committed))  # the one that may be cut comes last
     shown = []
     for k, accepted, committed in rounds:
-        event = settle(sequence, *told(k, accepted, committed=committed), 1.0)
+        event = event_of(sequence, *told(k, accepted, committed=committed), 1.0)
         shown.append(len(event.token_ids))
         if source.random() < 0.3:
             sequence.measured()  # asked for in between
@@ -102,12 +102,12 @@ def test_what_is_cut_away_was_matched_and_not_kept() -> None:
         detokenizer=Detokenizer(lambda ids: bytes(97 + token for token in ids), params.stop, 0),
         needs=SamplerClass(),
     )
-    event = settle(sequence, *told(3, 3), 1.0)
+    event = event_of(sequence, *told(3, 3), 1.0)
     assert (event.token_ids, event.text, event.finish_reason) == ((0, 1), "a", "stop")
     m = sequence.measured()
     assert (m.draft_n, m.draft_n_accepted_raw, m.draft_n_accepted) == (3, 3, 2)
     failed, (row, result) = sequence_of("b", (1,), 40), told(2, 1, FAILED, 0)
-    event = settle(failed, row, result, 1.0)
+    event = event_of(failed, row, result, 1.0)
     assert (event.token_ids, event.finish_reason) == ((), "error") and event.error
     m = failed.measured()
     assert (m.rounds, m.draft_n, m.draft_n_accepted_raw, m.draft_n_accepted, m.emissions) == (1, 2, 1, 0, 0)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from spd.runtime import Engine, SamplingParams
 from spd.runtime.models.decoder import Decoder
-from spd.runtime.models.mtp_head import MtpModule
-from spd.runtime.proposers.mtp import MtpProposer
+from spd.runtime.models.head_model import HeadModel
+from spd.runtime.proposers.head import HeadProposer
 from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.mtp_reference import LibraryMtp, PlainDrafter, PlainMtp
@@ -100,23 +100,23 @@ def test_drafts_are_the_reference_s(heads: Shelf, tmp_path: Path, name: str, k: 
 def swapped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The projection reads the state where the embedding belongs."""
     for module in modules_of(engine):
-        module.family = replace(module.family, hidden_first=not module.family.hidden_first)
+        module.rules = replace(module.rules, hidden_first=not module.rules.hidden_first)
 
 
 def unmasked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedding at position 0 counts."""
     for module in modules_of(engine):
-        module.masked = -1
+        module.rules = replace(module.rules, masked=-1)
 
 
 def before_the_norm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's states are captured before its final norm."""
-    honest, scales = MtpProposer._keep, engine._parts.runner.model.final_norm  # type: ignore[attr-defined]
+    honest, scales = HeadProposer._keep, engine._parts.runner.model.final_norm  # type: ignore[attr-defined]
 
-    def keep(self: MtpProposer, stream: int, states: Tensor, *rest: Any) -> Tensor:
+    def keep(self: HeadProposer, stream: int, states: Tensor, *rest: Any) -> Tensor:
         return honest(self, stream, states / scales if stream == 0 else states, *rest)
 
-    monkeypatch.setattr(MtpProposer, "_keep", keep)
+    monkeypatch.setattr(HeadProposer, "_keep", keep)
 
 
 def shifted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +124,9 @@ def shifted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in modules_of(engine):
         honest = module.kernels.head_input
 
-        def later(ids: Any, table: Any, states: Any, depth: Any, positions: Tensor, *rest: Any) -> Any:
-            return honest(ids, table, states, depth, positions + (depth > 1), *rest)  # noqa: B023
+        def later(ids: Any, table: Any, batch: Any, *rest: Any) -> Any:
+            positions = batch.positions + (batch.states.depth > 1)
+            return honest(ids, table, replace(batch, positions=positions), *rest)  # noqa: B023
 
         module.kernels = replace(module.kernels, head_input=later)
 
@@ -141,22 +142,22 @@ def turned_by_slots(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 def recycled_raw(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module goes on from what stands before its final norm."""
     for module in modules_of(engine):
-        module.family = replace(module.family, recycles_normed=False)
+        module.rules = replace(module.rules, recycles_normed=False)
 
 
 def stale(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries made of recycled states stay in the cache: only the newest token is recomputed."""
-    honest = MtpProposer._window
+    honest = HeadProposer._window
 
-    def newest(self: MtpProposer, width: int, ahead: int, slots: Tensor) -> Any:
+    def newest(self: HeadProposer, width: int, ahead: int, slots: Tensor) -> Any:
         return honest(self, 1, ahead, slots)
 
-    monkeypatch.setattr(MtpProposer, "_window", newest)
+    monkeypatch.setattr(HeadProposer, "_window", newest)
 
 
-def modules_of(engine: Engine) -> list[MtpModule]:
+def modules_of(engine: Engine) -> list[HeadModel]:
     proposer = engine._parts.proposer
-    assert isinstance(proposer, MtpProposer) and isinstance(engine._parts.runner.model, Decoder)
+    assert isinstance(proposer, HeadProposer) and isinstance(engine._parts.runner.model, Decoder)
     return [runner.model for runner in proposer.runners]  # type: ignore[misc]
 
 

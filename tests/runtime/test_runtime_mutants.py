@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
-from spd.runtime.metrics import RequestMetrics
-from spd.runtime.model_runner import ModelRunner
-from spd.runtime.round_queue import CATCH_UP
+from spd.runtime.engine.metrics import RequestMetrics
+from spd.runtime.round.model_runner import ModelRunner
+from spd.runtime.round.round_queue import CATCH_UP
 from tests.recipes.tiny import write_tiny
 from tests.runtime import seeded_faults as fault
 from tests.runtime.round_law import (
@@ -307,7 +307,7 @@ MUTANTS: dict[str, tuple[fault.Mutation, str]] = {
     "keys and values one position off": (fault.kv_one_off, "text, greedy"),
     "rounds of a slot's last occupant are read": (fault.occupants_look_alike, "text, late reading"),
     "samples are read a column late": (
-        lambda patch: patch.setattr("spd.runtime.round_queue.first_sample", fault.read_a_column_late),
+        lambda patch: patch.setattr("spd.runtime.round.round_queue.first_sample", fault.read_a_column_late),
         "text, greedy",
     ),
     "a round is overwritten before it is read": (fault.ring_of_one, "text, late reading"),

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from spd.kernels.dispatch import load_kernels
 from spd.runtime.proposers.ngram import NgramProposer
-from spd.runtime.rows import EMPTY_SLOT, SlotView
-from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.state import RoundState
+from spd.runtime.round.rows import EMPTY_SLOT, SlotView
+from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.state import RoundState
 from tests.prompt_lookup import search
 from tests.runtime.rule_law import NO_WINDOW
 

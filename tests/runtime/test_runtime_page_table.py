@@ -9,8 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from spd.runtime.page_table import NUM_RESERVED, PageTable, Tail, page_hashes
-from spd.runtime.spans import Run
+from spd.runtime.engine.page_table import PageTable, Tail, page_hashes
+from spd.runtime.round.limits import NUM_RESERVED
+from spd.runtime.round.spans import Run
 
 digests = st.integers(0, 3).map(lambda n: b"digest %d" % n)
 

@@ -11,33 +11,47 @@ import torch
 
 from spd.errors import IncompatibleError, ResourceError, UsageError
 from spd.runtime import EngineConfig, make_plan
-from spd.runtime.imposed import ImposedAcceptance, conditional_rate
-from spd.runtime.plan import _draft_tiers, _graphs
+from spd.runtime.plan.kernel_choice import choose_kernels
+from spd.runtime.plan.machine import Machine
+from spd.runtime.plan.plan import _draft_tiers, _graphs
+from spd.runtime.round.synthetic_acceptance import ImposedAcceptance, conditional_rate
 
 ON_CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 
 
 def test_a_cpu_runs_torch_without_graphs(tiny: Callable[..., Path]) -> None:
     plan = make_plan(EngineConfig(model=tiny(), **ON_CPU))
-    assert (plan.kernels, plan.graphs, plan.lag) == ("torch", False, 0)
+    assert (plan.shape.kernels, plan.shape.graphs, plan.lag) == ("torch", False, 0)
 
 
 @pytest.mark.parametrize(("device", "kernels"), [("cpu", "torch"), ("cpu", "triton"), ("cuda:0", "torch")])
 def test_graphs_need_a_device(device: str, kernels: str) -> None:
     with pytest.raises(IncompatibleError, match="CUDA device and Triton kernels"):
-        _graphs(True, device, kernels)
-    assert not _graphs(None, device, kernels) and _graphs(None, "cuda:0", "triton")
+        _graphs(True, Machine(device, 2**30), kernels)
+    assert not _graphs(None, Machine(device, 2**30), kernels)
+    assert _graphs(None, Machine("cuda:0", 2**30), "triton")
 
 
 def test_triton_on_a_cpu_is_the_interpreters(tiny: Callable[..., Path], monkeypatch: Any) -> None:
     knobs = pytest.importorskip("triton").knobs
     monkeypatch.setattr(knobs.runtime, "interpret", True)
-    assert make_plan(EngineConfig(model=tiny(), kernels="triton", **ON_CPU)).kernels == "triton"
+    assert make_plan(EngineConfig(model=tiny(), kernels="triton", **ON_CPU)).shape.kernels == "triton"
     with pytest.raises(IncompatibleError, match="bfloat16 products"):
         make_plan(EngineConfig(model=tiny(), kernels="triton", device="cpu", dtype="bfloat16"))
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     with pytest.raises(ResourceError, match="needs a CUDA device"):
         make_plan(EngineConfig(model=tiny(), kernels="triton", **ON_CPU))
+
+
+@pytest.mark.parametrize(("held", "kernels"), [((7, 5), "torch"), ((8, 0), "triton"), ((12, 0), "triton")])
+def test_a_gpu_too_old_for_tritons_kernels_runs_torchs(held: tuple[int, int], kernels: str) -> None:
+    pytest.importorskip("triton")
+    asked: tuple[Any, ...] = (Machine("cuda", 2**30, held), "float16", "none", ())
+    chosen, why = choose_kernels("auto", *asked)
+    assert chosen == kernels and ("sm_80, and this one is sm_75" in why) == (kernels == "torch")
+    if kernels == "torch":
+        with pytest.raises(IncompatibleError, match="--kernels triton"):
+            choose_kernels("triton", *asked)
 
 
 @pytest.mark.parametrize("most", [0, 1, 3, 4, 7, 8, 31])

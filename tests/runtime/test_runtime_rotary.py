@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spd.formats.rope_config import RopeConfig
-from spd.kernels.rotary import apply_rotary
+from spd.formats.rope_config import RopeConfig, RotaryDims
+from spd.kernels.attention.rotary_store import apply_rotary
 from spd.runtime.layers.rotary import RotaryTable
-from spd.runtime.models.layouts import RotaryDims
-from spd.runtime.weight_space import reorder_heads
+from spd.runtime.models.builder import reorder_heads
 
 ROPE = RopeConfig("default", 100.0)
 SCALED = RopeConfig("yarn", 100.0, 4.0, 32, attention_factor=1.5)

@@ -13,7 +13,7 @@ from torch import Tensor
 from spd.formats.demo import demo_folder
 from spd.runtime import SamplingParams
 from spd.runtime.layers.linear import Linear
-from spd.runtime.row_buckets import (
+from spd.runtime.round.row_buckets import (
     CANDIDATES,
     TILES,
     WIDEST,
@@ -24,8 +24,8 @@ from spd.runtime.row_buckets import (
     summed_alike,
     worth_running,
 )
-from spd.runtime.rows import PromptPart, SlotView
-from spd.runtime.spans import Run
+from spd.runtime.round.rows import PromptPart, SlotView
+from spd.runtime.round.spans import Run
 from tests.helpers import make_engine, run_all
 
 ROWS = torch.randn(WIDEST, 8, generator=torch.Generator().manual_seed(0))
@@ -71,7 +71,7 @@ class Sums:
         cut = (4, 64) if x.shape[0] in self.odd else (64, 4)
         return terms.view(*terms.shape[:2], *cut).sum(-1).cumsum(-1)[..., -1]
 
-    def __call__(self, x: Tensor, tile: int) -> Tensor:
+    def product(self, x: Tensor, tile: int) -> Tensor:
         return self.exact(x).bfloat16()
 
     def lost(self, x: Tensor, y: Tensor) -> Tensor | None:
@@ -83,7 +83,7 @@ def test_another_order_of_a_sum_refuses_a_row_count_though_rounding_hides_it(odd
     widths = (*CANDIDATES, WIDEST)
     product = Sums(odd)
     x = torch.randn(WIDEST, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
-    shown = [w for w in odd if not torch.equal(product(x[:w], w), product(x, WIDEST)[:w])]
+    shown = [w for w in odd if not torch.equal(product.product(x[:w], w), product.product(x, WIDEST)[:w])]
     assert shown == [], "in no result of these"
     assert summed_alike(product, widths) == tuple(w for w in widths if w not in odd)
 
@@ -92,7 +92,7 @@ def test_products_say_what_rounding_took() -> None:
     plain = torch.randn(48, 64).bfloat16()
     product = Linear(plain)
     x = torch.randn(4, 64).bfloat16()
-    y = product(x, WIDEST)
+    y = product.product(x, WIDEST)
     lost = product.lost(x, y)
     if lost is None:
         pytest.skip("no bfloat16 products on this processor")

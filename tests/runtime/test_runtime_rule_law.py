@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.kernels import draft_verify
-from spd.kernels.draft_verify import STREAM_DRAFT, STREAM_RESIDUAL
-from spd.kernels.philox import random_bits, uniform
-from spd.runtime.request import SamplingParams
-from spd.runtime.sampler import Sampler
+from spd.kernels.sampling import draft_verify
+from spd.kernels.sampling.draft_verify import STREAM_DRAFT, STREAM_RESIDUAL
+from spd.kernels.sampling.philox import random_bits, uniform
+from spd.runtime.round.sampler import Sampler
+from spd.runtime.round.sampling_params import SamplingParams
 from tests.runtime import seeded_faults as fault
 from tests.runtime.round_law import EVERYTHING, MIN_TOKENS, PENALTIES, PLAIN, STOPS_AND_LIMIT, TRUNCATION
 from tests.runtime.rule_law import RULES, RuleCase, check_rule, drawn_texts
@@ -214,15 +214,15 @@ NOISE_MUTANTS: dict[str, tuple[Mutation, str]] = {
     # A block that fails early has looked at the tests and drafts behind; rejection stops at the first.
     "a position's test is the same in every round": (keyed_by_position, "block"),
     "a position's draft is the same in every round": (
-        lambda patch: patch.setattr("spd.runtime.sampler.row_stream", lambda stream, row: stream),
+        lambda patch: patch.setattr("spd.runtime.round.sampler.row_stream", lambda stream, row: stream),
         "block",
     ),
     "a block's drafts share the target's noise": (
-        lambda patch: patch.setattr("spd.runtime.sampler.row_stream", lambda stream, row: 0),
+        lambda patch: patch.setattr("spd.runtime.round.sampler.row_stream", lambda stream, row: 0),
         "block",
     ),
     "drafts share the residual's noise": (
-        lambda patch: patch.setattr("spd.runtime.sampler.STREAM_DRAFT", STREAM_RESIDUAL),
+        lambda patch: patch.setattr("spd.runtime.round.sampler.STREAM_DRAFT", STREAM_RESIDUAL),
         "rejection",
     ),
     "tests share the drafts' noise": (

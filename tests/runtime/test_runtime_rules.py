@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spd.runtime import Engine, SamplingParams
-from spd.runtime.sampler import Sampler
+from spd.runtime.round.sampler import Sampler
 from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.runtime import seeded_faults as fault
 
@@ -192,9 +192,9 @@ def test_what_is_planned(target: Path, methods: Methods) -> None:
     """k does not adapt, nothing is kept for drafts that are certain, and the plan counts what is kept."""
     coupled = make_engine(target, adaptive=None, **methods["draft"])
     block = engine_of(target, "block", slots=1, **methods["draft"])
-    assert (coupled.plan.adaptive, block.plan.adaptive, block.plan.verify) == (True, False, "block")
+    assert (coupled.plan.adaptive, block.plan.adaptive, block.plan.wishes.verify) == (True, False, "block")
     kept = block._parts.sampler.draft_laws
     assert kept is not None and kept.shape == (1, 3, 320)
-    assert block.plan.workspace_bytes - coupled.plan.workspace_bytes == kept.numel() * 4
+    assert block.plan.need.workspace - coupled.plan.need.workspace == kept.numel() * 4
     assert coupled._parts.sampler.draft_laws is None
     assert engine_of(target, "block", **methods["ngram"])._parts.sampler.draft_laws is None

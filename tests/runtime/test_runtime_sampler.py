@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spd.kernels.dispatch import load_kernels
-from spd.kernels.sampling import draw_rows, process_rows, truncate
-from spd.runtime.request import SamplingParams
-from spd.runtime.sampler import Sampler
-from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.state import RoundState
+from spd.kernels.sampling.sampling import draw_rows, process_rows, truncate
+from spd.runtime.round.sampler import Sampler
+from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.state import RoundState
 
 VOCAB = 37
 EVERY_STEP = SamplerClass(True, True, True, True, True)

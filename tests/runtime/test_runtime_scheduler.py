@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from spd.errors import UsageError
-from spd.runtime.detokenizer import Detokenizer
-from spd.runtime.page_table import NUM_RESERVED, PageTable
-from spd.runtime.request import Request, SamplingParams
-from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.scheduler import Scheduler
-from spd.runtime.sequence import Sequence
-from spd.runtime.spans import program_runs
+from spd.runtime.engine.detokenizer import Detokenizer
+from spd.runtime.engine.page_table import PageTable
+from spd.runtime.engine.request import Request
+from spd.runtime.engine.scheduler import Scheduler
+from spd.runtime.engine.sequence import Sequence
+from spd.runtime.round.limits import NUM_RESERVED
+from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.spans import program_runs
 
 PAGE, CHUNK, CTX, BLOCK, MAX_DRAFT = 4, 4, 40, 2, 3
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams
-from spd.runtime.model_runner import ModelRunner
-from spd.runtime.spans import Run, clip_runs, extend_tile, kinds_in, program_runs, reusable_prefix
+from spd.runtime.round.model_runner import ModelRunner
+from spd.runtime.round.spans import Run, clip_runs, extend_tile, kinds_in, program_runs, reusable_prefix
 from tests.recipes.tiny import write_tiny
 
 spans_lists = st.lists(st.tuples(st.sampled_from(["prompt", "generated"]), st.integers(0, 19)), max_size=5)

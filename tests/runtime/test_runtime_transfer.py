@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from spd.runtime import SamplingParams, transfer
+from spd.runtime import SamplingParams
+from spd.runtime.round import transfer
 from tests.helpers import make_engine, random_prompts, replace_transfers, run_all
 
-SPD = Path(transfer.__file__).parents[1]
+SPD = Path(transfer.__file__).parents[2]
 
 
 def test_whatever_brings_them_can_be_replaced(

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spd.kernels.skinny_linear import ScaledWeight
+from spd.kernels.linear.skinny_linear import ScaledWeight
 from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
 from spd.runtime.layers.linear import SkinnyLinear
-from spd.runtime.page_table import NUM_RESERVED
-from spd.runtime.rows import SlotView
-from tests.helpers import INTERPRETED, Run, make_engine, random_prompts, run_all
+from spd.runtime.round.limits import NUM_RESERVED
+from spd.runtime.round.rows import SlotView
+from tests.helpers import INTERPRETED, Run, few_programs, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
@@ -53,9 +53,8 @@ def damped(layer: int) -> float:
 @pytest.fixture(autouse=True)
 def _one_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs idle programs too."""
-    from spd.kernels import paged_attention_triton
 
-    monkeypatch.setattr(paged_attention_triton, "PROCESSORS", 1)
+    few_programs(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -174,13 +173,12 @@ def test_every_kept_matrix_bit_for_bit(tiny: Callable[..., Path], tmp_path: Path
         kept, widened = (make_engine(twin, kernels=k, ctx=128) for k in ("triton", "torch"))
         compared = 0
         for ours, theirs in zip(layers_of(kept), layers_of(widened), strict=True):
-            norms = {"qkv": ours.attention.norm, "down": ours.attention.norm, "gate_up": ours.mlp.norm}
             for block in ("attention", "mlp"):
                 for name, product in vars(getattr(ours, block)).items():
                     if not isinstance(product, SkinnyLinear) or not isinstance(product.weight, ScaledWeight):
                         continue
-                    weight = product.weight
-                    columns = norms[name] if weight.columns is not None else torch.ones(weight.shape[1])
+                    weight, norm = product.weight, product.around.norm
+                    columns = torch.ones(weight.shape[1]) if weight.columns is None else norm
                     right = dense(getattr(getattr(theirs, block), name)) * columns
                     assert torch.equal(weight.plain(torch.float32), right), (variant, name)
                     compared += 1
@@ -194,7 +192,7 @@ def layers_of(engine: Engine) -> list[Any]:
 def dense(product: Any) -> torch.Tensor:
     """A packed matrix as it was: the products of the unit vectors."""
     with torch.inference_mode():
-        return product(torch.eye(product_width(product)), 32).T
+        return product.product(torch.eye(product_width(product)), 32).T
 
 
 def product_width(product: Any) -> int:
@@ -264,9 +262,9 @@ def test_random_weights_of_a_configuration(folders: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("weights", ["fp8", pytest.param("int8", marks=SLOW)])
 def test_a_prompt_chunk(folders: dict[str, Path], weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spd.runtime import fitting
+    from spd.runtime.plan import memory
 
-    monkeypatch.setattr(fitting, "CHUNK", {"torch": 64, "triton": 64})
+    monkeypatch.setattr(memory, "CHUNK", {"torch": 64, "triton": 64})
     prompt, params = random_prompts(1, 66, 97, seed=6), [SamplingParams(max_tokens=3)]
     folder, wishes = (
         (folders["dense-fp8"], {}) if weights == "fp8" else (folders["dense"], {"quantize": "int8"})

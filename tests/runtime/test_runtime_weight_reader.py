@@ -17,8 +17,16 @@ from torch import Tensor
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint
-from spd.runtime.weight_lanes import BUFFERS, Lane, Piece
-from spd.runtime.weight_reader import ALIGNMENT, DTYPES, MAX_PIECES, plan_chunks, read_tensors
+from spd.runtime.load.weight_reader import (
+    ALIGNMENT,
+    BUFFERS,
+    DTYPES,
+    MAX_PIECES,
+    Lane,
+    Piece,
+    plan_chunks,
+    read_tensors,
+)
 
 CODES = {dtype: code for code, dtype in DTYPES.items()} | {torch.int64: "I64"}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -2,24 +2,48 @@
 
 #include "tiles.h"
 
-enum { KEYS = 128, STEPS = KEYS / DEPTH };
-
 /* One head x [size], normed by `norm` where that is given, rotated by cos and sin [size], to out. */
 static void rotate(
     const bf16 *x, const float *norm, float epsilon, const bf16 *cos, const bf16 *sin, long size, bf16 *out)
 {
     long half = size / 2;
-    __m512 scale = _mm512_set1_ps(norm ? norm_scale(x, size, epsilon) : 1.0f);
+    vec scale = vall(norm ? norm_scale(x, size, epsilon) : 1.0f);
     for (long i = 0; i < half; i += SIDE) {
-        __mmask16 mask = lanes(half - i);
-        __m512 a = load(x + i, mask), b = load(x + half + i, mask);
+        long left = half - i;
+        vec a = load(x + i, left), b = load(x + half + i, left);
         if (norm) {
-            a = _mm512_mul_ps(_mm512_mul_ps(a, scale), _mm512_maskz_loadu_ps(mask, norm + i));
-            b = _mm512_mul_ps(_mm512_mul_ps(b, scale), _mm512_maskz_loadu_ps(mask, norm + half + i));
+            a = vmul(vmul(a, scale), loadf(norm + i, left));
+            b = vmul(vmul(b, scale), loadf(norm + half + i, left));
         }
-        store(out + i, mask, _mm512_fmadd_ps(b, load(sin + i, mask), _mm512_mul_ps(a, load(cos + i, mask))));
-        __m512 still = _mm512_mul_ps(b, load(cos + half + i, mask));
-        store(out + half + i, mask, _mm512_fmadd_ps(a, load(sin + half + i, mask), still));
+        store(out + i, left, vfma(b, load(sin + i, left), vmul(a, load(cos + i, left))));
+        vec still = vmul(b, load(cos + half + i, left));
+        store(out + half + i, left, vfma(a, load(sin + half + i, left), still));
+    }
+}
+
+typedef struct {
+    const bf16 *query, *kept, *cos, *sin; /* what is rotated, what goes to the cache besides: see the callers */
+    const int64_t *positions, *places;
+    const float *norm;
+    bf16 *keys, *values, *out;
+    long heads, kv_heads, size, page, rank, query_row, query_head, latent_row;
+    float epsilon;
+} Rotation;
+
+static void rotate_rows(const void *work, Share *share, int member)
+{
+    const Rotation *o = work;
+    long size = o->size, page = o->page, heads = o->heads, turned = heads + o->kv_heads, every = turned + o->kv_heads;
+    for (long r; (r = take(share, member)) >= 0;) {
+        const bf16 *own = o->query + r * every * size;
+        const bf16 *c = o->cos + o->positions[r] * size, *s = o->sin + o->positions[r] * size;
+        long first = (o->places[r] / page * o->kv_heads * page + o->places[r] % page) * size;
+        for (long h = 0; h < turned; h++) {
+            bf16 *out = h < heads ? o->out + (r * heads + h) * size : o->keys + first + (h - heads) * page * size;
+            rotate(own + h * size, o->norm ? o->norm + h * size : 0, o->epsilon, c, s, size, out);
+        }
+        for (long h = 0; h < o->kv_heads; h++)
+            memcpy(o->values + first + h * page * size, own + (turned + h) * size, (size_t)size * sizeof(bf16));
     }
 }
 
@@ -30,18 +54,26 @@ void spd_rotary_store(const bf16 *qkv, const bf16 *cos, const bf16 *sin, const i
     const int64_t *places, const float *norm, float epsilon, bf16 *keys, bf16 *values, bf16 *query, long rows,
     long heads, long kv_heads, long size, long page, int threads)
 {
-    long turned = heads + kv_heads, every = turned + kv_heads;
-    threads = threads_for(0.5 * (double)(rows * every * size), threads);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (long r = 0; r < rows; r++) {
-        const bf16 *own = qkv + r * every * size, *c = cos + positions[r] * size, *s = sin + positions[r] * size;
-        long first = (places[r] / page * kv_heads * page + places[r] % page) * size;
-        for (long h = 0; h < turned; h++) {
-            bf16 *out = h < heads ? query + (r * heads + h) * size : keys + first + (h - heads) * page * size;
-            rotate(own + h * size, norm ? norm + h * size : 0, epsilon, c, s, size, out);
+    const Rotation o = {.query = qkv, .cos = cos, .sin = sin, .positions = positions, .places = places, .norm = norm,
+        .keys = keys, .values = values, .out = query, .heads = heads, .kv_heads = kv_heads, .size = size, .page = page,
+        .epsilon = epsilon};
+    share_out(rotate_rows, &o, rows, threads_for(0.5 * (double)(rows * (heads + 2 * kv_heads) * size), threads));
+}
+
+static void latent_rows(const void *work, Share *share, int member)
+{
+    const Rotation *o = work;
+    long turned = o->size, rank = o->rank;
+    for (long r; (r = take(share, member)) >= 0;) {
+        const bf16 *c = o->cos + o->positions[r] * turned, *s = o->sin + o->positions[r] * turned;
+        const bf16 *own = o->kept + r * o->latent_row;
+        bf16 *kept = o->keys + o->places[r] * (rank + turned);
+        norm_row(own, o->norm, o->epsilon, 0, rank, kept);
+        rotate(own + rank, 0, 0, c, s, turned, kept + rank);
+        for (long h = 0; h < o->heads; h++) {
+            const bf16 *from = o->query + r * o->query_row + h * o->query_head;
+            rotate(from, 0, 0, c, s, turned, o->out + (r * o->heads + h) * turned);
         }
-        for (long h = 0; h < kv_heads; h++)
-            memcpy(values + first + h * page * size, own + (turned + h) * size, (size_t)size * sizeof(bf16));
     }
 }
 
@@ -51,17 +83,10 @@ void spd_latent_store(const bf16 *query, const bf16 *latent, const bf16 *cos, co
     const int64_t *places, const float *norm, float epsilon, bf16 *pages, bf16 *out, long rows, long heads, long rank,
     long turned, long query_row, long query_head, long latent_row, int threads)
 {
-    long size = rank + turned;
-    threads = threads_for(0.5 * (double)(rows * (size + heads * turned)), threads);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (long r = 0; r < rows; r++) {
-        const bf16 *c = cos + positions[r] * turned, *s = sin + positions[r] * turned, *own = latent + r * latent_row;
-        bf16 *kept = pages + places[r] * size;
-        norm_row(own, norm, epsilon, 0, rank, kept);
-        rotate(own + rank, 0, 0, c, s, turned, kept + rank);
-        for (long h = 0; h < heads; h++)
-            rotate(query + r * query_row + h * query_head, 0, 0, c, s, turned, out + (r * heads + h) * turned);
-    }
+    const Rotation o = {.query = query, .kept = latent, .cos = cos, .sin = sin, .positions = positions,
+        .places = places, .norm = norm, .keys = pages, .out = out, .heads = heads, .size = turned, .rank = rank,
+        .query_row = query_row, .query_head = query_head, .latent_row = latent_row, .epsilon = epsilon};
+    share_out(latent_rows, &o, rows, threads_for(0.5 * (double)(rows * (rank + turned + heads * turned)), threads));
 }
 
 typedef struct {
@@ -74,11 +99,8 @@ typedef struct {
 
 /* Rows that share a KV head's keys, at most 16, and what they have seen so far. */
 typedef struct {
-    uint32_t query[LARGEST_HEAD / 2][SIDE] __attribute__((aligned(64)));
+    Sides sides;
     float scores[SIDE][KEYS] __attribute__((aligned(64)));
-    bf16 weights[STEPS][SIDE][DEPTH] __attribute__((aligned(64)));
-    bf16 values[LARGEST_HEAD / DEPTH][STEPS][2][TILE] __attribute__((aligned(64)));
-    bf16 keys[SIDE][LARGEST_HEAD] __attribute__((aligned(64)));
     float mixed[SIDE][LARGEST_HEAD] __attribute__((aligned(64)));
     float peak[SIDE], total[SIDE];
     uint8_t wild[KEYS]; /* keys whose values are not finite */
@@ -104,138 +126,71 @@ static inline void fetch(const Attention *a, const bf16 *pool, const Chunk *c, l
     for (long i = 0; i < count * a->size; i += DEPTH) _mm_prefetch((const char *)(from + i), _MM_HINT_T1);
 }
 
-/* The first `count` columns of x [16][16], `apart` elements from each other. */
-static inline void turn(const float *x, int count, float *columns, long apart)
-{
-    __m512 a[SIDE], b[SIDE];
-    for (int i = 0; i < SIDE; i++) a[i] = _mm512_load_ps(x + i * SIDE);
-    for (int i = 0; i < SIDE; i += 2) {
-        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < SIDE; i += 4)
-        for (int j = 0; j < 2; j++) {
-            __m512d low = _mm512_castps_pd(b[i + j]), high = _mm512_castps_pd(b[i + j + 2]);
-            a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
-            a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
-        }
-    /* a[4 q + c] holds rows 4 q to 4 q + 3 of the columns c, c + 4, c + 8, c + 12. */
-    for (int c = 0; c < 4; c++) {
-        __m512 even = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x88), odd = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xdd);
-        __m512 more = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x88);
-        __m512 rest = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xdd);
-        if (c < count) _mm512_storeu_ps(columns + c * apart, _mm512_shuffle_f32x4(even, more, 0x88));
-        if (c + 4 < count) _mm512_storeu_ps(columns + (c + 4) * apart, _mm512_shuffle_f32x4(odd, rest, 0x88));
-        if (c + 8 < count) _mm512_storeu_ps(columns + (c + 8) * apart, _mm512_shuffle_f32x4(even, more, 0xdd));
-        if (c + 12 < count) _mm512_storeu_ps(columns + (c + 12) * apart, _mm512_shuffle_f32x4(odd, rest, 0xdd));
-    }
-}
-
 /* scores [rows][keys] of one chunk as they come from the product; the next chunk's keys are asked for. */
 static void score(const Attention *a, Block *b, const Chunk *c, const Chunk *next, int rows)
 {
-    long steps = parts(a->size, DEPTH);
-    float part[SIDE * SIDE] __attribute__((aligned(64)));
     for (long k = 0; k < c->end - c->at; k += SIDE) {
-        const bf16 *from = place(a, a->keys, c, c->at + k);
-        long apart = a->size;
         fetch(a, a->keys, next, next->at + k, SIDE);
-        if (a->size % DEPTH) {
-            for (int i = 0; i < SIDE; i++) {
-                memset(b->keys[i] + a->size, 0, (size_t)(steps * DEPTH - a->size) * sizeof(bf16));
-                memcpy(b->keys[i], from + i * apart, (size_t)a->size * sizeof(bf16));
-            }
-            from = b->keys[0], apart = LARGEST_HEAD;
-        }
-        tile_product(from, apart, DEPTH, SIDE, (const bf16 *)b->query, TILE, steps, part);
-        turn(part, rows, b->scores[0] + k, KEYS);
+        score_keys(&b->sides, place(a, a->keys, c, c->at + k), a->size, rows, b->scores[0] + k, KEYS);
     }
 }
 
-/* One row's scores of the keys from `at` to `end`, scaled, capped, masked, to weights e^(score - peak) as a row of
-   left-side tiles, zeros up to whole tiles; the peak and the sum go on. Returns what earlier keys count for now. */
+/* One row's scores of the keys from `at` to `end`, scaled, capped, masked, to weights e^(score - peak), zeros
+   up to whole steps; the peak and the sum go on. Returns what earlier keys count for now. */
 static float weigh(const Attention *a, Block *b, int row, long at, long end)
 {
-    const __m512 nothing = _mm512_set1_ps(-__builtin_inff()), scale = _mm512_set1_ps(a->scale);
-    const __m512i last = _mm512_set1_epi32(b->last[row]), low = _mm512_set1_epi32(b->low[row]);
-    const __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m512 scores[KEYS / SIDE], top = nothing, total = _mm512_setzero_ps();
+    const vec nothing = vall(-__builtin_inff()), scale = vall(a->scale);
+    vec scores[KEYS / SIDE], top = nothing, total = vzero();
     long count = parts(end - at, SIDE), whole = parts(end - at, DEPTH) * 2;
     for (long i = 0; i < count; i++) {
-        __m512i key = _mm512_add_epi32(order, _mm512_set1_epi32((int32_t)(at + i * SIDE)));
-        __mmask16 seen = _mm512_cmple_epi32_mask(key, last) & _mm512_cmpge_epi32_mask(key, low);
-        __m512 s = _mm512_mul_ps(_mm512_load_ps(b->scores[row] + i * SIDE), scale);
+        mask seen = between((int32_t)(at + i * SIDE), b->low[row], b->last[row]);
+        vec s = vmul(loadf(b->scores[row] + i * SIDE, SIDE), scale);
         if (a->softcap > 0) { /* c tanh(s / c) = c - 2 c / (1 + e^(2 s / c)) */
-            __m512 cap = _mm512_set1_ps(a->softcap), two = _mm512_set1_ps(2.0f);
-            __m512 grown = exponential(_mm512_div_ps(_mm512_mul_ps(s, two), cap));
-            grown = _mm512_add_ps(grown, _mm512_set1_ps(1.0f));
-            s = _mm512_sub_ps(cap, _mm512_div_ps(_mm512_mul_ps(cap, two), grown));
+            vec cap = vall(a->softcap), two = vall(2.0f);
+            vec grown = exponential(vdiv(vmul(s, two), cap));
+            grown = vadd(grown, vall(1.0f));
+            s = vsub(cap, vdiv(vmul(cap, two), grown));
         }
-        scores[i] = _mm512_mask_mov_ps(nothing, seen, s);
-        top = _mm512_max_ps(top, scores[i]);
+        scores[i] = vselect(seen, s, nothing);
+        top = vmax(top, scores[i]);
     }
-    float before = b->peak[row], peak = _mm512_reduce_max_ps(top);
+    float before = b->peak[row], peak = vtop(top);
     if (peak < before) peak = before;
     if (peak == -__builtin_inff()) { /* nothing seen yet */
-        for (long i = 0; i < whole; i++)
-            _mm256_store_si256((__m256i *)(b->weights[i / 2][row] + i % 2 * SIDE), _mm256_setzero_si256());
+        for (long i = 0; i < whole; i++) place_weights(&b->sides, row, i, vzero());
         return 0;
     }
     for (long i = 0; i < whole; i++) {
-        __m512 w = _mm512_setzero_ps();
+        vec w = vzero();
         if (i < count) {
-            __mmask16 seen = _mm512_cmp_ps_mask(scores[i], nothing, _CMP_NEQ_UQ);
-            w = _mm512_maskz_mov_ps(seen, exponential(_mm512_sub_ps(scores[i], _mm512_set1_ps(peak))));
-            total = _mm512_add_ps(total, w);
+            w = vselect(vdiffers(scores[i], nothing), exponential(vsub(scores[i], vall(peak))), w);
+            total = vadd(total, w);
         }
-        _mm256_store_si256((__m256i *)(b->weights[i / 2][row] + i % 2 * SIDE), rounded(w));
+        place_weights(&b->sides, row, i, w);
     }
     float kept = 0;
     if (before != -__builtin_inff()) {
-        __m512 factor = exponential(_mm512_sub_ps(_mm512_set1_ps(before), _mm512_set1_ps(peak)));
-        kept = _mm512_cvtss_f32(factor);
+        vec factor = exponential(vsub(vall(before), vall(peak)));
+        kept = vfirst(factor);
     }
     b->peak[row] = peak;
-    b->total[row] = b->total[row] * kept + _mm512_reduce_add_ps(total);
+    b->total[row] = b->total[row] * kept + vsum(total);
     return kept;
 }
 
-static inline __mmask32 not_finite(__m512i values)
-{
-    const __m512i exponent = _mm512_set1_epi16(0x7f80);
-    return _mm512_cmpeq_epi16_mask(_mm512_and_si512(values, exponent), exponent);
-}
-
-/* The values of one chunk as right-side tiles [size][keys], zeros beyond; the next chunk's are asked for.
+/* The values of one chunk into place; the next chunk's are asked for.
 
    Values that are not finite count as 0, since rows that do not see them multiply them by 0; returns whether there
    are any, and `wild` says of which keys. */
-static int turn_values(const Attention *a, Block *b, const Chunk *c, const Chunk *next)
+static int take_values(const Attention *a, Block *b, const Chunk *c, const Chunk *next)
 {
     long count = c->end - c->at;
     int some = 0;
-    const __m512i even = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
-        37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i odd = _mm512_add_epi16(even, _mm512_set1_epi16(SIDE));
+    memset(b->wild, 0, sizeof b->wild);
     for (long k = 0; k < parts(count, DEPTH) * DEPTH; k += 2) {
         const bf16 *from = k < count ? place(a, a->values, c, c->at + k) : 0;
         fetch(a, a->values, next, next->at + k, 2);
-        for (long d = 0; d < a->value_size; d += DEPTH) {
-            __mmask32 mask = a->value_size - d < DEPTH ? (__mmask32)((1ull << (a->value_size - d)) - 1) : 0xffffffff;
-            __m512i first = _mm512_setzero_si512(), second = first;
-            if (k < count) first = _mm512_maskz_loadu_epi16(mask, from + d);
-            if (k + 1 < count) second = _mm512_maskz_loadu_epi16(mask, from + a->size + d);
-            __mmask32 bad = not_finite(first), worse = not_finite(second);
-            if (__builtin_expect(bad | worse, 0)) {
-                if (!some) memset(b->wild, 0, sizeof b->wild);
-                some = 1;
-                b->wild[k] |= bad != 0, b->wild[k + 1] |= worse != 0;
-                first = _mm512_maskz_mov_epi16(~bad, first), second = _mm512_maskz_mov_epi16(~worse, second);
-            }
-            bf16 *to = b->values[d / DEPTH][k / DEPTH][0] + k % DEPTH / 2 * DEPTH;
-            _mm512_store_si512(to, _mm512_permutex2var_epi16(first, even, second));
-            _mm512_store_si512(to + TILE, _mm512_permutex2var_epi16(first, odd, second));
-        }
+        some |= place_values(&b->sides, k, from, k + 1 < count ? from + a->size : 0, a->value_size, b->wild + k);
     }
     return some;
 }
@@ -290,30 +245,27 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
 {
     long groups = a->heads / a->kv_heads;
     int rows = u->rows;
-    memset(b->query, 0, (size_t)(parts(a->size, DEPTH) * TILE) * sizeof(bf16));
+    clear_queries(&b->sides, a->size);
     for (int r = 0; r < rows; r++) {
         long row = u->slot * a->width + (u->first + r) / groups, at = position(a, u, u->first + r);
         const bf16 *from = a->query + (row * a->heads + u->head * groups + (u->first + r) % groups) * a->size;
         b->last[r] = (int32_t)at, b->low[r] = (int32_t)lowest(a, at);
-        for (long d = 0; d < a->size; d += 2)
-            b->query[d / 2][r] = from[d] | (d + 1 < a->size ? (uint32_t)from[d + 1] << 16 : 0);
+        place_query(&b->sides, r, from, a->size);
         memset(b->mixed[r], 0, (size_t)(parts(a->value_size, SIDE) * SIDE) * sizeof(float));
         b->peak[r] = -__builtin_inff(), b->total[r] = 0;
     }
     for (long at = u->begin / KEYS * KEYS; at < u->end; at += KEYS) {
         const Chunk c = chunk_of(a, u, at);
         const Chunk next = at + KEYS < u->end ? chunk_of(a, u, at + KEYS) : chunk_of(a, after, after->begin / KEYS * KEYS);
-        long steps = parts(c.end - at, DEPTH);
         float kept[SIDE], part[SIDE * SIDE] __attribute__((aligned(64)));
         score(a, b, &c, &next, rows);
         for (int r = 0; r < rows; r++) kept[r] = weigh(a, b, r, at, c.end);
-        int wild = turn_values(a, b, &c, &next);
+        int wild = take_values(a, b, &c, &next);
         for (long d = 0; d < a->value_size; d += SIDE) {
-            const bf16 *values = b->values[d / DEPTH][0][d / SIDE % 2];
-            tile_product(b->weights[0][0], DEPTH, TILE, rows, values, 2 * TILE, steps, part);
+            mix_values(&b->sides, d, a->value_size, rows, c.end - at, part);
             for (int r = 0; r < rows; r++) {
-                __m512 old = _mm512_mul_ps(_mm512_load_ps(b->mixed[r] + d), _mm512_set1_ps(kept[r]));
-                _mm512_store_ps(b->mixed[r] + d, _mm512_add_ps(old, _mm512_load_ps(part + r * SIDE)));
+                vec old = vmul(loadf(b->mixed[r] + d, SIDE), vall(kept[r]));
+                storef(b->mixed[r] + d, SIDE, vadd(old, loadf(part + r * SIDE, SIDE)));
             }
         }
         if (wild) spoil(a, b, &c, rows);
@@ -322,9 +274,21 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
         long row = u->slot * a->width + (u->first + r) / groups;
         bf16 *out = a->out + (row * a->heads + u->head * groups + (u->first + r) % groups) * a->value_size;
         for (long d = 0; d < a->value_size; d += SIDE)
-            store(out + d, lanes(a->value_size - d),
-                _mm512_div_ps(_mm512_load_ps(b->mixed[r] + d), _mm512_set1_ps(b->total[r])));
+            store(out + d, a->value_size - d, vdiv(loadf(b->mixed[r] + d, SIDE), vall(b->total[r])));
     }
+}
+
+static void attend_units(const void *work, Share *share, int member)
+{
+    const Attention *a = work;
+    long units = a->slots * a->kv_heads * parts(a->width * (a->heads / a->kv_heads), SIDE);
+    Block block;
+    tiles_begin(SIDE, SIDE);
+    for (long number; (number = take(share, member)) >= 0;) {
+        const Unit unit = unit_of(a, number), after = unit_of(a, number + 1 < units ? number + 1 : 0);
+        attend_unit(a, &block, &unit, &after);
+    }
+    tiles_end();
 }
 
 /* See `spd.kernels.paged_attention`: query [slots][width][heads][size], out the same of value_size, pools [..][kv_heads][page][size],
@@ -333,24 +297,13 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
    Of a value the first value_size elements count. size <= 576; pages are whole sixteens. */
 void spd_attend(const bf16 *query, const bf16 *keys, const bf16 *values, const int64_t *table, long table_width,
     const int64_t *positions, bf16 *out, long slots, long width, long heads, long kv_heads, long size, long value_size,
-    long page,
-    float scale, float softcap, long first_key, long sliding, int threads)
+    long page, float scale, float softcap, long first_key, long sliding, int threads)
 {
     const Attention a = {query, keys, values, table, positions, out, table_width, slots, width, heads, kv_heads,
         size, value_size, page, first_key, sliding, scale, softcap};
     long units = slots * kv_heads * parts(width * (heads / kv_heads), SIDE);
     double seen = 0;
     for (long i = width - 1; i < slots * width; i += width) seen += (double)(positions[i] + 1);
-    threads = threads_for(seen * 0.3 * (double)size * (double)units / (double)slots, threads);
-#pragma omp parallel num_threads(threads)
-    {
-        Block block;
-        tiles_begin(SIDE, SIDE);
-#pragma omp for schedule(static, 1) nowait
-        for (long number = 0; number < units; number++) {
-            const Unit unit = unit_of(&a, number), after = unit_of(&a, number + threads < units ? number + threads : 0);
-            attend_unit(&a, &block, &unit, &after);
-        }
-        tiles_end();
-    }
+    double nanoseconds = seen * 0.3 * (double)size * (double)units / (double)slots;
+    share_out(attend_units, &a, units, threads_for(nanoseconds, threads));
 }

@@ -1,45 +1,50 @@
 """Compiles the C kernels beside this file for this processor, once, with the machine's compiler. No torch.
 
-The library is kept in a folder of the user's, by the sources, the compiler and the processor it was made for.
+The library is kept in a folder of the user's, by the sources, the compiler and the processor it was made for,
+with its hash at its end. What is loaded is a copy in memory of the bytes that were checked.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import stat
-import struct
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
-SOURCES = ("linear.c", "attention.c", "experts.c", "sample.c", "lookup.c", "init.c")
-HEADERS = ("tiles.h", "product.h")
+logger = logging.getLogger(__name__)
+
+SOURCES = ("linear.c", "attention.c", "experts.c", "sample.c", "lookup.c", "pool.c", "init.c")
 COMPILERS = ("gcc", "cc")
-"""Whichever is found first. It has to be GCC: torch brings GCC's OpenMP, and so the one pool of threads."""
+"""The first that is found."""
 LARGEST_HEAD = 576
 """Elements of a head that attention has room for: a latent of 512 with 64 rotated."""
 FLAGS = (
-    *(
-        "-O3",
-        "-march=native",
-        "-fno-math-errno",
-        "-ffp-contract=off",
-        "-fopenmp",
-        "-fPIC",
-        "-shared",
-        "-nodefaultlibs",
-    ),
-    f"-DLARGEST_HEAD={LARGEST_HEAD}",
+    *("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-pthread", "-fPIC", "-shared"),
+    *("-nodefaultlibs", f"-DLARGEST_HEAD={LARGEST_HEAD}"),
 )
 LIBRARIES = ("-lc", "-lm", "-lgcc")
-FEATURES = frozenset({"avx512_bf16", "avx512bw", "avx512vl"})
-"""What /proc/cpuinfo must say of the processor."""
+PAIRS = frozenset({"avx512_bf16", "avx512bw", "avx512vl"})
+FEATURES = {
+    "AMX": PAIRS | {"amx_tile", "amx_bf16"},
+    "AVX512-BF16": PAIRS,
+    "AVX2": frozenset({"avx2", "fma"}),
+}
+"""What /proc/cpuinfo says of a processor that has the instructions: those are taken that come first."""
+OWN_FLAGS = {"AMX": (), "AVX512-BF16": ("-DSPD_NO_AMX",), "AVX2": ("-DSPD_AVX2", "-mno-avx512f")}
+"""They leave the better instructions alone."""
 PATIENCE = 300
 """Seconds that the compiler is given."""
-ELF_HEADER = 64
+FOLDER, STALE = "spd-kernels-", 3600
+"""How a folder's name begins in which the compiler works; seconds after which its program was killed."""
+HASH = hashlib.sha256().digest_size
 
 
 class NativeUnavailable(Exception):
@@ -61,54 +66,90 @@ def find_compiler() -> str | None:
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
+def instructions() -> str | None:
+    """The instructions that the kernels are made of on this processor."""
+    having = processor_features()
+    return next((name for name, needed in FEATURES.items() if having >= needed), None)
+
+
 def obstacle() -> str | None:
     """What keeps this machine from having the kernels, as far as that shows before they are built."""
-    if not processor_features() >= FEATURES:
-        return "this processor has no AVX512-BF16"
+    if instructions() is None:
+        return "this processor has no AVX2 with FMA"
     return None if find_compiler() else "no C compiler (gcc) is installed"
 
 
-def library_path(cache: Callable[[], Path], *definitions: str) -> Path:
-    """The compiled library in the folder that `cache` names, made first if it is not there whole.
+def library_path(folder: Callable[[], Path], chosen: str | None = None) -> Path:
+    """The compiled library as a file to load: kept in the folder that `folder` names, or made now.
 
-    definitions: SPD_NO_AMX, for processors that have it. Raises NativeUnavailable.
+    It is made now too where the kept one is broken or others could have written it.
+    chosen: the instructions, where they are not the best that there are. Raises NativeUnavailable.
     """
     if (why := obstacle()) is not None:
         raise NativeUnavailable(why)
     compiler = find_compiler()
     assert compiler is not None
-    flags = (*FLAGS, *(f"-D{name}" for name in definitions))
+    flags = (*FLAGS, *OWN_FLAGS[chosen or instructions() or ""])
     try:
-        folder = cache()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        place = folder / f"native-{_key(compiler, flags)}.so"
-        _check_owner(folder)
-        if not _is_whole(place):
-            _compile(compiler, flags, place)
-        _check_owner(place)
-    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # RuntimeError: nobody has a home
+        _sweep()
+        name = f"native-{_key(compiler, flags)}.so"
+        try:
+            return _in_memory(_read(folder() / name))
+        except FileNotFoundError:
+            pass
+        except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home folder is known
+            logger.warning("the C kernels are compiled anew: %s", error)
+        made = _compile(compiler, flags)
+        with suppress(OSError, RuntimeError):
+            _keep(folder() / name, made)
+        return _in_memory(made)
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"they cannot be compiled: {error}") from error
-    return place
 
 
-def _check_owner(path: Path) -> None:
-    """Refuse what others may have put there: it is going to be run."""
-    found = path.stat()
+def check_owner(path: Path, found: os.stat_result) -> None:
+    """Refuse what others may have put there. Raises ValueError."""
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise NativeUnavailable(f"{path} belongs to others, or they may write to it")
+        raise ValueError(f"{path} belongs to others, or they may write to it")
 
 
-def _is_whole(place: Path) -> bool:
-    """Whether a library is there, up to its table of sections, which is its end."""
-    try:
-        with place.open("rb") as file:
-            header = file.read(ELF_HEADER)
-    except FileNotFoundError:
-        return False
-    if len(header) < ELF_HEADER:
-        return False
-    (offset,), (size, count) = struct.unpack_from("<Q", header, 0x28), struct.unpack_from("<HH", header, 0x3A)
-    return bool(place.stat().st_size >= offset + size * count)
+def _read(place: Path) -> bytes:
+    """A kept library. Raises OSError; ValueError where it is not whole or not only this user's."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(place, "rb", opener=lambda path, _: os.open(path, flags)) as file:
+        found = os.fstat(file.fileno())
+        for path, status in ((place, found), (place.parent, place.parent.stat())):
+            check_owner(path, status)
+        made = file.read() if stat.S_ISREG(found.st_mode) else b""
+    if hashlib.sha256(made[:-HASH]).digest() != made[-HASH:]:
+        raise ValueError(f"{place} is broken")
+    return made[:-HASH]
+
+
+def _keep(place: Path, made: bytes) -> None:
+    """Write a library and its hash. A process that reads meanwhile finds it broken and makes its own."""
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    place.unlink(missing_ok=True)
+    with open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(made + hashlib.sha256(made).digest())
+
+
+@cache
+def _in_memory(made: bytes) -> Path:
+    """A file to load that nothing else can change. It stays open: a loader knows a library by its path."""
+    descriptor = os.memfd_create("spd-kernels")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(made)
+    return Path(f"/proc/self/fd/{descriptor}")
+
+
+def _sweep() -> None:
+    """Remove folders in which this user's compiler worked for programs that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        with suppress(OSError):
+            found = folder.lstat()
+            if found.st_uid == os.geteuid() and found.st_mtime < time.time() - STALE:
+                shutil.rmtree(folder)
 
 
 def _key(compiler: str, flags: Sequence[str]) -> str:
@@ -116,22 +157,24 @@ def _key(compiler: str, flags: Sequence[str]) -> str:
     found = os.stat(compiler)
     made_of = hashlib.sha256(f"{compiler} {found.st_mtime_ns} {found.st_size} {flags} ".encode())
     made_of.update(" ".join(sorted(processor_features())).encode())
-    for name in (*SOURCES, *HEADERS):
-        made_of.update(Path(__file__).with_name(name).read_bytes())
+    for path in sorted(Path(__file__).parent.glob("*.[ch]")):
+        made_of.update(path.read_bytes())
     return made_of.hexdigest()[:20]
 
 
-def _compile(compiler: str, flags: Sequence[str], place: Path) -> None:
-    """Make the library beside its place and move it there whole: others may be making it too."""
+def _compile(compiler: str, flags: Sequence[str]) -> bytes:
+    """Make the library in a folder of its own. The compiler stands there, and not where the user does.
+
+    So relative paths in its environment lead to nothing, and what it leaves when it is killed is swept up.
+    """
     sources = [str(Path(__file__).with_name(name)) for name in SOURCES]
-    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-        made = Path(folder) / place.name
-        command = [compiler, *flags, *sources, "-o", str(made), *LIBRARIES]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder:
+        made = Path(folder, "native.so")
+        command = ["env", f"TMPDIR={folder}", compiler, *flags, *sources, "-o", str(made), *LIBRARIES]
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
         if done.returncode:
             said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
             raise NativeUnavailable(f"{compiler} does not compile them: {said.strip()}")
-        made.chmod(0o700)
-        with made.open("rb+") as file:
-            os.fsync(file.fileno())
-        made.replace(place)
+        return made.read_bytes()

@@ -4,21 +4,32 @@
 
 #include "product.h"
 
+typedef struct {
+    const bf16 *x;
+    const float *weight;
+    float *logits;
+    long depth, experts;
+} Router;
+
+static void score_experts(const void *work, Share *share, int member)
+{
+    const Router *o = work;
+    for (long i; (i = take(share, member)) >= 0;) {
+        const bf16 *row = o->x + i / o->experts * o->depth;
+        const float *own = o->weight + i % o->experts * o->depth;
+        vec sum = vzero();
+        for (long d = 0; d < o->depth; d += SIDE) {
+            sum = vfma(load(row + d, o->depth - d), loadf(own + d, o->depth - d), sum);
+        }
+        o->logits[i] = vsum(sum);
+    }
+}
+
 /* Logits float32 [rows][experts] of x [rows][depth] by weight float32 [experts][depth]. */
 void spd_router(const bf16 *x, const float *weight, float *logits, long rows, long depth, long experts, int threads)
 {
-    threads = threads_for(0.2 * (double)(rows * experts * depth), threads);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (long i = 0; i < rows * experts; i++) {
-        const bf16 *row = x + i / experts * depth;
-        const float *own = weight + i % experts * depth;
-        __m512 sum = _mm512_setzero_ps();
-        for (long d = 0; d < depth; d += SIDE) {
-            __mmask16 mask = lanes(depth - d);
-            sum = _mm512_fmadd_ps(load(row + d, mask), _mm512_maskz_loadu_ps(mask, own + d), sum);
-        }
-        logits[i] = _mm512_reduce_add_ps(sum);
-    }
+    const Router o = {x, weight, logits, depth, experts};
+    share_out(score_experts, &o, rows * experts, threads_for(0.2 * (double)(rows * experts * depth), threads));
 }
 
 /* Whether a comes before b in descending order, NaN first. */
@@ -34,54 +45,124 @@ static long take_best(const float *scores, long count, uint8_t *taken)
     return best;
 }
 
+typedef struct {
+    const float *logits, *correction;
+    int64_t *ids;
+    float *weights;
+    char *room;
+    long experts, per_token, groups, groups_kept, group_best;
+    int sigmoid, normalised;
+    float scale;
+} Choice;
+
+static void choose_experts(const void *work, Share *share, int member)
+{
+    const Choice *o = work;
+    long bytes = (o->experts * 2 + o->groups) * (long)sizeof(float) + o->experts + o->groups;
+    long each = o->experts / o->groups;
+    bytes = parts(bytes, 64) * 64;
+    for (long r; (r = take(share, member)) >= 0;) {
+        float *scores = (float *)(o->room + r * bytes), *choice = scores + o->experts, *leaders = choice + o->experts;
+        uint8_t *taken = (uint8_t *)(leaders + o->groups), *kept = taken + o->experts;
+        const float *own = o->logits + r * o->experts;
+        float peak = own[0], total = 0;
+        for (long e = 1; e < o->experts; e++)
+            if (before(own[e], peak)) peak = own[e];
+        for (long e = 0; e < o->experts; e++) {
+            scores[e] = o->sigmoid ? 1 / (1 + expf(-own[e])) : expf(own[e] - peak);
+            total += scores[e];
+        }
+        for (long e = 0; e < o->experts; e++) {
+            if (!o->sigmoid) scores[e] /= total;
+            choice[e] = o->correction ? scores[e] + o->correction[e] : scores[e];
+        }
+        memset(taken, 0, (size_t)(o->experts + o->groups));
+        if (o->groups_kept < o->groups) {
+            for (long g = 0; g < o->groups; g++) {
+                leaders[g] = 0;
+                for (long i = 0; i < o->group_best; i++)
+                    leaders[g] += choice[g * each + take_best(choice + g * each, each, taken + g * each)];
+            }
+            for (long g = 0; g < o->groups_kept; g++) take_best(leaders, o->groups, kept);
+            for (long e = 0; e < o->experts; e++)
+                if (!kept[e / each]) choice[e] = -INFINITY;
+            memset(taken, 0, (size_t)o->experts);
+        }
+        float sum = 0;
+        for (long i = 0; i < o->per_token; i++) {
+            long e = take_best(choice, o->experts, taken);
+            o->ids[r * o->per_token + i] = e;
+            sum += o->weights[r * o->per_token + i] = scores[e];
+        }
+        for (long i = 0; i < o->per_token; i++) {
+            float *weight = o->weights + r * o->per_token + i;
+            *weight = (o->normalised ? *weight / (sum + 1e-20f) : *weight) * o->scale;
+        }
+    }
+}
+
 /* Ids int64 and weights float32 [rows][per_token] of the experts of logits [rows][experts]. room: experts * 2 + groups
    floats and experts + groups bytes behind them, of each row. */
 void spd_route(const float *logits, const float *correction, int64_t *ids, float *weights, char *room, long rows,
     long experts, long per_token, long groups, long groups_kept, long group_best, int sigmoid, int normalised,
     float scale, int threads)
 {
-    long bytes = (experts * 2 + groups) * (long)sizeof(float) + experts + groups, each = experts / groups;
-    bytes = parts(bytes, 64) * 64;
-    threads = threads_for(20.0 * (double)(rows * experts), threads);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (long r = 0; r < rows; r++) {
-        float *scores = (float *)(room + r * bytes), *choice = scores + experts, *leaders = choice + experts;
-        uint8_t *taken = (uint8_t *)(leaders + groups), *kept = taken + experts;
-        const float *own = logits + r * experts;
-        float peak = own[0], total = 0;
-        for (long e = 1; e < experts; e++)
-            if (before(own[e], peak)) peak = own[e];
-        for (long e = 0; e < experts; e++) {
-            scores[e] = sigmoid ? 1 / (1 + expf(-own[e])) : expf(own[e] - peak);
-            total += scores[e];
-        }
-        for (long e = 0; e < experts; e++) {
-            if (!sigmoid) scores[e] /= total;
-            choice[e] = correction ? scores[e] + correction[e] : scores[e];
-        }
-        memset(taken, 0, (size_t)(experts + groups));
-        if (groups_kept < groups) {
-            for (long g = 0; g < groups; g++) {
-                leaders[g] = 0;
-                for (long i = 0; i < group_best; i++)
-                    leaders[g] += choice[g * each + take_best(choice + g * each, each, taken + g * each)];
-            }
-            for (long g = 0; g < groups_kept; g++) take_best(leaders, groups, kept);
-            for (long e = 0; e < experts; e++)
-                if (!kept[e / each]) choice[e] = -INFINITY;
-            memset(taken, 0, (size_t)experts);
-        }
-        float sum = 0;
-        for (long i = 0; i < per_token; i++) {
-            long e = take_best(choice, experts, taken);
-            ids[r * per_token + i] = e;
-            sum += weights[r * per_token + i] = scores[e];
-        }
-        for (long i = 0; i < per_token; i++) {
-            float *weight = weights + r * per_token + i;
-            *weight = (normalised ? *weight / (sum + 1e-20f) : *weight) * scale;
-        }
+    const Choice o = {logits, correction, ids, weights, room, experts, per_token, groups, groups_kept, group_best, sigmoid,
+        normalised, scale};
+    share_out(choose_experts, &o, rows, threads_for(20.0 * (double)(rows * experts), threads));
+}
+
+typedef struct {
+    const bf16 *x, *gate_up, *down, *residual;
+    const int64_t *ids, *place, *start, *used;
+    const float *weights;
+    Left *left;
+    bf16 *made, *out;
+    float *sums;
+    long depth, inner, per_token;
+    int second; /* the product with `down` */
+} Experts;
+
+static void place_pairs(const void *work, Share *share, int member)
+{
+    const Experts *o = work;
+    long size = o->second ? o->inner : o->depth, deep = parts(size, DEPTH);
+    for (long p; (p = take(share, member)) >= 0;) {
+        int64_t e = o->ids[p], at = o->place[p] - o->start[e];
+        Left *left = o->left + (o->start[e] / SIDE + e) * deep * TILE;
+        const bf16 *from = o->second ? o->made + o->place[p] * size : o->x + p / o->per_token * size;
+        place_row(from, 0, 0, size, left + left_row(at, deep));
     }
+}
+
+static void multiply_experts(const void *work, Share *share, int member)
+{
+    const Experts *o = work;
+    long deep = parts(o->second ? o->inner : o->depth, DEPTH);
+    long blocks = o->second ? column_blocks(o->depth, TO_FLOAT) : column_blocks(2 * o->inner, SILU);
+    const bf16 *packed = o->second ? o->down : o->gate_up;
+    tiles_begin(SIDE, SIDE);
+    for (long i; (i = take(share, member)) >= 0;) {
+        long e = o->used[i / blocks], block = i % blocks, first = o->start[e], count = o->start[e + 1] - first;
+        const Ending gated = {0, 0, o->made + first * o->inner, 2 * o->inner, o->inner, SILU};
+        const Ending plain = {0, 0, o->sums + first * o->depth, o->depth, o->depth, TO_FLOAT};
+        multiply(o->left + (first / SIDE + e) * deep * TILE, count, packed + (e * blocks + block) * deep * 2 * TILE, deep,
+            o->second ? &plain : &gated, block);
+    }
+    tiles_end();
+}
+
+static void add_pairs(const void *work, Share *share, int member)
+{
+    const Experts *o = work;
+    long depth = o->depth;
+    for (long r; (r = take(share, member)) >= 0;)
+        for (long d = 0; d < depth; d += SIDE) {
+            vec sum = vzero();
+            for (long i = r * o->per_token; i < (r + 1) * o->per_token; i++)
+                sum = vfma(vall(o->weights[i]), loadf(o->sums + o->place[i] * depth + d, depth - d), sum);
+            store(o->out + r * depth + d, depth - d, vadd(sum, load(o->residual + r * depth + d, depth - d)));
+        }
 }
 
 /* residual [rows][depth] + the sum, weighed, of what each row's experts make of x [rows][depth], rounded once: out.
@@ -92,11 +173,10 @@ void spd_route(const float *logits, const float *correction, int64_t *ids, float
    float32 [pairs][depth]. Each expert takes its own rows, in order. */
 void spd_experts(const bf16 *x, const int64_t *ids, const float *weights, const bf16 *gate_up, const bf16 *down,
     const bf16 *residual, bf16 *out, long rows, long depth, long inner, long experts, long per_token, int64_t *lists,
-    bf16 *left, bf16 *made, float *sums, int threads)
+    Left *left, bf16 *made, float *sums, int threads)
 {
     if (!rows) return;
-    long pairs = rows * per_token, steps = parts(depth, DEPTH), inner_steps = parts(inner, DEPTH);
-    long gates = column_blocks(2 * inner, SILU), columns = column_blocks(depth, TO_FLOAT), active = 0;
+    long pairs = rows * per_token, active = 0;
     int64_t *place = lists, *start = lists + pairs, *next = start + experts + 1, *used = next + experts;
     memset(start, 0, (size_t)(experts + 1) * sizeof *start);
     for (long p = 0; p < pairs; p++) start[ids[p] + 1]++;
@@ -106,40 +186,15 @@ void spd_experts(const bf16 *x, const int64_t *ids, const float *weights, const 
         next[e] = start[e];
     }
     for (long p = 0; p < pairs; p++) place[p] = next[ids[p]]++;
-    double tiles = 2.0 * (double)(gates * steps + columns * inner_steps);
-    threads = threads_for(tiles * (30.0 * (double)active + 0.5 * (double)pairs), threads);
-#pragma omp parallel num_threads(threads)
-    {
-        tiles_begin(SIDE, SIDE);
-        for (int second = 0; second < 2; second++) {
-            long deep = second ? inner_steps : steps, size = second ? inner : depth, blocks = second ? columns : gates;
-            const bf16 *from = second ? made : x, *packed = second ? down : gate_up;
-#pragma omp for schedule(static)
-            for (long p = 0; p < pairs; p++) {
-                int64_t e = ids[p], at = place[p] - start[e];
-                bf16 *tiles = left + (start[e] / SIDE + e) * deep * TILE;
-                place_row(from + (second ? place[p] : p / per_token) * size, 0, 0, size,
-                    tiles + (at / SIDE * deep * SIDE + at % SIDE) * DEPTH);
-            }
-#pragma omp for schedule(dynamic)
-            for (long i = 0; i < active * blocks; i++) {
-                long e = used[i / blocks], block = i % blocks, count = start[e + 1] - start[e];
-                const Ending gated = {0, 0, made + start[e] * inner, 2 * inner, inner, SILU};
-                const Ending plain = {0, 0, sums + start[e] * depth, depth, depth, TO_FLOAT};
-                multiply(left + (start[e] / SIDE + e) * deep * TILE, count, packed + (e * blocks + block) * deep * 2 * TILE,
-                    deep, second ? &plain : &gated, block);
-            }
-        }
-#pragma omp for schedule(static)
-        for (long r = 0; r < rows; r++)
-            for (long d = 0; d < depth; d += SIDE) {
-                __mmask16 mask = lanes(depth - d);
-                __m512 sum = _mm512_setzero_ps();
-                for (long i = r * per_token; i < (r + 1) * per_token; i++)
-                    sum = _mm512_fmadd_ps(
-                        _mm512_set1_ps(weights[i]), _mm512_maskz_loadu_ps(mask, sums + place[i] * depth + d), sum);
-                store(out + r * depth + d, mask, _mm512_add_ps(sum, load(residual + r * depth + d, mask)));
-            }
-        tiles_end();
+    Experts o = {x, gate_up, down, residual, ids, place, start, used, weights, left, made, out, sums, depth, inner,
+        per_token, 0};
+    for (; o.second < 2; o.second++) {
+        long size = o.second ? inner : depth;
+        long blocks = active * (o.second ? column_blocks(depth, TO_FLOAT) : column_blocks(2 * inner, SILU));
+        double each = tile_time((pairs + active - 1) / active);
+        share_out(place_pairs, &o, pairs, threads_for(0.2 * (double)(pairs * size), threads));
+        share_out(multiply_experts, &o, blocks,
+            threads_for(2.0 * (double)(blocks * parts(size, DEPTH)) * each, threads));
     }
+    share_out(add_pairs, &o, rows, threads_for(0.2 * (double)(pairs * depth), threads));
 }

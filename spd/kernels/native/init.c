@@ -7,13 +7,13 @@
 #include <unistd.h>
 #endif
 
-/* 1 for AMX, 0 for AVX512-BF16, -1 where the system does not grant what the processor has. */
+/* 2 for AMX, 1 for AVX512-BF16, 0 for AVX2, -1 where the system does not grant what the processor has. */
 int spd_init(void)
 {
 #if SPD_AMX
     enum { REQUEST = 0x1023, TILE_DATA = 18 };
-    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) ? -1 : 1;
+    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) ? -1 : 2;
 #else
-    return 0;
+    return SPD_PAIRS;
 #endif
 }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from spd.kernels.attention.paged_attention import AttentionHeads, AttentionPlan, Scores, Windows
+from spd.kernels.attention.rotary_store import Pools, RotatedRows
+from spd.kernels.experts.moe import RoutingRule
 from spd.kernels.native.build import library_path
 from spd.kernels.native.products import (
     DEPTH,
@@ -20,9 +23,9 @@ from spd.kernels.native.products import (
     address,
     tiles_of,
 )
-from spd.kernels.paged_attention import AttentionHeads, AttentionPlan
-from spd.kernels.philox import STREAM_TARGET
-from spd.kernels.sampling import SamplingSteps, SamplingTensors, adjust_rows
+from spd.kernels.round.window import RoundTensors
+from spd.kernels.sampling.philox import STREAM_TARGET
+from spd.kernels.sampling.sampling import SamplingSteps, SamplingTensors, adjust_rows
 
 
 @dataclass(frozen=True)
@@ -39,137 +42,91 @@ class NativeLibrary(CompiledLibrary):
     def rotary_store(
         self,
         qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor | None,
-        kv_slots: Tensor,
+        rows: RotatedRows,
         qk_weight: Tensor | None,
         epsilon: float,
-        key_pages: Tensor,
-        value_pages: Tensor,
+        pools: Pools,
         num_heads: int,
     ) -> Tensor:
-        """See `spd.kernels.rotary_store`; positions are needed, qk_weight is float32.
+        """See `spd.kernels.attention.rotary_store`; positions are needed, qk_weight is float32.
 
         A page holds what these kernels alone read, head by head: as if it were [K, page, D].
         """
-        assert positions is not None
-        kv_heads, size = key_pages.shape[2:]
+        assert rows.positions is not None
+        (keys, values), (page, kv_heads, size) = pools, pools[0].shape[1:]
         query = torch.empty(qkv.shape[0], num_heads, size, dtype=torch.bfloat16)
         self.library.spd_rotary_store(
-            qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.data_ptr(), kv_slots.data_ptr(),
-            address(qk_weight), epsilon, key_pages.data_ptr(), value_pages.data_ptr(), query.data_ptr(),
-            qkv.shape[0], num_heads, kv_heads, size, key_pages.shape[1], self.threads,
+            qkv.data_ptr(), rows.cos.data_ptr(), rows.sin.data_ptr(), rows.positions.data_ptr(),
+            rows.kv_slots.data_ptr(), address(qk_weight), epsilon, keys.data_ptr(), values.data_ptr(),
+            query.data_ptr(), qkv.shape[0], num_heads, kv_heads, size, page, self.threads,
         )  # fmt: skip
         return query
 
     def plan_attention(
-        self,
-        positions: Tensor,
-        valid: Tensor,
-        page_table: Tensor,
-        heads: AttentionHeads,
-        page_size: int,
-        dtype: torch.dtype,
-        bounds: Sequence[int],
-        first_pages: Sequence[int | None],
+        self, windows: Windows, heads: AttentionHeads, page_size: int, dtype: torch.dtype
     ) -> NativePlan:
-        """See `spd.kernels.paged_attention`: nothing is made but contiguous."""
-        return NativePlan(page_table.contiguous(), positions.contiguous(), heads.first_key)
+        """See `spd.kernels.attention.paged_attention`: nothing is made but contiguous."""
+        return NativePlan(windows.page_table.contiguous(), windows.positions.contiguous(), heads.first_key)
 
-    def paged_attention(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        sliding: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """See `spd.kernels.paged_attention`."""
-        return self._mixed(query, key_pages, value_pages, plan, scale, query.shape[-1], sliding, softcap)
+    def paged_attention(self, query: Tensor, pools: Pools, plan: AttentionPlan, scores: Scores) -> Tensor:
+        """See `spd.kernels.attention.paged_attention`."""
+        return self._mixed(query, pools, plan, scores, query.shape[-1])
 
     def _mixed(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        value_size: int,
-        sliding: int | None = None,
-        softcap: float | None = None,
+        self, query: Tensor, pools: Pools, plan: AttentionPlan, scores: Scores, value_size: int
     ) -> Tensor:
         """Attend query [S, Q, H, D] to pools [P, page, K, D]: [S, Q, H, V], the values' first V elements."""
         assert isinstance(plan, NativePlan)
-        slots, width, heads, size = query.shape
+        (slots, width, heads, size), (keys, values) = query.shape, pools
         query, mixed = query.contiguous(), torch.empty(slots, width, heads, value_size, dtype=torch.bfloat16)
         self._attend(
-            query.data_ptr(), key_pages.data_ptr(), value_pages.data_ptr(), plan.page_table.data_ptr(),
+            query.data_ptr(), keys.data_ptr(), values.data_ptr(), plan.page_table.data_ptr(),
             plan.page_table.shape[1], plan.positions.data_ptr(), mixed.data_ptr(), slots, width, heads,
-            key_pages.shape[2], size, value_size, key_pages.shape[1], scale, softcap or 0.0,
-            plan.first_key, sliding or 0, self.threads,
+            keys.shape[2], size, value_size, keys.shape[1], scores.scale, scores.softcap or 0.0,
+            plan.first_key, scores.sliding or 0, self.threads,
         )  # fmt: skip
         return mixed
 
     def prefill_attention(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        page_row: Tensor,
-        start: int,
-        scale: float,
-        first_key: int = 0,
-        sliding: int | None = None,
-        softcap: float | None = None,
+        self, query: Tensor, pools: Pools, page_row: Tensor, start: int, scores: Scores, first_key: int = 0
     ) -> Tensor:
-        """See `spd.kernels.prefill_attention`."""
+        """See `spd.kernels.attention.paged_attention`."""
         positions = torch.arange(start, start + query.shape[0])[None]
         plan = NativePlan(page_row.contiguous()[None], positions, first_key)
-        return self.paged_attention(query[None], key_pages, value_pages, plan, scale, sliding, softcap)[0]
+        return self.paged_attention(query[None], pools, plan, scores)[0]
 
     def latent_store(
-        self,
-        query: Tensor,
-        latent: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor | None,
-        kv_slots: Tensor,
-        norm: Tensor,
-        epsilon: float,
-        pages: Tensor,
+        self, query: Tensor, latent: Tensor, rows: RotatedRows, norm: Tensor, epsilon: float, pages: Tensor
     ) -> Tensor:
-        """See `spd.kernels.mla_attention`; positions are needed."""
-        assert positions is not None and query.stride(2) == latent.stride(1) == 1
-        rows, heads, turned = query.shape
+        """See `spd.kernels.latent.mla_attention`; positions are needed."""
+        assert rows.positions is not None and query.stride(2) == latent.stride(1) == 1
+        count, heads, turned = query.shape
         out, scales = torch.empty(query.shape, dtype=torch.bfloat16), norm.float()
         self.library.spd_latent_store(
-            query.data_ptr(), latent.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.data_ptr(),
-            kv_slots.data_ptr(), scales.data_ptr(), epsilon, pages.data_ptr(), out.data_ptr(), rows, heads,
-            norm.shape[0], turned, query.stride(0), query.stride(1), latent.stride(0), self.threads,
+            query.data_ptr(), latent.data_ptr(), rows.cos.data_ptr(), rows.sin.data_ptr(),
+            rows.positions.data_ptr(), rows.kv_slots.data_ptr(), scales.data_ptr(), epsilon,
+            pages.data_ptr(), out.data_ptr(), count, heads, norm.shape[0], turned, query.stride(0),
+            query.stride(1), latent.stride(0), self.threads,
         )  # fmt: skip
         return out
 
     def mla_attention(
         self, query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, scale: float
     ) -> Tensor:
-        """See `spd.kernels.mla_attention`."""
+        """See `spd.kernels.latent.mla_attention`."""
         pool = pages.unsqueeze(2)
-        return self._mixed(query, pool, pool, plan, scale, rank)
+        return self._mixed(query, (pool, pool), plan, Scores(scale), rank)
 
     def mla_prefill(
         self, query: Tensor, pages: Tensor, page_row: Tensor, start: int, rank: int, scale: float
     ) -> Tensor:
-        """See `spd.kernels.mla_attention`."""
+        """See `spd.kernels.latent.mla_attention`."""
         positions = torch.arange(start, start + query.shape[0])[None]
         plan = NativePlan(page_row.contiguous()[None], positions, 0)
         return self.mla_attention(query[None], pages, plan, rank, scale)[0]
 
     def router_logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See `spd.kernels.moe`."""
+        """See `spd.kernels.experts.moe`."""
         x, weight = x.contiguous(), weight.contiguous()
         logits = torch.empty(x.shape[0], 1, weight.shape[0])
         self.library.spd_router(
@@ -177,29 +134,18 @@ class NativeLibrary(CompiledLibrary):
         )
         return logits
 
-    def route(
-        self,
-        parts: Tensor,
-        correction: Tensor | None,
-        per_token: int,
-        groups: int,
-        groups_kept: int,
-        group_best: int,
-        sigmoid: bool,
-        normalised: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        """See `spd.kernels.moe`; parts [T, 1, E] are `router_logits`'."""
+    def route(self, parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+        """See `spd.kernels.experts.moe`; parts [T, 1, E] are `router_logits`'."""
         rows, _, experts = parts.shape
         correction = None if correction is None else correction.float().contiguous()
-        ids = torch.empty(rows, per_token, dtype=torch.int64)
-        weights = torch.empty(rows, per_token)
-        each = tiles_of(4 * (2 * experts + groups) + experts + groups, 64) * 64
+        ids = torch.empty(rows, rule.per_token, dtype=torch.int64)
+        weights = torch.empty(rows, rule.per_token)
+        each = tiles_of(4 * (2 * experts + rule.groups) + experts + rule.groups, 64) * 64
         room = torch.empty(rows * each, dtype=torch.uint8)
         self.library.spd_route(
             parts.data_ptr(), address(correction), ids.data_ptr(), weights.data_ptr(), room.data_ptr(),
-            rows, experts, per_token, groups, groups_kept, group_best, int(sigmoid), int(normalised),
-            scale, self.threads,
+            rows, experts, rule.per_token, rule.groups, rule.groups_kept, rule.group_best,
+            int(rule.sigmoid), int(rule.normalised), rule.scale, self.threads,
         )  # fmt: skip
         return ids, weights
 
@@ -213,7 +159,7 @@ class NativeLibrary(CompiledLibrary):
         usable_vocab: int,
         stream: int = STREAM_TARGET,
     ) -> tuple[Tensor, Tensor]:
-        """See `spd.kernels.sampling`; bias, penalties, minimum length and masks are torch's."""
+        """See `spd.kernels.sampling.sampling`; bias, penalties, minimum length and masks are torch's."""
         if steps.bias or steps.penalties or steps.min_length or steps.grammar:
             logits = adjust_rows(logits, draft, tensors, steps, usable_vocab)
         logits, positions, (slots, width, vocab) = logits.contiguous(), positions.contiguous(), logits.shape
@@ -230,24 +176,14 @@ class NativeLibrary(CompiledLibrary):
         return tokens, finite
 
     def ngram_lookup(
-        self,
-        tokens: Tensor,
-        length: Tensor,
-        active: Tensor,
-        k: int,
-        ngram_min: int,
-        ngram_max: int,
-        bound: int,
-        draft_out: Tensor,
-        num_drafts_out: Tensor,
-        match_out: Tensor,
-        over: bool = False,
+        self, state: RoundTensors, k: int, ngram_min: int, ngram_max: int, bound: int, over: bool = False
     ) -> None:
-        """See `spd.kernels.ngram_lookup`; bound is not used, and rows have stride 1."""
+        """See `spd.kernels.round.ngram_lookup`; bound is not used."""
+        tokens, draft = state.tokens, state.draft
         self.library.spd_lookup(
-            tokens.data_ptr(), length.data_ptr(), active.data_ptr(), draft_out.data_ptr(),
-            num_drafts_out.data_ptr(), match_out.data_ptr(), tokens.shape[0], tokens.stride(0),
-            draft_out.stride(0), k, ngram_min, ngram_max, int(over),
+            tokens.data_ptr(), state.length.data_ptr(), state.active.data_ptr(), draft.data_ptr(),
+            state.num_drafts.data_ptr(), state.match.data_ptr(), tokens.shape[0], tokens.stride(0),
+            draft.stride(0), k, ngram_min, ngram_max, int(over),
         )  # fmt: skip
 
     def experts(
@@ -259,7 +195,7 @@ class NativeLibrary(CompiledLibrary):
         down: PackedWeight,
         stream: Tensor,
     ) -> Tensor:
-        """stream [T, K] + `spd.kernels.moe.experts` of x [T, K], rounded once: [T, K]."""
+        """stream [T, K] + `spd.kernels.experts.moe.experts` of x [T, K], rounded once: [T, K]."""
         x, stream, (rows, per_token) = x.contiguous(), stream.contiguous(), ids.shape
         pairs, inner, depth, count = rows * per_token, down.depth, down.width, down.count
         out, made = (
@@ -281,4 +217,4 @@ def open_library(cache: Callable[[], Path]) -> NativeLibrary:
     try:
         return NativeLibrary(library_path(cache))
     except AmxRefused:
-        return NativeLibrary(library_path(cache, "SPD_NO_AMX"))
+        return NativeLibrary(library_path(cache, "AVX512-BF16"))

@@ -2,28 +2,77 @@
 
 #include "product.h"
 
+typedef struct {
+    const bf16 *weight;
+    bf16 *packed;
+    long width, depth;
+    int gated;
+} Packing;
+
+static void pack(const void *work, Share *share, int member)
+{
+    const Packing *p = work;
+    long steps = parts(p->depth, DEPTH), half = p->width / 2;
+    for (long block; (block = take(share, member)) >= 0;)
+        for (long k = 0; k < steps; k++)
+            for (int side = 0; side < 2; side++) {
+                bf16 *tile = p->packed + ((block * steps + k) * 2 + side) * TILE;
+                memset(tile, 0, TILE * sizeof(bf16));
+                for (int column = 0; column < SIDE; column++) {
+                    long row = p->gated ? block * SIDE + column : block * WIDTH + side * SIDE + column;
+                    if (row >= (p->gated ? half : p->width)) continue;
+                    const bf16 *from = p->weight + (row + (p->gated && side ? half : 0)) * p->depth + k * DEPTH;
+                    long count = p->depth - k * DEPTH < DEPTH ? p->depth - k * DEPTH : DEPTH;
+                    for (long d = 0; d < count; d++) tile[d / 2 * DEPTH + column * 2 + d % 2] = from[d];
+                }
+            }
+}
+
 /* Lay a weight [width][depth] out as [blocks of 32 columns][steps][2] right-side tiles, filled up with zeros.
 
    gated: the first half of the rows are gates, and each block has 16 of them and the 16 rows that go with
    them. packed: `parts(gated ? width / 2 : width, gated ? 16 : 32) * parts(depth, 32) * 1024` elements. */
 void spd_pack(const bf16 *weight, bf16 *packed, long width, long depth, int gated, int threads)
 {
-    long steps = parts(depth, DEPTH), half = width / 2;
-    long blocks = column_blocks(width, gated ? SILU : TO_BF16);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (long block = 0; block < blocks; block++)
-        for (long k = 0; k < steps; k++)
-            for (int side = 0; side < 2; side++) {
-                bf16 *tile = packed + ((block * steps + k) * 2 + side) * TILE;
-                memset(tile, 0, TILE * sizeof(bf16));
-                for (int column = 0; column < SIDE; column++) {
-                    long row = gated ? block * SIDE + column : block * WIDTH + side * SIDE + column;
-                    if (row >= (gated ? half : width)) continue;
-                    const bf16 *from = weight + (row + (gated && side ? half : 0)) * depth + k * DEPTH;
-                    long count = depth - k * DEPTH < DEPTH ? depth - k * DEPTH : DEPTH;
-                    for (long d = 0; d < count; d++) tile[d / 2 * DEPTH + column * 2 + d % 2] = from[d];
-                }
-            }
+    const Packing p = {weight, packed, width, depth, gated};
+    share_out(pack, &p, column_blocks(width, gated ? SILU : TO_BF16), threads);
+}
+
+typedef struct {
+    const bf16 *x, *weight;
+    const float *norm, *bias;
+    const bf16 *residual;
+    void *out;
+    Left *scratch;
+    long rows, heads, depth, width, x_row, x_head, out_row, out_head;
+    float epsilon;
+    int kind;
+} Product;
+
+static void place_rows(const void *work, Share *share, int member)
+{
+    const Product *p = work;
+    long steps = parts(p->depth, DEPTH), room = parts(p->rows, SIDE) * steps * TILE;
+    for (long i; (i = take(share, member)) >= 0;) {
+        long r = i / p->heads, h = i % p->heads;
+        place_row(p->x + r * p->x_row + h * p->x_head, p->norm, p->epsilon, p->depth,
+            p->scratch + h * room + left_row(r, steps));
+    }
+}
+
+static void multiply_blocks(const void *work, Share *share, int member)
+{
+    const Product *p = work;
+    long rows = p->rows, steps = parts(p->depth, DEPTH), blocks = column_blocks(p->width, p->kind);
+    long room = parts(rows, SIDE) * steps * TILE;
+    tiles_begin(rows < SIDE ? (int)rows : SIDE, rows > SIDE && rows < WIDTH ? (int)rows - SIDE : SIDE);
+    for (long i; (i = take(share, member)) >= 0;) {
+        long apart = i / blocks * p->out_head;
+        void *to = p->kind == TO_FLOAT ? (void *)((float *)p->out + apart) : (void *)((bf16 *)p->out + apart);
+        const Ending ending = {p->bias, p->residual, to, p->width, p->out_row, p->kind};
+        multiply(p->scratch + i / blocks * room, rows, p->weight + i * steps * 2 * TILE, steps, &ending, i % blocks);
+    }
+    tiles_end();
 }
 
 /* x [rows][heads][depth] (normed where `norm` is given) times a packed weight for each head, plus bias [width] and
@@ -33,29 +82,31 @@ void spd_pack(const bf16 *weight, bf16 *packed, long width, long depth, int gate
    elements. */
 void spd_linear(const bf16 *x, const float *norm, float epsilon, const bf16 *weight, const float *bias,
     const bf16 *residual, void *out, long rows, long heads, long depth, long width, long x_row, long x_head,
-    long out_row, long out_head, int kind, bf16 *scratch, int threads)
+    long out_row, long out_head, int kind, Left *scratch, int threads)
 {
     if (!rows) return;
-    long steps = parts(depth, DEPTH), blocks = column_blocks(width, kind), room = parts(rows, SIDE) * steps * TILE;
-    double tiles = 2.0 * (double)(heads * blocks * steps);
-    threads = threads_for(tiles * (30.0 + 8.0 * (double)parts(rows, SIDE)), threads);
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (long i = 0; i < rows * heads; i++) {
-            long r = i / heads, h = i % heads;
-            place_row(x + r * x_row + h * x_head, norm, epsilon, depth,
-                scratch + h * room + (r / SIDE * steps * SIDE + r % SIDE) * DEPTH);
-        }
-        tiles_begin(rows < SIDE ? (int)rows : SIDE, rows > SIDE && rows < WIDTH ? (int)rows - SIDE : SIDE);
-#pragma omp for schedule(static) nowait
-        for (long i = 0; i < heads * blocks; i++) {
-            long h = i / blocks;
-            void *to = kind == TO_FLOAT ? (void *)((float *)out + h * out_head) : (void *)((bf16 *)out + h * out_head);
-            const Ending ending = {bias, residual, to, width, out_row, kind};
-            multiply(scratch + h * room, rows, weight + i * steps * 2 * TILE, steps, &ending, i % blocks);
-        }
-        tiles_end();
+    const Product p = {x, weight, norm, bias, residual, out, scratch, rows, heads, depth, width, x_row, x_head, out_row,
+        out_head, epsilon, kind};
+    long blocks = heads * column_blocks(width, kind);
+    double tiles = 2.0 * (double)(blocks * parts(depth, DEPTH));
+    share_out(place_rows, &p, rows * heads, threads_for(0.2 * (double)(rows * heads * depth), threads));
+    share_out(multiply_blocks, &p, blocks, threads_for(tiles * tile_time(rows), threads));
+}
+
+typedef struct {
+    const bf16 *x, *residual;
+    const float *norm;
+    bf16 *out;
+    long depth;
+    float epsilon;
+} Norm;
+
+static void norm_rows(const void *work, Share *share, int member)
+{
+    const Norm *n = work;
+    for (long r; (r = take(share, member)) >= 0;) {
+        const bf16 *residual = n->residual ? n->residual + r * n->depth : 0;
+        norm_row(n->x + r * n->depth, n->norm, n->epsilon, residual, n->depth, n->out + r * n->depth);
     }
 }
 
@@ -63,8 +114,6 @@ void spd_linear(const bf16 *x, const float *norm, float epsilon, const bf16 *wei
 void spd_norm(const bf16 *x, const float *norm, float epsilon, const bf16 *residual, bf16 *out, long rows, long depth,
     int threads)
 {
-    threads = threads_for(0.2 * (double)(rows * depth), threads);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (long r = 0; r < rows; r++)
-        norm_row(x + r * depth, norm, epsilon, residual ? residual + r * depth : 0, depth, out + r * depth);
+    const Norm n = {x, residual, norm, out, depth, epsilon};
+    share_out(norm_rows, &n, rows, threads_for(0.2 * (double)(rows * depth), threads));
 }

@@ -78,11 +78,11 @@ class CompiledLibrary:
         for name, kinds in SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = list(kinds), INT if name == "spd_init" else None
-        tiles = library.spd_init()
-        if tiles < 0:
+        chosen = library.spd_init()
+        if chosen < 0:
             raise AmxRefused("the system does not grant AMX")
-        self.instructions = "AMX" if tiles else "AVX512-BF16"
-        self.library, self._scratch = library, torch.empty(0, dtype=torch.bfloat16)
+        self.instructions = ("AVX2", "AVX512-BF16", "AMX")[chosen]
+        self.library, self._scratch = library, torch.empty(0)
         self._linear, self._attend = library.spd_linear, library.spd_attend
         self.threads = torch.get_num_threads()
 
@@ -127,9 +127,9 @@ class CompiledLibrary:
         return y
 
     def room(self, tiles: int) -> int:
-        """The address of room for so many left-side tiles."""
+        """The address of room for so many left-side tiles, of float32 where products are."""
         if self._scratch.shape[0] < tiles * SIDE * DEPTH:
-            self._scratch = torch.empty(tiles * SIDE * DEPTH, dtype=torch.bfloat16)
+            self._scratch = torch.empty(tiles * SIDE * DEPTH)
         return self._scratch.data_ptr()
 
     def pack_heads(self, weight: Tensor) -> PackedWeight:
@@ -137,7 +137,7 @@ class CompiledLibrary:
         return self.pack(weight.transpose(1, 2))
 
     def head_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """See `spd.kernels.mla_attention`; weight comes from `pack_heads`."""
+        """See `spd.kernels.latent.mla_attention`; weight comes from `pack_heads`."""
         rows, heads, depth = x.shape
         assert x.stride(2) == 1 and heads == weight.count
         y = torch.empty(rows, heads, weight.width, dtype=torch.bfloat16)
@@ -158,5 +158,5 @@ class CompiledLibrary:
         return y
 
     def rms_norm_rows(self, x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-        """See `spd.kernels.skinny_linear`; no squares are needed."""
+        """See `spd.kernels.linear.skinny_linear`; no squares are needed."""
         return self.norm(x, weight.float(), epsilon)

@@ -2,7 +2,6 @@
    and random bits these are; only the logarithm in the noise may differ in its last bit. */
 
 #include <math.h>
-#include <omp.h>
 
 #include "tiles.h"
 
@@ -71,21 +70,20 @@ static void cut(const uint32_t *keys, const int64_t *masses, long count, int64_t
 
 /* The natural logarithm of positive normal numbers, to about one unit in the last place. Source: the coefficients of
    Cephes' logf. */
-static inline __m512 logarithm(__m512 x)
+static inline vec logarithm(vec x)
 {
-    __m512 one = _mm512_set1_ps(1.0f), e = _mm512_getexp_ps(x);
-    __m512 m = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src);
-    __mmask16 high = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1.41421356f), _CMP_GT_OQ);
-    m = _mm512_mask_mul_ps(m, high, m, _mm512_set1_ps(0.5f));
-    e = _mm512_mask_add_ps(e, high, e, one);
+    vec one = vall(1.0f), e = vexponent(x), m = vmantissa(x);
+    mask high = vmore(m, vall(1.41421356f));
+    m = vselect(high, vmul(m, vall(0.5f)), m);
+    e = vselect(high, vadd(e, one), e);
     static const float by[] = {7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,
         1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
-    __m512 f = _mm512_sub_ps(m, one), z = _mm512_mul_ps(f, f), p = _mm512_set1_ps(by[0]);
-    for (int i = 1; i < 9; i++) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(by[i]));
-    p = _mm512_mul_ps(_mm512_mul_ps(p, f), z);
-    p = _mm512_fmadd_ps(e, _mm512_set1_ps(-2.12194440e-4f), p);
-    p = _mm512_fnmadd_ps(z, _mm512_set1_ps(0.5f), p);
-    return _mm512_fmadd_ps(e, _mm512_set1_ps(0.693359375f), _mm512_add_ps(f, p));
+    vec f = vsub(m, one), z = vmul(f, f), p = vall(by[0]);
+    for (int i = 1; i < 9; i++) p = vfma(p, f, vall(by[i]));
+    p = vmul(vmul(p, f), z);
+    p = vfma(e, vall(-2.12194440e-4f), p);
+    p = vfnma(z, vall(0.5f), p);
+    return vfma(e, vall(0.693359375f), vadd(f, p));
 }
 
 /* Standard Gumbel noise of tokens first to first + 63. */
@@ -112,24 +110,24 @@ static void gumbel(const Draw *d, long first, float *noise)
         bits[4 * i + 2] = c2[i], bits[4 * i + 3] = c3[i];
     }
     for (int i = 0; i < BLOCK; i += SIDE) {
-        __m512 u = _mm512_mul_ps(_mm512_cvtepu32_ps(_mm512_loadu_si512(bits + i)), _mm512_set1_ps(0x1p-32f));
-        u = _mm512_min_ps(_mm512_max_ps(u, _mm512_set1_ps(0x1p-33f)), _mm512_set1_ps(1.0f - 0x1p-24f));
-        __m512 inner = _mm512_sub_ps(_mm512_setzero_ps(), logarithm(u));
-        _mm512_storeu_ps(noise + i, _mm512_sub_ps(_mm512_setzero_ps(), logarithm(inner)));
+        vec u = vmul(of_unsigned(bits + i), vall(0x1p-32f));
+        u = vmin(vmax(u, vall(0x1p-33f)), vall(1.0f - 0x1p-24f));
+        vec inner = vsub(vzero(), logarithm(u));
+        storef(noise + i, SIDE, vsub(vzero(), logarithm(inner)));
     }
 }
 
 /* The first of the largest of x [count], or the first that is not a number. */
 static long largest(const float *x, long count)
 {
-    __m512 peak = _mm512_set1_ps(-INFINITY);
-    __mmask16 odd = 0;
+    vec peak = vall(-INFINITY);
+    int odd = 0;
     for (long i = 0; i < count; i += SIDE) {
-        __m512 v = _mm512_mask_loadu_ps(peak, lanes(count - i), x + i);
-        odd |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-        peak = _mm512_max_ps(peak, v);
+        vec v = vselect(lanes(count - i), loadf(x + i, count - i), peak);
+        odd |= any_nan(v);
+        peak = vmax(peak, v);
     }
-    float best = odd ? 0 : _mm512_reduce_max_ps(peak);
+    float best = odd ? 0 : vtop(peak);
     for (long i = 0; i < count; i++)
         if (odd ? isnan(x[i]) : x[i] == best) return i;
     return 0;
@@ -164,6 +162,64 @@ static uint64_t open_tokens(
     return open;
 }
 
+typedef struct {
+    const float *logits, *temperature, *top_p, *min_p;
+    const int64_t *top_k, *seed, *positions;
+    int64_t *tokens;
+    uint8_t *finite;
+    char *room;
+    long width, vocab, usable, stream;
+    int noise, truncation;
+} Sampling;
+
+static void draw_rows(const void *work, Share *share, int member)
+{
+    const Sampling *o = work;
+    long each = parts(o->usable * 16, 64) * 64;
+    for (long r; (r = take(share, member)) >= 0;) {
+        long s = r / o->width, best = largest(o->logits + r * o->vocab, o->usable);
+        const float *x = o->logits + r * o->vocab;
+        o->tokens[r] = best;
+        o->finite[r] = (uint8_t)(isfinite(x[best]) != 0);
+        if (!o->noise || !(o->temperature[s] > 0) || !o->finite[r]) continue;
+        Draw d = {o->temperature[s], o->top_p[s], o->min_p[s], o->top_k[s], (uint64_t)o->seed[s], o->positions[r], o->stream};
+        int64_t *masses = (int64_t *)(o->room + member * each);
+        float *scaled = (float *)(masses + o->usable);
+        uint32_t *keys = (uint32_t *)(scaled + o->usable), least = 0;
+        long last = o->usable;
+        for (long i = 0; i < o->usable; i++) scaled[i] = x[i] / d.temperature;
+        if (!isfinite(scaled[best])) {
+            o->tokens[r] = largest(scaled, o->usable), o->finite[r] = 0;
+            continue;
+        }
+        int cutting = o->truncation && (d.top_k > 0 || d.top_p < 1 || d.min_p > 0);
+        if (cutting) kept(&d, scaled, o->usable, scaled[best], keys, masses, &least, &last);
+        int64_t limit = d.min_p > 0 ? (int64_t)ceil((double)d.min_p * 4294967296.0) : 0;
+        float top = -INFINITY, noisy[BLOCK];
+        for (long first = 0; first < o->usable; first += BLOCK) {
+            long count = o->usable - first < BLOCK ? o->usable - first : BLOCK;
+            uint64_t open = ~(uint64_t)0 >> (BLOCK - count);
+            if (cutting) open = open_tokens(keys, masses, first, count, least, last, limit);
+            if (!open) continue;
+            gumbel(&d, first, noisy);
+            vec peak = vall(-INFINITY);
+            for (int i = 0; i < BLOCK; i += SIDE) {
+                vec sum = vadd(loadf(scaled + first + i, count - i), loadf(noisy + i, SIDE));
+                sum = vselect(mask_of(open >> i), sum, vall(-INFINITY));
+                storef(noisy + i, SIDE, sum);
+                peak = vmax(peak, sum);
+            }
+            if (vtop(peak) <= top) continue;
+            top = vtop(peak);
+            for (long i = 0; i < count; i++)
+                if (noisy[i] == top) {
+                    o->tokens[r] = first + i;
+                    break;
+                }
+        }
+    }
+}
+
 /* Tokens int64 [rows] of logits float32 [rows][vocab], of which the first `usable` count, and whether each one's logit
    is finite. slots * width rows; temperature, top_p, min_p, top_k, seed [slots]; positions [rows]. room: for each
    thread 16 bytes for each usable token, for keys, masses and scaled logits. */
@@ -171,50 +227,8 @@ void spd_sample(const float *logits, const float *temperature, const float *top_
     const int64_t *top_k, const int64_t *seed, const int64_t *positions, int64_t *tokens, uint8_t *finite, char *room,
     long slots, long width, long vocab, long usable, long stream, int noise, int truncation, int threads)
 {
-    long each = parts(usable * 16, 64) * 64;
+    const Sampling o = {logits, temperature, top_p, min_p, top_k, seed, positions, tokens, finite, room, width, vocab,
+        usable, stream, noise, truncation};
     threads = threads_for((noise ? 4.0 : 0.2) * (double)(slots * width * usable), threads);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (long r = 0; r < slots * width; r++) {
-        long s = r / width, best = largest(logits + r * vocab, usable);
-        const float *x = logits + r * vocab;
-        tokens[r] = best;
-        finite[r] = (uint8_t)(isfinite(x[best]) != 0);
-        if (!noise || !(temperature[s] > 0) || !finite[r]) continue;
-        Draw d = {temperature[s], top_p[s], min_p[s], top_k[s], (uint64_t)seed[s], positions[r], stream};
-        int64_t *masses = (int64_t *)(room + omp_get_thread_num() * each);
-        float *scaled = (float *)(masses + usable);
-        uint32_t *keys = (uint32_t *)(scaled + usable), least = 0;
-        long last = usable;
-        for (long i = 0; i < usable; i++) scaled[i] = x[i] / d.temperature;
-        if (!isfinite(scaled[best])) {
-            tokens[r] = largest(scaled, usable), finite[r] = 0;
-            continue;
-        }
-        int cutting = truncation && (d.top_k > 0 || d.top_p < 1 || d.min_p > 0);
-        if (cutting) kept(&d, scaled, usable, scaled[best], keys, masses, &least, &last);
-        int64_t limit = d.min_p > 0 ? (int64_t)ceil((double)d.min_p * 4294967296.0) : 0;
-        float top = -INFINITY, noisy[BLOCK];
-        for (long first = 0; first < usable; first += BLOCK) {
-            long count = usable - first < BLOCK ? usable - first : BLOCK;
-            uint64_t open = ~(uint64_t)0 >> (BLOCK - count);
-            if (cutting) open = open_tokens(keys, masses, first, count, least, last, limit);
-            if (!open) continue;
-            gumbel(&d, first, noisy);
-            __m512 peak = _mm512_set1_ps(-INFINITY);
-            for (int i = 0; i < BLOCK; i += SIDE) {
-                __mmask16 own = (__mmask16)(open >> i);
-                __m512 sum = _mm512_add_ps(_mm512_maskz_loadu_ps(own, scaled + first + i), _mm512_loadu_ps(noisy + i));
-                sum = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), own, sum);
-                _mm512_storeu_ps(noisy + i, sum);
-                peak = _mm512_max_ps(peak, sum);
-            }
-            if (_mm512_reduce_max_ps(peak) <= top) continue;
-            top = _mm512_reduce_max_ps(peak);
-            for (long i = 0; i < count; i++)
-                if (noisy[i] == top) {
-                    tokens[r] = first + i;
-                    break;
-                }
-        }
-    }
+    share_out(draw_rows, &o, slots * width, threads);
 }

@@ -1,78 +1,100 @@
-"""Linear layers on prebound weights, in the two forms that the layers can be built with.
+"""Linear layers on prebound weights, in the forms that the layers can be built with: one call for all.
 
 `Linear` is torch's: prepacked for oneDNN on CPU; the number of rows never chooses the arithmetic freely,
-since rows come in buckets that were seen to give the same bits (see `spd.runtime.row_buckets`).
+since rows come in buckets that were seen to give the same bits (see `spd.runtime.round.row_buckets`).
 `SkinnyLinear` is Triton's: its arithmetic does not depend on the number of rows by construction, except
 in the prompt-chunk program, which has one size.
 
-Either takes weights of eight bits. Triton's products multiply them as they are, torch's where it has such a
-product (`multiplies_int8`); elsewhere torch's form keeps their values in the run's dtype.
+`NativeLinear` is C's: norms before and sums after are a part of the product.
+
+The first two take weights of eight bits. Triton's products multiply them as they are, torch's where it has
+such a product (`multiplies_int8`); elsewhere torch's form keeps their values in the run's dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
-from spd.kernels.eight_bits import int8_linear, multiplies_int8
-from spd.kernels.rms_norm import rms_norm
-from spd.kernels.silu_mul import gelu_mul, silu_mul
-from spd.kernels.skinny_config import config_for, workspace_sizes
-from spd.kernels.skinny_linear import AnyWeight, LinearWorkspace, ScaledWeight, capability_of
-from spd.runtime.models.base import ForwardBatch, Residual
+from spd.kernels.launch import device_facts
+from spd.kernels.linear.eight_bits import int8_linear
+from spd.kernels.linear.rms_norm import rms_norm
+from spd.kernels.linear.silu_mul import gelu_mul, silu_mul
+from spd.kernels.linear.skinny_config import config_for, workspace_sizes
+from spd.kernels.linear.skinny_linear import AnyWeight, LinearWorkspace, ScaledWeight
+from spd.kernels.native.library import NativeLibrary
+from spd.kernels.native.products import Ending
+from spd.runtime.layers.base import ForwardBatch, Residual
 
 PACK_ROWS = 16
 """Rows that oneDNN is told to expect when it lays out a weight."""
 
 
+Gate = Literal["silu", "gelu"]
+
+
+@dataclass(frozen=True)
+class Around:
+    """What stands before and after a product in its layer."""
+
+    epsilon: float = 0.0
+    """Of both norms."""
+    norm: Tensor | None = None
+    """Scales [K] of an RMS norm of the rows before the product."""
+    folded: bool = False
+    """Whether these scales are in the weight already."""
+    gate: Gate | None = None
+    """The product becomes this of its first half times the second."""
+    post_norm: Tensor | None = None
+    """Scales [N] of an RMS norm of what is added to a stream."""
+
+    def ended(self, y: Tensor, onto: Residual | None) -> Residual:
+        """What becomes of a product y [T, N] by torch's operations, each rounded by itself."""
+        if self.gate is not None:
+            y = (gelu_mul if self.gate == "gelu" else silu_mul)(y)
+        if onto is None:
+            return Residual(y)
+        if self.post_norm is not None:
+            y = rms_norm(y, self.post_norm, self.epsilon)
+        return Residual(onto.x + y)
+
+
+ALONE = Around()
+
+
 class AnyLinear(Protocol):
-    """y = x Wᵀ + b with what stands before and after it in a layer, W [N, K]."""
+    """y = x Wᵀ + b with what stands before and after it in its layer, W [N, K]."""
 
-    def after_norm(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
-        """RMS-norm the stream [T, K] with scales norm [K], then multiply: [T, N]."""
-        ...
-
-    def gated(
-        self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch, *, gelu: bool = False
-    ) -> Tensor:
-        """`after_norm`, then silu (or gelu) of the first half of N times the second: [T, N / 2]."""
-        ...
-
-    def product(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """The product of x [T, K] alone: [T, N]."""
-        ...
-
-    def onto(self, x: Tensor, stream: Residual, batch: ForwardBatch) -> Residual:
-        """The stream [T, N] plus the product of x [T, K]."""
-        ...
-
-    def normed_onto(
-        self, x: Tensor, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch
-    ) -> Residual:
-        """The stream [T, N] plus the RMS norm, by scales norm [N], of the product of x [T, K]."""
+    def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
+        """Of rows [T, K]: [T, N], or half of N behind a gate. With `onto` [T, N] that stream plus it."""
         ...
 
 
 class AnyHead(Protocol):
     """The product that makes logits of hidden states, and perhaps draws from them itself."""
 
-    carries_squares: bool
+    carries_squares: bool = False
     """Whether this form's products want a row's sum of squares beside the residual stream."""
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
-        """See `CausalModel`."""
+        """Float32 logits [T, V] of hidden [T, hidden]."""
         ...
 
     def sample(
         self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """See `CausalModel`."""
-        ...
+        """Tokens [T] and whether each is finite, by a head fused with the draw; None where there is none.
+
+        hidden [T, hidden] of S slots with T / S rows each; seed, first, temperature [S]: row r of a slot
+        draws the token at position first + step + r.
+        """
+        return None
 
 
 def can_prepack(weight: Tensor) -> bool:
@@ -96,20 +118,33 @@ def unscaled_norm(x: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), None, epsilon)
 
 
-class Linear:
+def normed(stream: Residual, weight: Tensor, epsilon: float, kernels: Kernels) -> Tensor:
+    """The stream [T, hidden] normalised with scales weight [hidden], by its squares where it carries them."""
+    if stream.squares is None and kernels.facts.needs_squares:
+        return rms_norm(stream.x, weight, epsilon)
+    x: Tensor = kernels.rms_norm_rows(stream.x, stream.squares, weight, epsilon)
+    return x
+
+
+class Linear(AnyHead):
     """Torch's form, with W packed once and never changed."""
 
-    carries_squares = False
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, folded: bool = False) -> None:
-        """folded: whether the scales of a norm before the product are in the weight already."""
-        self.bias, self.folded = bias, folded
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, around: Around = ALONE) -> None:
+        self.bias, self.around = bias, around
         self.packed = can_prepack(weight)
         if self.packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
         self.weight = weight
 
-    def __call__(self, x: Tensor, tile: int) -> Tensor:
+    def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
+        x, around = stream.x, self.around
+        if around.folded:
+            x = unscaled_norm(x, around.epsilon)
+        elif around.norm is not None:
+            x = rms_norm(x, around.norm, around.epsilon)
+        return around.ended(self.product(x, batch.tile), onto)
+
+    def product(self, x: Tensor, tile: int) -> Tensor:
         """x [T, K] to [T, N], at most `tile` rows a call; see `in_tiles`."""
         return in_tiles(self._apply, x, tile)
 
@@ -129,46 +164,15 @@ class Linear:
         rest: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, -y, self.weight, self.bias, "add")
         return rest
 
-    def after_norm(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
-        """See `AnyLinear`."""
-        x = unscaled_norm(stream.x, epsilon) if self.folded else rms_norm(stream.x, norm, epsilon)
-        return self(x, batch.tile)
-
-    def gated(
-        self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch, *, gelu: bool = False
-    ) -> Tensor:
-        """See `AnyLinear`."""
-        return (gelu_mul if gelu else silu_mul)(self.after_norm(stream, norm, epsilon, batch))
-
-    def product(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """See `AnyLinear`."""
-        return self(x, batch.tile)
-
-    def onto(self, x: Tensor, stream: Residual, batch: ForwardBatch) -> Residual:
-        """See `AnyLinear`."""
-        return Residual(stream.x + self(x, batch.tile))
-
-    def normed_onto(
-        self, x: Tensor, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch
-    ) -> Residual:
-        """See `AnyLinear`."""
-        return Residual(stream.x + rms_norm(self(x, batch.tile), norm, epsilon))
-
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
-        """See `CausalModel`."""
-        return self(hidden, tile).float()
-
-    def sample(
-        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
-    ) -> None:
-        """This form does not draw."""
+        return self.product(hidden, tile).float()
 
 
 class Int8Linear(Linear):
     """Torch's form by int8 rows, which the CPU reads as they are."""
 
-    def __init__(self, weight: ScaledWeight, bias: Tensor | None = None, *, folded: bool = False) -> None:
-        super().__init__(weight.values, bias, folded=folded)
+    def __init__(self, weight: ScaledWeight, bias: Tensor | None = None, around: Around = ALONE) -> None:
+        super().__init__(weight.values, bias, around)
         self.rows = weight
 
     def _apply(self, x: Tensor) -> Tensor:
@@ -178,81 +182,48 @@ class Int8Linear(Linear):
         """This product does not say."""
 
 
-def torch_linear(
-    weight: AnyWeight, bias: Tensor | None, dtype: torch.dtype, *, folded: bool = False
-) -> Linear:
-    """Torch's form for values of a dtype: int8 rows stay where they can be multiplied, else are widened."""
-    if not isinstance(weight, ScaledWeight):
-        return Linear(weight, bias, folded=folded)
-    if multiplies_int8(weight.device, dtype, weight.shape[-1]):
-        return Int8Linear(weight, bias, folded=folded)
-    return Linear(weight.plain(dtype), bias, folded=folded)
-
-
-class SkinnyLinear:
+class SkinnyLinear(AnyHead):
     """Triton's form. A norm before it is folded into W at load: only its row scale is applied here."""
 
     carries_squares = True
 
-    def __init__(self, weight: AnyWeight, bias: Tensor | None, kernels: Kernels) -> None:
+    def __init__(
+        self, weight: AnyWeight, bias: Tensor | None, kernels: Kernels, around: Around = ALONE
+    ) -> None:
         self.weight = weight if isinstance(weight, ScaledWeight) else weight.contiguous()
-        self.bias, self.kernels = bias, kernels
+        self.bias, self.kernels, self.around = bias, kernels, around
         self.ids: Tensor | None = None
         """Of a head of some ids the token that each row stands for, int64 and ascending."""
         self.workspace: LinearWorkspace | None = None
         """Shared by all of a model's products, since they run in turn."""
 
-    def after_norm(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
-        """See `AnyLinear`."""
+    def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
+        x, around, kernels = stream.x, self.around, self.kernels
         if batch.chunk_start is not None:
-            return self._many(unscaled_norm(stream.x, epsilon))
-        y: Tensor = self.kernels.norm_linear(
-            stream.x, stream.squares, epsilon, self.weight, self.bias, self.workspace
-        )
-        return y
-
-    def gated(
-        self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch, *, gelu: bool = False
-    ) -> Tensor:
-        """See `AnyLinear`."""
-        if batch.chunk_start is not None:
-            return (gelu_mul if gelu else silu_mul)(self.after_norm(stream, norm, epsilon, batch))
-        y: Tensor = self.kernels.norm_gate_up(
-            stream.x, stream.squares, epsilon, self.weight, self.bias, self.workspace, gelu
-        )
-        return y
-
-    def product(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """See `AnyLinear`."""
-        if batch.chunk_start is not None:
-            return self._many(x)
-        y: Tensor = self.kernels.linear(x, self.weight, self.bias, self.workspace)
-        return y
-
-    def onto(self, x: Tensor, stream: Residual, batch: ForwardBatch) -> Residual:
-        """See `AnyLinear`."""
-        if batch.chunk_start is not None:
-            return Residual(stream.x + self._many(x))
-        return Residual(*self.kernels.linear_residual(x, self.weight, self.bias, stream.x, self.workspace))
-
-    def normed_onto(
-        self, x: Tensor, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch
-    ) -> Residual:
-        """See `AnyLinear`."""
-        if batch.chunk_start is not None:
-            return Residual(stream.x + rms_norm(self._many(x), norm, epsilon))
-        y = self.kernels.linear(x, self.weight, self.bias, self.workspace)
-        return Residual(*self.kernels.norm_residual(y, norm, epsilon, stream.x))
+            if around.norm is not None:
+                x = unscaled_norm(x, around.epsilon)
+            return around.ended(self._many(x), onto)
+        given = (self.weight, self.bias)
+        if around.norm is not None:
+            rows = (x, stream.squares, around.epsilon)
+            if around.gate is not None:
+                gelu = around.gate == "gelu"
+                return Residual(kernels.norm_gate_up(*rows, *given, self.workspace, gelu))
+            return Residual(kernels.norm_linear(*rows, *given, self.workspace))
+        if onto is not None and around.post_norm is None:
+            return Residual(*kernels.linear_residual(x, *given, onto.x, self.workspace))
+        y = kernels.linear(x, *given, self.workspace)
+        if onto is None:
+            return Residual(y)
+        return Residual(*kernels.norm_residual(y, around.post_norm, around.epsilon, onto.x))
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
-        """See `CausalModel`."""
         scores: Tensor = self.kernels.head_logits(hidden, self.weight)
         return scores
 
     def sample(
         self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `CausalModel`."""
         drawn: tuple[Tensor, Tensor] = self.kernels.head_sample(
             hidden, self.weight, usable_vocab, seed, first, step, temperature, self.ids
         )
@@ -266,6 +237,34 @@ class SkinnyLinear:
         return F.linear(x, self.weight, self.bias)
 
 
+class NativeLinear(AnyHead):
+    """C's form, by packed weights. A row's bits do not depend on the number of rows."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, library: NativeLibrary, around: Around = ALONE
+    ) -> None:
+        gate, norm, post_norm = around.gate, around.norm, around.post_norm
+        self.weight, self.library = library.pack(weight, gated=gate is not None), library
+        self.ending = Ending.BFLOAT16 if gate is None else Ending[gate.upper()]
+        self.bias, self.norm, self.post_norm = (
+            None if vector is None else vector.float().contiguous() for vector in (bias, norm, post_norm)
+        )
+        self.epsilon = around.epsilon
+
+    def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
+        given = (stream.x, self.weight, self.bias, self.ending)
+        if self.norm is not None:
+            return Residual(self.library.linear(*given, norm=self.norm, epsilon=self.epsilon))
+        if onto is None:
+            return Residual(self.library.linear(*given))
+        if self.post_norm is None:
+            return Residual(self.library.linear(*given, residual=onto.x))
+        return Residual(self.library.norm(self.library.linear(*given), self.post_norm, self.epsilon, onto.x))
+
+    def logits(self, hidden: Tensor, tile: int) -> Tensor:
+        return self.library.linear(hidden, self.weight, self.bias, Ending.FLOAT32)
+
+
 def value_bytes(weight: AnyWeight) -> int:
     """Bytes of each of a weight's values."""
     return (weight.values if isinstance(weight, ScaledWeight) else weight).element_size()
@@ -275,7 +274,7 @@ def share_workspace(products: Iterable[SkinnyLinear], rows: int) -> None:
     """Give products that run in turn one workspace, for up to `rows` rows."""
     products = list(products)
     sizes = [
-        workspace_sizes(n, rows, config_for(n, k, value_bytes(p.weight), capability_of(p.weight.device)))
+        workspace_sizes(n, rows, config_for(n, k, value_bytes(p.weight), device_facts(p.weight.device)))
         for p in products
         for n, k in [p.weight.shape]
     ]

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spd.formats.rope_config import RopeConfig
-from spd.runtime.models.layouts import RotaryDims, yarn_scale
+from spd.formats.rope_config import RopeConfig, RotaryDims, yarn_scale
 
 
 def _llama3(inverse: Tensor, rope: RopeConfig) -> Tensor:

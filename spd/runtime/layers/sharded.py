@@ -7,12 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
-from spd.kernels.philox import STREAM_TARGET, gumbel
-from spd.kernels.rms_norm import rms_norm
-from spd.kernels.sampling import NEGATIVE_INFINITY, scale
-from spd.runtime.layers.linear import AnyHead, AnyLinear
-from spd.runtime.models.base import ForwardBatch, Residual
-from spd.runtime.parallel.communicator import Communicator
+from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
+from spd.kernels.sampling.sampling import NEGATIVE_INFINITY, scale
+from spd.runtime.layers.base import Communicator, ForwardBatch, Residual
+from spd.runtime.layers.linear import AnyHead, AnyLinear, Around
 
 
 def added(stream: Residual, y: Tensor, kernels: Kernels) -> Residual:
@@ -27,40 +25,24 @@ def added(stream: Residual, y: Tensor, kernels: Kernels) -> Residual:
 class SummedLinear:
     """A product whose columns [N, K / ranks] are a rank's own: see `AnyLinear`. The bias is added once."""
 
-    def __init__(self, inner: AnyLinear, bias: Tensor | None, ranks: Communicator, kernels: Kernels) -> None:
-        self.inner, self.bias, self.ranks, self.kernels = inner, bias, ranks, kernels
+    def __init__(
+        self, inner: AnyLinear, bias: Tensor | None, around: Around, ranks: Communicator, kernels: Kernels
+    ) -> None:
+        """around: of the whole; none of it stands before the product."""
+        self.inner, self.bias, self.around, self.ranks, self.kernels = inner, bias, around, ranks, kernels
 
-    def product(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """See `AnyLinear`."""
-        total = self.ranks.sum(self.inner.product(x, batch))
-        return total if self.bias is None else total + self.bias
-
-    def onto(self, x: Tensor, stream: Residual, batch: ForwardBatch) -> Residual:
-        """See `AnyLinear`."""
-        return added(stream, self.product(x, batch), self.kernels)
-
-    def normed_onto(
-        self, x: Tensor, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch
-    ) -> Residual:
-        """See `AnyLinear`."""
-        y = self.product(x, batch)
-        if stream.squares is None:
-            return Residual(stream.x + rms_norm(y, norm, epsilon))
-        return Residual(*self.kernels.norm_residual(y, norm, epsilon, stream.x))
-
-    def after_norm(self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch) -> Tensor:
-        """Nothing that is summed reads a norm."""
-        raise NotImplementedError
-
-    def gated(
-        self, stream: Residual, norm: Tensor, epsilon: float, batch: ForwardBatch, *, gelu: bool = False
-    ) -> Tensor:
-        """Nothing that is summed has a gate."""
-        raise NotImplementedError
+    def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
+        y, around = self.ranks.sum(self.inner(stream, batch).x), self.around
+        y = y if self.bias is None else y + self.bias
+        if onto is None or onto.squares is None:
+            return around.ended(y, onto)
+        if around.post_norm is None:
+            return added(onto, y, self.kernels)
+        return Residual(*self.kernels.norm_residual(y, around.post_norm, around.epsilon, onto.x))
 
 
 class ShardedEmbedding:
-    """The rows of a table [V, H] that begin with a rank's first id; others come from who has them."""
+    """The rows of a table [V, H] that begin with a rank's first id; others come from other ranks."""
 
     def __init__(self, weight: Tensor, first: int, vocab_size: int, ranks: Communicator) -> None:
         self.weight, self.first, self.ranks = weight, first, ranks
@@ -84,8 +66,11 @@ def looked_up(embedding: AnyEmbedding, ids: Tensor) -> tuple[Tensor, Tensor]:
     return torch.arange(ids.shape[0], device=ids.device), embedding.rows(ids)
 
 
-class ShardedHead:
-    """Logits of a rank's own ids, gathered; or only the best of each rank, where no more is asked."""
+class ShardedHead(AnyHead):
+    """Logits of a rank's own ids, gathered; or only the best of each rank, where no more is asked.
+
+    Kernels that draw have nothing to say of how good their best is.
+    """
 
     def __init__(
         self,
@@ -102,7 +87,6 @@ class ShardedHead:
         self.width = -(-vocab_size // ranks.size)
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
-        """See `CausalModel`."""
         own = self.part(hidden, tile)
         every = self.ranks.gather(F.pad(own, (0, self.width - own.shape[-1])))
         return every.transpose(0, 1).flatten(1)[:, : self.vocab_size]
@@ -110,11 +94,6 @@ class ShardedHead:
     def part(self, hidden: Tensor, tile: int) -> Tensor:
         """Float32 logits [T, ids of this rank]."""
         return self.inner.logits(hidden, tile)
-
-    def sample(
-        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
-    ) -> None:
-        """Kernels that draw have nothing to say of how good their best is."""
 
     def _tokens(self, own: int, device: torch.device) -> tuple[Tensor, int]:
         """What this rank's rows stand for, int64 [own], and how many tokens there are."""

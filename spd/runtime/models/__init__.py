@@ -9,20 +9,20 @@ from spd.formats.model_config import ModelConfig
 from spd.runtime.models.weights import ModelLayout
 
 FAMILIES = {
-    "LlamaForCausalLM": "spd.runtime.models.llama",
-    "MistralForCausalLM": "spd.runtime.models.llama",
-    "Phi3ForCausalLM": "spd.runtime.models.phi3",
-    "Qwen2ForCausalLM": "spd.runtime.models.qwen2",
-    "Qwen3ForCausalLM": "spd.runtime.models.qwen3",
-    "Qwen3MoeForCausalLM": "spd.runtime.models.qwen3",
-    "Gemma2ForCausalLM": "spd.runtime.models.gemma",
-    "Gemma3ForCausalLM": "spd.runtime.models.gemma",
-    "DeepseekV2ForCausalLM": "spd.runtime.models.deepseek",
-    "DeepseekV3ForCausalLM": "spd.runtime.models.deepseek",
-    "Glm4MoeForCausalLM": "spd.runtime.models.glm4_moe",
-    "MiMoForCausalLM": "spd.runtime.models.mimo",
-    "Ernie4_5ForCausalLM": "spd.runtime.models.ernie4_5",
-    "Ernie4_5_MoeForCausalLM": "spd.runtime.models.ernie4_5",
+    "LlamaForCausalLM": "spd.runtime.models.families.llama",
+    "MistralForCausalLM": "spd.runtime.models.families.llama",
+    "Phi3ForCausalLM": "spd.runtime.models.families.phi3",
+    "Qwen2ForCausalLM": "spd.runtime.models.families.qwen2",
+    "Qwen3ForCausalLM": "spd.runtime.models.families.qwen3",
+    "Qwen3MoeForCausalLM": "spd.runtime.models.families.qwen3",
+    "Gemma2ForCausalLM": "spd.runtime.models.families.gemma",
+    "Gemma3ForCausalLM": "spd.runtime.models.families.gemma",
+    "DeepseekV2ForCausalLM": "spd.runtime.models.families.deepseek",
+    "DeepseekV3ForCausalLM": "spd.runtime.models.families.deepseek",
+    "Glm4MoeForCausalLM": "spd.runtime.models.families.glm4_moe",
+    "MiMoForCausalLM": "spd.runtime.models.families.mimo",
+    "Ernie4_5ForCausalLM": "spd.runtime.models.families.ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "spd.runtime.models.families.ernie4_5",
 }
 HEADS = {"LlamaForCausalLMEagle3": "spd.runtime.models.eagle3"}
 """What drafts for a model, and is none."""

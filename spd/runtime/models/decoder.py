@@ -6,46 +6,31 @@ while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from spd.kernels.dispatch import Kernels
-from spd.kernels.paged_attention import AttentionHeads
-from spd.runtime.layers.linear import AnyHead, AnyLinear
-from spd.runtime.layers.norm import normed
+from spd.kernels.attention.paged_attention import AttentionHeads
+from spd.kernels.linear.eight_bits import joined_scales
+from spd.kernels.linear.rms_norm import rms_norm
+from spd.runtime.layers.base import ForwardBatch, LayerCache, ModelOutput, Residual
+from spd.runtime.layers.linear import AnyHead, AnyLinear, normed
 from spd.runtime.layers.rotary import RotaryRows, RotaryTable
 from spd.runtime.layers.sharded import AnyEmbedding, ShardedHead, looked_up
-from spd.runtime.models.base import AuxReader, ForwardBatch, LayerCache, ModelOutput, Residual
+from spd.runtime.models.attention import Attention
+from spd.runtime.models.builder import LayerBuilder, LayerTensors, Tensors
 from spd.runtime.models.destinations import Shape
+from spd.runtime.models.latent_attention import LatentAttention
+from spd.runtime.models.layouts import GqaLayout, LatentLayout, LayerLayout, MlpLayout, MoeLayout
+from spd.runtime.models.moe import GatedMlp, MoeMlp
 
-
-class AttentionBlock(Protocol):
-    """A layer's first block: it writes the rows' cache entries, then reads the pages."""
-
-    def __call__(
-        self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
-    ) -> Residual:
-        """The stream [T, hidden] with this block added."""
-        ...
-
-    def products(self) -> tuple[AnyLinear, ...]:
-        """The block's matrices in the order in which they run."""
-        ...
-
-
-class MlpBlock(Protocol):
-    """A layer's second block: each row by itself."""
-
-    def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
-        """The stream [T, hidden] with this block added."""
-        ...
-
-    def products(self) -> tuple[AnyLinear, ...]:
-        """The block's matrices in the order in which they run."""
-        ...
+AttentionBlock = Attention | LatentAttention
+"""A layer's first block: it writes the rows' cache entries, then reads the pages."""
+MlpBlock = GatedMlp | MoeMlp
+"""A layer's second block: each row by itself."""
 
 
 @dataclass(frozen=True)
@@ -67,37 +52,94 @@ class DecoderLayer:
         return *self.attention.products(), *self.mlp.products()
 
 
+BLOCKS: dict[type, Any] = {
+    GqaLayout: Attention,
+    LatentLayout: LatentAttention,
+    MlpLayout: GatedMlp,
+    MoeLayout: MoeMlp,
+}
+"""What runs a block, by its description: made of that, of its tensors and of a builder."""
+
+
+def build_layer(layout: LayerLayout, tensors: LayerTensors, build: LayerBuilder) -> DecoderLayer:
+    """One layer. The tensors belong to it from then on: they are changed, or packed and worthless."""
+    made: list[Any] = []
+    for block, own in zip((layout.attention, layout.mlp), tensors, strict=True):
+        for name, destination in block.destinations().items():
+            if (scales := own.get(f"{name}_scales")) is not None:
+                own[f"{name}_scales"] = joined_scales(scales, [part.shape[0] for part in destination.parts])
+        made.append(BLOCKS[type(block)](block, own, build))
+    attention, mlp = made
+    return DecoderLayer(attention, mlp, layout.attention.cache)
+
+
+@dataclass(frozen=True)
+class AuxStates:
+    """What makes a head's states of the streams between its target's layers.
+
+    A matrix [hidden, n * target hidden] over the streams after so many of the target's layers, side by side,
+    with the norms before it.
+    """
+
+    layers: Sequence[int]
+    projection: AnyLinear
+    whole_norm: Tensor | None
+    norms: Sequence[Tensor]
+    epsilon: float
+
+    def fuse(self, streams: Sequence[Tensor], batch: ForwardBatch) -> Tensor:
+        """States [T, the head's hidden] of streams [T, hidden], one for each of `layers`."""
+        if self.norms:
+            streams = [rms_norm(x, norm, self.epsilon) for x, norm in zip(streams, self.norms, strict=True)]
+        together = torch.cat(list(streams), dim=-1)
+        if self.whole_norm is not None:
+            together = rms_norm(together, self.whole_norm, self.epsilon)
+        return self.projection(Residual(together), batch).x
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a decoder or a part of a head is put together of, and the other tables outside its layers."""
+
+    tables: Tensors
+    embedding: AnyEmbedding
+    head: AnyHead
+    layers: list[DecoderLayer]
+    rotary: RotaryTable
+    heads: AttentionHeads
+
+
 class Decoder:
-    """A causal decoder over prebound tensors; see `CausalModel`.
+    """A causal decoder over prebound tensors: what the runner drives.
 
     Its parts are there for heads that share them: `embedding`, `head`, `final_norm`, `rotary`.
     """
 
     def __init__(
         self,
-        embedding: AnyEmbedding,
-        layers: list[DecoderLayer],
-        final_norm: Tensor,
-        head: AnyHead,
-        rotary: RotaryTable,
-        heads: AttentionHeads,
-        epsilon: float,
-        kernels: Kernels,
+        parts: Parts,
+        build: LayerBuilder,
         *,
         embedding_scale: float | None = None,
         logit_softcap: float | None = None,
     ) -> None:
-        self.embedding, self.layers, self.final_norm, self.head = embedding, layers, final_norm, head
-        self.rotary, self.heads, self.epsilon, self.kernels = rotary, heads, epsilon, kernels
+        self.embedding, self.layers, self.head = parts.embedding, parts.layers, parts.head
+        self.final_norm = parts.tables.get("final_norm")
+        self.rotary, self.heads = parts.rotary, parts.heads
+        self.epsilon, self.kernels = build.epsilon, build.kernels
         self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
-        self.cache_shapes = [layer.cache_shapes for layer in layers]
-        kinds = [(type(layer.attention), type(layer.mlp)) for layer in layers]
+        self.cache_shapes = [layer.cache_shapes for layer in self.layers]
+        """For each layer, what one position holds in each of its pools."""
+        kinds = [(type(layer.attention), type(layer.mlp)) for layer in self.layers]
         self.varied_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
-        self.vocab_size, self.hidden_size = embedding.shape
-        self.max_positions = rotary.max_positions
-        self.reader: AuxReader | None = None
-        """The head that reads the streams between layers, once there is one."""
+        """How many of the first layers there must be for one of every kind."""
+        self.vocab_size, self.hidden_size = self.embedding.shape
+        self.max_positions = self.rotary.max_positions
+        self.reader: AuxStates | None = None
+        """Of the head that reads the streams between layers, once there is one."""
         self.part: ShardedHead | None = None
+        """The head whose ranks may each say their best only; None where logits are whole."""
+        head = self.head
         if isinstance(head, ShardedHead) and logit_softcap is None and not head.carries_squares:
             self.part = head
 
@@ -109,25 +151,26 @@ class Decoder:
         """
         rotary = self.rotary_rows(batch)
         stream = self._embed(batch)
-        reader = self.reader if batch.for_head and len(caches) >= len(self.layers) else None
+        reader = self.reader if len(caches) >= len(self.layers) else None
         streams = {0: stream.x} if reader is not None and 0 in reader.layers else {}
         for passed, (layer, cache) in enumerate(zip(self.layers, caches, strict=False), 1):
             stream = layer(stream, rotary, batch, cache)
             if reader is not None and passed in reader.layers:
                 streams[passed] = stream.x
+        assert self.final_norm is not None
         hidden = self.normed(stream, self.final_norm)
         if reader is None:
             return ModelOutput.of(hidden)
         return ModelOutput(hidden, reader.fuse([streams[passed] for passed in reader.layers], batch))
 
     def products(self) -> Iterable[object]:
-        """See `CausalModel`."""
+        """The products of its layers and head."""
         yield from (product for layer in self.layers for product in layer.products())
         yield self.head
 
     def rotary_rows(self, batch: ForwardBatch) -> RotaryRows:
         """cos and sin for a batch's rows, as the layers want them."""
-        return self.rotary.rows(batch.positions, gathered=self.kernels.name == "torch")
+        return self.rotary.rows(batch.positions, gathered=self.kernels.facts.gathers_rotary)
 
     def normed(self, stream: Residual, weight: Tensor) -> Tensor:
         """The stream [T, hidden] normalised with scales weight [hidden]."""
@@ -140,22 +183,26 @@ class Decoder:
         x = table[ids]
         return Residual(x if self.embedding_scale is None else x * self.embedding_scale)
 
+    def _shown(self, hidden: Tensor) -> Tensor:
+        """What the head reads of hidden [T, hidden]."""
+        return hidden
+
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Float32 logits [T, V]."""
-        scores = self.head.logits(hidden, tile)
+        scores = self.head.logits(self._shown(hidden), tile)
         if self.logit_softcap is None:
             return scores
         return (scores / self.logit_softcap).tanh_() * self.logit_softcap
 
     def part_logits(self, hidden: Tensor, tile: int) -> Tensor:
-        """Float32 logits [T, ids of this rank]; see `CausalModel`."""
+        """Float32 logits [T, ids of this rank] of hidden [T, hidden], where `part` is there."""
         assert self.part is not None
-        return self.part.part(hidden, tile)
+        return self.part.part(self._shown(hidden), tile)
 
     def sample(
         self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Tokens [T] and whether each is finite; see `CausalModel`. Capped logits are left to the sampler."""
+        """What the head draws, see `AnyHead`; capped logits are left to the sampler."""
         if self.logit_softcap is not None:
             return None
-        return self.head.sample(hidden, usable_vocab, seed, first, step, temperature)
+        return self.head.sample(self._shown(hidden), usable_vocab, seed, first, step, temperature)

@@ -1,4 +1,8 @@
-"""Tensors to allocate, each of one or several of a checkpoint's, whole or in part. No torch here."""
+"""Tensors to allocate, each of one or several of a checkpoint's, whole or one rank's part. No torch here.
+
+A block says of each of its tensors which rows or columns belong to a rank; what it does not speak of,
+every rank holds whole.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,86 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from spd.runtime.models.shards import Cut, Cuts
+from spd.errors import IncompatibleError
 
 Shape = tuple[int, ...]
+LEAST_IDS = 16
+"""Token ids a rank at least: fewer would not be worth a product."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a stored tensor that a rank takes: ranges of its rows (dim 0) or columns (dim 1)."""
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def of(self, tensor: Any) -> tuple[Any, ...]:
+        """The ranges of a tensor, as views."""
+        return tuple(tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges)
+
+    def indices(self, dim: int, size: int) -> list[int]:
+        """Where the part's elements along `dim` stand in the whole, of `size`."""
+        if dim != self.dim:
+            return list(range(size))
+        return [i for start, stop in self.ranges for i in range(start, stop)]
+
+
+Cuts = Mapping[str, Cut]
 NOTHING: Cuts = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank number `rank` of `size`."""
+
+    rank: int
+    size: int
+
+    def share(self, count: int, what: str) -> int:
+        """How many of `count` things each rank has. Raises IncompatibleError where they cannot."""
+        if count % self.size:
+            raise IncompatibleError(
+                f"{count:,} {what} cannot be divided among {self.size} ranks", code="tensor_parallel"
+            )
+        return count // self.size
+
+    def rows(self, count: int, width: int = 1) -> Cut:
+        """The rows of this rank, which has `count` things of `width` rows each."""
+        return Cut(0, ((self.rank * count * width, (self.rank + 1) * count * width),))
+
+    def columns(self, count: int) -> Cut:
+        """The columns of this rank, which has `count`."""
+        return Cut(1, ((self.rank * count, (self.rank + 1) * count),))
+
+    def key_heads(self, count: int) -> tuple[int, int]:
+        """The first of `count` key heads that this rank's query heads read, and how many they read.
+
+        With more ranks than key heads several ranks hold the same one.
+        """
+        if self.size > count and self.size % count == 0:
+            return self.rank * count // self.size, 1
+        own = self.share(count, "key and value heads")
+        return self.rank * own, own
+
+    def ids(self, vocab_size: int) -> tuple[int, int]:
+        """The token ids of this rank: equally many, but for the last ranks, which may have fewer."""
+        if vocab_size < LEAST_IDS * self.size:
+            raise IncompatibleError(
+                f"{vocab_size:,} token ids are too few for {self.size} ranks", code="tensor_parallel"
+            )
+        width = -(-vocab_size // self.size)
+        return min(self.rank * width, vocab_size), min((self.rank + 1) * width, vocab_size)
+
+
+class Part(NamedTuple):
+    """A checkpoint's tensor, and what is taken of it: all, or a part of this shape."""
+
+    name: str
+    shape: Shape
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True)
@@ -18,25 +97,23 @@ class Destination:
     """One tensor to allocate: the named checkpoint tensors below each other, rows counted together.
 
     Names stand inside the layer (`self_attn.q_proj.weight`). With `exact` it is float32 whatever the rest
-    of the model is. `wide` matrices have the run's dtype whatever other matrices are kept in: who reads them
-    knows no other weights. A part that is cut has the shape of what is taken.
+    of the model is. `wide` matrices have the run's dtype whatever other matrices are kept in: what reads
+    them knows no other weights.
     """
 
-    parts: tuple[tuple[str, Shape], ...]
+    parts: tuple[Part, ...]
     exact: bool = False
-    cuts: tuple[tuple[str, Cut], ...] = ()
     wide: bool = False
 
     @classmethod
-    def of(cls, parts: Mapping[str, Shape], *, exact: bool = False, cuts: Cuts = NOTHING) -> Destination:
-        """From names and shapes in order."""
-        return cls(tuple(parts.items()), exact, tuple(cuts.items()))
+    def of(cls, parts: Mapping[str, Shape], *, exact: bool = False, cut: Cut | None = None) -> Destination:
+        """From names and shapes in order, of each the same part."""
+        return cls(tuple(Part(name, shape, cut) for name, shape in parts.items()), exact)
 
     @property
     def shape(self) -> Shape:
         """Of the whole."""
-        shapes = [shape for _, shape in self.parts]
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
     @property
     def size(self) -> int:
@@ -50,25 +127,22 @@ class Destination:
 
 
 def fused(
-    block: str, rows: Mapping[str, int], columns: int, *, biased: bool = False, cuts: Cuts = NOTHING
-) -> list[Destination]:
-    """A fused matrix of projections with the given numbers of rows, and its fused bias if there is one.
+    name: str,
+    block: str,
+    rows: Mapping[str, int],
+    columns: int,
+    *,
+    biased: bool = False,
+    cuts: Cuts = NOTHING,
+) -> dict[str, Destination]:
+    """A fused matrix of projections with the given numbers of rows, and NAME_bias if there is one.
 
-    cuts: of the projections that are taken in part; a bias follows its rows.
+    cuts: by projection, of those taken in part; a bias follows its rows.
     """
-    weight = Destination.of(
-        {f"{block}.{name}.weight": (count, columns) for name, count in rows.items()},
-        cuts={f"{block}.{name}.weight": cut for name, cut in cuts.items()},
-    )
-    if not biased:
-        return [weight]
-    bias = Destination.of(
-        {f"{block}.{name}.bias": (count,) for name, count in rows.items()},
-        cuts={f"{block}.{name}.bias": cut for name, cut in cuts.items() if cut.dim == 0},
-    )
-    return [weight, bias]
-
-
-def named(name: str, matrix: list[Destination]) -> dict[str, Destination]:
-    """A matrix under its name, its bias under NAME_bias."""
-    return dict(zip((name, f"{name}_bias"), matrix, strict=False))
+    weight = (Part(f"{block}.{each}.weight", (n, columns), cuts.get(each)) for each, n in rows.items())
+    found = {name: Destination(tuple(weight))}
+    if biased:
+        by_rows = {each: cut for each, cut in cuts.items() if cut.dim == 0}
+        bias = (Part(f"{block}.{each}.bias", (n,), by_rows.get(each)) for each, n in rows.items())
+        found[f"{name}_bias"] = Destination(tuple(bias))
+    return found

@@ -7,18 +7,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.eagle3 import EMBEDDING, FINAL_NORM, FUSE, HEAD, LAYER_PREFIXES, OFFSETS
 from spd.formats.json_file import listed
-from spd.formats.model_config import ModelConfig, read_model_config
-from spd.runtime.models import llama
-from spd.runtime.models.destinations import NOTHING, Destination, Shape
+from spd.formats.model_config import ModelConfig
+from spd.runtime.models.destinations import Destination, Shard
+from spd.runtime.models.families import llama
 from spd.runtime.models.layouts import LayerLayout
-from spd.runtime.models.shards import Cut, Shard
-from spd.runtime.models.weights import ModelLayout, is_ignorable, table_destinations
+from spd.runtime.models.weights import (
+    HeadPart,
+    HeadRules,
+    ModelLayout,
+    SharedTable,
+    expected_tensors,
+    is_ignorable,
+    table_of_ids,
+    tell_unused,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IGNORABLE = (OFFSETS, "t2d")
 """What is read for itself, and what says nothing more."""
@@ -27,10 +38,12 @@ UNDERSTOOD = ("fc", "input_norm", "norm")
 INTEGERS = ("I64", "I32")
 
 
-def layout(config: ModelConfig) -> ModelLayout:
-    """One layer that reads pairs."""
+def layout(
+    config: ModelConfig, prefix: str = LAYER_PREFIXES[0], *, without: tuple[str, ...] = ()
+) -> ModelLayout:
+    """One layer that reads pairs, its names below `prefix`, and the tables around it but for some."""
     layer = LayerLayout(replace(llama.attention(config), reads_pairs=True), llama.mlp(config))
-    return ModelLayout((layer,), tables=partial(tables, config))
+    return ModelLayout((layer,), tables=partial(tables, config, without), prefix=prefix, shift=1)
 
 
 def head_rows(config: ModelConfig) -> int:
@@ -45,15 +58,7 @@ def own_embedding(config: ModelConfig) -> bool:
     return config.eagle3.target_hidden_size != config.hidden_size
 
 
-def holds_embedding(folder: Path) -> bool:
-    """Whether a folder is a head with embeddings in its checkpoint. Reads headers."""
-    if read_model_config(folder).eagle3 is None:
-        return False
-    with Checkpoint.open(folder) as checkpoint:
-        return EMBEDDING in checkpoint.tensors
-
-
-def tables(config: ModelConfig, shard: Shard | None) -> dict[str, Destination]:
+def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard | None) -> dict[str, Destination]:
     """What surrounds the layer, or a rank's part of it, under its full names."""
     facts, hidden = config.eagle3, config.hidden_size
     assert facts is not None
@@ -61,7 +66,7 @@ def tables(config: ModelConfig, shard: Shard | None) -> dict[str, Destination]:
     found = {
         "fuse": Destination.of({FUSE: (hidden, facts.num_aux * width)}),
         "final_norm": Destination.of({FINAL_NORM: (hidden,)}),
-        "head": _divided(HEAD, rows, hidden, shard),
+        "head": table_of_ids(HEAD, rows, hidden, shard),
     }
     if facts.norm_before_fc:
         found["aux_norm"] = Destination.of({"input_norm.weight": (facts.num_aux * width,)})
@@ -69,18 +74,8 @@ def tables(config: ModelConfig, shard: Shard | None) -> dict[str, Destination]:
         norms = {f"fc_norm.{i}.weight": (width,) for i in range(facts.num_aux)}
         found["aux_norms"] = Destination.of(norms)
     if own_embedding(config):
-        found["embedding"] = _divided(EMBEDDING, config.vocab_size, hidden, shard)
-    return found
-
-
-def _divided(name: str, rows: int, columns: int, shard: Shard | None) -> Destination:
-    """A table by ids, of which each rank has its own."""
-    first, end = (0, rows) if shard is None else shard.ids(rows)
-    cuts = NOTHING if shard is None else {name: Cut(0, ((first, end),))}
-    return Destination.of({name: (end - first, columns)}, cuts=cuts)
-
-
-DUMMY_PREFIX = LAYER_PREFIXES[0]
+        found["embedding"] = table_of_ids(EMBEDDING, config.vocab_size, hidden, shard)
+    return {name: each for name, each in found.items() if name not in without}
 
 
 def layer_prefix(checkpoint: Checkpoint) -> str:
@@ -89,13 +84,6 @@ def layer_prefix(checkpoint: Checkpoint) -> str:
         if any(name.startswith(prefix) for name in checkpoint.tensors):
             return prefix
     return LAYER_PREFIXES[0]
-
-
-def cuts(config: ModelConfig, layout: ModelLayout, prefix: str) -> dict[str, Cut]:
-    """What a rank takes of tensors that it does not take whole."""
-    outside = {name: cut for each in table_destinations(config, layout).values() for name, cut in each.cuts}
-    inside = (pair for each in layout.layers[0].destinations() for pair in each.cuts)
-    return outside | {prefix + name: cut for name, cut in inside}
 
 
 def shares_head(config: ModelConfig, checkpoint: Checkpoint) -> bool:
@@ -112,15 +100,10 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     tensors that would change what it drafts and are not read.
     """
     prefix, rows = layer_prefix(checkpoint), head_rows(config)
-    expected: dict[str, Shape] = {
-        name: shape for each in tables(config, None).values() for name, shape in each.parts
-    }
-    if shares_head(config, checkpoint):
-        del expected[HEAD]
+    without = ("head",) if shares_head(config, checkpoint) else ()
+    expected = expected_tensors(config, layout(config, prefix, without=without))
     if EMBEDDING in checkpoint.tensors:
         expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
-    for layer in layout(config).layers:
-        expected |= {prefix + name: shape for each in layer.destinations() for name, shape in each.parts}
     unused = check_tensors(checkpoint, expected, ignorable=is_ignorable, what="tensors of the EAGLE-3 head")
     if rows != config.vocab_size or OFFSETS in checkpoint.tensors:
         check_tensors(checkpoint, {OFFSETS: (rows,)}, dtypes=INTEGERS, what="tensors of the EAGLE-3 head")
@@ -131,3 +114,58 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
             reason=[f"{len(unread)} of its tensors are not read:", *listed(unread)],
         )
     return [name for name in unused if name not in IGNORABLE]
+
+
+def head_parts(config: ModelConfig, usable_vocab: int, checkpoint: Checkpoint | None) -> list[HeadPart]:
+    """What loads a head, its one part. Raises CheckpointError.
+
+    usable_vocab: ids below it can be drawn. Without a checkpoint its ids are spread over the vocabulary.
+    """
+    facts = config.eagle3
+    assert facts is not None
+    rules = HeadRules(normed_residual=facts.norm_before_residual, recycles_normed=facts.norm_output)
+    shared = {} if own_embedding(config) else {"embedding": SharedTable(EMBEDDING, config.vocab_size)}
+    rows, size = head_rows(config), config.vocab_size
+    if checkpoint is None:
+        import torch
+
+        ids = None if rows == size else torch.arange(rows) * size // rows
+        return [HeadPart(layout(config), rules, shared, ids)]
+    tell_unused(check_eagle3(config, checkpoint), checkpoint.folder)
+    ids, order = _vocabulary(config, checkpoint, usable_vocab)
+    if order is not None or shares_head(config, checkpoint):
+        shared["head"] = SharedTable(HEAD, rows, order)
+    return [HeadPart(layout(config, layer_prefix(checkpoint), without=(*shared,)), rules, shared, ids)]
+
+
+def _vocabulary(
+    config: ModelConfig, checkpoint: Checkpoint, usable_vocab: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """The target's id of each of the head's, int64 and ascending, and the order in which they are stored.
+
+    None where ids are the target's own, and where the order is this one.
+    """
+    import torch
+
+    if OFFSETS not in checkpoint.tensors:
+        return None, None
+    size, rows = config.vocab_size, head_rows(config)
+    found, order = (torch.arange(rows) + checkpoint.read(OFFSETS).long()).sort()
+    least, most = int(found[0]), int(found[-1])
+    if least < 0 or most >= size or bool((found.diff() == 0).any()):
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensor {OFFSETS}: does not lead to different token ids below {size:,}",
+            reason=["Each of its numbers is added to its own index."],
+        )
+    if least >= usable_vocab:
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensor {OFFSETS}: leads to no id that the tokenizer knows",
+            reason=[f"The first is {least:,}; the tokenizer knows {usable_vocab:,}."],
+        )
+    ascending = torch.equal(order, torch.arange(rows))
+    if shares_head(config, checkpoint) and not ascending:
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensor {OFFSETS}: gives other ids to the rows of {HEAD}, which is missing",
+            reason=["Without it a head draws by its target's."],
+        )
+    return None if rows == size else found, None if ascending else order

@@ -1,47 +1,17 @@
 """The blocks that layers are made of: which checkpoint tensors each one takes, and into which of its own.
 
 A layer is an attention block and an MLP block. A family chooses and fills in these descriptions, a pair
-for every layer; `layer_builder` makes the running blocks of them. No torch here.
+for every layer; `decoder.BLOCKS` says what runs them. No torch here.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from spd.formats.block_config import ExpertsConfig, LatentConfig
-from spd.runtime.models.destinations import NOTHING, Destination, Shape, fused, named
-from spd.runtime.models.shards import Cut, Cuts, Shard
-
-
-def yarn_scale(factor: float, mscale: float) -> float:
-    """How much YaRN raises the temperature of attention for a context stretched by `factor`."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-@dataclass(frozen=True)
-class RotaryDims:
-    """How a head turns: `rotated` of its first dimensions, in pairs (2i, 2i + 1) where `interleaved`, else
-    first half against second half. The kernels know one form, all `width` dimensions in halves: weights
-    are reordered for it when they are loaded, and what does not turn gets the angle 0.
-    """
-
-    width: int
-    rotated: int
-    interleaved: bool = False
-
-    @property
-    def order(self) -> list[int] | None:
-        """The old index of each dimension in the kernels' form; None where nothing moves."""
-        turning, half = range(self.rotated), self.rotated // 2
-        first, second = (
-            (turning[0::2], turning[1::2]) if self.interleaved else (turning[:half], turning[half:])
-        )
-        rest = range(self.rotated, self.width)
-        still = len(rest) // 2
-        order = [*first, *rest[:still], *second, *rest[still:]]
-        return None if order == list(range(self.width)) else order
+from spd.formats.rope_config import RotaryDims
+from spd.runtime.models.destinations import NOTHING, Cut, Cuts, Destination, Shape, Shard, fused
 
 
 @dataclass(frozen=True)
@@ -97,7 +67,6 @@ class GqaLayout:
         return {"qkv_proj": Cut(0, (*query.ranges, *behind)), "o_proj": output}
 
     def destinations(self) -> dict[str, Destination]:
-        """See `BlockLayout`."""
         size, hidden = self.head_dim, self.hidden_size
         query, key = self.num_heads * size, self.num_kv_heads * size
         block, qkv = "self_attn", {"q_proj": query, "k_proj": key, "v_proj": key}
@@ -110,12 +79,9 @@ class GqaLayout:
         if self.reads_pairs:
             found["state_norm"] = Destination.of({"hidden_norm.weight": (hidden,)})
         width = 2 * hidden if self.reads_pairs else hidden
-        cuts = dict(self._cuts())
-        output = {name: cuts.pop(name) for name in ("o_proj",) if name in cuts}
-        found |= named("qkv", fused(block, qkv, width, biased=self.qkv_bias, cuts=cuts))
-        found |= named(
-            "output", fused(block, {"o_proj": hidden}, query, biased=self.output_bias, cuts=output)
-        )
+        cuts = self._cuts()
+        found |= fused("qkv", block, qkv, width, biased=self.qkv_bias, cuts=cuts)
+        found |= fused("output", block, {"o_proj": hidden}, query, biased=self.output_bias, cuts=cuts)
         if self.qk_norm:
             for name in ("q_norm", "k_norm"):
                 found[name] = Destination.of({f"{block}.{name}.weight": (size,)}, exact=exact)
@@ -157,9 +123,12 @@ class LatentLayout:
         """A rank's heads. The output reads its own columns, and makes a part of the sum."""
         return replace(self, num_heads=shard.share(self.num_heads, "attention heads"), shard=shard)
 
-    def _rows(self, name: str, rows: int) -> Cuts:
-        """A rank's `rows` of a projection that has some for every head."""
-        return NOTHING if self.shard is None else {name: self.shard.rows(rows)}
+    def _cuts(self) -> Cuts:
+        if self.shard is None:
+            return NOTHING
+        query, values = self.shard.rows(self.query_rows), self.num_heads * self.latent.value_dim
+        up = self.shard.rows(self.num_heads * self.latent.nope_dim + values)
+        return {"q_proj": query, "q_b_proj": query, "kv_b_proj": up, "o_proj": self.shard.columns(values)}
 
     @property
     def rotary(self) -> RotaryDims:
@@ -172,30 +141,26 @@ class LatentLayout:
         return self.num_heads * (self.latent.nope_dim + self.latent.rope_dim)
 
     def destinations(self) -> dict[str, Destination]:
-        """See `BlockLayout`."""
         hidden, rank, block, of = self.hidden_size, self.latent.rank, "self_attn", self.latent
         kept, query_rank = {"kv_a_proj_with_mqa": rank + of.rope_dim}, of.query_rank
         found = {"norm": Destination.of({"input_layernorm.weight": (hidden,)})}
+        cuts = self._cuts()
         if query_rank is None:
-            cuts = self._rows("q_proj", self.query_rows)
+            query = {"q_proj": self.query_rows}
             if self.bias:  # q_proj has none, so that the two share no matrix
-                found["query"] = fused(block, {"q_proj": self.query_rows}, hidden, cuts=cuts)[0]
-                found |= named("down", fused(block, kept, hidden, biased=True))
+                found |= fused("query", block, query, hidden, cuts=cuts)
+                found |= fused("down", block, kept, hidden, biased=True)
             else:
-                found["down"] = fused(block, {"q_proj": self.query_rows, **kept}, hidden, cuts=cuts)[0]
+                found |= fused("down", block, {**query, **kept}, hidden, cuts=cuts)
         else:
-            down = {"q_a_proj": query_rank, **kept}
-            found |= named("down", fused(block, down, hidden, biased=self.bias))
+            found |= fused("down", block, {"q_a_proj": query_rank, **kept}, hidden, biased=self.bias)
             found["query_norm"] = Destination.of({f"{block}.q_a_layernorm.weight": (query_rank,)})
-            cuts = self._rows("q_b_proj", self.query_rows)
-            found["query"] = fused(block, {"q_b_proj": self.query_rows}, query_rank, cuts=cuts)[0]
+            found |= fused("query", block, {"q_b_proj": self.query_rows}, query_rank, cuts=cuts)
         found["latent_norm"] = Destination.of({f"{block}.kv_a_layernorm.weight": (rank,)})
-        up = self.num_heads * (of.nope_dim + of.value_dim)
-        projection = fused(block, {"kv_b_proj": up}, rank, cuts=self._rows("kv_b_proj", up))[0]
-        found["up"] = replace(projection, wide=True)
         mixed = self.num_heads * of.value_dim
-        cuts = {} if self.shard is None else {"o_proj": self.shard.columns(mixed)}
-        return found | named("output", fused(block, {"o_proj": hidden}, mixed, biased=self.bias, cuts=cuts))
+        up = fused("up", block, {"kv_b_proj": self.num_heads * of.nope_dim + mixed}, rank, cuts=cuts)
+        found["up"] = replace(up["up"], wide=True)
+        return found | fused("output", block, {"o_proj": hidden}, mixed, biased=self.bias, cuts=cuts)
 
     @property
     def cache(self) -> tuple[Shape, ...]:
@@ -238,19 +203,16 @@ class MlpLayout:
         own = shard.share(self.intermediate_size, "elements of an MLP")
         return replace(self, intermediate_size=own, shard=shard)
 
-    def _cuts(self) -> tuple[Cuts, Cuts]:
-        """Of what is before the activation, and of what is behind it."""
+    def _cuts(self) -> Cuts:
         if self.shard is None:
-            return NOTHING, NOTHING
+            return NOTHING
         inner = self.intermediate_size
-        rows, columns = self.shard.rows(inner), {"down_proj": self.shard.columns(inner)}
-        if not self.fused_gate_up:
-            return {"gate_proj": rows, "up_proj": rows}, columns
+        rows, columns = self.shard.rows(inner), self.shard.columns(inner)
         (start, stop), whole = rows.ranges[0], inner * self.shard.size
-        return {"gate_up_proj": Cut(0, ((start, stop), (whole + start, whole + stop)))}, columns
+        both = Cut(0, ((start, stop), (whole + start, whole + stop)))
+        return {"gate_proj": rows, "up_proj": rows, "gate_up_proj": both, "down_proj": columns}
 
     def destinations(self) -> dict[str, Destination]:
-        """See `BlockLayout`."""
         shape, exact = (self.hidden_size,), self.centred_norms
         before = "pre_feedforward_layernorm" if self.post_norm else "post_attention_layernorm"
         found = {"norm": Destination.of({f"{before}.weight": shape}, exact=exact)}
@@ -261,14 +223,10 @@ class MlpLayout:
     def matrices(self) -> dict[str, Destination]:
         """The destinations without the norm before them."""
         hidden, inner = self.hidden_size, self.intermediate_size
-        gate_up = (
-            {"gate_up_proj": 2 * inner} if self.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
-        )
-        before, behind = self._cuts()
-        found = named("gate_up", fused(self.block, gate_up, hidden, biased=self.bias, cuts=before))
-        return found | named(
-            "down", fused(self.block, {"down_proj": hidden}, inner, biased=self.bias, cuts=behind)
-        )
+        rows = {"gate_up_proj": 2 * inner} if self.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
+        cuts = self._cuts()
+        found = fused("gate_up", self.block, rows, hidden, biased=self.bias, cuts=cuts)
+        return found | fused("down", self.block, {"down_proj": hidden}, inner, biased=self.bias, cuts=cuts)
 
     @property
     def widest(self) -> int:
@@ -302,7 +260,6 @@ class MoeLayout:
         )
 
     def destinations(self) -> dict[str, Destination]:
-        """See `BlockLayout`."""
         hidden, inner, experts = self.hidden_size, self.experts.intermediate_size, self.experts
         count = experts.num_experts
         found = {
@@ -320,17 +277,15 @@ class MoeLayout:
         last = {f"mlp.experts.{expert}.down_proj.weight": (hidden, inner) for expert in range(count)}
         shard = self.shard
         rows, columns = (None, None) if shard is None else (shard.rows(inner), shard.columns(inner))
-        found["experts_gate_up"] = Destination.of(first, cuts=dict.fromkeys(first, rows) if rows else NOTHING)
-        found["experts_down"] = Destination.of(
-            last, cuts=dict.fromkeys(last, columns) if columns else NOTHING
-        )
+        found["experts_gate_up"] = Destination.of(first, cut=rows)
+        found["experts_down"] = Destination.of(last, cut=columns)
         return found | (self.shared.matrices() if self.shared else {})
 
     @property
     def widest(self) -> int:
         """Elements a row of the intermediate results: of the shared and of every chosen expert, in float32.
 
-        Few small experts are all computed: see `spd.kernels.moe`.
+        Few small experts are all computed: see `spd.kernels.experts.moe`.
         """
         experts = self.experts
         each = 3 * experts.intermediate_size + 2 * self.hidden_size
@@ -356,3 +311,7 @@ class LayerLayout:
         """Everything that is allocated for the layer."""
         yield from self.attention.destinations().values()
         yield from self.mlp.destinations().values()
+
+    def tensors(self) -> dict[str, Shape]:
+        """Names, inside the layer, and shapes of what it takes of a checkpoint."""
+        return {part.name: part.shape for each in self.destinations() for part in each.parts}

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import partial
 
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, check_tensors
 from spd.formats.model_config import ModelConfig
-from spd.formats.mtp import MtpFamily, MtpLayout, check_mtp
-from spd.formats.mtp_folder import MtpSource
+from spd.formats.mtp import MtpFamily, MtpSource, check_mtp
 from spd.runtime.models import family_layout
-from spd.runtime.models.destinations import Destination, Shape
+from spd.runtime.models.destinations import Destination, Shape, Shard
 from spd.runtime.models.layouts import LayerLayout
-from spd.runtime.models.shards import Cut, Shard
 from spd.runtime.models.weight_form import DTYPE_BYTES, WeightForm
-from spd.runtime.models.weights import FP8_DTYPE, stored_scales
+from spd.runtime.models.weights import (
+    FP8_DTYPE,
+    HeadPart,
+    HeadRules,
+    ModelLayout,
+    SharedTable,
+    stored_scales,
+)
 
 
 def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard | None = None) -> LayerLayout:
@@ -22,29 +29,48 @@ def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard | None = N
     return layer if shard is None else layer.sharded(shard)
 
 
-def module_cuts(source: MtpSource, modules: int, shard: Shard | None) -> dict[str, Cut]:
-    """What a rank takes of the modules' tensors that it does not take whole."""
-    layer = module_layer(source.config, source.layout.family, shard)
-    return {
-        source.layout.layer_prefix(number) + name: cut
-        for number in range(modules)
-        for destination in layer.destinations()
-        for name, cut in destination.cuts
-    }
+def _glue(
+    source: MtpSource, module: int, keys: Mapping[str, str | None], shard: Shard | None
+) -> dict[str, Destination]:
+    """What surrounds a module's layer, by the names of `HeadPart`; whole on each rank."""
+    layout = source.layout
+    shapes = layout.glue_tensors(module, source.config.hidden_size)
+    full = {key: layout.named(name, module) for key, name in keys.items() if name is not None}
+    return {key: Destination.of({name: shapes[name]}) for key, name in full.items()}
 
 
-def glue_destinations(layout: MtpLayout, module: int, hidden_size: int) -> dict[str, Destination]:
-    """What surrounds a module's layer, by the names that `ModuleGlue` gives it, under its full names."""
-    family = layout.family
-    names = {
+def module_parts(source: MtpSource, modules: int, checkpoint: Checkpoint | None) -> list[HeadPart]:
+    """What loads the first `modules` modules, seen to be in a checkpoint. Raises CheckpointError."""
+    if checkpoint is not None:
+        check_source(source, checkpoint)
+    config, layout, family = source.config, source.layout, source.layout.family
+    keys = {
         "token_norm": family.token_norm,
-        "hidden_norm": family.hidden_norm,
+        "state_norm": family.hidden_norm,
         "projection": family.projection,
         "final_norm": family.final_norm,
     }
-    shapes = layout.glue_tensors(module, hidden_size)
-    full = {key: layout.named(name, module) for key, name in names.items() if name is not None}
-    return {key: Destination.of({name: shapes[name]}) for key, name in full.items()}
+    parts = []
+    for number in range(modules):
+        masked = next((p + number + 1 for p in range(2) if family.masked(p, number)), -1)
+        names = {"embedding": family.embedding, "head": family.head}
+        parts.append(
+            HeadPart(
+                ModelLayout(
+                    (module_layer(config, family),),
+                    centred_norm=family.centred_norms,
+                    tables=partial(_glue, source, number, keys),
+                    prefix=layout.layer_prefix(number),
+                    shift=number + 1,
+                ),
+                HeadRules(masked, family.hidden_first, family.recycles_normed),
+                {
+                    key: SharedTable(layout.named(name or "", number), config.vocab_size)
+                    for key, name in names.items()
+                },
+            )
+        )
+    return parts
 
 
 def module_bytes(
@@ -65,11 +91,7 @@ def module_position_size(config: ModelConfig, family: MtpFamily, shard: Shard | 
 def check_source(source: MtpSource, checkpoint: Checkpoint) -> dict[str, Shape]:
     """Names and shapes of a head's tensors, seen to be there; see `check_mtp`."""
     config = source.config
-    layer = {
-        name: shape
-        for destination in module_layer(config, source.layout.family).destinations()
-        for name, shape in destination.parts
-    }
+    layer = module_layer(config, source.layout.family).tensors()
     dtypes = [*FLOAT_DTYPES, *((FP8_DTYPE, "F8_E8M0") if config.fp8_block else ())]
     expected = check_mtp(checkpoint, source.layout, config.hidden_size, config.vocab_size, layer, dtypes)
     if config.fp8_block is not None:

@@ -38,10 +38,10 @@ class WeightForm:
         """
         if self.kind != "fp8" or not destination.multiplied:
             return False
-        rows = [shape[0] for _, shape in destination.parts]
+        rows = [part.shape[0] for part in destination.parts]
         if any(count % GROUP for count in rows[:-1]):
             return False
-        return self.stored is None or all(prefix + name in self.stored for name, _ in destination.parts)
+        return self.stored is None or all(prefix + part.name in self.stored for part in destination.parts)
 
     def stays_int8(self, destination: Destination) -> bool:
         """Whether a layer's destination is kept as int8."""
@@ -52,7 +52,7 @@ class WeightForm:
     def bytes_of(self, destination: Destination, prefix: str, dtype: str, *, table: bool = False) -> int:
         """Bytes that a destination is kept in, scales included; table: it stands outside the layers."""
         if not table and self.stays_fp8(destination, prefix):
-            groups = sum(-(-shape[0] // GROUP) for _, shape in destination.parts)
+            groups = sum(-(-part.shape[0] // GROUP) for part in destination.parts)
             return destination.size + 4 * groups * -(-destination.shape[1] // BLOCK)
         if not table and self.stays_int8(destination):
             return destination.size + 4 * destination.shape[0]

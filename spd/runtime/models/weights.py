@@ -5,15 +5,23 @@ Tensor names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`), matr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, check_tensors
+from spd.formats.json_file import shown
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import is_mtp_tensor
-from spd.runtime.models.destinations import NOTHING, Destination, Shape
+from spd.runtime.models.destinations import Cut, Destination, Shape, Shard
 from spd.runtime.models.layouts import GqaLayout, LayerLayout
-from spd.runtime.models.shards import Cut, Shard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,10 @@ class ModelLayout:
     """What stands outside the layers, or a rank's part of it, where that is not a decoder's."""
     shard: Shard | None = None
     """Whose part of the model this is; None: the whole."""
+    prefix: str = "model.layers.{}."
+    """What stands before the names of a layer's tensors, {} for its number."""
+    shift: int = 0
+    """Positions by which what a slot holds turns less than the slot's own; earlier slots hold nothing."""
 
     def sharded(self, shard: Shard) -> ModelLayout:
         """A rank's part. Raises IncompatibleError where there is none."""
@@ -50,27 +62,68 @@ FP8_DTYPE = "F8_E4M3"
 """The safetensors name of the dtype that block-scaled matrices are stored in."""
 
 
-def layer_prefix(layer: int) -> str:
-    """The name under which a layer's tensors stand."""
-    return f"model.layers.{layer}."
+@dataclass(frozen=True)
+class HeadRules:
+    """What heads do differently from each other."""
+
+    masked: int = -1
+    """The slot whose embedding is zero; -1 where none is."""
+    hidden_first: bool = False
+    """Of token and state side by side, the state comes first."""
+    recycles_normed: bool = False
+    """What goes on is the layer's output after the final norm."""
+    normed_residual: bool = False
+    """Where attention reads both: what is added to its output is the normed state."""
+
+
+@dataclass(frozen=True)
+class SharedTable:
+    """A table by ids that is the target's, unless the head's checkpoint holds another as `own`."""
+
+    own: str
+    rows: int
+    order: Tensor | None = None
+    """In which the checkpoint's rows are taken; then the table is never the target's."""
+
+
+@dataclass(frozen=True)
+class HeadPart:
+    """One running part of a head beside its target: the layer, what surrounds it, and what it shares.
+
+    The layout's tables are, by the names that `HeadModel` gives them, norms and matrices; `shared` are
+    `embedding` and `head`, where they are not among them.
+    """
+
+    layout: ModelLayout
+    rules: HeadRules
+    shared: Mapping[str, SharedTable]
+    ids: Tensor | None = None
+    """The target's ids of the head's own, int64 and ascending; None: the same."""
+
+
+def tell_unused(names: Sequence[str], folder: Path) -> None:
+    """Warn of tensors that nothing reads."""
+    if names:
+        logger.warning("%d tensors of %s are not used, %s first", len(names), folder, shown(names[0]))
 
 
 def table_destinations(config: ModelConfig, layout: ModelLayout) -> dict[str, Destination]:
     """What stands outside the layers, under its full names; a tied head is not among them."""
     if layout.tables is not None:
         return layout.tables(layout.shard)
-    first, end = 0, config.vocab_size
-    if layout.shard is not None:
-        first, end = layout.shard.ids(end)
-    table, own = (end - first, config.hidden_size), Cut(0, ((first, end),))
-
-    def of(name: str) -> Destination:
-        return Destination.of({name: table}, cuts=NOTHING if layout.shard is None else {name: own})
-
-    tables = {"embedding": of(EMBEDDING)}
+    rows, hidden = config.vocab_size, config.hidden_size
+    tables = {"embedding": table_of_ids(EMBEDDING, rows, hidden, layout.shard)}
     if not config.tie_embeddings:
-        tables["head"] = of(HEAD)
-    return {**tables, "final_norm": Destination.of({FINAL_NORM: table[1:]}, exact=layout.centred_norm)}
+        tables["head"] = table_of_ids(HEAD, rows, hidden, layout.shard)
+    return {**tables, "final_norm": Destination.of({FINAL_NORM: (hidden,)}, exact=layout.centred_norm)}
+
+
+def table_of_ids(name: str, rows: int, columns: int, shard: Shard | None) -> Destination:
+    """A table by ids, of which each rank has its own."""
+    if shard is None:
+        return Destination.of({name: (rows, columns)})
+    first, end = shard.ids(rows)
+    return Destination.of({name: (end - first, columns)}, cut=Cut(0, ((first, end),)))
 
 
 def streamed_tables(config: ModelConfig, layout: ModelLayout) -> tuple[Destination, Destination]:
@@ -88,24 +141,25 @@ def destinations(config: ModelConfig, layout: ModelLayout) -> Iterator[tuple[str
         yield "", table
     for index, layer in enumerate(layout.layers):
         for destination in layer.destinations():
-            yield layer_prefix(index), destination
+            yield layout.prefix.format(index), destination
 
 
 def cuts_of(config: ModelConfig, layout: ModelLayout) -> dict[str, Cut]:
     """What a rank takes of tensors that it does not take whole."""
     return {
-        prefix + name: cut
+        prefix + part.name: part.cut
         for prefix, destination in destinations(config, layout)
-        for name, cut in destination.cuts
+        for part in destination.parts
+        if part.cut is not None
     }
 
 
 def expected_tensors(config: ModelConfig, layout: ModelLayout) -> dict[str, tuple[int, ...]]:
     """Shapes of every tensor that must be there."""
     return {
-        prefix + name: shape
+        prefix + part.name: part.shape
         for prefix, destination in destinations(config, layout)
-        for name, shape in destination.parts
+        for part in destination.parts
     }
 
 
@@ -123,7 +177,7 @@ def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayo
 
 
 def is_ignorable(name: str) -> bool:
-    """Tensors that older exporters wrote and nobody needs: rotary tables, a tied head's copy."""
+    """Tensors that older exporters wrote and no model needs: rotary tables, a tied head's copy."""
     return name.endswith("rotary_emb.inv_freq") or name == HEAD
 
 

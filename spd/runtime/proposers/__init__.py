@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spd.kernels.dispatch import Kernels
-from spd.runtime.config import split_spec
-from spd.runtime.memory import state_depth
-from spd.runtime.model_runner import ModelRunner
-from spd.runtime.plan import EnginePlan
+from spd.runtime.plan.config import split_spec
+from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers.arbitrated import ArbitratedProposer
 from spd.runtime.proposers.base import Proposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
-from spd.runtime.proposers.eagle3 import Eagle3Proposer
 from spd.runtime.proposers.head import HeadProposer
-from spd.runtime.proposers.mtp import MtpProposer
 from spd.runtime.proposers.ngram import NgramProposer
-from spd.runtime.sampler import Sampler
-from spd.runtime.state import RoundState
-
-HEADS: dict[str, type[HeadProposer]] = {"mtp": MtpProposer, "eagle3": Eagle3Proposer}
+from spd.runtime.round.limits import state_depth
+from spd.runtime.round.model_runner import ModelRunner
+from spd.runtime.round.sampler import Sampler
+from spd.runtime.round.state import RoundState
 
 
 def build_proposer(
@@ -33,15 +29,17 @@ def build_proposer(
     if plan.spec == "off":
         return None
     method, arbitrated = split_spec(plan.spec)
-    lookup = NgramProposer(state, kernels, plan.ngram_min, plan.ngram_max)
+    lookup = NgramProposer(state, kernels, plan.ngram_min, plan.wishes.ngram_max)
     if method == "ngram":
         return lookup
     model: Proposer
     if method == "draft":
-        model = DraftModelProposer(state, kernels, runners[0], sampler, plan.draft_ctx, alone=not arbitrated)
+        model = DraftModelProposer(
+            state, kernels, runners[0], sampler, plan.shape.draft_ctx, alone=not arbitrated
+        )
     else:
-        depth = state_depth(plan.chunk, plan.draft_max, len(runners))
-        model = HEADS[method](state, kernels, runners, sampler, plan.draft_ctx, depth)
+        depth = state_depth(plan.shape.chunk, plan.shape.draft_max, len(runners))
+        model = HeadProposer(method, state, kernels, runners, sampler, plan.shape.draft_ctx, depth)
     if not arbitrated:
         return model
     return ArbitratedProposer(model, lookup, sampler, plan.model_drafts, watches=plan.copying > 0)

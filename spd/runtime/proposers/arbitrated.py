@@ -12,12 +12,12 @@ from copy import copy
 
 from torch import Tensor
 
-from spd.kernels.round_window import RoundWindow
+from spd.kernels.round.window import RoundWindow
 from spd.runtime.proposers.base import Lookup, Proposer
-from spd.runtime.rows import PromptPart, SlotView
-from spd.runtime.sampler import Sampler
-from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.state import RoundState
+from spd.runtime.round.rows import PromptPart, SlotView
+from spd.runtime.round.sampler import Sampler
+from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.state import RoundState
 
 
 class ArbitratedProposer(Proposer):
@@ -28,11 +28,11 @@ class ArbitratedProposer(Proposer):
     def __init__(
         self, model: Proposer, lookup: Lookup, sampler: Sampler, model_drafts: int, *, watches: bool
     ) -> None:
-        """watches: whether lookup may draft alone, so that matches matter where nobody drafts."""
+        """watches: whether lookup may draft alone, so that matches matter where no model drafts."""
         self.watches = watches
         self.model, self.lookup, self.sampler, self.model_drafts = model, lookup, sampler, model_drafts
         self.method = f"{model.method}+{lookup.method}"
-        self.captures, self.draws, self.draft_limit = model.captures, model.draws, model.draft_limit
+        self.captures, self.draws = model.captures, model.draws
         self.forwards_a_draft = model.forwards_a_draft
 
     def first(self, state: RoundState, sampler: Sampler) -> ArbitratedProposer:
@@ -51,19 +51,15 @@ class ArbitratedProposer(Proposer):
         return self.model.forwards(k) if self.keeps_up(k) else 0
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
-        """See `Proposer`."""
         self.model.admit(slot, start, view)
 
     def leave(self, slot: int, end: int, page: int) -> None:
-        """See `Proposer`."""
         self.model.leave(slot, end, page)
 
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
-        """See `Proposer`."""
         self.model.prefill(parts, states)
 
     def capture(self, window: RoundWindow, states: Tensor) -> None:
-        """See `Proposer`."""
         self.model.capture(window, states)
 
     def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
@@ -81,9 +77,7 @@ class ArbitratedProposer(Proposer):
             self.lookup.look_up(0, views, over=False)
 
     def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
-        """See `Proposer`."""
         self.model.catch_up(tokens, views)
 
     def clear(self, pages: list[int]) -> None:
-        """See `Proposer`."""
         self.model.clear(pages)

@@ -11,26 +11,25 @@ from typing import Protocol
 
 from torch import Tensor
 
-from spd.kernels.round_window import RoundWindow
-from spd.runtime.rows import PromptPart, SlotView
-from spd.runtime.sampler import Sampler
-from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.state import RoundState
+from spd.kernels.round.window import RoundWindow
+from spd.runtime.round.rows import PromptPart, SlotView
+from spd.runtime.round.sampler import Sampler
+from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.state import RoundState
 
 
 class Proposer(Protocol):
     """Writes `state.draft[:, :k]` and `state.num_drafts`; anything it proposes is verified.
 
-    `draft` is part of the round's device program: fixed shapes, nothing read from the device, nothing
-    that depends on earlier calls. What a cache misses from rounds that did not draft is brought up by
-    `catch_up`, outside of it. Who needs no states or no cache inherits that nothing is done for them.
+    `draft` is part of the round's device program, captured once for each k: fixed shapes, nothing read from
+    the device, no value of the host's that changes between calls. Inactive slots get no drafts. What a cache
+    misses from rounds that did not draft is brought up by `catch_up`, outside of it. Without states or a
+    cache a proposer inherits methods that do nothing.
     """
 
     method: str
     captures: bool = False
     """Whether it reads the target's states; see `ModelOutput`."""
-    draft_limit: int | None
-    """Positions its cache can hold; None has no limit."""
     draws: bool
     """Whether its drafts are drawn, by `Sampler.draw_draft`, which keeps from what; else each is certain."""
     forwards_a_draft: int
@@ -47,13 +46,16 @@ class Proposer(Protocol):
         return k * self.forwards_a_draft
 
     def first(self, state: RoundState, sampler: Sampler) -> Proposer:
-        """The proposer of a state's first slots. Who keeps more than these two by slots narrows that, too."""
+        """The proposer of a state's first slots. A proposer that keeps more by slots narrows that, too."""
         part = copy(self)
         vars(part).update(state=state, sampler=sampler)
         return part
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
-        """A slot begins with pages that hold positions up to `start`."""
+        """A slot begins, new or preempted before, with pages that hold positions up to `start`.
+
+        `state` has its row already. What those pages hold does not come by `prefill`.
+        """
         return
 
     def leave(self, slot: int, end: int, page: int) -> None:
@@ -63,7 +65,7 @@ class Proposer(Protocol):
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
         """Write the caches of parts of slots' prompts, no more of one slot than a chunk.
 
-        states: the target's [1, end - begin, hidden] of each part; none for who captures none.
+        states: the target's [1, end - begin, hidden] of each part; none where none are captured.
         """
         return
 
@@ -76,7 +78,7 @@ class Proposer(Protocol):
         ...
 
     def watch(self, views: Sequence[SlotView]) -> None:
-        """In place of `draft` where nothing is to be drafted: say in `state.match` what could be."""
+        """In place of `draft` where nothing is to be drafted: lookup says in `state.match` what could be."""
         return
 
     def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
-from spd.kernels.draft_window import DraftWindow
-from spd.kernels.round_window import RoundWindow
-from spd.runtime.model_runner import ModelRunner
+from spd.kernels.round.window import DraftWindow, Places, RoundWindow
 from spd.runtime.proposers.base import Proposer
-from spd.runtime.rows import PromptPart, SlotView
-from spd.runtime.sampler import Sampler
-from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.state import RoundState
+from spd.runtime.round.model_runner import ModelRunner
+from spd.runtime.round.rows import PromptPart, SlotView
+from spd.runtime.round.sampler import Sampler
+from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.state import RoundState
 
 
 class DraftModelProposer(Proposer):
@@ -42,8 +41,8 @@ class DraftModelProposer(Proposer):
         """alone: whether only its own drafts are verified."""
         self.alone = alone
         self.state, self.kernels, self.runner, self.sampler = state, kernels, runner, sampler
-        self.draft_limit: int | None = draft_limit
         self.limit = draft_limit
+        self.places = Places(runner.cache.page_size, draft_limit, runner.trash_slot)
 
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
         """Feed the prompts up to the draft model's own context limit."""
@@ -55,19 +54,8 @@ class DraftModelProposer(Proposer):
 
     def _committed(self, width: int, slots: Tensor) -> DraftWindow:
         """The rows of the last `width` committed tokens of slots bool [S], from where the prefill ended."""
-        state = self.state
-        rows: DraftWindow = self.kernels.committed_window(
-            state.tokens,
-            state.length,
-            slots,
-            state.draft_limit,
-            state.page_table,
-            width,
-            self.runner.cache.page_size,
-            self.limit,
-            self.runner.trash_slot,
-            state.prompt_length - 1,
-        )
+        first = self.state.prompt_length - 1
+        rows: DraftWindow = self.kernels.committed_window(self.state, width, slots, self.places, first)
         return rows
 
     def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
@@ -81,25 +69,12 @@ class DraftModelProposer(Proposer):
 
     def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
         """Propose k tokens a slot, fewer where the draft's context ends."""
-        # Who ended in this round is fed too: its pages are found by others.
+        # A request that ended in this round is fed too: later ones find its pages.
         state, width = self.state, 2 if self.alone else max(2, window.draft.shape[1] + 1)
         rows = self._committed(width, window.valid[:, 0].contiguous())
         hidden = self.runner.forward(rows, state.page_table, views).hidden[:, -1:]
         for step in range(k):
             drawn = self.sampler.draw_draft(self.runner, hidden, step, needs)
-            rows = self.kernels.draft_step(
-                drawn,
-                state.length,
-                state.active,
-                state.draft_limit,
-                state.page_table,
-                step,
-                self.runner.cache.page_size,
-                self.limit,
-                self.runner.trash_slot,
-                state.draft,
-                state.num_drafts,
-                k,
-            )
+            rows = self.kernels.draft_step(state, drawn, step, k, self.places)
             if step < k - 1:
                 hidden = self.runner.forward(rows, state.page_table, views).hidden

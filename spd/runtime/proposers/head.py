@@ -4,7 +4,7 @@ Stream 0 is what the target makes for its head (see `ModelOutput`); module m mak
 The state of stream m at position t depends on tokens up to t, as does a module's cache entry in slot t,
 made of token t and the state at t - 1: both belong to the page of t, and go with its hash. States stand in
 rings, one a slot and stream, so that a pass over the last tokens finds what it needs however many rounds
-ago it was made; a page keeps its last states, so that who finds it can go on from there.
+ago it was made; a page keeps its last states, so that a request that finds it can go on from there.
 
 A draft pass runs module m over the tokens that the round may have committed and the m drafts after them:
 what stays in the caches was made of the target's states. Exactly k forwards draft k tokens where the head
@@ -20,20 +20,19 @@ import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
-from spd.kernels.draft_window import DraftWindow
-from spd.kernels.round_window import RoundWindow
-from spd.runtime.kv_cache import zero_rows
-from spd.runtime.model_runner import ModelRunner
-from spd.runtime.models.base import HeadStates
+from spd.kernels.round.window import DraftWindow, Places, RoundWindow
+from spd.runtime.layers.base import HeadStates
 from spd.runtime.proposers.base import Proposer
-from spd.runtime.rows import PromptPart, Rows, SlotView
-from spd.runtime.sampler import Sampler
-from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.state import RoundState
+from spd.runtime.round.kv_cache import zero_rows
+from spd.runtime.round.model_runner import ModelRunner
+from spd.runtime.round.rows import PromptPart, Rows, SlotView
+from spd.runtime.round.sampler import Sampler
+from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.state import RoundState
 
 
 class HeadProposer(Proposer):
-    """Drafts with one runner a module; `limit` positions at most."""
+    """Drafts with one runner a module; `limit` positions at most. An EAGLE-3 head is one module."""
 
     captures = True
     draws = True
@@ -41,6 +40,7 @@ class HeadProposer(Proposer):
 
     def __init__(
         self,
+        method: str,
         state: RoundState,
         kernels: Kernels,
         runners: Sequence[ModelRunner],
@@ -48,11 +48,12 @@ class HeadProposer(Proposer):
         limit: int,
         depth: int,
     ) -> None:
+        self.method = method
         self.state, self.kernels, self.sampler, self.limit = state, kernels, sampler, limit
         self.runners, self.depth = list(runners), depth
-        self.draft_limit: int | None = limit
         first = self.runners[0]
-        self.page_size, self.trash_slot = first.cache.page_size, first.trash_slot
+        self.page_size = first.cache.page_size
+        self.places = Places(self.page_size, limit, first.trash_slot)
         ring = (state.slots, depth + 1, first.model.hidden_size)
         page = (first.cache.num_pages, first.model.hidden_size)
         self.rings, self.page_states = (
@@ -97,9 +98,7 @@ class HeadProposer(Proposer):
     def _keep(self, stream: int, states: Tensor, rows: Rows, slot: int | None = None) -> Tensor:
         """Write a stream's states [S, W, hidden] of valid rows; returns the slots' rings."""
         ring = self.rings[stream] if slot is None else self.rings[stream][slot : slot + 1]
-        self.kernels.keep_states(
-            states, rows.positions, rows.valid, rows.kv_slots, ring, self.page_states[stream], self.page_size
-        )
+        self.kernels.keep_states(states, rows, ring, self.page_states[stream], self.page_size)
         return ring
 
     # -- rounds ------------------------------------------------------------------------------------
@@ -110,21 +109,8 @@ class HeadProposer(Proposer):
 
     def _window(self, width: int, ahead: int, slots: Tensor) -> DraftWindow:
         """The last `width` committed tokens of slots bool [S], from where the prefill ended, and drafts."""
-        state = self.state
-        rows: DraftWindow = self.kernels.committed_window(
-            state.tokens,
-            state.length,
-            slots,
-            state.draft_limit,
-            state.page_table,
-            width,
-            self.page_size,
-            self.limit,
-            self.trash_slot,
-            state.prompt_length - 1,
-            state.draft,
-            ahead,
-        )
+        first = self.state.prompt_length - 1
+        rows: DraftWindow = self.kernels.committed_window(self.state, width, slots, self.places, first, ahead)
         return rows
 
     def _run(self, module: int, rows: DraftWindow, views: Sequence[SlotView]) -> Tensor:
@@ -159,21 +145,8 @@ class HeadProposer(Proposer):
 
     def _propose(self, step: int, states: Tensor, k: int, needs: SamplerClass) -> Rows:
         """Draw one draft from states [S, 1, hidden]; returns the row that would draw the next."""
-        state, runner = self.state, self.runners[min(step, len(self.runners) - 1)]
-        rows: Rows = self.kernels.draft_step(
-            self.sampler.draw_draft(runner, states, step, needs),
-            state.length,
-            state.active,
-            state.draft_limit,
-            state.page_table,
-            step,
-            self.page_size,
-            self.limit,
-            self.trash_slot,
-            state.draft,
-            state.num_drafts,
-            k,
-        )
+        drawn = self.sampler.draw_draft(self.runners[min(step, len(self.runners) - 1)], states, step, needs)
+        rows: Rows = self.kernels.draft_step(self.state, drawn, step, k, self.places)
         return rows
 
     def clear(self, pages: list[int]) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from copy import copy
 
 from spd.kernels.dispatch import Kernels
-from spd.kernels.round_window import RoundWindow
+from spd.kernels.round.window import RoundWindow
 from spd.runtime.proposers.base import Lookup
-from spd.runtime.rows import SlotView
-from spd.runtime.sampler import Sampler
-from spd.runtime.sampler_class import SamplerClass
-from spd.runtime.state import RoundState
+from spd.runtime.round.rows import SlotView
+from spd.runtime.round.sampler import Sampler
+from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.state import RoundState
 
 
 class NgramProposer(Lookup):
@@ -23,7 +23,6 @@ class NgramProposer(Lookup):
 
     method = "ngram"
     draws = False
-    draft_limit: int | None = None
     forwards_a_draft = 0
     looks_up = True
 
@@ -36,25 +35,11 @@ class NgramProposer(Lookup):
         self.look_up(k, views, over=False)
 
     def first(self, state: RoundState, sampler: Sampler) -> NgramProposer:
-        """See `Proposer`."""
         part = copy(self)
         part.state = state
         return part
 
     def look_up(self, k: int, views: Sequence[SlotView], *, over: bool) -> None:
-        """See `Lookup`."""
         state = self.state
         bound = min(max((view.bound for view in views), default=0), state.max_len)
-        self.kernels.ngram_lookup(
-            state.tokens,
-            state.length,
-            state.active,
-            k,
-            self.ngram_min,
-            self.ngram_max,
-            bound,
-            state.draft,
-            state.num_drafts,
-            state.match,
-            over,
-        )
+        self.kernels.ngram_lookup(state, k, self.ngram_min, self.ngram_max, bound, over)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from spd.runtime.measuring.sample import Sample
-from spd.runtime.measuring.sweep import Load, Work
+from spd.runtime.lab.sample import Sample
+from spd.runtime.lab.sweep import Load, Work
 
 PLAIN: dict[str, Any] = {
     "spec": "off",

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from spd.runtime.measuring.load import Timeline, poisson_arrivals, run_pass
-from spd.runtime.metrics import RequestMetrics, RoundRecord
-from spd.runtime.request import Event, Request, SamplingParams
+from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
+from spd.runtime.engine.request import Event, Request
+from spd.runtime.lab.load import Timeline, poisson_arrivals, run_pass
+from spd.runtime.round.sampling_params import SamplingParams
 
 
 class CountingEngine:
@@ -96,7 +97,9 @@ def test_what_check_raises_ends_the_pass() -> None:
 
 
 def test_times_by_their_definitions() -> None:
-    line = Timeline(Request("x", (1,), SamplingParams()), 10.0, [(10.5, 1), (11.0, 3), (12.0, 2)])
+    line = Timeline(
+        chunks=[(10.5, 1), (11.0, 3), (12.0, 2)], request=Request("x", (1,), SamplingParams()), arrived=10.0
+    )
     assert line.ttft == 0.5 and line.decode_seconds == 1.5 and line.tokens_after_first == 5
     assert line.tpot == pytest.approx(0.3) and list(line.gaps()) == [0.5, 1.0]
-    assert Timeline(Request("x", (1,), SamplingParams()), 0.0).tpot is None
+    assert Timeline(request=Request("x", (1,), SamplingParams()), arrived=0.0).tpot is None

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from spd.formats.demo import demo_folder
-from spd.kernels.round_window import RoundWindow
+from spd.kernels.round.window import RoundWindow
 from spd.runtime import EngineConfig
-from spd.runtime.measuring.draft_replay import draft_replay
-from spd.runtime.measuring.law_test import law_test, same_law
-from spd.runtime.measuring.prompt_set import Prompt, read_prompts
-from spd.runtime.measuring.questions import encode_questions
-from spd.runtime.measuring.replay import Outcome, lag_parity, make_requests, promised_equal, replay
-from spd.runtime.measuring.sweep import Question
-from spd.runtime.model_runner import ModelRunner
-from spd.runtime.request import Request
+from spd.runtime.engine.request import Request
+from spd.runtime.lab.draft_replay import draft_replay
+from spd.runtime.lab.law_check import law_test, same_law
+from spd.runtime.lab.prompt_set import Prompt, read_prompts
+from spd.runtime.lab.questions import encode_questions
+from spd.runtime.lab.replay import Outcome, lag_parity, make_requests, promised_equal, replay
+from spd.runtime.lab.sweep import Question
+from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import random_prompts
 from tests.runtime import seeded_faults as planted
 
@@ -132,7 +132,7 @@ def test_a_race_is_seen_in_the_acceptance(
     pair: tuple[EngineConfig, EngineConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A drafter that reads a length which is not yet written, as happens only when the host runs ahead."""
-    from spd.runtime.round_queue import RoundQueue
+    from spd.runtime.round.round_queue import RoundQueue
 
     launch = RoundQueue.launch
 
@@ -190,7 +190,7 @@ def test_the_law_at_every_temperature(
     pair: tuple[EngineConfig, EngineConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One chance of a false alarm for all tests together; a fault at the last temperature is found."""
-    from spd.runtime.measuring import law_test as module
+    from spd.runtime.lab import law_check as module
 
     def outcomes(config: EngineConfig, asked: list[Request], check: object) -> tuple[None, list[Outcome]]:
         wrong = {0.5} if config is pair[1] else set()

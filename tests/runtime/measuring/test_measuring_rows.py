@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from spd.runtime.measuring.compare import compare
-from spd.runtime.measuring.rows import make_rows, verdict
-from spd.runtime.measuring.sample import per_position
-from spd.runtime.measuring.sweep import Load, Work
-from spd.runtime.metrics import RoundRecord
+from spd.runtime.engine.metrics import RoundRecord
+from spd.runtime.lab.compare import compare
+from spd.runtime.lab.rows import make_rows, verdict
+from spd.runtime.lab.sample import per_position
+from spd.runtime.lab.sweep import Load, Work
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 
 PLANS = {0: PLAIN, 1: DRAFT}

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from spd.runtime.measuring.statistics import (
+from spd.runtime.lab.statistics import (
     chi_square_tail,
     repeat_interval,
     student_cdf,

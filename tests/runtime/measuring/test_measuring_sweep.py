@@ -11,23 +11,24 @@ from types import SimpleNamespace
 import pytest
 
 from spd.errors import UsageError
-from spd.runtime import Engine, EngineConfig, SamplingParams
-from spd.runtime.measuring.prompt_set import CATEGORIES, Prompt, choose, read_prompts
-from spd.runtime.measuring.questions import encode_questions
-from spd.runtime.measuring.rows import make_rows
-from spd.runtime.measuring.sweep import Load, Question, Settings, Sweep, Work
+from spd.runtime import Engine, EngineConfig, Request, SamplingParams
+from spd.runtime.lab.prompt_set import CATEGORIES, Prompt, choose, read_prompts
+from spd.runtime.lab.questions import encode_questions
+from spd.runtime.lab.rows import make_rows
+from spd.runtime.lab.sweep import Load, Question, Settings, Sweep, Work
 from tests.helpers import random_prompts
 from tests.runtime.seeded_faults import first_is_free, verify
 
 SETTINGS = Settings(temperatures=(0.0, 0.9), max_tokens=10, repetitions=2)
 
 
-def make_sweep(folder: Path, settings: Settings, **wishes: object) -> Sweep:
+def make_sweep(folder: Path, settings: Settings, *, alike: bool = False, **wishes: object) -> Sweep:
     plain = EngineConfig(model=folder, threads=1, dtype="float32", ctx=128, spec="off", prefix_sharing=False)
     spec = replace(plain, spec="ngram", ngram_min=1, draft_max=3, adaptive=False, **wishes)  # type: ignore[arg-type]
+    ids = random_prompts(2, 20, 256)
     questions = [
-        Question(Prompt(f"{kind}/1", kind, ""), ids)
-        for kind, ids in zip(("code", "edit"), random_prompts(2, 20, 256), strict=True)
+        Question(Prompt(f"{kind}/1", kind, ""), ids[0 if alike else number])
+        for number, kind in enumerate(("code", "edit"))
     ]
     return Sweep([plain, spec], questions, settings)
 
@@ -76,11 +77,20 @@ def test_interleaving_turns(tiny: Callable[..., Path]) -> None:
     assert [sample.config for sample in sweep.samples] == [0, 1, 1, 0, 1, 0, 0, 1]
 
 
+@pytest.mark.parametrize("load", [Load(), Load(3)])
+def test_prompts_of_the_same_tokens_are_drawn_apart(tiny: Callable[..., Path], load: Load) -> None:
+    """Each has a seed of its own, so each is held against its own plain text."""
+    sweep = make_sweep(tiny(), replace(SETTINGS, temperatures=(0.9,), loads=(load,)), alike=True)
+    sweep.run()
+    assert sweep.differences == [] and sweep.compared
+
+
+@pytest.mark.parametrize("alike", [False, True])
 def test_a_verifier_that_lets_drafts_through_is_seen(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, alike: bool
 ) -> None:
     verify(first_is_free)(monkeypatch)
-    sweep = make_sweep(tiny(), SETTINGS)
+    sweep = make_sweep(tiny(), SETTINGS, alike=alike)
     sweep.run()
     assert sweep.differences and all(difference["config"] == 1 for difference in sweep.differences)
     first = sweep.differences[0]
@@ -146,6 +156,7 @@ def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Callable[.
     question = Question(Prompt("a", "code", ""), (1, 2, 3))
     sweep = Sweep(configs, [question], Settings())
     for index, tokens in enumerate(([5, 6], [5, 7], [5, 8])):
-        ran = SimpleNamespace(timelines=[SimpleNamespace(token_ids=tokens)])
+        request = Request("0", question.ids, SamplingParams())
+        ran = SimpleNamespace(timelines=[SimpleNamespace(token_ids=tokens, request=request)])
         sweep._compare(index, Work("code", 0.0, None, Load()), [question], ran)  # type: ignore[arg-type]
     assert [(found["config"], found["plain"]) for found in sweep.differences] == [(2, 7)]

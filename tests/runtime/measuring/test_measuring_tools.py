@@ -14,14 +14,16 @@ import pytest
 from spd.cli.bench_report import method_label
 from spd.errors import UsageError
 from spd.formats.model_config import read_model_config
-from spd.runtime.measuring.energy import energy_counter
-from spd.runtime.measuring.load import run_pass
-from spd.runtime.measuring.plot import axis_of, check_plot, plot_rows
-from spd.runtime.measuring.profile import RANGES, named_ranges, profile_requests
-from spd.runtime.measuring.roofline import Floor, floor_of, measure_read_rate
-from spd.runtime.measuring.rows import make_rows
-from spd.runtime.measuring.sweep import Load, Work
-from spd.runtime.request import Request, SamplingParams
+from spd.runtime.engine.request import Request
+from spd.runtime.lab.energy import energy_counter
+from spd.runtime.lab.load import run_pass
+from spd.runtime.lab.plot import axis_of, check_plot, plot_rows
+from spd.runtime.lab.profile import RANGES, named_ranges, profile_requests
+from spd.runtime.lab.roofline import Floor, floor_of, measure_read_rate
+from spd.runtime.lab.rows import make_rows
+from spd.runtime.lab.sweep import Load, Work
+from spd.runtime.models.weight_form import WIDE
+from spd.runtime.round.sampling_params import SamplingParams
 from tests.helpers import make_engine
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 
@@ -35,7 +37,7 @@ def test_the_floor_is_what_must_be_read(tiny: Callable[..., Path]) -> None:
     norms = 2 * config.hidden_size + 2 * config.head_dim
     layers = config.num_layers * (qkv + output + mlp + norms)
     head = config.vocab_size * config.hidden_size  # read once, whether it is the embedding or not
-    found = floor_of(folder, make_engine(folder, dtype="bfloat16").plan)
+    found = floor_of(config, "bfloat16", WIDE)
     assert found is not None and found.weight_bytes == 2 * (layers + head + config.hidden_size)
     assert found.position_bytes == 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
     assert found.seconds(10, 1e6) == pytest.approx((found.weight_bytes + 10 * found.position_bytes) / 1e6)

@@ -1,0 +1,106 @@
+"""Files that a user names: read up to a bound, written under a lock, or whole by way of one beside them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from spd.errors import NotFoundError, UsageError
+
+INPUT_LIMIT, LINES_LIMIT = 64 * 2**20, 2**30
+"""Bytes of one input, and of a file of many lines: far beyond any context, and no /dev/zero."""
+
+
+def read_input(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> bytes:
+    """All of a file, which may be a FIFO, or of stdin ("-"). Raises NotFoundError and UsageError."""
+    shown = "stdin" if name == "-" else str(name)
+    try:
+        if name == "-":
+            data = sys.stdin.buffer.read(limit + 1) if sys.stdin is not None else b""
+        else:
+            with open(name, "rb") as file:
+                data = file.read(limit + 1)
+    except FileNotFoundError:
+        raise NotFoundError(f"no file {shown}", fix=[fix], code="no_file") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot read {shown}: {why}", fix=[fix]) from None
+    if len(data) > limit:
+        raise UsageError(f"{shown} is larger than {limit >> 20} MiB", fix=["cut it to what is needed"])
+    return data
+
+
+def read_input_text(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> str:
+    """The same as text, which must be UTF-8; a byte order mark is dropped."""
+    data = read_input(name, fix, limit)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = f"byte 0x{data[error.start]:02x} at offset {error.start}"
+        name = "stdin" if name == "-" else name
+        fix = "iconv -f ENCODING -t utf-8 FILE"
+        raise UsageError(f"{name} is not UTF-8 text: {where}", fix=[fix]) from None
+
+
+def open_output(path: Path, *, append: bool = False) -> int:
+    """Open a file for writing, made if it is not there, emptied unless `append`; a regular one is locked.
+
+    Raises OSError, and UsageError while it is being written already.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0), 0o666)
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            lock(descriptor, path)
+            if not append:
+                os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def lock(descriptor: int, path: Path) -> None:
+    """Lock what is open until it is closed. Raises UsageError where it is locked already."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fix = ["wait for it, or give another name"]
+        raise UsageError(f"{path}: another process is writing it", fix=fix) from None
+    except OSError:
+        pass  # a file system without locks
+
+
+def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a text file by way of one beside it that cannot be foreseen, so that it is never half there."""
+    spare = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
+    descriptor = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(text.encode())
+            sync(file)
+        os.replace(spare, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(spare)
+        raise
+    sync_folder(path.parent)
+
+
+def sync(file: BinaryIO) -> None:
+    """Return when what was written has reached the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in a folder have reached the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

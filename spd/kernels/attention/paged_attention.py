@@ -1,0 +1,265 @@
+"""Grouped-query attention over pages with a causal query window, or of a run of prompt positions.
+
+Windows are planned once a forward pass. Torch form: the shape of the arithmetic depends on the window's
+width and on blocks of `KV_BLOCK` positions only. Positions beyond the context are masked and add
+exact zeros, so a row's result does not depend on how far the host's bound of its context lies; where the last
+block may be a part of one without another rounding is found by trying (`round/context_parts.py`). So do
+whole blocks that a layer's sliding window has left behind, which are therefore not read.
+
+A layer may slide: with `sliding` W its rows see their own position and the W - 1 before it. It may cap:
+with `softcap` C a score s counts as C tanh(s / C). Source: Beltagy et al. 2020; Gemma Team 2024 (Gemma 2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spd.kernels.attention.rotary_store import Pools, surely_finite
+
+KV_BLOCK = 512
+"""Positions a block: torch's CPU flash attention walks keys in blocks of this many."""
+KV_PART = KV_BLOCK // 4
+"""Every part of a block that is attended is a multiple of this."""
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """The shape of a model's attention: query head h reads KV head h // (num_heads / num_kv_heads)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    first_key: int = 0  # the first position that holds anything; see `causal_bias`
+    sliding: tuple[int | None, ...] = (None,)  # every window that a layer has; None is a layer without one
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What becomes of the products of a layer's queries and keys."""
+
+    scale: float
+    sliding: int | None = None  # how many positions a row sees, its own among them
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The rows of a forward pass: Q for each of S slots."""
+
+    positions: Tensor  # int64 [S, Q], ascending in a slot
+    valid: Tensor  # bool [S, Q]; other rows hold any position within the cache and come to any finite number
+    page_table: Tensor  # int64 [S, pages]
+    bounds: Sequence[int]
+    """For each slot a number of positions that its rows do not reach beyond, 0 without valid rows, in whole
+    `KV_BLOCK`s where a last part of one is computed otherwise (see `context_for`)."""
+    first_pages: Sequence[int | None]
+    """See `gather_pages`, for as many pages as the bound takes."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What a forward pass prepares for all its layers; each form of the operation adds its own."""
+
+    page_table: Tensor  # [S, pages] int64
+
+
+@dataclass(frozen=True)
+class SlotMask:
+    """What a slot's rows see of its pages from `first` on, whole blocks into it: `bias` as of `causal_bias`.
+
+    `run` is the number of the page at `first` where the pages from there on are consecutive, else None.
+    """
+
+    bias: Tensor
+    first: int = 0
+    run: int | None = None
+
+
+@dataclass(frozen=True)
+class MaskPlan(AttentionPlan):
+    """The torch form's plan: for each sliding window one mask a slot (None: no rows)."""
+
+    masks: Mapping[int | None, tuple[SlotMask | None, ...]]
+    width: int  # rows of a window that are attended; narrower windows are filled up
+
+
+def causal_bias(
+    positions: Tensor,
+    context: int,
+    groups: int,
+    dtype: torch.dtype,
+    first_key: int = 0,
+    sliding: int | None = None,
+    start: int = 0,
+) -> Tensor:
+    """Additive mask [1, 1, groups * Q, context - start] of the keys from start to context - 1.
+
+    It is 0 where a row at positions [Q] sees the key, else -inf. A row sees keys from first_key to its own
+    position, `sliding` of them at most; before first_key, where there is nothing to see, its own alone.
+    """
+    keys = torch.arange(start, context, device=positions.device)
+    # Rows that are not valid may stand beyond the context: they see its end, for seeing nothing gives NaN.
+    rows = positions.clamp(max=context - 1).unsqueeze(-1)
+    hidden = (keys > rows) | (keys < rows.clamp(max=first_key))
+    if sliding is not None:
+        hidden |= keys <= rows - sliding
+    bias = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
+    return bias.repeat(groups, 1)[None, None]
+
+
+def gather_pages(pages: Tensor, run: int | Tensor, count: int) -> Tensor:
+    """Keys or values of `count` pages in order as [1, K, count * page, D].
+
+    run: the first page's number where the pages are consecutive (one view of the contiguous pool, nothing
+    copied), or the numbers of all of them, int64 [count].
+    """
+    if isinstance(run, Tensor):
+        return pages.index_select(0, run).flatten(0, 1).transpose(0, 1).unsqueeze(0)
+    page_size, heads, size = pages.shape[1:]
+    shape, strides = (1, heads, count * page_size, size), (0, size, heads * size, 1)
+    return pages.as_strided(shape, strides, pages.storage_offset() + run * pages.stride(0))
+
+
+def plan_attention(
+    windows: Windows, heads: AttentionHeads, page_size: int, dtype: torch.dtype
+) -> AttentionPlan:
+    """Prepare `paged_attention` of windows over pages of page_size positions; dtype is the model's."""
+    groups = heads.num_heads // heads.num_kv_heads
+    positions, bounds = windows.positions, windows.bounds
+
+    def mask(s: int, sliding: int | None) -> SlotMask | None:
+        if not bounds[s]:
+            return None
+        context = -(-bounds[s] // page_size) * page_size
+        start = first_seen(positions[s], context, sliding)
+        first, run = start // page_size, windows.first_pages[s]
+        bias = causal_bias(positions[s], context, groups, dtype, heads.first_key, sliding, start)
+        return SlotMask(bias, first, None if run is None else run + first)
+
+    return MaskPlan(
+        windows.page_table,
+        {sliding: tuple(mask(s, sliding) for s in range(len(bounds))) for sliding in heads.sliding},
+        positions.shape[1],
+    )
+
+
+def first_seen(positions: Tensor, context: int, sliding: int | None) -> int:
+    """Where to begin reading for rows at positions [Q]: whole blocks that no row sees are left out.
+
+    On a GPU, whose positions the host does not know, nothing is.
+    """
+    if sliding is None or positions.device.type != "cpu":
+        return 0
+    lowest = min(int(positions.min()), context - 1) - sliding + 1
+    return max(0, lowest) // KV_BLOCK * KV_BLOCK
+
+
+def paged_attention(query: Tensor, pools: Pools, plan: AttentionPlan, scores: Scores) -> Tensor:
+    """Attend the planned windows' query [S, Q, H, D] to each slot's pages; returns [S, Q, H, D].
+
+    pools [P, page, K, D] with H a multiple of K; plan: of this file's `plan_attention`, for heads that name
+    the scores' `sliding`. A row sees what its `causal_bias` leaves; a slot without valid rows gives zeros.
+    Q may be less than was planned.
+    """
+    assert isinstance(plan, MaskPlan)
+    width, masks = query.shape[1], plan.masks[scores.sliding]
+    if width < plan.width:
+        query = F.pad(query, (0, 0, 0, 0, 0, plan.width - width))
+    mixed = attend_pages(query, pools, plan.page_table, masks, scores)
+    return mixed if width == plan.width else mixed[:, :width]
+
+
+def prefill_attention(
+    query: Tensor, pools: Pools, page_row: Tensor, start: int, scores: Scores, first_key: int = 0
+) -> Tensor:
+    """Attend query [Q, H, D] at positions start to start + Q - 1, whose KV is stored; returns [Q, H, D].
+
+    pools [P, page, K, D] with H a multiple of K, query head h using KV head h // (H / K); page_row
+    int64 [pages]: the slot's pages in order; first_key: see `causal_bias`.
+    """
+    rows, heads, _ = query.shape
+    page_size, kv_heads = pools[0].shape[1:3]
+    blocks = -(-(start + rows) // KV_BLOCK)
+    context = min(blocks * KV_BLOCK, page_row.shape[0] * page_size)
+    positions = torch.arange(start, start + rows, device=query.device)
+    begin = first_seen(positions, context, scores.sliding)
+    groups = heads // kv_heads
+    bias = causal_bias(positions, context, groups, query.dtype, first_key, scores.sliding, begin)
+    masks = [SlotMask(bias, begin // page_size)]
+    return attend_pages(query[None], pools, page_row[None], masks, scores)[0]
+
+
+def attend_pages(
+    query: Tensor, pools: Pools, page_table: Tensor, masks: Sequence[SlotMask | None], scores: Scores
+) -> Tensor:
+    """Attend query [S, Q, H, D] to each slot's pages; returns [S, Q, H, D].
+
+    pools [P, page, K, D] with H a multiple of K; page_table int64 [S, pages]; masks: one a slot, or None for
+    a slot without rows (zeros are returned). Query head h uses KV head h // (H / K).
+    """
+    slots, width, heads, size = query.shape
+    page_size, kv_heads = pools[0].shape[1:3]
+    groups = heads // kv_heads
+    rows = query.view(slots, width, kv_heads, groups, size).permute(0, 2, 3, 1, 4)
+    rows = rows.reshape(slots, kv_heads, groups * width, size)
+    outputs = []
+    for s, mask in enumerate(masks):
+        own = rows if slots == 1 else rows[s : s + 1]
+        if mask is None:
+            outputs.append(torch.zeros_like(own))
+            continue
+        count = mask.bias.shape[-1] // page_size
+        run = page_table[s, mask.first : mask.first + count] if mask.run is None else mask.run
+        keys, values = (gather_pages(pages, run, count) for pages in pools)
+        outputs.append(attend(own, keys, values, mask.bias, scores))
+    mixed = outputs[0] if slots == 1 else torch.cat(outputs)
+    mixed = mixed.view(slots, kv_heads, groups, width, size).permute(0, 3, 1, 2, 4)
+    return mixed.reshape(slots, width, heads, size)
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Scores) -> Tensor:
+    """Attend query [1, K, R, D] to keys and values [1, K, C, D]; bias [1, 1, R, C] is added to the scores.
+
+    A key of NaN (see `tamed`) makes its scores NaN even where the bias hides it: those are
+    hidden as zeros, and rows that see one come to NaN.
+    """
+    run: Callable[[Tensor, Tensor], Tensor]
+    if scores.softcap is None:
+        run = partial(F.scaled_dot_product_attention, query, attn_mask=bias, scale=scores.scale)
+    else:
+        run = partial(capped_attention, query, bias=bias, scale=scores.scale, softcap=scores.softcap)
+    if query.device.type == "cpu" and surely_finite(out := run(keys, values)):
+        return out
+    wild = keys.isnan().any(-1).unsqueeze(2)
+    out = run(keys.nan_to_num(), values)
+    return out.masked_fill((wild & (bias == 0)).any(-1, keepdim=True), math.nan)
+
+
+def capped_attention(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """Attend query [1, K, R, D] to keys and values [1, K, C, D] with capped scores; returns [1, K, R, D].
+
+    bias [1, 1, R, C] is added to the capped scores. In float32, a `KV_PART` at a time: a product over all
+    keys would be summed in an order that their number decides.
+    """
+    wide = query.float()
+    blocks = [slice(at, at + KV_PART) for at in range(0, keys.shape[2], KV_PART)]
+    scores = [
+        ((wide @ keys[:, :, block].float().mT) * (scale / softcap)).tanh_() * softcap + bias[..., block]
+        for block in blocks
+    ]
+    peak = torch.stack([block.amax(-1, keepdim=True) for block in scores]).amax(0)
+    total, mixed = torch.zeros_like(peak), torch.zeros_like(wide)
+    for block, score in zip(blocks, scores, strict=True):
+        weights = score.sub_(peak).exp_()
+        total += weights.sum(-1, keepdim=True)
+        mixed += weights @ values[:, :, block].float()
+    return (mixed / total).to(query.dtype)

@@ -1,0 +1,219 @@
+"""Triton twin of `paged_attention`: split-KV attention whose splits are fixed by the absolute position.
+
+A plan kernel lists the (slot, chunk) pairs that hold context, a persistent grid attends each chunk for
+itself, and a last kernel combines a row's chunks in their order. A row's bits depend on its query, its
+position and the keys up to it: other rows only bring more tiles, more chunks that the row never reads,
+or keys that are masked and add exact zeros. Chunks that a layer's sliding window has left behind are not
+listed, so every window has a list of its own.
+
+Of a prompt chunk a program takes a tile of one head's rows over all their keys: nothing but the rows and the
+start decides a bit. Source: Dao 2023 (FlashAttention-2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spd.kernels.attention.attention_chunks import LARGE_CHUNK, LARGE_FROM, SMALL_CHUNK, num_chunks
+from spd.kernels.attention.attention_kernels_triton import (
+    LOG2_E,
+    attend_chunk_kernel,
+    combine_chunks_kernel,
+    plan_attention_kernel,
+    prefill_attention_kernel,
+)
+from spd.kernels.attention.paged_attention import AttentionHeads, AttentionPlan, Scores, Windows
+from spd.kernels.attention.rotary_store import Pools
+from spd.kernels.launch import Device, ceil_div, device_facts, overlap, power_of_two
+
+ROW_TILE, KEY_BLOCK = 64, 64
+"""The least rows Hopper's matrix units take at once: padding them costs no time where memory is the limit,
+while a second tile would read the keys a second time. float32 has no such units, and elsewhere wide heads
+leave no room for stages beside so many rows; see `tile_shape`."""
+RESERVED_BYTES = 4096
+"""Of shared memory, for what a program sums across its threads."""
+PROGRAMS_A_PROCESSOR = 2
+"""As many as shared memory holds at a time."""
+WARPS = (8, 4)
+"""Off Hopper and on it: four hold a tile's sums there alone."""
+TALL_TILE = 128
+"""Rows a tile of a prompt chunk."""
+FEW_HEADS = 32
+"""Below this many, half the rows a tile: chunks of 512 rows then still reach most processors."""
+COMBINED_CHUNKS = 16
+PLANNED_CHUNKS = 128
+
+
+@dataclass(frozen=True)
+class ChunkList:
+    """Chunks to attend, on the device: items [0, count)."""
+
+    last: Tensor  # [S] int32: the last valid position, -1 where there is none
+    items: Tensor  # [S * max_chunks] int32: slot << 16 | chunk
+    count: Tensor  # [1] int32
+
+
+@dataclass(frozen=True)
+class SplitPlan(AttentionPlan):
+    """Work of one forward pass: a list for each sliding window, and float32 room for the results."""
+
+    positions: Tensor  # [S, Q] int64
+    valid: Tensor  # [S, Q] bool
+    lists: Mapping[int | None, ChunkList]
+    partial: Tensor  # [S, max_chunks, K, Q * H / K, D] float32: values weighted by exp2(score - maximum)
+    stats: Tensor  # [S, max_chunks, K, Q * H / K, 2] float32: maximum and sum of the weights
+    heads: AttentionHeads
+    max_chunks: int
+    programs: int
+
+
+def tile_shape(dtype: torch.dtype, head_dim: int, device: Device) -> tuple[int, int, int]:
+    """Rows and keys a tile, and pipeline stages: functions of model and device, never of the rows."""
+    wide = head_dim > 128
+    if dtype == torch.float32:
+        rows, keys, stages = ROW_TILE // 4, KEY_BLOCK // (4 if wide else 2), 2
+    else:
+        rows = ROW_TILE // 2 if wide and device.capability[0] != 9 else ROW_TILE
+        keys, stages = KEY_BLOCK // (2 if wide else 1), 2 if wide else 3
+    return rows, keys, fitting_stages(stages, rows, keys, head_dim, dtype.itemsize, device)
+
+
+def fitting_stages(stages: int, rows: int, keys: int, head_dim: int, itemsize: int, device: Device) -> int:
+    """As many of the stages, of keys and values each, as shared memory holds beside the rows."""
+    width = max(16, power_of_two(head_dim)) * itemsize
+    room = device.shared - RESERVED_BYTES - rows * width
+    return max(1, min(stages, room // (2 * keys * width)))
+
+
+def chunk_constants() -> dict[str, int]:
+    return {"SMALL": SMALL_CHUNK, "LARGE": LARGE_CHUNK, "FROM": LARGE_FROM}
+
+
+def plan_attention(
+    windows: Windows, heads: AttentionHeads, page_size: int, dtype: torch.dtype
+) -> AttentionPlan:
+    """A small kernel for each sliding window, no look by the host: lengths are the device's.
+
+    S is below 32768; the room taken goes by the page table's width. Raises ValueError unless pages
+    are of a power of two positions, 16 or more, for a matrix unit takes so many keys at once.
+    """
+    if page_size < 16 or page_size != power_of_two(page_size):
+        raise ValueError(f"pages of {page_size} positions: a power of two from 16 on is needed")
+    (slots, width), device = windows.positions.shape, windows.positions.device
+    capacity = windows.page_table.shape[1] * page_size
+    max_chunks = num_chunks(capacity, SMALL_CHUNK, LARGE_CHUNK, LARGE_FROM)
+    results = slots * max_chunks * heads.num_heads * width
+
+    def empty(dtype: torch.dtype, size: int) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    plan = SplitPlan(
+        windows.page_table.contiguous(),
+        windows.positions.contiguous(),
+        windows.valid.contiguous(),
+        {
+            sliding: ChunkList(*(empty(torch.int32, size) for size in (slots, slots * max_chunks, 1)))
+            for sliding in heads.sliding
+        },
+        partial=empty(torch.float32, results * heads.head_dim),
+        stats=empty(torch.float32, results * 2),
+        heads=heads,
+        max_chunks=max_chunks,
+        programs=PROGRAMS_A_PROCESSOR * device_facts(device).processors,
+    )
+    sizes = {"SLOTS": power_of_two(slots), "BLOCK": PLANNED_CHUNKS}
+    for sliding, chunks in plan.lists.items():
+        plan_attention_kernel[(slots,)](
+            *(plan.positions, plan.valid, chunks.last, chunks.items, chunks.count, slots, width, max_chunks),
+            SLIDING=sliding,
+            num_warps=1,
+            **sizes,
+            **chunk_constants(),
+        )
+    return plan
+
+
+def score_scale(scores: Scores) -> float:
+    """What kernels multiply a product by: weights are powers of two; a score to be capped is in caps."""
+    return scores.scale * LOG2_E if scores.softcap is None else scores.scale / scores.softcap
+
+
+def attend_chunks(
+    kernel: Any, query: Tensor, pools: Sequence[Tensor], plan: SplitPlan, scores: Scores, **options: Any
+) -> None:
+    """Launch a kernel over the listed chunks of all slots; the results are the plan's."""
+    slots, width = query.shape[:2]
+    chunks, table = plan.lists[scores.sliding], plan.page_table
+    kernel[(plan.programs,)](
+        *(query.contiguous(), *pools, table, plan.positions, chunks.last, chunks.items, chunks.count),
+        *(plan.partial, plan.stats, score_scale(scores), slots, width, table.shape[1], plan.max_chunks),
+        PAGE=pools[0].shape[1],
+        FIRST=plan.heads.first_key,
+        **options,
+        **chunk_constants(),
+        **overlap(query.device),
+    )
+
+
+def combine_chunks(out: Tensor, plan: SplitPlan, **options: Any) -> Tensor:
+    """Fill out [S, Q, H, D] with the sums of each row's chunks."""
+    slots, width, heads, _ = out.shape
+    combine_chunks_kernel[(heads, slots * width)](
+        *(plan.partial, plan.stats, plan.positions, plan.valid, out, width, plan.max_chunks),
+        BLOCK=COMBINED_CHUNKS,
+        **options,
+        **chunk_constants(),
+        **overlap(out.device),
+    )
+    return out
+
+
+def paged_attention(query: Tensor, pools: Pools, plan: AttentionPlan, scores: Scores) -> Tensor:
+    """With a plan of this file; invalid rows give zeros."""
+    assert isinstance(plan, SplitPlan)
+    slots, width, num_heads, size = query.shape
+    kv_heads, facts = plan.heads.num_kv_heads, device_facts(query.device)
+    tile, block, stages = tile_shape(query.dtype, size, facts)
+    shape: dict[str, Any] = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size}
+    shape |= {"BLOCK_D": max(16, power_of_two(size)), "SLIDING": scores.sliding}
+    tiles = {"SOFTCAP": scores.softcap, "TILE": tile, "BLOCK": block, "num_stages": stages}
+    warps = WARPS[facts.capability[0] == 9]
+    attend_chunks(attend_chunk_kernel, query, pools, plan, scores, num_warps=warps, **tiles, **shape)
+    out = torch.empty((slots, width, num_heads, size), dtype=query.dtype, device=query.device)
+    return combine_chunks(out, plan, num_warps=1, **shape)
+
+
+def tile_of(dtype: torch.dtype, head_dim: int, num_heads: int, device: Device) -> dict[str, int]:
+    """Launch choices, functions of model and device alone."""
+    rows, keys, stages = tile_shape(dtype, head_dim, device)
+    warps = 4
+    tall = fitting_stages(stages, TALL_TILE, keys, head_dim, dtype.itemsize, device)
+    if dtype != torch.float32 and (num_heads >= FEW_HEADS or head_dim > 128) and tall >= 2:
+        rows, warps, stages = TALL_TILE, 8, tall
+    return {"TILE": rows, "BLOCK": keys, "num_stages": stages, "num_warps": warps}
+
+
+def prefill_attention(
+    query: Tensor, pools: Pools, page_row: Tensor, start: int, scores: Scores, first_key: int = 0
+) -> Tensor:
+    """The pools and page_row contiguous."""
+    rows, num_heads, size = query.shape
+    page_size, kv_heads = pools[0].shape[1:3]
+    out = torch.empty((rows, num_heads, size), dtype=query.dtype, device=query.device)
+    tile = tile_of(query.dtype, size, num_heads, device_facts(query.device))
+    shape = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size, "PAGE": page_size}
+    prefill_attention_kernel[(num_heads, ceil_div(rows, tile["TILE"]))](
+        *(query.contiguous(), *pools, page_row, out, score_scale(scores), rows, start),
+        BLOCK_D=max(16, power_of_two(size)),
+        SLIDING=scores.sliding,
+        SOFTCAP=scores.softcap,
+        FIRST=first_key,
+        **shape,
+        **tile,
+    )
+    return out

@@ -1,0 +1,95 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Triton twin of `rotary_store`: one launch, float32 inside, rounded once.
+
+A key's program looks at its value too, for what is not finite of either is said by the key.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spd.kernels.attention.attention_kernels_triton import not_finite
+from spd.kernels.attention.rotary_store import Pools, RotatedRows, pairs_of
+from spd.kernels.launch import ceil_div, overlap, power_of_two
+from spd.kernels.overlap_triton import release, wait
+
+HEADS_A_PROGRAM = 4
+"""Fills a warp with 16-byte loads of 128 16-bit elements a head, and sums a head within the warp."""
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "kv_slots"])
+def rotary_store_kernel(
+    qkv, cos, sin, positions, kv_slots, qk_weight, key_pages, value_pages, query, epsilon,
+    H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One row and HEADS of its H + 2K heads; a head is two halves of HALF elements, padded to BLOCK."""
+    wait(PDL)
+    release(PDL)
+    D: tl.constexpr = 2 * HALF
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, BLOCK)
+    within = column < HALF
+    position = tl.load(positions + row)
+    slot = tl.load(kv_slots + row)
+    source = qkv + row * ((H + 2 * K) * D) + head[:, None] * D + column[None, :]
+    mask = (head < H + 2 * K)[:, None] & within[None, :]
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    turn = tl.load(cos + position * D + column, mask=within, other=0.0).to(tl.float32)[None, :]
+    lift = tl.load(sin + position * D + HALF + column, mask=within, other=0.0).to(tl.float32)[None, :]
+
+    x, y = first, second
+    if qk_weight is not None:
+        scales = qk_weight + head[:, None] * D + column[None, :]
+        scaled = (head < H + K)[:, None] & within[None, :]
+        inverse = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + epsilon)[:, None]
+        x = x * inverse * tl.load(scales, mask=scaled, other=0.0).to(tl.float32)
+        y = y * inverse * tl.load(scales + HALF, mask=scaled, other=0.0).to(tl.float32)
+    left = x * turn - y * lift
+    right = y * turn + x * lift
+
+    to_query = query + row * (H * D) + head[:, None] * D + column[None, :]
+    is_query = (head < H)[:, None] & within[None, :]
+    tl.store(to_query, left.to(query.dtype.element_ty), mask=is_query)
+    tl.store(to_query + HALF, right.to(query.dtype.element_ty), mask=is_query)
+    to_key = key_pages + slot * (K * D) + (head - H)[:, None] * D + column[None, :]
+    is_key = ((head >= H) & (head < H + K))[:, None] & within[None, :]
+    left, right = left.to(key_pages.dtype.element_ty), right.to(key_pages.dtype.element_ty)
+    near = tl.load(source + K * D, mask=is_key, other=0.0).to(tl.float32)
+    far = tl.load(source + K * D + HALF, mask=is_key, other=0.0).to(tl.float32)
+    wild = (not_finite(left) | not_finite(right) | not_finite(near) | not_finite(far)).to(tl.int32)
+    wild = (tl.max(wild, 1) > 0)[:, None]
+    tl.store(to_key, tl.where(wild, float("nan"), left), mask=is_key)
+    tl.store(to_key + HALF, tl.where(wild, float("nan"), right), mask=is_key)
+    to_value = value_pages + slot * (K * D) + (head - H - K)[:, None] * D + column[None, :]
+    is_value = (head >= H + K)[:, None] & mask
+    first, second = tl.where(not_finite(first), 0.0, first), tl.where(not_finite(second), 0.0, second)
+    tl.store(to_value, first.to(value_pages.dtype.element_ty), mask=is_value)
+    tl.store(to_value + HALF, second.to(value_pages.dtype.element_ty), mask=is_value)
+
+
+def rotary_store(
+    qkv: Tensor, rows: RotatedRows, qk_weight: Tensor | None, epsilon: float, pools: Pools, num_heads: int
+) -> Tensor:
+    """Every tensor contiguous but for the rows' indices, positions given."""
+    assert rows.positions is not None
+    kv_heads, size = pools[0].shape[2:]
+    pairs, count = pairs_of(size), qkv.shape[0]
+    query = torch.empty((count, num_heads, size), dtype=qkv.dtype, device=qkv.device)
+    where = (rows.cos, rows.sin, rows.positions.contiguous(), rows.kv_slots.contiguous())
+    rotary_store_kernel[(count, ceil_div(num_heads + 2 * kv_heads, HEADS_A_PROGRAM))](
+        *(qkv.contiguous(), *where, qk_weight, *pools, query, epsilon),
+        H=num_heads,
+        K=kv_heads,
+        HALF=pairs,
+        HEADS=HEADS_A_PROGRAM,
+        BLOCK=power_of_two(pairs),
+        num_warps=1,
+        **overlap(qkv.device),
+    )
+    return query

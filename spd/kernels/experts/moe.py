@@ -1,0 +1,123 @@
+"""Mixture of experts: which experts a row goes through, and what they make of it.
+
+A row's result does not depend on the other rows or on where they go. Rows that are not read go somewhere too.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spd.kernels.linear.eight_bits import expert_linear
+from spd.kernels.linear.rows import sum_of_squares
+from spd.kernels.linear.silu_mul import silu_mul
+from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
+
+FEW_ROWS = 4
+"""Rows of one expert that the torch form computes at a time in a window; with more rows than it has the
+last one is repeated, so that the number of an expert's rows chooses no arithmetic."""
+MANY_ROWS = 16
+"""The same in a prompt chunk."""
+
+
+class RoutingRule(Protocol):
+    """How the experts of a row are chosen and weighed, see `route`."""
+
+    per_token: int
+    groups: int
+    groups_kept: int
+    group_best: int
+    sigmoid: bool
+    normalised: bool
+    scale: float
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Indices of the largest `count` of the last dimension, largest first, ties to the lowest index."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K] times weight float32 [E, K], in float32: [T, P, E], to be summed over its parts of K."""
+    return F.linear(x.float(), weight).unsqueeze(1)
+
+
+def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+    """Choose `per_token` of E experts for each row and weigh them: (ids int64, weights float32) [T, k].
+
+    Scores are the sigmoid, else the softmax, of the sum of float32 parts [T, P, E]. Experts are chosen by
+    score + correction [E], best first, ties to the lowest id, from the `groups_kept` of `groups` groups of
+    neighbours whose `group_best` best ones have the largest sum. Weights are the scores alone, divided by
+    their sum if `normalised`, times `scale`. NaN counts as largest: ids are always in range, and distinct.
+    Source: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437).
+    """
+    logits = parts.sum(dim=1)
+    scores = logits.sigmoid() if rule.sigmoid else logits.softmax(dim=-1)
+    choice = scores if correction is None else scores + correction
+    if rule.groups_kept < rule.groups:
+        grouped = choice.view(choice.shape[0], rule.groups, -1)
+        leaders = grouped.gather(-1, _best(grouped, rule.group_best)).sum(dim=-1)
+        best = _best(leaders, rule.groups_kept)
+        kept = torch.zeros_like(leaders, dtype=torch.bool).scatter_(-1, best, True)
+        choice = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+    ids = _best(choice, rule.per_token)
+    weights = scores.gather(-1, ids)
+    if rule.normalised:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return ids, weights * rule.scale
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: AnyWeight, down: AnyWeight, *, chunk: bool = False
+) -> Tensor:
+    """The weighted sum of what each row's experts make of it, x [T, K] to [T, K] in x's dtype.
+
+    ids int64 [T, k] in [0, E), weights float32 [T, k]; gate_up [E, 2 * I, K] with the gate first, down
+    [E, K, I]: an expert is down(silu(gate(x)) * up(x)). chunk: whether the rows are a prompt chunk, which
+    has one size and a program of its own.
+
+    Torch form: each chosen expert for its own rows, always as many of them at a time. Asks the host.
+    """
+    tile, pairs = MANY_ROWS if chunk else FEW_ROWS, dict[int, list[int]]()
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        pairs.setdefault(expert, []).append(pair)
+    order: list[int] = []
+    tiles: list[int] = []
+    for expert, own in pairs.items():
+        own += own[-1:] * (-len(own) % tile)
+        order += own
+        tiles += [expert] * (len(own) // tile)
+    where = torch.tensor(order, device=x.device)
+    rows = torch.split(x.index_select(0, where // ids.shape[1]), tile)
+    made = [
+        expert_linear(silu_mul(expert_linear(some, gate_up, expert)), down, expert)
+        for some, expert in zip(rows, tiles, strict=True)
+    ]
+    out = x.new_empty(ids.numel(), x.shape[1]).index_copy_(0, where, torch.cat(made))
+    return torch.bmm(weights.unsqueeze(1), out.view(*ids.shape, -1).float()).squeeze(1).to(x.dtype)
+
+
+def experts_onto(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: AnyWeight, down: AnyWeight, stream: Tensor
+) -> tuple[Tensor, Tensor]:
+    """stream [T, K] + `experts` of a window, rounded once: (the new stream, its squares [T, P])."""
+    gate_up, down = (plain_weight(weight, torch.float32).float() for weight in (gate_up, down))
+    made = experts(x.float(), ids, weights, gate_up, down)
+    y = (stream.float() + made).to(stream.dtype)
+    return y, sum_of_squares(y)
+
+
+def gate_chosen(gate_up: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """silu(gate) * up of every expert, weighed: gate_up [T, E, 2 * I] to [T, E * I], 0 of those not in ids.
+
+    ids int64 [T, k], weights float32 [T, k]. Whatever an expert makes of a row that does not go to it, were
+    it not finite, leaves no trace.
+    """
+    rows, count, _ = gate_up.shape
+    weight = weights.new_zeros(rows, count).scatter_(1, ids, weights)
+    chosen = torch.zeros_like(weight, dtype=torch.bool).scatter_(1, ids, True)
+    inner = silu_mul(gate_up).mul_(weight.unsqueeze(-1))  # in float32, rounded once
+    return inner.masked_fill_(~chosen.unsqueeze(-1), 0).flatten(1)

@@ -1,0 +1,359 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Triton twin of `moe`: no sorting, no look by the host, every launch of a shape that the plan knows.
+
+A program of the products belongs to one expert and one tile of its weight's rows, and takes the rows that
+chose the expert, BLOCK_T at a time; without any it ends. So nothing is sorted, weights of an expert are read
+once however many rows chose it, and what a row gets follows from itself and the weights alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spd.kernels.experts.moe import RoutingRule
+from spd.kernels.launch import ceil_div, device_facts, overlap, power_of_two
+from spd.kernels.linear.skinny_config import TOKEN_TILE, LinearConfig, config_for, paired, unsplit
+from spd.kernels.linear.skinny_linear import AnyWeight
+from spd.kernels.linear.skinny_linear_triton import launch_of, operands_of
+from spd.kernels.linear.skinny_product_triton import gate_and_up, product, rows_of_weight
+from spd.kernels.overlap_triton import release, wait
+
+ROUTER = LinearConfig(block_n=16, block_k=32, split_k=8, warps=4, stages=3)
+LIST_BLOCK = 256
+SUM_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["rows"])
+def router_kernel(
+    w,
+    x,
+    parts,
+    rows,
+    n,
+    k,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """float32 partial scores [T, SPLIT_K, E] of tokens x by the router's weight, both widened first."""
+    first = tl.program_id(1) * BLOCK_N
+    row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row_n = first + tl.arange(0, BLOCK_N)
+    weight_rows = rows_of_weight(w, first, n, k, BLOCK_N)
+    size = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLIT_K) * BLOCK_K
+    begin = tl.program_id(2) * size
+    wait(PDL)
+    release(PDL)
+    total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    for start in range(begin, tl.minimum(begin + size, k), BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        weights = tl.load(weight_rows + column[None, :], mask=column[None, :] < k, other=0.0)
+        inside = (row_t[None, :] < rows) & (column[:, None] < k)
+        tokens = tl.load(x + row_t[None, :] * k + column[:, None], mask=inside, other=0.0)
+        total = tl.dot(weights.to(tl.float32), tokens.to(tl.float32), total, input_precision="ieee")
+    at = (row_t[None, :] * SPLIT_K + tl.program_id(2)) * n + row_n[:, None]
+    tl.store(parts + at, total, mask=(row_t[None, :] < rows) & (row_n[:, None] < n))
+
+
+@triton.jit
+def first_best(scores, free, index):
+    """The largest free score's index, the lowest of equal ones; always a free index if there is one."""
+    top = tl.max(tl.where(free, scores, float("-inf")), 0)
+    return tl.min(tl.where(free & (scores == top), index, 1 << 30), 0)
+
+
+@triton.jit
+def choose_experts_kernel(
+    parts, correction, ids, weights, scale,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, PARTS: tl.constexpr, PER_TOKEN: tl.constexpr,
+    BLOCK_S: tl.constexpr, GROUPS: tl.constexpr, GROUPS_KEPT: tl.constexpr, GROUP_BEST: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token a program: its experts, best first, and their weights."""
+    wait(PDL)
+    release(PDL)
+    row = tl.program_id(0)
+    index = tl.arange(0, BLOCK_E)
+    inside = index < E
+    logits = tl.zeros((BLOCK_E,), tl.float32)
+    for part in tl.static_range(PARTS):
+        logits += tl.load(parts + (row * PARTS + part) * E + index, mask=inside, other=0.0)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        logits = tl.where(inside, logits, float("-inf"))
+        raised = tl.exp(logits - tl.max(logits, 0))
+        scores = raised / tl.sum(raised, 0)
+    choice = scores
+    if correction is not None:
+        choice += tl.load(correction + index, mask=inside, other=0.0)
+    choice = tl.where(choice != choice, float("inf"), choice)
+    free = inside
+    if GROUPS_KEPT < GROUPS:
+        free = free & kept_groups(choice, index, E // GROUPS, GROUPS, GROUPS_KEPT, GROUP_BEST)
+    slot = tl.arange(0, BLOCK_S)
+    chosen = tl.zeros((BLOCK_S,), tl.int32)
+    weight = tl.zeros((BLOCK_S,), tl.float32)
+    for place in tl.static_range(PER_TOKEN):
+        best = tl.minimum(first_best(choice, free, index), E - 1)
+        free = free & (index != best)
+        chosen = tl.where(slot == place, best, chosen)
+        weight = tl.where(slot == place, tl.sum(tl.where(index == best, scores, 0.0), 0), weight)
+    if NORMALISED:
+        weight = weight / (tl.sum(weight, 0) + 1e-20)
+    tl.store(ids + row * PER_TOKEN + slot, chosen.to(tl.int64), mask=slot < PER_TOKEN)
+    tl.store(weights + row * PER_TOKEN + slot, weight * scale, mask=slot < PER_TOKEN)
+
+
+@triton.jit
+def kept_groups(choice, index, SIZE, GROUPS: tl.constexpr, GROUPS_KEPT: tl.constexpr, BEST: tl.constexpr):
+    """Whether each expert's group is among the GROUPS_KEPT whose BEST best experts have the largest sum."""
+    group = index // SIZE
+    places = tl.arange(0, triton.next_power_of_2(GROUPS))
+    leaders = tl.full((triton.next_power_of_2(GROUPS),), float("-inf"), tl.float32)
+    for g in tl.static_range(GROUPS):
+        free = group == g
+        total = tl.zeros((), tl.float32)
+        for _ in tl.static_range(BEST):
+            best = first_best(choice, free, index)
+            total += tl.sum(tl.where(index == best, choice, 0.0), 0)
+            free = free & (index != best)
+        leaders = tl.where(places == g, total, leaders)
+    open_groups = places < GROUPS
+    kept = index < 0
+    for _ in tl.static_range(GROUPS_KEPT):
+        best = first_best(leaders, open_groups, places)
+        open_groups = open_groups & (places != best)
+        kept = kept | (group == best)
+    return kept
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def list_rows_kernel(ids, lists, counts, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One expert a program: the pairs (row * k + place) that chose it, ascending, and how many."""
+    wait(PDL)
+    release(PDL)
+    expert = tl.program_id(0)
+    found = 0
+    for start in range(0, pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        mine = tl.load(ids + pair, mask=pair < pairs, other=-1) == expert
+        place = found + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(lists + expert.to(tl.int64) * pairs + place, pair, mask=mine)
+        found += tl.sum(mine.to(tl.int32), 0)
+    tl.store(counts + expert, found)
+
+
+@triton.jit(do_not_specialize=["pairs", "per_token"])
+def experts_gate_up_kernel(
+    w, scale, scale_stride, x, lists, counts, inner, pairs, per_token, n, k,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """inner [pairs, n] = silu(gate) * up of each pair's row of x by its expert's w [2 * n, k]."""
+    expert = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * BLOCK_N
+    row_n = first + tl.arange(0, BLOCK_N)
+    own = w + expert * (2 * n) * k
+    scales = scale
+    if scale is not None:
+        scales = scale + expert * scale_stride
+    wait(PDL)
+    count = tl.load(counts + expert)
+    for start in range(0, count, BLOCK_T):
+        place = start + tl.arange(0, BLOCK_T)
+        pair = tl.load(lists + expert * pairs + place, mask=place < count, other=pairs)
+        row_t = tl.where(place < count, pair // per_token, pairs)
+        gate, up = gate_and_up(
+            own, scales, None, x, first, row_t, pairs, n, k,
+            GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
+        )  # fmt: skip
+        value = gate / (1.0 + tl.exp(-gate)) * up
+        mask = (place[None, :] < count) & (row_n[:, None] < n)
+        at = inner + pair[None, :].to(tl.int64) * n + row_n[:, None]
+        tl.store(at, value.to(inner.dtype.element_ty), mask=mask)
+    release(PDL)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def experts_down_kernel(
+    w, scale, scale_stride, inner, lists, counts, made, pairs, n, k,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """made float32 [pairs, n] = inner [pairs, k] by each pair's expert's w [n, k]."""
+    expert = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * BLOCK_N
+    row_n = first + tl.arange(0, BLOCK_N)
+    weight_rows = rows_of_weight(w + expert * n * k, first, n, k, BLOCK_N)
+    scales = scale
+    if scale is not None:
+        scales = scale + expert * scale_stride
+    wait(PDL)
+    count = tl.load(counts + expert)
+    for start in range(0, count, BLOCK_T):
+        place = start + tl.arange(0, BLOCK_T)
+        pair = tl.load(lists + expert * pairs + place, mask=place < count, other=pairs)
+        total = product(
+            weight_rows, scales, None, inner, first, pair, pairs, n, k,
+            GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
+        )  # fmt: skip
+        mask = (place[None, :] < count) & (row_n[:, None] < n)
+        tl.store(made + pair[None, :].to(tl.int64) * n + row_n[:, None], total, mask=mask)
+    release(PDL)
+
+
+@triton.jit
+def sum_experts_kernel(
+    made,
+    weights,
+    stream,
+    y,
+    squares,
+    n,
+    PER_TOKEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row and part of it a program: the weighted sum, best expert first, onto the stream if given."""
+    wait(PDL)
+    release(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for place in tl.static_range(PER_TOKEN):
+        pair = row * PER_TOKEN + place
+        value = tl.load(made + pair * n + column, mask=column < n, other=0.0)
+        total += tl.load(weights + pair) * value
+    if stream is not None:
+        total += tl.load(stream + row * n + column, mask=column < n, other=0.0).to(tl.float32)
+    rounded = total.to(y.dtype.element_ty)
+    tl.store(y + row * n + column, rounded, mask=column < n)
+    if squares is not None:
+        value = tl.where(column < n, rounded.to(tl.float32), 0.0)
+        tl.store(squares + row * tl.num_programs(1) + tl.program_id(1), tl.sum(value * value, 0))
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """The parts of K are always the same ones."""
+    rows, k = x.shape
+    experts = weight.shape[0]
+    parts = torch.empty(rows, ROUTER.split_k, experts, dtype=torch.float32, device=x.device)
+    router_kernel[(ceil_div(rows, TOKEN_TILE), ceil_div(experts, ROUTER.block_n), ROUTER.split_k)](
+        *(weight, x, parts, rows, experts, k),
+        BLOCK_N=ROUTER.block_n,
+        BLOCK_T=TOKEN_TILE,
+        BLOCK_K=ROUTER.block_k,
+        SPLIT_K=ROUTER.split_k,
+        num_warps=ROUTER.warps,
+        num_stages=ROUTER.stages,
+        **overlap(x.device),
+    )
+    return parts
+
+
+def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+    """Parts are added in their order."""
+    rows, count, experts = parts.shape
+    device = parts.device
+    ids = torch.empty(rows, rule.per_token, dtype=torch.int64, device=device)
+    weights = torch.empty(rows, rule.per_token, dtype=torch.float32, device=device)
+    choose_experts_kernel[(rows,)](
+        *(parts, correction, ids, weights, rule.scale),
+        E=experts,
+        BLOCK_E=power_of_two(experts),
+        PARTS=count,
+        PER_TOKEN=rule.per_token,
+        BLOCK_S=power_of_two(rule.per_token),
+        GROUPS=rule.groups,
+        GROUPS_KEPT=rule.groups_kept,
+        GROUP_BEST=rule.group_best,
+        SIGMOID=rule.sigmoid,
+        NORMALISED=rule.normalised,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **overlap(device),
+    )
+    return ids, weights
+
+
+def _product_config(n: int, k: int, weight: AnyWeight, *, pair: bool) -> LinearConfig:
+    """As a dense weight's of this shape, but K whole and tiles tall: many experts fill a device anyway."""
+    values = operands_of(weight)[0]
+    config = unsplit(config_for(max(n, 2048), k, values.element_size(), device_facts(values.device)))
+    return paired(config, n) if pair else config
+
+
+def _made(x: Tensor, ids: Tensor, gate_up: AnyWeight, down: AnyWeight) -> Tensor:
+    """float32 [T * k, K]: what each row's experts make of it."""
+    count, double, k = gate_up.shape
+    n, pairs, device = double // 2, ids.numel(), x.device
+    lists = torch.empty(count, pairs, dtype=torch.int32, device=device)
+    counts = torch.empty(count, dtype=torch.int32, device=device)
+    list_rows_kernel[(count,)](
+        ids, lists, counts, pairs, BLOCK=min(power_of_two(pairs), LIST_BLOCK), **overlap(device), num_warps=1
+    )
+    inner = torch.empty(pairs, n, dtype=x.dtype, device=device)
+    made = torch.empty(pairs, k, dtype=torch.float32, device=device)
+    fuses = x.dtype == torch.float32
+    config = _product_config(double, k, gate_up, pair=True)
+    experts_gate_up_kernel[(ceil_div(n, config.block_n // 2), count)](
+        *(*_operands(gate_up), x, lists, counts, inner, pairs, ids.shape[1], n, k),
+        **launch_of(config, gate_up, 2),
+        enable_fp_fusion=fuses,
+    )
+    config = _product_config(k, n, down, pair=False)
+    experts_down_kernel[(ceil_div(k, config.block_n), count)](
+        *(*_operands(down), inner, lists, counts, made, pairs, k, n),
+        **launch_of(config, down),
+        enable_fp_fusion=fuses,
+    )
+    return made
+
+
+def _operands(weight: AnyWeight) -> tuple[Tensor, Tensor | None, int]:
+    """Values, scales, and how far the scales of two experts lie apart."""
+    values, scales, _ = operands_of(weight)
+    return values, scales, 0 if scales is None else scales.stride(0)
+
+
+def _summed(
+    made: Tensor, weights: Tensor, dtype: torch.dtype, stream: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The rows' weighted sums, onto the stream where there is one, and the squares of that."""
+    rows, per_token = weights.shape
+    n = made.shape[1]
+    block = min(power_of_two(n), SUM_BLOCK)
+    y = torch.empty(rows, n, dtype=dtype, device=made.device)
+    squares = None
+    if stream is not None:
+        squares = torch.empty(rows, ceil_div(n, block), dtype=torch.float32, device=made.device)
+    sum_experts_kernel[(rows, ceil_div(n, block))](
+        *(made, weights, stream, y, squares, n),
+        PER_TOKEN=per_token,
+        BLOCK=block,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **overlap(made.device),
+    )
+    return y, squares
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: AnyWeight, down: AnyWeight, *, chunk: bool = False
+) -> Tensor:
+    """A prompt chunk runs the same program."""
+    return _summed(_made(x, ids, gate_up, down), weights, x.dtype, None)[0]
+
+
+def experts_onto(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: AnyWeight, down: AnyWeight, stream: Tensor
+) -> tuple[Tensor, Tensor]:
+    y, squares = _summed(_made(x, ids, gate_up, down), weights, x.dtype, stream)
+    assert squares is not None
+    return y, squares

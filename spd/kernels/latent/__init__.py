@@ -1,0 +1,1 @@
+"""Latent attention (MLA) over paged latents."""

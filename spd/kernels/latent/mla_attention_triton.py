@@ -1,0 +1,375 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Triton twin of `mla_attention`: attention over latents, split into the chunks of `paged_attention`.
+
+A latent is loaded once and is both key and value of every head, so that a tile of rows, heads of one or of
+several queries, reads L + R values a position where the heads' own keys and values would be hundreds of times
+as many. Latents go in halves, and rows are loaded and stored in pieces of their columns, so that a thread has
+few rows: their addresses, kept over the loop, would not fit beside a tile's sums.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spd.kernels.attention.attention_kernels_triton import LOG2_E, UNSEEN, not_finite
+from spd.kernels.attention.paged_attention import AttentionPlan, Scores
+from spd.kernels.attention.paged_attention_triton import (
+    RESERVED_BYTES,
+    SplitPlan,
+    attend_chunks,
+    combine_chunks,
+)
+from spd.kernels.attention.rotary_store import RotatedRows, pairs_of
+from spd.kernels.launch import Device, ceil_div, device_facts, overlap, power_of_two
+from spd.kernels.linear.skinny_config import SUMS_APART, TOKEN_TILE
+from spd.kernels.overlap_triton import release, wait
+
+HEADS_A_PROGRAM = 8
+ROW_TILE, KEY_BLOCK = 64, 32
+"""Rows and positions a tile: all heads of a query or half of them, so that latents are read once or twice.
+128 sums a thread leave room for little else: see above how it is kept out of local memory."""
+WARPS = 8
+BLOCK_A, BLOCK_B = 64, 64
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "kv_slots", "query", "latent"])
+def latent_store_kernel(
+    query, latent, cos, sin, positions, kv_slots, norm, pages, turned, epsilon, query_row, query_head,
+    latent_row,
+    H: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row and HEADS of its H rotated query heads; the first of a row's programs also keeps the row."""
+    wait(PDL)
+    release(PDL)
+    R: tl.constexpr = 2 * HALF
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, BLOCK)
+    within = column < HALF
+    position = tl.load(positions + row)
+    turn = tl.load(cos + position * R + column, mask=within, other=0.0).to(tl.float32)
+    lift = tl.load(sin + position * R + HALF + column, mask=within, other=0.0).to(tl.float32)
+    source = query + row * query_row + head[:, None] * query_head + column[None, :]
+    mask = (head < H)[:, None] & within[None, :]
+    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    to = turned + row * (H * R) + head[:, None] * R + column[None, :]
+    kind = turned.dtype.element_ty
+    tl.store(to, (x * turn[None, :] - y * lift[None, :]).to(kind), mask=mask)
+    tl.store(to + HALF, (y * turn[None, :] + x * lift[None, :]).to(kind), mask=mask)
+    if tl.program_id(1) == 0:
+        kept = pages + tl.load(kv_slots + row) * (L + R)
+        wide = tl.arange(0, BLOCK_L)
+        value = tl.load(latent + row * latent_row + wide, mask=wide < L, other=0.0).to(tl.float32)
+        scale = tl.load(norm + wide, mask=wide < L, other=0.0).to(tl.float32)
+        value = (value * tl.rsqrt(tl.sum(value * value, 0) / L + epsilon) * scale).to(kind)
+        key = latent + row * latent_row + L + column
+        first = tl.load(key, mask=within, other=0.0).to(tl.float32)
+        second = tl.load(key + HALF, mask=within, other=0.0).to(tl.float32)
+        left, right = (first * turn - second * lift).to(kind), (second * turn + first * lift).to(kind)
+        wild = tl.max(not_finite(value).to(tl.int32), 0)
+        wild = (wild | tl.max((not_finite(left) | not_finite(right)).to(tl.int32), 0)) > 0
+        tl.store(kept + wide, tl.where(not_finite(value), 0.0, value), mask=wide < L)
+        tl.store(kept + L + column, tl.where(wild, float("nan"), left), mask=within)
+        tl.store(kept + L + HALF + column, tl.where(wild, float("nan"), right), mask=within)
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["x", "y"])
+def head_linear_kernel(
+    w,
+    x,
+    y,
+    rows,
+    x_row,
+    x_head,
+    y_row,
+    y_head,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_T rows of one head and BLOCK_B of its B columns: x [T, A] by w [A, B]."""
+    head = tl.program_id(1).to(tl.int64)
+    row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
+    wait(PDL)
+    total = tl.zeros((BLOCK_B, BLOCK_T), dtype=tl.float32)
+    for start in range(0, A, BLOCK_A):
+        inner = start + tl.arange(0, BLOCK_A)
+        at = w + head * (A * B) + inner[:, None] * B + column[None, :]
+        weights = tl.load(at, mask=(inner < A)[:, None] & (column < B)[None, :], other=0.0)
+        inside = (row_t[None, :] < rows) & (inner < A)[:, None]
+        tokens = tl.load(
+            x + row_t[None, :].to(tl.int64) * x_row + head * x_head + inner[:, None], mask=inside, other=0.0
+        )
+        total = tl.dot(tl.trans(weights), tokens, total, input_precision="ieee")
+    release(PDL)
+    at = y + row_t[None, :].to(tl.int64) * y_row + head * y_head + column[:, None]
+    tl.store(at, total.to(y.dtype.element_ty), mask=(row_t[None, :] < rows) & (column < B)[:, None])
+
+
+@triton.jit
+def load_half(
+    source,
+    inside,
+    FROM: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    TILE: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Columns [FROM, FROM + HALF) of TILE rows of L + R values each: [TILE, HALF], zeros beyond L."""
+    PIECE: tl.constexpr = HALF if HALF < 64 else 64
+    column = FROM + (tl.arange(0, HALF // PIECE) * PIECE)[:, None, None] + tl.arange(0, PIECE)[None, None, :]
+    at = (tl.arange(0, TILE) * (L + R))[None, :, None] + column
+    pieces = tl.load(source + at, mask=inside[None, :, None] & (column < L), other=0.0)
+    return tl.reshape(tl.permute(pieces, (1, 0, 2)), (TILE, HALF))
+
+
+@triton.jit
+def store_half(
+    to, values, inside, FROM: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr
+):
+    """values [TILE, HALF] to the columns from FROM on of rows of L values each."""
+    PIECE: tl.constexpr = HALF if HALF < 64 else 64
+    pieces = tl.permute(tl.reshape(values, (TILE, HALF // PIECE, PIECE)), (1, 0, 2))
+    column = FROM + (tl.arange(0, HALF // PIECE) * PIECE)[:, None, None] + tl.arange(0, PIECE)[None, None, :]
+    at = (tl.arange(0, TILE) * L)[None, :, None] + column
+    tl.store(to + at, pieces.to(to.dtype.element_ty), mask=inside[None, :, None] & (column < L))
+
+
+@triton.jit
+def attend_latents(
+    maximum, total, sums_a, sums_b, query_a, query_b, turned, pool, page_row, position, begin, end,
+    scale,
+    L: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_R: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """Take positions [begin, end) into a tile's online softmax, masked by each row's position.
+
+    query_a, query_b [rows, HALF] and turned [rows, BLOCK_R]: the halves of the queries' latent side, and the
+    rotated one. begin is a multiple of BLOCK, which divides PAGE; scale includes log2(e), for weights are
+    powers of two.
+    """
+    left, right, narrow = tl.arange(0, HALF), HALF + tl.arange(0, HALF), tl.arange(0, BLOCK_R)
+    page = tl.load(page_row + begin // PAGE, mask=begin < end, other=0)
+    for start in range(begin, end, BLOCK):
+        key = start + tl.arange(0, BLOCK)
+        # Beyond `end` the pool may hold anything, NaN too, and zero times NaN is NaN.
+        live = (key < end)[:, None]
+        first = (page * PAGE + start % PAGE) * (L + R)
+        rows = pool + first + tl.arange(0, BLOCK)[:, None] * (L + R)
+        # One block ahead: latents that wait for their page's number could not be fetched early.
+        following = start + BLOCK
+        page = tl.load(page_row + following // PAGE, mask=following < end, other=0)
+        a = tl.load(rows + left[None, :], mask=live & (left < L)[None, :], other=0.0)
+        b = tl.load(rows + right[None, :], mask=live & (right < L)[None, :], other=0.0)
+        r = tl.load(rows + L + narrow[None, :], mask=live & (narrow < R)[None, :], other=0.0)
+        scores = tl.dot(query_a, tl.trans(a), input_precision="ieee")
+        scores = tl.dot(query_b, tl.trans(b), scores, input_precision="ieee")
+        scores = tl.dot(turned, tl.trans(r), scores, input_precision="ieee") * scale
+        seen = key[None, :] <= position[:, None]
+        if FIRST > 0:
+            seen = seen & (key[None, :] >= tl.minimum(position, FIRST)[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        raised = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp2(scores - raised[:, None])
+        shrink = tl.exp2(maximum - raised)
+        total = total * shrink + tl.sum(weights, 1)
+        sums_a = tl.dot(weights.to(a.dtype), a, sums_a * shrink[:, None], input_precision="ieee")
+        sums_b = tl.dot(weights.to(b.dtype), b, sums_b * shrink[:, None], input_precision="ieee")
+        maximum = raised
+    return maximum, total, sums_a, sums_b
+
+
+@triton.jit(
+    do_not_specialize=["slots", "queries", "pages", "max_chunks"],
+    do_not_specialize_on_alignment=["page_table", "positions"],
+)
+def attend_latent_chunk_kernel(
+    query, pool, page_table, positions, last, items, count, partial, stats, scale, slots, queries,
+    pages, max_chunks,
+    H: tl.constexpr, L: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, SMALL: tl.constexpr,
+    LARGE: tl.constexpr, FROM: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """TILE rows (a slot's queries by heads) against one chunk, item by item; see `attend_chunk_kernel`."""
+    wait(PDL)
+    release(PDL)
+    FEW: tl.constexpr = FROM // SMALL
+    HALF: tl.constexpr = BLOCK_L // 2
+    rows = queries * H
+    tiles = tl.cdiv(rows, TILE)
+    narrow = tl.arange(0, BLOCK_R)
+    most, first = slots * max_chunks, tl.program_id(0) // tiles
+    item = tl.load(items + first, mask=first < most, other=0)
+    for work in range(tl.program_id(0), tl.load(count) * tiles, tl.num_programs(0)):
+        slot = (item >> 16).to(tl.int64)
+        chunk = item & 0xFFFF
+        first_row = (work % tiles) * TILE
+        row = first_row + tl.arange(0, TILE)
+        inside = row < rows
+        token = slot * queries + row // H
+        seen = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
+        source = query + (slot * rows + first_row) * (L + R)
+        query_a = load_half(source, inside, 0, L, R, TILE, HALF)
+        query_b = load_half(source, inside, HALF, L, R, TILE, HALF)
+        at = source + L + ((tl.arange(0, TILE) * (L + R))[:, None] + narrow[None, :])
+        turned = tl.load(at, mask=inside[:, None] & (narrow < R)[None, :], other=0.0)
+        begin = tl.where(chunk < FEW, chunk * SMALL, FROM + (chunk - FEW) * LARGE)
+        following = (work + tl.num_programs(0)) // tiles
+        item = tl.load(items + following, mask=following < most, other=0)
+        end = tl.minimum(begin + tl.where(chunk < FEW, SMALL, LARGE), tl.load(last + slot) + 1)
+        maximum, total, sums_a, sums_b = attend_latents(
+            tl.full((TILE,), UNSEEN, tl.float32), tl.zeros((TILE,), tl.float32),
+            tl.zeros((TILE, HALF), tl.float32), tl.zeros((TILE, HALF), tl.float32), query_a, query_b, turned,
+            pool, page_table + slot * pages, seen, begin, end, scale, L, R, PAGE, BLOCK, HALF, BLOCK_R, FIRST,
+        )  # fmt: skip
+        to = (slot * max_chunks + chunk) * rows + first_row
+        store_half(partial + to * L, sums_a, inside, 0, L, TILE, HALF)
+        store_half(partial + to * L, sums_b, inside, HALF, L, TILE, HALF)
+        side = stats + to * 2 + tl.arange(0, TILE) * 2
+        tl.store(side, maximum, mask=inside)
+        tl.store(side + 1, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "start"], do_not_specialize_on_alignment=["page_row"])
+def prefill_latent_kernel(
+    query,
+    pool,
+    page_row,
+    out,
+    scale,
+    rows,
+    start,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """TILE rows (positions by heads) of a prompt chunk against all before them; the last go first."""
+    HALF: tl.constexpr = BLOCK_L // 2
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE
+    row = first_row + tl.arange(0, TILE)
+    inside = row < rows
+    narrow = tl.arange(0, BLOCK_R)
+    source = query + first_row.to(tl.int64) * (L + R)
+    query_a = load_half(source, inside, 0, L, R, TILE, HALF)
+    query_b = load_half(source, inside, HALF, L, R, TILE, HALF)
+    at = source + L + ((tl.arange(0, TILE) * (L + R))[:, None] + narrow[None, :])
+    turned = tl.load(at, mask=inside[:, None] & (narrow < R)[None, :], other=0.0)
+    end = start + tl.minimum(rows - 1, first_row + TILE - 1) // H + 1
+    _, total, sums_a, sums_b = attend_latents(
+        tl.full((TILE,), UNSEEN, tl.float32), tl.zeros((TILE,), tl.float32),
+        tl.zeros((TILE, HALF), tl.float32), tl.zeros((TILE, HALF), tl.float32), query_a, query_b, turned,
+        pool, page_row, start + row // H, 0, end, scale, L, R, PAGE, BLOCK, HALF, BLOCK_R, 0,
+    )  # fmt: skip
+    to = out + first_row.to(tl.int64) * L
+    store_half(to, sums_a / total[:, None], inside, 0, L, TILE, HALF)
+    store_half(to, sums_b / total[:, None], inside, HALF, L, TILE, HALF)
+
+
+def tile_shape(dtype: torch.dtype, latent: int, device: Device) -> tuple[int, int, int]:
+    """Rows and positions a tile and pipeline stages, by model and device alone; latent counts L + R."""
+    size = dtype.itemsize
+    if size == 4:
+        return ROW_TILE // 4, KEY_BLOCK // 2, 1
+    room = device.shared - RESERVED_BYTES
+    if device.capability[0] in SUMS_APART:
+        return ROW_TILE // 2, KEY_BLOCK, min(3, (room // size // latent - ROW_TILE // 2) // KEY_BLOCK)
+    for rows, keys in ((ROW_TILE, KEY_BLOCK), (ROW_TILE // 2, KEY_BLOCK // 2)):
+        stages = (room - (latent + keys) * rows * size) // (keys * latent * size)
+        if stages >= 1:
+            return rows, keys, min(3, stages)
+    return ROW_TILE // 4, KEY_BLOCK // 2, 1
+
+
+def latent_store(
+    query: Tensor, latent: Tensor, rows: RotatedRows, norm: Tensor, epsilon: float, pages: Tensor
+) -> Tensor:
+    """Query and latent may be strided but for their last dimension; positions are given."""
+    assert rows.positions is not None and query.stride(-1) == latent.stride(-1) == 1
+    count, heads, size = query.shape
+    rank, pairs = norm.shape[0], pairs_of(size)
+    turned = torch.empty(count, heads, size, dtype=query.dtype, device=query.device)
+    several = min(HEADS_A_PROGRAM, power_of_two(heads))
+    latent_store_kernel[(count, ceil_div(heads, several))](
+        *(query, latent, rows.cos, rows.sin, rows.positions, rows.kv_slots, norm, pages, turned, epsilon),
+        *(query.stride(0), query.stride(1), latent.stride(0)),
+        H=heads,
+        L=rank,
+        HALF=pairs,
+        HEADS=several,
+        BLOCK_L=power_of_two(rank),
+        BLOCK=power_of_two(pairs),
+        num_warps=4,
+        **overlap(query.device),
+    )
+    return turned
+
+
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x may be strided but for its last dimension."""
+    heads, a, b = weight.shape
+    rows = x.shape[0]
+    assert x.stride(-1) == 1
+    y = torch.empty(rows, heads, b, dtype=x.dtype, device=x.device)
+    head_linear_kernel[(ceil_div(rows, TOKEN_TILE), heads, ceil_div(b, BLOCK_B))](
+        *(weight, x, y, rows, x.stride(0), x.stride(1), y.stride(0), y.stride(1)),
+        A=a,
+        B=b,
+        BLOCK_A=min(BLOCK_A, max(16, power_of_two(a))),
+        BLOCK_B=BLOCK_B,
+        BLOCK_T=TOKEN_TILE,
+        num_warps=4,
+        num_stages=min(3, ceil_div(a, BLOCK_A)),  # more than there are steps cost registers
+        **overlap(x.device),
+    )
+    return y
+
+
+def _shape(query: Tensor, page_size: int, rank: int) -> dict[str, int]:
+    """Constants and launch options that both programs share."""
+    heads, size = query.shape[-2:]
+    tile, keys, stages = tile_shape(query.dtype, size, device_facts(query.device))
+    keys = min(keys, page_size)
+    assert page_size % keys == 0
+    shape = {"H": heads, "L": rank, "R": size - rank, "TILE": tile, "BLOCK": keys}
+    shape |= {"BLOCK_L": max(32, power_of_two(rank)), "BLOCK_R": max(16, power_of_two(size - rank))}
+    return shape | {"num_warps": WARPS, "num_stages": stages}
+
+
+def mla_attention(query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, scale: float) -> Tensor:
+    """With a plan of `paged_attention_triton`."""
+    assert isinstance(plan, SplitPlan)
+    slots, width, heads, _ = query.shape
+    shape = _shape(query, pages.shape[1], rank)
+    attend_chunks(attend_latent_chunk_kernel, query, (pages,), plan, Scores(scale), **shape)
+    out = torch.empty((slots, width, heads, rank), dtype=query.dtype, device=query.device)
+    sizes = {"K": 1, "GROUPS": heads, "D": rank, "BLOCK_D": shape["BLOCK_L"], "SLIDING": None}
+    return combine_chunks(out, plan, num_warps=4, **sizes)
+
+
+def mla_prefill(
+    query: Tensor, pages: Tensor, page_row: Tensor, start: int, rank: int, scale: float
+) -> Tensor:
+    rows, heads, _ = query.shape
+    shape = _shape(query, pages.shape[1], rank)
+    out = torch.empty((rows, heads, rank), dtype=query.dtype, device=query.device)
+    prefill_latent_kernel[(ceil_div(rows * heads, shape["TILE"]),)](
+        *(query.contiguous(), pages, page_row, out, scale * LOG2_E, rows * heads, start),
+        PAGE=pages.shape[1],
+        **shape,
+    )
+    return out

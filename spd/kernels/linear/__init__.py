@@ -1,0 +1,1 @@
+"""Products of rows and weights, and the norms and activations around them."""

@@ -1,0 +1,74 @@
+"""What a head that drafts reads and keeps: pairs of a token and the state before it, and rings of states.
+
+The states of S slots stand in rings [S, >= depth, H]: the one at position p has place p mod depth. A ring
+that is written has one place more, which takes what must not be kept. A page's last state is kept beside
+its keys and values, so that a request that finds the page by its hash can go on from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from spd.kernels.linear.rms_norm import rms_norm
+from spd.kernels.round.window import DraftWindow
+
+
+class StateRings(Protocol):
+    """The states of S slots."""
+
+    rings: Tensor  # [S, >= depth, H]
+    depth: int
+
+
+class HeadRows(Protocol):
+    """T rows, `width` for each of S slots, then rows of no slot, whose results are any finite numbers."""
+
+    positions: Tensor  # int64 [T], those of rows that matter from 1 on
+    width: int
+    states: StateRings
+
+
+@dataclass(frozen=True)
+class PairNorms:
+    """How a head reads pairs."""
+
+    token: Tensor  # [H] scales of the embedding's norm
+    hidden: Tensor  # [H] of the state's
+    epsilon: float
+    masked: int = -1  # the position whose embedding is zero; -1: none
+    hidden_first: bool = False
+
+
+def head_input(
+    token_ids: Tensor, table: Tensor, batch: HeadRows, norms: PairNorms, keeps_state: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The norms of each row's embedding and of the state one position before it, side by side: [T, 2 * H].
+
+    token_ids int64 [T] in table [V, H]. Where keeps_state the state itself [T, H] comes second, else None.
+    """
+    rings, depth = batch.states.rings, batch.states.depth
+    rows = torch.arange(token_ids.shape[0], device=token_ids.device)
+    slots = (rows // batch.width).clamp(max=rings.shape[0] - 1)
+    state = rings[slots, (batch.positions - 1) % depth]
+    hidden = rms_norm(state, norms.hidden, norms.epsilon)
+    token = table[token_ids].masked_fill((batch.positions == norms.masked).unsqueeze(-1), 0)
+    token = rms_norm(token, norms.token, norms.epsilon)
+    pairs = torch.cat((hidden, token) if norms.hidden_first else (token, hidden), dim=-1)
+    return pairs, state if keeps_state else None
+
+
+def keep_states(made: Tensor, rows: DraftWindow, states: Tensor, page_states: Tensor, page_size: int) -> None:
+    """Write valid rows of made [S, W, H] into the rings states [S, depth + 1, H], and pages' last ones.
+
+    In place. Valid positions of a slot lie less than depth apart; page_states [P, H] takes the row whose slot
+    is its page's last. Rows that are not valid may write the rings' last place and page 0.
+    """
+    depth = states.shape[1] - 1
+    slots = torch.arange(made.shape[0], device=made.device).unsqueeze(-1).expand_as(rows.positions)
+    states[slots, torch.where(rows.valid, rows.positions % depth, depth)] = made
+    ends = rows.valid & (rows.kv_slots % page_size == page_size - 1)
+    page_states[torch.where(ends, rows.kv_slots // page_size, 0)] = made

@@ -1,0 +1,123 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Triton form of `head_input`: one program a row, and half of it where there are two."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spd.kernels.launch import overlap, power_of_two
+from spd.kernels.linear.head_input import HeadRows, PairNorms
+from spd.kernels.overlap_triton import release, wait
+from spd.kernels.round.window import DraftWindow
+
+_PAIRS = ("slots", "width", "depth", "states_stride", "masked")
+
+
+@triton.jit(do_not_specialize=_PAIRS)
+def head_input_kernel(
+    token_ids, table, states, positions, token_norm, hidden_norm, out, kept, slots, width, depth,
+    states_stride, masked, epsilon,
+    H: tl.constexpr, BLOCK: tl.constexpr, HIDDEN_FIRST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, 0) norms the embedding, (row, 1) the state, and stores it where `kept` is given."""
+    wait(PDL)
+    release(PDL)
+    row, is_state = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < H
+    position = tl.load(positions + row)
+    if is_state == 0:
+        token = tl.load(token_ids + row)
+        shown = tl.where(position == masked, 0, H)
+        value = tl.load(table + token * H + column, mask=column < shown, other=0.0).to(tl.float32)
+        scale = tl.load(token_norm + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        slot = tl.minimum(row // width, slots - 1)
+        place = (position + depth - 1) % depth
+        source = states + slot * states_stride + place * H + column
+        state = tl.load(source, mask=inside, other=0.0)
+        if kept is not None:
+            tl.store(kept + row * H + column, state, mask=inside)
+        value = state.to(tl.float32)
+        scale = tl.load(hidden_norm + column, mask=inside, other=0.0).to(tl.float32)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / H + epsilon) * scale
+    second = is_state == 0 if HIDDEN_FIRST else is_state == 1
+    to = out + row * (2 * H) + tl.where(second, H, 0) + column
+    tl.store(to, value.to(out.dtype.element_ty), mask=inside)
+
+
+def head_input(
+    token_ids: Tensor, table: Tensor, batch: HeadRows, norms: PairNorms, keeps_state: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The table contiguous, the states of a slot too."""
+    (rows, size), states = (token_ids.shape[0], table.shape[1]), batch.states
+    out = torch.empty((rows, 2 * size), dtype=table.dtype, device=table.device)
+    kept = torch.empty((rows, size), dtype=table.dtype, device=table.device) if keeps_state else None
+    inputs = (token_ids, table, states.rings, batch.positions, norms.token, norms.hidden)
+    rings = (states.rings.shape[0], batch.width, states.depth, states.rings.stride(0))
+    head_input_kernel[(rows, 2)](
+        *(*inputs, out, kept, *rings, norms.masked, norms.epsilon),
+        H=size,
+        BLOCK=power_of_two(size),
+        HIDDEN_FIRST=norms.hidden_first,
+        num_warps=warps_for(size),
+        **overlap(table.device),
+    )
+    return out, kept
+
+
+def warps_for(size: int) -> int:
+    """Warps of a program that holds a whole row of `size` elements."""
+    return 4 if size <= 2048 else 8
+
+
+_KEPT = ("width", "depth", "rows_stride", "states_stride")
+
+
+@triton.jit(do_not_specialize=_KEPT)
+def keep_states_kernel(
+    rows,
+    positions,
+    valid,
+    kv_slots,
+    states,
+    page_states,
+    width,
+    depth,
+    rows_stride,
+    states_stride,
+    H: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row [S * W] of `rows`, whose slots lie rows_stride apart."""
+    wait(PDL)
+    release(PDL)
+    at = tl.program_id(0).to(tl.int64)
+    slot, column = at // width, tl.arange(0, BLOCK)
+    kept = column < tl.where(tl.load(valid + at) != 0, H, 0)
+    value = tl.load(rows + slot * rows_stride + at % width * H + column, mask=kept, other=0.0)
+    place = tl.load(positions + at) % depth
+    tl.store(states + slot * states_stride + place * H + column, value, mask=kept)
+    kv_slot = tl.load(kv_slots + at)
+    ends = tl.where(kv_slot % PAGE == PAGE - 1, H, 0)
+    tl.store(page_states + kv_slot // PAGE * H + column, value, mask=kept & (column < ends))
+
+
+def keep_states(made: Tensor, rows: DraftWindow, states: Tensor, page_states: Tensor, page_size: int) -> None:
+    """Every slot's rows contiguous; rows that are not valid write nothing."""
+    slots, width, size = made.shape
+    places = (rows.positions.contiguous(), rows.valid.contiguous(), rows.kv_slots.contiguous())
+    sizes = (width, states.shape[1] - 1, made.stride(0), states.stride(0))
+    keep_states_kernel[(slots * width,)](
+        *(made, *places, states, page_states, *sizes),
+        H=size,
+        PAGE=page_size,
+        BLOCK=power_of_two(size),
+        num_warps=warps_for(size),
+        **overlap(made.device),
+    )

@@ -1,0 +1,138 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Triton form of `rows`, and the best of a draw: one launch each, every tensor contiguous."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spd.kernels.launch import ceil_div, overlap, power_of_two
+from spd.kernels.overlap_triton import release, wait
+from spd.kernels.sampling.philox_triton import NO_RANK, rank_is_finite, rank_token
+
+COPY_BLOCK = 2048
+"""Values that a program of a part of a row moves."""
+WARPS = 8
+"""Of a program that holds a whole row of the stream."""
+
+
+@triton.jit
+def choose_kernel(ranks, token, finite, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program a row: the best of its tiles [T, tiles]."""
+    wait(PDL)
+    release(PDL)
+    row = tl.program_id(0)
+    best = tl.full((BLOCK,), NO_RANK, dtype=tl.int64)
+    for start in range(0, tiles, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        best = tl.maximum(best, tl.load(ranks + row * tiles + at, mask=at < tiles, other=NO_RANK))
+    chosen = tl.max(best, 0)
+    tl.store(token + row, rank_token(chosen))
+    tl.store(finite + row, rank_is_finite(chosen))
+
+
+@triton.jit
+def embed_kernel(
+    token_ids, table, x, squares, h, SCALE: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
+):
+    """One program a row and part of it: table[id], times SCALE if there is one, and the part's squares."""
+    wait(PDL)
+    release(PDL)
+    row, part = tl.program_id(0), tl.program_id(1)
+    token = tl.load(token_ids + row).to(tl.int64)
+    column = part * BLOCK_H + tl.arange(0, BLOCK_H)
+    value = tl.load(table + token * h + column, mask=column < h, other=0.0)
+    if SCALE is not None:
+        value = (value.to(tl.float32) * SCALE).to(value.dtype)
+    tl.store(x + row * h + column, value, mask=column < h)
+    wide = value.to(tl.float32)
+    tl.store(squares + row * tl.num_programs(1) + part, tl.sum(wide * wide, 0))
+
+
+@triton.jit
+def rms_norm_rows_kernel(
+    x,
+    squares,
+    weight,
+    y,
+    k,
+    epsilon,
+    PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row and part of it."""
+    wait(PDL)
+    release(PDL)
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    part = tl.arange(0, BLOCK_P)
+    total = tl.sum(tl.load(squares + row * PARTS + part, mask=part < PARTS, other=0.0), 0)
+    value = tl.load(x + row * k + column, mask=column < k, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=column < k, other=0.0).to(tl.float32)
+    value = value * tl.rsqrt(total / k + epsilon) * factor
+    tl.store(y + row * k + column, value.to(y.dtype.element_ty), mask=column < k)
+
+
+@triton.jit
+def norm_residual_kernel(
+    y,
+    weight,
+    residual,
+    x,
+    squares,
+    epsilon,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row, which it holds whole."""
+    wait(PDL)
+    release(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < N
+    value = tl.load(y + row * N + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    stream = tl.load(residual + row * N + column, mask=inside, other=0.0).to(tl.float32)
+    stream += value * tl.rsqrt(tl.sum(value * value, 0) / N + epsilon) * factor
+    rounded = stream.to(x.dtype.element_ty)
+    tl.store(x + row * N + column, rounded, mask=inside)
+    wide = rounded.to(tl.float32)
+    tl.store(squares + row, tl.sum(wide * wide, 0))
+
+
+def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    rows, h = token_ids.shape[0], table.shape[1]
+    block = min(power_of_two(h), COPY_BLOCK)
+    parts = ceil_div(h, block)
+    x = torch.empty(rows, h, dtype=table.dtype, device=table.device)
+    squares = torch.empty(rows, parts, dtype=torch.float32, device=table.device)
+    embed_kernel[(rows, parts)](
+        token_ids, table, x, squares, h, SCALE=scale, BLOCK_H=block, **overlap(x.device), num_warps=4
+    )
+    return x, squares
+
+
+def rms_norm_rows(x: Tensor, squares: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    rows, k = x.shape
+    block, parts = min(power_of_two(k), COPY_BLOCK), squares.shape[1]
+    y = torch.empty(rows, k, dtype=x.dtype, device=x.device)
+    sizes = {"PARTS": parts, "BLOCK_P": power_of_two(parts), "BLOCK_K": block}
+    rms_norm_rows_kernel[(rows, ceil_div(k, block))](
+        x, squares, weight, y, k, epsilon, **sizes, **overlap(x.device), num_warps=4
+    )
+    return y
+
+
+def norm_residual(y: Tensor, weight: Tensor, epsilon: float, residual: Tensor) -> tuple[Tensor, Tensor]:
+    rows, n = y.shape
+    x, squares = torch.empty_like(residual), torch.empty(rows, 1, dtype=torch.float32, device=y.device)
+    sizes = {"N": n, "BLOCK": power_of_two(n)}
+    norm_residual_kernel[(rows,)](
+        y, weight, residual, x, squares, epsilon, **sizes, **overlap(y.device), num_warps=WARPS
+    )
+    return x, squares

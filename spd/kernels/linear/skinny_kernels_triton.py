@@ -1,0 +1,265 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""The kernels of `skinny_linear`: weights on the matrix unit's long side, tokens on its short one.
+
+A program multiplies BLOCK_N weight rows by BLOCK_T tokens. The tokens of one weight tile are neighbours
+in the grid, (token tiles, weight tiles, parts of K), so that the second finds the weights in cache. Rows
+beyond the last load as zeros; weight rows beyond the last read the last one and are not stored. Nothing
+but the masks, the grid's first axis and BLOCK_T knows the number of rows. BLOCK_T lays a tile out over
+threads otherwise, so nothing may be summed in an order that a layout chooses: see `pairwise_sum`.
+
+With PDL a launch may begin before the previous kernel has ended, and waits for it before its first read.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from spd.kernels.linear.skinny_product_triton import (
+    gate_and_up,
+    part_of_k,
+    product,
+    row_begins,
+    rows_of_weight,
+)
+from spd.kernels.overlap_triton import prefetch, release_after, release_first, wait
+from spd.kernels.sampling.philox import STREAM_TARGET
+from spd.kernels.sampling.philox_triton import (
+    NO_RANK,
+    draw_rank,
+    gumbel4,
+    gumbel_at,
+    interleave4,
+    noisy_logit,
+    scaled_logit,
+)
+
+STREAM = tl.constexpr(STREAM_TARGET)
+
+
+@triton.jit
+def prefetch_weights(weight_rows, k, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr):
+    """Bring the first columns of this part into L2 while the previous kernel ends: weights come from none."""
+    if PDL:
+        LINE: tl.constexpr = 128 // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
+        LINES: tl.constexpr = 4 * BLOCK_K // LINE
+        begin, _ = part_of_k(k, BLOCK_K, SPLIT_K)
+        line = tl.minimum(begin + tl.arange(0, LINES) * LINE, k - 1)
+        prefetch(weight_rows + line[None, :])
+
+
+@triton.jit
+def load_squares(squares, row_t, rows, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """[BLOCK_T, BLOCK_P]: a row's partial sums, added up where they are more than BLOCK_P."""
+    part = tl.arange(0, BLOCK_P)
+    at = squares + row_t[:, None] * PARTS + part[None, :]
+    inside = (row_t[:, None] < rows) & (part[None, :] < PARTS)
+    total = tl.load(at, mask=inside, other=0.0)
+    for start in tl.static_range(BLOCK_P, PARTS, BLOCK_P):
+        inside = (row_t[:, None] < rows) & (start + part[None, :] < PARTS)
+        total += tl.load(at + start, mask=inside, other=0.0)
+    return total
+
+
+@triton.jit
+def pairwise_sum(x):
+    """Sums [T] along the last axis of x [T, P], P a power of two up to 1024: neighbours, then their sums.
+
+    The order is written out, for that of `tl.sum` follows from how x lies over threads. Of two summands
+    there is but one order; it takes a launch without fused multiply-add to keep products apart as well.
+    """
+    for _ in tl.static_range(10):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
+    return tl.reshape(x, (x.shape[0],))
+
+
+@triton.jit
+def norm_scale(partial_squares, k, epsilon):
+    """1 / root mean square of every row [T] from its partial sums [T, P]."""
+    return tl.rsqrt(pairwise_sum(partial_squares) / k + epsilon)
+
+
+@triton.jit
+def hand_in(total, partials, tile, row_t, rows, SLOTS: tl.constexpr, SLOT, BLOCK_N, BLOCK_T):
+    """Write this part's sums to slot SLOT of the tile's SLOTS in the workspace, token by token."""
+    token = tl.arange(0, BLOCK_T)
+    at = (
+        (tile * SLOTS + SLOT) * (BLOCK_N * BLOCK_T)
+        + tl.arange(0, BLOCK_N)[:, None]
+        + token[None, :] * BLOCK_N
+    )
+    tl.store(partials + at, total, mask=row_t[None, :] < rows)
+
+
+@triton.jit
+def add_up(partials, tile, row_t, rows, FIRST: tl.constexpr, SLOTS, STEP: tl.constexpr, BLOCK_N, BLOCK_T):
+    """The sum of the tile's slots FIRST, FIRST + STEP, ..., always in that order."""
+    token = tl.arange(0, BLOCK_T)
+    at = partials + tile * SLOTS * (BLOCK_N * BLOCK_T)
+    at += tl.arange(0, BLOCK_N)[:, None] + token[None, :] * BLOCK_N
+    mask = row_t[None, :] < rows
+    total = tl.load(at + FIRST * BLOCK_N * BLOCK_T, mask=mask, other=0.0, cache_modifier=".cg")
+    for slot in tl.static_range(FIRST + STEP, SLOTS, STEP):
+        total += tl.load(at + slot * BLOCK_N * BLOCK_T, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def last_to_arrive(counters, tile, SPLIT_K: tl.constexpr):
+    """Whether all other parts of the tile are in the workspace; their sums are visible then."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1
+    tl.store(counters + tile, 0, mask=last)
+    return last
+
+
+@triton.jit(do_not_specialize=["rows"])
+def linear_kernel(
+    w, scale, columns, x, y, bias, squares, residual, squares_out, partials, counters, rows, n, k,
+    epsilon,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y = x Wᵀ, scaled by the norm where there are squares, plus bias, plus residual; squares of y."""
+    first = tl.program_id(1) * BLOCK_N
+    weight_rows = rows_of_weight(w, first, n, k, BLOCK_N)
+    release_first(PDL)
+    prefetch_weights(weight_rows, k, BLOCK_K, SPLIT_K, PDL)
+    wait(PDL)
+    row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row_n = first + tl.arange(0, BLOCK_N)
+    mask = (row_t[None, :] < rows) & (row_n[:, None] < n)
+    # Loaded ahead of the product, so that nothing but the weights is waited for.
+    if squares is not None:
+        partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
+    if bias is not None:
+        shift = tl.load(bias + row_n, mask=row_n < n, other=0.0)
+    if residual is not None:
+        stream = tl.load(row_begins(residual, row_t, n) + row_n[:, None], mask=mask, other=0.0)
+    total = product(
+        weight_rows, scale, columns, x, first, row_t, rows, n, k,
+        GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
+    )  # fmt: skip
+    release_after(PDL)
+    if SPLIT_K > 1:
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        hand_in(total, partials, tile, row_t, rows, SPLIT_K, tl.program_id(2), BLOCK_N, BLOCK_T)
+        if not last_to_arrive(counters, tile, SPLIT_K):
+            return
+        total = add_up(partials, tile, row_t, rows, 0, SPLIT_K, 1, BLOCK_N, BLOCK_T)
+    if squares is not None:
+        total *= norm_scale(partial_squares, k, epsilon)[None, :]
+    if bias is not None:
+        total += shift.to(tl.float32)[:, None]
+    if residual is not None:
+        total += stream.to(tl.float32)
+    rounded = total.to(y.dtype.element_ty)
+    tl.store(row_begins(y, row_t, n) + row_n[:, None], rounded, mask=mask)
+    if squares_out is not None:
+        value = tl.where(mask, rounded.to(tl.float32), 0.0)
+        at_squares = squares_out + row_t * tl.num_programs(1) + tl.program_id(1)
+        tl.store(at_squares, pairwise_sum(tl.trans(value * value)), mask=row_t < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gate_up_kernel(
+    w, scale, columns, x, y, bias, squares, partials, counters, rows, n, k, epsilon,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y [T, n] = silu(gate) * up of the normed x; weight rows 0..n are the gate's, n..2n the other's.
+
+    With GELU, gelu in its form with tanh: gate times the logistic function of `turn`.
+    """
+    first = tl.program_id(1) * BLOCK_N
+    row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row_n = first + tl.arange(0, BLOCK_N)
+    if bias is not None:
+        gate_shift = tl.load(bias + row_n, mask=row_n < n, other=0.0)
+        up_shift = tl.load(bias + n + row_n, mask=row_n < n, other=0.0)
+    release_first(PDL)
+    prefetch_weights(rows_of_weight(w, first, n, k, BLOCK_N), k, BLOCK_K, SPLIT_K, PDL)
+    prefetch_weights(rows_of_weight(w, n + first, 2 * n, k, BLOCK_N), k, BLOCK_K, SPLIT_K, PDL)
+    wait(PDL)
+    partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
+    gate, up = gate_and_up(
+        w, scale, columns, x, first, row_t, rows, n, k,
+        GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
+    )  # fmt: skip
+    release_after(PDL)
+    if SPLIT_K > 1:
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        slot = tl.program_id(2) * 2
+        hand_in(gate, partials, tile, row_t, rows, 2 * SPLIT_K, slot, BLOCK_N, BLOCK_T)
+        hand_in(up, partials, tile, row_t, rows, 2 * SPLIT_K, slot + 1, BLOCK_N, BLOCK_T)
+        if not last_to_arrive(counters, tile, SPLIT_K):
+            return
+        gate = add_up(partials, tile, row_t, rows, 0, 2 * SPLIT_K, 2, BLOCK_N, BLOCK_T)
+        up = add_up(partials, tile, row_t, rows, 1, 2 * SPLIT_K, 2, BLOCK_N, BLOCK_T)
+    scale = norm_scale(partial_squares, k, epsilon)[None, :]
+    gate *= scale
+    up *= scale
+    if bias is not None:
+        gate += gate_shift.to(tl.float32)[:, None]
+        up += up_shift.to(tl.float32)[:, None]
+    if GELU:
+        turn = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
+        value = gate / (1.0 + tl.exp(-turn)) * up
+    else:
+        value = gate / (1.0 + tl.exp(-gate)) * up
+    mask = (row_t[None, :] < rows) & (row_n[:, None] < n)
+    tl.store(row_begins(y, row_t, n) + row_n[:, None], value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "step", "window"])
+def head_kernel(
+    w, scale, columns, x, logits, ranks, seed, position, step, temperature, window, ids, usable, rows, n, k,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Store logits [T, n], or where there are none the rank of each tile's draw [T, tiles].
+
+    Weight row n stands for token n, or ids[n] below `usable` where there are ids. Row t belongs to slot
+    t // window, and draws at position[slot] + step + t % window. The draw is to be compiled as written:
+    launch without fused multiply-add.
+    """
+    first = tl.program_id(1) * BLOCK_N
+    row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row_n = first + tl.arange(0, BLOCK_N)
+    weight_rows = rows_of_weight(w, first, n, k, BLOCK_N)
+    release_first(PDL)
+    prefetch_weights(weight_rows, k, BLOCK_K, 1, PDL)
+    wait(PDL)
+    if logits is None:
+        slot = row_t // window
+        heat = tl.load(temperature + slot, mask=row_t < rows, other=0.0)
+        token, known = row_n, row_n < n
+        if ids is not None:
+            token = tl.load(ids + row_n, mask=known, other=0).to(tl.int32)
+            known = known & (token < usable)
+    score = product(
+        weight_rows, scale, columns, x, first, row_t, rows, n, k,
+        GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
+    )  # fmt: skip
+    release_after(PDL)
+    if logits is not None:
+        mask = (row_t[None, :] < rows) & (row_n[:, None] < n)
+        tl.store(row_begins(logits, row_t, n) + row_n[:, None], score, mask=mask)
+    else:
+        if tl.max(heat, 0) > 0:
+            key = tl.load(seed + slot, mask=row_t < rows, other=0)[None, :]
+            place = tl.load(position + slot, mask=row_t < rows, other=0)
+            place = (place + step + row_t % window)[None, :]
+            if ids is not None:
+                noise = gumbel_at(key, place, STREAM, token[:, None])
+            else:
+                groups = first // 4 + tl.arange(0, BLOCK_N // 4)[:, None]
+                noise0, noise1, noise2, noise3 = gumbel4(key, place, STREAM, groups)
+                noise = interleave4(noise0, noise1, noise2, noise3)
+            score = noisy_logit(scaled_logit(score, heat[None, :]), noise, heat[None, :])
+        rank = tl.where(known[:, None], draw_rank(score, token[:, None]), NO_RANK)
+        at = row_t * tl.num_programs(1) + tl.program_id(1)
+        tl.store(ranks + at, tl.max(rank, 0), mask=row_t < rows)

@@ -1,0 +1,189 @@
+"""Linear layers for a few rows, with the norm's statistics carried beside the residual stream.
+
+The residual stream x [T, K] travels with `squares` float32 [T, P]: partial sums of the squares of each
+row of x as stored, however many. Their sum over P, divided by K, is the mean square, so that a norm costs
+its reader one factor a row. The norm's own weight is folded into the matrix that follows it when weights
+are loaded: W' = W * norm_weight. Weights are [N, K], contiguous, as checkpoints store them.
+
+Where a contract says weight, a `ScaledWeight` will do: eight bits a value, and scales.
+
+The torch forms below also serve prompt chunks of hundreds of rows on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spd.kernels.linear.rows import sum_of_squares
+from spd.kernels.linear.silu_mul import gelu_mul
+from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
+
+
+@dataclass(frozen=True)
+class LinearWorkspace:
+    """What products that are cut along K share: float32 partial sums, and int32 counters that are zero
+    between calls. One serves all products that run one after another."""
+
+    partials: Tensor
+    counters: Tensor
+
+
+SCALE_ROWS, SCALE_COLUMNS = 16, 128
+"""Rows and columns of a weight that share a scale where a row has more than one."""
+
+
+@dataclass(frozen=True)
+class ScaledWeight:
+    """A weight [N, K] kept in eight bits a value, each times a float32 scale; or one an expert, [E, N, K].
+
+    values: int8 with scales [N], one a row, or float8_e4m3fn with scales [ceil(N / 16), ceil(K / 128)],
+    one for each 16 rows by 128 columns (blocks of 128 rows repeat theirs, so that matrices which follow each
+    other in one weight may end anywhere on a multiple of 16 rows). columns [K] are factors of the columns,
+    such as the weight of the norm before, which cannot be folded into the values; x meets them, rounded once.
+    """
+
+    values: Tensor
+    scales: Tensor
+    columns: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, K), behind the number of experts if there are any."""
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.values.device
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Rows and columns that share a scale; (1, 0) where a row has one for all of its columns."""
+        return (1, 0) if self.scales.dim() < self.values.dim() else (SCALE_ROWS, SCALE_COLUMNS)
+
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """The weight [N, K] in a dtype, each value rounded once."""
+        n, k = self.values.shape[-2:]
+        scales = self.scales[..., None]
+        if self.scales.dim() == self.values.dim():
+            rows = self.scales.repeat_interleave(SCALE_ROWS, -2)[..., :n, :]
+            scales = rows.repeat_interleave(SCALE_COLUMNS, -1)[..., :k]
+        weight = self.values.float() * scales
+        return (weight if self.columns is None else weight * self.columns.float()).to(dtype)
+
+
+AnyWeight = Tensor | ScaledWeight
+
+
+def plain_weight(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
+    """The weight as a tensor."""
+    return weight.plain(dtype) if isinstance(weight, ScaledWeight) else weight
+
+
+def _normed(x: Tensor, squares: Tensor, epsilon: float) -> Tensor:
+    """x over its root mean square, rounded once: before the product, where float16 cannot overflow."""
+    scale = torch.rsqrt(squares.sum(dim=-1, keepdim=True) / x.shape[1] + epsilon)
+    return (x.float() * scale).to(x.dtype)
+
+
+def linear(
+    x: Tensor, weight: AnyWeight, bias: Tensor | None, workspace: LinearWorkspace | None = None
+) -> Tensor:
+    """x [T, K] times weight [N, K], plus bias [N]: [T, N] in x's type, summed in float32."""
+    return F.linear(x, plain_weight(weight, x.dtype), bias)
+
+
+def norm_linear(
+    x: Tensor,
+    squares: Tensor,
+    epsilon: float,
+    weight: AnyWeight,
+    bias: Tensor | None,
+    workspace: LinearWorkspace | None = None,
+) -> Tensor:
+    """The root-mean-square norm of x [T, K], its weight folded into weight [N, K], then `linear`: [T, N].
+
+    Equals (x Wᵀ) * rsqrt(sum(squares) / K + epsilon) + bias. Source: Zhang & Sennrich 2019.
+    """
+    return F.linear(_normed(x, squares, epsilon), plain_weight(weight, x.dtype), bias)
+
+
+def norm_gate_up(
+    x: Tensor,
+    squares: Tensor,
+    epsilon: float,
+    weight: AnyWeight,
+    bias: Tensor | None,
+    workspace: LinearWorkspace | None = None,
+    gelu: bool = False,
+) -> Tensor:
+    """silu(gate) * up for `norm_linear` by weight [2 * I, K], gate rows first: [T, I], rounded once.
+
+    With gelu that function instead, as in `gelu_mul`.
+    """
+    if gelu:
+        return gelu_mul(norm_linear(x, squares, epsilon, weight, bias))
+    gate, up = norm_linear(x, squares, epsilon, weight, bias).float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def linear_residual(
+    x: Tensor,
+    weight: AnyWeight,
+    bias: Tensor | None,
+    residual: Tensor,
+    workspace: LinearWorkspace | None = None,
+) -> tuple[Tensor, Tensor]:
+    """residual [T, N] + `linear`: (the new residual stream [T, N], its squares [T, P]); not in place."""
+    y = torch.addmm(residual, x, plain_weight(weight, x.dtype).t())
+    if bias is not None:
+        y = y + bias
+    return y, sum_of_squares(y)
+
+
+def head_logits(x: Tensor, weight: AnyWeight) -> Tensor:
+    """Logits float32 [T, V] of hidden states x [T, K] by weight [V, K]."""
+    weight = plain_weight(weight, x.dtype)
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x, weight).float()
+
+
+def head_sample(
+    x: Tensor,
+    weight: AnyWeight,
+    usable_vocab: int,
+    seed: Tensor,
+    first: Tensor,
+    step: int,
+    temperature: Tensor,
+    ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw a token for every row of x [T, K] from the logits of weight [V, K]'s first `usable_vocab` rows.
+
+    With ids int64 [V], ascending, row v stands for the token ids[v], and those from `usable_vocab` on are
+    left out.
+
+    The rows are S slots' windows of T / S rows; row r of slot s draws the token at absolute position
+    first[s] + step + r: the largest of logit / temperature + noise where temperature[s] > 0, of the
+    logits where it is 0; ties go to the lowest id. The noise is the emitted draw's: Gumbel, keyed by
+    seed[s] and the position. seed, first int64 [S]; temperature float32 [S]. Returns (token int64 [T],
+    finite bool [T]): whether the token's own logit is finite and none of the row's is NaN.
+    """
+    slots, rows = seed.shape[0], x.shape[0] // seed.shape[0]
+    heat = temperature.repeat_interleave(rows).unsqueeze(-1)
+    positions = first.unsqueeze(-1) + step + torch.arange(rows, device=x.device)
+    logits = head_logits(x, weight)
+    if ids is not None:
+        every = logits.new_full((x.shape[0], max(usable_vocab, int(ids[-1]) + 1)), float("-inf"))
+        logits = every.index_copy_(1, ids, logits)
+    logits = logits[:, :usable_vocab]
+    processed = torch.where(heat > 0, logits / heat, logits)
+    noise = gumbel(seed.unsqueeze(-1).expand(slots, rows), positions, STREAM_TARGET, usable_vocab)
+    token = torch.where(heat > 0, processed + noise.view(slots * rows, -1), processed).argmax(dim=-1)
+    chosen = processed.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+    return token, chosen.isfinite() & ~processed.isnan().any(dim=-1)

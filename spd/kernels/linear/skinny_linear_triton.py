@@ -1,0 +1,269 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Triton form of `skinny_linear`: one launch an operation, two for the draw; all tensors contiguous.
+
+`config` overrides the choices of `skinny_config`, for measuring them; `widest` says
+how wide tiles of tokens may be on the device.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spd.kernels.launch import ceil_div, device_facts, overlap, power_of_two
+from spd.kernels.linear.rows_triton import choose_kernel
+from spd.kernels.linear.skinny_config import (
+    CROWDED_TILE,
+    NARROW,
+    TILES,
+    LinearConfig,
+    Widest,
+    config_for,
+    paired,
+    token_tile,
+    unsplit,
+    with_tile,
+    workspace_sizes,
+)
+from spd.kernels.linear.skinny_kernels_triton import (
+    gate_up_kernel,
+    head_kernel,
+    linear_kernel,
+)
+from spd.kernels.linear.skinny_linear import AnyWeight, LinearWorkspace, ScaledWeight
+
+PARTS_BLOCK = 128
+"""Partial sums of squares a program holds for every row."""
+CHOICE_BLOCK = 2048
+"""Tiles that the last step of the draw compares at once."""
+
+
+@cache
+def _cached_config(
+    n: int, k: int, itemsize: int, device: torch.device, tile: int, pair: bool
+) -> LinearConfig:
+    facts = device_facts(device)
+    config = config_for(n, k, itemsize, facts)
+    return with_tile(paired(config, n) if pair else config, tile, itemsize, facts)
+
+
+def _config(
+    weight: AnyWeight, x: Tensor, widest: Widest, *, pair: bool = False, most: int = TILES[-1]
+) -> LinearConfig:
+    """The choices for a weight, gate and up rows together if it is a pair, and the tile for x's rows."""
+    values = operands_of(weight)[0]
+    most = min(most, CROWDED_TILE if pair and values.element_size() == 1 else most)
+    tile = min(most, token_tile(x.shape[0], x.dtype, values.dtype, widest))
+    return _cached_config(*weight.shape, values.element_size(), weight.device, tile, pair)
+
+
+def operands_of(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The first arguments of every product's kernel: values, scales, factors of the columns."""
+    if isinstance(weight, ScaledWeight):
+        return weight.values, weight.scales, weight.columns
+    return weight, None, None
+
+
+def _fuses(x: Tensor) -> bool:
+    """Whether multiply-adds may be fused: where tiles have one size, and float32 products consist of them.
+    Else which pairs meet in a thread, and so are fused, would follow from the tile."""
+    return x.dtype == torch.float32
+
+
+def launch_of(config: LinearConfig, weight: AnyWeight, matrices: int = 1) -> dict[str, Any]:
+    """Constants and options of a product's kernel, whose tile is of rows of so many matrices together."""
+    rows, columns = weight.groups if isinstance(weight, ScaledWeight) else (1, 0)
+    return {
+        "GROUP_N": rows,
+        "GROUP_K": columns,
+        "BLOCK_N": config.block_n // matrices,
+        "BLOCK_T": config.block_t,
+        "BLOCK_K": config.block_k,
+        "EVEN_K": weight.shape[-1] % config.block_k == 0,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+        **overlap(weight.device),
+    }
+
+
+def _sums_of(config: LinearConfig, squares: Tensor | None) -> dict[str, int]:
+    """Constants of a product that may be cut along K, of rows with partial sums of squares."""
+    parts = 1 if squares is None else squares.shape[1]
+    return {"SPLIT_K": config.split_k, "PARTS": parts, "BLOCK_P": min(power_of_two(parts), PARTS_BLOCK)}
+
+
+def _workspace(
+    given: LinearWorkspace | None, n: int, rows: int, config: LinearConfig, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Partials and counters for a product: those given, fresh ones, or none where K is not split."""
+    if config.split_k == 1:
+        return None, None
+    partials, counters = workspace_sizes(n, rows, config)
+    if given is None:
+        empty = torch.empty(partials, dtype=torch.float32, device=device)
+        return empty, torch.zeros(counters, dtype=torch.int32, device=device)
+    if given.partials.numel() < partials or given.counters.numel() < counters:
+        raise ValueError(
+            f"workspace too small for {rows} rows of {n}: needs {partials} partials, {counters} counters"
+        )
+    return given.partials, given.counters
+
+
+def _product(
+    x: Tensor,
+    weight: AnyWeight,
+    bias: Tensor | None,
+    squares: Tensor | None,
+    epsilon: float,
+    residual: Tensor | None,
+    workspace: LinearWorkspace | None,
+    config: LinearConfig | None,
+    widest: Widest,
+) -> tuple[Tensor, Tensor | None]:
+    """y, and its squares where there is a residual."""
+    rows, k = x.shape
+    n = weight.shape[0]
+    config = config or _config(weight, x, widest)
+    tiles = ceil_div(n, config.block_n)
+    y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    squares_out = None
+    if residual is not None:
+        squares_out = torch.empty(rows, tiles, dtype=torch.float32, device=x.device)
+    partials, counters = _workspace(workspace, n, rows, config, x.device)
+    outputs = (y, bias, squares, residual, squares_out, partials, counters)
+    linear_kernel[(ceil_div(rows, config.block_t), tiles, config.split_k)](
+        *(*operands_of(weight), x, *outputs, rows, n, k, epsilon),
+        **_sums_of(config, squares),
+        **launch_of(config, weight),
+        enable_fp_fusion=_fuses(x),
+    )
+    return y, squares_out
+
+
+def linear(
+    x: Tensor,
+    weight: AnyWeight,
+    bias: Tensor | None,
+    workspace: LinearWorkspace | None = None,
+    *,
+    config: LinearConfig | None = None,
+    widest: Widest = NARROW,
+) -> Tensor:
+    return _product(x, weight, bias, None, 0.0, None, workspace, config, widest)[0]
+
+
+def norm_linear(
+    x: Tensor,
+    squares: Tensor,
+    epsilon: float,
+    weight: AnyWeight,
+    bias: Tensor | None,
+    workspace: LinearWorkspace | None = None,
+    *,
+    config: LinearConfig | None = None,
+    widest: Widest = NARROW,
+) -> Tensor:
+    """The factor meets the float32 sums."""
+    return _product(x, weight, bias, squares, epsilon, None, workspace, config, widest)[0]
+
+
+def norm_gate_up(
+    x: Tensor,
+    squares: Tensor,
+    epsilon: float,
+    weight: AnyWeight,
+    bias: Tensor | None,
+    workspace: LinearWorkspace | None = None,
+    gelu: bool = False,
+    *,
+    config: LinearConfig | None = None,
+    widest: Widest = NARROW,
+) -> Tensor:
+    """A program holds gate rows and the up rows that belong to them."""
+    rows, k = x.shape
+    n = weight.shape[0] // 2
+    config = paired(config, 2 * n) if config else _config(weight, x, widest, pair=True)
+    y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    partials, counters = _workspace(workspace, 2 * n, rows, config, x.device)
+    gate_up_kernel[(ceil_div(rows, config.block_t), ceil_div(2 * n, config.block_n), config.split_k)](
+        *(*operands_of(weight), x, y, bias, squares, partials, counters, rows, n, k, epsilon),
+        GELU=gelu,
+        **_sums_of(config, squares),
+        **launch_of(config, weight, 2),
+        enable_fp_fusion=_fuses(x),
+    )
+    return y
+
+
+def linear_residual(
+    x: Tensor,
+    weight: AnyWeight,
+    bias: Tensor | None,
+    residual: Tensor,
+    workspace: LinearWorkspace | None = None,
+    *,
+    config: LinearConfig | None = None,
+    widest: Widest = NARROW,
+) -> tuple[Tensor, Tensor]:
+    """Squares have a part for each tile of the weight's rows."""
+    y, squares = _product(x, weight, bias, None, 0.0, residual, workspace, config, widest)
+    assert squares is not None
+    return y, squares
+
+
+def _head(
+    x: Tensor,
+    weight: AnyWeight,
+    n: int,
+    logits: Tensor | None,
+    draw: tuple[Tensor | int | None, ...],
+    config: LinearConfig,
+) -> None:
+    """Launch the one kernel that both forms of the head share, over the first n rows of weight."""
+    rows, k = x.shape
+    head_kernel[(ceil_div(rows, config.block_t), ceil_div(n, config.block_n))](
+        *(*operands_of(weight), x, logits, *draw, rows, n, k),
+        **launch_of(config, weight),
+        enable_fp_fusion=False,
+    )
+
+
+def head_logits(
+    x: Tensor, weight: AnyWeight, *, config: LinearConfig | None = None, widest: Widest = NARROW
+) -> Tensor:
+    n = weight.shape[0]
+    logits = torch.empty(x.shape[0], n, dtype=torch.float32, device=x.device)
+    config = unsplit(config or _config(weight, x, widest))
+    _head(x, weight, n, logits, (None, None, None, 0, None, 1, None, 0), config)
+    return logits
+
+
+def head_sample(
+    x: Tensor,
+    weight: AnyWeight,
+    usable_vocab: int,
+    seed: Tensor,
+    first: Tensor,
+    step: int,
+    temperature: Tensor,
+    ids: Tensor | None = None,
+    *,
+    config: LinearConfig | None = None,
+    widest: Widest = NARROW,
+) -> tuple[Tensor, Tensor]:
+    """The logits are the very bits that `head_logits` stores."""
+    rows, device = x.shape[0], x.device
+    config = unsplit(config or _config(weight, x, widest, most=TILES[-1] if ids is None else CROWDED_TILE))
+    n = usable_vocab if ids is None else weight.shape[0]
+    tiles = ceil_div(n, config.block_n)
+    ranks = torch.empty(rows, tiles, dtype=torch.int64, device=device)
+    draw = (ranks, seed, first, step, temperature, rows // seed.shape[0], ids, usable_vocab)
+    _head(x, weight, n, None, draw, config)
+    token = torch.empty(rows, dtype=torch.int64, device=device)
+    finite = torch.empty(rows, dtype=torch.bool, device=device)
+    block = min(power_of_two(tiles), CHOICE_BLOCK)
+    choose_kernel[(rows,)](ranks, token, finite, tiles, BLOCK=block, **overlap(x.device), num_warps=4)
+    return token, finite

@@ -1,0 +1,62 @@
+/* Products of tiles by AVX512-BF16. */
+
+static inline void tiles_begin(int first, int second) { (void)first, (void)second; }
+static inline void tiles_end(void) {}
+
+static inline __m512 pair_product(__m512 sum, const bf16 *a, const bf16 *b)
+{
+    int32_t pair;
+    memcpy(&pair, a, sizeof pair);
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_loadu_si512(b));
+}
+
+static inline void tile_product(
+    const bf16 *a, long stride, long a_step, int rows, const bf16 *b, long b_step, long steps, float *c)
+{
+    for (int first = 0; first < rows; first += 8) {
+        int count = rows - first < 8 ? rows - first : 8;
+        __m512 sums[8];
+        for (int r = 0; r < 8; r++) sums[r] = _mm512_setzero_ps();
+        for (long k = 0; k < steps; k++)
+            for (int j = 0; j < SIDE; j++)
+                for (int r = 0; r < count; r++)
+                    sums[r] = pair_product(
+                        sums[r], a + (first + r) * stride + k * a_step + 2 * j, b + k * b_step + j * DEPTH);
+        for (int r = 0; r < count; r++) _mm512_storeu_ps(c + (first + r) * SIDE, sums[r]);
+    }
+}
+
+/* Of `count` rows from a on: c [count][32]. */
+static inline __attribute__((always_inline)) void rows_product(
+    const bf16 *a, const int count, const bf16 *b, long steps, int fresh, float *c)
+{
+    __m512 sums[8][2];
+    for (int r = 0; r < count; r++)
+        for (int half = 0; half < 2; half++)
+            sums[r][half] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * 32 + half * SIDE);
+    for (long k = 0; k < steps; k++, b += 2 * TILE)
+        for (int j = 0; j < SIDE; j++)
+            for (int r = 0; r < count; r++)
+                for (int half = 0; half < 2; half++)
+                    sums[r][half] = pair_product(
+                        sums[r][half], a + k * TILE + r * DEPTH + 2 * j, b + half * TILE + j * DEPTH);
+    for (int r = 0; r < count; r++)
+        for (int half = 0; half < 2; half++) _mm512_storeu_ps(c + r * 32 + half * SIDE, sums[r][half]);
+}
+
+static inline void block_product(const bf16 *a, long apart, int blocks, int rows, const bf16 *b, long steps,
+    int fresh, const bf16 *next, long lines, float *c)
+{
+    (void)next, (void)lines; /* its reads are regular enough for the processor to see */
+    for (int block = 0; block < blocks; block++)
+        for (int first = 0; first < SIDE && block * SIDE + first < rows;) {
+            int left = rows - block * SIDE - first;
+            if (left > SIDE - first) left = SIDE - first;
+            const bf16 *from = a + block * apart + first * DEPTH;
+            float *to = c + (block * SIDE + first) * 32;
+            if (left >= 8) rows_product(from, 8, b, steps, fresh, to), first += 8;
+            else if (left >= 4) rows_product(from, 4, b, steps, fresh, to), first += 4;
+            else if (left >= 2) rows_product(from, 2, b, steps, fresh, to), first += 2;
+            else rows_product(from, 1, b, steps, fresh, to), first += 1;
+        }
+}

@@ -1,0 +1,1 @@
+"""What a round does besides the model: windows, acceptance, commit, emission, lookup."""

@@ -1,0 +1,122 @@
+"""The end of a verification: which tokens are kept, why a slot ends, and what the host will read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spd.kernels.round.window import COMMITTED, RoundTensors, RoundWindow, mark_time
+
+GOING_ON, STOPPED, FULL, FAILED = 0, 1, 2, 3
+
+EMISSION_HEAD = 7
+"""Columns before the drafts: length before the round, num_drafts, accepted, committed, reason, k, match."""
+NUM_DRAFTS, ACCEPTED, MATCH = 1, 2, 6
+
+
+class Emission(NamedTuple):
+    """What one round did to one slot, in host values."""
+
+    length: int  # before the round
+    num_drafts: int  # how many drafts entered verification
+    accepted: int  # leading drafts that equal the samples
+    committed: int  # tokens appended; 0 for a silent slot
+    reason: int  # GOING_ON, STOPPED, FULL or FAILED
+    match: int  # tokens of the match that prompt lookup took the drafts from; 0 where a model drafted
+    draft: list[int]  # the k drafts that were fed
+    sampled: list[int]  # the target's token for each of k + 1 rows
+
+
+def emission_width(max_k: int) -> int:
+    """Columns of an emission that may hold max_k drafts: head, drafts, samples."""
+    return EMISSION_HEAD + 2 * max_k + 1
+
+
+def emission_max_k(width: int) -> int:
+    """How many drafts an emission of that many columns may hold."""
+    return (width - EMISSION_HEAD - 1) // 2
+
+
+def first_sample(width: int) -> int:
+    """The column in which the samples of an emission of that many columns begin."""
+    return EMISSION_HEAD + emission_max_k(width)
+
+
+def read_emission(row: list[int]) -> Emission:
+    """One slot's row of the ring, as `round_commit` wrote it, in host values."""
+    length, num_drafts, accepted, committed, reason, k, match = row[:EMISSION_HEAD]
+    samples = first_sample(len(row))
+    draft, sampled = row[EMISSION_HEAD : EMISSION_HEAD + k], row[samples : samples + k + 1]
+    return Emission(length, num_drafts, accepted, committed, reason, match, draft, sampled)
+
+
+def coupled_verify(draft: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:
+    """How many leading drafts equal the target's own draws, and are so accepted: int64 [S].
+
+    draft [S, k]; sampled [S, k + 1], the target's token for each row of the window; num_drafts [S],
+    how many of the k are real. The token sampled[s, accepted[s]] is the recovered or bonus token.
+    Source: Daliri, Musco & Suresh 2024 (drafter-invariant speculation).
+    """
+    k = draft.shape[1]
+    real = torch.arange(k, device=draft.device) < num_drafts.unsqueeze(-1)
+    return ((draft == sampled[:, :k]) & real).long().cumprod(dim=-1).sum(dim=-1)
+
+
+def round_commit(
+    state: RoundTensors,
+    window: RoundWindow,
+    sampled: Tensor,
+    finite: Tensor,
+    accepted: Tensor | None = None,
+    generated: Tensor | None = None,
+    looked_up: bool = False,
+) -> None:
+    """Append accepted + 1 samples, fewer at a stop id or a row that is not finite, and say so in the ring.
+
+    sampled int64 and finite bool [S, k + 1]. Written in place: tokens from column length on, length, active,
+    generated int32 [S, V] (plus one a committed token), the commit's time, and columns of the ring at counter
+    % depth, its width at least emission_width(k); see `read_emission`. The counter stays. accepted int64
+    [S], 0 to k, comes from another rule than coupled verification; samples beyond it may be no tokens at all.
+    looked_up: whether match says of which match the drafts are; else none is told.
+    """
+    mark_time(state.times, state.counter, COMMITTED, False)
+    draft, num_drafts, tokens, ring = window.draft, window.num_drafts, state.tokens, state.ring
+    if accepted is None:
+        accepted = coupled_verify(draft, sampled, num_drafts)
+    k = draft.shape[1]
+    before = state.length.clone()
+    count, reason = _decide(sampled, finite, accepted, state)
+    rows = torch.arange(k + 1, device=sampled.device)
+    kept = rows < count.unsqueeze(-1)
+    where = (before.unsqueeze(-1) + rows).clamp(max=tokens.shape[1] - 1)
+    tokens.scatter_(1, where, torch.where(kept, sampled, tokens.gather(1, where)))
+    if generated is not None:
+        generated.scatter_add_(1, sampled.clamp(min=0), kept.to(generated.dtype))
+    state.length.add_(count)
+    state.active.logical_and_(reason == GOING_ON)
+    match = state.match if looked_up else torch.zeros_like(before)
+    columns = (before, num_drafts, accepted, count, reason, torch.full_like(before, k), match)
+    view, place = ring[:, : before.shape[0]], state.counter % ring.shape[0]
+    emitted = view.index_select(0, place)
+    samples = first_sample(ring.shape[2])
+    emitted[0, :, : EMISSION_HEAD + k] = torch.cat((torch.stack(columns, dim=1), draft), dim=1)
+    emitted[0, :, samples : samples + k + 1] = sampled
+    view.index_copy_(0, place, emitted)
+
+
+def _decide(sampled: Tensor, finite: Tensor, accepted: Tensor, state: RoundTensors) -> tuple[Tensor, Tensor]:
+    """How many samples each slot keeps, and the reason why it ends: int64 [S] each."""
+    none = sampled.shape[1]
+    rows = torch.arange(none, device=sampled.device)
+    reached = rows <= accepted.unsqueeze(-1)
+    stops = (sampled.unsqueeze(-1) == state.stop_ids.unsqueeze(1)).any(dim=-1)
+    stop = torch.where(stops & reached, rows, none).amin(dim=-1)
+    bad = torch.where(~finite & reached, rows, none).amin(dim=-1)
+    count = torch.minimum(torch.minimum(accepted, stop) + 1, bad)
+    count = torch.where(state.active, count, 0)
+    reason = torch.where(state.length + count >= state.length_limit, FULL, GOING_ON)
+    reason = torch.where((stop <= accepted) & (stop < bad), STOPPED, reason)
+    reason = torch.where((bad <= accepted) & (bad <= stop), FAILED, reason)
+    return count, torch.where(state.active, reason, GOING_ON)

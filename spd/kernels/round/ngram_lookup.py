@@ -1,0 +1,46 @@
+"""Prompt lookup: propose what followed the longest earlier occurrence of the current suffix."""
+
+from __future__ import annotations
+
+import torch
+
+from spd.kernels.round.window import RoundTensors
+
+
+def ngram_lookup(
+    state: RoundTensors, k: int, ngram_min: int, ngram_max: int, bound: int, over: bool = False
+) -> None:
+    """Draft k >= 0 tokens that followed the longest earlier match of the suffix, the latest of equals.
+
+    Where less than k tokens followed it, the text has been repeating itself, and its period goes on.
+    Each slot's first length tokens count and are not negative. Matches are ngram_min >= 1 to ngram_max
+    tokens long. Written in place: num_drafts, k, or 0 without a match and in silent slots; draft[:, :k],
+    zero there; and match, how long the match is (silent slots keep theirs). bound is at least every active
+    slot's length; only this form needs it. With `over`, drafts are there already, and stay in silent slots
+    and where nothing matches. Source: Saxena 2023 (prompt lookup decoding).
+    """
+    active, draft, num_drafts = state.active, state.draft, state.num_drafts
+    tokens = state.tokens[:, : max(1, bound)]
+    width = tokens.shape[1]
+    ends = torch.arange(width, device=tokens.device)
+    last = (state.length - 1).unsqueeze(-1)
+    matching = (ends < last) & active.unsqueeze(-1)
+    suffix = torch.zeros_like(tokens)
+    for back in range(min(ngram_max, width)):
+        current = tokens.gather(1, (last - back).clamp(0, width - 1))
+        shifted = tokens if back == 0 else torch.nn.functional.pad(tokens, (back, 0), value=-1)[:, :width]
+        matching = matching & (shifted == current)
+        suffix += matching
+    # The longest suffix first, then the most recent end: one number orders both.
+    best = (suffix * (width + 1) + ends).argmax(dim=-1, keepdim=True)
+    matched = suffix.gather(1, best).squeeze(-1)
+    matched = torch.where(matched >= ngram_min, matched, 0)
+    taken = (matched > 0) & active if over else torch.ones_like(active)
+    found = (matched > 0).unsqueeze(-1)
+    rows = torch.arange(k, device=tokens.device)
+    period = torch.where(found, last - best, 1)
+    follow = tokens.gather(1, (best + 1 + rows % period).clamp(max=width - 1))
+    drafts = torch.where(found, follow, 0)
+    draft[:, :k] = torch.where(taken.unsqueeze(-1), drafts, draft[:, :k])
+    num_drafts.copy_(torch.where(taken, k * (matched > 0), num_drafts))
+    state.match.copy_(torch.where(active, matched, state.match))

@@ -1,0 +1,195 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Rejection and block verification on the GPU: one program a slot decides, blocks draw the last token.
+
+The block rule needs sums over the vocabulary first; each block's is stored and added up in a fixed order.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spd.kernels.launch import ceil_div, power_of_two
+from spd.kernels.sampling.draft_verify import NO_TOKEN, NUM_STREAMS, STREAM_ACCEPTANCE, STREAM_RESIDUAL
+from spd.kernels.sampling.philox import STREAM_TARGET
+from spd.kernels.sampling.philox_triton import (
+    NO_RANK,
+    draw_rank,
+    gumbel_of,
+    interleave4,
+    random_bits4,
+    rank_is_finite,
+    rank_token,
+    uniform,
+)
+
+TARGET, ACCEPTANCE = tl.constexpr(STREAM_TARGET), tl.constexpr(STREAM_ACCEPTANCE)
+RESIDUAL, NONE = tl.constexpr(STREAM_RESIDUAL), tl.constexpr(NO_TOKEN)
+STREAMS = tl.constexpr(NUM_STREAMS)
+BLOCK = 2048
+"""Token ids a program; a multiple of 4."""
+WARPS = 8
+MAX_ROWS = 64
+
+
+@triton.jit
+def draft_ratio(target, draft_probs, draft, slot, i, drafts, vocab_size, ONE_HOT: tl.constexpr):
+    """How much likelier draft i of a slot is under the target than under its drafter."""
+    token = tl.load(draft + slot * drafts + i)
+    p = tl.load(target + (slot * (drafts + 1) + i) * vocab_size + token)
+    if ONE_HOT:
+        return p
+    else:
+        q = tl.load(draft_probs + (slot * drafts + i) * vocab_size + token)
+        return tl.where(q > 0, tl.div_rn(p, tl.where(q > 0, q, 1.0)), 0.0)
+
+
+@triton.jit
+def excess_over_draft(
+    p, scale, draft_probs, draft, slot, i, drafts, ids, vocab_size, ONE_HOT: tl.constexpr
+):  # fmt: skip
+    """What scale times the target's probabilities of a block exceeds the law of draft i by."""
+    if ONE_HOT:
+        q = (ids == tl.load(draft + slot * drafts + i)).to(tl.float32)
+    else:
+        q = tl.load(draft_probs + (slot * drafts + i) * vocab_size + ids, mask=ids < vocab_size, other=0.0)
+    return tl.maximum(scale * p - q, 0.0)
+
+
+@triton.jit(do_not_specialize=["drafts"])
+def excess_kernel(
+    target, draft_probs, draft, num_drafts, sums, drafts, vocab_size, ONE_HOT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block's share of the excess after i + 1 drafts: float32 [S, k, blocks], where another follows."""
+    slot, i, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    if i + 1 < tl.load(num_drafts + slot):
+        joint = 1.0
+        for j in range(i + 1):
+            ratio = draft_ratio(target, draft_probs, draft, slot, j, drafts, vocab_size, ONE_HOT)
+            joint = tl.minimum(joint * ratio, 1.0)
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        row = slot * (drafts + 1) + i + 1
+        p = tl.load(target + row * vocab_size + ids, mask=ids < vocab_size, other=0.0)
+        excess = excess_over_draft(
+            p, joint, draft_probs, draft, slot, i + 1, drafts, ids, vocab_size, ONE_HOT
+        )  # fmt: skip
+        tl.store(sums + (slot * drafts + i) * tl.num_programs(2) + block, tl.sum(excess))
+
+
+@triton.jit(do_not_specialize=["drafts"])
+def decide_kernel(
+    target, draft_probs, draft, num_drafts, seed, positions, sums, accepted, scales, drafts, vocab_size,
+    blocks, ONE_HOT: tl.constexpr, BY_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """How many drafts of a slot pass, int64 [S], and what scales the last row's residual, float32 [S]."""
+    slot = tl.program_id(0).to(tl.int64)
+    real = tl.minimum(tl.load(num_drafts + slot), drafts)
+    index = tl.arange(0, BLOCKS)
+    passed = tl.zeros((), dtype=tl.int64)
+    joint, scale = 1.0, 1.0
+    for i in range(real):
+        ratio = draft_ratio(target, draft_probs, draft, slot, i, drafts, vocab_size, ONE_HOT)
+        position = tl.load(positions + slot * (drafts + 1) + i)
+        stream = (position * 0 + ACCEPTANCE + STREAMS * i).to(tl.uint32)
+        bits, _, _, _ = random_bits4(tl.load(seed + slot), position, stream, position * 0)
+        if BY_BLOCK:
+            joint = tl.minimum(joint * ratio, 1.0)
+            chance = joint
+            if i + 1 < real:
+                parts = sums + (slot * drafts + i) * blocks
+                excess = tl.sum(tl.load(parts + index, mask=index < blocks, other=0.0))
+                whole = excess + 1.0 - joint
+                chance = tl.where(whole > 0, tl.div_rn(excess, tl.where(whole > 0, whole, 1.0)), 1.0)
+            passes = uniform(bits) < chance
+            passed = tl.where(passes, i + 1, passed)
+            scale = tl.where(passes, joint, scale)
+        else:
+            passed += ((passed == i) & (uniform(bits) < ratio)).to(tl.int64)
+    tl.store(accepted + slot, passed)
+    tl.store(scales + slot, scale)
+
+
+@triton.jit(do_not_specialize=["drafts"])
+def last_token_kernel(
+    target, draft_probs, draft, num_drafts, seed, positions, accepted, scales, ranks, drafts, vocab_size,
+    ONE_HOT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block's greatest ranks in the row after the accepted drafts, by residual and by the target itself.
+
+    int64 [S, blocks, 2], with the same noise; both are the target's where no draft was rejected.
+    """
+    slot, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.load(accepted + slot)
+    rejected = at < tl.minimum(tl.load(num_drafts + slot), drafts)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    row = slot * (drafts + 1) + at
+    p = tl.load(target + row * vocab_size + ids, mask=ids < vocab_size, other=0.0)
+    weights = p
+    if rejected:
+        weights = excess_over_draft(
+            p, tl.load(scales + slot), draft_probs, draft, slot, at, drafts, ids, vocab_size, ONE_HOT
+        )  # fmt: skip
+    stream = tl.where(rejected, RESIDUAL, TARGET).to(tl.uint32)
+    groups = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    bits0, bits1, bits2, bits3 = random_bits4(tl.load(seed + slot), tl.load(positions + row), stream, groups)
+    noise = gumbel_of(interleave4(bits0, bits1, bits2, bits3))
+    out = ranks + (slot * tl.num_programs(1) + block) * 2
+    residual = tl.where(ids < vocab_size, draw_rank(tl.log(weights) + noise, ids), NO_RANK)
+    plain = tl.where(ids < vocab_size, draw_rank(tl.log(p) + noise, ids), NO_RANK)
+    tl.store(out, tl.max(residual))
+    tl.store(out + 1, tl.max(plain))
+
+
+@triton.jit(do_not_specialize=["drafts"])
+def emit_kernel(draft, accepted, ranks, tokens, drafts, blocks, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
+    """A slot's tokens: accepted drafts, the last token, NONE beyond; int64 [S, k + 1]."""
+    slot = tl.program_id(0).to(tl.int64)
+    index, rows = tl.arange(0, BLOCKS), tl.arange(0, ROWS)
+    parts = ranks + (slot * blocks + index) * 2
+    rank = tl.max(tl.load(parts, mask=index < blocks, other=NO_RANK))
+    plain = tl.max(tl.load(parts + 1, mask=index < blocks, other=NO_RANK))
+    last = rank_token(tl.where(rank_is_finite(rank), rank, plain))
+    at = tl.load(accepted + slot)
+    drafted = tl.load(draft + slot * drafts + rows, mask=rows < at, other=NONE)
+    tl.store(tokens + slot * (drafts + 1) + rows, tl.where(rows == at, last, drafted), mask=rows <= drafts)
+
+
+def _verify(
+    target: Tensor,
+    draft_probs: Tensor | None,
+    draft: Tensor,
+    num_drafts: Tensor,
+    seed: Tensor,
+    positions: Tensor,
+    *,
+    by_block: bool,
+) -> tuple[Tensor, Tensor]:
+    """Probabilities are float32."""
+    (slots, rows, vocab_size), device = target.shape, target.device
+    drafts, blocks = rows - 1, ceil_div(vocab_size, BLOCK)
+    assert rows <= MAX_ROWS
+    sums = torch.empty(slots, max(drafts, 1), blocks, dtype=torch.float32, device=device)
+    accepted, scales = torch.empty_like(num_drafts), torch.empty(slots, dtype=torch.float32, device=device)
+    ranks = torch.empty(slots, blocks, 2, dtype=torch.int64, device=device)
+    tokens = torch.empty(slots, rows, dtype=torch.int64, device=device)
+    draft, positions, one_hot = draft.contiguous(), positions.contiguous(), draft_probs is None
+    laws = (target, target if draft_probs is None else draft_probs.contiguous(), draft, num_drafts)
+    sizes, row = (drafts, vocab_size), {"BLOCKS": power_of_two(blocks), "num_warps": 1}
+    options = {"ONE_HOT": one_hot, "enable_fp_fusion": False}
+    wide = {"BLOCK": BLOCK, "num_warps": WARPS, **options}
+    if by_block and drafts > 1:
+        excess_kernel[slots, drafts - 1, blocks](*laws, sums, *sizes, **wide)
+    decided = (seed, positions, sums, accepted, scales)
+    decide_kernel[(slots,)](*laws, *decided, *sizes, blocks, BY_BLOCK=by_block, **row, **options)
+    last_token_kernel[slots, blocks](*laws, seed, positions, accepted, scales, ranks, *sizes, **wide)
+    emit_kernel[(slots,)](draft, accepted, ranks, tokens, drafts, blocks, ROWS=MAX_ROWS, **row)
+    return tokens, accepted
+
+
+rejection_verify = partial(_verify, by_block=False)
+block_verify = partial(_verify, by_block=True)

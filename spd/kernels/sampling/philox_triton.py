@@ -1,0 +1,144 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Philox4x32-10 and Gumbel noise on the GPU, and the device functions every drawing kernel shares.
+
+The integers equal the torch form's bit for bit. A token drawn by one kernel must be drawn by all: the
+sampling kernels (`sampling_triton`) and the fused vocabulary product with its draw (`skinny_linear_triton`)
+divide by the temperature, add the noise and compare through the functions of this file and no others.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from spd.kernels.sampling.philox import MULTIPLIERS, WEYL
+
+MULTIPLIER_0, MULTIPLIER_1 = map(tl.constexpr, MULTIPLIERS)
+WEYL_0, WEYL_1 = map(tl.constexpr, WEYL)
+UNIT = tl.constexpr(2.0**-32)
+LOWEST_UNIFORM = tl.constexpr(2.0**-33)
+HIGHEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+KEY_OF_INFINITY = tl.constexpr(0x7F800000)
+KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
+
+
+@triton.jit
+def philox_words(c0, c1, c2, c3, k0, k1):
+    """Four words from four counters and two keys, uint32 blocks that broadcast against each other."""
+    for _ in tl.static_range(10):
+        product0 = c0.to(tl.uint64) * MULTIPLIER_0
+        product1 = c2.to(tl.uint64) * MULTIPLIER_1
+        c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = product1.to(tl.uint32)
+        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = product0.to(tl.uint32)
+        k0 = tl.add(k0, WEYL_0, sanitize_overflow=False)
+        k1 = tl.add(k1, WEYL_1, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def random_bits4(seed, position, stream, groups):
+    """32 random bits for the token ids 4 * groups + lane: four uint32 blocks, one a lane.
+
+    seed, position int64, scalars or blocks that broadcast against groups; stream a small integer.
+    """
+    zero = (position * 0).to(tl.uint32)
+    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    return philox_words(groups.to(tl.uint32), position.to(tl.uint32), zero + stream, zero, low, high)
+
+
+@triton.jit
+def uniform(bits):
+    """Float32 uniforms in [2**-33, 1 - 2**-24] from uint32 blocks."""
+    return tl.minimum(tl.maximum(bits.to(tl.float32) * UNIT, LOWEST_UNIFORM), HIGHEST_UNIFORM)
+
+
+@triton.jit
+def gumbel_of(bits):
+    """Standard Gumbel noise, float32, from uint32 blocks."""
+    return -tl.log(-tl.log(uniform(bits)))
+
+
+@triton.jit
+def gumbel4(seed, position, stream, groups):
+    """Gumbel noise for the token ids 4 * groups + lane: four float32 blocks, one a lane.
+
+    groups [G] with scalar seed and position, or [G, 1] with seed and position [1, T].
+    """
+    bits0, bits1, bits2, bits3 = random_bits4(seed, position, stream, groups)
+    return gumbel_of(bits0), gumbel_of(bits1), gumbel_of(bits2), gumbel_of(bits3)
+
+
+@triton.jit
+def gumbel_at(seed, position, stream, ids):
+    """Gumbel noise for token ids [G, 1] that need not lie beside each other, at seed and position [1, T]."""
+    bits0, bits1, bits2, bits3 = random_bits4(seed, position, stream, ids >> 2)
+    lane = ids & 3
+    return gumbel_of(tl.where(lane < 2, tl.where(lane == 0, bits0, bits1), tl.where(lane == 2, bits2, bits3)))
+
+
+@triton.jit
+def interleave4(lane0, lane1, lane2, lane3):
+    """Blocks [G] or [G, T] of four lanes as one [4 G] or [4 G, T] in the order of token ids."""
+    lanes = tl.join(tl.join(lane0, lane2), tl.join(lane1, lane3))  # [..., lane // 2, lane % 2]
+    if len(lanes.shape) == 3:
+        return tl.reshape(lanes, (lanes.shape[0] * 4,))
+    else:
+        return tl.reshape(tl.permute(lanes, (0, 2, 3, 1)), (lanes.shape[0] * 4, lanes.shape[1]))
+
+
+# -- the draw: used by sampling_triton and by the vocabulary product that draws (skinny_linear_triton) --
+
+
+@triton.jit
+def scaled_logit(logit, temperature):
+    """Float32 logits divided by the temperature as IEEE division does it; unchanged at temperatures <= 0."""
+    return tl.div_rn(logit, tl.where(temperature > 0, temperature, 1.0))
+
+
+@triton.jit
+def noisy_logit(scaled, noise, temperature):
+    """Scaled logits with their noise; without it at temperatures <= 0."""
+    return tl.where(temperature > 0, scaled + noise, scaled)
+
+
+@triton.jit
+def order_key(value):
+    """Int32 keys in the order of float32 values: -0 equals 0, and NaN stands above infinity."""
+    bits = value.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ MAGNITUDE, bits)
+    return tl.where(value == 0, 0, tl.where(value == value, key, MAGNITUDE))
+
+
+@triton.jit
+def key_value(key):
+    """The float32 value of an order key."""
+    return tl.where(key < 0, key ^ MAGNITUDE, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def draw_rank(score, ids):
+    """Int64 ranks of (score, token id): the greatest is what is drawn, ties to the lowest id, NaN first.
+
+    Ranks of parts of a vocabulary are combined with `max` in any order.
+    """
+    return (order_key(score).to(tl.int64) << 32) | (ids ^ MAGNITUDE).to(tl.int64)
+
+
+@triton.jit
+def rank_token(rank):
+    """The token id of a rank, int64."""
+    return (rank & MAGNITUDE) ^ MAGNITUDE
+
+
+@triton.jit
+def rank_is_finite(rank):
+    """Whether a rank's score is finite; noise is, so a scored logit is if and only if its score is."""
+    key = rank >> 32
+    return (key > KEY_OF_MINUS_INFINITY) & (key < KEY_OF_INFINITY)
+
+
+NO_RANK = tl.constexpr(-(2**63))
+"""Below every rank: for ids beyond the vocabulary."""

@@ -1,0 +1,246 @@
+"""From logits to tokens for every row of a window, speculated or not: the contract and its torch form.
+
+Order: unusable ids, bias, penalties, minimum length, mask, temperature, top-k, top-p, min-p; then argmax,
+with keyed noise at temperatures above zero. A row's result depends on its own logits, history and keys only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
+
+NEGATIVE_INFINITY = float("-inf")
+
+MASS_BITS = 32
+"""A token as likely as the likeliest has the mass 2**32."""
+LOG2_E = 1.4426950216293335
+LOWEST_EXPONENT = -40.0
+EXP2_COEFFICIENTS = (
+    # Of 2**f for f in [0, 1], from the highest power down; each is a float32 number. Relative error 1e-7.
+    0.00021715024195145816,
+    0.00124408770352602,
+    0.009678063914179802,
+    0.05548415333032608,
+    0.2402295172214508,
+    0.6931470036506653,
+    1.0,
+)
+
+
+class SamplingSteps(Protocol):
+    """Which steps any row needs; the rest are skipped, which changes no token."""
+
+    @property
+    def noise(self) -> bool: ...
+    @property
+    def truncation(self) -> bool: ...
+    @property
+    def penalties(self) -> bool: ...
+    @property
+    def bias(self) -> bool: ...
+    @property
+    def min_length(self) -> bool: ...
+    @property
+    def grammar(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class SamplingTensors:
+    """Every slot's sampling parameters and history, on the device; S slots, V token ids."""
+
+    temperature: Tensor  # float32 [S]; at 0 and below the likeliest token is taken
+    top_p: Tensor  # float32 [S]; 1 and above keeps all
+    min_p: Tensor  # float32 [S]
+    repetition_penalty: Tensor  # float32 [S]
+    presence_penalty: Tensor  # float32 [S]
+    frequency_penalty: Tensor  # float32 [S]
+    top_k: Tensor  # int64 [S]; 0 keeps all
+    seed: Tensor  # int64 [S]
+    bias: Tensor | None  # float32 [S, V], added to the logits
+    in_prompt: Tensor | None  # bool [S, V]: the tokens of the prompt
+    generated: Tensor | None  # int32 [S, V]: how often each token was generated
+    stop_ids: Tensor  # int64 [S, N], -1 where unused
+    length: Tensor  # int64 [S]: committed tokens, the prompt's too; the first row's token comes at this index
+    min_length: Tensor  # int64 [S]: no stop id is drawn at an index below it
+    mask: Tensor | None = None
+    """Int32 [S, >= R, words]: bit v & 31 of word v >> 5 says whether token v may be drawn in a row."""
+
+
+def sample_rows(
+    logits: Tensor,
+    draft: Tensor,
+    positions: Tensor,
+    tensors: SamplingTensors,
+    steps: SamplingSteps,
+    usable_vocab: int,
+    stream: int = STREAM_TARGET,
+) -> tuple[Tensor, Tensor]:
+    """Draw the token of every row: (sampled int64 [S, R], finite bool [S, R]).
+
+    logits float32 [S, R, V] for the R = k + 1 rows of draft int64 [S, k]; positions int64 [S, R], absolute
+    positions of the tokens being drawn; ids from usable_vocab on are never drawn; stream: of the noise.
+    finite: the drawn token's processed logit is a finite number; a NaN anywhere in a processed row makes
+    it False.
+    """
+    processed = process_rows(logits, draft, tensors, steps, usable_vocab)
+    sampled = draw_rows(processed, positions, tensors, steps, stream)
+    return sampled, processed.gather(-1, sampled.unsqueeze(-1)).squeeze(-1).isfinite()
+
+
+def row_laws(
+    logits: Tensor, draft: Tensor, tensors: SamplingTensors, steps: SamplingSteps, usable_vocab: int
+) -> Tensor:
+    """The law that `sample_rows` draws each row's token from: [S, R, V], of the logits' type.
+
+    Arguments as there. All of it lies on the likeliest token, ties to the lowest id, where no noise is
+    drawn; a row that holds NaN or whose likeliest token is not finite is NaN throughout.
+    """
+    processed = process_rows(logits, draft, tensors, steps, usable_vocab)
+    highest, likeliest = processed.max(dim=-1, keepdim=True)
+    certain = torch.zeros_like(processed).scatter_(-1, likeliest, 1.0)
+    certain = torch.where(highest.isfinite(), certain, float("nan"))
+    if not steps.noise:
+        return certain
+    return torch.where(tensors.temperature.view(-1, 1, 1) > 0, processed.softmax(dim=-1), certain)
+
+
+def process_rows(
+    logits: Tensor, draft: Tensor, tensors: SamplingTensors, steps: SamplingSteps, usable_vocab: int
+) -> Tensor:
+    """The target's processed logits [S, R, V] for the R = k + 1 rows of draft [S, k]."""
+    logits = adjust_rows(logits, draft, tensors, steps, usable_vocab)
+    if steps.noise:
+        logits = scale(logits, tensors.temperature)
+    if steps.truncation:
+        logits = truncate(logits, tensors.top_k, tensors.top_p, tensors.min_p)
+    return logits
+
+
+def adjust_rows(
+    logits: Tensor, draft: Tensor, tensors: SamplingTensors, steps: SamplingSteps, usable_vocab: int
+) -> Tensor:
+    """What is done to single logits [S, R, V] before temperature and truncation."""
+    if usable_vocab < logits.shape[-1]:
+        logits = logits.clone()
+        logits[..., usable_vocab:] = NEGATIVE_INFINITY
+    if steps.bias and tensors.bias is not None:
+        logits = logits + tensors.bias.unsqueeze(1)
+    if steps.penalties and tensors.generated is not None and tensors.in_prompt is not None:
+        logits = apply_penalties(logits, count_rows(tensors.generated, draft), tensors)
+    if steps.min_length:
+        logits = hide_stops(logits, tensors)
+    if steps.grammar and tensors.mask is not None:
+        logits = apply_mask(logits, tensors.mask)
+    return logits
+
+
+def draw_rows(
+    processed: Tensor,
+    positions: Tensor,
+    tensors: SamplingTensors,
+    steps: SamplingSteps,
+    stream: int = STREAM_TARGET,
+) -> Tensor:
+    """Token ids [S, R] at absolute positions [S, R] from processed logits [S, R, V]."""
+    if not steps.noise:
+        return processed.argmax(dim=-1)
+    seed = tensors.seed.unsqueeze(-1).expand_as(positions)
+    noise = gumbel(seed, positions, stream, processed.shape[-1])
+    greedy = (tensors.temperature <= 0).view(-1, 1, 1)
+    return torch.where(greedy, processed, processed + noise).argmax(dim=-1)
+
+
+def scale(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Logits [S, R, V] divided by the temperature [S]; unchanged at temperatures <= 0."""
+    temperature = temperature.view(-1, 1, 1)
+    return torch.where(temperature > 0, logits / temperature, logits)
+
+
+def count_rows(generated: Tensor, draft: Tensor) -> Tensor:
+    """Counts for every row of a window, as if the earlier drafts were accepted: int32 [S, k + 1, V].
+
+    generated int32 [S, V]; draft int64 [S, k].
+    """
+    k = draft.shape[1]
+    counts = generated.unsqueeze(1).repeat(1, k + 1, 1)
+    for i in range(k):
+        counts[:, i + 1 :].scatter_add_(
+            2, draft[:, i, None, None].expand(-1, k - i, 1), counts.new_ones(draft.shape[0], k - i, 1)
+        )
+    return counts
+
+
+def apply_penalties(logits: Tensor, counts: Tensor, tensors: SamplingTensors) -> Tensor:
+    """Penalised logits [S, R, V] from counts [S, R, V] of generated tokens.
+
+    Repetition divides positive and multiplies negative logits of tokens seen in prompt or output
+    (Keskar et al. 2019); presence and frequency subtract for generated tokens only.
+    """
+    assert tensors.in_prompt is not None
+    seen = (counts > 0) | tensors.in_prompt.unsqueeze(1)
+    strength = tensors.repetition_penalty.view(-1, 1, 1)
+    repeated = torch.where(logits > 0, logits / strength, logits * strength)
+    logits = torch.where(seen, repeated, logits)
+    logits = logits - tensors.frequency_penalty.view(-1, 1, 1) * counts
+    return logits - tensors.presence_penalty.view(-1, 1, 1) * (counts > 0)
+
+
+def hide_stops(logits: Tensor, tensors: SamplingTensors) -> Tensor:
+    """Stop ids at -inf in rows [S, R, V] whose token would end the text before its minimum length."""
+    rows = torch.arange(logits.shape[1], device=logits.device)
+    early = tensors.length.unsqueeze(-1) + rows < tensors.min_length.unsqueeze(-1)
+    ids = tensors.stop_ids
+    hidden = torch.zeros(ids.shape[0], logits.shape[-1] + 1, dtype=torch.bool, device=logits.device)
+    hidden.scatter_(1, torch.where(ids < 0, logits.shape[-1], ids), True)
+    return logits.masked_fill(early.unsqueeze(-1) & hidden[:, None, :-1], NEGATIVE_INFINITY)
+
+
+def apply_mask(logits: Tensor, mask: Tensor) -> Tensor:
+    """Logits [S, R, V] at -inf where a mask's bit is not set."""
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    words = mask[:, : logits.shape[1]].index_select(-1, ids >> 5)
+    return logits.masked_fill((words >> (ids & 31).to(torch.int32)) & 1 == 0, NEGATIVE_INFINITY)
+
+
+def token_mass(logits: Tensor, highest: Tensor) -> Tensor:
+    """exp(logits - highest) as an integer multiple of 2**-32, rounded down: int64, like logits [...].
+
+    Every operation is a float32 one of its own or exact, so that any backend gets the same integers and
+    sums of them do not depend on an order. 0 where the difference is NaN or below -27.8.
+    """
+    power = (logits - highest).to(torch.float32) * LOG2_E
+    power = torch.where(power > LOWEST_EXPONENT, power, LOWEST_EXPONENT)
+    whole = power.floor()
+    part = power - whole
+    value = torch.full_like(part, EXP2_COEFFICIENTS[0])
+    for coefficient in EXP2_COEFFICIENTS[1:]:
+        value = value * part + coefficient
+    return (value * 2.0**MASS_BITS).to(torch.int64) >> (-whole).to(torch.int64)
+
+
+def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Logits [S, R, V] with everything outside top-k, top-p and min-p at -inf; parameters [S].
+
+    Exactly top_k are kept, ties to the lowest id (0 keeps all); top-p walks by probability, then id,
+    and keeps the token that crosses it; min-p is relative to the likeliest. The likeliest is always kept.
+    Probabilities are `token_mass`, their sums exact.
+    """
+    order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    ranks = torch.arange(logits.shape[-1], device=logits.device)
+    keep = ranks < torch.where(top_k > 0, top_k, logits.shape[-1]).view(-1, 1, 1)
+    mass = token_mass(order.values, order.values[..., :1])
+    kept_mass = torch.where(keep, mass, 0)
+    before = kept_mass.cumsum(dim=-1) - kept_mass
+    share = top_p.view(-1, 1, 1)
+    limit = (share.double() * kept_mass.sum(dim=-1, keepdim=True).double()).ceil().long()
+    keep = keep & ((before < limit) | (share >= 1))
+    keep = keep & (mass >= (min_p.view(-1, 1, 1).double() * 2.0**MASS_BITS).ceil().long())
+    keep = keep | (ranks == 0)
+    return torch.full_like(logits, NEGATIVE_INFINITY).scatter_(
+        -1, order.indices, torch.where(keep, order.values, NEGATIVE_INFINITY)
+    )

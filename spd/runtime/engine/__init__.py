@@ -1,0 +1,1 @@
+"""What the host decides: admission, scheduling, pages, draft length, text."""

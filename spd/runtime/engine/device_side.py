@@ -1,0 +1,266 @@
+"""Everything that the host asks of an engine's device side: plain values in, work enqueued.
+
+With several ranks the same calls, in the same order, are made on every one of them; so nothing here may
+depend on what only one rank knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listed
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spd.formats.model_config import ModelConfig
+from spd.runtime.engine.assembly import Assembly, assemble
+from spd.runtime.engine.out_of_memory import explained
+from spd.runtime.engine.sequence import Sequence
+from spd.runtime.load.progress import Progress
+from spd.runtime.plan.plan import EnginePlan
+from spd.runtime.round.graphs import RoundShape
+from spd.runtime.round.limits import PAGE_SIZE, mask_width
+from spd.runtime.round.out_of_memory import OutOfMemory, is_out_of_memory, let_go
+from spd.runtime.round.round_queue import RoundResult, Ticket
+from spd.runtime.round.rows import EMPTY_SLOT, PromptPart, SlotView, filled_rows
+from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.spans import Run
+from spd.runtime.round.transfer import to_device
+
+
+class Placement(NamedTuple):
+    """A sequence that enters a slot: all that its row is made of."""
+
+    slot: int
+    tokens: list[int]
+    prompt: int
+    """How many of the tokens are its prompt."""
+    params: SamplingParams
+    length_limit: int
+    stop_ids: tuple[int, ...]
+    draft_max: int | None
+    prefilled: int
+    """Positions that its pages hold already."""
+    pages: list[int]
+
+
+class DeviceSide:
+    """Writes slots' rows and enqueues rounds; nothing is waited for."""
+
+    def __init__(self, parts: Assembly, plan: EnginePlan) -> None:
+        self.parts, self.plan = parts, plan
+        self._ids: Tensor | None = None
+        """Of the sequence that is being prefilled: int64 [length]."""
+        self._unwritten: list[PromptPart] = []
+        """Parts of prompts that are written together, in one pass where the kernels allow that."""
+
+    # -- slots -----------------------------------------------------------------------------------
+
+    def place(self, new: Placement) -> None:
+        """Write the row of a sequence that enters a slot; it stays silent."""
+        slot, proposer = new.slot, self.parts.proposer
+        if new.prefilled and proposer is not None and proposer.captures:
+            self._flush()  # it wants what is kept of the pages that the slot begins with
+        self._ids = to_device(new.tokens, torch.long, self.plan.device)
+        self.parts.state.admit(
+            slot,
+            self._ids,
+            new.length_limit,
+            new.prompt + new.params.min_tokens,
+            new.stop_ids,
+            self.plan.shape.draft_ctx,
+            new.draft_max,
+            active=False,
+        )
+        self.parts.sampler.admit(slot, new.params, self._ids[: new.prompt], self._ids[new.prompt :])
+        if proposer is not None:
+            proposer.admit(slot, new.prefilled, SlotView(len(new.tokens), new.pages))
+        self._upload_pages(slot, new.pages)
+
+    def show_pages(self, slot: int, pages: list[int]) -> None:
+        """Upload a slot's page numbers."""
+        self._upload_pages(slot, pages)
+
+    def _upload_pages(self, slot: int, pages: list[int]) -> None:
+        table = self.parts.state.page_table
+        table[slot] = self.parts.runner.page_row(pages, table.shape[1])
+
+    @torch.inference_mode()
+    def write(self, slot: int, view: SlotView, start: int, end: int, runs: Listed[Run]) -> None:
+        """Write the caches of positions of the prompt that was placed last, at the latest in `flush`."""
+        assert self._ids is not None
+        runner, part = self.parts.runner, PromptPart(slot, self._ids[None], start, end, view, runs)
+        if sum(filled_rows(each.end - each.begin) for each in (*self._unwritten, part)) > runner.chunk:
+            self._flush()
+        self._unwritten.append(part)
+
+    @property
+    def owes(self) -> bool:
+        """Whether anything is still to be written of prompts."""
+        return bool(self._unwritten)
+
+    def flush(self) -> None:
+        """Enqueue what is still to be written of prompts."""
+        self._flush()
+
+    @torch.inference_mode()
+    def _flush(self) -> None:
+        if not self._unwritten:
+            return
+        states = self.parts.runner.write(self._unwritten)
+        if self.parts.proposer is not None:
+            self.parts.proposer.prefill(self._unwritten, states)
+        self._unwritten = []  # and not before: what broke off is still to be written
+
+    def allow(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
+        """Masks int32 [R, words] for a slot's next round, and its drafts, of which `legal` are allowed."""
+        state = self.parts.state
+        self.parts.sampler.allow(slot, rows)
+        if drafts:  # rounds that it did not take part in may have overwritten them
+            state.draft[slot, : len(drafts)] = to_device(drafts, torch.long, self.plan.device)
+        state.num_drafts[slot].fill_(legal)
+
+    def set_active(self, slot: int, active: bool) -> None:
+        """Let a slot take part in rounds from the next one on, or keep it out of them."""
+        self.parts.state.set_active(slot, active)
+
+    def retire(self, slot: int, views: Listed[SlotView], held: int) -> None:
+        """Silence a slot, once its pages hold what others find there: up to position `held`."""
+        self._flush()
+        self.parts.queue.catch_up(views)
+        if held % PAGE_SIZE and self.parts.proposer is not None:
+            page = views[slot].pages[held // PAGE_SIZE]
+            self.parts.proposer.leave(slot, held, page)
+        self.parts.state.retire(slot)
+        self.parts.queue.last_views[slot] = EMPTY_SLOT
+
+    def clear(self, pages: list[int]) -> None:
+        """Zero pages that may hold values that are not finite."""
+        self._flush()
+        self.parts.runner.cache.clear(pages)
+        if self.parts.proposer is not None:
+            self.parts.proposer.clear(pages)
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    def launch(
+        self, k: int, views: Listed[SlotView], needs: SamplerClass, num_logprobs: int | None, next_k: int
+    ) -> Ticket:
+        """Enqueue one round; see `Round.run`."""
+        self.parts.threads.follow()
+        self._flush()
+        return self.parts.queue.launch(k, views, needs, num_logprobs, next_k)
+
+    def capture(self, shape: RoundShape) -> bool:
+        """Capture a round while nothing runs. False: memory ran out, all are let go. Ranks: ResourceError."""
+        captured = self.parts.queue.captured
+        assert captured is not None
+        try:
+            captured.capture(shape, [EMPTY_SLOT] * self.plan.shape.slots)
+        except OutOfMemory as error:
+            if self.plan.shape.tp > 1:
+                raise explained(error, self.plan, "running") from None
+            captured.captured.clear()
+            captured.pool, captured.lazily = None, True
+            let_go(error)
+            return False
+        return True
+
+    def read(self, ticket: Ticket) -> RoundResult:
+        """Wait until a round has run, and return what it emitted. Of rank 0 only."""
+        return ticket.read()
+
+    def close(self) -> None:
+        """Let go of what is not this process's own."""
+
+    def restart(self) -> None:
+        """Go on after a round that broke off."""
+        self._unwritten.clear()
+        self.parts.queue.restart()
+
+
+def free_rows(rows: int, vocab_size: int) -> Tensor:
+    """Masks on the host that allow everything: int32 [rows, words]."""
+    return torch.full((rows, mask_width(vocab_size)), -1, dtype=torch.int32)
+
+
+class SlotWriter:
+    """Has the device side write the slots of sequences, as the scheduler decides."""
+
+    def __init__(self, device: DeviceSide, plan: EnginePlan) -> None:
+        self.device, self.parts, self.plan = device, device.parts, plan
+
+    def place(self, sequence: Sequence) -> None:
+        """Write the row of a sequence that was given a slot; it stays silent until it is prefilled."""
+        sequence.placed = True
+        self.device.place(
+            Placement(
+                sequence.slot,
+                sequence.tokens(),
+                len(sequence.request.prompt_ids),
+                sequence.request.params,
+                sequence.length_limit,
+                sequence.stop_ids,
+                sequence.request.draft_max,
+                sequence.prefilled,
+                sequence.pages,
+            )
+        )
+
+    def prefill(self, sequence: Sequence, runs: Listed[Run]) -> int:
+        """Enqueue the next pass over the prompt, at most one chunk; returns where it ended."""
+        start, end = sequence.prefilled, sequence.prefill_end
+        run = next((run for run in runs if run.start <= start < run.end), None)
+        if run is None:
+            return end
+        rows = self.plan.shape.chunk if run.kind == "chunk" else self.parts.runner.tail_rows
+        stop = min(start + rows, run.end)
+        self.device.write(sequence.slot, SlotView(sequence.length, sequence.pages), start, stop, runs)
+        return stop
+
+    def passes(self, rows: int) -> float:
+        """What writing so many rows of one prompt takes: a pass, or a part of one that others share."""
+        return rows / self.plan.shape.chunk if self.parts.runner.merges else float(rows > 0)
+
+    def arm(self, sequence: Sequence, drafts: Listed[int] = ()) -> None:
+        """Let a slot take part from the next round on, with masks for its drafts where a grammar wants them.
+
+        Raises GrammarError for a grammar that cannot go on.
+        """
+        if sequence.grammar is not None:
+            rows = free_rows(len(drafts) + 1, self.parts.sampler.vocab_size)
+            legal = sequence.grammar.masks(drafts, rows)
+            # Where drafts are tested by their probability the one that a mask forbids has to fail its test:
+            # cut away unseen, it would count as a block that came to a fair end.
+            legal = legal if self.plan.wishes.verify == "coupled" else len(drafts)
+            self.device.allow(sequence.slot, rows, list(drafts), legal)
+        sequence.active = True
+        self.device.set_active(sequence.slot, True)
+
+    def silence(self, sequence: Sequence) -> None:
+        """Keep a slot out of rounds until it is armed again."""
+        sequence.active = False
+        self.device.set_active(sequence.slot, False)
+
+    def vacate(self, sequence: Sequence, running: Listed[Sequence]) -> None:
+        """Silence a slot of those running, once its pages hold what others will find there."""
+        views = [EMPTY_SLOT] * self.plan.shape.slots
+        for other in running:
+            views[other.slot] = SlotView(other.bound, other.pages)
+        self.device.retire(sequence.slot, views, sequence.prefill_end)
+
+
+def open_device(
+    plan: EnginePlan, config: ModelConfig, usable: int, progress: Progress | None, rendezvous: str | None
+) -> DeviceSide:
+    """Load everything that a plan names, on all its ranks. Raises ResourceError where memory runs out."""
+    try:
+        if plan.shape.tp == 1:
+            return DeviceSide(assemble(plan, config, usable, progress), plan)
+        from spd.runtime.ranks.leader import lead
+
+        return lead(plan, config, usable, progress, rendezvous)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explained(error, plan, "loading") from None

@@ -1,0 +1,306 @@
+"""How many tokens to draft in the next round: a fixed k, or the k that promises the most tokens a second.
+
+Two things are estimated. The tokens of a round at every k: how likely the first draft is accepted, from
+each request's latest drafts and those of all requests, and how much likelier each further one is once those
+before it were. The seconds of a round at every k: medians of the latest measured times of verifying and of
+drafting, kept apart for 1, 2 to 3, 4 to 7 requests and so on; what was not timed lies on the line through
+its neighbours. The rule: of the plan's values of k, 0 among them, the one with the most tokens a second
+(`DraftLength.choose`). Only what is run is measured. So the first rounds are at the largest k; while
+drafting pays, 0 and the neighbours of the best k are timed in turn now and then; while it does not, a few
+drafts are tried now and then, ever more seldom. 0 is run once it has seemed best for a few rounds: the
+drafter then has to catch up. Where lookup helps a model and finds the text copied, it may draft alone, more
+than the model would. Nothing here changes the text. No torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+DECAY = 0.96
+"""What earlier rounds weigh after one more, in acceptance."""
+STEADINESS = 5.0
+"""The drafts that a rate counts for against those just accepted: the fewer, the more they come in runs."""
+PRIOR = 6.0
+"""Drafts of all requests that a request's own are weighed against."""
+SAMPLES = 7
+"""Latest times that count, by their median: rounds that something else held up are outvoted."""
+ENOUGH = 2
+"""Times of a k before they are believed; the first may have been cold."""
+WARM_UP_ROUNDS = 4
+"""At the largest k, before anything else."""
+PATIENCE = 8
+"""Rounds in which plain ones seem better before one is run."""
+TIME_FIRST, TIME_EVERY = 8, 48
+"""Rounds with drafts before another k than the best is timed: at first, and from then on."""
+PROBE_EVERY, PROBE_SELDOM = 16, 256
+"""Rounds without drafts between two probes: at first, and after probes that changed nothing."""
+PROBE_LENGTH, PROBE_OUTCOMES = 2, 8
+"""A probe's k, and how many requests' rounds it is to try, at least."""
+PROBE_MEMORY = 16.0
+"""The drafts that earlier evidence counts for at a probe, at most, so that its outcome can overrule it."""
+LOST, FOUND, FOLLOWED = 0, 1, 2
+"""Whether lookup has no match in a text, has one, or its drafts were all accepted: text is being copied."""
+COPIED, PRIOR_COPIES = {FOUND: 0.4, FOLLOWED: 0.75}, 4.0
+"""Share of lookup's drafts that is hoped for at first, and for how many rounds."""
+
+
+def chance_of_next(rate: float, accepted: int) -> float:
+    """How likely a round's next draft is accepted after so many; `rate` is the first one's chance.
+
+    Acceptance varies along a text: those before it say that this is a place where drafts are good.
+    """
+    return (rate * STEADINESS + accepted) / (STEADINESS + accepted) if rate else 0.0
+
+
+@cache
+def foretold(tried: int) -> float:
+    """How many of a round's drafts were accepted because those before them were, if so many were tried.
+
+    Without them, accepted drafts over tried ones are on average the `rate` of `chance_of_next`.
+    """
+    return sum(before / (STEADINESS + before) for before in range(tried))
+
+
+def expected_tokens(rates: Sequence[float], caps: Sequence[int], maximum: int) -> list[float]:
+    """Tokens that a request commits in a round at every k from 0 to `maximum`: the mean over some requests.
+
+    rates: how likely the first draft of each is accepted; caps: how many drafts each wants at most.
+    """
+    chances, tokens = [1.0] * len(rates), [1.0]
+    for position in range(maximum):
+        chances = [
+            chance * chance_of_next(rate, position) if most > position else 0.0
+            for chance, rate, most in zip(chances, rates, caps, strict=True)
+        ]
+        tokens.append(tokens[-1] + sum(chances) / len(chances))
+    return tokens
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Drafts of one request, or of all, that were accepted, and those that could have been: sums that fade.
+
+    Both without those that were `foretold` by the drafts before them.
+    """
+
+    accepted: float = 0.0
+    tried: float = 0.0
+    trail: int = LOST
+    """What prompt lookup beside a model has of a request's text; see `LOST`."""
+
+    def rate(self, prior: float) -> float:
+        """The first draft's chance; `prior`, that of all requests, counts as `PRIOR` drafts."""
+        return (self.accepted + PRIOR * prior) / (self.tried + PRIOR)
+
+
+def _times() -> dict[int, deque[float]]:
+    return defaultdict(lambda: deque(maxlen=SAMPLES))
+
+
+@dataclass
+class RoundTimes:
+    """Rounds of about as many requests: the latest times in seconds, and when what is seldom run is run."""
+
+    verify: dict[int, deque[float]] = field(default_factory=_times)
+    """By k."""
+    draft: dict[int, deque[float]] = field(default_factory=_times)
+    """By the number of draft forwards."""
+    gaps: deque[float] = field(default_factory=lambda: deque([0.0], SAMPLES))
+    """Between rounds: the least of them is what the host takes whatever k is, and writes no prompt."""
+    begun: bool = False
+    """Whether the first trials were ordered."""
+    trials: deque[int] = field(default_factory=deque)
+    """The k of the next rounds, to be measured."""
+    plain_best: int = 0
+    """Rounds in a row since which plain ones seem best."""
+    until_timing: int = TIME_FIRST
+    """Rounds with drafts before another k than the best is timed."""
+    turn: int = 0
+    since_probe: int = 0
+    probe_gap: int = PROBE_EVERY
+
+    def costs(self, maximum: int) -> list[float]:
+        """Seconds of a round at every k from 0 to `maximum`; of the first, in units of a verification."""
+        verify, draft = medians(self.verify) or {0: 1.0}, {0: 0.0, **medians(self.draft)}
+        return [self._always + _at(k, verify) + _at(k, draft) for k in range(maximum + 1)]
+
+    def cost_without_model(self, k: int) -> float:
+        """Seconds of a round at k whose drafts no model makes; units as of `costs`."""
+        after = medians(self.draft).get(0, 0.0)
+        return self._always + _at(k, medians(self.verify) or {0: 1.0}) + after
+
+    @property
+    def _always(self) -> float:
+        return max(min(self.gaps), 1e-9)  # a clock may say zero
+
+    def timing_is_due(self, best: int, choices: Sequence[int]) -> int | None:
+        """Count a round with drafts at the `best` k; another k, where one is to be timed now."""
+        self.since_probe, self.probe_gap = 0, PROBE_EVERY
+        self.until_timing -= 1
+        if self.until_timing > 0:
+            return None
+        at = choices.index(best)
+        others = list(dict.fromkeys((0, *choices[at + 1 : at + 2], choices[at - 1])))
+        self.turn, self.until_timing = self.turn + 1, TIME_EVERY
+        return others[(self.turn - 1) % len(others)]
+
+    def probe_is_due(self) -> bool:
+        """Count a round without drafts. Each probe costs a round of all: they become fewer."""
+        self.since_probe += 1
+        if self.since_probe < self.probe_gap:
+            return False
+        self.since_probe, self.probe_gap = 0, min(2 * self.probe_gap, PROBE_SELDOM)
+        return True
+
+
+@dataclass
+class DraftLength:
+    """Chooses k for the next round; `observe_cost` and `observe` feed it.
+
+    A round in which the proposer had nothing to propose counts as a failure. All slots of a round weigh as
+    much as all of another.
+    """
+
+    maximum: int
+    adaptive: bool
+    tiers: tuple[int, ...] = ()
+    """The values of k to choose from; empty means all from 0 to `maximum`."""
+    copying: int = 0
+    """Above `maximum`: k of rounds for which prompt lookup drafts alone, where it has a match. 0: never."""
+    copied: dict[int, tuple[float, float]] = field(init=False)
+    """Of such rounds, by what lookup had: a request's accepted drafts, and how many rounds; they fade."""
+    everyone: Acceptance = field(default_factory=lambda: Acceptance(7.0, 10.0))
+    """As of one request, of all; fades from round to round."""
+    present: Sequence[tuple[Acceptance, int]] = ()
+    """The requests of the next rounds: each one's acceptance, and how many drafts it wants at most."""
+    times: RoundTimes = field(default_factory=RoundTimes)
+    """Of rounds of about as many requests as take part now."""
+    by_load: dict[int, RoundTimes] = field(default_factory=dict)
+    """The times of any number of requests, by its bit length."""
+
+    def __post_init__(self) -> None:
+        self.tiers = self.tiers or tuple(range(self.maximum + 1))
+        hopes = {trail: share * self.copying for trail, share in COPIED.items()}
+        self.copied = {trail: (PRIOR_COPIES * hope, PRIOR_COPIES) for trail, hope in hopes.items()}
+
+    def attend(self, present: Sequence[tuple[Acceptance, int]]) -> None:
+        """Say which requests take part from now on, and how many drafts each wants at most."""
+        self.present = present
+        self.times = self.by_load.setdefault(len(present).bit_length(), RoundTimes())
+
+    def choose(self) -> int:
+        """k for the next round: `copying`, or 0 to `maximum` and no more than any request wants."""
+        wanted = max((most for _, most in self.present), default=self.maximum)
+        maximum = min((k for k in self.tiers if k >= wanted), default=self.maximum)
+        times = self.times
+        if not self.adaptive or maximum == 0:
+            return maximum or (self._copying_k(1.0 / times.costs(0)[0]) if self.copying else 0)
+        if not times.begun:
+            times.begun, first = True, not any(load.verify for load in self.by_load.values())
+            times.trials.extend([self.maximum] * WARM_UP_ROUNDS if first else [self._probe_k] * ENOUGH)
+        if times.trials:
+            return min(times.trials.popleft(), maximum)
+        worth = self._tokens_a_second(maximum)
+        best = max(worth, key=worth.__getitem__)
+        times.plain_best = 0 if best else times.plain_best + 1
+        if not best and times.plain_best <= PATIENCE:
+            best = max(list(worth)[1:], key=worth.__getitem__)
+        if best and (other := times.timing_is_due(best, list(worth))) is not None:
+            times.trials.extend([other] * ENOUGH)
+        elif not best and times.probe_is_due():
+            self._fade(PROBE_MEMORY / max(self.everyone.tried, PROBE_MEMORY))
+            able = sum(most > 0 for _, most in self.present) or 1
+            times.trials.extend([self._probe_k] * -(-PROBE_OUTCOMES // able))
+        if times.trials:
+            return min(times.trials.popleft(), maximum)
+        return self._copying_k(worth[best]) or best
+
+    def _tokens_a_second(self, maximum: int) -> dict[int, float]:
+        """What a round brings, by the values of k up to `maximum`."""
+        rate = self.rate
+        rates = [one.rate(rate) for one, _ in self.present] or [rate]
+        tokens = expected_tokens(rates, [most for _, most in self.present] or [maximum], maximum)
+        costs = self.times.costs(maximum)
+        return {k: tokens[k] / costs[k] for k in self.tiers if k <= maximum}
+
+    def _copying_k(self, worth: float) -> int:
+        """k of a round of lookup alone, where that is worth more than the best other one; else 0."""
+        trails = [one.trail for one, most in self.present if one.trail and most > self.maximum]
+        if not self.copying or not trails:
+            return 0
+        hopes = {trail: accepted / rounds for trail, (accepted, rounds) in self.copied.items()}
+        tokens = 1.0 + sum(hopes[trail] for trail in trails) / len(self.present)
+        return self.copying if tokens / self.times.cost_without_model(self.copying) > worth else 0
+
+    @property
+    def rate(self) -> float:
+        """How likely a round's first draft is accepted, over all requests; see `chance_of_next`."""
+        return self.everyone.accepted / self.everyone.tried if self.everyone.tried else 0.0
+
+    @property
+    def _probe_k(self) -> int:
+        return next((k for k in self.tiers if k >= PROBE_LENGTH), self.tiers[-1])
+
+    def usual_pairs(self, alone: bool) -> set[tuple[int, int]]:
+        """Pairs of k and the next k that are nearly sure to come: of the largest and 0; alone the second."""
+        if not self.adaptive:
+            return {(0, self.maximum), (self.maximum, self.maximum)}
+        near = {0, *self.tiers[-2 if alone else -1 :]}
+        near |= {self.copying} if alone and self.copying else set()
+        return {(k, next_k) for k in near for next_k in near}
+
+    def observe_cost(
+        self, k: int, verify_seconds: float, draft_seconds: float, forwards: int, gap: float = 0.0
+    ) -> None:
+        """What a round at k took: its verification; what came after it, drafts in `forwards` passes too.
+
+        `gap` seconds lay between it and the round before. Comes before its slots' outcomes.
+        """
+        if 0 < k <= self.maximum:
+            self._fade(DECAY)
+        self.times.gaps.append(gap)
+        self.times.verify[k].append(verify_seconds)
+        self.times.draft[forwards].append(draft_seconds)
+
+    def observe(
+        self, k: int, drafted: int, accepted: int, own: Acceptance | None = None, match: int = 0
+    ) -> None:
+        """One slot's outcome of a round verified at k with `drafted` real drafts; `own` is its request's.
+
+        match: tokens of the one that prompt lookup took the drafts from, where it did.
+        """
+        if self.copying and own is not None:
+            if own.trail and k > self.maximum and (drafted or not match):  # else it sat out those drafts
+                before, rounds = self.copied[own.trail]
+                self.copied[own.trail] = DECAY * before + accepted, DECAY * rounds + 1
+            own.trail = LOST if not match or accepted < drafted else FOLLOWED if drafted else FOUND
+        if not 0 < k <= self.maximum:
+            return
+        could = accepted + (accepted < drafted or not drafted)
+        told = foretold(could)
+        self.everyone.accepted += accepted - told
+        self.everyone.tried += could - told
+        if own is not None:
+            own.accepted = DECAY * own.accepted + accepted - told
+            own.tried = DECAY * own.tried + could - told
+
+    def _fade(self, share: float) -> None:
+        self.everyone.accepted *= share
+        self.everyone.tried *= share
+
+
+def medians(times: Mapping[int, deque[float]]) -> dict[int, float]:
+    """The median of what has been timed enough, or else of all; the lower one of two."""
+    enough = {k: each for k, each in times.items() if len(each) >= ENOUGH} or times
+    return {k: sorted(each)[(len(each) - 1) // 2] for k, each in enough.items()}
+
+
+def _at(k: int, known: Mapping[int, float]) -> float:
+    """The value at k on the line through the nearest two known; none falls, and none is below 0."""
+    near = sorted(known, key=lambda other: abs(other - k))[:2]
+    first, last = near[0], near[-1]
+    slope = (known[first] - known[last]) / (first - last) if first != last else 0.0
+    return max(known[first] + (k - first) * max(slope, 0.0), 0.0)

@@ -1,0 +1,331 @@
+"""What drives an engine: the loop over its steps, a thread for it, and what gathers a request's events.
+
+No torch here: the command line builds on this before it loads anything.
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from spd.errors import EngineError, ResourceError
+from spd.runtime.engine.metrics import RequestMetrics
+from spd.runtime.engine.request import Completion, Event, Request, TokenLogprob
+
+if TYPE_CHECKING:
+    from spd.runtime.engine.engine import Engine
+    from spd.runtime.load.progress import LoadProgress, Progress
+    from spd.runtime.round.sampling_params import SamplingParams
+
+
+class Steps(Protocol):
+    """As much of an engine as the loop needs."""
+
+    def step(self) -> list[Event]:
+        """Go on by one round."""
+        ...
+
+
+def drive(
+    engine: Steps, go_on: Callable[[], bool], short: Callable[[ResourceError], None] | None = None
+) -> Iterator[list[Event]]:
+    """The events of each step, for as long as `go_on` says so.
+
+    It is called before each step, adds and aborts requests, and waits where there is nothing to do. `short`
+    is told where memory ran out: what ran then ends with an error, what waits goes on. Raises what `step`
+    raises.
+    """
+    while go_on():
+        try:
+            events = engine.step()
+        except ResourceError as error:
+            if short is None:
+                raise
+            short(error)
+            events = []
+        yield events
+
+
+@dataclass
+class Gathered:
+    """What has come of one request so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    """When tokens came, in seconds of `time.perf_counter`, and how many."""
+
+    def take(self, event: Event) -> None:
+        """Add what an event brought."""
+        if event.token_ids:
+            self.chunks.append((time.perf_counter(), len(event.token_ids)))
+        self.token_ids += event.token_ids
+        self.pieces.append(event.text)
+        self.drafted += event.drafted
+        self.logprobs += event.logprobs
+        self.finish_reason, self.error = event.finish_reason, event.error
+
+    @property
+    def text(self) -> str:
+        """The whole text so far."""
+        return "".join(self.pieces)
+
+    def completion(self, request_id: str, metrics: RequestMetrics) -> Completion:
+        """The whole."""
+        return Completion(
+            request_id,
+            tuple(self.token_ids),
+            self.text,
+            self.finish_reason,
+            metrics,
+            tuple(self.drafted),
+            tuple(self.logprobs),
+            self.error,
+        )
+
+
+Listener = Callable[["Event | BaseException | None"], None]
+"""Hears of one order, in the engine's thread: events, or an error, or None where it was carried out."""
+
+
+class _Order(NamedTuple):
+    act: Callable[[Engine], None]
+    listener: Listener
+
+
+class LoadingStopped(Exception):
+    """Loading was given up on request."""
+
+
+class EngineThread:
+    """An engine in a thread of its own: everything that touches the device happens there.
+
+    `build` makes the engine in the thread and tells how far it is; `on_ready` is called there too, before
+    others learn that loading has ended. While idle the thread captures rounds that requests with the
+    `expected` parameters will run; an order waits for one capture at most. Where a step fails all that run
+    are told, and the thread ends, or `goes_on` with the next request.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[Progress], Engine],
+        expected: Callable[[], Collection[SamplingParams]],
+        on_ready: Callable[[], None] = lambda: None,
+        *,
+        goes_on: bool,
+    ) -> None:
+        self.progress: LoadProgress | None = None
+        self.failure: BaseException | None = None
+        """Why there is no engine."""
+        self._build, self._expected, self._on_ready, self._goes_on = build, expected, on_ready, goes_on
+        self._engine: Engine | None = None
+        self._ready, self._leave = threading.Event(), threading.Event()
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        """Held while an order is placed, and while the end of all orders is declared."""
+        self._ended: BaseException | None = None
+        self._broken = False
+        """Whether a step failed since the last request: the engine is left alone until the next one."""
+        self._listeners: dict[str, Listener] = {}
+        self._current: str | None = None
+        self._stopped = False
+        self._thread = threading.Thread(target=self._work, name="spd engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to load."""
+        self._thread.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether loading has ended, well or not."""
+        return self._ready.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long for the end of loading; whether it has come."""
+        return self._ready.wait(seconds)
+
+    def engine(self) -> Engine:
+        """The engine, once it is loaded. Raises what loading raised."""
+        if self._engine is None:
+            self._ready.wait()
+        if self._engine is None:
+            raise self.failure or LoadingStopped
+        return self._engine
+
+    def close(self, seconds: float | None = None) -> bool:
+        """End what runs and let go of the engine; False if the thread does not come back in time."""
+        self._leave.set()
+        self._orders.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    # -- orders ----------------------------------------------------------------------------------
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Run a request. Raises EngineError where the thread has ended; the listener hears other errors."""
+
+        def begin(engine: Engine) -> None:
+            engine.add(request)
+            self._listeners[request.id], self._broken = listener, False
+
+        self._place(begin, listener)
+
+    def forget(self, request: Request, listener: Listener) -> None:
+        """End a request, if it still runs for this listener, and tell nothing more of it."""
+
+        def end(engine: Engine) -> None:
+            if self._listeners.get(request.id) == listener:
+                del self._listeners[request.id]
+                engine.abort(request.id)
+
+        with suppress(EngineError):
+            self._place(end, lambda _: None)
+
+    def _place(self, act: Callable[[Engine], None], listener: Listener) -> None:
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            self._orders.put(_Order(act, listener))
+
+    def run(self, request: Request) -> Iterator[Event]:
+        """Decode one request to its end, or to where `stop` cut it. Raises what the engine raised."""
+        self.engine()
+        answers: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+        reason: str | None = None
+        self._stopped = False
+        self.submit(request, answers.put)
+        self._current = request.id
+        try:
+            if self._stopped:  # before there was anything to stop
+                self.stop()
+            while reason is None:
+                event = self._answer(answers)
+                assert event is not None
+                reason = event.finish_reason
+                yield event
+        finally:
+            self._current = None
+            if reason is None:
+                self.forget(request, answers.put)
+
+    def call(self, work: Callable[[Engine], None]) -> None:
+        """Have the engine's thread do something with the idle engine, and wait. Raises what it raises."""
+        self.engine()
+        answers: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+
+        def act(engine: Engine) -> None:
+            for events in drive(engine, lambda: engine.has_work and not self._broken):
+                self._deliver(events)
+            work(engine)
+            answers.put(None)
+
+        self._place(act, answers.put)
+        self._answer(answers)
+
+    def _answer(self, answers: queue.SimpleQueue[Event | BaseException | None]) -> Event | None:
+        while True:
+            with suppress(queue.Empty):
+                answer = answers.get(timeout=1.0)
+                break
+            if not self._thread.is_alive():
+                raise EngineError("the thread of the engine has ended")
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def stop(self) -> None:
+        """End the request of `run` after the round that is under way."""
+        self._stopped = True
+        if (name := self._current) is not None:
+            self._orders.put(_Order(lambda engine: engine.abort(name), lambda _: None))
+
+    def metrics(self, request_id: str) -> RequestMetrics:
+        """A request's counters; all zero if it never began, or the engine was let go of."""
+        try:
+            return self.engine().metrics(request_id)
+        except (KeyError, LoadingStopped):
+            return RequestMetrics()
+
+    # -- in the thread ---------------------------------------------------------------------------
+
+    def _report(self, progress: LoadProgress) -> None:
+        if self._leave.is_set():
+            raise LoadingStopped
+        self.progress = progress
+
+    def _work(self) -> None:
+        try:
+            self._engine = self._build(self._report)
+        except BaseException as error:
+            self.failure = error
+        self._on_ready()
+        self._ready.set()
+        ended = EngineError(f"there is no engine: {self.failure}")
+        if self._engine is not None:
+            ended = self._run(self._engine)
+        with self._lock:
+            self._ended = ended
+        self._tell_all(ended)
+        while not self._orders.empty():
+            if (order := self._orders.get()) is not None:
+                order.listener(ended)
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+            gc.collect()  # another engine may want the memory
+
+    def _run(self, engine: Engine) -> EngineError:
+        """Carry out orders until there are no more; why there are none."""
+        while True:
+            try:
+                for events in drive(engine, partial(self._take_orders, engine)):
+                    self._deliver(events)
+                return EngineError("the engine was closed")
+            except BaseException as error:
+                if not self._goes_on:
+                    failed = f"the engine failed: {error}"
+                    return error if isinstance(error, EngineError) else EngineError(failed)
+                self._broken = True
+                self._tell_all(error)
+
+    def _take_orders(self, engine: Engine) -> bool:
+        """Carry out what was asked for, waiting for it while there is nothing to do; False at the end."""
+        while True:
+            idle = self._broken or not engine.has_work
+            with suppress(Exception):  # a fault of the engine is told when a request meets it
+                while idle and self._orders.empty() and engine.capture_ahead(self._expected(), most=1):
+                    pass
+            try:
+                order = self._orders.get(block=idle)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            try:
+                order.act(engine)
+            except BaseException as error:
+                order.listener(error)
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            listener = self._listeners.get(event.request_id)
+            if listener is not None:
+                if event.finish_reason is not None:
+                    del self._listeners[event.request_id]
+                listener(event)
+
+    def _tell_all(self, error: BaseException) -> None:
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener(error)

@@ -1,0 +1,422 @@
+"""The engine: requests in, events out. The only owner of sequences.
+
+`step` writes a piece of a prompt, enqueues a round and reads one that was enqueued `lag` rounds ago, so
+the host never stands between two rounds; with lag 0 it reads at once. The text does not depend on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import takewhile
+from operator import attrgetter, or_
+
+from spd.errors import EngineError, UsageError
+from spd.formats.model_config import ModelConfig
+from spd.formats.tokenizer import Tokenizer
+from spd.kernels.round.commit import ACCEPTED, MATCH, NUM_DRAFTS
+from spd.runtime.engine.assembly import Assembly
+from spd.runtime.engine.device_side import SlotWriter, open_device
+from spd.runtime.engine.draft_length import DraftLength, medians
+from spd.runtime.engine.driver import Gathered, drive
+from spd.runtime.engine.emission import event_of, record_of
+from spd.runtime.engine.grammar import GrammarError
+from spd.runtime.engine.metrics import EngineMetrics, RequestMetrics, RoundRecord
+from spd.runtime.engine.out_of_memory import explained
+from spd.runtime.engine.page_table import PageTable
+from spd.runtime.engine.request import Completion, Event, Request
+from spd.runtime.engine.request_checks import RequestChecks
+from spd.runtime.engine.scheduler import Scheduler
+from spd.runtime.engine.sequence import Sequence
+from spd.runtime.load.progress import Progress
+from spd.runtime.plan.config import EngineConfig
+from spd.runtime.plan.plan import make_plan
+from spd.runtime.round.limits import PAGE_SIZE
+from spd.runtime.round.out_of_memory import is_out_of_memory
+from spd.runtime.round.round_queue import RoundResult, Ticket
+from spd.runtime.round.rows import EMPTY_SLOT, SlotView
+from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+
+IDLE_PASSES, BUSY_PASSES = 16, 4
+"""Passes over prompts in a step: where none decoded at its beginning, and while more wait than decode."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """The sequences of one round; the same for as long as none comes or goes."""
+
+    epochs: tuple[int, ...] = ()
+    """Of each slot; 0: it does not take part."""
+    needs: SamplerClass = field(default_factory=SamplerClass)
+    logprobs: int | None = None
+    """The most log-probabilities that any wants; None where none wants some."""
+
+    @staticmethod
+    def of(sequences: list[Sequence], epochs: tuple[int, ...]) -> Members:
+        """What those sequences, whose epochs these are, come to."""
+        wanted = [sequence.request.params.logprobs for sequence in sequences]
+        return Members(
+            epochs,
+            reduce(or_, (sequence.needs for sequence in sequences), SamplerClass()),
+            max((one for one in wanted if one is not None), default=None),
+        )
+
+
+class Engine:
+    """Runs requests over one model; see `EngineConfig` for what can be asked.
+
+    `progress` hears how far loading has come. Where memory runs out, while loading or later, the error is
+    a ResourceError; requests that ran then end with an "error" event, and the engine can go on. Not for
+    several threads at once: `AsyncEngine` is.
+
+    >>> from spd import Engine, EngineConfig, Request, SamplingParams, demo_folder
+    >>> engine = Engine(EngineConfig(model=demo_folder(), slots=2, ctx=256, threads=1))
+    >>> ids = tuple(engine.tokenizer.encode("def read_lines(path):"))
+    >>> params = SamplingParams(max_tokens=8)
+    >>> first, second = engine.generate([Request("a", ids, params), Request("b", ids[:3], params)])
+    >>> (first.request_id, len(first.token_ids), second.finish_reason)
+    ('a', 8, 'length')
+    >>> "".join(event.text for event in engine.stream([Request("c", ids, params)])) == first.text
+    True
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        began = time.perf_counter()
+        self.config = config
+        self.plan = plan = make_plan(config)
+        self.model_config: ModelConfig = plan.model.config
+        self._checks = RequestChecks(self.plan)
+        self.tokenizer: Tokenizer | None = self._checks.tokenizer
+        self.eos_ids, self.usable_vocab = self._checks.eos_ids, self._checks.usable_vocab
+        self._device = open_device(plan, self.model_config, self.usable_vocab, progress, config.rendezvous)
+        self._parts: Assembly = self._device.parts
+        self._pages = PageTable(self.plan.shape.num_pages)
+        block = self._parts.pages_per_block
+        self._scheduler = Scheduler(
+            plan.shape.slots,
+            self._pages,
+            PAGE_SIZE,
+            block,
+            plan.shape.ctx,
+            sharing=plan.wishes.prefix_sharing,
+        )
+        self._slots = SlotWriter(self._device, plan)
+        self._in_flight: deque[tuple[Ticket, Members]] = deque()  # rounds enqueued and not yet read
+        self._ready: list[Event] = []
+        self.totals = EngineMetrics()
+        self._planned_length = DraftLength(plan.model_drafts, plan.adaptive, plan.draft_tiers, plan.copying)
+        self._draft_length = self._planned_length
+        self._members = Members()
+        self._k = 0
+        self.trace: Callable[[RoundRecord], None] | None = None
+        self.load_ms = 1000 * (time.perf_counter() - began)
+
+    # -- orders ----------------------------------------------------------------------------------
+
+    def capture_ahead(
+        self, params: Collection[SamplingParams], most: int | None = None, together: int = 1
+    ) -> int:
+        """Capture rounds before they are run, the largest first, no more than `most`; returns how many.
+
+        Those that requests with such parameters, at least so many together, are nearly sure to run; others
+        are captured when they are. 0 once all are there, while anything runs, and where none is captured.
+        """
+        captured = self._parts.queue.captured
+        if captured is None or self.has_work:
+            return 0
+        shapes = captured.usual(self._planned_length.usual_pairs, params, together)[:most]
+        return sum(takewhile(bool, map(self._device.capture, shapes)))
+
+    def check(self, request: Request) -> None:
+        """Raise what `add` would refuse the request with."""
+        self._checks.sequence(request)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Whatever can be refused for one request alone is refused here."""
+        sequence = self._checks.sequence(request)
+        sequence.metrics.load_ms = self.load_ms
+        sequence.metrics.prompt_tokens = len(request.prompt_ids)
+        self._scheduler.add(sequence)
+        # What an earlier request of this id has left is not for this one.
+        self._ready = [event for event in self._ready if event.request_id != request.id]
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; its event with finish_reason "abort" comes with the next step."""
+        sequence = self._scheduler.find(request_id)
+        if sequence is not None:
+            self._stop(sequence, "abort")
+
+    def hold_draft_length(self, k: int | None) -> None:
+        """Draft k tokens a round from now on, one of the plan's tiers; the text stays the same.
+
+        None goes back to what was planned, with all that was measured for it.
+        """
+        self._members = Members()  # they are told to the new choice
+        if k is None:
+            self._draft_length = self._planned_length
+            return
+        if k not in self.plan.draft_tiers:
+            tiers = f"tiers: {self.plan.draft_tiers}"
+            raise UsageError(f"{k} drafts a round are not planned", reason=[tiers])
+        self._draft_length = DraftLength(k, adaptive=False)
+
+    @property
+    def plain_round_seconds(self) -> float | None:
+        """Seconds of a round without drafts, as measured of late; None where there has been none."""
+        return medians(self._planned_length.times.verify).get(0)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits, runs or has not been handed out."""
+        return bool(self._scheduler.ids() or self._in_flight or self._ready)
+
+    def metrics(self, request_id: str) -> RequestMetrics:
+        """Counters of a request that waits, runs or ended of late. Raises KeyError for an unknown id."""
+        sequence = self._scheduler.find(request_id)
+        return self.totals.finished[request_id] if sequence is None else sequence.measured()
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
+        """Run requests to their end, yielding events as they come; taken from `requests` as room appears.
+
+        What is not finished when the caller stops listening is aborted; events of other requests wait for
+        their own callers. Raises what `add` raises, and EngineError where a `step` elsewhere took events.
+        """
+        source, open_ids = iter(requests), set[str]()
+        more = True
+
+        def fill() -> bool:
+            nonlocal more
+            while more and len(self._scheduler.waiting) < self.plan.shape.slots:
+                if (request := next(source, None)) is None:
+                    more = False
+                else:
+                    self.add(request)
+                    open_ids.add(request.id)
+            return more or bool(open_ids) or bool(self._in_flight and not self._scheduler.ids())
+
+        try:
+            for events in drive(self, fill):
+                self._ready[:0] = [event for event in events if event.request_id not in open_ids]
+                for event in [event for event in events if event.request_id in open_ids]:
+                    if event.finish_reason is not None:
+                        open_ids.discard(event.request_id)
+                    yield event
+                if open_ids.difference(self._scheduler.ids(), (event.request_id for event in self._ready)):
+                    raise EngineError("a step elsewhere took events of this stream")
+        finally:
+            for request_id in open_ids:
+                self.abort(request_id)
+            self._ready = [event for event in self._ready if event.request_id not in open_ids]
+
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+        """Run requests to their end together; one completion each, in their order.
+
+        Raises what `add` would refuse any of them with, before the first one runs.
+        """
+        asked = list(requests)
+        for request in asked:
+            self.check(request)
+        twice = [name for name, times in Counter(request.id for request in asked).items() if times > 1]
+        if twice:
+            raise UsageError(f"request id {twice[0]!r} is given twice", fix=["an id of its own for each"])
+        parts = {request.id: Gathered() for request in asked}
+        counted: dict[str, RequestMetrics] = {}
+        for event in self.stream(asked):
+            parts[event.request_id].take(event)
+            if event.finish_reason is not None:
+                counted[event.request_id] = self.metrics(event.request_id)
+        return [parts[request.id].completion(request.id, counted[request.id]) for request in asked]
+
+    def close(self) -> None:
+        """Let go of everything that runs, and of the other ranks where there are several."""
+        for request_id in self._scheduler.ids():
+            self.abort(request_id)
+        self._ready.clear()
+        self._in_flight.clear()
+        self._scheduler.drop_rounds()
+        self._device.close()
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Admit and prefill, enqueue one round, read those that are due."""
+        try:
+            self._prefill()
+            launched = self._enqueue()
+            while self._in_flight and (len(self._in_flight) > self.plan.lag or not launched):
+                self._read_oldest()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                if self._device.owes:
+                    self._fail_running("writing a prompt broke off")
+                raise
+            refusal = explained(error, self.plan, "running")
+            self._fail_running("memory ran out")
+            raise refusal from None
+        events, self._ready = self._ready, []
+        return events
+
+    def _fail_running(self, why: str) -> None:
+        """End every running request with an error: a round broke off, and where is not known."""
+        self._in_flight.clear()
+        self._scheduler.drop_rounds()
+        self._scheduler.take_back()
+        self._device.restart()
+        for sequence in self._scheduler.running():
+            self._stop(sequence, "error", why)
+
+    def _prefill(self) -> None:
+        """Write prompts: one pass where others decode, a few where more wait; else until one can."""
+        scheduler, began = self._scheduler, time.perf_counter()
+        stalls = scheduler.busy
+        passes, most = 0.0, BUSY_PASSES if stalls else IDLE_PASSES
+        written: list[tuple[Sequence, int]] = []
+        while (sequence := scheduler.next_to_prefill(2 * self.plan.shape.draft_max + 1)) is not None:
+            if sequence.admitted_at is None:
+                sequence.admitted_at = time.perf_counter()
+                sequence.metrics.queue_ms = 1000 * (sequence.admitted_at - sequence.arrived_at)
+                sequence.metrics.cached_tokens = sequence.prefilled
+            if not sequence.placed:
+                self._slots.place(sequence)
+            before = sequence.prefilled
+            scheduler.wrote(sequence, self._slots.prefill(sequence, scheduler.prefill_runs(sequence)))
+            if sequence is not scheduler.prefilling:
+                self._arm(sequence)
+            written.append((sequence, sequence.prefilled - before))
+            passes += self._slots.passes(sequence.prefilled - before)
+            if scheduler.busy and passes >= (most if scheduler.more_could_join or not stalls else 1):
+                break
+        if rows := sum(count for _, count in written):
+            self._device.flush()
+            scheduler.confirm()
+            each = 1000 * (time.perf_counter() - began) / rows
+            for sequence, count in written:
+                sequence.metrics.prompt_ms += each * count
+
+    def _arm(self, sequence: Sequence, drafts: list[int] | None = None) -> None:
+        try:
+            self._slots.arm(sequence, drafts or ())
+        except GrammarError as error:
+            self._stop(sequence, "error", str(error))
+
+    def _make_room(self, live: list[Sequence], rows: int) -> tuple[list[Sequence], list[int]]:
+        """Pages for `rows` more positions of all that decode, oldest first; the last to come gives way.
+
+        What is on its way is read first: it may end a sequence, and bounds become lengths. Returns those
+        still there or ready meanwhile, and what the round may reach of each.
+        """
+        scheduler, size = self._scheduler, PAGE_SIZE
+        while True:
+            reaches = [min(sequence.bound + rows, self.plan.shape.ctx) for sequence in live]
+            short = [s for s, reach in zip(live, reaches, strict=True) if len(s.pages) * size < reach]
+            if not short:
+                return live, reaches
+            if not self._grow(short, rows):
+                if self._in_flight:
+                    self._read_oldest()
+                else:
+                    last = scheduler.last_to_come()
+                    assert last is not None
+                    self._slots.vacate(last, scheduler.running())
+                    scheduler.preempt(last)
+                live = scheduler.decoding()
+
+    def _grow(self, short: list[Sequence], rows: int) -> bool:
+        """Give pages for `rows` more positions, oldest first; False where they ran out."""
+        for sequence in sorted(short, key=attrgetter("epoch")):
+            if not self._scheduler.grow(sequence, sequence.bound + rows):
+                return False
+            self._device.show_pages(sequence.slot, sequence.pages)
+        return True
+
+    def _gather(self, live: list[Sequence]) -> Members:
+        """The sequences of a round and what follows from them, told anew only where one came or went."""
+        by_slot = [0] * self.plan.shape.slots
+        for sequence in live:
+            by_slot[sequence.slot] = sequence.epoch
+        epochs = tuple(by_slot)
+        if epochs != self._members.epochs:
+            self._members, most = Members.of(live, epochs), self.plan.shape.draft_max
+            self._draft_length.attend([(s.acceptance, s.draft_cap(most)) for s in live])
+        return self._members
+
+    def _enqueue(self) -> bool:
+        """Enqueue one round over all that decode; False when every one may already be at its limit."""
+        decoding = self._scheduler.decoding()
+        if not any(s.bound < s.length_limit or not s.in_flight for s in decoding):
+            return False
+        members = self._gather(decoding)
+        k, next_k = self._k, self._draft_length.choose()
+        rows = k + 1 + next_k  # fed at most, and drafted beyond what is committed
+        live, reaches = self._make_room(decoding, rows)
+        if not live:
+            return False
+        if live is not decoding:
+            members = self._gather(live)
+        views = [EMPTY_SLOT] * self.plan.shape.slots
+        for sequence, reach in zip(live, reaches, strict=True):
+            views[sequence.slot] = SlotView(reach, sequence.pages)
+            sequence.in_flight += k + 1
+        ticket = self._device.launch(k, views, members.needs, members.logprobs, next_k)
+        self._scheduler.launched()
+        if members.needs.grammar:
+            for sequence in live:
+                if sequence.grammar is not None:
+                    self._slots.silence(sequence)
+        self._k = next_k
+        self._in_flight.append((ticket, members))
+        return True
+
+    # -- reading what happened ---------------------------------------------------------------------
+
+    def _read_oldest(self) -> None:
+        ticket, members = self._in_flight.popleft()
+        result = self._device.read(ticket)
+        self._scheduler.read()
+        self.totals.rounds += 1
+        draft, verify, rest = result.seconds
+        self._draft_length.observe_cost(result.k, verify + rest, draft, result.draft_forwards, result.gap)
+        now = time.perf_counter()
+        for sequence, epoch, row in zip(self._scheduler.slots, members.epochs, result.rows, strict=True):
+            if sequence is not None and sequence.epoch == epoch:
+                self._apply(sequence, row, result, now)
+
+    def _apply(self, sequence: Sequence, row: list[int], result: RoundResult, now: float) -> None:
+        sequence.in_flight -= result.k + 1
+        event = event_of(sequence, row, result, now)
+        if sequence.drafted_for and self.plan.adaptive:
+            own, match = sequence.acceptance, row[MATCH]
+            self._draft_length.observe(result.k, row[NUM_DRAFTS], row[ACCEPTED], own, match)
+        sequence.drafted_for = sequence.draft_cap(1) > 0
+        if self.trace is not None:
+            other = self._parts.threads.other_load
+            self.trace(record_of(sequence, row, result, event.token_ids, self.plan, other))
+        if event.finish_reason is not None:
+            self._end(sequence, event)
+            return
+        if event.token_ids:
+            self._ready.append(event)
+        if sequence.grammar is not None:
+            assert result.next_drafts is not None
+            self._arm(sequence, result.next_drafts[sequence.slot])
+
+    def _stop(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        text = sequence.detokenizer.take(final=True)
+        self._end(sequence, Event(sequence.name, (), text, reason, error=error))
+
+    def _end(self, sequence: Sequence, event: Event) -> None:
+        """Say that a request is over, and free what it holds."""
+        name, reason = event.request_id, event.finish_reason
+        assert reason is not None
+        sequence.finish_reason = reason
+        self._ready.append(event)
+        if sequence.slot < 0:
+            self._scheduler.withdraw(sequence)
+        else:
+            self._slots.vacate(sequence, self._scheduler.running())
+            if own := self._scheduler.retire(sequence):
+                self._device.clear(own)
+        self.totals.add(name, sequence.measured(), reason)

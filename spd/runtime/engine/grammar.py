@@ -1,0 +1,209 @@
+"""Structured output: which tokens a grammar allows after each draft, and where a text has to end.
+
+`llguidance` parses and walks; it is imported when the first grammar is asked for. No torch here. Source:
+its Python interface, version 1.9.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from spd.errors import IncompatibleError, UsageError
+from spd.runtime.engine.request import GrammarText
+from spd.runtime.round.limits import WORD, mask_width
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_BYTES = 64 * 1024
+"""Of a grammar's text."""
+KEPT = 64
+"""Compiled grammars that are kept for the next request with the same text."""
+JSON_STYLE: Any = {"whitespace_pattern": r"(\n[ \t]{0,32}| ?)"}
+"""Between the parts of a JSON text nothing, a blank or a new line: weak models would never stop."""
+FLAGS = {"schema": "--schema", "regex": "--regex", "lark": "--grammar"}
+
+
+class GrammarError(Exception):
+    """A grammar that cannot go on, in words."""
+
+
+class Grammar(Protocol):
+    """One text's way through a grammar."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing may follow: the text is complete."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text may end here."""
+        ...
+
+    def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
+        """Write a mask for the row of each draft and one more; returns how many drafts lead legally.
+
+        rows int32 [n > len(drafts), words], bit v & 31 of word v >> 5 set where token v is allowed. The
+        state is afterwards what it was. Raises GrammarError.
+        """
+        ...
+
+    def accept(self, token: int) -> None:
+        """Go on by a committed token that ends nothing. Raises GrammarError if it is not allowed."""
+        ...
+
+
+class GuidedText:
+    """A `Grammar` over an llguidance matcher.
+
+    `ends` are the ids that end a text, allowed where the grammar may be complete. With `after` the
+    grammar begins behind that token, and everything is allowed before.
+    """
+
+    def __init__(self, matcher: Any, own_ends: Collection[int], ends: Collection[int], after: int | None):
+        self._matcher, self._own_ends, self._ends = matcher, tuple(own_ends), frozenset(ends)
+        self._after = after
+        self.began = after is None
+
+    @property
+    def finished(self) -> bool:
+        """See `Grammar`."""
+        return self.began and bool(self._matcher.is_stopped())
+
+    @property
+    def complete(self) -> bool:
+        """See `Grammar`."""
+        return self.finished or (self.began and bool(self._matcher.is_accepting()))
+
+    def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
+        """See `Grammar`."""
+        rows.fill_(-1)
+        began, consumed, legal = self.began, 0, len(drafts)
+        for i in range(len(drafts) + 1):
+            if began and self._matcher.is_stopped():
+                legal = min(legal, i)  # the text ends before this row, whatever is drawn in it
+                break
+            if began:
+                self._write(rows[i])
+            if i == len(drafts):
+                break
+            draft = drafts[i]
+            if not began:
+                began = draft == self._after
+            elif draft in self._ends:
+                legal = i + 1 if self._matcher.is_accepting() else i
+                break
+            elif self._matcher.try_consume_tokens([draft]):
+                consumed += 1
+            else:
+                legal = i
+                break
+        if consumed:
+            self._matcher.rollback(consumed)
+        self._raise_error()
+        return legal
+
+    def _write(self, row: Tensor) -> None:
+        """The mask of the state as it is."""
+        self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
+        self._raise_error()
+        for token in self._own_ends:
+            row[token // WORD] &= ~_bit(token)
+        if self._matcher.is_accepting():
+            for token in self._ends:
+                set_bit(row, token)
+
+    def _raise_error(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar failed: {_in_short(self._matcher.get_error())}")
+
+    def accept(self, token: int) -> None:
+        """See `Grammar`."""
+        if not self.began:
+            self.began = token == self._after
+        elif not self._matcher.try_consume_tokens([token]):
+            self._raise_error()
+            raise GrammarError(f"token {token} is not allowed by the grammar")
+
+
+def _bit(token: int) -> int:
+    """The word in which only this token is allowed, as an int32."""
+    bit = 1 << (token % WORD)
+    return bit - (1 << WORD) if bit >> (WORD - 1) else bit
+
+
+def set_bit(row: Tensor, token: int) -> None:
+    """Allow a token in a mask, int32 [words]."""
+    row[token // WORD] |= _bit(token)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary, and keeps the latest."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self.folder, self.vocab_size = folder, vocab_size
+        self._tokenizer: Any = None
+        self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
+
+    def compile(self, text: GrammarText, ends: Collection[int]) -> Grammar:
+        """A grammar at its beginning. Raises UsageError for one that cannot be read."""
+        matcher = self._matcher(text)
+        return GuidedText(matcher, self._tokenizer.eos_tokens, ends, text.after)
+
+    def _matcher(self, text: GrammarText) -> Any:
+        flag, key = FLAGS[text.kind], (text.kind, text.text)
+        if len(text.text.encode("utf-8", "replace")) > MAX_BYTES:
+            raise _refused(flag, f"it is longer than {MAX_BYTES // 1024} KiB")
+        if key not in self._kept:
+            self._kept[key] = self._read(text, flag)
+        self._kept.move_to_end(key)
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[key].deep_copy()
+
+    def _read(self, text: GrammarText, flag: str) -> Any:
+        try:
+            from llguidance import LLMatcher, LLTokenizer
+        except ImportError as error:
+            raise IncompatibleError(
+                f"{flag} needs llguidance, which is not installed", fix=["pip install llguidance"]
+            ) from error
+        if self._tokenizer is None:
+            self._tokenizer = LLTokenizer(
+                str(self.folder / "tokenizer.json"), n_vocab=mask_width(self.vocab_size) * WORD
+            )
+        try:
+            if text.kind == "schema":
+                grammar = LLMatcher.grammar_from_json_schema(
+                    text.text, JSON_STYLE if text.text.lstrip().startswith("{") else None
+                )
+            elif text.kind == "regex":
+                grammar = LLMatcher.grammar_from_regex(text.text)
+            else:
+                grammar = LLMatcher.grammar_from_lark(text.text)
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        except (ValueError, RuntimeError) as error:
+            raise _refused(flag, str(error)) from None
+        if matcher.is_error():
+            raise _refused(flag, matcher.get_error())
+        return matcher
+
+
+def _in_short(text: str) -> str:
+    """The first line of what the library says, and the reason that it gives below."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["for no reason it gave"]
+    why = (rest for kind, _, rest in (line.partition(": ") for line in lines) if kind == "error")
+    return " ".join([lines[0][:200], *why])
+
+
+def _refused(flag: str, why: str) -> UsageError:
+    fix = {
+        "--schema": """--schema '{"type": "object", "properties": {"name": {"type": "string"}}}'""",
+        "--regex": "--regex '[0-9]{4}-[0-9]{2}'",
+        "--grammar": """--grammar 'start: "yes" | "no"'""",
+    }
+    return UsageError(f"{flag} cannot be used: {_in_short(why)}", fix=[fix[flag]], code="grammar")

@@ -1,0 +1,234 @@
+"""What is counted while a request runs, and the records a trace is made of. No torch here.
+
+A step (round) is one forward of the target that verifies k >= 0 drafts. The first token comes out of
+a round too, so completion_tokens = rounds + draft_n_accepted. Names follow llama.cpp's `timings` and
+vLLM's `metrics.speculative_decoding`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+KEPT = 4096
+LATENCIES = {
+    "ttft_ms": "first_token_ms",
+    "tpot_ms": "time_per_output_token_ms",
+    "itl_ms": "inter_token_latency_ms",
+    "queue_ms": "queue_ms",
+}
+"""Time to the first token, per token after it, between emissions, in the waiting line."""
+SUMMED = (
+    *("prompt_tokens", "cached_tokens", "completion_tokens", "preemptions", "rounds", "num_drafts"),
+    *("draft_n", "draft_n_accepted", "draft_n_accepted_raw"),
+)
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One request's share of one round; `position` is that of the first drafted token."""
+
+    request: str
+    round: int
+    position: int
+    method: str
+    draft: list[int]
+    sampled: list[int]
+    accepted: int
+    committed: list[int]
+    ms: dict[str, float]
+    """Draft, verify, rest, and host: the gap between the round before and this one, by the device's clock."""
+    draft_forwards: int
+    k: int
+    """Drafts a slot that the round had room for; `draft` may hold fewer."""
+    match: int = 0
+    """Tokens of the match that prompt lookup took `draft` from; 0 where a model drafted, or nothing did."""
+    other_load: float = 0.0
+    """CPUs that other programs kept busy lately; see `cpu_load`."""
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Counters of one request. Accepted counts only emitted drafts; `_raw` counts all that matched."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    load_ms: float = 0.0
+    """Of the engine, before the request: with `first_token_ms` what a cold start takes."""
+    queue_ms: float = 0.0
+    """From arrival to the first work on the prompt."""
+    preemptions: int = 0
+    prompt_ms: float = 0.0
+    first_token_ms: float = 0.0
+    predicted_ms: float = 0.0
+    """From the first tokens to the last."""
+    emissions: int = 0
+    """How many times tokens came."""
+    first_tokens: int = 0
+    """How many came the first time."""
+    rounds: int = 0
+    num_drafts: int = 0
+    """Rounds that verified at least one draft for this request."""
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+    draft_n_accepted_raw: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def count_rounds(self, drafted: int, accepted_raw: int, accepted: int, times: int = 1) -> None:
+        """Add rounds of so many drafts each: how many were verified, matched, and matched and emitted."""
+        self.rounds += times
+        self.num_drafts += times * (drafted > 0)
+        self.draft_n += times * drafted
+        self.draft_n_accepted_raw += times * accepted_raw
+        self.draft_n_accepted += times * accepted
+        if accepted >= len(self.acceptance_histogram):
+            _grow(self.acceptance_histogram, accepted + 1)
+            _grow(self.accepted_per_position, accepted)
+        self.acceptance_histogram[accepted] += times
+        for position in range(accepted):
+            self.accepted_per_position[position] += times
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """1 / TPOT: tokens after the first round's over the time after it."""
+        return 1000.0 * self.tokens_after_first / self.predicted_ms if self.predicted_ms > 0 else 0.0
+
+    @property
+    def tokens_after_first(self) -> int:
+        """Those that came after the first round's."""
+        return self.completion_tokens - self.first_tokens
+
+    @property
+    def time_per_output_token_ms(self) -> float:
+        """TPOT: the time after the first tokens over the tokens after them."""
+        return self.predicted_ms / self.tokens_after_first if self.tokens_after_first else 0.0
+
+    @property
+    def inter_token_latency_ms(self) -> float:
+        """ITL, mean: the time from one emission to the next, which may bring several tokens."""
+        return self.predicted_ms / (self.emissions - 1) if self.emissions > 1 else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Committed tokens a round, rounds without drafts included."""
+        return self.completion_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted drafts over the rounds that had any: with the recovered or bonus token (vLLM's)."""
+        return 1 + self.draft_n_accepted / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted and emitted drafts over verified drafts."""
+        return self.draft_n_accepted / self.draft_n if self.draft_n else 0.0
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI-shaped token counts."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def timings(self) -> dict[str, Any]:
+        """llama.cpp-shaped timings; milliseconds."""
+        return {
+            "prompt_n": self.prompt_tokens - self.cached_tokens,
+            "cache_n": self.cached_tokens,
+            "load_ms": round(self.load_ms, 3),
+            "prompt_ms": round(self.prompt_ms, 3),
+            "queue_ms": round(self.queue_ms, 3),
+            "first_token_ms": round(self.first_token_ms, 3),
+            "inter_token_ms": round(self.inter_token_latency_ms, 3),
+            "preemptions": self.preemptions,
+            "predicted_n": self.completion_tokens,
+            "predicted_ms": round(self.predicted_ms, 3),
+            "predicted_per_second": round(self.decode_tokens_per_second, 3),
+            "draft_n": self.draft_n,
+            "draft_n_accepted": self.draft_n_accepted,
+            "draft_n_accepted_raw": self.draft_n_accepted_raw,
+        }
+
+    def speculative_decoding(self, method: str, k: int, *, imposed: bool = False) -> dict[str, Any]:
+        """vLLM-shaped speculation metrics; says whether acceptance was earned or imposed."""
+        return {
+            "method": method,
+            "num_spec_tokens": k,
+            "num_spec_steps": self.rounds,
+            "num_drafts": self.num_drafts,
+            "num_draft_tokens": self.draft_n,
+            "num_accepted_draft_tokens": self.draft_n_accepted,
+            "mean_acceptance_length": round(self.mean_acceptance_length, 4),
+            "draft_acceptance_rate": round(self.draft_acceptance_rate, 4),
+            "acceptance_histogram": list(self.acceptance_histogram),
+            "accepted_per_position": list(self.accepted_per_position),
+            "acceptance": "imposed" if imposed else "natural",
+        }
+
+
+@dataclass
+class EngineMetrics:
+    """Sums over all requests that ended; latencies of the latest `KEPT` of them, in milliseconds."""
+
+    rounds: int = 0
+    """Of the engine: one serves every slot."""
+    requests: dict[str, int] = field(default_factory=dict)
+    """By how they ended."""
+    finished: OrderedDict[str, RequestMetrics] = field(default_factory=OrderedDict)
+    """By their ids: the latest `KEPT`, whose counters can still be asked for."""
+    totals: RequestMetrics = field(default_factory=RequestMetrics)
+    latencies: dict[str, deque[float]] = field(
+        default_factory=lambda: {name: deque(maxlen=KEPT) for name in LATENCIES}
+    )
+
+    def add(self, name: str, one: RequestMetrics, reason: str) -> None:
+        """A request has ended."""
+        self.finished[name] = one
+        while len(self.finished) > KEPT:
+            self.finished.popitem(last=False)
+        self.requests[reason] = self.requests.get(reason, 0) + 1
+        for name in SUMMED:
+            setattr(self.totals, name, getattr(self.totals, name) + getattr(one, name))
+        for name in ("acceptance_histogram", "accepted_per_position"):
+            sums, counts = getattr(self.totals, name), getattr(one, name)
+            _grow(sums, len(counts))
+            for i, count in enumerate(counts):
+                sums[i] += count
+        if one.completion_tokens:
+            for name, values in self.latencies.items():
+                values.append(getattr(one, LATENCIES[name]))
+
+    def summary(self) -> dict[str, Any]:
+        """Counts, vLLM's acceptance figures, and the 50th, 90th and 99th percentile of each latency."""
+        totals = self.totals
+        per_position = [count / totals.num_drafts for count in totals.accepted_per_position]
+        return {
+            "requests": dict(self.requests),
+            "rounds": self.rounds,
+            "prompt_tokens": totals.prompt_tokens,
+            "cached_tokens": totals.cached_tokens,
+            "completion_tokens": totals.completion_tokens,
+            "preemptions": totals.preemptions,
+            "num_drafts": totals.num_drafts,
+            "num_draft_tokens": totals.draft_n,
+            "num_accepted_tokens": totals.draft_n_accepted,
+            "mean_acceptance_length": totals.mean_acceptance_length,
+            "draft_acceptance_rate": totals.draft_acceptance_rate,
+            "acceptance_rate_per_position": per_position,
+            **{name: percentiles(values) for name, values in self.latencies.items() if values},
+        }
+
+
+def percentiles(values: Iterable[float]) -> dict[str, float]:
+    """The 50th, 90th and 99th, each the smallest value that so many are not above."""
+    ordered = sorted(values)
+    return {f"p{p}": ordered[max(0, -(-p * len(ordered) // 100) - 1)] for p in (50, 90, 99)}
+
+
+def _grow(counts: list[int], size: int) -> None:
+    counts.extend([0] * (size - len(counts)))

@@ -1,0 +1,178 @@
+"""Logical pages: allocate, share by chained hash, free. No torch here.
+
+Pages 0 and 1 are reserved: page 0 takes rows that must not be kept, page 1 stays zero and pads
+gathers. A page is published under a hash of everything that decided its contents: the tokens before
+it, its own tokens, and which program wrote each position. A last page that is not full is kept for one
+a sequence that goes on after just what it holds: that one writes on in it, so it is never shared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from spd.runtime.round.limits import NUM_RESERVED
+from spd.runtime.round.spans import Run, kinds_in
+
+ROOT = b"spd page"
+"""What the first page of all is chained to."""
+
+
+def page_hashes(tokens: Sequence[int], runs: Sequence[Run], page_size: int, end: int) -> list[bytes]:
+    """Chained SHA-256 of every full page within the first `end` positions."""
+    hashes, parent = list[bytes](), ROOT
+    for start in range(0, end - page_size + 1, page_size):
+        parent = chained_hash(parent, tokens, runs, start, start + page_size)
+        hashes.append(parent)
+    return hashes
+
+
+def chained_hash(parent: bytes, tokens: Sequence[int], runs: Sequence[Run], start: int, stop: int) -> bytes:
+    """The hash of positions start to stop of one page, after what `parent` is the hash of."""
+    state = hashlib.sha256(parent)
+    state.update(",".join(map(str, tokens[start:stop])).encode())
+    state.update(repr(kinds_in(runs, start, stop)).encode())
+    return state.digest()
+
+
+class Tail(NamedTuple):
+    """A page that is not full: how many positions it holds, and their chained hash."""
+
+    page: int
+    positions: int
+    digest: bytes
+
+
+class PageTable:
+    """Owns the page numbers of one pool: free, in use (counted), or kept for sharing."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages <= NUM_RESERVED:
+            raise ValueError("a pool needs more pages than the reserved ones")
+        self.num_pages = num_pages
+        self._free = set(range(NUM_RESERVED, num_pages))
+        self._users: dict[int, int] = {}
+        self._page_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._tails: dict[bytes, Tail] = {}  # by the hash of what stands before
+        self._before: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published or tails, unused; oldest first
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had now: free ones and idle ones, which could have been found."""
+        return len(self._free) + len(self._idle)
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """`count` pages, consecutive and following page `after` where that can be had.
+
+        Raises MemoryError when fewer are available; nothing is taken then.
+        """
+        if count > self.num_available:
+            raise MemoryError(f"{count} pages wanted, {self.num_available} available")
+        while len(self._free) < count:
+            self.forget(next(iter(self._idle)))
+        pages: list[int] = []
+        candidate = after + 1 if after is not None else self._longest_start(count)
+        while len(pages) < count:
+            page = candidate if candidate in self._free else min(self._free)
+            self._free.remove(page)
+            self._users[page] = 1
+            pages.append(page)
+            candidate = page + 1
+        return pages
+
+    def _longest_start(self, count: int) -> int:
+        """First page of the first free run of `count` pages, or of the longest run there is."""
+        best, best_length, run_start, previous = min(self._free, default=0), 0, -1, -2
+        for page in sorted(self._free):
+            if page != previous + 1:
+                run_start = page
+            previous = page
+            if page - run_start + 1 > best_length:
+                best, best_length = run_start, page - run_start + 1
+                if best_length >= count:
+                    break
+        return best
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Published pages for the longest known prefix of `hashes`, taken into use."""
+        pages: list[int] = []
+        for digest in hashes:
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            self._users[page] = self._users.get(page, 0) + 1
+            self._idle.pop(page, None)
+            pages.append(page)
+        return pages
+
+    def publish(self, page: int, digest: bytes) -> None:
+        """Let others find a used page by its hash; the first page under a hash stays the one."""
+        if page not in self._users:
+            raise ValueError(f"page {page} is not in use")
+        if digest not in self._page_of and not self.is_published(page):
+            self._page_of[digest] = page
+            self._hash_of[page] = digest
+
+    def keep_tail(self, before: bytes, tail: Tail) -> None:
+        """Keep a used page for a sequence that goes on from it; the latest of those after the same pages."""
+        if tail.page in self._hash_of:
+            return
+        older = self._tails.get(before)
+        if older is not None:
+            self.forget(older.page)
+        self._tails[before] = tail
+        self._before[tail.page] = before
+
+    def find_tail(self, before: bytes) -> Tail | None:
+        """What is kept after `before`, if it is not in use."""
+        tail = self._tails.get(before)
+        return tail if tail is not None and tail.page in self._idle else None
+
+    def take_tail(self, tail: Tail) -> None:
+        """Take what was found into use: it is not found again."""
+        del self._idle[tail.page]
+        self._users[tail.page] = 1
+        del self._tails[self._before.pop(tail.page)]
+
+    def is_published(self, page: int) -> bool:
+        """Whether others may find this page, or go on in it."""
+        return page in self._hash_of or page in self._before
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give up one use of each page; the last use frees it, or keeps it idle if published."""
+        for page in pages:
+            self._users[page] -= 1
+            if self._users[page] == 0:
+                del self._users[page]
+                if self.is_published(page):
+                    self._idle[page] = None
+                else:
+                    self._free.add(page)
+
+    def users(self) -> dict[int, int]:
+        """How many hold each page in use."""
+        return dict(self._users)
+
+    def forget(self, page: int) -> None:
+        """Let a page be found no more, if it could be: what it was published for is not in it."""
+        if page in self._hash_of:
+            del self._page_of[self._hash_of.pop(page)]
+        elif page in self._before:
+            del self._tails[self._before.pop(page)]
+        if page in self._idle:
+            del self._idle[page]
+            self._free.add(page)
+
+    def check(self) -> None:
+        """Assert that every page is in exactly one state and that all are accounted for."""
+        used, idle = set(self._users), set(self._idle)
+        assert not (used & idle or used & self._free or idle & self._free)
+        assert len(used) + len(idle) + len(self._free) == self.num_pages - NUM_RESERVED
+        assert all(self._hash_of[page] == digest for digest, page in self._page_of.items())
+        assert all(self._before[tail.page] == before for before, tail in self._tails.items())
+        assert len(self._before) == len(self._tails) and not self._before.keys() & self._hash_of.keys()
+        assert idle <= {*self._hash_of, *self._before} and all(count > 0 for count in self._users.values())

@@ -1,0 +1,118 @@
+"""Orders and what comes back: sampling parameters, requests, events. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from spd.errors import UsageError
+from spd.runtime.engine.metrics import RequestMetrics
+from spd.runtime.round.sampling_params import MAX_TOKENS, SamplingParams, check_range
+
+SEED_BITS = 53
+"""Of a seed that is drawn or derived: a JSON reader that holds numbers as floats keeps it as it is."""
+
+
+def derived_seed(*parts: int | str) -> int:
+    """The seed of one reply among many: it depends on nothing but these parts."""
+    digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> (64 - SEED_BITS)
+
+
+@dataclass(frozen=True)
+class GrammarText:
+    """What a reply must look like: a JSON schema, a regular expression or a Lark grammar.
+
+    With `after`, a token id, it applies behind the first such token: what comes before is thinking.
+    Raises UsageError for another kind.
+    """
+
+    kind: Literal["schema", "regex", "lark"]
+    text: str
+    after: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("schema", "regex", "lark"):
+            raise UsageError(f"grammar kind {self.kind} is not known", reason=["schema, regex or lark"])
+
+
+@dataclass(frozen=True)
+class ThinkingBudget:
+    """How long a reply may think: `tokens` before token `end` is forced, which ends the thinking.
+
+    Thinking begins behind token `begin` at the beginning of the reply, or with it where the prompt is
+    `inside` already. Raises UsageError.
+    """
+
+    tokens: int
+    end: int
+    begin: int | None = None
+    inside: bool = False
+
+    def __post_init__(self) -> None:
+        check_range("thinking budget", self.tokens, 0, MAX_TOKENS)
+        check_range("thinking budget end", self.end, 0, 2**31 - 1)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt in token ids, and how to continue it.
+
+    `spans` are the lengths of the prompt's parts in order, each ("prompt" or "generated", length):
+    text that an earlier request generated keeps its kind, so that its cache can be found again.
+    Empty means one prompt span. At most `draft_max` tokens a round are speculated for it, 0 for none,
+    None for as many as the engine does. It changes nothing but the speed.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    spans: tuple[tuple[str, int], ...] = ()
+    draft_max: int | None = None
+    grammar: GrammarText | None = None
+    thinking: ThinkingBudget | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft_max is not None:
+            check_range("draft_max", self.draft_max, 0, 2**31 - 1)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The model's own log-probability of a token, before any processing, and of the likeliest ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Event(NamedTuple):
+    """What one round brought one request; text holds whole characters only. A tuple: one is made a round.
+
+    finish_reason is None while it goes on, then "stop", "length", "abort" or "error".
+    `drafted` says for each token whether it was an accepted draft; `error` in words why one ended by it,
+    or what the text lacks, where it ended before its grammar was complete.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None = None
+    drafted: tuple[bool, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Everything that one request brought; fields as in `Event`."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+    metrics: RequestMetrics
+    drafted: tuple[bool, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None

@@ -1,0 +1,267 @@
+"""Which sequences run, on which pages: first come, first served; the last to come gives way. No torch here.
+
+A sequence waits, is prefilled (one at a time, so that a prompt finds what the one before it wrote),
+decodes, and ends. Where pages run short the latest to arrive goes back to the head of the line; its
+tokens stay, and its cache is written again by the same programs. So the first of all always goes on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Listed
+
+from spd.errors import UsageError
+from spd.runtime.engine.page_table import ROOT, PageTable, Tail, chained_hash, page_hashes
+from spd.runtime.engine.sequence import NO_SLOT, Sequence
+from spd.runtime.round.spans import Run, clip_runs, extend_tile, reusable_prefix
+
+
+def _before(hashes: Listed[bytes], page: int) -> bytes:
+    """The hash of all that stands before a page, where all pages before it are full."""
+    return hashes[page - 1] if page else ROOT
+
+
+class Scheduler:
+    """Owns the waiting line, the slots, and which sequence holds which pages.
+
+    `page_size` in positions, `block` in pages: a sequence grows by whole blocks while there are enough.
+    A sequence that holds `ctx` positions must fit into the pool alone.
+    """
+
+    def __init__(
+        self, slots: int, pages: PageTable, page_size: int, block: int, ctx: int, *, sharing: bool
+    ) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.slots: list[Sequence | None] = [None] * slots
+        self.pages, self.page_size, self.block, self.ctx, self.sharing = pages, page_size, block, ctx, sharing
+        self.prefilling: Sequence | None = None
+        self.preemptions = 0
+        self._by_id: dict[str, Sequence] = {}
+        self._epoch = 0
+        self._launched = self._read = 0
+        self._limbo: deque[tuple[int, list[int]]] = deque()
+        """Pages given up while a round that may touch them was on its way, and that round's number."""
+        self._unconfirmed: list[int] = []
+        """Pages shown to others before what writes them has been enqueued."""
+
+    # -- the line --------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; ids are unique among waiting and running ones."""
+        name = sequence.request.id
+        if name in self._by_id:
+            raise UsageError(f"request id {name!r} is already running")
+        self._by_id[name] = sequence
+        self.waiting.append(sequence)
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The waiting or running sequence of a request."""
+        return self._by_id.get(request_id)
+
+    def ids(self) -> list[str]:
+        """Ids of waiting and running requests."""
+        return list(self._by_id)
+
+    def running(self) -> list[Sequence]:
+        """Sequences in slots, in slot order."""
+        return [sequence for sequence in self.slots if sequence is not None]
+
+    def decoding(self) -> list[Sequence]:
+        """Sequences that take part in the next round, in slot order."""
+        return [sequence for sequence in self.slots if sequence is not None and sequence.active]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a prompt is written already: a sequence that waits while another is prefilled stalls."""
+        return any(occupant not in (None, self.prefilling) for occupant in self.slots)
+
+    @property
+    def more_could_join(self) -> bool:
+        """Whether more would decode if their prompts were written than decode now."""
+        free = self.slots.count(None)
+        joining = min(len(self.waiting), free) + (self.prefilling is not None)
+        return joining > len(self.slots) - free - (self.prefilling is not None)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take a waiting sequence out of the line."""
+        self.waiting.remove(sequence)
+        del self._by_id[sequence.request.id]
+
+    # -- prefill ---------------------------------------------------------------------------------
+
+    def next_to_prefill(self, lookahead: int) -> Sequence | None:
+        """The sequence whose cache is being written: the one at work, or the first of the line.
+
+        The latter only with a free slot and pages for all its tokens and `lookahead` more.
+        """
+        if self.prefilling is None and self.waiting:
+            slot = next((i for i, occupant in enumerate(self.slots) if occupant is None), None)
+            sequence = self.waiting[0]
+            if slot is not None and self._take_pages(sequence, lookahead):
+                self.waiting.popleft()
+                sequence.slot, sequence.epoch = slot, self.next_epoch()
+                sequence.placed = False
+                self.slots[slot] = self.prefilling = sequence
+        return self.prefilling
+
+    def next_epoch(self) -> int:
+        """A number that no earlier occupant of any slot had."""
+        self._epoch += 1
+        return self._epoch
+
+    def _take_pages(self, sequence: Sequence, lookahead: int) -> bool:
+        """Shared pages for what is known of its tokens, own ones for the rest; nothing if too few."""
+        end, size = sequence.prefill_end, self.page_size
+        if self.sharing and not sequence.hashes:
+            tokens, runs = sequence.tokens(), self.prefill_runs(sequence)
+            sequence.hashes = page_hashes(tokens, runs, size, end)
+        shared = self.pages.match(sequence.hashes)
+        cached = len(shared) * size
+        # Back to where neither a page nor a chunk is cut: a later span's chunks may start inside a page.
+        while (whole := reusable_prefix(self.prefill_runs(sequence), cached) // size * size) < cached:
+            cached = whole
+        self.pages.release(shared[cached // size :])
+        sequence.pages = shared[: cached // size]
+        tail = self._take_tail(sequence, cached) if self.sharing else None
+        if not self.grow(sequence, sequence.length + lookahead):
+            if tail is not None:
+                self.pages.keep_tail(_before(sequence.hashes, cached // size), tail)
+            self.pages.release(sequence.pages[::-1])
+            sequence.pages = []
+            return False
+        sequence.prefilled = cached + (0 if tail is None else tail.positions)
+        return True
+
+    def _take_tail(self, sequence: Sequence, start: int) -> Tail | None:
+        """The page that goes on where the shared ones end, if all that it holds is the sequence's own."""
+        before = _before(sequence.hashes, start // self.page_size)
+        tail = self.pages.find_tail(before)
+        if tail is None or start + tail.positions > sequence.prefill_end:
+            return None
+        tokens, runs, end = sequence.tokens(), self.prefill_runs(sequence), start + tail.positions
+        if tail.digest != chained_hash(before, tokens, runs, start, end):
+            return None
+        self.pages.take_tail(tail)
+        sequence.pages.append(tail.page)
+        return tail
+
+    def prefill_runs(self, sequence: Sequence) -> list[Run]:
+        """Which program writes which position before it may decode; a replay writes as it was written."""
+        return clip_runs(extend_tile(sequence.runs, sequence.length), sequence.prefill_end)
+
+    def wrote(self, sequence: Sequence, end: int) -> None:
+        """Its cache is to be written up to position `end`; full pages are there for others from now on.
+
+        Until `confirm` says that it has been enqueued, `take_back` takes that back.
+        """
+        first = sequence.prefilled // self.page_size
+        sequence.prefilled = end
+        for page, digest in list(zip(sequence.pages, sequence.hashes, strict=False))[
+            first : end // self.page_size
+        ]:
+            self.pages.publish(page, digest)
+            self._unconfirmed.append(page)
+        if end == sequence.prefill_end:
+            self.prefilling = None
+
+    def confirm(self) -> None:
+        """Everything that was to be written has been enqueued."""
+        self._unconfirmed.clear()
+
+    def take_back(self) -> None:
+        """What was to be written is not going to be: none may find it."""
+        for page in self._unconfirmed:
+            self.pages.forget(page)
+        self._unconfirmed.clear()
+
+    # -- pages -----------------------------------------------------------------------------------
+
+    def grow(self, sequence: Sequence, positions: int) -> bool:
+        """Give a sequence pages for `positions` positions; False, and nothing given, if there are too few."""
+        exact = -(-min(positions, self.ctx) // self.page_size)
+        missing = exact - len(sequence.pages)
+        if missing <= 0:
+            return True
+        whole = -(-exact // self.block) * self.block - len(sequence.pages)
+        wanted = whole if whole <= self.pages.num_available else missing
+        if wanted > self.pages.num_available:
+            return False
+        sequence.pages += self.pages.allocate(wanted, sequence.pages[-1] if sequence.pages else None)
+        return True
+
+    def last_to_come(self) -> Sequence | None:
+        """The occupant to give way first. Epochs follow arrivals: no one overtakes in the line."""
+        return max(self.running(), key=lambda sequence: sequence.epoch, default=None)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Send a sequence back to the head of the line. No round with it may be on its way."""
+        assert not sequence.in_flight
+        self._vacate(sequence, publish=True)
+        sequence.slot, sequence.prefilled, sequence.hashes = NO_SLOT, 0, []
+        sequence.active = sequence.drafted_for = False
+        sequence.metrics.preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def retire(self, sequence: Sequence) -> list[int]:
+        """End a sequence. An "error" shares nothing: its own pages are returned, for the caller to clear."""
+        failed = sequence.finish_reason == "error"
+        own = [page for page in sequence.pages if not self.pages.is_published(page)] if failed else []
+        self._vacate(sequence, publish=not failed)
+        sequence.active = False
+        del self._by_id[sequence.request.id]
+        return own
+
+    def _vacate(self, sequence: Sequence, *, publish: bool) -> None:
+        """Free a slot and its pages; publish those that hold committed tokens only."""
+        if publish and self.sharing and sequence is not self.prefilling:
+            # Everything after the prompt was written by verify-class tiles.
+            tokens, end = sequence.tokens(), sequence.prefill_end
+            runs = extend_tile(sequence.runs, end)
+            hashes = page_hashes(tokens, runs, self.page_size, end)
+            for page, digest in zip(sequence.pages, hashes, strict=False):
+                self.pages.publish(page, digest)
+            if held := end % self.page_size:
+                before = _before(hashes, len(hashes))
+                digest = chained_hash(before, tokens, runs, end - held, end)
+                self.pages.keep_tail(before, Tail(sequence.pages[len(hashes)], held, digest))
+        if sequence is self.prefilling:
+            self.prefilling = None
+        # Last page first: the end of a chain is of no use without its beginning.
+        self._limbo.append((self._launched, sequence.pages[::-1]))
+        sequence.pages = []
+        self.slots[sequence.slot] = None
+        self._leave_limbo()
+
+    def launched(self) -> None:
+        """A round was enqueued."""
+        self._launched += 1
+
+    def read(self) -> None:
+        """The oldest round on its way has run: nothing before it can touch a page any more."""
+        self._read += 1
+        self._leave_limbo()
+
+    def drop_rounds(self) -> None:
+        """No round is on its way any more: what was enqueued broke off."""
+        self._read = self._launched
+        self._leave_limbo()
+
+    def _leave_limbo(self) -> None:
+        while self._limbo and self._limbo[0][0] <= self._read:
+            self.pages.release(self._limbo.popleft()[1])
+
+    def check(self) -> None:
+        """Assert that every page has exactly the owners that it counts, and only one that may write to it."""
+        self.pages.check()
+        owners: dict[int, int] = {}
+        lists = [sequence.pages for sequence in self.running()] + [pages for _, pages in self._limbo]
+        for pages in lists:
+            for page in pages:
+                owners[page] = owners.get(page, 0) + 1
+        assert owners == self.pages.users(), "a page has no owner, or an unknown one"
+        for sequence in self.running():
+            written = sequence.prefill_end if sequence is not self.prefilling else sequence.prefilled
+            assert all(owners[page] == 1 for page in sequence.pages[written // self.page_size :])
+        assert all(not sequence.pages and sequence.slot == NO_SLOT for sequence in self.waiting)
+        assert len(self._by_id) == len(self.waiting) + len(self.running())

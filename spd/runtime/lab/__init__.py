@@ -1,0 +1,1 @@
+"""Measurements, explanations and checks; imported by the command line only."""

@@ -1,0 +1,232 @@
+"""The same requests run by two engines and compared token by token; what a difference looks like.
+
+Coupled verification and T = 0 promise the same tokens. Where they differ, the margin between the two tokens
+tells rounding (a near-tie) from a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
+from spd.runtime.engine.engine import Engine
+from spd.runtime.engine.metrics import RoundRecord
+from spd.runtime.engine.request import Request, derived_seed
+from spd.runtime.lab.load import run_pass
+from spd.runtime.lab.sweep import Question
+from spd.runtime.plan.config import EngineConfig
+from spd.runtime.round.sampling_params import MAX_LOGPROBS, SamplingParams
+
+NEAR_TIE: Mapping[str, float] = MappingProxyType({"bfloat16": 0.25, "float16": 0.02, "float32": 1e-3})
+"""Differences of log-probabilities, times 1 / T, that rounding alone may turn around."""
+ARITHMETIC = ("device", "dtype", "quantize", "kernels", "threads", "load")
+"""Settings between which equal bits are not promised."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One request's tokens, end and rounds."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    rounds: tuple[RoundRecord, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two texts part: both tokens, and how far apart the reference holds them.
+
+    margin: score of the reference's token over the other's; None when the other is not even among the
+    likeliest. top_margin: between the reference's two best. Scores are log-probabilities over T and noise.
+    """
+
+    prompt: str
+    temperature: float
+    seed: int
+    position: int
+    reference: int | None
+    candidate: int | None
+    margin: float | None
+    top_margin: float | None
+    near_tie: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+@dataclass
+class Replay:
+    """What two engines gave for the same requests."""
+
+    plans: tuple[dict[str, Any], dict[str, Any]]
+    texts: int
+    tokens: int
+    speculated: int
+    """Accepted drafts of the candidate: with none, nothing was tried."""
+    candidate: list[Outcome]
+    differences: list[Difference] = field(default_factory=list)
+
+
+def make_requests(
+    questions: Sequence[Question],
+    temperatures: Sequence[float],
+    *,
+    max_tokens: int,
+    ignore_eos: bool,
+    seed: int,
+    least: int,
+) -> list[tuple[str, Request]]:
+    """Prompt names and requests: every question at every temperature, with new seeds until the replies
+    could hold `least` tokens. Greedy ones are asked once."""
+    made: list[tuple[str, Request]] = []
+    number = 0
+    while True:
+        for question in questions:
+            for temperature in temperatures:
+                if number and not temperature:
+                    continue
+                params = SamplingParams(
+                    temperature=temperature,
+                    max_tokens=max_tokens,
+                    ignore_eos=ignore_eos,
+                    seed=derived_seed(seed, question.prompt.name, number),
+                )
+                made.append((question.prompt.name, Request(str(len(made)), question.ids, params)))
+        number += 1
+        if len(made) * max_tokens >= least or not any(temperatures):
+            return made
+
+
+def run_requests(
+    config: EngineConfig, requests: Sequence[Request], check: Callable[[], None]
+) -> tuple[dict[str, Any], list[Outcome]]:
+    """The plan and the outcomes of an engine that lives for these requests only."""
+    engine = Engine(config)
+    ran = run_pass(engine, requests, concurrency=config.slots, check=check)
+    rounds: dict[str, list[RoundRecord]] = {request.id: [] for request in requests}
+    for record in ran.records:
+        rounds[record.request].append(record)
+    engine.close()
+    outcomes = [
+        Outcome(line.request, tuple(line.token_ids), line.finish_reason, tuple(rounds[line.request.id]))
+        for line in ran.timelines
+    ]
+    return engine.plan.as_dict(), outcomes
+
+
+def replay(
+    reference: EngineConfig,
+    candidate: EngineConfig,
+    requests: Sequence[tuple[str, Request]],
+    check: Callable[[], None] = lambda: None,
+) -> Replay:
+    """Run the requests with both settings, one engine after the other, and compare every token."""
+    bare = [request for _, request in requests]
+    expected_plan, expected = run_requests(reference, bare, check)
+    plan, found = run_requests(candidate, bare, check)
+    result = Replay(
+        plans=(expected_plan, plan),
+        texts=len(bare),
+        tokens=sum(max(len(a.token_ids), len(b.token_ids)) for a, b in zip(expected, found, strict=True)),
+        speculated=sum(record.accepted for outcome in found for record in outcome.rounds),
+        candidate=found,
+    )
+    parted = [
+        (name, a, b)
+        for (name, _), a, b in zip(requests, expected, found, strict=True)
+        if (a.token_ids, a.finish_reason) != (b.token_ids, b.finish_reason)
+    ]
+    if parted:
+        engine = Engine(replace(reference, slots=1))
+        tie = max(NEAR_TIE[side["dtype"]] for side in result.plans)  # the coarser one's rounding
+        result.differences = [_explain(engine, name, a, b, tie) for name, a, b in parted]
+        engine.close()
+    return result
+
+
+def promised_equal(plans: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:
+    """Whether two plans must give the same bits: nothing that chooses arithmetic differs."""
+    return all(plans[0][name] == plans[1][name] for name in ARITHMETIC)
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    """The position of the first token that differs, or the shorter length."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _explain(engine: Engine, name: str, expected: Outcome, found: Outcome, tie: float) -> Difference:
+    """Ask the reference again, with log-probabilities, for what it thought where the texts part."""
+    request = expected.request
+    at = first_difference(expected.token_ids, found.token_ids)
+    a, b = (tokens[at] if at < len(tokens) else None for tokens in (expected.token_ids, found.token_ids))
+    margin = top = None
+    near = False
+    if a is not None and b is not None:
+        params = replace(request.params, max_tokens=at + 1, logprobs=MAX_LOGPROBS)
+        entries = [
+            entry
+            for event in engine.stream([Request("margin", request.prompt_ids, params)])
+            for entry in event.logprobs
+        ]
+        position = len(request.prompt_ids) + at
+        scores = _scores(dict(entries[at].top), params, position, engine.usable_vocab)
+        best = sorted(scores.values(), reverse=True)
+        top = best[0] - best[1] if len(best) > 1 else None
+        if a in scores and b in scores:
+            margin = scores[a] - scores[b]
+            near = abs(margin) <= tie / (params.temperature or 1.0)
+    return Difference(name, request.params.temperature, request.params.seed, at, a, b, margin, top, near)
+
+
+def _scores(
+    likely: Mapping[int, float], params: SamplingParams, position: int, vocab: int
+) -> dict[int, float]:
+    """What the draw at an absolute position maximises, of the likeliest tokens."""
+    if not params.temperature:
+        return dict(likely)
+    noise = gumbel(torch.tensor([params.seed]), torch.tensor([position]), STREAM_TARGET, vocab)[0]
+    return {
+        token: logprob / params.temperature + float(noise[token])
+        for token, logprob in likely.items()
+        if token < vocab
+    }
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Rounds whose drafts or acceptances are not those of a run that reads every round at once."""
+
+    rounds: int
+    differing: int
+    first: str | None
+
+
+def lag_parity(
+    candidate: EngineConfig,
+    outcomes: Sequence[Outcome],
+    check: Callable[[], None] = lambda: None,
+) -> Parity:
+    """Compare drafts and acceptances, round by round, with the same engine at lag 0.
+
+    A race between host and device never reaches the text, since every token is the target's own draw; it
+    costs acceptance, and is found here. Holds where k is fixed.
+    """
+    _, still = run_requests(replace(candidate, lag=0), [o.request for o in outcomes], check)
+    rounds = differing = 0
+    first = None
+    for late, calm in zip(outcomes, still, strict=True):
+        pairs = [[(r.draft, r.accepted) for r in outcome.rounds] for outcome in (late, calm)]
+        longest = max(map(len, pairs))
+        rounds += longest
+        wrong = [i for i in range(longest) if pairs[0][i : i + 1] != pairs[1][i : i + 1]]
+        differing += len(wrong)
+        if wrong and first is None:
+            first = f"request {late.request.id}, round {wrong[0]}"
+    return Parity(rounds, differing, first)

@@ -1,0 +1,218 @@
+"""Samples into rows: one for each way of decoding and kind of work, with what it was paired with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from spd.runtime.lab.sample import Sample
+from spd.runtime.lab.statistics import Spread, percentile, repeat_interval
+
+ALL = "all"
+KEYS = ("category", "temperature", "prompt_tokens_asked", "concurrency", "rate")
+"""What a row shares with the plain row beside it."""
+MACHINE = ("lag", "graphs", "tp")
+"""Settings that a row's plain partner has too."""
+MEMORY = ("weight_bytes", "draft_weight_bytes", "cache_bytes", "workspace_bytes", "graph_bytes")
+"""Parts of a plan that add up to what an engine takes."""
+IDENTITY = (*KEYS, "method", "draft_max", "adaptive", "verify", "draft_tp", *MACHINE)
+
+
+class Reads(Protocol):
+    """What a model reads in one forward pass; see `roofline.Floor`."""
+
+    def seconds(self, context: float, rate: float) -> float:
+        """With `context` positions in the cache, at `rate` bytes a second."""
+        ...
+
+
+def speed_words(row: Mapping[str, Any]) -> str:
+    """What `tokens_per_second` counts in a row."""
+    if row["rate"] is not None:
+        return "1 / mean TPOT of a request"
+    return "output tokens over wall time" if row["concurrency"] > 1 else "decode, first token left out"
+
+
+def make_rows(
+    samples: Sequence[Sample],
+    plans: Mapping[int, Mapping[str, Any]],
+    floors: Mapping[int, tuple[Reads | None, Reads | None]] = MappingProxyType({}),
+    read_rate: float | None = None,
+) -> list[dict[str, Any]]:
+    """Rows in the order measured, those over all categories last. Takes whole repetitions only.
+
+    floors: what the target and the draft model of a plan read; read_rate: bytes a second.
+    """
+    grouped: dict[tuple[Any, ...], list[Sample]] = {}
+    for sample in samples:
+        work = sample.work
+        for category in (work.category, ALL):
+            key = (category, work.temperature, work.prompt_tokens, work.load.concurrency, work.load.rate)
+            grouped.setdefault((*key, sample.config), []).append(sample)
+    categories = {sample.work.category for sample in samples}
+    rows = []
+    order = {group[:-1]: place for place, group in reversed(list(enumerate(grouped)))}
+    for group in sorted(grouped, key=lambda group: (group[0] == ALL, order[group[:-1]], group[-1])):
+        if group[0] == ALL and len(categories) < 2:
+            continue
+        row = _row(dict(zip(KEYS, group[:-1], strict=True)), plans[group[-1]], _complete(grouped, group))
+        if row is not None:
+            row["roofline"] = _roofline(row, *floors.get(group[-1], (None, None)), read_rate)
+            rows.append(row)
+    for row in rows:
+        _pair(row, rows)
+    return rows
+
+
+def _complete(groups: Mapping[tuple[Any, ...], Sequence[Sample]], of: tuple[Any, ...]) -> list[list[Sample]]:
+    """A group's samples by repetition, without repetitions in which it lacks a pass that others have."""
+    counts: dict[tuple[Any, int], int] = {}
+    for group, samples in groups.items():
+        if group[:-1] == of[:-1]:
+            for sample in samples:
+                counts[group, sample.repetition] = counts.get((group, sample.repetition), 0) + 1
+    by_repetition: dict[int, list[Sample]] = {}
+    for sample in groups[of]:
+        by_repetition.setdefault(sample.repetition, []).append(sample)
+    most = max(counts.values())
+    return [each for _, each in sorted(by_repetition.items()) if len(each) == most]
+
+
+def _row(
+    key: dict[str, Any], plan: Mapping[str, Any], repetitions: Sequence[Sequence[Sample]]
+) -> dict[str, Any] | None:
+    samples = [sample for repetition in repetitions for sample in repetition]
+    speeds = [_speed(repetition) for repetition in repetitions]
+    if not samples or not all(speeds):
+        return None
+    row: dict[str, Any] = {
+        **key,
+        "method": "plain" if plan["spec"] == "off" else plan["spec"],
+        "draft_max": plan["draft_max"],
+        "adaptive": plan["adaptive"] and plan["spec"] != "off",
+        "verify": plan["verify"],
+        "lag": plan["lag"],
+        "graphs": plan["graphs"],
+        "tp": plan.get("tp", 1),
+        "draft_tp": plan.get("draft_tp", 1),
+        "acceptance": "imposed" if plan["synthetic_acceptance"] is not None else "natural",
+        "repetitions": len(repetitions),
+        "tokens_per_second": repeat_interval(speeds).as_dict(),
+        "prompt_tokens": fmean(s.prompt_tokens / len(s.prompts) for s in samples),
+        "output_tokens": sum(s.tokens for s in repetitions[0]),
+        "mean_output": sum(s.tokens for s in samples) / sum(len(s.prompts) for s in samples),
+        "memory_bytes": sum(plan.get(part, 0) for part in MEMORY),
+    }
+    row["counts_as_speed"] = speed_words(row)
+    return {**row, **_latencies(samples), **_speculation(samples), **_load(samples, key["rate"])}
+
+
+def _speed(samples: Iterable[Sample]) -> float:
+    pairs = [sample.speed for sample in samples]
+    seconds = sum(seconds for _, seconds in pairs)
+    return sum(tokens for tokens, _ in pairs) / seconds if seconds else 0.0
+
+
+def _latencies(samples: Sequence[Sample]) -> dict[str, Any]:
+    found = {}
+    for name in ("ttft_ms", "tpot_ms", "itl_ms"):
+        values = [value for sample in samples for value in getattr(sample, name)]
+        found[name] = (
+            {"median": median(values), "mean": fmean(values), "p99": percentile(values, 0.99)}
+            if values
+            else None
+        )
+    return found
+
+
+def _speculation(samples: Sequence[Sample]) -> dict[str, Any]:
+    rounds = sum(sample.rounds for sample in samples)
+    drafted = _sums(s.drafted_per_position for s in samples)
+    accepted = _sums(s.accepted_per_position for s in samples)
+    tried = _sums(s.tried_per_position for s in samples)
+    total = sum(drafted)
+    after_first = sum(sample.tokens_after_first for sample in samples)
+    return {
+        "acceptance_length": after_first / rounds if rounds else 0.0,
+        "acceptance_rate": sum(s.accepted for s in samples) / total if total else None,
+        "drafted_per_position": drafted,
+        "accepted_per_position": accepted,
+        "conditional_rates": [a / t if t else 0.0 for a, t in zip(accepted, tried, strict=True)],
+        "acceptance_histogram": _sums(s.histogram for s in samples),
+        "rounds": rounds,
+        "round_ms": {
+            part: sum(getattr(s, f"{part}_ms") * s.rounds for s in samples) / rounds if rounds else 0.0
+            for part in ("draft", "verify", "rest", "host")
+        },
+    }
+
+
+def _load(samples: Sequence[Sample], rate: float | None) -> dict[str, Any]:
+    requests, seconds = sum(len(s.prompts) for s in samples), sum(s.seconds for s in samples)
+    tokens = sum(s.tokens for s in samples)
+    joules = [s.joules for s in samples if s.joules is not None]
+    return {
+        "requests": requests,
+        "requests_per_second": requests / seconds,
+        "goodput": sum(s.good for s in samples) / seconds,
+        "output_tokens_per_second": tokens / seconds,
+        "joules_per_token": sum(joules) / tokens if joules and tokens else None,
+    }
+
+
+def _roofline(
+    row: Mapping[str, Any], target: Reads | None, draft: Reads | None, rate: float | None
+) -> dict[str, float | None] | None:
+    """The share of a verification, and of a token's drafting, that reading alone would take."""
+    if target is None or rate is None:
+        return None
+    context = row["concurrency"] * (row["prompt_tokens"] + row["mean_output"] / 2)
+    times, drafts = row["round_ms"], sum(row["drafted_per_position"])
+    floor = 1000 * target.seconds(context, rate)
+    drafts_alone = (
+        draft is not None and row["draft_max"] and "+" not in row["method"]
+    )  # else some are lookup's
+    a_draft = 1000 * draft.seconds(context, rate) if draft is not None and drafts_alone else None
+    spent = times["draft"] * row["rounds"] / drafts if drafts else 0.0
+    return {
+        "read_bytes_per_second": rate,
+        "verify_floor_ms": floor,
+        "verify_share": floor / times["verify"] if times["verify"] else None,
+        "draft_floor_ms": a_draft,
+        "draft_share": a_draft / spent if a_draft is not None and spent else None,
+    }
+
+
+def _sums(lists: Iterable[Sequence[int]]) -> list[int]:
+    total: list[int] = []
+    for counts in lists:
+        total.extend([0] * (len(counts) - len(total)))
+        for i, count in enumerate(counts):
+            total[i] += count
+    return total
+
+
+def _pair(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Write the ratio to the plain row of the same work, repetition by repetition, into the row."""
+    same = [
+        other
+        for other in rows
+        if other["method"] == "plain" and all(other[name] == row[name] for name in (*KEYS, *MACHINE))
+    ]
+    row["speed_up"] = None
+    if row["method"] == "plain" or not same:
+        return
+    pairs = zip(row["tokens_per_second"]["values"], same[0]["tokens_per_second"]["values"], strict=False)
+    row["speed_up"] = repeat_interval([mine / its for mine, its in pairs]).as_dict()
+
+
+def verdict(spread: Mapping[str, Any] | Spread | None) -> str:
+    """`faster`, `slower`, or `equal` where the interval of a ratio holds 1."""
+    if spread is None:
+        return ""
+    low, high = (spread.low, spread.high) if isinstance(spread, Spread) else (spread["low"], spread["high"])
+    if low is None or high is None or low <= 1 <= high:
+        return "equal"
+    return "faster" if low > 1 else "slower"

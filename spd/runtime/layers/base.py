@@ -1,0 +1,96 @@
+"""What a model is to the runner: a batch of rows in, hidden states and logits out.
+
+Models know tensors and this batch; never requests, schedulers, proposers or samplers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Communicator(Protocol):
+    """What ranks exchange in a forward pass: every one holds a part, and sees the same bits afterwards."""
+
+    rank: int
+    size: int
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The parts of all ranks in rank order: [N, *part.shape], the same shape everywhere."""
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' parts in rank order, in float32 and rounded once to their dtype."""
+
+
+class ModelOutput(NamedTuple):
+    """What a pass makes of rows: `hidden`, of which logits are made, and `states`, which a head reads."""
+
+    hidden: Tensor
+    states: Tensor
+
+    @classmethod
+    def of(cls, hidden: Tensor) -> ModelOutput:
+        """Of a model whose hidden states are what a head would read."""
+        return cls(hidden, hidden)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> ModelOutput:
+        """Both changed alike."""
+        hidden = change(self.hidden)
+        return ModelOutput(hidden, hidden if self.states is self.hidden else change(self.states))
+
+
+@dataclass(frozen=True)
+class HeadStates:
+    """Rings [S, >= depth, hidden] of states that a head reads beside tokens: see `head_input`."""
+
+    rings: Tensor
+    depth: int
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """Rows of one forward pass: a window of `width` positions for each of `num_slots` slots.
+
+    T rows = num_slots * width, rounded up to a row bucket with rows that are dropped. page_table is
+    int64 [S, pages]; plan is what `plan_attention` made of the rows. A prompt chunk of one slot has a
+    chunk_start, its first position; the kernels that attend by it need no plan. first_key is the first
+    position whose cache entry holds anything, see `causal_bias`.
+    """
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    kv_slots: Tensor  # [T] int64, into the flattened pools
+    page_table: Tensor  # [S, pages] int64
+    plan: Any
+    num_slots: int
+    width: int
+    tile: int
+    chunk_start: int | None = None
+    first_key: int = 0
+    states: HeadStates | None = None
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The residual stream x [T, hidden], with partial sums of squares of its rows where kernels keep them."""
+
+    x: Tensor
+    squares: Tensor | None = None
+
+
+def in_windows(attend: Callable[[Tensor], Tensor], query: Tensor, batch: ForwardBatch) -> Tensor:
+    """What attend makes of windows [S, W, ...] of query [T, ...], as [T, N]; rows behind them give zeros."""
+    rows, total = batch.num_slots * batch.width, query.shape[0]
+    mixed = attend(query[:rows].view(batch.num_slots, batch.width, *query.shape[1:])).reshape(rows, -1)
+    return mixed if rows == total else torch.cat((mixed, mixed.new_zeros(total - rows, mixed.shape[1])))
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's pools, each [pages, page, ...] with what its attention keeps of a position."""
+
+    pools: tuple[Tensor, ...]

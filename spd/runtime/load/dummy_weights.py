@@ -1,0 +1,63 @@
+"""Random weights made where they will stand: for speed measurements, never for text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from spd.runtime.load.progress import LoadMeter
+from spd.runtime.models.builder import Fill
+from spd.runtime.models.weights import EMBEDDING, HEAD, scale_name
+
+DUMMY_BIAS = 0.02
+DUMMY_LOGITS = 3.0
+"""Standard deviation of a dummy model's logits: far from uniform, far from certain."""
+DUMMY_DOWN = 4.0
+"""How much louder an MLP, which sees one token, is than attention, whose average over all tokens would
+else make a model say one token for ever."""
+
+FP8_STRIP = 2**24
+"""Values that are drawn at a time before they are rounded to FP8."""
+
+
+def dummy_fill(device: str, tied: bool, meter: LoadMeter) -> Fill:
+    """Fill with normal numbers, the same ones each time on one kind of device.
+
+    Norms are ones, and products keep the size of what they are given, so that nothing overflows however
+    deep the model is, and the likeliest token depends on the text.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def fill(views: Mapping[str, Tensor]) -> None:
+        for name, view in views.items():
+            if name.endswith("norm.weight"):
+                view.fill_(1)
+            elif view.dtype == torch.float8_e4m3fn:
+                _fill_fp8(view, generator)
+                views[scale_name(name)].fill_(_dummy_std(name, view, tied))
+            elif not name.endswith(scale_name("")):
+                view.normal_(0.0, _dummy_std(name, view, tied), generator=generator)
+            meter.advance(view.nbytes)
+
+    return fill
+
+
+def _fill_fp8(view: Tensor, generator: torch.Generator) -> None:
+    """Normal numbers, rounded, some rows at a time."""
+    for rows in torch.split(view, max(1, FP8_STRIP // view.shape[1])):
+        wide = torch.empty(rows.shape, dtype=torch.float32, device=view.device)
+        rows.copy_(wide.normal_(generator=generator))
+
+
+def _dummy_std(name: str, view: Tensor, tied: bool) -> float:
+    """1 / sqrt(columns), so that a product is as large as its input, but for the two named above."""
+    if view.dim() == 1:
+        return DUMMY_BIAS
+    gain = 1.0
+    if name == (EMBEDDING if tied else HEAD):
+        gain = DUMMY_LOGITS
+    elif name.endswith("down_proj.weight"):
+        gain = DUMMY_DOWN
+    return float(gain * view.shape[1] ** -0.5)

@@ -1,0 +1,104 @@
+"""Weights stored as FP8 with a scale a block: read into the run's dtype, a tensor at a time, or kept.
+
+W[i, j] = X.weight[i, j] * X.weight_scale_inv[i // rows, j // columns]; blocks at the edges may be partial.
+Source: the published DeepSeek-V3 checkpoint and its conversion script.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from spd.formats.checkpoint import Checkpoint, TensorMeta
+from spd.runtime.models.builder import Fill
+from spd.runtime.models.destinations import NOTHING, Cut, Cuts
+from spd.runtime.models.weights import FP8_DTYPE, scale_name, scale_shape
+
+PIECE_ROWS_BYTES = 64 << 20
+STRIP = 8
+"""Rows of blocks that are scaled at a time: their scales are spread out over the elements in between."""
+
+
+def scaling_fill(
+    checkpoint: Checkpoint, fill: Fill, fill_scales: Fill, block: tuple[int, int], cuts: Cuts = NOTHING
+) -> Fill:
+    """`fill`, then what is stored as FP8 is multiplied by its scales, in place.
+
+    `fill` casts FP8 to the views' dtype, which float16, bfloat16 and float32 all hold exactly; the product
+    is rounded once. Scales are written by `fill_scales`, whole also where `cuts` says that a view is a part.
+    Views that are FP8 themselves stay as stored, and their scales are among the views.
+    """
+
+    def scaled(views: Mapping[str, Tensor]) -> None:
+        fill(views)
+        stored = {
+            name: view
+            for name, view in views.items()
+            if checkpoint.tensors[name].dtype == FP8_DTYPE and view.dtype != torch.float8_e4m3fn
+        }
+        scales = {
+            scale_name(name): torch.empty(
+                scale_shape(checkpoint.tensors[name].shape, block), device=view.device
+            )
+            for name, view in stored.items()
+        }
+        fill_scales(scales)
+        for name, view in stored.items():
+            own, shape = scales[scale_name(name)], checkpoint.tensors[name].shape
+            if name in cuts:
+                scale_part(view, own, block, cuts[name], shape)
+            else:
+                scale_blocks(view, own, block)
+
+    return scaled
+
+
+def scale_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> None:
+    """Multiply weight [N, K] in place by scales float32 [ceil(N / rows), ceil(K / columns)], block = both."""
+    rows, columns = block
+    for strip, own in zip(torch.split(weight, STRIP * rows), torch.split(scales, STRIP), strict=True):
+        spread = own.repeat_interleave(columns, 1)[:, : weight.shape[1]].repeat_interleave(rows, 0)
+        strip.mul_(spread[: strip.shape[0]])
+
+
+def scale_part(
+    weight: Tensor, scales: Tensor, block: tuple[int, int], cut: Cut, shape: tuple[int, ...]
+) -> None:
+    """Multiply a part of a matrix of `shape` in place by scales of the whole: see `scale_blocks`.
+
+    The part may begin and end inside a block.
+    """
+    rows, columns = (
+        torch.tensor(cut.indices(dim, shape[dim]), device=weight.device) // block[dim] for dim in (0, 1)
+    )
+    spread, step = scales[:, columns], STRIP * block[0]
+    for first in range(0, weight.shape[0], step):
+        weight[first : first + step].mul_(spread[rows[first : first + step]])
+
+
+def cast_pieces(
+    checkpoint: Checkpoint, meta: TensorMeta, dtype: torch.dtype, block: tuple[int, int] | None
+) -> Iterator[bytes]:
+    """The bytes of a stored tensor in another dtype, multiplied out, whole rows of blocks at a time.
+
+    Raises CheckpointError.
+    """
+    scales = None
+    if meta.dtype == FP8_DTYPE:
+        assert block is not None
+        scales = checkpoint.read(scale_name(meta.name)).float()
+    width = max(1, math.prod(meta.shape[1:]))
+    step = max(1, PIECE_ROWS_BYTES // (4 * width))
+    if block is not None:
+        step = max(1, step // block[0]) * block[0]
+    for first in range(0, meta.shape[0], step):
+        rows = checkpoint.read(meta.name, (first, min(first + step, meta.shape[0]))).to(torch.float32)
+        if scales is not None and block is not None:
+            own = scales[first // block[0] : -(-(first + len(rows)) // block[0])]
+            scale_blocks(rows, own, block)
+        cast = rows.to(dtype).contiguous()
+        yield ctypes.string_at(cast.data_ptr(), cast.numel() * cast.element_size())

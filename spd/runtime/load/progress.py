@@ -1,0 +1,35 @@
+"""How far loading has come, for a progress bar. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["read", "pack", "download"]
+
+
+@dataclass(frozen=True)
+class LoadProgress:
+    """One report: `done` of `total`, in bytes."""
+
+    phase: Phase
+    done: int
+    total: int
+
+
+Progress = Callable[[LoadProgress], None]
+
+
+class LoadMeter:
+    """Counts what several models load together; reports from the thread that builds the engine."""
+
+    def __init__(self, report: Progress | None = None, total: int = 0) -> None:
+        self.report, self.total = report, total
+        self._done: dict[Phase, int] = {"read": 0, "pack": 0}
+
+    def advance(self, nbytes: int, phase: Phase = "read") -> None:
+        """Report that so many more bytes of weights are through a phase."""
+        self._done[phase] += nbytes
+        if self.report is not None:
+            self.report(LoadProgress(phase, self._done[phase], self.total))

@@ -1,0 +1,294 @@
+"""Fills tensors from a checkpoint's files: threads read into rings of buffers, the device copies out.
+
+Each thread owns a ring: while one buffer is copied to the device on the thread's own stream, the next
+is read, with the interpreter's lock released. A buffer is read into again only after the event behind
+its copies. Buffers are pinned where the destination is a CUDA device; a dtype is changed there too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spd.errors import CheckpointError
+from spd.formats.checkpoint import TORCH_NAMES, Checkpoint, TensorMeta, read_exactly
+from spd.formats.json_file import shown
+
+BUFFERS = 2
+"""Buffers a ring: one is read into while the other one is copied."""
+CHUNK_BYTES = 16 * 2**20
+THREADS = 6
+"""6 threads x 2 buffers x 16 MiB are pinned: little enough not to be felt, enough to fill the bus."""
+ALIGNMENT = 64
+MAX_PIECES = 512
+"""Tensors a chunk, below what one scattering read may be given."""
+DTYPES = {
+    code: dtype for code, name in TORCH_NAMES.items() if (dtype := getattr(torch, name)).is_floating_point
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of one tensor: `nbytes` of `dtype` at `begin` of a buffer, for `target` [n]."""
+
+    begin: int
+    nbytes: int
+    dtype: torch.dtype
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive bytes of one file, scattered over one buffer."""
+
+    shard: Path
+    offset: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def end(self) -> int:
+        """Bytes of the buffer that it needs."""
+        return self.pieces[-1].begin + self.pieces[-1].nbytes
+
+
+class Lane:
+    """One thread's ring of buffers, and the copies out of them: plain memory here, copied at once."""
+
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
+        self.buffers = [
+            torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(BUFFERS if nbytes else 0)
+        ]
+        # Not Tensor.numpy: torch may have been installed without NumPy.
+        self._views = [
+            memoryview((ctypes.c_ubyte * nbytes).from_address(buffer.data_ptr())).cast("B")
+            for buffer in self.buffers
+        ]
+
+    def view(self, index: int, piece: Piece) -> memoryview:
+        """Where a piece's bytes are read to."""
+        return self._views[index][piece.begin : piece.begin + piece.nbytes]
+
+    def source(self, index: int, piece: Piece) -> Tensor:
+        """A piece's elements in a buffer, [n]."""
+        return self.buffers[index][piece.begin : piece.begin + piece.nbytes].view(piece.dtype)
+
+    def wait(self, index: int) -> None:
+        """Return when a buffer may be written again."""
+
+    def copy(self, index: int, pieces: Sequence[Piece]) -> None:
+        """Start copying what a buffer holds to where it belongs."""
+        for piece in pieces:
+            piece.target.copy_(self.source(index, piece))
+
+    def finish(self) -> None:
+        """Return when everything has been copied."""
+
+
+class CudaLane(Lane):
+    """Pinned buffers, a stream of its own, and one event a buffer; casts by way of device memory.
+
+    The copies begin after `ready`, which stands behind the allocation of the destinations.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, ready: torch.cuda.Event, casts: bool) -> None:
+        super().__init__(nbytes, pinned=True)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_event(ready)
+        self._copied = [torch.cuda.Event() for _ in self.buffers]  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            self._staging = torch.empty(nbytes if casts else 0, dtype=torch.uint8, device=device)
+
+    def wait(self, index: int) -> None:
+        self._copied[index].synchronize()
+
+    def copy(self, index: int, pieces: Sequence[Piece]) -> None:
+        with torch.cuda.stream(self._stream):
+            for piece in pieces:
+                source = self.source(index, piece)
+                if piece.dtype != piece.target.dtype:  # else copy_ would cast on the host, and wait
+                    staged = self._staging[piece.begin : piece.begin + piece.nbytes].view(piece.dtype)
+                    source = staged.copy_(source, non_blocking=True)
+                piece.target.copy_(source, non_blocking=True)
+            self._copied[index].record(self._stream)
+
+    def finish(self) -> None:
+        self._stream.synchronize()
+
+
+Advance = Callable[[int], None]
+
+
+def plan_chunks(
+    tensors: Mapping[str, TensorMeta], destinations: Mapping[str, Tensor], chunk_bytes: int = CHUNK_BYTES
+) -> list[Chunk]:
+    """Cut what the destinations need into chunks, by file and offset; neighbours share a chunk.
+
+    A destination is a contiguous tensor of as many elements as its namesake in the checkpoint, in any
+    float dtype. Empty tensors need no chunk. Raises CheckpointError for what is not there or no float.
+    """
+    chunks: list[Chunk] = []
+    pieces: list[Piece] = []
+    shard, offset, position = Path(), 0, -1
+
+    def close() -> None:
+        if pieces:
+            chunks.append(Chunk(shard, offset, tuple(pieces)))
+            pieces.clear()
+
+    wanted = [_wanted(tensors, name, view) for name, view in destinations.items()]
+    for meta, flat in sorted(wanted, key=lambda pair: (pair[0].shard, pair[0].offset)):
+        dtype, first = DTYPES[meta.dtype], 0
+        while first < flat.numel():
+            used = -(-(pieces[-1].begin + pieces[-1].nbytes) // ALIGNMENT) * ALIGNMENT if pieces else 0
+            where = meta.offset + first * dtype.itemsize
+            room = (chunk_bytes - used) // dtype.itemsize
+            if pieces and (shard != meta.shard or where != position or room < 1 or len(pieces) == MAX_PIECES):
+                close()
+                continue
+            if not pieces:
+                shard, offset = meta.shard, where
+            count = min(max(1, room), flat.numel() - first)
+            pieces.append(Piece(used, count * dtype.itemsize, dtype, flat[first : first + count]))
+            position = where + count * dtype.itemsize
+            first += count
+    close()
+    return chunks
+
+
+def _wanted(tensors: Mapping[str, TensorMeta], name: str, view: Tensor) -> tuple[TensorMeta, Tensor]:
+    meta = tensors.get(name)
+    if meta is None:
+        raise CheckpointError(f"tensor {shown(name)}: is not in this checkpoint")
+    if meta.dtype not in DTYPES:
+        raise CheckpointError(f"{meta.shard}: tensor {shown(name)}: dtype {meta.dtype} is not supported here")
+    if meta.nbytes != view.numel() * DTYPES[meta.dtype].itemsize or not view.is_contiguous():
+        raise ValueError(f"{name}: {list(meta.shape)} cannot fill {list(view.shape)}")
+    return meta, view.view(-1)
+
+
+def read_tensors(
+    checkpoint: Checkpoint,
+    destinations: Mapping[str, Tensor],
+    *,
+    advance: Advance | None = None,
+    threads: int = THREADS,
+    chunk_bytes: int = CHUNK_BYTES,
+    lane: Callable[[int], Lane] | None = None,
+) -> None:
+    """Fill every destination from its namesake; all on one device. Returns when the bytes are there.
+
+    `advance` hears, in the caller's thread, of destination bytes as their chunks are read. `lane` makes a
+    thread's ring. Raises CheckpointError naming the file for whatever goes wrong with it, a change while
+    it was read included; destinations are then undefined, and nothing is copied any more.
+    """
+    chunks = deque(plan_chunks(checkpoint.tensors, destinations, chunk_bytes))
+    if not chunks:
+        return
+    device = chunks[0].pieces[0].target.device
+    make = lane or _lane_for(device, chunks)
+    size, count = max(chunk.end for chunk in chunks), min(threads, len(chunks))
+    with ExitStack() as stack:
+        files = {}
+        for shard in dict.fromkeys(chunk.shard for chunk in chunks):
+            files[shard] = stack.enter_context(checkpoint.open_shard(shard)).fileno()
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(files[shard], 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        crew = _Crew(chunks, files, device, lambda: make(size))
+        try:
+            crew.start(count)
+            for nbytes in crew.news():
+                if advance is not None:
+                    advance(nbytes)
+        finally:
+            crew.stop()  # also when the caller was interrupted: no thread outlives this call
+    checkpoint.check_unchanged()
+
+
+def _lane_for(device: torch.device, chunks: Sequence[Chunk]) -> Callable[[int], Lane]:
+    if device.type != "cuda":
+        return Lane
+    casts = any(piece.dtype != piece.target.dtype for chunk in chunks for piece in chunk.pieces)
+    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    ready.record(torch.cuda.current_stream(device))
+    return lambda nbytes: CudaLane(nbytes, device, ready, casts)
+
+
+class _Crew:
+    """The reading threads. Each posts the bytes of a chunk, the error that ends all, or None at its end."""
+
+    def __init__(
+        self,
+        chunks: deque[Chunk],
+        files: Mapping[Path, int],
+        device: torch.device,
+        make_lane: Callable[[], Lane],
+    ) -> None:
+        self._chunks, self._files, self._device, self._make_lane = chunks, files, device, make_lane
+        self._stopping = threading.Event()
+        self._news: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, count: int) -> None:
+        """Start the threads."""
+        for _ in range(count):
+            thread = threading.Thread(target=self._work, name="spd-read", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def news(self) -> Iterator[int]:
+        """Bytes as they come, until every thread has ended. Raises the first error when all have."""
+        running, failure = len(self._threads), None
+        while running:
+            said = self._news.get()
+            if said is None:
+                running -= 1
+            elif isinstance(said, BaseException):
+                failure = failure or said
+                self._stopping.set()
+            else:
+                yield said
+        if failure is not None:
+            raise failure
+
+    def stop(self) -> None:
+        """End the threads, each after the chunk it is at."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        where = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        try:
+            with torch.inference_mode(), where:
+                self._read(self._make_lane())
+        except BaseException as error:
+            self._news.put(error)
+        finally:
+            self._news.put(None)
+
+    def _read(self, lane: Lane) -> None:
+        index = 0
+        try:
+            while not self._stopping.is_set():
+                try:
+                    chunk = self._chunks.popleft()
+                except IndexError:
+                    break
+                lane.wait(index)
+                views = [lane.view(index, piece) for piece in chunk.pieces]
+                read_exactly(self._files[chunk.shard], views, chunk.offset, chunk.shard)
+                lane.copy(index, chunk.pieces)
+                self._news.put(sum(piece.target.nbytes for piece in chunk.pieces))
+                index = (index + 1) % BUFFERS
+        finally:
+            lane.finish()  # before the buffers, or after an error the destinations, are given back

@@ -1,1 +1,0 @@
-"""Speculation measured, judged and explained; the engine knows nothing of this room."""

@@ -1,0 +1,74 @@
+"""Grouped-query attention of one layer: norm, project, rotate, store, attend, project back, add."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spd.kernels.attention.paged_attention import Scores
+from spd.kernels.attention.rotary_store import Pools, RotatedRows
+from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, in_windows
+from spd.runtime.layers.linear import AnyLinear
+from spd.runtime.layers.rotary import RotaryRows
+from spd.runtime.models.builder import LayerBuilder, Tensors
+from spd.runtime.models.layouts import GqaLayout
+
+
+class Attention:
+    """One layer's attention over a paged cache of keys and values."""
+
+    def __init__(self, layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> None:
+        self.layout, self.epsilon, self.kernels = layout, build.epsilon, build.kernels
+        scale = layout.head_dim**-0.5 if layout.scale is None else layout.scale
+        self.scores = Scores(scale, layout.sliding, layout.softcap)
+        if (order := layout.rotary.order) is not None:
+            turned = slice((layout.num_heads + layout.num_kv_heads) * layout.head_dim)
+            for name in ("qkv", "qkv_bias", "q_norm", "k_norm"):
+                build.reorder(tensors, name, turned, order)
+        self.qkv = build.matrix(tensors, "qkv") if layout.reads_pairs else build.after_norm(tensors, "qkv")
+        self.output = build.summed(tensors, "output")
+        self.pair_norms = (tensors["norm"], tensors["state_norm"]) if layout.reads_pairs else None
+        """Of a token and a state, where what is read is both side by side, normed already."""
+        self.qk_weight: Tensor | None = None
+        if layout.qk_norm:
+            heads = (("q_norm", layout.num_heads), ("k_norm", layout.num_kv_heads))
+            self.qk_weight = torch.cat([tensors[name].expand(count, -1) for name, count in heads])
+            if self.kernels.facts.float32_norms:
+                self.qk_weight = self.qk_weight.float()
+
+    def __call__(
+        self,
+        stream: Residual,
+        rotary: RotaryRows,
+        batch: ForwardBatch,
+        cache: LayerCache,
+        onto: Residual | None = None,
+    ) -> Residual:
+        """The stream [T, hidden], or `onto`, with this block of the stream added.
+
+        Stores the KV of the T rows, then reads the pages.
+        """
+        if self.layout.local_rope and rotary.local is not None:
+            rotary = rotary.local
+        rows, (keys, values) = (
+            RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots),
+            cache.pools,
+        )
+        given = (self.qk_weight, self.epsilon, (keys, values), self.layout.num_heads)
+        query = self.kernels.rotary_store(self.qkv(stream, batch).x, rows, *given)
+        mixed = Residual(self._attend(query, batch, (keys, values)))
+        return self.output(mixed, batch, stream if onto is None else onto)
+
+    def products(self) -> tuple[AnyLinear, ...]:
+        """The block's matrices in the order in which they run."""
+        return self.qkv, self.output
+
+    def _attend(self, query: Tensor, batch: ForwardBatch, pools: Pools) -> Tensor:
+        """query [T, H, D] to [T, H * D]."""
+        if batch.chunk_start is not None and batch.plan is None:
+            mixed: Tensor = self.kernels.prefill_attention(
+                query, pools, batch.page_table[0], batch.chunk_start, self.scores, batch.first_key
+            )
+            return mixed.flatten(1)
+        attend = self.kernels.paged_attention
+        return in_windows(lambda window: attend(window, pools, batch.plan, self.scores), query, batch)

@@ -1,0 +1,21 @@
+"""ERNIE-4.5, dense or with routed experts: heads rotate in interleaved pairs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spd.formats.model_config import ModelConfig
+from spd.formats.rope_config import RotaryDims
+from spd.runtime.models.families import llama
+from spd.runtime.models.layouts import GqaLayout
+from spd.runtime.models.weights import ModelLayout
+
+
+def attention(config: ModelConfig) -> GqaLayout:
+    """Pairs (2i, 2i + 1) turn together."""
+    return replace(llama.attention(config), rotary=RotaryDims(config.head_dim, config.head_dim, True))
+
+
+def layout(config: ModelConfig) -> ModelLayout:
+    """Experts where the configuration says so."""
+    return llama.layers(config, attention(config))

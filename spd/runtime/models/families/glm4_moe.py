@@ -1,0 +1,20 @@
+"""GLM-4.5, 4.6: half of each head rotates, queries, keys and values have biases, experts as DeepSeek-V3's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spd.formats.model_config import ModelConfig
+from spd.runtime.models.families import llama
+from spd.runtime.models.layouts import GqaLayout
+from spd.runtime.models.weights import ModelLayout
+
+
+def attention(config: ModelConfig) -> GqaLayout:
+    """Biases everywhere but on the output; the norm of heads as the configuration says."""
+    return replace(llama.attention(config), output_bias=False, qk_norm=config.qk_norm)
+
+
+def layout(config: ModelConfig) -> ModelLayout:
+    """Experts where the configuration says so."""
+    return llama.layers(config, attention(config))

@@ -1,0 +1,52 @@
+"""Llama (2, 3.x), Mistral: the shared blocks as they are. Other dense families start from these."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spd.formats.model_config import ModelConfig
+from spd.formats.rope_config import RotaryDims
+from spd.runtime.models.layouts import AttentionLayout, GqaLayout, LayerLayout, MlpLayout, MoeLayout
+from spd.runtime.models.weights import ModelLayout
+
+
+def attention(config: ModelConfig) -> GqaLayout:
+    """Grouped-query attention; biases follow the configuration."""
+    return GqaLayout(
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        RotaryDims(config.head_dim, config.rotary_dim or config.head_dim),
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+    )
+
+
+def mlp(config: ModelConfig) -> MlpLayout:
+    """The gated MLP; biases follow the configuration."""
+    return MlpLayout(config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+
+def layers(config: ModelConfig, attention: AttentionLayout, dense: MlpLayout | None = None) -> ModelLayout:
+    """One kind of attention but for its sliding windows; experts where the configuration says so.
+
+    Elsewhere `dense`, which is this family's MLP unless given.
+    """
+    dense, experts, local = dense or mlp(config), config.experts, config.local_rope is not None
+    sparse = MoeLayout(config.hidden_size, experts) if experts else dense
+    chosen = experts.sparse_layers if experts else (False,) * config.num_layers
+
+    def attending(sliding: int | None) -> AttentionLayout:
+        if sliding is None or not isinstance(attention, GqaLayout):
+            return attention
+        return replace(attention, sliding=sliding, local_rope=local)
+
+    windows = config.sliding or (None,) * config.num_layers
+    kinds = zip(windows, chosen, strict=True)
+    return ModelLayout(tuple(LayerLayout(attending(w), sparse if of else dense) for w, of in kinds))
+
+
+def layout(config: ModelConfig) -> ModelLayout:
+    """Every layer alike but for its sliding window, if the configuration has any."""
+    return layers(config, attention(config))

@@ -1,0 +1,129 @@
+"""The blocks of a layer that take each row by itself: the gated MLP, and routed experts with a shared one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spd.kernels.dispatch import Kernels
+from spd.kernels.experts.moe import gate_chosen
+from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
+from spd.kernels.native.library import NativeLibrary
+from spd.runtime.layers.base import ForwardBatch, Residual
+from spd.runtime.layers.linear import AnyLinear, Linear, in_tiles, normed
+from spd.runtime.layers.sharded import added
+from spd.runtime.models.builder import LayerBuilder, Tensors
+from spd.runtime.models.layouts import MlpLayout, MoeLayout
+
+SMALL_EXPERTS = 8 * 2**20
+"""Bytes of all experts of a layer up to which torch's form computes every one for every row: two products
+cost less than sorting rows and many small ones, and nothing depends on where rows go."""
+
+
+Chosen = tuple[Tensor, Tensor]
+"""For each row the experts int64 [T, k] that it goes to, and their weights float32 [T, k]."""
+
+
+class MergedExperts:
+    """Small experts as one wide MLP, of which a row takes its part: gate_up [E * 2 I, K], down [K, E * I]."""
+
+    def __init__(self, gate_up: AnyLinear, down: AnyLinear, count: int) -> None:
+        self.gate_up, self.down, self.count = gate_up, down, count
+
+    def onto(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
+        every = self.gate_up(Residual(x), batch).x.view(x.shape[0], self.count, -1)
+        return self.down(Residual(gate_chosen(every, *chosen)), batch, stream)
+
+
+class NativeExperts:
+    """Experts in packed weights for C kernels, gated [E, 2 I, K] and plain [E, K, I]."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, library: NativeLibrary) -> None:
+        self.gate_up, self.down, self.library = library.pack(gate_up, gated=True), library.pack(down), library
+
+    def onto(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
+        return Residual(self.library.experts(x, *chosen, self.gate_up, self.down, stream.x))
+
+
+class RoutedExperts:
+    """Experts that only compute the rows that go to them; gate_up [E, 2 I, K], down [E, K, I]."""
+
+    def __init__(self, gate_up: AnyWeight, down: AnyWeight, kernels: Kernels) -> None:
+        self.gate_up, self.down, self.kernels = gate_up, down, kernels
+
+    def onto(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
+        case = (x, *chosen, self.gate_up, self.down)
+        if stream.squares is not None:
+            return Residual(*self.kernels.experts_onto(*case, stream.x))
+        return Residual(stream.x + self.kernels.experts(*case, chunk=batch.chunk_start is not None))
+
+
+Experts = MergedExperts | NativeExperts | RoutedExperts
+"""All routed experts of a layer; `onto` adds the weighed sum of what they make of x [T, K] to a stream."""
+
+
+class GatedMlp:
+    """stream + down(act(gate(norm(stream))) * up(norm(stream))), gate and up fused; act is silu or gelu."""
+
+    def __init__(self, layout: MlpLayout, tensors: Tensors, build: LayerBuilder) -> None:
+        self.gate_up = build.after_norm(tensors, "gate_up", "gelu" if layout.gelu else "silu")
+        self.down = build.summed(tensors, "down")
+
+    def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
+        """The stream [T, hidden] with this block added."""
+        return self.down(self.gate_up(stream, batch), batch, stream)
+
+    def products(self) -> tuple[AnyLinear, ...]:
+        """The block's matrices in the order in which they run."""
+        return self.gate_up, self.down
+
+
+class MoeMlp:
+    """stream + experts(norm(stream)) + shared(norm(stream)); router float32 [E, K]."""
+
+    def __init__(self, layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> None:
+        self.rule, self.epsilon = layout.experts.router, build.epsilon
+        self.kernels, self.ranks = build.kernels, build.ranks
+        correction = tensors.get("correction")
+        self.correction = None if correction is None else correction.flatten()
+        self.norm, self.router = tensors["norm"], tensors["router"]
+        self.shared: tuple[AnyLinear, AnyLinear] | None = None
+        if layout.shared:
+            gate_up = build.after_norm(tensors, "gate_up", "silu")
+            self.shared = gate_up, build.matrix(tensors, "down", cut=True)
+        self.experts = _experts(tensors, layout.experts.num_experts, build)
+
+    def products(self) -> tuple[AnyLinear, ...]:
+        """The block's matrices in the order in which they run, but for the experts'."""
+        return self.shared or ()
+
+    def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
+        """The stream [T, hidden] with this block added."""
+        x = normed(stream, self.norm, self.epsilon, self.kernels)
+        chosen, onto = self._route(x, batch.tile), stream
+        if self.ranks is not None:  # the experts' parts together are one part of one sum
+            onto = Residual(torch.zeros_like(stream.x), stream.squares)
+        if self.shared is not None:
+            gate_up, down = self.shared
+            onto = down(gate_up(stream, batch), batch, onto)
+        whole = self.experts.onto(x, chosen, onto, batch)
+        return whole if self.ranks is None else added(stream, self.ranks.sum(whole.x), self.kernels)
+
+    def _route(self, x: Tensor, tile: int) -> Chosen:
+        logits = in_tiles(lambda rows: self.kernels.router_logits(rows, self.router), x, tile)
+        chosen: Chosen = self.kernels.route(logits, self.correction, self.rule)
+        return chosen
+
+
+def _experts(tensors: Tensors, count: int, build: LayerBuilder) -> Experts:
+    """Of gate_up [E * 2 I, K] and down [E * K, I]."""
+    names = ("experts_gate_up", "experts_down")
+    small = sum(tensors[name].nbytes for name in names) <= SMALL_EXPERTS
+    merges = small and build.kernels.facts.merges_experts
+    gate_up, down = (build.stacked(tensors, name, count, cut=name == names[1]) for name in names)
+    if (native := build.kernels.native) is not None:
+        return NativeExperts(plain_weight(gate_up, build.dtype), plain_weight(down, build.dtype), native)
+    if merges and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        merged = down.transpose(0, 1).flatten(1)
+        return MergedExperts(Linear(gate_up.flatten(0, 1)), Linear(merged), count)
+    return RoutedExperts(gate_up, down, build.kernels)

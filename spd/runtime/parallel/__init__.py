@@ -1,1 +1,0 @@
-"""Several processes that run one engine: what they exchange, who decides, and how they end together."""

@@ -1,0 +1,1 @@
+"""From wishes and a model folder to an `EnginePlan`; imports no torch."""

@@ -1,0 +1,240 @@
+"""What the user asked of the engine: wishes, `auto` allowed. Checked on construction. No torch here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spd.errors import IncompatibleError, SpdError, UsageError
+
+if TYPE_CHECKING:
+    from spd.formats.folder import ModelFolder
+
+SPEC_METHODS = ("auto", "off", "mtp", "draft", "ngram", "eagle3")
+MODEL_FREE = ("off", "ngram")
+"""Methods in which no model and no head drafts."""
+ARBITRATED = tuple(f"{method}+ngram" for method in ("auto", "mtp", "draft", "eagle3"))
+"""Two proposers, of which each slot keeps one's drafts: lookup's where its match is long."""
+NGRAM_MIN, LONG_MATCH = 3, 5
+"""Tokens of a match that is followed: where lookup drafts alone, and where it replaces a model's drafts."""
+VERIFY_RULES = ("coupled", "rejection", "block")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+KERNELS = ("auto", "torch", "native", "triton")
+QUANTIZE = ("none", "int8")
+DEFAULT_DRAFT_MAX = {"draft": 4, "eagle3": 4, "mtp": 3, "ngram": 8}
+MAX_DRAFT = 31
+"""Drafts a round at most: one tile of 32 rows holds the window."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine can be asked; defaults are `auto` wherever the plan may choose.
+
+    `slots` requests decode together. `cache_pages` pages of 64 positions hold their keys and values: by
+    default enough for every slot at full context, or as many as fit; with fewer, the request that came last
+    may have to wait and be prefilled again, which changes no text. `rendezvous` is where ranks that torchrun
+    has started meet: HOST:PORT/RANKS/ATTEMPT; without it the engine starts its own.
+    """
+
+    model: Path | ModelFolder
+    draft_model: Path | ModelFolder | None = None
+    mtp: Path | ModelFolder | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    quantize: str = "none"
+    spec: str = "auto"
+    draft_max: int | None = None
+    adaptive: bool | None = None
+    draft_ctx: int | None = None
+    ngram_min: int | None = None
+    ngram_max: int = 8
+    verify: str = "coupled"
+    synthetic_acceptance: float | None = None
+    lag: int | None = None
+    graphs: bool | None = None
+    kernels: str = "auto"
+    slots: int = 1
+    cache_pages: int | None = None
+    ctx: int | None = None
+    memory_fraction: float = 0.9
+    prefix_sharing: bool = True
+    threads: int | None = None
+    load: str = "auto"
+    tp: int = 1
+    draft_tp: int | None = None
+    rendezvous: str | None = None
+
+    @property
+    def method(self) -> str:
+        """Of `spec`, the method beside prompt lookup."""
+        return split_spec(self.spec)[0]
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_ranges(self)
+        for clash in CLASHES:
+            if clash.when(self):
+                raise copy.copy(clash.error)  # a shared instance would gather tracebacks
+
+
+def split_spec(spec: str) -> tuple[str, bool]:
+    """A method, and whether prompt lookup is arbitrated with it."""
+    method, _, other = spec.partition("+")
+    return method, bool(other)
+
+
+def _check_choices(config: EngineConfig) -> None:
+    for flag, value, known in (
+        ("--spec", config.spec, SPEC_METHODS + ARBITRATED),
+        ("--verify", config.verify, VERIFY_RULES),
+        ("--dtype", config.dtype, DTYPES),
+        ("--quantize", config.quantize, QUANTIZE),
+        ("--kernels", config.kernels, KERNELS),
+        ("--load", config.load, ("auto", "dummy")),
+    ):
+        if value not in known:
+            raise UsageError(f"{flag} {value} is not known", fix=[f"{flag} {'|'.join(known)}"])
+    device = config.device
+    if device not in ("auto", "cpu", "cuda") and not (
+        device.startswith("cuda:") and device[5:].isascii() and device[5:].isdigit()
+    ):
+        raise UsageError(f"--device {device} is not known", fix=["--device auto|cpu|cuda|cuda:N"])
+
+
+def _check_ranges(config: EngineConfig) -> None:
+    ranges: tuple[tuple[str, float | None, float, float], ...] = (
+        ("--draft-max", config.draft_max, 0, MAX_DRAFT),
+        ("--draft-ctx", config.draft_ctx, 1, 2**24),
+        ("--ngram-min", config.ngram_min, 1, 64),
+        ("--ngram-max", config.ngram_max, 1, 64),
+        ("--lag", config.lag, 0, 2),
+        ("--ctx", config.ctx, 2, 2**24),
+        ("--memory-fraction", config.memory_fraction, 0.01, 1.0),
+        ("--threads", config.threads, 1, 1024),
+        ("slots", config.slots, 1, 1024),
+        ("cache_pages", config.cache_pages, 1, 2**31 - 1),
+        ("--tp", config.tp, 1, 64),
+        ("--draft-tp", config.draft_tp, 1, 64),
+    )
+    for flag, value, low, high in ranges:
+        if value is not None and not low <= value <= high:
+            raise UsageError(f"{flag} {value} is out of range", reason=[f"valid: {low} to {high}"])
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Wishes that cannot be met together, or not yet, and the error that says so."""
+
+    when: Callable[[EngineConfig], bool]
+    error: SpdError
+
+
+CLASHES = (
+    Clash(
+        lambda c: c.verify != "coupled" and (c.method == "off" or c.draft_max == 0),
+        UsageError(
+            "--verify rejection and block are about drafts, and speculation is turned off",
+            fix=["leave --verify out", "--spec auto and --draft-max K above 0"],
+        ),
+    ),
+    Clash(
+        lambda c: c.verify != "coupled" and bool(c.adaptive),
+        UsageError(
+            "--adaptive fits K to measured times, which only --verify coupled keeps out of the text",
+            reason=["--verify rejection and block draft a fixed number of tokens a round."],
+            fix=["leave --adaptive out", "--verify coupled"],
+        ),
+    ),
+    Clash(
+        lambda c: c.verify != "coupled" and c.synthetic_acceptance is not None,
+        UsageError(
+            "--synthetic-acceptance imposes what --verify rejection or block would decide",
+            fix=["leave one of them out"],
+        ),
+    ),
+    Clash(
+        lambda c: c.mtp is not None and c.method in ("off", "ngram", "draft", "eagle3"),
+        UsageError(
+            "--mtp is for --spec mtp, and another method was asked for",
+            fix=["--spec mtp --mtp HEAD", "leave --mtp out"],
+        ),
+    ),
+    Clash(
+        lambda c: c.draft_model is not None and (c.mtp is not None or c.method == "mtp"),
+        UsageError(
+            "--draft-model and an MTP head are two drafters, and one can draft", fix=["leave one of them out"]
+        ),
+    ),
+    Clash(
+        lambda c: c.draft_model is not None and c.method in MODEL_FREE,
+        UsageError(
+            "--draft-model is for --spec draft or eagle3, and another method was asked for",
+            fix=["--spec auto --draft-model FOLDER", "leave --draft-model out"],
+        ),
+    ),
+    Clash(
+        lambda c: c.method == "off" and bool(c.draft_max),
+        UsageError(
+            "--draft-max needs speculation, and --spec off turns it off", fix=["leave one of them out"]
+        ),
+    ),
+    Clash(
+        lambda c: c.method == "off" and bool(c.adaptive),
+        UsageError(
+            "--adaptive fits the number of drafts, and --spec off asks for none",
+            fix=["leave one of them out"],
+        ),
+    ),
+    Clash(
+        lambda c: (NGRAM_MIN if c.ngram_min is None else c.ngram_min) > c.ngram_max,
+        UsageError("--ngram-min is more than --ngram-max", reason=["Defaults: 3 and 8."], fix=["give both"]),
+    ),
+    Clash(
+        lambda c: c.draft_tp is not None and c.method in MODEL_FREE,
+        UsageError(
+            "--draft-tp says how many ranks share a drafter, and --spec says that no model drafts",
+            fix=["leave --draft-tp out", "--spec draft", "--spec mtp"],
+        ),
+    ),
+    Clash(
+        lambda c: c.rendezvous is not None and c.tp == 1,
+        UsageError(
+            "--rendezvous is where ranks meet, and --tp 1 has no other rank",
+            reason=["torchrun gives --rendezvous to the rank 0 that it starts."],
+            fix=["--tp N with as many processes", "spd without torchrun"],
+        ),
+    ),
+    Clash(
+        lambda c: bool(c.graphs) and (c.device == "cpu" or c.kernels in ("torch", "native")),
+        IncompatibleError(
+            "--graphs on captures Triton kernels, which --device cpu and --kernels torch or native rule out",
+            fix=["--graphs auto"],
+        ),
+    ),
+    Clash(
+        lambda c: c.draft_ctx is not None and c.method in MODEL_FREE,
+        UsageError(
+            "--draft-ctx is the context of a draft model, and --spec says that none runs",
+            fix=["--spec draft, or leave --draft-ctx out"],
+        ),
+    ),
+    Clash(
+        lambda c: c.synthetic_acceptance is not None and c.method == "off",
+        UsageError(
+            "--synthetic-acceptance needs speculation, and --spec off turns it off",
+            fix=["leave one of them out"],
+        ),
+    ),
+    Clash(
+        lambda c: c.draft_tp is not None and c.tp % c.draft_tp != 0,
+        UsageError(
+            "--draft-tp must divide --tp",
+            reason=["Ranks form groups of one size that each run the drafter."],
+            fix=["leave --draft-tp out", "--draft-tp 1"],
+        ),
+    ),
+)
+"""Every combination of options that is refused; each has its own message."""

@@ -1,0 +1,110 @@
+"""The device that a run goes to, as a plan sees it. Imports torch only to ask a device."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spd.errors import ResourceError
+from spd.kernels.native.build import processor_features
+
+LIBRARY, OK = "libnvidia-ml.so.1", 0
+"""NVIDIA's management library, and the status of a call that worked."""
+FAST_BFLOAT16 = {"amx_tile", "avx512_bf16"}
+"""Features of processors on which torch multiplies bfloat16 quickly."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device: its name for torch, its free bytes, and what it can do."""
+
+    device: str
+    free: int
+    capability: tuple[int, int] = (0, 0)
+    """The CUDA compute capability; (0, 0) without one, or where the driver does not say."""
+    fast_bfloat16: bool = True
+    """Whether torch multiplies bfloat16 quickly."""
+    foreseen: bool = False
+    """Known from the driver alone: nothing is compiled for a plan on it."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether no GPU takes part."""
+        return self.device == "cpu"
+
+    def beside(self, ranks: int) -> int:
+        """Ranks that share this machine's memory and cores: all of them on a CPU."""
+        return ranks if self.on_cpu else 1
+
+
+def machine_of(wish: str) -> Machine:
+    """The machine that `--device` comes to. Raises ResourceError for a device that is not there."""
+    import torch
+
+    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+        return Machine("cpu", free_memory("cpu"), (0, 0), cpu_has_fast_bfloat16())
+    if not torch.cuda.is_available():
+        raise ResourceError(f"--device {wish}, but torch sees no CUDA device", fix=["--device cpu"])
+    device = "cuda" if wish == "auto" else wish
+    if device != "cuda" and int(device[5:]) >= torch.cuda.device_count():
+        raise ResourceError(f"--device {wish}, but there are {torch.cuda.device_count()} CUDA devices")
+    return Machine(device, free_memory(device), torch.cuda.get_device_capability(device))
+
+
+def foreseen_machine(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
+    """The first GPU that the driver tells of, else the CPU; no torch. load: opens the driver's library."""
+    device, memory = ctypes.c_void_p(), _MemoryInfo()
+    try:
+        library = load(LIBRARY)
+        status = (
+            library.nvmlInit_v2()
+            or library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(0), ctypes.byref(device))
+            or library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+        )
+        if status == OK:
+            return Machine("cuda", int(memory.free), _capability(library, device), foreseen=True)
+    except (OSError, AttributeError):
+        pass
+    return Machine("cpu", free_memory("cpu"), (0, 0), cpu_has_fast_bfloat16(), foreseen=True)
+
+
+class _MemoryInfo(ctypes.Structure):
+    """`nvmlMemory_t`: bytes."""
+
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+def _capability(library: Any, device: ctypes.c_void_p) -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    try:
+        status = library.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+    except AttributeError:
+        return (0, 0)
+    return (major.value, minor.value) if status == OK else (0, 0)
+
+
+def cpu_has_fast_bfloat16() -> bool:
+    """Whether torch multiplies bfloat16 quickly here: by AMX or AVX512-BF16."""
+    return bool(processor_features() & FAST_BFLOAT16)
+
+
+def free_memory(device: str) -> int:
+    """Bytes that can be had on a device; beyond all bounds where the system does not say."""
+    if device == "cpu":
+        try:
+            available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            for line in Path("/proc/meminfo").read_text().splitlines():
+                if line.startswith("MemAvailable:"):
+                    available = int(line.split()[1]) * 1024
+        except (OSError, ValueError):
+            return 2**62
+        return available
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device)
+    # What torch holds and does not use is handed out before anything new.
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

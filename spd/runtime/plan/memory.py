@@ -1,0 +1,422 @@
+"""How much memory an engine takes, part by part, what fits, and what frees how much of it. No torch here.
+
+The parts are bounds from shapes alone, so a plan can refuse before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from spd.errors import ResourceError, UsageError
+from spd.formats.model_config import ModelConfig
+from spd.formats.mtp import MtpSource
+from spd.kernels.attention.attention_chunks import num_chunks
+from spd.runtime.models import family_layout
+from spd.runtime.models.destinations import Shard
+from spd.runtime.models.mtp_weights import module_bytes, module_position_size
+from spd.runtime.models.weight_form import DTYPE_BYTES, WIDE, WeightForm, int8_form
+from spd.runtime.models.weights import ModelLayout, destinations
+from spd.runtime.plan.config import DEFAULT_DRAFT_MAX, EngineConfig
+from spd.runtime.round.limits import CATCH_UP, CHUNK, NUM_RESERVED, PAGE_SIZE, TAIL_ROWS, state_depth
+
+ATTENTION_BLOCK = 512
+"""Positions that attention walks at a time; a slot's pages come in whole blocks."""
+LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
+"""Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws noise in tensors."""
+GRAPH_BYTES = 2**29
+"""Kept free for captured graphs and their private pools."""
+WORTH_NAMING = 0.01
+"""Share of the whole below which a remedy is not mentioned, unless it suffices."""
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """Everything that decides how much memory an engine takes; lengths in tokens."""
+
+    target: ModelConfig
+    draft: ModelConfig | None
+    """A draft model or EAGLE-3 head that is used."""
+    dtype: str
+    slots: int
+    ctx: int
+    draft_ctx: int
+    draft_max: int
+    kernels: str
+    graphs: bool
+    on_cpu: bool
+    pages: int | None = None
+    """Of the caches; None for every slot at full length, or for one of them when `squeezed`."""
+    squeezed: bool = False
+    keep_laws: bool = False
+    """Whether what each draft was drawn from is kept until it is verified."""
+    model_drafts: int | None = None
+    """Of `draft_max`, those that a draft model or a head makes at most; None is all."""
+    mtp: MtpSource | None = None
+    head_embedding: bool = False
+    """Whether an EAGLE-3 head holds embeddings, which may not be the target's."""
+    form: WeightForm = WIDE
+    draft_form: WeightForm = WIDE
+    """Of the draft model or the MTP head."""
+    tp: int = 1
+    """Ranks among which the target is divided; everything here is of the first one, which has most."""
+    draft_tp: int = 1
+    """Ranks of each group that runs the drafter."""
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prompt that go through a model together."""
+        return CHUNK[self.kernels]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each cache, the reserved ones included."""
+        if self.pages is not None:
+            return NUM_RESERVED + self.pages
+        return NUM_RESERVED + fewest_pages(self.ctx) if self.squeezed else num_pages(self.ctx, self.slots)
+
+    @property
+    def mtp_modules(self) -> int:
+        """Modules of an MTP head that are used: no more than there are drafts."""
+        most = self.draft_max if self.model_drafts is None else self.model_drafts
+        return 0 if self.mtp is None else min(self.mtp.layout.modules, most)
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes of each part."""
+
+    weights: int
+    draft_weights: int
+    cache: int
+    draft_cache: int
+    workspace: int
+    graphs: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(vars(self).values())
+
+    @property
+    def caches(self) -> int:
+        """Bytes of the target's cache and the drafter's."""
+        return self.cache + self.draft_cache
+
+    def words(self) -> str:
+        """Every part that takes something, such as `weights 15.26 GiB + cache 4.50 GiB`."""
+        named = {name.replace("_", " "): size for name, size in vars(self).items()}
+        return " + ".join(f"{name} {show_size(size)}" for name, size in named.items() if size)
+
+
+def show_size(size: int) -> str:
+    """Bytes in the unit that suits them, two decimals."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if abs(size) >= scale / 10:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size / 2**10:.2f} KiB"
+
+
+def rank_layout(config: ModelConfig, ranks: int) -> ModelLayout:
+    """A model's layout, or the first rank's part of it."""
+    layout = family_layout(config)
+    return layout if ranks == 1 else layout.sharded(Shard(0, ranks))
+
+
+@lru_cache
+def tensor_bytes(config: ModelConfig, dtype: str, form: WeightForm = WIDE, ranks: int = 1) -> int:
+    """Bytes of the tensors that a rank reads from a checkpoint, in the form they are kept in."""
+    return sum(
+        form.bytes_of(destination, prefix, dtype, table=not prefix)
+        for prefix, destination in destinations(config, rank_layout(config, ranks))
+    )
+
+
+def pages_a_slot(ctx: int) -> int:
+    """Pages of a slot at full length, in whole attention blocks."""
+    return -(-(ctx + PAGE_SIZE) // ATTENTION_BLOCK) * (ATTENTION_BLOCK // PAGE_SIZE)
+
+
+def num_pages(ctx: int, slots: int) -> int:
+    """Pages for every slot at full length, and the reserved ones."""
+    return NUM_RESERVED + slots * pages_a_slot(ctx)
+
+
+def fewest_pages(ctx: int) -> int:
+    """Pages that one request at full length needs: with fewer it could never end."""
+    return -(-ctx // PAGE_SIZE)
+
+
+def page_bytes(config: ModelConfig, dtype: str, ranks: int = 1) -> int:
+    """Bytes of one page over all layers, on one of `ranks`."""
+    return PAGE_SIZE * position_size(config, ranks) * DTYPE_BYTES[dtype]
+
+
+def position_size(config: ModelConfig, ranks: int = 1) -> int:
+    """Elements that one position takes in the caches of all layers, on one of `ranks`."""
+    layers = rank_layout(config, ranks).layers
+    return sum(math.prod(shape) for layer in layers for shape in layer.attention.cache)
+
+
+def measure(shape: EngineShape) -> MemoryNeed:
+    """What an engine of this shape takes."""
+    target, draft = shape.target, shape.draft
+    pages = shape.num_pages
+    rows = shape.slots * (shape.draft_max + 1)
+    workspace = _workspace(shape, target, shape.ctx, rows, rows, shape.tp)
+    if draft is not None:
+        window = shape.slots * (CATCH_UP + shape.draft_max + 1)
+        workspace += _workspace(shape, draft, shape.draft_ctx, window, shape.slots, shape.draft_tp)
+        workspace += _aux_states(shape, draft)
+    if shape.keep_laws:
+        workspace += shape.slots * shape.draft_max * target.vocab_size * 4
+    head_weights, head_cache, head_rows = _head(shape)
+    if head_rows:
+        workspace += _workspace(shape, target, shape.draft_ctx, head_rows, shape.slots, shape.draft_tp)
+    return MemoryNeed(
+        weights=_weights(target, shape, shape.form, shape.tp),
+        draft_weights=_weights(draft, shape, shape.draft_form, shape.draft_tp) if draft else head_weights,
+        cache=pages * page_bytes(target, shape.dtype, shape.tp),
+        # The same page numbers serve both models, so both have as many pages.
+        draft_cache=pages * page_bytes(draft, shape.dtype, shape.draft_tp) if draft else head_cache,
+        workspace=workspace,
+        graphs=GRAPH_BYTES if shape.graphs and not shape.on_cpu else 0,
+    )
+
+
+def _states(shape: EngineShape, modules: int) -> int:
+    """States that a head's stream keeps: one a page, and a ring of them a slot."""
+    return shape.num_pages + shape.slots * (state_depth(shape.chunk, shape.draft_max, modules) + 1)
+
+
+def _aux_states(shape: EngineShape, draft: ModelConfig) -> int:
+    """Bytes of an EAGLE-3 head's states, of the streams that a pass reads, and of embeddings of its own."""
+    if (facts := draft.eagle3) is None:
+        return 0
+    rows = max(shape.chunk, TAIL_ROWS[shape.kernels], shape.slots * (shape.draft_max + 1))
+    own = 0
+    if facts.target_hidden_size == draft.hidden_size and (shape.head_embedding or shape.draft_tp != shape.tp):
+        own = -(-draft.vocab_size // shape.draft_tp) * draft.hidden_size  # else it is among the weights
+    streams = 2 * rows * facts.num_aux * facts.target_hidden_size
+    return (_states(shape, 1) * draft.hidden_size + streams + own) * DTYPE_BYTES[shape.dtype]
+
+
+def _head(shape: EngineShape) -> tuple[int, int, int]:
+    """An MTP head's bytes of weights, bytes of cache and states, and rows of its widest window."""
+    if shape.mtp is None or not shape.mtp_modules:
+        return 0, 0, 0
+    config, family, modules = shape.mtp.config, shape.mtp.layout.family, shape.mtp_modules
+    width, pages = DTYPE_BYTES[shape.dtype], shape.num_pages
+    shard = Shard(0, shape.draft_tp) if shape.draft_tp > 1 else None
+    positions = pages * PAGE_SIZE * module_position_size(config, family, shard)
+    states = _states(shape, modules) * config.hidden_size
+    rows = shape.slots * (CATCH_UP + shape.draft_max + 1)
+    weights = sum(module_bytes(shape.mtp, i, shape.dtype, shape.draft_form, shard) for i in range(modules))
+    if shape.draft_tp != shape.tp:  # tables of its own, since the target's are divided among other ranks
+        weights += 2 * -(-config.vocab_size // shape.draft_tp) * config.hidden_size * width
+    return weights, modules * (positions + states) * width, rows
+
+
+def _weights(config: ModelConfig, shape: EngineShape, form: WeightForm, ranks: int) -> int:
+    """The tensors, and on CPU the packed copy of a tied head (float16 is not packed)."""
+    width = DTYPE_BYTES[shape.dtype]
+    packed = shape.on_cpu and config.tie_embeddings and shape.dtype != "float16"
+    ids = -(-config.vocab_size // ranks)
+    return tensor_bytes(config, shape.dtype, form, ranks) + packed * ids * config.hidden_size * width
+
+
+def _workspace(
+    shape: EngineShape, model: ModelConfig, positions: int, rows: int, sampled: int, ranks: int
+) -> int:
+    """What one model's forward passes and sampling hold beside weights and cache, summed, bounded above.
+
+    `rows` go through a window's forward pass, `sampled` of them through the head:
+    logits      sampled x vocabulary x 4 bytes x LOGIT_COPIES
+    history     slots x vocabulary x 9 bytes: token counts, prompt marks, biases
+    attention   rows x heads x chunks of the context x (head size + 2) x 4 bytes, of split softmax sums;
+                in torch's form also a mask of rows x positions for each head of a group and each sliding
+                window, and float32 scores where they are capped
+    activations rows of a window or a prompt chunk x (4 hidden + MLP + 2 attention) elements, and a part of
+                hidden from every rank
+    rotary      2 x positions x head size elements, twice for layers that slide
+    """
+    rows = max(rows, TAIL_ROWS[shape.kernels])
+    width, widest = DTYPE_BYTES[shape.dtype], max(shape.chunk, rows)
+    layout = rank_layout(model, ranks)
+    layers = set(layout.layers)
+    num_heads, kv_heads, head_dim = next(iter(layers)).attention.heads
+    logits = sampled * model.vocab_size * 4 * LOGIT_COPIES[shape.kernels]
+    history = shape.slots * model.vocab_size * 9
+    rotary = 1 if model.local_rope is None else 2
+    context = pages_a_slot(positions) * PAGE_SIZE
+    attention = rows * num_heads * num_chunks(context) * (head_dim + 2) * 4
+    if shape.kernels == "torch":
+        attention += widest * (num_heads // kv_heads) * context * (width + 1) * len(layout.sliding)
+        if model.attention_softcap is not None:
+            attention += widest * num_heads * context * 4 * 2
+    inner = max(layer.mlp.widest + 2 * layer.attention.widest for layer in layers)
+    gathered = ranks + 2 if ranks > 1 else 0
+    activations = widest * ((4 + gathered) * model.hidden_size + inner) * width
+    return logits + history + attention + activations + rotary * 2 * positions * head_dim * width
+
+
+def largest(fits: Callable[[int], bool], most: int, step: int) -> int:
+    """The largest multiple of `step` below `most`, or `most` itself, for which `fits` holds; 0 if none.
+
+    What fits at one size must fit at every smaller one.
+    """
+    if fits(most):
+        return most
+    low, high = 0, -(-most // step)  # low fits or is 0, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+def fitted(shape: EngineShape, wishes: EngineConfig, device: str, free: int) -> EngineShape:
+    """The shape with an automatic context and number of pages cut to what fits into `free` bytes.
+
+    Pages are cut first, down to what one request needs. Raises ResourceError if nothing fits, UsageError
+    for fewer pages than that.
+    """
+    usable = int(free * wishes.memory_fraction)
+
+    def least(ctx: int) -> EngineShape:
+        return replace(at_context(shape, ctx), squeezed=shape.slots > 1)
+
+    def fits(ctx: int) -> bool:
+        return measure(least(ctx)).total <= usable
+
+    ctx = shape.ctx if wishes.ctx else largest(fits, shape.ctx, PAGE_SIZE)
+    if not ctx or not fits(ctx):
+        smallest = least(ctx or min(shape.ctx, PAGE_SIZE))
+        raise refusal(smallest, device, free, wishes.memory_fraction, bool(wishes.draft_model or wishes.mtp))
+    whole = at_context(shape, ctx)
+    if whole.pages is not None:
+        if whole.pages < fewest_pages(ctx):
+            raise UsageError(
+                f"{whole.pages} cache pages hold {whole.pages * PAGE_SIZE:,} positions, "
+                f"but the context is {ctx:,}",
+                reason=["A request at full length could never end."],
+                fix=[f"cache_pages={fewest_pages(ctx)} or more", "a smaller ctx"],
+            )
+        return whole
+    if measure(whole).total <= usable:
+        return whole
+    step = ATTENTION_BLOCK // PAGE_SIZE
+    pages = largest(lambda n: measure(replace(whole, pages=n)).total <= usable, whole.num_pages, step)
+    return replace(whole, pages=max(pages, fewest_pages(ctx)))
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What to type instead, the bytes it frees, and whether that is enough (None: unknown)."""
+
+    flag: str
+    frees: int
+    suffices: bool | None
+
+    def words(self) -> str:
+        """One line for an error's fixes."""
+        more = ", not enough alone" if self.suffices is False else ""
+        return f"{self.flag}  (frees {show_size(self.frees)}{more})"
+
+
+def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -> list[Remedy]:
+    """Every wish that would take noticeably less: what suffices first and the smallest sacrifice of it.
+
+    `usable` bytes are there; None when only the device knows, and then contexts and slots are halved.
+    `draft_flag`: the drafter was asked for by --draft-model or --mtp, which other methods refuse.
+    """
+    now = measure(shape).total
+
+    def fits(changed: EngineShape) -> bool:
+        return usable is not None and measure(changed).total <= usable
+
+    found = []
+    for flag, changed in [*_smaller(shape, fits), *_otherwise(shape, draft_flag)]:
+        frees, suffices = now - measure(changed).total, fits(changed) if usable is not None else None
+        if suffices or frees >= WORTH_NAMING * now:
+            found.append(Remedy(flag, frees, suffices))
+    found = [remedy for remedy in found if not any(_spares(other, remedy, now) for other in found)]
+    return sorted(found, key=lambda remedy: (0, remedy.frees) if remedy.suffices else (1, -remedy.frees))
+
+
+def _spares(ngram: Remedy, off: Remedy, now: int) -> bool:
+    """Whether giving up the draft model alone does as much as giving up speculation."""
+    if not ngram.flag.startswith("--spec ngram") or not off.flag.startswith("--spec off"):
+        return False
+    return ngram.suffices == off.suffices and off.frees - ngram.frees < WORTH_NAMING * now
+
+
+def _smaller(shape: EngineShape, fits: Callable[[EngineShape], bool]) -> Iterator[tuple[str, EngineShape]]:
+    """The same with fewer positions or slots: as many as fit, or half."""
+    ctx = largest(lambda n: fits(at_context(shape, n)), shape.ctx - 1, PAGE_SIZE)
+    ctx = _round_down(ctx or shape.ctx // 2)
+    if 2 <= ctx < shape.ctx:
+        yield f"--ctx {ctx}", at_context(shape, ctx)
+    slots = largest(lambda n: fits(replace(shape, slots=n)), shape.slots - 1, 1) or shape.slots // 2
+    if slots:
+        yield f"--concurrency {slots}", replace(shape, slots=slots)
+
+
+def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, EngineShape]]:
+    """Another method, dtype or way of running."""
+    if shape.draft is not None or shape.mtp is not None:
+        alone = replace(shape, draft=None, mtp=None)
+        without = f", without --{'mtp' if shape.draft is None else 'draft-model'}" if draft_flag else ""
+        if shape.draft is not None and (half := shape.draft_ctx // 2):
+            yield f"--draft-ctx {half}", replace(shape, draft_ctx=half)
+        yield f"--spec ngram{without}", replace(alone, draft_max=DEFAULT_DRAFT_MAX["ngram"])
+        yield f"--spec off{without}", replace(alone, draft_max=0)
+    elif shape.draft_max:
+        yield "--spec off", replace(shape, draft_max=0)
+    if shape.keep_laws:
+        yield "--verify coupled", replace(shape, keep_laws=False)
+    if (rows := int8_form(shape.kernels, shape.on_cpu, shape.dtype)) and _all_wide(shape):
+        yield "--quantize int8", replace(shape, form=rows, draft_form=rows)
+    if shape.dtype == "float32":
+        yield "--dtype bfloat16", replace(shape, dtype="bfloat16")
+    if shape.graphs:
+        yield "--graphs off", replace(shape, graphs=False)
+
+
+def _all_wide(shape: EngineShape) -> bool:
+    """Whether every model's weights are wide, and stored so."""
+    models = (shape.target, shape.draft, shape.mtp.config if shape.mtp else None)
+    wide = shape.form == WIDE and shape.draft_form == WIDE
+    return wide and all(model is None or model.fp8_block is None for model in models)
+
+
+def refusal(
+    shape: EngineShape, device: str, free: int, fraction: float, draft_flag: bool = False
+) -> ResourceError:
+    """The error for a shape that takes more than `fraction` of the `free` bytes of a device."""
+    need, usable = measure(shape), int(free * fraction)
+    fix = [remedy.words() for remedy in remedies(shape, usable, draft_flag)]
+    percent = -(-100 * need.total // max(1, free))
+    if percent <= 100:
+        gained = free * percent // 100 - usable
+        fix.append(f"--memory-fraction {percent / 100:g}  (allows {show_size(gained)} more)")
+    return ResourceError(
+        f"not enough memory on {device} for a context of {shape.ctx:,} tokens",
+        reason=[
+            f"needed are {show_size(need.total)}, usable {show_size(usable)}: "
+            f"{fraction:g} of the {show_size(free)} that are free",
+            need.words(),
+        ],
+        fix=fix or ["a smaller model, or a device with more memory"],
+    )
+
+
+def at_context(shape: EngineShape, ctx: int) -> EngineShape:
+    """The shape with another context, the draft model's no longer than it."""
+    return replace(shape, ctx=ctx, draft_ctx=min(shape.draft_ctx, ctx))
+
+
+def _round_down(ctx: int) -> int:
+    """A context that is easy to type."""
+    return ctx // 1024 * 1024 if ctx >= 4096 else ctx

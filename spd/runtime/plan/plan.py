@@ -1,0 +1,298 @@
+"""What will be done: every `auto` resolved, before any weight is loaded.
+
+A plan holds what it follows from: the wishes, the model folder, the drafter, the shape that memory is counted
+from. It is printed by `inspect`, logged with `-v`, and part of every JSON result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from spd.errors import IncompatibleError, UsageError
+from spd.formats.folder import ModelFolder
+from spd.formats.hub import own_cache
+from spd.formats.model_config import ModelConfig
+from spd.runtime.models import family_layout
+from spd.runtime.models.mtp_weights import module_layer
+from spd.runtime.models.weight_form import WIDE
+from spd.runtime.plan.config import DEFAULT_DRAFT_MAX, LONG_MATCH, NGRAM_MIN, EngineConfig, split_spec
+from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
+from spd.runtime.plan.kernel_choice import choose_kernels, native_obstacle
+from spd.runtime.plan.machine import Machine, machine_of
+from spd.runtime.plan.memory import EngineShape, MemoryNeed, fitted, measure
+from spd.runtime.plan.rank_choice import divide
+from spd.runtime.plan.weight_choice import choose_form
+from spd.runtime.round.cpu_load import usable_cpus
+from spd.runtime.round.limits import PAGE_SIZE
+
+AUTO_CTX = 32768
+"""Context that `auto` stops at; longer ones are had by asking."""
+FROM_WISHES = ("quantize", "ngram_max", "verify", "synthetic_acceptance", "prefix_sharing", "load")
+FROM_SHAPE = (
+    *("dtype", "mtp_modules", "draft_max", "model_drafts", "draft_ctx", "graphs", "kernels", "slots", "ctx"),
+    *("num_pages", "chunk", "tp", "draft_tp"),
+)
+OWN = (
+    *("device", "weights_reason", "spec", "draft_tiers", "adaptive", "ngram_min", "lag", "kernels_reason"),
+    *("token_tiles", "token_tiles_reason", "draft_kernels", "threads", "threads_follow", "draft_tp_reason"),
+    "memory_budget_bytes",
+)
+"""What `as_dict` shows under the names that it has here."""
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """One engine's resolved decisions."""
+
+    wishes: EngineConfig
+    model: ModelFolder
+    drafter: Drafter
+    shape: EngineShape
+    device: str
+    spec: str
+    """What drafts, `+ngram` where lookup is arbitrated with it; off where nothing does."""
+    draft_tiers: tuple[int, ...]
+    adaptive: bool
+    ngram_min: int
+    lag: int
+    kernels_reason: str
+    weights_reason: str
+    draft_kernels: str
+    """Of a draft model or a head."""
+    draft_tp_reason: str
+    threads: int
+    threads_follow: bool
+    """Whether fewer are used while other programs need CPUs, as far as that changes no bit."""
+    memory_budget_bytes: int
+    token_tiles: Mapping[str, int] = field(default_factory=dict)
+    """Of Triton's products: see `token_tiles.Widest`."""
+    token_tiles_reason: str = "narrow ones suffice"
+
+    @property
+    def need(self) -> MemoryNeed:
+        """Bytes that the engine takes, part by part."""
+        return measure(self.shape)
+
+    @property
+    def model_drafts(self) -> int:
+        """Drafts of a round that a model or a head may make: lookup beside it may make more, alone."""
+        shape = self.shape
+        return shape.draft_max if shape.model_drafts is None else shape.model_drafts
+
+    @property
+    def copying(self) -> int:
+        """Drafts of a round that lookup makes alone where a request copies text; 0 where it never does."""
+        return self.shape.draft_max if self.shape.draft_max > self.model_drafts else 0
+
+    @property
+    def drafting_model(self) -> ModelFolder | None:
+        """The folder of the draft model or EAGLE-3 head that drafts; None where none does."""
+        return self.drafter.folder if self.shape.draft is not None else None
+
+    @property
+    def weights(self) -> str:
+        """The form that the matrices of the target's layers are kept in: a dtype, int8 or fp8."""
+        form = self.shape.form
+        return self.shape.dtype if form.kind == "wide" or form.widened else form.kind
+
+    def weight_words(self) -> str:
+        """The dtype, and the form of the weights where it is another."""
+        if self.wishes.quantize == "none" and self.weights == self.shape.dtype:
+            return self.shape.dtype
+        return f"{self.shape.dtype}, weights {self.weights} ({self.weights_reason})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as plain JSON values, flat; folders by their paths."""
+        shape, need, draft, mtp = self.shape, self.need, self.drafter.folder, self.shape.mtp
+        return {
+            "model": str(self.model),
+            "architecture": self.model.config.architecture,
+            "weights": self.weights,
+            "spec_reason": self.drafter.reason,
+            "draft_model": None if draft is None else str(draft),
+            "mtp_head": None if mtp is None else str(mtp.folder),
+            "mtp_layout": None if mtp is None else mtp.layout.words(),
+            **{name: getattr(self.wishes, name) for name in FROM_WISHES},
+            **{name: getattr(shape, name) for name in FROM_SHAPE},
+            **{name: getattr(self, name) for name in OWN},
+            "page_size": PAGE_SIZE,
+            "weight_bytes": need.weights,
+            "draft_weight_bytes": need.draft_weights,
+            "cache_bytes": need.caches,
+            "workspace_bytes": need.workspace,
+            "graph_bytes": need.graphs,
+        }
+
+
+def _context(wish: int | None, model: ModelConfig) -> int:
+    """The context that is asked for; an automatic one is as long as it may become."""
+    if wish is not None and wish > model.max_positions:
+        raise IncompatibleError(
+            f"--ctx {wish} is more than the model's {model.max_positions} positions",
+            fix=[f"--ctx {model.max_positions}"],
+        )
+    return wish or max(2, min(model.max_positions, AUTO_CTX))
+
+
+def drafts_up_to(draft: ModelConfig | None, ctx: int) -> int:
+    """Positions that a drafter can keep of a context; a head that reads the target's states follows it."""
+    return ctx if draft is None or draft.eagle3 is not None else min(draft.max_positions, ctx)
+
+
+def _dtype(wish: str, machine: Machine, model: ModelConfig, kernels: str) -> str:
+    """What `auto` comes to: bfloat16 on a CPU where the kernels, as wished for or chosen, are quick at it."""
+    if wish != "auto":
+        return wish
+    if not machine.on_cpu:
+        return model.dtype
+    quick = kernels in ("auto", "native") or machine.fast_bfloat16
+    return "bfloat16" if model.dtype != "float32" and quick else "float32"
+
+
+def _kernels(
+    wishes: EngineConfig, machine: Machine, model: ModelConfig, drafter: Drafter
+) -> tuple[str, str, str, str]:
+    """The dtype, the form of the kernels, why, and that of what drafts.
+
+    The target's own never depend on a drafter.
+    """
+    layers = family_layout(model).layers
+    dtype = _dtype(wishes.dtype, machine, model, wishes.kernels)
+    kernels, why = choose_kernels(wishes.kernels, machine, dtype, wishes.quantize, layers)
+    dtype = _dtype(wishes.dtype, machine, model, kernels)
+    drafting = () if drafter.folder is None else family_layout(drafter.folder.config).layers
+    if drafter.mtp is not None:
+        drafting = (module_layer(drafter.mtp.config, drafter.mtp.layout.family),)
+    others = kernels == "native" and native_obstacle(machine, dtype, wishes.quantize, drafting) is not None
+    return dtype, kernels, why, "torch" if others else kernels
+
+
+def _graphs(wish: bool | None, machine: Machine, kernels: str) -> bool:
+    """Rounds are captured where their kernels ask nothing of the host."""
+    possible = not machine.on_cpu and kernels == "triton"
+    if wish and not possible:
+        raise IncompatibleError(
+            "--graphs on needs a CUDA device and Triton kernels",
+            reason=[f"device {machine.device}, kernels {kernels}"],
+            fix=["--graphs off"],
+        )
+    return possible and wish is not False
+
+
+def _check_acceptance(length: float | None, draft_max: int) -> None:
+    if length is not None and not 1 <= length <= draft_max + 1:
+        raise UsageError(
+            f"--synthetic-acceptance {length:g} is out of range",
+            reason=[f"valid: 1 to {draft_max + 1}: a round commits its accepted drafts and one token more"],
+            fix=["--draft-max K with a larger K"],
+        )
+
+
+def _draft_lengths(config: EngineConfig, method: str, adaptive: bool) -> tuple[str, int, int]:
+    """What `spec` comes to, the most tokens that a model or a head drafts, and the most that are drafted.
+
+    Lookup beside a model copies more at a time than the model drafts, where k follows what is accepted: the
+    model keeps to its usual number then.
+    """
+    usual, asked = DEFAULT_DRAFT_MAX.get(method, 0), config.draft_max
+    if method == "off" or asked == 0:
+        return "off", 0, 0
+    if method == "ngram" or not split_spec(config.spec)[1]:
+        most = usual if asked is None else asked
+        return method, most, most
+    most = max(usual, DEFAULT_DRAFT_MAX["ngram"] if adaptive else 0) if asked is None else asked
+    return f"{method}+ngram", min(most, usual) if adaptive else most, most
+
+
+def _shortest_match(config: EngineConfig, spec: str) -> int:
+    """Tokens of a match that lookup follows."""
+    if config.ngram_min is not None:
+        return config.ngram_min
+    return min(LONG_MATCH, config.ngram_max) if split_spec(spec)[1] else NGRAM_MIN
+
+
+def _draft_tiers(draft_max: int, graphs: bool, modules: int = 0) -> tuple[int, ...]:
+    """The values of k that adapting may choose: few where each is a graph of its own.
+
+    With several MTP modules none below their number, for all of them run in every draft pass.
+    """
+    tiers: Iterable[int] = range(draft_max + 1)
+    if graphs:
+        tiers = {0, draft_max, *(k for k in (1, 2, 4, 6, 8, 12, 16, 24) if k < draft_max)}
+    return tuple(sorted({0, *(k for k in tiers if k >= modules)}))
+
+
+def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
+    """Every `auto` resolved from configurations and vocabularies, but for what memory decides.
+
+    Context and pages are as many as are asked for, or as there may be. Raises the errors of what cannot be.
+    """
+    target = ModelFolder.of(wishes.model)
+    model, drafter = target.config, choose_drafter(wishes, target)
+    dtype, kernels, why_kernels, draft_kernels = _kernels(wishes, machine, model, drafter)
+    graphs = _graphs(wishes.graphs, machine, kernels)
+    adaptive = wishes.verify == "coupled" if wishes.adaptive is None else wishes.adaptive
+    spec, model_drafts, draft_max = _draft_lengths(wishes, drafter.method, adaptive)
+    _check_acceptance(wishes.synthetic_acceptance, draft_max)
+    form_of = partial(choose_form, wishes=wishes, machine=machine, kernels=kernels, dtype=dtype)
+    form, why_form = form_of(model, target)
+    ctx, source = _context(wishes.ctx, model), drafter.source()
+    draft = None if drafter.folder is None or not draft_max else drafter.folder.config
+    mtp = drafter.mtp if draft_max else None
+    ranks = divide(wishes.tp, wishes.draft_tp, model, draft, mtp, dtype, machine.device)
+    shape = EngineShape(
+        target=model,
+        draft=draft,
+        dtype=dtype,
+        slots=wishes.slots,
+        ctx=ctx,
+        draft_ctx=min(drafts_up_to(draft, ctx), wishes.draft_ctx or ctx),
+        draft_max=draft_max,
+        kernels=kernels,
+        graphs=graphs,
+        on_cpu=machine.on_cpu,
+        pages=wishes.cache_pages,
+        keep_laws=wishes.verify != "coupled",
+        model_drafts=model_drafts,
+        mtp=mtp,
+        head_embedding=drafter.head_embedding,
+        form=form,
+        draft_form=form_of(*source)[0] if source else WIDE,
+        tp=ranks.tp,
+        draft_tp=ranks.draft_tp,
+    )
+    beside = machine.beside(ranks.tp)
+    return EnginePlan(
+        wishes=wishes,
+        model=target,
+        drafter=drafter,
+        shape=shape,
+        device=machine.device,
+        spec=spec,
+        draft_tiers=_draft_tiers(model_drafts, graphs, shape.mtp_modules),
+        adaptive=adaptive,
+        ngram_min=_shortest_match(wishes, spec),
+        lag=wishes.lag if wishes.lag is not None else int(not machine.on_cpu),
+        kernels_reason=why_kernels,
+        weights_reason=why_form,
+        draft_kernels=draft_kernels,
+        draft_tp_reason=ranks.reason,
+        threads=wishes.threads or max(1, len(usable_cpus()) // beside),
+        threads_follow=wishes.threads is None and machine.on_cpu,
+        memory_budget_bytes=int(machine.free // beside * wishes.memory_fraction),
+    )
+
+
+def make_plan(wishes: EngineConfig) -> EnginePlan:
+    """Resolve every `auto`. Raises the errors of what cannot be, ResourceError where memory is too small."""
+    from spd.runtime.load.token_tiles import widest_tiles
+
+    machine = machine_of(wishes.device)
+    plan = outline(wishes, machine)
+    free = machine.free // machine.beside(plan.shape.tp)
+    tiles, why = widest_tiles(machine.device if plan.shape.kernels == "triton" else "cpu", own_cache)
+    shape = fitted(plan.shape, wishes, machine.device, free)
+    return replace(plan, shape=shape, token_tiles=tiles, token_tiles_reason=why)

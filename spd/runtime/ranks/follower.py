@@ -1,0 +1,111 @@
+"""A rank other than rank 0: a process that makes the calls that rank 0 makes, in the same order."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from spd.runtime.ranks.links import connect
+from spd.runtime.ranks.watch import COLLATERAL, Line, keep_beating
+
+
+def serve(spec: dict[str, Any], leave: Callable[[int], None]) -> int:
+    """Connect, load what rank 0's plan says, and follow; returns the exit status.
+
+    `leave` ends the process at once, wherever it is.
+    """
+    import torch
+
+    from spd.runtime.ranks.communicator import LostRank, Pulse
+    from spd.runtime.ranks.groups import describe_rank
+
+    pulse, rank = Pulse(), spec["rank"]
+    try:
+        connection, signs, own_host = _lines(spec)
+        line = Line(connection)
+    except (OSError, EOFError):
+        return COLLATERAL
+    try:
+        if spec["device"] != "cpu":
+            torch.cuda.set_device(torch.device(spec["device"]))
+        line.send("hello", rank, describe_rank(spec["device"]))
+        signs.send(("signs", rank))
+        beating = (line, signs, pulse, spec.get("leader"), leave)
+        threading.Thread(target=keep_beating, args=beating, daemon=True).start()
+        _follow(line, spec, own_host, pulse)
+    except (LostRank, EOFError, OSError):
+        return COLLATERAL
+    except BaseException as error:
+        line.send("error", rank, type(error).__name__, str(error), traceback.format_exc())
+        return 1
+    return 0
+
+
+def _lines(spec: dict[str, Any]) -> tuple[Connection, Connection, str]:
+    """The line to rank 0, the one for signs of life, and this machine's address. Raises OSError, EOFError."""
+    if spec["lines"]:
+        return Connection(spec["lines"][0]), Connection(spec["lines"][1]), spec["host"]
+    place = spec["host"], spec["port"], bytes.fromhex(spec["key"])
+    return connect(*place)[0], *connect(*place)
+
+
+def _follow(line: Line, spec: dict[str, Any], own_host: str, pulse: Any) -> None:
+    """Load what rank 0 asks for, then obey it until it ends."""
+    from spd.runtime.engine.assembly import assemble
+    from spd.runtime.engine.device_side import DeviceSide
+    from spd.runtime.ranks.groups import open_ranks, open_store
+
+    (plan, usable_vocab, place) = line.connection.recv()
+    plan = replace(plan, device=spec["device"])
+    ranks = open_ranks(open_store(place), spec["rank"], plan, own_host, pulse)
+    parts = assemble(plan, plan.model.config, usable_vocab, lambda _: pulse.beat(), ranks)
+    device = DeviceSide(parts, plan)
+    obey(device, line.connection.recv, lambda: line.send("report", spec["rank"], report(ranks)), pulse)
+
+
+def obey(device: Any, receive: Callable[[], Any], tell: Callable[[], None], pulse: Any) -> None:
+    """Carry out numbered orders on a device side until the one that ends; `tell` answers "report"."""
+    expected = 0
+    while True:
+        number, name, args = receive()
+        if number != expected:
+            raise RuntimeError(f"order {number} came instead of order {expected}")
+        expected += 1
+        pulse.beat()
+        if name == "end":
+            return
+        if name == "report":
+            tell()
+        else:
+            getattr(device, name)(*args)
+
+
+def report(ranks: Any) -> dict[str, Any]:
+    """What a rank has exchanged so far, by group, and its memory.
+
+    Groups: collectives and bytes received. "peak" is the most bytes that it has held, pages of files among
+    them, "own" what it holds without those.
+    """
+    groups = {"target": ranks.target, "draft": ranks.draft, "share": ranks.share}
+    found: dict[str, Any] = {
+        name: (group.traffic.collectives, group.traffic.bytes) if group is not None else (0, 0)
+        for name, group in groups.items()
+    }
+    found["peak"], found["own"] = _status("VmHWM"), _status("RssAnon")
+    return found
+
+
+def _status(name: str) -> int:
+    """A figure of this program's memory in bytes, as Linux tells it; 0 elsewhere."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return 1024 * int(line.split()[1])
+    except OSError:
+        pass
+    return 0

@@ -1,0 +1,100 @@
+"""Which ranks exchange what: all of them for the target, groups of some for the drafter."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spd import __version__
+from spd.runtime.plan.plan import EnginePlan
+from spd.runtime.ranks.communicator import ProcessGroup, Pulse, c10d
+from spd.runtime.ranks.rendezvous import MEETING_SECONDS, Rendezvous
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One rank's groups. Each group of `draft.size` ranks runs the whole drafter."""
+
+    target: ProcessGroup
+    draft: ProcessGroup | None
+    """None: this rank drafts alone."""
+    share: ProcessGroup | None
+    """Hands rank 0's drafts to the other groups; None where all ranks draft together."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether other ranks than the target's share the drafter."""
+        return self.share is not None
+
+
+def open_store(place: str) -> Any:
+    """Where ranks leave their addresses: a file that only rank 0's user can open, or torchrun's store."""
+    if not place.startswith("/"):
+        return Rendezvous.parse(place).open()
+    store = c10d.FileStore(place)
+    store.set_timeout(timedelta(seconds=MEETING_SECONDS))
+    return store
+
+
+def open_ranks(store: Any, rank: int, plan: EnginePlan, host: str, pulse: Pulse) -> Ranks:
+    """Meet the other ranks of a plan. Raises RuntimeError where one does not come."""
+    pulse.waiting = True
+    try:
+        return _open_groups(store, rank, plan, host, pulse)
+    finally:
+        pulse.waiting = False
+
+
+def _open_groups(store: Any, rank: int, plan: EnginePlan, host: str, pulse: Pulse) -> Ranks:
+    size, draft_size, device = plan.shape.tp, plan.shape.draft_tp, plan.device
+    everyone = _group(store, "target", rank, size, device, host)
+    target = ProcessGroup(everyone, rank, size, pulse)
+    if draft_size == size:
+        return Ranks(target, ProcessGroup(everyone, rank, size, pulse), None)
+    draft = None
+    if draft_size > 1:
+        number, place = divmod(rank, draft_size)
+        group = _group(store, f"draft {number}", place, draft_size, device, host)
+        draft = ProcessGroup(group, place, draft_size, pulse)
+    return Ranks(target, draft, ProcessGroup(everyone, rank, size, pulse))
+
+
+def _group(store: Any, name: str, rank: int, size: int, device: str, host: str) -> Any:
+    """gloo over the interface of one address; on CUDA NCCL, which finds its own ways."""
+    own = c10d.PrefixStore(name, store)
+    if device == "cpu":
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=MEETING_SECONDS)
+        return c10d.ProcessGroupGloo(own, rank, size, options)
+    return c10d.ProcessGroupNCCL(own, rank, size, c10d.ProcessGroupNCCL.Options())
+
+
+def describe_rank(device: str) -> dict[str, str]:
+    """What must be the same on every rank, or their bits may part ways."""
+    if device != "cpu":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
+    found = {"spd": __version__, "torch": torch.__version__, "device": name}
+    if device != "cpu" and find_spec("triton") is not None:
+        import triton
+
+        found["triton"] = triton.__version__
+    return found
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

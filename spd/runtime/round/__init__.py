@@ -1,0 +1,1 @@
+"""What runs on the device: the round, its state, windows, caches, sampler and graphs."""

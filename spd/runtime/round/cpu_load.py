@@ -1,0 +1,99 @@
+"""The load that other programs put on this machine's CPUs, and the number of threads that follows it.
+
+A loop shared among threads ends when the last thread does. Where another program keeps a CPU busy, one thread
+waits for it, and all the others wait for that thread. One thread fewer is then much faster. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+STAT = Path("/proc/stat")
+WINDOW = 0.1
+"""Seconds between two looks: the system counts in hundredths."""
+SLIGHT = 0.3
+"""CPUs' worth of load that changes nothing: the system's own work, and what a look may be wrong by."""
+
+
+def usable_cpus() -> tuple[int, ...]:
+    """The numbers of the CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def busy_seconds(cpus: Sequence[int], source: Path = STAT) -> float:
+    """Seconds that these CPUs have worked or were taken by the machine's host; 0 where nothing tells."""
+    ticks, wanted = 0, {f"cpu{number}" for number in cpus}
+    try:
+        for line in source.read_text().splitlines():
+            name, *fields = line.split()
+            if name in wanted:
+                ticks += sum(int(fields[column]) for column in (0, 2, 5, 6, 7))
+            elif not name.startswith("cpu"):
+                break
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class OtherLoad:
+    """How many CPUs other programs kept busy since the last reading, or since it was made."""
+
+    def __init__(
+        self,
+        busy: Callable[[Sequence[int]], float] = busy_seconds,
+        own: Callable[[], float] = time.process_time,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.cpus = usable_cpus()
+        self._busy, self._own, self._clock = busy, own, clock
+        self.read()
+
+    def read(self) -> float:
+        """CPUs, from 0 to all that this process may use."""
+        at, others = self._clock(), self._busy(self.cpus) - self._own()
+        before, self._last = getattr(self, "_last", (at, others)), (at, others)
+        return min(max(0.0, (others - before[1]) / max(at - before[0], 1e-3)), float(len(self.cpus)))
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last reading."""
+        return self._clock() - self._last[0]
+
+
+def fewer_threads(most: int) -> tuple[int, ...]:
+    """Numbers of threads to choose from, ascending: half of `most` at the least."""
+    return tuple(sorted({max(1, most // 2), max(1, most * 3 // 4), max(1, most - 1), most}))
+
+
+class FollowedThreads:
+    """Leaves other programs the CPUs that they use, as far as half of the threads."""
+
+    def __init__(
+        self, counts: Sequence[int], use: Callable[[int], None], load: OtherLoad | None = None
+    ) -> None:
+        """counts: numbers of threads that give the same bits, ascending; the last is the usual one."""
+        self._counts, self._use, self._load = counts, use, load or OtherLoad()
+        self.count, self.other_load = self._counts[-1], 0.0
+
+    def allow(self, counts: Sequence[int]) -> None:
+        """Choose from these numbers from now on."""
+        self._counts = counts
+        self.follow()
+
+    def follow(self) -> None:
+        """Look at the load if it is time to, and use the threads that have a CPU of their own."""
+        if self._load.age < WINDOW:
+            return
+        self.other_load = self._load.read()
+        free = len(self._load.cpus) - math.ceil(self.other_load - SLIGHT)
+        fitting = [count for count in self._counts if count <= free]
+        count = max(fitting) if fitting else self._counts[0]
+        if count != self.count:
+            self.count = count
+            self._use(count)

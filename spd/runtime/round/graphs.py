@@ -1,0 +1,115 @@
+"""Rounds captured as CUDA graphs, one for each fixed shape that is asked for, and replayed.
+
+A graph holds the whole round: verification, draw, commit, emission and the drafting loop. Its inputs
+and outputs are the state's tensors, whose addresses never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spd.runtime.round.out_of_memory import memory_phase
+from spd.runtime.round.round import Logprobs, Round
+from spd.runtime.round.rows import SlotView
+from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+
+
+@dataclass(frozen=True)
+class RoundShape:
+    """Everything that chooses a round's device program."""
+
+    k: int
+    next_k: int
+    needs: SamplerClass
+    num_logprobs: int | None
+    slots: int
+    """The first so many run."""
+
+
+def slot_counts(slots: int) -> tuple[int, ...]:
+    """1, 4, 16 and so on up to all of them: a wider round costs more, and each number its own graphs."""
+    return (*(4**i for i in range(slots.bit_length()) if 4**i < slots), slots)
+
+
+class CapturedRounds:
+    """Captures a round's program when its shape is first run, or before, and replays it from then on.
+
+    `capture` takes a function of no arguments and returns a replay function and the function's result;
+    it is `capture_cuda` but in tests.
+    """
+
+    def __init__(self, round_: Round, capture: Any = None) -> None:
+        self.round = round_
+        self.pool: Any = None
+        self.captured: dict[RoundShape, tuple[Any, Logprobs | None]] = {}
+        self.lazily = False  # nothing more is captured before it is run: memory ran out
+        self._capture = capture or self.capture_cuda
+        self.sizes = slot_counts(round_.state.slots)
+
+    def slots_for(self, views: Sequence[SlotView]) -> int:
+        """How many slots a round runs: few enough that hardly any are empty, of few different numbers."""
+        taken = max((slot for slot, view in enumerate(views, 1) if view.bound), default=1)
+        return next(size for size in self.sizes if size >= taken)
+
+    def usual(
+        self, pairs: Callable[[bool], set[tuple[int, int]]], params: Collection[SamplingParams], least: int
+    ) -> list[RoundShape]:
+        """What is not captured and such requests, at least so many, are nearly sure to run: largest first.
+
+        pairs: of k and the next k that are nearly sure to come, for one slot alone or for all.
+        """
+        shapes = {
+            RoundShape(k, next_k, SamplerClass.of(each), each.logprobs, count)
+            for count in (1, self.sizes[-1])  # numbers between are passed through, if at all
+            if count >= least and not self.lazily
+            for k, next_k in pairs(count == 1)
+            for each in params
+        }
+        return sorted(shapes - self.captured.keys(), key=lambda s: (-s.slots * (s.k + 1), -s.next_k))
+
+    def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Logprobs | None:
+        """Run one round of this shape; see `Round.run`. The next run reuses the log-probabilities' memory."""
+        if shape not in self.captured:
+            self.capture(shape, views)
+        replay, logprobs = self.captured[shape]
+        replay()
+        return logprobs
+
+    def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
+        """Capture a shape without running it. Raises OutOfMemory."""
+        with memory_phase("capturing a round"):
+            self.round.sampler.make_tables(shape.needs)
+            self.captured[shape] = self._prepare(shape, views)
+
+    def _prepare(self, shape: RoundShape, views: Sequence[SlotView]) -> tuple[Any, Logprobs | None]:
+        """Run once with every slot silent, so that all is compiled and loaded, then capture."""
+        state, laws = self.round.state, self.round.sampler.draft_laws
+        written = [state.active, state.draft, state.num_drafts, state.counter]
+        kept = [(t, t.clone()) for t in (*written, *([] if laws is None else [laws]))]
+        state.active.fill_(False)
+
+        count = shape.slots
+        part = self.round if count == state.slots else self.round.first(count)
+
+        def program() -> Logprobs | None:
+            return part.run(shape.k, views[:count], shape.needs, shape.num_logprobs, shape.next_k)
+
+        try:
+            program()
+            captured: tuple[Any, Logprobs | None] = self._capture(program)
+        finally:
+            for tensor, value in kept:
+                tensor.copy_(value)
+        return captured
+
+    def capture_cuda(self, program: Any) -> tuple[Any, Any]:
+        """Record the program's kernels; all graphs share one memory pool, since they run in turn."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            result = program()
+        self.pool = self.pool or graph.pool()
+        return graph.replay, result

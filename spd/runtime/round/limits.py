@@ -1,0 +1,30 @@
+"""Sizes that the round, its plan and its host agree on. No torch here."""
+
+from __future__ import annotations
+
+from spd.kernels.dispatch import FACTS
+
+PAGE_SIZE = 64
+TRASH_PAGE, ZERO_PAGE, NUM_RESERVED = 0, 1, 2
+"""Page 0 takes rows that must not be kept, page 1 stays zero and pads gathers."""
+TAIL_ROWS = {name: facts.tail_rows for name, facts in FACTS.items()}
+"""Rows of a verify-class pass over a prompt's tail. Its bits do not depend on them."""
+CHUNK = {"torch": 64, "native": 256, "triton": 256}
+"""Positions of a prompt chunk, by the form of the kernels."""
+CATCH_UP = 16
+"""Tokens that a drafter's cache may miss before it is brought up in one pass, beside a round's drafts."""
+WORD = 32
+"""Token ids a word of a mask."""
+
+
+def mask_width(vocab_size: int) -> int:
+    """Words of a mask over that many ids."""
+    return -(-vocab_size // WORD)
+
+
+def state_depth(chunk: int, draft_max: int, modules: int) -> int:
+    """Places of a ring of states: a prompt chunk, or a catch-up beside verifications, and the one before.
+
+    Those are the round's that is read and of two, at most, that were enqueued before its end was known.
+    """
+    return max(chunk, TAIL_ROWS["triton"], CATCH_UP + 3 * (draft_max + 1) + modules) + 1

@@ -1,0 +1,398 @@
+"""Runs one model over its paged cache: windows of a few rows, and prefill by spans.
+
+Owns the model, its pools and how rows are padded. Knows slots as rows of a page table, not requests.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from spd.kernels.attention.paged_attention import KV_BLOCK, Windows
+from spd.kernels.dispatch import Kernels
+from spd.kernels.round.window import kv_slots
+from spd.runtime.layers.base import ForwardBatch, HeadStates, LayerCache, ModelOutput
+from spd.runtime.layers.linear import Linear
+from spd.runtime.models.decoder import Decoder
+from spd.runtime.round.context_parts import admitted_parts, context_for
+from spd.runtime.round.cpu_load import FollowedThreads, fewer_threads
+from spd.runtime.round.kv_cache import KvCache
+from spd.runtime.round.limits import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
+from spd.runtime.round.row_buckets import (
+    CANDIDATES,
+    PROBED_LAYERS,
+    TILES,
+    WIDEST,
+    admitted_buckets,
+    admitted_tile,
+    alike_threads,
+    bucket_for,
+    seconds_of,
+    summed_alike,
+    worth_running,
+)
+from spd.runtime.round.rows import MERGED_WIDTH, PromptPart, PromptRows, Rows, SlotView, folded
+from spd.runtime.round.spans import Run
+from spd.runtime.round.transfer import to_device
+
+
+def _spread(rows: Tensor, present: Tensor, slots: int) -> Tensor:
+    """Rows [P, ...] of the slots int64 [P] among zeros: [slots, ...]."""
+    return rows.new_zeros(slots, *rows.shape[1:]).index_copy_(0, present, rows)
+
+
+def _rounding_products(model: Decoder) -> list[Linear]:
+    """Of a whole model's products in torch's form one of each shape."""
+    return list({p.weight.shape: p for p in model.products() if isinstance(p, Linear)}.values())
+
+
+class ModelRunner:
+    """One model, its cache and its two programs: verify-class windows and prompt chunks."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KvCache,
+        chunk: int,
+        device: str,
+        kernels: Kernels,
+        *,
+        alone: bool = True,
+        threads: FollowedThreads | None = None,
+    ) -> None:
+        """alone: whether no other rank has to run passes of the same shapes; threads: told which numbers of
+        them give the same bits."""
+        self.model, self.cache, self.chunk, self.device = model, cache, chunk, device
+        self.kernels = kernels
+        self.dtype = cache.dtype
+        self.context_parts: tuple[int, ...] = ()
+        """Sizes of an attended context's last block beside a whole one; see `context_parts`."""
+        self.trash_slot = TRASH_PAGE * cache.page_size
+        self.buckets: tuple[int, ...] | None = None
+        """Row counts that give the same bits; None where every number does by construction."""
+        self.row_counts: tuple[int, ...] = ()
+        """Those of `buckets` that are worth running, for all rows of a pass together."""
+        self.tile = sys.maxsize if kernels.facts.rows_alike else WIDEST
+        """Rows of a product at most; see `admitted_tile`."""
+        if kernels.facts.tries_rows:
+            self._try_arithmetic(alone, threads)
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages of a whole block of an attended context."""
+        return KV_BLOCK // self.cache.page_size
+
+    def _try_arithmetic(self, alone: bool, threads: FollowedThreads | None) -> None:
+        """Run one fixed text through the first layers in windows of every shape; see `row_buckets`."""
+        model = self.model
+        start = min(KV_BLOCK, model.max_positions) - WIDEST
+        self.buckets = self.row_counts = (WIDEST,)
+        if start < 0:
+            return
+        # None of them is rounded while they are tried.
+        self.buckets = self.row_counts = (*CANDIDATES, WIDEST)
+        generator = torch.Generator().manual_seed(0)
+        pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * KV_BLOCK // self.cache.page_size))
+        pool = (pages[-1] + 1, self.cache.page_size)
+        caches = [
+            LayerCache(
+                tuple(
+                    torch.randn(*pool, *shape, generator=generator).to(self.device, self.dtype)
+                    for shape in position
+                )
+            )
+            for position in model.cache_shapes[: max(PROBED_LAYERS, model.varied_layers)]
+        ]
+        ids = torch.randint(model.vocab_size, (1, WIDEST), generator=generator).to(self.device)
+        table = self.page_row(pages, len(pages))[None]
+        ring = torch.randn(1, WIDEST, model.hidden_size, generator=generator)
+        states = HeadStates(ring.to(self.device, self.dtype), WIDEST)
+
+        def window(start: int, first: int, rows: int, context: int) -> tuple[Tensor, Tensor]:
+            positions = torch.arange(start + first, start + first + rows, device=self.device)[None]
+            prompt = self._prompt_rows(ids[:, first : first + rows], positions, table)
+            views = [SlotView(context, pages)]
+            batch = self._batch(prompt, table, views, WIDEST, states=states)
+            hidden = model.forward(batch, caches).hidden
+            return hidden, model.logits(hidden, WIDEST)
+
+        def passes() -> list[Tensor]:
+            """What a prompt's chunk gives, if one fits, then a window of each width over what it wrote."""
+            made = []
+            if self.chunk <= model.max_positions:
+                many = torch.arange(self.chunk, device=self.device)[None]
+                prompt = self._prompt_rows(many % model.vocab_size, many, table)
+                batch = self._batch(prompt, table, [SlotView(self.chunk, pages)], self.chunk, 0, states)
+                made.append(model.forward(batch, caches).hidden)
+            return made + [t for width in self.buckets or () for t in window(start, 0, width, KV_BLOCK)]
+
+        if threads is not None:
+            threads.allow(alike_threads(fewer_threads(threads.count), passes))
+        buckets = admitted_buckets(window, start, KV_BLOCK)
+        for product in _rounding_products(model) if alone else ():
+            buckets = summed_alike(product, buckets)
+        seconds = seconds_of(window, buckets, start, KV_BLOCK) if alone else {}
+        self.buckets, self.row_counts = buckets, worth_running(buckets, seconds)
+        if self.device == "cpu":
+            self.context_parts = admitted_parts(model.heads, self.dtype, self.cache.page_size, self.buckets)
+        most = TILES[-1]
+        if not alone or self.dtype != torch.float32 or model.max_positions < most:
+            return
+        many = torch.randint(model.vocab_size, (1, most), generator=generator).to(self.device)
+        begin = min(KV_BLOCK, model.max_positions) - most
+
+        def rows(first: int, count: int, tile: int) -> tuple[Tensor, Tensor]:
+            positions = torch.arange(begin + first, begin + first + count, device=self.device)[None]
+            prompt = self._prompt_rows(many[:, first : first + count], positions, table)
+            wide, tables, views, rings = folded(
+                prompt, table, SlotView(KV_BLOCK, pages), states, self.trash_slot
+            )
+            hidden = model.forward(self._batch(wide, tables, views, tile, states=rings), caches).hidden
+            return hidden, model.logits(hidden, tile)
+
+        self.tile = admitted_tile(rows)
+
+    @property
+    def tail_rows(self) -> int:
+        """Rows of one pass over a prompt where it makes no whole chunk."""
+        return max(self.kernels.facts.tail_rows, min(self.tile, self.chunk))
+
+    def _first_page(self, pages: Sequence[int], count: int) -> int | None:
+        run = pages[:count]
+        return run[0] if len(run) == count and all(p == run[0] + i for i, p in enumerate(run)) else None
+
+    def page_row(self, pages: Sequence[int], width: int) -> Tensor:
+        """A page-table row int64 [width], unused entries pointing at the zero page."""
+        return to_device([*pages, *[ZERO_PAGE] * (width - len(pages))], torch.long, self.device)
+
+    def forward(
+        self,
+        rows: Rows,
+        page_table: Tensor,
+        views: Sequence[SlotView],
+        states: HeadStates | None = None,
+    ) -> ModelOutput:
+        """Hidden states [S, Q, hidden] of windows, writing the KV of valid rows; one view a slot.
+
+        states: of S slots, for models that read some. Slots without rows give zeros in torch's form.
+        """
+        present = self._present(views)
+        if present is None:
+            return self._forward(rows, page_table, views, states)
+        ids, positions, valid, kv_slots = (
+            t.index_select(0, present) for t in (rows.token_ids, rows.positions, rows.valid, rows.kv_slots)
+        )
+        if states is not None:
+            states = HeadStates(states.rings.index_select(0, present), states.depth)
+        narrow, own = PromptRows(ids, positions, valid, kv_slots), [view for view in views if view.bound]
+        made = self._forward(narrow, page_table.index_select(0, present), own, states)
+        return made.each(lambda tensor: _spread(tensor, present, len(views)))
+
+    def _forward(
+        self, rows: Rows, page_table: Tensor, views: Sequence[SlotView], states: HeadStates | None
+    ) -> ModelOutput:
+        slots, width = rows.token_ids.shape
+        batch = self._batch(rows, page_table, views, self.tile, states=states)
+        made = self.model.forward(batch, self.cache.layers)
+        return made.each(lambda tensor: tensor[: slots * width].view(slots, width, -1))
+
+    def _present(self, views: Sequence[SlotView]) -> Tensor | None:
+        """The slots that have rows, int64; None where all are to be run: that all have some, or a GPU's."""
+        if self.kernels.facts.host_free:
+            return None
+        present = [slot for slot, view in enumerate(views) if view.bound]
+        return to_device(present, torch.long, self.device) if 0 < len(present) < len(views) else None
+
+    def _batch(
+        self,
+        rows: Rows,
+        page_table: Tensor,
+        views: Sequence[SlotView],
+        tile: int,
+        chunk_start: int | None = None,
+        states: HeadStates | None = None,
+    ) -> ForwardBatch:
+        slots, width = rows.token_ids.shape
+        flat = [t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots)]
+        if self.buckets is not None and chunk_start is None:
+            extra = bucket_for(slots * width, self.row_counts, tile) - slots * width
+            if extra:
+                # The last row again, which touches no expert that is not touched; it keeps nothing.
+                ids, positions, places = flat
+                flat = [torch.cat((t, t[-1:].expand(extra))) for t in (ids, positions)]
+                flat.append(torch.cat((places, places.new_full((extra,), self.trash_slot))))
+        plan = None
+        if chunk_start is None or self.buckets is not None:
+            plan = self._attention_plan(rows, page_table, views, padded=chunk_start is None)
+        return ForwardBatch(
+            token_ids=flat[0],
+            positions=flat[1],
+            kv_slots=flat[2],
+            page_table=page_table,
+            plan=plan,
+            num_slots=slots,
+            width=width,
+            tile=tile,
+            chunk_start=chunk_start,
+            first_key=self.model.heads.first_key,
+            states=states,
+        )
+
+    def _attention_plan(
+        self, rows: Rows, page_table: Tensor, views: Sequence[SlotView], *, padded: bool
+    ) -> object:
+        positions, bounds, first_pages = rows.positions, [], []
+        if self.buckets is not None:  # only the torch form asks the host
+            if padded:
+                extra = bucket_for(positions.shape[1], self.buckets) - positions.shape[1]
+                positions = torch.cat((positions, positions[:, -1:].expand(-1, extra)), 1)
+            for view in views:
+                bounds.append(context_for(view.bound, self.context_parts))
+                pages = bounds[-1] // self.cache.page_size
+                first_pages.append(self._first_page(view.pages, pages) if pages else None)
+        windows = Windows(positions, rows.valid, page_table, bounds, first_pages)
+        return self.kernels.plan_attention(windows, self.model.heads, self.cache.page_size, self.dtype)
+
+    def logits(self, hidden: Tensor, views: Sequence[SlotView] = ()) -> Tensor:
+        """Float32 logits [..., V] of hidden [..., hidden].
+
+        views: one for each of the first dimension, where some may have no rows; see `forward`.
+        """
+        present = self._present(views)
+        if present is None:
+            return self._scores(hidden, self.model.logits)
+        scores = self._scores(hidden.index_select(0, present), self.model.logits)
+        return _spread(scores, present, len(views))
+
+    def _scores(self, hidden: Tensor, scores: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """What a head says of hidden [..., hidden], in a bucket's rows."""
+        flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+        rows = flat.shape[0]
+        extra = 0 if self.buckets is None else bucket_for(rows, self.row_counts, self.tile) - rows
+        if extra:
+            flat = torch.cat((flat, flat.new_zeros(extra, flat.shape[1])))
+        return scores(flat, self.tile)[:rows].view(*hidden.shape[:-1], -1)
+
+    def sample(
+        self,
+        hidden: Tensor,
+        usable_vocab: int,
+        seed: Tensor,
+        first: Tensor,
+        step: int,
+        temperature: Tensor,
+        *,
+        noise: bool = True,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Tokens [S, R] and whether each is finite, by the model's own drawing head; None without one.
+
+        hidden [S, R, hidden]; seed, first, temperature [S]: row r draws the token at first + step + r.
+        Without `noise` no temperature is above 0.
+        """
+        if (head := self.model.part) is not None:
+            part = self._scores(hidden, self.model.part_logits)
+            warmth = temperature if noise else None
+            found: tuple[Tensor, Tensor] = head.choose(part, usable_vocab, seed, first, step, warmth)
+            return found
+        slots, rows = hidden.shape[:2]
+        # The last row of every window reshapes to a view with gaps, which kernels do not read.
+        flat = hidden.reshape(slots * rows, -1).contiguous()
+        drawn = self.model.sample(flat, usable_vocab, seed, first, step, temperature)
+        return None if drawn is None else (drawn[0].view(slots, rows), drawn[1].view(slots, rows))
+
+    def prompt_rows(self, token_ids: Tensor, begin: int, end: int, page_table: Tensor) -> PromptRows:
+        """The rows of positions begin to end of one slot's prompt int64 [1, length]."""
+        positions = torch.arange(begin, end, device=self.device)[None]
+        return self._prompt_rows(token_ids[:, begin:end], positions, page_table)
+
+    def _prompt_rows(self, token_ids: Tensor, positions: Tensor, page_table: Tensor) -> PromptRows:
+        valid = torch.ones_like(token_ids, dtype=torch.bool)
+        slots = kv_slots(page_table, positions, valid, self.cache.page_size, self.trash_slot)
+        return PromptRows(token_ids, positions, valid, slots)
+
+    def page_table_of(self, view: SlotView) -> Tensor:
+        """A page table int64 [1, pages] of one slot, in whole blocks of context."""
+        width = -(-len(view.pages) // self.pages_per_block) * self.pages_per_block
+        return self.page_row(view.pages, max(self.pages_per_block, width))[None]
+
+    def passes(self, runs: Sequence[Run], start: int, end: int) -> Iterator[tuple[int, int, bool]]:
+        """The forward passes that write positions start to end: (first, end, whether a whole chunk)."""
+        for run in runs:
+            first, last = max(run.start, start), min(run.end, end)
+            chunked = run.kind == "chunk"
+            step = self.chunk if chunked else self.tail_rows
+            for begin in range(first, last, step):
+                yield begin, min(begin + step, last), chunked
+
+    @property
+    def merges(self) -> bool:
+        """Whether prompts of several slots may go through one pass: any rows beside a row leave its bits."""
+        return self.kernels.facts.rows_alike
+
+    def write(self, parts: Sequence[PromptPart], states: Sequence[HeadStates] = ()) -> list[Tensor]:
+        """Write the KV of parts of prompts: the states [1, end - begin, hidden] that a head reads of them.
+
+        states: of each part's slot, for models that read some.
+        """
+        rings: Sequence[HeadStates | None] = states or [None] * len(parts)
+        if self.merges and parts:
+            return self._write_together(parts, rings)
+        return [self._write_alone(*each) for each in zip(parts, rings, strict=True)]
+
+    def _write_alone(self, part: PromptPart, ring: HeadStates | None) -> Tensor:
+        ids, pages, table = part.token_ids, part.view.pages, self.page_table_of(part.view)
+        passes = [
+            self.forward_prompt(ids, begin, end, table, pages, chunked=chunked, states=ring).states
+            for begin, end, chunked in self.passes(part.runs, part.begin, part.end)
+        ]
+        return passes[0] if len(passes) == 1 else torch.cat(passes, 1)
+
+    def _write_together(
+        self, parts: Sequence[PromptPart], rings: Sequence[HeadStates | None]
+    ) -> list[Tensor]:
+        """One pass: every layer writes all rows before any reads, so a part may rest on another's pages."""
+        tables = [self.page_table_of(part.view) for part in parts]
+        pages = max(table.shape[1] for table in tables)
+        windows = []
+        for part, table, ring in zip(parts, tables, rings, strict=True):
+            table = pad(table, (0, pages - table.shape[1]), value=ZERO_PAGE)
+            own = self.prompt_rows(part.token_ids, part.begin, part.end, table)
+            windows.append(folded(own, table, part.view, ring, self.trash_slot, MERGED_WIDTH))
+        rows, wide_tables, views, own_states = zip(*windows, strict=True)
+        wide = PromptRows(*(torch.cat(columns) for columns in zip(*(w.columns for w in rows), strict=True)))
+        states = None
+        if own_states[0] is not None:
+            states = HeadStates(torch.cat([each.rings for each in own_states]), own_states[0].depth)
+        made = self._forward(wide, torch.cat(wide_tables), [v for each in views for v in each], states).states
+        each = torch.split(made.view(-1, made.shape[-1]), [w.token_ids.numel() for w in rows])
+        return [own[None, : part.end - part.begin] for own, part in zip(each, parts, strict=True)]
+
+    def forward_prompt(
+        self,
+        token_ids: Tensor,
+        begin: int,
+        end: int,
+        page_table: Tensor,
+        pages: Sequence[int],
+        *,
+        chunked: bool,
+        states: HeadStates | None = None,
+    ) -> ModelOutput:
+        """Hidden states [1, end - begin, hidden] of positions of one slot's prompt, writing their KV.
+
+        token_ids int64 [1, length]; page_table int64 [1, pages]; chunked: as one whole prompt chunk;
+        states: the slot's, for models that read some.
+        """
+        rows = self.prompt_rows(token_ids, begin, end, page_table)
+        views = [SlotView(end, pages)]
+        if not chunked and self.kernels.facts.tries_rows and end - begin > WIDEST:
+            made = self._forward(*folded(rows, page_table, views[0], states, self.trash_slot))
+            return made.each(lambda tensor: tensor.view(1, -1, tensor.shape[-1])[:, : end - begin])
+        if not chunked:
+            return self.forward(rows, page_table, views, states)
+        batch = self._batch(rows, page_table, views, end - begin, chunk_start=begin, states=states)
+        return self.model.forward(batch, self.cache.layers).each(lambda tensor: tensor.unsqueeze(0))

@@ -1,0 +1,57 @@
+"""Memory that runs out on the device: told apart, named by what was being done, and let go of."""
+
+from __future__ import annotations
+
+import errno
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
+"""How libraries say it that have no exception of their own for it."""
+
+
+class OutOfMemory(MemoryError):
+    """Memory ran out, and in what part of the work."""
+
+    def __init__(self, phase: str, detail: str) -> None:
+        super().__init__(detail)
+        self.phase = phase
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception of Python, torch, the driver or the system means that memory ran out."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS)
+
+
+@contextmanager
+def memory_phase(phase: str) -> Iterator[None]:
+    """Raise OutOfMemory that names the phase for whatever runs out of memory inside."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(phase, first_line(error)) from None
+
+
+def let_go(error: BaseException) -> None:
+    """Free what an exception's frames hold, and give unused device memory back to the driver."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__context__
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, 200 characters at most."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return line[:200]

@@ -1,0 +1,150 @@
+"""One round of speculative decoding: a fixed-shape program over static tensors, S slots together.
+
+    window  = [last committed token, draft 1 ... draft k]      R = k + 1 rows, at positions length - 1 ...
+    hidden  = target(window)                      writes keys and values of all R rows
+    logits  = head(hidden)                        [S, R, vocabulary]
+    scores  = process(logits)                     bias, penalties, grammar, temperature, top-k, top-p, min-p:
+                                                  in each row as if the drafts before it were accepted
+    sampled = argmax(scores + Gumbel noise(seed, position))    the target's own token after each row
+    n       = the number of leading drafts with draft i = sampled i
+    commit    sampled 0 ... n                     n accepted drafts, then the recovered token, or after n = k
+                                                  the bonus token; length grows by n + 1
+    emit      the tokens and n into a ring, which the host reads `lag` rounds later
+    draft     the next k tokens after the last committed one, for the next round
+
+What is emitted is always the target's own draw, so drafts decide how fast text comes, never which text.
+Rejected rows need no clean-up: cache rows beyond `length` are overwritten before they are read. Plain
+decoding is the round with k = 0. The host decides nothing inside of a round and reads nothing from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from spd.kernels.dispatch import Kernels
+from spd.kernels.round.window import ENDED, VERIFIED, Places, RoundWindow
+from spd.runtime.proposers.base import Proposer
+from spd.runtime.round.model_runner import ModelRunner
+from spd.runtime.round.rows import SlotView
+from spd.runtime.round.sampler import Sampler
+from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.state import RoundState
+from spd.runtime.round.synthetic_acceptance import ImposedAcceptance
+
+Logprobs = tuple[Tensor, Tensor, Tensor]
+"""Of the samples [S, R]; the likeliest values and ids [S, R, N]."""
+
+
+class Round:
+    """The device program. Knows slots and tensors; not requests."""
+
+    def __init__(
+        self,
+        state: RoundState,
+        runner: ModelRunner,
+        sampler: Sampler,
+        proposer: Proposer | None,
+        kernels: Kernels,
+        imposed: ImposedAcceptance | None = None,
+        verify: str = "coupled",
+        share: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        """share: makes a tensor the same on ranks that draft apart."""
+        self.state, self.runner, self.sampler, self.proposer = state, runner, sampler, proposer
+        self.kernels, self.imposed, self.verify, self.share = kernels, imposed, verify, share
+
+    def first(self, count: int) -> Round:
+        """The same round of the first `count` slots, sharing every tensor; others are left as they are."""
+        part = copy(self)
+        part.state = self.state.first(count)
+        part.sampler = self.sampler.first(part.state)
+        part.proposer = self.proposer and self.proposer.first(part.state, part.sampler)
+        return part
+
+    @torch.inference_mode()
+    def run(
+        self, k: int, views: Sequence[SlotView], needs: SamplerClass, num_logprobs: int | None, next_k: int
+    ) -> Logprobs | None:
+        """Verify the k drafts of every active slot, commit, emit, and draft next_k more: the lines above.
+
+        views bound each slot's cache through this round's drafting; only kernels in torch's form ask
+        for them. Moves the state's counter on by one.
+        """
+        state, kernels = self.state, self.kernels
+        places = Places(self.runner.cache.page_size, state.max_len, self.runner.trash_slot)
+        window: RoundWindow = kernels.round_window(state, k, places, self.sampler.usable_vocab)
+        hidden, states = self.runner.forward(window, state.page_table, views)
+        if self.proposer is not None:
+            self.proposer.capture(window, states)
+        if not kernels.facts.host_free:  # on a GPU one more launch would cost more than it tells
+            kernels.mark_time(state.times, state.counter, VERIFIED, False)
+        sampled, finite, accepted, logprobs = self._sample(hidden, window, views, needs, num_logprobs)
+        self._commit(window, sampled, finite, accepted, needs)
+        if self.proposer is not None and next_k:
+            self.proposer.draft(next_k, window, views, needs)
+            if self.share is not None:
+                self.share(state.draft[:, :next_k])
+        elif self.proposer is not None:
+            self.proposer.watch(views)
+        kernels.mark_time(state.times, state.counter, ENDED, True)
+        return logprobs
+
+    def _sample(
+        self,
+        hidden: Tensor,
+        window: RoundWindow,
+        views: Sequence[SlotView],
+        needs: SamplerClass,
+        num_logprobs: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Logprobs | None]:
+        """A token for each row of hidden [S, R, hidden], whether each is finite, accepted, logprobs.
+
+        Coupled, tokens are the target's own draws, and the commit says how many drafts equal them; so too
+        where nothing is drawn, for there every rule accepts just that. Else the rule decides.
+        """
+        coupled, accepted = self.verify == "coupled" or not needs.noise, None
+        if coupled and num_logprobs is None:
+            drawn = self.sampler.draw_fused(self.runner, hidden, 0, needs)
+            if drawn is not None:
+                return *drawn, None, None
+        logits = self.runner.logits(hidden, views)
+        if coupled:
+            sampled, finite = self.sampler.sample(logits, window.draft, needs)
+        else:
+            sampled, finite, accepted = self.sampler.verify(
+                logits, window.draft, window.num_drafts, needs, self.verify == "block"
+            )
+        if num_logprobs is None:
+            return sampled, finite, accepted, None
+        return sampled, finite, accepted, self._logprobs(logits, sampled, num_logprobs)
+
+    def _commit(
+        self,
+        window: RoundWindow,
+        sampled: Tensor,
+        finite: Tensor,
+        accepted: Tensor | None,
+        needs: SamplerClass,
+    ) -> None:
+        state, counts = self.state, self.sampler.counts
+        if self.imposed is not None and window.draft.shape[1]:
+            accepted = self.imposed.accepted(state.length, window.num_drafts, window.draft.shape[1])
+        self.kernels.round_commit(
+            state,
+            window,
+            sampled,
+            finite,
+            accepted,
+            counts.generated if counts is not None and needs.penalties else None,
+            self.proposer is not None and self.proposer.looks_up,
+        )
+
+    def _logprobs(self, logits: Tensor, sampled: Tensor, top: int) -> Logprobs:
+        """The model's own log-probabilities: of the samples [S, R], and the `top` likeliest ones."""
+        scores, sampled = logits.log_softmax(dim=-1), sampled.clamp(min=0)
+        values, ids = scores.topk(top, dim=-1) if top else (scores[..., :0], sampled[..., None][..., :0])
+        return scores.gather(-1, sampled.unsqueeze(-1)).squeeze(-1), values, ids

@@ -1,0 +1,212 @@
+"""Every slot's sampling parameters as tensors, and the draws of target and drafter from their logits.
+
+What is done to logits stands in `kernels/sampling/sampling.py`; here is whose parameters it is done with.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from spd.kernels.dispatch import Kernels
+from spd.kernels.sampling.draft_verify import STREAM_DRAFT, row_stream
+from spd.kernels.sampling.philox import STREAM_TARGET
+from spd.kernels.sampling.sampling import SamplingTensors
+from spd.runtime.round.limits import mask_width
+from spd.runtime.round.model_runner import ModelRunner
+from spd.runtime.round.penalties import TokenCounts
+from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.state import RoundState
+from spd.runtime.round.transfer import upload
+
+
+class Sampler:
+    """Sampling parameters of every slot as tensors, and the draw."""
+
+    def __init__(self, state: RoundState, vocab_size: int, usable_vocab: int, kernels: Kernels) -> None:
+        slots, device = state.slots, state.device
+        self.kernels = kernels
+        self.state, self.vocab_size, self.usable_vocab, self.device = state, vocab_size, usable_vocab, device
+        self.numbers = {
+            name: torch.full((slots,), neutral, dtype=torch.float32, device=device)
+            for name, neutral in (
+                ("temperature", 0.0),
+                ("top_p", 1.0),
+                ("min_p", 0.0),
+                ("repetition_penalty", 1.0),
+                ("presence_penalty", 0.0),
+                ("frequency_penalty", 0.0),
+            )
+        }
+        self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
+        self.seed = torch.zeros(slots, dtype=torch.long, device=device)
+        self.counts: TokenCounts | None = None
+        self.bias: Tensor | None = None
+        self.mask: Tensor | None = None
+        self.draft_laws: Tensor | None = None
+        """What each draft was drawn from, [S, max_draft, V]; kept only for rules that test it."""
+
+    def first(self, state: RoundState) -> Sampler:
+        """The sampler of a state's first slots: parts of the same tensors, as far as they exist by now."""
+        part, count = copy(self), state.slots
+        part.state = state
+        part.numbers = {name: tensor[:count] for name, tensor in self.numbers.items()}
+        part.counts = None if self.counts is None else self.counts.first(count)
+        for name in ("top_k", "seed", "bias", "mask", "draft_laws"):
+            whole = getattr(self, name)
+            setattr(part, name, None if whole is None else whole[:count])
+        return part
+
+    def keep_draft_laws(self) -> None:
+        """From now on drafters draw with noise of their own, and what from is kept for `verify`."""
+        self.draft_laws = torch.zeros(
+            self.state.slots, self.state.max_draft, self.vocab_size, device=self.device
+        )
+
+    def make_tables(self, needs: SamplerClass) -> None:
+        """Allocate what these steps read, where no request has needed it before; a grammar brings masks."""
+        if needs.bias and self.bias is None:
+            self.bias = torch.zeros(self.state.slots, self.vocab_size, device=self.device)
+        if needs.penalties and self.counts is None:
+            self.counts = TokenCounts(self.state.slots, self.vocab_size, self.device)
+
+    def admit(
+        self, slot: int, params: SamplingParams, prompt: Tensor, generated: Tensor | None = None
+    ) -> None:
+        """Write a slot's parameters; prompt int64 [n] and what was generated before feed the penalties."""
+        for name, tensor in self.numbers.items():
+            tensor[slot].fill_(getattr(params, name))
+        self.top_k[slot].fill_(params.top_k)
+        self.seed[slot].fill_(params.seed)
+        if self.bias is not None:
+            self.bias[slot].fill_(0)
+        if self.mask is not None:
+            self.mask[slot].fill_(-1)
+        self.make_tables(SamplerClass.of(params))
+        for token_id, value in params.logit_bias:
+            assert self.bias is not None
+            self.bias[slot, token_id].fill_(value)
+        if self.counts is not None:
+            self.counts.admit(slot, prompt, generated)
+
+    def allow(self, slot: int, rows: Tensor) -> None:
+        """Let the next round draw only what masks allow: int32 [R, words] on the host, not written again."""
+        if self.mask is None:
+            words = mask_width(self.vocab_size)
+            shape = (self.state.slots, self.state.max_draft + 1, words)
+            self.mask = torch.full(shape, -1, dtype=torch.int32, device=self.device)
+        self.mask[slot, : rows.shape[0]] = upload(rows, self.device)
+
+    def tensors(self, needs: SamplerClass) -> SamplingTensors:
+        """The parameters and histories of all slots, as far as these steps read them."""
+        state, counts = self.state, self.counts if needs.penalties else None
+        return SamplingTensors(
+            **self.numbers,
+            top_k=self.top_k,
+            seed=self.seed,
+            bias=self.bias if needs.bias else None,
+            in_prompt=counts.in_prompt if counts is not None else None,
+            generated=counts.generated if counts is not None else None,
+            stop_ids=state.stop_ids,
+            length=state.length,
+            min_length=state.min_length,
+            mask=self.mask if needs.grammar else None,
+        )
+
+    def sample(self, logits: Tensor, draft: Tensor, needs: SamplerClass) -> tuple[Tensor, Tensor]:
+        """The target's tokens [S, R] from its logits [S, R, V], and whether each is finite."""
+        drawn: tuple[Tensor, Tensor] = self.kernels.sample_rows(
+            logits, draft, self._positions(logits), self.tensors(needs), needs, self.usable_vocab
+        )
+        return drawn
+
+    def verify(
+        self, logits: Tensor, draft: Tensor, num_drafts: Tensor, needs: SamplerClass, by_block: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Accept drafts [S, k] by their probability: tokens [S, R], whether each is finite, accepted [S].
+
+        logits [S, R, V]; tokens as in `draft_verify`, by its block rule or one by one. Drafts are tested
+        against the laws that are kept, and are certain where none are.
+        """
+        laws = self.kernels.row_laws(logits, draft, self.tensors(needs), needs, self.usable_vocab)
+        decide = self.kernels.block_verify if by_block else self.kernels.rejection_verify
+        kept = None if self.draft_laws is None else self.draft_laws[:, : draft.shape[1]]
+        tokens, accepted = decide(laws, kept, draft, num_drafts, self.seed, self._positions(logits))
+        finite = laws.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1) > 0
+        return tokens, finite, accepted
+
+    def _positions(self, logits: Tensor) -> Tensor:
+        """Absolute positions [S, R] of the tokens that logits [S, R, V] are for."""
+        return self.state.length.unsqueeze(-1) + torch.arange(logits.shape[1], device=logits.device)
+
+    def draw_fused(
+        self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplerClass
+    ) -> tuple[Tensor, Tensor] | None:
+        """Tokens [S, R] at positions length + step and on, from hidden [S, R, hidden], where a head can draw.
+
+        None where the model has no such head, or where the draw needs the logits themselves. Whether
+        each token is finite comes second.
+        """
+        if needs.truncation or needs.penalties or needs.bias or needs.min_length or needs.grammar:
+            return None
+        return runner.sample(
+            hidden,
+            min(self.usable_vocab, runner.model.vocab_size),
+            self.seed,
+            self.state.length,
+            step,
+            self.numbers["temperature"],
+            noise=needs.noise,
+        )
+
+    def draw_draft(self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplerClass) -> Tensor:
+        """A drafter's tokens [S, 1] from its hidden [S, 1, hidden]: bias, temperature, the target's noise.
+
+        Sharing the noise makes the draft likely to equal the target's draw; it decides nothing. Where laws
+        are kept it would, so that the noise is the draft's own there.
+        """
+        wanted = SamplerClass(noise=needs.noise, bias=needs.bias)
+        if self.draft_laws is None:
+            drawn = self.draw_fused(runner, hidden, step, wanted)
+            if drawn is not None:
+                return drawn[0]
+        logits = runner.logits(hidden)
+        nothing, vocab_size = self.state.draft[:, :0], logits.shape[-1]
+        usable = min(self.usable_vocab, vocab_size)
+        tensors = replace(self.tensors(wanted), bias=self._bias_over(vocab_size) if wanted.bias else None)
+        stream = STREAM_TARGET if self.draft_laws is None else row_stream(STREAM_DRAFT, step)
+        sampled: Tensor
+        sampled, finite = self.kernels.sample_rows(
+            logits, nothing, self._positions(logits) + step, tensors, wanted, usable, stream
+        )
+        if self.draft_laws is not None:
+            laws = self.kernels.row_laws(logits, nothing, tensors, wanted, usable)
+            # What no law of its own drew, since its logits are broken, is certain.
+            laws = torch.where(finite.unsqueeze(-1), laws, 0).scatter_add_(
+                -1, sampled.unsqueeze(-1), (~finite).unsqueeze(-1).to(laws.dtype)
+            )
+            # A silent slot's drafts wait for their masks, and what they were drawn from with them.
+            kept = self.draft_laws[:, step, :usable]
+            self.draft_laws[:, step, :usable] = torch.where(
+                self.state.active.unsqueeze(-1), laws[:, 0, :usable], kept
+            )
+        return sampled
+
+    def make_certain(self, k: int) -> None:
+        """Of k drafts, those that prompt lookup made instead of a model were drawn from nothing."""
+        if self.draft_laws is None:
+            return
+        state, laws = self.state, self.draft_laws[:, :k]
+        certain = torch.zeros_like(laws).scatter_(-1, state.draft[:, :k].unsqueeze(-1), 1.0)
+        looked_up = (state.active & (state.match > 0)).view(-1, 1, 1)
+        laws.copy_(torch.where(looked_up, certain, laws))
+
+    def _bias_over(self, vocab_size: int) -> Tensor | None:
+        """The bias of a model with that many ids, which may be padded otherwise than the target's: [S, V]."""
+        if self.bias is None or self.bias.shape[1] == vocab_size:
+            return self.bias
+        return pad(self.bias, (0, vocab_size - self.bias.shape[1])).contiguous()

@@ -1,0 +1,264 @@
+"""Thinking is told from the answer: in the text, in JSON, on a terminal, in a chat; and --think."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spd.cli.argv import CUT_FLAGS
+from spd.cli.structured import ThinkingSplitter, parted
+from spd.runtime.engine.request import ThinkingBudget
+from tests.cli.conftest import SPECIALS, TEMPLATE, write_tokenizer
+from tests.cli.test_cli_signals import finish, program, start
+from tests.cli.test_cli_terminal import on_terminal
+
+OPENED = TEMPLATE.replace("assistant\\n'", "assistant\\n<think>\\n'")
+SCHEMA = '{"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}'
+
+
+def set_template(folder: Path, template: str) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+
+
+REPLIES = [
+    ("<think>\nhm\n</think>\n\nYes\n", False, "hm\n", "Yes\n"),
+    ("hm</think>Yes", True, "hm", "Yes"),
+    ("<think>hm</think>Yes", True, "hm", "Yes"),
+    ("No <think>x</think>", False, None, "No <think>x</think>"),
+    ("<thin", False, None, "<thin"),
+    (" \n<think>a</thin", False, "a</thin", ""),
+    ("<think></think>Yes", False, "", "Yes"),
+    ("a</think>Yes</think>", None, None, "a</think>Yes</think>"),
+    (" plain ", False, None, " plain "),
+    ("", False, None, ""),
+]
+
+
+@pytest.mark.parametrize("cut", [1, 3, 100])
+@pytest.mark.parametrize(("text", "inside", "thinking", "answer"), REPLIES)
+def test_thinking_is_told_from_the_answer(
+    text: str, inside: bool | None, thinking: str | None, answer: str, cut: int
+) -> None:
+    splitter = ThinkingSplitter(inside)
+    parts = [part for i in range(0, len(text), cut) for part in splitter.feed(text[i : i + cut])]
+    parts += splitter.feed("", final=True)
+    assert "".join(part for is_thinking, part in parts if is_thinking) == (thinking or "")
+    assert "".join(part for is_thinking, part in parts if not is_thinking) == answer
+    assert parted(text, inside) == (thinking and thinking.strip("\n"), answer)
+
+
+@pytest.mark.parametrize("how", [[], ["--no-stream"], ["--json"], ["--raw"]])
+@pytest.mark.parametrize(("text", "inside", "thinking", "answer"), [r for r in REPLIES if r[1] is not None])
+def test_a_pipe_gets_the_answer(
+    text: str,
+    inside: bool,
+    thinking: str | None,
+    answer: str,
+    how: list[str],
+    spd_run: Callable,
+    model: Path,
+    script: Any,
+) -> None:
+    set_template(model, OPENED if inside else TEMPLATE)
+    script.pieces = [text[i : i + 5] for i in range(0, len(text), 5)] or [""]
+    ran = spd_run("generate", "-m", model, "Hi", *how)
+    if how == ["--raw"]:
+        thinking, answer = None, text
+    lost = thinking is not None and not answer
+    assert ran.code == 0 and ("ended in its thinking, without an answer" in ran.err) == lost, ran
+    if how == ["--json"]:
+        assert (ran.json["reasoning"], ran.json["text"]) == (thinking and thinking.strip("\n"), answer)
+    else:
+        assert ran.text == answer + "\n" * (not answer.endswith("\n"))
+
+
+THINKING = """
+import sys
+import spd.runtime
+from tests.cli.conftest import FakeEngine, Script
+pieces = ["<thi", "nk>", "h\\x1b[2Jm\\n", "so", "</th", "ink>", "\\n\\nYes"]
+vars(spd.runtime)["Engine"] = lambda config, progress=None: FakeEngine(config, Script(pieces=pieces))
+from spd.cli.app import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "shown"),
+    [
+        ([], {}, "\x1b[2mh\\x1b[2Jm\x1b[0m\n\x1b[2mso\x1b[0m\n\nYes\n"),
+        ([], {"NO_COLOR": "1"}, "h\\x1b[2Jm\nso\n\nYes\n"),
+        (["--think", "hide"], {}, "Yes\n"),
+        (["-q"], {}, "Yes\n"),
+    ],
+)
+def test_a_terminal_gets_thinking_dimmed(
+    argv: list[str], environment: dict[str, str], shown: str, model: Path
+) -> None:
+    status, text = on_terminal("generate", "-m", model, "Hi", *argv, code=THINKING, **environment)
+    assert (status, text.rpartition("\r")[2]) == (0, shown)
+    if not argv and not environment:  # the answer goes elsewhere, the thinking does not
+        status, text = on_terminal("generate", "-m", model, "-o", model / "out", "Hi", code=THINKING)
+        assert text.rpartition("\r")[2] == shown.removesuffix("Yes\n") and status == 0
+        assert (model / "out").read_text() == "Yes\n"
+
+
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_a_reader_that_leaves_while_it_thinks(how: list[str], model: Path) -> None:
+    """Nothing is written meanwhile, so nothing but the pipe itself can tell."""
+    set_template(model, OPENED)
+    process = start(program(model, *how, pieces=10**6))
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    try:
+        assert process.wait(100) == 141
+    finally:
+        process.kill()
+    assert process.stderr is not None and process.stderr.read() == b""
+
+
+def test_a_signal_while_it_thinks(model: Path) -> None:
+    set_template(model, OPENED)
+    for how in ([], ["--json"]):
+        process = start(program(model, *how, at="hang"))
+        assert process.stderr is not None and process.stderr.readline() == b"hanging\n"
+        process.send_signal(signal.SIGINT)
+        code, out, err = finish(process)
+        assert (code, err) == (-signal.SIGINT, "stopping…\n")
+        if how:
+            shown = json.loads(out)
+            assert (shown["finish_reason"], shown["reasoning"], shown["text"]) == ("abort", "word word ", "")
+        else:
+            assert out == b"\n"
+
+
+def test_a_chat_without_a_terminal_says_the_answer(spd_run: Callable, model: Path, script: Any) -> None:
+    script.pieces = ["<think>hm", "m</think>", "\nYes"]
+    ran = spd_run("chat", model, "--no-save", stdin=b"Hi\nAgain\n")
+    assert (ran.code, ran.text, ran.err) == (0, "Yes\nYes\n", "")
+    set_template(model, "{{ enable_thinking }} " + TEMPLATE)
+    spd_run("chat", model, "--no-save", stdin=f"/think off\n/model {model}\nHi\n".encode())
+    asked = script.engine.tokenizer.decode(script.request.prompt_ids)
+    assert asked.startswith("False"), "another model is asked the same"
+    script.pieces, script.finish = ["<think>hm"], "length"
+    assert spd_run("chat", model, "--no-save", stdin=b"Hi\n/more\n").text == ""
+
+
+# -- --think ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        *(([cut, "5"], f"{cut} is now {now}") for cut, now in CUT_FLAGS.items()),
+        (["--think"], "--think: on, off, hide or a number of tokens?"),
+        (["--think", "Hi"], "--think Hi: on, off, hide or a number of tokens?"),
+        (["--think", "-1"], "--think -1: on, off, hide or a number of tokens?"),
+        (["--think", "99999999"], "thinking budget 99999999 is out of range"),
+    ],
+)
+def test_what_think_does_not_take(
+    command: str, argv: list[str], words: str, spd_run: Callable, assert_refused: Callable, model: Path
+) -> None:
+    write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
+    assert_refused(spd_run(command, "-m", model, *argv, stdin=b"Hi\n"), 2, words)
+
+
+@pytest.mark.parametrize(
+    ("think", "told", "tokens"),
+    [("on", True, None), ("off", False, None), ("hide", True, None), ("7", True, 7), ("auto", None, None)],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_think_asks_for(
+    think: str, told: bool | None, tokens: int | None, inside: bool, spd_run: Callable, model, script
+) -> None:
+    write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
+    set_template(model, "{{ enable_thinking }} " + (OPENED if inside else TEMPLATE))
+    script.pieces = ["</think>"] * inside + ["Yes"]
+    asked = ("-m", model, "--think", think)
+    prompt = spd_run("generate", *asked, "--dry-run", "Hi").text
+    assert prompt.startswith("True" if told else "False" if told is False else "<")
+    for command, stdin in (("generate", b"Hi"), ("chat", b"Hi\n")):
+        ran = spd_run(command, *asked, *(["--no-save"] if command == "chat" else []), stdin=stdin)
+        assert (ran.code, ran.err) == (0, ""), ran
+        budget = None if tokens is None else ThinkingBudget(tokens, 260, 259, inside)
+        assert script.request.thinking == budget
+        assert script.engine.tokenizer.decode(script.request.prompt_ids, skip_special=False) == prompt
+
+
+def test_a_template_that_cannot_be_asked_is_told(spd_run: Callable, model: Path, script: Any) -> None:
+    for command, stdin in (("generate", b"Hi"), ("chat", b"Hi\n")):
+        ran = spd_run(command, "-m", model, "--think", "off", stdin=stdin)
+        assert ran.code == 0 and ran.err.startswith("note: this chat template has no enable_thinking: ")
+        ran = spd_run(command, "-m", model, "--think", "7", stdin=stdin)
+        assert ran.code == 4 and "for models that end it with a token </think>" in ran.err
+
+
+# -- a model that thinks ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def thinker(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights; the template opens thinking, and the last two ids begin and end it."""
+    folder = tmp_path_factory.mktemp("thinker") / "m"
+    shutil.copytree(tiny("qwen3", layers=1), folder)
+    path = folder / "tokenizer.json"
+    loaded = json.loads(path.read_text())
+    vocabulary, flags = loaded["model"]["vocab"], loaded["added_tokens"][0]
+    for mark in ("</think>", "<think>"):
+        name, number = max(vocabulary.items(), key=lambda item: item[1] if item[0][:2] != "</" else -1)
+        del vocabulary[name], loaded["model"]["merges"][-1]
+        vocabulary[mark] = number
+        loaded["added_tokens"].append({**flags, "id": number, "content": mark, "special": False})
+    path.write_text(json.dumps(loaded))
+    set_template(folder, OPENED)
+    return folder
+
+
+def base(thinker: Path) -> list[object]:
+    return ["generate", "-m", thinker, "--threads", 1, "--ctx", 256, "--temperature", 0, "--ignore-eos"]
+
+
+def test_a_budget_a_shape_and_speculation(spd_run: Callable, thinker: Path) -> None:
+    """Four tokens of thinking, then JSON alone; the same with drafts, as one object and as a line."""
+    argv = [*base(thinker), "-n", 60, "--think", 4, "--schema", SCHEMA]
+    ran = spd_run(*argv, "--json", "--spec", "off", "Hi")
+    shown = ran.json
+    assert ran.code == 0 and json.loads(shown["text"])["a"] in (1, 22)
+    assert shown["reasoning"] and len(shown["token_ids"]) > 5 and shown["token_ids"][4] == 319
+    assert spd_run(*argv, "--spec", "ngram", "--ngram-min", 1, "Hi").text == shown["text"] + "\n"
+    line = json.loads(spd_run(*argv, "--jsonl", stdin=b'{"prompt": "Hi"}\n').text)
+    names = ("text", "reasoning", "finish_reason", "token_ids")
+    assert [line[name] for name in names] == [shown[name] for name in names]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--schema", SCHEMA, "-n", 6], "the text ended before the schema was complete: -n 6 was reached"),
+        (["--regex", "[a-z]{60}", "-n", 6], "before the regex was complete: -n 6 was reached"),
+        (["--grammar", 'start: "on" ("a")*', "-n", 2], "before the grammar was complete: -n 2 was reached"),
+        (["--schema", SCHEMA, "-n", 60, "--stop", '"a"'], "schema was complete: a stop text or token came"),
+        (["--regex", "[a-z]{90}", "--ctx", 64], "before the regex was complete: the context is full"),
+        (["--regex", "[a-z]+", "-n", 6], None),
+        (["-n", 1], "the reply ended in its thinking, without an answer: -n 1 was reached"),
+    ],
+)
+def test_what_ended_early_says_so(
+    argv: list[object], words: str | None, spd_run: Callable, thinker: Path
+) -> None:
+    flags = [*base(thinker), "--think", 0, "--spec", "off", *argv]
+    ran = spd_run(*flags, "--json", "Hi")
+    assert ran.code == 0 and (words or "") in ran.err and bool(ran.err) == bool(words), ran
+    assert ran.json["finish_reason"] == ("stop" if "--stop" in argv else "length")
+    ran = spd_run(*flags, "--jsonl", stdin=b'{"prompt": "Hi"}\n')
+    assert (words or "") in ran.err and ("1 of 1 replies ended early; line 1: " in ran.err) == bool(words)

@@ -1,0 +1,122 @@
+"""A model folder is read once: one run opens each of its files as often as it must, however many ask."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import pickle
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from spd.errors import CheckpointError
+from spd.formats import checkpoint
+from spd.formats.demo import demo_draft_folder, demo_folder
+from spd.formats.folder import ModelFolder
+from tests.formats.formats_helpers import QWEN3, write_json
+
+ONCE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "headers")
+RAW = ("generate", "--raw", "--ctx", "64", "-n", "4", "--device", "cpu", "--kernels", "torch", "ab")
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads() -> Iterator[None]:
+    """The engine sets the thread count of the whole process; give it back."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Path:
+    """A copy of the demo, which is known by its folder and would bring its own draft."""
+    skip = shutil.ignore_patterns("draft", "eagle3")
+    return Path(shutil.copytree(demo_folder(), tmp_path / "demo", ignore=skip))
+
+
+@pytest.fixture
+def opened(demo: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Path, str]]:
+    """How often each file has been opened by folder and name, and headers read, once `demo` is copied."""
+    counts: Counter[tuple[Path, str]] = Counter()
+    of_path, of_name, read_header = os.open, builtins.open, checkpoint.read_shard_header
+
+    def count(path: object) -> None:
+        if isinstance(path, str | Path) and str(path).endswith(".json"):
+            counts[Path(path).parent, Path(path).name] += 1
+
+    def by_path(path: object, *rest: object, **more: object) -> object:
+        count(path)
+        return of_path(path, *rest, **more)  # type: ignore[call-overload]
+
+    def by_name(path: object, *rest: object, **more: object) -> object:
+        count(path)
+        return of_name(path, *rest, **more)  # type: ignore[call-overload]
+
+    def header(path: Path) -> object:
+        counts[path.parent, "headers"] += 1
+        return read_header(path)
+
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(os, "open", by_path)
+    monkeypatch.setattr(builtins, "open", by_name)
+    monkeypatch.setattr(checkpoint, "read_shard_header", header)
+    return counts
+
+
+def spd(*argv: object) -> int:
+    from spd.cli.app import main
+
+    return main([str(word) for word in argv])
+
+
+def test_a_run_with_the_checkpoints_own_mtp_head(opened: Counter[tuple[Path, str]], demo: Path) -> None:
+    assert spd(*RAW, "-m", demo, "--spec", "mtp") == 0
+    assert {name: opened[demo, name] for name in ONCE} == dict.fromkeys(ONCE, 1)
+
+
+def test_a_run_with_a_draft_model(opened: Counter[tuple[Path, str]], demo: Path) -> None:
+    draft = demo_draft_folder()
+    assert spd(*RAW, "-m", demo, "--draft-model", draft) == 0
+    assert {name: opened[demo, name] for name in ONCE} == dict.fromkeys(ONCE, 1)
+    read = [name for name in ONCE if name != "generation_config.json"]
+    assert {name: opened[draft, name] for name in read} == dict.fromkeys(read, 1)
+
+
+def test_an_engine_of_the_library(opened: Counter[tuple[Path, str]], demo: Path) -> None:
+    from tests.helpers import make_engine
+
+    make_engine(demo, spec="mtp")
+    assert {name: opened[demo, name] for name in ONCE} == dict.fromkeys(ONCE, 1)
+
+
+def test_a_fault_is_told_at_every_use(tmp_path: Path) -> None:
+    folder = ModelFolder(tmp_path)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            assert folder.config
+    write_json(tmp_path, "config.json", QWEN3)
+    assert folder.config.model_type == "qwen3"
+
+
+def test_copies_go_by_the_path_alone(tmp_path: Path) -> None:
+    write_json(tmp_path, "config.json", QWEN3)
+    folder = ModelFolder(tmp_path)
+    assert folder.config and "config" in vars(folder)
+    copy = pickle.loads(pickle.dumps(folder))
+    assert copy == folder and hash(copy) == hash(folder) and vars(copy) == {"path": tmp_path}
+    assert os.fspath(copy) == str(copy) == str(tmp_path) and ModelFolder.of(copy) is copy
+    assert folder != tmp_path
+
+
+def test_a_checkpoint_that_was_closed_can_be_read_again() -> None:
+    weights = ModelFolder(demo_folder()).checkpoint
+    name = next(iter(weights.tensors))
+    with weights:
+        first = weights.read(name)
+    assert torch.equal(weights.read(name), first)
+    weights.close()

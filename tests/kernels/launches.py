@@ -1,0 +1,257 @@
+"""Every Triton kernel as models launch it, for `compile_ahead`: operations on tensors without data.
+
+A case is named for the reader; what it launches is compiled as Triton would compile it on that device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spd.formats.block_config import RouterConfig
+from spd.kernels import launch
+from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
+from spd.kernels.attention.rotary_store import RotatedRows
+from spd.kernels.dispatch import Kernels, load_kernels
+from spd.kernels.linear.head_input import PairNorms
+from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
+from spd.kernels.round.window import ENDED, DraftWindow, Places, RoundWindow
+from spd.kernels.sampling import draft_verify_triton
+from spd.kernels.sampling.sampling import SamplingTensors
+from spd.runtime.layers.base import HeadStates
+from spd.runtime.round.state import RoundState
+from tests.kernels.sampling_cases import EVERY_STEP, PLAIN, random_case
+
+Launches = dict[str, Callable[[], Any]]
+BF16, F16, F32, I64, BOOL = torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool
+FP8 = torch.float8_e4m3fn
+NAMES = {BF16: "bf16", F16: "fp16", torch.int8: "i8", FP8: "fp8"}
+VOCAB = 151936
+OPS = load_kernels("triton")
+WIDE = load_kernels("triton", None, {"bfloat16": 64, "int8": 64, "float8_e4m3fn": 64})
+
+
+def of(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def weight_of(dtype: torch.dtype, kind: torch.dtype | None, *shape: int, normed: bool = False) -> AnyWeight:
+    """A weight [..., N, K] in eight bits of a kind, or in the dtype."""
+    if kind is None:
+        return of(dtype, *shape)
+    *experts, n, k = shape
+    if kind == torch.int8:
+        return ScaledWeight(of(kind, *shape), of(F32, *experts, n))
+    scales = of(F32, *experts, -(-n // 16), -(-k // 128))
+    return ScaledWeight(of(kind, *shape), scales, of(dtype, k) if normed else None)
+
+
+def dense(
+    name: str,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    rows: int = 4,
+    kind: torch.dtype | None = None,
+    gelu: bool = False,
+    ops: Kernels = OPS,
+) -> Launches:
+    """A layer's products; `sizes` are those of the stream, of qkv, of what comes out of attention, inside."""
+    hidden, qkv, out, inner = sizes
+
+    def weight(n: int, k: int, normed: bool = False) -> AnyWeight:
+        return weight_of(dtype, kind, n, k, normed=normed)
+
+    def onto(k: int) -> Any:
+        return ops.linear_residual(of(dtype, rows, k), weight(hidden, k), None, of(dtype, rows, hidden))
+
+    squares = of(F32, rows, hidden // (64 if hidden >= 2048 else 32))
+    normed = (of(dtype, rows, hidden), squares, 1e-6)
+    name = "_".join(filter(None, (name, NAMES[kind] if kind else "", NAMES[dtype])))
+    return {
+        f"out_{name}": lambda: onto(out),
+        f"down_{name}": lambda: onto(inner),
+        f"qkv_{name}": lambda: ops.norm_linear(*normed, weight(qkv, hidden, True), None),
+        name: lambda: ops.norm_gate_up(*normed, weight(2 * inner, hidden, True), None, None, gelu),
+    }
+
+
+def head(name: str, dtype: torch.dtype, rows: int = 4, ops: Kernels = OPS) -> Launches:
+    """An 8B model's head: its logits, its draw, and the draw of a head that knows some ids only."""
+    x, table, slots = of(dtype, rows, 4096), of(dtype, VOCAB, 4096), of(I64, rows)
+    draw = (x, table, VOCAB, slots, slots, 1, of(F32, rows))
+    return {
+        f"logits_{name}": lambda: ops.head_logits(x, table),
+        f"sample_{name}": lambda: ops.head_sample(*draw),
+        f"sample_ids_{name}": lambda: ops.head_sample(*draw, of(I64, VOCAB)),
+    }
+
+
+def at_once(call: Callable[[], Any]) -> None:
+    """With products that let the next kernel begin at once."""
+    usual = launch.OVERLAP
+    launch.OVERLAP = launch.AT_ONCE
+    launch.overlap.cache_clear()
+    call()
+    launch.OVERLAP = usual
+    launch.overlap.cache_clear()
+
+
+def products(capability: tuple[int, int]) -> Launches:
+    """Of an 8B and a 0.6B model; an 8B's in eight bits and for up to 64 rows, its head, the row kernels."""
+    big, found = (4096, 6144, 4096, 12288), {}
+    for dtype in (BF16, F16):
+        layers = dense("8b", dtype, big) | dense("0.6b", dtype, (1024, 4096, 2048, 3072))
+        found |= layers | head(f"8b_{NAMES[dtype]}", dtype)
+    for kind in (None, torch.int8, FP8)[: 3 if capability >= (8, 9) else 2]:
+        found |= dense("8b", BF16, big, kind=kind) | dense("8b_wide", BF16, big, 64, kind, ops=WIDE)
+    found |= head("8b_wide_bf16", BF16, 64, WIDE)
+    found["9b_bf16"] = dense("9b", BF16, (3584, 8192, 4096, 14336), gelu=True)["9b_bf16"]
+    for name in ("qkv_8b_bf16", "8b_bf16", "sample_8b_bf16"):
+        found[f"{name}_at_once"] = partial(at_once, found[name])
+    x, norm = of(BF16, 4, 4096), of(BF16, 4096)
+    return found | {
+        "8b": lambda: OPS.embed(of(I64, 4), of(BF16, VOCAB, 4096)),
+        "norm_8b": lambda: OPS.rms_norm_rows(x, of(F32, 4, 64), norm, 1e-6),
+        "9b": lambda: OPS.norm_residual(of(BF16, 4, 3584), of(F32, 3584), 1e-6, of(BF16, 4, 3584)),
+    }
+
+
+def attention() -> Launches:
+    """As an 8B model attends, layers that slide and cap as Gemma 2's do, and DeepSeek-V3's latents."""
+    positions, table = of(I64, 16, 5), of(I64, 16, 64)
+    windows = Windows(positions, of(BOOL, 16, 5), table, (), ())
+    found: Launches = {}
+
+    def attend(dtype: torch.dtype, heads: AttentionHeads, softcap: float | None) -> None:
+        plan, scores = OPS.plan_attention(windows, heads, 64, dtype), Scores(0.1, heads.sliding[0], softcap)
+        pool = of(dtype, 99, 64, heads.num_kv_heads, heads.head_dim)
+        query = of(dtype, 16, 5, heads.num_heads, heads.head_dim)
+        OPS.paged_attention(query, (pool, pool), plan, scores)
+        OPS.prefill_attention(query.flatten(0, 1), (pool, pool), table[0], 64, scores)
+
+    def store(dtype: torch.dtype, weight: Tensor | None) -> None:
+        pool, turn = of(dtype, 99, 64, 8, 128), of(dtype, 4096, 128)
+        rows = RotatedRows(turn, turn, of(I64, 4), of(I64, 4))
+        OPS.rotary_store(of(dtype, 4, 6144), rows, weight, 1e-6, (pool, pool), 32)
+
+    def latent(dtype: torch.dtype) -> None:
+        pool, query, turn = of(dtype, 99, 64, 576), of(dtype, 80, 128, 576), of(F32, 4096, 64)
+        turned, kept = of(dtype, 80, 128, 192)[..., 128:], of(dtype, 80, 2112)[:, 1536:]
+        rows = RotatedRows(turn, turn, positions.view(-1), positions.view(-1))
+        OPS.latent_store(turned, kept, rows, of(dtype, 512), 1e-6, pool)
+        plan = OPS.plan_attention(windows, AttentionHeads(128, 1, 512), 64, dtype)
+        OPS.mla_attention(query.view(16, 5, 128, 576), pool, plan, 512, 0.1)
+        OPS.mla_prefill(query, pool, table[0], 64, 512, 0.1)
+
+    for dtype, name in ((BF16, "bf16"), (F16, "fp16")):
+        gemma = AttentionHeads(8, 4, 256, sliding=(4096,))
+        found[name] = partial(attend, dtype, AttentionHeads(32, 8, 128), None)
+        found[f"sliding_{name}"] = partial(attend, dtype, gemma, 50.0)
+        found[f"plain_{name}"] = partial(store, dtype, None)
+        found[f"normed_{name}"] = partial(store, dtype, of(dtype, 256))
+        found[f"latent_{name}"] = partial(latent, dtype)
+        for side, a, b in (("in", 128, 512), ("out", 512, 128)):
+            found[f"{side}_{name}"] = partial(OPS.head_linear, of(dtype, 80, 128, a), of(dtype, 128, a, b))
+    return found
+
+
+def experts(capability: tuple[int, int]) -> Launches:
+    """A layer of Qwen3-30B-A3B in bfloat16, and one of DeepSeek-V3 in FP8."""
+
+    def layer(
+        count: int, hidden: int, inner: int, groups: int, kept: int, kind: torch.dtype | None = None
+    ) -> None:
+        x = of(BF16, 32, hidden)
+        parts = OPS.router_logits(x, of(F32, count, hidden))
+        correction = None if kind is None else of(F32, count)
+        corrected = kind is not None
+        rule = RouterConfig(8, corrected, corrected, True, 1.0, groups, kept, 2)
+        chosen = OPS.route(parts, correction, rule)
+        gate_up = weight_of(BF16, kind, count, 2 * inner, hidden)
+        OPS.experts_onto(x, *chosen, gate_up, weight_of(BF16, kind, count, hidden, inner), x)
+
+    found: Launches = {"30b": partial(layer, 128, 2048, 768, 1, 1)}
+    if capability >= (8, 9):
+        found["v3"] = partial(layer, 256, 7168, 2048, 8, 4, kind=FP8)
+    return found
+
+
+def draws() -> Launches:
+    """Sampling and verification over an 8B vocabulary, with all steps and with as few as can be."""
+    case = random_case(2, 3, 64, 0, "cpu")
+    wide = {"bias": F32, "in_prompt": BOOL, "generated": torch.int32}
+    tensors = {f.name: getattr(case.tensors, f.name).to("meta") for f in fields(SamplingTensors)}
+    tensors |= {name: of(dtype, 2, VOCAB) for name, dtype in wide.items()}
+    tensors |= {"mask": of(torch.int32, 2, 4, VOCAB // 32), "stop_ids": of(I64, 2, 24)}
+    logits, draft, positions = of(F32, 2, 4, VOCAB), of(I64, 2, 3), of(I64, 2, 4)
+    given = (logits, draft, positions, SamplingTensors(**tensors))
+    verify = (draft, of(I64, 2), of(I64, 2), positions)
+    found: Launches = {
+        name: partial(OPS.sample_rows, *given, steps, VOCAB)
+        for name, steps in (
+            ("greedy", replace(PLAIN, noise=False)),
+            ("noise", PLAIN),
+            ("truncated", replace(PLAIN, truncation=True)),
+            ("every_step", replace(EVERY_STEP, truncation=False)),
+            ("every_step_truncated", EVERY_STEP),
+        )
+    }
+    for name, steps in (("plain", PLAIN), ("truncated", EVERY_STEP)):
+        found[f"law_{name}"] = partial(OPS.row_laws, logits, draft, given[-1], steps, VOCAB)
+    for law, probabilities in (("sampled", of(F32, 2, 3, VOCAB)), ("one_hot", None)):
+        for rule in ("rejection", "block"):
+            call = getattr(draft_verify_triton, f"{rule}_verify")
+            found[f"{rule}_{law}"] = partial(call, logits, probabilities, *verify)
+    return found
+
+
+def rounds() -> Launches:
+    """What stands around the forward passes: plain decoding, a usual and the widest window."""
+
+    def state(width: int = 4096) -> RoundState:
+        """Of four slots."""
+        return RoundState(4, width - 32, 31, 64, "meta")
+
+    slots, places, s = of(I64, 4), Places(64, 4096, 64), state()
+    generated, found = of(torch.int32, 4, VOCAB), {}
+
+    def commit(k: int, counts: Tensor | None, given: Tensor | None, looked_up: bool) -> None:
+        rows = (of(I64, 4, k + 1), of(I64, 4, k + 1), of(BOOL, 4, k + 1), of(I64, 4, k + 1))
+        window = RoundWindow(*rows, of(I64, 4, k), slots)
+        OPS.round_commit(s, window, rows[0], rows[2], given, counts, looked_up)
+
+    def pairs(size: int, kept: bool) -> None:
+        norm = of(BF16, size)
+        states, two = HeadStates(of(BF16, 4, 9, size), 8), of(I64, 4, 2)
+        batch = SimpleNamespace(positions=slots, width=1, states=states)
+        OPS.head_input(slots, of(BF16, VOCAB, size), batch, PairNorms(norm, norm, 1e-6), kept)
+        rows = DraftWindow(two, two, of(BOOL, 4, 2), two)
+        OPS.keep_states(of(BF16, 4, 2, size), rows, states.rings, of(BF16, 99, size), 64)
+
+    for k in (0, 7, 31):
+        found[f"{k + 1}"] = partial(OPS.round_window, s, k, places, VOCAB)
+    found["commit_1"] = partial(commit, 0, None, None, False)
+    found["commit_8"] = partial(commit, 7, None, None, True)
+    found["commit_8_counted_given"] = partial(commit, 7, generated, slots, True)
+    found["commit_32_counted"] = partial(commit, 31, generated, None, True)
+    for size in (4096, 7168):
+        for kept in (False, True):
+            found[f"{size}{'_kept' * kept}"] = partial(pairs, size, kept)
+    for width in (2048, 32768):
+        found[f"lookup_{width}"] = partial(OPS.ngram_lookup, state(width), 8, 3, 8, 0, True)
+    found["two"] = partial(OPS.committed_window, s, 2, s.active, places)
+    found["many"] = partial(OPS.committed_window, s, 17, s.active, places, slots)
+    found["draft"] = partial(OPS.draft_step, s, of(I64, 4, 1), 0, 8, places)
+    found["end"] = partial(OPS.mark_time, s.times, s.counter, ENDED, True)
+    return found
+
+
+def launches(capability: tuple[int, int]) -> Launches:
+    """Every case on a device of this capability."""
+    return products(capability) | attention() | experts(capability) | draws() | rounds()

@@ -1,0 +1,150 @@
+"""The number of threads that follows the load of other programs, and that it changes no text."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from spd import Engine, EngineConfig, Request, SamplingParams, demo_folder
+from spd.kernels.native.build import obstacle
+from spd.runtime.plan import plan
+from spd.runtime.round import cpu_load
+from spd.runtime.round.cpu_load import FollowedThreads, OtherLoad, busy_seconds
+
+PROMPT = tuple(range(300, 340))
+
+
+def test_busy_seconds(tmp_path: Path) -> None:
+    """Of the wanted CPUs only; what has a low priority gives way and does not count, stolen time does."""
+    stat = tmp_path / "stat"
+    stat.write_text("cpu 9 9 9 9 9 9 9 9\ncpu0 100 50 20 999 9 1 2 7 0 0\ncpu1 10 0 0 5 0 0 0 0\nintr 5\n")
+    assert busy_seconds([0], stat) == pytest.approx(1.3)
+    assert busy_seconds([0, 1], stat) == pytest.approx(1.4)
+    assert busy_seconds([0], tmp_path / "none") == busy_seconds([0], tmp_path) == 0.0
+
+
+def followed(counts: tuple[int, ...], cpus: int, loads: list[float]) -> list[int]:
+    """The numbers of threads after looks at these loads, a window apart."""
+    seconds, busy = itertools.count(0, 1.0), itertools.accumulate([0.0, *loads])
+    at = [0.0]
+
+    def clock() -> float:
+        return at[0]
+
+    load = OtherLoad(lambda _: next(busy), lambda: 0.0, clock)
+    load.cpus = tuple(range(cpus))
+    threads = FollowedThreads(counts, lambda _: None, load)
+    found = []
+    next(seconds)
+    for _ in loads:
+        at[0] = next(seconds)
+        threads.follow()
+        found.append(threads.count)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("counts", "cpus", "loads", "expected"),
+    [
+        ((1, 2), 2, [0.0, 0.2, 0.9, 1.0, 0.6, 0.1], [2, 2, 1, 1, 1, 2]),
+        ((1, 2), 2, [2.0, 6.0], [1, 1]),
+        ((2,), 2, [1.0], [2]),
+        ((4, 6, 7, 8), 8, [1.0, 1.5, 3.0, 8.0], [7, 6, 4, 4]),
+        ((4, 6, 7, 8), 16, [1.0, 7.9, 9.0], [8, 8, 7]),
+    ],
+)
+def test_threads_leave_other_programs_their_cpus(
+    counts: tuple[int, ...], cpus: int, loads: list[float], expected: list[int]
+) -> None:
+    assert followed(counts, cpus, loads) == expected
+
+
+def test_no_look_within_a_window() -> None:
+    looks: list[int] = []
+    load = OtherLoad(lambda _: looks.append(1) or 0.0, clock=lambda: 5.0)  # type: ignore[func-returns-value]
+    FollowedThreads((1, 2), lambda _: None, load).follow()
+    assert len(looks) == 1
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    usual = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(usual)
+
+
+@pytest.mark.parametrize(("dtype", "kernels"), [("bfloat16", "native"), ("float32", "torch")])
+@pytest.mark.parametrize("spec", ["off", "mtp"])
+def test_a_changing_number_changes_no_text(
+    monkeypatch: pytest.MonkeyPatch, threads: None, dtype: str, kernels: str, spec: str
+) -> None:
+    """Another number of threads in every round, alone and eight together, greedy and sampled."""
+    if kernels == "native" and obstacle():
+        pytest.skip(f"no C kernels: {obstacle()}")
+    config = EngineConfig(
+        model=demo_folder(), slots=8, ctx=256, spec=spec, dtype=dtype, kernels=kernels, prefix_sharing=False
+    )
+    monkeypatch.setattr(plan, "usable_cpus", lambda: (0, 1))
+    texts = []
+    for changing in (False, True):
+        used: list[int] = []
+        turns = itertools.cycle([1, 2])
+
+        def follow(self: FollowedThreads, turns: Iterator[int] = turns, used: list[int] = used) -> None:
+            used.append(next(turns))
+            self._use(used[-1])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FollowedThreads, "follow", follow if changing else lambda self: None)
+            engine = Engine(config)
+            assert engine._parts.threads._counts == (1, 2)
+            requests = [
+                Request(str(i), PROMPT[i:], SamplingParams(max_tokens=40, temperature=0.9 * (i % 2), seed=i))
+                for i in range(8)
+            ]
+            texts.append([r.token_ids for r in (*engine.generate(requests), *engine.generate(requests[:1]))])
+        assert not changing or {1, 2} <= set(used)
+    assert texts[0] == texts[1]
+
+
+def test_arithmetic_that_depends_on_threads_keeps_their_number(
+    monkeypatch: pytest.MonkeyPatch, threads: None
+) -> None:
+    """A product that sums otherwise with another number of threads is found at load."""
+    linear = F.linear
+
+    def uneven(x: torch.Tensor, weight: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        y = linear(x, weight, *more)
+        return y if torch.get_num_threads() == 2 else torch.nextafter(y, y + 1)
+
+    config = EngineConfig(model=demo_folder(), slots=1, ctx=256, spec="off", dtype="float32", kernels="torch")
+    assert Engine(config)._parts.threads._counts == (1, 2)
+    monkeypatch.setattr(F, "linear", uneven)
+    assert Engine(config)._parts.threads._counts == (2,)
+
+
+@pytest.mark.parametrize("ctx", [16, 32, 33, 63, 64, 65])
+def test_short_contexts_open(ctx: int) -> None:
+    """What is tried at load never passes the end of the context."""
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    engine = Engine(EngineConfig(model=demo_folder(), ctx=ctx, spec="off"))
+    assert engine.plan.threads_follow and engine.plan.shape.ctx == ctx
+    (done,) = engine.generate([Request("a", (5, 6, 7), params)])
+    assert len(done.token_ids) == 3
+
+
+def test_asked_threads_stay(threads: None) -> None:
+    """`--threads` is obeyed whatever the load."""
+    config = EngineConfig(model=demo_folder(), slots=1, ctx=256, spec="off", threads=2)
+    assert Engine(config)._parts.threads._counts == (2,)
+
+
+@pytest.mark.parametrize(("most", "counts"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (16, (8, 12, 15, 16))])
+def test_numbers_to_choose_from(most: int, counts: tuple[int, ...]) -> None:
+    assert cpu_load.fewer_threads(most) == counts

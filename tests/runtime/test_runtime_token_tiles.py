@@ -1,0 +1,140 @@
+"""Wide tiles of tokens: a GPU is asked for them, its answer is kept for it alone, and engines follow it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spd.kernels.dispatch import Kernels, load_kernels
+from spd.kernels.linear.skinny_config import token_tile
+from spd.runtime import SamplingParams
+from spd.runtime.lab import smoke
+from spd.runtime.load import token_tiles
+from spd.runtime.load.token_tiles import KINDS, Widest, ask, keep_answer, read_answer, widest_tiles
+from tests.helpers import INTERPRETED, few_programs, make_engine, random_prompts, run_all
+
+SMALL = ((48, 160), (64, 96), (40, 32))
+CPU, BOUND = torch.device("cpu"), {"gpu": "one", "driver": "1.2"}
+ANSWER: Widest = {"bfloat16": 32, "int8": 16, "float8_e4m3fn": 64}
+
+
+def test_tiles_follow_the_rows_as_far_as_was_shown() -> None:
+    bf16, f16, int8 = torch.bfloat16, torch.float16, torch.int8
+    assert [token_tile(rows, bf16, bf16, {bf16: 64}) for rows in (1, 16, 17, 33, 500)] == [16, 16, 32, 64, 64]
+    assert [token_tile(rows, bf16, int8, {bf16: 64, int8: 32}) for rows in (1, 17, 500)] == [16, 32, 32]
+    assert {token_tile(64, f16, int8, {int8: 64}), token_tile(64, bf16, bf16, {})} == {16}
+
+
+@pytest.mark.parametrize("operation", ["linear_residual", "norm_gate_up", "head_logits"])
+def test_a_tile_that_changes_a_bit_is_left_out(operation: str) -> None:
+    """Stand-in kernels that give other bits for int8 from tiles of 64 on, and for bfloat16 from 32 on."""
+    plain = load_kernels("torch")
+
+    def load(widest: Widest) -> Kernels:
+        def lying(*given: Any) -> Any:
+            found = getattr(plain, operation)(*given)
+            off = widest.get("int8", 0) >= 64 or widest.get("bfloat16", 0) >= 32
+            last = found[-1] if isinstance(found, tuple) else found
+            last.view(-1)[-1].add_(off)
+            return found
+
+        return replace(plain, **{operation: lying})
+
+    assert ask(load, CPU, shapes=SMALL) == {"bfloat16": 16, "int8": 32, "float8_e4m3fn": 64}
+
+
+@INTERPRETED[0]
+def test_the_kernels_keep_every_bit() -> None:
+    assert ask(partial(load_kernels, "triton", None), CPU, ("float16",), SMALL) == {"float16": 64}
+
+
+def test_an_answer_is_its_gpus_alone(tmp_path: Path) -> None:
+    def cache() -> Path:
+        return tmp_path / "new" / "spd"
+
+    assert read_answer(cache, BOUND) is None
+    place = Path(str(keep_answer(cache, BOUND, ANSWER)))
+    assert read_answer(cache, BOUND) == ANSWER and place.parent == cache()
+    assert read_answer(cache, {**BOUND, "driver": "1.3"}) is None
+    whole = json.loads(place.read_text())
+    widest = [{"int8": 128}, {"int9": 16}, [16], {"int8": [16]}, None]
+    bad = [
+        whole | {"for": {**BOUND, "gpu": "other"}},
+        [],
+        {"for": BOUND},
+        *({**whole, "widest": w} for w in widest),
+    ]
+    texts = [*map(json.dumps, bad), place.read_text()[:-3], "", "[" * 10**5]
+    for text in (*(text.encode() for text in texts), b"\xff"):
+        place.write_bytes(text)
+        assert read_answer(cache, BOUND) is None, text[:80]
+    place.write_text(json.dumps(whole))
+    place.chmod(0o666)
+    assert read_answer(cache, BOUND) is None, "others may have written it"
+    assert keep_answer(lambda: place / "below", BOUND, ANSWER) is None
+
+
+def test_what_a_device_starts_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = {"capability": "9.0", "gpu": "x"}
+    monkeypatch.setattr(token_tiles, "bound_to", lambda device: bound)
+    assert widest_tiles("cuda", lambda: tmp_path) == ({"bfloat16": 64}, "shown on its architecture")
+    keep_answer(lambda: tmp_path, bound, ANSWER)
+    assert widest_tiles("cuda", lambda: tmp_path) == (ANSWER, "as this GPU answered spd doctor")
+    bound["capability"] = "8.9"
+    assert widest_tiles("cuda", lambda: tmp_path) == ({}, "spd doctor has not asked this GPU")
+    assert widest_tiles("cpu", lambda: tmp_path)[0] == {} and set(ANSWER) == set(KINDS)
+
+
+@INTERPRETED[0]
+def test_an_engine_has_the_tiles_of_its_plan(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One text with narrow tiles and with wide ones, which the interpreter stands in for a GPU to have."""
+    few_programs(monkeypatch)
+    params = [SamplingParams(max_tokens=4, seed=3)]
+    runs = []
+    for widest in ({}, {"float16": 64}):
+        monkeypatch.setattr(
+            "spd.runtime.load.token_tiles.widest_tiles", lambda device, cache, w=widest: (w, "asked")
+        )
+        engine = make_engine(tiny("qwen3"), device="cpu", dtype="float16", kernels="triton", ctx=128)
+        kernels = engine._parts.runner.kernels
+        assert kernels.token_tiles == widest == engine.plan.as_dict()["token_tiles"]
+        assert engine.plan.token_tiles_reason == "asked"
+        keywords = getattr(kernels.norm_linear, "keywords", {})
+        assert keywords == ({"widest": {torch.float16: 64}} if widest else {})
+        runs.append(run_all(engine, random_prompts(1, 40, 300), params)[0].output)
+    assert runs[0] == runs[1]
+
+
+def test_the_doctor_asks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of one kind, an old one, and one that keeps no weights in FP8; two files are kept."""
+    held = [(9, 0), (9, 0), (7, 5), (8, 0)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(held))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device=None: held[device.index if device else 0]
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(token_tiles, "bound_to", lambda device: {"gpu": str(held[device.index])})
+    monkeypatch.setattr(token_tiles, "ask", lambda load, device, kinds: dict.fromkeys(kinds, 32))
+    monkeypatch.setattr(pytest.importorskip("triton").knobs.runtime, "interpret", False)
+    for cache, status in ((tmp_path, "ok"), (tmp_path / "file", "warning")):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        (tmp_path / "file").write_text("")
+        finding = smoke.token_tiles()
+        assert (
+            finding.status == status
+            and "bfloat16 32 int8 32 float8_e4m3fn 32; bfloat16 32 int8 32" in finding.line
+        )
+        kept = [each["file"] for each in finding.facts["asked"]]
+        assert len(kept) == 2 and all(bool(file) == (status == "ok") for file in kept)
+    assert len(list((tmp_path / "spd").iterdir())) == 2
