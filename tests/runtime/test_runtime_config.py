@@ -78,7 +78,7 @@ def test_wishes_that_clash_are_refused(case: tuple[dict[str, Any], type[SpdError
 
 
 def test_every_clash_has_its_own_message_and_a_case_here() -> None:
-    messages = [clash.error.message for clash in CLASHES]
+    messages = [clash.message for clash in CLASHES]
     assert len(set(messages)) == len(messages)
     for message in messages:
         assert any(words in message for _, _, words, _ in REFUSED_TOGETHER)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,7 +76,7 @@ class EngineConfig:
         _check_ranges(self)
         for clash in CLASHES:
             if clash.when(self):
-                raise copy.copy(clash.error)  # a shared instance would gather tracebacks
+                raise clash.kind(clash.message, reason=clash.reason, fix=clash.fix)
 
 
 def split_spec(spec: str) -> tuple[str, bool]:
@@ -129,112 +128,93 @@ class Clash:
     """Wishes that cannot be met together, or not yet, and the error that says so."""
 
     when: Callable[[EngineConfig], bool]
-    error: SpdError
+    message: str
+    fix: Sequence[str]
+    reason: Sequence[str] = ()
+    kind: type[SpdError] = UsageError
 
 
+LEAVE_ONE_OUT = ("leave one of them out",)
 CLASHES = (
     Clash(
         lambda c: c.verify != "coupled" and (c.method == "off" or c.draft_max == 0),
-        UsageError(
-            "--verify rejection and block are about drafts, and speculation is turned off",
-            fix=["leave --verify out", "--spec auto and --draft-max K above 0"],
-        ),
+        "--verify rejection and block are about drafts, and speculation is turned off",
+        ["leave --verify out", "--spec auto and --draft-max K above 0"],
     ),
     Clash(
         lambda c: c.verify != "coupled" and bool(c.adaptive),
-        UsageError(
-            "--adaptive fits K to measured times, which only --verify coupled keeps out of the text",
-            reason=["--verify rejection and block draft a fixed number of tokens a round."],
-            fix=["leave --adaptive out", "--verify coupled"],
-        ),
+        "--adaptive fits K to measured times, which only --verify coupled keeps out of the text",
+        ["leave --adaptive out", "--verify coupled"],
+        ["--verify rejection and block draft a fixed number of tokens a round."],
     ),
     Clash(
         lambda c: c.verify != "coupled" and c.synthetic_acceptance is not None,
-        UsageError(
-            "--synthetic-acceptance imposes what --verify rejection or block would decide",
-            fix=["leave one of them out"],
-        ),
+        "--synthetic-acceptance imposes what --verify rejection or block would decide",
+        LEAVE_ONE_OUT,
     ),
     Clash(
         lambda c: c.mtp is not None and c.method in ("off", "ngram", "draft", "eagle3"),
-        UsageError(
-            "--mtp is for --spec mtp, and another method was asked for",
-            fix=["--spec mtp --mtp HEAD", "leave --mtp out"],
-        ),
+        "--mtp is for --spec mtp, and another method was asked for",
+        ["--spec mtp --mtp HEAD", "leave --mtp out"],
     ),
     Clash(
         lambda c: c.draft_model is not None and (c.mtp is not None or c.method == "mtp"),
-        UsageError(
-            "--draft-model and an MTP head are two drafters, and one can draft", fix=["leave one of them out"]
-        ),
+        "--draft-model and an MTP head are two drafters, and one can draft",
+        LEAVE_ONE_OUT,
     ),
     Clash(
         lambda c: c.draft_model is not None and c.method in MODEL_FREE,
-        UsageError(
-            "--draft-model is for --spec draft or eagle3, and another method was asked for",
-            fix=["--spec auto --draft-model FOLDER", "leave --draft-model out"],
-        ),
+        "--draft-model is for --spec draft or eagle3, and another method was asked for",
+        ["--spec auto --draft-model FOLDER", "leave --draft-model out"],
     ),
     Clash(
         lambda c: c.method == "off" and bool(c.draft_max),
-        UsageError(
-            "--draft-max needs speculation, and --spec off turns it off", fix=["leave one of them out"]
-        ),
+        "--draft-max needs speculation, and --spec off turns it off",
+        LEAVE_ONE_OUT,
     ),
     Clash(
         lambda c: c.method == "off" and bool(c.adaptive),
-        UsageError(
-            "--adaptive fits the number of drafts, and --spec off asks for none",
-            fix=["leave one of them out"],
-        ),
+        "--adaptive fits the number of drafts, and --spec off asks for none",
+        LEAVE_ONE_OUT,
     ),
     Clash(
         lambda c: (NGRAM_MIN if c.ngram_min is None else c.ngram_min) > c.ngram_max,
-        UsageError("--ngram-min is more than --ngram-max", reason=["Defaults: 3 and 8."], fix=["give both"]),
+        "--ngram-min is more than --ngram-max",
+        ["give both"],
+        ["Defaults: 3 and 8."],
     ),
     Clash(
         lambda c: c.draft_tp is not None and c.method in MODEL_FREE,
-        UsageError(
-            "--draft-tp says how many ranks share a drafter, and --spec says that no model drafts",
-            fix=["leave --draft-tp out", "--spec draft", "--spec mtp"],
-        ),
+        "--draft-tp says how many ranks share a drafter, and --spec says that no model drafts",
+        ["leave --draft-tp out", "--spec draft", "--spec mtp"],
     ),
     Clash(
         lambda c: c.rendezvous is not None and c.tp == 1,
-        UsageError(
-            "--rendezvous is where ranks meet, and --tp 1 has no other rank",
-            reason=["torchrun gives --rendezvous to the rank 0 that it starts."],
-            fix=["--tp N with as many processes", "spd without torchrun"],
-        ),
+        "--rendezvous is where ranks meet, and --tp 1 has no other rank",
+        ["--tp N with as many processes", "spd without torchrun"],
+        ["torchrun gives --rendezvous to the rank 0 that it starts."],
     ),
     Clash(
         lambda c: bool(c.graphs) and (c.device == "cpu" or c.kernels in ("torch", "native")),
-        IncompatibleError(
-            "--graphs on captures Triton kernels, which --device cpu and --kernels torch or native rule out",
-            fix=["--graphs auto"],
-        ),
+        "--graphs on captures Triton kernels, which --device cpu and --kernels torch or native rule out",
+        ["--graphs auto"],
+        kind=IncompatibleError,
     ),
     Clash(
         lambda c: c.draft_ctx is not None and c.method in MODEL_FREE,
-        UsageError(
-            "--draft-ctx is the context of a draft model, and --spec says that none runs",
-            fix=["--spec draft, or leave --draft-ctx out"],
-        ),
+        "--draft-ctx is the context of a draft model, and --spec says that none runs",
+        ["--spec draft, or leave --draft-ctx out"],
     ),
     Clash(
         lambda c: c.synthetic_acceptance is not None and c.method == "off",
-        UsageError(
-            "--synthetic-acceptance needs speculation, and --spec off turns it off",
-            fix=["leave one of them out"],
-        ),
+        "--synthetic-acceptance needs speculation, and --spec off turns it off",
+        LEAVE_ONE_OUT,
     ),
     Clash(
         lambda c: c.draft_tp is not None and c.tp % c.draft_tp != 0,
-        UsageError(
-            "--draft-tp must divide --tp",
-            reason=["Ranks form groups of one size that each run the drafter."],
-            fix=["leave --draft-tp out", "--draft-tp 1"],
-        ),
+        "--draft-tp must divide --tp",
+        ["leave --draft-tp out", "--draft-tp 1"],
+        ["Ranks form groups of one size that each run the drafter."],
     ),
 )
 """Every combination of options that is refused; each has its own message."""
