@@ -10,10 +10,16 @@ from typing import Any
 
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.runtime.models import family_layout
-from spd.runtime.plan import rank_cost as cost
+from spd.runtime.plan import rank_choice as cost
 
 SIZES = (1, 2, 4, 8, 16)
-LINKS = (cost.NVLINK, cost.PCIE, cost.NODES)
+LINKS = {
+    "NVLink": cost.Speeds(cost.GPU_READ, 10e-6, 360e9),
+    "PCIe": cost.PCIE,
+    "two nodes": cost.Speeds(cost.GPU_READ, 40e-6, 40e9),
+}
+"""Latencies are assumed; rates are 0.8 of one direction of 450 GB/s (NVLink 4) and of 50 GB/s (PCIe 5.0 x16
+after its protocol; NDR InfiniBand, 400 Gb/s)."""
 WIDTH = 2
 DRAFTS = 4
 
@@ -83,15 +89,11 @@ MODELS = {
 }
 
 
-def _mtp_cost() -> cost.DraftCost:
-    layer, hidden = family_layout(DEEPSEEK).layers[-1], DEEPSEEK.hidden_size
-    around = (DEEPSEEK.vocab_size + 2 * hidden) * hidden * WIDTH
-    return cost.DraftCost(hidden, 1, cost.layer_bytes(layer, WIDTH) + around, WIDTH)
-
-
-def _draft_cost(config: ModelConfig) -> cost.DraftCost:
-    nbytes = cost.streamed_bytes(config, WIDTH)
-    return cost.DraftCost(config.hidden_size, config.num_layers, nbytes, WIDTH)
+def _verification(config: ModelConfig, size: int) -> cost.Exchange:
+    """What a rank takes part in and receives while the target verifies."""
+    rows = DRAFTS + 1
+    passed = cost.pass_exchange(config.num_layers, config.hidden_size, size, rows, WIDTH)
+    return passed + cost.draw_exchange(size, rows)
 
 
 def _row(*cells: str) -> str:
@@ -109,7 +111,7 @@ def exchange_table() -> Iterator[str]:
     for name, config in TARGETS.items():
         cells = []
         for size in SIZES:
-            found = cost.pass_exchange(config, size, DRAFTS + 1, WIDTH) + cost.draw_exchange(size, DRAFTS + 1)
+            found = _verification(config, size)
             cells.append(f"{found.collectives} · {found.bytes / 2**20:.2f} MiB")
         yield _row(name, *cells)
 
@@ -119,25 +121,22 @@ def verify_table() -> Iterator[str]:
     yield from _head("target", "link", *(f"TP {size}" for size in SIZES))
     for name, config in TARGETS.items():
         nbytes = cost.streamed_bytes(config, WIDTH)
-        for link in LINKS:
-            speeds = cost.Speeds(cost.GPU_READ, link)
-            cells = []
-            for size in SIZES:
-                found = cost.pass_exchange(config, size, DRAFTS + 1, WIDTH)
-                found += cost.draw_exchange(size, DRAFTS + 1)
-                cells.append(f"{1000 * speeds.seconds(nbytes, size, size, found):.1f}")
-            yield _row(name, link.name, *cells)
+        for link, speeds in LINKS.items():
+            times = [speeds.seconds(nbytes, size, size, _verification(config, size)) for size in SIZES]
+            yield _row(name, link, *(f"{1000 * seconds:.1f}" for seconds in times))
 
 
 def draft_table() -> Iterator[str]:
     """Milliseconds a draft token, the least of a row in bold."""
     yield from _head("drafter", "link", *(f"draft TP {size}" for size in SIZES))
-    drafters = {name: (config, _draft_cost(config)) for name, config in MODELS.items()}
-    drafters["DeepSeek-V3's MTP"] = (DEEPSEEK, _mtp_cost())
+    drafters = {name: (config, cost.DraftCost.of_model(config, WIDTH)) for name, config in MODELS.items()}
+    drafters["DeepSeek-V3's MTP"] = (
+        DEEPSEEK,
+        cost.DraftCost.of_module(DEEPSEEK, family_layout(DEEPSEEK).layers[-1], WIDTH),
+    )
     for name, (config, each) in drafters.items():
         possible = cost.possible_sizes(family_layout(config).layers, config.vocab_size, SIZES[-1])
-        for link in LINKS:
-            speeds = cost.Speeds(cost.GPU_READ, link)
+        for link, speeds in LINKS.items():
             times = {size: 1000 * each.seconds(speeds, size, SIZES[-1]) for size in possible}
             least = min(times.values())
             cells = [
@@ -148,7 +147,7 @@ def draft_table() -> Iterator[str]:
                 else f"{times[size]:.2f}"
                 for size in SIZES
             ]
-            yield _row(name, link.name, *cells)
+            yield _row(name, link, *cells)
 
 
 def tables() -> dict[str, str]:

@@ -19,7 +19,7 @@ from spd.formats.chat_template import isolated
 from spd.formats.model_config import read_model_config
 from spd.kernels.native.build import obstacle
 from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.plan import rank_cost as cost
+from spd.runtime.plan.rank_choice import Exchange, draw_exchange, pass_exchange
 from spd.runtime.ranks import crew
 from spd.runtime.round.row_buckets import bucket_for
 from tests.helpers import INTERPRETED, make_engine, random_prompts, run_all
@@ -74,19 +74,21 @@ def check_traffic(
     config, small, k = read_model_config(target), read_model_config(draft), engine.plan.shape.draft_max
     buckets = engine._parts.runner.buckets
     assert buckets is not None
-    each = cost.pass_exchange(config, 2, bucket_for(k + 1, buckets), 4) + cost.draw_exchange(2, k + 1)
+    rows = bucket_for(k + 1, buckets)
+    each = pass_exchange(config.num_layers, config.hidden_size, 2, rows, 4) + draw_exchange(2, k + 1)
     expected = each.times(rounds)
     narrow = engine._parts.proposer.runner.buckets  # type: ignore[union-attr]
     first, later = bucket_for(2, narrow), bucket_for(1, narrow)
-    drafting = cost.pass_exchange(small, group, first, 4)
-    drafting += cost.pass_exchange(small, group, later, 4).times(k - 1)
-    drafting += cost.draw_exchange(group, 1).times(k)
+    drafting = pass_exchange(small.num_layers, small.hidden_size, group, first, 4)
+    drafting += pass_exchange(small.num_layers, small.hidden_size, group, later, 4).times(k - 1)
+    drafting += draw_exchange(group, 1).times(k)
     for rank in (0, 1):
         delta = {
             name: tuple(b - a for a, b in zip(before[rank][name], after[rank][name], strict=True))
             for name in ("target", "draft", "share")
         }
-        shared = cost.shared_drafts(2, group, 1, k, rank).times(rounds)
+        # Rank 0's ids, of 8 bytes each, handed to the other groups; it receives nothing itself.
+        shared = Exchange(1, k * 8 * rank).times(rounds) if group < 2 else Exchange()
         assert delta["target"] == (expected.collectives, expected.bytes)
         assert delta["draft"] == (drafting.times(rounds).collectives, drafting.times(rounds).bytes)
         assert delta["share"] == (shared.collectives, shared.bytes)

@@ -19,7 +19,7 @@ from spd.runtime import Engine, EngineConfig, SamplingParams
 from spd.runtime.lab.roofline import floor_of
 from spd.runtime.models import eagle3
 from spd.runtime.plan.plan import make_plan
-from spd.runtime.plan.rank_cost import streamed_bytes
+from spd.runtime.plan.rank_choice import streamed_bytes
 from tests.helpers import Run, make_engine, random_prompts, run_all
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 

@@ -242,7 +242,7 @@ def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
     ctx, source = _context(wishes.ctx, model), drafter.source()
     draft = None if drafter.folder is None or not draft_max else drafter.folder.config
     mtp = drafter.mtp if draft_max else None
-    ranks = divide(wishes.tp, wishes.draft_tp, model, draft, mtp, dtype, machine.device)
+    draft_tp, why_ranks = divide(wishes.tp, wishes.draft_tp, model, draft, mtp, dtype, machine.device)
     shape = EngineShape(
         target=model,
         draft=draft,
@@ -261,10 +261,10 @@ def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
         head_embedding=drafter.head_embedding,
         form=form,
         draft_form=form_of(*source)[0] if source else WIDE,
-        tp=ranks.tp,
-        draft_tp=ranks.draft_tp,
+        tp=wishes.tp,
+        draft_tp=draft_tp,
     )
-    beside = machine.beside(ranks.tp)
+    beside = machine.beside(wishes.tp)
     return EnginePlan(
         wishes=wishes,
         model=target,
@@ -279,7 +279,7 @@ def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
         kernels_reason=why_kernels,
         weights_reason=why_form,
         draft_kernels=draft_kernels,
-        draft_tp_reason=ranks.reason,
+        draft_tp_reason=why_ranks,
         threads=wishes.threads or max(1, len(usable_cpus()) // beside),
         threads_follow=wishes.threads is None and machine.on_cpu,
         memory_budget_bytes=int(machine.free // beside * wishes.memory_fraction),

@@ -1,35 +1,126 @@
-"""How many ranks hold the target and the drafter: checked, or chosen with a reason. No torch here."""
+"""How many ranks hold the target and the drafter: checked, or chosen by a cost model. No torch here.
+
+What ranks exchange is counted exactly, and a test holds the counts against those of real runs; times are a
+model's, from the constants of a machine and a link, not measurements.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import MtpSource
 from spd.runtime.models import family_layout
+from spd.runtime.models.destinations import Shard
+from spd.runtime.models.layouts import LayerLayout, MoeLayout
 from spd.runtime.models.mtp_weights import module_layer
 from spd.runtime.models.weight_form import DTYPE_BYTES
 from spd.runtime.models.weights import streamed_tables
-from spd.runtime.plan.rank_cost import (
-    DraftCost,
-    choose_group,
-    layer_bytes,
-    possible_sizes,
-    speeds_of,
-    streamed_bytes,
-)
 
 MOST_RANKS = 64
+CHOICE_BYTES = 12
+"""What a rank says of its best token of a row: its score, its logit and its id, four bytes each."""
 
 
 @dataclass(frozen=True)
-class Division:
-    """Ranks that share the target, ranks of each group that runs the drafter, and why so many."""
+class Exchange:
+    """Collectives, and the bytes that a rank receives through them."""
 
-    tp: int = 1
-    draft_tp: int = 1
-    reason: str = "one rank"
+    collectives: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Exchange) -> Exchange:
+        return Exchange(self.collectives + other.collectives, self.bytes + other.bytes)
+
+    def times(self, count: int) -> Exchange:
+        """The same `count` times over."""
+        return Exchange(self.collectives * count, self.bytes * count)
+
+
+def gathered(ranks: int, part: int) -> Exchange:
+    """One all-gather of `part` bytes from each rank; none where there is one rank."""
+    return Exchange(1, part * (ranks - 1)) if ranks > 1 else Exchange()
+
+
+def pass_exchange(layers: int, hidden: int, ranks: int, rows: int, width: int) -> Exchange:
+    """A forward pass over rows of `hidden` elements of `width` bytes: the embedding, two sums a layer."""
+    return gathered(ranks, rows * hidden * width).times(2 * layers + 1)
+
+
+def draw_exchange(ranks: int, rows: int) -> Exchange:
+    """The draw of a token in each row where nothing but the temperature matters."""
+    return gathered(ranks, rows * CHOICE_BYTES)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Bytes a rank reads a second; seconds before a collective's first byte, and its bytes a second."""
+
+    read_rate: float
+    latency: float
+    rate: float
+    shared: bool = False
+    """Whether ranks read through one memory."""
+
+    def seconds(self, nbytes: float, group: int, ranks: int, exchange: Exchange) -> float:
+        """A pass of a model of `nbytes`, divided among each group of ranks."""
+        reading = nbytes / group * (ranks if self.shared else 1) / self.read_rate
+        return reading + exchange.collectives * self.latency + exchange.bytes / self.rate
+
+
+GPU_READ = 0.8 * 3.35e12
+"""Of one H100 SXM: 0.8 of the data sheet's 3.35 TB/s."""
+PCIE = Speeds(GPU_READ, 25e-6, 40e9)
+"""The latency is assumed; the rate is 0.8 of the 50 GB/s of PCIe 5.0 x16 after its protocol."""
+LOOPBACK = Speeds(20e9, 300e-6, 2e9, shared=True)
+"""Ranks on one desktop: assumed."""
+
+
+@dataclass(frozen=True)
+class DraftCost:
+    """What decides how many ranks should share a drafter: its shape, and the bytes that a token reads."""
+
+    hidden: int
+    layers: int
+    nbytes: float
+    width: int
+
+    @classmethod
+    def of_model(cls, config: ModelConfig, width: int) -> DraftCost:
+        """Of a model in elements of `width` bytes."""
+        return cls(config.hidden_size, config.num_layers, streamed_bytes(config, width), width)
+
+    @classmethod
+    def of_module(cls, config: ModelConfig, layer: LayerLayout, width: int) -> DraftCost:
+        """Of an MTP module that holds one layer, its projection and the table of the vocabulary."""
+        hidden = config.hidden_size
+        around = (config.vocab_size + 2 * hidden) * hidden * width
+        return cls(hidden, 1, layer_bytes(layer, width) + around, width)
+
+    def seconds(self, speeds: Speeds, group: int, ranks: int) -> float:
+        """One draft token, drafted for one request."""
+        exchange = pass_exchange(self.layers, self.hidden, group, 1, self.width) + draw_exchange(group, 1)
+        return speeds.seconds(self.nbytes, group, ranks, exchange)
+
+
+def streamed_bytes(config: ModelConfig, width: int) -> float:
+    """Weights that a pass over one row reads: all but the embedding's table and the experts not chosen."""
+    layout = family_layout(config)
+    head = streamed_tables(config, layout)[0].size * width
+    return head + sum(layer_bytes(layer, width) for layer in layout.layers)
+
+
+def layer_bytes(layer: LayerLayout, width: int) -> float:
+    """Weights of a layer that a pass over one row reads."""
+    total = float(sum(destination.size for destination in layer.destinations()))
+    if isinstance(layer.mlp, MoeLayout):
+        routed = layer.mlp.destinations()
+        every = routed["experts_gate_up"].size + routed["experts_down"].size
+        experts = layer.mlp.experts
+        total -= every * (1 - experts.router.per_token / experts.num_experts)
+    return total * width
 
 
 def divide(
@@ -40,33 +131,53 @@ def divide(
     mtp: MtpSource | None,
     dtype: str,
     device: str,
-) -> Division:
-    """Among how many ranks the models are divided. Raises where that cannot be."""
+) -> tuple[int, str]:
+    """Ranks of each group that runs the drafter, of `tp` that share the target, and why so many.
+
+    Raises IncompatibleError where a model cannot be divided so, UsageError where nothing is to be divided.
+    """
     if tp == 1:
-        return Division()
+        return 1, "one rank"
     _check("--tp", tp, model, "the target")
-    if draft is None and mtp is None:
+    drafter = draft if mtp is None else mtp.config
+    if drafter is None:
         if draft_tp is not None:
             raise UsageError(
                 f"--draft-tp {draft_tp} says how many ranks share a drafter, and here no model drafts",
                 fix=["leave --draft-tp out", "--spec draft --draft-model FOLDER"],
             )
-        return Division(tp, 1, "nothing drafts with a model")
-    drafter = mtp.config if mtp is not None else draft
-    assert drafter is not None
+        return 1, "nothing drafts with a model"
     if draft_tp is not None:
         _check("--draft-tp", draft_tp, drafter, "the drafter")
-        return Division(tp, draft_tp, "asked for")
-    width = DTYPE_BYTES[dtype]
+        return draft_tp, "asked for"
+    cost = DraftCost.of_model(drafter, DTYPE_BYTES[dtype])
     if mtp is not None:
-        layer = module_layer(mtp.config, mtp.layout.family)
-        hidden = drafter.hidden_size
-        head = (drafter.vocab_size + 2 * hidden) * hidden * width
-        cost = DraftCost(hidden, 1, layer_bytes(layer, width) + head, width)
-    else:
-        cost = DraftCost(drafter.hidden_size, drafter.num_layers, streamed_bytes(drafter, width), width)
-    possible = possible_sizes(family_layout(drafter).layers, _ids(drafter), tp)
-    return Division(tp, *choose_group(cost, speeds_of(device), tp, possible))
+        cost = DraftCost.of_module(drafter, module_layer(drafter, mtp.layout.family), DTYPE_BYTES[dtype])
+    speeds = LOOPBACK if device == "cpu" else PCIE
+    sizes = possible_sizes(family_layout(drafter).layers, _ids(drafter), tp)
+    times = {group: 1000 * cost.seconds(speeds, group, tp) for group in sizes}
+    best = min(times, key=lambda group: (times[group], group))
+    others = ", ".join(f"{ms:.2f} at {group}" for group, ms in times.items() if group != best)
+    return (
+        best,
+        f"{times[best]:.2f} ms a draft token by the cost model; {others or 'no other size divides it'}",
+    )
+
+
+def possible_sizes(layers: Sequence[LayerLayout], vocab_size: int, ranks: int) -> list[int]:
+    """The divisors of a number of ranks among which a model can be divided."""
+    return [n for n in range(1, ranks + 1) if ranks % n == 0 and _divides(layers, vocab_size, n)]
+
+
+def _divides(layers: Iterable[LayerLayout], vocab_size: int, ranks: int) -> bool:
+    try:
+        if ranks > 1:
+            Shard(0, ranks).ids(vocab_size)
+            for kind in set(layers):
+                kind.sharded(Shard(0, ranks))
+    except IncompatibleError:
+        return False
+    return True
 
 
 def _ids(config: ModelConfig) -> int:
@@ -76,8 +187,8 @@ def _ids(config: ModelConfig) -> int:
 
 def _check(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
     layers, ids = family_layout(config).layers, _ids(config)
-    possible = [n for n in range(2, MOST_RANKS + 1) if n in possible_sizes(layers, ids, n)]
-    if ranks == 1 or ranks in possible:
+    possible = [n for n in range(1, MOST_RANKS + 1) if _divides(layers, ids, n)]
+    if ranks in possible:
         return
     reason = f"{config.num_heads} heads, {config.num_kv_heads} of keys and values"
     if config.latent is not None:
@@ -86,6 +197,6 @@ def _check(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
     raise IncompatibleError(
         f"{flag} {ranks} does not divide {what}",
         reason=[f"{reason}, MLPs {' and '.join(f'{size:,}' for size in inner)} wide"],
-        fix=[f"{flag} {n}" for n in (1, *possible)[:6]],
+        fix=[f"{flag} {n}" for n in possible[:6]],
         code="tensor_parallel",
     )
