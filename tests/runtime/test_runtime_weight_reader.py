@@ -96,7 +96,7 @@ def destinations(checkpoint: Checkpoint, dtype: torch.dtype, device: str = "cpu"
 
 
 def reading_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "spd-read"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("spd-read")]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -12,7 +12,8 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,9 +126,6 @@ class CudaLane(Lane):
         self._stream.synchronize()
 
 
-Advance = Callable[[int], None]
-
-
 def plan_chunks(
     tensors: Mapping[str, TensorMeta], destinations: Mapping[str, Tensor], chunk_bytes: int = CHUNK_BYTES
 ) -> list[Chunk]:
@@ -180,7 +178,7 @@ def read_tensors(
     checkpoint: Checkpoint,
     destinations: Mapping[str, Tensor],
     *,
-    advance: Advance | None = None,
+    advance: Callable[[int], None] | None = None,
     threads: int = THREADS,
     chunk_bytes: int = CHUNK_BYTES,
     lane: Callable[[int], Lane] | None = None,
@@ -197,21 +195,61 @@ def read_tensors(
     device = chunks[0].pieces[0].target.device
     make = lane or _lane_for(device, chunks)
     size, count = max(chunk.end for chunk in chunks), min(threads, len(chunks))
-    with ExitStack() as stack:
-        files = {}
+    files: dict[Path, int] = {}
+    stopping, news = threading.Event(), queue.SimpleQueue[int | None]()  # bytes of a chunk; None is an end
+
+    def read() -> None:
+        where = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        try:
+            with torch.inference_mode(), where:
+                _read_chunks(chunks, files, make(size), stopping, news.put)
+        except BaseException:
+            stopping.set()  # the other threads are of no use now
+            raise
+        finally:
+            news.put(None)
+
+    with ExitStack() as opened, ThreadPoolExecutor(count, "spd-read") as pool:
         for shard in dict.fromkeys(chunk.shard for chunk in chunks):
-            files[shard] = stack.enter_context(checkpoint.open_shard(shard)).fileno()
+            files[shard] = opened.enter_context(checkpoint.open_shard(shard)).fileno()
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(files[shard], 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        crew = _Crew(chunks, files, device, lambda: make(size))
         try:
-            crew.start(count)
-            for nbytes in crew.news():
-                if advance is not None:
-                    advance(nbytes)
+            readers = [pool.submit(read) for _ in range(count)]
+            for _ in readers:
+                for nbytes in iter(news.get, None):
+                    if advance is not None:
+                        advance(nbytes)
         finally:
-            crew.stop()  # also when the caller was interrupted: no thread outlives this call
+            stopping.set()  # also when the caller was interrupted: no thread outlives this call
+        for reader in readers:
+            reader.result()
     checkpoint.check_unchanged()
+
+
+def _read_chunks(
+    chunks: deque[Chunk],
+    files: Mapping[Path, int],
+    lane: Lane,
+    stopping: threading.Event,
+    tell: Callable[[int], None],
+) -> None:
+    """Read chunks through a ring of buffers until none is left, or until `stopping`; `tell` hears their bytes."""
+    index = 0
+    try:
+        while not stopping.is_set():
+            try:
+                chunk = chunks.popleft()
+            except IndexError:
+                break
+            lane.wait(index)
+            views = [lane.view(index, piece) for piece in chunk.pieces]
+            read_exactly(files[chunk.shard], views, chunk.offset, chunk.shard)
+            lane.copy(index, chunk.pieces)
+            tell(sum(piece.target.nbytes for piece in chunk.pieces))
+            index = (index + 1) % BUFFERS
+    finally:
+        lane.finish()  # before the buffers, or after an error the destinations, are given back
 
 
 def _lane_for(device: torch.device, chunks: Sequence[Chunk]) -> Callable[[int], Lane]:
@@ -221,74 +259,3 @@ def _lane_for(device: torch.device, chunks: Sequence[Chunk]) -> Callable[[int], 
     ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
     ready.record(torch.cuda.current_stream(device))
     return lambda nbytes: CudaLane(nbytes, device, ready, casts)
-
-
-class _Crew:
-    """The reading threads. Each posts the bytes of a chunk, the error that ends all, or None at its end."""
-
-    def __init__(
-        self,
-        chunks: deque[Chunk],
-        files: Mapping[Path, int],
-        device: torch.device,
-        make_lane: Callable[[], Lane],
-    ) -> None:
-        self._chunks, self._files, self._device, self._make_lane = chunks, files, device, make_lane
-        self._stopping = threading.Event()
-        self._news: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-
-    def start(self, count: int) -> None:
-        """Start the threads."""
-        for _ in range(count):
-            thread = threading.Thread(target=self._work, name="spd-read", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-
-    def news(self) -> Iterator[int]:
-        """Bytes as they come, until every thread has ended. Raises the first error when all have."""
-        running, failure = len(self._threads), None
-        while running:
-            said = self._news.get()
-            if said is None:
-                running -= 1
-            elif isinstance(said, BaseException):
-                failure = failure or said
-                self._stopping.set()
-            else:
-                yield said
-        if failure is not None:
-            raise failure
-
-    def stop(self) -> None:
-        """End the threads, each after the chunk it is at."""
-        self._stopping.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _work(self) -> None:
-        where = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-        try:
-            with torch.inference_mode(), where:
-                self._read(self._make_lane())
-        except BaseException as error:
-            self._news.put(error)
-        finally:
-            self._news.put(None)
-
-    def _read(self, lane: Lane) -> None:
-        index = 0
-        try:
-            while not self._stopping.is_set():
-                try:
-                    chunk = self._chunks.popleft()
-                except IndexError:
-                    break
-                lane.wait(index)
-                views = [lane.view(index, piece) for piece in chunk.pieces]
-                read_exactly(self._files[chunk.shard], views, chunk.offset, chunk.shard)
-                lane.copy(index, chunk.pieces)
-                self._news.put(sum(piece.target.nbytes for piece in chunk.pieces))
-                index = (index + 1) % BUFFERS
-        finally:
-            lane.finish()  # before the buffers, or after an error the destinations, are given back
