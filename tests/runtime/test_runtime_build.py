@@ -17,7 +17,7 @@ from spd.kernels.dispatch import load_kernels
 from spd.runtime import SamplingParams
 from spd.runtime.load import loader
 from spd.runtime.load.dummy_weights import DUMMY_DOWN, dummy_fill
-from spd.runtime.load.loader import build_decoder, direct_fill, threaded_fill
+from spd.runtime.load.loader import build_model, decoder_part, direct_fill, threaded_fill
 from spd.runtime.load.progress import LoadMeter, LoadProgress
 from spd.runtime.models import family_layout
 from spd.runtime.models.builder import Fill, LayerBuilder, Place, WeightSpace, fold_norm
@@ -42,7 +42,8 @@ def build(folder: Path, way: str = "direct", meter: LoadMeter | None = None, **h
     config, meter = read_model_config(folder), meter or LoadMeter()
     with Checkpoint.open(folder) as checkpoint, torch.inference_mode():
         builder = LayerBuilder(place(), config.rms_norm_eps, **how)  # type: ignore[arg-type]
-        return build_decoder(config, builder, fill(checkpoint, meter), 64, at_once=at_once, meter=meter)
+        part, filled = decoder_part(config), fill(checkpoint, meter)
+        return build_model(config, part, builder, filled, 64, at_once=at_once, meter=meter)
 
 
 def held(model: Decoder) -> dict[str, Tensor]:
@@ -184,7 +185,8 @@ def test_norms_are_folded_into_the_matrices_behind_them_only(way: str, tiny: Cal
 def dummy(folder: Path, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
     config = read_model_config(folder)
     fill = dummy_fill("cpu", config.tie_embeddings, LoadMeter())
-    return held(build_decoder(config, LayerBuilder(place(dtype), config.rms_norm_eps), fill, 64))
+    builder = LayerBuilder(place(dtype), config.rms_norm_eps)
+    return held(build_model(config, decoder_part(config), builder, fill, 64))
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "biases", "tied"])

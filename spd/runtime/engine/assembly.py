@@ -10,10 +10,8 @@ import torch
 from spd.formats.folder import ModelFolder
 from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig
-from spd.formats.mtp import MtpSource
 from spd.kernels.dispatch import Kernels, load_kernels
-from spd.runtime.layers.base import Communicator
-from spd.runtime.load.loader import FindParts, load_head, load_model
+from spd.runtime.load.loader import Head, load_model
 from spd.runtime.load.progress import LoadMeter, Progress
 from spd.runtime.models.builder import Place
 from spd.runtime.models.decoder import Decoder
@@ -54,81 +52,59 @@ class Assembly:
     threads: FollowedThreads
 
 
-def _runner(
+def _runners(
     plan: EnginePlan,
-    kernels: Kernels,
     folder: ModelFolder,
+    place: Place,
     positions: int,
     meter: LoadMeter,
-    ranks: Communicator | None,
+    head: Head | None = None,
     threads: FollowedThreads | None = None,
-) -> ModelRunner:
-    form = plan.shape.form if folder is plan.model else plan.shape.draft_form
-    with memory_phase(f"loading the weights of {folder.path.name}"):
-        model = load_model(
+) -> list[ModelRunner]:
+    """The model of a folder, or each part of a head that is used, with a cache of its own."""
+    what = f"weights of {folder.path.name}"
+    if head is not None:
+        what = "MTP head" if head.config.eagle3 is None else "EAGLE-3 head"
+    shape, rows = plan.shape, plan.shape.slots * (CATCH_UP + plan.shape.draft_max + 1)
+    with memory_phase(f"loading the {what}"):
+        models = load_model(
             folder,
-            Place(getattr(torch, plan.shape.dtype), plan.device, kernels, form, ranks),
+            place,
             positions=positions,
             load=plan.wishes.load,
             meter=meter,
-            rows=_most_rows(plan, kernels),
+            rows=max(place.kernels.facts.tail_rows, rows),
+            head=head,
         )
-    return _with_cache(plan, kernels, model, ranks, threads if plan.threads_follow else None)
+    runners = []
+    for model in models:
+        with memory_phase("making room for keys and values"):
+            cache = KvCache(model.cache_shapes, shape.num_pages, PAGE_SIZE, place.dtype, plan.device)
+        with memory_phase("trying the first layers"):
+            alone = place.ranks is None
+            runners.append(
+                ModelRunner(
+                    model, cache, shape.chunk, plan.device, place.kernels, alone=alone, threads=threads
+                )
+            )
+    return runners
 
 
-def _with_cache(
-    plan: EnginePlan,
-    kernels: Kernels,
-    model: Decoder,
-    ranks: Communicator | None,
-    threads: FollowedThreads | None = None,
-) -> ModelRunner:
-    with memory_phase("making room for keys and values"):
-        dtype = getattr(torch, plan.shape.dtype)
-        cache = KvCache(model.cache_shapes, plan.shape.num_pages, PAGE_SIZE, dtype, plan.device)
-    with memory_phase("trying the first layers"):
-        alone = ranks is None
-        return ModelRunner(model, cache, plan.shape.chunk, plan.device, kernels, alone=alone, threads=threads)
-
-
-def _head_runners(
-    plan: EnginePlan,
-    kernels: Kernels,
-    source: MtpSource | ModelFolder,
-    target: ModelRunner,
-    usable_vocab: int,
-    meter: LoadMeter,
-    ranks: Ranks | None,
+def _drafters(
+    plan: EnginePlan, place: Place, target: Decoder, usable_vocab: int, apart: bool, meter: LoadMeter
 ) -> list[ModelRunner]:
-    """One for each part of a target's head that is used, with a cache of its own."""
-    assert isinstance(target.model, Decoder)
-    if isinstance(source, ModelFolder):
-        folder, config, what = source, source.config, "EAGLE-3"
-        find: FindParts = partial(head_parts, config, usable_vocab)
-    else:
-        folder, config, what = source.folder, source.config, "MTP"
-        find = partial(module_parts, source, plan.shape.mtp_modules)
-    drafting, apart = (None, False) if ranks is None else (ranks.draft, ranks.apart)
-    with memory_phase(f"loading the {what} head"):
-        parts = load_head(
-            config,
-            folder,
-            find,
-            Place(getattr(torch, plan.shape.dtype), plan.device, kernels, plan.shape.draft_form, drafting),
-            target.model,
-            plan.model,
-            apart=apart,
-            positions=plan.shape.draft_ctx,
-            load=plan.wishes.load,
-            meter=meter,
-            rows=_most_rows(plan, kernels),
-        )
-    return [_with_cache(plan, kernels, part, drafting) for part in parts]
-
-
-def _most_rows(plan: EnginePlan, kernels: Kernels) -> int:
-    """The most rows of a forward pass other than a prompt chunk."""
-    return max(kernels.facts.tail_rows, plan.shape.slots * (CATCH_UP + plan.shape.draft_max + 1))
+    """A draft model, or the parts of a head that share with the target; nothing where no model drafts."""
+    draft, mtp, positions = plan.drafting_model, plan.shape.mtp, plan.shape.draft_ctx
+    if mtp is not None:
+        find = partial(module_parts, mtp, plan.shape.mtp_modules)
+        head = Head(mtp.config, find, target, plan.model, apart)
+        return _runners(plan, mtp.folder, place, positions, meter, head)
+    if draft is None:
+        return []
+    if draft.config.eagle3 is None:
+        return _runners(plan, draft, place, positions, meter)
+    find = partial(head_parts, draft.config, usable_vocab)
+    return _runners(plan, draft, place, positions, meter, Head(draft.config, find, target, plan.model, apart))
 
 
 def _meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
@@ -159,18 +135,17 @@ def assemble(
     kernels = load_kernels(plan.shape.kernels, own_cache, plan.token_tiles)
     threads = _threads(plan, kernels)
     use_device(plan.device)
-    shape, draft = plan.shape, plan.drafting_model
-    meter = _meter(plan, progress)
-    together, drafting = (None, None) if ranks is None else (ranks.target, ranks.draft)
-    runner = _runner(plan, kernels, plan.model, shape.ctx, meter, together, threads)
+    shape, meter, dtype = plan.shape, _meter(plan, progress), getattr(torch, plan.shape.dtype)
+    together, drafting, apart = (
+        (None, None, False) if ranks is None else (ranks.target, ranks.draft, ranks.apart)
+    )
+    place = Place(dtype, plan.device, kernels, shape.form, together)
+    followed = threads if plan.threads_follow else None
+    (runner,) = _runners(plan, plan.model, place, shape.ctx, meter, threads=followed)
     own = kernels if plan.draft_kernels == shape.kernels else load_kernels(plan.draft_kernels)
-    drafters = []
-    if draft is not None and draft.config.eagle3 is not None:
-        drafters = _head_runners(plan, own, draft, runner, usable_vocab, meter, ranks)
-    elif draft is not None:
-        drafters = [_runner(plan, own, draft, shape.draft_ctx, meter, drafting)]
-    if shape.mtp is not None:
-        drafters = _head_runners(plan, own, shape.mtp, runner, usable_vocab, meter, ranks)
+    place = Place(dtype, plan.device, own, shape.draft_form, drafting)
+    assert isinstance(runner.model, Decoder)
+    drafters = _drafters(plan, place, runner.model, usable_vocab, apart, meter)
     state = RoundState(shape.slots, shape.ctx, shape.draft_max, pages_a_slot(shape.ctx), plan.device)
     sampler = Sampler(state, config.vocab_size, usable_vocab, kernels)
     proposer = build_proposer(plan, kernels, state, sampler, drafters)

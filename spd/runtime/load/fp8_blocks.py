@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -48,32 +48,26 @@ def scaling_fill(
         }
         fill_scales(scales)
         for name, view in stored.items():
-            own, shape = scales[scale_name(name)], checkpoint.tensors[name].shape
-            if name in cuts:
-                scale_part(view, own, block, cuts[name], shape)
-            else:
-                scale_blocks(view, own, block)
+            scale_blocks(
+                view, scales[scale_name(name)], block, cuts.get(name), checkpoint.tensors[name].shape
+            )
 
     return scaled
 
 
-def scale_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> None:
-    """Multiply weight [N, K] in place by scales float32 [ceil(N / rows), ceil(K / columns)], block = both."""
-    rows, columns = block
-    for strip, own in zip(torch.split(weight, STRIP * rows), torch.split(scales, STRIP), strict=True):
-        spread = own.repeat_interleave(columns, 1)[:, : weight.shape[1]].repeat_interleave(rows, 0)
-        strip.mul_(spread[: strip.shape[0]])
-
-
-def scale_part(
-    weight: Tensor, scales: Tensor, block: tuple[int, int], cut: Cut, shape: tuple[int, ...]
+def scale_blocks(
+    weight: Tensor, scales: Tensor, block: tuple[int, int], cut: Cut | None, shape: Sequence[int]
 ) -> None:
-    """Multiply a part of a matrix of `shape` in place by scales of the whole: see `scale_blocks`.
+    """Multiply weight [N, K] in place by scales float32 [ceil(N / rows), ceil(K / columns)], block = both.
 
-    The part may begin and end inside a block.
+    cut: of a matrix of `shape`, to which the scales belong, weight is this part; it may begin and end inside
+    a block.
     """
     rows, columns = (
-        torch.tensor(cut.indices(dim, shape[dim]), device=weight.device) // block[dim] for dim in (0, 1)
+        torch.arange(size, device=weight.device) // per
+        if cut is None
+        else torch.tensor(cut.indices(dim, size), device=weight.device) // per
+        for dim, (size, per) in enumerate(zip(shape, block, strict=True))
     )
     spread, step = scales[:, columns], STRIP * block[0]
     for first in range(0, weight.shape[0], step):
@@ -99,6 +93,6 @@ def cast_pieces(
         rows = checkpoint.read(meta.name, (first, min(first + step, meta.shape[0]))).to(torch.float32)
         if scales is not None and block is not None:
             own = scales[first // block[0] : -(-(first + len(rows)) // block[0])]
-            scale_blocks(rows, own, block)
+            scale_blocks(rows, own, block, None, rows.shape)
         cast = rows.to(dtype).contiguous()
         yield ctypes.string_at(cast.data_ptr(), cast.numel() * cast.element_size())

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -31,8 +32,8 @@ from spd.runtime.models.destinations import NOTHING, Cut, Cuts
 from spd.runtime.models.head_model import HeadModel, aux_states
 from spd.runtime.models.weights import (
     HeadPart,
+    HeadRules,
     ModelLayout,
-    SharedTable,
     check_weights,
     cuts_of,
     table_destinations,
@@ -80,15 +81,6 @@ def checkpoint_fill(
     return scaling_fill(checkpoint, fill, scales, config.fp8_block, cuts)
 
 
-def same_tensor(one: Checkpoint, name: str, other: Checkpoint, its_name: str) -> bool:
-    """Whether two stored tensors are equal, read a part at a time."""
-    shape, step = one.meta(name).shape, 4096
-    parts = [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
-    return shape == other.meta(its_name).shape and all(
-        torch.equal(one.read(name, part), other.read(its_name, part)) for part in parts
-    )
-
-
 def _filled(space: WeightSpace, fill: Fill, layout: ModelLayout) -> None:
     """Fill what was allocated; scales of norms that are stored as their distance from 1 become whole."""
     views = space.take()
@@ -99,9 +91,17 @@ def _filled(space: WeightSpace, fill: Fill, layout: ModelLayout) -> None:
                 view.add_(1)
 
 
-def _parts(
+def decoder_part(config: ModelConfig, checkpoint: Checkpoint | None = None) -> HeadPart:
+    """What loads a decoder, which shares nothing, seen to be in a checkpoint. Raises CheckpointError."""
+    layout = family_layout(config)
+    if checkpoint is not None:
+        tell_unused(check_weights(checkpoint, config, layout), checkpoint.folder)
+    return HeadPart(layout, HeadRules(), {})
+
+
+def build_model(
     config: ModelConfig,
-    layout: ModelLayout,
+    part: HeadPart,
     builder: LayerBuilder,
     fill: Fill,
     positions: int,
@@ -110,13 +110,15 @@ def _parts(
     meter: LoadMeter | None = None,
     target: Decoder | None = None,
     given: Mapping[str, Tensor] | None = None,
-    ids: Tensor | None = None,
-) -> Parts:
-    """Allocate, fill and build; `given` are tables that come another way, and `target` has what is missing.
+) -> Decoder:
+    """A decoder whose tensors `fill` writes, with rotary tables for `positions` positions, or a head's part.
 
-    ids: see `LayerBuilder.head`.
+    With `at_once` everything is allocated before `fill` is called, once; without, a layer at a time. Of a
+    head, `given` are tables that come another way, and `target` has what is missing.
     """
-    place, space = builder.place, WeightSpace(builder.place)
+    place, layout = builder.place, part.layout
+    ids = None if part.ids is None else part.ids.to(place.device)
+    space = WeightSpace(place)
     tables = space.block(table_destinations(config, layout))
     allocated: deque[LayerTensors] = deque()
     if at_once:
@@ -142,41 +144,63 @@ def _parts(
         del tensors  # packed, and not needed twice
         if at_once and meter is not None:
             meter.advance(nbytes, "pack")
-    attention = layout.layers[0].attention
+    sizes = layout.layers[0].attention.heads
+    heads = AttentionHeads(*sizes, first_key=layout.shift, sliding=layout.sliding)
+    parts = Parts(tables, embedding, head, layers, _rotary(config, layout, place, positions), heads)
+    if target is not None:
+        made = HeadModel(part.rules, parts, builder, ids)
+        if "fuse" in tables:
+            target.reader = aux_states(config, tables, builder, len(target.layers))
+        return made
+    scale = layout.embedding_scale
+    scale = None if scale is None else float(torch.tensor(scale, dtype=place.dtype))
+    return Decoder(parts, builder, embedding_scale=scale, logit_softcap=config.logit_softcap)
+
+
+def _rotary(config: ModelConfig, layout: ModelLayout, place: Place, positions: int) -> RotaryTable:
     # Kernels round the rotated head once, so that they can use exact tables.
     exact = torch.float32 if place.kernels.facts.exact_rotary else place.dtype
-    turning = partial(RotaryTable, dims=attention.rotary, max_positions=positions, dtype=exact)
-    rotary = turning(config.rope, device=place.device, shift=layout.shift)
+    dims = layout.layers[0].attention.rotary
+    turning = partial(RotaryTable, dims=dims, max_positions=positions, dtype=exact)
+    table = turning(config.rope, device=place.device, shift=layout.shift)
     if config.local_rope is not None:
-        rotary.local = turning(config.local_rope, device=place.device, shift=layout.shift)
-    heads = AttentionHeads(*attention.heads, first_key=layout.shift, sliding=layout.sliding)
-    return Parts(tables, embedding, head, layers, rotary, heads)
+        table.local = turning(config.local_rope, device=place.device, shift=layout.shift)
+    return table
 
 
-def build_decoder(
-    config: ModelConfig,
-    builder: LayerBuilder,
-    fill: Fill,
-    positions: int,
-    *,
-    at_once: bool = False,
-    meter: LoadMeter | None = None,
-    rows: int = 64,
-) -> Decoder:
-    """A decoder whose tensors `fill` writes, with rotary tables for `positions` positions.
+@dataclass(frozen=True)
+class Head:
+    """A head that drafts beside a target: the configuration of its layers, and where its parts are found."""
 
-    With `at_once` everything is allocated before `fill` is called, once; without, a layer at a time.
-    """
-    place, layout = builder.place, builder.place.part_of(family_layout(config))
-    parts = _parts(config, layout, builder, fill, positions, at_once=at_once, meter=meter)
-    builder.share_workspace(rows)
-    scale = layout.embedding_scale
-    return Decoder(
-        parts,
-        builder,
-        embedding_scale=None if scale is None else float(torch.tensor(scale, dtype=place.dtype)),
-        logit_softcap=config.logit_softcap,
-    )
+    config: ModelConfig
+    find: Callable[[Checkpoint | None], Sequence[HeadPart]]
+    """The parts, seen to be in the checkpoint where there is one. Raises CheckpointError."""
+    target: Decoder
+    target_folder: ModelFolder
+    apart: bool
+    """Other ranks than the target's share the head, so that what it takes from the target is read again."""
+
+    def tables(self, part: HeadPart, own: Checkpoint | None, place: Place) -> dict[str, Tensor]:
+        """Tables of ids of the head's own. One that equals the target's is read only where that is apart."""
+        target = self.target_folder
+        its_head = weights.EMBEDDING if target.config.tie_embeddings else weights.HEAD
+        names = {"embedding": weights.EMBEDDING, "head": its_head}
+        found: dict[str, Tensor] = {}
+        for key, shared in part.shared.items():
+            first, end = place.ids(shared.rows)
+            if own is None:
+                table = torch.randn(end - first, self.config.hidden_size) if self.apart else None
+            elif shared.order is not None:
+                table = own.read(shared.own)[shared.order][first:end]
+            elif shared.own in own.tensors and not same_tensor(
+                own, shared.own, target.checkpoint, names[key]
+            ):
+                table = own.read(shared.own, (first, end))
+            else:
+                table = target.checkpoint.read(names[key], (first, end)) if self.apart else None
+            if table is not None:
+                found[key] = table.to(place.device, place.dtype)
+        return found
 
 
 @torch.inference_mode()
@@ -188,99 +212,46 @@ def load_model(
     load: str = "auto",
     meter: LoadMeter | None = None,
     rows: int = 64,
-) -> Decoder:
-    """Load a folder's weights, or random ones of its shapes when load is "dummy".
+    head: Head | None = None,
+) -> list[Decoder]:
+    """Load a folder's model or the parts of its head, or random weights of its shapes when load is "dummy".
 
-    rows: the most rows of a forward pass other than a prompt chunk. Of several ranks each reads its part.
+    rows: the most rows of a forward pass other than a prompt chunk. Of several ranks each reads its part. A
+    head that reads its target's streams feeds it from then on.
 
     Raises CheckpointError with every missing or mis-shaped tensor in one message.
     """
-    config, meter = folder.config, meter or LoadMeter()
-    builder = LayerBuilder(place, config.rms_norm_eps)
-    if load == "dummy":
-        fill = dummy_fill(place.device, config.tie_embeddings, meter)
-        return build_decoder(config, builder, fill, positions, meter=meter, rows=rows)
-    with folder.checkpoint as checkpoint:
-        layout = family_layout(config)
-        tell_unused(check_weights(checkpoint, config, layout), folder.path)
-        on_cuda = torch.device(place.device).type == "cuda"
-        fill = checkpoint_fill(checkpoint, config, place.part_of(layout), place.device, meter)
-        # What is rounded at load would be there twice, and whole.
-        at_once = on_cuda and place.form.kind != "int8"
-        model = build_decoder(config, builder, fill, positions, at_once=at_once, meter=meter, rows=rows)
-        checkpoint.check_unchanged()
-        if on_cuda:
-            torch.cuda.empty_cache()  # the readers' streams would keep their scratch memory to themselves
-        return model
-
-
-FindParts = Callable[[Checkpoint | None], Sequence[HeadPart]]
-"""The parts of a head, seen to be in its checkpoint. Raises CheckpointError."""
-
-
-@torch.inference_mode()
-def load_head(
-    config: ModelConfig,
-    folder: ModelFolder,
-    find: FindParts,
-    place: Place,
-    target: Decoder,
-    target_folder: ModelFolder,
-    *,
-    apart: bool,
-    positions: int,
-    load: str,
-    meter: LoadMeter,
-    rows: int,
-) -> list[HeadModel]:
-    """The parts of a head that drafts for a target, or random ones of its shapes when load is "dummy".
-
-    Where it reads the target's streams, that feeds it from then on. apart: other ranks than the target's
-    share the head, so that what it takes from the target is read again. For the rest see `load_model`.
-    """
-    builder, made, dummy = LayerBuilder(place, config.rms_norm_eps), list[HeadModel](), load == "dummy"
-    fill = dummy_fill(place.device, False, meter)
+    config, meter = folder.config if head is None else head.config, meter or LoadMeter()
+    builder, made = LayerBuilder(place, config.rms_norm_eps), list[Decoder]()
+    on_cuda = torch.device(place.device).type == "cuda"
+    # What is rounded at load would be there twice, and whole.
+    at_once = on_cuda and head is None and load != "dummy" and place.form.kind != "int8"
+    fill = dummy_fill(place.device, head is None and config.tie_embeddings, meter)
     with ExitStack() as files:
-        own = None if dummy else files.enter_context(folder.checkpoint)
-        theirs = None if dummy else files.enter_context(target_folder.checkpoint)
-        tied = target_folder.config.tie_embeddings
-        names = {"embedding": weights.EMBEDDING, "head": weights.EMBEDDING if tied else weights.HEAD}
-        for part in find(own):
-            layout = place.part_of(part.layout)
-            given = {}
-            for key, shared in part.shared.items():
-                first, end = place.ids(shared.rows)
-                if own is None or theirs is None:
-                    table = torch.randn(end - first, config.hidden_size) if apart else None
-                else:
-                    table = _table(shared, own, theirs, names[key], (first, end), apart=apart)
-                if table is not None:
-                    given[key] = table.to(place.device, place.dtype)
+        own = None if load == "dummy" else files.enter_context(folder.checkpoint)
+        if head is not None and own is not None:
+            files.enter_context(head.target_folder.checkpoint)
+        for part in [decoder_part(config, own)] if head is None else head.find(own):
+            part = replace(part, layout=place.part_of(part.layout))
             if own is not None:
-                fill = checkpoint_fill(own, config, layout, place.device, meter)
-            ids = None if part.ids is None else part.ids.to(place.device)
-            found = _parts(config, layout, builder, fill, positions, target=target, given=given, ids=ids)
-            made.append(HeadModel(part.rules, found, builder, ids))
-            if "fuse" in found.tables:
-                target.reader = aux_states(config, found.tables, builder, len(target.layers))
+                fill = checkpoint_fill(own, config, part.layout, place.device, meter)
+            build = partial(build_model, config, part, builder, fill, positions, at_once=at_once, meter=meter)
+            if head is None:
+                made.append(build())
+            else:
+                made.append(build(target=head.target, given=head.tables(part, own, place)))
         if own is not None:
             own.check_unchanged()
+            if on_cuda:
+                torch.cuda.empty_cache()  # the readers' streams would keep their scratch memory to themselves
     builder.share_workspace(rows)
     return made
 
 
-def _table(
-    shared: SharedTable,
-    own: Checkpoint,
-    theirs: Checkpoint,
-    its_name: str,
-    rows: tuple[int, int],
-    *,
-    apart: bool,
-) -> Tensor | None:
-    """Some rows of a table of the head's own; of one that equals the target's, only where that is apart."""
-    if shared.order is not None:
-        return own.read(shared.own)[shared.order][slice(*rows)]
-    if shared.own in own.tensors and not same_tensor(own, shared.own, theirs, its_name):
-        return own.read(shared.own, rows)
-    return theirs.read(its_name, rows) if apart else None
+def same_tensor(one: Checkpoint, name: str, other: Checkpoint, its_name: str) -> bool:
+    """Whether two stored tensors are equal, read a part at a time."""
+    shape, step = one.meta(name).shape, 4096
+    parts = [(first, min(first + step, shape[0])) for first in range(0, shape[0], step)]
+    return shape == other.meta(its_name).shape and all(
+        torch.equal(one.read(name, part), other.read(its_name, part)) for part in parts
+    )

@@ -234,7 +234,7 @@ def _read_chunks(
     stopping: threading.Event,
     tell: Callable[[int], None],
 ) -> None:
-    """Read chunks through a ring of buffers until none is left, or until `stopping`; `tell` hears their bytes."""
+    """Read chunks through a lane until none is left, or until `stopping`; `tell` hears their bytes."""
     index = 0
     try:
         while not stopping.is_set():
