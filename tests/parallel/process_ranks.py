@@ -2,21 +2,85 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from spd.runtime import Engine
+from spd.runtime.engine.device_side import DeviceSide
+from spd.runtime.ranks import crew, groups
+from spd.runtime.ranks.communicator import ProcessGroup
 from spd.runtime.ranks.crew import PROGRAM
 
 ENDS_WITHIN = 30
 """Seconds in which a run whose rank is lost has to end."""
 LOOK = 0.05
 """Seconds between two looks at whether something has come true."""
+
+
+COUNTED = """
+import json
+from spd.runtime.engine.device_side import DeviceSide
+from spd.runtime.ranks import crew, groups
+from spd.runtime.ranks.communicator import ProcessGroup
+
+def counted(name, received):
+    honest = getattr(ProcessGroup, name)
+    def counting(group, tensor):
+        found = honest(group, tensor)
+        calls, nbytes = getattr(group, "traffic", (0, 0))
+        group.traffic = calls + 1, nbytes + received(group, tensor)
+        return found
+    setattr(ProcessGroup, name, counting)
+
+counted("gather", lambda group, part: part.nbytes * (group.size - 1))
+counted("broadcast", lambda group, tensor: tensor.nbytes if group.rank else 0)
+met = []
+
+def meet(*arguments, honest=groups.open_ranks):
+    met.append(honest(*arguments))
+    return met[-1]
+
+def tell(device, number):
+    ranks = met[-1]
+    found = {name: getattr(getattr(ranks, name), "traffic", (0, 0)) for name in ("target", "draft", "share")}
+    with open(FOLDER + f"/{ranks.target.rank}-{number}", "w") as file:
+        json.dump(found, file)
+
+groups.open_ranks = crew.open_ranks = meet
+DeviceSide.tell = tell
+"""
+"""Makes every rank count collectives and the bytes it received, by group, and write them where it is told."""
+
+
+def count_traffic(patch: pytest.MonkeyPatch, folder: Path) -> Callable[[Engine], dict[int, Any]]:
+    """Count in engines made from now on; returns what asks all ranks of one what they have counted."""
+    program = COUNTED.replace("FOLDER", repr(str(folder)))
+    patch.setattr(crew, "PROGRAM", f"{program}\n{PROGRAM}")
+    for owner, name in ((ProcessGroup, "gather"), (ProcessGroup, "broadcast"), (groups, "open_ranks")):
+        patch.setattr(owner, name, getattr(owner, name))  # put back afterwards
+    patch.setattr(crew, "open_ranks", crew.open_ranks)
+    patch.setattr(DeviceSide, "tell", None, raising=False)
+    exec(program, {})
+    numbers = count()
+
+    def ask(engine: Engine) -> dict[int, Any]:
+        number, ranks = next(numbers), engine.plan.shape.tp
+        device: Any = engine._device
+        crew_of(engine).lead("tell", (number,), lambda: device.tell(number))
+        places = [folder / f"{rank}-{number}" for rank in range(ranks)]
+        assert wait_until(lambda: all(place.exists() and place.read_text() for place in places), ENDS_WITHIN)
+        return {rank: json.loads(place.read_text()) for rank, place in enumerate(places)}
+
+    return ask
 
 
 def damped(layer: int) -> float:

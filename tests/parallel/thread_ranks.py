@@ -14,7 +14,7 @@ from torch import Tensor
 from spd.runtime.engine.assembly import assemble
 from spd.runtime.engine.device_side import DeviceSide
 from spd.runtime.ranks.communicator import ProcessGroup, Pulse
-from spd.runtime.ranks.follower import obey, report
+from spd.runtime.ranks.follower import obey
 from spd.runtime.ranks.groups import Ranks, open_ranks
 from spd.runtime.ranks.links import LOOPBACK
 
@@ -42,13 +42,10 @@ class ThreadCommunicator(ProcessGroup):
         self.meeting = meeting
 
     def gather(self, part: Tensor) -> Tensor:
-        whole = self.meeting.gather(self.rank, part.contiguous())
-        self.traffic.add(part.nbytes * (self.size - 1))
-        return whole
+        return self.meeting.gather(self.rank, part.contiguous())
 
     def broadcast(self, tensor: Tensor) -> None:
         tensor.copy_(self.meeting.gather(self.rank, tensor.clone())[0])
-        self.traffic.add(tensor.nbytes if self.rank else 0)
 
 
 class ThreadCrew:
@@ -57,7 +54,6 @@ class ThreadCrew:
     def __init__(self, plan: Any, meeting: None = None) -> None:
         self.plan, self.pulse, self.broken = plan, Pulse(), False
         self.failures: list[BaseException] = []
-        self.reported: dict[int, Any] = {}
         self._number = 0
         size, group = plan.shape.tp, plan.shape.draft_tp
         self._meetings = [Meeting(size)] + [Meeting(group) for _ in range(size // group)]
@@ -79,8 +75,7 @@ class ThreadCrew:
             thread = threading.Thread(target=self._serve, args=(rank, usable_vocab), daemon=True)
             thread.start()
             self._threads.append(thread)
-        self._ranks = self.ranks(0)
-        return self._ranks
+        return self.ranks(0)
 
     def _serve(self, rank: int, usable_vocab: int) -> None:
         try:
@@ -88,12 +83,7 @@ class ThreadCrew:
             plan = pickle.loads(pickle.dumps(self.plan))  # a rank reads the folder itself
             parts = assemble(plan, plan.model.config, usable_vocab, None, ranks)
             orders = self._queues[rank - 1]
-            obey(
-                DeviceSide(parts, self.plan),
-                lambda: pickle.loads(orders.get()),
-                lambda: self.reported.__setitem__(rank, report(ranks)),
-                Pulse(),
-            )
+            obey(DeviceSide(parts, self.plan), lambda: pickle.loads(orders.get()), Pulse())
         except BaseException as error:
             self.failures.append(error)
             for meeting in (*self._meetings, self._share):
@@ -114,11 +104,6 @@ class ThreadCrew:
         for orders in self._queues:
             orders.put(message)
         return self.guard(act)
-
-    def reports(self) -> dict[int, Any]:
-        self.lead("report", (), lambda: None)
-        self.close()
-        return {0: report(self._ranks), **self.reported}
 
     def close(self) -> None:
         if not self.broken:

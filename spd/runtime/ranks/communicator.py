@@ -38,25 +38,11 @@ class Pulse:
         self.steps += 1
 
 
-@dataclass
-class Traffic:
-    """Collectives that a rank took part in, and bytes that it received through them."""
-
-    collectives: int = 0
-    bytes: int = 0
-
-    def add(self, nbytes: int) -> None:
-        """One more collective."""
-        self.collectives += 1
-        self.bytes += nbytes
-
-
 class ProcessGroup:
     """A group of ranks, seen from one of them. The group is gloo's on CPU, NCCL's on CUDA."""
 
     def __init__(self, group: Any, rank: int, size: int, pulse: Pulse) -> None:
         self.group, self.rank, self.size, self.pulse = group, rank, size, pulse
-        self.traffic = Traffic()
 
     def gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks in rank order: [N, *part.shape], the same shape everywhere."""
@@ -67,7 +53,6 @@ class ProcessGroup:
         options = c10d.AllgatherOptions()
         options.timeout = PATIENCE
         self._wait(lambda: self.group._allgather_base(received, sent, options))
-        self.traffic.add(part.nbytes * (self.size - 1))
         return whole
 
     def sum(self, part: Tensor) -> Tensor:
@@ -85,7 +70,6 @@ class ProcessGroup:
         options.rootRank = options.rootTensor = 0
         options.timeout = PATIENCE
         self._wait(lambda: self.group.broadcast([sent.view(-1).view(torch.uint8)], options))
-        self.traffic.add(sent.nbytes if self.rank else 0)
         if sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(sent)
 

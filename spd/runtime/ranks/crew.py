@@ -21,7 +21,6 @@ from spd.errors import EngineError, IncompatibleError, ResourceError, UsageError
 from spd.formats.chat_template import isolated
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.ranks.communicator import LostRank, Pulse
-from spd.runtime.ranks.follower import report
 from spd.runtime.ranks.groups import Ranks, describe_rank, open_ranks, open_store
 from spd.runtime.ranks.links import LOOPBACK, address_towards, greet, listen
 from spd.runtime.ranks.rendezvous import Rendezvous
@@ -84,7 +83,8 @@ class Crew:
         self._signs: dict[int, Connection] = {}
         self._watch: Watch | None = None
         self._number = 0
-        self._broken = False
+        self.broken = False
+        """Whether an order broke off, so that it is not known where the other ranks are."""
         self._host = LOOPBACK if meeting is None else address_towards(meeting.host, meeting.port)
         self._place, self._kind = "", "cpu" if plan.device == "cpu" else "cuda"
         check_open_files(plan.shape.tp)
@@ -183,14 +183,13 @@ class Crew:
                 line.send((replace(plan, device=self._kind), usable_vocab, self._place))
             return open_ranks(store, 0, plan, self._host, self.pulse)
 
-        self._ranks = self.guard(meet)
-        return self._ranks
+        return self.guard(meet)
 
     # -- orders ----------------------------------------------------------------------------------
 
     def lead(self, name: str, args: Sequence[Any], act: Callable[[], Result]) -> Result:
         """Do something on every rank: tell the others, then act. Nothing is done once the crew is broken."""
-        if self._broken:
+        if self.broken:
             raise self._verdict("an earlier order broke off")
 
         def ordered() -> Result:
@@ -199,35 +198,27 @@ class Crew:
 
         return self.guard(ordered)
 
-    @property
-    def broken(self) -> bool:
-        """Whether an order broke off, so that it is not known where the other ranks are."""
-        return self._broken
-
     def guard(self, act: Callable[[], Result]) -> Result:
         """Act; whatever breaks off breaks the crew. Raises EngineError naming a rank that has failed."""
         try:
             self.pulse.beat()
             return act()
         except (LostRank, OSError, RuntimeError) as error:
-            self._broken = True
-            if not isinstance(error, (LostRank, OSError)) and not self._news():
+            self.broken = True
+            known = self._watch is not None and self._watch.failed.wait(4 * TICK)  # or is so in a moment
+            if not isinstance(error, (LostRank, OSError)) and not known:
                 self.kill()
                 raise
             raise self._verdict(str(error)) from None
         except BaseException:
-            self._broken = True
+            self.broken = True
             self.kill()
             raise
-
-    def _news(self) -> bool:
-        """Whether another rank's failure is known, or comes to be known in a moment."""
-        return self._watch is not None and self._watch.failed.wait(4 * TICK)
 
     def check(self) -> None:
         """Raise what has become known of the other ranks."""
         if self._watch is not None and self._watch.failure is not None:
-            self._broken = True
+            self.broken = True
             raise self._verdict("")
 
     def _verdict(self, words: str) -> EngineError:
@@ -247,28 +238,14 @@ class Crew:
         for line in self._lines.values():
             line.send_bytes(message)
 
-    def reports(self) -> dict[int, dict[str, Any]]:
-        """What each rank has exchanged so far, and the most memory it has held; see `follower.report`."""
-        assert self._watch is not None
-        found = {0: report(self._ranks)}
-        self.lead("report", (), lambda: None)
-        while len(found) < self.plan.shape.tp:
-            self.check()
-            if not self._watch.reports.empty():
-                rank, told = self._watch.reports.get()
-                found[rank] = told
-            else:
-                time.sleep(0.01)
-        return found
-
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the other ranks: by asking, where they still listen."""
         if self._watch is not None:
             self._watch.close()
-        if not self._broken:
-            self._broken = True
+        if not self.broken:
+            self.broken = True
             with suppress(OSError):
                 self._send("end", ())
             until = time.monotonic() + LAST_SECONDS

@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from spd.runtime.ranks.links import connect
@@ -65,11 +64,11 @@ def _follow(line: Line, spec: dict[str, Any], own_host: str, pulse: Any) -> None
     ranks = open_ranks(open_store(place), spec["rank"], plan, own_host, pulse)
     parts = assemble(plan, plan.model.config, usable_vocab, lambda _: pulse.beat(), ranks)
     device = DeviceSide(parts, plan)
-    obey(device, line.connection.recv, lambda: line.send("report", spec["rank"], report(ranks)), pulse)
+    obey(device, line.connection.recv, pulse)
 
 
-def obey(device: Any, receive: Callable[[], Any], tell: Callable[[], None], pulse: Any) -> None:
-    """Carry out numbered orders on a device side until the one that ends; `tell` answers "report"."""
+def obey(device: Any, receive: Callable[[], Any], pulse: Any) -> None:
+    """Carry out numbered orders on a device side until the one that ends."""
     expected = 0
     while True:
         number, name, args = receive()
@@ -79,33 +78,4 @@ def obey(device: Any, receive: Callable[[], Any], tell: Callable[[], None], puls
         pulse.beat()
         if name == "end":
             return
-        if name == "report":
-            tell()
-        else:
-            getattr(device, name)(*args)
-
-
-def report(ranks: Any) -> dict[str, Any]:
-    """What a rank has exchanged so far, by group, and its memory.
-
-    Groups: collectives and bytes received. "peak" is the most bytes that it has held, pages of files among
-    them, "own" what it holds without those.
-    """
-    groups = {"target": ranks.target, "draft": ranks.draft, "share": ranks.share}
-    found: dict[str, Any] = {
-        name: (group.traffic.collectives, group.traffic.bytes) if group is not None else (0, 0)
-        for name, group in groups.items()
-    }
-    found["peak"], found["own"] = _status("VmHWM"), _status("RssAnon")
-    return found
-
-
-def _status(name: str) -> int:
-    """A figure of this program's memory in bytes, as Linux tells it; 0 elsewhere."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return 1024 * int(line.split()[1])
-    except OSError:
-        pass
-    return 0
+        getattr(device, name)(*args)

@@ -44,25 +44,18 @@ def open_store(place: str) -> Any:
 
 def open_ranks(store: Any, rank: int, plan: EnginePlan, host: str, pulse: Pulse) -> Ranks:
     """Meet the other ranks of a plan. Raises RuntimeError where one does not come."""
-    pulse.waiting = True
+    size, draft_size = plan.shape.tp, plan.shape.draft_tp
+    number, place = divmod(rank, draft_size)
+    draft, pulse.waiting = None, True
     try:
-        return _open_groups(store, rank, plan, host, pulse)
+        everyone = _group(store, "target", rank, size, plan.device, host)
+        if 1 < draft_size < size:
+            group = _group(store, f"draft {number}", place, draft_size, plan.device, host)
+            draft = ProcessGroup(group, place, draft_size, pulse)
     finally:
         pulse.waiting = False
-
-
-def _open_groups(store: Any, rank: int, plan: EnginePlan, host: str, pulse: Pulse) -> Ranks:
-    size, draft_size, device = plan.shape.tp, plan.shape.draft_tp, plan.device
-    everyone = _group(store, "target", rank, size, device, host)
-    target = ProcessGroup(everyone, rank, size, pulse)
-    if draft_size == size:
-        return Ranks(target, ProcessGroup(everyone, rank, size, pulse), None)
-    draft = None
-    if draft_size > 1:
-        number, place = divmod(rank, draft_size)
-        group = _group(store, f"draft {number}", place, draft_size, device, host)
-        draft = ProcessGroup(group, place, draft_size, pulse)
-    return Ranks(target, draft, ProcessGroup(everyone, rank, size, pulse))
+    target, all_ranks = (ProcessGroup(everyone, rank, size, pulse) for _ in range(2))
+    return Ranks(target, all_ranks, None) if draft_size == size else Ranks(target, draft, all_ranks)
 
 
 def _group(store: Any, name: str, rank: int, size: int, device: str, host: str) -> Any:

@@ -16,21 +16,9 @@ from spd.runtime.ranks.crew import Crew
 from spd.runtime.ranks.rendezvous import Rendezvous
 from spd.runtime.round.round_queue import RoundResult, Ticket
 
-ORDERS = (
-    "place",
-    "show_pages",
-    "write",
-    "flush",
-    "allow",
-    "set_active",
-    "retire",
-    "clear",
-    "launch",
-    "capture",
-    "restart",
-)
 CLEARING = ("retire", "clear", "restart")
 """What is done after an end: no longer worth an error where everything has ended."""
+ORDERS = ("place", "show_pages", "write", "flush", "allow", "set_active", "launch", "capture", *CLEARING)
 
 
 class LeadingDevice(DeviceSide):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 LOOPBACK = "127.0.0.1"
@@ -28,11 +29,12 @@ def greet(there: socket.socket, key: bytes, lines: list[Connection]) -> None:
     with there:
         line = _line(there)
         try:
-            _wait_at_most(there, GREETING_SECONDS)
+            silence = struct.pack("ll", GREETING_SECONDS, 0), struct.pack("ll", 0, 0)  # 0: for ever
+            there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, silence[0])
             deliver_challenge(line, key)
             answer_challenge(line, key)
-            _wait_at_most(there, 0)
-        except (OSError, EOFError, ValueError, AssertionError, _refused()):
+            there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, silence[1])
+        except (OSError, EOFError, ValueError, AssertionError, AuthenticationError):
             line.close()
             return
     lines.append(line)
@@ -54,14 +56,3 @@ def _line(there: socket.socket) -> Connection:
     there.settimeout(None)
     there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(there.dup().detach())
-
-
-def _wait_at_most(there: socket.socket, seconds: int) -> None:
-    """Let what reads from a socket fail after so long without a byte; 0: never."""
-    there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
-
-
-def _refused() -> type[Exception]:
-    from multiprocessing import AuthenticationError
-
-    return AuthenticationError

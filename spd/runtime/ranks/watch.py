@@ -6,7 +6,6 @@ Rank 0 watches which rank has died, has failed, or keeps the others waiting; eve
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import subprocess
 import threading
@@ -90,7 +89,6 @@ class Watch:
     ) -> None:
         self.failure: Failure | None = None
         self.failed = threading.Event()
-        self.reports: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._signs, self._pulse, self._kill = list(signs.values()), pulse, kill
         self._members = {rank: _Member(line, processes.get(rank)) for rank, line in lines.items()}
         self._own = _Member(None, None)
@@ -152,8 +150,6 @@ class Watch:
             if rest[0] != member.steps:
                 member.steps, member.still = rest[0], 0
             member.waiting = rest[1]
-        elif kind == "report":
-            self.reports.put((rest[0], rest[1]))
         elif kind == "silent":
             self.failure = self.failure or Failure(0, SILENCE)
         elif kind == "error":
