@@ -89,11 +89,10 @@ MODELS = {
 }
 
 
-def _verification(config: ModelConfig, size: int) -> cost.Exchange:
-    """What a rank takes part in and receives while the target verifies."""
+def _verification(config: ModelConfig) -> cost.Exchange:
+    """What ranks exchange while the target verifies."""
     rows = DRAFTS + 1
-    passed = cost.pass_exchange(config.num_layers, config.hidden_size, size, rows, WIDTH)
-    return passed + cost.draw_exchange(size, rows)
+    return cost.pass_exchange(config.num_layers, config.hidden_size, rows, WIDTH) + cost.draw_exchange(rows)
 
 
 def _row(*cells: str) -> str:
@@ -111,8 +110,8 @@ def exchange_table() -> Iterator[str]:
     for name, config in TARGETS.items():
         cells = []
         for size in SIZES:
-            found = _verification(config, size)
-            cells.append(f"{found.collectives} · {found.bytes / 2**20:.2f} MiB")
+            found = _verification(config) if size > 1 else []
+            cells.append(f"{len(found)} · {sum(found) * (size - 1) / 2**20:.2f} MiB")
         yield _row(name, *cells)
 
 
@@ -122,7 +121,7 @@ def verify_table() -> Iterator[str]:
     for name, config in TARGETS.items():
         nbytes = cost.streamed_bytes(config, WIDTH)
         for link, speeds in LINKS.items():
-            times = [speeds.seconds(nbytes, size, size, _verification(config, size)) for size in SIZES]
+            times = [speeds.seconds(nbytes, size, size, _verification(config)) for size in SIZES]
             yield _row(name, link, *(f"{1000 * seconds:.1f}" for seconds in times))
 
 

@@ -49,7 +49,6 @@ TORCH_FREE = {
     "spd.runtime.plan.drafter_choice",
     "spd.runtime.plan.kernel_choice",
     "spd.runtime.plan.plan",
-    "spd.runtime.plan.weight_choice",
     "spd.runtime.lab.load",
     "spd.runtime.lab.machine",
     "spd.runtime.lab.prompt_set",

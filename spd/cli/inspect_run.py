@@ -151,8 +151,8 @@ def speculation_lines(found: Mapping[str, Any]) -> list[str]:
 
 def need_lines(need: Mapping[str, Any]) -> list[str]:
     """The memory of a run, whether it is there, and that of other contexts."""
+    from spd.runtime.plan.kernel_choice import AS_STORED
     from spd.runtime.plan.memory import show_size
-    from spd.runtime.plan.weight_choice import AS_STORED
 
     parts = " + ".join(
         f"{show_size(size)} {name.replace('_', ' ')}" for name, size in need["parts"].items() if size

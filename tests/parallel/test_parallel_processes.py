@@ -19,30 +19,32 @@ from spd.formats.chat_template import isolated
 from spd.formats.model_config import read_model_config
 from spd.kernels.native.build import obstacle
 from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.plan.rank_choice import Exchange, draw_exchange, pass_exchange
+from spd.runtime.plan.rank_choice import draw_exchange, pass_exchange
 from spd.runtime.ranks import crew
 from spd.runtime.round.row_buckets import bucket_for
 from tests.helpers import INTERPRETED, make_engine, random_prompts, run_all
-from tests.parallel.process_ranks import crew_of, damped, most_memory, nothing_is_left, pids
+from tests.parallel.process_ranks import count_traffic, damped, most_memory, nothing_is_left, pids
 
 PROMPTS = [*random_prompts(1, 75, 256), *random_prompts(1, 20, 256, seed=1)]
 PARAMS = [SamplingParams(max_tokens=16), SamplingParams(max_tokens=16, temperature=0.9, seed=4)]
 
 
 @pytest.mark.parametrize("group", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_tokens_traffic_and_sockets(group: int, tiny: Callable[..., Path]) -> None:
+def test_tokens_traffic_and_sockets(
+    group: int, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over gloo: the text of one rank; what is exchanged a round is what the formula says."""
     target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
     draft = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
     wishes: dict[str, Any] = {"spec": "draft", "draft_model": draft, "draft_max": 3}
     plain = [run.output for run in run_all(make_engine(target), PROMPTS, PARAMS)]
-    before_all = listening([])
+    before_all, traffic = listening([]), count_traffic(monkeypatch, tmp_path)
     engine = make_engine(target, tp=2, draft_tp=group, **wishes)
     with nothing_is_left(engine):
         assert [run.output for run in run_all(engine, PROMPTS, PARAMS)] == plain
-        before, rounds = crew_of(engine).reports(), engine.totals.rounds
+        before, rounds = traffic(engine), engine.totals.rounds
         list(engine.stream([Request("x", PROMPTS[1][:1], SamplingParams(max_tokens=12, seed=1))]))
-        after, rounds = crew_of(engine).reports(), engine.totals.rounds - rounds
+        after, rounds = traffic(engine), engine.totals.rounds - rounds
         check_traffic(engine, target, draft, group, before, after, rounds)
         found = [place.split(":")[0] for place in listening(pids(engine)) - before_all]
         assert found == ["0100007F"] * 2, "gloo's, one a rank, on loopback only"
@@ -75,24 +77,21 @@ def check_traffic(
     buckets = engine._parts.runner.buckets
     assert buckets is not None
     rows = bucket_for(k + 1, buckets)
-    each = pass_exchange(config.num_layers, config.hidden_size, 2, rows, 4) + draw_exchange(2, k + 1)
-    expected = each.times(rounds)
+    verifying = pass_exchange(config.num_layers, config.hidden_size, rows, 4) + draw_exchange(k + 1)
     narrow = engine._parts.proposer.runner.buckets  # type: ignore[union-attr]
     first, later = bucket_for(2, narrow), bucket_for(1, narrow)
-    drafting = pass_exchange(small.num_layers, small.hidden_size, group, first, 4)
-    drafting += pass_exchange(small.num_layers, small.hidden_size, group, later, 4).times(k - 1)
-    drafting += draw_exchange(group, 1).times(k)
+    drafting = pass_exchange(small.num_layers, small.hidden_size, first, 4) + draw_exchange(1) * k
+    drafting += pass_exchange(small.num_layers, small.hidden_size, later, 4) * (k - 1)
     for rank in (0, 1):
         delta = {
             name: tuple(b - a for a, b in zip(before[rank][name], after[rank][name], strict=True))
             for name in ("target", "draft", "share")
         }
-        # Rank 0's ids, of 8 bytes each, handed to the other groups; it receives nothing itself.
-        shared = Exchange(1, k * 8 * rank).times(rounds) if group < 2 else Exchange()
-        assert delta["target"] == (expected.collectives, expected.bytes)
-        assert delta["draft"] == (drafting.times(rounds).collectives, drafting.times(rounds).bytes)
-        assert delta["share"] == (shared.collectives, shared.bytes)
-        assert group == 2 or delta["draft"] == (0, 0)
+        assert delta["target"] == (len(verifying) * rounds, sum(verifying) * rounds)
+        drafted = (len(drafting) * rounds, sum(drafting) * rounds)
+        # Where ranks draft alone, rank 0's ids, of 8 bytes each, go to the other one.
+        assert delta["draft"] == (drafted if group == 2 else (0, 0))
+        assert delta["share"] == ((0, 0) if group == 2 else (rounds, 8 * k * rounds * rank))
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def plan_of(**wishes: Any) -> EnginePlan:
 )
 def test_how_many_each_drafts(wishes: dict[str, Any], spec: str, lengths: tuple[int, int]) -> None:
     plan = plan_of(**wishes)
-    assert plan.spec == spec and (plan.model_drafts, plan.shape.draft_max) == lengths
+    assert plan.spec == spec and (plan.shape.model_drafts, plan.shape.draft_max) == lengths
     assert plan.copying == (plan.shape.draft_max if lengths[0] < lengths[1] else 0)
     assert max(plan.draft_tiers) == lengths[0]
 
@@ -198,9 +198,11 @@ def test_the_demo_copies() -> None:
     assert isinstance(engine._parts.proposer, ArbitratedProposer)
     run = run_all(engine, [prompt], [params])[0]
     assert run.output == plain.output
-    alone = [r for r in run.rounds if r.k > engine.plan.model_drafts]
+    alone = [r for r in run.rounds if r.k > engine.plan.shape.model_drafts]
     assert run.rounds[0].k == 0 and len(run.rounds) > WARM_UP_ROUNDS
-    assert alone and max(r.accepted for r in alone) > engine.plan.model_drafts, [r.k for r in run.rounds]
+    assert alone and max(r.accepted for r in alone) > engine.plan.shape.model_drafts, [
+        r.k for r in run.rounds
+    ]
     assert all(
         r.draft_forwards == 0 for r, after in zip(run.rounds, run.rounds[1:], strict=False) if after.k > 3
     )

@@ -107,7 +107,9 @@ class Engine:
         self._in_flight: deque[tuple[Ticket, Members]] = deque()  # rounds enqueued and not yet read
         self._ready: list[Event] = []
         self.totals = EngineMetrics()
-        self._planned_length = DraftLength(plan.model_drafts, plan.adaptive, plan.draft_tiers, plan.copying)
+        self._planned_length = DraftLength(
+            plan.shape.model_drafts, plan.adaptive, plan.draft_tiers, plan.copying
+        )
         self._draft_length = self._planned_length
         self._members = Members()
         self._k = 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,13 +13,13 @@ import torch
 from torch import Tensor
 
 from spd import __version__
+from spd.formats.files import write_whole
 from spd.kernels.dispatch import Kernels, load_kernels
 from spd.kernels.linear.eight_bits import block_scales, int8_rows
 from spd.kernels.linear.skinny_config import TILES
 from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
 from spd.kernels.native.build import check_owner
-from spd.runtime.plan.kernel_choice import OLDEST_CAPABILITY
-from spd.runtime.plan.weight_choice import FP8_CAPABILITY
+from spd.runtime.plan.kernel_choice import FP8_CAPABILITY, OLDEST_CAPABILITY
 
 Widest = dict[str, int]
 """By the dtype that weights are kept in: the widest tile of bfloat16 tokens. Narrow where nothing is said."""
@@ -86,9 +84,7 @@ def keep_answer(cache: Callable[[], Path], bound: Mapping[str, str], widest: Wid
     try:
         place = _place(cache, bound)
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False) as file:
-            json.dump({"for": bound, "widest": widest}, file)
-        os.replace(file.name, place)
+        write_whole(place, json.dumps({"for": bound, "widest": widest}), 0o600)
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
     return str(place)

@@ -1,4 +1,7 @@
-"""Whose arithmetic runs a model: Triton's on a GPU, C's on a CPU with the instructions, torch's elsewhere."""
+"""Whose arithmetic runs a model: Triton's on a GPU, C's on a CPU with the instructions, torch's elsewhere.
+
+And which form its weights are kept in: what was asked, what is stored, and what those kernels know.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,22 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 
 from spd.errors import IncompatibleError, ResourceError
+from spd.formats.folder import ModelFolder
 from spd.formats.hub import own_cache
+from spd.formats.model_config import ModelConfig
 from spd.kernels.native.build import LARGEST_HEAD, NativeUnavailable, obstacle
 from spd.runtime.models.layouts import LayerLayout
+from spd.runtime.models.weight_form import BLOCK, WIDE, WeightForm, int8_form
+from spd.runtime.models.weights import FP8_DTYPE
+from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
 
 OLDEST_CAPABILITY = (8, 0)
 """Of a GPU that multiplies bfloat16 and has the shared memory that the kernels count on."""
+AS_STORED = "as the dtype says"
+"""Why weights are wide that were not quantized."""
+FP8_CAPABILITY = (8, 9)
+"""The first devices whose compilers convert float8_e4m3fn."""
 
 
 def native_obstacle(machine: Machine, dtype: str, quantize: str, layers: Iterable[LayerLayout]) -> str | None:
@@ -85,3 +97,56 @@ def _native(wish: str, why_not: str | None, compiled: bool) -> tuple[str, str]:
             "--kernels native cannot run this here", reason=[f"{why_not}."], fix=["--kernels auto"]
         )
     return "torch", f"not the C kernels: {why_not}"
+
+
+def choose_form(
+    model: ModelConfig, folder: ModelFolder, wishes: EngineConfig, machine: Machine, kernels: str, dtype: str
+) -> tuple[WeightForm, str]:
+    """The form of a folder's weights, and why. Raises IncompatibleError, CheckpointError.
+
+    Reads the headers of a checkpoint whose configuration speaks of FP8 blocks, and of no other.
+    """
+    if wishes.quantize == "int8":
+        return _int8(model, folder, machine, kernels, dtype)
+    if model.fp8_block is None:
+        return WIDE, AS_STORED
+    hindrance = _fp8_obstacle(model.fp8_block, wishes.tp, machine, kernels, dtype)
+    if hindrance is not None:
+        return WIDE, f"FP8 blocks are multiplied out: {hindrance}"
+    why = "FP8 blocks are multiplied as stored"
+    if wishes.load == "dummy":
+        return WeightForm("fp8"), why
+    names = (name for name, meta in folder.checkpoint.tensors.items() if meta.dtype == FP8_DTYPE)
+    return WeightForm("fp8", stored=frozenset(names)), why
+
+
+def _int8(
+    model: ModelConfig, folder: ModelFolder, machine: Machine, kernels: str, dtype: str
+) -> tuple[WeightForm, str]:
+    if model.fp8_block is not None:
+        raise IncompatibleError(
+            f"--quantize int8, but the weights of {folder.path.name} are quantized already",
+            reason=["quantization_config in config.json speaks of FP8 blocks."],
+            fix=["leave --quantize out"],
+        )
+    asked = "--quantize int8: a scale a row, made at load"
+    form = int8_form(kernels, machine.on_cpu, dtype)
+    if form is not None:
+        return form, asked
+    why = f"kept as {dtype}, for torch's products here want wide weights"
+    return WeightForm("int8", widened=True), f"{asked}, {why}"
+
+
+def _fp8_obstacle(block: tuple[int, int], tp: int, machine: Machine, kernels: str, dtype: str) -> str | None:
+    """What keeps FP8 blocks from being multiplied as they are stored."""
+    if kernels != "triton":
+        return "torch's products know none"
+    if tp > 1:
+        return "a rank's part may begin inside a block"
+    if block != (BLOCK, BLOCK):
+        return f"kernels know blocks of {BLOCK} x {BLOCK}, these are {block[0]} x {block[1]}"
+    if dtype == "float16":
+        return "float16 could overflow before the norm's scales"
+    if not machine.on_cpu and machine.capability < FP8_CAPABILITY:
+        return "this GPU (sm_{}{}) has no FP8".format(*machine.capability)
+    return None

@@ -52,8 +52,8 @@ class EngineShape:
     squeezed: bool = False
     keep_laws: bool = False
     """Whether what each draft was drawn from is kept until it is verified."""
-    model_drafts: int | None = None
-    """Of `draft_max`, those that a draft model or a head makes at most; None is all."""
+    model_drafts: int = 0
+    """Of `draft_max`, those that a draft model or a head makes at most: lookup beside it may make more."""
     mtp: MtpSource | None = None
     head_embedding: bool = False
     """Whether an EAGLE-3 head holds embeddings, which may not be the target's."""
@@ -80,8 +80,7 @@ class EngineShape:
     @property
     def mtp_modules(self) -> int:
         """Modules of an MTP head that are used: no more than there are drafts."""
-        most = self.draft_max if self.model_drafts is None else self.model_drafts
-        return 0 if self.mtp is None else min(self.mtp.layout.modules, most)
+        return 0 if self.mtp is None else min(self.mtp.layout.modules, self.model_drafts)
 
 
 @dataclass(frozen=True)
@@ -162,25 +161,27 @@ def position_size(config: ModelConfig, ranks: int = 1) -> int:
 
 def measure(shape: EngineShape) -> MemoryNeed:
     """What an engine of this shape takes."""
-    target, draft = shape.target, shape.draft
-    pages = shape.num_pages
+    target, draft, ranks, pages = shape.target, shape.draft, shape.draft_tp, shape.num_pages
     rows = shape.slots * (shape.draft_max + 1)
+    window = rows + shape.slots * CATCH_UP
+    draft_weights = draft_cache = 0
     workspace = _workspace(shape, target, shape.ctx, rows, rows, shape.tp)
-    if draft is not None:
-        window = shape.slots * (CATCH_UP + shape.draft_max + 1)
-        workspace += _workspace(shape, draft, shape.draft_ctx, window, shape.slots, shape.draft_tp)
-        workspace += _aux_states(shape, draft)
     if shape.keep_laws:
         workspace += shape.slots * shape.draft_max * target.vocab_size * 4
-    head_weights, head_cache, head_rows = _head(shape)
-    if head_rows:
-        workspace += _workspace(shape, target, shape.draft_ctx, head_rows, shape.slots, shape.draft_tp)
+    if draft is not None:
+        draft_weights = _weights(draft, shape, shape.draft_form, ranks)
+        # The same page numbers serve both models, so both have as many pages.
+        draft_cache = pages * page_bytes(draft, shape.dtype, ranks)
+        workspace += _workspace(shape, draft, shape.draft_ctx, window, shape.slots, ranks)
+        workspace += _aux_states(shape, draft)
+    elif shape.mtp is not None and shape.mtp_modules:
+        draft_weights, draft_cache = _mtp_head(shape, shape.mtp)
+        workspace += _workspace(shape, target, shape.draft_ctx, window, shape.slots, ranks)
     return MemoryNeed(
         weights=_weights(target, shape, shape.form, shape.tp),
-        draft_weights=_weights(draft, shape, shape.draft_form, shape.draft_tp) if draft else head_weights,
+        draft_weights=draft_weights,
         cache=pages * page_bytes(target, shape.dtype, shape.tp),
-        # The same page numbers serve both models, so both have as many pages.
-        draft_cache=pages * page_bytes(draft, shape.dtype, shape.draft_tp) if draft else head_cache,
+        draft_cache=draft_cache,
         workspace=workspace,
         graphs=GRAPH_BYTES if shape.graphs and not shape.on_cpu else 0,
     )
@@ -203,20 +204,16 @@ def _aux_states(shape: EngineShape, draft: ModelConfig) -> int:
     return (_states(shape, 1) * draft.hidden_size + streams + own) * DTYPE_BYTES[shape.dtype]
 
 
-def _head(shape: EngineShape) -> tuple[int, int, int]:
-    """An MTP head's bytes of weights, bytes of cache and states, and rows of its widest window."""
-    if shape.mtp is None or not shape.mtp_modules:
-        return 0, 0, 0
-    config, family, modules = shape.mtp.config, shape.mtp.layout.family, shape.mtp_modules
-    width, pages = DTYPE_BYTES[shape.dtype], shape.num_pages
+def _mtp_head(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
+    """Bytes of an MTP head's weights, and of its cache and states."""
+    config, modules, width = mtp.config, shape.mtp_modules, DTYPE_BYTES[shape.dtype]
     shard = Shard(0, shape.draft_tp) if shape.draft_tp > 1 else None
-    positions = pages * PAGE_SIZE * module_position_size(config, family, shard)
+    positions = shape.num_pages * PAGE_SIZE * module_position_size(config, mtp.layout.family, shard)
     states = _states(shape, modules) * config.hidden_size
-    rows = shape.slots * (CATCH_UP + shape.draft_max + 1)
-    weights = sum(module_bytes(shape.mtp, i, shape.dtype, shape.draft_form, shard) for i in range(modules))
+    weights = sum(module_bytes(mtp, i, shape.dtype, shape.draft_form, shard) for i in range(modules))
     if shape.draft_tp != shape.tp:  # tables of its own, since the target's are divided among other ranks
         weights += 2 * -(-config.vocab_size // shape.draft_tp) * config.hidden_size * width
-    return weights, modules * (positions + states) * width, rows
+    return weights, modules * (positions + states) * width
 
 
 def _weights(config: ModelConfig, shape: EngineShape, form: WeightForm, ranks: int) -> int:
@@ -336,20 +333,15 @@ def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -
     def fits(changed: EngineShape) -> bool:
         return usable is not None and measure(changed).total <= usable
 
-    found = []
+    found: dict[str, Remedy] = {}
     for flag, changed in [*_smaller(shape, fits), *_otherwise(shape, draft_flag)]:
         frees, suffices = now - measure(changed).total, fits(changed) if usable is not None else None
         if suffices or frees >= WORTH_NAMING * now:
-            found.append(Remedy(flag, frees, suffices))
-    found = [remedy for remedy in found if not any(_spares(other, remedy, now) for other in found)]
-    return sorted(found, key=lambda remedy: (0, remedy.frees) if remedy.suffices else (1, -remedy.frees))
-
-
-def _spares(ngram: Remedy, off: Remedy, now: int) -> bool:
-    """Whether giving up the draft model alone does as much as giving up speculation."""
-    if not ngram.flag.startswith("--spec ngram") or not off.flag.startswith("--spec off"):
-        return False
-    return ngram.suffices == off.suffices and off.frees - ngram.frees < WORTH_NAMING * now
+            found[flag.partition(",")[0]] = Remedy(flag, frees, suffices)
+    off, ngram = found.get("--spec off"), found.get("--spec ngram")
+    if off and ngram and ngram.suffices == off.suffices and off.frees - ngram.frees < WORTH_NAMING * now:
+        del found["--spec off"]  # to give up the draft model alone does as much
+    return sorted(found.values(), key=lambda each: (0, each.frees) if each.suffices else (1, -each.frees))
 
 
 def _smaller(shape: EngineShape, fits: Callable[[EngineShape], bool]) -> Iterator[tuple[str, EngineShape]]:
@@ -376,19 +368,17 @@ def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, Engi
         yield "--spec off", replace(shape, draft_max=0)
     if shape.keep_laws:
         yield "--verify coupled", replace(shape, keep_laws=False)
-    if (rows := int8_form(shape.kernels, shape.on_cpu, shape.dtype)) and _all_wide(shape):
+    rows, wide = (
+        int8_form(shape.kernels, shape.on_cpu, shape.dtype),
+        (shape.form, shape.draft_form) == (WIDE, WIDE),
+    )
+    models = (shape.target, shape.draft, shape.mtp.config if shape.mtp else None)
+    if rows and wide and all(model is None or model.fp8_block is None for model in models):
         yield "--quantize int8", replace(shape, form=rows, draft_form=rows)
     if shape.dtype == "float32":
         yield "--dtype bfloat16", replace(shape, dtype="bfloat16")
     if shape.graphs:
         yield "--graphs off", replace(shape, graphs=False)
-
-
-def _all_wide(shape: EngineShape) -> bool:
-    """Whether every model's weights are wide, and stored so."""
-    models = (shape.target, shape.draft, shape.mtp.config if shape.mtp else None)
-    wide = shape.form == WIDE and shape.draft_form == WIDE
-    return wide and all(model is None or model.fp8_block is None for model in models)
 
 
 def refusal(

@@ -7,7 +7,7 @@ from. It is printed by `inspect`, logged with `-v`, and part of every JSON resul
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,10 @@ from spd.runtime.models.mtp_weights import module_layer
 from spd.runtime.models.weight_form import WIDE
 from spd.runtime.plan.config import DEFAULT_DRAFT_MAX, LONG_MATCH, NGRAM_MIN, EngineConfig, split_spec
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
-from spd.runtime.plan.kernel_choice import choose_kernels, native_obstacle
+from spd.runtime.plan.kernel_choice import choose_form, choose_kernels, native_obstacle
 from spd.runtime.plan.machine import Machine, machine_of
 from spd.runtime.plan.memory import EngineShape, MemoryNeed, fitted, measure
 from spd.runtime.plan.rank_choice import divide
-from spd.runtime.plan.weight_choice import choose_form
 from spd.runtime.round.cpu_load import usable_cpus
 from spd.runtime.round.limits import PAGE_SIZE
 
@@ -35,12 +34,7 @@ FROM_SHAPE = (
     *("dtype", "mtp_modules", "draft_max", "model_drafts", "draft_ctx", "graphs", "kernels", "slots", "ctx"),
     *("num_pages", "chunk", "tp", "draft_tp"),
 )
-OWN = (
-    *("device", "weights_reason", "spec", "draft_tiers", "adaptive", "ngram_min", "lag", "kernels_reason"),
-    *("token_tiles", "token_tiles_reason", "draft_kernels", "threads", "threads_follow", "draft_tp_reason"),
-    "memory_budget_bytes",
-)
-"""What `as_dict` shows under the names that it has here."""
+"""What `as_dict` shows of what a plan holds."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +46,7 @@ class EnginePlan:
     drafter: Drafter
     shape: EngineShape
     device: str
+    weights_reason: str
     spec: str
     """What drafts, `+ngram` where lookup is arbitrated with it; off where nothing does."""
     draft_tiers: tuple[int, ...]
@@ -59,17 +54,16 @@ class EnginePlan:
     ngram_min: int
     lag: int
     kernels_reason: str
-    weights_reason: str
+    token_tiles: Mapping[str, int]
+    """Of Triton's products: see `token_tiles.Widest`."""
+    token_tiles_reason: str
     draft_kernels: str
     """Of a draft model or a head."""
-    draft_tp_reason: str
     threads: int
     threads_follow: bool
     """Whether fewer are used while other programs need CPUs, as far as that changes no bit."""
+    draft_tp_reason: str
     memory_budget_bytes: int
-    token_tiles: Mapping[str, int] = field(default_factory=dict)
-    """Of Triton's products: see `token_tiles.Widest`."""
-    token_tiles_reason: str = "narrow ones suffice"
 
     @property
     def need(self) -> MemoryNeed:
@@ -77,15 +71,9 @@ class EnginePlan:
         return measure(self.shape)
 
     @property
-    def model_drafts(self) -> int:
-        """Drafts of a round that a model or a head may make: lookup beside it may make more, alone."""
-        shape = self.shape
-        return shape.draft_max if shape.model_drafts is None else shape.model_drafts
-
-    @property
     def copying(self) -> int:
         """Drafts of a round that lookup makes alone where a request copies text; 0 where it never does."""
-        return self.shape.draft_max if self.shape.draft_max > self.model_drafts else 0
+        return self.shape.draft_max if self.shape.draft_max > self.shape.model_drafts else 0
 
     @property
     def drafting_model(self) -> ModelFolder | None:
@@ -107,6 +95,7 @@ class EnginePlan:
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values, flat; folders by their paths."""
         shape, need, draft, mtp = self.shape, self.need, self.drafter.folder, self.shape.mtp
+        held = ("wishes", "model", "drafter", "shape")
         return {
             "model": str(self.model),
             "architecture": self.model.config.architecture,
@@ -117,7 +106,7 @@ class EnginePlan:
             "mtp_layout": None if mtp is None else mtp.layout.words(),
             **{name: getattr(self.wishes, name) for name in FROM_WISHES},
             **{name: getattr(shape, name) for name in FROM_SHAPE},
-            **{name: getattr(self, name) for name in OWN},
+            **{name: value for name, value in vars(self).items() if name not in held},
             "page_size": PAGE_SIZE,
             "weight_bytes": need.weights,
             "draft_weight_bytes": need.draft_weights,
@@ -182,15 +171,6 @@ def _graphs(wish: bool | None, machine: Machine, kernels: str) -> bool:
     return possible and wish is not False
 
 
-def _check_acceptance(length: float | None, draft_max: int) -> None:
-    if length is not None and not 1 <= length <= draft_max + 1:
-        raise UsageError(
-            f"--synthetic-acceptance {length:g} is out of range",
-            reason=[f"valid: 1 to {draft_max + 1}: a round commits its accepted drafts and one token more"],
-            fix=["--draft-max K with a larger K"],
-        )
-
-
 def _draft_lengths(config: EngineConfig, method: str, adaptive: bool) -> tuple[str, int, int]:
     """What `spec` comes to, the most tokens that a model or a head drafts, and the most that are drafted.
 
@@ -205,13 +185,6 @@ def _draft_lengths(config: EngineConfig, method: str, adaptive: bool) -> tuple[s
         return method, most, most
     most = max(usual, DEFAULT_DRAFT_MAX["ngram"] if adaptive else 0) if asked is None else asked
     return f"{method}+ngram", min(most, usual) if adaptive else most, most
-
-
-def _shortest_match(config: EngineConfig, spec: str) -> int:
-    """Tokens of a match that lookup follows."""
-    if config.ngram_min is not None:
-        return config.ngram_min
-    return min(LONG_MATCH, config.ngram_max) if split_spec(spec)[1] else NGRAM_MIN
 
 
 def _draft_tiers(draft_max: int, graphs: bool, modules: int = 0) -> tuple[int, ...]:
@@ -236,7 +209,13 @@ def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
     graphs = _graphs(wishes.graphs, machine, kernels)
     adaptive = wishes.verify == "coupled" if wishes.adaptive is None else wishes.adaptive
     spec, model_drafts, draft_max = _draft_lengths(wishes, drafter.method, adaptive)
-    _check_acceptance(wishes.synthetic_acceptance, draft_max)
+    length = wishes.synthetic_acceptance
+    if length is not None and not 1 <= length <= draft_max + 1:
+        raise UsageError(
+            f"--synthetic-acceptance {length:g} is out of range",
+            reason=[f"valid: 1 to {draft_max + 1}: a round commits its accepted drafts and one token more"],
+            fix=["--draft-max K with a larger K"],
+        )
     form_of = partial(choose_form, wishes=wishes, machine=machine, kernels=kernels, dtype=dtype)
     form, why_form = form_of(model, target)
     ctx, source = _context(wishes.ctx, model), drafter.source()
@@ -265,6 +244,7 @@ def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
         draft_tp=draft_tp,
     )
     beside = machine.beside(wishes.tp)
+    shortest = min(LONG_MATCH, wishes.ngram_max) if split_spec(spec)[1] else NGRAM_MIN
     return EnginePlan(
         wishes=wishes,
         model=target,
@@ -274,9 +254,11 @@ def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
         spec=spec,
         draft_tiers=_draft_tiers(model_drafts, graphs, shape.mtp_modules),
         adaptive=adaptive,
-        ngram_min=_shortest_match(wishes, spec),
+        ngram_min=shortest if wishes.ngram_min is None else wishes.ngram_min,
         lag=wishes.lag if wishes.lag is not None else int(not machine.on_cpu),
         kernels_reason=why_kernels,
+        token_tiles={},
+        token_tiles_reason="narrow ones suffice",
         weights_reason=why_form,
         draft_kernels=draft_kernels,
         draft_tp_reason=why_ranks,

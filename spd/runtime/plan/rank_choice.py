@@ -24,34 +24,18 @@ CHOICE_BYTES = 12
 """What a rank says of its best token of a row: its score, its logit and its id, four bytes each."""
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Collectives, and the bytes that a rank receives through them."""
-
-    collectives: int = 0
-    bytes: int = 0
-
-    def __add__(self, other: Exchange) -> Exchange:
-        return Exchange(self.collectives + other.collectives, self.bytes + other.bytes)
-
-    def times(self, count: int) -> Exchange:
-        """The same `count` times over."""
-        return Exchange(self.collectives * count, self.bytes * count)
+Exchange = list[int]
+"""Of each all-gather the bytes of one rank's part: with N ranks each receives N - 1 times as many."""
 
 
-def gathered(ranks: int, part: int) -> Exchange:
-    """One all-gather of `part` bytes from each rank; none where there is one rank."""
-    return Exchange(1, part * (ranks - 1)) if ranks > 1 else Exchange()
-
-
-def pass_exchange(layers: int, hidden: int, ranks: int, rows: int, width: int) -> Exchange:
+def pass_exchange(layers: int, hidden: int, rows: int, width: int) -> Exchange:
     """A forward pass over rows of `hidden` elements of `width` bytes: the embedding, two sums a layer."""
-    return gathered(ranks, rows * hidden * width).times(2 * layers + 1)
+    return [rows * hidden * width] * (2 * layers + 1)
 
 
-def draw_exchange(ranks: int, rows: int) -> Exchange:
+def draw_exchange(rows: int) -> Exchange:
     """The draw of a token in each row where nothing but the temperature matters."""
-    return gathered(ranks, rows * CHOICE_BYTES)
+    return [rows * CHOICE_BYTES]
 
 
 @dataclass(frozen=True)
@@ -67,7 +51,9 @@ class Speeds:
     def seconds(self, nbytes: float, group: int, ranks: int, exchange: Exchange) -> float:
         """A pass of a model of `nbytes`, divided among each group of ranks."""
         reading = nbytes / group * (ranks if self.shared else 1) / self.read_rate
-        return reading + exchange.collectives * self.latency + exchange.bytes / self.rate
+        if group == 1:
+            return reading
+        return reading + (len(exchange) * self.latency + sum(exchange) * (group - 1) / self.rate)
 
 
 GPU_READ = 0.8 * 3.35e12
@@ -101,7 +87,7 @@ class DraftCost:
 
     def seconds(self, speeds: Speeds, group: int, ranks: int) -> float:
         """One draft token, drafted for one request."""
-        exchange = pass_exchange(self.layers, self.hidden, group, 1, self.width) + draw_exchange(group, 1)
+        exchange = pass_exchange(self.layers, self.hidden, 1, self.width) + draw_exchange(1)
         return speeds.seconds(self.nbytes, group, ranks, exchange)
 
 

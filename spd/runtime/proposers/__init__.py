@@ -42,4 +42,4 @@ def build_proposer(
         model = HeadProposer(method, state, kernels, runners, sampler, plan.shape.draft_ctx, depth)
     if not arbitrated:
         return model
-    return ArbitratedProposer(model, lookup, sampler, plan.model_drafts, watches=plan.copying > 0)
+    return ArbitratedProposer(model, lookup, sampler, plan.shape.model_drafts, watches=plan.copying > 0)
