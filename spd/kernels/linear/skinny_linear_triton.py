@@ -120,8 +120,8 @@ def _product(
     epsilon: float,
     residual: Tensor | None,
     workspace: LinearWorkspace | None,
-    config: LinearConfig | None,
-    widest: Widest,
+    config: LinearConfig | None = None,
+    widest: Widest = NARROW,
 ) -> tuple[Tensor, Tensor | None]:
     """y, and its squares where there is a residual."""
     rows, k = x.shape
@@ -148,11 +148,9 @@ def linear(
     weight: AnyWeight,
     bias: Tensor | None,
     workspace: LinearWorkspace | None = None,
-    *,
-    config: LinearConfig | None = None,
-    widest: Widest = NARROW,
+    **choices: Any,
 ) -> Tensor:
-    return _product(x, weight, bias, None, 0.0, None, workspace, config, widest)[0]
+    return _product(x, weight, bias, None, 0.0, None, workspace, **choices)[0]
 
 
 def norm_linear(
@@ -162,12 +160,10 @@ def norm_linear(
     weight: AnyWeight,
     bias: Tensor | None,
     workspace: LinearWorkspace | None = None,
-    *,
-    config: LinearConfig | None = None,
-    widest: Widest = NARROW,
+    **choices: Any,
 ) -> Tensor:
     """The factor meets the float32 sums."""
-    return _product(x, weight, bias, squares, epsilon, None, workspace, config, widest)[0]
+    return _product(x, weight, bias, squares, epsilon, None, workspace, **choices)[0]
 
 
 def norm_gate_up(
@@ -204,12 +200,10 @@ def linear_residual(
     bias: Tensor | None,
     residual: Tensor,
     workspace: LinearWorkspace | None = None,
-    *,
-    config: LinearConfig | None = None,
-    widest: Widest = NARROW,
+    **choices: Any,
 ) -> tuple[Tensor, Tensor]:
     """Squares have a part for each tile of the weight's rows."""
-    y, squares = _product(x, weight, bias, None, 0.0, residual, workspace, config, widest)
+    y, squares = _product(x, weight, bias, None, 0.0, residual, workspace, **choices)
     assert squares is not None
     return y, squares
 
