@@ -117,20 +117,9 @@ def plan_attention_kernel(
 
 @triton.jit
 def softmax_step(
-    maximum,
-    total,
-    acc,
-    q,
-    k,
-    v,
-    key,
-    position,
-    scale,
-    SLIDING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
-    FIRST: tl.constexpr,
-):
+    maximum, total, acc, q, k, v, key, position, scale, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
     """Take one block of keys and values into a tile's online softmax; FIRST is `causal_bias`'s first_key."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if SOFTCAP is not None:

@@ -28,18 +28,9 @@ SUM_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["rows"])
 def router_kernel(
-    w,
-    x,
-    parts,
-    rows,
-    n,
-    k,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    w, x, parts, rows, n, k, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """float32 partial scores [T, SPLIT_K, E] of tokens x by the router's weight, both widened first."""
     first = tl.program_id(1) * BLOCK_N
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -210,16 +201,8 @@ def experts_down_kernel(
 
 @triton.jit
 def sum_experts_kernel(
-    made,
-    weights,
-    stream,
-    y,
-    squares,
-    n,
-    PER_TOKEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    made, weights, stream, y, squares, n, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One row and part of it a program: the weighted sum, best expert first, onto the stream if given."""
     wait(PDL)
     release(PDL)

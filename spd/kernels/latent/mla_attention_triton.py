@@ -80,21 +80,9 @@ def latent_store_kernel(
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["x", "y"])
 def head_linear_kernel(
-    w,
-    x,
-    y,
-    rows,
-    x_row,
-    x_head,
-    y_row,
-    y_head,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    w, x, y, rows, x_row, x_head, y_row, y_head, A: tl.constexpr, B: tl.constexpr, BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """BLOCK_T rows of one head and BLOCK_B of its B columns: x [T, A] by w [A, B]."""
     head = tl.program_id(1).to(tl.int64)
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -117,14 +105,9 @@ def head_linear_kernel(
 
 @triton.jit
 def load_half(
-    source,
-    inside,
-    FROM: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    TILE: tl.constexpr,
+    source, inside, FROM: tl.constexpr, L: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr,
     HALF: tl.constexpr,
-):
+):  # fmt: skip
     """Columns [FROM, FROM + HALF) of TILE rows of L + R values each: [TILE, HALF], zeros beyond L."""
     PIECE: tl.constexpr = HALF if HALF < 64 else 64
     column = FROM + (tl.arange(0, HALF // PIECE) * PIECE)[:, None, None] + tl.arange(0, PIECE)[None, None, :]
@@ -242,22 +225,10 @@ def attend_latent_chunk_kernel(
 
 @triton.jit(do_not_specialize=["rows", "start"], do_not_specialize_on_alignment=["page_row"])
 def prefill_latent_kernel(
-    query,
-    pool,
-    page_row,
-    out,
-    scale,
-    rows,
-    start,
-    H: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_L: tl.constexpr,
+    query, pool, page_row, out, scale, rows, start, H: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
-):
+):  # fmt: skip
     """TILE rows (positions by heads) of a prompt chunk against all before them; the last go first."""
     HALF: tl.constexpr = BLOCK_L // 2
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE

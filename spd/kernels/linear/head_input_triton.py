@@ -79,21 +79,9 @@ _KEPT = ("width", "depth", "rows_stride", "states_stride")
 
 @triton.jit(do_not_specialize=_KEPT)
 def keep_states_kernel(
-    rows,
-    positions,
-    valid,
-    kv_slots,
-    states,
-    page_states,
-    width,
-    depth,
-    rows_stride,
-    states_stride,
-    H: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    rows, positions, valid, kv_slots, states, page_states, width, depth, rows_stride, states_stride,
+    H: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program a row [S * W] of `rows`, whose slots lie rows_stride apart."""
     wait(PDL)
     release(PDL)

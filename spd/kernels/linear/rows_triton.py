@@ -53,17 +53,9 @@ def embed_kernel(
 
 @triton.jit
 def rms_norm_rows_kernel(
-    x,
-    squares,
-    weight,
-    y,
-    k,
-    epsilon,
-    PARTS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x, squares, weight, y, k, epsilon, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One program a row and part of it."""
     wait(PDL)
     release(PDL)
@@ -79,16 +71,8 @@ def rms_norm_rows_kernel(
 
 @triton.jit
 def norm_residual_kernel(
-    y,
-    weight,
-    residual,
-    x,
-    squares,
-    epsilon,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    y, weight, residual, x, squares, epsilon, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program a row, which it holds whole."""
     wait(PDL)
     release(PDL)

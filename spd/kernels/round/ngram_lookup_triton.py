@@ -63,23 +63,9 @@ _VARYING = ("tokens_stride", "draft_stride", "k", "ngram_min", "ngram_max")
 
 @triton.jit(do_not_specialize=_VARYING)
 def walk_kernel(
-    tokens,
-    length,
-    active,
-    finds,
-    draft,
-    num_drafts,
-    match,
-    tokens_stride,
-    draft_stride,
-    k,
-    ngram_min,
-    ngram_max,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    OVER: tl.constexpr,
-):
+    tokens, length, active, finds, draft, num_drafts, match, tokens_stride, draft_stride, k, ngram_min,
+    ngram_max, BLOCK: tl.constexpr, PARTS: tl.constexpr, DRAFTS: tl.constexpr, OVER: tl.constexpr,
+):  # fmt: skip
     """Blocks part, part + PARTS, ... of one slot; alone, it also writes the draft."""
     s = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -103,21 +89,9 @@ def walk_kernel(
 
 @triton.jit(do_not_specialize=_VARYING[:-1])
 def pick_kernel(
-    tokens,
-    length,
-    active,
-    finds,
-    draft,
-    num_drafts,
-    match,
-    tokens_stride,
-    draft_stride,
-    k,
-    ngram_min,
-    PARTS: tl.constexpr,
-    DRAFTS: tl.constexpr,
-    OVER: tl.constexpr,
-):
+    tokens, length, active, finds, draft, num_drafts, match, tokens_stride, draft_stride, k, ngram_min,
+    PARTS: tl.constexpr, DRAFTS: tl.constexpr, OVER: tl.constexpr,
+):  # fmt: skip
     """The best of one slot's finds."""
     s = tl.program_id(0).to(tl.int64)
     best = tl.max(tl.load(finds + s * PARTS + tl.arange(0, PARTS)))

@@ -24,15 +24,8 @@ _NUM_TIMES = tl.constexpr(NUM_TIMES)
 
 @triton.jit
 def write_time(
-    times,
-    counter,
-    depth,
-    now,
-    chosen,
-    COLUMN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TIMER: tl.constexpr,
-):
+    times, counter, depth, now, chosen, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, TIMER: tl.constexpr,
+):  # fmt: skip
     """Write the timer, or `now` where there is none, to the round's row, in the chosen program only."""
     at = times + tl.load(counter) % depth * COLUMNS + COLUMN
     if TIMER:
@@ -43,15 +36,9 @@ def write_time(
 
 @triton.jit(do_not_specialize=["depth", "now"])
 def mark_kernel(
-    times,
-    counter,
-    depth,
-    now,
-    COLUMN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ADVANCE: tl.constexpr,
+    times, counter, depth, now, COLUMN: tl.constexpr, COLUMNS: tl.constexpr, ADVANCE: tl.constexpr,
     TIMER: tl.constexpr,
-):
+):  # fmt: skip
     """One program: the time, then the counter."""
     write_time(times, counter, depth, now, True, COLUMN, COLUMNS, TIMER)
     if ADVANCE:
@@ -153,21 +140,9 @@ def round_window(state: RoundTensors, k: int, places: Places, usable_vocab: int)
 
 @triton.jit
 def store_rows(
-    out_positions,
-    out_valid,
-    out_slots,
-    at,
-    positions,
-    inside,
-    live,
-    first,
-    draft_limit,
-    table_row,
-    table_width,
-    limit,
-    trash_slot,
-    PAGE: tl.constexpr,
-):
+    out_positions, out_valid, out_slots, at, positions, inside, live, first, draft_limit, table_row,
+    table_width, limit, trash_slot, PAGE: tl.constexpr,
+):  # fmt: skip
     """Write rows at `positions`, which may lie outside the limits, to index `at` of the outputs."""
     valid = inside & (positions >= tl.maximum(first, 0)) & (positions < tl.where(live, draft_limit, 0))
     clamped = tl.minimum(tl.maximum(positions, 0), limit - 1)
