@@ -10,6 +10,7 @@ from typing import Any
 
 from spd.formats.model_config import ModelConfig, read_model_config
 from spd.runtime.models import family_layout
+from spd.runtime.models.layouts import LayerLayout
 from spd.runtime.plan import rank_choice as cost
 
 SIZES = (1, 2, 4, 8, 16)
@@ -128,15 +129,17 @@ def verify_table() -> Iterator[str]:
 def draft_table() -> Iterator[str]:
     """Milliseconds a draft token, the least of a row in bold."""
     yield from _head("drafter", "link", *(f"draft TP {size}" for size in SIZES))
-    drafters = {name: (config, cost.DraftCost.of_model(config, WIDTH)) for name, config in MODELS.items()}
-    drafters["DeepSeek-V3's MTP"] = (
-        DEEPSEEK,
-        cost.DraftCost.of_module(DEEPSEEK, family_layout(DEEPSEEK).layers[-1], WIDTH),
-    )
-    for name, (config, each) in drafters.items():
+    drafters: dict[str, tuple[ModelConfig, LayerLayout | None]] = {
+        name: (config, None) for name, config in MODELS.items()
+    }
+    drafters["DeepSeek-V3's MTP"] = (DEEPSEEK, family_layout(DEEPSEEK).layers[-1])
+    for name, (config, module) in drafters.items():
         possible = cost.possible_sizes(family_layout(config).layers, config.vocab_size, SIZES[-1])
         for link, speeds in LINKS.items():
-            times = {size: 1000 * each.seconds(speeds, size, SIZES[-1]) for size in possible}
+            times = {
+                size: 1000 * cost.draft_seconds(speeds, config, WIDTH, size, SIZES[-1], module)
+                for size in possible
+            }
             least = min(times.values())
             cells = [
                 ""

@@ -35,7 +35,9 @@ def dummy_fill(device: str, tied: bool, meter: LoadMeter) -> Fill:
             if name.endswith("norm.weight"):
                 view.fill_(1)
             elif view.dtype == torch.float8_e4m3fn:
-                _fill_fp8(view, generator)
+                for rows in torch.split(view, max(1, FP8_STRIP // view.shape[1])):
+                    wide = torch.empty(rows.shape, dtype=torch.float32, device=view.device)
+                    rows.copy_(wide.normal_(generator=generator))
                 views[scale_name(name)].fill_(_dummy_std(name, view, tied))
             elif not name.endswith(scale_name("")):
                 view.normal_(0.0, _dummy_std(name, view, tied), generator=generator)
@@ -44,20 +46,11 @@ def dummy_fill(device: str, tied: bool, meter: LoadMeter) -> Fill:
     return fill
 
 
-def _fill_fp8(view: Tensor, generator: torch.Generator) -> None:
-    """Normal numbers, rounded, some rows at a time."""
-    for rows in torch.split(view, max(1, FP8_STRIP // view.shape[1])):
-        wide = torch.empty(rows.shape, dtype=torch.float32, device=view.device)
-        rows.copy_(wide.normal_(generator=generator))
-
-
 def _dummy_std(name: str, view: Tensor, tied: bool) -> float:
     """1 / sqrt(columns), so that a product is as large as its input, but for the two named above."""
     if view.dim() == 1:
         return DUMMY_BIAS
-    gain = 1.0
+    gain = DUMMY_DOWN if name.endswith("down_proj.weight") else 1.0
     if name == (EMBEDDING if tied else HEAD):
         gain = DUMMY_LOGITS
-    elif name.endswith("down_proj.weight"):
-        gain = DUMMY_DOWN
     return float(gain * view.shape[1] ** -0.5)

@@ -62,8 +62,9 @@ def direct_fill(checkpoint: Checkpoint, meter: LoadMeter, cuts: Cuts = NOTHING) 
     return fill
 
 
-def threaded_fill(checkpoint: Checkpoint, meter: LoadMeter) -> Fill:
-    """Fill by reading threads and asynchronous copies."""
+def threaded_fill(checkpoint: Checkpoint, meter: LoadMeter, cuts: Cuts = NOTHING) -> Fill:
+    """Fill by reading threads and asynchronous copies, whole tensors only."""
+    assert not cuts
     return lambda views: read_tensors(checkpoint, views, advance=meter.advance)
 
 
@@ -72,13 +73,11 @@ def checkpoint_fill(
 ) -> Fill:
     """The fill that suits a device, with scales applied where the configuration speaks of FP8 blocks."""
     cuts = cuts_of(config, layout)
-    if cuts or torch.device(device).type != "cuda":
-        fill, scales = direct_fill(checkpoint, meter, cuts), direct_fill(checkpoint, LoadMeter())
-    else:
-        fill, scales = threaded_fill(checkpoint, meter), threaded_fill(checkpoint, LoadMeter())
+    filling = direct_fill if cuts or torch.device(device).type != "cuda" else threaded_fill
+    fill = filling(checkpoint, meter, cuts)
     if config.fp8_block is None:
         return fill
-    return scaling_fill(checkpoint, fill, scales, config.fp8_block, cuts)
+    return scaling_fill(checkpoint, fill, filling(checkpoint, LoadMeter(), NOTHING), config.fp8_block, cuts)
 
 
 def _filled(space: WeightSpace, fill: Fill, layout: ModelLayout) -> None:

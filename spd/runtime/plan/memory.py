@@ -346,8 +346,8 @@ def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -
 
 def _smaller(shape: EngineShape, fits: Callable[[EngineShape], bool]) -> Iterator[tuple[str, EngineShape]]:
     """The same with fewer positions or slots: as many as fit, or half."""
-    ctx = largest(lambda n: fits(at_context(shape, n)), shape.ctx - 1, PAGE_SIZE)
-    ctx = _round_down(ctx or shape.ctx // 2)
+    ctx = largest(lambda n: fits(at_context(shape, n)), shape.ctx - 1, PAGE_SIZE) or shape.ctx // 2
+    ctx = ctx // 1024 * 1024 if ctx >= 4096 else ctx  # easy to type
     if 2 <= ctx < shape.ctx:
         yield f"--ctx {ctx}", at_context(shape, ctx)
     slots = largest(lambda n: fits(replace(shape, slots=n)), shape.slots - 1, 1) or shape.slots // 2
@@ -405,8 +405,3 @@ def refusal(
 def at_context(shape: EngineShape, ctx: int) -> EngineShape:
     """The shape with another context, the draft model's no longer than it."""
     return replace(shape, ctx=ctx, draft_ctx=min(shape.draft_ctx, ctx))
-
-
-def _round_down(ctx: int) -> int:
-    """A context that is easy to type."""
-    return ctx // 1024 * 1024 if ctx >= 4096 else ctx

@@ -64,38 +64,24 @@ LOOPBACK = Speeds(20e9, 300e-6, 2e9, shared=True)
 """Ranks on one desktop: assumed."""
 
 
-@dataclass(frozen=True)
-class DraftCost:
-    """What decides how many ranks should share a drafter: its shape, and the bytes that a token reads."""
-
-    hidden: int
-    layers: int
-    nbytes: float
-    width: int
-
-    @classmethod
-    def of_model(cls, config: ModelConfig, width: int) -> DraftCost:
-        """Of a model in elements of `width` bytes."""
-        return cls(config.hidden_size, config.num_layers, streamed_bytes(config, width), width)
-
-    @classmethod
-    def of_module(cls, config: ModelConfig, layer: LayerLayout, width: int) -> DraftCost:
-        """Of an MTP module that holds one layer, its projection and the table of the vocabulary."""
-        hidden = config.hidden_size
-        around = (config.vocab_size + 2 * hidden) * hidden * width
-        return cls(hidden, 1, layer_bytes(layer, width) + around, width)
-
-    def seconds(self, speeds: Speeds, group: int, ranks: int) -> float:
-        """One draft token, drafted for one request."""
-        exchange = pass_exchange(self.layers, self.hidden, 1, self.width) + draw_exchange(1)
-        return speeds.seconds(self.nbytes, group, ranks, exchange)
+def draft_seconds(
+    speeds: Speeds, config: ModelConfig, width: int, group: int, ranks: int, module: LayerLayout | None = None
+) -> float:
+    """One draft token for one request, in elements of `width` bytes; module: see `streamed_bytes`."""
+    layers = config.num_layers if module is None else 1
+    exchange = pass_exchange(layers, config.hidden_size, 1, width) + draw_exchange(1)
+    return speeds.seconds(streamed_bytes(config, width, module), group, ranks, exchange)
 
 
-def streamed_bytes(config: ModelConfig, width: int) -> float:
-    """Weights that a pass over one row reads: all but the embedding's table and the experts not chosen."""
-    layout = family_layout(config)
-    head = streamed_tables(config, layout)[0].size * width
-    return head + sum(layer_bytes(layer, width) for layer in layout.layers)
+def streamed_bytes(config: ModelConfig, width: int, module: LayerLayout | None = None) -> float:
+    """Weights that a pass over one row reads: all but the embedding's table and the experts not chosen.
+
+    module: the one layer of an MTP head that drafts for this model; a projection stands before it.
+    """
+    layout, hidden = family_layout(config), config.hidden_size
+    around = streamed_tables(config, layout)[0].size + (0 if module is None else 2 * hidden * hidden)
+    layers = layout.layers if module is None else (module,)
+    return around * width + sum(layer_bytes(layer, width) for layer in layers)
 
 
 def layer_bytes(layer: LayerLayout, width: int) -> float:
@@ -136,12 +122,10 @@ def divide(
     if draft_tp is not None:
         _check("--draft-tp", draft_tp, drafter, "the drafter")
         return draft_tp, "asked for"
-    cost = DraftCost.of_model(drafter, DTYPE_BYTES[dtype])
-    if mtp is not None:
-        cost = DraftCost.of_module(drafter, module_layer(drafter, mtp.layout.family), DTYPE_BYTES[dtype])
-    speeds = LOOPBACK if device == "cpu" else PCIE
+    module = None if mtp is None else module_layer(drafter, mtp.layout.family)
+    speeds, width = LOOPBACK if device == "cpu" else PCIE, DTYPE_BYTES[dtype]
     sizes = possible_sizes(family_layout(drafter).layers, _ids(drafter), tp)
-    times = {group: 1000 * cost.seconds(speeds, group, tp) for group in sizes}
+    times = {n: 1000 * draft_seconds(speeds, drafter, width, n, tp, module) for n in sizes}
     best = min(times, key=lambda group: (times[group], group))
     others = ", ".join(f"{ms:.2f} at {group}" for group, ms in times.items() if group != best)
     return (
