@@ -42,38 +42,33 @@ class Drafter:
 
 def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
     """The speculation that a wish comes to. Raises the error of whatever cannot be honoured."""
-    draft = None if config.draft_model is None else ModelFolder.of(config.draft_model)
-    why = UNKNOWN
+    method, why = config.method, UNKNOWN
     refuse_head(target.config, target.path)
-    if config.method == "mtp" or config.mtp is not None:
+    if method == "mtp" or config.mtp is not None:
         return _asked_mtp(config, target)
-    if config.method == "auto" and draft is None:
+    if method in MODEL_FREE:
+        return Drafter(method, "asked for")
+    draft = None if config.draft_model is None else ModelFolder.of(config.draft_model)
+    if draft is None and method == "auto":
         found = _own_mtp(config, target)
         if isinstance(found, Drafter):
             return found
         why = found
-    if config.method == "eagle3" and draft is None and target.path == demo_folder():
-        draft = _if_there(demo_eagle3_folder())
-    if config.method == "eagle3" and draft is None:
-        raise UsageError("--spec eagle3 needs a head", fix=["--draft-model FOLDER of an EAGLE-3 head"])
-    if draft is None and config.method in ("auto", "draft") and target.path == demo_folder():
-        draft = _if_there(demo_draft_folder())
-    if config.method in MODEL_FREE:
-        return Drafter(config.method, "asked for")
-    if config.method == "draft" and draft is None:
-        raise UsageError("--spec draft needs a draft model", fix=["--draft-model FOLDER", "--spec ngram"])
-    if draft is not None and (config.method == "eagle3" or draft.config.eagle3 is not None):
+    if draft is None and target.path == demo_folder():
+        own = demo_eagle3_folder() if method == "eagle3" else demo_draft_folder()
+        draft = ModelFolder(own) if own.exists() else None
+    if draft is None:
+        if method == "eagle3":
+            raise UsageError("--spec eagle3 needs a head", fix=["--draft-model FOLDER of an EAGLE-3 head"])
+        if method == "draft":
+            raise UsageError("--spec draft needs a draft model", fix=["--draft-model FOLDER", "--spec ngram"])
+        return Drafter("ngram", why)
+    if method == "eagle3" or draft.config.eagle3 is not None:
         return _asked_eagle3(config, target, draft)
-    if draft is not None:
-        if config.load != "dummy":
-            draft.checkpoint.close()  # what holds no model says so before its tokenizer is compared
-        _require_same_vocabulary(target, draft)
-        return Drafter("draft", "asked for" if config.draft_model else "the model's own draft", draft)
-    return Drafter("ngram", why)
-
-
-def _if_there(folder: Path) -> ModelFolder | None:
-    return ModelFolder(folder) if folder.exists() else None
+    if config.load != "dummy":
+        draft.checkpoint.close()  # what holds no model says so before its tokenizer is compared
+    _require_same_vocabulary(target, draft)
+    return Drafter("draft", "asked for" if config.draft_model else "the model's own draft", draft)
 
 
 def _asked_mtp(config: EngineConfig, target: ModelFolder) -> Drafter:

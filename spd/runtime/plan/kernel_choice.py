@@ -63,7 +63,9 @@ def choose_kernels(
         raise IncompatibleError(
             "--kernels triton cannot run on this GPU", reason=[f"{why}."], fix=["--kernels auto"]
         )
-    if not _interpreted():
+    from triton import knobs
+
+    if not knobs.runtime.interpret:
         raise ResourceError(
             "--kernels triton needs a CUDA device",
             reason=["Without one they run only in Triton's interpreter: set TRITON_INTERPRET=1 (very slow)."],
@@ -74,12 +76,6 @@ def choose_kernels(
             "Triton's interpreter gets bfloat16 products wrong", fix=["--dtype float32", "--kernels torch"]
         )
     return "triton", "asked for"
-
-
-def _interpreted() -> bool:
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
 
 
 def _native(wish: str, why_not: str | None, compiled: bool) -> tuple[str, str]:

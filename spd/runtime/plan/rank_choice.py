@@ -18,6 +18,7 @@ from spd.runtime.models.layouts import LayerLayout, MoeLayout
 from spd.runtime.models.mtp_weights import module_layer
 from spd.runtime.models.weight_form import DTYPE_BYTES
 from spd.runtime.models.weights import streamed_tables
+from spd.runtime.plan.config import EngineConfig
 
 MOST_RANKS = 64
 CHOICE_BYTES = 12
@@ -96,18 +97,18 @@ def layer_bytes(layer: LayerLayout, width: int) -> float:
 
 
 def divide(
-    tp: int,
-    draft_tp: int | None,
+    wishes: EngineConfig,
     model: ModelConfig,
     draft: ModelConfig | None,
     mtp: MtpSource | None,
     dtype: str,
     device: str,
 ) -> tuple[int, str]:
-    """Ranks of each group that runs the drafter, of `tp` that share the target, and why so many.
+    """Ranks of each group that runs the drafter, of those that share the target, and why so many.
 
     Raises IncompatibleError where a model cannot be divided so, UsageError where nothing is to be divided.
     """
+    tp, draft_tp = wishes.tp, wishes.draft_tp
     if tp == 1:
         return 1, "one rank"
     _check("--tp", tp, model, "the target")
@@ -128,10 +129,8 @@ def divide(
     times = {n: 1000 * draft_seconds(speeds, drafter, width, n, tp, module) for n in sizes}
     best = min(times, key=lambda group: (times[group], group))
     others = ", ".join(f"{ms:.2f} at {group}" for group, ms in times.items() if group != best)
-    return (
-        best,
-        f"{times[best]:.2f} ms a draft token by the cost model; {others or 'no other size divides it'}",
-    )
+    why = f"{times[best]:.2f} ms a draft token by the cost model"
+    return best, f"{why}; {others or 'no other size divides it'}"
 
 
 def possible_sizes(layers: Sequence[LayerLayout], vocab_size: int, ranks: int) -> list[int]:
