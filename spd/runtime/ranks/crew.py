@@ -81,7 +81,6 @@ class Crew:
         self._coming: list[Connection] = []
         self._lines: dict[int, Connection] = {}
         self._signs: dict[int, Connection] = {}
-        self._watch: Watch | None = None
         self._number = 0
         self.broken = False
         """Whether an order broke off, so that it is not known where the other ranks are."""
@@ -94,7 +93,7 @@ class Crew:
             else:
                 self._call(meeting)
         except BaseException:
-            self.kill()
+            self._end()
             raise
         self._watch = Watch(self._lines, self._signs, self._processes, self.pulse, self._end)
 
@@ -118,24 +117,23 @@ class Crew:
 
     def _call(self, meeting: Rendezvous) -> None:
         """Say to ranks that are there already where to come."""
-        if self.plan.shape.tp > meeting.world:
+        if (tp := self.plan.shape.tp) > meeting.world:
             raise UsageError(
-                f"--tp {self.plan.shape.tp}, but torchrun started {meeting.world} ranks",
-                fix=[f"--tp {meeting.world}", f"torchrun with {self.plan.shape.tp} processes in all"],
+                f"--tp {tp}, but torchrun started {meeting.world} ranks",
+                fix=[f"--tp {meeting.world}", f"torchrun with {tp} processes in all"],
             )
         key = secrets.token_bytes(32)
         self._place = str(replace(meeting, attempt=f"{meeting.attempt}/{key.hex()}"))
         with listen(self._host) as listener:
             told = {"host": self._host, "port": listener.getsockname()[1], "key": key.hex()}
-            meeting.announce(meeting.open(), {**told, "tp": self.plan.shape.tp, "device": self._kind})
+            meeting.announce(meeting.open(), {**told, "tp": tp, "device": self._kind})
             self._gather([listener], key)
 
     def _gather(self, listeners: Sequence[socket.socket], key: bytes) -> None:
         """Wait until all have said that they are there, and that they are of one kind."""
         own, until = describe_rank(self.plan.device), time.monotonic() + START_SECONDS
-        while missing := [
-            n for n in range(1, self.plan.shape.tp) if n not in self._lines or n not in self._signs
-        ]:
+        others = range(1, self.plan.shape.tp)
+        while missing := [n for n in others if n not in self._lines or n not in self._signs]:
             give_signs(self._signs.values())
             for rank in missing:
                 if rank in self._processes and (status := self._processes[rank].poll()) is not None:
@@ -143,7 +141,7 @@ class Crew:
             if time.monotonic() > until:
                 raise EngineError(
                     f"rank {missing[0]}: did not come within {START_SECONDS} seconds",
-                    reason=[f"{self.plan.shape.tp - len(missing)} of {self.plan.shape.tp} ranks are there"],
+                    reason=[f"{others.stop - len(missing)} of {others.stop} ranks are there"],
                 )
             for ready in wait([*self._coming, *listeners], TICK):
                 if isinstance(ready, Connection):
@@ -205,8 +203,8 @@ class Crew:
             return act()
         except (LostRank, OSError, RuntimeError) as error:
             self.broken = True
-            known = self._watch is not None and self._watch.failed.wait(4 * TICK)  # or is so in a moment
-            if not isinstance(error, (LostRank, OSError)) and not known:
+            own = not isinstance(error, (LostRank, OSError))
+            if own and not self._watch.failed.wait(4 * TICK):  # no other rank's is known in a moment
                 self.kill()
                 raise
             raise self._verdict(str(error)) from None
@@ -217,16 +215,14 @@ class Crew:
 
     def check(self) -> None:
         """Raise what has become known of the other ranks."""
-        if self._watch is not None and self._watch.failure is not None:
+        if self._watch.failure is not None:
             self.broken = True
             raise self._verdict("")
 
     def _verdict(self, words: str) -> EngineError:
         """The error that says which rank failed, and how."""
-        failure: Failure | None = None
-        if self._watch is not None:
-            self._watch.failed.wait(TICK * (HANG_TICKS + 8))
-            failure = self._watch.failure
+        self._watch.failed.wait(TICK * (HANG_TICKS + 8))
+        failure = self._watch.failure
         self.kill()
         if failure is None:
             return EngineError("the ranks lost each other", reason=[words] if words else [])
@@ -242,8 +238,7 @@ class Crew:
 
     def close(self) -> None:
         """End the other ranks: by asking, where they still listen."""
-        if self._watch is not None:
-            self._watch.close()
+        self._watch.close()
         if not self.broken:
             self.broken = True
             with suppress(OSError):
@@ -258,8 +253,7 @@ class Crew:
 
     def kill(self) -> None:
         """End the other ranks at once, whatever becomes known of them."""
-        if self._watch is not None:
-            self._watch.close()
+        self._watch.close()
         self._end()
 
     def _end(self) -> None:

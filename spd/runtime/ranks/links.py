@@ -29,11 +29,10 @@ def greet(there: socket.socket, key: bytes, lines: list[Connection]) -> None:
     with there:
         line = _line(there)
         try:
-            silence = struct.pack("ll", GREETING_SECONDS, 0), struct.pack("ll", 0, 0)  # 0: for ever
-            there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, silence[0])
+            there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", GREETING_SECONDS, 0))
             deliver_challenge(line, key)
             answer_challenge(line, key)
-            there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, silence[1])
+            there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))  # for ever
         except (OSError, EOFError, ValueError, AssertionError, AuthenticationError):
             line.close()
             return

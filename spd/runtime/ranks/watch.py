@@ -35,7 +35,7 @@ COLLATERAL = 75
 LEADERLESS = 76
 """The exit status of a rank that has given up rank 0."""
 SILENCE = f"has not answered for {HANG_SECONDS} seconds"
-LAST_WORDS_TICKS = 4
+LAST_WORDS_TICKS = 8
 """Looks for which a rank that ended because of another one waits for the news of that one."""
 NOTICE_SECONDS = 4
 """In which rank 0 notices that a rank has failed; if it does not, it hangs itself."""
@@ -161,11 +161,8 @@ class Watch:
             status = member.process.poll() if member.process is not None else None
             if status is None and member.line is not None:
                 continue
-            if status is None and member.process is not None and member.gone < LAST_WORDS_TICKS:
-                member.gone += 1  # the line has closed: the status comes in a moment
-                continue
-            if status in (COLLATERAL, None) and member.gone < 2 * LAST_WORDS_TICKS:
-                member.gone += 1
+            if status in (COLLATERAL, None) and member.gone < LAST_WORDS_TICKS:
+                member.gone += 1  # its own status, or the news of another one, comes in a moment
                 continue
             return Failure(rank, end_words(status))
         return None
@@ -180,11 +177,8 @@ class Watch:
         moving = any(member.still <= HANG_TICKS for member in everyone.values())
         if not waiting or moving:
             return None
-        late = {rank: member.steps for rank, member in everyone.items() if not member.waiting}
-        rank = min(
-            late or {rank: member.steps for rank, member in everyone.items()},
-            key=lambda r: (everyone[r].steps, r),
-        )
+        late = [rank for rank, member in everyone.items() if not member.waiting] or list(everyone)
+        rank = min(late, key=lambda r: (everyone[r].steps, r))
         return Failure(rank, f"has kept the others waiting for {HANG_SECONDS} seconds")
 
 
