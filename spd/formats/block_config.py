@@ -168,10 +168,6 @@ def _after_dense(fields: Fields, num_layers: int, default: int) -> list[bool]:
     return [layer >= dense and layer % every == 0 for layer in range(num_layers)]
 
 
-def _expect(fields: Fields, key: str, default: str, *known: str) -> str:
-    return fields.choice(key, {name: name for name in known}, default)
-
-
 def _experts(
     fields: Fields,
     count: int,
@@ -189,9 +185,9 @@ def deepseek_v2_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None
     """Softmax scores; the best experts of all, or of the groups with the best single expert."""
     if "n_routed_experts" not in fields:
         return None
-    _expect(fields, "scoring_func", "softmax", "softmax")
+    fields.choice("scoring_func", ("softmax",), "softmax")
     count, per_token = _counted(fields, "n_routed_experts", "num_experts_per_tok")
-    method = _expect(fields, "topk_method", "greedy", "greedy", "group_limited_greedy")
+    method = fields.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     groups, kept = (1, 1) if method == "greedy" else _grouped(fields, count, per_token)
     if fields.boolean("norm_topk_prob", False):
         raise fields.refused("norm_topk_prob", "true: no DeepSeek-V2 divides by the sum, and codes disagree")
@@ -202,8 +198,8 @@ def deepseek_v2_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None
 
 def deepseek_v3_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     """Sigmoid scores with a learned correction; the groups with the best two experts."""
-    _expect(fields, "scoring_func", "sigmoid", "sigmoid")
-    _expect(fields, "topk_method", "noaux_tc", "noaux_tc")
+    fields.choice("scoring_func", ("sigmoid",), "sigmoid")
+    fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
     count, per_token = _counted(fields, "n_routed_experts", "num_experts_per_tok")
     groups, kept = _grouped(fields, count, per_token)
     if count // groups < 2:
@@ -241,6 +237,10 @@ def ernie_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     return _experts(fields, count, sparse, RouterConfig(per_token, False, True, True), *names)
 
 
+_FP8 = {"fmt": ("e4m3", "float8_e4m3fn"), "activation_scheme": ("dynamic",), "scale_fmt": ("float", "ue8m0")}
+"""What else is said of FP8 blocks, the first where nothing is."""
+
+
 def read_fp8_block(fields: Fields) -> tuple[int, int] | None:
     """Rows and columns of the blocks that share a scale; None where weights are not quantized.
 
@@ -255,9 +255,8 @@ def read_fp8_block(fields: Fields) -> tuple[int, int] | None:
         method = inner.get("quant_method") if inner is not None else None
         why = f"quantized weights ({shown(method)}) are not supported (fp8 with weight_block_size is)"
         raise fields.refused("quantization_config", why)
-    _expect(inner, "fmt", "e4m3", "e4m3", "float8_e4m3fn")
-    _expect(inner, "activation_scheme", "dynamic", "dynamic")
-    _expect(inner, "scale_fmt", "float", "float", "ue8m0")
+    for key, known in _FP8.items():
+        inner.choice(key, known, known[0])
     block = inner.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2:
         raise inner.refused("weight_block_size", f"{shown(block)} is not a list of rows and columns")

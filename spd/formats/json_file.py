@@ -10,7 +10,7 @@ import os
 import shlex
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -217,12 +217,12 @@ class Fields:
             raise self.refused(key, f"{shown(value)} is not a string")
         return value
 
-    def choice(self, key: str, choices: Mapping[str, str], default: str | None = None) -> str:
-        """What a string stands for in `choices`; any other string is refused by name."""
+    def choice(self, key: str, known: Collection[str], default: str | None = None) -> str:
+        """A string that is among `known`; any other one is refused by name."""
         value = self.text(key, default)
-        if value not in choices:
-            raise self.refused(key, f"{shown(value)} is not supported ({', '.join(choices)} are)")
-        return choices[value]
+        if value not in known:
+            raise self.refused(key, f"{shown(value)} is not supported ({', '.join(known)} are)")
+        return value
 
     def token_ids(self, key: str, end: int) -> tuple[int, ...]:
         """One token id or a list of them, each in [0, end); empty when absent."""

@@ -133,11 +133,7 @@ REFUSED_ARCHITECTURES = {
 }
 """Architectures close to supported ones, and why they are not."""
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu"}
-_GEMMA_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
-_DTYPES = {
-    f"{prefix}{name}": name for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32")
-}
+_DTYPES = [prefix + name for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32")]
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -184,6 +180,10 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     sliding = read_sliding(fields, num_layers, family.sliding)
     latent = read_latent(fields) if family.latent else None
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(fields, hidden_size, num_heads)
+    num_kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, num_heads)
+    if num_heads % num_kv_heads:
+        why = f"{num_kv_heads} does not divide {num_heads} attention heads"
+        raise fields.refused("num_key_value_heads", why)
     rotary_dim = read_rotary_dim(fields, family.partial, head_dim) if family.partial is not None else None
     rope = read_rope(
         fields,
@@ -201,7 +201,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         num_layers=num_layers,
         num_heads=num_heads,
         head_dim=head_dim,
-        num_kv_heads=_num_kv_heads(fields, num_heads),
+        num_kv_heads=num_kv_heads,
         vocab_size=vocab_size,
         max_positions=min(max_positions, rope.max_positions or max_positions),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, 1e-6),
@@ -248,8 +248,10 @@ def _architecture(fields: Fields) -> str:
 def _activation(fields: Fields, family: _Family) -> str:
     """What stands in the gate; Gemma's code reads a key of its own and leaves the usual one alone."""
     if family.caps is not None:
-        return fields.choice("hidden_activation", _GEMMA_ACTIVATIONS, "gelu_pytorch_tanh")
-    return fields.choice("hidden_act", _ACTIVATIONS, "silu")
+        fields.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+        return "gelu_tanh"
+    fields.choice("hidden_act", ("silu", "swish"), "silu")
+    return "silu"
 
 
 def _softcap(fields: Fields, family: _Family, key: str, which: int) -> float | None:
@@ -257,14 +259,6 @@ def _softcap(fields: Fields, family: _Family, key: str, which: int) -> float | N
     if family.caps is None or key not in fields.values:
         return None if family.caps is None else family.caps[which]
     return fields.optional_number(key, 1e-3, 1e6)
-
-
-def _num_kv_heads(fields: Fields, num_heads: int) -> int:
-    num_kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, num_heads)
-    if num_heads % num_kv_heads:
-        why = f"{num_kv_heads} does not divide {num_heads} attention heads"
-        raise fields.refused("num_key_value_heads", why)
-    return num_kv_heads
 
 
 def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
@@ -278,10 +272,11 @@ def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
 
 def _dtype(fields: Fields) -> str:
     """The dtype under its new name (`dtype`) or its old one; float32 where neither is given, as upstream."""
-    old, new = (fields.choice(key, _DTYPES) if key in fields else None for key in ("torch_dtype", "dtype"))
-    if old and new and old != new:
-        raise fields.refused("dtype", f"{new} disagrees with torch_dtype {old}")
-    return new or old or "float32"
+    keys = [key for key in ("dtype", "torch_dtype") if key in fields]
+    names = [fields.choice(key, _DTYPES).removeprefix("torch.") for key in keys] or ["float32"]
+    if names[0] != names[-1]:
+        raise fields.refused("dtype", f"{names[0]} disagrees with torch_dtype {names[1]}")
+    return names[0]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from spd.formats.block_config import KINDS, MAX_POSITIONS
 from spd.formats.json_file import Fields, shown
@@ -37,13 +37,23 @@ class RopeConfig:
         return self.original_max_positions if self.kind == "longrope" else None
 
 
-_ROPE_KINDS = {name: name for name in ("default", "linear", "llama3", "yarn")}
-_ROPE_KEYS = (
-    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
-    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
-    *("mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "finetuned"),
-    *("short_factor", "long_factor"),
-)
+_NUMBERS: dict[RopeKind, dict[str, float]] = {
+    "default": {},
+    "linear": {"factor": 1.0},
+    "llama3": {"factor": 1.0, "low_freq_factor": 1e-6, "high_freq_factor": 1e-6},
+    "yarn": {
+        **{"factor": 1.0, "beta_fast": 1e-6, "beta_slow": 1e-6},
+        **{"attention_factor": 1e-6, "mscale": 0.0, "mscale_all_dim": 0.0},
+    },
+    "longrope": {"factor": 1e-6, "attention_factor": 1e-6},
+}
+"""The numbers that each kind reads, and the least of each; a million is the most."""
+_OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
+_KNOWN_KEYS = {
+    *("rope_type", "type", "rope_theta", "original_max_position_embeddings", "truncate"),
+    *("partial_rotary_factor", "finetuned", "short_factor", "long_factor"),
+    *(key for numbers in _NUMBERS.values() for key in numbers),
+}
 
 
 def read_rotary_dim(fields: Fields, default: float, head_dim: int) -> int:
@@ -117,74 +127,56 @@ def _rope_of(
     if fields is None or not fields.values:
         return RopeConfig("default", theta)
     for key in fields.values:
-        if key not in _ROPE_KEYS:
+        if key not in _KNOWN_KEYS:
             raise fields.refused(shown(key), "is not a known rope parameter")
     if _theta(fields, theta) != theta:
         raise fields.refused("rope_theta", f"disagrees with rope_theta {theta:g}")
     if fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
         raise fields.refused("partial_rotary_factor", "rotating a part of the head is not supported")
-    key = "rope_type" if "rope_type" in fields or "type" not in fields else "type"
-    kinds = _ROPE_KINDS if long is None else {**_ROPE_KINDS, "longrope": "longrope", "su": "longrope"}
-    kind = cast(RopeKind, fields.choice(key, kinds))
-    if "type" in fields and kinds.get(fields.text("type")) != kind:
-        raise fields.refused("type", f"{shown(fields.get('type'))} disagrees with rope_type {kind}")
-    if kind == "default":
-        return RopeConfig(kind, theta)
-    if kind == "longrope" and long is not None:
-        return _long_rope(fields, theta, max_positions, *long)
-    factor = fields.number("factor", 1.0, 1e6)
-    if kind == "linear":
-        return RopeConfig(kind, theta, factor)
-    if kind == "llama3":
-        return _llama3_rope(fields, theta, factor)
-    return _yarn_rope(fields, theta, factor, max_positions)
-
-
-def _long_rope(fields: Fields, theta: float, max_positions: int, dims: int, original: int) -> RopeConfig:
-    original = fields.integer("original_max_position_embeddings", 2, MAX_POSITIONS, original)
-    for key in ("short_factor", "long_factor"):
-        values = fields.get(key)
-        if not isinstance(values, list) or len(values) != dims // 2:
-            raise fields.refused(key, f"is not a list of {dims // 2} numbers")
-    values = cast(list[object], fields.get("short_factor"))
-    each = [Fields(fields.where, {"short_factor": value}) for value in values]
-    return RopeConfig(
-        "longrope",
-        theta,
-        fields.number("factor", 1e-6, 1e6, max_positions / original),
-        original,
-        attention_factor=fields.optional_number("attention_factor", 1e-6, 1e6),
-        short_factor=tuple(factor.number("short_factor", 1e-3, 1e6) for factor in each),
-    )
-
-
-def _llama3_rope(fields: Fields, theta: float, factor: float) -> RopeConfig:
-    low = fields.number("low_freq_factor", 1e-6, 1e6)
-    high = fields.number("high_freq_factor", 1e-6, 1e6)
-    if high <= low:
-        raise fields.refused("high_freq_factor", f"{high:g} is not above low_freq_factor {low:g}")
-    original = fields.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
-    return RopeConfig("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
-
-
-def _yarn_rope(fields: Fields, theta: float, factor: float, max_positions: int) -> RopeConfig:
-    if theta <= 1.0:
+    kind = _kind(fields, long is not None)
+    if kind == "yarn" and theta <= 1.0:
         raise fields.refused("rope_theta", "yarn needs a base above 1")
-    rope = RopeConfig(
-        "yarn",
-        theta,
-        factor,
-        fields.integer("original_max_position_embeddings", 1, MAX_POSITIONS, max_positions),
-        beta_fast=fields.number("beta_fast", 1e-6, 1e6, 32.0),
-        beta_slow=fields.number("beta_slow", 1e-6, 1e6, 1.0),
-        attention_factor=fields.optional_number("attention_factor", 1e-6, 1e6),
-        mscale=fields.optional_number("mscale", 0.0, 1e6),
-        mscale_all_dim=fields.optional_number("mscale_all_dim", 0.0, 1e6),
-        truncate=fields.boolean("truncate", True),
-    )
-    if rope.beta_fast <= rope.beta_slow:
-        raise fields.refused("beta_fast", f"{rope.beta_fast:g} is not above beta_slow {rope.beta_slow:g}")
+    more: dict[str, Any] = {}
+    if kind in ("llama3", "yarn"):
+        default = max_positions if kind == "yarn" else None
+        more["original_max_positions"] = fields.integer(
+            "original_max_position_embeddings", 1, MAX_POSITIONS, default
+        )
+    if kind == "yarn":
+        more["truncate"] = fields.boolean("truncate", True)
+    if kind == "longrope" and long is not None:
+        original = fields.integer("original_max_position_embeddings", 2, MAX_POSITIONS, long[1])
+        more |= {"original_max_positions": original, "short_factor": _short_factors(fields, long[0] // 2)}
+        more["factor"] = max_positions / original
+    for key, least in _NUMBERS[kind].items():
+        if key in fields or key not in _OPTIONAL:
+            more[key] = fields.number(key, least, 1e6, more.get(key))
+    rope = RopeConfig(kind, theta, **more)
+    for upper, lower in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
+        high, low = getattr(rope, upper), getattr(rope, lower)
+        if high <= low:
+            raise fields.refused(upper, f"{high:g} is not above {lower} {low:g}")
     return rope
+
+
+def _kind(fields: Fields, knows_long: bool) -> RopeKind:
+    """Under its new key (`rope_type`) or its old one; "su" is what longrope was called first."""
+    names: dict[str, RopeKind] = {name: name for name in _NUMBERS if knows_long or name != "longrope"}
+    names |= {"su": "longrope"} if knows_long else {}
+    key = "rope_type" if "rope_type" in fields or "type" not in fields else "type"
+    kind = names[fields.choice(key, names)]
+    if "type" in fields and names.get(fields.text("type")) != kind:
+        raise fields.refused("type", f"{shown(fields.get('type'))} disagrees with rope_type {kind}")
+    return kind
+
+
+def _short_factors(fields: Fields, count: int) -> tuple[float, ...]:
+    lists = [fields.get("short_factor"), fields.get("long_factor")]
+    for key, values in zip(("short_factor", "long_factor"), lists, strict=True):
+        if not isinstance(values, list) or len(values) != count:
+            raise fields.refused(key, f"is not a list of {count} numbers")
+    each = [Fields(fields.where, {"short_factor": value}) for value in cast(list[object], lists[0])]
+    return tuple(factor.number("short_factor", 1e-3, 1e6) for factor in each)
 
 
 @dataclass(frozen=True)
