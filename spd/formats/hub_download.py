@@ -35,24 +35,20 @@ from spd.formats.hub import cache_folder, cached_folder, check_repository_name
 from spd.formats.json_file import one_line, read_json_object, shown
 
 SMALL_FILES = frozenset(
-    {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.jinja",
-        "chat_template.json",
-        INDEX_NAME,
-    }
+    (
+        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX_NAME),
+        *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    )
 )
 SPARE_SHARE = 1.05
 """Free space wanted, as a share of what is to come."""
+_MAKE_ROOM = "spd rm NAME for a model that is not needed"
 _WEIGHTS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r'(W/)?"?[A-Za-z0-9_-][A-Za-z0-9_=+.-]{0,199}"?')
-_NETWORK_PACKAGES = frozenset({"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet"})
+_NETWORK_PACKAGES = frozenset(
+    ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet", "huggingface_hub")
+)
 
 
 @dataclass(frozen=True)
@@ -90,15 +86,16 @@ def look_up(name: str, revision: str | None = None) -> RemoteModel:
     check_repository_name(name, revision)
     with _in_words(name):
         info = HfApi(endpoint=constants.ENDPOINT).model_info(name, revision=revision, files_metadata=True)
-        if not _COMMIT.fullmatch(str(info.sha)):
+        commit, siblings = str(info.sha), info.siblings or ()
+        if not _COMMIT.fullmatch(commit):
             raise ValueError("it names no commit")
-        offered = {file.name: file for file in map(_remote_file, info.siblings or ()) if file is not None}
-        wanted = [file for file in offered.values() if file.name in SMALL_FILES]
+        offered = {file.rfilename: _remote_file(file) for file in siblings if _is_read(file.rfilename)}
         if "config.json" not in offered:
             raise IncompatibleError(f"{name}: the repository has no config.json, so it is no model folder")
-        wanted += _weights(name, str(info.sha), offered, [s.rfilename for s in info.siblings or ()])
-        missing = sum(file.size for file in wanted if not _is_cached(name, str(info.sha), file))
-    return RemoteModel(name, revision, str(info.sha), tuple(wanted), missing)
+        wanted = [file for file in offered.values() if file.name in SMALL_FILES]
+        wanted += _weights(name, commit, offered, [file.rfilename for file in siblings])
+        missing = sum(file.size for file in wanted if not _cached(name, commit, file).is_file())
+    return RemoteModel(name, revision, commit, tuple(wanted), missing)
 
 
 def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
@@ -115,29 +112,29 @@ def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
 
 def _fetch(name: str, commit: str, file: RemoteFile, report: Callable[[int], None]) -> Path:
     """Where a file lies in the cache; what was not there is downloaded and checked."""
-    cached = _is_cached(name, commit, file)
-    path = Path(
+    path = _cached(name, commit, file)
+    if not path.is_file():
+        folder, meter = cache_folder(), _meter(report)
         hf_hub_download(
-            name,
-            file.name,
-            revision=commit,
-            cache_dir=cache_folder(),
-            endpoint=constants.ENDPOINT,
-            tqdm_class=_meter(report),
+            name, file.name, revision=commit, cache_dir=folder, endpoint=constants.ENDPOINT, tqdm_class=meter
         )
-    )
-    if not cached:
         _check_hash(name, file, path)
     return path
 
 
-def _remote_file(sibling: Any) -> RemoteFile | None:
-    """A file of the listing if it is one that `spd` reads; its name is no path, so it stays in its folder."""
-    name = sibling.rfilename
-    if name not in SMALL_FILES and not _WEIGHTS.fullmatch(name):
-        return None
-    lfs, size = sibling.lfs, int(sibling.size or 0)
-    return RemoteFile(name, size, lfs.sha256 if lfs else None, None if lfs else sibling.blob_id)
+def _cached(name: str, commit: str, file: RemoteFile) -> Path:
+    return cached_folder(name) / "snapshots" / commit / file.name
+
+
+def _is_read(name: str) -> bool:
+    """Whether `spd` reads a file of this name, which is no path, so that it stays in its folder."""
+    return name in SMALL_FILES or _WEIGHTS.fullmatch(name) is not None
+
+
+def _remote_file(sibling: Any) -> RemoteFile:
+    lfs = sibling.lfs
+    sha256, git_sha1 = (lfs.sha256, None) if lfs else (None, sibling.blob_id)
+    return RemoteFile(sibling.rfilename, int(sibling.size or 0), sha256, git_sha1)
 
 
 def _weights(
@@ -167,10 +164,6 @@ def _weights(
     )
 
 
-def _is_cached(name: str, commit: str, file: RemoteFile) -> bool:
-    return (cached_folder(name) / "snapshots" / commit / file.name).is_file()
-
-
 def _check_space(model: RemoteModel) -> None:
     folder = cache_folder()
     while not folder.exists():
@@ -180,19 +173,17 @@ def _check_space(model: RemoteModel) -> None:
         raise ResourceError(
             f"not enough disk space for {model.name}: {model.missing_bytes:,} bytes to come, {free:,} free",
             reason=[f"The cache is {cache_folder()}."],
-            fix=["spd rm NAME for a model that is not needed", "HF_HOME=/another/disk spd pull …"],
+            fix=[_MAKE_ROOM, "HF_HOME=/another/disk spd pull …"],
             code="disk_full",
         )
 
 
 def _check_hash(name: str, file: RemoteFile, path: Path) -> None:
     """Compare a new file with the listing; what differs is removed from the cache, so that it is not read."""
-    if file.sha256 is not None:
-        wanted, digest = file.sha256, hashlib.sha256()
-    elif file.git_sha1 is not None:
-        wanted, digest = file.git_sha1, hashlib.sha1(f"blob {path.stat().st_size}\0".encode())
-    else:
+    in_git = file.sha256 is None
+    if (wanted := file.git_sha1 if in_git else file.sha256) is None:
         return
+    digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode()) if in_git else hashlib.sha256()
     with path.open("rb") as data:
         while block := data.read(1 << 20):
             digest.update(block)
@@ -213,21 +204,17 @@ def _check_hash(name: str, file: RemoteFile, path: Path) -> None:
 
 def _write_ref(model: RemoteModel) -> None:
     """Let a branch or tag mean this commit, as huggingface_hub does; files were fetched by commit."""
-    revision = model.revision or "main"
-    if revision == model.commit:
-        return
-    refs = cached_folder(model.name) / "refs"
-    path = refs / revision
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, model.commit)
+    path = cached_folder(model.name) / "refs" / (model.revision or "main")
+    if path.name != model.commit:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, model.commit)
 
 
 def _meter(report: Callable[[int], None]) -> Any:
     class Meter(tqdm):  # type: ignore[misc]
         """Hands on how many bytes came, and draws nothing."""
 
-        def __init__(self, *args: Any, **options: Any) -> None:
-            options.pop("name", None)
+        def __init__(self, *args: Any, name: str | None = None, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
@@ -259,43 +246,42 @@ def _in_words(name: str) -> Iterator[None]:
         yield
     except SpdError:
         raise
-    except hub_errors.GatedRepoError:
-        raise _no_access(name, "is gated") from None
-    except hub_errors.RevisionNotFoundError:
-        raise NotFoundError(f"{name}: the hub has no such revision", fix=["leave --revision out"]) from None
-    except hub_errors.RepositoryNotFoundError:
-        raise NotFoundError(
+    except Exception as error:
+        if (refusal := _refusal(name, error)) is None:
+            raise
+        raise refusal from error
+
+
+def _refusal(name: str, error: Exception) -> SpdError | None:
+    """What an error of the library means for a download; None for one of this program's own."""
+    if isinstance(error, hub_errors.GatedRepoError):
+        return _no_access(name, "is gated")
+    if isinstance(error, hub_errors.RevisionNotFoundError):
+        return NotFoundError(f"{name}: the hub has no such revision", fix=["leave --revision out"])
+    if isinstance(error, hub_errors.RepositoryNotFoundError):
+        return NotFoundError(
             f"{name}: the hub has no such model, or this token may not see it",
             reason=[_token_words()],
             fix=["check the name, ORG/NAME; for a private model: hf auth login"],
             code="no_repository",
-        ) from None
-    except hub_errors.OfflineModeIsEnabled:
-        raise NetworkError(
-            f"{name}: not downloaded, because of --offline or HF_HUB_OFFLINE",
-            fix=["leave --offline out", "unset HF_HUB_OFFLINE"],
-            code="offline",
-        ) from None
-    except hub_errors.HfHubHTTPError as error:
+        )
+    if isinstance(error, hub_errors.OfflineModeIsEnabled):
+        why = f"{name}: not downloaded, because of --offline or HF_HUB_OFFLINE"
+        return NetworkError(why, fix=["leave --offline out", "unset HF_HUB_OFFLINE"], code="offline")
+    if isinstance(error, hub_errors.HfHubHTTPError):
         status = getattr(error.response, "status_code", None)
         if status in (401, 403):
-            raise _no_access(name, "refuses access") from None
-        raise _unreachable(name, f"the hub answered {status}") from None
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceError(
-                f"the disk is full while downloading {name}",
-                reason=["Finished files are kept."],
-                fix=["spd rm NAME for a model that is not needed"],
-                code="disk_full",
-            ) from None
-        raise _unreachable(name, error) from None
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] in (*_NETWORK_PACKAGES, "huggingface_hub"):
-            raise _unreachable(name, error) from None
-        if not isinstance(error, (AttributeError, LookupError, RecursionError, TypeError, ValueError)):
-            raise
-        raise _unreachable(name, f"the hub gave a wrong answer: {one_line(error)}") from error
+            return _no_access(name, "refuses access")
+        return _unreachable(name, f"the hub answered {status}")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        why = f"the disk is full while downloading {name}"
+        return ResourceError(why, reason=["Finished files are kept."], fix=[_MAKE_ROOM], code="disk_full")
+    package = type(error).__module__.partition(".")[0]
+    if isinstance(error, OSError) or package in _NETWORK_PACKAGES:
+        return _unreachable(name, error)
+    if isinstance(error, (AttributeError, LookupError, RecursionError, TypeError, ValueError)):
+        return _unreachable(name, f"the hub gave a wrong answer: {one_line(error)}")
+    return None
 
 
 def _no_access(name: str, why: str) -> NetworkError:
