@@ -155,7 +155,7 @@ def _attach(plan: HeadPlan, name: str, target: ModelFolder) -> dict[str, Any]:
     from spd.formats.mtp import FINAL_NORM, check_fits, verifier_hash
 
     check_fits(plan.head, target.config, target.path)
-    with Checkpoint.open(target.path, wanted=lambda tensor: tensor == FINAL_NORM) as checkpoint:
+    with Checkpoint.open(target.path, wanted=lambda shards: (FINAL_NORM,)) as checkpoint:
         digest = verifier_hash(checkpoint)
     return {"target": name, "sha256": digest, "same_verifier": digest == plan.head.verifier_sha256}
 

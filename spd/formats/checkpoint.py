@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
@@ -110,18 +110,21 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self._files: dict[Path, BinaryIO] = {}
 
     @classmethod
-    def open(cls, folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:
+    def open(
+        cls, folder: Path, wanted: Callable[[Mapping[str, str]], Container[str]] | None = None
+    ) -> Checkpoint:
         """Read and check the headers of all shards; `model.safetensors` wins over an index beside it.
 
-        `wanted` leaves out shards that the index gives none of the wanted tensors; they may be missing.
-        Raises `CheckpointError` naming the file and the tensor.
+        `wanted` picks tensors from an index, the shard of each by its name; shards that hold none of them
+        are not opened, and may be missing. Raises `CheckpointError` naming the file and the tensor.
         """
         names = names_in(folder)
         if SINGLE_NAME in names:
             checkpoint = cls(folder, [SINGLE_NAME])
         elif INDEX_NAME in names:
             weight_map = _weight_map(folder / INDEX_NAME)
-            shards = sorted({shard for tensor, shard in weight_map.items() if wanted(tensor)})
+            picked = weight_map if wanted is None else wanted(weight_map)
+            shards = sorted({shard for tensor, shard in weight_map.items() if tensor in picked})
             _check_present(folder, shards, names)
             checkpoint = cls(folder, shards, _notes(set(weight_map.values()), names))
             _compare_with_index(folder / INDEX_NAME, weight_map, set(shards), checkpoint)
@@ -142,8 +145,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     ) -> torch.Tensor:
         """One tensor, or its rows [first, end), as stored and on the CPU, or in `into` where that is given.
 
-        The file is compared with what was opened before and after, so that a replaced or truncated file
-        is an error instead of foreign bytes. Raises `CheckpointError`.
+        Raises `CheckpointError`.
         """
         import torch
 
@@ -157,22 +159,29 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         offset = first * (tensor.nbytes // max(1, len(tensor))) if first else 0
         if offset + tensor.nbytes > meta.nbytes:
             raise ValueError(f"{name}: {list(meta.shape)} has no rows {rows}")
-        self._check_identity(meta.shard)
-        if meta.shard not in self._files:
-            self._files[meta.shard] = self.open_shard(meta.shard)
         if tensor.nbytes:
             memory = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-            read_exactly(self._files[meta.shard].fileno(), [memory], meta.offset + offset, meta.shard)
-        self._check_identity(meta.shard)
+            self._fill(memory, meta, offset)
         return tensor if into is None or into is tensor else into.copy_(tensor)
 
     def pieces(self, meta: TensorMeta) -> Iterator[bytes]:
         """A tensor's bytes as they are stored. Raises `CheckpointError`."""
-        with self.open_shard(meta.shard) as file:
-            for first in range(0, meta.nbytes, PIECE):
-                piece = bytearray(min(PIECE, meta.nbytes - first))
-                read_exactly(file.fileno(), [memoryview(piece)], meta.offset + first, meta.shard)
-                yield bytes(piece)
+        for first in range(0, meta.nbytes, PIECE):
+            piece = bytearray(min(PIECE, meta.nbytes - first))
+            self._fill(memoryview(piece), meta, first)
+            yield bytes(piece)
+
+    def _fill(self, memory: memoryview, meta: TensorMeta, offset: int) -> None:
+        """Read a tensor's bytes from `offset` on.
+
+        The file is compared with what was opened before and after, so that a replaced or truncated file
+        is an error instead of foreign bytes.
+        """
+        self._check_identity(meta.shard)
+        if meta.shard not in self._files:
+            self._files[meta.shard] = self.open_shard(meta.shard)
+        read_exactly(self._files[meta.shard].fileno(), [memory], meta.offset + offset, meta.shard)
+        self._check_identity(meta.shard)
 
     def open_shard(self, shard: Path) -> BinaryIO:
         """A shard opened for reading, seen to be the file whose header was checked.
@@ -230,18 +239,6 @@ def read_exactly(descriptor: int, views: list[memoryview], offset: int, path: Pa
             count -= len(views.pop(0))
         if count:
             views[0] = views[0][count:]
-
-
-def shards_by_tensor(folder: Path) -> Mapping[str, str]:
-    """The file name of every tensor's shard as the index gives it, without a look into the shards.
-
-    Raises `CheckpointError` as `Checkpoint.open` does.
-    """
-    names = names_in(folder)
-    if SINGLE_NAME not in names and INDEX_NAME in names:
-        return _weight_map(folder / INDEX_NAME)
-    with Checkpoint.open(folder) as checkpoint:
-        return {name: meta.shard.name for name, meta in checkpoint.tensors.items()}
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import eq
 from typing import Any, Literal
 
 from spd.errors import CheckpointError, IncompatibleError
-from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta, shards_by_tensor
+from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta
 from spd.formats.folder import ModelFolder
 from spd.formats.json_file import listed
 from spd.formats.model_config import MAX_LAYERS, ModelConfig, refuse_head
@@ -106,14 +106,19 @@ def _own_head(source: ModelFolder, name: str) -> tuple[MtpSource, Checkpoint]:
     """The head in a checkpoint of that name; the shards of it, the final norm, and tables that are there."""
     config = source.config
     refuse_head(config, source.path)
-    shards = shards_by_tensor(source.path)
-    layout = find_mtp(config.architecture, shards, config.num_layers)
-    if layout is None:
-        raise no_mtp(source.path, config.num_layers, declared_modules(source.fields))
-    tables = [name for name in TABLES if name in shards and (source.path / shards[name]).exists()]
-    wanted = (FINAL_NORM, *tables)
-    checkpoint = Checkpoint.open(source.path, lambda name: layout.owns(name) or name in wanted)
-    return MtpSource(source, layout, config, name), checkpoint
+
+    def wanted(shards: Mapping[str, str]) -> set[str]:
+        tables = [table for table in TABLES if table in shards and (source.path / shards[table]).exists()]
+        return {FINAL_NORM, *tables, *filter(find(shards).owns, shards)}
+
+    def find(names: Collection[str]) -> MtpLayout:
+        layout = find_mtp(config.architecture, names, config.num_layers)
+        if layout is None:
+            raise no_mtp(source.path, config.num_layers, declared_modules(source.fields))
+        return layout
+
+    checkpoint = Checkpoint.open(source.path, wanted)
+    return MtpSource(source, find(checkpoint.tensors), config, name), checkpoint
 
 
 def _check_scales(checkpoint: Checkpoint, needed: Mapping[str, tuple[int, ...]]) -> None:

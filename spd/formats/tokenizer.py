@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 
 import tokenizers
@@ -91,6 +91,11 @@ class Tokenizer:
         # The unknown token may well come out of plain text; no other special one may.
         self._forbidden_ids = self.special_ids - {self._role(config, "unk_token")}
         self._decoder = _read_decoder(library, where)
+        self.token_bytes = cache(self._bytes_of)
+        """The exact bytes that a token stands for; none for special tokens and for ids without a token.
+
+        A leading space counts, also where `decode` drops it from the start of a whole text.
+        """
         self._prefix, self._suffix = self._read_surroundings(config)
         self.adds_bos = self.bos_id is not None and self._prefix[:1] == (self.bos_id,)
 
@@ -108,7 +113,7 @@ class Tokenizer:
         Raises `UsageError` for text that is not Unicode, `IncompatibleError` when the tokenizer fails.
         """
         ids = self._encode(text, parse_special)
-        if not parse_special and self._has_special(ids):
+        if not parse_special and not self._forbidden_ids.isdisjoint(ids):
             ids = self._encode_in_pieces(text)
         return [*self._prefix, *ids, *self._suffix] if add_special else ids
 
@@ -118,12 +123,15 @@ class Tokenizer:
         Raises IncompatibleError for such a text without. Pieces are encoded from the end until they have
         twice as many tokens, less what a cut may have made of the token at either end of a piece.
         """
+        if len(text) <= 8 * context + PIECE:
+            return text
+        longest = max(map(len, self._library.get_vocab(with_added_tokens=True)), default=0)
         start, count = len(text), 0
-        while len(text) > 8 * context + PIECE and start > 0 and count <= 2 * context:
+        while start > 0 and count <= 2 * context:
             ids = self._encode(text[max(0, start - PIECE) : start], parse_special=True)
-            count += max(0, len(ids) - 2 * self._longest)
+            count += max(0, len(ids) - 2 * longest)
             start -= PIECE
-        if start <= 0 or not count:
+        if start <= 0:
             return text
         if cut:
             return text[start:]
@@ -143,38 +151,16 @@ class Tokenizer:
         )
         return raw.decode("utf-8", "replace").removeprefix(" " if self._decoder.strips else "")
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes that a token stands for; none for special tokens and for ids without a token.
-
-        A leading space counts, also where `decode` drops it from the start of a whole text.
-        """
-        known = self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
-        if known is None:
-            special = token_id in self.special_ids
-            known = b"" if special else self._decoder.bytes_of(self._token(token_id))
-            self._bytes[token_id] = known
-        return known
-
     def bytes_of(self, token_ids: Sequence[int]) -> bytes:
         """The exact bytes of tokens of the vocabulary, one after the other; see `token_bytes`."""
-        known = self._bytes
-        try:
-            return b"".join([known[token_id] for token_id in token_ids])  # type: ignore[misc]
-        except TypeError:  # one of them is asked for the first time
-            return b"".join(map(self.token_bytes, token_ids))
+        return b"".join(map(self.token_bytes, token_ids))
 
-    @cached_property
-    def _bytes(self) -> list[bytes | None]:
-        """What each token stands for, as far as it was asked for."""
-        return [None] * self.vocab_size
+    def _bytes_of(self, token_id: int) -> bytes:
+        return b"" if token_id in self.special_ids else self._decoder.bytes_of(self._token(token_id))
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token given as it is written in the vocabulary."""
         return self._library.token_to_id(token)
-
-    @cached_property
-    def _longest(self) -> int:
-        return max(map(len, self._library.get_vocab(with_added_tokens=True)), default=0)
 
     def fingerprint(self) -> str:
         """SHA-256 in hex over all pairs of id and token; equal for tokenizers with one vocabulary."""
@@ -188,9 +174,6 @@ class Tokenizer:
     def _role(self, config: TokenizerConfig, role: str) -> int | None:
         name = config.roles.get(role)
         return None if name is None else self.token_to_id(name)
-
-    def _has_special(self, ids: Sequence[int]) -> bool:
-        return not self._forbidden_ids.isdisjoint(ids)
 
     def _encode(self, text: str, parse_special: bool) -> list[int]:
         if self._stuck:
@@ -219,7 +202,7 @@ class Tokenizer:
         cuts = "|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names) or "(?!)"
         pieces = re.split(cuts, text)
         ids = [token_id for piece in pieces for token_id in self._encode(piece, parse_special=False)]
-        if self._has_special(ids):
+        if not self._forbidden_ids.isdisjoint(ids):
             raise IncompatibleError(f"{self._where}: turns plain text into special tokens")
         return ids
 

@@ -13,7 +13,8 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,7 +121,7 @@ def load_tokenizer(folder: Path) -> tuple[tokenizers.Tokenizer, int]:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         _checked(f"{path}: post_processor", partial(_check_post_processor, tokenizer))
-        _checked(f"{path}: pre_tokenizer", lambda: within(PROBE_SECONDS, lambda: _probe(tokenizer)))
+        _checked(f"{path}: pre_tokenizer", lambda: within(PROBE_SECONDS, partial(_probe, tokenizer)))
         _checked(f"{path}: post_processor", partial(tokenizer.encode, "a"))
     return tokenizer, highest
 
@@ -193,15 +194,10 @@ def _checked(where: str, call: Callable[[], Result]) -> Result:
         raise CheckpointError(f"{where}: {message}") from None
 
 
-def _probe(tokenizer: tokenizers.Tokenizer) -> bool:
+def _probe(tokenizer: tokenizers.Tokenizer) -> None:
     for probe in _PROBES:
-        try:
-            converting_panics(partial(tokenizer.encode_batch_fast, [probe], add_special_tokens=False))
-        except LibraryPanic:
-            raise
-        except Exception:  # a character outside the vocabulary is no fault of the file
-            continue
-    return True
+        with suppress(Exception):  # a character outside the vocabulary is no fault of the file
+            tokenizer.encode_batch_fast([probe], add_special_tokens=False)
 
 
 def _check_post_processor(tokenizer: tokenizers.Tokenizer) -> None:
@@ -234,23 +230,18 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
     Only of use for calls that release the interpreter lock (of the library `encode_batch_fast` does,
     `encode` does not).
     """
-    results: list[Result] = []
-    errors: list[Exception] = []
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            results.append(converting_panics(call))
+            future.set_result(converting_panics(call))
         except Exception as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([future], seconds).done:
         raise TimeoutError
-    return results[0]
+    return future.result()
 
 
 @contextmanager
