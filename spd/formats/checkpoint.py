@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from spd.errors import CheckpointError, NotFoundError, SpdError
 from spd.formats.json_file import (
+    Fields,
     decode_utf8,
     listed,
     names_in,
     open_regular_file,
     parse_json,
-    read_json_object,
     shown,
 )
 
@@ -52,12 +52,10 @@ TORCH_NAMES = {
 }
 """What torch calls the dtypes of a checkpoint that it can hold."""
 DTYPE_BITS = {
-    **dict.fromkeys(("F4",), 4),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
-    **dict.fromkeys(("I32", "U32", "F32"), 32),
-    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8},
+    **{"F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
+    **{"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32},
+    **{"I64": 64, "U64": 64, "F64": 64, "C64": 64},
 }
 
 _NUMBERED = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
@@ -243,15 +241,16 @@ def read_exactly(descriptor: int, views: list[memoryview], offset: int, path: Pa
 
 def _weight_map(path: Path) -> dict[str, str]:
     """The shard of every tensor, the shards' names seen to be harmless."""
-    weight_map = read_json_object(path, INDEX_LIMIT).get("weight_map")
+    fields = Fields.of(path, INDEX_LIMIT)
+    weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path}: weight_map: is not an object that names a shard for each tensor")
+        raise fields.refused("weight_map", "is not an object that names a shard for each tensor")
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise CheckpointError(f"{path}: weight_map: {shown(tensor)}: {shown(shard)} is not a string")
+            raise fields.refused("weight_map", f"{shown(tensor)}: {shown(shard)} is not a string")
     shards = set(weight_map.values())
     if len(shards) > MAX_SHARDS:
-        raise CheckpointError(f"{path}: weight_map: names {len(shards):,} shards, at most {MAX_SHARDS:,}")
+        raise fields.refused("weight_map", f"names {len(shards):,} shards, at most {MAX_SHARDS:,}")
     for shard in sorted(shards):
         _check_shard_name(path, shard)
     return weight_map
@@ -322,7 +321,7 @@ def not_a_model(path: Path) -> CheckpointError | None:
         why = f"{path}: is a file; a model is the folder that holds config.json and safetensors"
         return CheckpointError(why, fix=[f"-m {path.parent}"])
     if ADAPTER in names:
-        base = read_json_object(path / ADAPTER).get("base_model_name_or_path")
+        base = Fields.of(path / ADAPTER).get("base_model_name_or_path")
         why = f"{called}: is a LoRA adapter of {shown(base)}, to be merged into it (PEFT's merge_and_unload)"
         return CheckpointError(why, fix=[f"-m {base} runs it without the adapter"])
     pickles = [name for name in names if name.lower().endswith(PICKLE_SUFFIXES)]
@@ -354,10 +353,6 @@ def _cached_name(folder: Path) -> str | None:
     return found[1].replace("--", "/", 1) if found else None
 
 
-def _at(meta: TensorMeta) -> str:
-    return f"{shown(meta.name)} in {meta.shard.name}"
-
-
 def check_tensors(
     checkpoint: Checkpoint,
     expected: Mapping[str, tuple[int, ...]],
@@ -379,10 +374,11 @@ def check_tensors(
         if meta is None:
             missing.append(f"{shown(name)}: is missing")
             continue
+        where = f"{shown(name)} in {meta.shard.name}"
         if meta.shape != tuple(shape):
-            shapes.append(f"{_at(meta)}: shape is {list(meta.shape)}, expected {list(shape)}")
+            shapes.append(f"{where}: shape is {list(meta.shape)}, expected {list(shape)}")
         if meta.dtype not in dtypes:
-            types.append(f"{_at(meta)}: dtype {meta.dtype} is not supported here ({', '.join(dtypes)} are)")
+            types.append(f"{where}: dtype {meta.dtype} is not supported here ({', '.join(dtypes)} are)")
     problems = missing + shapes + types
     if problems:
         kinds = ((missing, "missing"), (shapes, "of another shape"), (types, "of an unsupported dtype"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     from spd.formats.tokenizer_file import TokenizerConfig
 
 
+@dataclass(frozen=True)
 class ModelFolder(os.PathLike[str]):
     """What a folder holds, by the file that says it. Equal by path; copied and pickled as its path alone.
 
     Each attribute raises `CheckpointError` where its file is at fault, at every use.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     @classmethod
     def of(cls, folder: Path | ModelFolder) -> ModelFolder:
@@ -103,15 +104,6 @@ class ModelFolder(os.PathLike[str]):
 
     def __str__(self) -> str:
         return str(self.path)
-
-    def __repr__(self) -> str:
-        return f"ModelFolder({str(self.path)!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ModelFolder) and self.path == other.path
-
-    def __hash__(self) -> int:
-        return hash(self.path)
 
     def __reduce__(self) -> tuple[type[ModelFolder], tuple[Path]]:
         return ModelFolder, (self.path,)

@@ -32,7 +32,7 @@ from spd.errors import (
 from spd.formats.checkpoint import INDEX_LIMIT, INDEX_NAME, SINGLE_NAME
 from spd.formats.files import write_whole
 from spd.formats.hub import cache_folder, cached_folder, check_repository_name
-from spd.formats.json_file import one_line, read_json_object, shown
+from spd.formats.json_file import Fields, one_line, shown
 
 SMALL_FILES = frozenset(
     (
@@ -145,7 +145,7 @@ def _weights(
         return [offered[SINGLE_NAME]]
     if INDEX_NAME in offered:
         path = _fetch(name, commit, offered[INDEX_NAME], lambda _: None)
-        shards = read_json_object(path, INDEX_LIMIT).get("weight_map")
+        shards = Fields.of(path, INDEX_LIMIT).get("weight_map")
         names = sorted(set(shards.values())) if isinstance(shards, dict) else []
         if not names or not all(isinstance(shard, str) and _WEIGHTS.fullmatch(shard) for shard in names):
             raise CheckpointError(f"{name}: {INDEX_NAME} names files that are no safetensors of this folder")

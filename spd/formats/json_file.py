@@ -151,13 +151,6 @@ def _deeper_than(value: object, limit: int) -> bool:
     return True
 
 
-def read_json_object(path: Path, limit: int = CONFIG_LIMIT) -> dict[str, object]:
-    value = parse_json(read_text(path, limit), str(path))
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: is not a JSON object")
-    return value
-
-
 class Fields:
     """Typed, ranged reading of a JSON object; null counts as absent.
 
@@ -169,9 +162,12 @@ class Fields:
         self.values = values
 
     @classmethod
-    def of(cls, path: Path) -> Fields:
-        """Those of the object that a file holds."""
-        return cls(str(path), read_json_object(path))
+    def of(cls, path: Path, limit: int = CONFIG_LIMIT) -> Fields:
+        """Those of the object that a file of at most `limit` bytes holds."""
+        value = parse_json(read_text(path, limit), str(path))
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{path}: is not a JSON object")
+        return cls(str(path), value)
 
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
