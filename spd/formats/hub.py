@@ -101,12 +101,8 @@ def cached_folder(name: str) -> Path:
 def list_cached_models() -> list[str]:
     """The names in the local cache that have a snapshot, sorted; empty when there is no cache."""
     cache = cache_folder()
-    try:
-        with os.scandir(cache) as entries:
-            names = [entry.name for entry in entries if entry.name.startswith("models--")]
-    except OSError:
-        return []
-    return sorted(name[8:].replace("--", "/", 1) for name in names if _snapshots(cache / name))
+    names = [name for name in _names(cache) if name.startswith("models--") and _snapshots(cache / name)]
+    return sorted(name[8:].replace("--", "/", 1) for name in names)
 
 
 def _local_folder(path: Path) -> Path:
@@ -150,8 +146,12 @@ def _cached_snapshot(name: str, revision: str | None) -> Path:
 
 
 def _snapshots(folder: Path) -> list[str]:
+    return _names(folder / "snapshots")
+
+
+def _names(folder: Path) -> list[str]:
     try:
-        return sorted(os.listdir(folder / "snapshots"))
+        return sorted(os.listdir(folder))
     except OSError:
         return []
 

@@ -99,14 +99,18 @@ def look_up(name: str, revision: str | None = None) -> RemoteModel:
 
 
 def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
-    """Fetch what is missing and check it; returns the snapshot folder. `report` hears of bytes as they come.
+    """Fetch what is missing and check it; returns the snapshot folder, which the branch or tag then means.
 
+    `report` hears of bytes as they come.
     Raises NetworkError, also for a file that is not the one listed, and ResourceError when the disk is full.
     """
     _check_space(model)
     with _in_words(model.name):
         paths = [_fetch(model.name, model.commit, file, report) for file in model.files]
-        _write_ref(model)
+        ref = cached_folder(model.name) / "refs" / (model.revision or "main")
+        if ref.name != model.commit:  # as huggingface_hub does; files were fetched by commit
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(ref, model.commit)
     return paths[0].parent
 
 
@@ -200,14 +204,6 @@ def _check_hash(name: str, file: RemoteFile, path: Path) -> None:
         fix=[f"spd pull {name}"],
         code="wrong_hash",
     )
-
-
-def _write_ref(model: RemoteModel) -> None:
-    """Let a branch or tag mean this commit, as huggingface_hub does; files were fetched by commit."""
-    path = cached_folder(model.name) / "refs" / (model.revision or "main")
-    if path.name != model.commit:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, model.commit)
 
 
 def _meter(report: Callable[[int], None]) -> Any:

@@ -131,6 +131,7 @@ the forward passes of vLLM and SGLang."""
 _MODULE = re.compile(r"(?:language_model\.|model\.)*(?:mtp\.|mtp_[a-z_]+\.)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _QUANTIZED = (".weight_scale_inv", ".weight_scale", ".input_scale")
+"""What the scales of a quantized tensor end in, in place of .weight."""
 
 
 @dataclass(frozen=True)
@@ -189,18 +190,16 @@ def find_mtp(architecture: str, names: Collection[str], num_layers: int | None) 
     num_layers: the target's; None in a folder that holds nothing but a head, where modules may be
     numbered from any layer on.
     """
-    # The architecture's own family first; of those with equal names one.
-    ordered = sorted(FAMILIES, key=lambda family: architecture not in family.architectures)
-    for family in list({family.projection: family for family in reversed(ordered)}.values())[::-1]:
+    own = [family for family in FAMILIES if architecture in family.architectures]
+    by_names = {family.projection: family for family in (*reversed(FAMILIES), *own)}
+    for family in reversed(by_names.values()):
         found = _modules(family, names, num_layers)
         if found:
-            first = 0
-            if family.numbers_layers:
-                first = min(found) if num_layers is None else num_layers
+            first = (min(found) if num_layers is None else num_layers) if family.numbers_layers else 0
             layout = MtpLayout(family, max(found) - first + 1, first)
-            tables = {"embedding": family.embedding, "head": family.head}
-            own = [word for word, copy in tables.items() if copy and layout.named(copy, 0) in names]
-            return replace(layout, own=tuple(own))
+            copies = {"embedding": family.embedding, "head": family.head}
+            tables = [word for word, copy in copies.items() if copy and layout.named(copy, 0) in names]
+            return replace(layout, own=tuple(tables))
     return None
 
 
@@ -232,12 +231,8 @@ def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
     reason = [f"no tensor such as model.layers.{num_layers}.eh_proj.weight, mtp.fc.weight or model.mtp_…"]
     if declared:
         reason.append(f"config.json speaks of {declared}: quantized copies are often written without them")
-    return IncompatibleError(
-        f"{folder}: holds no MTP layers",
-        reason=reason,
-        fix=_HOW_TO_ATTACH,
-        code="no_mtp_head",
-    )
+    why = f"{folder}: holds no MTP layers"
+    return IncompatibleError(why, reason=reason, fix=_HOW_TO_ATTACH, code="no_mtp_head")
 
 
 def check_mtp(
@@ -263,7 +258,8 @@ def check_mtp(
         ignored.add(prefix + "self_attn.rotary_emb.inv_freq")
     what = "tensors of the MTP head"
     check_tensors(checkpoint, expected, dtypes=tuple(dtypes), what=what, fix=_HOW_TO_ATTACH)
-    known = {*expected, *ignored, *_scales(expected)}
+    stems = [name.removesuffix(".weight") for name in expected if name.endswith(".weight")]
+    known = {*expected, *ignored, *(stem + suffix for stem in stems for suffix in _QUANTIZED)}
     foreign = [name for name in checkpoint.tensors if layout.owns(name) and name not in known]
     if foreign:
         raise CheckpointError(
@@ -273,20 +269,6 @@ def check_mtp(
             fix=["--spec ngram"],
         )
     return expected
-
-
-def _scales(names: Iterable[str]) -> set[str]:
-    """What the scales of quantized tensors of these names are called."""
-    stems = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
-    return {stem + suffix for stem in stems for suffix in _QUANTIZED}
-
-
-_MUST_AGREE = {
-    "architecture": "architecture",
-    "hidden_size": "hidden size",
-    "vocab_size": "vocabulary size",
-    "num_layers": "layers",
-}
 
 
 @dataclass(frozen=True)
@@ -371,11 +353,14 @@ def read_head_folder(folder: ModelFolder) -> MtpSource:
 
 def check_fits(head: MtpSource, target: ModelConfig, folder: Path) -> None:
     """Raise IncompatibleError where a head cannot run with a target, naming what differs."""
-    differing = [
-        f"{words}: head {getattr(head.config, field)}, target {getattr(target, field)}"
-        for field, words in _MUST_AGREE.items()
-        if getattr(head.config, field) != getattr(target, field)
-    ]
+    own = head.config
+    pairs = (
+        ("architecture", own.architecture, target.architecture),
+        ("hidden size", own.hidden_size, target.hidden_size),
+        ("vocabulary size", own.vocab_size, target.vocab_size),
+        ("layers", own.num_layers, target.num_layers),
+    )
+    differing = [f"{words}: head {one}, target {other}" for words, one, other in pairs if one != other]
     if differing:
         raise IncompatibleError(
             f"{head.folder}: this MTP head was made for another model than {folder}",

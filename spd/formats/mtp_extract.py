@@ -153,10 +153,8 @@ def cast_plan(plan: HeadPlan, dtype: str) -> HeadPlan:
 def repeat_plan(plan: HeadPlan, modules: int) -> HeadPlan:
     """The plan of a head of `modules` modules that are all alike. Raises IncompatibleError for several."""
     if plan.modules != 1:
-        raise IncompatibleError(
-            f"--repeat: the head has {plan.modules} modules, of which none stands for all",
-            fix=["leave --repeat out"],
-        )
+        why = f"--repeat: the head has {plan.modules} modules, of which none stands for all"
+        raise IncompatibleError(why, fix=["leave --repeat out"])
     family, layout = plan.head.layout.family, plan.head.layout
     if layout.first_layer + modules > MAX_LAYERS:
         raise IncompatibleError(f"--repeat {modules}: more than {MAX_LAYERS} layers")
@@ -177,23 +175,17 @@ def nextn_plan(plan: HeadPlan) -> HeadPlan:
     Source: `scripts/export_deepseek_nextn.py` of SGLang.
     """
     if not plan.head.layout.family.numbers_layers or plan.modules != 1:
-        raise IncompatibleError(
-            f"--layout nextn holds one module numbered as a layer, not {plan.head.layout.words()}",
-            fix=["--layout spd"],
-        )
-    prefix = plan.head.layout.layer_prefix(0)
-    tensors = [
-        replace(tensor, name="model.layers.0." + tensor.name.removeprefix(prefix)) for tensor in plan.tensors
-    ]
-    return replace(plan, tensors=tuple(tensors))
+        why = f"--layout nextn holds one module numbered as a layer, not {plan.head.layout.words()}"
+        raise IncompatibleError(why, fix=["--layout spd"])
+    prefix, new = plan.head.layout.layer_prefix(0), "model.layers.0."
+    renamed = (replace(tensor, name=new + tensor.name.removeprefix(prefix)) for tensor in plan.tensors)
+    return replace(plan, tensors=tuple(renamed))
 
 
 def config_to_write(plan: HeadPlan, layout: Layout) -> dict[str, Any]:
     if layout == "spd":
-        head, quantized = plan.head, plan.quantized
-        return head_config(
-            plan.raw_config, head.verifier, head.verifier_sha256, plan.modules, quantized=quantized
-        )
+        of, sha256, modules = plan.head.verifier, plan.head.verifier_sha256, plan.modules
+        return head_config(plan.raw_config, of, sha256, modules, quantized=plan.quantized)
     drop = {"auto_map", *(() if plan.quantized else ("quantization_config",))}
     kept = {key: value for key, value in plan.raw_config.items() if key not in drop}
     return {**kept, "architectures": [plan.head.config.architecture + NEXTN], "num_hidden_layers": 1}

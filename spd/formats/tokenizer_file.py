@@ -28,6 +28,7 @@ from spd.formats.json_file import Fields, names_in, one_line, parse_json, read_t
 FILE_NAME = "tokenizer.json"
 MAP_NAME, CONFIG_NAME = "special_tokens_map.json", "tokenizer_config.json"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("add_bos_token", "add_eos_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 FILE_LIMIT = 64_000_000  # bytes; the largest published ones have about 35 million
 # Of a vocabulary. Published ones have up to 262 thousand tokens of 2 million characters, the longest of some
@@ -85,11 +86,9 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
             value = fields.get(key)
             members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
             additional.update((_content(fields, key, member), None) for member in members)
-        for key in ("add_bos_token", "add_eos_token"):
-            if key in fields:
-                flags[key] = fields.boolean(key, False)
-    adds = flags.get("add_bos_token"), flags.get("add_eos_token")
-    return TokenizerConfig(roles, tuple(additional), *adds, files.get(CONFIG_NAME))
+        flags |= {key: fields.boolean(key, False) for key in _FLAGS if key in fields}
+    adds_bos, adds_eos = map(flags.get, _FLAGS)
+    return TokenizerConfig(roles, tuple(additional), adds_bos, adds_eos, files.get(CONFIG_NAME))
 
 
 def _content(fields: Fields, key: str, value: object) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,10 +43,7 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
-        bits = DTYPE_BITS[self.dtype]
-        for size in self.shape:
-            bits *= size
-        return bits // 8
+        return DTYPE_BITS[self.dtype] * math.prod(self.shape) // 8
 
 
 class Stage:
@@ -69,7 +67,7 @@ class Stage:
         header = _header(ordered)
         total = len(header) + sum(tensor.nbytes for tensor in ordered)
         self._require_space(total)
-        opening = {"job": job, "header": hashlib.sha256(header).hexdigest()}
+        opening = _line({"job": job, "header": hashlib.sha256(header).hexdigest()})
         with _open_kept(self.folder / name) as file, _open_kept(self.folder.parent / JOURNAL) as journal:
             digests = _finished(journal, opening, file, header, ordered)
             if not digests:
@@ -92,7 +90,7 @@ class Stage:
                 file.flush()
                 done += size
                 digests[tensor.name] = state.hexdigest()
-                _note(journal, {"tensor": tensor.name, "sha256": digests[tensor.name]})
+                _note(journal, _line({"tensor": tensor.name, "sha256": digests[tensor.name]}))
             file.truncate(total)
             sync(file)
         return digests
@@ -181,7 +179,7 @@ def _header(tensors: Sequence[OutputTensor]) -> bytes:
 
 def _finished(
     journal: BinaryIO,
-    opening: Mapping[str, str],
+    opening: bytes,
     file: BinaryIO,
     header: bytes,
     tensors: Sequence[OutputTensor],
@@ -189,7 +187,7 @@ def _finished(
     """Names and digests of the leading tensors that an earlier run of the same job wrote, read again."""
     finished: dict[str, str] = {}
     lines = journal.read().splitlines(keepends=True)
-    if not lines or _parsed(lines[0]) != opening or file.read(len(header)) != header:
+    if not lines or lines[0] != opening or file.read(len(header)) != header:
         return finished
     kept = len(lines[0])
     for line, tensor in zip(lines[1:], tensors, strict=False):
@@ -197,7 +195,7 @@ def _finished(
         while left and (piece := file.read(min(left, PIECE))):
             state.update(piece)
             left -= len(piece)
-        if _parsed(line) != {"tensor": tensor.name, "sha256": state.hexdigest()} or left:
+        if line != _line({"tensor": tensor.name, "sha256": state.hexdigest()}) or left:
             break
         finished[tensor.name] = state.hexdigest()
         kept += len(line)
@@ -206,14 +204,12 @@ def _finished(
     return finished
 
 
-def _parsed(line: bytes) -> object:
-    with suppress(ValueError):
-        return json.loads(line)
-    return None
+def _line(value: Mapping[str, str]) -> bytes:
+    return json.dumps(value).encode() + b"\n"
 
 
-def _note(journal: BinaryIO, value: Mapping[str, str]) -> None:
-    journal.write(json.dumps(value).encode() + b"\n")
+def _note(journal: BinaryIO, line: bytes) -> None:
+    journal.write(line)
     journal.flush()
 
 
