@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,8 @@ class RenderedChat:
         """What follows a beginning of the text; None where the text begins otherwise."""
         if not self.text.startswith(beginning):
             return None
-        position = 0
-        for _ in beginning if self.mark else ():
-            while self.marked[position] == self.mark:
-                position += 1
-            position += 1
-        return RenderedChat(self.marked[position if self.mark else len(beginning) :], self.mark)
+        ends = [end for end, character in enumerate(self.marked, 1) if character != self.mark]
+        return RenderedChat(self.marked[ends[len(beginning) - 1] if beginning else 0 :], self.mark)
 
 
 def encode_chat(
@@ -167,35 +164,24 @@ def render_chat(
 
 
 def encode_rendered(tokenizer: Tokenizer, rendered: RenderedChat) -> list[int]:
-    """Token ids of a rendered chat or a part of one."""
-    if not rendered.mark:
+    """Token ids of a rendered chat or a part of one.
+
+    What stands between two of the template's own special tokens is plain text where it has a mark.
+    """
+    mark = rendered.mark
+    if not mark:
         return tokenizer.encode(rendered.marked, parse_special=True)
-    return _encode_marked(tokenizer, rendered.marked, _special_pattern(tokenizer), rendered.mark)
+    pieces = re.split(f"((?<!{mark})(?:{_special_pattern(tokenizer).pattern}))", rendered.marked)
+    ids: list[int] = []
+    for is_plain, run in groupby(pieces, lambda piece: mark in piece):
+        text = "".join(run).replace(mark, "")
+        ids += tokenizer.encode(text, parse_special=not is_plain) if text else []
+    return ids
 
 
 def _special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
     names = sorted(tokenizer.special_tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names)) or "(?!)")
-
-
-def _encode_marked(tokenizer: Tokenizer, text: str, special: re.Pattern[str], mark: str) -> list[int]:
-    """Encode parts without marks as the template's own text, and parts with marks as plain text."""
-    ids: list[int] = []
-    whole = ""  # text up to here holds only the template's special tokens
-    position = 0
-    real = re.compile(f"(?<!{mark})(?:{special.pattern})")
-    for match in [*real.finditer(text), None]:
-        part = text[position : match.start()] if match else text[position:]
-        if mark in part:
-            ids += tokenizer.encode(whole, parse_special=True) if whole else []
-            ids += tokenizer.encode(part.replace(mark, ""), parse_special=False)
-            whole = ""
-        else:
-            whole += part
-        if match:
-            whole += match[0]
-            position = match.end()
-    return ids + (tokenizer.encode(whole, parse_special=True) if whole else [])
 
 
 def _broken(name: str, mark: str) -> str:
