@@ -180,10 +180,6 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     sliding = read_sliding(fields, num_layers, family.sliding)
     latent = read_latent(fields) if family.latent else None
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(fields, hidden_size, num_heads)
-    num_kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, num_heads)
-    if num_heads % num_kv_heads:
-        why = f"{num_kv_heads} does not divide {num_heads} attention heads"
-        raise fields.refused("num_key_value_heads", why)
     rotary_dim = read_rotary_dim(fields, family.partial, head_dim) if family.partial is not None else None
     rope = read_rope(
         fields,
@@ -193,6 +189,10 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         long_dim=rotary_dim if family.longrope else None,
         by_kind=family.local_theta is not None,
     )
+    num_kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, num_heads)
+    if num_heads % num_kv_heads:
+        why = f"{num_kv_heads} does not divide {num_heads} attention heads"
+        raise fields.refused("num_key_value_heads", why)
     return ModelConfig(
         architecture=architecture,
         model_type=family.model_type,

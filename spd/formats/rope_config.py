@@ -134,16 +134,7 @@ def _rope_of(
     if fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
         raise fields.refused("partial_rotary_factor", "rotating a part of the head is not supported")
     kind = _kind(fields, long is not None)
-    if kind == "yarn" and theta <= 1.0:
-        raise fields.refused("rope_theta", "yarn needs a base above 1")
     more: dict[str, Any] = {}
-    if kind in ("llama3", "yarn"):
-        default = max_positions if kind == "yarn" else None
-        more["original_max_positions"] = fields.integer(
-            "original_max_position_embeddings", 1, MAX_POSITIONS, default
-        )
-    if kind == "yarn":
-        more["truncate"] = fields.boolean("truncate", True)
     if kind == "longrope" and long is not None:
         original = fields.integer("original_max_position_embeddings", 2, MAX_POSITIONS, long[1])
         more |= {"original_max_positions": original, "short_factor": _short_factors(fields, long[0] // 2)}
@@ -151,6 +142,14 @@ def _rope_of(
     for key, least in _NUMBERS[kind].items():
         if key in fields or key not in _OPTIONAL:
             more[key] = fields.number(key, least, 1e6, more.get(key))
+    if kind in ("llama3", "yarn"):
+        default = max_positions if kind == "yarn" else None
+        original = fields.integer("original_max_position_embeddings", 1, MAX_POSITIONS, default)
+        more["original_max_positions"] = original
+    if kind == "yarn":
+        more["truncate"] = fields.boolean("truncate", True)
+        if theta <= 1.0:
+            raise fields.refused("rope_theta", "yarn needs a base above 1")
     rope = RopeConfig(kind, theta, **more)
     for upper, lower in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
         high, low = getattr(rope, upper), getattr(rope, lower)
