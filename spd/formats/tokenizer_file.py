@@ -259,7 +259,7 @@ def quiet_library() -> Iterator[None]:
         os.dup2(caught.fileno(), 2)
         try:
             yield
-        except SpdError:
+        except (SpdError, LibraryPanic):
             caught.truncate(0)
             raise
         finally:
