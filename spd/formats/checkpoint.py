@@ -21,15 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from spd.errors import CheckpointError, NotFoundError, SpdError
-from spd.formats.json_file import (
-    Fields,
-    decode_utf8,
-    listed,
-    names_in,
-    open_regular_file,
-    parse_json,
-    shown,
-)
+from spd.formats.json_file import Fields, decode_utf8, listed, names_in, open_regular_file, parse_json, shown
 
 if TYPE_CHECKING:
     import torch

@@ -13,22 +13,11 @@ from operator import eq
 from typing import Any, Literal
 
 from spd.errors import CheckpointError, IncompatibleError
+from spd.formats import mtp
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta
 from spd.formats.folder import ModelFolder
 from spd.formats.json_file import listed
 from spd.formats.model_config import MAX_LAYERS, ModelConfig, refuse_head
-from spd.formats.mtp import (
-    FINAL_NORM,
-    MtpLayout,
-    MtpSource,
-    check_mtp,
-    declared_modules,
-    find_mtp,
-    head_config,
-    is_head_folder,
-    no_mtp,
-    verifier_hash,
-)
 from spd.formats.writer import OutputTensor
 
 FP8_DTYPES = ("F8_E4M3", "F8_E8M0")
@@ -60,7 +49,7 @@ class HeadPlan:
     """
 
     checkpoint: Checkpoint
-    head: MtpSource
+    head: mtp.MtpSource
     raw_config: Mapping[str, Any]
     declared: int
     modules: int
@@ -80,21 +69,21 @@ def plan_head(source: ModelFolder, name: str, layer_tensors: LayerTensors) -> He
     layer_tensors: shapes of the target's last decoder layer by the names inside it. Raises
     IncompatibleError where there is no head, CheckpointError for one that is not whole, each with names.
     """
-    fields, is_head = source.fields, is_head_folder(source)
+    fields, is_head = source.fields, mtp.is_head_folder(source)
     inner = fields.fields("transformer_layer_config") if is_head else None
     head, checkpoint = (source.head, source.checkpoint) if is_head else _own_head(source, name)
     config, layout = head.config, head.layout
     hidden, vocab, dtypes = config.hidden_size, config.vocab_size, (*FLOAT_DTYPES, *FP8_DTYPES)
-    needed = check_mtp(checkpoint, layout, hidden, vocab, layer_tensors(config), dtypes)
+    needed = mtp.check_mtp(checkpoint, layout, hidden, vocab, layer_tensors(config), dtypes)
     _check_scales(checkpoint, needed)
     tables = {name for m in range(layout.modules) for name in layout.copies(m, vocab, hidden)}
     metas = [meta for meta in checkpoint.tensors.values() if layout.owns(meta.name)]
     kept = [meta for meta in metas if meta.name.removesuffix(SCALE_SUFFIX) in needed]
     return HeadPlan(
         checkpoint,
-        head if is_head else replace(head, verifier_sha256=verifier_hash(checkpoint)),
+        head if is_head else replace(head, verifier_sha256=mtp.verifier_hash(checkpoint)),
         (inner or fields).values,
-        layout.modules if is_head else declared_modules(fields),
+        layout.modules if is_head else mtp.declared_modules(fields),
         layout.modules,
         tuple(HeadTensor(meta, meta.name, meta.dtype) for meta in kept if meta.name not in tables),
         tuple((meta, _table(checkpoint, layout, meta)) for meta in kept if meta.name in tables),
@@ -102,23 +91,23 @@ def plan_head(source: ModelFolder, name: str, layer_tensors: LayerTensors) -> He
     )
 
 
-def _own_head(source: ModelFolder, name: str) -> tuple[MtpSource, Checkpoint]:
+def _own_head(source: ModelFolder, name: str) -> tuple[mtp.MtpSource, Checkpoint]:
     """The head in a checkpoint of that name; the shards of it, the final norm, and tables that are there."""
     config = source.config
     refuse_head(config, source.path)
 
     def wanted(shards: Mapping[str, str]) -> set[str]:
         tables = [table for table in TABLES if table in shards and (source.path / shards[table]).exists()]
-        return {FINAL_NORM, *tables, *filter(find(shards).owns, shards)}
+        return {mtp.FINAL_NORM, *tables, *filter(find(shards).owns, shards)}
 
-    def find(names: Collection[str]) -> MtpLayout:
-        layout = find_mtp(config.architecture, names, config.num_layers)
+    def find(names: Collection[str]) -> mtp.MtpLayout:
+        layout = mtp.find_mtp(config.architecture, names, config.num_layers)
         if layout is None:
-            raise no_mtp(source.path, config.num_layers, declared_modules(source.fields))
+            raise mtp.no_mtp(source.path, config.num_layers, mtp.declared_modules(source.fields))
         return layout
 
     checkpoint = Checkpoint.open(source.path, wanted)
-    return MtpSource(source, find(checkpoint.tensors), config, name), checkpoint
+    return mtp.MtpSource(source, find(checkpoint.tensors), config, name), checkpoint
 
 
 def _check_scales(checkpoint: Checkpoint, needed: Mapping[str, tuple[int, ...]]) -> None:
@@ -133,7 +122,7 @@ def _check_scales(checkpoint: Checkpoint, needed: Mapping[str, tuple[int, ...]])
         )
 
 
-def _table(checkpoint: Checkpoint, layout: MtpLayout, copy: TensorMeta) -> TensorMeta | None:
+def _table(checkpoint: Checkpoint, layout: mtp.MtpLayout, copy: TensorMeta) -> TensorMeta | None:
     """The target's table that a copy may equal: the embedding serves as head too where it is tied."""
     heads = {layout.named(layout.family.head, m) for m in range(layout.modules) if layout.family.head}
     embedding, head = (checkpoint.tensors.get(name) for name in TABLES)
@@ -185,7 +174,7 @@ def nextn_plan(plan: HeadPlan) -> HeadPlan:
 def config_to_write(plan: HeadPlan, layout: Layout) -> dict[str, Any]:
     if layout == "spd":
         of, sha256, modules = plan.head.verifier, plan.head.verifier_sha256, plan.modules
-        return head_config(plan.raw_config, of, sha256, modules, quantized=plan.quantized)
+        return mtp.head_config(plan.raw_config, of, sha256, modules, quantized=plan.quantized)
     drop = {"auto_map", *(() if plan.quantized else ("quantization_config",))}
     kept = {key: value for key, value in plan.raw_config.items() if key not in drop}
     return {**kept, "architectures": [plan.head.config.architecture + NEXTN], "num_hidden_layers": 1}

@@ -178,11 +178,7 @@ def _header(tensors: Sequence[OutputTensor]) -> bytes:
 
 
 def _finished(
-    journal: BinaryIO,
-    opening: bytes,
-    file: BinaryIO,
-    header: bytes,
-    tensors: Sequence[OutputTensor],
+    journal: BinaryIO, opening: bytes, file: BinaryIO, header: bytes, tensors: Sequence[OutputTensor]
 ) -> dict[str, str]:
     """Names and digests of the leading tensors that an earlier run of the same job wrote, read again."""
     finished: dict[str, str] = {}
