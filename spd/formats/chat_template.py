@@ -92,16 +92,14 @@ class ChatTemplate:
 def _templates_of(fields: Fields) -> dict[str, str]:
     """By name; there is one named default."""
     value = fields.get("chat_template")
+    entries = [{"name": "default", "template": value}] if isinstance(value, str) else value
     templates: dict[str, str] = {}
-    if isinstance(value, str):
-        templates["default"] = value
-    else:
-        for entry in value if isinstance(value, list) else [None]:
-            named = entry if isinstance(entry, dict) else {}
-            name, template = named.get("name"), named.get("template")
-            if not isinstance(name, str) or not isinstance(template, str):
-                raise fields.refused("chat_template", "is neither a string nor a list of named templates")
-            templates[name] = template
+    for entry in entries if isinstance(entries, list) else [None]:
+        named = entry if isinstance(entry, dict) else {}
+        name, template = named.get("name"), named.get("template")
+        if not isinstance(name, str) or not isinstance(template, str):
+            raise fields.refused("chat_template", "is neither a string nor a list of named templates")
+        templates[name] = template
     if "default" not in templates:
         why = f"has no template named default, only {shown(sorted(templates))}"
         raise fields.refused("chat_template", why)

@@ -152,8 +152,9 @@ class MtpLayout:
 
     def owns(self, name: str) -> bool:
         """Whether a tensor lies inside this head, known or not."""
-        layer = _LAYER.match(name) if self.family.numbers_layers else None
-        return int(layer[1]) >= self.first_layer if layer else _MODULE.match(name) is not None
+        if self.family.numbers_layers:
+            return is_mtp_tensor(name, self.first_layer)
+        return _MODULE.match(name) is not None
 
     def glue_tensors(self, module: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes of what surrounds a module's decoder layer."""

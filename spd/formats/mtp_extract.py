@@ -96,15 +96,15 @@ def _own_head(source: ModelFolder, name: str) -> tuple[mtp.MtpSource, Checkpoint
     config = source.config
     refuse_head(config, source.path)
 
-    def wanted(shards: Mapping[str, str]) -> set[str]:
-        tables = [table for table in TABLES if table in shards and (source.path / shards[table]).exists()]
-        return {mtp.FINAL_NORM, *tables, *filter(find(shards).owns, shards)}
-
     def find(names: Collection[str]) -> mtp.MtpLayout:
         layout = mtp.find_mtp(config.architecture, names, config.num_layers)
         if layout is None:
             raise mtp.no_mtp(source.path, config.num_layers, mtp.declared_modules(source.fields))
         return layout
+
+    def wanted(shards: Mapping[str, str]) -> set[str]:
+        tables = [table for table in TABLES if table in shards and (source.path / shards[table]).exists()]
+        return {mtp.FINAL_NORM, *tables, *filter(find(shards).owns, shards)}
 
     checkpoint = Checkpoint.open(source.path, wanted)
     return mtp.MtpSource(source, find(checkpoint.tensors), config, name), checkpoint

@@ -46,11 +46,11 @@ class OutputTensor:
         return DTYPE_BITS[self.dtype] * math.prod(self.shape) // 8
 
 
+@dataclass(frozen=True)
 class Stage:
     """The folder that is being written; `open_stage` makes one and disposes of it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
 
     def write_tensors(
         self,
