@@ -41,7 +41,6 @@ class ModelConfig:
     """The facts of a decoder that its code needs; sizes count elements, `dtype` is a torch name."""
 
     architecture: str
-    model_type: str
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -51,7 +50,6 @@ class ModelConfig:
     vocab_size: int
     max_positions: int
     rms_norm_eps: float
-    hidden_act: str
     tie_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
@@ -168,10 +166,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     architecture = _architecture(fields)
     family = _FAMILIES[architecture]
     fp8_block = read_fp8_block(fields)
-    if family.partial is None and fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
-        raise fields.refused("partial_rotary_factor", "rotating a part of the head is not supported")
-    if fields.boolean("use_bidirectional_attention", False):
-        raise fields.refused("use_bidirectional_attention", "attending to later tokens is not supported")
+    _refuse_unsupported(fields, family)
     hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
@@ -195,7 +190,6 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         raise fields.refused("num_key_value_heads", why)
     return ModelConfig(
         architecture=architecture,
-        model_type=family.model_type,
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
         num_layers=num_layers,
@@ -205,7 +199,6 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         vocab_size=vocab_size,
         max_positions=min(max_positions, rope.max_positions or max_positions),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, 1e-6),
-        hidden_act=_activation(fields, family),
         tie_embeddings=fields.boolean("tie_word_embeddings", family.caps is not None),
         attention_bias=fields.boolean(family.bias, False) if family.bias else False,
         mlp_bias=fields.boolean(family.mlp_bias, False) if family.mlp_bias else False,
@@ -245,13 +238,15 @@ def _architecture(fields: Fields) -> str:
     return names[0]
 
 
-def _activation(fields: Fields, family: _Family) -> str:
-    """What stands in the gate; Gemma's code reads a key of its own and leaves the usual one alone."""
-    if family.caps is not None:
+def _refuse_unsupported(fields: Fields, family: _Family) -> None:
+    if family.partial is None and fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
+        raise fields.refused("partial_rotary_factor", "rotating a part of the head is not supported")
+    if fields.boolean("use_bidirectional_attention", False):
+        raise fields.refused("use_bidirectional_attention", "attending to later tokens is not supported")
+    if family.caps is not None:  # Gemma's code reads a key of its own and leaves the usual one alone
         fields.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
-        return "gelu_tanh"
-    fields.choice("hidden_act", ("silu", "swish"), "silu")
-    return "silu"
+    else:
+        fields.choice("hidden_act", ("silu", "swish"), "silu")
 
 
 def _softcap(fields: Fields, family: _Family, key: str, which: int) -> float | None:

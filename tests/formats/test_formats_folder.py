@@ -100,7 +100,7 @@ def test_a_fault_is_told_at_every_use(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"config\.json"):
             assert folder.config
     write_json(tmp_path, "config.json", QWEN3)
-    assert folder.config.model_type == "qwen3"
+    assert folder.config.architecture == "Qwen3ForCausalLM"
 
 
 def test_copies_go_by_the_path_alone(tmp_path: Path) -> None:

@@ -60,7 +60,6 @@ def config_8b(**changes: Any) -> ModelConfig:
 
     return ModelConfig(
         architecture="Qwen3ForCausalLM",
-        model_type="qwen3",
         **{
             "hidden_size": 4096,
             "intermediate_size": 12288,
@@ -74,7 +73,6 @@ def config_8b(**changes: Any) -> ModelConfig:
             **changes,
         },
         rms_norm_eps=1e-6,
-        hidden_act="silu",
         attention_bias=False,
         mlp_bias=False,
         rope=RopeConfig("default", 1e6),
