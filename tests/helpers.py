@@ -26,6 +26,21 @@ PROPOSERS: dict[str, dict[str, Any]] = {
 }
 """Wishes for every proposer that the matrices run; who wants a draft model or a head adds it."""
 
+
+@dataclass(frozen=True)
+class Damped:
+    """How loudly each layer of a tiny model speaks: `loud` ones wholly, later ones softly.
+
+    A draft model of the first layers then often agrees with the whole, and not always.
+    """
+
+    loud: int
+    soft: float = 0.12
+
+    def __call__(self, layer: int) -> float:
+        return 1.0 if layer < self.loud else self.soft
+
+
 INTERPRETED = [
     pytest.mark.skipif(
         torch.cuda.is_available(),

@@ -35,6 +35,7 @@ def hang() -> dict[str, Any]:
 def grow_and_hang() -> Iterator[dict[str, Any]]:
     """Find something, then never come back."""
     yield {"found": [1]}
+    print("said before hanging", flush=True)
     yield {"found": [1, 2]}
     time.sleep(600)
 

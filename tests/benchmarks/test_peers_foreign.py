@@ -17,8 +17,6 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.peers import llama_worker
-from benchmarks.peers.entries import entries
-from benchmarks.peers.options import parse_options
 from benchmarks.peers.protocol import Speculation, WorkerOptions, imposed_rates
 from benchmarks.peers.untied import read_config
 from spd.formats.demo import demo_draft_folder, demo_folder
@@ -27,17 +25,9 @@ from tests.helpers import make_engine, run_requests
 
 
 def options(**given: Any) -> WorkerOptions:
-    fields: dict[str, Any] = {"model": demo_draft_folder(), "draft": None, "draft_max": 3, "threads": 1}
-    fields |= {
-        "dtype": "bfloat16",
-        "ctx": 64,
-        "ngram": False,
-        "mtp": False,
-        "eagle3": None,
-        "slots": 2,
-        "imposed": None,
-        "build": None,
-    }
+    fields: dict[str, Any] = dict.fromkeys(("draft", "eagle3", "imposed", "build")) | {"slots": 2, "ctx": 64}
+    fields |= {"model": demo_draft_folder(), "draft_max": 3, "threads": 1, "dtype": "bfloat16"}
+    fields |= {"ngram": False, "mtp": False}
     return WorkerOptions(**{**fields, **given})
 
 
@@ -181,39 +171,3 @@ def test_llama_streams_and_its_drafts_are_counted(server: int) -> None:
     assert body["ignore_eos"] and not body["cache_prompt"] and body["temperature"] == 0
     plain = llama_worker.LlamaEngine(options(), port=server)
     assert plain.generate([1], 4).extra == {} and plain.run([[1]], 4, 1, [0.0]).speculation is None
-
-
-def test_llama_is_told_what_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_worker, "converted", lambda build, model, dtype: build / f"{model.name}.gguf")
-    build = Path("/llama")
-    words = llama_worker.server_command(options(build=build, draft=Path("d"), imposed=2.0), 1234)
-    assert words[0] == "/llama/build/bin/llama-server" and words[words.index("-np") + 1] == "2"
-    assert words[words.index("-c") + 1] == "128" and words[words.index("-md") + 1] == "/llama/d.gguf"
-    rates = [float(rate) for rate in words[words.index("--spec-synth-rates") + 1].split(",")]
-    assert len(rates) == 3 and 1 + sum(rates) == pytest.approx(2.0, abs=1e-4)
-    assert "ngram-simple" in llama_worker.server_command(options(build=build, ngram=True), 1)
-    assert "--spec-type" not in llama_worker.server_command(options(build=build), 1)
-
-
-def test_entries_of_every_peer(tmp_path: Path) -> None:
-    given = [
-        str(tmp_path),
-        "--llama-cpp",
-        str(tmp_path),
-        "--imposed",
-        "3",
-        "--rates",
-        "1,2",
-        "--threads",
-        "1",
-    ]
-    given += ["--transformers-python", "/t/bin/python", "--rows", "0"]
-    by_name = {entry.name: entry for entry in entries(parse_options(given))}
-    modes = ("plain", "draft", "ngram", "imposed")
-    names = [f"{peer}-{mode}" for peer in ("spd", "transformers", "llama") for mode in modes]
-    names.remove("transformers-imposed")
-    assert list(by_name) == names
-    assert [name for name, entry in by_name.items() if not entry.together] == names[4:7]
-    llama = by_name["llama-imposed"].command
-    assert llama[llama.index("--build") + 1] == str(tmp_path) and llama[llama.index("--slots") + 1] == "16"
-    assert llama[llama.index("--imposed") + 1] == "3.0"

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.recipes.medium import DAMPING, write_medium, write_medium_draft
-from tests.recipes.tiny import QWEN3, SPECIAL_TOKENS, VARIANTS, write_tiny
+from tests.recipes.tiny import SPECIAL_TOKENS, VARIANTS, write_tiny
 
 SMALL: dict[str, Any] = {
     "hidden": 64,
@@ -56,40 +55,6 @@ def test_the_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:
     assert first != digest(write_tiny(tmp_path / "c", shards=2, seed=1))
 
 
-def test_shards_hold_the_same_tensors(tmp_path: Path) -> None:
-    whole = tensors_of(write_tiny(tmp_path / "one", architecture=QWEN3))
-    folder = write_tiny(tmp_path / "three", architecture=QWEN3, shards=3)
-    parts = tensors_of(folder)
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) == 3
-    for name, file in index["weight_map"].items():
-        with safe_open(folder / file, framework="pt") as shard:
-            assert name in shard.keys()  # noqa: SIM118
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
-
-
-def test_variants_cover_what_they_are_for(tmp_path: Path) -> None:
-    configs = {}
-    for name, shape in DENSE.items():
-        folder = write_tiny(tmp_path / name, **shape)
-        configs[name] = json.loads((folder / "config.json").read_text())
-        tensors = tensors_of(folder)
-        query = tensors["model.layers.0.self_attn.q_proj.weight"]
-        assert query.shape == (configs[name]["num_attention_heads"] * configs[name]["head_dim"], 64)
-        assert ("lm_head.weight" in tensors) == (not configs[name]["tie_word_embeddings"])
-        qk_norm = "model.layers.0.self_attn.q_norm.weight" in tensors
-        assert qk_norm == (configs[name]["model_type"] == "qwen3")
-        assert ("model.layers.1.self_attn.o_proj.bias" in tensors) == configs[name]["attention_bias"]
-        assert ("model.layers.1.mlp.down_proj.bias" in tensors) == bool(configs[name].get("mlp_bias"))
-    ratios = {c["num_attention_heads"] // c["num_key_value_heads"] for c in configs.values()}
-    assert ratios == {1, 2, 4, 8}
-    kinds = {(c["rope_scaling"] or {"rope_type": "default"})["rope_type"] for c in configs.values()}
-    assert kinds == {"default", "linear", "llama3", "yarn"}
-    assert any(c["num_attention_heads"] * c["head_dim"] != c["hidden_size"] for c in configs.values())
-
-
 def test_every_id_is_a_token_and_every_text_comes_back(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, vocab=600)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -100,29 +65,6 @@ def test_every_id_is_a_token_and_every_text_comes_back(tmp_path: Path) -> None:
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
     assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [256, 257, 258]
     assert len(tokenizer.encode("a test of it").ids) < len("a test of it")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"architecture": "MambaForCausalLM"}, "architecture"),
-        ({"heads": 3, "kv_heads": 2}, "multiple"),
-        ({"vocab": 128}, "needs 259"),
-        ({"vocab": 100_000}, "at most"),
-        ({"shards": 1000}, "shards"),
-        ({"architecture": QWEN3, "mlp_bias": True}, "mlp_bias"),
-        ({"rope_style": "new"}, "rope_style"),
-    ],
-)
-def test_impossible_shapes_are_refused(arguments: dict[str, object], words: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=words):
-        write_tiny(tmp_path, **arguments)  # type: ignore[arg-type]
-
-
-def test_without_a_tokenizer_any_vocabulary_will_do(tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path, vocab=40, tokenizer=False)
-    assert json.loads((folder / "config.json").read_text())["eos_token_id"] is None
-    assert not (folder / "tokenizer.json").exists()
 
 
 def test_transformers_loads_every_variant_and_the_text_is_not_a_loop(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from tests.recipes.eagle3_model import (
     HEAD,
     Eagle3Head,
     Eagle3Shape,
-    load_head,
     read_target,
     save_head,
     soft_losses,
@@ -96,25 +95,6 @@ def test_the_folder_has_the_published_names_and_shapes(tmp_path: Path) -> None:
     assert (config["vocab_size"], config["draft_vocab_size"]) == (HEAD.vocab, HEAD.draft_vocab)
     outputs = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     assert outputs == [index - 1 for index in HEAD.read]
-
-
-def test_a_saved_head_comes_back(tmp_path: Path, head: Eagle3Head) -> None:
-    save_head(head, tmp_path)
-    again = load_head(tmp_path, SMALL)
-    assert torch.equal(again.kept, head.kept)
-    for name, value in head.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value.to(torch.bfloat16).float()), name
-
-
-def test_streams_are_what_enters_the_layers(target: Decoder) -> None:
-    ids, seen = torch.randint(0, SMALL.vocab, (2, 12)), {}
-    for index in SMALL.read:
-        target.layers[index].register_forward_pre_hook(
-            lambda _, inputs, index=index: seen.update({index: inputs[0]})
-        )
-    streams, logits = read_target(target, ids, SMALL.read)
-    assert torch.equal(streams, torch.cat([seen[index] for index in SMALL.read], dim=-1))
-    assert torch.equal(logits, target.logits(target(ids)))
 
 
 def test_unrolled_rows_are_a_drafters_with_a_cache(target: Decoder, head: Eagle3Head) -> None:

@@ -21,7 +21,7 @@ from tests.gpu.gpu_helpers import (
     run_work,
     story,
 )
-from tests.helpers import Run, random_prompts
+from tests.helpers import Damped, Run, random_prompts
 
 CASES = [(method, k) for method in ("ngram", "draft") for k in (1, 4)]
 
@@ -130,8 +130,7 @@ def test_adapting_changes_nothing(demo_work: Work, demo_plain: list[Run]) -> Non
         assert outputs(run_work(engine, demo_work[:4], 2)) == outputs(demo_plain[:4])
 
 
-def damped(layer: int) -> float:
-    return 1.0 if layer < 2 else 0.12
+damped = Damped(loud=2)
 
 
 def test_float32(tiny: Callable[..., Path]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,14 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=["", "_triton"], ids=["torch", "triton"])
+def op(request: pytest.FixtureRequest) -> Any:
+    """The module of either form of the operation that a file's FORMS names below spd.kernels."""
+    if request.param:
+        pytest.importorskip("triton")
+    return importlib.import_module(f"spd.kernels.{request.module.FORMS}{request.param}")
+
+
 @pytest.fixture
 def dtypes(device: str) -> tuple[torch.dtype, ...]:
     """Types whose products can be trusted there; the interpreter gets bfloat16 ones wrong."""
@@ -28,12 +38,33 @@ def dtypes(device: str) -> tuple[torch.dtype, ...]:
     return both if device == "cpu" else (*both, torch.bfloat16)
 
 
+@pytest.fixture(scope="session")
+def native_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], NativeLibrary]:
+    """The C kernels made of one set of instructions, compiled once."""
+
+    @functools.cache
+    def made(instructions: str) -> NativeLibrary:
+        library = NativeLibrary(library_path(lambda: tmp_path_factory.mktemp("native"), instructions))
+        assert library.instructions == instructions
+        return library
+
+    return made
+
+
 @pytest.fixture(scope="session", params=HERE)
-def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
+def native(request: pytest.FixtureRequest, native_with: Callable[[str], NativeLibrary]) -> NativeLibrary:
     """The kernels with each of the instructions that this processor has."""
-    library = NativeLibrary(library_path(lambda: tmp_path_factory.mktemp("native"), request.param))
-    assert library.instructions == request.param
-    return library
+    return native_with(request.param)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling in blocks and chunks so small that a few hundred ids fill several."""
+    from spd.kernels.sampling import sampling_triton, truncation_triton
+
+    monkeypatch.setattr(sampling_triton, "BLOCK", 64)
+    monkeypatch.setattr(truncation_triton, "BLOCK", 64)
+    monkeypatch.setattr(truncation_triton, "CHUNK", 16)
 
 
 def _poison(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +14,7 @@ from spd.kernels.round.window import DraftWindow, Places
 PAGE, PAGES, MAX_LEN, TRASH, WIDE = 4, 7, 30, 2, 9
 
 
-@pytest.fixture(params=["window", "window_triton"])
-def op(request: pytest.FixtureRequest) -> Any:
-    """The module of either form."""
-    if request.param.endswith("_triton"):
-        pytest.importorskip("triton")
-    return importlib.import_module(f"spd.kernels.round.{request.param}")
+FORMS = "round.window"
 
 
 def make_state(seed: int, slots: int, device: str) -> dict[str, torch.Tensor]:

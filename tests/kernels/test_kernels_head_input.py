@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +15,7 @@ from spd.kernels.round.window import DraftWindow
 PAGE, PAGES, DEPTH, SIZE, VOCAB, EPSILON = 4, 9, 7, 24, 11, 0.05
 
 
-@pytest.fixture(params=["head_input", "head_input_triton"])
-def op(request: pytest.FixtureRequest) -> Any:
-    """The module of either form."""
-    if request.param.endswith("_triton"):
-        pytest.importorskip("triton")
-    return importlib.import_module(f"spd.kernels.linear.{request.param}")
+FORMS = "linear.head_input"
 
 
 @pytest.mark.parametrize("hidden_first", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +24,7 @@ from spd.kernels.round.window import COMMITTED, NUM_TIMES
 MAX_LEN, VOCAB, DEPTH, SPARE = 24, 6, 3, 2
 
 
-@pytest.fixture(params=["commit", "commit_triton"])
-def op(request: pytest.FixtureRequest) -> Any:
-    """The module of either form."""
-    if request.param.endswith("_triton"):
-        pytest.importorskip("triton")
-    return importlib.import_module(f"spd.kernels.round.{request.param}")
+FORMS = "round.commit"
 
 
 def make_state(

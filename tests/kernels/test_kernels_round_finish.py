@@ -11,13 +11,7 @@ import torch
 
 from spd.kernels.round.window import BEGAN, COMMITTED, ENDED, NUM_TIMES, VERIFIED
 
-
-@pytest.fixture(params=["window", "window_triton"])
-def op(request: pytest.FixtureRequest) -> Any:
-    """The module of either form."""
-    if request.param.endswith("_triton"):
-        pytest.importorskip("triton")
-    return importlib.import_module(f"spd.kernels.round.{request.param}")
+FORMS = "round.window"
 
 
 def test_columns_are_apart() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +16,7 @@ PAGE, PAGES, MAX_LEN, VOCAB, TRASH = 4, 9, 30, 50, 3
 COVERED = (PAGES - 2) * PAGE
 
 
-@pytest.fixture(params=["window", "window_triton"])
-def op(request: pytest.FixtureRequest) -> Any:
-    """The module of either form."""
-    if request.param.endswith("_triton"):
-        pytest.importorskip("triton")
-    return importlib.import_module(f"spd.kernels.round.{request.param}")
+FORMS = "round.window"
 
 
 def make_state(seed: int, slots: int, k: int, device: str) -> dict[str, torch.Tensor]:

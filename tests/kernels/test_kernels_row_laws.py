@@ -14,7 +14,7 @@ from tests.kernels.sampling_cases import EVERY_STEP, INFINITY, NAN, PLAIN, Case,
 
 pytest.importorskip("triton")
 
-from spd.kernels.sampling import sampling_triton, truncation_triton
+from spd.kernels.sampling import sampling_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of inf - inf
 
@@ -33,14 +33,6 @@ def assert_same_laws(case: Case, steps: Steps) -> Tensor:
     assert torch.equal(found == 0, expected == 0)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-9, equal_nan=True)
     return found
-
-
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks and chunks so small that a few hundred ids fill several."""
-    monkeypatch.setattr(sampling_triton, "BLOCK", 64)
-    monkeypatch.setattr(truncation_triton, "BLOCK", 64)
-    monkeypatch.setattr(truncation_triton, "CHUNK", 16)
 
 
 @pytest.mark.parametrize(("vocab", "coarse"), [(1, False), (2, True), (3, False), (17, True), (1000, False)])

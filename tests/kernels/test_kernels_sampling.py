@@ -1,19 +1,25 @@
-"""The sampling kernels draw the reference's tokens and look at no other row."""
+"""Both sampling kernels, Triton's and C's, draw the reference's tokens and look at no other row."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
+from torch import Tensor
 
+from spd.kernels.native.library import NativeLibrary
 from spd.kernels.sampling.sampling import SamplingTensors
+from tests.kernels.conftest import HERE
+from tests.kernels.native_cases import needs_compiled
 from tests.kernels.sampling_cases import (
     EVERY_STEP,
+    EXTREMES,
     INFINITY,
     NAN,
     PLAIN,
+    Case,
     Steps,
     assert_drawn_alike,
     number,
@@ -22,22 +28,40 @@ from tests.kernels.sampling_cases import (
 
 pytest.importorskip("triton")
 
-from spd.kernels.sampling import sampling_triton, truncation_triton
+from spd.kernels.sampling import sampling_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of inf - inf
 
 VOCABULARIES = [1, 2, 3, 17, 1000, 5003]
 
 
-assert_same_tokens = partial(assert_drawn_alike, sampling_triton.sample_rows)
+GREEDY = Steps(*[False] * 5)
+TRUNCATED = replace(PLAIN, truncation=True)
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks and chunks so small that a few hundred ids fill several."""
-    monkeypatch.setattr(sampling_triton, "BLOCK", 64)
-    monkeypatch.setattr(truncation_triton, "BLOCK", 64)
-    monkeypatch.setattr(truncation_triton, "CHUNK", 16)
+@dataclass(frozen=True)
+class Form:
+    """One of the kernels: its draw, and how many slots it is asked for where the interpreter takes few."""
+
+    draw: Callable[..., tuple[Tensor, Tensor]]
+    library: NativeLibrary | None
+    device: str
+
+    def number(self, few: int) -> int:
+        return number(self.device, few) if self.library is None else 10 * few
+
+    def assert_same_tokens(self, case: Case, steps: Steps) -> Tensor:
+        return assert_drawn_alike(self.draw, case, steps)
+
+
+@pytest.fixture(params=["triton", *(pytest.param(name, marks=needs_compiled) for name in HERE)])
+def form(request: pytest.FixtureRequest, device: str) -> Form:
+    if request.param == "triton":
+        return Form(sampling_triton.sample_rows, None, device)
+    if device != "cpu":
+        pytest.skip("C kernels run on a CPU")
+    library = request.getfixturevalue("native_with")(request.param)
+    return Form(library.sample_rows, library, device)
 
 
 # -- the whole ---------------------------------------------------------------------------------------
@@ -45,15 +69,18 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("coarse", [False, True], ids=["fine", "ties"])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_every_step_draws_the_references_tokens(vocab: int, coarse: bool, device: str) -> None:
-    assert_same_tokens(random_case(number(device, 8), 1, vocab, vocab, device, coarse), EVERY_STEP)
+def test_every_step_draws_the_references_tokens(form: Form, vocab: int, coarse: bool, device: str) -> None:
+    form.assert_same_tokens(random_case(form.number(8), 1, vocab, vocab, device, coarse), EVERY_STEP)
+    for steps in (EVERY_STEP, TRUNCATED, PLAIN, GREEDY) if form.library else ():
+        for k in (0, 3):
+            form.assert_same_tokens(random_case(60, k, vocab, vocab + k, device, coarse), steps)
 
 
 @pytest.mark.parametrize("k", range(6))
-def test_windows_see_their_drafts(k: int, device: str) -> None:
+def test_windows_see_their_drafts(form: Form, k: int, device: str) -> None:
     """Penalties count every earlier draft, also when one is repeated; so does the minimum length."""
-    case = random_case(number(device, 12 // (k + 1)), k, 131, k, device)
-    assert_same_tokens(case, replace(EVERY_STEP, truncation=False))
+    case = random_case(form.number(12 // (k + 1)), k, 131, k, device)
+    form.assert_same_tokens(case, replace(EVERY_STEP, truncation=False))
     strong = replace(
         case.tensors,
         temperature=torch.zeros_like(case.tensors.temperature),
@@ -62,27 +89,27 @@ def test_windows_see_their_drafts(k: int, device: str) -> None:
     )
     flat = replace(case, logits=torch.zeros_like(case.logits), tensors=strong, usable_vocab=131)
     steps = Steps(noise=False, truncation=False, bias=False, min_length=False)
-    assert_same_tokens(flat, steps)
+    form.assert_same_tokens(flat, steps)
 
 
 @pytest.mark.parametrize("name", ["noise", "penalties", "bias", "min_length", "grammar"])
 @pytest.mark.parametrize("present", [False, True], ids=["without", "alone"])
-def test_steps_are_taken_one_by_one(name: str, present: bool, device: str) -> None:
-    steps = Steps(*[False] * 5) if present else replace(EVERY_STEP, truncation=False)
-    case = random_case(number(device, 4), 2, 300, 5, device)
-    assert_same_tokens(case, replace(steps, **{name: present}))
+def test_steps_are_taken_one_by_one(form: Form, name: str, present: bool, device: str) -> None:
+    steps = GREEDY if present else replace(EVERY_STEP, truncation=False)
+    case = random_case(form.number(4), 2, 300, 5, device)
+    form.assert_same_tokens(case, replace(steps, **{name: present}))
 
 
-def test_absent_histories_are_not_read(device: str) -> None:
-    case = random_case(number(device, 2), 1, 100, 6, device)
+def test_absent_histories_are_not_read(form: Form, device: str) -> None:
+    case = random_case(form.number(2), 1, 100, 6, device)
     bare = replace(case.tensors, bias=None, in_prompt=None, generated=None)
-    assert_same_tokens(replace(case, tensors=bare), replace(EVERY_STEP, truncation=False))
+    form.assert_same_tokens(replace(case, tensors=bare), replace(EVERY_STEP, truncation=False))
 
 
 def test_blocks_of_a_vocabulary_are_put_together(device: str, small_blocks: None) -> None:
     case = random_case(number(device, 3), 1, 300, 11, device)
-    assert_same_tokens(case, replace(EVERY_STEP, truncation=False))
-    assert_same_tokens(case.only([0, 1]), EVERY_STEP)
+    assert_drawn_alike(sampling_triton.sample_rows, case, replace(EVERY_STEP, truncation=False))
+    assert_drawn_alike(sampling_triton.sample_rows, case.only([0, 1]), EVERY_STEP)
 
 
 def test_ties_go_to_the_lowest_id(device: str, small_blocks: None) -> None:
@@ -93,7 +120,7 @@ def test_ties_go_to_the_lowest_id(device: str, small_blocks: None) -> None:
     logits[1, 0, [77, 75, 200]] = 8.0
     logits[2, 0] = -1.0
     logits[2, 0, [140, 260]] = torch.tensor([-0.0, 0.0], device=device)
-    steps = Steps(*[False] * 5)
+    steps = GREEDY
     sampled, finite = sampling_triton.sample_rows(
         *replace(case, logits=logits, usable_vocab=300).arguments(steps)
     )
@@ -101,58 +128,65 @@ def test_ties_go_to_the_lowest_id(device: str, small_blocks: None) -> None:
     assert finite.all()
 
 
-@pytest.mark.parametrize("steps", [Steps(*[False] * 5), PLAIN, replace(PLAIN, truncation=True)])
-def test_rows_that_are_not_finite_say_so(steps: Steps, device: str) -> None:
-    """NaN anywhere, +inf, nothing but -inf; NaN beyond the usable ids does not matter."""
-    case = random_case(6, 0, 100, 13, device)
+@pytest.mark.parametrize("steps", [GREEDY, PLAIN, TRUNCATED])
+def test_rows_that_are_not_finite_say_so(form: Form, steps: Steps, device: str) -> None:
+    """NaN anywhere, +inf, nothing but -inf, what a temperature makes infinite; unusable ids do not matter."""
+    case = random_case(7, 0, 100, 13, device)
     logits = torch.where(case.logits.isinf(), 0.0, case.logits)
     logits[0, 0, 57] = NAN
     logits[1, 0, [3, 80]] = INFINITY
     logits[2] = -INFINITY
     logits[3, 0, 95:] = NAN
     logits[4, 0, [20, 70]] = -torch.tensor([NAN, NAN], device=device)
+    logits[5, 0, 44:46] = torch.tensor([3e38, 3.1e38], device=device)
     tensors = replace(
         case.tensors,
-        temperature=torch.full_like(case.tensors.temperature, 0.8),
+        temperature=torch.tensor([0.8, 0.8, 0.8, 0.8, 0.8, 0.5, 0.8], device=device),
         min_p=torch.full_like(case.tensors.min_p, 0.1),
-        top_k=torch.tensor([9, 0, 9, 9, 0, 9], device=device),
-        top_p=torch.tensor([0.5, 0.5, 0.5, 1.0, 1.0, 0.9], device=device),
+        top_k=torch.tensor([9, 0, 9, 9, 0, 0, 9], device=device),
+        top_p=torch.tensor([0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 0.9], device=device),
     )
     broken = replace(case, logits=logits, tensors=tensors, usable_vocab=90)
-    sampled = assert_same_tokens(broken, steps)
-    finite = sampling_triton.sample_rows(*broken.arguments(steps))[1]
-    assert finite.flatten().tolist() == [False, False, False, True, False, True]
-    assert sampled.flatten()[[0, 1, 2, 4]].tolist() == [57, 3, 0, 20]
+    sampled = form.assert_same_tokens(broken, steps)
+    finite = form.draw(*broken.arguments(steps))[1]
+    assert finite.flatten().tolist() == [False, False, False, True, False, not steps.noise, True]
+    assert sampled.flatten()[[0, 1, 2, 4, 5]].tolist() == [57, 3, 0, 20, 44 if steps.noise else 45]
 
 
 @pytest.mark.parametrize("truncation", [False, True])
-def test_a_row_is_the_same_alone_and_among_others(truncation: bool, device: str) -> None:
+def test_a_row_is_the_same_alone_and_among_others(form: Form, truncation: bool, device: str) -> None:
     case = random_case(5, 0, 1000, 17, device)
     steps = replace(EVERY_STEP, truncation=truncation)
-    sampled, finite = sampling_triton.sample_rows(*case.arguments(steps))
+    sampled, finite = form.draw(*case.arguments(steps))
     order = [3, 1, 4, 0, 2]
-    moved, _ = sampling_triton.sample_rows(*case.only(order).arguments(steps))
-    assert torch.equal(moved, sampled[order])
-    for slot in range(2 if truncation and device == "cpu" else 5):
-        alone, alone_finite = sampling_triton.sample_rows(*case.only([slot]).arguments(steps))
-        assert torch.equal(alone, sampled[slot : slot + 1])
-        assert torch.equal(alone_finite, finite[slot : slot + 1])
+    slots = range(2 if truncation and form.library is None and device == "cpu" else 5)
+    usual = form.library.threads if form.library else 0
+    for threads in (1, 2, 3) if form.library else (0,):
+        if form.library:
+            form.library.threads = threads
+        assert torch.equal(form.draw(*case.only(order).arguments(steps))[0], sampled[order])
+        for slot in slots:
+            alone, alone_finite = form.draw(*case.only([slot]).arguments(steps))
+            assert torch.equal(alone, sampled[slot : slot + 1])
+            assert torch.equal(alone_finite, finite[slot : slot + 1])
+    if form.library:
+        form.library.threads = usual
 
 
-def test_a_window_is_the_same_as_its_first_rows(device: str) -> None:
+def test_a_window_is_the_same_as_its_first_rows(form: Form, device: str) -> None:
     case = random_case(2, 4, 300, 19, device)
     steps = replace(EVERY_STEP, truncation=False)
-    sampled, _ = sampling_triton.sample_rows(*case.arguments(steps))
+    sampled, _ = form.draw(*case.arguments(steps))
     shorter = replace(
         case,
         logits=case.logits[:, :3].contiguous(),
         draft=case.draft[:, :2],
         positions=case.positions[:, :3],
     )
-    assert torch.equal(sampling_triton.sample_rows(*shorter.arguments(steps))[0], sampled[:, :3])
+    assert torch.equal(form.draw(*shorter.arguments(steps))[0], sampled[:, :3])
 
 
-def test_greedy_slots_get_no_noise_beside_others(device: str) -> None:
+def test_greedy_slots_get_no_noise_beside_others(form: Form, device: str) -> None:
     case = random_case(4, 0, 300, 29, device)
     greedy = torch.tensor([True, False, True, True], device=device)
     case = replace(
@@ -168,11 +202,11 @@ def test_greedy_slots_get_no_noise_beside_others(device: str) -> None:
         usable_vocab=300,
     )
     for truncation in (False, True):
-        sampled, _ = sampling_triton.sample_rows(*case.arguments(replace(PLAIN, truncation=truncation)))
+        sampled, _ = form.draw(*case.arguments(replace(PLAIN, truncation=truncation)))
         assert torch.equal((sampled == case.logits.argmax(dim=-1))[:, 0], greedy)
 
 
-def test_minimum_length_ends_within_a_window(device: str) -> None:
+def test_minimum_length_ends_within_a_window(form: Form, device: str) -> None:
     """The only tempting token is a stop id; one slot may end from its third row on, one from the first."""
     case = random_case(2, 4, 100, 30, device)
     logits = torch.zeros_like(case.logits)
@@ -185,13 +219,13 @@ def test_minimum_length_ends_within_a_window(device: str) -> None:
     )
     steps = Steps(noise=False, truncation=False, penalties=False, bias=False)
     case = replace(case, logits=logits, tensors=tensors)
-    sampled, _ = sampling_triton.sample_rows(*case.arguments(steps))
+    sampled, _ = form.draw(*case.arguments(steps))
     assert sampled.tolist() == [[1, 1, 7, 7, 7], [7] * 5]
-    assert_same_tokens(case, steps)
+    form.assert_same_tokens(case, steps)
 
 
 @pytest.mark.parametrize(("min_p", "all_kept"), [(0.36, True), (0.37, False)])
-def test_min_p_is_relative_to_the_likeliest(min_p: float, all_kept: bool, device: str) -> None:
+def test_min_p_is_relative_to_the_likeliest(form: Form, min_p: float, all_kept: bool, device: str) -> None:
     """One token stands a factor e above all others, which together are drawn nearly always."""
     case = random_case(5, 0, 400, 31, device)
     logits = torch.full_like(case.logits, 2.0)
@@ -205,11 +239,11 @@ def test_min_p_is_relative_to_the_likeliest(min_p: float, all_kept: bool, device
         top_k=torch.tensor([0, 399, 0, 399, 0], device=device),
     )
     case = replace(case, logits=logits, tensors=tensors, usable_vocab=400)
-    sampled = assert_same_tokens(case, replace(PLAIN, truncation=True))
+    sampled = form.assert_same_tokens(case, TRUNCATED)
     assert (sampled != 370).all() if all_kept else (sampled == 370).all()
 
 
-def test_slots_that_truncate_nothing_draw_as_without_truncation(device: str) -> None:
+def test_slots_that_truncate_nothing_draw_as_without_truncation(form: Form, device: str) -> None:
     case = random_case(4, 0, 300, 23, device)
     neutral = torch.tensor([True, False, True, True], device=device)
     tensors = replace(
@@ -220,10 +254,23 @@ def test_slots_that_truncate_nothing_draw_as_without_truncation(device: str) -> 
         min_p=torch.where(neutral, 0.0, 0.2),
     )
     case = replace(case, tensors=tensors)
-    with_it, _ = sampling_triton.sample_rows(*case.arguments(EVERY_STEP))
-    without, _ = sampling_triton.sample_rows(*case.arguments(replace(EVERY_STEP, truncation=False)))
+    with_it, _ = form.draw(*case.arguments(EVERY_STEP))
+    without, _ = form.draw(*case.arguments(replace(EVERY_STEP, truncation=False)))
     assert torch.equal(with_it[neutral], without[neutral])
-    assert_same_tokens(case, EVERY_STEP)
+    form.assert_same_tokens(case, EVERY_STEP)
+
+
+@needs_compiled
+@pytest.mark.parametrize("name", EXTREMES)
+def test_truncation_at_its_edges(native: NativeLibrary, name: str) -> None:
+    """Many draws of the C kernel, in which a token too many, or too few, would be seen."""
+    logits, top_k, top_p = EXTREMES[name]
+    case = random_case(1, 0, len(logits), 5, "cpu")
+    rows = torch.tensor(logits).expand(1, 400, -1).contiguous()
+    cuts = {"top_k": torch.tensor([top_k]), "top_p": torch.tensor([top_p]), "min_p": torch.zeros(1)}
+    tensors = replace(case.tensors, temperature=torch.ones(1), **cuts)
+    many = Case(rows, case.draft, torch.arange(400)[None], tensors, len(logits))
+    assert_drawn_alike(native.sample_rows, many, TRUNCATED)
 
 
 # -- the program -------------------------------------------------------------------------------------

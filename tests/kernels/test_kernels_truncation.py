@@ -21,13 +21,6 @@ from spd.kernels.sampling import truncation_triton  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of inf - inf
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks and chunks so small that a few hundred ids fill several."""
-    monkeypatch.setattr(truncation_triton, "BLOCK", 64)
-    monkeypatch.setattr(truncation_triton, "CHUNK", 16)
-
-
 def kept_by_kernels(processed: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Which of processed [rows, V] the thresholds keep, one slot a row."""
     keys = order_keys(processed)

@@ -18,7 +18,7 @@ from spd.runtime.load.loader import read_part
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.weights import cuts_of
-from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.helpers import Damped, Run, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import write_dense
@@ -81,10 +81,7 @@ def test_int8_rows_have_the_scales_of_whole_rows(name: str, tiny: Callable[..., 
     )
 
 
-def damped(layer: int) -> float:
-    """Later layers speak softly, so that a draft of the first two often agrees."""
-    return 1.0 if layer < 2 else 0.12
-
+damped = Damped(loud=2)
 
 EAGLES: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "copy", "own_embedding": True, "draft_vocab": 281},

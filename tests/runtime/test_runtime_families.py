@@ -11,16 +11,13 @@ import torch
 
 from spd.runtime import SamplingParams
 from spd.runtime.round.rows import SlotView
-from tests.helpers import make_engine, random_prompts, run_all, run_one
+from tests.helpers import Damped, make_engine, random_prompts, run_all, run_one
 from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, WINDOW, write_dense
 
 Shelf = Callable[..., Path]
 SPECULATED = ("mistral", "qwen2", "gemma2", "gemma3", "phi3")
 
-
-def damped(layer: int) -> float:
-    """Later layers speak softly, so that a draft of the first two often agrees."""
-    return 1.0 if layer < 2 else 0.12
+damped = Damped(loud=2)
 
 
 @pytest.fixture(scope="module")

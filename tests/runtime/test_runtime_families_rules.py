@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spd.runtime import SamplingParams
 from spd.runtime.lab.statistics import chi_square_tail
-from tests.helpers import make_engine, random_prompts, run_all
+from tests.helpers import Damped, make_engine, random_prompts, run_all
 from tests.recipes.tiny_dense import write_dense
 from tests.runtime import seeded_faults as fault
 from tests.runtime.seeded_faults import Mutation
@@ -46,10 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 3},
 }
 
-
-def damped(layer: int) -> float:
-    """Later layers speak softly, so that a draft of the first agrees often, and not always."""
-    return 1.0 if layer < 1 else 0.5
+damped = Damped(loud=1, soft=0.5)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from spd.runtime.round.limits import TRASH_PAGE
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RING_DEPTH, RoundState
-from tests.helpers import Run, few_programs, make_engine, random_prompts, run_all
+from tests.helpers import Damped, Run, few_programs, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.graph_stand_in import StandIn, Tape, tensors_in
@@ -57,8 +57,7 @@ def no_host_reads(monkeypatch: pytest.MonkeyPatch) -> HostWatch:
     return watch
 
 
-def damped(layer: int) -> float:
-    return 1.0 if layer < 1 else 0.12
+damped = Damped(loud=1)
 
 
 @pytest.fixture(scope="module")

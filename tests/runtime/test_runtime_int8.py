@@ -21,7 +21,7 @@ from spd.runtime.layers.linear import Int8Linear
 from spd.runtime.models.moe import RoutedExperts
 from spd.runtime.models.weight_form import WeightForm
 from spd.runtime.plan.memory import tensor_bytes
-from tests.helpers import make_engine, random_prompts, run_all
+from tests.helpers import Damped, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.demo_logits import demo_logits, relative_error
@@ -30,9 +30,7 @@ from tests.runtime.graph_stand_in import tensors_in
 PROMPTS = random_prompts(2, 20, 256) + random_prompts(1, 75, 256, seed=1)
 PARAMS = [SamplingParams(max_tokens=16, temperature=t, seed=7) for t in (0.0, 0.8, 1.2)]
 
-
-def damped(layer: int) -> float:
-    return 1.0 if layer < 2 else 0.12
+damped = Damped(loud=2)
 
 
 def products(engine: Engine) -> list[Any]:

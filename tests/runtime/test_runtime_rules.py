@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spd.runtime import Engine, SamplingParams
 from spd.runtime.round.sampler import Sampler
-from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.helpers import Damped, Run, make_engine, random_prompts, run_all
 from tests.runtime import seeded_faults as fault
 
 RULES = ["rejection", "block"]
@@ -21,9 +21,7 @@ PROMPTS = random_prompts(4, 16, 256)
 by_rule = pytest.mark.parametrize("rule", RULES)
 Methods = dict[str, dict[str, Any]]
 
-
-def damped(layer: int) -> float:
-    return 1.0 if layer < 1 else 0.12
+damped = Damped(loud=1)
 
 
 @pytest.fixture(scope="module")

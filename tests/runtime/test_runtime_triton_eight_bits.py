@@ -17,7 +17,7 @@ from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
 from spd.runtime.layers.linear import SkinnyLinear
 from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.rows import SlotView
-from tests.helpers import INTERPRETED, Run, few_programs, make_engine, random_prompts, run_all
+from tests.helpers import INTERPRETED, Damped, Run, few_programs, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
@@ -45,9 +45,7 @@ PARAMS = [SamplingParams(max_tokens=4, temperature=t, seed=3) for t in (0.0, 0.8
 REPEATING = [replace(each, logit_bias=((5, 9.0), (6, 9.0), (7, 9.0))) for each in PARAMS]
 """Texts in which a lookup finds something."""
 
-
-def damped(layer: int) -> float:
-    return 1.0 if layer < 1 else 0.15
+damped = Damped(loud=1, soft=0.15)
 
 
 @pytest.fixture(autouse=True)

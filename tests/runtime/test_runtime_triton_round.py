@@ -15,7 +15,7 @@ from spd import kernels
 from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
 from spd.runtime import SamplingParams
 from spd.runtime.engine import assembly
-from tests.helpers import INTERPRETED, Run, few_programs, make_engine, random_prompts, run_all
+from tests.helpers import INTERPRETED, Damped, Run, few_programs, make_engine, random_prompts, run_all
 from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
@@ -37,9 +37,7 @@ SHAPE: dict[str, Any] = {
 }
 LATENT_SHAPE: dict[str, Any] = {**SHAPE, "kv_heads": 4}
 
-
-def damped(layer: int) -> float:
-    return 1.0 if layer < 1 else 0.15
+damped = Damped(loud=1, soft=0.15)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from spd.runtime.lab.questions import encode_questions
 from spd.runtime.lab.replay import Outcome, lag_parity, make_requests, promised_equal, replay
 from spd.runtime.lab.sweep import Question
 from spd.runtime.round.model_runner import ModelRunner
-from tests.helpers import random_prompts
+from tests.helpers import Damped, random_prompts
 from tests.runtime import seeded_faults as planted
 
 QUESTIONS = [
@@ -31,10 +31,7 @@ QUESTIONS = [
     for i, ids in enumerate(random_prompts(3, 20, 256) + random_prompts(1, 75, 256, seed=1))
 ]
 
-
-def damped(layer: int) -> float:
-    """Later layers speak softly, so that a draft of the first two often agrees."""
-    return 1.0 if layer < 2 else 0.12
+damped = Damped(loud=2)
 
 
 @pytest.fixture(scope="module")

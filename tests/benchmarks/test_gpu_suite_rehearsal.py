@@ -1,0 +1,438 @@
+"""The GPU suite rehearsed without a GPU: every probe at tiny shapes on the CPU; times mean nothing here."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+pytest.importorskip("triton")
+
+from benchmarks.gpu_suite import batches, eight_bit_rounds, lane, peers_gpu, sparse_models, warm_up
+from benchmarks.gpu_suite.compiled_loop import CompiledLoop
+from benchmarks.gpu_suite.digest import digest
+from benchmarks.gpu_suite.end_to_end import config_of, run_draft, run_plain
+from benchmarks.gpu_suite.graph_timer import Once
+from benchmarks.gpu_suite.kernel_cases import (
+    Bench,
+    Case,
+    attention_case,
+    draw_case,
+    layer_case,
+    linear_case,
+    prefill_case,
+    rotary_case,
+    row_case,
+)
+from benchmarks.gpu_suite.kernel_table import cases, run_case
+from benchmarks.gpu_suite.room import needed_bytes, plan_anyway
+from benchmarks.gpu_suite.round_cases import (
+    draft_verify_case,
+    lookup_case,
+    noise_case,
+    round_case,
+    sampling_case,
+)
+from benchmarks.gpu_suite.round_settings import Setting
+from benchmarks.gpu_suite.round_times import (
+    GREEDY,
+    Load,
+    Recorder,
+    Span,
+    random_prompt,
+    run_span,
+    start,
+    stop,
+    with_engine,
+)
+from benchmarks.gpu_suite.shapes import Eagle3Shape, Shape
+from benchmarks.gpu_suite.sparse_cases import eight_bit_case, experts_case, latent_case
+from benchmarks.gpu_suite.sparse_models import MODELS, Published, write_hollow
+from benchmarks.gpu_suite.speculation import REFERENCE_LENGTH
+from spd.formats.checkpoint import Checkpoint
+from spd.formats.folder import ModelFolder
+from spd.formats.model_config import read_model_config
+from spd.kernels.attention.paged_attention import AttentionHeads
+from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
+from spd.runtime import Engine
+from spd.runtime.models import family_layout
+from spd.runtime.models.mtp_weights import check_source
+from spd.runtime.models.weights import check_weights
+from spd.runtime.plan.memory import tensor_bytes
+
+TARGET = Shape("target", 64, 2, 4, 2, 96, vocab=300, head_dim=16)
+DRAFT = Shape("draft", 32, 1, 2, 2, 48, vocab=300, tied=True, head_dim=16)
+HEADS = AttentionHeads(4, 2, 16)
+CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
+SMALL = Load(prompt=20, warm=4, rounds=8)
+EXPERTS: dict[str, Any] = {"count": 4, "per_token": 2, "hidden": 48, "inner": 32, "rows": (1, 3)}
+CASES: dict[str, Case] = {
+    **{kind: partial(linear_case, kind=kind, n=64, k=48, rows=(1, 8)) for kind in ("qkv", "out", "gate_up")},
+    "down": partial(linear_case, kind="down", n=64, k=48, rows=(1,)),
+    "head": partial(linear_case, kind="head", n=100, k=48, rows=(3,)),
+    "verify": partial(draft_verify_case, slots=2, k=3, vocab=300),
+    "noise": partial(noise_case, vocab=300, rows=(1, 2)),
+    "layer": partial(layer_case, shape=TARGET, rows=(1, 5)),
+    "draw": partial(draw_case, vocab=100, hidden=32, rows=(1, 5)),
+    "rows": partial(row_case, hidden=32, vocab=100, rows=(1, 5)),
+    "attention": partial(attention_case, heads=HEADS, slots=2, context=512, rows=(1, 5)),
+    "prefill": partial(prefill_case, heads=HEADS, chunk=64, starts=(0, 512)),
+    "sampling": partial(sampling_case, vocab=300, rows=(1, 3)),
+    "rotary": partial(rotary_case, heads=HEADS, rows=(1, 3)),
+    "round": partial(round_case, slots=2, k=4, width=512, vocab=100),
+    "lookup": partial(lookup_case, slots=1, k=4, widths=(128,), vocab=100),
+    "latent": partial(latent_case, heads=2, rank=16, turned=8, slots=2, context=128, rows=(1, 2)),
+    **{f"experts {kind}": partial(experts_case, kind=kind, **EXPERTS) for kind in ("wide", "int8", "fp8")},
+    **{kind: partial(eight_bit_case, kind=kind, n=64, k=48, rows=(1, 3)) for kind in ("int8", "fp8")},
+}
+
+NOT_IN_THE_TABLE = {
+    *("linear", "latent_store", "head_linear", "mla_prefill", "router_logits", "route", "experts"),
+    *("head_input", "keep_states"),
+}
+"""Of layers whose main kernels are; and those that feed an MTP head."""
+
+
+@pytest.mark.parametrize("form", ["torch", "triton"])
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_every_case_meets_its_contract_in_both_forms(name: str, form: str) -> None:
+    if form == "torch" and name == "experts fp8":
+        pytest.skip("torch's experts are wide or int8")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    result = run_case(CASES[name], Bench(load_kernels(form), Once(device), torch.float32, 1e9))
+    assert "error" not in result, result["error"]
+    assert "notes" not in result and all(len(row) == 3 for row in result["rows"].values())
+
+
+@torch.inference_mode()
+def test_the_table_measures_every_kind_of_case_and_every_kernel_that_is_not_left_out() -> None:
+    functions = {case.func for case in cases().values()}  # type: ignore[attr-defined]
+    assert functions == {case.func for case in CASES.values()}  # type: ignore[attr-defined]
+    called = set()
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            operation = getattr(honest, name)
+            if name not in operation_stems():
+                return operation
+            called.add(name)
+            return operation
+
+    honest = load_kernels("torch")
+    bench = Bench(cast(Kernels, Watched()), Once("cpu"), torch.float32, 1e9)
+    for case in CASES.values():
+        run_case(case, bench)
+    assert called == set(operation_stems()) - NOT_IN_THE_TABLE
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_every_round_is_noted_in_order(lag: int, tmp_path: Path) -> None:
+    def work(engine: Engine) -> tuple[Span, Recorder, bool]:
+        recorder = Recorder.of(engine)
+        start(engine, [(1, 2, 3), (4, 5)], GREEDY, 3)
+        span = run_span(engine, recorder, tokens=9)
+        stop(engine, 2)
+        return span, recorder, engine.has_work
+
+    config = config_of(tmp_path, TARGET, ctx=64, slots=2, lag=lag, **CPU)
+    span, recorder, left = with_engine(config, work)
+    assert (span.rounds, span.tokens, len(span.records), left) == (5, 10, 5, False)
+    marks = [t for one in recorder.rounds for t in (one.began, one.committed, one.ended)]
+    assert marks == sorted(marks) and {one.k for one in recorder.rounds} == {0}
+
+
+def test_plain_rounds_of_a_tiny_model() -> None:
+    *_, report = run_plain([TARGET], SMALL, (20, 40), 1e9, **CPU)
+    model = report["models"]["target"]
+    assert model["tokens_a_round"] == 1 and model["rounds"] == 8
+    # 5 tokens were committed before the 8 that are watched, half of which lie behind on average: the first
+    # as the request began to decode, then 4 rounds.
+    assert model["context"] == 20 + 5 + 4
+    # Two layers of 30,720 weights, a head of 19,200 and an embedding row, each of 2 bytes; 256 a position.
+    assert model["floor_us"] == pytest.approx(1e-3 * (2 * (61_440 + 19_200 + 64) + 29 * 256))
+    assert model["bytes"] == {
+        "target layers": 2 * 61_440,
+        "target head": 2 * 19_200,
+        "target embedding": 2 * 64,
+        "target keys and values": 29 * 256,
+    }
+    assert set(report["sampling"]) >= {"greedy", "noise", "filtered"}
+    assert report["sampling"]["host_reads"]["syncs"] == 0
+    assert [report["contexts"][c]["context"] for c in ("20", "40")] == [27, 47]
+    assert report["first_token"]["warm_ms"] > 0 and report["first_token"]["prompt"] == 20
+    assert "host reads: 0 in 4 rounds" in digest({"probes": {"plain": {"status": "ok", "result": report}}})
+
+
+def test_drafted_rounds_of_tiny_models() -> None:
+    *_, report = run_draft([(TARGET, DRAFT)], SMALL, 1e9, **CPU)
+    pair = report["pairs"]["draft > target"]
+    assert pair["acceptance"] == "imposed" and set(pair["k"]) == set("1234567")
+    four = pair["k"]["4"]
+    assert four["length"] == pytest.approx(3.08) and 1 <= four["tokens_a_round"] <= 5
+    assert [pair["k"][k]["drafts_a_round"] for k in "1234567"] == [1, 2, 3, 4, 5, 6, 7]
+    assert four["speedup"] == pytest.approx(3.08 * pair["plain"]["wall_us"] / four["wall_us"])
+    assert len(four["bytes"]) == 8 and four["floor_us"] == pytest.approx(1e-3 * sum(four["bytes"].values()))
+    assert four["share_of_ceiling"] == pytest.approx(four["floor_us"] / four["wall_us"])
+    text = digest({"probes": {"draft": {"status": "ok", "result": report}}})
+    assert "draft > target k=4 reads" in text and "draft > target k=4:" in text and "imposed 3.08" in text
+
+
+def test_drafted_rounds_with_a_tiny_eagle3_head() -> None:
+    """A random head beside random weights: its rounds run, and imposed lengths are those of a draft model."""
+    head = Eagle3Shape("head", 64, 1, 4, 2, 96, vocab=300, head_dim=16, family="llama", draft_vocab=100)
+    *_, report = run_draft([(replace(TARGET, layers=4), head)], SMALL, 1e9, **CPU)
+    pair = report["pairs"]["head > target"]
+    assert "error" not in pair and pair["acceptance"] == "imposed"
+    four = pair["k"]["4"]
+    assert four["drafts_a_round"] == 4 and four["bytes"]["draft target's streams"] == 2 * 64 * 3 * 64
+    assert 1 <= four["tokens_a_round"] <= 5 and four["verify_over_plain"] > 0
+
+
+@pytest.mark.parametrize(("room", "groups"), [(None, 1), (2.5, 2), (1.5, 3), (0.5, 0)])
+def test_kinds_take_turns_and_without_room_for_all_still_have_ratios(
+    room: float | None, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("TURNS", 6), ("FEWEST_TURNS", 6), ("SPAN_TOKENS", 3), ("WARM", 2), ("PROMPT", 16)):
+        monkeypatch.setattr(batches, name, value)
+    config = batches.config_of_kind(tmp_path, TARGET, DRAFT, "fixed", 1, 3.08, **{**CPU, "ctx": 200})
+    if room is not None:
+        free = int(room * needed_bytes(plan_anyway(config)) / config.memory_fraction)
+        monkeypatch.setattr("spd.runtime.plan.machine.free_memory", lambda device: free)
+    chosen = [(1, REFERENCE_LENGTH, ("plain", "fixed", "auto"))]
+    *_, report = batches.run(TARGET, DRAFT, chosen, 1e9, **{**CPU, "ctx": 200})
+    [case] = report["cases"].values()
+    text = digest({"probes": {"batches": {"status": "ok", "result": report}}})
+    if not groups:
+        assert "does not fit" in case["error"] or "memory" in case["error"]
+        return
+    assert len(case["side_by_side"]) == groups and all(case[kind]["round_us"] for kind in chosen[0][2])
+    assert case["plain"]["rounds_at_k"] == {"0": 18} and set(case["fixed"]["rounds_at_k"]) == {"4"}
+    # A plain round commits one token a slot: expected and counted are the same.
+    assert case["plain"]["tokens_a_second"] == pytest.approx(1e6 / case["plain"]["round_us"])
+    intervals = {name: one["interval_95"] for name, one in case.items() if "_over_" in name}
+    paired = {"auto_over_plain", "fixed_over_plain"}
+    within = {1: paired | {"auto_over_fixed"}, 2: paired, 3: set()}[groups]
+    assert {name for name, interval in intervals.items() if interval} == within and len(intervals) == 3
+    assert all(
+        interval is None or interval[0] <= case[name]["median"] <= interval[1]
+        for name, interval in intervals.items()
+    )
+    assert ("no room for all at once: plain" in text) == (groups > 1) and "nan" not in text
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_compiled_loop_is_the_same_model_as_transformers(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = replace(TARGET, layers=10 if compiled else 2)  # more than Dynamo would compile each for itself
+    model = peers_gpu.random_transformer(shape, "cpu", torch.float32)
+    counters.clear()
+    loop = CompiledLoop(shape, 64, "cpu", torch.float32, compiled)
+    named = model.state_dict()
+    with torch.no_grad():
+        loop.model.embedding.copy_(named["model.embed_tokens.weight"])
+        loop.model.head.copy_(named["lm_head.weight"])
+        for index, block in enumerate(loop.model.layers):
+            prefix = f"model.layers.{index}."
+            for ours, theirs in (
+                ("qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+                ("out", ("self_attn.o_proj",)),
+                ("gate_up", ("mlp.gate_proj", "mlp.up_proj")),
+                ("down", ("mlp.down_proj",)),
+            ):
+                parts = [named[f"{prefix}{name}.weight"] for name in theirs]
+                getattr(block, ours).copy_(torch.cat(parts))
+    monkeypatch.setattr(peers_gpu, "PROMPT", 11)
+    prompt = list(random_prompt(11, TARGET.vocab, 0))
+    found = loop.generate(prompt, 20)
+    ids = torch.tensor([prompt])
+    wanted = model.generate(ids, do_sample=False, max_new_tokens=20)[0, 11:].tolist()
+    assert found == wanted and len(set(found)) > 5
+    assert counters["stats"]["unique_graphs"] == (3 if compiled else 0), "one layer is compiled for all"
+
+
+def test_compiled_peers_come_one_by_one_and_each_turn_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain decoding against the quickly compiled one first; drafts last; what cannot be built is a line."""
+    for name, value in (("PROMPT", 8), ("FEW", 2), ("MANY", 7), ("TURNS", 2), ("POSITIONS", 64)):
+        monkeypatch.setattr(peers_gpu, name, value)
+    loops: list[weakref.ref[Any]] = []
+
+    def build() -> Any:
+        assert all(loop() is None for loop in loops), "the one before still takes its memory"
+        contender = peers_gpu.loop_contender(TARGET, "cpu", compiled=False)
+        loops.append(weakref.ref(contender))
+        return contender
+
+    def broken() -> Any:
+        raise RuntimeError("does not compile")
+
+    builders = {"compiled loop": build, "other": broken, "tuned compiled loop": build}
+    reports = [
+        {name: {**one} for name, one in report.items()}
+        for report in peers_gpu.run_compiled(builders, TARGET, DRAFT, **CPU)
+    ]
+    assert list(reports[0]) == ["compiled loop"] and len(reports) == 2 + 1 + 2 + 2
+    assert list(reports[0]["compiled loop"]["ratios"]) == ["spd plain / compiled loop"]
+    last = reports[-1]
+    assert list(last) == [*builders, "tuned compiled loop, drafts"]
+    assert list(last["tuned compiled loop, drafts"]["ratios"]) == ["spd length 3.08 / tuned compiled loop"]
+    assert last["other"] == {"errors": {"other": "RuntimeError: does not compile"}}
+    text = digest({"probes": {"peers_loop": {"status": "cut short", "result": last}}})
+    ratios = [last[name]["ratios"][f"spd plain / {name}"]["median"] for name in builders if name != "other"]
+    assert f"gate: 8B over a compiled loop (at least 1.25): {min(ratios):.2f}, " in text
+
+
+def test_eager_peers_on_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    for name, value in (("PROMPT", 8), ("FEW", 2), ("MANY", 7), ("TURNS", 1), ("POSITIONS", 64)):
+        monkeypatch.setattr(peers_gpu, name, value)
+    *_, report = peers_gpu.run_eager(TARGET, DRAFT, **CPU)
+    assert report["eager"]["errors"] == report["assisted"]["errors"] == {}
+    assert list(report["eager"]["ratios"]) == ["spd plain / transformers eager"]
+    assert list(report["assisted"]["ratios"]) == ["spd all accepted / transformers assisted"]
+
+
+def test_assisted_generation_accepts_every_draft() -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    target = peers_gpu.random_transformer(TARGET, "cpu", torch.float32)
+    assistant = peers_gpu.random_transformer(DRAFT, "cpu", torch.float32)
+    rounds = []
+    target.register_forward_hook(lambda *given: rounds.append(1))
+    peers_gpu.assisted_contender(target, assistant)(20)
+    # The first forward also reads the prompt: 4 rounds of K + 1 tokens.
+    assert len(rounds) == 20 // (peers_gpu.K + 1)
+
+
+GPU_TESTS = """
+import pytest
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_right(number): assert number < {below}
+@pytest.mark.gpu
+@pytest.mark.skip
+def test_left_out(): pass
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_of_many_tokens(): assert False
+def test_of_no_gpu(): assert False
+"""
+DYING = """
+import os, pytest
+@pytest.mark.gpu
+def test_dies(): os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_gpu_lane_counts_and_names_what_failed(tmp_path: Path) -> None:
+    files = [tmp_path / f"test_{name}.py" for name in ("good", "bad", "broken", "dying")]
+    texts = [
+        GPU_TESTS.format(below=9),
+        GPU_TESTS.format(below=3),
+        "import nothing_at_all",
+        DYING,
+    ]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
+    found: dict[str, Any] = {}
+    with pytest.raises(AssertionError, match="failed: "):
+        for found in lane.run(files):  # noqa: B007
+            pass
+    assert (found["passed"], found["skipped"], found["files"], found["of"]) == (5, 2, 4, 4)
+    assert [Path(name).name for name in sorted(found["failed"])] == [
+        "test_bad.py::test_right[3]",
+        "test_broken.py",
+        "test_dying.py ended with status -9 in test_dies",
+    ]
+    text = digest({"probes": {"gpu_tests": {"status": "failed", "error": ["E"], "result": found}}})
+    assert text.endswith("(none): 3, NOT met")
+    whys = {Path(name).name: lines for name, lines in found["why"].items()}
+    assert "assert 3 < 3" in str(whys["test_bad.py::test_right[3]"])
+    assert "nothing_at_all" in str(whys["test_broken.py"])
+    assert {"test_gpu_texts.py", "test_kernels_skinny_linear.py"} < {path.name for path in lane.test_files()}
+    *_, found = lane.run(files[:1])
+    assert found["failed"] == [] and found["passed"] == 3 and found["running"] == []
+
+
+def test_warming_up_names_what_failed_and_ends_by_itself() -> None:
+    here = "tests.benchmarks.fake_probes"
+    tasks = {name: f"{here}:{name}" for name in ("work", "fail", "die", "hang")}
+    *_, found = warm_up.run(tasks, 12)
+    assert set(found) == set(tasks) and found["work"]["errors"] == {"answer": 42}
+    assert found["fail"]["error"] == "ValueError: on purpose"
+    assert found["die"]["error"] == "ended with status -9"
+    assert found["hang"] == {"seconds": 12, "error": "did not end in time"}
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_published_shapes_are_complete_and_take_no_disk(model: Published, tmp_path: Path) -> None:
+    folder = write_hollow(model, tmp_path)
+    config = read_model_config(folder)
+    with Checkpoint.open(folder) as checkpoint:
+        assert check_weights(checkpoint, config, family_layout(config)) == []
+        assert checkpoint.total_bytes > 5e9
+        source = ModelFolder(folder).mtp_source()
+        assert (source is not None) == (model.modules > 0)
+        if source is not None:
+            check_source(source, checkpoint)
+    file = (folder / "model.safetensors").stat()
+    assert file.st_blocks * 512 < 64 * 2**20 < file.st_size
+
+
+CONFIG = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 300},
+    **{"num_key_value_heads": 4, "torch_dtype": "float32", "max_position_embeddings": 512},
+    **{"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+@pytest.mark.parametrize("model", [sparse_models.MIMO, sparse_models.V2_LITE], ids=lambda m: m.name)
+def test_rounds_of_a_tiny_one(model: Published, tmp_path: Path) -> None:
+    small = {**CONFIG, "num_hidden_layers": 2, "head_dim": 16}
+    config = {key: small.get(key, value) for key, value in model.config.items()}
+    tiny = replace(model, name="tiny", config=config)
+    *_, report = sparse_models.run([tiny], SMALL, 1e9, **CPU)
+    found = report["models"]["tiny"]
+    assert set(found) == {"k=0", "k=1", "k=3"}
+    for k, row in found.items():
+        assert "error" not in row, row
+        assert row["floor_us"] > 0 and row["share_of_floor"] > 0 and row["weights"] == "float32", k
+    assert found["k=0"]["tokens_a_round"] == 1 < found["k=3"]["tokens_a_round"]
+    if model is sparse_models.V2_LITE:
+        assert found["k=0"]["touched_experts"] == 2 and 2 <= found["k=3"]["touched_experts"] <= 8
+        assert found["k=3"]["floor_us"] > found["k=1"]["floor_us"] > found["k=0"]["floor_us"]
+        # By hand: everything but the embedding table and six of eight experts, then the latents so far.
+        parsed = read_model_config(write_hollow(tiny, tmp_path))
+        unread = 300 * 64 + 6 * 3 * 64 * 32
+        latents = 2 * (32 + 8) * found["k=0"]["context"]
+        exact = tensor_bytes(parsed, "float32") + 4 * (latents - unread)
+        assert found["k=0"]["floor_us"] == pytest.approx(1e-3 * exact)
+        parts = {"target head": 4 * 300 * 64, "target keys and values": 4 * latents}
+        rest = exact - sum(parts.values())
+        assert found["k=0"]["bytes"] == pytest.approx({"target layers": rest, **parts})
+        assert found["k=3"]["bytes"]["drafts"] == pytest.approx(3 * found["k=1"]["bytes"]["drafts"])
+    else:
+        assert found["k=0"]["touched_experts"] == 0
+
+
+def test_the_demo_in_every_form_of_its_weights() -> None:
+    settings = (Setting("mtp", 3), Setting("mtp", 3, lag=2, slots=2), Setting("off", slots=2))
+    prompts = [[5, 6, 7, 8, 5, 6, 7], [300, 12, 9]]
+    *_, report = eight_bit_rounds.run(
+        prompts=prompts, tokens=8, runs=("greedy", "noise"), settings=settings, **CPU, ctx=512
+    )
+    assert set(report["forms"]) == {"bfloat16", "int8", "fp8"}
+    for form, found in report["forms"].items():
+        assert found["differing_tokens"] == found["differing_counts"] == 0, form
+        assert found["compared_tokens"] == 3 * 2 * (8 + 5) and len(found["settings"]) == 3
+        assert all("error" not in row for row in found["settings"].values())
