@@ -108,6 +108,12 @@ class Terminal:
             pass
         return self.process.returncode
 
+    def leave(self, keys: str = "\x04") -> None:
+        """Wait for the prompt, press Ctrl-D or other keys, and see the chat end well."""
+        self.wait("›")
+        self.type(keys)
+        assert self.end() == 0
+
     def settings(self) -> list[Any]:
         """The terminal's settings now."""
         return termios.tcgetattr(self._other)
@@ -176,9 +182,7 @@ def test_a_reply_in_markdown_then_the_end(terminal: Callable[..., Terminal], tmp
     chat.type("Hi\r")
     chat.wait("\x1b[1mbold\x1b[0m")
     assert b"text\\x1b[31m" in chat.wait("ctx")
-    chat.wait("›")
-    chat.type("\x04")
-    assert chat.end() == 0
+    chat.leave()
     assert chat.settings() == chat.before
     assert [turn["reply"] for turn in turns(tmp_path)] == ["Some **bold** text\x1b[31m"]
 
@@ -193,9 +197,7 @@ def test_a_file_too_long_is_named_and_left_out(terminal: Callable[..., Terminal]
     chat.wait("Hi")
     chat.type("\r")
     chat.wait("ctx")
-    chat.wait("›")
-    chat.type("\x04")
-    assert chat.end() == 0
+    chat.leave()
     assert [turn["user"] for turn in turns(tmp_path)] == ["Hi"]
 
 
@@ -210,9 +212,7 @@ def test_ctrl_c_keeps_what_came_and_what_was_typed(terminal: Callable[..., Termi
     chat.type("\r")
     chat.wait("word word")
     chat.type("\x03")
-    chat.wait("›")
-    chat.type("/exit\r")
-    assert chat.end() == 0
+    chat.leave("/exit\r")
     first, second = turns(tmp_path)
     assert first["finish"] == second["finish"] == "abort" and second["user"] == "typed ahead"
     assert first["reply"].startswith("word word word") and len(first["reply_ids"]) >= 6
@@ -242,9 +242,7 @@ def test_a_paste_of_two_hundred_lines_is_one_message(
     chat.type("unmarked\rpaste\rof lines")
     chat.type("\x0aand Ctrl-J\r")
     chat.wait("wörld!")
-    chat.wait("›")
-    chat.type("\x04")
-    assert chat.end() == 0
+    chat.leave()
     assert [turn["user"] for turn in turns(tmp_path)] == [
         "\n".join(lines) + " see above",
         "unmarked\npaste\nof lines\nand Ctrl-J",
@@ -261,9 +259,8 @@ def test_a_message_can_be_sent_while_the_model_loads(
     chat.type("early\r")
     chat.wait("spec  draft, up to 4, adaptive")
     chat.wait("wörld!")
-    chat.wait("›")
-    chat.type("\x04")
-    assert chat.end() == 0 and turns(tmp_path)[0]["user"] == "early"
+    chat.leave()
+    assert turns(tmp_path)[0]["user"] == "early"
 
 
 def test_pastes_of_any_length_and_without_an_end(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
@@ -284,9 +281,7 @@ def test_pastes_of_any_length_and_without_an_end(terminal: Callable[..., Termina
     chat.wait("lost end")
     chat.type(" found\r")
     chat.wait("wörld!")
-    chat.wait("›")
-    chat.type("\x04")
-    assert chat.end() == 0
+    chat.leave()
     assert [turn["user"] for turn in turns(tmp_path)] == ["\n".join(lines), "lost end found"]
 
 
@@ -360,9 +355,7 @@ def test_a_refused_line_says_what_to_type(terminal: Callable[..., Terminal]) -> 
         chat.type(f"{line}\r")
         chat.wait("error: ")
         assert chat.wait("fix: ").count(b"\n") <= 4
-        chat.wait("›")
-    chat.type("\x04")
-    assert chat.end() == 0
+        chat.leave()
 
 
 def test_drafts_are_coloured_or_underlined(terminal: Callable[..., Terminal]) -> None:
@@ -390,9 +383,7 @@ def test_killed_while_replying_the_message_is_there_again(
     chat.wait("precious words")
     chat.type("\r")
     chat.wait("wörld!")
-    chat.wait("›")
-    chat.type("\x04")
-    assert chat.end() == 0
+    chat.leave()
     assert [turn["reply"] for turn in turns(tmp_path)] == ["Hello wörld!"]
 
 
@@ -424,9 +415,8 @@ def test_a_dumb_terminal_gets_plain_lines(terminal: Callable[..., Terminal]) -> 
     assert b"--show-drafts marks tokens on a terminal only" in chat.seen
     chat.type("Hi\n")
     chat.wait("**a**")
-    chat.wait("›")
-    chat.type("\x04")
-    assert chat.end() == 0 and b"\x1b" not in chat.seen
+    chat.leave()
+    assert b"\x1b" not in chat.seen
 
 
 @pytest.mark.slow

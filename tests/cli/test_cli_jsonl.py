@@ -354,19 +354,7 @@ def test_an_interrupt_leaves_whole_lines(target: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"prompt": f"word {i}"}) + "\n" for i in range(4000)))
     flags = ["--threads", "1", "--ctx", "256", "-n", "9", "--seed", "1", "--concurrency", "2"]
-    command = [
-        sys.executable,
-        "-m",
-        "spd",
-        "generate",
-        "--jsonl",
-        "-m",
-        str(target),
-        "-f",
-        str(source),
-        "-o",
-        str(out),
-    ]
+    command = [sys.executable, "-m", "spd", "generate", "--jsonl", "-m", target, "-f", source, "-o", out]
     process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, cwd=ROOT, text=True)
     try:
         while not (out.exists() and out.stat().st_size > 5000):
@@ -434,21 +422,8 @@ def test_two_that_begin_together_never_mix(tmp_path: Path, target: Path) -> None
     """Both begin before either has written: what is written is one's alone, and the other is refused."""
     lines, out = tmp_path / "lines", tmp_path / "out.jsonl"
     lines.write_text("".join(json.dumps(one) + "\n" for one in prompts(40)))
-    command = [
-        sys.executable,
-        "-m",
-        "spd",
-        "generate",
-        "--jsonl",
-        "-m",
-        target,
-        "-f",
-        lines,
-        "-o",
-        out,
-        "-n",
-        "8",
-    ]
+    command = [sys.executable, "-m", "spd", "generate", "--jsonl", "-m", target, "-f", lines, "-o", out]
+    command += ["-n", "8"]
     runs = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)
     ]

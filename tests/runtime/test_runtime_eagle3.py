@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,20 @@ from torch import Tensor
 
 from spd.runtime import Engine
 from spd.runtime.models.decoder import AuxStates
-from spd.runtime.models.head_model import HeadModel
-from spd.runtime.proposers.head import HeadProposer
 from tests.helpers import make_engine
 from tests.recipes.tiny import write_json, write_tensors
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.runtime.eagle3_reference import PlainEagle3, library_eagle3
-from tests.runtime.test_runtime_mtp import compared, texts
+from tests.runtime.test_runtime_mtp import (
+    Fault,
+    compared,
+    modules_of,
+    shifted,
+    stale,
+    texts,
+    turned_by_slots,
+    with_fault,
+)
 
 SPECULATORS: dict[str, Any] = {"layout": "speculators", "norm_before_residual": None}
 """What is published most: no word about the residual, which is then the normed state."""
@@ -199,34 +205,9 @@ def test_another_convention_is_seen(tmp_path: Path, slip: Callable[[Config, Tens
     assert compared(plain, runs)[0] > 0
 
 
-def heads_of(engine: Engine) -> list[HeadModel]:
-    proposer = engine._parts.proposer
-    assert isinstance(proposer, HeadProposer)
-    return [runner.model for runner in proposer.runners]  # type: ignore[misc]
-
-
-def shifted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row's own state is read in place of the one before it."""
-    for head in heads_of(engine):
-        honest = head.kernels.head_input
-
-        def later(ids: Any, table: Any, batch: Any, *rest: Any) -> Any:
-            positions = batch.positions + (batch.states.depth > 1)
-            return honest(ids, table, replace(batch, positions=positions), *rest)  # noqa: B023
-
-        head.kernels = replace(head.kernels, head_input=later)
-
-
-def turned_by_slots(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows turn by another number than that of their position."""
-    for head in heads_of(engine):
-        table = head.rotary
-        table.cos, table.sin = (rows[::2].repeat(2, 1) for rows in (table.cos, table.sin))
-
-
 def offsets_are_ids(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The offsets from draft ids to the target's are taken for the target's ids."""
-    for head in heads_of(engine):
+    for head in modules_of(engine):
         assert head.ids is not None
         head.ids = head.ids - torch.arange(len(head.ids))
 
@@ -241,27 +222,11 @@ def streams_normed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AuxStates, "fuse", fuse)
 
 
-def stale(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entries made of recycled states stay in the cache: only the newest token is recomputed."""
-    honest = HeadProposer._window
-
-    def newest(self: HeadProposer, width: int, ahead: int, slots: Tensor) -> Any:
-        return honest(self, 1, ahead, slots)
-
-    monkeypatch.setattr(HeadProposer, "_window", newest)
-
-
 FAULTS = (shifted, turned_by_slots, offsets_are_ids, streams_normed, stale)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_seen(
-    pairs: Shelf, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Engine, pytest.MonkeyPatch], None]
-) -> None:
+def test_a_planted_fault_is_seen(pairs: Shelf, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     target, head = pairs("speculators", "copy" if fault is stale else "random")
-    plain_text = texts(make_engine(target), 16)
-    engine = make_engine(target, spec="eagle3", draft_model=head, draft_max=2)
-    fault(engine, monkeypatch)
-    runs = texts(engine, 16)
-    assert [run.output for _, run in runs] == [run.output for _, run in plain_text], "a drafter changed text"
+    runs = with_fault(target, fault, monkeypatch, spec="eagle3", draft_model=head)
     assert compared(PlainEagle3(target, head), runs)[0] > 0

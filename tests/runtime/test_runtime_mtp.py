@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ BY_LIBRARY = ("deepseek_v3", "deepseek_v3_2", "glm4")
 SHORT = {("deepseek", 4), ("mimo3", 4), ("ernie", 2), ("mtp", 1), ("deepseek_v3", 3), ("glm4", 2)}
 
 Shelf = Callable[..., Path]
+Texts = list[tuple[tuple[int, ...], Run]]
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +54,13 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
     return get
 
 
-def texts(engine: Engine, count: int = 24) -> list[tuple[tuple[int, ...], Run]]:
+def texts(engine: Engine, count: int = 24) -> Texts:
     prompts = [*random_prompts(2, 20, VOCAB), *random_prompts(1, 75, VOCAB, seed=1), (7,), (3, 9)]
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for _ in prompts]
     return list(zip(prompts, run_all(engine, prompts, params), strict=True))
 
 
-def compared(plain: PlainDrafter, runs: list[tuple[tuple[int, ...], Run]]) -> tuple[int, int, int]:
+def compared(plain: PlainDrafter, runs: Texts) -> tuple[int, int, int]:
     """Rounds whose drafts are not the reference's, rounds compared, and those after a rejection."""
     wrong = seen = rejected = 0
     for prompt, run in runs:
@@ -164,14 +166,27 @@ def modules_of(engine: Engine) -> list[HeadModel]:
 FAULTS = (swapped, unmasked, before_the_norm, shifted, turned_by_slots, recycled_raw, stale)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_seen(
-    heads: Shelf, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Engine, pytest.MonkeyPatch], None]
-) -> None:
-    folder = heads("deepseek", "random")
-    plain_text = texts(make_engine(folder), 16)
-    engine = make_engine(folder, spec="mtp", draft_max=2)
+Fault = Callable[[Engine, pytest.MonkeyPatch], None]
+
+
+@functools.cache
+def plain_texts(target: Path) -> Texts:
+    return texts(make_engine(target), 16)
+
+
+def with_fault(target: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch, **wishes: Any) -> Texts:
+    """Texts of an engine whose head has a fault; they are those without a drafter."""
+    engine = make_engine(target, draft_max=2, **wishes)
     fault(engine, monkeypatch)
     runs = texts(engine, 16)
-    assert [run.output for _, run in runs] == [run.output for _, run in plain_text], "a drafter changed text"
+    assert [run.output for _, run in runs] == [run.output for _, run in plain_texts(target)], (
+        "a drafter changed text"
+    )
+    return runs
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_seen(heads: Shelf, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    folder = heads("deepseek", "random")
+    runs = with_fault(folder, fault, monkeypatch, spec="mtp")
     assert compared(PlainMtp(folder, "deepseek", 1), runs)[0] > 0
