@@ -48,10 +48,7 @@ def run_fakes(
 
 
 def test_rounds_give_figures_ratios_and_equality(
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entries = [fake("spd-plain"), fake("vllm-plain", "differs"), fake("spd-rows")]
     status, report = run_fakes(checkpoint, tmp_path, monkeypatch, entries)

@@ -26,6 +26,8 @@ import pytest
 from spd.cli.chat import Chat
 from spd.cli.editor import rows_of
 
+Start = Callable[..., "Terminal"]
+
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 60.0
 """Seconds after which a terminal that says nothing counts as hung; no measurement."""
@@ -177,7 +179,7 @@ def turns(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()][1:]
 
 
-def test_a_reply_in_markdown_then_the_end(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+def test_a_reply_in_markdown_then_the_end(terminal: Start, tmp_path: Path) -> None:
     chat = terminal(pieces=["Some **bo", "ld** te", "xt\x1b[31m"])
     chat.type("Hi\r")
     chat.wait("\x1b[1mbold\x1b[0m")
@@ -187,7 +189,7 @@ def test_a_reply_in_markdown_then_the_end(terminal: Callable[..., Terminal], tmp
     assert [turn["reply"] for turn in turns(tmp_path)] == ["Some **bold** text\x1b[31m"]
 
 
-def test_a_file_too_long_is_named_and_left_out(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+def test_a_file_too_long_is_named_and_left_out(terminal: Start, tmp_path: Path) -> None:
     """The message waits in the editor, and the next Enter sends it alone."""
     (tmp_path / "long.txt").write_text("x" * 90_100)
     chat = terminal("-f", str(tmp_path / "long.txt"))
@@ -201,7 +203,7 @@ def test_a_file_too_long_is_named_and_left_out(terminal: Callable[..., Terminal]
     assert [turn["user"] for turn in turns(tmp_path)] == ["Hi"]
 
 
-def test_ctrl_c_keeps_what_came_and_what_was_typed(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_came_and_what_was_typed(terminal: Start, tmp_path: Path) -> None:
     chat = terminal(pieces=["word "] * 4000, pause=0.02)
     chat.type("Hi\r")
     chat.wait("word word word")
@@ -218,7 +220,7 @@ def test_ctrl_c_keeps_what_came_and_what_was_typed(terminal: Callable[..., Termi
     assert first["reply"].startswith("word word word") and len(first["reply_ids"]) >= 6
 
 
-def test_ctrl_c_on_an_empty_line_needs_two(terminal: Callable[..., Terminal]) -> None:
+def test_ctrl_c_on_an_empty_line_needs_two(terminal: Start) -> None:
     chat = terminal()
     chat.type("text\x03")
     chat.type("\x03")
@@ -227,9 +229,7 @@ def test_ctrl_c_on_an_empty_line_needs_two(terminal: Callable[..., Terminal]) ->
     assert chat.end() == -signal.SIGINT
 
 
-def test_a_paste_of_two_hundred_lines_is_one_message(
-    terminal: Callable[..., Terminal], tmp_path: Path
-) -> None:
+def test_a_paste_of_two_hundred_lines_is_one_message(terminal: Start, tmp_path: Path) -> None:
     lines = [f"line {number}" for number in range(200)]
     chat = terminal()
     chat.wait_for_model()
@@ -252,9 +252,7 @@ def test_a_paste_of_two_hundred_lines_is_one_message(
 
 
 @pytest.mark.slow
-def test_a_message_can_be_sent_while_the_model_loads(
-    terminal: Callable[..., Terminal], tmp_path: Path
-) -> None:
+def test_a_message_can_be_sent_while_the_model_loads(terminal: Start, tmp_path: Path) -> None:
     chat = terminal(loading=1.5)
     chat.type("early\r")
     chat.wait("spec  draft, up to 4, adaptive")
@@ -263,7 +261,7 @@ def test_a_message_can_be_sent_while_the_model_loads(
     assert turns(tmp_path)[0]["user"] == "early"
 
 
-def test_pastes_of_any_length_and_without_an_end(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+def test_pastes_of_any_length_and_without_an_end(terminal: Start, tmp_path: Path) -> None:
     """Where the end mark got lost the keys come back by themselves, and the paste is there."""
     lines = [f"line {number}" for number in range(5000)]
     chat = terminal()
@@ -285,7 +283,7 @@ def test_pastes_of_any_length_and_without_an_end(terminal: Callable[..., Termina
     assert [turn["user"] for turn in turns(tmp_path)] == ["\n".join(lines), "lost end found"]
 
 
-def test_what_is_said_fits_a_narrow_terminal(terminal: Callable[..., Terminal]) -> None:
+def test_what_is_said_fits_a_narrow_terminal(terminal: Start) -> None:
     """Lines of figures are broken between words, not by the terminal's edge."""
     chat = terminal("--no-save")
     chat.size(24, 40)
@@ -301,7 +299,7 @@ def test_what_is_said_fits_a_narrow_terminal(terminal: Callable[..., Terminal]) 
 
 
 @pytest.mark.slow
-def test_a_terminal_that_shrinks_while_a_reply_comes(terminal: Callable[..., Terminal]) -> None:
+def test_a_terminal_that_shrinks_while_a_reply_comes(terminal: Start) -> None:
     chat = terminal("--no-stats", pieces=["word "] * 60, pause=0.02)
     chat.type("Hi\r")
     chat.wait("word word")
@@ -311,9 +309,7 @@ def test_a_terminal_that_shrinks_while_a_reply_comes(terminal: Callable[..., Ter
     assert all(len(row) < 40 for row in narrow[-4:-1]) and len(narrow) > 4
 
 
-def test_a_prompt_that_the_terminal_broke_is_drawn_from_its_beginning(
-    terminal: Callable[..., Terminal],
-) -> None:
+def test_a_prompt_that_the_terminal_broke_is_drawn_from_its_beginning(terminal: Start) -> None:
     """Rows that a narrower terminal has broken are counted; what stood above them stays."""
     chat = terminal("--no-save")
     chat.wait_for_model()
@@ -348,7 +344,7 @@ def test_the_line_at_the_bottom_fits(columns: int, line: str) -> None:
     assert Chat._status(chat) == line
 
 
-def test_a_refused_line_says_what_to_type(terminal: Callable[..., Terminal]) -> None:
+def test_a_refused_line_says_what_to_type(terminal: Start) -> None:
     chat = terminal("--no-save", NO_COLOR="1")
     chat.wait_for_model()
     for line in ("/nothing", "/set temperature=-1"):
@@ -358,7 +354,7 @@ def test_a_refused_line_says_what_to_type(terminal: Callable[..., Terminal]) -> 
         chat.leave()
 
 
-def test_drafts_are_coloured_or_underlined(terminal: Callable[..., Terminal]) -> None:
+def test_drafts_are_coloured_or_underlined(terminal: Start) -> None:
     for more, style in (({}, b"\x1b[32m"), ({"NO_COLOR": "1"}, b"\x1b[4m")):
         chat = terminal("--show-drafts", "--no-save", **more)
         chat.type("Hi\r")
@@ -370,9 +366,7 @@ def test_drafts_are_coloured_or_underlined(terminal: Callable[..., Terminal]) ->
         assert chat.end() == 0
 
 
-def test_killed_while_replying_the_message_is_there_again(
-    terminal: Callable[..., Terminal], tmp_path: Path
-) -> None:
+def test_killed_while_replying_the_message_is_there_again(terminal: Start, tmp_path: Path) -> None:
     chat = terminal(pieces=["word "] * 400, pause=0.02)
     chat.type("precious words\r")
     chat.wait("word word")
@@ -387,9 +381,7 @@ def test_killed_while_replying_the_message_is_there_again(
     assert [turn["reply"] for turn in turns(tmp_path)] == ["Hello wörld!"]
 
 
-def test_escape_stops_a_reply_and_other_keys_do_not(
-    terminal: Callable[..., Terminal], tmp_path: Path
-) -> None:
+def test_escape_stops_a_reply_and_other_keys_do_not(terminal: Start, tmp_path: Path) -> None:
     """Esc alone; the arrow before it, which begins with one, and what is typed wait for the next message."""
     chat = terminal(pieces=["word "] * 400, pause=0.02)
     chat.type("Hi\r")
@@ -410,7 +402,7 @@ def test_escape_stops_a_reply_and_other_keys_do_not(
     assert chat.end() == 0 and chat.settings() == chat.before
 
 
-def test_a_dumb_terminal_gets_plain_lines(terminal: Callable[..., Terminal]) -> None:
+def test_a_dumb_terminal_gets_plain_lines(terminal: Start) -> None:
     chat = terminal("--show-drafts", pieces=["**a**"], TERM="dumb")
     assert b"--show-drafts marks tokens on a terminal only" in chat.seen
     chat.type("Hi\n")
@@ -420,7 +412,7 @@ def test_a_dumb_terminal_gets_plain_lines(terminal: Callable[..., Terminal]) -> 
 
 
 @pytest.mark.slow
-def test_hidden_thinking_is_one_line(terminal: Callable[..., Terminal]) -> None:
+def test_hidden_thinking_is_one_line(terminal: Start) -> None:
     chat = terminal("--think", "hide", "--no-stats", pieces=["<thi", "nk>hm", "m</think>", "Yes"])
     chat.type("Hi\r")
     reply = chat.wait("Yes")
@@ -434,7 +426,7 @@ def test_hidden_thinking_is_one_line(terminal: Callable[..., Terminal]) -> None:
     assert b"\x1b[2;3mm\x1b[0m" in chat.wait("Yes")
 
 
-def test_what_is_copied_is_the_answer(terminal: Callable[..., Terminal], model: Path) -> None:
+def test_what_is_copied_is_the_answer(terminal: Start, model: Path) -> None:
     """Also where the template opens the thinking, so that the reply holds its end alone."""
     path = model / "tokenizer_config.json"
     path.write_text(path.read_text().replace("assistant\\\\n'", "assistant\\\\n<think>'"))
@@ -447,9 +439,7 @@ def test_what_is_copied_is_the_answer(terminal: Callable[..., Terminal], model: 
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_loading_that_fails_ends_the_chat(
-    terminal: Callable[..., Terminal], tmp_path: Path, early: bool
-) -> None:
+def test_loading_that_fails_ends_the_chat(terminal: Start, tmp_path: Path, early: bool) -> None:
     """A message sent meanwhile is not lost: -c begins with it."""
     chat = terminal(loading=1.0 if early else 0.5, broken=True)
     if early:
@@ -461,9 +451,7 @@ def test_loading_that_fails_ends_the_chat(
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_what_loading_says_before_a_prompt_stands_is_said(
-    terminal: Callable[..., Terminal], broken: bool
-) -> None:
+def test_what_loading_says_before_a_prompt_stands_is_said(terminal: Start, broken: bool) -> None:
     chat = terminal("--no-save", slow_prompt=True, broken=broken)
     if broken:
         assert chat.end() == 5 and chat.seen.count(b"no room for it") == 1

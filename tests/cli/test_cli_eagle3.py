@@ -17,6 +17,8 @@ from spd.runtime.plan import machine
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 
+Pair = tuple[Path, Path]
+
 Run = Callable[..., Any]
 Refused = Callable[..., None]
 QUICK = ("--raw", "--threads", 1, "--ctx", 256, "-n", 16, "--seed", 3)
@@ -41,7 +43,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_auto_takes_the_head_that_is_given_and_the_text_is_plain(
-    spd_run: Run, pair: tuple[Path, Path], tmp_path: Path
+    spd_run: Run, pair: Pair, tmp_path: Path
 ) -> None:
     target, head = pair
     words = ("generate", *QUICK, "-m", target, "--temperature", 0.8, "--json", "abc abc abc")
@@ -58,7 +60,7 @@ def test_auto_takes_the_head_that_is_given_and_the_text_is_plain(
     assert "eagle3 k=4" in spd_run("explain", trace).text
 
 
-def test_a_certificate(spd_run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_certificate(spd_run: Run, pair: Pair, tmp_path: Path) -> None:
     """Texts of both ways to decode, and the same drafts at every lag; heads are not asked to draft again."""
     target, head = pair
     (tmp_path / "prompts.txt").write_text("first\nsecond\n")
@@ -72,7 +74,7 @@ def test_a_certificate(spd_run: Run, pair: tuple[Path, Path], tmp_path: Path) ->
     assert "draft/config.json" in ran.json["files"]
 
 
-def test_inspect(spd_run: Run, pair: tuple[Path, Path]) -> None:
+def test_inspect(spd_run: Run, pair: Pair) -> None:
     target, head = pair
     alone = spd_run("inspect", head)
     words = next(line for line in alone.text.splitlines() if line.startswith("eagle3 "))
@@ -87,7 +89,7 @@ def test_inspect(spd_run: Run, pair: tuple[Path, Path]) -> None:
     assert shown["needs"]["parts"]["draft_weights"] > 0
 
 
-def test_a_bench_of_the_head(spd_run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_bench_of_the_head(spd_run: Run, pair: Pair, tmp_path: Path) -> None:
     target, head = pair
     (tmp_path / "prompts.txt").write_text("first\n")
     words = ("--prompts", tmp_path / "prompts.txt", "-n", 8, "--threads", 1, "--temperature", 0, "-r", 1)
@@ -116,20 +118,13 @@ def test_a_bench_of_the_head(spd_run: Run, pair: tuple[Path, Path], tmp_path: Pa
     ],
 )
 def test_words_that_do_not_fit(
-    spd_run: Run,
-    assert_refused: Refused,
-    pair: tuple[Path, Path],
-    words: tuple[str, ...],
-    code: int,
-    said: str,
+    spd_run: Run, assert_refused: Refused, pair: Pair, words: tuple[str, ...], code: int, said: str
 ) -> None:
     places = {"TARGET": pair[0], "HEAD": pair[1]}
     assert_refused(spd_run("generate", *(places.get(word, word) for word in words), "Hi"), code, said)
 
 
-def test_a_head_of_another_target(
-    spd_run: Run, assert_refused: Refused, pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_head_of_another_target(spd_run: Run, assert_refused: Refused, pair: Pair, tmp_path: Path) -> None:
     other = write_tiny(tmp_path / "other", **{**VARIANTS["llama2"], "hidden": 96, "layers": 2})
     ran = spd_run("generate", "-m", other, "--draft-model", pair[1], "Hi")
     assert_refused(ran, 4, "made for another model", "hidden size: head 64, target 96", "--spec ngram")
@@ -168,7 +163,7 @@ def of_another_width(tensors: Tensors) -> None:
 def test_tensors_that_are_wrong(
     spd_run: Run,
     assert_refused: Refused,
-    pair: tuple[Path, Path],
+    pair: Pair,
     tmp_path: Path,
     change: Callable[[Tensors], None],
     said: str,
@@ -180,9 +175,7 @@ def test_tensors_that_are_wrong(
     assert_refused(spd_run("generate", "-m", pair[0], "--draft-model", folder, "--raw", "Hi"), 4, said)
 
 
-def test_a_pickled_head(
-    spd_run: Run, assert_refused: Refused, pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_pickled_head(spd_run: Run, assert_refused: Refused, pair: Pair, tmp_path: Path) -> None:
     """It is never opened; the fix makes what can be read of it, without running any of it."""
     folder = shutil.copytree(pair[1], tmp_path / "head")
     tensors = load_file(folder / "model.safetensors")
@@ -208,12 +201,7 @@ def test_a_pickled_head(
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_configurations_that_are_not_built(
-    spd_run: Run,
-    assert_refused: Refused,
-    pair: tuple[Path, Path],
-    tmp_path: Path,
-    change: dict[str, Any],
-    said: str,
+    spd_run: Run, assert_refused: Refused, pair: Pair, tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
     folder = shutil.copytree(pair[1], tmp_path / "head")
     config = json.loads((folder / "config.json").read_text())
@@ -223,7 +211,7 @@ def test_configurations_that_are_not_built(
 
 
 def test_a_refusal_for_memory_names_options_that_exist(
-    spd_run: Run, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    spd_run: Run, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**21)
     target, head = pair

@@ -113,12 +113,7 @@ def exact(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ],
 )
 def test_against_its_definition(
-    device: str,
-    dtypes: tuple[torch.dtype, ...],
-    rows: int,
-    heads: tuple[int, int],
-    size: int,
-    normed: bool,
+    device: str, dtypes: tuple[torch.dtype, ...], rows: int, heads: tuple[int, int], size: int, normed: bool
 ) -> None:
     for dtype in dtypes:
         inputs = make(device, dtype, rows, heads, size, normed)

@@ -27,6 +27,9 @@ from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.graph_stand_in import StandIn, Tape, tensors_in
 from tests.runtime.host_watch import HostWatch
 
+Methods = dict[str, dict[str, Any]]
+Watched = Callable[..., tuple[Engine, StandIn]]
+
 
 def two_slots(model: Path, **wishes: Any) -> Engine:
     """An engine on the CPU, whatever else is there."""
@@ -105,11 +108,7 @@ CASES = [("off", 0), *((method, k) for method in ("ngram", "draft", "draft+ngram
 
 @pytest.mark.parametrize(("method", "k"), CASES)
 def test_replays_are_what_eager_rounds_are(
-    target: Path,
-    methods: dict[str, dict[str, Any]],
-    watched_engine: Callable[..., tuple[Engine, StandIn]],
-    method: str,
-    k: int,
+    target: Path, methods: Methods, watched_engine: Watched, method: str, k: int
 ) -> None:
     wishes = {**methods[method], **({"draft_max": k} if k else {})}
     plain = run_batch(two_slots(target))
@@ -129,11 +128,7 @@ def test_replays_are_what_eager_rounds_are(
         assert 0 < sum(m.draft_n_accepted for m in metrics) < sum(m.draft_n for m in metrics)
 
 
-def test_stops_inside_accepted_runs(
-    target: Path,
-    methods: dict[str, dict[str, Any]],
-    watched_engine: Callable[..., tuple[Engine, StandIn]],
-) -> None:
+def test_stops_inside_accepted_runs(target: Path, methods: Methods, watched_engine: Watched) -> None:
     wishes = {**methods["draft"], "draft_max": 3}
     text = run_all(two_slots(target), PROMPTS[:1], [SamplingParams(max_tokens=12)])[0].tokens
     params = [SamplingParams(max_tokens=12, stop_token_ids=(token,)) for token in text[2:10]]
@@ -146,11 +141,7 @@ def test_stops_inside_accepted_runs(
         assert story(run_all(engine, prompts, params)) == story(eager)
 
 
-def test_lengths_that_change(
-    target: Path,
-    methods: dict[str, dict[str, Any]],
-    watched_engine: Callable[..., tuple[Engine, StandIn]],
-) -> None:
+def test_lengths_that_change(target: Path, methods: Methods, watched_engine: Watched) -> None:
     """Each pair of lengths is a program of its own; drafts are brought up between them."""
     pattern = [3, 0, 1, 1, 0, 0, 3, 2, 0]
     plain = [run.output for run in run_batch(two_slots(target))]
@@ -166,11 +157,7 @@ def test_lengths_that_change(
         assert story(told[0]) == story(told[1])
 
 
-def test_logprobs_are_the_eager_ones(
-    target: Path,
-    methods: dict[str, dict[str, Any]],
-    watched_engine: Callable[..., tuple[Engine, StandIn]],
-) -> None:
+def test_logprobs_are_the_eager_ones(target: Path, methods: Methods, watched_engine: Watched) -> None:
     wanted = (None, None, 3, 0, None)
     params = [SamplingParams(max_tokens=8, logprobs=n, temperature=0.5) for n in wanted]
     wishes = {**methods["draft"], "draft_max": 2, "lag": 0}
@@ -197,10 +184,7 @@ def snapshot(engine: Engine) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("method", ["off", "ngram", "draft", "block"])
 def test_preparing_a_shape_leaves_everything_as_it_was(
-    target: Path,
-    methods: dict[str, dict[str, Any]],
-    watched_engine: Callable[..., tuple[Engine, StandIn]],
-    method: str,
+    target: Path, methods: Methods, watched_engine: Watched, method: str
 ) -> None:
     """Silent slots write to the page that swallows, and to the ring's row that the next round writes."""
     k = 0 if method == "off" else 3
@@ -234,10 +218,7 @@ def test_preparing_a_shape_leaves_everything_as_it_was(
 
 @pytest.mark.parametrize("method", ["draft", "block"])
 def test_preparing_in_the_middle_changes_no_text(
-    target: Path,
-    methods: dict[str, dict[str, Any]],
-    watched_engine: Callable[..., tuple[Engine, StandIn]],
-    method: str,
+    target: Path, methods: Methods, watched_engine: Watched, method: str
 ) -> None:
     """Every round is prepared anew, as if none had been captured: nothing else may happen."""
     wishes = {**methods[method], "draft_max": 3}
@@ -298,9 +279,7 @@ def take_a_copy(engine: Engine, captured: StandIn) -> None:
     [replace_lengths, replace_pool, move_seed, change_host_value, change_number_of_calls, take_a_copy],
 )
 def test_planted_faults_are_seen(
-    target: Path,
-    watched_engine: Callable[..., tuple[Engine, StandIn]],
-    fault: Callable[[Engine, StandIn], None],
+    target: Path, watched_engine: Watched, fault: Callable[[Engine, StandIn], None]
 ) -> None:
     engine, captured = watched_engine(target, lag=1)
     step_into(engine, 3)
@@ -368,11 +347,7 @@ def grow_one_a_launch(engine: Engine, captured: StandIn) -> None:
     ],
 )
 def test_tensors_that_come_to_last_are_seen(
-    target: Path,
-    watched_engine: Callable[..., tuple[Engine, StandIn]],
-    fault: Callable[[Engine, StandIn], None],
-    words: str,
-    lag: int,
+    target: Path, watched_engine: Watched, fault: Callable[[Engine, StandIn], None], words: str, lag: int
 ) -> None:
     engine, captured = watched_engine(target, lag=lag)
     step_into(engine, 2 * lag + 3)
@@ -386,7 +361,7 @@ def test_tensors_that_come_to_last_are_seen(
 @pytest.mark.parametrize("method", ["draft", pytest.param("ngram", marks=pytest.mark.slow)])
 def test_in_the_form_that_is_captured(
     tiny: Callable[..., Path],
-    watched_engine: Callable[..., tuple[Engine, StandIn]],
+    watched_engine: Watched,
     no_host_reads: HostWatch,
     method: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -413,7 +388,7 @@ def test_in_the_form_that_is_captured(
 @pytest.mark.parametrize("weights", ["float32", "int8", "fp8"])
 def test_latent_attention_experts_and_a_head_ask_the_host_nothing(
     tmp_path: Path,
-    watched_engine: Callable[..., tuple[Engine, StandIn]],
+    watched_engine: Watched,
     no_host_reads: HostWatch,
     weights: str,
     monkeypatch: pytest.MonkeyPatch,

@@ -51,6 +51,8 @@ from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
+Shelf = Callable[..., Path]
+
 GIB = 2**30
 
 
@@ -118,7 +120,7 @@ def test_numbers_that_stand_in_two_places() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_weights_are_counted_to_the_byte(variant: str, tiny: Callable[..., Path]) -> None:
+def test_weights_are_counted_to_the_byte(variant: str, tiny: Shelf) -> None:
     config = read_model_config(tiny(variant))
     expected = expected_tensors(config, family_layout(config))
     with Checkpoint.open(tiny(variant)) as checkpoint:
@@ -130,7 +132,7 @@ def test_weights_are_counted_to_the_byte(variant: str, tiny: Callable[..., Path]
     assert tensor_bytes(config, "float32") == stored == 2 * tensor_bytes(config, "bfloat16") - exact
 
 
-def test_an_engine_holds_what_its_plan_counts(tiny: Callable[..., Path]) -> None:
+def test_an_engine_holds_what_its_plan_counts(tiny: Shelf) -> None:
     engine = make_engine(tiny("tied"), spec="draft", draft_model=tiny("tied", layers=1), slots=3, ctx=500)
     runner = engine._parts.runner
     caches = [runner.cache, engine._parts.proposer.runner.cache]  # type: ignore[union-attr]
@@ -219,9 +221,7 @@ def total_of(made: Any) -> int:
     return total
 
 
-def test_an_automatic_context_is_the_longest_that_fits(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_automatic_context_is_the_longest_that_fits(tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32")
     pretend_free(monkeypatch, 2**40)
     whole = make_plan(wishes)
@@ -233,9 +233,7 @@ def test_an_automatic_context_is_the_longest_that_fits(
     assert measure(more).total > cut.memory_budget_bytes == int(total_of(whole) * 0.9)
 
 
-def test_pages_give_way_before_an_automatic_context(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_give_way_before_an_automatic_context(tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several slots: as many pages as fit, one request's at least, and only then a shorter context."""
     wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32", slots=4)
     pretend_free(monkeypatch, 2**40)
@@ -322,9 +320,7 @@ def test_the_memory_fraction_is_advised_where_it_would_do() -> None:
     assert not any("--memory-fraction" in line for line in refused(shape_8b(), total - 1))
 
 
-def test_following_the_advice_leads_to_a_plan(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_following_the_advice_leads_to_a_plan(tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny("qwen3", max_positions=65536, hidden=128)
     wishes = {"model": folder, "dtype": "float32", "slots": 8, "ctx": 60000}
     pretend_free(monkeypatch, 89 * 2**20)
@@ -343,7 +339,7 @@ def test_following_the_advice_leads_to_a_plan(
     assert tried == 2, caught.value.fix
 
 
-def test_where_nothing_helps_it_says_so(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_helps_it_says_so(tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_free(monkeypatch, 2**16)
     with pytest.raises(ResourceError) as caught:
         make_plan(EngineConfig(model=tiny("qwen3"), dtype="bfloat16", quantize="int8", spec="off"))
@@ -355,7 +351,7 @@ def test_where_nothing_helps_it_says_so(tiny: Callable[..., Path], monkeypatch: 
     assert error.fix == ("a smaller model, or a device with more memory",)
 
 
-def test_a_method_that_is_off_loads_and_counts_no_draft(tiny: Callable[..., Path]) -> None:
+def test_a_method_that_is_off_loads_and_counts_no_draft(tiny: Shelf) -> None:
     made = make_plan(EngineConfig(model=tiny("tied"), draft_model=tiny("tied"), draft_max=0))
     assert made.spec == "off" and made.need.draft_weights == 0
 
@@ -412,12 +408,7 @@ LOADING: list[tuple[str, object, str]] = [
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(("phase", "owner", "name"), LOADING, ids=[entry[2] for entry in LOADING])
 def test_no_memory_while_loading(
-    phase: str,
-    owner: Any,
-    name: str,
-    error: BaseException,
-    tiny: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
+    phase: str, owner: Any, name: str, error: BaseException, tiny: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, fail(error)(getattr(owner, name)))
     with pytest.raises(ResourceError) as caught:
@@ -431,7 +422,7 @@ def test_no_memory_while_loading(
     assert not any("ngram" in line for line in refusal.fix)
 
 
-def test_what_was_allocated_is_let_go(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_allocated_is_let_go(tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[weakref.ref[torch.Tensor]] = []
 
     def hungry(*args: Any) -> None:
@@ -446,7 +437,7 @@ def test_what_was_allocated_is_let_go(tiny: Callable[..., Path], monkeypatch: py
     assert caught.value.message
 
 
-def test_no_memory_while_capturing(tiny: Callable[..., Path]) -> None:
+def test_no_memory_while_capturing(tiny: Shelf) -> None:
     engine = make_engine(tiny("qwen3"), spec="off", ctx=128)
 
     def capture(program: Callable[[], Any]) -> Any:
@@ -461,7 +452,7 @@ def test_no_memory_while_capturing(tiny: Callable[..., Path]) -> None:
     assert_still_right(engine, tiny("qwen3"), ctx=128)
 
 
-def test_capturing_can_be_done_without(tiny: Callable[..., Path]) -> None:
+def test_capturing_can_be_done_without(tiny: Shelf) -> None:
     plan = make_plan(EngineConfig(model=tiny("qwen3"), slots=2))
     plan = replace(plan, shape=replace(plan.shape, graphs=True, on_cpu=False), device="cuda")
     error = explained(OutOfMemory("capturing a round", "no room"), plan, "running")
@@ -488,7 +479,7 @@ def test_pages_are_cleared_where_no_memory_is_left() -> None:
         assert not pool[[3, 5]].any() and pool[[2, 4]].isnan().all()
 
 
-def test_a_shape_is_captured_again_after_it_failed(tiny: Callable[..., Path]) -> None:
+def test_a_shape_is_captured_again_after_it_failed(tiny: Shelf) -> None:
     engine = make_engine(tiny("qwen3"), spec="off", ctx=128)
     captured = CapturedRounds(engine._parts.queue.round, fail(MemoryError())(lambda program: (program, None)))
     views = engine_views(engine)
@@ -537,7 +528,7 @@ def test_no_memory_while_running(
     after: int,
     spec: str,
     lag: int,
-    tiny: Callable[..., Path],
+    tiny: Shelf,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tiny("qwen3")
@@ -582,9 +573,7 @@ def test_no_memory_while_running(
     engine.close()
 
 
-def test_an_engine_without_memory_can_be_closed(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_without_memory_can_be_closed(tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(tiny("qwen3"), slots=2)
     monkeypatch.setattr(Round, "run", fail(MemoryError())(Round.run))
     for i, prompt in enumerate(PROMPTS):
@@ -595,7 +584,7 @@ def test_an_engine_without_memory_can_be_closed(
     assert not engine.has_work
 
 
-def test_other_errors_are_not_touched(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_not_touched(tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(tiny("qwen3"))
     monkeypatch.setattr(Round, "run", fail(ZeroDivisionError())(Round.run))
     engine.add(Request("a", (1, 2), SamplingParams()))

@@ -21,6 +21,8 @@ from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.host_watch import HostWatch
 
+Methods = dict[str, dict[str, Any]]
+
 pytest.importorskip("triton")
 
 pytestmark = INTERPRETED
@@ -135,9 +137,7 @@ PROMPT = random_prompts(1, 14, 97, seed=2)
 
 
 @pytest.mark.parametrize("method", ["off", "ngram", "draft", "draft+ngram"])
-def test_sixteen_tokens(
-    target: Path, methods: dict[str, dict[str, Any]], no_host_reads: HostWatch, method: str
-) -> None:
+def test_sixteen_tokens(target: Path, methods: Methods, no_host_reads: HostWatch, method: str) -> None:
     """Greedy and sampled side by side, which the interpreter runs almost as fast as one of them."""
     params = [SamplingParams(max_tokens=16, temperature=temperature, seed=3) for temperature in (0.0, 0.8)]
     first, second = both(target, PROMPT * 2, params, slots=2, **methods[method])
@@ -163,7 +163,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_rules_that_test_a_drafts_probability(
-    target: Path, methods: dict[str, dict[str, Any]], method: str, rule: str, count: int
+    target: Path, methods: Methods, method: str, rule: str, count: int
 ) -> None:
     """Float32 in both, so that tests and draws fall alike."""
     params = [SamplingParams(max_tokens=count, temperature=0.9, seed=4, presence_penalty=0.2)]
@@ -172,12 +172,12 @@ def test_rules_that_test_a_drafts_probability(
     assert sum(run.metrics.draft_n for run in first) > 0
 
 
-def test_one_slot(target: Path, methods: dict[str, dict[str, Any]]) -> None:
+def test_one_slot(target: Path, methods: Methods) -> None:
     params = [SamplingParams(max_tokens=6, temperature=0.8, seed=3)]
     assert_same(*both(target, PROMPT, params, **methods["draft"]))
 
 
-def test_every_step_of_sampling(target: Path, methods: dict[str, dict[str, Any]]) -> None:
+def test_every_step_of_sampling(target: Path, methods: Methods) -> None:
     """Two slots: truncation, penalties, a bias, a minimum length, stops and log-probabilities."""
     params = [
         SamplingParams(max_tokens=8, temperature=0.9, top_p=0.8, top_k=40, min_p=0.01, frequency_penalty=0.3),
@@ -198,7 +198,7 @@ def test_every_step_of_sampling(target: Path, methods: dict[str, dict[str, Any]]
 
 
 def test_a_prompt_of_more_than_a_chunk(
-    target: Path, methods: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    target: Path, methods: Methods, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two whole chunks and a tail; they are smaller here than they are, for the interpreter's sake."""
     from spd.runtime.plan import memory
@@ -210,7 +210,7 @@ def test_a_prompt_of_more_than_a_chunk(
 
 
 def test_a_family_that_slides_and_caps(
-    tmp_path: Path, methods: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, methods: Methods, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gemma 2: windows shorter than the prompt, capped scores and logits, norms behind blocks, gelu."""
     from spd.runtime.plan import memory
@@ -227,9 +227,7 @@ def test_a_family_that_slides_and_caps(
 
 
 @pytest.mark.parametrize("method", ["off", "ngram", "draft"])
-def test_latent_attention_and_experts(
-    tiny: Callable[..., Path], methods: dict[str, dict[str, Any]], method: str
-) -> None:
+def test_latent_attention_and_experts(tiny: Callable[..., Path], methods: Methods, method: str) -> None:
     """A DeepSeek-V3: a dense layer, then experts with a shared one; its prompt has no whole chunk."""
     target = tiny("deepseek_v3", layers=2, residual_gain=damped, **LATENT_SHAPE)
     params = [SamplingParams(max_tokens=8, temperature=0.8, seed=3)]
@@ -315,9 +313,7 @@ def test_an_eagle3_head(
     assert accepted < proposed and (accepted > 0 or ids == "few")
 
 
-def test_a_lookup_in_parts(
-    target: Path, methods: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lookup_in_parts(target: Path, methods: Methods, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a context of more than 5120 positions: several programs walk a row, and one picks."""
     from spd.kernels.round import ngram_lookup_triton
 

@@ -26,6 +26,8 @@ from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Damped, random_prompts
 from tests.runtime import seeded_faults as planted
 
+Pair = tuple[EngineConfig, EngineConfig]
+
 QUESTIONS = [
     Question(Prompt(f"q/{i}", "q", ""), ids)
     for i, ids in enumerate(random_prompts(3, 20, 256) + random_prompts(1, 75, 256, seed=1))
@@ -46,7 +48,7 @@ def requests(count: int = 24, least: int = 0) -> list[tuple[str, Request]]:
     return make_requests(QUESTIONS, (0.0, 0.9), max_tokens=count, ignore_eos=True, seed=0, least=least)
 
 
-def test_the_engine_passes(pair: tuple[EngineConfig, EngineConfig]) -> None:
+def test_the_engine_passes(pair: Pair) -> None:
     plain, spec = pair
     late = replace(spec, lag=2, slots=3)
     result = replay(plain, late, requests())
@@ -93,7 +95,7 @@ def wrong_rope(patch: pytest.MonkeyPatch) -> None:
     ids=["first-is-free", "one-more", "kv-one-off", "wrong-rope"],
 )
 def test_a_planted_fault_changes_tokens(
-    pair: tuple[EngineConfig, EngineConfig], monkeypatch: pytest.MonkeyPatch, plant: planted.Mutation
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, plant: planted.Mutation
 ) -> None:
     plant(monkeypatch)
     result = replay(*pair, requests())
@@ -105,7 +107,7 @@ def test_a_planted_fault_changes_tokens(
         assert first.margin >= 0 and first.top_margin <= first.margin + 1e-6
 
 
-def test_beside_lookup_the_model_drafts_from_the_text(pair: tuple[EngineConfig, EngineConfig]) -> None:
+def test_beside_lookup_the_model_drafts_from_the_text(pair: Pair) -> None:
     """Drafts that lookup made are left out: they are not what the model says."""
     plain, spec = pair
     both = replace(spec, spec="draft+ngram", ngram_min=1)
@@ -115,9 +117,7 @@ def test_beside_lookup_the_model_drafts_from_the_text(pair: tuple[EngineConfig, 
     assert drafts is not None and drafts.rounds > 40 and drafts.differing == 0
 
 
-def test_a_leaking_draft_cache_changes_drafts_only(
-    pair: tuple[EngineConfig, EngineConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_leaking_draft_cache_changes_drafts_only(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     planted.operation("draft_step", after=planted.draft_kv_one_off)(monkeypatch)
     result = replay(*pair, requests())
     assert result.differences == []
@@ -125,9 +125,7 @@ def test_a_leaking_draft_cache_changes_drafts_only(
     assert drafts is not None and drafts.differing > 0 and drafts.first is not None
 
 
-def test_a_race_is_seen_in_the_acceptance(
-    pair: tuple[EngineConfig, EngineConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_race_is_seen_in_the_acceptance(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that reads a length which is not yet written, as happens only when the host runs ahead."""
     from spd.runtime.round.round_queue import RoundQueue
 
@@ -150,9 +148,7 @@ def test_a_race_is_seen_in_the_acceptance(
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
-def test_a_near_tie_is_told_from_a_fault(
-    pair: tuple[EngineConfig, EngineConfig], dtypes: tuple[str, str]
-) -> None:
+def test_a_near_tie_is_told_from_a_fault(pair: Pair, dtypes: tuple[str, str]) -> None:
     """Another dtype rounds otherwise: its differences are near-ties, and no equal bits were promised."""
     plain, _ = pair
     greedy = make_requests(QUESTIONS, (0.0,), max_tokens=60, ignore_eos=True, seed=0, least=0)
@@ -171,9 +167,7 @@ def test_one_law_and_two() -> None:
     assert same_law(["a"] * 50, ["a"] * 70) == 1.0
 
 
-def test_the_law_of_a_verifier_that_lets_drafts_through(
-    pair: tuple[EngineConfig, EngineConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_law_of_a_verifier_that_lets_drafts_through(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A right program fails this with a chance of 1e-4, and the seeds are fixed."""
     plain, spec = (replace(config, slots=16) for config in pair)
     test = lambda: law_test(plain, spec, QUESTIONS[:1], [0.15], 150, seed=0)  # noqa: E731
@@ -183,9 +177,7 @@ def test_the_law_of_a_verifier_that_lets_drafts_through(
     assert not broken.passed and broken.probability < 1e-6
 
 
-def test_the_law_at_every_temperature(
-    pair: tuple[EngineConfig, EngineConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_law_at_every_temperature(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """One chance of a false alarm for all tests together; a fault at the last temperature is found."""
     from spd.runtime.lab import law_check as module
 
