@@ -17,55 +17,42 @@ from tests.kernels.skinny_cases import SMALL, sample_operands
 
 
 @pytest.mark.parametrize(
-    ("vocab", "k", "usable"),
-    [(77, 64, 77), (77, 64, 61), (77, 64, 1), (1, 1, 1), (2, 33, 2), (3, 5, 3), (17, 3, 17)],
+    ("vocab", "k", "usable", "every"),
+    [
+        *[(77, 64, 77, 0), (77, 64, 61, 0), (77, 64, 1, 0), (1, 1, 1, 0), (2, 33, 2, 0), (3, 5, 3, 0)],
+        *[(17, 3, 17, 0), (77, 64, 500, 500), (77, 64, 300, 500), (17, 64, 40, 500), (1, 64, 500, 500)],
+        (3, 64, 9, 500),
+    ],
 )
 def test_sample_is_the_draw_from_the_stored_logits(
-    vocab: int, k: int, usable: int, device: str, dtypes: tuple[torch.dtype, ...]
+    vocab: int, k: int, usable: int, every: int, device: str, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """Rows of temperature 0 among others, in one tile of tokens and in two."""
+    """Rows of temperature 0 among others, in one tile of tokens and in two.
+
+    A head that knows some of `every` ids draws as if the logits of the others were minus infinity.
+    """
     for dtype in dtypes:
         for slots, window in ((1, 1), (5, 1), (5, 4)):
             o, keys = sample_operands(slots, window, device, dtype, vocab, k)
-            token, finite = twin.head_sample(o.x, o.weight, usable, *keys, config=SMALL)
-            logits = twin.head_logits(o.x, o.weight, config=SMALL)[:, :usable].view(slots, window, usable)
+            logits, known = twin.head_logits(o.x, o.weight, config=SMALL), ()
+            if every:
+                generator = torch.Generator().manual_seed(vocab)
+                ids = torch.randperm(every, generator=generator)[:vocab].sort().values
+                ids[0] = min(int(ids[0]), usable - 1)
+                known = (ids.to(device),)
+                logits = torch.full((slots * window, every), float("-inf"), device=device)
+                logits[:, known[0]] = twin.head_logits(o.x, o.weight, config=SMALL)
+            token, finite = twin.head_sample(o.x, o.weight, usable, *keys, *known, config=SMALL)
+            logits = logits[:, :usable].view(slots, window, usable)
             seed, first, step, heat = keys
             positions = first[:, None] + step + torch.arange(window, device=device)
             noise = noise_triton.gumbel(seed[:, None].expand(slots, window), positions, 0, usable)
             heat = heat.view(-1, 1, 1)
+            assert slots == 1 or bool((heat > 0).any())
             score = torch.where(heat > 0, logits / heat + noise, logits)
             assert token.dtype == torch.int64 and torch.equal(token, score.argmax(-1).flatten())
             assert finite.dtype == torch.bool and finite.all()
-            plain, plain_finite = reference.head_sample(o.x, o.weight, usable, *keys)
-            assert torch.equal(plain_finite, finite)
-            if dtype == torch.float32:
-                assert torch.equal(plain, token)
-
-
-@pytest.mark.parametrize(("known", "usable"), [(77, 500), (77, 300), (17, 40), (1, 500), (3, 9)])
-def test_a_head_of_some_ids_draws_as_if_it_knew_them_only(
-    known: int, usable: int, device: str, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    """The draw over all ids, with minus infinity for those that no row stands for: same noise, same token."""
-    for dtype in dtypes:
-        for slots, window in ((1, 1), (5, 2)):
-            o, keys = sample_operands(slots, window, device, dtype, known, 64)
-            ids = torch.randperm(500, generator=torch.Generator().manual_seed(known))[:known].sort().values
-            if int(ids[0]) >= usable:
-                ids[0] = usable - 1
-            ids = ids.to(device)
-            token, finite = twin.head_sample(o.x, o.weight, usable, *keys, ids, config=SMALL)
-            every = torch.full((slots * window, 500), float("-inf"), device=device)
-            every[:, ids] = twin.head_logits(o.x, o.weight, config=SMALL)
-            logits = every[:, :usable].view(slots, window, usable)
-            seed, first, step, heat = keys
-            positions = first[:, None] + step + torch.arange(window, device=device)
-            noise = noise_triton.gumbel(seed[:, None].expand(slots, window), positions, 0, usable)
-            heat = heat.view(-1, 1, 1)
-            score = torch.where(heat > 0, logits / heat + noise, logits)
-            assert torch.equal(token, score.argmax(-1).flatten()) and finite.all()
-            assert slots == 1 or bool((heat > 0).any())
-            plain, plain_finite = reference.head_sample(o.x, o.weight, usable, *keys, ids)
+            plain, plain_finite = reference.head_sample(o.x, o.weight, usable, *keys, *known)
             assert torch.equal(plain_finite, finite)
             if dtype == torch.float32:
                 assert torch.equal(plain, token)
