@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 def _one_thread() -> None:
     """Tiny models gain nothing from more, and busy machines lose much."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def keep_threads() -> Iterator[None]:
+    """An engine sets the number of threads of the whole process; gives it back."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,6 +7,7 @@ import lzma
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,18 +104,20 @@ def test_it_fits_and_says_what_it_is() -> None:
     ).read_bytes()
 
 
-def test_natural_acceptance_of_the_draft() -> None:
-    runs = replies(demo_folder(), 0.0, 10, spec="draft", draft_model=demo_draft_folder(), draft_max=4)
+@pytest.mark.parametrize(
+    ("folder", "wishes", "least"),
+    [
+        (demo_folder(), {"spec": "draft", "draft_model": demo_draft_folder(), "draft_max": 4}, 0.05),
+        (demo_folder(), {"spec": "eagle3", "draft_max": 2, "adaptive": False}, 0.25),
+        *((folder, {"spec": "mtp", "draft_max": 2, "adaptive": False}, 0.3) for folder in DEMOS),
+    ],
+    ids=lambda given: given["spec"] if isinstance(given, dict) else None,
+)
+def test_natural_acceptance(folder: Path, wishes: dict[str, Any], least: float) -> None:
+    runs = replies(folder, 0.0, 10, **wishes)
     drafted = sum(run.metrics.draft_n for run in runs)
     accepted = sum(run.metrics.draft_n_accepted for run in runs)
-    assert accepted / drafted > 0.05, f"{accepted} of {drafted}"
-
-
-def test_natural_acceptance_of_the_eagle3_head() -> None:
-    runs = replies(demo_folder(), 0.0, 10, spec="eagle3", draft_max=2, adaptive=False)
-    drafted = sum(run.metrics.draft_n for run in runs)
-    accepted = sum(run.metrics.draft_n_accepted for run in runs)
-    assert accepted / drafted > 0.25, f"{accepted} of {drafted}"
+    assert accepted / drafted > least, f"{accepted} of {drafted}"
 
 
 @every_demo
@@ -130,14 +133,6 @@ def test_held_out_bits_per_byte_beat_xz(folder: Path, say: Callable[[str], None]
     bits = _bits_per_byte(folder, corpus.held_out)
     say(f"held-out bits per byte: {folder.name} {bits:.3f}, xz -9 {xz:.3f}")
     assert bits < xz
-
-
-@every_demo
-def test_natural_acceptance_of_the_mtp_layer(folder: Path) -> None:
-    runs = replies(folder, 0.0, 10, spec="mtp", draft_max=2, adaptive=False)
-    drafted = sum(run.metrics.draft_n for run in runs)
-    accepted = sum(run.metrics.draft_n_accepted for run in runs)
-    assert accepted / drafted > 0.3, f"{accepted} of {drafted}"
 
 
 @every_demo

@@ -132,7 +132,7 @@ def test_speculation_that_changes_tokens_fails_the_command(
 
 def test_the_real_worker_answers_and_speculation_changes_nothing(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "peers.json"
-    arguments = [str(checkpoint), "-n", "12", "--prompt-tokens", "6", "--rounds", "1", "--rows", "3"]
+    arguments = [str(checkpoint), "-n", "20", "--prompt-tokens", "6", "--rounds", "1", "--rows", "3"]
     arguments += ["--threads", "1", "--ctx", "128", "--dtype", "float32", "--pause", "0", "--out", str(out)]
     arguments += ["--concurrency", "2", "--load-tokens", "6", "--load-rounds", "1", "--imposed", "2.5"]
     assert peers.main(arguments) == 0

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,8 @@ from spd.formats.demo import demo_faults, demo_folder
 from spd.runtime.lab import diagnostics, smoke
 from spd.runtime.lab.diagnostics import FAILED, OK, WARNING, Finding, Step
 from tests.json_schema import faults
+
+pytestmark = pytest.mark.usefixtures("keep_threads")
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOKED_AT = ["python", "packages", "memory", "disk", "hf cache", "demo", "terminal", "torch", "cpu", "cuda"]
@@ -35,16 +37,6 @@ def interprets() -> bool:
 
 
 interpreted = pytest.mark.skipif(not interprets(), reason="Triton's interpreter is not in use")
-
-
-@pytest.fixture(autouse=True)
-def _keep_threads() -> Iterator[None]:
-    """An engine sets the thread count of the whole process; give it back."""
-    import torch
-
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def statuses(shown: dict[str, Any]) -> dict[str, str]:

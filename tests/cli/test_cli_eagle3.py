@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,13 @@ from spd.runtime.plan import machine
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 
+pytestmark = pytest.mark.usefixtures("keep_threads")
+
 Pair = tuple[Path, Path]
 
 Run = Callable[..., Any]
 Refused = Callable[..., None]
 QUICK = ("--raw", "--threads", 1, "--ctx", 256, "-n", 16, "--seed", 3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _keep_threads() -> Iterator[None]:
-    """The engine sets the thread count of the whole process; give it back."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

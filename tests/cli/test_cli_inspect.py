@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -20,8 +19,10 @@ from spd.runtime.models.weights import expected_tensors
 from spd.runtime.plan import machine
 from spd.runtime.plan.plan import make_plan
 from tests.json_schema import faults
+from tests.recipes.mtp_folders import write_hollow
 
 ROOT = Path(__file__).resolve().parents[2]
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -33,18 +34,7 @@ def expected(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def write_shard(path: Path, shapes: Shapes) -> None:
     """A safetensors file of bfloat16 zeros; its data is a hole."""
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        size = 2
-        for length in shape:
-            size *= length
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
+    write_hollow(path, [(name, "BF16", shape) for name, shape in shapes.items()])
 
 
 @pytest.fixture

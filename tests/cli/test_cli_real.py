@@ -18,17 +18,10 @@ from spd.formats.demo import demo_folder
 ROOT = Path(__file__).resolve().parents[2]
 RAW = ["generate", "--raw", "--ctx", "512", "-n", "24", "--seed", "7", "def read_lines(path):"]
 
-pytestmark = pytest.mark.skipif(not (demo_folder() / "config.json").exists(), reason="the demo is not there")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _keep_threads() -> object:
-    """The engine sets the thread count of the whole process; give it back."""
-    import torch
-
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [
+    pytest.mark.skipif(not (demo_folder() / "config.json").exists(), reason="the demo is not there"),
+    pytest.mark.usefixtures("keep_threads"),
+]
 
 
 def test_the_text_is_the_same_with_each_method(spd_run: Callable, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import pickle
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,10 @@ from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.folder import ModelFolder
 from tests.formats.formats_helpers import QWEN3, write_json
 
+pytestmark = pytest.mark.usefixtures("keep_threads")
+
 ONCE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "headers")
 RAW = ("generate", "--raw", "--ctx", "64", "-n", "4", "--device", "cpu", "--kernels", "torch", "ab")
-
-
-@pytest.fixture(autouse=True)
-def _keep_threads() -> Iterator[None]:
-    """The engine sets the thread count of the whole process; give it back."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
