@@ -351,7 +351,9 @@ def test_a_refused_line_says_what_to_type(terminal: Start) -> None:
         chat.type(f"{line}\r")
         chat.wait("error: ")
         assert chat.wait("fix: ").count(b"\n") <= 4
-        chat.leave()
+        chat.wait("›")
+    chat.type("\x04")
+    assert chat.end() == 0
 
 
 def test_drafts_are_coloured_or_underlined(terminal: Start) -> None:
