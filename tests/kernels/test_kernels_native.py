@@ -277,6 +277,7 @@ HARM: dict[str, Callable[[Path], object]] = {
     "empty": lambda place: os.truncate(place, 0),
     "cut off": lambda place: os.truncate(place, 20_000),
     "longer": lambda place: os.truncate(place, 100_000),
+    "far longer": lambda place: os.truncate(place, 1 << 40),
     "a pipe": lambda place: (set_aside(place), os.mkfifo(place, 0o600)),
     "a link": lambda place: place.symlink_to(set_aside(place)),
     "a folder": lambda place: (set_aside(place), place.mkdir()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -79,6 +80,16 @@ def test_an_answer_is_its_gpus_alone(tmp_path: Path) -> None:
     place.write_text(json.dumps(whole))
     place.chmod(0o666)
     assert read_answer(cache, BOUND) is None, "others may have written it"
+    place.chmod(0o600)
+    place.parent.chmod(0o777)
+    assert read_answer(cache, BOUND) is None, "others may have put it there"
+    place.parent.chmod(0o700)
+    assert read_answer(cache, BOUND) == ANSWER
+    place.unlink()
+    os.mkfifo(place, 0o600)
+    assert read_answer(cache, BOUND) is None, "and is not waited for"
+    place.unlink()
+    place.write_text("")
     assert keep_answer(lambda: place / "below", BOUND, ANSWER) is None
 
 

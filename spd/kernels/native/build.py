@@ -45,6 +45,8 @@ PATIENCE = 300
 FOLDER, STALE = "spd-kernels-", 3600
 """How a folder's name begins in which the compiler works; seconds after which its program was killed."""
 HASH = hashlib.sha256().digest_size
+LARGEST = 16 << 20
+"""Bytes that are read of a kept file; a library has below a hundred thousand."""
 
 
 class NativeUnavailable(Exception):
@@ -107,20 +109,20 @@ def library_path(folder: Callable[[], Path], chosen: str | None = None) -> Path:
         raise NativeUnavailable(f"they cannot be compiled: {error}") from error
 
 
-def check_owner(path: Path, found: os.stat_result) -> None:
-    """Refuse what others may have put there. Raises ValueError."""
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ValueError(f"{path} belongs to others, or they may write to it")
-
-
-def _read(place: Path) -> bytes:
-    """A kept library. Raises OSError; ValueError where it is not whole or not only this user's."""
+def read_kept(place: Path) -> bytes:
+    """What was kept in a file, empty where it is none. Raises OSError; ValueError where others may write."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(place, "rb", opener=lambda path, _: os.open(path, flags)) as file:
         found = os.fstat(file.fileno())
         for path, status in ((place, found), (place.parent, place.parent.stat())):
-            check_owner(path, status)
-        made = file.read() if stat.S_ISREG(found.st_mode) else b""
+            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ValueError(f"{path} belongs to others, or they may write to it")
+        return file.read(LARGEST) if stat.S_ISREG(found.st_mode) else b""
+
+
+def _read(place: Path) -> bytes:
+    """A kept library. Raises as `read_kept` does; ValueError where it is not whole."""
+    made = read_kept(place)
     if hashlib.sha256(made[:-HASH]).digest() != made[-HASH:]:
         raise ValueError(f"{place} is broken")
     return made[:-HASH]

@@ -18,7 +18,7 @@ from spd.kernels.dispatch import Kernels, load_kernels
 from spd.kernels.linear.eight_bits import block_scales, int8_rows
 from spd.kernels.linear.skinny_config import TILES
 from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
-from spd.kernels.native.build import check_owner
+from spd.kernels.native.build import read_kept
 from spd.runtime.plan.kernel_choice import FP8_CAPABILITY, OLDEST_CAPABILITY
 
 Widest = dict[str, int]
@@ -68,9 +68,7 @@ def _place(cache: Callable[[], Path], bound: Mapping[str, str]) -> Path:
 def read_answer(cache: Callable[[], Path], bound: Mapping[str, str]) -> Widest | None:
     """What was kept for a GPU; None unless it can be read, is the user's own and is meant for it."""
     try:
-        place = _place(cache, bound)
-        check_owner(place, place.stat())
-        found = json.loads(place.read_bytes())
+        found = json.loads(read_kept(_place(cache, bound)))
         widest: Widest = found["widest"]
         if found["for"] == bound and all(kind in KINDS and widest[kind] in TILES for kind in widest):
             return dict(widest)
