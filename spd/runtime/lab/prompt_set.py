@@ -54,7 +54,8 @@ def _parse(line: str, where: str, *, json_lines: bool) -> tuple[str, str]:
     shape = '{"prompt": "...", "category": "..."}'
     try:
         value = json.loads(line)
-    except ValueError:
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except (ValueError, RecursionError):
         raise UsageError(f"{where} is not JSON", fix=[f"one object a line: {shape}"]) from None
     text = value.get("prompt", value.get("text")) if isinstance(value, dict) else None
     if not isinstance(text, str) or not text:

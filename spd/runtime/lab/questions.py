@@ -15,6 +15,8 @@ from spd.runtime.lab.sweep import Question
 
 NO_TEXT_LENGTH = 64
 """Random ids a prompt, where no length was wished for."""
+LONG_TOKEN = 100
+"""Characters of text that are taken for each token by which prompts are lengthened."""
 
 
 def encode_questions(
@@ -35,27 +37,34 @@ def encode_questions(
     config, tokenizer = files.config, files.tokenizer
     room = min(context or config.max_positions, config.max_positions) - max_tokens
     template = files.template if tokenizer is not None else None
+
+    def check(prompt: Prompt, count: int) -> None:
+        if count > room:
+            raise UsageError(
+                f"prompt {prompt.name} is {count:,} tokens; with -n {max_tokens} they do not fit the "
+                f"context of {room + max_tokens:,}",
+                fix=["a smaller -n or --prompt-tokens", "--ctx N, if the model allows more"],
+            )
+
     questions = []
     for length in lengths:
         for prompt in prompts:
+            check(prompt, length or 0)
             if tokenizer is None:
                 draws = random.Random(prompt.digest)
                 size = length or NO_TEXT_LENGTH
                 ids = [draws.randrange(config.vocab_size) for _ in range(size)]
             else:
-                ids = _encode(prompt, prompts, tokenizer, template, length)
-            if len(ids) > room:
-                raise UsageError(
-                    f"prompt {prompt.name} is {len(ids):,} tokens; with -n {max_tokens} they do not fit the "
-                    f"context of {room + max_tokens:,}",
-                    fix=["a smaller -n or --prompt-tokens", "--ctx N, if the model allows more"],
-                )
+                text = tokenizer.bounded(prompt.text, length or room + max_tokens, cut=length is not None)
+                ids = _encode(text, prompt.category, prompts, tokenizer, template, length)
+            check(prompt, len(ids))
             questions.append(Question(prompt, tuple(ids), length))
     return questions
 
 
 def _encode(
-    prompt: Prompt,
+    text: str,
+    category: str,
     prompts: Sequence[Prompt],
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
@@ -66,12 +75,12 @@ def _encode(
             return tokenizer.encode(text, add_special=True)
         return encode_chat(tokenizer, template, [{"role": "user", "content": text}])
 
-    ids = whole(prompt.text)
+    ids = whole(text)
     if length is None:
         return ids
     if len(ids) > length:  # what asks stands at the end
-        return whole(tokenizer.decode(tokenizer.encode(prompt.text)[len(ids) - length :]))[-length:]
-    others = [other.text for other in prompts if other.category == prompt.category]
-    filler = tokenizer.encode("\n\n".join(others))
+        return whole(tokenizer.decode(tokenizer.encode(text)[len(ids) - length :]))[-length:]
+    others = [other.text for other in prompts if other.category == category]
+    filler = tokenizer.encode("\n\n".join(others)[: LONG_TOKEN * length])
     filler = (filler * (length // max(1, len(filler)) + 1))[: length - len(ids)]
-    return whole(tokenizer.decode(filler) + prompt.text)
+    return whole(tokenizer.decode(filler) + text)

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from spd.errors import UsageError
+from spd.errors import IncompatibleError, UsageError
+from spd.formats.tokenizer import PIECE, Tokenizer
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 from spd.runtime.lab.prompt_set import CATEGORIES, Prompt, choose, read_prompts
 from spd.runtime.lab.questions import encode_questions
@@ -140,6 +141,35 @@ def test_a_category_of_ones_own_is_no_other(tmp_path: Path, category: object, sa
     with pytest.raises(UsageError, match=r"p\.jsonl, line 2: category .* is not a name") as caught:
         read_prompts(path)
     assert said in "".join(caught.value.reason)
+
+
+@pytest.mark.parametrize("line", ['{"prompt": ' + "[" * 200_000, '{"prompt": "a", "category": "\\ud800"}'])
+def test_what_is_no_json_text_is_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(line)
+    with pytest.raises(UsageError, match=r"p\.jsonl, line 1 is not JSON"):
+        read_prompts(path)
+
+
+def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is all of a long prompt that may be cut, or of the texts that fill a short one up."""
+    sizes: list[int] = []
+    encode = Tokenizer._encode
+
+    def watched(self: Tokenizer, text: str, parse_special: bool) -> list[int]:
+        sizes.append(len(text))
+        return encode(self, text, parse_special)
+
+    monkeypatch.setattr(Tokenizer, "_encode", watched)
+    folder, long, short = tiny("qwen3"), Prompt("a/1", "a", "word " * 200_000), Prompt("a/2", "a", "hi")
+    for lengths, error in (([None], IncompatibleError), ([10**12], UsageError)):
+        with pytest.raises(error, match="context"):
+            encode_questions(folder, [long, short], lengths, 4, None)
+    cut, filled = encode_questions(folder, [long, short], [40], 4, None)
+    assert len(cut.ids) == len(filled.ids) == 40
+    assert max(sizes) < 2 * PIECE and sum(sizes) < 500_000
 
 
 def test_a_prompt_of_no_tokens_is_refused(tiny: Callable[..., Path]) -> None:
