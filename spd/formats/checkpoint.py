@@ -319,7 +319,7 @@ def not_a_model(path: Path) -> CheckpointError | None:
     pickles = [name for name in names if name.lower().endswith(PICKLE_SUFFIXES)]
     if pickles:
         usual = [name for name in pickles if name.startswith("pytorch_model")]
-        convert = shlex.join([sys.executable, "-m", "spd.cli.unpickle", str(path)])
+        convert = shlex.join([sys.executable, "-I", "-m", "spd.cli.unpickle", str(path)])
         why = f"{called}/{(usual or pickles)[0]}: pickle formats are not supported, only safetensors is"
         return CheckpointError(why, fix=[convert if usual else "a repository with safetensors"])
     inside = sorted(path.glob("*/config.json")) or sorted(path.glob("*/*/config.json"))

@@ -87,7 +87,7 @@ def test_a_file_without_tensors(tmp_path: Path) -> None:
 
 
 def test_the_fix_for_a_pickle_can_be_typed(tmp_path: Path) -> None:
-    """In an environment without NumPy, for tied tensors, and for pickles in several files."""
+    """Beside a module in the way, without NumPy, for tied tensors, and for pickles in several files."""
     folder = tmp_path / "a $model"
     folder.mkdir()
     tied = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
@@ -105,8 +105,11 @@ def test_the_fix_for_a_pickle_can_be_typed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="pickle formats") as caught:
         Checkpoint.open(folder)
     command = shlex.split(caught.value.fix[0])
-    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError")
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}, stderr=-3)
+    (tmp_path / "json.py").write_text("raise SystemExit(9)")
+    without = f"import runpy, sys; sys.modules['numpy'] = None; sys.argv = {command[3:]}; "
+    without += f"runpy.run_module({command[3]!r}, run_name='__main__')"
+    for typed in (command, [*command[:2], "-c", without]):
+        subprocess.run(typed, check=True, cwd=tmp_path, stderr=-3)
     with Checkpoint.open(folder) as checkpoint:
         assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in tensors.items())
     assert len(list(folder.iterdir())) == 5
