@@ -105,7 +105,7 @@ REFUSED = [
     (["--min-tokens", "5", "-n", "4"], "--min-tokens 5", "--max-tokens 4"),
     (["--draft-max", "-1"], "--draft-max -1", "valid: 0 to"),
     (["--draft-max", "1000000"], "--draft-max 1000000", "valid: 0 to"),
-    (["--seed", str(2**70)], "--seed", "valid: 0 to"),
+    (["--seed", str(2**70)], "--seed", "valid: 0 to 9223372036854775807\n"),
     (["--seed", "-1"], "--seed -1", "valid: 0 to"),
     (["--json", "--logprobs", "21"], "--logprobs 21", "valid: 0 to 20"),
     (["--logit-bias", "1=inf"], "--logit-bias inf", "valid: -1000 to 1000"),
