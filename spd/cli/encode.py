@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.prompt import Asked
 from spd.cli.sampling import check_ids
 from spd.errors import IncompatibleError, UsageError
+from spd.formats.hub import is_repository_name
 
 if TYPE_CHECKING:
     from spd.formats.chat_template import ChatTemplate
@@ -41,9 +42,10 @@ class Vocabulary:
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises IncompatibleError when the folder has none."""
         if self.tokenizer is None:
+            pull = f"spd pull {self.name}, if its download was not finished"
             raise IncompatibleError(
                 f"{self.name} has no tokenizer.json, so text cannot be read",
-                fix=["--prompt-ids 1,2,3"],
+                fix=[*([pull] if is_repository_name(self.name) else []), "--prompt-ids 1,2,3"],
                 code="no_tokenizer",
             )
         return self.tokenizer

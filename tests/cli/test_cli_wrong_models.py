@@ -31,7 +31,7 @@ THINGS = [  # what is named, the exit code, its words, what is to be typed, and 
     ("ggufs", 4, "ggufs/m.gguf: GGUF is not supported", "spd pull ORG/NAME", ""),
     ("lora", 4, "lora: is a LoRA adapter of 'org/base'", "-m org/base", ""),
     ("lfs", 4, "lfs/model.safetensors: is a git-lfs pointer", "git -C lfs lfs pull", ""),
-    ("pickle", 4, "pickle/pytorch_model.bin: pickle formats", "-m spd.cli.unpickle pickle\n", ""),
+    ("pickle", 4, "pickle/pytorch_model.bin: pickle formats", " -I -m spd.cli.unpickle pickle\n", ""),
     ("mtp", 4, "mtp: an MTP head drafts for another model", "-m TARGET --mtp mtp", "convert-mtp"),
     ("eagle3", 4, "eagle3: an EAGLE-3 head", "-m TARGET --draft-model eagle3", "inspect draft"),
     ("qwen3", 3, "a model on the hub is named ORG/qwen3", "spd pull ORG/qwen3", ""),
@@ -41,6 +41,13 @@ THINGS = [  # what is named, the exit code, its words, what is to be typed, and 
     (f"{HUB}/blob/v2/config.json", 2, "is an address", "spd pull org/name --revision v2\n", ""),
     ("org/half", 3, f"org/half: {INCOMPLETE}there is no model.safetensors", "spd pull org/half\n", ""),
     ("org/parts", 3, f"org/parts: {INCOMPLETE}", "spd pull org/parts\n", "convert-mtp"),
+    (
+        "org/begun",
+        4,
+        "has no tokenizer.json",
+        "spd pull org/begun, if",
+        "bench verify inspect convert-mtp draft",
+    ),
     ("org/empty", 3, f"org/empty: {INCOMPLETE}there is no config.json", "spd pull org/empty\n", ""),
     ("org/adapter", 4, "org/adapter: is a LoRA adapter", "-m org/base", ""),
     ("dem", 3, "did you mean demo?", "-m demo", ""),
@@ -82,6 +89,7 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model("lfs", model__safetensors=POINTER)
     model("pickle", pytorch_model__bin="")
     model(cached("half"))
+    (model(cached("begun")) / "tokenizer.json").unlink()
     parts = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     model(cached("parts"), model__safetensors__index__json=json.dumps(parts))
     config = json.loads((model("parent/one") / "config.json").read_text())
