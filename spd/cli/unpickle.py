@@ -1,4 +1,4 @@
-"""`python -I -m spd.cli.unpickle FOLDER` writes what a folder's pickles hold as safetensors; needs no NumPy."""
+"""`python -I -m spd.cli.unpickle FOLDER` writes what pickles in it hold as safetensors; needs no NumPy."""
 
 from __future__ import annotations
 
