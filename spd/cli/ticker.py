@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from spd.cli.output import Console, as_line, is_terminal, write_stderr
+from spd.cli.output import Console, as_line, columns_of, is_terminal, write_stderr
 
 if TYPE_CHECKING:
     from spd.runtime.lab.sweep import Progress
@@ -45,10 +43,7 @@ class Ticker:
         now = time.perf_counter()
         if not self._shows or (text and now - self._drawn < INTERVAL):
             return
-        columns = 80
-        with suppress(OSError, ValueError):
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        text = as_line(text)[: columns - 1]
+        text = as_line(text)[: (columns_of(sys.stderr) or 80) - 1]
         write_stderr("\r" + text.ljust(self._width) + ("" if text else "\r"), styled=True)
         self._drawn, self._width = now, len(text)
 

@@ -45,8 +45,7 @@ PATIENCE = 300
 FOLDER, STALE = "spd-kernels-", 3600
 """How a folder's name begins in which the compiler works; seconds after which its program was killed."""
 HASH = hashlib.sha256().digest_size
-LARGEST = 16 << 20
-"""Bytes that are read of a kept file; a library has below a hundred thousand."""
+LARGEST = 16 << 20  # bytes that are read of a kept file; a library has below a hundred thousand
 
 
 class NativeUnavailable(Exception):
@@ -111,8 +110,7 @@ def library_path(folder: Callable[[], Path], chosen: str | None = None) -> Path:
 
 def read_kept(place: Path) -> bytes:
     """What was kept in a file, empty where it is none. Raises OSError; ValueError where others may write."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(place, "rb", opener=lambda path, _: os.open(path, flags)) as file:
+    with open(place, "rb", opener=lambda path, _: os.open(path, os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         for path, status in ((place, found), (place.parent, place.parent.stat())):
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

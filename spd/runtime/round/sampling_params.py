@@ -105,7 +105,6 @@ class SamplerClass:
 def check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     """Raise UsageError naming the parameter and its range, for a value outside of it."""
     if not low <= value <= high or (open_low and value == low):
-        start = f"above {low:g}" if open_low else f"{low:g}"
-        end = high if isinstance(high, int) else f"{high:g}"
+        valid = f"valid: {'above ' * open_low}{low:g} to {high}".removesuffix(".0")
         shown = f"of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**99 else value
-        raise UsageError(f"{name} {shown} is out of range", reason=[f"valid: {start} to {end}"])
+        raise UsageError(f"{name} {shown} is out of range", reason=[valid])
