@@ -80,7 +80,7 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
         for slot, view in enumerate(views) if proposer.keeps_up(next_k) else ():
             count = int(self.state.length[slot]) - 1
             if view.bound and self.state.occupied[slot]:
-                caches = model.runner.cache, self.round.runner.cache
+                caches = model.runners[0].cache, self.round.runner.cache
                 own, theirs = (entries(cache, view, count) for cache in caches)
                 torch.testing.assert_close(own, theirs, atol=1e-4, rtol=1e-4)
                 compared[0] += 1

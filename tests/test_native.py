@@ -167,7 +167,7 @@ def test_the_target_alone_decides(model: Callable[..., Path]) -> None:
     plain = make_engine(target, **BFLOAT16)
     speculated = make_engine(target, **BFLOAT16, spec="draft", draft_model=draft, draft_max=2)
     assert (speculated.plan.shape.kernels, speculated.plan.draft_kernels) == ("native", "torch")
-    assert speculated._parts.proposer.runner.kernels.name == "torch"  # type: ignore[union-attr]
+    assert speculated._parts.proposer.runners[0].kernels.name == "torch"  # type: ignore[union-attr]
     prompts, params = [p for p, _ in asked], [q for _, q in asked]
     expected = [run.tokens for run in run_all(plain, prompts, params)]
     assert [run.tokens for run in run_all(speculated, prompts, params)] == expected

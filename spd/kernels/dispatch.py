@@ -22,6 +22,7 @@ Operation = Callable[..., Any]
 class Facts(NamedTuple):
     """How a form differs from the others in what models and rounds must do for it."""
 
+    chunk: int  # positions of a whole chunk of a prompt, which is a program of its own
     tail_rows: int  # of one pass over a prompt where it makes no whole chunk
     rows_alike: bool = False  # a row's bits are the same whatever rows stand beside it, in chunks too
     tries_rows: bool = False  # only trying shows which numbers of rows give the same bits
@@ -36,9 +37,9 @@ class Facts(NamedTuple):
 
 
 FACTS: Mapping[str, Facts] = {
-    "torch": Facts(32, tries_rows=True, gathers_rotary=True, merges_experts=True),
-    "native": Facts(256, rows_alike=True, needs_squares=False, float32_norms=True),
-    "triton": Facts(64, host_free=True, folds_norms=True, exact_rotary=True, any_int8=True),
+    "torch": Facts(64, 32, tries_rows=True, gathers_rotary=True, merges_experts=True),
+    "native": Facts(256, 256, rows_alike=True, needs_squares=False, float32_norms=True),
+    "triton": Facts(256, 64, host_free=True, folds_norms=True, exact_rotary=True, any_int8=True),
 }
 
 
@@ -103,7 +104,6 @@ NATIVE = (
     "ngram_lookup",
 )
 """The operations that the native form has of its own."""
-
 
 TILED = ("norm_linear", "norm_gate_up", "linear", "linear_residual", "head_logits", "head_sample")
 """The Triton form's operations that take `token_tiles`."""

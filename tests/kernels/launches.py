@@ -21,7 +21,7 @@ from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import Kernels, load_kernels
 from spd.kernels.linear.head_input import PairNorms
 from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
-from spd.kernels.round.window import ENDED, DraftWindow, Places, RoundWindow
+from spd.kernels.round.window import ENDED, Places, RoundWindow, Rows
 from spd.kernels.sampling import draft_verify_triton
 from spd.kernels.sampling.sampling import SamplingTensors
 from spd.runtime.layers.base import HeadStates
@@ -231,7 +231,7 @@ def rounds() -> Launches:
         states, two = HeadStates(of(BF16, 4, 9, size), 8), of(I64, 4, 2)
         batch = SimpleNamespace(positions=slots, width=1, states=states)
         OPS.head_input(slots, of(BF16, VOCAB, size), batch, PairNorms(norm, norm, 1e-6), kept)
-        rows = DraftWindow(two, two, of(BOOL, 4, 2), two)
+        rows = Rows(two, two, of(BOOL, 4, 2), two)
         OPS.keep_states(of(BF16, 4, 2, size), rows, states.rings, of(BF16, 99, size), 64)
 
     for k in (0, 7, 31):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from spd.kernels.round.window import DraftWindow, Places
+from spd.kernels.round.window import Places, Rows
 
 PAGE, PAGES, MAX_LEN, TRASH, WIDE = 4, 7, 30, 2, 9
 
@@ -52,7 +52,7 @@ def expected_rows(
     return found
 
 
-def assert_window(window: DraftWindow, expected: list[tuple[Any, ...]]) -> None:
+def assert_window(window: Rows, expected: list[tuple[Any, ...]]) -> None:
     for i, name in enumerate(("token_ids", "positions", "valid", "kv_slots")):
         tensor = getattr(window, name)
         assert tensor.dtype == (torch.bool if name == "valid" else torch.int64)
@@ -63,11 +63,11 @@ def first_slots(state: dict[str, torch.Tensor], slots: int) -> Any:
     return SimpleNamespace(**{name: tensor[:slots] for name, tensor in state.items()})
 
 
-def committed(op: Any, state: dict[str, torch.Tensor], slots: int, width: int, limit: int) -> DraftWindow:
+def committed(op: Any, state: dict[str, torch.Tensor], slots: int, width: int, limit: int) -> Rows:
     """The committed window of the first slots, and that nothing was written."""
     before = {name: tensor.clone() for name, tensor in state.items()}
     rows = first_slots(state, slots)
-    window: DraftWindow = op.committed_window(rows, width, rows.active, Places(PAGE, limit, TRASH))
+    window: Rows = op.committed_window(rows, width, rows.active, Places(PAGE, limit, TRASH))
     for name, tensor in before.items():
         assert torch.equal(tensor, state[name]), name
     return window
@@ -145,7 +145,7 @@ def test_a_slot_does_not_see_its_neighbours(op: Any, device: str) -> None:
     together = committed(op, state, 6, 3, MAX_LEN)
     for s in range(6):
         alone = committed(op, {name: tensor[s : s + 1] for name, tensor in state.items()}, 1, 3, MAX_LEN)
-        for name in DraftWindow.__dataclass_fields__:
+        for name in Rows.__dataclass_fields__:
             assert torch.equal(getattr(alone, name)[0], getattr(together, name)[s])
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spd.kernels.linear.head_input import PairNorms
-from spd.kernels.round.window import DraftWindow
+from spd.kernels.round.window import Rows
 
 PAGE, PAGES, DEPTH, SIZE, VOCAB, EPSILON = 4, 9, 7, 24, 11, 0.05
 
@@ -114,7 +114,7 @@ def test_states_are_kept_where_they_belong(op: Any, device: str, slots: int, siz
         if len({int(k) for k in kv_slots.flatten() if k}) < int((kv_slots > 0).sum()):
             continue  # two slots share a page here, which no round does while it writes
         places = [t.to(device) for t in (states, page_states)]
-        window = DraftWindow(*(t.to(device) for t in (positions, positions, valid, kv_slots)))
+        window = Rows(*(t.to(device) for t in (positions, positions, valid, kv_slots)))
         op.keep_states(rows.to(device) if device != "cpu" else rows, window, *places, PAGE)
         assert torch.equal(places[0][:, :DEPTH].cpu(), expected[:, :DEPTH])
         assert torch.equal(places[1][1:].cpu(), expected_pages[1:])

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.round.commit import FAILED, FULL, GOING_ON, STOPPED, Emission, read_emission
+from spd.kernels.round.window import Rows
 from spd.kernels.sampling import sampling
 from spd.kernels.sampling.sampling import SamplingSteps, SamplingTensors
 from spd.runtime.layers.base import ModelOutput
 from spd.runtime.round.round import Round
-from spd.runtime.round.rows import Rows, SlotView
+from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import RoundState

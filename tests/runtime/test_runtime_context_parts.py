@@ -10,8 +10,8 @@ from torch import Tensor
 
 from spd.kernels.attention.paged_attention import KV_BLOCK, AttentionHeads, MaskPlan, Scores, paged_attention
 from spd.kernels.attention.rotary_store import Pools
-from spd.runtime.round import context_parts
-from spd.runtime.round.context_parts import admitted_parts, context_for
+from spd.runtime.round import arithmetic_probe
+from spd.runtime.round.arithmetic_probe import admitted_parts, context_for
 
 HEADS = AttentionHeads(4, 2, 16)
 
@@ -33,7 +33,7 @@ def test_a_part_that_differs_in_one_bit_is_refused(
             mixed[0, -1, -1, -1] = 0
         return mixed
 
-    monkeypatch.setattr(context_parts, "paged_attention", attend)
+    monkeypatch.setattr(arithmetic_probe, "paged_attention", attend)
     assert admitted_parts(HEADS, dtype, 64, (2, 5, 32)) == tuple(p for p in honest if p != part)
 
 

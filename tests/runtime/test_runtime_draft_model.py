@@ -40,11 +40,11 @@ def test_catching_up_leaves_a_new_slots_prompt_alone(
     views = [SlotView(s.length, s.pages) for s in engine._scheduler.running()]
     for slot, first in ((0, len(old) - 1), (1, length - 1)):
         pages = list(views[slot].pages)
-        for layer in proposer.runner.cache.layers:
+        for layer in proposer.runners[0].cache.layers:
             for pool in layer.pools:
                 pool[pages] = 7.0
         proposer.catch_up(ROUNDS, views)
-        for layer in proposer.runner.cache.layers:
+        for layer in proposer.runners[0].cache.layers:
             for pool in layer.pools:
                 written = (pool[pages].flatten(0, 1) != 7.0).flatten(1).any(dim=1).nonzero().flatten()
                 assert written.tolist() == list(range(first, views[slot].bound))

@@ -11,6 +11,7 @@ import pytest
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.engine.request import GrammarText
 from spd.runtime.round.graphs import slot_counts
+from spd.runtime.round.state import narrowed
 from tests.helpers import make_engine, random_prompts, run_requests
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime import test_runtime_graphs as graphs
@@ -91,19 +92,19 @@ def test_a_part_is_made_of_the_same_memory_and_of_nothing_wider(
     run_requests(engine, requests())  # what is made at first use is there
     whole = engine._parts.queue.round
     kept = {path: tensor for path, tensor in tensors_in(whole) if tensor.numel()}
-    part = {path: tensor for path, tensor in tensors_in(whole.first(4)) if tensor.numel()}
+    part = {path: tensor for path, tensor in tensors_in(narrowed(whole, 4)) if tensor.numel()}
     assert part.keys() == kept.keys() and len(part) > 30
-    narrowed = set()
+    cut = set()
     for path, tensor in part.items():
         assert tensor.data_ptr() == kept[path].data_ptr(), path
         shape = kept[path].shape
         if shape and shape[0] == SLOTS:
             assert tensor.shape == (4, *shape[1:]), path
-            narrowed.add(path.rpartition(".")[2])
+            cut.add(path.rpartition(".")[2])
         else:
             assert tensor.shape == shape, path
-    assert {"tokens", "draft", "page_table", "seed", "bias", "mask", "generated"} <= narrowed
-    assert whole.first(4).state.slots == 4 and whole.state.slots == SLOTS
+    assert {"tokens", "draft", "page_table", "seed", "bias", "mask", "generated"} <= cut
+    assert narrowed(whole, 4).state.slots == 4 and whole.state.slots == SLOTS
 
 
 def test_few_numbers_of_slots() -> None:

@@ -20,7 +20,7 @@ from spd.runtime.models import family_layout, moe
 from spd.runtime.models.families import deepseek
 from spd.runtime.models.weights import expected_tensors, scale_shape
 from spd.runtime.round.model_runner import ModelRunner
-from spd.runtime.round.rows import SlotView
+from spd.runtime.round.rows import SlotRows, SlotView
 from tests.helpers import make_engine
 
 # -- published figures -----------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_the_absorbed_form_is_the_naive_one(tiny: Callable[..., Path], variant: 
     with torch.inference_mode():
         table, ids = runner.page_row(view.pages, 8)[None], torch.zeros(1, 32, dtype=torch.long)
         rows = runner._prompt_rows(ids, torch.arange(32)[None], table)
-        batch = runner._batch(rows, table, [view], 32)
+        batch = runner._batch(SlotRows(rows, table, [view]), 32)
         model = runner.model
         attention = model.layers[0].attention
         found = attention(Residual(x), model.rotary_rows(batch), batch, runner.cache.layers[0])

@@ -39,12 +39,12 @@ from spd.runtime.plan.memory import (
     tensor_bytes,
 )
 from spd.runtime.proposers.head import HeadProposer
+from spd.runtime.round.arithmetic_probe import WIDEST
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.out_of_memory import OutOfMemory, is_out_of_memory, memory_phase
 from spd.runtime.round.round import Round
-from spd.runtime.round.row_buckets import WIDEST
 from spd.runtime.round.sampling_params import SamplerClass
 from tests.helpers import make_engine, random_prompts, run_all
 from tests.recipes.tiny import VARIANTS
@@ -135,7 +135,7 @@ def test_weights_are_counted_to_the_byte(variant: str, tiny: Shelf) -> None:
 def test_an_engine_holds_what_its_plan_counts(tiny: Shelf) -> None:
     engine = make_engine(tiny("tied"), spec="draft", draft_model=tiny("tied", layers=1), slots=3, ctx=500)
     runner = engine._parts.runner
-    caches = [runner.cache, engine._parts.proposer.runner.cache]  # type: ignore[union-attr]
+    caches = [runner.cache, engine._parts.proposer.runners[0].cache]  # type: ignore[union-attr]
     held = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
     assert engine.plan.need.caches == held and engine.plan.shape.num_pages == num_pages(500, 3)
     config = read_model_config(tiny("tied"))

@@ -13,7 +13,7 @@ from torch import Tensor
 from spd.formats.demo import demo_folder
 from spd.runtime import SamplingParams
 from spd.runtime.layers.linear import Linear
-from spd.runtime.round.row_buckets import (
+from spd.runtime.round.arithmetic_probe import (
     CANDIDATES,
     TILES,
     WIDEST,
@@ -38,10 +38,10 @@ class Windows:
         self.odd = odd or {}
         self.asked: dict[int, set[int]] = {}
 
-    def __call__(self, start: int, first: int, rows: int, context: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, first: int, rows: int, blocks: int) -> tuple[Tensor, Tensor]:
         self.asked.setdefault(rows, set()).update(range(first, first + rows))
         hidden, logits = ROWS[first : first + rows].clone(), ROWS[first : first + rows, :2].clone()
-        row = self.odd.get((rows, first, context))
+        row = self.odd.get((rows, first, blocks))
         if row is not None:
             logits[row, 1] = torch.nextafter(logits[row, 1], torch.tensor(9.0))
         return hidden, logits
@@ -49,14 +49,14 @@ class Windows:
 
 def test_row_counts_that_agree_are_admitted() -> None:
     windows = Windows()
-    assert admitted_buckets(windows, 96, 128) == (*CANDIDATES, WIDEST)
+    assert admitted_buckets(windows) == (*CANDIDATES, WIDEST)
     assert windows.asked[16] == windows.asked[2] == set(range(WIDEST)), "every place of the widest window"
 
 
-@pytest.mark.parametrize(("width", "first", "context"), [(5, 20, 128), (8, 24, 256), (2, 30, 256)])
-def test_one_bit_in_one_row_refuses_a_row_count(width: int, first: int, context: int) -> None:
-    windows = Windows({(width, first, context): width - 1})
-    assert admitted_buckets(windows, 96, 128) == (*(w for w in CANDIDATES if w != width), WIDEST)
+@pytest.mark.parametrize(("width", "first", "blocks"), [(5, 20, 1), (8, 24, 2), (2, 30, 2)])
+def test_one_bit_in_one_row_refuses_a_row_count(width: int, first: int, blocks: int) -> None:
+    windows = Windows({(width, first, blocks): width - 1})
+    assert admitted_buckets(windows) == (*(w for w in CANDIDATES if w != width), WIDEST)
 
 
 class Sums:
@@ -181,11 +181,11 @@ def test_the_least_of_a_bucket_s_times_counts() -> None:
     """By a clock of which one run of 2 rows took long: what else runs on a machine adds to a time."""
     now, slow = [0.0], iter([10.0] + [0.0] * 99)
 
-    def window(start: int, first: int, rows: int, context: int) -> tuple[Tensor, Tensor]:
+    def window(first: int, rows: int, blocks: int) -> tuple[Tensor, Tensor]:
         now[0] += rows + (next(slow) if rows == 2 else 0)
         return ROWS, ROWS
 
-    assert seconds_of(window, (2, 4, 32), 96, 128, lambda: now[0]) == {2: 2.0, 4: 4.0}
+    assert seconds_of(window, (2, 4, 32), lambda: now[0]) == {2: 2.0, 4: 4.0}
 
 
 @pytest.mark.parametrize("lag", [0, 2])

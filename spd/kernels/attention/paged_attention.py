@@ -3,7 +3,7 @@
 Windows are planned once a forward pass. Torch form: the shape of the arithmetic depends on the window's
 width and on blocks of `KV_BLOCK` positions only. Positions beyond the context are masked and add
 exact zeros, so a row's result does not depend on how far the host's bound of its context lies; where the last
-block may be a part of one without another rounding is found by trying (`round/context_parts.py`). So do
+block may be a part of one without another rounding is found by trying (`round/arithmetic_probe.py`). So do
 whole blocks that a layer's sliding window has left behind, which are therefore not read.
 
 A layer may slide: with `sliding` W its rows see their own position and the W - 1 before it. It may cap:

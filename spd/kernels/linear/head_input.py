@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.linear.rms_norm import rms_norm
-from spd.kernels.round.window import DraftWindow
+from spd.kernels.round.window import Rows
 
 
 class StateRings(Protocol):
@@ -61,7 +61,7 @@ def head_input(
     return pairs, state if keeps_state else None
 
 
-def keep_states(made: Tensor, rows: DraftWindow, states: Tensor, page_states: Tensor, page_size: int) -> None:
+def keep_states(made: Tensor, rows: Rows, states: Tensor, page_states: Tensor, page_size: int) -> None:
     """Write valid rows of made [S, W, H] into the rings states [S, depth + 1, H], and pages' last ones.
 
     In place. Valid positions of a slot lie less than depth apart; page_states [P, H] takes the row whose slot

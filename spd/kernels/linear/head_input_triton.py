@@ -11,7 +11,7 @@ from torch import Tensor
 from spd.kernels.launch import overlap, power_of_two
 from spd.kernels.linear.head_input import HeadRows, PairNorms
 from spd.kernels.overlap_triton import release, wait
-from spd.kernels.round.window import DraftWindow
+from spd.kernels.round.window import Rows
 
 _PAIRS = ("slots", "width", "depth", "states_stride", "masked")
 
@@ -96,7 +96,7 @@ def keep_states_kernel(
     tl.store(page_states + kv_slot // PAGE * H + column, value, mask=kept & (column < ends))
 
 
-def keep_states(made: Tensor, rows: DraftWindow, states: Tensor, page_states: Tensor, page_size: int) -> None:
+def keep_states(made: Tensor, rows: Rows, states: Tensor, page_states: Tensor, page_size: int) -> None:
     """Every slot's rows contiguous; rows that are not valid write nothing."""
     slots, width, size = made.shape
     places = (rows.positions.contiguous(), rows.valid.contiguous(), rows.kv_slots.contiguous())

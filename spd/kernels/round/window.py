@@ -47,8 +47,8 @@ class Places(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DraftWindow:
-    """The rows of one draft forward; S slots, W rows a slot."""
+class Rows:
+    """The rows of one forward pass: windows of W ascending positions, one for each of S slots."""
 
     token_ids: Tensor  # int64 [S, W]
     positions: Tensor  # int64 [S, W]
@@ -57,7 +57,7 @@ class DraftWindow:
 
 
 @dataclass(frozen=True)
-class RoundWindow(DraftWindow):
+class RoundWindow(Rows):
     """The rows of a verification; W = k + 1."""
 
     draft: Tensor  # int64 [S, k] with unknown ids made safe to look up
@@ -113,7 +113,7 @@ def committed_window(
     places: Places,
     first: Tensor | None = None,
     ahead: int = 0,
-) -> DraftWindow:
+) -> Rows:
     """The last `width` committed tokens of every slot, at positions length - width on, and `ahead` drafts.
 
     Rows before the text, from draft_limit on or of slots that are not chosen, bool [S], are not valid, nor
@@ -127,7 +127,7 @@ def committed_window(
     return _rows(state, ids, positions, chosen, places, first)
 
 
-def draft_step(state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places) -> DraftWindow:
+def draft_step(state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places) -> Rows:
     """Keep the draft of one step, and return the window of one row that draws the next.
 
     sampled int64 [S, 1] goes to draft[:, step], in place, and is the row's token (its memory may be
@@ -148,11 +148,11 @@ def _rows(
     chosen: Tensor,
     places: Places,
     first: Tensor | None = None,
-) -> DraftWindow:
+) -> Rows:
     """Rows at positions [S, W]; those outside the limits or of slots that are not chosen are not valid."""
     valid = chosen.unsqueeze(-1) & (positions >= 0) & (positions < state.draft_limit.unsqueeze(-1))
     if first is not None:
         valid &= positions >= first.unsqueeze(-1)
     clamped = positions.clamp(0, places.limit - 1)
     slots = kv_slots(state.page_table, clamped, valid, places.page_size, places.trash_slot)
-    return DraftWindow(token_ids, clamped, valid, slots)
+    return Rows(token_ids, clamped, valid, slots)

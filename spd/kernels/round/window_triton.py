@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from spd.kernels.launch import power_of_two
-from spd.kernels.round.window import BEGAN, NUM_TIMES, DraftWindow, Places, RoundTensors, RoundWindow
+from spd.kernels.round.window import BEGAN, NUM_TIMES, Places, RoundTensors, RoundWindow, Rows
 
 _BEGAN = tl.constexpr(BEGAN)
 _NUM_TIMES = tl.constexpr(NUM_TIMES)
@@ -200,11 +200,11 @@ def committed_window(
     places: Places,
     first: Tensor | None = None,
     ahead: int = 0,
-) -> DraftWindow:
+) -> Rows:
     tokens, length, table, draft = state.tokens, state.length, state.page_table, state.draft
     slots, rows, device = length.shape[0], width + ahead, length.device
     ids = torch.empty(slots, rows, dtype=torch.int64, device=device)
-    window = DraftWindow(ids, *_empty(slots, rows, device))
+    window = Rows(ids, *_empty(slots, rows, device))
     inputs = (tokens, length, chosen, state.draft_limit, table, length if first is None else first, draft)
     outputs = (ids, window.positions, window.valid, window.kv_slots)
     strides = (tokens.stride(0), table.stride(0), draft.stride(0), table.shape[1])
@@ -254,10 +254,10 @@ def step_kernel(
     )
 
 
-def draft_step(state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places) -> DraftWindow:
+def draft_step(state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places) -> Rows:
     length, table, draft = state.length, state.page_table, state.draft
     slots = length.shape[0]
-    window = DraftWindow(sampled, *_empty(slots, 1, length.device))
+    window = Rows(sampled, *_empty(slots, 1, length.device))
     inputs = (sampled, length, state.active, state.draft_limit, table, draft, state.num_drafts)
     outputs = (window.positions, window.valid, window.kv_slots)
     strides = (sampled.stride(0), table.stride(0), table.shape[1], draft.stride(0))

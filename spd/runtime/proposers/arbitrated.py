@@ -8,7 +8,6 @@ alone, and what the model's cache misses is brought up once it drafts again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 
 from torch import Tensor
 
@@ -17,13 +16,13 @@ from spd.runtime.proposers.base import Lookup, Proposer
 from spd.runtime.round.rows import PromptPart, SlotView
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplerClass
-from spd.runtime.round.state import RoundState
 
 
 class ArbitratedProposer(Proposer):
     """`model` drafts up to `model_drafts` tokens, `lookup` as many or, alone, more."""
 
     looks_up = True
+    by_slot = ("sampler", "model", "lookup")
 
     def __init__(
         self, model: Proposer, lookup: Lookup, sampler: Sampler, model_drafts: int, *, watches: bool
@@ -34,13 +33,6 @@ class ArbitratedProposer(Proposer):
         self.method = f"{model.method}+{lookup.method}"
         self.captures, self.draws = model.captures, model.draws
         self.forwards_a_draft = model.forwards_a_draft
-
-    def first(self, state: RoundState, sampler: Sampler) -> ArbitratedProposer:
-        """See `Proposer`: of both."""
-        part = copy(self)
-        part.sampler = sampler
-        part.model, part.lookup = self.model.first(state, sampler), self.lookup.first(state, sampler)
-        return part
 
     def keeps_up(self, k: int) -> bool:
         """Whether the model drafts."""

@@ -6,12 +6,14 @@ Proposers know the round's state and their own model; never each other, the engi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from spd.kernels.round.window import RoundWindow
+from spd.kernels.dispatch import Kernels
+from spd.kernels.round.window import Places, RoundWindow, Rows
+from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import PromptPart, SlotView
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplerClass
@@ -36,6 +38,8 @@ class Proposer(Protocol):
     """Forward passes for each token it drafts: 1 for a model, 0 for a lookup."""
     looks_up: bool = False
     """Whether drafts may be prompt lookup's, of which `state.match` tells."""
+    by_slot: tuple[str, ...]
+    """The attributes that are kept by slots; see `narrowed`."""
 
     def keeps_up(self, k: int) -> bool:
         """Whether drafting k tokens brings its cache up to what is committed."""
@@ -44,12 +48,6 @@ class Proposer(Protocol):
     def forwards(self, k: int) -> int:
         """Forward passes in which it drafts k tokens."""
         return k * self.forwards_a_draft
-
-    def first(self, state: RoundState, sampler: Sampler) -> Proposer:
-        """The proposer of a state's first slots. A proposer that keeps more by slots narrows that, too."""
-        part = copy(self)
-        vars(part).update(state=state, sampler=sampler)
-        return part
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
         """A slot begins, new or preempted before, with pages that hold positions up to `start`.
@@ -97,6 +95,75 @@ class Lookup(Proposer, Protocol):
         """Draft up to k tokens a slot; `over` other drafts only where it finds some."""
         ...
 
-    def first(self, state: RoundState, sampler: Sampler) -> Lookup:
-        """See `Proposer`."""
-        ...
+
+class ModelProposer(Proposer):
+    """Drafts by models with caches of their own, one forward a token.
+
+    The runners draft one token each, in turn; the last one drafts all that follow. The first forward of each
+    feeds the committed tokens that its cache lacks, or everything that the round may have committed where
+    `refeeds`. A draft's own row is fed by the forward that drafts the next.
+    """
+
+    draws = True
+    forwards_a_draft = 1
+    by_slot: tuple[str, ...] = ("state", "sampler")
+
+    def __init__(
+        self,
+        state: RoundState,
+        kernels: Kernels,
+        runners: Sequence[ModelRunner],
+        sampler: Sampler,
+        limit: int,
+        *,
+        refeeds: bool,
+    ) -> None:
+        """limit: positions that the models take."""
+        self.state, self.kernels, self.runners, self.sampler = state, kernels, list(runners), sampler
+        self.limit, self.refeeds = limit, refeeds
+        first = self.runners[0]
+        self.places = Places(first.cache.page_size, limit, first.trash_slot)
+
+    def _window(self, width: int, ahead: int, slots: Tensor) -> Rows:
+        """The last `width` committed tokens of slots bool [S], from where the prefill ended, and drafts."""
+        first = self.state.prompt_length - 1
+        rows: Rows = self.kernels.committed_window(self.state, width, slots, self.places, first, ahead)
+        return rows
+
+    def _run(self, module: int, rows: Rows, views: Sequence[SlotView], made: Tensor | None = None) -> Tensor:
+        """Hidden states [S, W, hidden] of rows.
+
+        made: those of the row before [S, 1, hidden], where the last runner goes on from its own draft.
+        """
+        raise NotImplementedError
+
+    def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
+        """Feed the tokens that were left out, and the one before them.
+
+        A slot admitted since then has fewer: its prefilled pages, which may be shared, stay as they are.
+        """
+        width = tokens + 1 + (self.state.max_draft if self.refeeds else 0)
+        rows = self._window(width, 0, self.state.occupied)
+        for module in range(len(self.runners)):
+            self._run(module, rows, views)
+
+    def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
+        """Propose k tokens a slot, fewer where the models' context ends."""
+        # After the prefill the last prompt token is fed too, though the round committed one token only.
+        # A request that ended in this round is fed as well: later ones find its pages.
+        width = max(2, window.draft.shape[1] + 1) if self.refeeds else 2
+        took_part, last = window.valid[:, 0].contiguous(), len(self.runners) - 1
+        made, following = torch.empty(0), None
+        for step in range(max(k, last + 1)):
+            if following is None or step <= last:
+                made = self._run(step, self._window(width, step, took_part), views)[:, -1:]
+            else:
+                made = self._run(last, following, views, made)
+            if step < k:
+                drawn = self.sampler.draw_draft(self.runners[min(step, last)], made, step, needs)
+                following = self.kernels.draft_step(self.state, drawn, step, k, self.places)
+
+    def clear(self, pages: list[int]) -> None:
+        """Zero pages of the models' caches."""
+        for runner in self.runners:
+            runner.cache.clear(pages)

@@ -7,13 +7,11 @@ long matches the most recent wins.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.round.window import RoundWindow
 from spd.runtime.proposers.base import Lookup
 from spd.runtime.round.rows import SlotView
-from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RoundState
 
@@ -25,6 +23,7 @@ class NgramProposer(Lookup):
     draws = False
     forwards_a_draft = 0
     looks_up = True
+    by_slot = ("state",)
 
     def __init__(self, state: RoundState, kernels: Kernels, ngram_min: int, ngram_max: int) -> None:
         self.state, self.kernels = state, kernels
@@ -33,11 +32,6 @@ class NgramProposer(Lookup):
     def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
         """Write up to k tokens that followed the match; none where nothing matches."""
         self.look_up(k, views, over=False)
-
-    def first(self, state: RoundState, sampler: Sampler) -> NgramProposer:
-        part = copy(self)
-        part.state = state
-        return part
 
     def look_up(self, k: int, views: Sequence[SlotView], *, over: bool) -> None:
         state = self.state

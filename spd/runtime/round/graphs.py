@@ -16,6 +16,7 @@ from spd.runtime.round.out_of_memory import memory_phase
 from spd.runtime.round.round import Logprobs, Round
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.state import narrowed
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class CapturedRounds:
         state.active.fill_(False)
 
         count = shape.slots
-        part = self.round if count == state.slots else self.round.first(count)
+        part = self.round if count == state.slots else narrowed(self.round, count)
 
         def program() -> Logprobs | None:
             return part.run(shape.k, views[:count], shape.needs, shape.num_logprobs, shape.next_k)

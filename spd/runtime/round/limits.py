@@ -9,7 +9,7 @@ TRASH_PAGE, ZERO_PAGE, NUM_RESERVED = 0, 1, 2
 """Page 0 takes rows that must not be kept, page 1 stays zero and pads gathers."""
 TAIL_ROWS = {name: facts.tail_rows for name, facts in FACTS.items()}
 """Rows of a verify-class pass over a prompt's tail. Its bits do not depend on them."""
-CHUNK = {"torch": 64, "native": 256, "triton": 256}
+CHUNK = {name: facts.chunk for name, facts in FACTS.items()}
 """Positions of a prompt chunk, by the form of the kernels."""
 CATCH_UP = 16
 """Tokens that a drafter's cache may miss before it is brought up in one pass, beside a round's drafts."""

@@ -14,28 +14,30 @@ from torch.nn.functional import pad
 
 from spd.kernels.attention.paged_attention import KV_BLOCK, Windows
 from spd.kernels.dispatch import Kernels
-from spd.kernels.round.window import kv_slots
-from spd.runtime.layers.base import ForwardBatch, HeadStates, LayerCache, ModelOutput
+from spd.kernels.round.window import Rows, kv_slots
+from spd.runtime.layers.base import ForwardBatch, HeadStates, ModelOutput
 from spd.runtime.layers.linear import Linear
 from spd.runtime.models.decoder import Decoder
-from spd.runtime.round.context_parts import admitted_parts, context_for
-from spd.runtime.round.cpu_load import FollowedThreads, fewer_threads
-from spd.runtime.round.kv_cache import KvCache
-from spd.runtime.round.limits import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
-from spd.runtime.round.row_buckets import (
+from spd.runtime.round.arithmetic_probe import (
     CANDIDATES,
     PROBED_LAYERS,
     TILES,
     WIDEST,
+    Pass,
     admitted_buckets,
+    admitted_parts,
     admitted_tile,
     alike_threads,
     bucket_for,
+    context_for,
     seconds_of,
     summed_alike,
     worth_running,
 )
-from spd.runtime.round.rows import MERGED_WIDTH, PromptPart, PromptRows, Rows, SlotView, folded
+from spd.runtime.round.cpu_load import FollowedThreads, fewer_threads
+from spd.runtime.round.kv_cache import KvCache
+from spd.runtime.round.limits import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
+from spd.runtime.round.rows import MERGED_WIDTH, PromptPart, SlotRows, SlotView, joined
 from spd.runtime.round.spans import Run
 from spd.runtime.round.transfer import to_device
 
@@ -70,7 +72,7 @@ class ModelRunner:
         self.kernels = kernels
         self.dtype = cache.dtype
         self.context_parts: tuple[int, ...] = ()
-        """Sizes of an attended context's last block beside a whole one; see `context_parts`."""
+        """Sizes of an attended context's last block beside a whole one; see `admitted_parts`."""
         self.trash_slot = TRASH_PAGE * cache.page_size
         self.buckets: tuple[int, ...] | None = None
         """Row counts that give the same bits; None where every number does by construction."""
@@ -87,38 +89,36 @@ class ModelRunner:
         return KV_BLOCK // self.cache.page_size
 
     def _try_arithmetic(self, alone: bool, threads: FollowedThreads | None) -> None:
-        """Run one fixed text through the first layers in windows of every shape; see `row_buckets`."""
-        model = self.model
-        start = min(KV_BLOCK, model.max_positions) - WIDEST
+        """Run one fixed text through the first layers in windows of every shape; see `arithmetic_probe`."""
+        model, most = self.model, TILES[-1]
         self.buckets = self.row_counts = (WIDEST,)
-        if start < 0:
+        end = min(KV_BLOCK, model.max_positions)
+        if end < WIDEST:
             return
         # None of them is rounded while they are tried.
         self.buckets = self.row_counts = (*CANDIDATES, WIDEST)
         generator = torch.Generator().manual_seed(0)
-        pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * KV_BLOCK // self.cache.page_size))
-        pool = (pages[-1] + 1, self.cache.page_size)
-        caches = [
-            LayerCache(
-                tuple(
-                    torch.randn(*pool, *shape, generator=generator).to(self.device, self.dtype)
-                    for shape in position
-                )
-            )
-            for position in model.cache_shapes[: max(PROBED_LAYERS, model.varied_layers)]
-        ]
-        ids = torch.randint(model.vocab_size, (1, WIDEST), generator=generator).to(self.device)
+        pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * self.pages_per_block))
+        shapes = model.cache_shapes[: max(PROBED_LAYERS, model.varied_layers)]
+        cache = KvCache(shapes, pages[-1] + 1, self.cache.page_size, self.dtype, self.device)
+        for pool in (pool for layer in cache.layers for pool in layer.pools):
+            pool.copy_(torch.randn(pool.shape, generator=generator))
+        ids = torch.randint(model.vocab_size, (1, most), generator=generator).to(self.device)
         table = self.page_row(pages, len(pages))[None]
         ring = torch.randn(1, WIDEST, model.hidden_size, generator=generator)
         states = HeadStates(ring.to(self.device, self.dtype), WIDEST)
 
-        def window(start: int, first: int, rows: int, context: int) -> tuple[Tensor, Tensor]:
+        def run(start: int, first: int, rows: int, context: int = KV_BLOCK, tile: int = WIDEST) -> Pass:
+            """Rows of the text, whose first stands at `start`; more than the widest bucket as its windows."""
             positions = torch.arange(start + first, start + first + rows, device=self.device)[None]
-            prompt = self._prompt_rows(ids[:, first : first + rows], positions, table)
-            views = [SlotView(context, pages)]
-            batch = self._batch(prompt, table, views, WIDEST, states=states)
-            hidden = model.forward(batch, caches).hidden
-            return hidden, model.logits(hidden, WIDEST)
+            own = self._prompt_rows(ids[:, first : first + rows], positions, table)
+            given = SlotRows(own, table, [SlotView(context, pages)], states)
+            given = given.folded(WIDEST, self.trash_slot) if rows > WIDEST else given
+            hidden = model.forward(self._batch(given, tile), cache.layers).hidden
+            return hidden, model.logits(hidden, tile)
+
+        def window(first: int, rows: int, blocks: int) -> Pass:
+            return run(end - WIDEST, first, rows, blocks * KV_BLOCK)
 
         def passes() -> list[Tensor]:
             """What a prompt's chunk gives, if one fits, then a window of each width over what it wrote."""
@@ -126,35 +126,21 @@ class ModelRunner:
             if self.chunk <= model.max_positions:
                 many = torch.arange(self.chunk, device=self.device)[None]
                 prompt = self._prompt_rows(many % model.vocab_size, many, table)
-                batch = self._batch(prompt, table, [SlotView(self.chunk, pages)], self.chunk, 0, states)
-                made.append(model.forward(batch, caches).hidden)
-            return made + [t for width in self.buckets or () for t in window(start, 0, width, KV_BLOCK)]
+                given = SlotRows(prompt, table, [SlotView(self.chunk, pages)], states)
+                made.append(model.forward(self._batch(given, self.chunk, 0), cache.layers).hidden)
+            return made + [t for width in self.buckets or () for t in window(0, width, 1)]
 
         if threads is not None:
             threads.allow(alike_threads(fewer_threads(threads.count), passes))
-        buckets = admitted_buckets(window, start, KV_BLOCK)
+        buckets = admitted_buckets(window)
         for product in _rounding_products(model) if alone else ():
             buckets = summed_alike(product, buckets)
-        seconds = seconds_of(window, buckets, start, KV_BLOCK) if alone else {}
+        seconds = seconds_of(window, buckets) if alone else {}
         self.buckets, self.row_counts = buckets, worth_running(buckets, seconds)
         if self.device == "cpu":
             self.context_parts = admitted_parts(model.heads, self.dtype, self.cache.page_size, self.buckets)
-        most = TILES[-1]
-        if not alone or self.dtype != torch.float32 or model.max_positions < most:
-            return
-        many = torch.randint(model.vocab_size, (1, most), generator=generator).to(self.device)
-        begin = min(KV_BLOCK, model.max_positions) - most
-
-        def rows(first: int, count: int, tile: int) -> tuple[Tensor, Tensor]:
-            positions = torch.arange(begin + first, begin + first + count, device=self.device)[None]
-            prompt = self._prompt_rows(many[:, first : first + count], positions, table)
-            wide, tables, views, rings = folded(
-                prompt, table, SlotView(KV_BLOCK, pages), states, self.trash_slot
-            )
-            hidden = model.forward(self._batch(wide, tables, views, tile, states=rings), caches).hidden
-            return hidden, model.logits(hidden, tile)
-
-        self.tile = admitted_tile(rows)
+        if alone and self.dtype == torch.float32 and model.max_positions >= most:
+            self.tile = admitted_tile(lambda first, rows, tile: run(end - most, first, rows, tile=tile))
 
     @property
     def tail_rows(self) -> int:
@@ -180,24 +166,14 @@ class ModelRunner:
 
         states: of S slots, for models that read some. Slots without rows give zeros in torch's form.
         """
-        present = self._present(views)
+        given, present = SlotRows(rows, page_table, views, states), self._present(views)
         if present is None:
-            return self._forward(rows, page_table, views, states)
-        ids, positions, valid, kv_slots = (
-            t.index_select(0, present) for t in (rows.token_ids, rows.positions, rows.valid, rows.kv_slots)
-        )
-        if states is not None:
-            states = HeadStates(states.rings.index_select(0, present), states.depth)
-        narrow, own = PromptRows(ids, positions, valid, kv_slots), [view for view in views if view.bound]
-        made = self._forward(narrow, page_table.index_select(0, present), own, states)
-        return made.each(lambda tensor: _spread(tensor, present, len(views)))
+            return self._forward(given)
+        return self._forward(given.of(present)).each(lambda t: _spread(t, present, len(views)))
 
-    def _forward(
-        self, rows: Rows, page_table: Tensor, views: Sequence[SlotView], states: HeadStates | None
-    ) -> ModelOutput:
-        slots, width = rows.token_ids.shape
-        batch = self._batch(rows, page_table, views, self.tile, states=states)
-        made = self.model.forward(batch, self.cache.layers)
+    def _forward(self, given: SlotRows) -> ModelOutput:
+        slots, width = given.rows.token_ids.shape
+        made = self.model.forward(self._batch(given, self.tile), self.cache.layers)
         return made.each(lambda tensor: tensor[: slots * width].view(slots, width, -1))
 
     def _present(self, views: Sequence[SlotView]) -> Tensor | None:
@@ -207,54 +183,44 @@ class ModelRunner:
         present = [slot for slot, view in enumerate(views) if view.bound]
         return to_device(present, torch.long, self.device) if 0 < len(present) < len(views) else None
 
-    def _batch(
-        self,
-        rows: Rows,
-        page_table: Tensor,
-        views: Sequence[SlotView],
-        tile: int,
-        chunk_start: int | None = None,
-        states: HeadStates | None = None,
-    ) -> ForwardBatch:
+    def _batch(self, given: SlotRows, tile: int, chunk_start: int | None = None) -> ForwardBatch:
+        rows = given.rows
         slots, width = rows.token_ids.shape
-        flat = [t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots)]
+        ids, positions, places = (t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots))
         if self.buckets is not None and chunk_start is None:
             extra = bucket_for(slots * width, self.row_counts, tile) - slots * width
             if extra:
                 # The last row again, which touches no expert that is not touched; it keeps nothing.
-                ids, positions, places = flat
-                flat = [torch.cat((t, t[-1:].expand(extra))) for t in (ids, positions)]
-                flat.append(torch.cat((places, places.new_full((extra,), self.trash_slot))))
+                ids, positions = (torch.cat((t, t[-1:].expand(extra))) for t in (ids, positions))
+                places = pad(places, (0, extra), value=self.trash_slot)
         plan = None
         if chunk_start is None or self.buckets is not None:
-            plan = self._attention_plan(rows, page_table, views, padded=chunk_start is None)
+            plan = self._attention_plan(given, padded=chunk_start is None)
         return ForwardBatch(
-            token_ids=flat[0],
-            positions=flat[1],
-            kv_slots=flat[2],
-            page_table=page_table,
+            token_ids=ids,
+            positions=positions,
+            kv_slots=places,
+            page_table=given.page_table,
             plan=plan,
             num_slots=slots,
             width=width,
             tile=tile,
             chunk_start=chunk_start,
             first_key=self.model.heads.first_key,
-            states=states,
+            states=given.states,
         )
 
-    def _attention_plan(
-        self, rows: Rows, page_table: Tensor, views: Sequence[SlotView], *, padded: bool
-    ) -> object:
-        positions, bounds, first_pages = rows.positions, [], []
+    def _attention_plan(self, given: SlotRows, *, padded: bool) -> object:
+        positions, bounds, first_pages = given.rows.positions, [], []
         if self.buckets is not None:  # only the torch form asks the host
             if padded:
                 extra = bucket_for(positions.shape[1], self.buckets) - positions.shape[1]
                 positions = torch.cat((positions, positions[:, -1:].expand(-1, extra)), 1)
-            for view in views:
+            for view in given.views:
                 bounds.append(context_for(view.bound, self.context_parts))
                 pages = bounds[-1] // self.cache.page_size
                 first_pages.append(self._first_page(view.pages, pages) if pages else None)
-        windows = Windows(positions, rows.valid, page_table, bounds, first_pages)
+        windows = Windows(positions, given.rows.valid, given.page_table, bounds, first_pages)
         return self.kernels.plan_attention(windows, self.model.heads, self.cache.page_size, self.dtype)
 
     def logits(self, hidden: Tensor, views: Sequence[SlotView] = ()) -> Tensor:
@@ -304,15 +270,15 @@ class ModelRunner:
         drawn = self.model.sample(flat, usable_vocab, seed, first, step, temperature)
         return None if drawn is None else (drawn[0].view(slots, rows), drawn[1].view(slots, rows))
 
-    def prompt_rows(self, token_ids: Tensor, begin: int, end: int, page_table: Tensor) -> PromptRows:
+    def prompt_rows(self, token_ids: Tensor, begin: int, end: int, page_table: Tensor) -> Rows:
         """The rows of positions begin to end of one slot's prompt int64 [1, length]."""
         positions = torch.arange(begin, end, device=self.device)[None]
         return self._prompt_rows(token_ids[:, begin:end], positions, page_table)
 
-    def _prompt_rows(self, token_ids: Tensor, positions: Tensor, page_table: Tensor) -> PromptRows:
+    def _prompt_rows(self, token_ids: Tensor, positions: Tensor, page_table: Tensor) -> Rows:
         valid = torch.ones_like(token_ids, dtype=torch.bool)
         slots = kv_slots(page_table, positions, valid, self.cache.page_size, self.trash_slot)
-        return PromptRows(token_ids, positions, valid, slots)
+        return Rows(token_ids, positions, valid, slots)
 
     def page_table_of(self, view: SlotView) -> Tensor:
         """A page table int64 [1, pages] of one slot, in whole blocks of context."""
@@ -361,14 +327,9 @@ class ModelRunner:
         for part, table, ring in zip(parts, tables, rings, strict=True):
             table = pad(table, (0, pages - table.shape[1]), value=ZERO_PAGE)
             own = self.prompt_rows(part.token_ids, part.begin, part.end, table)
-            windows.append(folded(own, table, part.view, ring, self.trash_slot, MERGED_WIDTH))
-        rows, wide_tables, views, own_states = zip(*windows, strict=True)
-        wide = PromptRows(*(torch.cat(columns) for columns in zip(*(w.columns for w in rows), strict=True)))
-        states = None
-        if own_states[0] is not None:
-            states = HeadStates(torch.cat([each.rings for each in own_states]), own_states[0].depth)
-        made = self._forward(wide, torch.cat(wide_tables), [v for each in views for v in each], states).states
-        each = torch.split(made.view(-1, made.shape[-1]), [w.token_ids.numel() for w in rows])
+            windows.append(SlotRows(own, table, [part.view], ring).folded(MERGED_WIDTH, self.trash_slot))
+        made = self._forward(joined(windows)).states
+        each = torch.split(made.flatten(0, 1), [window.rows.token_ids.numel() for window in windows])
         return [own[None, : part.end - part.begin] for own, part in zip(each, parts, strict=True)]
 
     def forward_prompt(
@@ -388,11 +349,11 @@ class ModelRunner:
         states: the slot's, for models that read some.
         """
         rows = self.prompt_rows(token_ids, begin, end, page_table)
-        views = [SlotView(end, pages)]
-        if not chunked and self.kernels.facts.tries_rows and end - begin > WIDEST:
-            made = self._forward(*folded(rows, page_table, views[0], states, self.trash_slot))
+        given = SlotRows(rows, page_table, [SlotView(end, pages)], states)
+        if chunked:
+            batch = self._batch(given, end - begin, chunk_start=begin)
+            return self.model.forward(batch, self.cache.layers).each(lambda tensor: tensor.unsqueeze(0))
+        if self.kernels.facts.tries_rows and end - begin > WIDEST:
+            made = self._forward(given.folded(WIDEST, self.trash_slot))
             return made.each(lambda tensor: tensor.view(1, -1, tensor.shape[-1])[:, : end - begin])
-        if not chunked:
-            return self.forward(rows, page_table, views, states)
-        batch = self._batch(rows, page_table, views, end - begin, chunk_start=begin, states=states)
-        return self.model.forward(batch, self.cache.layers).each(lambda tensor: tensor.unsqueeze(0))
+        return self._forward(given)

@@ -20,7 +20,6 @@ decoding is the round with k = 0. The host decides nothing inside of a round and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 
 import torch
 from torch import Tensor
@@ -42,6 +41,8 @@ Logprobs = tuple[Tensor, Tensor, Tensor]
 class Round:
     """The device program. Knows slots and tensors; not requests."""
 
+    by_slot = ("state", "sampler", "proposer")
+
     def __init__(
         self,
         state: RoundState,
@@ -56,14 +57,6 @@ class Round:
         """share: makes a tensor the same on ranks that draft apart."""
         self.state, self.runner, self.sampler, self.proposer = state, runner, sampler, proposer
         self.kernels, self.imposed, self.verify, self.share = kernels, imposed, verify, share
-
-    def first(self, count: int) -> Round:
-        """The same round of the first `count` slots, sharing every tensor; others are left as they are."""
-        part = copy(self)
-        part.state = self.state.first(count)
-        part.sampler = self.sampler.first(part.state)
-        part.proposer = self.proposer and self.proposer.first(part.state, part.sampler)
-        return part
 
     @torch.inference_mode()
     def run(
@@ -83,7 +76,18 @@ class Round:
         if not kernels.facts.host_free:  # on a GPU one more launch would cost more than it tells
             kernels.mark_time(state.times, state.counter, VERIFIED, False)
         sampled, finite, accepted, logprobs = self._sample(hidden, window, views, needs, num_logprobs)
-        self._commit(window, sampled, finite, accepted, needs)
+        if self.imposed is not None and k:
+            accepted = self.imposed.accepted(state.length, window.num_drafts, k)
+        counts = self.sampler.counts if needs.penalties else None
+        kernels.round_commit(
+            state,
+            window,
+            sampled,
+            finite,
+            accepted,
+            None if counts is None else counts.generated,
+            self.proposer is not None and self.proposer.looks_up,
+        )
         if self.proposer is not None and next_k:
             self.proposer.draft(next_k, window, views, needs)
             if self.share is not None:
@@ -121,27 +125,6 @@ class Round:
         if num_logprobs is None:
             return sampled, finite, accepted, None
         return sampled, finite, accepted, self._logprobs(logits, sampled, num_logprobs)
-
-    def _commit(
-        self,
-        window: RoundWindow,
-        sampled: Tensor,
-        finite: Tensor,
-        accepted: Tensor | None,
-        needs: SamplerClass,
-    ) -> None:
-        state, counts = self.state, self.sampler.counts
-        if self.imposed is not None and window.draft.shape[1]:
-            accepted = self.imposed.accepted(state.length, window.num_drafts, window.draft.shape[1])
-        self.kernels.round_commit(
-            state,
-            window,
-            sampled,
-            finite,
-            accepted,
-            counts.generated if counts is not None and needs.penalties else None,
-            self.proposer is not None and self.proposer.looks_up,
-        )
 
     def _logprobs(self, logits: Tensor, sampled: Tensor, top: int) -> Logprobs:
         """The model's own log-probabilities: of the samples [S, R], and the `top` likeliest ones."""

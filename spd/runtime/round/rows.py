@@ -3,55 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from spd.kernels.round.window import Rows
 from spd.runtime.layers.base import HeadStates
-from spd.runtime.round.row_buckets import WIDEST
 from spd.runtime.round.spans import Run, clip_runs
-
-
-class Rows(Protocol):
-    """Windows of Q positions for each of S slots; positions ascend in a window."""
-
-    @property
-    def token_ids(self) -> Tensor:
-        """int64 [S, Q]."""
-        ...
-
-    @property
-    def positions(self) -> Tensor:
-        """int64 [S, Q]."""
-        ...
-
-    @property
-    def valid(self) -> Tensor:
-        """bool [S, Q]: rows that are not write their KV to the trash page."""
-        ...
-
-    @property
-    def kv_slots(self) -> Tensor:
-        """int64 [S, Q], into the flattened pools."""
-        ...
-
-
-@dataclass(frozen=True)
-class PromptRows:
-    """Rows of prompts; see `Rows`."""
-
-    token_ids: Tensor
-    positions: Tensor
-    valid: Tensor
-    kv_slots: Tensor
-
-    @property
-    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All of it, in order."""
-        return self.token_ids, self.positions, self.valid, self.kv_slots
 
 
 class SlotView(NamedTuple):
@@ -95,26 +55,53 @@ def filled_rows(rows: int) -> int:
     return -(-rows // MERGED_WIDTH) * MERGED_WIDTH
 
 
-def folded(
-    rows: PromptRows,
-    page_table: Tensor,
-    view: SlotView,
-    states: HeadStates | None,
-    trash_slot: int,
-    width: int = WIDEST,
-) -> tuple[PromptRows, Tensor, list[SlotView], HeadStates | None]:
-    """Rows [1, n] of one slot as windows [m, width], which attend one by one.
+def columns(rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Token ids, positions, valid and places of rows."""
+    return rows.token_ids, rows.positions, rows.valid, rows.kv_slots
 
-    The last is filled up with rows that keep nothing. Every layer writes all rows before any reads.
-    """
-    missing = -rows.token_ids.shape[1] % width
-    ids, positions, places = rows.token_ids, rows.positions, rows.kv_slots
-    if missing:
-        ids, positions = (torch.cat((t, t[:, -1:].expand(1, missing)), 1) for t in (ids, positions))
-        places = torch.cat((places, places.new_full((1, missing), trash_slot)), 1)
-    valid = pad(rows.valid, (0, missing))
-    wide = PromptRows(*(t.reshape(-1, width) for t in (ids, positions, valid, places)))
-    count = wide.token_ids.shape[0]
+
+class SlotRows(NamedTuple):
+    """The rows of one pass, S windows of one width, with all that attention reads for them."""
+
+    rows: Rows
+    page_table: Tensor
+    """int64 [S, P]."""
+    views: Sequence[SlotView]
+    states: HeadStates | None = None
+    """Of S slots, for models that read some."""
+
+    def of(self, slots: Tensor) -> SlotRows:
+        """The windows of some slots, int64 [P]: those with rows."""
+        states = self.states
+        if states is not None:
+            states = HeadStates(states.rings.index_select(0, slots), states.depth)
+        rows = Rows(*(tensor.index_select(0, slots) for tensor in columns(self.rows)))
+        views = [view for view in self.views if view.bound]
+        return SlotRows(rows, self.page_table.index_select(0, slots), views, states)
+
+    def folded(self, width: int, trash_slot: int) -> SlotRows:
+        """The rows [1, n] of one slot as windows [m, width], which attend one by one.
+
+        The last is filled up with rows that keep nothing. Every layer writes all rows before any reads.
+        """
+        ids, positions, valid, places = columns(self.rows)
+        missing = -ids.shape[1] % width
+        if missing:
+            ids, positions = (torch.cat((t, t[:, -1:].expand(1, missing)), 1) for t in (ids, positions))
+            places = pad(places, (0, missing), value=trash_slot)
+            valid = pad(valid, (0, missing))
+        rows = Rows(*(t.reshape(-1, width) for t in (ids, positions, valid, places)))
+        count, states = rows.token_ids.shape[0], self.states
+        if states is not None:
+            states = HeadStates(states.rings.expand(count, -1, -1), states.depth)
+        return SlotRows(rows, self.page_table.expand(count, -1), [*self.views] * count, states)
+
+
+def joined(parts: Sequence[SlotRows]) -> SlotRows:
+    """The windows of all parts, of one width, in one pass; page tables are equally wide."""
+    rows = Rows(*(torch.cat(column) for column in zip(*(columns(part.rows) for part in parts), strict=True)))
+    states = parts[0].states
     if states is not None:
-        states = HeadStates(states.rings.expand(count, -1, -1), states.depth)
-    return wide, page_table.expand(count, -1), [view] * count, states
+        states = HeadStates(torch.cat([part.states.rings for part in parts if part.states]), states.depth)
+    table = torch.cat([part.page_table for part in parts])
+    return SlotRows(rows, table, [view for part in parts for view in part.views], states)

@@ -5,7 +5,6 @@ What is done to logits stands in `kernels/sampling/sampling.py`; here is whose p
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
 
 import torch
@@ -18,29 +17,48 @@ from spd.kernels.sampling.philox import STREAM_TARGET
 from spd.kernels.sampling.sampling import SamplingTensors
 from spd.runtime.round.limits import mask_width
 from spd.runtime.round.model_runner import ModelRunner
-from spd.runtime.round.penalties import TokenCounts
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import RoundState
 from spd.runtime.round.transfer import upload
 
+NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""The parameters that are float32 numbers; their defaults change nothing."""
+
+
+class TokenCounts:
+    """Which tokens a slot's prompt holds and how often each was generated; [S, V], on the device."""
+
+    by_slot = ("in_prompt", "generated")
+
+    def __init__(self, slots: int, vocab_size: int, device: str) -> None:
+        self.in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+        self.generated = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
+
+    def admit(self, slot: int, prompt: Tensor, generated: Tensor | None = None) -> None:
+        """Start a row over with the prompt [n], and what was generated [m] before it was interrupted."""
+        self.in_prompt[slot] = False
+        self.in_prompt[slot, prompt] = True
+        self.generated[slot] = 0
+        if generated is not None and generated.shape[0]:
+            ones = torch.ones_like(generated, dtype=torch.int32)
+            self.generated[slot].scatter_add_(0, generated, ones)
+
 
 class Sampler:
     """Sampling parameters of every slot as tensors, and the draw."""
+
+    by_slot = ("state", "numbers", "top_k", "seed", "counts", "bias", "mask", "draft_laws")
 
     def __init__(self, state: RoundState, vocab_size: int, usable_vocab: int, kernels: Kernels) -> None:
         slots, device = state.slots, state.device
         self.kernels = kernels
         self.state, self.vocab_size, self.usable_vocab, self.device = state, vocab_size, usable_vocab, device
         self.numbers = {
-            name: torch.full((slots,), neutral, dtype=torch.float32, device=device)
-            for name, neutral in (
-                ("temperature", 0.0),
-                ("top_p", 1.0),
-                ("min_p", 0.0),
-                ("repetition_penalty", 1.0),
-                ("presence_penalty", 0.0),
-                ("frequency_penalty", 0.0),
-            )
+            name: torch.full((slots,), getattr(SamplingParams, name), dtype=torch.float32, device=device)
+            for name in NUMBERS
         }
         self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
         self.seed = torch.zeros(slots, dtype=torch.long, device=device)
@@ -49,17 +67,6 @@ class Sampler:
         self.mask: Tensor | None = None
         self.draft_laws: Tensor | None = None
         """What each draft was drawn from, [S, max_draft, V]; kept only for rules that test it."""
-
-    def first(self, state: RoundState) -> Sampler:
-        """The sampler of a state's first slots: parts of the same tensors, as far as they exist by now."""
-        part, count = copy(self), state.slots
-        part.state = state
-        part.numbers = {name: tensor[:count] for name, tensor in self.numbers.items()}
-        part.counts = None if self.counts is None else self.counts.first(count)
-        for name in ("top_k", "seed", "bias", "mask", "draft_laws"):
-            whole = getattr(self, name)
-            setattr(part, name, None if whole is None else whole[:count])
-        return part
 
     def keep_draft_laws(self) -> None:
         """From now on drafters draw with noise of their own, and what from is kept for `verify`."""

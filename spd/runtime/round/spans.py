@@ -20,12 +20,19 @@ class Run(NamedTuple):
     kind: Kind
 
 
+def _append(runs: list[Run], start: int, end: int, kind: Kind) -> None:
+    """Append a run; neighbouring tile runs are joined."""
+    if kind == "tile" and runs and runs[-1].kind == "tile":
+        start = runs.pop().start
+    runs.append(Run(start, end, kind))
+
+
 def program_runs(spans: Iterable[tuple[str, int]], chunk: int) -> list[Run]:
     """Cut spans ("prompt" or "generated", length) into runs.
 
     A prompt span's full chunks, counted from the span's start, are chunk runs of exactly `chunk`
     positions; its tail and every generated span are tile runs. The tail holds at least the span's
-    last token, which the first round feeds. Neighbouring tile runs are joined.
+    last token, which the first round feeds.
     """
     runs: list[Run] = []
     position = 0
@@ -35,10 +42,7 @@ def program_runs(spans: Iterable[tuple[str, int]], chunk: int) -> list[Run]:
             runs.append(Run(position, position + chunk, "chunk"))
             position += chunk
         if position < end:
-            if runs and runs[-1].kind == "tile":
-                runs[-1] = Run(runs[-1].start, end, "tile")
-            else:
-                runs.append(Run(position, end, "tile"))
+            _append(runs, position, end, "tile")
             position = end
     return runs
 
@@ -50,13 +54,8 @@ def clip_runs(runs: Sequence[Run], end: int) -> list[Run]:
     """
     clipped: list[Run] = []
     for run in runs:
-        if run.start >= end:
-            break
-        kept = run if run.end <= end else Run(run.start, end, "tile")
-        if clipped and kept.kind == "tile" and clipped[-1].kind == "tile":
-            clipped[-1] = Run(clipped[-1].start, kept.end, "tile")
-        else:
-            clipped.append(kept)
+        if run.start < end:
+            _append(clipped, run.start, min(run.end, end), run.kind if run.end <= end else "tile")
     return clipped
 
 
@@ -87,9 +86,7 @@ def kinds_in(runs: Sequence[Run], start: int, end: int) -> tuple[tuple[int, int,
 
 def extend_tile(runs: Sequence[Run], end: int) -> list[Run]:
     """Runs continued by verify-class tiles up to `end`."""
-    start = runs[-1].end if runs else 0
-    if start >= end:
-        return list(runs)
-    if runs and runs[-1].kind == "tile":
-        return [*runs[:-1], Run(runs[-1].start, end, "tile")]
-    return [*runs, Run(start, end, "tile")]
+    extended, start = list(runs), runs[-1].end if runs else 0
+    if start < end:
+        _append(extended, start, end, "tile")
+    return extended

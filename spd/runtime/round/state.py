@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,14 +23,46 @@ RING_DEPTH = 4
 """Rounds whose emissions are kept: the one that runs, two unread ones at most (lag 2), one to spare."""
 
 
+Whole = TypeVar("Whole")
+
+
+def narrowed(whole: Whole, count: int) -> Whole:
+    """A copy for the first `count` slots: what `whole.by_slot` names becomes parts of the same memory.
+
+    That may be tensors by slots, lists and dictionaries of them, and others that can be narrowed, each once.
+    """
+    made: dict[int, Any] = {}
+
+    def part_of(value: Any) -> Any:
+        if isinstance(value, list):
+            return [part_of(each) for each in value]
+        if isinstance(value, dict):
+            return {name: part_of(each) for name, each in value.items()}
+        if isinstance(value, Tensor):
+            return value[:count]
+        if value is not None and id(value) not in made:
+            made[id(value)] = part = copy(value)
+            for name in part.by_slot:
+                setattr(part, name, part_of(getattr(part, name)))
+        return made.get(id(value))
+
+    part: Whole = part_of(whole)
+    return part
+
+
 class RoundState:
     """Static tensors of S slots; every field's first dimension is the slot, but for the ring's."""
+
+    by_slot = (
+        *("tokens", "length", "prompt_length", "length_limit", "min_length", "draft", "num_drafts", "match"),
+        *("draft_limit", "draft_cap", "page_table", "stop_ids", "active", "occupied"),
+    )
 
     def __init__(self, slots: int, max_len: int, max_draft: int, pages: int, device: str) -> None:
         def integers(*shape: int, fill: int = 0) -> Tensor:
             return torch.full((slots, *shape), fill, dtype=torch.long, device=device)
 
-        self.slots, self.max_len, self.max_draft, self.device = slots, max_len, max_draft, device
+        self.max_len, self.max_draft, self.device = max_len, max_draft, device
         self.tokens = integers(max_len + max_draft + 1)
         self.length = integers(fill=1)
         self.prompt_length = integers(fill=1)
@@ -53,14 +86,10 @@ class RoundState:
         self.counter = torch.zeros(1, dtype=torch.long, device=device)
         """Rounds run so far; its remainder by the depth is the ring's row."""
 
-    def first(self, count: int) -> RoundState:
-        """The state of the first `count` slots: parts of the same tensors; the ring is whole."""
-        part = copy(self)
-        part.slots = count
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor) and name not in ("ring", "times", "counter"):
-                setattr(part, name, value[:count])
-        return part
+    @property
+    def slots(self) -> int:
+        """S."""
+        return self.length.shape[0]
 
     def admit(
         self,

@@ -1,0 +1,215 @@
+"""Which numbers of rows and of keys give the same bits on this machine, found by trying, once, at load.
+
+Libraries choose their arithmetic by shape: another instruction, another blocking, a scalar tail. Rows
+are therefore only ever computed in buckets that were seen to agree, bit for bit and at every row
+position, with the widest bucket, on the model's own first layers and head.
+
+Attention reads keys in blocks of `KV_BLOCK`. A library may split a product over fewer keys otherwise than one
+over a whole block whose rest is masked (on Intel's processors MKL halves 384 as it halves 512, and so sums
+them otherwise; on AMD's it splits 512 into 384 and 128, and 256 comes out otherwise). A part of a block is
+attended only if it was seen to give the whole block's bits, for every number of rows that is run.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from spd.kernels.attention.paged_attention import (
+    KV_BLOCK,
+    KV_PART,
+    AttentionHeads,
+    Scores,
+    Windows,
+    paged_attention,
+    plan_attention,
+)
+from spd.runtime.layers.linear import Linear
+
+WIDEST = 32
+TILES = (2 * WIDEST, 3 * WIDEST, 4 * WIDEST)
+"""Rows of one product in place of tiles of the widest bucket: weights are read once for all of them."""
+CANDIDATES = (2, 4, 5, 6, 8, 12, 16)
+"""Not 1: a single row is a matrix-vector product, which libraries sum in another order. 5 and 6: products of
+up to 6 rows pass over packed bfloat16 weights once, of 7 and 8 twice (oneDNN 3.12)."""
+PROBED_LAYERS = 4
+FASTER = 0.95
+"""A wider bucket is taken for fewer rows if it needs at most so much of their own bucket's time."""
+TIMED, TIMED_WIDEST = 4, 8
+"""How often each bucket of at most so many rows is timed, in turn with the others. The least time counts:
+whatever else runs on the machine adds to one."""
+
+Pass = tuple[Tensor, Tensor]
+"""Hidden states [T, H] and logits [T, V] of rows of one fixed text."""
+Window = Callable[[int, int, int], Pass]
+"""(first row, rows, blocks of context) to what becomes of those rows."""
+PARTS = tuple(range(KV_PART, KV_BLOCK, KV_PART))
+"""Of 512: 128, 256 and 384. Which of the last two serves depends on the processor."""
+PART_ROWS = 256
+"""Rows tried of each width: a difference of float32 sums shows in about one bfloat16 result of 2**14."""
+PART_TRIES = 4
+
+
+def _same(part: Pass, whole: Pass, first: int) -> bool:
+    """Whether a part gives the bits that the whole has from row `first` on."""
+    pairs = zip(part, whole, strict=True)
+    return all(torch.equal(own, every[first : first + len(own)]) for own, every in pairs)
+
+
+@torch.inference_mode()
+def admitted_buckets(window: Window) -> tuple[int, ...]:
+    """Row counts, ascending, whose results equal the widest bucket's; the widest is always last.
+
+    `window` runs rows of one fixed text, at the same positions whichever window they come in.
+    """
+    whole = window(0, WIDEST, 1)
+
+    def agrees(width: int) -> bool:
+        firsts = range(0, WIDEST - width + 1, width)
+        return all(_same(window(i, width, 1 + i // width % 2), whole, i) for i in firsts)
+
+    return (*filter(agrees, CANDIDATES), WIDEST)
+
+
+def seconds_of(
+    window: Window, buckets: Sequence[int], clock: Callable[[], float] = time.perf_counter
+) -> dict[int, float]:
+    """The least seconds that the rows of each narrow bucket took; see `admitted_buckets`."""
+    best = {width: math.inf for width in buckets if width <= TIMED_WIDEST}
+    for _ in range(TIMED):
+        for width in best:
+            began = clock()
+            window(0, width, 1)
+            best[width] = min(best[width], clock() - began)
+    return best
+
+
+def worth_running(buckets: Sequence[int], seconds: Mapping[int, float]) -> tuple[int, ...]:
+    """Of the buckets those that no larger one outruns, as far as their seconds are known.
+
+    For models of one rank only: ranks that work together have to come to the same numbers.
+    """
+    kept: list[int] = []
+    fastest = math.inf
+    for width in sorted(buckets, reverse=True):
+        needed = seconds.get(width)
+        if needed is None or fastest > FASTER * needed:
+            kept.append(width)
+        fastest = min(fastest, needed or math.inf)
+    return tuple(reversed(kept))
+
+
+@torch.inference_mode()
+def summed_alike(product: Linear, widths: Sequence[int]) -> tuple[int, ...]:
+    """The widths whose rows are summed in the order of the widest bucket's.
+
+    Another order shows in one rounded result of ten thousand, but in one of ten of what rounding took away.
+    """
+    size, dtype = product.weight.shape[1], product.weight.dtype
+    x = torch.randn(WIDEST, size, generator=torch.Generator().manual_seed(0)).to(product.weight.device, dtype)
+    whole = product.product(x, WIDEST)
+    lost = product.lost(x, whole)
+    if lost is None:
+        return tuple(widths)
+
+    def alike(width: int) -> bool:
+        for rows in (slice(width), slice(WIDEST - width, WIDEST)):
+            own = product.lost(x[rows], whole[rows])
+            if own is None or not torch.equal(own, lost[rows]):
+                return False
+        return True
+
+    return tuple(filter(alike, widths))
+
+
+@torch.inference_mode()
+def admitted_tile(rows: Callable[[int, int, int], Pass]) -> int:
+    """The most rows, of `TILES`, whose products equal those of tiles of the widest bucket, as all fewer do.
+
+    rows: (first, number of rows, rows a product) to what becomes of those rows of a fixed text.
+    """
+    whole, admitted = rows(0, TILES[-1], WIDEST), WIDEST
+    for tile in TILES:
+        firsts = range(0, TILES[-1] - tile + 1, tile)
+        if not all(_same(rows(first, tile, tile), whole, first) for first in firsts):
+            break
+        admitted = tile
+    return admitted
+
+
+@torch.inference_mode()
+def alike_threads(counts: Sequence[int], passes: Callable[[], list[Tensor]]) -> tuple[int, ...]:
+    """The numbers of threads, of `counts`, with which `passes` gives the bits of the largest."""
+
+    def with_threads(count: int) -> list[Tensor]:
+        torch.set_num_threads(count)
+        return passes()
+
+    *fewer, most = counts
+    try:
+        found = {count: with_threads(count) for count in (*fewer, most)}
+    finally:
+        torch.set_num_threads(most)
+    return (*(n for n in fewer if all(map(torch.equal, found[n], found[most]))), most)
+
+
+def bucket_for(rows: int, buckets: tuple[int, ...], tile: int = WIDEST) -> int:
+    """The smallest padded number of rows: a bucket, or whole tiles of the widest and a bucket.
+
+    Beyond the widest bucket, rows of wider tiles are whole multiples of it: no other number was tried.
+    """
+    whole, rest = divmod(rows, WIDEST)
+    if rest and whole and tile > WIDEST:
+        return (whole + 1) * WIDEST
+    return whole * WIDEST + (next(b for b in buckets if b >= rest) if rest else 0)
+
+
+@torch.inference_mode()
+def admitted_parts(
+    heads: AttentionHeads, dtype: torch.dtype, page_size: int, widths: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Sizes, ascending, that a last block may have; none of them need. On CPU; widths: of windows."""
+    generator, heads = torch.Generator().manual_seed(0), replace(heads, sliding=(None,))
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    pages = 2 * KV_BLOCK // page_size
+    shape = (pages, page_size, heads.num_kv_heads, heads.head_dim)
+    pools, table, scores = (
+        (noise(*shape), noise(*shape)),
+        torch.arange(pages)[None],
+        Scores(heads.head_dim**-0.5),
+    )
+
+    def agrees(part: int, width: int) -> bool:
+        """Rows before the part's end, in the first block and in the second, with the rest and without."""
+        valid = torch.ones(1, width, dtype=torch.bool)
+        plans = []
+        for block in (0, KV_BLOCK):
+            rows = block + part - width + torch.arange(width)[None]
+            for context in (block + part, block + KV_BLOCK):
+                windows = Windows(rows, valid, table, [context], [0])
+                plans.append(plan_attention(windows, heads, page_size, dtype))
+        for number in range(max(PART_TRIES, PART_ROWS // width)):
+            query = noise(1, width, heads.num_heads, heads.head_dim)
+            short, whole = (
+                paged_attention(query, pools, plan, scores) for plan in plans[2 * (number % 2) :][:2]
+            )
+            if not torch.equal(short, whole):
+                return False
+        return True
+
+    whole_pages = [part for part in PARTS if part % page_size == 0]
+    return tuple(part for part in whole_pages if all(agrees(part, width) for width in widths))
+
+
+def context_for(bound: int, parts: tuple[int, ...]) -> int:
+    """The fewest positions to attend that reach `bound`: whole blocks, and perhaps a part of one."""
+    whole, rest = divmod(bound, KV_BLOCK)
+    return whole * KV_BLOCK + (next((part for part in parts if part >= rest), KV_BLOCK) if rest else 0)
