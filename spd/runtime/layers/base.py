@@ -82,10 +82,18 @@ class Residual:
     squares: Tensor | None = None
 
 
-def in_windows(attend: Callable[[Tensor], Tensor], query: Tensor, batch: ForwardBatch) -> Tensor:
-    """What attend makes of windows [S, W, ...] of query [T, ...], as [T, N]; rows behind them give zeros."""
+def attended(
+    query: Tensor, batch: ForwardBatch, windows: Callable[[Tensor], Tensor], chunk: Callable[..., Tensor]
+) -> Tensor:
+    """What attention makes of query [T, ...], as [T, N], by one of its two programs.
+
+    windows: of query [S, W, ...]; rows behind them give zeros. chunk: of query [T, ...], a page table [pages]
+    and the first position, where these kernels attend by it.
+    """
+    if batch.chunk_start is not None and batch.plan is None:
+        return chunk(query, batch.page_table[0], batch.chunk_start).flatten(1)
     rows, total = batch.num_slots * batch.width, query.shape[0]
-    mixed = attend(query[:rows].view(batch.num_slots, batch.width, *query.shape[1:])).reshape(rows, -1)
+    mixed = windows(query[:rows].view(batch.num_slots, batch.width, *query.shape[1:])).reshape(rows, -1)
     return mixed if rows == total else torch.cat((mixed, mixed.new_zeros(total - rows, mixed.shape[1])))
 
 

@@ -1,7 +1,7 @@
 """Linear layers on prebound weights, in the forms that the layers can be built with: one call for all.
 
 `Linear` is torch's: prepacked for oneDNN on CPU; the number of rows never chooses the arithmetic freely,
-since rows come in buckets that were seen to give the same bits (see `spd.runtime.round.row_buckets`).
+since rows come in buckets that were seen to give the same bits (see `spd.runtime.round.arithmetic_probe`).
 `SkinnyLinear` is Triton's: its arithmetic does not depend on the number of rows by construction, except
 in the prompt-chunk program, which has one size.
 
@@ -13,7 +13,7 @@ such a product (`multiplies_int8`); elsewhere torch's form keeps their values in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -202,7 +202,9 @@ class SkinnyLinear(AnyHead):
         if batch.chunk_start is not None:
             if around.norm is not None:
                 x = unscaled_norm(x, around.epsilon)
-            return around.ended(self._many(x), onto)
+            if isinstance(self.weight, ScaledWeight):  # multiplied as in a window; workspaces are windows'
+                return around.ended(kernels.linear(x.contiguous(), self.weight, self.bias), onto)
+            return around.ended(F.linear(x, self.weight, self.bias), onto)
         given = (self.weight, self.bias)
         if around.norm is not None:
             rows = (x, stream.squares, around.epsilon)
@@ -229,13 +231,6 @@ class SkinnyLinear(AnyHead):
         )
         return drawn
 
-    def _many(self, x: Tensor) -> Tensor:
-        """The product of a prompt chunk's x [T, K]: [T, N]. Eight bits are multiplied as in a window."""
-        if isinstance(self.weight, ScaledWeight):
-            y: Tensor = self.kernels.linear(x.contiguous(), self.weight, self.bias)  # workspaces are windows'
-            return y
-        return F.linear(x, self.weight, self.bias)
-
 
 class NativeLinear(AnyHead):
     """C's form, by packed weights. A row's bits do not depend on the number of rows."""
@@ -252,32 +247,24 @@ class NativeLinear(AnyHead):
         self.epsilon = around.epsilon
 
     def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
+        residual = None if onto is None or self.post_norm is not None else onto.x
         given = (stream.x, self.weight, self.bias, self.ending)
-        if self.norm is not None:
-            return Residual(self.library.linear(*given, norm=self.norm, epsilon=self.epsilon))
-        if onto is None:
-            return Residual(self.library.linear(*given))
-        if self.post_norm is None:
-            return Residual(self.library.linear(*given, residual=onto.x))
-        return Residual(self.library.norm(self.library.linear(*given), self.post_norm, self.epsilon, onto.x))
+        y = self.library.linear(*given, norm=self.norm, epsilon=self.epsilon, residual=residual)
+        if onto is None or self.post_norm is None:
+            return Residual(y)
+        return Residual(self.library.norm(y, self.post_norm, self.epsilon, onto.x))
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         return self.library.linear(hidden, self.weight, self.bias, Ending.FLOAT32)
 
 
-def value_bytes(weight: AnyWeight) -> int:
-    """Bytes of each of a weight's values."""
-    return (weight.values if isinstance(weight, ScaledWeight) else weight).element_size()
-
-
-def share_workspace(products: Iterable[SkinnyLinear], rows: int) -> None:
+def share_workspace(products: Sequence[SkinnyLinear], rows: int) -> None:
     """Give products that run in turn one workspace, for up to `rows` rows."""
-    products = list(products)
-    sizes = [
-        workspace_sizes(n, rows, config_for(n, k, value_bytes(p.weight), device_facts(p.weight.device)))
-        for p in products
-        for n, k in [p.weight.shape]
-    ]
+    sizes = []
+    for weight in (product.weight for product in products):
+        (n, k), values = weight.shape, weight.values if isinstance(weight, ScaledWeight) else weight
+        config = config_for(n, k, values.element_size(), device_facts(weight.device))
+        sizes.append(workspace_sizes(n, rows, config))
     partials, counters = (max(column) for column in zip(*sizes, strict=True))
     device = products[0].weight.device
     workspace = LinearWorkspace(

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from spd.kernels.attention.paged_attention import Scores
-from spd.kernels.attention.rotary_store import Pools, RotatedRows
-from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, in_windows
+from spd.kernels.attention.rotary_store import RotatedRows
+from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attended
 from spd.runtime.layers.linear import AnyLinear
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models.builder import LayerBuilder, Tensors
@@ -50,25 +50,18 @@ class Attention:
         """
         if self.layout.local_rope and rotary.local is not None:
             rotary = rotary.local
-        rows, (keys, values) = (
-            RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots),
-            cache.pools,
+        kernels, pools, scores = self.kernels, cache.pools, self.scores
+        rows = RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots)
+        given = (self.qk_weight, self.epsilon, pools, self.layout.num_heads)
+        query = kernels.rotary_store(self.qkv(stream, batch).x, rows, *given)
+        mixed = attended(
+            query,
+            batch,
+            lambda windows: kernels.paged_attention(windows, pools, batch.plan, scores),
+            lambda chunk, *where: kernels.prefill_attention(chunk, pools, *where, scores, batch.first_key),
         )
-        given = (self.qk_weight, self.epsilon, (keys, values), self.layout.num_heads)
-        query = self.kernels.rotary_store(self.qkv(stream, batch).x, rows, *given)
-        mixed = Residual(self._attend(query, batch, (keys, values)))
-        return self.output(mixed, batch, stream if onto is None else onto)
+        return self.output(Residual(mixed), batch, stream if onto is None else onto)
 
     def products(self) -> tuple[AnyLinear, ...]:
         """The block's matrices in the order in which they run."""
         return self.qkv, self.output
-
-    def _attend(self, query: Tensor, batch: ForwardBatch, pools: Pools) -> Tensor:
-        """query [T, H, D] to [T, H * D]."""
-        if batch.chunk_start is not None and batch.plan is None:
-            mixed: Tensor = self.kernels.prefill_attention(
-                query, pools, batch.page_table[0], batch.chunk_start, self.scores, batch.first_key
-            )
-            return mixed.flatten(1)
-        attend = self.kernels.paged_attention
-        return in_windows(lambda window: attend(window, pools, batch.plan, self.scores), query, batch)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.native.products import PackedWeight
-from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, in_windows
+from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attended
 from spd.runtime.layers.linear import AnyLinear, in_tiles, normed
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models.builder import LayerBuilder, Tensors
@@ -60,7 +60,13 @@ class LatentAttention:
         rows = RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots)
         turned = self.kernels.latent_store(turning, latent, rows, self.latent_norm, LATENT_EPSILON, pages)
         absorbed = in_tiles(lambda rows: self.kernels.head_linear(rows, self.key_up), still, batch.tile)
-        mixed = self._attend(torch.cat((absorbed, turned), dim=-1), batch, pages)
+        kernels, size, scale = self.kernels, self.latent.rank, self.scale
+        mixed = attended(
+            torch.cat((absorbed, turned), dim=-1),
+            batch,
+            lambda windows: kernels.mla_attention(windows, pages, batch.plan, size, scale),
+            lambda chunk, *where: kernels.mla_prefill(chunk, pages, *where, size, scale),
+        ).view(-1, self.num_heads, size)
         values = in_tiles(lambda rows: self.kernels.head_linear(rows, self.value_up), mixed, batch.tile)
         return self.output(Residual(values.flatten(1)), batch, stream)
 
@@ -75,14 +81,3 @@ class LatentAttention:
                 read = Residual(normed(Residual(query), self.query_norm, LATENT_EPSILON, self.kernels))
             query = self.query(read, batch).x
         return query.reshape(query.shape[0], self.num_heads, -1), latent
-
-    def _attend(self, query: Tensor, batch: ForwardBatch, pages: Tensor) -> Tensor:
-        """query [T, H, L + R] to [T, H, L]."""
-        if batch.chunk_start is not None and batch.plan is None:
-            alone: Tensor = self.kernels.mla_prefill(
-                query, pages, batch.page_table[0], batch.chunk_start, self.latent.rank, self.scale
-            )
-            return alone
-        attend, rank = self.kernels.mla_attention, self.latent.rank
-        mixed = in_windows(lambda window: attend(window, pages, batch.plan, rank, self.scale), query, batch)
-        return mixed.view(-1, self.num_heads, rank)

@@ -19,14 +19,10 @@ def softmax_scale(config: ModelConfig) -> float:
     return float(config.head_dim**-0.5 * correction**2)
 
 
-def attention(config: ModelConfig) -> LatentLayout:
-    """Latent attention with or without a rank of its own for queries."""
+def layout(config: ModelConfig) -> ModelLayout:
+    """Latent attention, queries with or without a rank of their own; experts as the configuration says."""
     assert config.latent is not None
-    return LatentLayout(
+    attention = LatentLayout(
         config.hidden_size, config.num_heads, config.latent, softmax_scale(config), config.attention_bias
     )
-
-
-def layout(config: ModelConfig) -> ModelLayout:
-    """Experts where the configuration says so."""
-    return llama.layers(config, attention(config))
+    return llama.layers(config, attention)

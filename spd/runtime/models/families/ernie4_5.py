@@ -7,15 +7,10 @@ from dataclasses import replace
 from spd.formats.model_config import ModelConfig
 from spd.formats.rope_config import RotaryDims
 from spd.runtime.models.families import llama
-from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.weights import ModelLayout
 
 
-def attention(config: ModelConfig) -> GqaLayout:
-    """Pairs (2i, 2i + 1) turn together."""
-    return replace(llama.attention(config), rotary=RotaryDims(config.head_dim, config.head_dim, True))
-
-
 def layout(config: ModelConfig) -> ModelLayout:
-    """Experts where the configuration says so."""
-    return llama.layers(config, attention(config))
+    """Pairs (2i, 2i + 1) turn together; experts where the configuration says so."""
+    rotary = RotaryDims(config.head_dim, config.head_dim, interleaved=True)
+    return llama.layers(config, replace(llama.attention(config), rotary=rotary))

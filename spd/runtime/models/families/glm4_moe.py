@@ -6,15 +6,10 @@ from dataclasses import replace
 
 from spd.formats.model_config import ModelConfig
 from spd.runtime.models.families import llama
-from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.weights import ModelLayout
 
 
-def attention(config: ModelConfig) -> GqaLayout:
-    """Biases everywhere but on the output; the norm of heads as the configuration says."""
-    return replace(llama.attention(config), output_bias=False, qk_norm=config.qk_norm)
-
-
 def layout(config: ModelConfig) -> ModelLayout:
-    """Experts where the configuration says so."""
-    return llama.layers(config, attention(config))
+    """Biases everywhere but on the output; the norm of heads as the configuration says."""
+    attention = replace(llama.attention(config), output_bias=False, qk_norm=config.qk_norm)
+    return llama.layers(config, attention)

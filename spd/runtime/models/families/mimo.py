@@ -6,15 +6,9 @@ from dataclasses import replace
 
 from spd.formats.model_config import ModelConfig
 from spd.runtime.models.families import llama
-from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.weights import ModelLayout
 
 
-def attention(config: ModelConfig) -> GqaLayout:
-    """The biases stand in every checkpoint, whatever the configuration says."""
-    return replace(llama.attention(config), qkv_bias=True, output_bias=False)
-
-
 def layout(config: ModelConfig) -> ModelLayout:
-    """Every layer alike."""
-    return llama.layers(config, attention(config))
+    """The biases stand in every checkpoint, whatever the configuration says."""
+    return llama.layers(config, replace(llama.attention(config), qkv_bias=True, output_bias=False))

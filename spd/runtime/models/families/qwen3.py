@@ -6,15 +6,9 @@ from dataclasses import replace
 
 from spd.formats.model_config import ModelConfig
 from spd.runtime.models.families import llama
-from spd.runtime.models.layouts import GqaLayout
 from spd.runtime.models.weights import ModelLayout
 
 
-def attention(config: ModelConfig) -> GqaLayout:
-    """RMS norm of each query and key head."""
-    return replace(llama.attention(config), qk_norm=True)
-
-
 def layout(config: ModelConfig) -> ModelLayout:
-    """Experts where the configuration says so."""
-    return llama.layers(config, attention(config))
+    """RMS norm of each query and key head; experts where the configuration says so."""
+    return llama.layers(config, replace(llama.attention(config), qk_norm=True))
