@@ -291,9 +291,9 @@ def test_short_prompts_fill_no_more_than_a_chunk(model: Callable[..., Path]) -> 
     engine = make_engine(model("tiny-qwen3"), **BFLOAT16, slots=40)
     runner, honest, widths = engine._parts.runner, engine._parts.runner._forward, []
 
-    def counted(rows: Any, *given: Any) -> Tensor:
-        widths.append(rows.token_ids.numel())
-        return honest(rows, *given)
+    def counted(given: Any) -> Any:
+        widths.append(given.rows.token_ids.numel())
+        return honest(given)
 
     runner._forward = counted  # type: ignore[method-assign]
     prompts = random_prompts(40, 5, 250)

@@ -166,7 +166,7 @@ def test_logits_that_are_not_finite(target: Path, methods: Methods, rule: str, w
     params = [SamplingParams(max_tokens=16, temperature=0.8, seed=i, ignore_eos=True) for i in range(3)]
     alone = run_all(engine_of(target, rule, **methods["draft"]), PROMPTS[:3], params)
     engine = engine_of(target, rule, **methods["draft"])
-    runner = engine._parts.runner if who == "runner" else engine._parts.proposer.runner  # type: ignore[union-attr]
+    runner = engine._parts.runner if who == "runner" else engine._parts.proposer.runners[0]  # type: ignore[union-attr]
     honest = runner.logits
 
     def poisoned(hidden: Tensor, views: Any = ()) -> Tensor:

@@ -78,16 +78,7 @@ class Round:
         sampled, finite, accepted, logprobs = self._sample(hidden, window, views, needs, num_logprobs)
         if self.imposed is not None and k:
             accepted = self.imposed.accepted(state.length, window.num_drafts, k)
-        counts = self.sampler.counts if needs.penalties else None
-        kernels.round_commit(
-            state,
-            window,
-            sampled,
-            finite,
-            accepted,
-            None if counts is None else counts.generated,
-            self.proposer is not None and self.proposer.looks_up,
-        )
+        self._commit(window, (sampled, finite, accepted), needs)
         if self.proposer is not None and next_k:
             self.proposer.draft(next_k, window, views, needs)
             if self.share is not None:
@@ -125,6 +116,15 @@ class Round:
         if num_logprobs is None:
             return sampled, finite, accepted, None
         return sampled, finite, accepted, self._logprobs(logits, sampled, num_logprobs)
+
+    def _commit(
+        self, window: RoundWindow, drawn: tuple[Tensor, Tensor, Tensor | None], needs: SamplerClass
+    ) -> None:
+        """Append what was drawn, see `_sample`, advance the lengths, end slots, and emit."""
+        counts = self.sampler.counts if needs.penalties else None
+        generated = None if counts is None else counts.generated
+        looks_up = self.proposer is not None and self.proposer.looks_up
+        self.kernels.round_commit(self.state, window, *drawn, generated, looks_up)
 
     def _logprobs(self, logits: Tensor, sampled: Tensor, top: int) -> Logprobs:
         """The model's own log-probabilities: of the samples [S, R], and the `top` likeliest ones."""
