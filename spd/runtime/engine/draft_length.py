@@ -1,48 +1,36 @@
 """How many tokens to draft in the next round: a fixed k, or the k that promises the most tokens a second.
 
-Two things are estimated. The tokens of a round at every k: how likely the first draft is accepted, from
-each request's latest drafts and those of all requests, and how much likelier each further one is once those
-before it were. The seconds of a round at every k: medians of the latest measured times of verifying and of
-drafting, kept apart for 1, 2 to 3, 4 to 7 requests and so on; what was not timed lies on the line through
-its neighbours. The rule: of the plan's values of k, 0 among them, the one with the most tokens a second
-(`DraftLength.choose`). Only what is run is measured. So the first rounds are at the largest k; while
-drafting pays, 0 and the neighbours of the best k are timed in turn now and then; while it does not, a few
-drafts are tried now and then, ever more seldom. 0 is run once it has seemed best for a few rounds: the
-drafter then has to catch up. Where lookup helps a model and finds the text copied, it may draft alone, more
-than the model would. Nothing here changes the text. No torch.
+Two things are estimated for every k of the plan, k = 0 among them. Tokens of a round: how likely the first
+draft is accepted, from the latest drafts of each request and of all, and how much likelier a further one is
+once those before it were. Seconds of a round: medians of the latest measured times of verifying and of
+drafting, kept apart for 1, 2 to 3, 4 to 7 requests and so on; an untimed k lies on the line through its
+neighbours. The rule (`DraftLength.choose`) takes the k with the most tokens a second. Only what is run is
+measured: the first rounds are at the largest k; while drafting pays, 0 and the neighbours of the best k are
+timed now and then; while it does not, a few drafts are tried, ever more seldom. k = 0 is run once it has
+seemed best for a few rounds, because the drafter then has to catch up. Where lookup beside a model finds that
+text is copied, it may draft alone, more than the model would. Nothing here changes the text. No torch.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-DECAY = 0.96
-"""What earlier rounds weigh after one more, in acceptance."""
-STEADINESS = 5.0
-"""The drafts that a rate counts for against those just accepted: the fewer, the more they come in runs."""
-PRIOR = 6.0
-"""Drafts of all requests that a request's own are weighed against."""
-SAMPLES = 7
-"""Latest times that count, by their median: rounds that something else held up are outvoted."""
-ENOUGH = 2
-"""Times of a k before they are believed; the first may have been cold."""
-WARM_UP_ROUNDS = 4
-"""At the largest k, before anything else."""
-PATIENCE = 8
-"""Rounds in which plain ones seem better before one is run."""
-TIME_FIRST, TIME_EVERY = 8, 48
-"""Rounds with drafts before another k than the best is timed: at first, and from then on."""
-PROBE_EVERY, PROBE_SELDOM = 16, 256
-"""Rounds without drafts between two probes: at first, and after probes that changed nothing."""
-PROBE_LENGTH, PROBE_OUTCOMES = 2, 8
-"""A probe's k, and how many requests' rounds it is to try, at least."""
-PROBE_MEMORY = 16.0
-"""The drafts that earlier evidence counts for at a probe, at most, so that its outcome can overrule it."""
+DECAY = 0.96  # what earlier rounds weigh after one more, in acceptance
+STEADINESS = 5.0  # drafts that a rate counts for against those just accepted: fewer, and they come in runs
+PRIOR = 6.0  # drafts of all requests that a request's own are weighed against
+SAMPLES = 7  # latest times that count, by their median: rounds that something else held up are outvoted
+ENOUGH = 2  # times of a k before they are believed; the first may have been cold
+WARM_UP_ROUNDS = 4  # at the largest k, before anything else
+PATIENCE = 8  # rounds in which plain ones seem better before one is run
+TIME_FIRST, TIME_EVERY = 8, 48  # rounds with drafts before another k is timed: at first, from then on
+PROBE_EVERY, PROBE_SELDOM = 16, 256  # rounds without drafts between probes: at first, after vain ones
+PROBE_LENGTH, PROBE_OUTCOMES = 2, 8  # a probe's k, and how many requests' rounds it tries, at least
+PROBE_MEMORY = 16.0  # drafts that earlier evidence counts for at a probe, at most: it can be overruled
 LOST, FOUND, FOLLOWED = 0, 1, 2
-"""Whether lookup has no match in a text, has one, or its drafts were all accepted: text is being copied."""
+"""What lookup has of a text: no match, one, or one whose drafts were all accepted: text is being copied."""
 COPIED, PRIOR_COPIES = {FOUND: 0.4, FOLLOWED: 0.75}, 4.0
 """Share of lookup's drafts that is hoped for at first, and for how many rounds."""
 
@@ -96,64 +84,33 @@ class Acceptance:
         return (self.accepted + PRIOR * prior) / (self.tried + PRIOR)
 
 
-def _times() -> dict[int, deque[float]]:
+def _latest() -> dict[int, deque[float]]:
     return defaultdict(lambda: deque(maxlen=SAMPLES))
 
 
 @dataclass
 class RoundTimes:
-    """Rounds of about as many requests: the latest times in seconds, and when what is seldom run is run."""
+    """Rounds of about as many requests: the latest times in seconds, and when another k is tried."""
 
-    verify: dict[int, deque[float]] = field(default_factory=_times)
+    verify: dict[int, deque[float]] = field(default_factory=_latest)
     """By k."""
-    draft: dict[int, deque[float]] = field(default_factory=_times)
+    draft: dict[int, deque[float]] = field(default_factory=_latest)
     """By the number of draft forwards."""
     gaps: deque[float] = field(default_factory=lambda: deque([0.0], SAMPLES))
     """Between rounds: the least of them is what the host takes whatever k is, and writes no prompt."""
-    begun: bool = False
-    """Whether the first trials were ordered."""
-    trials: deque[int] = field(default_factory=deque)
-    """The k of the next rounds, to be measured."""
-    plain_best: int = 0
-    """Rounds in a row since which plain ones seem best."""
-    until_timing: int = TIME_FIRST
-    """Rounds with drafts before another k than the best is timed."""
-    turn: int = 0
-    since_probe: int = 0
+    begun: bool = False  # whether the first trials were ordered
+    trials: deque[int] = field(default_factory=deque)  # the k of the next rounds, to be measured
+    plain_best: int = 0  # rounds in a row since which plain ones seem best
+    until_timing: int = TIME_FIRST  # rounds with drafts before another k than the best is timed
+    timings: int = 0
+    until_probe: int = PROBE_EVERY  # rounds without drafts before some are tried
     probe_gap: int = PROBE_EVERY
 
-    def costs(self, maximum: int) -> list[float]:
-        """Seconds of a round at every k from 0 to `maximum`; of the first, in units of a verification."""
+    def costs(self, ks: Iterable[int], *, model: bool = True) -> dict[int, float]:
+        """Seconds of a round at each k, whose drafts a model makes or none; at first in verifications."""
+        always = max(min(self.gaps), 1e-9)  # a clock may say zero
         verify, draft = medians(self.verify) or {0: 1.0}, {0: 0.0, **medians(self.draft)}
-        return [self._always + _at(k, verify) + _at(k, draft) for k in range(maximum + 1)]
-
-    def cost_without_model(self, k: int) -> float:
-        """Seconds of a round at k whose drafts no model makes; units as of `costs`."""
-        after = medians(self.draft).get(0, 0.0)
-        return self._always + _at(k, medians(self.verify) or {0: 1.0}) + after
-
-    @property
-    def _always(self) -> float:
-        return max(min(self.gaps), 1e-9)  # a clock may say zero
-
-    def timing_is_due(self, best: int, choices: Sequence[int]) -> int | None:
-        """Count a round with drafts at the `best` k; another k, where one is to be timed now."""
-        self.since_probe, self.probe_gap = 0, PROBE_EVERY
-        self.until_timing -= 1
-        if self.until_timing > 0:
-            return None
-        at = choices.index(best)
-        others = list(dict.fromkeys((0, *choices[at + 1 : at + 2], choices[at - 1])))
-        self.turn, self.until_timing = self.turn + 1, TIME_EVERY
-        return others[(self.turn - 1) % len(others)]
-
-    def probe_is_due(self) -> bool:
-        """Count a round without drafts. Each probe costs a round of all: they become fewer."""
-        self.since_probe += 1
-        if self.since_probe < self.probe_gap:
-            return False
-        self.since_probe, self.probe_gap = 0, min(2 * self.probe_gap, PROBE_SELDOM)
-        return True
+        return {k: always + _at(k, verify) + _at(k if model else 0, draft) for k in ks}
 
 
 @dataclass
@@ -183,8 +140,9 @@ class DraftLength:
 
     def __post_init__(self) -> None:
         self.tiers = self.tiers or tuple(range(self.maximum + 1))
-        hopes = {trail: share * self.copying for trail, share in COPIED.items()}
-        self.copied = {trail: (PRIOR_COPIES * hope, PRIOR_COPIES) for trail, hope in hopes.items()}
+        self.copied = {
+            trail: (PRIOR_COPIES * share * self.copying, PRIOR_COPIES) for trail, share in COPIED.items()
+        }
 
     def attend(self, present: Sequence[tuple[Acceptance, int]]) -> None:
         """Say which requests take part from now on, and how many drafts each wants at most."""
@@ -197,43 +155,57 @@ class DraftLength:
         maximum = min((k for k in self.tiers if k >= wanted), default=self.maximum)
         times = self.times
         if not self.adaptive or maximum == 0:
-            return maximum or (self._copying_k(1.0 / times.costs(0)[0]) if self.copying else 0)
+            return maximum or (self._copying_k(1.0 / times.costs([0])[0]) if self.copying else 0)
         if not times.begun:
             times.begun, first = True, not any(load.verify for load in self.by_load.values())
             times.trials.extend([self.maximum] * WARM_UP_ROUNDS if first else [self._probe_k] * ENOUGH)
-        if times.trials:
-            return min(times.trials.popleft(), maximum)
-        worth = self._tokens_a_second(maximum)
-        best = max(worth, key=worth.__getitem__)
-        times.plain_best = 0 if best else times.plain_best + 1
-        if not best and times.plain_best <= PATIENCE:
-            best = max(list(worth)[1:], key=worth.__getitem__)
-        if best and (other := times.timing_is_due(best, list(worth))) is not None:
-            times.trials.extend([other] * ENOUGH)
-        elif not best and times.probe_is_due():
-            self._fade(PROBE_MEMORY / max(self.everyone.tried, PROBE_MEMORY))
-            able = sum(most > 0 for _, most in self.present) or 1
-            times.trials.extend([self._probe_k] * -(-PROBE_OUTCOMES // able))
-        if times.trials:
-            return min(times.trials.popleft(), maximum)
-        return self._copying_k(worth[best]) or best
+        if not times.trials:
+            speeds = self._tokens_a_second(maximum)
+            best = max(speeds, key=speeds.__getitem__)
+            times.plain_best = 0 if best else times.plain_best + 1
+            if not best and times.plain_best <= PATIENCE:
+                best = max(list(speeds)[1:], key=speeds.__getitem__)
+            self._order_trials(best, list(speeds))
+            if not times.trials:
+                return self._copying_k(speeds[best]) or best
+        return min(times.trials.popleft(), maximum)
 
     def _tokens_a_second(self, maximum: int) -> dict[int, float]:
         """What a round brings, by the values of k up to `maximum`."""
         rate = self.rate
         rates = [one.rate(rate) for one, _ in self.present] or [rate]
         tokens = expected_tokens(rates, [most for _, most in self.present] or [maximum], maximum)
-        costs = self.times.costs(maximum)
-        return {k: tokens[k] / costs[k] for k in self.tiers if k <= maximum}
+        costs = self.times.costs(k for k in self.tiers if k <= maximum)
+        return {k: tokens[k] / cost for k, cost in costs.items()}
 
-    def _copying_k(self, worth: float) -> int:
-        """k of a round of lookup alone, where that is worth more than the best other one; else 0."""
+    def _order_trials(self, best: int, choices: list[int]) -> None:
+        """Have another k than the best run next where that is due: 0 and neighbours in turn, or a probe."""
+        times = self.times
+        if best:
+            times.until_probe = times.probe_gap = PROBE_EVERY
+            times.until_timing -= 1
+            if times.until_timing <= 0:
+                at = choices.index(best)
+                others = list(dict.fromkeys((0, *choices[at + 1 : at + 2], choices[at - 1])))
+                times.trials.extend([others[times.timings % len(others)]] * ENOUGH)
+                times.timings, times.until_timing = times.timings + 1, TIME_EVERY
+            return
+        times.until_probe -= 1
+        if times.until_probe <= 0:  # each probe costs a round of all: they become fewer
+            times.until_probe = times.probe_gap = min(2 * times.probe_gap, PROBE_SELDOM)
+            self._fade(PROBE_MEMORY / max(self.everyone.tried, PROBE_MEMORY))
+            able = sum(most > 0 for _, most in self.present) or 1
+            times.trials.extend([self._probe_k] * -(-PROBE_OUTCOMES // able))
+
+    def _copying_k(self, speed: float) -> int:
+        """k of a round of lookup alone, where that brings more than `speed` tokens a second; else 0."""
         trails = [one.trail for one, most in self.present if one.trail and most > self.maximum]
         if not self.copying or not trails:
             return 0
         hopes = {trail: accepted / rounds for trail, (accepted, rounds) in self.copied.items()}
         tokens = 1.0 + sum(hopes[trail] for trail in trails) / len(self.present)
-        return self.copying if tokens / self.times.cost_without_model(self.copying) > worth else 0
+        cost = self.times.costs([self.copying], model=False)[self.copying]
+        return self.copying if tokens / cost > speed else 0
 
     @property
     def rate(self) -> float:
