@@ -195,7 +195,7 @@ class Batch:
             return True
 
         with ticker:
-            for events in drive(self.engine, fill, self._short):
+            for events in drive(self.engine.step, fill, self._short):
                 for event in events:
                     self._take(event)
                 with guard.hold():

@@ -40,7 +40,7 @@ class Delivery:
     def run(self, guard: SignalGuard) -> None:
         """Decode to the end. Raises Interrupted between writes, never inside one."""
         self.engine.add(self.request)
-        for events in drive(self.engine, lambda: self.engine.has_work):
+        for events in drive(self.engine.step, lambda: self.engine.has_work):
             for event in events:
                 with guard.hold():
                     self._take(event)

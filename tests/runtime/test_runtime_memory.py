@@ -22,7 +22,7 @@ from spd.formats.model_config import ModelConfig, read_model_config
 from spd.kernels.attention.paged_attention import KV_BLOCK
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams, make_plan
 from spd.runtime.engine import assembly
-from spd.runtime.engine.out_of_memory import explained
+from spd.runtime.engine.device_side import memory_refusal
 from spd.runtime.models import family_layout
 from spd.runtime.models.weight_form import WeightForm
 from spd.runtime.models.weights import expected_tensors
@@ -455,7 +455,7 @@ def test_no_memory_while_capturing(tiny: Shelf) -> None:
 def test_capturing_can_be_done_without(tiny: Shelf) -> None:
     plan = make_plan(EngineConfig(model=tiny("qwen3"), slots=2))
     plan = replace(plan, shape=replace(plan.shape, graphs=True, on_cpu=False), device="cuda")
-    error = explained(OutOfMemory("capturing a round", "no room"), plan, "running")
+    error = memory_refusal(OutOfMemory("capturing a round", "no room"), plan, "running")
     assert error.message == "out of memory on cuda while capturing a round" and error.reason[0] == "no room"
     assert "--graphs off  (frees 0.50 GiB)" in error.fix
 

@@ -9,7 +9,6 @@ import torch
 
 from spd.formats.folder import ModelFolder
 from spd.formats.hub import own_cache
-from spd.formats.model_config import ModelConfig
 from spd.kernels.dispatch import Kernels, load_kernels
 from spd.runtime.load.loader import Head, load_model
 from spd.runtime.load.progress import LoadMeter, Progress
@@ -122,11 +121,7 @@ def _meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
 
 
 def assemble(
-    plan: EnginePlan,
-    config: ModelConfig,
-    usable_vocab: int,
-    progress: Progress | None = None,
-    ranks: Ranks | None = None,
+    plan: EnginePlan, usable_vocab: int, progress: Progress | None = None, ranks: Ranks | None = None
 ) -> Assembly:
     """Load and allocate everything that the plan names, or this rank's part of it.
 
@@ -147,7 +142,7 @@ def assemble(
     assert isinstance(runner.model, Decoder)
     drafters = _drafters(plan, place, runner.model, usable_vocab, apart, meter)
     state = RoundState(shape.slots, shape.ctx, shape.draft_max, pages_a_slot(shape.ctx), plan.device)
-    sampler = Sampler(state, config.vocab_size, usable_vocab, kernels)
+    sampler = Sampler(state, plan.model.config.vocab_size, usable_vocab, kernels)
     proposer = build_proposer(plan, kernels, state, sampler, drafters)
     if plan.wishes.verify != "coupled" and proposer is not None and proposer.draws:
         sampler.keep_draft_laws()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
 
-from spd.runtime.engine.driver import EngineThread, Gathered
+from spd.runtime.engine.driver import Answer, EngineThread, Gathered
 from spd.runtime.engine.engine import Engine
 from spd.runtime.engine.request import Completion, Event, Request
 from spd.runtime.load.progress import Progress
@@ -14,7 +14,7 @@ from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import SamplingParams
 from spd.runtime.round.transfer import use_device
 
-_Stream = tuple[asyncio.AbstractEventLoop, "asyncio.Queue[Event | BaseException | None]"]
+_Stream = tuple[asyncio.AbstractEventLoop, "asyncio.Queue[Answer]"]
 
 
 class AsyncEngine:
@@ -67,7 +67,7 @@ class AsyncEngine:
         """
         stream: _Stream = asyncio.get_running_loop(), asyncio.Queue()
 
-        def listener(message: Event | BaseException | None) -> None:
+        def listener(message: Answer) -> None:
             _tell(stream, message)
 
         self._thread.submit(request, listener)
@@ -91,7 +91,7 @@ class AsyncEngine:
         return gathered.completion(request.id, self.engine.metrics(request.id))
 
 
-def _tell(stream: _Stream, message: Event | BaseException | None) -> None:
+def _tell(stream: _Stream, message: Answer) -> None:
     loop, events = stream
     with suppress(RuntimeError):  # its loop is closed: nothing listens any more
         loop.call_soon_threadsafe(events.put_nowait, message)

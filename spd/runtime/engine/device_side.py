@@ -7,41 +7,26 @@ depend on what only one rank knows.
 from __future__ import annotations
 
 from collections.abc import Sequence as Listed
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from spd.errors import ResourceError
 from spd.formats.model_config import ModelConfig
 from spd.runtime.engine.assembly import Assembly, assemble
-from spd.runtime.engine.out_of_memory import explained
+from spd.runtime.engine.request import Request
 from spd.runtime.engine.sequence import Sequence
 from spd.runtime.load.progress import Progress
+from spd.runtime.plan.memory import remedies, show_size
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.round.graphs import RoundShape
 from spd.runtime.round.limits import PAGE_SIZE, mask_width
-from spd.runtime.round.out_of_memory import OutOfMemory, is_out_of_memory, let_go
+from spd.runtime.round.out_of_memory import OutOfMemory, first_line, is_out_of_memory, let_go
 from spd.runtime.round.round_queue import RoundResult, Ticket
 from spd.runtime.round.rows import EMPTY_SLOT, PromptPart, SlotView, filled_rows
-from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.spans import Run
 from spd.runtime.round.transfer import to_device
-
-
-class Placement(NamedTuple):
-    """A sequence that enters a slot: all that its row is made of."""
-
-    slot: int
-    tokens: list[int]
-    prompt: int
-    """How many of the tokens are its prompt."""
-    params: SamplingParams
-    length_limit: int
-    stop_ids: tuple[int, ...]
-    draft_max: int | None
-    prefilled: int
-    """Positions that its pages hold already."""
-    pages: list[int]
 
 
 class DeviceSide:
@@ -56,32 +41,40 @@ class DeviceSide:
 
     # -- slots -----------------------------------------------------------------------------------
 
-    def place(self, new: Placement) -> None:
-        """Write the row of a sequence that enters a slot; it stays silent."""
-        slot, proposer = new.slot, self.parts.proposer
-        if new.prefilled and proposer is not None and proposer.captures:
+    def place(
+        self,
+        slot: int,
+        request: Request,
+        generated: list[int],
+        length_limit: int,
+        stop_ids: tuple[int, ...],
+        prefilled: int,
+        pages: list[int],
+    ) -> None:
+        """Write the row of a request that enters a slot, silent for now; `generated`: before a preemption.
+
+        Its pages hold `prefilled` positions already.
+        """
+        parts, params, prompt = self.parts, request.params, len(request.prompt_ids)
+        if prefilled and parts.proposer is not None and parts.proposer.captures:
             self._flush()  # it wants what is kept of the pages that the slot begins with
-        self._ids = to_device(new.tokens, torch.long, self.plan.device)
-        self.parts.state.admit(
+        self._ids = ids = to_device([*request.prompt_ids, *generated], torch.long, self.plan.device)
+        parts.state.admit(
             slot,
-            self._ids,
-            new.length_limit,
-            new.prompt + new.params.min_tokens,
-            new.stop_ids,
+            ids,
+            length_limit,
+            prompt + params.min_tokens,
+            stop_ids,
             self.plan.shape.draft_ctx,
-            new.draft_max,
+            request.draft_max,
             active=False,
         )
-        self.parts.sampler.admit(slot, new.params, self._ids[: new.prompt], self._ids[new.prompt :])
-        if proposer is not None:
-            proposer.admit(slot, new.prefilled, SlotView(len(new.tokens), new.pages))
-        self._upload_pages(slot, new.pages)
+        parts.sampler.admit(slot, params, ids[:prompt], ids[prompt:])
+        if parts.proposer is not None:
+            parts.proposer.admit(slot, prefilled, SlotView(len(ids), pages))
 
     def show_pages(self, slot: int, pages: list[int]) -> None:
         """Upload a slot's page numbers."""
-        self._upload_pages(slot, pages)
-
-    def _upload_pages(self, slot: int, pages: list[int]) -> None:
         table = self.parts.state.page_table
         table[slot] = self.parts.runner.page_row(pages, table.shape[1])
 
@@ -148,7 +141,8 @@ class DeviceSide:
     ) -> Ticket:
         """Enqueue one round; see `Round.run`."""
         self.parts.threads.follow()
-        self._flush()
+        if self._unwritten:
+            self._flush()
         return self.parts.queue.launch(k, views, needs, num_logprobs, next_k)
 
     def capture(self, shape: RoundShape) -> bool:
@@ -159,7 +153,7 @@ class DeviceSide:
             captured.capture(shape, [EMPTY_SLOT] * self.plan.shape.slots)
         except OutOfMemory as error:
             if self.plan.shape.tp > 1:
-                raise explained(error, self.plan, "running") from None
+                raise memory_refusal(error, self.plan, "running") from None
             captured.captured.clear()
             captured.pool, captured.lazily = None, True
             let_go(error)
@@ -194,18 +188,15 @@ class SlotWriter:
         """Write the row of a sequence that was given a slot; it stays silent until it is prefilled."""
         sequence.placed = True
         self.device.place(
-            Placement(
-                sequence.slot,
-                sequence.tokens(),
-                len(sequence.request.prompt_ids),
-                sequence.request.params,
-                sequence.length_limit,
-                sequence.stop_ids,
-                sequence.request.draft_max,
-                sequence.prefilled,
-                sequence.pages,
-            )
+            sequence.slot,
+            sequence.request,
+            sequence.generated,
+            sequence.length_limit,
+            sequence.stop_ids,
+            sequence.prefilled,
+            sequence.pages,
         )
+        self.device.show_pages(sequence.slot, sequence.pages)
 
     def prefill(self, sequence: Sequence, runs: Listed[Run]) -> int:
         """Enqueue the next pass over the prompt, at most one chunk; returns where it ended."""
@@ -263,4 +254,20 @@ def open_device(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise explained(error, plan, "loading") from None
+        raise memory_refusal(error, plan, "loading") from None
+
+
+def memory_refusal(error: BaseException, plan: EnginePlan, phase: str) -> ResourceError:
+    """The refusal where memory ran out: what the plan counted, and what would free how much of it.
+
+    An OutOfMemory knows the phase better than the caller.
+    """
+    let_go(error)
+    asked = plan.drafting_model is not None and plan.drafter.reason == "asked for"
+    counted = f"the plan counted {show_size(plan.need.total)}: {plan.need.words()}"
+    return ResourceError(
+        f"out of memory on {plan.device} while {getattr(error, 'phase', phase)}",
+        reason=[line for line in (first_line(error), counted) if line],
+        fix=[*(each.words() for each in remedies(plan.shape, None, asked)), "end what else uses this memory"],
+        code="out_of_memory",
+    )

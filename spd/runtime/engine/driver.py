@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 from spd.errors import EngineError, ResourceError
 from spd.runtime.engine.metrics import RequestMetrics
@@ -25,18 +25,12 @@ if TYPE_CHECKING:
     from spd.runtime.round.sampling_params import SamplingParams
 
 
-class Steps(Protocol):
-    """As much of an engine as the loop needs."""
-
-    def step(self) -> list[Event]:
-        """Go on by one round."""
-        ...
-
-
 def drive(
-    engine: Steps, go_on: Callable[[], bool], short: Callable[[ResourceError], None] | None = None
+    step: Callable[[], list[Event]],
+    go_on: Callable[[], bool],
+    short: Callable[[ResourceError], None] | None = None,
 ) -> Iterator[list[Event]]:
-    """The events of each step, for as long as `go_on` says so.
+    """The events of each step of an engine, for as long as `go_on` says so.
 
     It is called before each step, adds and aborts requests, and waits where there is nothing to do. `short`
     is told where memory ran out: what ran then ends with an error, what waits goes on. Raises what `step`
@@ -44,7 +38,7 @@ def drive(
     """
     while go_on():
         try:
-            events = engine.step()
+            events = step()
         except ResourceError as error:
             if short is None:
                 raise
@@ -95,13 +89,10 @@ class Gathered:
         )
 
 
-Listener = Callable[["Event | BaseException | None"], None]
-"""Hears of one order, in the engine's thread: events, or an error, or None where it was carried out."""
-
-
-class _Order(NamedTuple):
-    act: Callable[[Engine], None]
-    listener: Listener
+Answer = Event | BaseException | None
+"""What comes of an order: events, or an error, or None where it was carried out."""
+Listener = Callable[[Answer], None]
+"""Hears of one order, in the engine's thread."""
 
 
 class LoadingStopped(Exception):
@@ -131,7 +122,10 @@ class EngineThread:
         self._build, self._expected, self._on_ready, self._goes_on = build, expected, on_ready, goes_on
         self._engine: Engine | None = None
         self._ready, self._leave = threading.Event(), threading.Event()
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Callable[[Engine], None], Listener] | None] = (
+            queue.SimpleQueue()
+        )
+        """What to do with the engine, and what hears of it; None ends the thread."""
         self._lock = threading.Lock()
         """Held while an order is placed, and while the end of all orders is declared."""
         self._ended: BaseException | None = None
@@ -196,12 +190,12 @@ class EngineThread:
         with self._lock:
             if self._ended is not None:
                 raise self._ended
-            self._orders.put(_Order(act, listener))
+            self._orders.put((act, listener))
 
     def run(self, request: Request) -> Iterator[Event]:
         """Decode one request to its end, or to where `stop` cut it. Raises what the engine raised."""
         self.engine()
-        answers: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+        answers = queue.SimpleQueue[Answer]()
         reason: str | None = None
         self._stopped = False
         self.submit(request, answers.put)
@@ -222,10 +216,10 @@ class EngineThread:
     def call(self, work: Callable[[Engine], None]) -> None:
         """Have the engine's thread do something with the idle engine, and wait. Raises what it raises."""
         self.engine()
-        answers: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+        answers = queue.SimpleQueue[Answer]()
 
         def act(engine: Engine) -> None:
-            for events in drive(engine, lambda: engine.has_work and not self._broken):
+            for events in drive(engine.step, lambda: engine.has_work and not self._broken):
                 self._deliver(events)
             work(engine)
             answers.put(None)
@@ -233,7 +227,7 @@ class EngineThread:
         self._place(act, answers.put)
         self._answer(answers)
 
-    def _answer(self, answers: queue.SimpleQueue[Event | BaseException | None]) -> Event | None:
+    def _answer(self, answers: queue.SimpleQueue[Answer]) -> Event | None:
         while True:
             with suppress(queue.Empty):
                 answer = answers.get(timeout=1.0)
@@ -248,7 +242,7 @@ class EngineThread:
         """End the request of `run` after the round that is under way."""
         self._stopped = True
         if (name := self._current) is not None:
-            self._orders.put(_Order(lambda engine: engine.abort(name), lambda _: None))
+            self._orders.put((lambda engine: engine.abort(name), lambda _: None))
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """A request's counters; all zero if it never began, or the engine was let go of."""
@@ -279,7 +273,7 @@ class EngineThread:
         self._tell_all(ended)
         while not self._orders.empty():
             if (order := self._orders.get()) is not None:
-                order.listener(ended)
+                order[1](ended)
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -289,7 +283,7 @@ class EngineThread:
         """Carry out orders until there are no more; why there are none."""
         while True:
             try:
-                for events in drive(engine, partial(self._take_orders, engine)):
+                for events in drive(engine.step, partial(self._take_orders, engine)):
                     self._deliver(events)
                 return EngineError("the engine was closed")
             except BaseException as error:
@@ -312,17 +306,17 @@ class EngineThread:
                 return True
             if order is None:
                 return False
+            act, listener = order
             try:
-                order.act(engine)
+                act(engine)
             except BaseException as error:
-                order.listener(error)
+                listener(error)
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
-            listener = self._listeners.get(event.request_id)
-            if listener is not None:
-                if event.finish_reason is not None:
-                    del self._listeners[event.request_id]
+            goes_on = event.finish_reason is None
+            find = self._listeners.get if goes_on else self._listeners.pop
+            if (listener := find(event.request_id, None)) is not None:
                 listener(event)
 
     def _tell_all(self, error: BaseException) -> None:

@@ -19,13 +19,12 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.tokenizer import Tokenizer
 from spd.kernels.round.commit import ACCEPTED, MATCH, NUM_DRAFTS
 from spd.runtime.engine.assembly import Assembly
-from spd.runtime.engine.device_side import SlotWriter, open_device
+from spd.runtime.engine.device_side import SlotWriter, memory_refusal, open_device
 from spd.runtime.engine.draft_length import DraftLength, medians
 from spd.runtime.engine.driver import Gathered, drive
 from spd.runtime.engine.emission import event_of, record_of
 from spd.runtime.engine.grammar import GrammarError
 from spd.runtime.engine.metrics import EngineMetrics, RequestMetrics, RoundRecord
-from spd.runtime.engine.out_of_memory import explained
 from spd.runtime.engine.page_table import PageTable
 from spd.runtime.engine.request import Completion, Event, Request
 from spd.runtime.engine.request_checks import RequestChecks
@@ -54,16 +53,6 @@ class Members:
     logprobs: int | None = None
     """The most log-probabilities that any wants; None where none wants some."""
 
-    @staticmethod
-    def of(sequences: list[Sequence], epochs: tuple[int, ...]) -> Members:
-        """What those sequences, whose epochs these are, come to."""
-        wanted = [sequence.request.params.logprobs for sequence in sequences]
-        return Members(
-            epochs,
-            reduce(or_, (sequence.needs for sequence in sequences), SamplerClass()),
-            max((one for one in wanted if one is not None), default=None),
-        )
-
 
 class Engine:
     """Runs requests over one model; see `EngineConfig` for what can be asked.
@@ -88,18 +77,17 @@ class Engine:
         self.config = config
         self.plan = plan = make_plan(config)
         self.model_config: ModelConfig = plan.model.config
-        self._checks = RequestChecks(self.plan)
+        self._checks = RequestChecks(plan)
         self.tokenizer: Tokenizer | None = self._checks.tokenizer
         self.eos_ids, self.usable_vocab = self._checks.eos_ids, self._checks.usable_vocab
         self._device = open_device(plan, self.model_config, self.usable_vocab, progress, config.rendezvous)
         self._parts: Assembly = self._device.parts
-        self._pages = PageTable(self.plan.shape.num_pages)
-        block = self._parts.pages_per_block
+        self._pages = PageTable(plan.shape.num_pages)
         self._scheduler = Scheduler(
             plan.shape.slots,
             self._pages,
             PAGE_SIZE,
-            block,
+            self._parts.pages_per_block,
             plan.shape.ctx,
             sharing=plan.wishes.prefix_sharing,
         )
@@ -200,7 +188,7 @@ class Engine:
             return more or bool(open_ids) or bool(self._in_flight and not self._scheduler.ids())
 
         try:
-            for events in drive(self, fill):
+            for events in drive(self.step, fill):
                 self._ready[:0] = [event for event in events if event.request_id not in open_ids]
                 for event in [event for event in events if event.request_id in open_ids]:
                     if event.finish_reason is not None:
@@ -246,7 +234,8 @@ class Engine:
     def step(self) -> list[Event]:
         """Admit and prefill, enqueue one round, read those that are due."""
         try:
-            self._prefill()
+            if self._scheduler.waiting or self._scheduler.prefilling:
+                self._prefill()
             launched = self._enqueue()
             while self._in_flight and (len(self._in_flight) > self.plan.lag or not launched):
                 self._read_oldest()
@@ -255,7 +244,7 @@ class Engine:
                 if self._device.owes:
                     self._fail_running("writing a prompt broke off")
                 raise
-            refusal = explained(error, self.plan, "running")
+            refusal = memory_refusal(error, self.plan, "running")
             self._fail_running("memory ran out")
             raise refusal from None
         events, self._ready = self._ready, []
@@ -310,38 +299,35 @@ class Engine:
         What is on its way is read first: it may end a sequence, and bounds become lengths. Returns those
         still there or ready meanwhile, and what the round may reach of each.
         """
-        scheduler, size = self._scheduler, PAGE_SIZE
+        scheduler, ctx = self._scheduler, self.plan.shape.ctx
         while True:
-            reaches = [min(sequence.bound + rows, self.plan.shape.ctx) for sequence in live]
-            short = [s for s, reach in zip(live, reaches, strict=True) if len(s.pages) * size < reach]
-            if not short:
+            reaches = [min(sequence.bound + rows, ctx) for sequence in live]
+            short = [s for s, reach in zip(live, reaches, strict=True) if len(s.pages) * PAGE_SIZE < reach]
+            for sequence in sorted(short, key=attrgetter("epoch")):
+                if not scheduler.grow(sequence, sequence.bound + rows):
+                    break
+                self._device.show_pages(sequence.slot, sequence.pages)
+            else:
                 return live, reaches
-            if not self._grow(short, rows):
-                if self._in_flight:
-                    self._read_oldest()
-                else:
-                    last = scheduler.last_to_come()
-                    assert last is not None
-                    self._slots.vacate(last, scheduler.running())
-                    scheduler.preempt(last)
-                live = scheduler.decoding()
-
-    def _grow(self, short: list[Sequence], rows: int) -> bool:
-        """Give pages for `rows` more positions, oldest first; False where they ran out."""
-        for sequence in sorted(short, key=attrgetter("epoch")):
-            if not self._scheduler.grow(sequence, sequence.bound + rows):
-                return False
-            self._device.show_pages(sequence.slot, sequence.pages)
-        return True
+            if self._in_flight:
+                self._read_oldest()
+            else:
+                last = scheduler.last_to_come()
+                assert last is not None
+                self._slots.vacate(last, scheduler.running())
+                scheduler.preempt(last)
+            live = scheduler.decoding()
 
     def _gather(self, live: list[Sequence]) -> Members:
         """The sequences of a round and what follows from them, told anew only where one came or went."""
         by_slot = [0] * self.plan.shape.slots
         for sequence in live:
             by_slot[sequence.slot] = sequence.epoch
-        epochs = tuple(by_slot)
-        if epochs != self._members.epochs:
-            self._members, most = Members.of(live, epochs), self.plan.shape.draft_max
+        if (epochs := tuple(by_slot)) != self._members.epochs:
+            needs = reduce(or_, (sequence.needs for sequence in live), SamplerClass())
+            wanted = (sequence.request.params.logprobs for sequence in live)
+            logprobs = max((one for one in wanted if one is not None), default=None)
+            self._members, most = Members(epochs, needs, logprobs), self.plan.shape.draft_max
             self._draft_length.attend([(s.acceptance, s.draft_cap(most)) for s in live])
         return self._members
 
@@ -392,7 +378,7 @@ class Engine:
         if sequence.drafted_for and self.plan.adaptive:
             own, match = sequence.acceptance, row[MATCH]
             self._draft_length.observe(result.k, row[NUM_DRAFTS], row[ACCEPTED], own, match)
-        sequence.drafted_for = sequence.draft_cap(1) > 0
+        sequence.drafted_for = sequence.request.draft_max != 0
         if self.trace is not None:
             other = self._parts.threads.other_load
             self.trace(record_of(sequence, row, result, event.token_ids, self.plan, other))

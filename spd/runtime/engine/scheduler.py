@@ -7,7 +7,7 @@ tokens stay, and its cache is written again by the same programs. So the first o
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence as Listed
 
 from spd.errors import UsageError
@@ -38,9 +38,8 @@ class Scheduler:
         self.preemptions = 0
         self._by_id: dict[str, Sequence] = {}
         self._epoch = 0
-        self._launched = self._read = 0
-        self._limbo: deque[tuple[int, list[int]]] = deque()
-        """Pages given up while a round that may touch them was on its way, and that round's number."""
+        self._given_up: deque[list[int]] = deque()
+        """Of each round on its way, oldest first: pages that it may touch, and that are free afterwards."""
         self._unconfirmed: list[int] = []
         """Pages shown to others before what writes them has been enqueued."""
 
@@ -95,10 +94,10 @@ class Scheduler:
         The latter only with a free slot and pages for all its tokens and `lookahead` more.
         """
         if self.prefilling is None and self.waiting:
-            slot = next((i for i, occupant in enumerate(self.slots) if occupant is None), None)
             sequence = self.waiting[0]
-            if slot is not None and self._take_pages(sequence, lookahead):
+            if None in self.slots and self._take_pages(sequence, lookahead):
                 self.waiting.popleft()
+                slot = self.slots.index(None)
                 sequence.slot, sequence.epoch = slot, self.next_epoch()
                 sequence.placed = False
                 self.slots[slot] = self.prefilling = sequence
@@ -156,9 +155,8 @@ class Scheduler:
         """
         first = sequence.prefilled // self.page_size
         sequence.prefilled = end
-        for page, digest in list(zip(sequence.pages, sequence.hashes, strict=False))[
-            first : end // self.page_size
-        ]:
+        last = end // self.page_size
+        for page, digest in zip(sequence.pages[first:last], sequence.hashes[first:last], strict=False):
             self.pages.publish(page, digest)
             self._unconfirmed.append(page)
         if end == sequence.prefill_end:
@@ -228,37 +226,33 @@ class Scheduler:
         if sequence is self.prefilling:
             self.prefilling = None
         # Last page first: the end of a chain is of no use without its beginning.
-        self._limbo.append((self._launched, sequence.pages[::-1]))
-        sequence.pages = []
+        pages, sequence.pages = sequence.pages[::-1], []
         self.slots[sequence.slot] = None
-        self._leave_limbo()
+        if self._given_up:
+            self._given_up[-1] += pages
+        else:
+            self.pages.release(pages)
 
     def launched(self) -> None:
         """A round was enqueued."""
-        self._launched += 1
+        self._given_up.append([])
 
     def read(self) -> None:
-        """The oldest round on its way has run: nothing before it can touch a page any more."""
-        self._read += 1
-        self._leave_limbo()
+        """The oldest round on its way has run: it touches no page any more."""
+        if pages := self._given_up.popleft():
+            self.pages.release(pages)
 
     def drop_rounds(self) -> None:
         """No round is on its way any more: what was enqueued broke off."""
-        self._read = self._launched
-        self._leave_limbo()
-
-    def _leave_limbo(self) -> None:
-        while self._limbo and self._limbo[0][0] <= self._read:
-            self.pages.release(self._limbo.popleft()[1])
+        while self._given_up:
+            self.read()
 
     def check(self) -> None:
         """Assert that every page has exactly the owners that it counts, and only one that may write to it."""
         self.pages.check()
-        owners: dict[int, int] = {}
-        lists = [sequence.pages for sequence in self.running()] + [pages for _, pages in self._limbo]
-        for pages in lists:
-            for page in pages:
-                owners[page] = owners.get(page, 0) + 1
+        owners = Counter[int]()
+        for pages in (*(sequence.pages for sequence in self.running()), *self._given_up):
+            owners.update(pages)
         assert owners == self.pages.users(), "a page has no owner, or an unknown one"
         for sequence in self.running():
             written = sequence.prefill_end if sequence is not self.prefilling else sequence.prefilled

@@ -132,7 +132,7 @@ def run_pass(
         return False
 
     try:
-        for events in drive(engine, add_due):
+        for events in drive(engine.step, add_due):
             for event in events:
                 timelines[event.request_id].take(event)
                 if event.finish_reason is not None:
