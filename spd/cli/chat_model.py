@@ -116,7 +116,7 @@ class ChatModel:
     def _load_now(self, on_ready: Callable[[], None]) -> None:
         self.start(lambda: None)
         with loading(f"loading {self.name}", self._console) as display:
-            while not self.thread.wait(0.1):
+            while not self.thread.ready.wait(0.1):
                 if display is not None and self.thread.progress is not None:
                     display(self.thread.progress)
         self.thread.engine()
@@ -211,7 +211,7 @@ class ChatModel:
     @property
     def is_loaded(self) -> bool:
         """Whether the engine is there."""
-        return self.thread.is_ready and self.thread.failure is None
+        return self.thread.ready.is_set() and self.thread.failure is None
 
     def loading_words(self) -> str:
         """How far loading is."""

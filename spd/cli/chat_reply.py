@@ -105,10 +105,10 @@ def _settled(conversation: Conversation, turn: Turn, gathered: _Reply, seed: int
 
 def _wait(session: Session, model: ChatModel, gathered: _Reply) -> None:
     """Wait until the model is loaded, showing how far it is."""
-    if model.thread.is_ready:
+    if model.thread.ready.is_set():
         return
     with loading(f"loading {model.name}", session.console) as display:
-        while not model.thread.wait(0.1) and not gathered.stopped:
+        while not model.thread.ready.wait(0.1) and not gathered.stopped:
             session.guard.check()
             if display is not None and model.thread.progress is not None:
                 display(model.thread.progress)

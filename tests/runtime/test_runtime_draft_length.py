@@ -106,7 +106,7 @@ def test_dear_drafts_are_given_up() -> None:
 
 def test_k_follows_the_measured_cost_of_verification() -> None:
     """Rows are cheap up to two and dear beyond: k stays there although nearly all would be accepted."""
-    length = DraftLength(8, adaptive=True, everyone=Acceptance(9.5, 10.0), times=RoundTimes(begun=True))
+    length = DraftLength(8, adaptive=True, overall=Acceptance(9.5, 10.0), times=RoundTimes(begun=True))
     assert length.choose() == 8
     for k in range(9):
         for _ in range(ENOUGH):
@@ -128,10 +128,10 @@ def test_what_comes_after_a_plain_verification_counts() -> None:
 
 def test_the_rate_is_conditional() -> None:
     """Drafts after the first rejected one say nothing: one failure a round, not k."""
-    length = DraftLength(8, adaptive=True, everyone=Acceptance(5.0, 10.0))
+    length = DraftLength(8, adaptive=True, overall=Acceptance(5.0, 10.0))
 
     def told(accepted: float, tried: float) -> None:
-        assert (length.everyone.accepted, length.everyone.tried) == pytest.approx((accepted, tried))
+        assert (length.overall.accepted, length.overall.tried) == pytest.approx((accepted, tried))
 
     length.observe(8, 8, 0)
     told(5, 11)
@@ -152,7 +152,7 @@ def test_what_is_expected_is_what_comes(k: int, rate: float) -> None:
 
     10,000 rounds; a false alarm is rarer than 1e-6: 5 standard errors of at most 0.5 / sqrt(10,000).
     """
-    source, length = random.Random(k), DraftLength(k, adaptive=True, everyone=Acceptance(0.0, 0.0))
+    source, length = random.Random(k), DraftLength(k, adaptive=True, overall=Acceptance(0.0, 0.0))
     for _ in range(10_000):
         accepted = next((a for a in range(k) if source.random() >= chance_of_next(rate, a)), k)
         length.observe(k, k, accepted)
@@ -178,9 +178,9 @@ def test_a_rounds_slots_weigh_together() -> None:
 def test_a_round_without_drafts_keeps_the_evidence() -> None:
     length = DraftLength(4, adaptive=True)
     length.observe_cost(0, 0.01, 0.0, 0)
-    assert (length.everyone.accepted, length.everyone.tried) == (7, 10)
+    assert (length.overall.accepted, length.overall.tried) == (7, 10)
     length.observe_cost(4, 0.01, 0.0, 0)
-    assert (length.everyone.accepted, length.everyone.tried) == pytest.approx((7 * DECAY, 10 * DECAY))
+    assert (length.overall.accepted, length.overall.tried) == pytest.approx((7 * DECAY, 10 * DECAY))
 
 
 def test_a_probe_can_overrule_what_was_seen() -> None:
@@ -189,7 +189,7 @@ def test_a_probe_can_overrule_what_was_seen() -> None:
     assert length.rate < 0.1
     while not length.choose():
         length.observe_cost(0, 0.01, 0.0, 0)
-    assert 0.9 * PROBE_MEMORY < length.everyone.tried <= PROBE_MEMORY, "nor is it forgotten"
+    assert 0.9 * PROBE_MEMORY < length.overall.tried <= PROBE_MEMORY, "nor is it forgotten"
     for _ in range(4):
         length.observe(2, 2, 2)
     assert length.rate > 0.3
@@ -224,10 +224,10 @@ def test_a_few_bad_rounds_are_drafted_through() -> None:
     for rate in (0.1, 0.9) * 10:
         chosen = []
         for _ in range(PATIENCE):
-            length.everyone = Acceptance(20 * rate, 20.0)
+            length.overall = Acceptance(20 * rate, 20.0)
             chosen.append(length.choose())
         assert chosen.count(0) <= ENOUGH, "but where it is timed"
-    length.everyone = Acceptance(2, 20)
+    length.overall = Acceptance(2, 20)
     assert not [length.choose() for _ in range(2 * PATIENCE)][-1]
 
 

@@ -88,7 +88,7 @@ class DeviceSide:
         self._unwritten.append(part)
 
     @property
-    def owes(self) -> bool:
+    def has_unwritten(self) -> bool:
         """Whether anything is still to be written of prompts."""
         return bool(self._unwritten)
 

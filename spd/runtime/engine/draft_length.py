@@ -29,9 +29,9 @@ TIME_FIRST, TIME_EVERY = 8, 48  # rounds with drafts before another k is timed: 
 PROBE_EVERY, PROBE_SELDOM = 16, 256  # rounds without drafts between probes: at first, after vain ones
 PROBE_LENGTH, PROBE_OUTCOMES = 2, 8  # a probe's k, and how many requests' rounds it tries, at least
 PROBE_MEMORY = 16.0  # drafts that earlier evidence counts for at a probe, at most: it can be overruled
-LOST, FOUND, FOLLOWED = 0, 1, 2
+NO_MATCH, MATCHED, FOLLOWED = 0, 1, 2
 """What lookup has of a text: no match, one, or one whose drafts were all accepted: text is being copied."""
-COPIED, PRIOR_COPIES = {FOUND: 0.4, FOLLOWED: 0.75}, 4.0
+COPIED, PRIOR_COPIES = {MATCHED: 0.4, FOLLOWED: 0.75}, 4.0
 """Share of lookup's drafts that is hoped for at first, and for how many rounds."""
 
 
@@ -76,8 +76,8 @@ class Acceptance:
 
     accepted: float = 0.0
     tried: float = 0.0
-    trail: int = LOST
-    """What prompt lookup beside a model has of a request's text; see `LOST`."""
+    lookup: int = NO_MATCH
+    """What prompt lookup beside a model has of a request's text; see `NO_MATCH`."""
 
     def rate(self, prior: float) -> float:
         """The first draft's chance; `prior`, that of all requests, counts as `PRIOR` drafts."""
@@ -129,7 +129,7 @@ class DraftLength:
     """Above `maximum`: k of rounds for which prompt lookup drafts alone, where it has a match. 0: never."""
     copied: dict[int, tuple[float, float]] = field(init=False)
     """Of such rounds, by what lookup had: a request's accepted drafts, and how many rounds; they fade."""
-    everyone: Acceptance = field(default_factory=lambda: Acceptance(7.0, 10.0))
+    overall: Acceptance = field(default_factory=lambda: Acceptance(7.0, 10.0))
     """As of one request, of all; fades from round to round."""
     present: Sequence[tuple[Acceptance, int]] = ()
     """The requests of the next rounds: each one's acceptance, and how many drafts it wants at most."""
@@ -141,7 +141,7 @@ class DraftLength:
     def __post_init__(self) -> None:
         self.tiers = self.tiers or tuple(range(self.maximum + 1))
         self.copied = {
-            trail: (PRIOR_COPIES * share * self.copying, PRIOR_COPIES) for trail, share in COPIED.items()
+            match: (PRIOR_COPIES * share * self.copying, PRIOR_COPIES) for match, share in COPIED.items()
         }
 
     def attend(self, present: Sequence[tuple[Acceptance, int]]) -> None:
@@ -193,24 +193,24 @@ class DraftLength:
         times.until_probe -= 1
         if times.until_probe <= 0:  # each probe costs a round of all: they become fewer
             times.until_probe = times.probe_gap = min(2 * times.probe_gap, PROBE_SELDOM)
-            self._fade(PROBE_MEMORY / max(self.everyone.tried, PROBE_MEMORY))
+            self._fade(PROBE_MEMORY / max(self.overall.tried, PROBE_MEMORY))
             able = sum(most > 0 for _, most in self.present) or 1
             times.trials.extend([self._probe_k] * -(-PROBE_OUTCOMES // able))
 
     def _copying_k(self, speed: float) -> int:
         """k of a round of lookup alone, where that brings more than `speed` tokens a second; else 0."""
-        trails = [one.trail for one, most in self.present if one.trail and most > self.maximum]
-        if not self.copying or not trails:
+        matches = [one.lookup for one, most in self.present if one.lookup and most > self.maximum]
+        if not self.copying or not matches:
             return 0
-        hopes = {trail: accepted / rounds for trail, (accepted, rounds) in self.copied.items()}
-        tokens = 1.0 + sum(hopes[trail] for trail in trails) / len(self.present)
+        hopes = {match: accepted / rounds for match, (accepted, rounds) in self.copied.items()}
+        tokens = 1.0 + sum(hopes[match] for match in matches) / len(self.present)
         cost = self.times.costs([self.copying], model=False)[self.copying]
         return self.copying if tokens / cost > speed else 0
 
     @property
     def rate(self) -> float:
         """How likely a round's first draft is accepted, over all requests; see `chance_of_next`."""
-        return self.everyone.accepted / self.everyone.tried if self.everyone.tried else 0.0
+        return self.overall.accepted / self.overall.tried if self.overall.tried else 0.0
 
     @property
     def _probe_k(self) -> int:
@@ -245,23 +245,23 @@ class DraftLength:
         match: tokens of the one that prompt lookup took the drafts from, where it did.
         """
         if self.copying and own is not None:
-            if own.trail and k > self.maximum and (drafted or not match):  # else it sat out those drafts
-                before, rounds = self.copied[own.trail]
-                self.copied[own.trail] = DECAY * before + accepted, DECAY * rounds + 1
-            own.trail = LOST if not match or accepted < drafted else FOLLOWED if drafted else FOUND
+            if own.lookup and k > self.maximum and (drafted or not match):  # else it sat out those drafts
+                before, rounds = self.copied[own.lookup]
+                self.copied[own.lookup] = DECAY * before + accepted, DECAY * rounds + 1
+            own.lookup = NO_MATCH if not match or accepted < drafted else FOLLOWED if drafted else MATCHED
         if not 0 < k <= self.maximum:
             return
         could = accepted + (accepted < drafted or not drafted)
         told = foretold(could)
-        self.everyone.accepted += accepted - told
-        self.everyone.tried += could - told
+        self.overall.accepted += accepted - told
+        self.overall.tried += could - told
         if own is not None:
             own.accepted = DECAY * own.accepted + accepted - told
             own.tried = DECAY * own.tried + could - told
 
     def _fade(self, share: float) -> None:
-        self.everyone.accepted *= share
-        self.everyone.tried *= share
+        self.overall.accepted *= share
+        self.overall.tried *= share
 
 
 def medians(times: Mapping[int, deque[float]]) -> dict[int, float]:

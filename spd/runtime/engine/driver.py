@@ -77,22 +77,19 @@ class Gathered:
 
     def completion(self, request_id: str, metrics: RequestMetrics) -> Completion:
         """The whole."""
-        return Completion(
-            request_id,
-            tuple(self.token_ids),
-            self.text,
-            self.finish_reason,
-            metrics,
-            tuple(self.drafted),
-            tuple(self.logprobs),
-            self.error,
-        )
+        ids, drafted, logprobs = tuple(self.token_ids), tuple(self.drafted), tuple(self.logprobs)
+        reason, error = self.finish_reason, self.error
+        return Completion(request_id, ids, self.text, reason, metrics, drafted, logprobs, error)
 
 
 Answer = Event | BaseException | None
 """What comes of an order: events, or an error, or None where it was carried out."""
 Listener = Callable[[Answer], None]
 """Hears of one order, in the engine's thread."""
+
+
+_Order = tuple[Callable[["Engine"], None], Listener]
+"""What to do with the engine, and what hears of it."""
 
 
 class LoadingStopped(Exception):
@@ -121,11 +118,10 @@ class EngineThread:
         """Why there is no engine."""
         self._build, self._expected, self._on_ready, self._goes_on = build, expected, on_ready, goes_on
         self._engine: Engine | None = None
-        self._ready, self._leave = threading.Event(), threading.Event()
-        self._orders: queue.SimpleQueue[tuple[Callable[[Engine], None], Listener] | None] = (
-            queue.SimpleQueue()
-        )
-        """What to do with the engine, and what hears of it; None ends the thread."""
+        self.ready, self._leave = threading.Event(), threading.Event()
+        """Whether loading has ended, well or not; whether it is to end."""
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        """None ends the thread."""
         self._lock = threading.Lock()
         """Held while an order is placed, and while the end of all orders is declared."""
         self._ended: BaseException | None = None
@@ -140,19 +136,10 @@ class EngineThread:
         """Begin to load."""
         self._thread.start()
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether loading has ended, well or not."""
-        return self._ready.is_set()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait so long for the end of loading; whether it has come."""
-        return self._ready.wait(seconds)
-
     def engine(self) -> Engine:
         """The engine, once it is loaded. Raises what loading raised."""
         if self._engine is None:
-            self._ready.wait()
+            self.ready.wait()
         if self._engine is None:
             raise self.failure or LoadingStopped
         return self._engine
@@ -231,12 +218,11 @@ class EngineThread:
         while True:
             with suppress(queue.Empty):
                 answer = answers.get(timeout=1.0)
-                break
+                if isinstance(answer, BaseException):
+                    raise answer
+                return answer
             if not self._thread.is_alive():
                 raise EngineError("the thread of the engine has ended")
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
 
     def stop(self) -> None:
         """End the request of `run` after the round that is under way."""
@@ -264,7 +250,7 @@ class EngineThread:
         except BaseException as error:
             self.failure = error
         self._on_ready()
-        self._ready.set()
+        self.ready.set()
         ended = EngineError(f"there is no engine: {self.failure}")
         if self._engine is not None:
             ended = self._run(self._engine)

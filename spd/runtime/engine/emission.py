@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from spd.kernels.round.commit import EMISSION_HEAD, FAILED, STOPPED, read_emission
-from spd.runtime.engine.grammar import Grammar, GrammarError
+from spd.runtime.engine.grammar import GrammarError
 from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.engine.request import Event, TokenLogprob
 from spd.runtime.engine.sequence import Sequence
@@ -61,21 +61,18 @@ def event_of(sequence: Sequence, row: list[int], result: RoundResult, now: float
 
 def _walk(sequence: Sequence, tokens: list[int]) -> tuple[int, str | None, str | None]:
     """Follow tokens to a stop string, a grammar's end or its fault: how many count, finish reason, error."""
+    grammar = sequence.grammar
     for i, token in enumerate(tokens, 1):
-        try:
-            if sequence.detokenizer.push(token) or _completes(sequence.grammar, token):
-                return i, "stop", None
-        except GrammarError as failure:
-            return i, "error", str(failure)
+        if sequence.detokenizer.push(token):
+            return i, "stop", None
+        if grammar is not None:
+            try:
+                grammar.accept(token)
+                if grammar.finished:
+                    return i, "stop", None
+            except GrammarError as failure:
+                return i, "error", str(failure)
     return len(tokens), None, None
-
-
-def _completes(grammar: Grammar | None, token: int) -> bool:
-    """Go on in a grammar by a token; whether nothing may follow it."""
-    if grammar is None:
-        return False
-    grammar.accept(token)
-    return grammar.finished
 
 
 @cache

@@ -241,7 +241,7 @@ class Engine:
                 self._read_oldest()
         except Exception as error:
             if not is_out_of_memory(error):
-                if self._device.owes:
+                if self._device.has_unwritten:
                     self._fail_running("writing a prompt broke off")
                 raise
             refusal = memory_refusal(error, self.plan, "running")

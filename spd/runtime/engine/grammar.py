@@ -24,7 +24,12 @@ KEPT = 64
 """Compiled grammars that are kept for the next request with the same text."""
 JSON_STYLE: Any = {"whitespace_pattern": r"(\n[ \t]{0,32}| ?)"}
 """Between the parts of a JSON text nothing, a blank or a new line: weak models would never stop."""
-FLAGS = {"schema": "--schema", "regex": "--regex", "lark": "--grammar"}
+FLAGS = {
+    "schema": ("--schema", """'{"type": "object", "properties": {"name": {"type": "string"}}}'"""),
+    "regex": ("--regex", "'[0-9]{4}-[0-9]{2}'"),
+    "lark": ("--grammar", """'start: "yes" | "no"'"""),
+}
+"""The option for each kind of grammar, and an example of its value."""
 
 
 class GrammarError(Exception):
@@ -155,41 +160,38 @@ class GrammarCompiler:
         return GuidedText(matcher, self._tokenizer.eos_tokens, ends, text.after)
 
     def _matcher(self, text: GrammarText) -> Any:
-        flag, key = FLAGS[text.kind], (text.kind, text.text)
+        key = (text.kind, text.text)
         if len(text.text.encode("utf-8", "replace")) > MAX_BYTES:
-            raise _refused(flag, f"it is longer than {MAX_BYTES // 1024} KiB")
+            raise _refused(text, f"it is longer than {MAX_BYTES // 1024} KiB")
         if key not in self._kept:
-            self._kept[key] = self._read(text, flag)
+            self._kept[key] = self._read(text)
         self._kept.move_to_end(key)
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return self._kept[key].deep_copy()
 
-    def _read(self, text: GrammarText, flag: str) -> Any:
+    def _read(self, text: GrammarText) -> Any:
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ImportError as error:
-            raise IncompatibleError(
-                f"{flag} needs llguidance, which is not installed", fix=["pip install llguidance"]
-            ) from error
+            needs = f"{FLAGS[text.kind][0]} needs llguidance, which is not installed"
+            raise IncompatibleError(needs, fix=["pip install llguidance"]) from error
         if self._tokenizer is None:
-            self._tokenizer = LLTokenizer(
-                str(self.folder / "tokenizer.json"), n_vocab=mask_width(self.vocab_size) * WORD
-            )
+            ids = mask_width(self.vocab_size) * WORD
+            self._tokenizer = LLTokenizer(str(self.folder / "tokenizer.json"), n_vocab=ids)
         try:
             if text.kind == "schema":
-                grammar = LLMatcher.grammar_from_json_schema(
-                    text.text, JSON_STYLE if text.text.lstrip().startswith("{") else None
-                )
+                style = JSON_STYLE if text.text.lstrip().startswith("{") else None
+                grammar = LLMatcher.grammar_from_json_schema(text.text, style)
             elif text.kind == "regex":
                 grammar = LLMatcher.grammar_from_regex(text.text)
             else:
                 grammar = LLMatcher.grammar_from_lark(text.text)
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         except (ValueError, RuntimeError) as error:
-            raise _refused(flag, str(error)) from None
+            raise _refused(text, str(error)) from None
         if matcher.is_error():
-            raise _refused(flag, matcher.get_error())
+            raise _refused(text, matcher.get_error())
         return matcher
 
 
@@ -200,10 +202,7 @@ def _in_short(text: str) -> str:
     return " ".join([lines[0][:200], *why])
 
 
-def _refused(flag: str, why: str) -> UsageError:
-    fix = {
-        "--schema": """--schema '{"type": "object", "properties": {"name": {"type": "string"}}}'""",
-        "--regex": "--regex '[0-9]{4}-[0-9]{2}'",
-        "--grammar": """--grammar 'start: "yes" | "no"'""",
-    }
-    return UsageError(f"{flag} cannot be used: {_in_short(why)}", fix=[fix[flag]], code="grammar")
+def _refused(text: GrammarText, why: str) -> UsageError:
+    flag, example = FLAGS[text.kind]
+    fix = [f"{flag} {example}"]
+    return UsageError(f"{flag} cannot be used: {_in_short(why)}", fix=fix, code="grammar")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spd.errors import CheckpointError, IncompatibleError, UsageError
-from spd.formats.folder import ModelFolder
-from spd.formats.tokenizer import Tokenizer
 from spd.runtime.engine.detokenizer import Detokenizer
 from spd.runtime.engine.grammar import Grammar, GrammarCompiler
 from spd.runtime.engine.request import Request
@@ -24,7 +22,13 @@ class RequestChecks:
     def __init__(self, plan: EnginePlan) -> None:
         config, folder = plan.model.config, plan.model
         self.plan, self.vocab_size = plan, config.vocab_size
-        self.tokenizer = open_tokenizer(folder, self.vocab_size)
+        self.tokenizer = folder.tokenizer
+        if self.tokenizer is not None and self.tokenizer.vocab_size > self.vocab_size:  # which may be padded
+            raise CheckpointError(
+                f"{folder.path / 'tokenizer.json'}: {self.tokenizer.vocab_size} token ids, but config.json "
+                f"says vocab_size {self.vocab_size}",
+                reason=["Some tokens would have no embedding."],
+            )
         self.eos_ids = folder.generation.eos_token_ids or config.eos_token_ids
         self.usable_vocab = self.tokenizer.vocab_size if self.tokenizer else self.vocab_size
         """Ids that can be drawn; vocab_size of them have an embedding."""
@@ -85,15 +89,3 @@ class RequestChecks:
             raise UsageError("the prompt's spans do not add up to its length")
         if any(origin not in ("prompt", "generated") or n < 0 for origin, n in request.spans):
             raise UsageError("a span is neither prompt nor generated, or its length is negative")
-
-
-def open_tokenizer(folder: ModelFolder, vocab_size: int) -> Tokenizer | None:
-    """The folder's tokenizer if it has one; its ids must fit the embedding, which may be padded."""
-    tokenizer = folder.tokenizer
-    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(
-            f"{folder.path / 'tokenizer.json'}: {tokenizer.vocab_size} token ids, but config.json says "
-            f"vocab_size {vocab_size}",
-            reason=["Some tokens would have no embedding."],
-        )
-    return tokenizer
