@@ -11,7 +11,7 @@ from spd.runtime.engine.request import Request
 from spd.runtime.engine.sequence import Sequence
 from spd.runtime.engine.thinking import BudgetedThinking
 from spd.runtime.plan.plan import EnginePlan
-from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.spans import program_runs
 from spd.runtime.round.state import NUM_STOP_IDS
 
@@ -38,11 +38,12 @@ class RequestChecks:
         """A request, checked and ready to wait. Raises UsageError or IncompatibleError."""
         self._check(request)
         params, length = request.params, len(request.prompt_ids)
+        ends = dict.fromkeys((*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids))
+        stops = tuple(ends)[:NUM_STOP_IDS]
+        limit = self.plan.shape.ctx if params.max_tokens is None else length + params.max_tokens
         grammar: Grammar | None = None
-        stops = self._stop_ids(params)
         if request.grammar is not None:
             grammar = self._grammars.compile(request.grammar, stops)
-        limit = self.plan.shape.ctx if params.max_tokens is None else length + params.max_tokens
         if request.thinking is not None:
             grammar = BudgetedThinking(request.thinking, grammar)
         bytes_of = self.tokenizer.bytes_of if self.tokenizer else lambda _tokens: b""
@@ -55,11 +56,6 @@ class RequestChecks:
             grammar=grammar,
             runs=program_runs(request.spans or (("prompt", length),), self.plan.shape.chunk),
         )
-
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """The ids that end a text."""
-        stops = dict.fromkeys((*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids))
-        return tuple(stops)[:NUM_STOP_IDS]
 
     def _check(self, request: Request) -> None:
         params, length = request.params, len(request.prompt_ids)

@@ -110,39 +110,36 @@ class Scheduler:
 
     def _take_pages(self, sequence: Sequence, lookahead: int) -> bool:
         """Shared pages for what is known of its tokens, own ones for the rest; nothing if too few."""
-        end, size = sequence.prefill_end, self.page_size
+        size, runs = self.page_size, self.prefill_runs(sequence)
         if self.sharing and not sequence.hashes:
-            tokens, runs = sequence.tokens(), self.prefill_runs(sequence)
-            sequence.hashes = page_hashes(tokens, runs, size, end)
+            sequence.hashes = page_hashes(sequence.tokens(), runs, size, sequence.prefill_end)
         shared = self.pages.match(sequence.hashes)
         cached = len(shared) * size
         # Back to where neither a page nor a chunk is cut: a later span's chunks may start inside a page.
-        while (whole := reusable_prefix(self.prefill_runs(sequence), cached) // size * size) < cached:
+        while (whole := reusable_prefix(runs, cached) // size * size) < cached:
             cached = whole
         self.pages.release(shared[cached // size :])
         sequence.pages = shared[: cached // size]
-        tail = self._take_tail(sequence, cached) if self.sharing else None
+        before = _before(sequence.hashes, cached // size)
+        tail = self._find_tail(sequence, before, cached, runs) if self.sharing else None
+        if tail is not None:
+            self.pages.take_tail(tail)
+            sequence.pages.append(tail.page)
         if not self.grow(sequence, sequence.length + lookahead):
             if tail is not None:
-                self.pages.keep_tail(_before(sequence.hashes, cached // size), tail)
+                self.pages.keep_tail(before, tail)
             self.pages.release(sequence.pages[::-1])
             sequence.pages = []
             return False
         sequence.prefilled = cached + (0 if tail is None else tail.positions)
         return True
 
-    def _take_tail(self, sequence: Sequence, start: int) -> Tail | None:
+    def _find_tail(self, sequence: Sequence, before: bytes, start: int, runs: Listed[Run]) -> Tail | None:
         """The page that goes on where the shared ones end, if all that it holds is the sequence's own."""
-        before = _before(sequence.hashes, start // self.page_size)
         tail = self.pages.find_tail(before)
-        if tail is None or start + tail.positions > sequence.prefill_end:
+        if tail is None or (end := start + tail.positions) > sequence.prefill_end:
             return None
-        tokens, runs, end = sequence.tokens(), self.prefill_runs(sequence), start + tail.positions
-        if tail.digest != chained_hash(before, tokens, runs, start, end):
-            return None
-        self.pages.take_tail(tail)
-        sequence.pages.append(tail.page)
-        return tail
+        return tail if tail.digest == chained_hash(before, sequence.tokens(), runs, start, end) else None
 
     def prefill_runs(self, sequence: Sequence) -> list[Run]:
         """Which program writes which position before it may decode; a replay writes as it was written."""
