@@ -81,7 +81,7 @@ class ThreadCrew:
         try:
             ranks = self.ranks(rank)
             plan = pickle.loads(pickle.dumps(self.plan))  # a rank reads the folder itself
-            parts = assemble(plan, plan.model.config, usable_vocab, None, ranks)
+            parts = assemble(plan, usable_vocab, None, ranks)
             orders = self._queues[rank - 1]
             obey(DeviceSide(parts, self.plan), lambda: pickle.loads(orders.get()), Pulse())
         except BaseException as error:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from spd.errors import ResourceError
-from spd.formats.model_config import ModelConfig
 from spd.runtime.engine.assembly import Assembly, assemble
 from spd.runtime.engine.request import Request
 from spd.runtime.engine.sequence import Sequence
@@ -242,15 +241,15 @@ class SlotWriter:
 
 
 def open_device(
-    plan: EnginePlan, config: ModelConfig, usable: int, progress: Progress | None, rendezvous: str | None
+    plan: EnginePlan, usable_vocab: int, progress: Progress | None, rendezvous: str | None
 ) -> DeviceSide:
     """Load everything that a plan names, on all its ranks. Raises ResourceError where memory runs out."""
     try:
         if plan.shape.tp == 1:
-            return DeviceSide(assemble(plan, config, usable, progress), plan)
+            return DeviceSide(assemble(plan, usable_vocab, progress), plan)
         from spd.runtime.ranks.leader import lead
 
-        return lead(plan, config, usable, progress, rendezvous)
+        return lead(plan, usable_vocab, progress, rendezvous)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -80,7 +80,7 @@ class Engine:
         self._checks = RequestChecks(plan)
         self.tokenizer: Tokenizer | None = self._checks.tokenizer
         self.eos_ids, self.usable_vocab = self._checks.eos_ids, self._checks.usable_vocab
-        self._device = open_device(plan, self.model_config, self.usable_vocab, progress, config.rendezvous)
+        self._device = open_device(plan, self.usable_vocab, progress, config.rendezvous)
         self._parts: Assembly = self._device.parts
         self._pages = PageTable(plan.shape.num_pages)
         self._scheduler = Scheduler(

@@ -62,7 +62,7 @@ def _follow(line: Line, spec: dict[str, Any], own_host: str, pulse: Any) -> None
     (plan, usable_vocab, place) = line.connection.recv()
     plan = replace(plan, device=spec["device"])
     ranks = open_ranks(open_store(place), spec["rank"], plan, own_host, pulse)
-    parts = assemble(plan, plan.model.config, usable_vocab, lambda _: pulse.beat(), ranks)
+    parts = assemble(plan, usable_vocab, lambda _: pulse.beat(), ranks)
     device = DeviceSide(parts, plan)
     obey(device, line.connection.recv, pulse)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from spd.errors import EngineError
-from spd.formats.model_config import ModelConfig
 from spd.runtime.engine.assembly import Assembly, assemble
 from spd.runtime.engine.device_side import DeviceSide
 from spd.runtime.load.progress import LoadProgress, Progress
@@ -55,7 +54,6 @@ class LeadingDevice(DeviceSide):
 
 def lead(
     plan: EnginePlan,
-    config: ModelConfig,
     usable_vocab: int,
     progress: Progress | None,
     rendezvous: str | None = None,
@@ -71,7 +69,7 @@ def lead(
 
     try:
         ranks = crew.open(usable_vocab)
-        parts = crew.guard(lambda: assemble(plan, config, usable_vocab, heard, ranks))
+        parts = crew.guard(lambda: assemble(plan, usable_vocab, heard, ranks))
     except BaseException:
         crew.close()
         raise
