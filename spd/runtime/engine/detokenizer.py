@@ -75,13 +75,7 @@ class Detokenizer:
         if final and not self.stopped:
             self._pending += self._decode(b"", final=True)
             self._look_for_stop()
-        if not self._stops:
-            text, self._pending = self._pending, ""
-            return text
-        keep = 0 if final else _held_back(self._pending, self._stops)
-        text, self._pending = (
-            self._pending[: len(self._pending) - keep],
-            self._pending[len(self._pending) - keep :],
-        )
+        end = len(self._pending) - (0 if final else _held_back(self._pending, self._stops))
+        text, self._pending = self._pending[:end], self._pending[end:]
         self._ignored = max(0, self._ignored - len(text))
         return text
