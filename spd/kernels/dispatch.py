@@ -70,6 +70,9 @@ class Kernels:
     route: Annotated[Operation, "experts.moe"]
     experts: Annotated[Operation, "experts.moe"]
     experts_onto: Annotated[Operation, "experts.moe"]
+    short_conv: Annotated[Operation, "recurrent.short_conv"]
+    delta_rule: Annotated[Operation, "recurrent.delta_rule"]
+    gated_norm: Annotated[Operation, "recurrent.delta_rule"]
     sample_rows: Annotated[Operation, "sampling.sampling"]
     row_laws: Annotated[Operation, "sampling.sampling"]
     rejection_verify: Annotated[Operation, "sampling.draft_verify"]
@@ -100,6 +103,9 @@ NATIVE = (
     "mla_prefill",
     "router_logits",
     "route",
+    "short_conv",
+    "delta_rule",
+    "gated_norm",
     "sample_rows",
     "ngram_lookup",
 )

@@ -94,9 +94,9 @@ CASES: dict[str, Case] = {
 
 NOT_IN_THE_TABLE = {
     *("linear", "latent_store", "head_linear", "mla_prefill", "router_logits", "route", "experts"),
-    *("head_input", "keep_states"),
+    *("head_input", "keep_states", "short_conv", "delta_rule", "gated_norm"),
 }
-"""Of layers whose main kernels are; and those that feed an MTP head."""
+"""Of layers whose main kernels are; those that feed an MTP head, and of recurrent layers."""
 
 
 @pytest.mark.parametrize("form", ["torch", "triton"])

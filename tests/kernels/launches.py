@@ -21,6 +21,8 @@ from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import Kernels, load_kernels
 from spd.kernels.linear.head_input import PairNorms
 from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
+from spd.kernels.recurrent.delta_rule import DeltaMemory
+from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import ENDED, Places, RoundWindow, Rows
 from spd.kernels.sampling import draft_verify_triton
 from spd.kernels.sampling.sampling import SamplingTensors
@@ -252,6 +254,31 @@ def rounds() -> Launches:
     return found
 
 
+def recurrent() -> Launches:
+    """As Qwen3.5's 9B keeps states (32 value heads, 16 key heads of 128), and in odd sizes."""
+    found: Launches = {}
+
+    def layer(dtype: torch.dtype, heads: int, key_heads: int, width: int, size: int) -> None:
+        rows, depth, channels = Segments(of(I64, 5, 4), of(I64, 16)), 54, 2 * key_heads * width + heads * size
+        inputs, gates = of(dtype, 20, channels + heads * size), of(dtype, 20, 2 * heads)
+        mixed = inputs[:, :channels]
+        OPS.short_conv(mixed, of(F32, 4, channels), None, of(dtype, 16, depth, channels), rows)
+        memory = DeltaMemory(
+            of(F32, 16, heads, width, size),
+            of(F32, 16, depth, key_heads, width),
+            of(F32, 16, depth, heads, size),
+            of(F32, 16, depth, heads, 2),
+        )
+        read = (of(F32, 20, channels), gates, of(F32, heads), of(F32, heads), memory, rows)
+        OPS.delta_rule(*read)
+        OPS.gated_norm(of(F32, 20, heads, size), inputs[:, channels:], of(F32, size), 1e-6)
+
+    for dtype in (BF16, F16):
+        for name, sizes in (("9b", (32, 16, 128, 128)), ("odd", (6, 2, 48, 40))):
+            found[f"{name}_{NAMES[dtype]}"] = partial(layer, dtype, *sizes)
+    return found
+
+
 def launches(capability: tuple[int, int]) -> Launches:
     """Every case on a device of this capability."""
-    return products(capability) | attention() | experts(capability) | draws() | rounds()
+    return products(capability) | attention() | experts(capability) | draws() | rounds() | recurrent()

@@ -29,8 +29,8 @@ NOTHING = "-"
 RECORDED = ROOT / "benchmarks/results/compiled_kernels.json"
 OF_TRITON_3_5 = """
 abs add arange atomic_add cdiv ceil constexpr cumsum debug_barrier div_rn dot exp exp2 float32 float64
-floor full inline_asm_elementwise int32 int64 join load log max maximum min minimum num_programs permute
-program_id reshape rsqrt split static_range store sum trans uint32 uint64 where zeros
+floor fma full inline_asm_elementwise int32 int64 join load log max maximum min minimum num_programs permute
+program_id reshape rsqrt sigmoid split static_range store sum trans uint32 uint64 where zeros
 """
 """Names of `triton.language` that kernels use, each there in 3.5, which torch 2.9 brings."""
 KNOWN_SPILLS = {120: {"gate_up_8b_wide_bf16": 16, "linear_qkv_8b_wide_fp8_bf16": 16}}

@@ -12,6 +12,7 @@ ROW = "test_a_row_alone_is_the_row_among_others"
 SAME = "test_a_row_is_the_same_alone_and_among_others"
 SLOT = "test_a_slot_does_not_see_its_neighbours"
 SLOT_ALONE = "test_a_slot_is_the_same_alone_and_among_others"
+RECURRENT = "test_passes_of_the_triton_form_are_single_steps"
 
 SHOWN_BY = {
     "embed": ("skinny_linear", "test_a_row_is_embedded_alone_as_among_others"),
@@ -35,6 +36,9 @@ SHOWN_BY = {
     "route": ("moe_triton", "test_routing"),
     "experts": ("moe_triton", "test_experts"),
     "experts_onto": ("moe_triton", "test_experts"),
+    "short_conv": ("recurrent", RECURRENT),
+    "delta_rule": ("recurrent", RECURRENT),
+    "gated_norm": ("recurrent", RECURRENT),
     "sample_rows": ("sampling", SAME),
     "row_laws": ("row_laws", SAME),
     "rejection_verify": ("draft_verify_triton", SLOT_ALONE),

@@ -21,7 +21,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("linear.c", "attention.c", "experts.c", "sample.c", "lookup.c", "pool.c", "init.c")
+SOURCES = ("linear.c", "attention.c", "experts.c", "sample.c", "lookup.c", "recurrent.c", "pool.c", "init.c")
 COMPILERS = ("gcc", "cc")
 """The first that is found."""
 LARGEST_HEAD = 576

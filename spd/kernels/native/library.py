@@ -23,6 +23,8 @@ from spd.kernels.native.products import (
     address,
     tiles_of,
 )
+from spd.kernels.recurrent.delta_rule import DeltaMemory
+from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import RoundTensors
 from spd.kernels.sampling.philox import STREAM_TARGET
 from spd.kernels.sampling.sampling import SamplingSteps, SamplingTensors, adjust_rows
@@ -185,6 +187,51 @@ class NativeLibrary(CompiledLibrary):
             state.num_drafts.data_ptr(), state.match.data_ptr(), tokens.shape[0], tokens.stride(0),
             draft.stride(0), k, ngram_min, ngram_max, int(over),
         )  # fmt: skip
+
+    def short_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments
+    ) -> Tensor:
+        """See `spd.kernels.recurrent.short_conv`."""
+        assert x.stride(1) == 1
+        out, table = torch.zeros(x.shape), rows.table.contiguous()
+        self.library.spd_short_conv(
+            x.data_ptr(), weight.data_ptr(), address(bias), ring.data_ptr(), out.data_ptr(),
+            table.data_ptr(), rows.applied.data_ptr(), table.shape[1], x.stride(0), x.shape[1],
+            weight.shape[0], ring.shape[1], x.shape[0], self.threads,
+        )  # fmt: skip
+        return out
+
+    def delta_rule(
+        self,
+        mixed: Tensor,
+        raw_gates: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        memory: DeltaMemory,
+        rows: Segments,
+    ) -> Tensor:
+        """See `spd.kernels.recurrent.delta_rule`."""
+        assert raw_gates.stride(1) == 1
+        (heads, width, size), (depth, key_heads) = memory.state.shape[1:], memory.keys.shape[1:3]
+        out, table = torch.zeros(mixed.shape[0], heads, size), rows.table.contiguous()
+        room = self.room(tiles_of(self.threads * (width * size + 2 * width), SIDE * DEPTH))
+        self.library.spd_delta_rule(
+            mixed.data_ptr(), raw_gates.data_ptr(), rate.data_ptr(), bias.data_ptr(),
+            *(kept.data_ptr() for kept in memory), room, out.data_ptr(), table.data_ptr(),
+            rows.applied.data_ptr(), table.shape[1], raw_gates.stride(0), heads, key_heads, width, size,
+            depth, mixed.shape[0], self.threads,
+        )  # fmt: skip
+        return out
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """See `spd.kernels.recurrent.delta_rule`."""
+        assert gate.stride(1) == 1
+        out = torch.empty(gate.shape, dtype=torch.bfloat16)
+        self.library.spd_gated_norm(
+            x.data_ptr(), gate.data_ptr(), weight.data_ptr(), epsilon, out.data_ptr(), x.shape[0],
+            gate.stride(0), *x.shape[1:], self.threads,
+        )  # fmt: skip
+        return out
 
     def experts(
         self,

@@ -29,6 +29,9 @@ SIGNATURES: dict[str, Sequence[type]] = {
     "spd_route": (*(POINTER,) * 5, *(LONG,) * 6, INT, INT, FLOAT, INT),
     "spd_sample": (*(POINTER,) * 10, *(LONG,) * 5, *(INT,) * 3),
     "spd_lookup": (*(POINTER,) * 6, *(LONG,) * 6, INT),
+    "spd_short_conv": (*(POINTER,) * 7, *(LONG,) * 6, INT),
+    "spd_delta_rule": (*(POINTER,) * 12, *(LONG,) * 8, INT),
+    "spd_gated_norm": (*(POINTER,) * 3, FLOAT, POINTER, *(LONG,) * 4, INT),
     "spd_experts": (*(POINTER,) * 7, *(LONG,) * 5, *(POINTER,) * 4, INT),
 }
 

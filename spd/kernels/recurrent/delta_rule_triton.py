@@ -1,0 +1,157 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Triton twins of `delta_rule` and `gated_norm`.
+
+A program holds a block of columns of one head's state in registers from the first token to apply to the last
+row: the state is read once and written once. One loop body serves tokens from the ring and rows of the pass,
+and no product is fused with a sum but by name, so that both give the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spd.kernels.launch import ceil_div, overlap, power_of_two
+from spd.kernels.overlap_triton import release, wait
+from spd.kernels.recurrent.delta_rule import NORM_EPSILON, DeltaMemory
+from spd.kernels.recurrent.short_conv import Segments
+from spd.kernels.recurrent.short_conv_triton import run_of
+
+STATE_COLUMNS = 32
+"""Of one program: with 128 rows, 32 registers a thread of four warps."""
+
+
+@triton.jit
+def gates_of(correct, step, rate, bias):
+    """A token's decay and correction, from what the projections say."""
+    x = step + bias
+    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
+    return tl.exp(-tl.exp(rate) * softplus), tl.sigmoid(correct)
+
+
+@triton.jit
+def unit(x, EPSILON: tl.constexpr):
+    """x over its length."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) + EPSILON)
+
+
+@triton.jit(do_not_specialize=["G", "gate_stride"], do_not_specialize_on_alignment=["raw_gates"])
+def delta_rule_kernel(
+    mixed, raw_gates, rate, bias, state, keys, values, gates, out, table, applied, G, gate_stride, scale,
+    H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EPSILON: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One run, one head, COLUMNS of its state's columns; ROWS is WIDTH as a power of two."""
+    wait(PDL)
+    release(PDL)
+    slot, first, count, start, keep, begin = run_of(table, applied, tl.program_id(0), G)
+    if count == 0:
+        return
+    head, block = tl.program_id(1), tl.program_id(2)
+    key_head = head // (H // HK)
+    i, j = tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
+    whole = (i < WIDTH)[:, None] & (j < SIZE)[None, :]
+    kept = state + (slot * H + head) * (WIDTH * SIZE) + i[:, None] * SIZE + j[None, :]
+    current = tl.load(kept, mask=whole & (i < tl.where(begin > 0, WIDTH, 0))[:, None], other=0.0)
+    head_rate, head_bias = tl.load(rate + head), tl.load(bias + head)
+    writes_keys = (head % (H // HK) == 0) & (block == 0)
+    for position in range(begin, start + count):
+        own, before = position >= start, position < start
+        own_key, own_value = i < tl.where(own, WIDTH, 0), j < tl.where(own, SIZE, 0)
+        kept_key, kept_value = i < tl.where(own, 0, WIDTH), j < tl.where(own, 0, SIZE)
+        row = first + position - start
+        place = slot * DEPTH + position % DEPTH
+        tl.store(kept, current, mask=whole & (i < tl.where(position == keep, WIDTH, 0))[:, None])
+
+        source = mixed + row * (2 * HK * WIDTH + H * SIZE)
+        query = tl.load(source + key_head * WIDTH + i, mask=own_key, other=0.0)
+        fresh_key = tl.load(source + (HK + key_head) * WIDTH + i, mask=own_key, other=0.0)
+        fresh_value = tl.load(source + 2 * HK * WIDTH + head * SIZE + j, mask=own_value, other=0.0)
+        said = raw_gates + row * gate_stride + head
+        correct = tl.load(said, mask=own, other=0.0).to(tl.float32)
+        step = tl.load(said + H, mask=own, other=0.0).to(tl.float32)
+        fresh_decay, fresh_correct = gates_of(correct, step, head_rate, head_bias)
+        fresh_key = unit(fresh_key, EPSILON)
+
+        key_at = keys + (place * HK + key_head) * WIDTH + i
+        value_at = values + (place * H + head) * SIZE + j
+        gates_at = gates + (place * H + head) * 2
+        key = tl.where(own, fresh_key, tl.load(key_at, mask=kept_key, other=0.0))
+        value = tl.where(own, fresh_value, tl.load(value_at, mask=kept_value, other=0.0))
+        decay = tl.where(own, fresh_decay, tl.load(gates_at, mask=before, other=0.0))
+        correct = tl.where(own, fresh_correct, tl.load(gates_at + 1, mask=before, other=0.0))
+        tl.store(key_at, key, mask=i < tl.where(own & writes_keys, WIDTH, 0))
+        tl.store(value_at, value, mask=own_value)
+        tl.store(gates_at, decay, mask=own & (block == 0))
+        tl.store(gates_at + 1, correct, mask=own & (block == 0))
+
+        current = current * decay
+        found = tl.sum(current * key[:, None], 0)
+        correction = (value - found) * correct
+        current = tl.fma(key[:, None], correction[None, :], current)
+        read = tl.sum(current * (unit(query, EPSILON) * scale)[:, None], 0)
+        tl.store(out + (row * H + head) * SIZE + j, read, mask=own_value)
+    tl.store(kept, current, mask=whole & (i < tl.where(keep == start + count, WIDTH, 0))[:, None])
+
+
+def delta_rule(
+    mixed: Tensor, raw_gates: Tensor, rate: Tensor, bias: Tensor, memory: DeltaMemory, rows: Segments
+) -> Tensor:
+    """See the torch form."""
+    assert raw_gates.stride(1) == 1
+    (heads, width, size), (depth, key_heads) = memory.state.shape[1:], memory.keys.shape[1:3]
+    out = torch.zeros((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
+    columns = min(STATE_COLUMNS, power_of_two(size))
+    runs = rows.table.shape[1]
+    delta_rule_kernel[(runs, heads, ceil_div(size, columns))](
+        *(mixed, raw_gates, rate, bias, *memory, out, rows.table, rows.applied),
+        *(runs, raw_gates.stride(0), width**-0.5),
+        H=heads,
+        HK=key_heads,
+        WIDTH=width,
+        SIZE=size,
+        DEPTH=depth,
+        ROWS=power_of_two(width),
+        COLUMNS=columns,
+        EPSILON=NORM_EPSILON,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **overlap(mixed.device),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["gate"])
+def gated_norm_kernel(
+    x, gate, weight, out, stride, epsilon,
+    H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row of one head."""
+    wait(PDL)
+    release(PDL)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    j = tl.arange(0, BLOCK)
+    within = j < SIZE
+    value = tl.load(x + (row * H + head) * SIZE + j, mask=within, other=0.0)
+    opened = tl.load(gate + row * stride + head * SIZE + j, mask=within, other=0.0).to(tl.float32)
+    normed = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + epsilon)
+    normed = normed * tl.load(weight + j, mask=within, other=0.0) * (opened * tl.sigmoid(opened))
+    tl.store(out + (row * H + head) * SIZE + j, normed.to(out.dtype.element_ty), mask=within)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """See the torch form."""
+    assert gate.stride(1) == 1
+    rows, heads, size = x.shape
+    out = torch.empty((rows, heads * size), dtype=gate.dtype, device=x.device)
+    gated_norm_kernel[(rows, heads)](
+        *(x, gate, weight, out, gate.stride(0), epsilon),
+        H=heads,
+        SIZE=size,
+        BLOCK=power_of_two(size),
+        num_warps=1,
+        **overlap(x.device),
+    )
+    return out

@@ -1,0 +1,60 @@
+"""A causal convolution of a few positions, channel by channel, over rows and what came before them.
+
+Recurrent layers keep, of each slot, rings by absolute position: row t stands at t % D. A pass writes the
+rows that it is given and reads those of the passes before it. A rejected draft needs no undoing: its row is
+written again by the token that takes its place, before anything reads it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Segments(NamedTuple):
+    """The rows of a pass that recurrent layers read: G runs of consecutive positions, each of another slot.
+
+    A run of no rows changes nothing, and a slot that no run names is not read either.
+    """
+
+    table: Tensor
+    """int64 [5, G]: the slot, the run's first row of the pass's T, how many rows, the position of the first,
+    and the position, from applied to start + rows, as of which the state is written: tokens below it stay."""
+    applied: Tensor
+    """int64 [S], the position that each slot's written state is of."""
+
+    def runs(self) -> list[list[int]]:
+        """[slot, first, count, start, keep, applied] of the runs that have rows: waits for the device."""
+        whole = torch.cat((self.table, self.applied[self.table[0]][None]))
+        return [run for run in whole.T.tolist() if run[2]]
+
+
+def ring_rows(start: int, count: int, depth: int, device: torch.device) -> tuple[int, Tensor]:
+    """Of `count` rows from position start on, the first that a ring of `depth` keeps, and their places."""
+    begin = max(0, count - depth)
+    return begin, torch.arange(start + begin, start + count, device=device) % depth
+
+
+def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments) -> Tensor:
+    """silu(sum over j of weight[j] * the input K - 1 - j positions before) of each row, as float32 [T, C].
+
+    x [T, C], rows with any stride; weight float32 [K, C], bias float32 [C]; ring [S, D, C] in x's dtype,
+    D >= K - 1 + the rows of two windows: the inputs of earlier positions are read from it, this pass's last D
+    are written, in place. Before position 0 inputs are 0. Rows outside of every segment give zeros.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    taps, depth = weight.shape[0], ring.shape[1]
+    for slot, first, count, start, _, _ in rows.runs():
+        own, before = x[first : first + count], torch.arange(start - taps + 1, start, device=x.device)
+        earlier = ring[slot, before % depth].masked_fill((before < 0)[:, None], 0)
+        inputs = torch.cat((earlier, own)).float()
+        for row in range(count):  # one by one: vectors' bodies and tails round otherwise
+            total = torch.zeros_like(inputs[0]) if bias is None else bias
+            for tap in range(taps):
+                total = total + inputs[row + tap] * weight[tap]
+            out[first + row] = total * total.sigmoid()
+        begin, places = ring_rows(start, count, depth, x.device)
+        ring[slot, places] = own[begin:]
+    return out

@@ -1,0 +1,76 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Triton twin of `short_conv`: a program walks one run's rows for a block of channels."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spd.kernels.launch import ceil_div, overlap
+from spd.kernels.overlap_triton import release, wait
+from spd.kernels.recurrent.short_conv import Segments
+
+CHANNELS = 128
+"""Of one program."""
+
+
+@triton.jit
+def run_of(table, applied, run, G):
+    """Slot, first row, rows, position of the first, position to keep, and applied position, of a run."""
+    slot = tl.load(table + run)
+    first = tl.load(table + G + run)
+    count = tl.load(table + 2 * G + run)
+    start = tl.load(table + 3 * G + run)
+    keep = tl.load(table + 4 * G + run)
+    return slot, first, count, start, keep, tl.load(applied + slot)
+
+
+@triton.jit(do_not_specialize=["G", "stride"], do_not_specialize_on_alignment=["x"])
+def short_conv_kernel(
+    x, weight, bias, ring, out, table, applied, G, stride,
+    C: tl.constexpr, TAPS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Inputs of earlier passes come from the ring, those of this one from x."""
+    wait(PDL)
+    release(PDL)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    within = channel < C
+    slot, first, count, start, _, _ = run_of(table, applied, tl.program_id(0), G)
+    ring += slot * (DEPTH * C) + channel
+    for row in range(0, count):
+        total = tl.zeros((BLOCK,), tl.float32)
+        if bias is not None:
+            total += tl.load(bias + channel, mask=within, other=0.0)
+        for tap in tl.static_range(TAPS):
+            position = start + row - (TAPS - 1 - tap)
+            given = channel < tl.where(position >= start, C, 0)
+            kept = channel < tl.where((position < start) & (position >= 0), C, 0)
+            own = tl.load(x + (first + position - start) * stride + channel, mask=given, other=0.0)
+            earlier = tl.load(ring + (position + DEPTH) % DEPTH * C, mask=kept, other=0.0)
+            value = tl.where(position >= start, own, earlier).to(tl.float32)
+            total = tl.fma(value, tl.load(weight + tap * C + channel, mask=within, other=0.0), total)
+        tl.store(out + (first + row) * C + channel, total * tl.sigmoid(total), mask=within)
+    # In rows before these nothing was written that is read above.
+    for row in range(tl.maximum(0, count - DEPTH), count):
+        own = tl.load(x + (first + row) * stride + channel, mask=within, other=0.0)
+        tl.store(ring + (start + row) % DEPTH * C, own, mask=within)
+
+
+def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, rows: Segments) -> Tensor:
+    """See the torch form."""
+    assert x.stride(1) == 1
+    (count, channels), runs = x.shape, rows.table.shape[1]
+    out = torch.zeros((count, channels), dtype=torch.float32, device=x.device)
+    short_conv_kernel[(runs, ceil_div(channels, CHANNELS))](
+        *(x, weight, bias, ring, out, rows.table, rows.applied, runs, x.stride(0)),
+        C=channels,
+        TAPS=weight.shape[0],
+        DEPTH=ring.shape[1],
+        BLOCK=CHANNELS,
+        num_warps=1,
+        enable_fp_fusion=False,
+        **overlap(x.device),
+    )
+    return out
