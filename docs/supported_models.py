@@ -12,7 +12,7 @@ from typing import get_args
 from spd.formats import eagle3, mtp
 from spd.formats.block_config import KINDS
 from spd.formats.checkpoint import FLOAT_DTYPES
-from spd.formats.model_config import REFUSED_ARCHITECTURES, SUPPORTED_ARCHITECTURES
+from spd.formats.model_config import REFUSED_ARCHITECTURES, SUPPORTED_ARCHITECTURES, WRAPPERS
 from spd.formats.rope_config import RopeKind
 from spd.runtime.models import FAMILIES
 from spd.runtime.models.weights import FP8_DTYPE
@@ -42,6 +42,9 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
   by `layer_types` or by the keys that came before them. Where layers slide the cache still keeps every
   position, so that a prefix is found and a replay repeated whatever the windows are; blocks of keys that a
   window has left behind are not read.
+- **Recurrent layers** (gated DeltaNet): a state a slot in float32, whatever the weights are, and the rows of
+  the last rounds beside it. A prompt is read from its start each time: prefixes are not shared. Such models
+  are not divided among ranks.
 - **Draft models**: any of these with the target's tokenizer.
 - **EAGLE-3 heads**: folders given as `--draft-model`, for any of these targets, that say
   {eagle3} or the type `eagle3` of `speculators`: one Llama layer, with
@@ -70,8 +73,11 @@ def document() -> str:
     for family in mtp.FAMILIES:
         for architecture in family.architectures:
             heads.setdefault(architecture, []).append(family.name)
-    served = [name for name in SUPPORTED_ARCHITECTURES if name in FAMILIES]
-    families = ((f"`{name}`", meaning(FAMILIES[name]), ", ".join(heads.get(name, []))) for name in served)
+    families = []
+    for name in SUPPORTED_ARCHITECTURES:
+        text = WRAPPERS[name][1] if name in WRAPPERS else name
+        what = f"the text of {text}, without images" if name in WRAPPERS else meaning(FAMILIES[name])
+        families.append((f"`{name}`", what, ", ".join(heads.get(text, []))))
     others = [name for name in heads if name not in FAMILIES]
     notes = NOTES.format(
         dtypes=", ".join(FLOAT_DTYPES),

@@ -17,7 +17,7 @@ from spd.cli.bench_options import (
     split,
 )
 from spd.cli.bench_report import change_lines, headline, method_label, render, summary_lines
-from spd.cli.options import Session, parse_size
+from spd.cli.options import Session, in_order, parse_size
 from spd.cli.output import (
     Sink,
     cannot_write,
@@ -30,7 +30,6 @@ from spd.cli.output import (
 )
 from spd.cli.result_file import read_result
 from spd.cli.signals import Interrupted
-from spd.cli.spec_option import in_order
 from spd.cli.ticker import Ticker
 from spd.errors import CheckFailedError, SpdError, UsageError
 

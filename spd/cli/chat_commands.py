@@ -17,11 +17,10 @@ from typer import BadParameter
 from spd.cli.batch_options import parse_think
 from spd.cli.conversation import Conversation, Turn
 from spd.cli.message_source import words_of
-from spd.cli.options import SamplingOptions
+from spd.cli.options import SamplingOptions, parse_spec, spec_names
 from spd.cli.output import check_writable, printable, to_json, write_file
 from spd.cli.prompt import read_text
 from spd.cli.sessions import records
-from spd.cli.spec_option import parse_spec, spec_names
 from spd.cli.structured import opens_thinking, parted
 from spd.errors import UsageError
 

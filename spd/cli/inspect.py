@@ -54,6 +54,8 @@ def inspect(session: Session, options: InspectOptions) -> None:
 
 def describe(name: str, folder: ModelFolder) -> dict[str, Any]:
     """Every fact about one model folder, as JSON values. Raises CheckpointError."""
+    from spd.runtime.plan.memory import state_bytes
+
     config = folder.config  # before the weights: what is no model folder at all lacks this first
     checkpoint = folder.checkpoint
     dtypes = sorted({meta.dtype for meta in checkpoint.tensors.values()})
@@ -80,6 +82,7 @@ def describe(name: str, folder: ModelFolder) -> dict[str, Any]:
         "mtp": mtp_facts(folder),
         "eagle3": eagle3_facts(config, checkpoint),
         "kv_bytes_per_token": kv_bytes(config),
+        "state_bytes_per_slot": state_bytes(config),
         "vocabulary": vocabulary_facts(folder),
         "template": template_facts(folder),
         "notes": list(checkpoint.notes),
@@ -265,7 +268,11 @@ def _headline(model: dict[str, Any]) -> str:
 
 
 def _memory_words(model: dict[str, Any]) -> str:
-    return f"{_size(model['weight_bytes'])} weights + {_size(model['kv_bytes_per_token'])} a token of context"
+    words = (
+        f"{_size(model['weight_bytes'])} weights + {_size(model['kv_bytes_per_token'])} a token of context"
+    )
+    states = model["state_bytes_per_slot"]
+    return words if not states else f"{words} + {_size(states)} of states a request; prefixes are not shared"
 
 
 def _vocabulary_words(vocabulary: dict[str, Any]) -> str:

@@ -7,13 +7,16 @@ Each family has its own keys for the same facts. Source: the configurations of `
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spd.formats.json_file import Fields, shown
 
 MAX_POSITIONS = MAX_WINDOW = 1 << 27
 MAX_PERIOD, MAX_RANK, MAX_EXPERTS, MAX_BLOCK = 1024, 1 << 16, 1 << 14, 1 << 16
 KINDS = ("full_attention", "sliding_attention")
+LINEAR = "linear_attention"
+MAX_TAPS, MAX_DELTA_DIM = 16, 256
+"""What the C kernels have room for: inputs of a convolution, elements of a head."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,19 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """Gated DeltaNet layers: sizes of heads, and which layers they are."""
+
+    kernel: int  # inputs that the convolution sees
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    layers: tuple[bool, ...]
+    interleaved: bool  # projections are fused, key head by key head (Qwen3-Next)
+
+
+@dataclass(frozen=True)
 class RouterConfig:
     """How a token's experts are chosen and weighed.
 
@@ -76,6 +92,9 @@ class ExpertsConfig:
     router: RouterConfig
     correction: str = "gate.e_score_correction_bias"
     """The correction's name inside the MLP."""
+    shared_name: str = "shared_experts"
+    shared_gated: bool = False
+    """What the shared one gives is scaled by the sigmoid of a gate of its own."""
 
 
 def read_sliding(fields: Fields, num_layers: int, rule: SlidingRule | None) -> tuple[int | None, ...]:
@@ -114,17 +133,20 @@ def _slides(fields: Fields, rule: SlidingRule, layer: int) -> bool:
     return bool((layer + 1) % fields.integer("sliding_window_pattern", 1, MAX_PERIOD, rule.period))
 
 
-def _listed(fields: Fields, num_layers: int, kinds: tuple[str, ...]) -> list[bool] | None:
-    names = fields.get("layer_types")
+def _listed(
+    fields: Fields, num_layers: int, kinds: tuple[str, ...], key: str = "layer_types"
+) -> list[bool] | None:
+    """Whether each layer's kind is another than the first; None where the key is absent."""
+    names = fields.get(key)
     if names is None:
         return None
     if not isinstance(names, list) or len(names) != num_layers:
-        raise fields.refused("layer_types", f"is not a list of {num_layers} names, one a layer")
+        raise fields.refused(key, f"is not a list of {num_layers} names, one a layer")
     for name in names:
         if name not in kinds:
             known = f"{', '.join(kinds)} {'are' if len(kinds) > 1 else 'is'}"
-            raise fields.refused("layer_types", f"{shown(name)} is not supported ({known})")
-    return [name == KINDS[1] for name in names]
+            raise fields.refused(key, f"{shown(name)} is not supported ({known})")
+    return [name != KINDS[0] for name in names]
 
 
 def read_latent(fields: Fields) -> LatentConfig:
@@ -139,6 +161,37 @@ def read_latent(fields: Fields) -> LatentConfig:
         rope_dim,
         fields.integer("v_head_dim", 1, 1024),
         fields.boolean("rope_interleave", True),
+    )
+
+
+def read_delta(fields: Fields, num_layers: int, *, interleaved: bool) -> DeltaConfig:
+    """Of `qwen3_next` and `qwen3_5`, in both spellings of the list of layers."""
+    key = (
+        "layers_block_type"
+        if "layer_types" not in fields and "layers_block_type" in fields
+        else "layer_types"
+    )
+    linear = _listed(fields, num_layers, (KINDS[0], LINEAR), key)
+    if linear is None:
+        interval = fields.integer("full_attention_interval", 1, MAX_PERIOD, 4)
+        linear = [bool((layer + 1) % interval) for layer in range(num_layers)]
+    if all(linear):
+        raise fields.refused(
+            key, f"no layer is {KINDS[0]}: a model of recurrent layers alone is not supported"
+        )
+    key_heads = fields.integer("linear_num_key_heads", 1, MAX_RANK, 16)
+    value_heads = fields.integer("linear_num_value_heads", 1, MAX_RANK, 32)
+    if value_heads % key_heads:
+        why = f"{key_heads} does not divide {value_heads} value heads"
+        raise fields.refused("linear_num_key_heads", why)
+    return DeltaConfig(
+        fields.integer("linear_conv_kernel_dim", 2, MAX_TAPS, 4),
+        key_heads,
+        value_heads,
+        fields.integer("linear_key_head_dim", 1, MAX_DELTA_DIM, 128),
+        fields.integer("linear_value_head_dim", 1, MAX_DELTA_DIM, 128),
+        tuple(linear),
+        interleaved,
     )
 
 
@@ -221,6 +274,20 @@ def qwen3_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     sparse = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
     router = RouterConfig(per_token, False, False, fields.boolean("norm_topk_prob", False))
     return _experts(fields, count, sparse, router, None)
+
+
+def hybrid_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+    """Of `qwen3_next` and `qwen3_5_moe`: as Qwen3's, but weights sum to 1, and the shared one is gated."""
+    plain = qwen3_experts(fields, num_layers)
+    normalised = fields.boolean("norm_topk_prob", True)
+    shared = fields.integer("shared_expert_intermediate_size", 0, 1 << 20, 512)
+    return replace(
+        plain,
+        router=replace(plain.router, normalised=normalised),
+        shared_size=shared,
+        shared_name="shared_expert",
+        shared_gated=True,
+    )
 
 
 def ernie_experts(fields: Fields, num_layers: int) -> ExpertsConfig:

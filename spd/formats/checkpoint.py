@@ -30,6 +30,7 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 MAX_SHARDS = 10_000  # the largest published models have some hundred
+MAX_TENSORS = 1 << 20
 INDEX_LIMIT = 40_000_000  # bytes; the largest published ones, of 140 thousand tensors, have 20 million
 HEADER_LIMIT = 40_000_000  # bytes; 90 thousand tensors of one file take 12 million, the official reader 100
 MAX_NUMBER = (1 << 64) - 1
@@ -76,6 +77,39 @@ def _identity(status: os.stat_result) -> Identity:
     return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
 
 
+_WRAPPED = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+"""What stands before the names of a text model's tensors inside one that sees images too, and without it."""
+
+
+def text_name(name: str) -> str:
+    """A tensor's name as a checkpoint of the text model alone has it."""
+    for wrapped, plain in _WRAPPED:
+        if name.startswith(wrapped):
+            return plain + name.removeprefix(wrapped)
+    return name
+
+
+def unpacked(name: str, meta: TensorMeta) -> Iterator[tuple[str, TensorMeta]]:
+    """A tensor, or what it packs: all experts' matrices [E, N, K], gate rows before up rows."""
+    stem, _, last = name.rpartition(".")
+    parts = _PACKED.get(last) if stem.endswith(".experts") and len(meta.shape) == 3 else None
+    if parts is None or meta.shape[1] % len(parts) or not meta.nbytes:
+        yield name, meta
+        return
+    experts, rows, columns = meta.shape
+    shape, nbytes = (rows // len(parts), columns), meta.nbytes // (experts * len(parts))
+    for number in range(experts * len(parts)):
+        own = f"{stem}.{number // len(parts)}.{parts[number % len(parts)]}.weight"
+        yield own, meta._replace(shape=shape, nbytes=nbytes, offset=meta.offset + number * nbytes)
+
+
+_PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
 class Checkpoint(AbstractContextManager["Checkpoint"]):
     """The tensors of a model folder by name; a context manager that closes its files.
 
@@ -85,13 +119,19 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def __init__(self, folder: Path, shards: Iterable[str], notes: Sequence[str] = ()) -> None:
         tensors: dict[str, TensorMeta] = {}
         self._identities: dict[Path, Identity] = {}
+        self.stored: dict[str, str] = {}
+        """The shard of each tensor as an index names it: what packs several is one of them."""
         for shard in shards:  # read one by one: many links to one large header end at the second
             self._identities[folder / shard], metas = read_shard_header(folder / shard)
             for meta in metas:
-                if meta.name in tensors:
-                    where = tensors[meta.name].shard.name
-                    raise CheckpointError(f"{meta.shard}: tensor {shown(meta.name)}: is in {where} too")
-                tensors[meta.name] = meta
+                self.stored[text_name(meta.name)] = shard
+                for name, part in unpacked(text_name(meta.name), meta):
+                    if name in tensors:
+                        where = tensors[name].shard.name
+                        raise CheckpointError(f"{meta.shard}: tensor {shown(name)}: is in {where} too")
+                    tensors[name] = part
+                    if len(tensors) > MAX_TENSORS:
+                        raise CheckpointError(f"{meta.shard}: holds more than {MAX_TENSORS:,} tensors")
         self.folder = folder
         self.tensors: Mapping[str, TensorMeta] = MappingProxyType(tensors)
         self.shards = tuple(self._identities)
@@ -245,7 +285,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         raise fields.refused("weight_map", f"names {len(shards):,} shards, at most {MAX_SHARDS:,}")
     for shard in sorted(shards):
         _check_shard_name(path, shard)
-    return weight_map
+    return {text_name(tensor): shard for tensor, shard in weight_map.items()}
 
 
 def _check_present(folder: Path, shards: Sequence[str], names: Sequence[str]) -> None:
@@ -287,13 +327,13 @@ def _notes(shards: Set[str], names: Sequence[str]) -> list[str]:
 def _compare_with_index(
     path: Path, weight_map: Mapping[str, str], opened: Set[str], checkpoint: Checkpoint
 ) -> None:
-    wrong, tensors = [], checkpoint.tensors
+    wrong, stored = [], checkpoint.stored
     for name, shard in weight_map.items():
-        if shard in opened and name not in tensors:
+        if shard in opened and name not in stored:
             wrong.append(f"{shown(name)}: is not in {shard}")
-        elif shard in opened and tensors[name].shard.name != shard:
-            wrong.append(f"{shown(name)}: is in {tensors[name].shard.name}, not in {shard}")
-    wrong += [f"{shown(name)}: is not in the index" for name in tensors if weight_map.get(name) not in opened]
+        elif shard in opened and stored[name] != shard:
+            wrong.append(f"{shown(name)}: is in {stored[name]}, not in {shard}")
+    wrong += [f"{shown(name)}: is not in the index" for name in stored if weight_map.get(name) not in opened]
     if wrong:
         raise CheckpointError(
             f"{path}: weight_map: disagrees with the shards about {len(wrong)} tensors, first {wrong[0]}",

@@ -13,13 +13,16 @@ from pathlib import Path
 from spd.errors import CheckpointError
 from spd.formats.block_config import (
     MAX_POSITIONS,
+    DeltaConfig,
     ExpertsConfig,
     LatentConfig,
     SlidingRule,
     deepseek_v2_experts,
     deepseek_v3_experts,
     ernie_experts,
+    hybrid_experts,
     qwen3_experts,
+    read_delta,
     read_fp8_block,
     read_latent,
     read_sliding,
@@ -73,6 +76,8 @@ class ModelConfig:
     """Scores are divided by its square root; None: by that of the head's size."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    delta: DeltaConfig | None = None
+    """Of recurrent layers, which stand between those that attend."""
     eagle3: Eagle3Config | None = None
     """Of an EAGLE-3 head, which is no model by itself: how it reads its target."""
 
@@ -91,6 +96,7 @@ class _Family:
     local_theta: float | None = None  # of layers that slide, where they rotate in another way
     longrope: bool = False
     caps: tuple[float | None, float | None] | None = None  # Gemma: of scores and logits, if no key says so
+    interleaved: bool | None = None  # how recurrent layers' projections are stored; None: there are none
 
 
 SWITCHED = SlidingRule(4096, switched=True)
@@ -115,12 +121,28 @@ _FAMILIES = {
     "DeepseekV3ForCausalLM": _Family("deepseek_v3", 4096, latent=True, experts=deepseek_v3_experts),
     "Glm4MoeForCausalLM": _Family("glm4_moe", 131072, partial=0.5, experts=deepseek_v3_experts),
     "MiMoForCausalLM": _Family("mimo", 32768),
+    "Qwen3NextForCausalLM": _Family(
+        "qwen3_next", 32768, partial=0.25, interleaved=True, experts=hybrid_experts
+    ),
+    "Qwen3_5ForCausalLM": _Family("qwen3_5_text", 32768, partial=0.25, interleaved=False),
+    "Qwen3_5MoeForCausalLM": _Family(
+        "qwen3_5_moe_text", 32768, partial=0.25, interleaved=False, experts=hybrid_experts
+    ),
     "Ernie4_5ForCausalLM": _Family("ernie4_5", 131072, "use_bias", "use_bias", theta=500_000.0),
     "Ernie4_5_MoeForCausalLM": _Family(
         "ernie4_5_moe", 131072, bias="use_bias", experts=ernie_experts, theta=500_000.0
     ),
 }
-SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+WRAPPERS = {
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "Qwen3_5ForCausalLM"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
+}
+"""Architectures that see images too, their model types, and what their `text_config` is of."""
+_OUTSIDE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+"""What holds for the text's part too where it stands beside it."""
+MROPE = ("mrope_section", "mrope_interleaved")
+"""How the three positions of an image's part are laid out: a token of text has one."""
+SUPPORTED_ARCHITECTURES = (*_FAMILIES, *WRAPPERS)
 
 REFUSED_ARCHITECTURES = {
     "DeepseekV32ForCausalLM": "its sparse-attention indexer is not supported",
@@ -158,8 +180,22 @@ def model_config_of(fields: Fields) -> ModelConfig:
     """As `read_model_config`, from a configuration that stands inside another file."""
     head = read_eagle3(fields)
     if head is None:
-        return _decoder_config(fields)
+        return _decoder_config(_text_of(fields))
     return replace(_decoder_config(head[1]), architecture=EAGLE3, eagle3=head[0])
+
+
+def _text_of(fields: Fields) -> Fields:
+    """The part that speaks of text, where an architecture sees images too."""
+    names = fields.get("architectures")
+    wrapper = WRAPPERS.get(str(names[0])) if isinstance(names, list) and len(names) == 1 else None
+    if wrapper is None:
+        return fields
+    fields.choice("model_type", wrapper[:1], wrapper[0])
+    inner = fields.fields("text_config")
+    if inner is None:
+        raise fields.refused("text_config", "is missing")
+    around = {key: fields.values[key] for key in _OUTSIDE if key in fields}
+    return Fields(inner.where, {**inner.values, **around, "architectures": [wrapper[1]]})
 
 
 def _decoder_config(fields: Fields) -> ModelConfig:
@@ -172,15 +208,22 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
     max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS, family.max_positions)
-    sliding = read_sliding(fields, num_layers, family.sliding)
+    delta: DeltaConfig | None = None
+    sliding: tuple[int | None, ...] = ()
+    if family.interleaved is not None:
+        delta = read_delta(fields, num_layers, interleaved=family.interleaved)
+    else:
+        sliding = read_sliding(fields, num_layers, family.sliding)
     latent = read_latent(fields) if family.latent else None
+    experts = family.experts(fields, num_layers) if family.experts else None
+    inner = experts.intermediate_size if experts else None  # where every layer has experts
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(fields, hidden_size, num_heads)
     rotary_dim = read_rotary_dim(fields, family.partial, head_dim) if family.partial is not None else None
     rope = read_rope(
         fields,
         family.theta,
         max_positions,
-        partial=rotary_dim is not None,
+        ignored=(*(("partial_rotary_factor",) if rotary_dim else ()), *(MROPE if delta else ())),
         long_dim=rotary_dim if family.longrope else None,
         by_kind=family.local_theta is not None,
     )
@@ -191,7 +234,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH, inner),
         num_layers=num_layers,
         num_heads=num_heads,
         head_dim=head_dim,
@@ -209,7 +252,8 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         rotary_dim=rotary_dim,
         qk_norm=fields.boolean("use_qk_norm", False),
         latent=latent,
-        experts=family.experts(fields, num_layers) if family.experts else None,
+        delta=delta,
+        experts=experts,
         fp8_block=fp8_block,
         sliding=sliding,
         local_rope=read_local_rope(fields, family.local_theta, max_positions),

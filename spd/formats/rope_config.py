@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -73,13 +74,13 @@ def read_rope(
     theta: float,
     max_positions: int,
     *,
-    partial: bool = False,
+    ignored: Collection[str] = (),
     long_dim: int | None = None,
     by_kind: bool = False,
 ) -> RopeConfig:
     """Both spellings: `rope_theta` with `rope_scaling` (version 4), `rope_parameters` (version 5).
 
-    theta: of an absent key; partial: whether the family knows partial_rotary_factor; long_dim: how many
+    theta: of an absent key; ignored: keys of the new spelling that change nothing here; long_dim: how many
     dimensions turn in a family that knows longrope, whose factors are half as many; by_kind: whether the
     new spelling may be written for each kind of layers.
     """
@@ -87,8 +88,8 @@ def read_rope(
     old, new = fields.fields("rope_scaling"), fields.fields("rope_parameters")
     if by_kind:
         new = _by_kind(fields, KINDS[0]) or new
-    if new is not None and partial:
-        new = Fields(new.where, {k: v for k, v in new.values.items() if k != "partial_rotary_factor"})
+    if new is not None:
+        new = Fields(new.where, {key: value for key, value in new.values.items() if key not in ignored})
     original = fields.integer("original_max_position_embeddings", 2, MAX_POSITIONS, max_positions)
     long = None if long_dim is None else (long_dim, original)
     if new is None or not new.values:

@@ -20,6 +20,7 @@ from spd.runtime.plan import machine
 from spd.runtime.plan.plan import make_plan
 from tests.json_schema import faults
 from tests.recipes.mtp_folders import write_hollow
+from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -210,3 +211,12 @@ def test_sixty_shards_in_half_a_second_without_torch(model: Path) -> None:
     last = done.stdout.splitlines()[-1].split(maxsplit=2)
     assert "60 shards" in done.stdout and last[0] == "0" and last[2] == "[]"
     assert float(last[1]) < 5.0, "half a second on an idle machine; a wide margin for a busy one"
+
+
+def test_states_of_recurrent_layers_are_told(spd_run: Callable, tmp_path: Path) -> None:
+    """Four of five layers keep six heads of 16 x 24 float32 values."""
+    folder = write_tiny_hybrid(tmp_path / "hybrid", mtp=True)
+    ran = spd_run("inspect", folder, "--json")
+    assert ran.json["target"]["state_bytes_per_slot"] == 4 * 6 * 16 * 24 * 4
+    assert ran.json["target"]["kv_bytes_per_token"] == 2 * 2 * 32 * 4
+    assert "36.00 KiB of states a request; prefixes are not shared" in spd_run("inspect", folder).text

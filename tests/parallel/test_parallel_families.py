@@ -51,7 +51,7 @@ def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def tried(runner: Any, alone: bool, threads: Any) -> None:
         model = runner.model
-        key = type(model), model.heads, tuple(model.cache_shapes), runner.dtype, alone
+        key = type(model), model.heads, tuple(block.cache for block in model.caches), runner.dtype, alone
         own = threading.get_ident(), key
         found = KNOWN.get(key) or FRESH.get(own)
         if found is None:

@@ -92,7 +92,7 @@ class RememberingRunner:
 
     def __init__(self, state: RoundState, table: Tensor, script: Script, head: bool) -> None:
         pages = state.page_table.shape[1]
-        self.cache, self.trash_slot = SimpleNamespace(page_size=PAGE_SIZE), 0
+        self.cache, self.trash_slot = SimpleNamespace(page_size=PAGE_SIZE, recurrent=False), 0
         self.model = SimpleNamespace(vocab_size=VOCAB)
         self.pool = torch.full(((1 + state.slots * pages) * PAGE_SIZE,), -1, dtype=torch.long)
         for position, token in enumerate(PROMPT[:-1]):
@@ -100,7 +100,7 @@ class RememberingRunner:
             self.pool[page * PAGE_SIZE + position % PAGE_SIZE] = token
         self.table, self.script, self.head = table, script, head
 
-    def forward(self, rows: Rows, page_table: Tensor, views: object) -> ModelOutput:
+    def forward(self, rows: Rows, page_table: Tensor, views: object, *, keeps: bool = True) -> ModelOutput:
         assert ((rows.token_ids >= 0) & (rows.token_ids < VOCAB)).all(), "an id beyond the vocabulary was fed"
         assert (rows.kv_slots[~rows.valid] == self.trash_slot).all(), "a row that does not count was kept"
         self.pool[rows.kv_slots] = rows.token_ids

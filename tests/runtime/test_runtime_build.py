@@ -148,7 +148,7 @@ def test_one_layer_is_built_at_any_prefix(tiny: Callable[..., Path], tmp_path: P
     assert expected.keys() == {k[2:] for k in held(model) if k.startswith("0.")}
     for key, tensor in expected.items():
         assert torch.equal(held(model)[f"0.{key}"], tensor), key
-    assert bool((own["own"] == 1).all()) and layer.cache_shapes == ((2, 16), (2, 16))
+    assert bool((own["own"] == 1).all()) and layer.layout.cache == ((2, 16), (2, 16))
 
 
 # -- folded norms ----------------------------------------------------------------------------------

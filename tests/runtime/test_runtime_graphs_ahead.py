@@ -198,5 +198,5 @@ def test_ranks_that_run_out_of_memory_say_so(target: Path) -> None:
 
 def test_every_rank_is_asked_for_everything_that_is_done() -> None:
     """What rank 0 captures the others capture, in its order."""
-    alone = {"read", "close", "owes"}
+    alone = {"read", "close", "has_unwritten"}
     assert {name for name in vars(DeviceSide) if not name.startswith("_")} - alone == set(ORDERS)

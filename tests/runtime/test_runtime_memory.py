@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -425,7 +426,7 @@ def test_no_memory_while_loading(
 def test_what_was_allocated_is_let_go(tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[weakref.ref[torch.Tensor]] = []
 
-    def hungry(*args: Any) -> None:
+    def hungry(*args: Any, **kwargs: Any) -> None:
         big = torch.zeros(1000)
         held.append(weakref.ref(big))
         raise torch.OutOfMemoryError("no more")
@@ -469,7 +470,8 @@ def test_pages_are_cleared_where_no_memory_is_left() -> None:
             made.append(func.name())
             return func(*args, **(kwargs or {}))
 
-    cache = KvCache([((2, 4),), ((3,),)], 6, 8, torch.float32, "cpu")
+    layers: list[Any] = [SimpleNamespace(cache=((2, 4),)), SimpleNamespace(cache=((3,),))]
+    cache = KvCache(layers, 6, 8, torch.float32, "cpu")
     for pool in (pool for layer in cache.layers for pool in layer.pools):
         pool.fill_(torch.nan)
     with Watch():

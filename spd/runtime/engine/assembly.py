@@ -26,7 +26,7 @@ from spd.runtime.ranks.groups import Ranks
 from spd.runtime.round.cpu_load import FollowedThreads, fewer_threads
 from spd.runtime.round.graphs import CapturedRounds
 from spd.runtime.round.kv_cache import KvCache
-from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE
+from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, ring_depth
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.out_of_memory import memory_phase
 from spd.runtime.round.round import Round
@@ -78,7 +78,9 @@ def _runners(
     runners = []
     for model in models:
         with memory_phase("making room for keys and values"):
-            cache = KvCache(model.cache_shapes, shape.num_pages, PAGE_SIZE, place.dtype, plan.device)
+            pool = (shape.num_pages, PAGE_SIZE, place.dtype, plan.device)
+            depth = ring_depth(shape.draft_max)
+            cache = KvCache(model.caches, *pool, slots=shape.slots, depth=depth)
         with memory_phase("trying the first layers"):
             alone = place.ranks is None
             runners.append(

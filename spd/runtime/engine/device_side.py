@@ -69,6 +69,7 @@ class DeviceSide:
             active=False,
         )
         parts.sampler.admit(slot, params, ids[:prompt], ids[prompt:])
+        parts.runner.admit(slot, prefilled)
         if parts.proposer is not None:
             parts.proposer.admit(slot, prefilled, SlotView(len(ids), pages))
 
@@ -82,7 +83,11 @@ class DeviceSide:
         """Write the caches of positions of the prompt that was placed last, at the latest in `flush`."""
         assert self._ids is not None
         runner, part = self.parts.runner, PromptPart(slot, self._ids[None], start, end, view, runs)
-        if sum(filled_rows(each.end - each.begin) for each in (*self._unwritten, part)) > runner.chunk:
+        again = runner.cache.recurrent and any(each.slot == slot for each in self._unwritten)
+        if (
+            again
+            or sum(filled_rows(each.end - each.begin) for each in (*self._unwritten, part)) > runner.chunk
+        ):
             self._flush()
         self._unwritten.append(part)
 

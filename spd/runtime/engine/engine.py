@@ -89,7 +89,7 @@ class Engine:
             PAGE_SIZE,
             self._parts.pages_per_block,
             plan.shape.ctx,
-            sharing=plan.wishes.prefix_sharing,
+            sharing=plan.shares_prefixes,
         )
         self._slots = SlotWriter(self._device, plan)
         self._in_flight: deque[tuple[Ticket, Members]] = deque()  # rounds enqueued and not yet read

@@ -13,7 +13,7 @@ import torch
 from spd.formats.model_config import ModelConfig
 from spd.runtime.models.weight_form import WeightForm
 from spd.runtime.models.weights import streamed_tables
-from spd.runtime.plan.memory import page_bytes, rank_layout
+from spd.runtime.plan.memory import page_bytes, rank_layout, state_bytes
 from spd.runtime.round.limits import PAGE_SIZE
 
 READ_BYTES = {"cpu": 2**28, "cuda": 2**30}
@@ -23,7 +23,7 @@ PASSES = 5
 
 @dataclass(frozen=True)
 class Floor:
-    """What one model reads a forward pass: its weights once, and each position of the context."""
+    """What a pass moves: weights once, states twice (read and written), each position of the context."""
 
     weight_bytes: int
     position_bytes: int
@@ -37,7 +37,8 @@ def floor_of(config: ModelConfig, dtype: str, form: WeightForm, ranks: int = 1) 
     """The floor of a model on one of `ranks`; None where routing decides reads."""
     if config.experts is not None:
         return None
-    return Floor(_streamed(config, dtype, form, ranks), page_bytes(config, dtype, ranks) // PAGE_SIZE)
+    once = _streamed(config, dtype, form, ranks) + 2 * state_bytes(config)
+    return Floor(once, page_bytes(config, dtype, ranks) // PAGE_SIZE)
 
 
 def _streamed(config: ModelConfig, dtype: str, form: WeightForm, ranks: int) -> int:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from spd.kernels.recurrent.short_conv import Segments
+
 
 class Communicator(Protocol):
     """What ranks exchange in a forward pass: every one holds a part, and sees the same bits afterwards."""
@@ -72,6 +74,8 @@ class ForwardBatch:
     chunk_start: int | None = None
     first_key: int = 0
     states: HeadStates | None = None
+    segments: Segments | None = None
+    """What of the rows recurrent layers read; None where a model has none."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,9 @@ def attended(
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's pools, each [pages, page, ...] with what its attention keeps of a position."""
+    """One layer's pools, each [pages, page, ...] with what its attention keeps of a position.
+
+    Of a recurrent layer [slots, ...], with what it keeps of a slot.
+    """
 
     pools: tuple[Tensor, ...]

@@ -30,6 +30,7 @@ from spd.runtime.models.builder import Fill, LayerBuilder, LayerTensors, Place, 
 from spd.runtime.models.decoder import Decoder, Parts, build_layer
 from spd.runtime.models.destinations import NOTHING, Cut, Cuts
 from spd.runtime.models.head_model import HeadModel, aux_states
+from spd.runtime.models.layouts import PLAIN_NORM
 from spd.runtime.models.weights import (
     HeadPart,
     HeadRules,
@@ -86,7 +87,7 @@ def _filled(space: WeightSpace, fill: Fill, layout: ModelLayout) -> None:
     fill(views)
     if layout.centred_norm:
         for name, view in views.items():
-            if "norm" in name and view.dim() == 1:
+            if "norm" in name and view.dim() == 1 and not name.endswith(f"linear_attn.{PLAIN_NORM}"):
                 view.add_(1)
 
 
@@ -143,7 +144,7 @@ def build_model(
         del tensors  # packed, and not needed twice
         if at_once and meter is not None:
             meter.advance(nbytes, "pack")
-    sizes = layout.layers[0].attention.heads
+    sizes = layout.attending[0].heads
     heads = AttentionHeads(*sizes, first_key=layout.shift, sliding=layout.sliding)
     parts = Parts(tables, embedding, head, layers, _rotary(config, layout, place, positions), heads)
     if target is not None:
@@ -159,7 +160,7 @@ def build_model(
 def _rotary(config: ModelConfig, layout: ModelLayout, place: Place, positions: int) -> RotaryTable:
     # Kernels round the rotated head once, so that they can use exact tables.
     exact = torch.float32 if place.kernels.facts.exact_rotary else place.dtype
-    dims = layout.layers[0].attention.rotary
+    dims = layout.attending[0].rotary
     turning = partial(RotaryTable, dims=dims, max_positions=positions, dtype=exact)
     table = turning(config.rope, device=place.device, shift=layout.shift)
     if config.local_rope is not None:

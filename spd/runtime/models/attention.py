@@ -21,12 +21,16 @@ class Attention:
         self.layout, self.epsilon, self.kernels = layout, build.epsilon, build.kernels
         scale = layout.head_dim**-0.5 if layout.scale is None else layout.scale
         self.scores = Scores(scale, layout.sliding, layout.softcap)
+        if layout.gated:
+            build.arrange(tensors, "qkv", _gates_last(layout))
         if (order := layout.rotary.order) is not None:
             turned = slice((layout.num_heads + layout.num_kv_heads) * layout.head_dim)
             for name in ("qkv", "qkv_bias", "q_norm", "k_norm"):
                 build.reorder(tensors, name, turned, order)
         self.qkv = build.matrix(tensors, "qkv") if layout.reads_pairs else build.after_norm(tensors, "qkv")
         self.output = build.summed(tensors, "output")
+        self.parts = [layout.widest, layout.num_heads * layout.head_dim]
+        """Columns of queries, keys and values, and of gates behind them."""
         self.pair_norms = (tensors["norm"], tensors["state_norm"]) if layout.reads_pairs else None
         """Of a token and a state, where what is read is both side by side, normed already."""
         self.qk_weight: Tensor | None = None
@@ -53,15 +57,28 @@ class Attention:
         kernels, pools, scores = self.kernels, cache.pools, self.scores
         rows = RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots)
         given = (self.qk_weight, self.epsilon, pools, self.layout.num_heads)
-        query = kernels.rotary_store(self.qkv(stream, batch).x, rows, *given)
+        qkv, gates = self.qkv(stream, batch).x, None
+        if self.layout.gated:
+            qkv, gates = (part.contiguous() for part in torch.split(qkv, self.parts, dim=1))
         mixed = attended(
-            query,
+            kernels.rotary_store(qkv, rows, *given),
             batch,
             lambda windows: kernels.paged_attention(windows, pools, batch.plan, scores),
             lambda chunk, *where: kernels.prefill_attention(chunk, pools, *where, scores, batch.first_key),
         )
+        if gates is not None:
+            mixed = mixed * gates.sigmoid()
         return self.output(Residual(mixed), batch, stream if onto is None else onto)
 
     def products(self) -> tuple[AnyLinear, ...]:
         """The block's matrices in the order in which they run."""
         return self.qkv, self.output
+
+
+def _gates_last(layout: GqaLayout) -> list[int]:
+    """The old index of each row: all queries, keys, values, then the gates, which stood beside queries."""
+    size, heads = layout.head_dim, layout.num_heads
+    starts = [2 * size * head for head in range(heads)]
+    rest = range(2 * size * heads, 2 * size * heads + 2 * layout.num_kv_heads * size)
+    queries = [start + i for start in starts for i in range(size)]
+    return [*queries, *rest, *(row + size for row in queries)]

@@ -206,6 +206,17 @@ class LayerBuilder:
                 del tensors[f"{name}_scales"]
         reorder_heads(tensors[name][part], order)
 
+    def arrange(self, tensors: Tensors, name: str, order: list[int]) -> None:
+        """Put the rows of `name`, and of its bias if there is one, in another order.
+
+        FP8 rows leave their blocks behind, and are multiplied out.
+        """
+        if (scales := tensors.pop(f"{name}_scales", None)) is not None:
+            tensors[name] = ScaledWeight(tensors[name], scales).plain(self.dtype)
+        for each in (name, f"{name}_bias"):
+            if each in tensors:
+                tensors[each] = tensors[each][order]
+
     def summed(self, tensors: Tensors, name: str) -> AnyLinear:
         """The matrix `name` at a block's end, of whose columns a rank has its own."""
         around, bias = Around(self.epsilon, post_norm=tensors.get("post_norm")), tensors.get(f"{name}_bias")

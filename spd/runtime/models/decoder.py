@@ -22,24 +22,33 @@ from spd.runtime.layers.rotary import RotaryRows, RotaryTable
 from spd.runtime.layers.sharded import AnyEmbedding, ShardedHead, looked_up
 from spd.runtime.models.attention import Attention
 from spd.runtime.models.builder import LayerBuilder, LayerTensors, Tensors
-from spd.runtime.models.destinations import Shape
+from spd.runtime.models.gated_delta import GatedDelta
 from spd.runtime.models.latent_attention import LatentAttention
-from spd.runtime.models.layouts import GqaLayout, LatentLayout, LayerLayout, MlpLayout, MoeLayout
+from spd.runtime.models.layouts import (
+    DeltaLayout,
+    GqaLayout,
+    LatentLayout,
+    LayerLayout,
+    MixerLayout,
+    MlpLayout,
+    MoeLayout,
+)
 from spd.runtime.models.moe import GatedMlp, MoeMlp
 
-AttentionBlock = Attention | LatentAttention
-"""A layer's first block: it writes the rows' cache entries, then reads the pages."""
+AttentionBlock = Attention | LatentAttention | GatedDelta
+"""A layer's first block: it writes the rows' cache entries, then reads the pages; or a state and rings."""
 MlpBlock = GatedMlp | MoeMlp
 """A layer's second block: each row by itself."""
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer's two blocks, each with its norm before and its sum after, and its cache's shapes."""
+    """One layer's two blocks, each with its norm before and its sum after."""
 
     attention: AttentionBlock
     mlp: MlpBlock
-    cache_shapes: tuple[Shape, ...]
+    layout: MixerLayout
+    """Of the first: it says what the cache holds."""
 
     def __call__(
         self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
@@ -55,6 +64,7 @@ class DecoderLayer:
 BLOCKS: dict[type, Any] = {
     GqaLayout: Attention,
     LatentLayout: LatentAttention,
+    DeltaLayout: GatedDelta,
     MlpLayout: GatedMlp,
     MoeLayout: MoeMlp,
 }
@@ -70,7 +80,7 @@ def build_layer(layout: LayerLayout, tensors: LayerTensors, build: LayerBuilder)
                 own[f"{name}_scales"] = joined_scales(scales, [part.shape[0] for part in destination.parts])
         made.append(BLOCKS[type(block)](block, own, build))
     attention, mlp = made
-    return DecoderLayer(attention, mlp, layout.attention.cache)
+    return DecoderLayer(attention, mlp, layout.attention)
 
 
 @dataclass(frozen=True)
@@ -128,8 +138,8 @@ class Decoder:
         self.rotary, self.heads = parts.rotary, parts.heads
         self.epsilon, self.kernels = build.epsilon, build.kernels
         self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
-        self.cache_shapes = [layer.cache_shapes for layer in self.layers]
-        """For each layer, what one position holds in each of its pools."""
+        self.caches = [layer.layout for layer in self.layers]
+        """For each layer, what tells the shapes of its cache."""
         kinds = [(type(layer.attention), type(layer.mlp)) for layer in self.layers]
         self.varied_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
         """How many of the first layers there must be for one of every kind."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from spd.formats.block_config import ExpertsConfig, LatentConfig
+from spd.errors import IncompatibleError
+from spd.formats.block_config import DeltaConfig, ExpertsConfig, LatentConfig
 from spd.formats.rope_config import RotaryDims
 from spd.runtime.models.destinations import NOTHING, Cut, Cuts, Destination, Shape, Shard, fused
 
@@ -43,6 +44,8 @@ class GqaLayout:
     """Queries, keys and values are one tensor in the checkpoint too."""
     reads_pairs: bool = False
     """Queries, keys and values are made of a token and a state side by side, each with a norm of its own."""
+    gated: bool = False
+    """What attention gives is scaled by the sigmoid of gates, which stand beside each head's queries."""
     shard: Shard | None = None
     """Whose heads these are, of `whole` query and key heads."""
     whole: tuple[int, int] = (0, 0)
@@ -57,7 +60,8 @@ class GqaLayout:
         if self.shard is None:
             return NOTHING
         size, (queries, keys) = self.head_dim, self.whole
-        query, output = self.shard.rows(self.num_heads, size), self.shard.columns(self.num_heads * size)
+        query = self.shard.rows(self.num_heads, size * (1 + self.gated))
+        output = self.shard.columns(self.num_heads * size)
         first, count = self.shard.key_heads(keys)
         start, stop = first * size, (first + count) * size
         if not self.fused_qkv:
@@ -69,7 +73,7 @@ class GqaLayout:
     def destinations(self) -> dict[str, Destination]:
         size, hidden = self.head_dim, self.hidden_size
         query, key = self.num_heads * size, self.num_kv_heads * size
-        block, qkv = "self_attn", {"q_proj": query, "k_proj": key, "v_proj": key}
+        block, qkv = "self_attn", {"q_proj": query * (1 + self.gated), "k_proj": key, "v_proj": key}
         if self.fused_qkv:
             qkv = {"qkv_proj": query + 2 * key}
         exact = self.centred_norms
@@ -179,6 +183,78 @@ class LatentLayout:
 
 
 @dataclass(frozen=True)
+class DeltaLayout:
+    """A gated DeltaNet: queries, keys, values and what gates the output; corrections and steps of each head.
+
+    What is kept of a slot does not grow with its text: a state, and rings of `depth` of its last rows.
+    """
+
+    hidden_size: int
+    delta: DeltaConfig
+    shard: Shard | None = None
+
+    def sharded(self, shard: Shard) -> DeltaLayout:
+        raise IncompatibleError("recurrent layers are not divided among ranks", code="tensor_parallel")
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        delta = self.delta
+        return 2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim
+
+    def destinations(self) -> dict[str, Destination]:
+        delta, hidden, block = self.delta, self.hidden_size, "linear_attn"
+        values, heads = delta.value_heads * delta.value_dim, delta.value_heads
+        inputs = {"in_proj_qkv": self.channels, "in_proj_z": values}
+        gates = {"in_proj_b": heads, "in_proj_a": heads}
+        if delta.interleaved:
+            inputs, gates = {"in_proj_qkvz": self.channels + values}, {"in_proj_ba": 2 * heads}
+        vectors = {"rate": "A_log", "step_bias": "dt_bias"}
+        return {
+            "norm": Destination.of({"input_layernorm.weight": (hidden,)}, exact=True),
+            **fused("inputs", block, inputs, hidden),
+            **fused("gates", block, gates, hidden),
+            "conv": Destination.of({f"{block}.conv1d.weight": (self.channels, 1, delta.kernel)}, exact=True),
+            **{
+                key: Destination.of({f"{block}.{name}": (heads,)}, exact=True)
+                for key, name in vectors.items()
+            },
+            "head_norm": Destination.of({f"{block}.{PLAIN_NORM}": (delta.value_dim,)}, exact=True),
+            **fused("output", block, {"out_proj": hidden}, values),
+        }
+
+    @property
+    def cache(self) -> tuple[Shape, ...]:
+        """What one position holds in pages: nothing."""
+        return ()
+
+    @property
+    def state_shape(self) -> Shape:
+        """Of one slot's state, float32."""
+        return self.delta.value_heads, self.delta.key_dim, self.delta.value_dim
+
+    def slot_shapes(self, depth: int) -> tuple[tuple[Shape, bool], ...]:
+        """What is kept of a slot, and whether it is float32: see `short_conv` and `DeltaMemory`."""
+        delta = self.delta
+        return (
+            ((depth, self.channels), False),
+            (self.state_shape, True),
+            ((depth, delta.key_heads, delta.key_dim), True),
+            ((depth, delta.value_heads, delta.value_dim), True),
+            ((depth, delta.value_heads, 2), True),
+        )
+
+    @property
+    def widest(self) -> int:
+        """Elements a row of the intermediate results, some of them in float32."""
+        return 3 * self.channels + 4 * self.delta.value_heads * self.delta.value_dim
+
+
+PLAIN_NORM = "norm.weight"
+"""Of a recurrent layer's heads: its scales are what they are, in models that store others around 1."""
+
+
+@dataclass(frozen=True)
 class MlpLayout:
     """The gated MLP: gate and up fused, then down."""
 
@@ -240,6 +316,8 @@ class MoeLayout:
 
     hidden_size: int
     experts: ExpertsConfig
+    centred_norms: bool = False
+    """Scales of norms are stored as their distance from 1."""
     shard: Shard | None = None
     """Whose width of every expert this is."""
 
@@ -256,19 +334,24 @@ class MoeLayout:
         """The expert that every row goes through."""
         size = self.experts.shared_size
         return (
-            MlpLayout(self.hidden_size, size, block="mlp.shared_experts", shard=self.shard) if size else None
+            MlpLayout(self.hidden_size, size, block=f"mlp.{self.experts.shared_name}", shard=self.shard)
+            if size
+            else None
         )
 
     def destinations(self) -> dict[str, Destination]:
         hidden, inner, experts = self.hidden_size, self.experts.intermediate_size, self.experts
         count = experts.num_experts
         found = {
-            "norm": Destination.of({"post_attention_layernorm.weight": (hidden,)}),
+            "norm": Destination.of({"post_attention_layernorm.weight": (hidden,)}, exact=self.centred_norms),
             "router": Destination.of({"mlp.gate.weight": (count, hidden)}, exact=True),
         }
         if experts.router.corrected:
             shape = (1, count) if experts.correction.startswith("moe_statics") else (count,)
             found["correction"] = Destination.of({f"mlp.{experts.correction}": shape}, exact=True)
+        if experts.shared_gated and experts.shared_size:
+            gate = {f"mlp.{experts.shared_name}_gate.weight": (1, hidden)}
+            found["shared_gate"] = Destination.of(gate, exact=True)
         first = {
             f"mlp.experts.{expert}.{name}_proj.weight": (inner, hidden)
             for expert in range(count)
@@ -293,6 +376,7 @@ class MoeLayout:
 
 
 AttentionLayout = GqaLayout | LatentLayout
+MixerLayout = AttentionLayout | DeltaLayout
 FeedForwardLayout = MlpLayout | MoeLayout
 
 
@@ -300,7 +384,7 @@ FeedForwardLayout = MlpLayout | MoeLayout
 class LayerLayout:
     """One layer: two blocks, each with its norm before and its sum after."""
 
-    attention: AttentionLayout
+    attention: MixerLayout
     mlp: FeedForwardLayout
 
     def sharded(self, shard: Shard) -> LayerLayout:

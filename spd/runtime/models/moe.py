@@ -91,6 +91,7 @@ class MoeMlp:
         if layout.shared:
             gate_up = build.after_norm(tensors, "gate_up", "silu")
             self.shared = gate_up, build.matrix(tensors, "down", cut=True)
+        self.shared_gate = tensors.get("shared_gate")
         self.experts = _experts(tensors, layout.experts.num_experts, build)
 
     def products(self) -> tuple[AnyLinear, ...]:
@@ -105,14 +106,22 @@ class MoeMlp:
             onto = Residual(torch.zeros_like(stream.x), stream.squares)
         if self.shared is not None:
             gate_up, down = self.shared
-            onto = down(gate_up(stream, batch), batch, onto)
+            inner = gate_up(stream, batch)
+            if self.shared_gate is not None:
+                inner = Residual(
+                    (inner.x * self._logits(x, self.shared_gate, batch.tile).sum(1).sigmoid()).to(x.dtype)
+                )
+            onto = down(inner, batch, onto)
         whole = self.experts.onto(x, chosen, onto, batch)
         return whole if self.ranks is None else added(stream, self.ranks.sum(whole.x), self.kernels)
 
     def _route(self, x: Tensor, tile: int) -> Chosen:
-        logits = in_tiles(lambda rows: self.kernels.router_logits(rows, self.router), x, tile)
-        chosen: Chosen = self.kernels.route(logits, self.correction, self.rule)
+        chosen: Chosen = self.kernels.route(self._logits(x, self.router, tile), self.correction, self.rule)
         return chosen
+
+    def _logits(self, x: Tensor, weight: Tensor, tile: int) -> Tensor:
+        """Parts float32 [T, P, E] of x [T, K] times weight [E, K]."""
+        return in_tiles(lambda rows: self.kernels.router_logits(rows, weight), x, tile)
 
 
 def _experts(tensors: Tensors, count: int, build: LayerBuilder) -> Experts:

@@ -25,7 +25,8 @@ from spd.runtime.models.weights import (
 
 def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard | None = None) -> LayerLayout:
     """The decoder layer inside a module, or a rank's part of it: one like the target's own."""
-    layer = family_layout(config).layers[family.like_layer]
+    layers = [layer for layer in family_layout(config).layers if layer.attention.cache]
+    layer = layers[family.like_layer]
     return layer if shard is None else layer.sharded(shard)
 
 

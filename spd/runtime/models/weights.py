@@ -16,7 +16,7 @@ from spd.formats.json_file import shown
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import is_mtp_tensor
 from spd.runtime.models.destinations import Cut, Destination, Shape, Shard
-from spd.runtime.models.layouts import GqaLayout, LayerLayout
+from spd.runtime.models.layouts import AttentionLayout, DeltaLayout, GqaLayout, LayerLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +46,17 @@ class ModelLayout:
         """A rank's part. Raises IncompatibleError where there is none."""
         parts = {layer: layer.sharded(shard) for layer in dict.fromkeys(self.layers)}
         return replace(self, layers=tuple(parts[layer] for layer in self.layers), shard=shard)
+
+    @property
+    def attending(self) -> tuple[AttentionLayout, ...]:
+        """The attention of every layer that has one; the sizes of heads are the same in all."""
+        blocks = (layer.attention for layer in self.layers)
+        return tuple(block for block in blocks if not isinstance(block, DeltaLayout))
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether a layer keeps states."""
+        return len(self.attending) < len(self.layers)
 
     @property
     def sliding(self) -> tuple[int | None, ...]:

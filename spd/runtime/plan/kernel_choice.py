@@ -13,7 +13,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig
 from spd.kernels.native.build import LARGEST_HEAD, NativeUnavailable, obstacle
-from spd.runtime.models.layouts import LayerLayout
+from spd.runtime.models.layouts import DeltaLayout, LayerLayout
 from spd.runtime.models.weight_form import BLOCK, WIDE, WeightForm, int8_form
 from spd.runtime.models.weights import FP8_DTYPE
 from spd.runtime.plan.config import EngineConfig
@@ -35,7 +35,8 @@ def native_obstacle(machine: Machine, dtype: str, quantize: str, layers: Iterabl
         return f"they multiply bfloat16, not {dtype}"
     if quantize != "none":
         return f"they know no {quantize} weights"
-    largest = max((layer.attention.heads[2] for layer in layers), default=0)
+    blocks = (layer.attention for layer in layers)
+    largest = max((block.heads[2] for block in blocks if not isinstance(block, DeltaLayout)), default=0)
     if largest > LARGEST_HEAD:
         return f"heads of {largest} are too large for them"
     return obstacle()

@@ -16,11 +16,20 @@ from spd.formats.mtp import MtpSource
 from spd.kernels.attention.attention_chunks import num_chunks
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
+from spd.runtime.models.layouts import DeltaLayout
 from spd.runtime.models.mtp_weights import module_bytes, module_position_size
 from spd.runtime.models.weight_form import DTYPE_BYTES, WIDE, WeightForm, int8_form
 from spd.runtime.models.weights import ModelLayout, destinations
 from spd.runtime.plan.config import DEFAULT_DRAFT_MAX, EngineConfig
-from spd.runtime.round.limits import CATCH_UP, CHUNK, NUM_RESERVED, PAGE_SIZE, TAIL_ROWS, state_depth
+from spd.runtime.round.limits import (
+    CATCH_UP,
+    CHUNK,
+    NUM_RESERVED,
+    PAGE_SIZE,
+    TAIL_ROWS,
+    ring_depth,
+    state_depth,
+)
 
 ATTENTION_BLOCK = 512
 """Positions that attention walks at a time; a slot's pages come in whole blocks."""
@@ -159,6 +168,20 @@ def position_size(config: ModelConfig, ranks: int = 1) -> int:
     return sum(math.prod(shape) for layer in layers for shape in layer.attention.cache)
 
 
+def state_bytes(config: ModelConfig) -> int:
+    """Bytes of one slot's states in all recurrent layers, without the rings beside them."""
+    blocks = [layer.attention for layer in family_layout(config).layers]
+    return sum(4 * math.prod(block.state_shape) for block in blocks if isinstance(block, DeltaLayout))
+
+
+def slot_bytes(config: ModelConfig, shape: EngineShape) -> int:
+    """Bytes that recurrent layers keep of one slot: states, and rings of the rows behind them."""
+    width, depth = DTYPE_BYTES[shape.dtype], ring_depth(shape.draft_max)
+    blocks = [layer.attention for layer in family_layout(config).layers]
+    kept = [each for block in blocks if isinstance(block, DeltaLayout) for each in block.slot_shapes(depth)]
+    return sum(math.prod(sizes) * (4 if exact else width) for sizes, exact in kept)
+
+
 def measure(shape: EngineShape) -> MemoryNeed:
     """What an engine of this shape takes."""
     target, draft, ranks, pages = shape.target, shape.draft, shape.draft_tp, shape.num_pages
@@ -171,7 +194,7 @@ def measure(shape: EngineShape) -> MemoryNeed:
     if draft is not None:
         draft_weights = _weights(draft, shape, shape.draft_form, ranks)
         # The same page numbers serve both models, so both have as many pages.
-        draft_cache = pages * page_bytes(draft, shape.dtype, ranks)
+        draft_cache = pages * page_bytes(draft, shape.dtype, ranks) + shape.slots * slot_bytes(draft, shape)
         workspace += _workspace(shape, draft, shape.draft_ctx, window, shape.slots, ranks)
         workspace += _aux_states(shape, draft)
     elif shape.mtp is not None and shape.mtp_modules:
@@ -180,7 +203,7 @@ def measure(shape: EngineShape) -> MemoryNeed:
     return MemoryNeed(
         weights=_weights(target, shape, shape.form, shape.tp),
         draft_weights=draft_weights,
-        cache=pages * page_bytes(target, shape.dtype, shape.tp),
+        cache=pages * page_bytes(target, shape.dtype, shape.tp) + shape.slots * slot_bytes(target, shape),
         draft_cache=draft_cache,
         workspace=workspace,
         graphs=GRAPH_BYTES if shape.graphs and not shape.on_cpu else 0,
@@ -243,7 +266,7 @@ def _workspace(
     width, widest = DTYPE_BYTES[shape.dtype], max(shape.chunk, rows)
     layout = rank_layout(model, ranks)
     layers = set(layout.layers)
-    num_heads, kv_heads, head_dim = next(iter(layers)).attention.heads
+    num_heads, kv_heads, head_dim = layout.attending[0].heads
     logits = sampled * model.vocab_size * 4 * LOGIT_COPIES[shape.kernels]
     history = shape.slots * model.vocab_size * 9
     rotary = 1 if model.local_rope is None else 2

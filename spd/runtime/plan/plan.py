@@ -29,7 +29,7 @@ from spd.runtime.round.limits import PAGE_SIZE
 
 AUTO_CTX = 32768
 """Context that `auto` stops at; longer ones are had by asking."""
-FROM_WISHES = ("quantize", "ngram_max", "verify", "synthetic_acceptance", "prefix_sharing", "load")
+FROM_WISHES = ("quantize", "ngram_max", "verify", "synthetic_acceptance", "load")
 FROM_SHAPE = (
     *("dtype", "mtp_modules", "draft_max", "model_drafts", "draft_ctx", "graphs", "kernels", "slots", "ctx"),
     *("num_pages", "chunk", "tp", "draft_tp"),
@@ -76,6 +76,12 @@ class EnginePlan:
         return self.shape.draft_max if self.shape.draft_max > self.shape.model_drafts else 0
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether a request may begin with another's pages; a state does not come with them."""
+        models = (self.shape.target, *([self.shape.draft] if self.shape.draft else []))
+        return self.wishes.prefix_sharing and all(model.delta is None for model in models)
+
+    @property
     def drafting_model(self) -> ModelFolder | None:
         """The folder of the draft model or EAGLE-3 head that drafts; None where none does."""
         return self.drafter.folder if self.shape.draft is not None else None
@@ -107,6 +113,7 @@ class EnginePlan:
             **{name: getattr(self.wishes, name) for name in FROM_WISHES},
             **{name: getattr(shape, name) for name in FROM_SHAPE},
             **{name: value for name, value in vars(self).items() if name not in held},
+            "prefix_sharing": self.shares_prefixes,
             "page_size": PAGE_SIZE,
             "weight_bytes": need.weights,
             "draft_weight_bytes": need.draft_weights,

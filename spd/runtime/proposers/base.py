@@ -126,7 +126,9 @@ class ModelProposer(Proposer):
 
     def _window(self, width: int, ahead: int, slots: Tensor) -> Rows:
         """The last `width` committed tokens of slots bool [S], from where the prefill ended, and drafts."""
-        first = self.state.prompt_length - 1
+        first, cache = self.state.prompt_length - 1, self.runners[0].cache
+        if cache.recurrent:  # what a state has taken in cannot be fed again
+            first = torch.maximum(first, cache.applied[: len(first)])
         rows: Rows = self.kernels.committed_window(self.state, width, slots, self.places, first, ahead)
         return rows
 

@@ -38,9 +38,14 @@ class DraftModelProposer(ModelProposer):
         """alone: whether only its own drafts are verified."""
         super().__init__(state, kernels, [runner], sampler, limit, refeeds=not alone)
 
+    def admit(self, slot: int, start: int, view: SlotView) -> None:
+        """See `Proposer`."""
+        self.runners[0].admit(slot, start)
+
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
         """Feed the prompts up to the draft model's own context limit."""
         self.runners[0].write([part.below(self.limit) for part in parts if part.begin < self.limit])
 
     def _run(self, module: int, rows: Rows, views: Sequence[SlotView], made: Tensor | None = None) -> Tensor:
-        return self.runners[module].forward(rows, self.state.page_table, views).hidden
+        keeps = made is None  # behind its own draft nothing is sure to stay
+        return self.runners[module].forward(rows, self.state.page_table, views, keeps=keeps).hidden

@@ -1,4 +1,4 @@
-"""The physical page pools of one model."""
+"""The physical page pools of one model, and what its recurrent layers keep of each slot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spd.runtime.layers.base import LayerCache
-from spd.runtime.models.destinations import Shape
+from spd.runtime.models.layouts import DeltaLayout, MixerLayout
 from spd.runtime.round.limits import NUM_RESERVED
 
 
@@ -31,26 +31,39 @@ def zero_rows(tensor: Tensor, rows: Sequence[int]) -> None:
 class KvCache:
     """Pools [pages, page, ...] for each layer, zeroed: masked positions must be finite.
 
-    `cache_shapes` says, for each layer, what one position holds in each of its pools.
+    Recurrent layers have what they keep of each of `slots` slots instead, rings `depth` rows deep.
     """
 
     def __init__(
         self,
-        cache_shapes: Sequence[tuple[Shape, ...]],
+        layers: Sequence[MixerLayout],
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
         device: str,
+        slots: int = 0,
+        depth: int = 0,
     ) -> None:
         self.page_size, self.num_pages, self.dtype = page_size, num_pages, dtype
-        self.layers = [
-            LayerCache(tuple(lazy_zeros((num_pages, page_size, *shape), dtype, device) for shape in position))
-            for position in cache_shapes
-        ]
+        self.paged, self.layers = [not isinstance(layer, DeltaLayout) for layer in layers], []
+        for layer in layers:
+            if isinstance(layer, DeltaLayout):
+                kept = layer.slot_shapes(depth)
+                sizes = [((slots, *shape), torch.float32 if exact else dtype) for shape, exact in kept]
+            else:
+                sizes = [((num_pages, page_size, *shape), dtype) for shape in layer.cache]
+            self.layers.append(LayerCache(tuple(lazy_zeros(*size, device) for size in sizes)))
+        self.applied = torch.zeros(slots if self.recurrent else 0, dtype=torch.long, device=device)
+        """Of recurrent layers the position that each slot's written state is of."""
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether a layer keeps states."""
+        return not all(self.paged)
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages that may hold values that are not finite."""
         assert all(page >= NUM_RESERVED for page in pages)
-        for layer in self.layers:
-            for pool in layer.pools:
+        for layer, paged in zip(self.layers, self.paged, strict=True):
+            for pool in layer.pools if paged else ():
                 zero_rows(pool, pages)

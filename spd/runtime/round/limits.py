@@ -28,3 +28,12 @@ def state_depth(chunk: int, draft_max: int, modules: int) -> int:
     Those are the round's that is read and of two, at most, that were enqueued before its end was known.
     """
     return max(chunk, TAIL_ROWS["triton"], CATCH_UP + 3 * (draft_max + 1) + modules) + 1
+
+
+def ring_depth(draft_max: int) -> int:
+    """Rows that recurrent layers keep of a slot beside its state.
+
+    One pass applies those of the pass before it while it writes its own; one that brings a drafter up has
+    most.
+    """
+    return 2 * (CATCH_UP + 3 * (draft_max + 1))

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from spd.kernels.attention.paged_attention import KV_BLOCK, Windows
 from spd.kernels.dispatch import Kernels
+from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import Rows, kv_slots
 from spd.runtime.layers.base import ForwardBatch, HeadStates, ModelOutput
 from spd.runtime.layers.linear import Linear
@@ -99,8 +100,9 @@ class ModelRunner:
         self.buckets = self.row_counts = (*CANDIDATES, WIDEST)
         generator = torch.Generator().manual_seed(0)
         pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * self.pages_per_block))
-        shapes = model.cache_shapes[: max(PROBED_LAYERS, model.varied_layers)]
-        cache = KvCache(shapes, pages[-1] + 1, self.cache.page_size, self.dtype, self.device)
+        layers = model.caches[: max(PROBED_LAYERS, model.varied_layers)]
+        room = (pages[-1] + 1, self.cache.page_size, self.dtype, self.device)
+        cache = KvCache(layers, *room, slots=1, depth=2 * most)
         for pool in (pool for layer in cache.layers for pool in layer.pools):
             pool.copy_(torch.randn(pool.shape, generator=generator))
         ids = torch.randint(model.vocab_size, (1, most), generator=generator).to(self.device)
@@ -114,6 +116,10 @@ class ModelRunner:
             own = self._prompt_rows(ids[:, first : first + rows], positions, table)
             given = SlotRows(own, table, [SlotView(context, pages)], states)
             given = given.folded(WIDEST, self.trash_slot) if rows > WIDEST else given
+            if cache.recurrent:  # a state as of the text's first row, from where tokens are applied again
+                run_ = [[0], [0], [rows], [start + first], [start]]
+                segments = torch.tensor(run_, device=self.device)
+                given = given._replace(segments=Segments(segments, cache.applied.fill_(start)))
             hidden = model.forward(self._batch(given, tile), cache.layers).hidden
             return hidden, model.logits(hidden, tile)
 
@@ -127,6 +133,8 @@ class ModelRunner:
                 many = torch.arange(self.chunk, device=self.device)[None]
                 prompt = self._prompt_rows(many % model.vocab_size, many, table)
                 given = SlotRows(prompt, table, [SlotView(self.chunk, pages)], states)
+                if cache.recurrent:
+                    given = given.prompt(0, 0, cache.applied.zero_())
                 made.append(model.forward(self._batch(given, self.chunk, 0), cache.layers).hidden)
             return made + [t for width in self.buckets or () for t in window(0, width, 1)]
 
@@ -161,19 +169,32 @@ class ModelRunner:
         page_table: Tensor,
         views: Sequence[SlotView],
         states: HeadStates | None = None,
+        *,
+        keeps: bool = True,
     ) -> ModelOutput:
         """Hidden states [S, Q, hidden] of windows, writing the KV of valid rows; one view a slot.
 
         states: of S slots, for models that read some. Slots without rows give zeros in torch's form.
+        keeps: whether all before the rows is committed, which recurrent layers may then write down.
         """
         given, present = SlotRows(rows, page_table, views, states), self._present(views)
         if present is None:
-            return self._forward(given)
-        return self._forward(given.of(present)).each(lambda t: _spread(t, present, len(views)))
+            return self._forward(self._with_segments(given, None, keeps))
+        made = self._forward(self._with_segments(given.of(present), present, keeps))
+        return made.each(lambda t: _spread(t, present, len(views)))
+
+    def _with_segments(self, given: SlotRows, present: Tensor | None, keeps: bool) -> SlotRows:
+        if not self.cache.recurrent:
+            return given
+        slots = torch.arange(len(given.rows.valid), device=self.device) if present is None else present
+        return given.windows(slots, self.cache.applied, keeps=keeps)
+
+    def _of_prompt(self, given: SlotRows, slot: int, begin: int) -> SlotRows:
+        return given.prompt(slot, begin, self.cache.applied) if self.cache.recurrent else given
 
     def _forward(self, given: SlotRows) -> ModelOutput:
         slots, width = given.rows.token_ids.shape
-        made = self.model.forward(self._batch(given, self.tile), self.cache.layers)
+        made = self._run(self._batch(given, self.tile))
         return made.each(lambda tensor: tensor[: slots * width].view(slots, width, -1))
 
     def _present(self, views: Sequence[SlotView]) -> Tensor | None:
@@ -208,7 +229,16 @@ class ModelRunner:
             chunk_start=chunk_start,
             first_key=self.model.heads.first_key,
             states=given.states,
+            segments=given.segments,
         )
+
+    def _run(self, batch: ForwardBatch) -> ModelOutput:
+        """The model's pass over its cache; then the states of the slots that had rows are as of `keep`."""
+        made = self.model.forward(batch, self.cache.layers)
+        if batch.segments is not None:
+            (slots, _, count, _, keep), applied = batch.segments
+            applied.scatter_(0, slots, torch.where(count > 0, keep, applied[slots]))
+        return made
 
     def _attention_plan(self, given: SlotRows, *, padded: bool) -> object:
         positions, bounds, first_pages = given.rows.positions, [], []
@@ -270,6 +300,11 @@ class ModelRunner:
         drawn = self.model.sample(flat, usable_vocab, seed, first, step, temperature)
         return None if drawn is None else (drawn[0].view(slots, rows), drawn[1].view(slots, rows))
 
+    def admit(self, slot: int, start: int) -> None:
+        """A slot begins: of its text nothing is known but pages, and states as of `start`."""
+        if self.cache.recurrent:
+            self.cache.applied[slot].fill_(start)
+
     def prompt_rows(self, token_ids: Tensor, begin: int, end: int, page_table: Tensor) -> Rows:
         """The rows of positions begin to end of one slot's prompt int64 [1, length]."""
         positions = torch.arange(begin, end, device=self.device)[None]
@@ -312,7 +347,9 @@ class ModelRunner:
     def _write_alone(self, part: PromptPart, ring: HeadStates | None) -> Tensor:
         ids, pages, table = part.token_ids, part.view.pages, self.page_table_of(part.view)
         passes = [
-            self.forward_prompt(ids, begin, end, table, pages, chunked=chunked, states=ring).states
+            self.forward_prompt(
+                ids, begin, end, table, pages, chunked=chunked, states=ring, slot=part.slot
+            ).states
             for begin, end, chunked in self.passes(part.runs, part.begin, part.end)
         ]
         return passes[0] if len(passes) == 1 else torch.cat(passes, 1)
@@ -327,7 +364,8 @@ class ModelRunner:
         for part, table, ring in zip(parts, tables, rings, strict=True):
             table = pad(table, (0, pages - table.shape[1]), value=ZERO_PAGE)
             own = self.prompt_rows(part.token_ids, part.begin, part.end, table)
-            windows.append(SlotRows(own, table, [part.view], ring).folded(MERGED_WIDTH, self.trash_slot))
+            given = self._of_prompt(SlotRows(own, table, [part.view], ring), part.slot, part.begin)
+            windows.append(given.folded(MERGED_WIDTH, self.trash_slot))
         made = self._forward(joined(windows)).states
         each = torch.split(made.flatten(0, 1), [window.rows.token_ids.numel() for window in windows])
         return [own[None, : part.end - part.begin] for own, part in zip(each, parts, strict=True)]
@@ -342,6 +380,7 @@ class ModelRunner:
         *,
         chunked: bool,
         states: HeadStates | None = None,
+        slot: int = 0,
     ) -> ModelOutput:
         """Hidden states [1, end - begin, hidden] of positions of one slot's prompt, writing their KV.
 
@@ -349,10 +388,10 @@ class ModelRunner:
         states: the slot's, for models that read some.
         """
         rows = self.prompt_rows(token_ids, begin, end, page_table)
-        given = SlotRows(rows, page_table, [SlotView(end, pages)], states)
+        given = self._of_prompt(SlotRows(rows, page_table, [SlotView(end, pages)], states), slot, begin)
         if chunked:
             batch = self._batch(given, end - begin, chunk_start=begin)
-            return self.model.forward(batch, self.cache.layers).each(lambda tensor: tensor.unsqueeze(0))
+            return self._run(batch).each(lambda tensor: tensor.unsqueeze(0))
         if self.kernels.facts.tries_rows and end - begin > WIDEST:
             made = self._forward(given.folded(WIDEST, self.trash_slot))
             return made.each(lambda tensor: tensor.view(1, -1, tensor.shape[-1])[:, : end - begin])

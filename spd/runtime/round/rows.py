@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import Rows
 from spd.runtime.layers.base import HeadStates
 from spd.runtime.round.spans import Run, clip_runs
+from spd.runtime.round.transfer import to_device
 
 
 class SlotView(NamedTuple):
@@ -69,6 +71,8 @@ class SlotRows(NamedTuple):
     views: Sequence[SlotView]
     states: HeadStates | None = None
     """Of S slots, for models that read some."""
+    segments: Segments | None = None
+    """Of S slots or fewer, for models with recurrent layers; as `windows` or `prompts` make them."""
 
     def of(self, slots: Tensor) -> SlotRows:
         """The windows of some slots, int64 [P]: those with rows."""
@@ -78,6 +82,24 @@ class SlotRows(NamedTuple):
         rows = Rows(*(tensor.index_select(0, slots) for tensor in columns(self.rows)))
         views = [view for view in self.views if view.bound]
         return SlotRows(rows, self.page_table.index_select(0, slots), views, states)
+
+    def windows(self, slots: Tensor, applied: Tensor, *, keeps: bool) -> SlotRows:
+        """With segments of the valid rows, which are neighbours in each window; slots int64 [S].
+
+        keeps: whether what is before the rows is committed, so that states may be written as of there.
+        """
+        valid, positions = self.rows.valid.long(), self.rows.positions
+        first, count = valid.argmax(1), valid.sum(1)
+        start = positions.gather(1, first[:, None])[:, 0]
+        row = torch.arange(len(slots), device=slots.device) * valid.shape[1] + first
+        keep = start if keeps else applied[slots]
+        return self._replace(segments=Segments(torch.stack((slots, row, count, start, keep)), applied))
+
+    def prompt(self, slot: int, begin: int, applied: Tensor) -> SlotRows:
+        """With a segment of rows [1, n] of one slot's prompt, from position begin on, all of which stay."""
+        count = self.rows.positions.shape[1]
+        run = to_device([slot, 0, count, begin, begin + count], torch.long, str(applied.device))
+        return self._replace(segments=Segments(run[:, None], applied))
 
     def folded(self, width: int, trash_slot: int) -> SlotRows:
         """The rows [1, n] of one slot as windows [m, width], which attend one by one.
@@ -94,7 +116,7 @@ class SlotRows(NamedTuple):
         count, states = rows.token_ids.shape[0], self.states
         if states is not None:
             states = HeadStates(states.rings.expand(count, -1, -1), states.depth)
-        return SlotRows(rows, self.page_table.expand(count, -1), [*self.views] * count, states)
+        return SlotRows(rows, self.page_table.expand(count, -1), [*self.views] * count, states, self.segments)
 
 
 def joined(parts: Sequence[SlotRows]) -> SlotRows:
@@ -103,5 +125,13 @@ def joined(parts: Sequence[SlotRows]) -> SlotRows:
     states = parts[0].states
     if states is not None:
         states = HeadStates(torch.cat([part.states.rings for part in parts if part.states]), states.depth)
-    table = torch.cat([part.page_table for part in parts])
-    return SlotRows(rows, table, [view for part in parts for view in part.views], states)
+    table, segments = torch.cat([part.page_table for part in parts]), parts[0].segments
+    if segments is not None:
+        tables, row = [], 0
+        for part in parts:
+            assert part.segments is not None
+            tables.append(part.segments.table.clone())
+            tables[-1][1] += row
+            row += part.rows.token_ids.numel()
+        segments = segments._replace(table=torch.cat(tables, 1))
+    return SlotRows(rows, table, [view for part in parts for view in part.views], states, segments)

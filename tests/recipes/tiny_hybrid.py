@@ -1,0 +1,186 @@
+"""Write tiny random checkpoints of the Qwen3.5 kind: gated DeltaNet layers, gated attention, an MTP layer.
+
+Plain torch, safetensors and json; imports nothing from `spd`. Names and shapes are those of the published
+checkpoints and of `transformers`' `qwen3_5`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.recipes.tiny import DTYPES, EMBEDDING_STD, write_json, write_tensors, write_tokenizer
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "eos_token_id": 258,
+    "bos_token_id": 256,
+}
+SOFT = 0.12
+"""What layers behind the first two add, where drafters are to agree often."""
+
+
+def write_tiny_hybrid(
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    mtp: bool = False,
+    agreeing: bool = False,
+    wrapped: bool = False,
+    seed: int = 0,
+    **sizes: Any,
+) -> Path:
+    """Write one checkpoint and return its folder; `sizes` are keys of its configuration.
+
+    agreeing: later layers speak softly and the MTP layer reads mostly the token, so that drafts are often
+    accepted. wrapped: as the text's part of a model that sees images too, with one of its tensors.
+    """
+    config = {**SIZES, **sizes}
+    interval = config.get("full_attention_interval", 4)
+    kinds = config.get("layer_types") or [
+        "linear_attention" if (layer + 1) % interval else "full_attention"
+        for layer in range(config["num_hidden_layers"])
+    ]
+    config |= {"layer_types": kinds, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    config |= {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [1, 1, 2],
+            "mrope_interleaved": True,
+        },
+        "dtype": dtype,
+    }
+    tensors = _tensors(config, kinds, seed, agreeing)
+    if mtp:
+        tensors |= _mtp_tensors(config, seed, agreeing)
+    if wrapped:
+        tensors = {
+            name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: tensor
+            for name, tensor in tensors.items()
+        }
+        tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(4, 4)
+        text = {key: value for key, value in config.items() if key != "architectures"}
+        config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+        config |= {"text_config": text, "vision_config": {"depth": 1}, "image_token_id": 300}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder, {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}, 1)
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", {"eos_token_id": 258})
+    write_tokenizer(folder, SIZES["vocab_size"], SIZES["max_position_embeddings"])
+    return folder
+
+
+def _draw(seed: int, name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> torch.Tensor:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.randn(shape, generator=generator) * std + mean
+
+
+def _attention(config: Mapping[str, Any], prefix: str) -> dict[str, tuple[int, ...]]:
+    hidden, size = config["hidden_size"], config["head_dim"]
+    heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    rows = {"q_proj": 2 * heads * size, "k_proj": keys * size, "v_proj": keys * size}
+    found: dict[str, tuple[int, ...]] = {
+        f"{prefix}self_attn.{name}.weight": (n, hidden) for name, n in rows.items()
+    }
+    found |= {f"{prefix}self_attn.{name}.weight": (size,) for name in ("q_norm", "k_norm")}
+    return found | {f"{prefix}self_attn.o_proj.weight": (hidden, heads * size)}
+
+
+def _delta(config: Mapping[str, Any], prefix: str) -> dict[str, tuple[int, ...]]:
+    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
+    values = heads * config["linear_value_head_dim"]
+    channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
+    names = {
+        "in_proj_qkv.weight": (channels, hidden),
+        "in_proj_z.weight": (values, hidden),
+        "in_proj_b.weight": (heads, hidden),
+        "in_proj_a.weight": (heads, hidden),
+        "conv1d.weight": (channels, 1, config["linear_conv_kernel_dim"]),
+        "A_log": (heads,),
+        "dt_bias": (heads,),
+        "norm.weight": (config["linear_value_head_dim"],),
+        "out_proj.weight": (hidden, values),
+    }
+    return {f"{prefix}linear_attn.{name}": shape for name, shape in names.items()}
+
+
+def _layer(
+    config: Mapping[str, Any], prefix: str, linear: bool, seed: int, gain: float
+) -> dict[str, torch.Tensor]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    shapes = (_delta if linear else _attention)(config, prefix)
+    shapes |= {
+        f"{prefix}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")
+    }
+    shapes |= {f"{prefix}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+    shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
+    made = {}
+    for name, shape in shapes.items():
+        if name.endswith("conv1d.weight"):
+            made[name] = _draw(seed, name, shape, 0.5)
+        elif name.endswith("A_log"):
+            made[name] = _draw(seed, name, shape, 0.7, 0.3)
+        elif len(shape) == 1:
+            made[name] = _draw(
+                seed, name, shape, 0.2, 1.0 if name.endswith("linear_attn.norm.weight") else 0.0
+            )
+        else:
+            last = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
+            made[name] = _draw(seed, name, shape, (gain if last else 1.2) / math.sqrt(shape[-1]))
+    return made
+
+
+def _tensors(
+    config: Mapping[str, Any], kinds: list[str], seed: int, agreeing: bool
+) -> dict[str, torch.Tensor]:
+    vocab, hidden = config["vocab_size"], config["hidden_size"]
+    made = {
+        "model.embed_tokens.weight": _draw(seed, "embedding", (vocab, hidden), EMBEDDING_STD),
+        "model.norm.weight": _draw(seed, "norm", (hidden,), 0.1),
+    }
+    if not config["tie_word_embeddings"]:
+        made["lm_head.weight"] = _draw(seed, "head", (vocab, hidden), 3.0 / math.sqrt(hidden))
+    for layer, kind in enumerate(kinds):
+        gain = (0.1 if layer < 2 else 0.1 * SOFT) if agreeing else 0.3
+        made |= _layer(config, f"model.layers.{layer}.", kind == "linear_attention", seed, gain)
+    return made
+
+
+def _mtp_tensors(config: Mapping[str, Any], seed: int, agreeing: bool) -> dict[str, torch.Tensor]:
+    hidden = config["hidden_size"]
+    token = EMBEDDING_STD * torch.eye(hidden) if agreeing else _draw(seed, "token", (hidden, hidden), 0.1)
+    state = _draw(
+        seed, "state", (hidden, hidden), (0.25 * EMBEDDING_STD if agreeing else 0.8) / math.sqrt(hidden)
+    )
+    norms = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")
+    return {
+        **{name: _draw(seed, name, (hidden,), 0.1) for name in norms},
+        "mtp.fc.weight": torch.cat((token, state), 1),
+        # As the target's own last norm where they are to agree.
+        "mtp.norm.weight": _draw(seed, "norm" if agreeing else "mtp.norm", (hidden,), 0.1),
+        **_layer(config, "mtp.layers.0.", False, seed, 0.01 if agreeing else 0.5),
+    }
