@@ -17,6 +17,7 @@ from spd.runtime.round import cpu_load
 from spd.runtime.round.cpu_load import FollowedThreads, OtherLoad, busy_seconds
 
 PROMPT = tuple(range(300, 340))
+STEP = 1.5 * cpu_load.WINDOW
 
 
 def test_busy_seconds(tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ def test_busy_seconds(tmp_path: Path) -> None:
 
 def followed(counts: tuple[int, ...], cpus: int, loads: list[float]) -> list[int]:
     """The numbers of threads after looks at these loads, a window apart."""
-    seconds, busy = itertools.count(0, 1.0), itertools.accumulate([0.0, *loads])
+    seconds, busy = itertools.count(0, STEP), itertools.accumulate([0.0, *(load * STEP for load in loads)])
     at = [0.0]
 
     def clock() -> float:
@@ -69,6 +70,20 @@ def test_no_look_within_a_window() -> None:
     load = OtherLoad(lambda _: looks.append(1) or 0.0, clock=lambda: 5.0)  # type: ignore[func-returns-value]
     FollowedThreads((1, 2), lambda _: None, load).follow()
     assert len(looks) == 1
+
+
+def test_a_load_from_before_a_pause_changes_nothing() -> None:
+    """What others did while no round ran may be over; the load that follows counts again."""
+    at, busy = [0.0], [0.0]
+    threads = FollowedThreads(
+        (1, 2), lambda _: None, OtherLoad(lambda _: busy[0], lambda: 0.0, lambda: at[0])
+    )
+    threads._load.cpus = (0, 1)
+    for passed, load, expected in ((5.0, 2.0, 2), (STEP, 2.0, 1), (5.0, 0.0, 1), (STEP, 0.0, 2)):
+        at[0] += passed
+        busy[0] += passed * load
+        threads.follow()
+        assert threads.count == expected
 
 
 @pytest.fixture

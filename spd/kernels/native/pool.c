@@ -40,7 +40,10 @@ struct Share {
 static Range ranges[MOST];
 static Share current = {.range = ranges};
 static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;
-static _Atomic uint32_t epoch, gate, asleep;
+/* Each on a line of its own: a waiting thread reads one while others write another. */
+static _Alignas(64) _Atomic uint32_t epoch;
+static _Alignas(64) _Atomic uint32_t gate;
+static _Alignas(64) _Atomic uint32_t asleep;
 static int started = 1; /* the caller is a member */
 
 static void sleep_while(_Atomic uint32_t *word, uint32_t value)

@@ -16,10 +16,14 @@ enum { KEYS = 128, STEPS = KEYS / DEPTH };
 
 static inline long parts(long count, long size) { return (count + size - 1) / size; }
 
-/* Threads for work of about so many nanoseconds: meeting costs a microsecond or two. */
-enum { WORTH_SHARING = 40000 };
+/* Threads for work of about so many nanoseconds: meeting costs each a microsecond or two. */
+enum { WORTH_A_THREAD = 2000 };
 
-static inline int threads_for(double nanoseconds, int threads) { return nanoseconds < WORTH_SHARING ? 1 : threads; }
+static inline int threads_for(double nanoseconds, int threads)
+{
+    double most = nanoseconds / WORTH_A_THREAD;
+    return most >= threads ? threads : most < 1 ? 1 : (int)most;
+}
 
 #if SPD_PAIRS && defined(__AMX_BF16__) && defined(__AMX_TILE__) && !defined(SPD_NO_AMX)
 #define SPD_AMX 1

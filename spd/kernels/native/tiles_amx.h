@@ -23,6 +23,9 @@ static inline void tiles_begin(int first, int second)
 
 static inline void tiles_end(void) { _tile_release(); }
 
+/* Nanoseconds that a tile takes. */
+static inline double tile_time(long rows) { return 30.0 + 8.0 * (double)parts(rows, SIDE); }
+
 /* c [16][16] of `steps` tiles: a's rows `stride` elements apart, its steps DEPTH or TILE elements. */
 static inline void tile_product(
     const bf16 *a, long stride, long a_step, int rows, const bf16 *b, long b_step, long steps, float *c)

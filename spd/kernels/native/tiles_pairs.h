@@ -11,9 +11,6 @@ static inline void left_store(Left *to, vec x) { store(to, SIDE, x); }
 /* Few rows go through a block in one pass, more through parts of it of so many steps. */
 static inline long panel_of(long rows, long steps) { return rows > 64 ? 8 : rows > 32 ? 32 : steps; }
 
-/* Nanoseconds that a tile takes. */
-static inline double tile_time(long rows) { return 30.0 + 8.0 * (double)parts(rows, SIDE); }
-
 /* What attention multiplies: up to 16 rows' queries and weights, KEYS values, 16 keys where they must be copied. */
 typedef struct {
     uint32_t query[LARGEST_HEAD / 2][SIDE] __attribute__((aligned(64)));

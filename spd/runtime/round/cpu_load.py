@@ -90,6 +90,9 @@ class FollowedThreads:
         """Look at the load if it is time to, and use the threads that have a CPU of their own."""
         if self._load.age < WINDOW:
             return
+        if self._load.age > 3 * WINDOW:  # no rounds ran meanwhile: what others did then may be over
+            self._load.read()
+            return
         self.other_load = self._load.read()
         free = len(self._load.cpus) - math.ceil(self.other_load - SLIGHT)
         fitting = [count for count in self._counts if count <= free]
