@@ -84,7 +84,7 @@ class UnitLowerInverse(torch.autograd.Function):
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int = 64) -> Tensor:
-    """The gated delta rule from an empty state, by chunks of positions (Yang et al., 2024).
+    """The gated delta rule from an empty state in float32, by chunks of positions (Yang et al., 2024).
 
     q and k [B, Hk, T, dk], normed, q scaled; v [B, Hv, T, dv]; g, the decay's logarithm, and beta [B, Hv, T].
     Returns [B, Hv, T, dv]. Value head j reads key head j // (Hv / Hk).
@@ -151,7 +151,9 @@ class DeltaNet(nn.Module):
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
         g = -self.A_log.exp() * F.softplus(self.in_proj_a(h) + self.dt_bias)
         beta = self.in_proj_b(h).sigmoid()
-        out = delta_rule(q * s.key_dim**-0.5, k, v, g.transpose(1, 2), beta.transpose(1, 2))
+        with torch.autocast("cpu", enabled=False):
+            operands = (q * s.key_dim**-0.5, k, v, g.transpose(1, 2), beta.transpose(1, 2))
+            out = delta_rule(*(x.float() for x in operands))
         normed = F.rms_norm(out.transpose(1, 2), (s.value_dim,), self.norm.weight, 1e-6)
         return self.out_proj(normed.flatten(2) * F.silu(self.in_proj_z(h)))
 
@@ -161,7 +163,6 @@ class HybridDecoder(Decoder):
 
     norm_type = CentredNorm
     masks_first = False
-    mixed = False
 
     def _layer(self, index: int) -> Layer:
         s = self.shape
