@@ -7,6 +7,7 @@ and equality. Deterministic; importing nothing from `spd`. Run it from the repos
 
     python tests/recipes/medium.py OUT            writes OUT and OUT/draft
     python tests/recipes/medium.py OUT --measure  also generates with transformers and prints the agreement
+    python tests/recipes/medium.py OUT --hybrid   writes a hybrid of the same size, shaped as Qwen3.5, with an MTP layer
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.recipes.tiny import QWEN3, write_json, write_tensors, write_tiny
+from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
 DRAFT_LAYERS = 2
 DAMPING = 0.03
@@ -35,6 +37,29 @@ SHAPE: dict[str, Any] = {
     "vocab": 8192,
     "max_positions": 4096,
 }
+
+
+HYBRID: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+"""As Qwen3.5-0.8B, with fewer layers and ids."""
+
+
+def write_medium_hybrid(folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Path:
+    """Write a hybrid whose MTP layer agrees with it often, and return its folder."""
+    return write_tiny_hybrid(folder, dtype=dtype, mtp=True, agreeing=True, gain=0.006, seed=seed, **HYBRID)
 
 
 def write_medium(folder: Path, dtype: str = "bfloat16", seed: int = 0, **shape: Any) -> Path:
@@ -121,7 +146,11 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--damping", type=float, default=DAMPING)
     parser.add_argument("--measure", action="store_true", help="needs transformers")
+    parser.add_argument("--hybrid", action="store_true")
     options = parser.parse_args()
+    if options.hybrid:
+        print(write_medium_hybrid(options.out, options.dtype, options.seed))
+        raise SystemExit
     print(write_medium(options.out, options.dtype, options.seed, damping=options.damping))
     print(write_medium_draft(options.out / "draft", options.out))
     if options.measure:

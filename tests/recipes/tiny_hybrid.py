@@ -48,13 +48,15 @@ def write_tiny_hybrid(
     mtp: bool = False,
     agreeing: bool = False,
     wrapped: bool = False,
+    gain: float = 0.1,
     seed: int = 0,
     **sizes: Any,
 ) -> Path:
     """Write one checkpoint and return its folder; `sizes` are keys of its configuration.
 
     agreeing: later layers speak softly and the MTP layer reads mostly the token, so that drafts are often
-    accepted. wrapped: as the text's part of a model that sees images too, with one of its tensors.
+    accepted; gain: of the first two. wrapped: as the text's part of a model that sees images too, with one of
+    its tensors.
     """
     config = {**SIZES, **sizes}
     interval = config.get("full_attention_interval", 4)
@@ -73,9 +75,9 @@ def write_tiny_hybrid(
         },
         "dtype": dtype,
     }
-    tensors = _tensors(config, kinds, seed, agreeing)
+    tensors = _tensors(config, kinds, seed, gain if agreeing else None)
     if mtp:
-        tensors |= _mtp_tensors(config, seed, agreeing)
+        tensors |= _mtp_tensors(config, seed, gain if agreeing else None)
     if wrapped:
         tensors = {
             name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: tensor
@@ -89,7 +91,7 @@ def write_tiny_hybrid(
     write_tensors(folder, {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}, 1)
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {"eos_token_id": 258})
-    write_tokenizer(folder, SIZES["vocab_size"], SIZES["max_position_embeddings"])
+    write_tokenizer(folder, config["vocab_size"], config["max_position_embeddings"])
     return folder
 
 
@@ -155,7 +157,7 @@ def _layer(
 
 
 def _tensors(
-    config: Mapping[str, Any], kinds: list[str], seed: int, agreeing: bool
+    config: Mapping[str, Any], kinds: list[str], seed: int, agreeing: float | None
 ) -> dict[str, torch.Tensor]:
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     made = {
@@ -165,16 +167,19 @@ def _tensors(
     if not config["tie_word_embeddings"]:
         made["lm_head.weight"] = _draw(seed, "head", (vocab, hidden), 3.0 / math.sqrt(hidden))
     for layer, kind in enumerate(kinds):
-        gain = (0.1 if layer < 2 else 0.1 * SOFT) if agreeing else 0.3
+        gain = 0.3 if agreeing is None else agreeing if layer < 2 else agreeing * SOFT
         made |= _layer(config, f"model.layers.{layer}.", kind == "linear_attention", seed, gain)
     return made
 
 
-def _mtp_tensors(config: Mapping[str, Any], seed: int, agreeing: bool) -> dict[str, torch.Tensor]:
+def _mtp_tensors(config: Mapping[str, Any], seed: int, agreeing: float | None) -> dict[str, torch.Tensor]:
     hidden = config["hidden_size"]
     token = EMBEDDING_STD * torch.eye(hidden) if agreeing else _draw(seed, "token", (hidden, hidden), 0.1)
     state = _draw(
-        seed, "state", (hidden, hidden), (0.25 * EMBEDDING_STD if agreeing else 0.8) / math.sqrt(hidden)
+        seed,
+        "state",
+        (hidden, hidden),
+        (2.5 * agreeing * EMBEDDING_STD if agreeing else 0.8) / math.sqrt(hidden),
     )
     norms = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight")
     return {
