@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spd.errors import CheckpointError, IncompatibleError
+from spd.errors import CheckpointError
 from spd.formats import checkpoint
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import ModelFolder
@@ -200,11 +200,6 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.linear_attn\.A_log"):
         make_engine(folder)
-
-
-def test_ranks_are_refused(hybrid: Shelf) -> None:
-    with pytest.raises(IncompatibleError, match="--tp 2 does not divide the target"):
-        make_engine(hybrid(), tp=2)
 
 
 @pytest.mark.parametrize("mtp", [False, True])

@@ -37,7 +37,7 @@ def floor_of(config: ModelConfig, dtype: str, form: WeightForm, ranks: int = 1) 
     """The floor of a model on one of `ranks`; None where routing decides reads."""
     if config.experts is not None:
         return None
-    once = _streamed(config, dtype, form, ranks) + 2 * state_bytes(config)
+    once = _streamed(config, dtype, form, ranks) + 2 * state_bytes(config, ranks)
     return Floor(once, page_bytes(config, dtype, ranks) // PAGE_SIZE)
 
 

@@ -6,10 +6,10 @@ for every layer; `decoder.BLOCKS` says what runs them. No torch here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from spd.errors import IncompatibleError
 from spd.formats.block_config import DeltaConfig, ExpertsConfig, LatentConfig
 from spd.formats.rope_config import RotaryDims
 from spd.runtime.models.destinations import NOTHING, Cut, Cuts, Destination, Shape, Shard, fused
@@ -192,9 +192,19 @@ class DeltaLayout:
     hidden_size: int
     delta: DeltaConfig
     shard: Shard | None = None
+    whole: DeltaConfig | None = None
+    """Of all ranks, where `delta` is a rank's."""
 
     def sharded(self, shard: Shard) -> DeltaLayout:
-        raise IncompatibleError("recurrent layers are not divided among ranks", code="tensor_parallel")
+        """A rank's value heads, in runs that share a key head. The output makes a part of the sum.
+
+        Runs are equally long: a key head whose value heads are more than a run stands on several ranks, or
+        several times on one.
+        """
+        own = shard.share(self.delta.value_heads, "value heads of recurrent layers")
+        run = math.gcd(own, self.delta.value_heads // self.delta.key_heads)
+        part = replace(self.delta, value_heads=own, key_heads=own // run)
+        return replace(self, delta=part, shard=shard, whole=self.delta)
 
     @property
     def channels(self) -> int:
@@ -202,25 +212,52 @@ class DeltaLayout:
         delta = self.delta
         return 2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim
 
+    def _cuts(self) -> Cuts:
+        if self.shard is None or self.whole is None:
+            return NOTHING
+        own, key, size = self.delta.value_heads, self.delta.key_dim, self.delta.value_dim
+        run, group = own // self.delta.key_heads, self.whole.value_heads // self.whole.key_heads
+        first, keys = self.shard.rank * own, self.whole.key_heads * key
+        runs = [divmod(head, group) for head in range(first, first + own, run)]
+        channels = [(of + head * key, of + (head + 1) * key) for of in (0, keys) for head, _ in runs]
+        channels.append((2 * keys + first * size, 2 * keys + (first + own) * size))
+        heads, inputs, gates = self.shard.rows(own), [], []
+        for head, skip in runs:  # what is stored key head by key head, `skip` value heads before the run
+            start, behind = 2 * head * (key + group * size), 2 * head * group + skip
+            values = start + 2 * key + skip * size
+            inputs += [(start, start + 2 * key), (values, values + run * size)]
+            inputs.append((values + group * size, values + (group + run) * size))
+            gates += [(behind, behind + run), (behind + group, behind + group + run)]
+        return {
+            "in_proj_qkv": Cut(0, tuple(channels)),
+            "conv1d": Cut(0, tuple(channels)),
+            "in_proj_z": self.shard.rows(own, size),
+            "in_proj_qkvz": Cut(0, tuple(inputs)),
+            "in_proj_ba": Cut(0, tuple(gates)),
+            **dict.fromkeys(("in_proj_b", "in_proj_a", "A_log", "dt_bias"), heads),
+            "out_proj": self.shard.columns(own * size),
+        }
+
     def destinations(self) -> dict[str, Destination]:
-        delta, hidden, block = self.delta, self.hidden_size, "linear_attn"
+        delta, hidden, block, cuts = self.delta, self.hidden_size, "linear_attn", self._cuts()
         values, heads = delta.value_heads * delta.value_dim, delta.value_heads
         inputs = {"in_proj_qkv": self.channels, "in_proj_z": values}
         gates = {"in_proj_b": heads, "in_proj_a": heads}
         if delta.interleaved:
             inputs, gates = {"in_proj_qkvz": self.channels + values}, {"in_proj_ba": 2 * heads}
+        taps = {f"{block}.conv1d.weight": (self.channels, 1, delta.kernel)}
         vectors = {"rate": "A_log", "step_bias": "dt_bias"}
         return {
             "norm": Destination.of({"input_layernorm.weight": (hidden,)}, exact=True),
-            **fused("inputs", block, inputs, hidden),
-            **fused("gates", block, gates, hidden),
-            "conv": Destination.of({f"{block}.conv1d.weight": (self.channels, 1, delta.kernel)}, exact=True),
+            **fused("inputs", block, inputs, hidden, cuts=cuts),
+            **fused("gates", block, gates, hidden, cuts=cuts),
+            "conv": Destination.of(taps, exact=True, cut=cuts.get("conv1d")),
             **{
-                key: Destination.of({f"{block}.{name}": (heads,)}, exact=True)
+                key: Destination.of({f"{block}.{name}": (heads,)}, exact=True, cut=cuts.get(name))
                 for key, name in vectors.items()
             },
             "head_norm": Destination.of({f"{block}.{PLAIN_NORM}": (delta.value_dim,)}, exact=True),
-            **fused("output", block, {"out_proj": hidden}, values),
+            **fused("output", block, {"out_proj": hidden}, values, cuts=cuts),
         }
 
     @property

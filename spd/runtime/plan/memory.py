@@ -168,16 +168,16 @@ def position_size(config: ModelConfig, ranks: int = 1) -> int:
     return sum(math.prod(shape) for layer in layers for shape in layer.attention.cache)
 
 
-def state_bytes(config: ModelConfig) -> int:
-    """Bytes of one slot's states in all recurrent layers, without the rings beside them."""
-    blocks = [layer.attention for layer in family_layout(config).layers]
+def state_bytes(config: ModelConfig, ranks: int = 1) -> int:
+    """Bytes of one slot's states in all recurrent layers, on one of `ranks`; rings stand beside them."""
+    blocks = [layer.attention for layer in rank_layout(config, ranks).layers]
     return sum(4 * math.prod(block.state_shape) for block in blocks if isinstance(block, DeltaLayout))
 
 
-def slot_bytes(config: ModelConfig, shape: EngineShape) -> int:
-    """Bytes that recurrent layers keep of one slot: states, and rings of the rows behind them."""
+def slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
+    """Bytes that recurrent layers keep of one slot on a rank: states, and rings of the rows behind them."""
     width, depth = DTYPE_BYTES[shape.dtype], ring_depth(shape.draft_max)
-    blocks = [layer.attention for layer in family_layout(config).layers]
+    blocks = [layer.attention for layer in rank_layout(config, ranks).layers]
     kept = [each for block in blocks if isinstance(block, DeltaLayout) for each in block.slot_shapes(depth)]
     return sum(math.prod(sizes) * (4 if exact else width) for sizes, exact in kept)
 
@@ -194,16 +194,18 @@ def measure(shape: EngineShape) -> MemoryNeed:
     if draft is not None:
         draft_weights = _weights(draft, shape, shape.draft_form, ranks)
         # The same page numbers serve both models, so both have as many pages.
-        draft_cache = pages * page_bytes(draft, shape.dtype, ranks) + shape.slots * slot_bytes(draft, shape)
+        draft_cache = pages * page_bytes(draft, shape.dtype, ranks)
+        draft_cache += shape.slots * slot_bytes(draft, shape, ranks)
         workspace += _workspace(shape, draft, shape.draft_ctx, window, shape.slots, ranks)
         workspace += _aux_states(shape, draft)
     elif shape.mtp is not None and shape.mtp_modules:
         draft_weights, draft_cache = _mtp_head(shape, shape.mtp)
         workspace += _workspace(shape, target, shape.draft_ctx, window, shape.slots, ranks)
+    cache = pages * page_bytes(target, shape.dtype, shape.tp)
     return MemoryNeed(
         weights=_weights(target, shape, shape.form, shape.tp),
         draft_weights=draft_weights,
-        cache=pages * page_bytes(target, shape.dtype, shape.tp) + shape.slots * slot_bytes(target, shape),
+        cache=cache + shape.slots * slot_bytes(target, shape, shape.tp),
         draft_cache=draft_cache,
         workspace=workspace,
         graphs=GRAPH_BYTES if shape.graphs and not shape.on_cpu else 0,

@@ -162,6 +162,8 @@ def _check(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
     reason = f"{config.num_heads} heads, {config.num_kv_heads} of keys and values"
     if config.latent is not None:
         reason = f"{config.num_heads} heads"
+    if config.delta is not None:
+        reason += f", {config.delta.value_heads} recurrent value heads"
     inner = [config.intermediate_size, *([config.experts.intermediate_size] if config.experts else [])]
     raise IncompatibleError(
         f"{flag} {ranks} does not divide {what}",

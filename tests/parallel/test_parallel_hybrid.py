@@ -1,0 +1,280 @@
+"""Hybrids on several ranks: recurrent layers are divided by value heads, and no token or draft changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spd.errors import IncompatibleError
+from spd.formats.checkpoint import Checkpoint
+from spd.formats.model_config import read_model_config
+from spd.kernels.native.build import obstacle
+from spd.runtime import SamplingParams
+from spd.runtime.load.loader import read_part
+from spd.runtime.models import family_layout
+from spd.runtime.models.destinations import Cut, Shard
+from spd.runtime.models.gated_delta import _by_kind
+from spd.runtime.models.layouts import DeltaLayout, LayerLayout
+from spd.runtime.models.weights import cuts_of
+from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.recipes.tiny_hybrid import write_tiny_hybrid
+from tests.runtime.test_runtime_hybrid import FAULTS, FORMS, SPARSE
+
+pytestmark = pytest.mark.usefixtures("threads")
+
+PROMPTS = [*random_prompts(2, 75, 256), *random_prompts(1, 20, 256, seed=1), (5,)]
+DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {
+    "whole key heads": (2, {}),
+    "a key head on two ranks": (4, {"linear_num_value_heads": 8}),
+    "a key head twice on a rank": (2, {"linear_num_key_heads": 3}),
+}
+"""Numbers of ranks and heads, of 2 key and 6 value heads where nothing is said."""
+SEEDED = [
+    SamplingParams(temperature=t, max_tokens=14, seed=i, ignore_eos=True) for i, t in enumerate((0, 1.0) * 2)
+]
+
+
+def runs_of(folder: Path, params: list[SamplingParams] = SEEDED, **wishes: Any) -> list[Run]:
+    engine = make_engine(folder, **{"slots": 3, **wishes})
+    runs = run_all(engine, PROMPTS, params)
+    engine.close()
+    return runs
+
+
+def outputs(runs: list[Run]) -> list[Any]:
+    return [run.output for run in runs]
+
+
+def drafts(runs: list[Run]) -> list[Any]:
+    return [run.drafts for run in runs]
+
+
+@pytest.fixture(scope="module")
+def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose MTP layer is often right, and not always."""
+    return write_tiny_hybrid(tmp_path_factory.mktemp("agreeing"), mtp=True, agreeing=True)
+
+
+def write_sparse(folder: Path, name: str, **sizes: Any) -> Path:
+    """A hybrid with experts, as transformers writes it."""
+    import transformers
+
+    kind = f"{name}TextConfig" if name == "Qwen3_5Moe" else f"{name}Config"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, kind)(**{**SPARSE, **sizes}))
+    for each, tensor in model.named_parameters():
+        alone = each.endswith(("A_log", "dt_bias")) or "norm" in each
+        torch.nn.init.normal_(tensor.data, std=0.3 if alone else 0.12)
+    model.save_pretrained(folder)
+    return folder
+
+
+# -- one rank's text and drafts --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_logits_tokens_and_drafts_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
+    ranks, sizes = DIVIDED[name]
+    folder = write_tiny_hybrid(tmp_path, mtp=True, agreeing=True, **sizes)
+    told = [replace(each, logprobs=0) for each in SEEDED]
+    alone, divided = (runs_of(folder, told, kernels="torch", tp=tp) for tp in (1, ranks))
+    assert outputs(divided) == outputs(alone)
+    for one, other in zip(alone, divided, strict=True):
+        assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+    wishes = {"kernels": "torch", "spec": "mtp", "draft_max": 3}
+    expected = runs_of(folder, **wishes)
+    assert outputs(expected) == outputs(alone) and sum(run.metrics.draft_n_accepted for run in expected)
+    for group in (1, ranks):
+        runs = runs_of(folder, tp=ranks, draft_tp=group, **wishes)
+        assert outputs(runs) == outputs(alone), group
+        assert drafts(runs) == drafts(expected), group
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Qwen3_5Moe", {}),
+        ("Qwen3Next", {}),
+        ("Qwen3Next", {"linear_num_key_heads": 3}),
+        ("Qwen3Next", {"linear_num_key_heads": 1}),
+    ],
+)
+def test_sparse_hybrids_and_projections_stored_by_key_head(name: str, sizes: Any, tmp_path: Path) -> None:
+    folder = write_sparse(tmp_path, name, **sizes)
+    alone = outputs(runs_of(folder, kernels="torch"))
+    assert outputs(runs_of(folder, kernels="torch", tp=2, spec="ngram", ngram_min=1, draft_max=3)) == alone
+
+
+def test_a_recurrent_draft_model_on_one_or_two_ranks(agreeing: Path, tmp_path: Path) -> None:
+    draft = write_tiny_hybrid(tmp_path, agreeing=True, num_hidden_layers=2, full_attention_interval=2)
+    wishes = {"kernels": "torch", "spec": "draft", "draft_model": draft, "draft_max": 3}
+    alone = runs_of(agreeing, **wishes)
+    assert sum(run.metrics.draft_n_accepted for run in alone)
+    for group in (1, 2):
+        runs = runs_of(agreeing, tp=2, draft_tp=group, **wishes)
+        assert (outputs(runs), drafts(runs)) == (outputs(alone), drafts(alone)), group
+
+
+# -- invisibility ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+@pytest.mark.parametrize("form", FORMS)
+def test_speculation_changes_no_token_on_two_ranks(
+    agreeing: Path, form: str, method: str, gloo_threads: None
+) -> None:
+    if form == "native" and obstacle() is not None:
+        pytest.skip("no C kernels here")
+    asked = {**FORMS[form], "tp": 2, "ngram_min": 1}
+    plain, seen = outputs(runs_of(agreeing, **asked)), {}
+    for k, lag in ((1, 0), (1, 1), (4, 0), (4, 1)):
+        runs = runs_of(agreeing, spec=method, draft_max=k, lag=lag, **asked)
+        assert outputs(runs) == plain, (k, lag)
+        assert drafts(runs) == seen.setdefault(k, drafts(runs)), "the host's lag changes no draft"
+        assert sum(run.metrics.draft_n_accepted for run in runs)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_states_is_seen_on_two_ranks(
+    agreeing: Path, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = outputs(runs_of(agreeing, kernels="torch", tp=2))
+    fault(monkeypatch)
+    try:
+        seen = outputs(runs_of(agreeing, kernels="torch", tp=2, spec="mtp", draft_max=3))
+    except (AssertionError, RuntimeError):
+        return
+    assert seen != plain
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def moved(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Every rank takes the first one's part of a tensor."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        honest = DeltaLayout._cuts
+
+        def cuts(layout: DeltaLayout) -> Any:
+            found = dict(honest(layout))
+            if layout.shard is not None:
+                found[name] = honest(replace(layout, shard=Shard(0, layout.shard.size)))[name]
+            return found
+
+        patch.setattr(DeltaLayout, "_cuts", cuts)
+
+    return plant
+
+
+def keys_of_others(patch: pytest.MonkeyPatch) -> None:
+    """A rank's key heads are not in the order of the value heads that read them."""
+    honest = DeltaLayout._cuts
+
+    def cuts(layout: DeltaLayout) -> Any:
+        found = dict(honest(layout))
+        if layout.shard is not None:
+            ranges, count = found["in_proj_qkv"].ranges, layout.delta.key_heads
+            keys = (*ranges[count + 1 : 2 * count], ranges[count])
+            found["in_proj_qkv"] = Cut(0, (*ranges[:count], *keys, *ranges[2 * count :]))
+        return found
+
+    patch.setattr(DeltaLayout, "_cuts", cuts)
+
+
+SPLIT = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_bias", "out_proj")
+
+
+@pytest.mark.parametrize("fault", [*map(moved, SPLIT), keys_of_others], ids=[*SPLIT, "keys of others"])
+def test_a_wrong_part_is_seen(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = write_tiny_hybrid(
+        tmp_path, linear_num_key_heads=3, num_hidden_layers=2, full_attention_interval=2
+    )
+    alone = outputs(runs_of(folder, kernels="torch"))
+    fault(monkeypatch)
+    assert outputs(runs_of(folder, kernels="torch", tp=2)) != alone
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("stored", ["Qwen3_5", "Qwen3Next"])
+def test_parts_hold_each_value_head_once_and_its_key_head(name: str, stored: str, tmp_path: Path) -> None:
+    """What the ranks take of a tensor whose elements say which they are."""
+    ranks, sizes = DIVIDED[name]
+    layout = delta_layout(tmp_path, sizes, interleaved=stored == "Qwen3Next")
+    whole = layout.delta
+    group, key, value = whole.value_heads // whole.key_heads, whole.key_dim, whole.value_dim
+    keys, seen = whole.key_heads * key, []
+    for rank in range(ranks):
+        part = layout.sharded(Shard(rank, ranks))
+        own, count = part.delta.value_heads, part.delta.key_heads
+        heads = list(range(rank * own, (rank + 1) * own))
+        found = {name: cut.indices(cut.dim, 0) for name, cut in part._cuts().items()}
+        channels = found["conv1d"]
+        if stored == "Qwen3Next":
+            order, gates = _by_kind(whole)
+            order_own, gates_own = _by_kind(part.delta)
+            taken = [found["in_proj_qkvz"][row] for row in order_own]
+            channels_taken = [order.index(row) for row in taken[: part.channels]]
+            zs = [order.index(row) - layout.channels for row in taken[part.channels :]]
+            said = [gates.index(found["in_proj_ba"][row]) for row in gates_own]
+        else:
+            channels_taken, zs = found["in_proj_qkv"], found["in_proj_z"]
+            said = [*found["in_proj_b"], *(whole.value_heads + head for head in found["in_proj_a"])]
+        assert channels_taken == channels
+        queries = [channels[i * key] // key for i in range(count)]
+        assert [queries[i // (own // count)] for i in range(own)] == [head // group for head in heads]
+        assert [row - keys for row in channels[count * key : 2 * count * key]] == channels[: count * key]
+        values = [head * value + i for head in heads for i in range(value)]
+        assert [row - 2 * keys for row in channels[2 * count * key :]] == values == zs == found["out_proj"]
+        assert said == [*heads, *(whole.value_heads + head for head in heads)]
+        assert found["A_log"] == found["dt_bias"] == heads
+        seen += heads
+    assert seen == list(range(whole.value_heads))
+
+
+def delta_layout(folder: Path, sizes: dict[str, Any], *, interleaved: bool) -> DeltaLayout:
+    config = read_model_config(write_tiny_hybrid(folder, **sizes))
+    assert config.delta is not None
+    return DeltaLayout(config.hidden_size, replace(config.delta, interleaved=interleaved))
+
+
+def test_what_is_read_has_the_shape_that_is_allocated(tmp_path: Path) -> None:
+    folder = write_tiny_hybrid(tmp_path, linear_num_key_heads=3)
+    config = read_model_config(folder)
+    layout = family_layout(config).sharded(Shard(1, 2))
+    cuts = cuts_of(config, layout)
+    with Checkpoint.open(folder) as checkpoint:
+        for index, layer in enumerate(layout.layers):
+            assert isinstance(layer, LayerLayout)
+            for name, shape in layer.tensors().items():
+                full = f"model.layers.{index}.{name}"
+                if full in cuts:
+                    assert tuple(read_part(checkpoint, full, cuts[full]).shape) == shape, full
+
+
+# -- the plan --------------------------------------------------------------------------------------
+
+
+def test_the_plan_counts_a_rank_s_states(agreeing: Path) -> None:
+    engine = make_engine(agreeing, slots=3, tp=2, spec="mtp", draft_max=4)
+    kept = [pool for layer in engine._parts.runner.cache.layers for pool in layer.pools]
+    states = [pool for pool in kept if pool.dim() == 4 and pool.shape[1:] == (3, 16, 24)]
+    assert len(states) == 4 and all(pool.dtype == torch.float32 for pool in states)
+    assert sum(math.prod(pool.shape) * pool.dtype.itemsize for pool in kept) == engine.plan.need.cache
+    engine.close()
+
+
+def test_value_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    folder = write_tiny_hybrid(tmp_path, linear_num_key_heads=3, linear_num_value_heads=3)
+    with pytest.raises(IncompatibleError, match="--tp 2 does not divide the target") as refused:
+        make_engine(folder, tp=2)
+    assert "3 recurrent value heads" in refused.value.reason[0] and refused.value.exit_code == 4
+    assert refused.value.fix == ("--tp 1",)
