@@ -209,13 +209,20 @@ class LayerBuilder:
     def arrange(self, tensors: Tensors, name: str, order: list[int]) -> None:
         """Put the rows of `name`, and of its bias if there is one, in another order.
 
-        FP8 rows leave their blocks behind, and are multiplied out.
+        FP8 rows that move by whole groups take their scales along; others are multiplied out first.
         """
+        groups = order[::SCALE_ROWS]
         if (scales := tensors.pop(f"{name}_scales", None)) is not None:
-            tensors[name] = ScaledWeight(tensors[name], scales).plain(self.dtype)
+            together = [first + row for first in groups for row in range(SCALE_ROWS)]
+            if order == together and not any(first % SCALE_ROWS for first in groups):
+                tensors[f"{name}_scales"] = scales[[first // SCALE_ROWS for first in groups]]
+            else:
+                tensors[name] = ScaledWeight(tensors[name], scales).plain(self.dtype)
         for each in (name, f"{name}_bias"):
             if each in tensors:
-                tensors[each] = tensors[each][order]
+                rows = tensors[each]
+                kind = torch.uint8 if rows.dtype == torch.float8_e4m3fn else rows.dtype
+                tensors[each] = rows.view(kind)[order].view(rows.dtype)
 
     def summed(self, tensors: Tensors, name: str) -> AnyLinear:
         """The matrix `name` at a block's end, of whose columns a rank has its own."""
