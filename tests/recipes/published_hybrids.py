@@ -1,0 +1,288 @@
+"""Configurations and tensor lists of published hybrids, expanded from a table; no weights, no `spd`.
+
+Every row is a public release of huggingface.co/Qwen: sizes are those of its `config.json`, names those of its
+index. In Qwen3.5, 3.6 and 3.8 projections stand apart, and everything below `model.language_model.`; in
+Qwen3-Next they are fused key head by key head. Experts are packed in the 16-bit releases of Qwen3.5 and 3.6,
+one by one in Qwen3-Next and where they are FP8. A_log and the norm behind the recurrence are float32 in
+Qwen3.5, bfloat16 in later ones. The vision tower is the 27B's everywhere; nothing reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.recipes.mtp_folders import write_hollow
+
+Entry = tuple[str, str, tuple[int, ...]]
+VOCAB, NEXT_VOCAB = 248320, 151936
+
+
+@dataclass(frozen=True)
+class Release:
+    """One checkpoint; `experts` are their number, how many a token takes, and their width."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    value_heads: int
+    experts: tuple[int, int, int] = (0, 0, 0)
+    tied: bool = False
+    float32: bool = True
+    fp8: bool = False
+    fused: bool = False
+    """As Qwen3-Next: no wrapper, projections by key head."""
+    gate_type: bool = False
+    """As Qwen3.8: the configuration names the gate behind the recurrence."""
+
+
+RELEASES = {
+    "Qwen3.5-0.8B": Release(1024, 3584, 24, 8, 2, 16, tied=True),
+    "Qwen3.5-2B": Release(2048, 6144, 24, 8, 2, 16, tied=True),
+    "Qwen3.5-4B": Release(2560, 9216, 32, 16, 4, 32, tied=True),
+    "Qwen3.5-9B": Release(4096, 12288, 32, 16, 4, 32),
+    "Qwen3.5-27B": Release(5120, 17408, 64, 24, 4, 48),
+    "Qwen3.5-35B-A3B": Release(2048, 512, 40, 16, 2, 32, (256, 8, 512)),
+    "Qwen3.5-122B-A10B": Release(3072, 1024, 48, 32, 2, 64, (256, 8, 1024)),
+    "Qwen3.5-397B-A17B": Release(4096, 1024, 60, 32, 2, 64, (512, 10, 1024)),
+    "Qwen3.6-27B": Release(5120, 17408, 64, 24, 4, 48, float32=False),
+    "Qwen3.6-35B-A3B": Release(2048, 512, 40, 16, 2, 32, (256, 8, 512), float32=False),
+    "Qwen3.6-35B-A3B-FP8": Release(2048, 512, 40, 16, 2, 32, (256, 8, 512), float32=False, fp8=True),
+    "Qwen3.8-27B": Release(5120, 17408, 64, 24, 4, 48, float32=False, gate_type=True),
+    "Qwen3.8-27B-FP8": Release(5120, 17408, 64, 24, 4, 48, float32=False, fp8=True, gate_type=True),
+    "Qwen3-Next-80B-A3B-Instruct": Release(
+        2048, 5120, 48, 16, 2, 32, (512, 10, 512), float32=False, fused=True
+    ),
+    "Qwen3-Next-80B-A3B-Instruct-FP8": Release(
+        2048, 5120, 48, 16, 2, 32, (512, 10, 512), float32=False, fused=True, fp8=True
+    ),
+}
+COUNTED = {"Qwen3.8-27B": (851, 15, 333), "Qwen3.6-35B-A3B-FP8": (62303, 1560, 333)}
+"""Tensors of the text model, its MTP layer and the vision tower, as readers of the headers counted them."""
+KEY_HEADS, HEAD, DELTA_HEAD, TAPS = 16, 256, 128, 4
+BLOCK = 128
+
+
+def config_of(row: Release) -> dict[str, Any]:
+    """The release's `config.json`."""
+    count, taken, width = row.experts
+    text: dict[str, Any] = {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": HEAD,
+        "hidden_act": "silu",
+        "hidden_size": row.hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": row.inner,
+        "linear_conv_kernel_dim": TAPS,
+        "linear_key_head_dim": DELTA_HEAD,
+        "linear_num_key_heads": KEY_HEADS,
+        "linear_num_value_heads": row.value_heads,
+        "linear_value_head_dim": DELTA_HEAD,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": row.heads,
+        "num_hidden_layers": row.layers,
+        "num_key_value_heads": row.key_value_heads,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "tie_word_embeddings": row.tied,
+        "use_cache": True,
+        "vocab_size": NEXT_VOCAB if row.fused else VOCAB,
+    }
+    if count:
+        text |= {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": width,
+            "num_experts": count,
+            "num_experts_per_tok": taken,
+            "router_aux_loss_coef": 0.001,
+            "shared_expert_intermediate_size": width,
+        }
+    if row.fused:
+        text |= {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "norm_topk_prob": True,
+        }
+        text |= {"rope_scaling": None, "rope_theta": 10000000, "use_sliding_window": False}
+        text |= {"bos_token_id": 151643, "eos_token_id": 151645, "output_router_logits": False}
+        return text | _quantization(row)
+    kind = "qwen3_5_moe" if count else "qwen3_5"
+    if count:
+        del text["intermediate_size"]
+    text |= {
+        "attn_output_gate": True,
+        "layer_types": [
+            "full_attention" if _attends(layer) else "linear_attention" for layer in range(row.layers)
+        ],
+        "mamba_ssm_dtype": "float32",
+        "model_type": f"{kind}_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "pad_token_id": None,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+    }
+    if row.gate_type:
+        text["output_gate_type"] = "swish"
+    whole: dict[str, Any] = {
+        "architectures": [f"Qwen3_5{'Moe' if count else ''}ForConditionalGeneration"],
+        "image_token_id": 248056,
+        "model_type": kind,
+        "text_config": text,
+        "tie_word_embeddings": row.tied,
+        "video_token_id": 248057,
+        "vision_config": {
+            "depth": 27,
+            "hidden_size": 1152,
+            "model_type": kind,
+            "out_hidden_size": row.hidden,
+        },
+        "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053,
+    }
+    return whole | _quantization(row)
+
+
+def _quantization(row: Release) -> dict[str, Any]:
+    if not row.fp8:
+        return {}
+    block = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+    kept = {"modules_to_not_convert": ["lm_head", "model.visual"], "weight_block_size": [BLOCK, BLOCK]}
+    return {"quantization_config": block | kept}
+
+
+def _attends(layer: int) -> bool:
+    return (layer + 1) % 4 == 0
+
+
+def text_tensors(row: Release) -> Iterator[Entry]:
+    """Everything that writes text, the MTP layer left out."""
+    prefix = "model." if row.fused else "model.language_model."
+    vocab = NEXT_VOCAB if row.fused else VOCAB
+    yield f"{prefix}embed_tokens.weight", "BF16", (vocab, row.hidden)
+    for layer in range(row.layers):
+        yield from _layer(row, f"{prefix}layers.{layer}.", attends=_attends(layer))
+    yield f"{prefix}norm.weight", "BF16", (row.hidden,)
+    if not row.tied:
+        yield "lm_head.weight", "BF16", (vocab, row.hidden)
+
+
+def mtp_tensors(row: Release) -> Iterator[Entry]:
+    """The MTP layer, which attends."""
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        yield f"mtp.{name}.weight", "BF16", (row.hidden,)
+    yield "mtp.fc.weight", "BF16", (row.hidden, 2 * row.hidden)
+    yield from _layer(row, "mtp.layers.0.", attends=True)
+
+
+def vision_tensors(row: Release) -> Iterator[Entry]:
+    """The tower of the 27B."""
+    wide, inner, merged = 1152, 4304, 4608
+    yield "model.visual.patch_embed.proj.weight", "BF16", (wide, 3, 2, 16, 16)
+    yield "model.visual.patch_embed.proj.bias", "BF16", (wide,)
+    yield "model.visual.pos_embed.weight", "BF16", (2304, wide)
+    pairs = {"attn.qkv": (3 * wide, wide), "attn.proj": (wide, wide)}
+    pairs |= {"mlp.linear_fc1": (inner, wide), "mlp.linear_fc2": (wide, inner)}
+    for block in range(27):
+        for name, shape in (*pairs.items(), ("norm1", (wide,)), ("norm2", (wide,))):
+            yield f"model.visual.blocks.{block}.{name}.weight", "BF16", shape
+            yield f"model.visual.blocks.{block}.{name}.bias", "BF16", shape[:1]
+    ends = {"norm": (wide,), "linear_fc1": (merged, merged), "linear_fc2": (row.hidden, merged)}
+    for name, shape in ends.items():
+        yield f"model.visual.merger.{name}.weight", "BF16", shape
+        yield f"model.visual.merger.{name}.bias", "BF16", shape[:1]
+
+
+def _matrix(row: Release, name: str, *shape: int) -> Iterator[Entry]:
+    """A matrix of a layer: in FP8 with its scales beside it."""
+    if not row.fp8:
+        yield f"{name}.weight", "BF16", shape
+        return
+    yield f"{name}.weight", "F8_E4M3", shape
+    yield f"{name}.weight_scale_inv", "BF16", tuple(-(-size // BLOCK) for size in shape)
+
+
+def _layer(row: Release, prefix: str, *, attends: bool) -> Iterator[Entry]:
+    hidden = row.hidden
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield f"{prefix}{name}.weight", "BF16", (hidden,)
+    if attends:
+        query, key = row.heads * HEAD, row.key_value_heads * HEAD
+        for name, rows in (("q", 2 * query), ("k", key), ("v", key)):
+            yield from _matrix(row, f"{prefix}self_attn.{name}_proj", rows, hidden)
+        yield from _matrix(row, f"{prefix}self_attn.o_proj", hidden, query)
+        for name in ("q_norm", "k_norm"):
+            yield f"{prefix}self_attn.{name}.weight", "BF16", (HEAD,)
+    else:
+        yield from _delta(row, f"{prefix}linear_attn.")
+    yield from _experts(row, f"{prefix}mlp.") if row.experts[0] else _mlp(row, f"{prefix}mlp.", row.inner)
+
+
+def _delta(row: Release, prefix: str) -> Iterator[Entry]:
+    hidden, heads, exact = row.hidden, row.value_heads, "F32" if row.float32 else "BF16"
+    values, channels = heads * DELTA_HEAD, (2 * KEY_HEADS + heads) * DELTA_HEAD
+    if row.fused:
+        yield from _matrix(row, f"{prefix}in_proj_qkvz", channels + values, hidden)
+        yield f"{prefix}in_proj_ba.weight", "BF16", (2 * heads, hidden)
+    else:
+        yield from _matrix(row, f"{prefix}in_proj_qkv", channels, hidden)
+        yield from _matrix(row, f"{prefix}in_proj_z", values, hidden)
+        yield f"{prefix}in_proj_a.weight", "BF16", (heads, hidden)
+        yield f"{prefix}in_proj_b.weight", "BF16", (heads, hidden)
+    yield f"{prefix}conv1d.weight", "BF16", (channels, 1, TAPS)
+    yield f"{prefix}A_log", exact, (heads,)
+    yield f"{prefix}dt_bias", "BF16", (heads,)
+    yield f"{prefix}norm.weight", exact, (DELTA_HEAD,)
+    yield from _matrix(row, f"{prefix}out_proj", hidden, values)
+
+
+def _mlp(row: Release, prefix: str, inner: int) -> Iterator[Entry]:
+    for name, shape in (
+        ("gate", (inner, row.hidden)),
+        ("up", (inner, row.hidden)),
+        ("down", (row.hidden, inner)),
+    ):
+        yield from _matrix(row, f"{prefix}{name}_proj", *shape)
+
+
+def _experts(row: Release, prefix: str) -> Iterator[Entry]:
+    count, _, inner = row.experts
+    yield f"{prefix}gate.weight", "BF16", (count, row.hidden)
+    yield f"{prefix}shared_expert_gate.weight", "BF16", (1, row.hidden)
+    yield from _mlp(row, f"{prefix}shared_expert.", inner)
+    if row.fp8 or row.fused:
+        for expert in range(count):
+            yield from _mlp(row, f"{prefix}experts.{expert}.", inner)
+        return
+    yield f"{prefix}experts.gate_up_proj", "BF16", (count, 2 * inner, row.hidden)
+    yield f"{prefix}experts.down_proj", "BF16", (count, row.hidden, inner)
+
+
+def write_published(folder: Path, row: Release) -> Path:
+    """A release's folder, all data a hole: shards of the text model, its MTP layer and the vision tower."""
+    parts = [list(text_tensors(row)), list(mtp_tensors(row)), [] if row.fused else list(vision_tensors(row))]
+    weight_map, shards = {}, [part for part in parts if part]
+    for number, part in enumerate(shards, 1):
+        shard = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_hollow(folder / shard, part)
+        weight_map |= {each: shard for each, _, _ in part}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config_of(row)))
+    return folder

@@ -1,0 +1,155 @@
+"""Published hybrids from their configurations and tensor lists: what is used, found, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from spd.formats.folder import ModelFolder
+from spd.kernels.dispatch import load_kernels
+from spd.kernels.linear.skinny_linear import ScaledWeight
+from spd.runtime import EngineConfig
+from spd.runtime.models import family_layout
+from spd.runtime.models.builder import LayerBuilder, Place
+from spd.runtime.models.mtp_weights import check_source, module_bytes
+from spd.runtime.models.weights import check_weights
+from spd.runtime.plan.machine import Machine
+from spd.runtime.plan.memory import page_bytes, slot_bytes, state_bytes, tensor_bytes
+from spd.runtime.plan.plan import EnginePlan, outline
+from spd.runtime.plan.rank_choice import possible_sizes
+from spd.runtime.round.limits import PAGE_SIZE, ring_depth
+from tests.recipes.published_hybrids import (
+    COUNTED,
+    DELTA_HEAD,
+    HEAD,
+    KEY_HEADS,
+    RELEASES,
+    mtp_tensors,
+    text_tensors,
+    vision_tensors,
+    write_published,
+)
+
+CARD = Machine("cuda", 80 * 2**30, (9, 0), foreseen=True)
+BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelFolder]:
+    """Releases by name, each written and read once."""
+    read: dict[str, ModelFolder] = {}
+
+    def get(name: str) -> ModelFolder:
+        if name not in read:
+            read[name] = ModelFolder(write_published(tmp_path_factory.mktemp("published"), RELEASES[name]))
+        return read[name]
+
+    return get
+
+
+def planned(folder: ModelFolder, **wishes: object) -> EnginePlan:
+    """The plan for a GPU of 80 GiB, but for what memory decides."""
+    return outline(EngineConfig(model=folder, **wishes), CARD)
+
+
+def elements(entries: object) -> int:
+    return sum(torch.Size(shape).numel() for _, _, shape in entries)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_table_makes_as_many_tensors_as_were_published(name: str) -> None:
+    row = RELEASES[name]
+    made = tuple(len(list(part(row))) for part in (text_tensors, mtp_tensors, vision_tensors))
+    assert made == COUNTED[name]
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_every_tensor_is_used_or_named_as_unused(name: str, shelf: Callable[[str], ModelFolder]) -> None:
+    folder, row = shelf(name), RELEASES[name]
+    seen = [] if row.fused else [entry[0] for entry in vision_tensors(row)]
+    assert check_weights(folder.checkpoint, folder.config, family_layout(folder.config)) == seen
+    layers = family_layout(folder.config)
+    assert len(layers.attending) == row.layers // 4 and len(layers.layers) == row.layers
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_its_mtp_layer_is_found_and_drafts_by_itself(name: str, shelf: Callable[[str], ModelFolder]) -> None:
+    folder, row = shelf(name), RELEASES[name]
+    source = folder.mtp_source()
+    assert source is not None and source.layout.family.name == "qwen3_next" and source.layout.modules == 1
+    assert source.layout.family.centred_norms and source.layout.own == ()
+    if not row.experts[0]:
+        names = {name for name, _, _ in mtp_tensors(row) if not name.endswith("_scale_inv")}
+        assert check_source(source, folder.checkpoint).keys() == names
+    else:
+        assert check_source(source, folder.checkpoint)
+    plan = planned(folder)
+    assert plan.spec.split("+")[0] == "mtp" and plan.shape.mtp_modules == 1
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_memory_is_planned(name: str, shelf: Callable[[str], ModelFolder]) -> None:
+    folder, row = shelf(name), RELEASES[name]
+    plan, config = planned(folder, slots=2), folder.config
+    recurrent, depth = row.layers * 3 // 4, ring_depth(plan.shape.draft_max)
+    state = row.value_heads * DELTA_HEAD * DELTA_HEAD * 4
+    channels = (2 * KEY_HEADS + row.value_heads) * DELTA_HEAD
+    ring = channels * 2 + (KEY_HEADS + row.value_heads) * DELTA_HEAD * 4 + row.value_heads * 8
+    assert state_bytes(config) == recurrent * state
+    assert slot_bytes(config, plan.shape, 1) == recurrent * (state + depth * ring)
+    keys = 2 * row.key_value_heads * HEAD * 2
+    assert page_bytes(config, "bfloat16") == PAGE_SIZE * row.layers // 4 * keys
+    # Stored A_log and norms widen to float32 wherever they are read; the rest stays as stored.
+    kept = tensor_bytes(config, "bfloat16", plan.shape.form)
+    stored = sum(BYTES[dtype] * torch.Size(shape).numel() for _, dtype, shape in text_tensors(row))
+    assert stored <= kept < 1.01 * stored
+    assert plan.need.weights >= kept and plan.need.total > plan.need.weights
+    source = folder.mtp_source()
+    assert source is not None
+    head = module_bytes(source, 0, "bfloat16", plan.shape.draft_form)
+    assert plan.need.draft_weights == head
+    if not row.fp8:
+        assert head == pytest.approx(2 * elements(mtp_tensors(row)), rel=1e-3)
+
+
+RANKS = {
+    "Qwen3.5-0.8B": [1, 2, 4, 8],
+    "Qwen3.5-27B": [1, 2, 4, 8],
+    "Qwen3.5-397B-A17B": [1, 2, 4, 8, 16],
+    "Qwen3-Next-80B-A3B-Instruct": [1, 2, 4, 8, 16],
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_how_it_may_be_divided(name: str, shelf: Callable[[str], ModelFolder]) -> None:
+    config = shelf(name).config
+    assert possible_sizes(family_layout(config).layers, config.vocab_size, 16) == RANKS[name]
+    plan = planned(shelf(name), tp=2, draft_tp=1)
+    alone = planned(shelf(name))
+    assert slot_bytes(config, plan.shape, 2) == slot_bytes(config, alone.shape, 1) // 2
+    assert plan.need.weights < 0.51 * alone.need.weights
+
+
+def test_fp8_rows_keep_their_blocks_in_another_order() -> None:
+    """Heads of 128 move by whole groups of rows that share scales: what is counted as FP8 stays FP8."""
+    draw = torch.Generator().manual_seed(0)
+    builder = LayerBuilder(Place(torch.float32, "cpu", load_kernels("torch")), 1e-6)
+    for width, stays in ((16, True), (24, False)):
+        rows = 2 * 6 * width
+        weight = torch.randn(rows, 256, generator=draw).to(torch.float8_e4m3fn)
+        scales = torch.rand(-(-rows // 16), 2, generator=draw) + 0.5
+        order = [
+            head * 6 * width + part * width + i
+            for part in range(6)
+            for head in range(2)
+            for i in range(width)
+        ]
+        tensors = {"inputs": weight, "inputs_scales": scales}
+        expected = ScaledWeight(weight, scales).plain(torch.float32)[order]
+        builder.arrange(tensors, "inputs", order)
+        assert ("inputs_scales" in tensors) == stays
+        found = tensors["inputs"]
+        plain = ScaledWeight(found, tensors["inputs_scales"]).plain(torch.float32) if stays else found
+        assert torch.equal(plain, expected)
