@@ -166,6 +166,9 @@ def read_latent(fields: Fields) -> LatentConfig:
 
 def read_delta(fields: Fields, num_layers: int, *, interleaved: bool) -> DeltaConfig:
     """Of `qwen3_next` and `qwen3_5`, in both spellings of the list of layers."""
+    fields.choice("output_gate_type", ("silu", "swish"), "silu")
+    if not fields.boolean("attn_output_gate", True):
+        raise fields.refused("attn_output_gate", "false: attention without gates is not supported here")
     key = (
         "layers_block_type"
         if "layer_types" not in fields and "layers_block_type" in fields
