@@ -18,6 +18,7 @@ from spd.runtime.engine import assembly
 from tests.helpers import INTERPRETED, Damped, Run, few_programs, make_engine, random_prompts, run_all
 from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair
+from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.host_watch import HostWatch
 
@@ -269,6 +270,24 @@ def test_a_deepseek_head(tmp_path: Path) -> None:
     assert sum(len(record.draft) for record in second[0].rounds) > 2
 
 
+def test_a_hybrid_and_its_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recurrent layer: a chunk of a prompt, tails, and windows some of whose drafts are rejected."""
+    from spd.runtime.plan import memory
+
+    monkeypatch.setattr(memory, "CHUNK", {"torch": 64, "triton": 64})
+    sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "num_attention_heads": 2}
+    sizes |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_value_head_dim": 16}
+    folder = write_tiny_hybrid(tmp_path, mtp=True, agreeing=True, **sizes)
+    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (70, 9)]
+    params = [SamplingParams(max_tokens=8, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8)]
+    first, second = both(folder, prompts, params, slots=2, spec="mtp", draft_max=2)
+    assert_same(first, second)
+    accepted, proposed = (
+        sum(getattr(run.metrics, n) for run in first) for n in ("draft_n_accepted", "draft_n")
+    )
+    assert 0 < accepted < proposed
+
+
 EAGLES: dict[str, dict[str, Any]] = {
     "few": {"aux": (0, 1), "layout": "speculators", "draft_vocab": 40, "kind": "random"},
     "some": {"aux": (1, 3), "draft_vocab": 80},
@@ -360,10 +379,8 @@ def kernels_of_triton() -> set[tuple[str, str]]:
 
 @pytest.mark.usefixtures("whole_file")
 def test_every_operation_and_every_kernel_has_run(counts: Counts) -> None:
-    """Over the tests above; those of recurrent layers run in `test_kernels_recurrent`."""
-    recurrent = {name for name, stem in operation_stems().items() if stem.startswith("recurrent.")}
-    assert set(OPERATIONS) - recurrent - set(counts.operations) == set()
-    every = {kernel for kernel in kernels_of_triton() if ".recurrent." not in kernel[0]}
-    launched = set(counts.kernels)
+    """Over the tests above."""
+    assert set(OPERATIONS) - set(counts.operations) == set()
+    every, launched = kernels_of_triton(), set(counts.kernels)
     assert len(every) > 40
     assert every == launched
