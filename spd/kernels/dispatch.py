@@ -72,6 +72,7 @@ class Kernels:
     experts_onto: Annotated[Operation, "experts.moe"]
     short_conv: Annotated[Operation, "recurrent.short_conv"]
     delta_rule: Annotated[Operation, "recurrent.delta_rule"]
+    delta_chunks: Annotated[Operation, "recurrent.delta_chunks"]
     gated_norm: Annotated[Operation, "recurrent.delta_rule"]
     sample_rows: Annotated[Operation, "sampling.sampling"]
     row_laws: Annotated[Operation, "sampling.sampling"]
@@ -105,6 +106,7 @@ NATIVE = (
     "route",
     "short_conv",
     "delta_rule",
+    "delta_chunks",
     "gated_norm",
     "sample_rows",
     "ngram_lookup",

@@ -271,6 +271,7 @@ def recurrent() -> Launches:
         )
         read = (of(F32, 20, channels), gates, of(F32, heads), of(F32, heads), memory, rows)
         OPS.delta_rule(*read)
+        OPS.delta_chunks(*read)
         OPS.gated_norm(of(F32, 20, heads, size), inputs[:, channels:], of(F32, size), 1e-6)
 
     for dtype in (BF16, F16):

@@ -18,6 +18,7 @@ from torch import Tensor
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.native.library import NativeLibrary
 from spd.kernels.recurrent import delta_rule as torch_form
+from spd.kernels.recurrent.delta_chunks import CHUNK
 from spd.kernels.recurrent.delta_rule import DeltaMemory
 from spd.kernels.recurrent.short_conv import Segments, short_conv
 
@@ -49,35 +50,50 @@ class Layer:
     """What a layer keeps of some slots, and a pass over it in one form of the kernels."""
 
     def __init__(
-        self, shape: Shape, kernels: Any, dtype: torch.dtype, slots: int, *, bias: bool = False
+        self,
+        shape: Shape,
+        kernels: Any,
+        dtype: torch.dtype,
+        slots: int,
+        *,
+        bias: bool = False,
+        device: str = "cpu",
     ) -> None:
         s = self.shape = shape
         generator = torch.Generator().manual_seed(7)
 
         def draw(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, generator=generator)
+            return torch.randn(*sizes, generator=generator).to(device)
 
-        self.kernels, self.dtype, nan = kernels, dtype, float("nan")
+        def nothing(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full((slots, *sizes), float("nan"), dtype=dtype, device=device)
+
+        self.kernels, self.dtype, self.device = kernels, dtype, device
         self.weight, self.norm = draw(s.taps, s.channels), draw(s.size)
         self.bias = draw(s.channels) if bias else None
         self.rate, self.step_bias = draw(s.heads), draw(s.heads)
-        self.ring = torch.full((slots, s.depth, s.channels), nan, dtype=dtype)
+        self.ring = nothing(s.depth, s.channels, dtype=dtype)
         self.memory = DeltaMemory(
-            torch.full((slots, s.heads, s.width, s.size), nan),
-            torch.full((slots, s.depth, s.key_heads, s.width), nan),
-            torch.full((slots, s.depth, s.heads, s.size), nan),
-            torch.full((slots, s.depth, s.heads, 2), nan),
+            nothing(s.heads, s.width, s.size),
+            nothing(s.depth, s.key_heads, s.width),
+            nothing(s.depth, s.heads, s.size),
+            nothing(s.depth, s.heads, 2),
         )
-        self.applied = torch.zeros(slots, dtype=torch.long)
+        self.applied = torch.zeros(slots, dtype=torch.long, device=device)
 
     def inputs(self, rows: int, seed: int = 0) -> Tensor:
         """A projection's rows [rows, channels + heads * size + 2 * heads]."""
         width = self.shape.channels + self.shape.heads * (self.shape.size + 2)
-        return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
+        drawn = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+        return drawn.to(self.device, self.dtype)
+
+    def rows(self, *runs: tuple[int, int, int, int, int]) -> Segments:
+        """Segments of (slot, first, count, start, keep)."""
+        return Segments(torch.tensor(runs, device=self.device).T.contiguous(), self.applied)
 
     def run(self, x: Tensor, *runs: tuple[int, int, int, int, int]) -> Tensor:
         """The layer's output [T, heads * size] of rows x [T, ...] in (slot, first, count, start, keep)."""
-        rows, s = Segments(torch.tensor(runs).T.contiguous(), self.applied), self.shape
+        rows, s = self.rows(*runs), self.shape
         values = s.heads * s.size
         mixed = self.kernels.short_conv(x[:, : s.channels], self.weight, self.bias, self.ring, rows)
         gates = x[:, s.channels + values :]
@@ -100,9 +116,11 @@ def walked(layer: Layer, x: Tensor, slot: int = 0) -> tuple[Tensor, list[Tensor]
     return torch.cat(outputs), states
 
 
-def check_windows(kernels: Any, dtype: torch.dtype, shape: Shape, length: int = 40) -> None:
+def check_windows(
+    kernels: Any, dtype: torch.dtype, shape: Shape, length: int = 40, device: str = "cpu"
+) -> None:
     """Windows of 1 to 9 rows, some of which are rejected, against single steps."""
-    single, layer = Layer(shape, kernels, dtype, 2), Layer(shape, kernels, dtype, 2)
+    single, layer = (Layer(shape, kernels, dtype, 2, device=device) for _ in range(2))
     x = layer.inputs(length)
     wanted, states = walked(single, x)
     chance, position, seen = random.Random(3), 0, []
@@ -120,9 +138,9 @@ def check_windows(kernels: Any, dtype: torch.dtype, shape: Shape, length: int = 
     assert layer.memory.state[0].isnan().all(), "no run named this slot"
 
 
-def check_passes(kernels: Any, dtype: torch.dtype, shape: Shape) -> None:
+def check_passes(kernels: Any, dtype: torch.dtype, shape: Shape, device: str = "cpu") -> None:
     """One pass: a prompt that is kept, another's window, a run without rows; rows between them are zeros."""
-    layer, single = Layer(shape, kernels, dtype, 4, bias=True), Layer(shape, kernels, dtype, 4, bias=True)
+    layer, single = (Layer(shape, kernels, dtype, 4, bias=True, device=device) for _ in range(2))
     first, second = layer.inputs(33, seed=1), layer.inputs(17, seed=2)
     wanted, states = walked(single, first)
     others, _ = walked(single, second, 3)
@@ -146,9 +164,9 @@ def test_passes_of_the_torch_form_are_single_steps(shape: Shape) -> None:
 @pytest.mark.parametrize(
     "shape", [Shape(2, 1, 8, 40, depth=20), Shape(1, 1, 5, 7, taps=3, depth=20)], ids=str
 )
-def test_passes_of_the_triton_form_are_single_steps(shape: Shape) -> None:
-    check_windows(load_kernels("triton"), torch.float32, shape, 12)
-    check_passes(load_kernels("triton"), torch.float32, shape)
+def test_passes_of_the_triton_form_are_single_steps(shape: Shape, device: str) -> None:
+    check_windows(load_kernels("triton"), torch.float32, shape, 12, device)
+    check_passes(load_kernels("triton"), torch.float32, shape, device)
 
 
 @ALL_SHAPES
@@ -159,16 +177,16 @@ def test_passes_of_the_native_form_are_single_steps(native: NativeLibrary, shape
 
 @ALL_SHAPES
 def test_forms_meet_their_contract(
-    shape: Shape, native: NativeLibrary, dtypes: tuple[torch.dtype, ...]
+    shape: Shape, native: NativeLibrary, dtypes: tuple[torch.dtype, ...], device: str
 ) -> None:
     """Against the torch form in float32, of the same rounded inputs."""
     if shape.heads * shape.size > 100:
         dtypes = ()  # the interpreter is slow
 
-    def error(kernels: Any, dtype: torch.dtype) -> float:
-        layer = Layer(shape, kernels, dtype, 1)
+    def error(kernels: Any, dtype: torch.dtype, device: str = "cpu") -> float:
+        layer = Layer(shape, kernels, dtype, 1, device=device)
         x = layer.inputs(33)
-        exact = Layer(shape, load_kernels("torch"), torch.float32, 1)
+        exact = Layer(shape, load_kernels("torch"), torch.float32, 1, device=device)
         wanted = torch.cat(
             [exact.run(x[:20].float(), (0, 0, 20, 0, 18)), exact.run(x[20:].float(), (0, 0, 13, 20, 20))]
         )
@@ -177,7 +195,7 @@ def test_forms_meet_their_contract(
 
     assert error(native, BFLOAT16) < 2**-8
     for dtype in dtypes:
-        assert error(load_kernels("triton"), dtype) < (1e-5 if dtype == torch.float32 else 2**-10)
+        assert error(load_kernels("triton"), dtype, device) < (1e-5 if dtype == torch.float32 else 2**-10)
 
 
 def naive(x: Tensor, layer: Layer) -> Tensor:
@@ -224,6 +242,141 @@ def test_threads_change_no_bit(native: NativeLibrary, monkeypatch: pytest.Monkey
         x = layer.inputs(80)
         made.append(layer.run(x, (0, 0, 50, 0, 50), (1, 50, 30, 0, 20)))
     assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, 8])
+def test_a_round_reads_and_writes_each_state_once(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, element by element; the state of a slot that begins is not read."""
+    if torch.cuda.is_available():
+        pytest.skip("needs the interpreter")
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    shape = Shape(2, 1, 5, 40, depth=20)  # in two blocks of columns, of which one is not full
+    layer = Layer(shape, load_kernels("triton"), torch.float32, 4)
+    state, seen = (
+        layer.memory.state,
+        {kind: torch.zeros(layer.memory.state.numel()) for kind in ("load", "store")},
+    )
+
+    def watch(kind: str) -> None:
+        original = getattr(InterpreterBuilder, f"create_masked_{kind}")
+
+        def watched(self: Any, pointers: Any, *rest: Any) -> Any:
+            mask = rest[0 if kind == "load" else 1].data
+            places = torch.from_numpy((pointers.data[mask].astype("int64") - state.data_ptr()) // 4)
+            places = places[(places >= 0) & (places < state.numel())]
+            seen[kind].index_add_(0, places, torch.ones(len(places)))
+            return original(self, pointers, *rest)
+
+        monkeypatch.setattr(InterpreterBuilder, f"create_masked_{kind}", watched)
+
+    prompt = layer.inputs(12)
+    layer.run(prompt, (0, 0, 12, 0, 11 - k // 2))  # half of the drafts of the round before were accepted
+    x = layer.inputs(2 * (k + 1))
+    for kind in seen:
+        watch(kind)
+    layer.run(x, (0, 0, k + 1, 12, 12), (1, 0, 0, 3, 3), (2, k + 1, k + 1, 0, 0))
+    reads, writes = (seen[kind].view(4, -1) for kind in ("load", "store"))
+    assert (reads[0] == 1).all() and not reads[1:].any()
+    assert (writes[0] == 1).all() and not writes[1].any() and not writes[3].any()
+    assert (writes[2] == 1).all()
+
+
+# -- whole chunks of a prompt ----------------------------------------------------------------------
+
+CHUNKED = [Shape(2, 1, 128, 64), Shape(3, 1, 24, 40), Shape(2, 2, 5, 7)]
+FORMS = pytest.mark.parametrize("form", ["torch", "triton"])
+
+
+@dataclass
+class Prompt:
+    """Convolved rows and gates of one layer, and what they make of a slot's state."""
+
+    layer: Layer
+    mixed: Tensor
+    gates: Tensor
+
+    @classmethod
+    def of(
+        cls, shape: Shape, rows: int, regime: str = "usual", form: str = "torch", device: str = "cpu"
+    ) -> Prompt:
+        """usual: as projections say; slow: next to no decay and keys much alike, so that a row's correction
+        rests on all before it; mixed: some rows forget nearly everything.
+        """
+        layer = Layer(shape, load_kernels(form), torch.float32, 3, device=device)
+        x, mixed = layer.inputs(rows), torch.randn(rows, shape.channels, generator=torch.Generator())
+        mixed = mixed.to(device)
+        gates = x[:, -2 * shape.heads :].clone()
+        keys = mixed[:, shape.key_heads * shape.width : 2 * shape.key_heads * shape.width]
+        if regime == "slow":
+            gates += torch.tensor([3.0, -9.0], device=device).repeat_interleave(shape.heads)
+            keys *= 0.3
+            keys += 1
+        if regime == "mixed":
+            layer.rate += 2
+            gates[:, shape.heads :] += torch.where(torch.arange(rows, device=device) % 7 == 0, 4.0, -8.0)[
+                :, None
+            ]
+        return cls(layer, mixed, gates)
+
+    def run(self, operation: str, *cuts: int, slot: int = 1) -> tuple[Tensor, Tensor]:
+        """What rows from cut to cut read, and the state behind them, by calls of an operation in turn."""
+        made, layer = [], self.layer
+        layer.applied[slot] = 0
+        for begin, end in zip((0, *cuts), (*cuts, len(self.mixed)), strict=True):
+            rows = layer.rows((slot, 0, end - begin, begin, end))
+            given = (self.mixed[begin:end], self.gates[begin:end], layer.rate, layer.step_bias)
+            made.append(getattr(layer.kernels, operation)(*given, layer.memory, rows))
+            layer.applied[slot] = end
+        return torch.cat(made), layer.memory.state[slot].clone()
+
+
+@FORMS
+@pytest.mark.parametrize("regime", ["usual", "slow", "mixed"])
+@pytest.mark.parametrize("shape", CHUNKED, ids=str)
+def test_chunks_are_the_recurrence_up_to_rounding(shape: Shape, regime: str, form: str, device: str) -> None:
+    """The first row of a slot reads no state: what lies there is not a number."""
+    check_chunks(shape, 330 if form == "torch" else CHUNK + 9, regime, form, device)
+
+
+def check_chunks(shape: Shape, count: int, regime: str, form: str, device: str) -> None:
+    """Rows from position 0 on, whole chunks first, against a step a token."""
+    read, state = Prompt.of(shape, count, regime, form, device).run("delta_chunks", count // CHUNK * CHUNK)
+    wanted, final = Prompt.of(shape, count, regime, device=device).run("delta_rule")
+    assert (read - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    assert (state - final).abs().max() < 1e-4 * final.abs().max()
+
+
+@FORMS
+@pytest.mark.parametrize("shape", CHUNKED[1:], ids=str)
+def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape, form: str, device: str) -> None:
+    """Nor what stands beside them; a run without rows changes nothing, and rows of no run are zeros."""
+    prompt = Prompt.of(shape, 3 * CHUNK - 5, form=form, device=device)
+    whole, state = prompt.run("delta_chunks")
+    for cuts in ((CHUNK,), (2 * CHUNK,), (CHUNK, 2 * CHUNK)):
+        made, final = prompt.run("delta_chunks", *cuts, slot=0)
+        assert torch.equal(made, whole) and torch.equal(final, state)
+    other = Prompt.of(shape, CHUNK + 3, "slow", form, device)
+    layer = Prompt.of(shape, 1, form=form, device=device).layer
+    wanted, behind = other.run("delta_chunks")
+    runs = [
+        (2, 1, len(other.mixed), 0, len(other.mixed)),
+        (1, 0, 0, 7, 7),
+        (0, len(other.mixed) + 2, 40, 0, 40),
+    ]
+    mixed, gates = (
+        torch.cat((b[:1], a, b[:1], b[:40]))
+        for a, b in ((other.mixed, prompt.mixed), (other.gates, prompt.gates))
+    )
+    given = (mixed, gates, layer.rate, layer.step_bias, layer.memory, layer.rows(*runs))
+    made = layer.kernels.delta_chunks(*given)
+    assert torch.equal(made[1 : len(wanted) + 1], wanted) and torch.equal(layer.memory.state[2], behind)
+    assert torch.equal(made[-40:-8], whole[:32]) and not made[0].any() and not made[len(wanted) + 1].any()
+    assert layer.memory.state[1].isnan().all() and all(ring.isnan().all() for ring in layer.memory[1:])
+
+
+def test_chunks_of_the_native_form_are_single_steps() -> None:
+    assert NativeLibrary.delta_chunks is NativeLibrary.delta_rule
 
 
 FAULTS: dict[str, Callable[[Layer], None]] = {

@@ -29,8 +29,14 @@ class DeltaMemory(NamedTuple):
     gates: Tensor  # [S, D, H, 2]: the decay, and how much is corrected
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit(x: Tensor) -> Tensor:
+    """x over the length of its last dimension."""
     return x * (x.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
+
+
+def log_decay(step: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
+    """The logarithm of a step's decay, of each head."""
+    return -rate.exp() * softplus(step + bias)
 
 
 def _apply(state: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
@@ -68,15 +74,15 @@ def delta_rule(
             if position >= start:
                 query, key, value = torch.split(mixed[row], [key_heads * width] * 2 + [heads * size])
                 correct, step = raw_gates[row].float().chunk(2)
-                keys[slot, place] = _unit(key.view(key_heads, width))
+                keys[slot, place] = unit(key.view(key_heads, width))
                 values[slot, place] = value.view(heads, size)
-                decay = (-rate.exp() * softplus(step + bias)).exp()
+                decay = log_decay(step, rate, bias).exp()
                 gates[slot, place] = torch.stack((decay, correct.sigmoid()), -1)
             current = _apply(
                 current, spread(keys[slot, place]), values[slot, place, :, None], gates[slot, place]
             )
             if position >= start:
-                asked = _unit(query.view(key_heads, width)) * width**-0.5
+                asked = unit(query.view(key_heads, width)) * width**-0.5
                 out[row] = (current * spread(asked)).sum(1)
         if keep == start + count:
             state[slot] = current

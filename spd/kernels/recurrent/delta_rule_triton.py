@@ -24,11 +24,10 @@ STATE_COLUMNS = 32
 
 
 @triton.jit
-def gates_of(correct, step, rate, bias):
-    """A token's decay and correction, from what the projections say."""
+def log_decay(step, rate, bias):
+    """The logarithm of a step's decay."""
     x = step + bias
-    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
-    return tl.exp(-tl.exp(rate) * softplus), tl.sigmoid(correct)
+    return -tl.exp(rate) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
 
 
 @triton.jit
@@ -72,7 +71,7 @@ def delta_rule_kernel(
         said = raw_gates + row * gate_stride + head
         correct = tl.load(said, mask=own, other=0.0).to(tl.float32)
         step = tl.load(said + H, mask=own, other=0.0).to(tl.float32)
-        fresh_decay, fresh_correct = gates_of(correct, step, head_rate, head_bias)
+        fresh_decay, fresh_correct = tl.exp(log_decay(step, head_rate, head_bias)), tl.sigmoid(correct)
         fresh_key = unit(fresh_key, EPSILON)
 
         key_at = keys + (place * HK + key_head) * WIDTH + i

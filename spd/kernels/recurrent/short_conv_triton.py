@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton twin of `short_conv`: a program walks one run's rows for a block of channels."""
+"""Triton twin of `short_conv`: a program walks neighbouring rows of one run for a block of channels."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from spd.kernels.recurrent.short_conv import Segments
 
 CHANNELS = 128
 """Of one program."""
+WALKED = 16
+"""Rows of one program, where runs are equally long."""
 
 
 @triton.jit
@@ -32,14 +34,19 @@ def short_conv_kernel(
     x, weight, bias, ring, out, table, applied, G, stride,
     C: tl.constexpr, TAPS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Inputs of earlier passes come from the ring, those of this one from x."""
+    """Inputs of earlier passes come from the ring, those of this one from x.
+
+    All rows that read the ring are the first program's, which then writes it.
+    """
     wait(PDL)
     release(PDL)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = channel < C
     slot, first, count, start, _, _ = run_of(table, applied, tl.program_id(0), G)
     ring += slot * (DEPTH * C) + channel
-    for row in range(0, count):
+    walked = tl.maximum(tl.cdiv(count, tl.num_programs(2)), TAPS - 1)
+    begin = tl.program_id(2) * walked
+    for row in range(begin, tl.minimum(begin + walked, count)):
         total = tl.zeros((BLOCK,), tl.float32)
         if bias is not None:
             total += tl.load(bias + channel, mask=within, other=0.0)
@@ -52,8 +59,7 @@ def short_conv_kernel(
             value = tl.where(position >= start, own, earlier).to(tl.float32)
             total = tl.fma(value, tl.load(weight + tap * C + channel, mask=within, other=0.0), total)
         tl.store(out + (first + row) * C + channel, total * tl.sigmoid(total), mask=within)
-    # In rows before these nothing was written that is read above.
-    for row in range(tl.maximum(0, count - DEPTH), count):
+    for row in range(tl.maximum(0, count - DEPTH), tl.where(begin == 0, count, 0)):
         own = tl.load(x + (first + row) * stride + channel, mask=within, other=0.0)
         tl.store(ring + (start + row) % DEPTH * C, own, mask=within)
 
@@ -63,7 +69,7 @@ def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, row
     assert x.stride(1) == 1
     (count, channels), runs = x.shape, rows.table.shape[1]
     out = torch.zeros((count, channels), dtype=torch.float32, device=x.device)
-    short_conv_kernel[(runs, ceil_div(channels, CHANNELS))](
+    short_conv_kernel[(runs, ceil_div(channels, CHANNELS), ceil_div(count, runs * WALKED))](
         *(x, weight, bias, ring, out, rows.table, rows.applied, runs, x.stride(0)),
         C=channels,
         TAPS=weight.shape[0],

@@ -34,9 +34,8 @@ class GatedDelta:
         channels = self.layout.channels
         mixed, gates = self.inputs(stream, batch).x, self.gates(stream, batch).x
         convolved = self.kernels.short_conv(mixed[:, :channels], self.taps, None, ring, batch.segments)
-        read = self.kernels.delta_rule(
-            convolved, gates, self.rate, self.step_bias, DeltaMemory(*memory), batch.segments
-        )
+        rule = self.kernels.delta_rule if batch.chunk_start is None else self.kernels.delta_chunks
+        read = rule(convolved, gates, self.rate, self.step_bias, DeltaMemory(*memory), batch.segments)
         opened = self.kernels.gated_norm(read, mixed[:, channels:], self.norm, self.epsilon)
         return self.output(Residual(opened), batch, stream)
 
