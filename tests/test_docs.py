@@ -34,3 +34,10 @@ def test_the_tables_of_ranks_are_the_cost_models() -> None:
     page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
     tables = run.stdout.decode().strip().split("\n\n")
     assert len(tables) == 3 and all(f"{table}\n" in page for table in tables)
+
+
+def test_the_table_of_hybrids_is_the_plans() -> None:
+    """To write it anew: `PYTHONPATH=. python docs/hybrid_tables.py`, for the one in hybrids.md."""
+    command = [sys.executable, "docs/hybrid_tables.py"]
+    run = subprocess.run(command, capture_output=True, cwd=ROOT, check=True, env={"PYTHONPATH": str(ROOT)})
+    assert run.stdout.decode() in (ROOT / "docs" / "hybrids.md").read_text(encoding="utf-8")

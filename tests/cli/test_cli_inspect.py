@@ -125,7 +125,7 @@ def test_what_would_run_is_what_the_plan_says(spd_run: Callable) -> None:
         assert (need["ctx"], need["dtype"], need["fits"]) == (plan.shape.ctx, plan.shape.dtype, True)
         parts = need["parts"]
         assert (parts["weights"], parts["draft_weights"]) == (plan.need.weights, plan.need.draft_weights)
-        assert parts["cache"] + parts["draft_cache"] == plan.need.caches
+        assert parts["cache"] + parts["draft_cache"] + parts["states"] == plan.need.caches
         assert parts["workspace"] == plan.need.workspace
 
 
@@ -219,4 +219,7 @@ def test_states_of_recurrent_layers_are_told(spd_run: Callable, tmp_path: Path) 
     ran = spd_run("inspect", folder, "--json")
     assert ran.json["target"]["state_bytes_per_slot"] == 4 * 6 * 16 * 24 * 4
     assert ran.json["target"]["kv_bytes_per_token"] == 2 * 2 * 32 * 4
-    assert "36.00 KiB of states a request; prefixes are not shared" in spd_run("inspect", folder).text
+    text = spd_run("inspect", folder).text
+    assert "36.00 KiB of states a request; prefixes are not shared" in text
+    assert ran.json["needs"]["parts"]["states"] > 4 * 6 * 16 * 24 * 4
+    assert " states + " in " ".join(text.split())

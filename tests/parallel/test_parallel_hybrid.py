@@ -137,7 +137,7 @@ def test_speculation_changes_no_token_on_two_ranks(
         runs = runs_of(agreeing, spec=method, draft_max=k, lag=lag, **asked)
         assert outputs(runs) == plain, (k, lag)
         assert drafts(runs) == seen.setdefault(k, drafts(runs)), "the host's lag changes no draft"
-        assert sum(run.metrics.draft_n_accepted for run in runs)
+        assert sum(run.metrics.draft_n if method == "ngram" else run.metrics.draft_n_accepted for run in runs)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -268,7 +268,10 @@ def test_the_plan_counts_a_rank_s_states(agreeing: Path) -> None:
     kept = [pool for layer in engine._parts.runner.cache.layers for pool in layer.pools]
     states = [pool for pool in kept if pool.dim() == 4 and pool.shape[1:] == (3, 16, 24)]
     assert len(states) == 4 and all(pool.dtype == torch.float32 for pool in states)
-    assert sum(math.prod(pool.shape) * pool.dtype.itemsize for pool in kept) == engine.plan.need.cache
+    assert (
+        sum(math.prod(pool.shape) * pool.dtype.itemsize for pool in kept)
+        == engine.plan.need.cache + engine.plan.need.states
+    )
     engine.close()
 
 

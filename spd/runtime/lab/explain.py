@@ -66,6 +66,8 @@ class Explanation:
     """Whether acceptance was imposed and not measured."""
     other_load: float
     """CPUs that other programs kept busy, on average."""
+    state_bytes: int
+    """Of a request's recurrent states, which a round reads and writes once."""
 
     @property
     def best(self) -> Prospect:
@@ -124,7 +126,7 @@ def explain(traces: Sequence[Trace]) -> Explanation:
     header = next((trace.header for trace in [*drafting, *traces] if trace.header is not None), None)
     plan = header.plan if header is not None else {}
     sampled = header is not None and header.temperature > 0
-    rule = str(plan.get("verify", "coupled"))
+    rule, states = str(plan.get("verify", "coupled")), plan.get("state_bytes")
     method = own_records[0].method if own_records else "off"
     prompt_known = header is not None and bool(header.prompt_ids)
     longest = max(used, default=0)
@@ -153,6 +155,7 @@ def explain(traces: Sequence[Trace]) -> Explanation:
         prompt_known=prompt_known,
         imposed=plan.get("synthetic_acceptance") is not None,
         other_load=round(sum(record.other_load for record in records) / max(1, len(records)), 2),
+        state_bytes=states if isinstance(states, int) else 0,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from spd.runtime.plan.memory import show_size
 from spd.runtime.round.cpu_load import SLIGHT
 
 if TYPE_CHECKING:
@@ -93,6 +94,9 @@ def paragraph(e: Explanation) -> str:
         f"With {e.method} at k = {e.k} a round takes {now.round_ms:.2f} ms ({shares}) and brings "
         f"{now.length:.2f} tokens.",
         f"It pays from {needed:.2f} tokens on, so this is {judged}.",
+        f"Recurrent states, {show_size(e.state_bytes)}, are read and written once a round whatever k is."
+        if e.state_bytes
+        else "",
         f"What limits it is {bottleneck(e)}.",
     ]
     best = e.best

@@ -100,6 +100,8 @@ class MemoryNeed:
     draft_weights: int
     cache: int
     draft_cache: int
+    states: int
+    """What recurrent layers keep of the slots, of the target and of a draft model."""
     workspace: int
     graphs: int
 
@@ -110,8 +112,8 @@ class MemoryNeed:
 
     @property
     def caches(self) -> int:
-        """Bytes of the target's cache and the drafter's."""
-        return self.cache + self.draft_cache
+        """Bytes of the target's cache and the drafter's, and of states."""
+        return self.cache + self.draft_cache + self.states
 
     def words(self) -> str:
         """Every part that takes something, such as `weights 15.26 GiB + cache 4.50 GiB`."""
@@ -188,6 +190,7 @@ def measure(shape: EngineShape) -> MemoryNeed:
     rows = shape.slots * (shape.draft_max + 1)
     window = rows + shape.slots * CATCH_UP
     draft_weights = draft_cache = 0
+    states = shape.slots * slot_bytes(target, shape, shape.tp)
     workspace = _workspace(shape, target, shape.ctx, rows, rows, shape.tp)
     if shape.keep_laws:
         workspace += shape.slots * shape.draft_max * target.vocab_size * 4
@@ -195,18 +198,18 @@ def measure(shape: EngineShape) -> MemoryNeed:
         draft_weights = _weights(draft, shape, shape.draft_form, ranks)
         # The same page numbers serve both models, so both have as many pages.
         draft_cache = pages * page_bytes(draft, shape.dtype, ranks)
-        draft_cache += shape.slots * slot_bytes(draft, shape, ranks)
+        states += shape.slots * slot_bytes(draft, shape, ranks)
         workspace += _workspace(shape, draft, shape.draft_ctx, window, shape.slots, ranks)
         workspace += _aux_states(shape, draft)
     elif shape.mtp is not None and shape.mtp_modules:
         draft_weights, draft_cache = _mtp_head(shape, shape.mtp)
         workspace += _workspace(shape, target, shape.draft_ctx, window, shape.slots, ranks)
-    cache = pages * page_bytes(target, shape.dtype, shape.tp)
     return MemoryNeed(
         weights=_weights(target, shape, shape.form, shape.tp),
         draft_weights=draft_weights,
-        cache=cache + shape.slots * slot_bytes(target, shape, shape.tp),
+        cache=pages * page_bytes(target, shape.dtype, shape.tp),
         draft_cache=draft_cache,
+        states=states,
         workspace=workspace,
         graphs=GRAPH_BYTES if shape.graphs and not shape.on_cpu else 0,
     )

@@ -22,7 +22,7 @@ from spd.runtime.plan.config import DEFAULT_DRAFT_MAX, LONG_MATCH, NGRAM_MIN, En
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
 from spd.runtime.plan.kernel_choice import choose_form, choose_kernels, native_obstacle
 from spd.runtime.plan.machine import Machine, machine_of
-from spd.runtime.plan.memory import EngineShape, MemoryNeed, fitted, measure
+from spd.runtime.plan.memory import EngineShape, MemoryNeed, fitted, measure, state_bytes
 from spd.runtime.plan.rank_choice import divide
 from spd.runtime.round.cpu_load import usable_cpus
 from spd.runtime.round.limits import PAGE_SIZE
@@ -118,6 +118,7 @@ class EnginePlan:
             "weight_bytes": need.weights,
             "draft_weight_bytes": need.draft_weights,
             "cache_bytes": need.caches,
+            "state_bytes": state_bytes(shape.target, shape.tp),
             "workspace_bytes": need.workspace,
             "graph_bytes": need.graphs,
         }

@@ -140,6 +140,14 @@ def test_imposed_acceptance_is_called_so() -> None:
     assert paragraph(imposed).startswith("Acceptance was imposed") and "imposed" not in paragraph(natural)
 
 
+def test_states_that_each_round_moves_are_told() -> None:
+    trace = make_trace(3, 0.8)
+    assert "Recurrent states" not in paragraph(explain([trace]))
+    trace.header = TraceHeader("m", 0.0, {"state_bytes": 48 << 20})
+    said = paragraph(explain([trace]))
+    assert "Recurrent states, 48.00 MiB, are read and written once a round whatever k is." in said
+
+
 def test_plain_decoding_is_carried_over_where_no_plain_round_was_seen() -> None:
     found = explain([make_trace(2, 0.7), make_trace(4, 0.7)])
     assert not found.costs.plain_measured and "not in the trace" in paragraph(found)
