@@ -43,9 +43,9 @@ def test_commands_that_load_no_weights(tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_deepseek(model)
     light = [line for line in COMMANDS if not any(word in line for word in (*LOADING, "explain"))]
-    assert len(light) >= 6
+    assert len(light) >= 4
     run_all(light, tmp_path, str(model))
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "head", "three", "nextn"}
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "head"}
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_every_command(tmp_path: Path) -> None:
     """In the demo, as it stands there."""
     if ModelFolder(demo_folder()).mtp_source() is None:
         pytest.skip("this edition of the demo has no MTP layers")
-    assert len(COMMANDS) >= 12
+    assert len(COMMANDS) >= 10
     run_all(COMMANDS, tmp_path, "demo")
 
 

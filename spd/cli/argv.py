@@ -78,6 +78,14 @@ CUT_FLAGS: Mapping[str, str] = MappingProxyType(
 )
 """Our own options of earlier versions, and what says the same now."""
 
+GONE_FLAGS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "--repeat": ("spd uses the last module again by itself", "leave it out"),
+        "--layout": ("SGLang makes its one-layer model itself", "scripts/export_deepseek_nextn.py of SGLang"),
+    }
+)
+"""Our own options that were dropped: why they are not needed, and what to do."""
+
 BEAM_FLAGS = frozenset({"--num-beams", "--beam", "--beams", "--beam-size", "--beam-width", "--beam-search"})
 
 SHARED_FLAGS = frozenset({"--json", "-q", "--quiet", "-v", "--verbose", "--no-color", "--debug"})
@@ -169,6 +177,9 @@ def refuse_by_name(name: str) -> None:
     """Say why an option that people look for does not exist. Raises IncompatibleError and UsageError."""
     if name in CUT_FLAGS:
         raise UsageError(f"{name} is now {CUT_FLAGS[name]}", fix=[CUT_FLAGS[name]], code="cut_option")
+    if name in GONE_FLAGS:
+        why, instead = GONE_FLAGS[name]
+        raise UsageError(f"{name} is no longer an option: {why}", fix=[instead], code="cut_option")
     if name in BEAM_FLAGS:
         raise IncompatibleError(
             f"{name}: spd has no beam search",

@@ -17,17 +17,16 @@ from spd.cli.convert_report import Report, convert_lines, facts
 from spd.cli.options import CommonOptions, Session, _output, model_names
 from spd.cli.output import Sink, check_folder, to_json, write_error
 from spd.cli.ticker import Ticker
-from spd.errors import CheckFailedError, IncompatibleError, UsageError
+from spd.errors import CheckFailedError, UsageError
 
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
     from spd.formats.model_config import ModelConfig
-    from spd.formats.mtp_extract import Cast, HeadPlan, HeadTensor
+    from spd.formats.mtp_extract import Cast, HeadPlan
 
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
 CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-MAX_REPEAT = 64
 PROMPT, TOKENS, DEPTHS, SLOTS = 32, 64, 4, 8
 """What --verify runs: tokens of its prompt, of the reply that are drafted for, drafts, requests at once."""
 USELESS, POOR = 0.05, 0.4
@@ -55,12 +54,6 @@ class ConvertOptions(CommonOptions):
     revision: Annotated[
         str | None, typer.Option(metavar="REV", help="Branch, tag or commit in the cache.")
     ] = None
-    layout: Annotated[
-        Literal["spd", "nextn"], typer.Option(help="nextn: a one-layer model, as SGLang loads it.")
-    ] = "spd"
-    repeat: Annotated[
-        int, typer.Option(metavar="N", help="Write the one module N times, for engines without reuse.")
-    ] = 1
     dtype: Annotated[
         Literal["stored", "bfloat16", "float16", "float32"],
         typer.Option(help="Of what is written; FP8 blocks are multiplied out."),
@@ -78,22 +71,19 @@ def convert_mtp(session: Session, options: ConvertOptions) -> int:
     from spd.formats.folder import ModelFolder
     from spd.formats.mtp_extract import plan_head
 
-    if not 1 <= options.repeat <= MAX_REPEAT:
-        raise UsageError(f"--repeat {options.repeat}: from 1 to {MAX_REPEAT}", fix=["--repeat 3"])
     source = ModelFolder.named(options.source, options.revision)
     destination = _destination(options, source.path)
     if options.verify:
         _require_target(options, source)
     plan = plan_head(source, options.source, _layer_tensors)
     with plan.checkpoint:
-        report = Report(plan, options.source, options.layout, destination)
+        report = Report(plan, options.source, destination)
         target = source if options.attach is None else ModelFolder.named(options.attach)
         if options.attach is not None:
             report = replace(report, attached=_attach(plan, options.attach, target))
-        plan = _shaped(plan, options)
+        if options.dtype != "stored":
+            plan = plan.cast(CODES[options.dtype])
         report = replace(report, plan=plan)
-        if options.repeat > 1:
-            session.console.note("spd reuses one module by itself; --repeat is for engines that do not")
         if destination is not None and not options.dry_run:
             report = _write(session, plan, options, report, destination)
     if options.verify:
@@ -160,50 +150,32 @@ def _attach(plan: HeadPlan, name: str, target: ModelFolder) -> dict[str, Any]:
     return {"target": name, "sha256": digest, "same_verifier": digest == plan.head.verifier_sha256}
 
 
-def _shaped(plan: HeadPlan, options: ConvertOptions) -> HeadPlan:
-    """The plan after --dtype, --repeat and --layout."""
-    from spd.formats.mtp_extract import cast_plan, nextn_plan, repeat_plan
-
-    if options.layout == "nextn" and options.repeat > 1:
-        raise IncompatibleError(
-            "--layout nextn holds one layer, --repeat makes several", fix=["leave --repeat out"]
-        )
-    if options.dtype != "stored":
-        plan = cast_plan(plan, CODES[options.dtype])
-    if options.repeat > 1:
-        plan = repeat_plan(plan, options.repeat)
-    return nextn_plan(plan) if options.layout == "nextn" else plan
-
-
 def _write(
     session: Session, plan: HeadPlan, options: ConvertOptions, report: Report, destination: Path
 ) -> Report:
     """Write the folder: weights, config, manifest; then it gets its name."""
     from spd.formats.model_config import FILE_NAME
-    from spd.formats.mtp_extract import config_to_write, differing_copies, job_of, outputs
+    from spd.formats.mtp_extract import config_to_write, differing_copies, outputs
     from spd.formats.writer import open_stage
 
-    own = differing_copies(plan, options.layout)
-    tensors: list[HeadTensor] = [*plan.tensors, *own]
+    own = differing_copies(plan)
+    tensors = [*plan.tensors, *own]
     cast = _cast(plan, options.dtype) if options.dtype != "stored" else None
     with Ticker(session.console) as ticker, open_stage(destination, replaces=options.force) as stage:
 
         def show(done: int, total: int, tensor: str) -> None:
             ticker.write(f"writing {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB · {tensor}")
 
-        digests = stage.write_tensors(WEIGHTS, outputs(plan, tensors, cast), job_of(plan, tensors), show)
+        digests = stage.write_tensors(WEIGHTS, outputs(plan, tensors, cast), show)
         plan.checkpoint.check_unchanged()
-        stage.write_json(FILE_NAME, config_to_write(plan, options.layout))
+        stage.write_json(FILE_NAME, config_to_write(plan))
         manifest = {
             "schema": "spd.manifest/1",
             "spd": __version__,
             "source": report.source,
             "verifier_sha256": plan.head.verifier_sha256,
-            "layout": options.layout,
-            "tensors": {
-                tensor.name: {"from": tensor.source.name, "sha256": digests[tensor.name]}
-                for tensor in tensors
-            },
+            "layout": "spd",
+            "tensors": {meta.name: {"from": meta.name, "sha256": digests[meta.name]} for meta in tensors},
         }
         stage.write_json(MANIFEST, manifest)
     return replace(report, written=True, own=tuple(tensor.name for tensor in own))
@@ -222,7 +194,7 @@ def _require_target(options: ConvertOptions, source: ModelFolder) -> None:
     """Raise UsageError where --verify has no target to try a head on, or no head that spd can read."""
     from spd.formats.mtp import is_head_folder
 
-    if options.dry_run or options.layout == "nextn":
+    if options.dry_run:
         raise UsageError("--verify tries the folder that is written, as spd reads it", fix=["leave it out"])
     if options.attach is None and is_head_folder(source):
         raise UsageError("--verify needs a target: SRC is a head", fix=["--attach TARGET"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spd.formats.mtp_extract import HeadPlan, HeadTensor, Layout
+    from spd.formats.mtp_extract import HeadPlan
 
 
 SCALES = "_scale_inv"
@@ -20,7 +20,6 @@ class Report:
 
     plan: HeadPlan
     source: str
-    layout: Layout
     destination: Path | None
     attached: dict[str, Any] | None = None
     written: bool = False
@@ -39,23 +38,23 @@ def facts(report: Report) -> dict[str, Any]:
         "schema": "spd.convert-mtp/1",
         "source": report.source,
         "family": plan.head.layout.family.name,
-        "modules": plan.modules,
+        "modules": plan.head.layout.modules,
         "declared_modules": plan.declared,
-        "layout": report.layout,
+        "layout": "spd",
         "destination": None if report.destination is None else str(report.destination),
         "written": report.written,
-        "bytes": size_of(plan.tensors),
+        "bytes": size_of(plan),
         "verifier": {"name_or_path": plan.head.verifier, "sha256": plan.head.verifier_sha256},
         "attached": report.attached,
         "verified": report.verified,
         "mapped": [
             {
                 "name": tensor.name,
-                "from": tensor.source.name,
-                "shard": tensor.source.shard.name,
-                "shape": list(tensor.source.shape),
-                "stored": tensor.source.dtype,
-                "dtype": tensor.dtype,
+                "from": tensor.name,
+                "shard": tensor.shard.name,
+                "shape": list(tensor.shape),
+                "stored": tensor.dtype,
+                "dtype": plan.dtype_of(tensor),
             }
             for tensor in plan.tensors
         ],
@@ -76,8 +75,6 @@ def convert_lines(report: Report) -> list[str]:
     lines += [f"{label:<9} {words}" for label, words in _map_lines(report)]
     shared = report.shared()
     compared = "equal to the target's, left out" if report.written else "left out where equal to the target's"
-    if report.layout == "nextn":
-        compared = "left out, SGLang takes the target's"
     lines.append(f"shared    {', '.join(shared)}: {compared}" if shared else "shared    no copies of tables")
     if report.own:
         lines.append(f"own       {', '.join(report.own)}: unlike the target's, kept")
@@ -86,11 +83,10 @@ def convert_lines(report: Report) -> list[str]:
     lines.append(f"verifier  {plan.head.verifier} · sha256 {plan.head.verifier_sha256[:16]}")
     if report.attached is not None:
         lines.append(f"attach    {_attached_words(report.attached)}")
-    size = f"{size_of(plan.tensors) / 2**20:,.1f} MiB in {len(plan.tensors)} tensors"
+    size = f"{size_of(plan) / 2**20:,.1f} MiB in {len(plan.tensors)} tensors"
     if report.written:
         lines.append(f"wrote     {size} → {report.destination}")
-        if report.layout == "spd":
-            lines.append(f"use       spd generate -m TARGET --spec mtp --mtp {report.destination}")
+        lines.append(f"use       spd generate -m TARGET --spec mtp --mtp {report.destination}")
     elif report.destination is not None:
         lines.append(f"would write {size} → {report.destination} (nothing written: --dry-run)")
     if report.verified is not None:
@@ -98,11 +94,11 @@ def convert_lines(report: Report) -> list[str]:
     return lines
 
 
-def size_of(tensors: tuple[HeadTensor, ...]) -> int:
+def size_of(plan: HeadPlan) -> int:
     """Bytes of the tensors as they are written."""
     from spd.formats.checkpoint import DTYPE_BITS
 
-    return sum(t.source.nbytes * DTYPE_BITS[t.dtype] // DTYPE_BITS[t.source.dtype] for t in tensors)
+    return sum(t.nbytes * DTYPE_BITS[plan.dtype_of(t)] // DTYPE_BITS[t.dtype] for t in plan.tensors)
 
 
 def _verified_words(found: dict[str, Any]) -> str:
@@ -125,19 +121,17 @@ def _attached_words(attached: dict[str, Any]) -> str:
 def _map_lines(report: Report) -> list[tuple[str, str]]:
     """Where the tensors go, then one line for each kind of them."""
     plan = report.plan
-    before, last = plan.head.layout.layer_prefix(0), plan.head.layout.layer_prefix(plan.modules - 1)
-    goal = " → model.layers.0.*" if report.layout == "nextn" else ""
-    if plan.modules > plan.head.layout.modules:
-        goal = f" → {before}* … {last}*"
-    scaled = {t.source.name.removesuffix(SCALES) for t in plan.tensors if t.name.endswith(SCALES)}
+    before = plan.head.layout.layer_prefix(0)
+    scaled = {t.name.removesuffix(SCALES) for t in plan.tensors if t.name.endswith(SCALES)}
     counts: dict[str, int] = {}
     for tensor in plan.tensors:
         if tensor.name.endswith(SCALES):
             continue
-        name = re.sub(r"\.experts\.\d+\.", ".experts.*.", tensor.source.name.removeprefix(before))
-        stored = "" if tensor.dtype == tensor.source.dtype else f"{tensor.source.dtype} → "
-        scales = " with scales" if tensor.source.name in scaled else ""
-        line = f"  {name}  {stored}{tensor.dtype} {list(tensor.source.shape)}{scales}"
+        name = re.sub(r"\.experts\.\d+\.", ".experts.*.", tensor.name.removeprefix(before))
+        dtype = plan.dtype_of(tensor)
+        stored = "" if dtype == tensor.dtype else f"{tensor.dtype} → "
+        scales = " with scales" if tensor.name in scaled else ""
+        line = f"  {name}  {stored}{dtype} {list(tensor.shape)}{scales}"
         counts[line] = counts.get(line, 0) + 1
     lines = [line + (f" × {count}" if count > 1 else "") for line, count in counts.items()]
-    return [("map", f"{before}*{goal}"), *(("", line) for line in lines)]
+    return [("map", f"{before}*"), *(("", line) for line in lines)]

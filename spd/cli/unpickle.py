@@ -23,7 +23,7 @@ def main(folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as partial:
         stage = Path(partial) / "new"
         stage.mkdir()
-        Stage(stage).write_tensors(SINGLE_NAME, outputs, "unpickled")
+        Stage(stage).write_tensors(SINGLE_NAME, outputs)
         (stage / SINGLE_NAME).rename(folder / SINGLE_NAME)
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,13 +49,13 @@ class MtpFamily:
 
     name: str
     architectures: tuple[str, ...]
-    token_norm: str
-    hidden_norm: str
-    projection: str  # [hidden, 2 * hidden]
-    final_norm: str | None  # None: the head reads the layer's output as it is
-    layer: str  # what stands before the decoder layer's own names
-    embedding: str | None = None  # the head's own copies, where the family writes them
-    head: str | None = None
+    layer: str
+    """What stands before the decoder layer's own names."""
+    glue: Mapping[str, str] = field(hash=False)
+    """`token_norm`, `state_norm` [hidden], `projection` [hidden, 2 * hidden], and `final_norm`, without which
+    the head reads the layer's output as it is."""
+    tables: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """The head's own copies of `embedding` and `head`, where the family writes them."""
     hidden_first: bool = False  # in the projection's columns; else the embedding comes first
     masks_first: bool = True  # the embedding is zero where the rotary position is 0
     recycles_normed: bool = True  # what goes on: after the final norm, or before it
@@ -67,33 +67,33 @@ class MtpFamily:
         """Whether modules are numbered on from the target's layers."""
         return "{l}" in self.layer
 
-    def masked(self, position: int, module: int) -> bool:
-        """Whether a module's embedding is zero in the row at this rotary position; alike in all modules."""
-        return self.masks_first and position == 0
+
+def _glue(token_norm: str, state_norm: str, projection: str, final_norm: str | None) -> dict[str, str]:
+    names = {
+        "token_norm": token_norm,
+        "state_norm": state_norm,
+        "projection": projection,
+        "final_norm": final_norm,
+    }
+    return {key: f"{name}.weight" for key, name in names.items() if name}
 
 
 _PREFIX = "model.layers.{l}."
 _DEEPSEEK = MtpFamily(
     "deepseek",
     ("DeepseekV3ForCausalLM",),
-    token_norm=_PREFIX + "enorm.weight",
-    hidden_norm=_PREFIX + "hnorm.weight",
-    projection=_PREFIX + "eh_proj.weight",
-    final_norm=_PREFIX + "shared_head.norm.weight",
-    layer=_PREFIX,
-    embedding=_PREFIX + "embed_tokens.weight",
-    head=_PREFIX + "shared_head.head.weight",
+    _PREFIX,
+    _glue(_PREFIX + "enorm", _PREFIX + "hnorm", _PREFIX + "eh_proj", _PREFIX + "shared_head.norm"),
+    {"embedding": _PREFIX + "embed_tokens.weight", "head": _PREFIX + "shared_head.head.weight"},
 )
 _MTP = MtpFamily(
     "mtp",
     (),
-    token_norm="mtp.pre_fc_norm_embedding.weight",
-    hidden_norm="mtp.pre_fc_norm_hidden.weight",
-    projection="mtp.fc.weight",
-    final_norm="mtp.norm.weight",
-    layer="mtp.layers.{i}.",
+    "mtp.layers.{i}.",
+    _glue("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
     masks_first=False,
 )
+_MIMO = "model.mtp_layers.{i}."
 _GLM4 = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
 _QWEN3_NEXT = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
@@ -103,21 +103,20 @@ FAMILIES = (
     MtpFamily(
         "mimo",
         ("MiMoForCausalLM",),
-        token_norm="model.mtp_layers.{i}.token_layernorm.weight",
-        hidden_norm="model.mtp_layers.{i}.hidden_layernorm.weight",
-        projection="model.mtp_layers.{i}.input_proj.weight",
-        final_norm="model.mtp_layers.{i}.final_layernorm.weight",
-        layer="model.mtp_layers.{i}.",
+        _MIMO,
+        _glue(
+            _MIMO + "token_layernorm",
+            _MIMO + "hidden_layernorm",
+            _MIMO + "input_proj",
+            _MIMO + "final_layernorm",
+        ),
         hidden_first=True,
     ),
     MtpFamily(
         "ernie",
         ("Ernie4_5_MoeForCausalLM", "Ernie4_5_ForCausalLM"),
-        token_norm="model.mtp_emb_norm.{i}.weight",
-        hidden_norm="model.mtp_hidden_norm.{i}.weight",
-        projection="model.mtp_linear_proj.{i}.weight",
-        final_norm=None,
-        layer="model.mtp_block.{i}.",
+        "model.mtp_block.{i}.",
+        _glue("model.mtp_emb_norm.{i}", "model.mtp_hidden_norm.{i}", "model.mtp_linear_proj.{i}", None),
         recycles_normed=False,
         like_layer=0,
     ),
@@ -158,20 +157,14 @@ class MtpLayout:
 
     def glue_tensors(self, module: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes of what surrounds a module's decoder layer."""
-        family, vector = self.family, (hidden_size,)
-        shapes = {
-            self.named(family.token_norm, module): vector,
-            self.named(family.hidden_norm, module): vector,
-            self.named(family.projection, module): (hidden_size, 2 * hidden_size),
-        }
-        if family.final_norm is not None:
-            shapes[self.named(family.final_norm, module)] = vector
-        return shapes
+        wide = {"projection": (hidden_size, 2 * hidden_size)}
+        names = self.family.glue.items()
+        return {self.named(name, module): wide.get(key, (hidden_size,)) for key, name in names}
 
     def copies(self, module: int, vocab_size: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the copies of embedding and head that a module's checkpoint may hold."""
-        names = (self.family.embedding, self.family.head)
-        return {self.named(name, module): (vocab_size, hidden_size) for name in names if name is not None}
+        names = self.family.tables.values()
+        return {self.named(name, module): (vocab_size, hidden_size) for name in names}
 
     def words(self) -> str:
         modules = f"{self.modules} module" + ("s" if self.modules > 1 else "")
@@ -192,24 +185,21 @@ def find_mtp(architecture: str, names: Collection[str], num_layers: int | None) 
     numbered from any layer on.
     """
     own = [family for family in FAMILIES if architecture in family.architectures]
-    by_names = {family.projection: family for family in (*reversed(FAMILIES), *own)}
+    by_names = {family.glue["projection"]: family for family in (*reversed(FAMILIES), *own)}
     for family in reversed(by_names.values()):
         found = _modules(family, names, num_layers)
         if found:
             first = (min(found) if num_layers is None else num_layers) if family.numbers_layers else 0
             layout = MtpLayout(family, max(found) - first + 1, first)
-            copies = {"embedding": family.embedding, "head": family.head}
-            tables = [word for word, copy in copies.items() if copy and layout.named(copy, 0) in names]
+            tables = (key for key, copy in family.tables.items() if layout.named(copy, 0) in names)
             return replace(layout, own=tuple(tables))
     return None
 
 
 def _modules(family: MtpFamily, names: Iterable[str], num_layers: int | None) -> set[int]:
     """Numbers of the modules that have any tensor; {l} where the family numbers layers, else {i}."""
-    glue = [family.token_norm, family.hidden_norm, family.projection, family.layer]
-    if num_layers is None:
-        glue.pop()  # any layer would do
-    sources = [re.escape(each).replace(r"\{l\}", r"(\d+)").replace(r"\{i\}", r"(\d+)") for each in glue]
+    own = [*family.glue.values(), *(() if num_layers is None else (family.layer,))]  # else any layer would do
+    sources = [re.escape(each).replace(r"\{l\}", r"(\d+)").replace(r"\{i\}", r"(\d+)") for each in own]
     pattern = re.compile("|".join(sources))
     matches = [match for name in names if (match := pattern.match(name))]
     found = {int(match[match.lastindex]) if match.lastindex else 0 for match in matches}

@@ -98,29 +98,18 @@ def test_a_table_of_its_own_is_kept(spd_run: Callable, original: Path, tmp_path:
     assert torch.equal(written[COPIES[1]], table + 1) and COPIES[0] not in written
 
 
-def test_layouts_repeats_and_dtypes(spd_run: Callable, original: Path, tmp_path: Path) -> None:
+def test_dtypes(spd_run: Callable, original: Path, tmp_path: Path) -> None:
     wanted = head_of(original)
-    assert spd_run("convert-mtp", original, tmp_path / "three", "--repeat", 3).code == 0
-    written = load_file(tmp_path / "three" / "model.safetensors")
-    assert ModelFolder(tmp_path / "three").head.layout.modules == 3
-    for module in range(3):
-        at = f"model.layers.{2 + module}."
-        mine = {PREFIX + n.removeprefix(at): t for n, t in written.items() if n.startswith(at)}
-        assert equal(mine, wanted)
-    assert spd_run("convert-mtp", original, tmp_path / "nextn", "--layout", "nextn").code == 0
-    config = json.loads((tmp_path / "nextn" / "config.json").read_text())
-    assert config["architectures"] == ["DeepseekV3ForCausalLMNextN"] and config["num_hidden_layers"] == 1
-    written = load_file(tmp_path / "nextn" / "model.safetensors")
-    assert equal({PREFIX + n.removeprefix("model.layers.0."): t for n, t in written.items()}, wanted)
-    refused(
-        spd_run("convert-mtp", original, tmp_path / "x", "--layout", "nextn", "--repeat", 2), 4, "one layer"
-    )
-    refused(spd_run("convert-mtp", original, tmp_path / "x", "--repeat", 0), 2, "--repeat 0")
-    refused(spd_run("convert-mtp", tmp_path / "three", tmp_path / "x", "--repeat", 2), 4, "3 modules")
     assert spd_run("convert-mtp", original, tmp_path / "wide", "--dtype", "float32").code == 0
     assert equal(
         load_file(tmp_path / "wide" / "model.safetensors"), {n: t.float() for n, t in wanted.items()}
     )
+
+
+def test_what_was_dropped_says_what_to_do(spd_run: Callable, original: Path, tmp_path: Path) -> None:
+    refused(spd_run("convert-mtp", original, tmp_path / "x", "--repeat", 2), 2, "the last module again")
+    words = ("SGLang makes its one-layer model itself", "export_deepseek_nextn.py")
+    refused(spd_run("convert-mtp", original, tmp_path / "x", "--layout=nextn"), 2, *words)
 
 
 def test_fp8_goes_along_with_its_scales_or_is_multiplied_out(
@@ -200,8 +189,8 @@ def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, t
     (tmp_path / "empty").mkdir()
     assert spd_run("convert-mtp", original, tmp_path / "empty").code == 0
     refused(spd_run("convert-mtp", original, tmp_path / "empty"), 2, "is there", "--force")
-    ran = spd_run("convert-mtp", original, tmp_path / "empty", "--force", "--repeat", 2)
-    assert ran.code == 0 and ModelFolder(tmp_path / "empty").head.layout.modules == 2
+    ran = spd_run("convert-mtp", original, tmp_path / "empty", "--force", "--dtype", "float32")
+    assert ran.code == 0 and ModelFolder(tmp_path / "empty").head.layout.modules == 1
     assert before == {path: path.read_bytes() for path in original.iterdir()}
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
@@ -211,8 +200,7 @@ def test_a_head_is_tried_on_its_target(
 ) -> None:
     """A random head drafts alike with and without a past; of no use, it is told so by exit status 6."""
     monkeypatch.setattr("spd.cli.convert_mtp.USELESS", 1.1)
-    for wrong in (["--dry-run"], ["--layout", "nextn"]):
-        refused(spd_run("convert-mtp", original, tmp_path / "x", "--verify", *wrong), 2, "--verify")
+    refused(spd_run("convert-mtp", original, tmp_path / "x", "--verify", "--dry-run"), 2, "--verify")
     ran = spd_run("convert-mtp", original, tmp_path / "head", "--verify", "--json", "-q")
     found = ran.json["verified"]  # one object on stdout, whatever came of it
     assert ran.code == 6 and "of first drafts are accepted" in ran.err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, check_tensors
@@ -30,13 +29,11 @@ def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard | None = N
     return layer if shard is None else layer.sharded(shard)
 
 
-def _glue(
-    source: MtpSource, module: int, keys: Mapping[str, str | None], shard: Shard | None
-) -> dict[str, Destination]:
+def _glue(source: MtpSource, module: int, shard: Shard | None) -> dict[str, Destination]:
     """What surrounds a module's layer, by the names of `HeadPart`; whole on each rank."""
     layout = source.layout
     shapes = layout.glue_tensors(module, source.config.hidden_size)
-    full = {key: layout.named(name, module) for key, name in keys.items() if name is not None}
+    full = {key: layout.named(name, module) for key, name in layout.family.glue.items()}
     return {key: Destination.of({name: shapes[name]}) for key, name in full.items()}
 
 
@@ -45,29 +42,22 @@ def module_parts(source: MtpSource, modules: int, checkpoint: Checkpoint | None)
     if checkpoint is not None:
         check_source(source, checkpoint)
     config, layout, family = source.config, source.layout, source.layout.family
-    keys = {
-        "token_norm": family.token_norm,
-        "state_norm": family.hidden_norm,
-        "projection": family.projection,
-        "final_norm": family.final_norm,
-    }
     parts = []
     for number in range(modules):
-        masked = next((p + number + 1 for p in range(2) if family.masked(p, number)), -1)
-        names = {"embedding": family.embedding, "head": family.head}
+        masked = number + 1 if family.masks_first else -1
         parts.append(
             HeadPart(
                 ModelLayout(
                     (module_layer(config, family),),
                     centred_norm=family.centred_norms,
-                    tables=partial(_glue, source, number, keys),
+                    tables=partial(_glue, source, number),
                     prefix=layout.layer_prefix(number),
                     shift=number + 1,
                 ),
                 HeadRules(masked, family.hidden_first, family.recycles_normed),
                 {
-                    key: SharedTable(layout.named(name or "", number), config.vocab_size)
-                    for key, name in names.items()
+                    key: SharedTable(layout.named(family.tables.get(key, ""), number), config.vocab_size)
+                    for key in ("embedding", "head")
                 },
             )
         )
