@@ -15,9 +15,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +92,19 @@ class ChatTemplate:
 def _templates_of(fields: Fields) -> dict[str, str]:
     """By name; there is one named default."""
     value = fields.get("chat_template")
-    entries = [{"name": "default", "template": value}] if isinstance(value, str) else value
-    templates: dict[str, str] = {}
-    for entry in entries if isinstance(entries, list) else [None]:
-        named = entry if isinstance(entry, dict) else {}
-        name, template = named.get("name"), named.get("template")
-        if not isinstance(name, str) or not isinstance(template, str):
-            raise fields.refused("chat_template", "is neither a string nor a list of named templates")
-        templates[name] = template
-    if "default" not in templates:
-        why = f"has no template named default, only {shown(sorted(templates))}"
+    entries = {"default": value} if isinstance(value, str) else value
+    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        entries = {entry.get("name"): entry.get("template") for entry in value}
+    if not isinstance(entries, dict) or not all(
+        isinstance(text, str) for text in (*entries, *entries.values())
+    ):
+        raise fields.refused("chat_template", "is neither a string nor a list of named templates")
+    if "default" not in entries:
+        why = f"has no template named default, only {shown(sorted(entries))}"
         raise fields.refused("chat_template", why)
-    if any(len(template) > TEMPLATE_LIMIT for template in templates.values()):
+    if any(len(template) > TEMPLATE_LIMIT for template in entries.values()):
         raise fields.refused("chat_template", f"is longer than {TEMPLATE_LIMIT:,} characters")
-    return templates
+    return entries
 
 
 @dataclass(frozen=True)
@@ -142,23 +141,18 @@ def render_chat(
     tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], **variables: Any
 ) -> RenderedChat:
     """The chat as text that `encode_rendered` can tell the template's tokens in from people's words."""
-    special = _special_pattern(tokenizer)
-    texts: list[str] = []
+    special, values = _special_pattern(tokenizer), [list(messages), variables]
     try:
-        _replaced([list(messages), variables], texts.append)
-    except RecursionError:
-        raise UsageError("the messages are nested too deeply") from None
-    if not any(special.search(text) for text in texts):
-        return RenderedChat(template.render(messages, **variables))
+        text = json.dumps(values, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"the messages are not JSON, or nested too deeply: {error}") from None
     # A mark inside keeps a string from being the special token through whatever the template does.
-    used = set[str]().union(*texts, template.default, template.tool_use or "")
+    used = {*text, *template.default, *(template.tool_use or "")}
     mark = next((chr(code) for code in _MARKS if chr(code) not in used), None)
     if mark is None:
         raise UsageError("the messages use every private character of Unicode")
-    hidden = _replaced(
-        [list(messages), variables], lambda text: special.sub(lambda m: _broken(m[0], mark), text)
-    )
-    return RenderedChat(template.render(hidden[0], **hidden[1]), mark)
+    hidden = _replaced(values, lambda text: special.sub(lambda m: _broken(m[0], mark), text))
+    return RenderedChat(template.render(hidden[0], **hidden[1]), mark if hidden != values else "")
 
 
 def encode_rendered(tokenizer: Tokenizer, rendered: RenderedChat) -> list[int]:
@@ -215,7 +209,7 @@ class TemplateProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._finalizer: Callable[[], object] | None = None
+        self._end: Callable[[], object] = bool
 
     def render(self, source: str, variables: Mapping[str, Any]) -> dict[str, Any]:
         """The worker's answer (see `template_worker.render`), or {"error": "limit"} when it had to be killed.
@@ -225,10 +219,9 @@ class TemplateProcess:
         request = json.dumps({"source": source, "variables": dict(variables)}, default=_plain).encode()
         with self._lock:
             try:
-                process = self._process
-                if process is None or process.poll() is not None:
-                    process = self._start()
-                reply = _exchange(process, request, WALL_SECONDS + WALL_SECONDS_PER_INPUT_BYTE * len(request))
+                if self._process is None or self._process.poll() is not None:
+                    self._start()
+                reply = self._exchange(request, WALL_SECONDS + WALL_SECONDS_PER_INPUT_BYTE * len(request))
             except BaseException:  # interrupted: the answer still to come must not meet another question
                 self._stop()
                 raise
@@ -238,26 +231,43 @@ class TemplateProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._stop()
+        self._connection, its = Pipe()
         try:
-            process = subprocess.Popen(
-                isolated("from spd.formats.template_worker import main; main()"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+            self._process = subprocess.Popen(
+                isolated(f"from spd.formats.template_worker import main; main({its.fileno()})"),
+                pass_fds=[its.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in the terminal is not for the worker
             )
         except OSError as error:
             raise EngineError(f"cannot start the chat template worker: {error.strerror or error}") from None
-        self._process = process
-        self._finalizer = weakref.finalize(self, _end, process)
-        if _exchange(process, None, START_SECONDS) is None:
+        finally:
+            its.close()
+        self._end = weakref.finalize(self, _end, self._process)
+        if self._exchange(None, START_SECONDS) is None:
             self._stop()
             raise EngineError(f"cannot start the chat template worker: {shown(sys.executable)} ended at once")
-        return process
+        return self._process
+
+    def _exchange(self, request: bytes | None, seconds: float) -> dict[str, Any] | None:
+        """Send a request, wait for a reply; `None` when the worker died, or takes too long."""
+        connection = self._connection
+
+        def talk() -> dict[str, Any]:
+            if request is not None:
+                connection.send_bytes(request)
+            reply: dict[str, Any] = json.loads(connection.recv_bytes(REPLY_LIMIT))
+            return reply
+
+        try:
+            return within(seconds, talk)
+        except (OSError, EOFError, ValueError):
+            return None
 
     def _stop(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer()
+        self._end()
         self._process = None
 
 
@@ -267,31 +277,6 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not a JSON value")
 
 
-def _exchange(
-    process: subprocess.Popen[bytes], request: bytes | None, seconds: float
-) -> dict[str, Any] | None:
-    """Send a frame, wait for one; `None` when the worker died, or takes too long and is to be stopped."""
-    source, sink = process.stdout, process.stdin
-    assert source is not None and sink is not None
-
-    def talk() -> dict[str, Any]:
-        if request is not None:
-            sink.write(len(request).to_bytes(4, "little") + request)
-            sink.flush()
-        length = int.from_bytes(source.read(4), "little")
-        reply: dict[str, Any] = json.loads(source.read(length) if 0 < length <= REPLY_LIMIT else b"")
-        return reply
-
-    try:
-        return within(seconds, talk)
-    except (OSError, ValueError):
-        return None
-
-
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # it held bytes that a dead worker will never read
-            if pipe is not None:
-                pipe.close()

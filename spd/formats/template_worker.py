@@ -2,7 +2,7 @@
 
 A template is a program from an untrusted folder. Inside one process nothing stops `'a' * 10**10` or a
 filter that pads to a gigabyte, so the kernel does: CPU time by a timer, memory by a resource limit. The
-parent kills what outlives them. Frames on stdin and stdout are a 4-byte length and JSON.
+parent kills what outlives them. Requests and replies are JSON.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import resource
 import signal
-import sys
 import traceback
 from contextlib import suppress
 from datetime import datetime
-from typing import Any, BinaryIO, NoReturn
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
@@ -109,23 +109,28 @@ def _line(error: BaseException) -> int | None:
     return next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
 
 
-def main() -> None:
-    """Serve requests until stdin ends: {"source", "variables"} in, the result of `render` out."""
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    base = _occupied_memory()
+def main(descriptor: int) -> None:
+    """Serve requests until the other end closes: {"source", "variables"} in, the result of `render` out."""
+    connection, base = Connection(descriptor), _occupied_memory()
     environment = TemplateEnvironment()
-    write_frame(sink, b"{}")
-    while (data := read_frame(source)) is not None:
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        memory = base + MEMORY_BYTES + MEMORY_PER_INPUT_BYTE * len(data)
-        soft = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
-        with suppress(ValueError, OSError):  # some systems know the limit but refuse it
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        _set_timer(CPU_SECONDS + CPU_SECONDS_PER_INPUT_BYTE * len(data))
-        request = json.loads(data)
-        result = render(environment, request["source"], request["variables"], OUTPUT_CHARACTERS + len(data))
-        _set_timer(0.0)  # before the answer: none may arrive from a process about to end
-        write_frame(sink, json.dumps(result).encode())
+    connection.send_bytes(b"{}")
+    with suppress(EOFError):
+        while data := connection.recv_bytes():
+            _limit_memory(base + MEMORY_BYTES + MEMORY_PER_INPUT_BYTE * len(data))
+            _set_timer(CPU_SECONDS + CPU_SECONDS_PER_INPUT_BYTE * len(data))
+            request = json.loads(data)
+            limit = OUTPUT_CHARACTERS + len(data)
+            result = render(environment, request["source"], request["variables"], limit)
+            _set_timer(0.0)  # before the answer: none may arrive from a process about to end
+            connection.send_bytes(json.dumps(result).encode())
+
+
+def _limit_memory(size: int) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    with suppress(ValueError, OSError):  # some systems know the limit but refuse it
+        resource.setrlimit(
+            resource.RLIMIT_AS, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard)
+        )
 
 
 def _occupied_memory() -> int:
@@ -140,16 +145,3 @@ def _set_timer(seconds: float) -> None:
     """After so much CPU time a signal ends the process, inside C code too; 0 disarms."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
-def read_frame(file: BinaryIO) -> bytes | None:
-    prefix = file.read(4)
-    length = int.from_bytes(prefix, "little")
-    data = file.read(length)
-    return data if len(prefix) == 4 and len(data) == length else None
-
-
-def write_frame(file: BinaryIO, data: bytes) -> None:
-    """One frame: a 4-byte length, little-endian, and the data."""
-    file.write(len(data).to_bytes(4, "little") + data)
-    file.flush()

@@ -298,8 +298,7 @@ def test_the_worker_ends_with_its_template() -> None:
 def test_the_worker_ends_when_its_input_does() -> None:
     process = TemplateProcess()
     child = process._start()
-    assert child.stdin is not None
-    child.stdin.close()
+    process._connection.close()
     assert child.wait(timeout=5) == 0
 
 
@@ -307,22 +306,21 @@ def test_an_interrupt_does_not_mix_up_answers(
     process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process.render("", {})
-    exchange = chat_template._exchange
+    exchange = TemplateProcess._exchange
 
-    def interrupted(child, request, seconds):
-        child.stdin.write(len(request).to_bytes(4, "little") + request)
-        child.stdin.flush()
+    def interrupted(self, request, seconds):
+        self._connection.send_bytes(request)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat_template, "_exchange", interrupted)
+    monkeypatch.setattr(TemplateProcess, "_exchange", interrupted)
     with pytest.raises(KeyboardInterrupt):
         process.render("old", {})
-    monkeypatch.setattr(chat_template, "_exchange", exchange)
+    monkeypatch.setattr(TemplateProcess, "_exchange", exchange)
     assert process.render("new", {}) == {"text": "new"}
 
 
 def test_threads_take_turns(process: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange, inside, answers = chat_template._exchange, [], {}
+    exchange, inside, answers = TemplateProcess._exchange, [], {}
 
     def watched(*arguments):
         inside.append(len(inside))
@@ -332,7 +330,7 @@ def test_threads_take_turns(process: TemplateProcess, monkeypatch: pytest.Monkey
         inside.pop()
         return reply
 
-    monkeypatch.setattr(chat_template, "_exchange", watched)
+    monkeypatch.setattr(TemplateProcess, "_exchange", watched)
     threads = [
         threading.Thread(target=lambda n=n: answers.update({n: process.render("{{ n }}", {"n": n})}))
         for n in range(8)
