@@ -41,7 +41,8 @@ from benchmarks.gpu_suite.sparse_cases import sparse_cases
 from spd.formats.hub import own_cache
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.dispatch import Kernels, load_kernels
-from spd.runtime.load.token_tiles import ask_gpus, widest_tiles
+from spd.runtime.lab.tile_questions import ask_gpus
+from spd.runtime.load.token_tiles import widest_tiles
 
 ROWS = (1, 2, 4, 8, 16)
 READ_GIB = 2.0

@@ -34,7 +34,8 @@ from spd.kernels.linear.skinny_config import (
 )
 from spd.kernels.linear.skinny_linear import AnyWeight, LinearWorkspace, ScaledWeight
 from spd.kernels.linear.skinny_product_triton import row_begins
-from spd.runtime.load.token_tiles import KINDS, SHOWN, ask
+from spd.runtime.lab.tile_questions import ask
+from spd.runtime.load.token_tiles import KINDS, SHOWN
 from spd.runtime.plan.kernel_choice import FP8_CAPABILITY
 from tests.kernels.compile_ahead import DEVICES
 from tests.kernels.skinny_cases import SMALL, Operands, close, sample_operands, squares_of, wide

@@ -17,9 +17,10 @@ import torch
 from spd.kernels.dispatch import Kernels, load_kernels
 from spd.kernels.linear.skinny_config import token_tile
 from spd.runtime import SamplingParams
-from spd.runtime.lab import smoke
+from spd.runtime.lab import smoke, tile_questions
+from spd.runtime.lab.tile_questions import ask
 from spd.runtime.load import token_tiles
-from spd.runtime.load.token_tiles import KINDS, Widest, ask, keep_answer, read_answer, widest_tiles
+from spd.runtime.load.token_tiles import KINDS, Widest, keep_answer, read_answer, widest_tiles
 from tests.helpers import INTERPRETED, few_programs, make_engine, random_prompts, run_all
 
 SMALL = ((48, 160), (64, 96), (40, 32))
@@ -135,8 +136,8 @@ def test_the_doctor_asks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: pyte
         torch.cuda, "get_device_capability", lambda device=None: held[device.index if device else 0]
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(token_tiles, "bound_to", lambda device: {"gpu": str(held[device.index])})
-    monkeypatch.setattr(token_tiles, "ask", lambda load, device, kinds: dict.fromkeys(kinds, 32))
+    monkeypatch.setattr(tile_questions, "bound_to", lambda device: {"gpu": str(held[device.index])})
+    monkeypatch.setattr(tile_questions, "ask", lambda load, device, kinds: dict.fromkeys(kinds, 32))
     monkeypatch.setattr(pytest.importorskip("triton").knobs.runtime, "interpret", False)
     for cache, status in ((tmp_path, "ok"), (tmp_path / "file", "warning")):
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

@@ -49,7 +49,7 @@ def token_tiles() -> Finding:
     from triton import knobs
 
     from spd.formats.hub import own_cache
-    from spd.runtime.load.token_tiles import ask_gpus
+    from spd.runtime.lab.tile_questions import ask_gpus
 
     if (why := "kernels are interpreted" if knobs.runtime.interpret else _no_gpu()) is not None:
         return Finding(OK, f"not asked: {why}", (), {"asked": []})

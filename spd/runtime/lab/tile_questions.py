@@ -1,0 +1,101 @@
+"""Ask a GPU how wide its tiles of tokens may be: as wide as leaves every bit as narrow ones have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spd.kernels.dispatch import Kernels, load_kernels
+from spd.kernels.linear.eight_bits import block_scales, int8_rows
+from spd.kernels.linear.skinny_config import TILES
+from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
+from spd.runtime.load.token_tiles import KINDS, Widest, bound_to, keep_answer
+from spd.runtime.plan.kernel_choice import FP8_CAPABILITY, OLDEST_CAPABILITY
+
+SHAPES = ((6144, 4096), (24576, 1024), (1000, 320))
+"""Of a weight that adds to a stream, of gate and up, and of a head: with all instructions, and odd sizes."""
+ASKED_ROWS = TILES[-1]
+
+
+def ask_gpus(cache: Callable[[], Path]) -> list[dict[str, Any]]:
+    """Ask each kind of GPU here that runs the kernels, and keep what it answers."""
+    answers: list[dict[str, Any]] = []
+    for device in (torch.device("cuda", index) for index in range(torch.cuda.device_count())):
+        bound, capability = bound_to(device), torch.cuda.get_device_capability(device)
+        if capability < OLDEST_CAPABILITY or any(bound == answer["for"] for answer in answers):
+            continue
+        kinds = KINDS if capability >= FP8_CAPABILITY else KINDS[:-1]
+        with torch.cuda.device(device):
+            widest = ask(partial(load_kernels, "triton", None), device, kinds)
+        answers.append({"for": bound, "widest": widest, "file": keep_answer(cache, bound, widest)})
+    return answers
+
+
+def ask(
+    load: Callable[[Widest], Kernels],
+    device: torch.device,
+    kinds: Sequence[str] = KINDS,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+) -> Widest:
+    """The widest tile of each kind of weights up to which every bit is that of narrow tiles, replayed too.
+
+    load: the kernels with such tiles.
+    """
+    widest = dict.fromkeys(kinds, TILES[0])
+    for kind in kinds:
+        products = list(_products(kind, device, shapes))
+        for tile in TILES[1:]:
+            narrow, wide = load({}), load({kind: tile})
+            if not all(_alike(getattr(narrow, name), getattr(wide, name), given) for name, given in products):
+                break
+            widest[kind] = tile
+    return widest
+
+
+def _alike(narrow: Callable[..., Any], wide: Callable[..., Any], given: tuple[Any, ...]) -> bool:
+    """Whether two forms of an operation give the same bits, on a GPU also where the second is replayed."""
+
+    def same(found: Any) -> bool:
+        pairs = zip(right, found, strict=True) if isinstance(right, tuple) else [(right, found)]
+        return all(torch.equal(one, other) for one, other in pairs)
+
+    right = narrow(*given)
+    eager = same(wide(*given))
+    if not eager or given[0].device.type == "cpu":
+        return eager
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = wide(*given)
+    graph.replay()
+    return same(captured)
+
+
+def _products(
+    kind: str, device: torch.device, shapes: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Operations with their arguments, whose results tell of all that a tile might change."""
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.float16 if kind == "float16" else torch.bfloat16
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, generator=generator).to(dtype)
+
+    def weight(n: int, k: int) -> AnyWeight:
+        wide: Tensor = draw(n, k) / k**0.5
+        if kind == "int8":
+            return int8_rows(wide)
+        if kind == "float8_e4m3fn":
+            scales = draw(-(-n // 128), -(-k // 128)).float().exp2()
+            return ScaledWeight(wide.to(torch.float8_e4m3fn), block_scales(scales, n), draw(k))
+        return wide
+
+    (n, k), (both, inner), head = shapes
+    yield "linear_residual", (draw(ASKED_ROWS, k), weight(n, k), None, draw(ASKED_ROWS, n))
+    squares = draw(ASKED_ROWS, 65).float().square() * inner / 65
+    yield "norm_gate_up", (draw(ASKED_ROWS, inner), squares, 1e-6, weight(both, inner), None)
+    yield "head_logits", (draw(ASKED_ROWS, head[1]), weight(*head))
