@@ -120,7 +120,7 @@ def load_tokenizer(folder: Path) -> tuple[tokenizers.Tokenizer, int]:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         _checked(f"{path}: post_processor", partial(_check_post_processor, tokenizer))
-        _checked(f"{path}: pre_tokenizer", lambda: within(PROBE_SECONDS, partial(_probe, tokenizer)))
+        _checked(f"{path}: pre_tokenizer", partial(_probe, tokenizer), PROBE_SECONDS)
         _checked(f"{path}: post_processor", partial(tokenizer.encode, "a"))
     return tokenizer, highest
 
@@ -183,9 +183,9 @@ def _growth(where: str, step: Any) -> float:
     return growth
 
 
-def _checked(where: str, call: Callable[[], Result]) -> Result:
+def _checked(where: str, call: Callable[[], Result], seconds: float | None = None) -> Result:
     try:
-        return converting_panics(call)
+        return within(seconds, call)
     except TimeoutError:
         raise CheckpointError(f"{where}: needs more than {PROBE_SECONDS:g} s for a short text") from None
     except Exception as error:
@@ -211,31 +211,21 @@ def _check_post_processor(tokenizer: tokenizers.Tokenizer) -> None:
             raise ValueError("repeats the text")
 
 
-def converting_panics(call: Callable[[], Result]) -> Result:
-    """What `call` returns; a panic of the library, which is no `Exception`, becomes a `LibraryPanic`."""
-    try:
-        return call()
-    except Exception:
-        raise
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise LibraryPanic(str(error)) from None
+def within(seconds: float | None, call: Callable[[], Result]) -> Result:
+    """What `call` returns or raises, in a thread of its own; a `TimeoutError` leaves that behind.
 
-
-def within(seconds: float, call: Callable[[], Result]) -> Result:
-    """What `call` returns or raises; a `TimeoutError` leaves its thread behind.
-
-    Only of use for calls that release the interpreter lock (of the library `encode_batch_fast` does,
-    `encode` does not).
+    A panic of the library, which is no `Exception`, becomes a `LibraryPanic`. The clock is of use only for
+    calls that release the interpreter lock (of the library `encode_batch_fast` does, `encode` does not).
     """
     future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            future.set_result(converting_panics(call))
+            future.set_result(call())
         except Exception as error:
             future.set_exception(error)
+        except BaseException as panic:
+            future.set_exception(LibraryPanic(str(panic)))
 
     threading.Thread(target=run, daemon=True).start()
     if not wait([future], seconds).done:

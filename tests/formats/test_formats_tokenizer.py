@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import time
@@ -415,10 +416,11 @@ def test_a_pattern_that_panics_on_some_text(tmp_path: Path, capfd) -> None:
 
 def test_interrupts_pass_through() -> None:
     def interrupted() -> None:
-        raise KeyboardInterrupt
+        _thread.interrupt_main()
+        time.sleep(2)
 
     with pytest.raises(KeyboardInterrupt):
-        tokenizer_file.converting_panics(interrupted)
+        tokenizer_file.within(None, interrupted)
 
 
 def test_a_template_processor_with_its_tokens(tmp_path: Path) -> None:
