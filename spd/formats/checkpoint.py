@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
@@ -51,8 +51,8 @@ DTYPE_BITS = {
     **{"I64": 64, "U64": 64, "F64": 64, "C64": 64},
 }
 
-_NUMBERED = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
-_WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)
+SHARD_NAME = re.compile(r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)\.)[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
+"""Of a file that stays in its folder, under POSIX and Windows rules."""
 
 
 class TensorMeta(NamedTuple):
@@ -119,12 +119,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def __init__(self, folder: Path, shards: Iterable[str], notes: Sequence[str] = ()) -> None:
         tensors: dict[str, TensorMeta] = {}
         self._identities: dict[Path, Identity] = {}
-        self.stored: dict[str, str] = {}
-        """The shard of each tensor as an index names it: what packs several is one of them."""
         for shard in shards:  # read one by one: many links to one large header end at the second
             self._identities[folder / shard], metas = read_shard_header(folder / shard)
             for meta in metas:
-                self.stored[text_name(meta.name)] = shard
                 for name, part in unpacked(text_name(meta.name), meta):
                     if name in tensors:
                         where = tensors[name].shard.name
@@ -155,9 +152,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             weight_map = _weight_map(folder / INDEX_NAME)
             picked = weight_map if wanted is None else wanted(weight_map)
             shards = sorted({shard for tensor, shard in weight_map.items() if tensor in picked})
-            _check_present(folder, shards, names)
-            checkpoint = cls(folder, shards, _notes(set(weight_map.values()), names))
-            _compare_with_index(folder / INDEX_NAME, weight_map, set(shards), checkpoint)
+            missing = [shard for shard in shards if shard not in names]
+            if missing:
+                words = f"{len(missing)} of {len(shards)} shards are missing: {', '.join(listed(missing))}"
+                raise incomplete(folder, f"{INDEX_NAME}: {words}")
+            known = set(weight_map.values())
+            others = [name for name in names if name.endswith(".safetensors") and name not in known]
+            checkpoint = cls(folder, shards, [f"not in the index, ignored: {shown(name)}" for name in others])
         else:
             raise not_a_model(folder) or incomplete(folder, f"there is no {SINGLE_NAME} and no {INDEX_NAME}")
         if not checkpoint.tensors:
@@ -220,7 +221,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """
         file = open_regular_file(shard)
         try:
-            self._compare(shard, os.fstat(file.fileno()))
+            self._check_identity(shard, file.fileno())
         except CheckpointError:
             file.close()
             raise
@@ -239,14 +240,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _check_identity(self, shard: Path) -> None:
+    def _check_identity(self, shard: Path, descriptor: int | None = None) -> None:
+        opened = self._identities[shard]
         try:
-            self._compare(shard, os.stat(shard))
+            now = _identity(os.stat(shard if descriptor is None else descriptor))
         except OSError as error:
             raise CheckpointError(f"{shard}: changed while in use: {error.strerror}") from None
-
-    def _compare(self, shard: Path, status: os.stat_result) -> None:
-        opened, now = self._identities[shard], _identity(status)
         if now != opened:
             what = f"{opened[0]} bytes became {now[0]}" if now[0] != opened[0] else "it was replaced"
             raise CheckpointError(f"{shard}: changed while in use: {what}")
@@ -284,61 +283,13 @@ def _weight_map(path: Path) -> dict[str, str]:
     if len(shards) > MAX_SHARDS:
         raise fields.refused("weight_map", f"names {len(shards):,} shards, at most {MAX_SHARDS:,}")
     for shard in sorted(shards):
-        _check_shard_name(path, shard)
+        if shard.lower().endswith(PICKLE_SUFFIXES):
+            why = f"{shown(shard)}: pickle formats are not supported, only safetensors is"
+            raise fields.refused("weight_map", why)
+        if not SHARD_NAME.fullmatch(shard):
+            why = f"{shown(shard)} is not the plain name of a safetensors file"
+            raise fields.refused("weight_map", why)
     return {text_name(tensor): shard for tensor, shard in weight_map.items()}
-
-
-def _check_present(folder: Path, shards: Sequence[str], names: Sequence[str]) -> None:
-    if len({shard.casefold() for shard in shards}) < len(shards):
-        why = "names shards that differ in upper and lower case only"
-        raise CheckpointError(f"{folder / INDEX_NAME}: weight_map: {why}")
-    missing = [shard for shard in shards if shard not in names]
-    if missing:
-        words = f"{len(missing)} of {len(shards)} shards are missing: {', '.join(listed(missing))}"
-        raise incomplete(folder, f"{INDEX_NAME}: {words}")
-
-
-def _check_shard_name(path: Path, shard: str) -> None:
-    """Refuse what could leave the folder under POSIX or Windows rules, and every format but safetensors."""
-    where = f"{path}: weight_map: {shown(shard)}"
-    if shard.lower().endswith(PICKLE_SUFFIXES):
-        raise CheckpointError(f"{where}: pickle formats are not supported, only safetensors is")
-    if (
-        re.search(r'[/\\:*?"<>|\x00-\x1f\x7f]', shard)
-        or not shard.isprintable()
-        or shard.startswith(".")
-        or _WINDOWS_DEVICE.match(shard)
-    ):
-        raise CheckpointError(f"{where}: is not a plain file name")
-    if not shard.endswith(".safetensors"):
-        raise CheckpointError(f"{where}: does not end in .safetensors")
-
-
-def _notes(shards: Set[str], names: Sequence[str]) -> list[str]:
-    unlisted = [name for name in names if name.endswith(".safetensors") and name not in shards]
-    notes = [f"not in the index, ignored: {shown(name)}" for name in unlisted]
-    totals = {int(match[2]) for shard in shards if (match := _NUMBERED.fullmatch(shard))}
-    if totals and totals != {len(shards)}:
-        counts = " and ".join(str(total) for total in sorted(totals))
-        notes.append(f"shard names speak of {counts} shards, the index lists {len(shards)}")
-    return notes
-
-
-def _compare_with_index(
-    path: Path, weight_map: Mapping[str, str], opened: Set[str], checkpoint: Checkpoint
-) -> None:
-    wrong, stored = [], checkpoint.stored
-    for name, shard in weight_map.items():
-        if shard in opened and name not in stored:
-            wrong.append(f"{shown(name)}: is not in {shard}")
-        elif shard in opened and stored[name] != shard:
-            wrong.append(f"{shown(name)}: is in {stored[name]}, not in {shard}")
-    wrong += [f"{shown(name)}: is not in the index" for name in stored if weight_map.get(name) not in opened]
-    if wrong:
-        raise CheckpointError(
-            f"{path}: weight_map: disagrees with the shards about {len(wrong)} tensors, first {wrong[0]}",
-            reason=listed(wrong),
-        )
 
 
 def not_a_model(path: Path) -> CheckpointError | None:

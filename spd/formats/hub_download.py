@@ -6,7 +6,6 @@ The only module that imports huggingface_hub. A finished file is kept whatever h
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from typing import Any
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download, set_client_factory
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub.utils.sha import git_hash, sha_fileobj
 from tqdm.std import tqdm
 
 from spd.errors import (
@@ -29,7 +29,7 @@ from spd.errors import (
     ResourceError,
     SpdError,
 )
-from spd.formats.checkpoint import INDEX_LIMIT, INDEX_NAME, SINGLE_NAME
+from spd.formats.checkpoint import INDEX_LIMIT, INDEX_NAME, SHARD_NAME, SINGLE_NAME
 from spd.formats.files import write_whole
 from spd.formats.hub import cache_folder, cached_folder, check_repository_name
 from spd.formats.json_file import Fields, one_line, shown
@@ -43,7 +43,6 @@ SMALL_FILES = frozenset(
 SPARE_SHARE = 1.05
 """Free space wanted, as a share of what is to come."""
 _MAKE_ROOM = "spd rm NAME for a model that is not needed"
-_WEIGHTS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r'(W/)?"?[A-Za-z0-9_-][A-Za-z0-9_=+.-]{0,199}"?')
 _NETWORK_PACKAGES = frozenset(
@@ -53,12 +52,17 @@ _NETWORK_PACKAGES = frozenset(
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One file of a repository; `sha256` is known for large files, `git_sha1` for the others."""
+    """One file of a repository; its hash is git's unless the file is a large one."""
 
     name: str
     size: int
-    sha256: str | None
-    git_sha1: str | None
+    digest: str | None
+    in_git: bool
+
+    @classmethod
+    def of(cls, listed: Any) -> RemoteFile:
+        digest = listed.lfs.sha256 if listed.lfs else listed.blob_id
+        return cls(listed.rfilename, int(listed.size or 0), digest, not listed.lfs)
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,10 @@ def look_up(name: str, revision: str | None = None) -> RemoteModel:
         commit, siblings = str(info.sha), info.siblings or ()
         if not _COMMIT.fullmatch(commit):
             raise ValueError("it names no commit")
-        offered = {file.rfilename: _remote_file(file) for file in siblings if _is_read(file.rfilename)}
+        read = [
+            file for file in siblings if file.rfilename in SMALL_FILES or SHARD_NAME.fullmatch(file.rfilename)
+        ]
+        offered = {file.rfilename: RemoteFile.of(file) for file in read}
         if "config.json" not in offered:
             raise IncompatibleError(f"{name}: the repository has no config.json, so it is no model folder")
         wanted = [file for file in offered.values() if file.name in SMALL_FILES]
@@ -130,17 +137,6 @@ def _cached(name: str, commit: str, file: RemoteFile) -> Path:
     return cached_folder(name) / "snapshots" / commit / file.name
 
 
-def _is_read(name: str) -> bool:
-    """Whether `spd` reads a file of this name, which is no path, so that it stays in its folder."""
-    return name in SMALL_FILES or _WEIGHTS.fullmatch(name) is not None
-
-
-def _remote_file(sibling: Any) -> RemoteFile:
-    lfs = sibling.lfs
-    sha256, git_sha1 = (lfs.sha256, None) if lfs else (None, sibling.blob_id)
-    return RemoteFile(sibling.rfilename, int(sibling.size or 0), sha256, git_sha1)
-
-
 def _weights(
     name: str, commit: str, offered: Mapping[str, RemoteFile], every: Sequence[str]
 ) -> list[RemoteFile]:
@@ -151,7 +147,7 @@ def _weights(
         path = _fetch(name, commit, offered[INDEX_NAME], lambda _: None)
         shards = Fields.of(path, INDEX_LIMIT).get("weight_map")
         names = sorted(set(shards.values())) if isinstance(shards, dict) else []
-        if not names or not all(isinstance(shard, str) and _WEIGHTS.fullmatch(shard) for shard in names):
+        if not names or not all(isinstance(shard, str) and SHARD_NAME.fullmatch(shard) for shard in names):
             raise CheckpointError(f"{name}: {INDEX_NAME} names files that are no safetensors of this folder")
         absent = [shard for shard in names if shard not in offered]
         if absent:
@@ -184,14 +180,9 @@ def _check_space(model: RemoteModel) -> None:
 
 def _check_hash(name: str, file: RemoteFile, path: Path) -> None:
     """Compare a new file with the listing; what differs is removed from the cache, so that it is not read."""
-    in_git = file.sha256 is None
-    if (wanted := file.git_sha1 if in_git else file.sha256) is None:
-        return
-    digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode()) if in_git else hashlib.sha256()
     with path.open("rb") as data:
-        while block := data.read(1 << 20):
-            digest.update(block)
-    if digest.hexdigest() == wanted:
+        found = git_hash(data.read()) if file.in_git else sha_fileobj(data).hex()
+    if file.digest in (None, found):
         return
     blob = Path(os.path.abspath(path.parent / os.readlink(path))) if path.is_symlink() else path
     path.unlink()
@@ -200,7 +191,7 @@ def _check_hash(name: str, file: RemoteFile, path: Path) -> None:
             blob.unlink()
     raise NetworkError(
         f"{name}: {file.name} is not the file that the hub lists; it was removed",
-        reason=[f"hash wanted {wanted}", f"hash found  {digest.hexdigest()}"],
+        reason=[f"hash wanted {file.digest}", f"hash found  {found}"],
         fix=[f"spd pull {name}"],
         code="wrong_hash",
     )
@@ -250,52 +241,42 @@ def _in_words(name: str) -> Iterator[None]:
 
 def _refusal(name: str, error: Exception) -> SpdError | None:
     """What an error of the library means for a download; None for one of this program's own."""
-    if isinstance(error, hub_errors.GatedRepoError):
-        return _no_access(name, "is gated")
+    said = "A token is set (HF_TOKEN or hf auth login)." if get_token() else "No token is set (HF_TOKEN)."
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    gated, package = isinstance(error, hub_errors.GatedRepoError), type(error).__module__.partition(".")[0]
     if isinstance(error, hub_errors.RevisionNotFoundError):
         return NotFoundError(f"{name}: the hub has no such revision", fix=["leave --revision out"])
-    if isinstance(error, hub_errors.RepositoryNotFoundError):
+    if isinstance(error, hub_errors.RepositoryNotFoundError) and not gated:
         return NotFoundError(
             f"{name}: the hub has no such model, or this token may not see it",
-            reason=[_token_words()],
+            reason=[said],
             fix=["check the name, ORG/NAME; for a private model: hf auth login"],
             code="no_repository",
         )
     if isinstance(error, hub_errors.OfflineModeIsEnabled):
         why = f"{name}: not downloaded, because of --offline or HF_HUB_OFFLINE"
         return NetworkError(why, fix=["leave --offline out", "unset HF_HUB_OFFLINE"], code="offline")
-    if isinstance(error, hub_errors.HfHubHTTPError):
-        status = getattr(error.response, "status_code", None)
-        if status in (401, 403):
-            return _no_access(name, "refuses access")
-        return _unreachable(name, f"the hub answered {status}")
+    if gated or (isinstance(error, hub_errors.HfHubHTTPError) and status in (401, 403)):
+        lack = "this token has no access" if get_token() else "no token is set"
+        return NetworkError(
+            f"{name} {'is gated' if gated else 'refuses access'} and {lack}",
+            reason=[said],
+            fix=[f"accept the licence at {constants.ENDPOINT}/{name}, then: hf auth login"],
+            code="gated",
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         why = f"the disk is full while downloading {name}"
         return ResourceError(why, reason=["Finished files are kept."], fix=[_MAKE_ROOM], code="disk_full")
-    package = type(error).__module__.partition(".")[0]
-    if isinstance(error, OSError) or package in _NETWORK_PACKAGES:
-        return _unreachable(name, error)
-    if isinstance(error, (AttributeError, LookupError, RecursionError, TypeError, ValueError)):
-        return _unreachable(name, f"the hub gave a wrong answer: {one_line(error)}")
-    return None
-
-
-def _no_access(name: str, why: str) -> NetworkError:
+    if isinstance(error, hub_errors.HfHubHTTPError):
+        why = f"the hub answered {status}"
+    elif isinstance(error, OSError) or package in _NETWORK_PACKAGES:
+        why = one_line(error) or type(error).__name__
+    elif isinstance(error, (AttributeError, LookupError, RecursionError, TypeError, ValueError)):
+        why = f"the hub gave a wrong answer: {one_line(error)}"
+    else:
+        return None
     return NetworkError(
-        f"{name} {why} and this token has no access" if get_token() else f"{name} {why} and no token is set",
-        reason=[_token_words()],
-        fix=[f"accept the licence at {constants.ENDPOINT}/{name}, then: hf auth login"],
-        code="gated",
-    )
-
-
-def _token_words() -> str:
-    return "A token is set (HF_TOKEN or hf auth login)." if get_token() else "No token is set (HF_TOKEN)."
-
-
-def _unreachable(name: str, why: object) -> NetworkError:
-    return NetworkError(
-        f"cannot download {name}: {one_line(str(why)) or type(why).__name__}",
+        f"cannot download {name}: {why}",
         reason=[f"The hub is {constants.ENDPOINT}. Finished files are kept."],
         fix=[f"spd pull {name} goes on where it stopped, file by file"],
         code="network",

@@ -191,7 +191,7 @@ def test_a_link_that_leads_out_of_the_cache_is_all_that_is_removed(
     link = snapshot(cache) / "config.json"
     link.parent.mkdir(parents=True)
     link.symlink_to(precious)
-    file = hub_download.RemoteFile("config.json", 5, "0" * 64, None)
+    file = hub_download.RemoteFile("config.json", 5, "0" * 64, False)
     with pytest.raises(NetworkError, match="is not the file that the hub lists"):
         hub_download._check_hash(NAME, file, link)
     assert precious.read_text() == "all there is" and not link.is_symlink()

@@ -152,12 +152,10 @@ def test_shard_names_that_are_refused(tmp_path: Path, name: str) -> None:
         ('{"weight_map": ["a"]}', ("weight_map",)),
         ('{"weight_map": {"a": 1}}', ("weight_map", "'a'", "string")),
         ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', ("'a'", "twice")),
-        ('{"weight_map": {"a": "x.safetensors", "b": "X.safetensors"}}', ("upper and lower case",)),
     ],
 )
 def test_index_files_that_are_refused(tmp_path: Path, content: str, words: tuple[str, ...]) -> None:
     write_shard(tmp_path / "x.safetensors", {"a": [1]})
-    write_shard(tmp_path / "X.safetensors", {"b": [1]})
     (tmp_path / INDEX).write_text(content)
     with refused(CheckpointError, f"{tmp_path}/{INDEX}: ", *words):
         Checkpoint.open(tmp_path)
@@ -202,16 +200,16 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
-def test_index_and_shards_disagree(tmp_path: Path) -> None:
+def test_an_index_says_which_files_to_read_not_what_they_hold(tmp_path: Path) -> None:
     weight_map = write_sharded(tmp_path, {ONE: {"a": [2]}, TWO: {"b": [1], "c": [1]}})
-    write_json(tmp_path, INDEX, {"weight_map": {**weight_map, "a": TWO, "d": ONE}})
-    with refused(CheckpointError, INDEX, "2 tensors", "'a'", ONE, TWO) as caught:
-        Checkpoint.open(tmp_path)
-    assert any("'d'" in line for line in caught.value.reason)
     del weight_map["c"]
-    write_json(tmp_path, INDEX, {"weight_map": weight_map})
-    with refused(CheckpointError, INDEX, "'c'", "not in the index"):
-        Checkpoint.open(tmp_path)
+    write_json(tmp_path, INDEX, {"weight_map": {**weight_map, "a": TWO, "d": ONE}})
+    checkpoint = Checkpoint.open(tmp_path)
+    assert {name: meta.shard.name for name, meta in checkpoint.tensors.items()} == {
+        "a": ONE,
+        "b": TWO,
+        "c": TWO,
+    }
 
 
 def test_files_beside_the_index_are_noted(tmp_path: Path) -> None:
@@ -219,8 +217,7 @@ def test_files_beside_the_index_are_noted(tmp_path: Path) -> None:
     (tmp_path / "extra.safetensors").write_bytes(b"damaged, but nobody asked")
     checkpoint = Checkpoint.open(tmp_path)
     assert set(checkpoint.tensors) == {"a", "b"}
-    assert len(checkpoint.notes) == 2
-    assert "extra.safetensors" in checkpoint.notes[0] and "2 and 3 shards" in checkpoint.notes[1]
+    assert len(checkpoint.notes) == 1 and "extra.safetensors" in checkpoint.notes[0]
 
 
 def test_a_file_truncated_or_replaced_while_in_use(tmp_path: Path) -> None:
