@@ -163,7 +163,7 @@ def test_a_gpu_is_foreseen_by_its_driver() -> None:
 
         @staticmethod
         def nvmlDeviceGetMemoryInfo(device: object, memory: Any) -> int:
-            memory._obj.free = 7 * 2**30
+            memory._obj[1] = 7 * 2**30
             return 0
 
     here = machine.foreseen_machine(lambda name: Driver())

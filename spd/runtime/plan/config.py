@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,11 +97,8 @@ def _check_choices(config: EngineConfig) -> None:
     ):
         if value not in known:
             raise UsageError(f"{flag} {value} is not known", fix=[f"{flag} {'|'.join(known)}"])
-    device = config.device
-    if device not in ("auto", "cpu", "cuda") and not (
-        device.startswith("cuda:") and device[5:].isascii() and device[5:].isdigit()
-    ):
-        raise UsageError(f"--device {device} is not known", fix=["--device auto|cpu|cuda|cuda:N"])
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", config.device):
+        raise UsageError(f"--device {config.device} is not known", fix=["--device auto|cpu|cuda|cuda:N"])
 
 
 def _check_ranges(config: EngineConfig) -> None:

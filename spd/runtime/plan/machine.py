@@ -57,7 +57,8 @@ def machine_of(wish: str) -> Machine:
 
 def foreseen_machine(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
     """The first GPU that the driver tells of, else the CPU; no torch. load: opens the driver's library."""
-    device, memory = ctypes.c_void_p(), _MemoryInfo()
+    device, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # nvmlMemory_t: total, free, used
+    major, minor = ctypes.c_int(), ctypes.c_int()
     try:
         library = load(LIBRARY)
         status = (
@@ -66,25 +67,13 @@ def foreseen_machine(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
             or library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
         )
         if status == OK:
-            return Machine("cuda", int(memory.free), _capability(library, device), foreseen=True)
+            ask = getattr(library, "nvmlDeviceGetCudaComputeCapability", None)
+            if ask is not None:
+                ask(device, ctypes.byref(major), ctypes.byref(minor))  # 0.0 where it fails
+            return Machine("cuda", memory[1], (major.value, minor.value), foreseen=True)
     except (OSError, AttributeError):
         pass
     return Machine("cpu", free_memory("cpu"), (0, 0), cpu_has_fast_bfloat16(), foreseen=True)
-
-
-class _MemoryInfo(ctypes.Structure):
-    """`nvmlMemory_t`: bytes."""
-
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
-
-
-def _capability(library: Any, device: ctypes.c_void_p) -> tuple[int, int]:
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    try:
-        status = library.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
-    except AttributeError:
-        return (0, 0)
-    return (major.value, minor.value) if status == OK else (0, 0)
 
 
 def cpu_has_fast_bfloat16() -> bool:
