@@ -209,7 +209,7 @@ class TemplateProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: Callable[[], object] = bool
+        self._end: Callable[[], object] | None = None
 
     def render(self, source: str, variables: Mapping[str, Any]) -> dict[str, Any]:
         """The worker's answer (see `template_worker.render`), or {"error": "limit"} when it had to be killed.
@@ -267,7 +267,8 @@ class TemplateProcess:
             return None
 
     def _stop(self) -> None:
-        self._end()
+        if self._end is not None:
+            self._end()
         self._process = None
 
 
