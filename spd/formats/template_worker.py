@@ -16,7 +16,7 @@ from datetime import datetime
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -78,29 +78,26 @@ def _raise_exception(message: Any) -> NoReturn:
 def render(
     environment: TemplateEnvironment, source: str, variables: dict[str, Any], limit: int
 ) -> dict[str, Any]:
-    """Render one template: {"text": ...}, or {"error": kind, "message": ..., "line": ...}."""
-    line: int | None = None
+    """Render one template: {"text": ...}, or {"error": its kind, "message": ..., "line": ...}."""
+    kind, line = "template", None
     try:
         parts, length = [], 0
         for part in environment.from_string(source).generate(**variables):
             length += len(part)
             if length > limit:
-                return {"error": "output", "message": f"writes more than {limit} characters", "line": None}
+                return {"error": kind, "message": f"writes more than {limit} characters", "line": None}
             parts.append(part)
         return {"text": "".join(parts)}
     except MemoryError:
         kind, message = "memory", "needs too much memory"
     except RecursionError:
-        kind, message = "recursion", "is nested too deeply or calls itself without end"
-    except TemplateSyntaxError as error:
-        kind, message, line = "syntax", str(error.message), error.lineno
+        message = "is nested too deeply or calls itself without end"
     except Refused as error:
         kind, message, line = "refused", str(error), _line(error)
-    except TemplateError as error:
-        kind = "sandbox" if isinstance(error, SecurityError) else "template"
-        message, line = str(error.message), _line(error)
+    except TemplateError as error:  # one of syntax knows its line
+        message, line = str(error.message), getattr(error, "lineno", None) or _line(error)
     except Exception as error:  # a template may fail in any way that Python code can
-        kind, message, line = "template", f"{type(error).__name__}: {error}", _line(error)
+        message, line = f"{type(error).__name__}: {error}", _line(error)
     return {"error": kind, "message": message, "line": line}
 
 
