@@ -63,14 +63,14 @@ PLANS = """--spec auto|--spec off|--spec mtp|--spec draft|--spec eagle3|--spec n
 --verify block --temperature 1|--verify rejection --draft-max 5 --temperature 0.5|--graphs off|--threads 2
 --tp 2 --draft-tp 2"""
 BAD = """x --spec mtp,draft|x --draft-max 99|x --draft-max 0|x --spec off --draft-max 3|x --temperature nan
-x --top-p 2|x -n 0|x --min-tokens 9 -n 4|x --ctx 8x|x --seed abc|x --seed 99999999999999999999999
-x --logit-bias 9|x --logit-bias 99999=1|x --logprobs 3|--prompt-ids 99999|x --ctx 9k|--prompt-ids 1 x
+x --top-p 2|x -n 0|x --set min_tokens=9 -n 4|x --ctx 8x|x --seed abc|x --seed 99999999999999999999999
+x --set logit_bias=9|x --set logit_bias=99999=1|x --logprobs 3|--prompt-ids 99999|x --ctx 9k|--prompt-ids 1 x
 x --raw -s y|x -m no-such-folder|x -m {0}/empty|x -m {0}/no-weights|x -m {0}/cut|x -m {0}/unread
 x --device foo|x --device cuda|x --kernels triton|x --tp 3|x --draft-tp 2|x --threads 0
 x --memory-fraction 2|x --verify foo|x --verify block --adaptive --temperature 1
 x --verify block --spec off --temperature 1|x -m {1} --spec mtp|x -m {1} --spec draft
-x -m {1} --draft-model demo|x --mtp {1}|x y|x --schema {{|x --regex (|x --grammar nothing
-x --regex a --schema {{}}|x -f no-such-file|x --no-such-flag|x -q -v|x -o no/such/folder|--jsonl
+x -m {1} --draft-model demo|x --mtp {1}|x y|x --schema {{|x --grammar /(/|x --grammar nothing
+x --grammar /a/ --schema {{}}|x -f no-such-file|x --no-such-flag|x -q -v|x -o no/such/folder|--jsonl
 --jsonl --json"""
 LINES = """{"prompt": 1}|{"prompt": "a", "x": 1}|{"prompt": "a", "params": {"top_k": "b"}}|[]|{
 {"prompt_ids": []}|{"messages": []}|{"prompt": "a", "prompt_ids": [3]}|{"prompt_ids": [99999]}|{"id": 7}

@@ -21,7 +21,7 @@ from typer.main import get_command
 
 from spd import __version__
 from spd.cli.argv import Invocation, prepare
-from spd.cli.commands import COMMANDS, build_app, load_help
+from spd.cli.commands import COMMANDS, build_app
 from spd.cli.lost import end_when_lost
 from spd.cli.options import Session
 from spd.cli.output import (
@@ -31,13 +31,12 @@ from spd.cli.output import (
     PrintableStderr,
     Sink,
     hold_standard_descriptors,
-    is_terminal,
     release_streams,
     wants_color,
     write_error,
     write_stderr,
 )
-from spd.cli.rank import dismiss, meet_at, stand_by
+from spd.cli.rank import dismiss, stand_by
 from spd.cli.signals import Interrupted, SignalGuard, die_by
 from spd.errors import ResourceError, SpdError, UsageError
 from spd.runtime.ranks.rendezvous import Rendezvous
@@ -82,7 +81,7 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
     """Parse and run; every error becomes lines (or one JSON object) and an exit status."""
     session: Session | None = None
     console, as_json = Console(help=_help_for(argv)), "--json" in argv
-    place = Rendezvous.found(os.environ)
+    place, meeting = Rendezvous.found(os.environ), None
     try:
         if os.environ.get(COMPLETION_VARIABLE):
             from spd.cli.completions import complete
@@ -92,24 +91,19 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
         if place is not None and place[0]:
             return stand_by(place[0], argv, place[1], os.environ.get("LOCAL_RANK", "0"))
         if place is not None:
-            argv = meet_at(argv, place[1])
+            meeting = str(place[1])
         invocation = prepare(argv or ["--help"])
         console, as_json = _console(invocation), invocation.json
-        if invocation.offline:
-            os.environ["HF_HUB_OFFLINE"] = "1"
-        if invocation.no_input and is_terminal(sys.stdin):
-            sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
         end_when_lost(lambda error: write_error(_explain(error, console), console, as_json=as_json))
         for note in invocation.notes:
             console.note(note)
         asked = next(iter(invocation.args), "")
         command = get_command(build_app((asked,)))
         defaults: dict[str, Any] = {}
-        session = _session(console, guard)
+        session = _session(console, guard, meeting)
         if not {"-h", "--help", "-V", "--version"}.isdisjoint(invocation.args):
             Sink.stdout()  # raises where it is closed
-            load_help()
-        elif asked in COMMANDS and (files := _config_files(invocation)):
+        elif asked in COMMANDS and (files := _config_files()):
             from spd.cli.config import read_defaults
 
             found = read_defaults(asked, files)
@@ -155,23 +149,22 @@ def _console(invocation: Invocation, defaults: Mapping[str, Any] | None = None) 
     )
 
 
-def _config_files(invocation: Invocation) -> list[tuple[Path, bool]]:
-    """The person's file, or the one that was named, then the project's; whether each is a project's."""
-    if invocation.config == "":
-        raise UsageError("--config requires an argument", fix=["--config FILE"])
-    if invocation.config is not None:
-        return [(Path(invocation.config), False)]
+def _config_files() -> list[tuple[Path, bool]]:
+    """The person's file and the project's, or the one of SPD_CONFIG; whether each is a project's."""
+    if named := os.environ.get("SPD_CONFIG"):
+        return [(Path(named), False)]
     home = os.environ.get("XDG_CONFIG_HOME", "")
     folder = Path(home) if os.path.isabs(home) else Path("~/.config").expanduser()
     files = [(folder / "spd" / "config.toml", False), (Path("spd.toml"), True)]
     return [(path, is_project) for path, is_project in files if path.is_file()]
 
 
-def _session(console: Console, guard: SignalGuard) -> Session:
+def _session(console: Console, guard: SignalGuard, rendezvous: str | None) -> Session:
     """What a command gets; chats are kept where the XDG rules say."""
     home = os.environ.get("XDG_STATE_HOME", "")
     state = Path(home) if os.path.isabs(home) else Path("~/.local/state").expanduser()
-    return Session(console, guard, state / "spd", dumb_terminal=os.environ.get("TERM") in ("dumb", None))
+    dumb = os.environ.get("TERM") in ("dumb", None)
+    return Session(console, guard, state / "spd", dumb_terminal=dumb, rendezvous=rendezvous)
 
 
 def _explain(error: Exception, console: Console) -> SpdError:

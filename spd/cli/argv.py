@@ -14,103 +14,122 @@ from spd.errors import IncompatibleError, UsageError
 
 FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
     {
-        "--model-path": "--model",
         "--system-prompt": "--system",
-        "-sys": "--system",
-        "-sysf": "--system-file",
         "--n-predict": "--max-tokens",
-        "--predict": "--max-tokens",
         "--max-new-tokens": "--max-tokens",
         "--ctx-size": "--ctx",
         "--max-model-len": "--ctx",
-        "--context-length": "--ctx",
         "--temp": "--temperature",
-        "--repeat-penalty": "--repetition-penalty",
-        "--reverse-prompt": "--stop",
         "-md": "--draft-model",
-        "--model-draft": "--draft-model",
-        "--spec-draft-model": "--draft-model",
-        "--speculative-draft-model": "--draft-model",
-        "--speculative-draft-model-path": "--draft-model",
-        "-ndt": "--draft-max",
-        "--spec-draft-n-max": "--draft-max",
-        "--num-draft-tokens": "--draft-max",
         "--num-speculative-tokens": "--draft-max",
-        "--speculative-num-draft-tokens": "--draft-max",
-        "--draft-num-predict": "--draft-max",
         "--json-schema": "--schema",
-        "-j": "--schema",
-        "--json-schema-file": "--schema",
-        "-jf": "--schema",
-        "--spec-type": "--spec",
-        "--prompt-lookup-min": "--ngram-min",
-        "--prompt-lookup-max": "--ngram-max",
-        "--reasoning": "--think",
-        "--reasoning-budget": "--think",
     }
 )
 
 FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {"--dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}}
+)
+
+_ENGINE = {
+    "--revision": "spd pull NAME --revision REV prints a folder for -m",
+    "--ngram-min": "--spec ngram finds the longest match by itself",
+    "--ngram-max": "--spec ngram finds the longest match by itself",
+    "--load": "spd bench --load dummy",
+    "--synthetic-acceptance": "spd bench --synthetic-acceptance LENGTH",
+    "--rendezvous": "torchrun says where ranks meet",
+    "--profile": "--trace FILE, then spd explain FILE",
+    "--explain": "spd generate --trace FILE …, then spd explain FILE",
+}
+_REPLY = {
+    "--system-file": "-s @FILE",
+    "--top-k": "--set top_k=K",
+    "--min-p": "--set min_p=P",
+    "--repetition-penalty": "--set repetition_penalty=X",
+    "--presence-penalty": "--set presence_penalty=X",
+    "--frequency-penalty": "--set frequency_penalty=X",
+    "--logit-bias": "--set logit_bias=ID=VALUE",
+    "--min-tokens": "--set min_tokens=N",
+    "--stop-token-id": "--set stop_token_id=ID",
+    "--no-think": "--think off",
+    "--hide-thinking": "--think hide",
+    "--think-budget": "--think N",
+}
+CUT_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "--spec": {
-            "none": "off",
-            "draft-mtp": "mtp",
-            "draft-simple": "draft",
-            "draft-eagle3": "eagle3",
-            "EAGLE3": "eagle3",
-            "NEXTN": "mtp",
-            "NGRAM": "ngram",
-            "STANDALONE": "draft",
-            "ngram-simple": "ngram",
+        "": {
+            "--no-color": "--color never",
+            "--debug": "-vv",
+            "--config": "SPD_CONFIG=FILE spd …",
+            "--offline": "HF_HUB_OFFLINE=1 spd …",
+            "--no-input": "spd … < /dev/null",
         },
-        "--dtype": {
-            "bf16": "bfloat16",
-            "fp16": "float16",
-            "half": "float16",
-            "fp32": "float32",
-            "float": "float32",
+        "generate": {
+            **_ENGINE,
+            **_REPLY,
+            "-p": 'spd generate "your prompt"',
+            "--prompt": 'spd generate "your prompt"',
+            "--parse-special": "--prompt-ids 1,2,3",
+            "--overflow": "a shorter prompt, or a larger --ctx",
+            "--stream": "leave it out: text comes as it is made",
+            "--no-stream": "--json | jq -r .text",
+            "--regex": "--grammar /REGEX/",
+        },
+        "chat": {
+            **_ENGINE,
+            **_REPLY,
+            "--session": "-c NAME",
+            "--no-history": "XDG_STATE_HOME=FOLDER spd chat keeps its files elsewhere",
+            "--vi": "Ctrl-G opens $EDITOR",
+        },
+        "bench": {
+            **{name: _ENGINE[name] for name in ("--revision", "--rendezvous")},
+            "--ctx": "leave it out: the context is what the prompts need",
+            "--each": "--prompts FILE",
+            "--time": "-r N",
+            "--warmup": "leave it out: one reply is not measured",
+            "--seed": "leave it out: seeds are the same in every run",
+            "--goodput": "jq .samples of --json, which hold every time",
+            "--jsonl": "--json | jq -c '.rows[]'",
+            "--csv": "--json | jq -r '.rows[] | [.method, .tokens_per_second.median] | @csv'",
+            "--markdown": "--json | jq -r '.rows[] | \"| \\(.method) | \\(.tokens_per_second.median) |\"'",
+            "--plot": "-o FILE, and any plotting tool",
+            "--profile": "--trace FILE of spd generate, then spd explain FILE",
+            "--baseline": "-o NEW.json, then spd compare OLD.json NEW.json",
+        },
+        "verify": {
+            **_ENGINE,
+            "--each": "--prompts FILE",
+            "--category": "--prompts FILE",
+            "--draws": "leave it out: 300 where a rule's law is tested",
+            "--redraft": "leave it out: 64 rounds are drafted again",
+            "--seed": "leave it out: --tokens N asks with new seeds",
+            "--ctx": "leave it out: the context is what the prompts need",
+            "--draft-ctx": "leave it out: the context is what the prompts need",
+            "--ignore-eos": "--tokens N",
+            "--memory-fraction": "leave it out: 0.9 of the memory",
+            "-o": "--json > FILE",
+            "--output": "--json > FILE",
+        },
+        "convert-mtp": {
+            "--repeat": "leave it out: spd uses the last module again by itself",
+            "--layout": "scripts/export_deepseek_nextn.py of SGLang, for its one-layer model",
         },
     }
 )
-
-CUT_FLAGS: Mapping[str, str] = MappingProxyType(
-    {"--no-think": "--think off", "--hide-thinking": "--think hide", "--think-budget": "--think N"}
-)
-"""Our own options of earlier versions, and what says the same now."""
-
-GONE_FLAGS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "--repeat": ("spd uses the last module again by itself", "leave it out"),
-        "--layout": ("SGLang makes its one-layer model itself", "scripts/export_deepseek_nextn.py of SGLang"),
-    }
-)
-"""Our own options that were dropped: why they are not needed, and what to do."""
+"""Options of earlier versions, by the command that had them ("": all), and what to type now."""
 
 BEAM_FLAGS = frozenset({"--num-beams", "--beam", "--beams", "--beam-size", "--beam-width", "--beam-search"})
 
-SHARED_FLAGS = frozenset({"--json", "-q", "--quiet", "-v", "--verbose", "--no-color", "--debug"})
-SHARED_FLAGS |= {"--offline", "--no-input"}
-SHARED_VALUES = ("--color", "--config")
+SHARED_FLAGS = frozenset({"--json", "-q", "--quiet", "-v", "-vv", "--verbose"})
+SHARED_VALUES = ("--color",)
 """Options that may also stand before the command, the latter with a value."""
 
-FLAGS = SHARED_FLAGS | {
-    "-h",
-    "--help",
-    "-V",
-    "--version",
-    "--adaptive",
-    "--no-adaptive",
-    "--raw",
-    "--parse-special",
-}
-FLAGS |= {"-c", "--continue", "--no-save", "--no-history"}
-FLAGS |= {"-y", "--yes", "--pull"}
-FLAGS |= {"--show-drafts", "--no-stats", "--vi"}
-FLAGS |= {"--stats", "--stream", "--no-stream", "--dry-run", "--ignore-eos", "--quick"}
-FLAGS |= {"--force", "--jsonl", "--resume", "--csv", "--markdown", "--explain"}
+FLAGS = (SHARED_FLAGS - {"-vv"}) | {"-h", "--help", "-V", "--version", "--adaptive", "--no-adaptive", "--raw"}
+FLAGS |= {"--no-save", "-y", "--yes", "--pull", "--show-drafts", "--stats", "--no-stats", "--dry-run"}
+FLAGS |= {"--ignore-eos", "--quick", "--force", "--jsonl", "--resume"}
 """Options that take no value."""
 
-VALUE_SHORTS = frozenset("mpfnsorw")
+VALUE_SHORTS = frozenset("mfnsorc")
 
 
 @dataclass(frozen=True)
@@ -123,9 +142,6 @@ class Invocation:
     debug: bool
     quiet: bool
     color: str | None
-    offline: bool = False
-    no_input: bool = False
-    config: str | None = None
 
 
 def prepare(argv: Sequence[str]) -> Invocation:
@@ -134,7 +150,7 @@ def prepare(argv: Sequence[str]) -> Invocation:
     args: list[str] = []
     notes: dict[str, None] = {}
     seen: dict[str, str] = {}
-    position = 0
+    command, verbosity, position = words[0] if words else "", 0, 0
     while position < len(words):
         word = words[position]
         position += 1
@@ -145,12 +161,17 @@ def prepare(argv: Sequence[str]) -> Invocation:
             args.append(word)
             continue
         name, equals, value = word.partition("=")
-        refuse_by_name(name)
+        refuse_by_name(command, name)
         canonical = FOREIGN_FLAGS.get(name, name)
         if canonical != name:
             notes[f"{name} is {canonical} here"] = None
         if words[position - 1 :] == ["--think"]:
             parse_think("")
+        if command == "chat" and word in ("-c", "--continue"):
+            named = words[position : position + 1]
+            if not named or named[0].startswith("-"):
+                args.append("--continue=")  # the latest
+                continue
         follows = not equals and _takes_value(canonical) and position < len(words)
         if follows:
             value = words[position]
@@ -159,27 +180,28 @@ def prepare(argv: Sequence[str]) -> Invocation:
         if known != value:
             notes[f"{canonical} {value} is {canonical} {known} here"] = None
         args += [canonical, known] if follows else [canonical + equals + known]
-        seen |= dict.fromkeys(_letters(canonical), known)
+        letters = _letters(canonical)
+        seen |= dict.fromkeys(letters, known)
+        verbosity += letters.count("-v") + letters.count("--verbose")
     return Invocation(
         args=tuple(args),
         notes=tuple(notes),
         json="--json" in seen,
-        debug="--debug" in seen,
+        debug=verbosity > 1,
         quiet="-q" in seen or "--quiet" in seen,
-        color="never" if "--no-color" in seen else seen.get("--color"),
-        offline="--offline" in seen,
-        no_input="--no-input" in seen,
-        config=seen.get("--config"),
+        color=seen.get("--color"),
     )
 
 
-def refuse_by_name(name: str) -> None:
+def cut_words(command: str, name: str) -> str | None:
+    """What to type in the place of an option that an earlier version of a command had."""
+    return CUT_FLAGS.get(command, {}).get(name) or CUT_FLAGS[""].get(name)
+
+
+def refuse_by_name(command: str, name: str) -> None:
     """Say why an option that people look for does not exist. Raises IncompatibleError and UsageError."""
-    if name in CUT_FLAGS:
-        raise UsageError(f"{name} is now {CUT_FLAGS[name]}", fix=[CUT_FLAGS[name]], code="cut_option")
-    if name in GONE_FLAGS:
-        why, instead = GONE_FLAGS[name]
-        raise UsageError(f"{name} is no longer an option: {why}", fix=[instead], code="cut_option")
+    if words := cut_words(command, name):
+        raise UsageError(f"{name} is no longer an option", fix=[words], code="cut_option")
     if name in BEAM_FLAGS:
         raise IncompatibleError(
             f"{name}: spd has no beam search",

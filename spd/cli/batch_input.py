@@ -14,7 +14,7 @@ from spd.cli.prompt import (
     check_messages,
     check_text,
     read_messages,
-    read_text,
+    system_text,
     template_variables,
 )
 from spd.errors import SpdError, UsageError
@@ -109,7 +109,6 @@ class Shared:
     """What all prompts of a run have in common."""
 
     raw: bool
-    parse_special: bool
     messages: Messages
     variables: Mapping[str, Any]
 
@@ -119,10 +118,9 @@ def read_shared(options: GenerateOptions) -> Shared:
     messages: Messages = ()
     if options.messages is not None:
         messages = read_messages(options.messages)
-    system = read_text(options.system_file) if options.system_file is not None else options.system
-    if system is not None:
-        messages = ({"role": "system", "content": check_text(system, "the system message")},)
-    return Shared(options.raw, options.parse_special, messages, template_variables(options))
+    if (system := system_text(options.system)) is not None:
+        messages = ({"role": "system", "content": system},)
+    return Shared(options.raw, messages, template_variables(options))
 
 
 def read_wishes(line: BatchLine, settings: Settings, shared: Shared) -> Wanted:
@@ -180,7 +178,7 @@ def _asked(prompt: Mapping[str, Any], shared: Shared) -> Asked:
             raise UsageError(f"`{kind}` uses no chat template: --template-arg and --think would do nothing")
         if isinstance(found, list):
             return Asked(ids=tuple(found))
-        return Asked(text=found, parse_special=shared.parse_special)
+        return Asked(text=found)
     own, turns = _parted(messages)
     common, before = _parted(shared.messages)
     if system is not None:

@@ -9,11 +9,13 @@ from typing import Annotated
 
 import typer
 
+from spd.cli.help import FIRST, IN, LAST
 from spd.errors import UsageError
 
-_prompt = functools.partial(typer.Option, rich_help_panel="Prompt")
+_prompt = functools.partial(typer.Option, rich_help_panel=IN)
 _output = functools.partial(typer.Option, rich_help_panel="Output")
-_advanced = functools.partial(typer.Option, rich_help_panel="Advanced")
+_first = functools.partial(typer.Option, rich_help_panel=FIRST)
+_advanced = functools.partial(typer.Option, rich_help_panel=LAST)
 
 
 def parse_think(text: str, name: str = "--think") -> str:
@@ -38,11 +40,11 @@ class TemplateOptions:
     ] = None
     think: Annotated[
         str,
-        _prompt(
+        _first(
             parser=parse_think,
             autocompletion=think_words,
             metavar="on|off|hide|N",
-            help="Ask for thinking or for none; hide: do not show it; N: end it after N tokens.",
+            help="Thinking or none; hide: do not show it; N tokens at most.",
         ),
     ] = "auto"
 
@@ -54,9 +56,11 @@ class GrammarOptions:
     schema: Annotated[
         str | None, _output(metavar="FILE|JSON", help="The reply is JSON that follows this JSON schema.")
     ] = None
-    regex: Annotated[str | None, _output(metavar="REGEX", help="The whole reply matches this.")] = None
     grammar: Annotated[
-        str | None, _output(metavar="FILE|LARK", help="The whole reply follows this Lark grammar.")
+        str | None,
+        _output(
+            metavar="LARK|/REGEX/", help="The whole reply follows a Lark grammar (or its file), or matches."
+        ),
     ] = None
 
 
@@ -66,7 +70,7 @@ class BatchOptions:
 
     jsonl: Annotated[
         bool,
-        _prompt("--jsonl", help="A prompt a line on stdin or in -f FILE, as JSON; a JSON line each back."),
+        _prompt("--jsonl", help="A prompt a line on stdin or in -f FILE, a JSON line each back."),
     ] = False
     concurrency: Annotated[
         int | None, _advanced(metavar="N", help="Lines of --jsonl that decode together. Default: 8.")

@@ -12,23 +12,19 @@ from spd.cli.bench_options import (
     check_least,
     chosen_prompts,
     numbers,
-    parse_goodput,
     parse_share,
     split,
 )
-from spd.cli.bench_report import change_lines, headline, method_label, render, summary_lines
+from spd.cli.bench_report import render, summary_lines
 from spd.cli.options import Session, in_order, parse_size
 from spd.cli.output import (
     Sink,
-    cannot_write,
-    check_folder,
     check_writable,
     printable,
     to_json,
     write_error,
     write_result,
 )
-from spd.cli.result_file import read_result
 from spd.cli.signals import Interrupted
 from spd.cli.ticker import Ticker
 from spd.errors import CheckFailedError, SpdError, UsageError
@@ -43,26 +39,17 @@ SCHEMA = "spd.bench/1"
 
 def bench(session: Session, options: BenchOptions) -> int:
     """Measure speculation against plain decoding; exits 6 if texts differ or --fail-if-slower holds."""
-    chosen = [name for name in ("json", "jsonl", "csv", "markdown") if getattr(options, name)]
-    if len(chosen) > 1:
-        raise UsageError(
-            f"--{chosen[0]} and --{chosen[1]} are two forms of one output", fix=["leave one of them out"]
-        )
     threshold = None
     if options.fail_if_slower is not None:
         threshold = parse_share(options.fail_if_slower, "--fail-if-slower")
     if options.output is not None:
         check_writable(options.output)
-    baseline = read_result(options.baseline) if options.baseline is not None else None
-    if threshold is not None:
-        _can_judge(options, baseline)
-    if options.profile is not None:
-        check_folder(options.profile)
-    if options.plot is not None:
-        from spd.runtime.lab.plot import check_plot
-
-        check_plot(options.plot)
-        check_writable(options.plot)
+    if threshold is not None and options.repetitions == 1:
+        raise UsageError(
+            "--fail-if-slower with one repetition",
+            reason=["a single repetition has no noise to be told from"],
+            fix=["-r 2 or more"],
+        )
     settings = _settings(options)
     configs = sweep_configs(options)
     sink = Sink.stdout()
@@ -73,42 +60,25 @@ def bench(session: Session, options: BenchOptions) -> int:
             sweep.report = ticker.show
             sweep.run()
     except Interrupted:
-        _deliver(session, options, sweep, sink, baseline, threshold, interrupted=True)
+        _deliver(session, options, sweep, sink, threshold, interrupted=True)
         raise
-    try:
-        return _deliver(session, options, sweep, sink, baseline, threshold)
-    finally:
-        for name in sweep.profile(options.profile) if options.profile is not None else ():
-            session.console.note(f"profile: {name}")
-
-
-def _can_judge(options: BenchOptions, baseline: dict[str, Any] | None) -> None:
-    """Raise UsageError where --fail-if-slower could never tell a change from noise."""
-    once = "a single repetition has no noise to be told from"
-    if options.repetitions == 1:
-        raise UsageError("--fail-if-slower with one repetition", reason=[once], fix=["-r 2 or more"])
-    if baseline is not None and all(row["repetitions"] < 2 for row in baseline["rows"]):
-        raise UsageError(
-            f"--fail-if-slower with {options.baseline}", reason=[once], fix=["measure it with -r 2 or more"]
-        )
+    return _deliver(session, options, sweep, sink, threshold)
 
 
 def _open_sweep(
     session: Session, options: BenchOptions, configs: Sequence[EngineConfig], settings: Settings
 ) -> Sweep:
-    from spd.runtime.lab.energy import energy_counter
     from spd.runtime.lab.questions import encode_questions
     from spd.runtime.lab.sweep import Sweep
 
     lengths: list[int | None] = [None]
     if options.prompt_tokens is not None:
         lengths = [parse_size(size) for size in split(options.prompt_tokens, "--prompt-tokens")]
-    folder = configs[0].model
-    questions = encode_questions(folder, chosen_prompts(options), lengths, settings.max_tokens, options.ctx)
-    if options.ctx is None:  # no more cache than what is asked needs
-        longest = max(len(question.ids) for question in questions)
-        configs = [replace(config, ctx=longest + settings.max_tokens) for config in configs]
-    return Sweep(configs, questions, settings, check=session.guard.check, energy=energy_counter())
+    prompts = chosen_prompts(options.prompts, options.category)
+    questions = encode_questions(configs[0].model, prompts, lengths, settings.max_tokens, None)
+    longest = max(len(question.ids) for question in questions)
+    configs = [replace(config, ctx=longest + settings.max_tokens) for config in configs]  # and no more cache
+    return Sweep(configs, questions, settings, check=session.guard.check)
 
 
 def _settings(options: BenchOptions) -> Settings:
@@ -117,21 +87,13 @@ def _settings(options: BenchOptions) -> Settings:
     check_least(
         ("-n", options.max_tokens, 2),
         ("--repetitions", options.repetitions, 1),
-        ("--warmup", options.warmup, 0),
-        ("--each", options.each, 1),
-        ("--time", options.time, 0),
-        ("--seed", options.seed, 0),
     )
     return Settings(
         temperatures=tuple(numbers(options.temperature, "--temperature", "float", 0, 100)),
         loads=tuple(_loads(options)),
         max_tokens=options.max_tokens,
         repetitions=options.repetitions,
-        seconds=options.time,
-        warmup=options.warmup,
         ignore_eos=options.ignore_eos,
-        seed=options.seed,
-        goodput=parse_goodput(options.goodput),
     )
 
 
@@ -154,11 +116,10 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
         draft_max = [int(k) for k in numbers(options.draft_max, "--draft-max", "int", 1, 31)]
     adaptive = options.adaptive if options.adaptive is not None else len(draft_max) < 2
     base = EngineConfig(
-        model=ModelFolder.named(options.model, options.revision),
+        model=ModelFolder.named(options.model),
         device=options.device,
         dtype=options.dtype,
         quantize=options.quantize,
-        ctx=options.ctx,
         kernels=options.kernels,
         memory_fraction=options.memory_fraction,
         threads=options.threads,
@@ -260,32 +221,20 @@ def _deliver(
     options: BenchOptions,
     sweep: Sweep,
     sink: Sink,
-    baseline: dict[str, Any] | None,
     threshold: float | None,
     *,
     interrupted: bool = False,
 ) -> int:
     """Print what has been measured; returns the status. Raises CheckFailedError for a failed check."""
     result = bench_result(options, sweep, interrupted=interrupted)
-    unsaved = _save(options, result)
+    unsaved = write_result(options.output, to_json(result) + "\n")
     sink.write(printable(render(result, options, sink.columns)))
     failures = []
-    if not (options.json or options.jsonl or options.csv):
+    if not options.json:
         sink.write_lines(summary_lines(result))
     if result["equality"]["differences"]:
         failures.append(f"{len(result['equality']['differences'])} texts differ from plain decoding")
-    if baseline is not None:
-        from spd.runtime.lab.compare import compare
-
-        comparison = compare(baseline, result)
-        for line in change_lines(comparison, threshold or 0.0):
-            session.console.note(line)
-        if threshold is not None and not comparison.changes:
-            failures.append("no row of the baseline is of the same work")
-        elif threshold is not None:
-            slower = sum(change.regressed(threshold) for change in comparison.changes)
-            failures += [f"{slower} rows are slower than the baseline"] if slower else []
-    elif threshold is not None:
+    if threshold is not None:
         slower = sum(is_slower(row, threshold) for row in result["rows"])
         failures += [f"{slower} rows are slower than plain decoding"] if slower else []
     if unsaved is not None and (interrupted or not failures):
@@ -303,20 +252,6 @@ def _fail(failure: SpdError, session: Session, options: BenchOptions) -> int:
         raise failure
     write_error(failure, session.console, as_json=False)
     return failure.exit_code
-
-
-def _save(options: BenchOptions, result: dict[str, Any]) -> SpdError | None:
-    """Write file and picture; what kept one of them from being written."""
-    unsaved = write_result(options.output, to_json(result) + "\n")
-    if options.plot is not None and result["rows"]:
-        from spd.runtime.lab.plot import plot_rows
-
-        title = headline(result).replace("\n", " · ")
-        try:
-            plot_rows(result["rows"], options.plot, title, lambda row: method_label(row, result["rows"]))
-        except OSError as error:
-            return unsaved or cannot_write(options.plot, error)
-    return unsaved
 
 
 def is_slower(row: dict[str, Any], threshold: float) -> bool:

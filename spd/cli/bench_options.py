@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from spd.cli.help import FIRST, LAST
 from spd.cli.options import (
     AdvancedOptions,
     CommonOptions,
     MachineOptions,
+    MemoryOption,
     ModelOptions,
     SpeculationOptions,
     model_names,
@@ -23,12 +25,13 @@ from spd.errors import UsageError
 if TYPE_CHECKING:
     from spd.runtime.lab.prompt_set import Prompt
 
-DEFAULT_EACH = 2
+EACH = 2
+"""Prompts of each of spd's own categories."""
+_first = functools.partial(typer.Option, rich_help_panel=FIRST)
+_advanced = functools.partial(typer.Option, rich_help_panel=LAST)
 _sweep = functools.partial(typer.Option, rich_help_panel="What is compared")
 _work = functools.partial(typer.Option, rich_help_panel="What is asked")
-_measure = functools.partial(typer.Option, rich_help_panel="How it is measured")
 _output = functools.partial(typer.Option, rich_help_panel="Output")
-_judge = functools.partial(typer.Option, rich_help_panel="Verdict")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -37,20 +40,20 @@ class SweepOptions:
 
     spec: Annotated[
         str,
-        _sweep(
+        _first(
             metavar="METHODS",
-            help="off, auto, draft, eagle3, ngram, mtp; two in one: mtp+ngram. Plain is always measured.",
+            help="off, auto, draft, eagle3, ngram, mtp; mtp+ngram. Plain is always measured.",
         ),
     ] = "auto"
     draft_model: Annotated[
         str | None,
-        _sweep(autocompletion=model_names, metavar="MODEL", help="A smaller model, or an EAGLE-3 head."),
+        _first(autocompletion=model_names, metavar="MODEL", help="A smaller model, or an EAGLE-3 head."),
     ] = None
     mtp: Annotated[
         str | None, _sweep(autocompletion=model_names, metavar="HEAD", help="A folder with an MTP head.")
     ] = None
     draft_max: Annotated[
-        str | None, _sweep(metavar="K,…", help="Draft tokens a round; a list of them is held fixed.")
+        str | None, _first(metavar="K,…", help="Draft tokens a round; a list of them is held fixed.")
     ] = None
     adaptive: Annotated[
         bool | None, _sweep("--adaptive/--no-adaptive", help="Fit K to what is accepted, or hold it.")
@@ -59,13 +62,16 @@ class SweepOptions:
     synthetic_acceptance: Annotated[
         float | None, _sweep(metavar="LENGTH", help="Impose this many tokens a round: speed only.")
     ] = None
-    lag: Annotated[str, _sweep(metavar="N,…", help="Rounds the host may run behind: auto, 0, 1, 2.")] = "auto"
-    graphs: Annotated[str, _sweep(metavar="MODES", help="CUDA graphs: auto, on, off.")] = "auto"
-    tp: Annotated[str, _sweep(metavar="N,…", help="Tensor parallel ranks.")] = "1"
-    draft_tp: Annotated[str, _sweep(metavar="N,…", help="Ranks that share the drafter, or auto.")] = "auto"
-    rendezvous: Annotated[
-        str | None, _sweep(metavar="ADDRESS", help="Where started ranks meet; torchrun says it.")
-    ] = None
+    load: Annotated[
+        Literal["auto", "dummy"],
+        _sweep(metavar="HOW", help="dummy: random weights of the configured shapes, speed only."),
+    ] = "auto"
+    lag: Annotated[str, _advanced(metavar="N,…", help="Rounds the host may run behind: auto, 0, 1, 2.")] = (
+        "auto"
+    )
+    graphs: Annotated[str, _advanced(metavar="MODES", help="CUDA graphs: auto, on, off.")] = "auto"
+    tp: Annotated[str, _advanced(metavar="N,…", help="Tensor parallel ranks. Default: 1.")] = "1"
+    draft_tp: Annotated[str, _advanced(metavar="N,…", help="Ranks that share the drafter, or auto.")] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -79,34 +85,25 @@ class WorkOptions:
     prompts: Annotated[
         Path | None, _work(metavar="FILE", help='Your own: lines of text, or {"prompt": …} in a .jsonl.')
     ] = None
-    each: Annotated[int | None, _work(metavar="N", help="Prompts of each category. Default: 2.")] = None
-    temperature: Annotated[str, _work(metavar="T,…", help="Sampling temperatures.")] = "0,0.8"
+    temperature: Annotated[str, _first(metavar="T,…", help="Sampling temperatures. Default: 0,0.8.")] = (
+        "0,0.8"
+    )
     prompt_tokens: Annotated[
         str | None, _work(metavar="N,…", help="Lengthen or cut prompts to N tokens, such as 1k.")
     ] = None
-    max_tokens: Annotated[int, _work("-n", "--max-tokens", metavar="N", help="Tokens a reply at most.")] = 64
+    max_tokens: Annotated[
+        int, _first("-n", "--max-tokens", metavar="N", help="Tokens a reply at most. Default: 64.")
+    ] = 64
     ignore_eos: Annotated[bool, _work("--ignore-eos", help="Do not stop at the end of the text.")] = False
     concurrency: Annotated[
-        str, _work(metavar="N,…", help="Requests at a time (closed loop); with --rate, slots at most.")
+        str, _first(metavar="N,…", help="Requests at a time; with --rate, slots at most. Default: 1.")
     ] = "1"
     rate: Annotated[
         str | None, _work(metavar="R,…", help="Requests a second as they come by chance (open loop).")
     ] = None
-    seed: Annotated[int, _work(metavar="N", help="Of sampling and of arrivals.")] = 0
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class MeasureOptions:
-    """How long and how often."""
-
     repetitions: Annotated[
         int | None,
-        _measure("-r", "--repetitions", metavar="N", help="Default: as many as fit into --time, 3 to 20."),
-    ] = None
-    time: Annotated[float, _measure(metavar="SECONDS", help="To measure for, loading not counted.")] = 80.0
-    warmup: Annotated[int, _measure("-w", "--warmup", metavar="N", help="Unmeasured replies first.")] = 1
-    goodput: Annotated[
-        str | None, _measure(metavar="ttft:MS,tpot:MS", help="Count the requests that take no longer.")
+        _work("-r", "--repetitions", metavar="N", help="Default: as many as fit into 80 s, 3 to 20."),
     ] = None
 
 
@@ -114,31 +111,24 @@ class MeasureOptions:
 class ResultOptions:
     """What comes back and what fails."""
 
-    json: Annotated[bool, _output("--json", help="One JSON object with every sample.")] = False
-    jsonl: Annotated[bool, _output("--jsonl", help="One JSON object a row.")] = False
-    csv: Annotated[bool, _output("--csv", help="Comma-separated values.")] = False
-    markdown: Annotated[bool, _output("--markdown", help="A table to paste.")] = False
+    json: Annotated[bool, _first("--json", help="One JSON object with every sample.")] = False
     output: Annotated[
         Path | None, _output("-o", "--output", metavar="FILE", help="Write the JSON object there too.")
     ] = None
-    plot: Annotated[
-        Path | None, _output(metavar="FILE", help="Draw the rows: .svg, .png or .pdf (needs matplotlib).")
-    ] = None
-    profile: Annotated[
-        Path | None, _output(metavar="DIR", help="Then profile one prompt each: Chrome traces, summaries.")
-    ] = None
-    baseline: Annotated[
-        Path | None, _judge(metavar="FILE", help="An earlier JSON object to compare with.")
-    ] = None
     fail_if_slower: Annotated[
-        str | None,
-        _judge(metavar="3%", help="Exit 6 if a row is this much slower than --baseline, else than plain."),
+        str | None, _output(metavar="3%", help="Exit 6 if a row is this much slower than plain decoding.")
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BenchOptions(
-    MachineOptions, CommonOptions, ResultOptions, MeasureOptions, WorkOptions, SweepOptions, ModelOptions
+    MemoryOption,
+    CommonOptions,
+    ResultOptions,
+    WorkOptions,
+    SweepOptions,
+    MachineOptions,
+    ModelOptions,
 ):
     """Everything `spd bench` takes."""
 
@@ -151,7 +141,7 @@ class CompareOptions(CommonOptions):
         list[Path], typer.Argument(metavar="A.json B.json …", help="Results of spd bench, the oldest first.")
     ]
     threshold: Annotated[
-        str, _judge(metavar="3%", help="Slower by more than this, and more than noise, is a regression.")
+        str, _first(metavar="3%", help="Slower by more than this, and more than noise, is a regression.")
     ] = "3%"
     json: Annotated[bool, _output("--json", help="One JSON object.")] = False
 
@@ -174,26 +164,19 @@ class VerifyOptions(AdvancedOptions, CommonOptions, SpeculationOptions, ModelOpt
         bool, _sweep("--adaptive/--no-adaptive", help="Fit K to what is accepted; held fixed by default.")
     ] = False
     against: Annotated[
-        str, _judge(metavar="SETTING=…", help="The other side: spec=off, lag=0, kernels=torch, slots=1 …")
+        str, _first(metavar="SETTING=…", help="The other side: spec=off, lag=0, kernels=torch, slots=1 …")
     ] = "spec=off"
-    category: Annotated[str | None, _work(metavar="NAMES", help="As for spd bench.")] = None
     prompts: Annotated[Path | None, _work(metavar="FILE", help="Your own, as for spd bench.")] = None
-    each: Annotated[int | None, _work(metavar="N", help="Prompts of each category. Default: 2.")] = None
-    temperature: Annotated[str, _work(metavar="T,…", help="Sampling temperatures.")] = "0,0.8"
-    max_tokens: Annotated[int, _work("-n", "--max-tokens", metavar="N", help="Tokens a reply at most.")] = 64
-    ignore_eos: Annotated[bool, _work("--ignore-eos", help="Do not stop at the end of the text.")] = False
-    tokens: Annotated[int, _work(metavar="N", help="Ask with new seeds until replies could hold N.")] = 0
-    concurrency: Annotated[int, _work(metavar="N", help="Requests at a time.")] = 1
-    seed: Annotated[int, _work(metavar="N", help="Of sampling.")] = 0
-    draws: Annotated[
-        int | None,
-        _judge(metavar="N", help="Replies a prompt and T to test a rule's law with. Default: 300 if needed."),
-    ] = None
-    redraft: Annotated[int, _judge(metavar="N", help="Rounds whose drafts are drawn again.")] = 64
-    json: Annotated[bool, _output("--json", help="The certificate on standard output.")] = False
-    output: Annotated[
-        Path | None, _output("-o", "--output", metavar="FILE", help="Write the certificate there.")
-    ] = None
+    temperature: Annotated[str, _first(metavar="T,…", help="Sampling temperatures. Default: 0,0.8.")] = (
+        "0,0.8"
+    )
+    max_tokens: Annotated[
+        int, _first("-n", "--max-tokens", metavar="N", help="Tokens a reply at most. Default: 64.")
+    ] = 64
+    tokens: Annotated[int, _first(metavar="N", help="Ask with new seeds until replies could hold N.")] = 0
+    concurrency: Annotated[int, _first(metavar="N", help="Requests at a time. Default: 1.")] = 1
+    json: Annotated[bool, _first("--json", help="The certificate on standard output.")] = False
+    ctx: int | None = None
 
 
 def split(text: str, flag: str) -> list[str]:
@@ -229,20 +212,6 @@ def parse_share(text: str, flag: str) -> float:
     return value
 
 
-def parse_goodput(text: str | None) -> dict[str, float]:
-    """`ttft:500,tpot:50` as milliseconds by name. Raises UsageError."""
-    found = {}
-    for member in split(text, "--goodput") if text else ():
-        name, _, value = member.partition(":")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            name = ""
-        if name not in ("ttft", "tpot") or not 0 < found[name] < inf:
-            raise UsageError(f"--goodput {member} is not known", fix=["--goodput ttft:500,tpot:50"])
-    return found
-
-
 def check_least(*given: tuple[str, float | None, int]) -> None:
     """Raise UsageError for the first (flag, value, least) whose value is less than that, or no number."""
     for flag, value, least in given:
@@ -250,10 +219,9 @@ def check_least(*given: tuple[str, float | None, int]) -> None:
             raise UsageError(f"{flag} {value} is out of range", reason=[f"valid: {least} or more"])
 
 
-def chosen_prompts(options: BenchOptions | VerifyOptions) -> tuple[Prompt, ...]:
-    """The prompts asked for: of --prompts all, of spd's own a few of each category, unless --each says."""
+def chosen_prompts(path: Path | None, category: str | None = None) -> tuple[Prompt, ...]:
+    """The prompts asked for: of a file all, of spd's own a few of each category."""
     from spd.runtime.lab.prompt_set import OWN, choose, read_prompts
 
-    categories = split(options.category, "--category") if options.category is not None else None
-    each = DEFAULT_EACH if options.each is None and options.prompts is None else options.each
-    return choose(read_prompts(options.prompts or OWN), categories, each)
+    categories = split(category, "--category") if category is not None else None
+    return choose(read_prompts(path or OWN), categories, EACH if path is None else None)

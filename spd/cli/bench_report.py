@@ -1,20 +1,16 @@
-"""A benchmark's result in words: tables, lines of JSON, CSV, and the sentences below a table."""
+"""A benchmark's result in words: a table, and the sentences below it."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spd.cli.bench_options import BenchOptions
 from spd.cli.output import as_line, to_json
-from spd.cli.table import WIDTH, render_csv, render_markdown, render_table
+from spd.cli.table import WIDTH, render_table
 from spd.cli.wrap import fit_lines
 
-if TYPE_CHECKING:
-    from spd.runtime.lab.compare import Comparison
-
-ROW_SCHEMA = "spd.bench.row/1"
 SLOWER = "▼"
 
 
@@ -23,17 +19,9 @@ def render(result: Mapping[str, Any], options: BenchOptions, columns: int | None
     rows = result["rows"]
     if options.json:
         return to_json(result) + "\n"
-    if options.jsonl:
-        return "".join(
-            to_json({"schema": ROW_SCHEMA, "model": result["model"], **row}) + "\n" for row in rows
-        )
-    if options.csv:
-        return render_csv(*flat_rows(rows))
     if not rows:
         return "nothing was measured\n"
-    if options.markdown:
-        return render_markdown(*table_rows(rows))
-    table = render_table(*table_rows(rows, short=True), expendable=3, columns=columns)
+    table = render_table(*table_rows(rows), expendable=3, columns=columns)
     return f"{fit_lines(headline(result), columns)}\n{table}"
 
 
@@ -88,9 +76,9 @@ def method_label(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> s
 
 
 def table_rows(
-    rows: Sequence[Mapping[str, Any]], *, short: bool = False
+    rows: Sequence[Mapping[str, Any]],
 ) -> tuple[list[str], list[list[str]]]:
-    """Header and cells; columns that say the same everywhere are left out. `short`: repeated names too."""
+    """Header and cells; columns that say the same everywhere, and repeated names, are left out."""
     several = {
         name: len({row[name] for row in rows}) > 1 for name in ("prompt_tokens_asked", "concurrency", "rate")
     }
@@ -108,7 +96,7 @@ def table_rows(
         work = [row["category"], f"{row['temperature']:g}"]
         work += [str(row["prompt_tokens_asked"] or "own")] if several["prompt_tokens_asked"] else []
         work += [load_label(row, rows)] if several["concurrency"] or several["rate"] else []
-        shown = [""] * len(work) if short and work == before else work
+        shown = [""] * len(work) if work == before else work
         before = work
         found = _figures(row)
         found = [*found[:3], found[5], *_parts(row)] if ranks else found
@@ -154,23 +142,6 @@ def _percent(share: float | None) -> str:
     return ">99%" if share >= 0.995 else f"{share:.0%}" if share >= 0.095 else f"{share:.1%}"
 
 
-def flat_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Header and cells of the CSV: a row's plain values, and the figures of its nested ones."""
-    flat = [_flatten(row) for row in rows]
-    header = list(dict.fromkeys(name for row in flat for name in row))
-    return header, [[row.get(name) for name in header] for row in flat]
-
-
-def _flatten(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            found |= _flatten(value, f"{prefix}{name}.")
-        elif not isinstance(value, (list, tuple)):
-            found[prefix + name] = value
-    return found
-
-
 def summary_lines(result: Mapping[str, Any]) -> list[str]:
     """What stands below a table: equality, the best way of decoding, what the intervals mean."""
     lines = []
@@ -191,7 +162,6 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
     best = best_row(result["rows"])
     if best is not None:
         lines += textwrap.wrap(_advice(best, result["rows"]), WIDTH, break_on_hyphens=False)
-    lines += _goodput_words(result)
     lines += _roofline_words(result["rows"])
     if result["rows"]:
         ranks = any(row["tp"] > 1 for row in result["rows"])
@@ -202,17 +172,6 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
 
 def _is_imposed(result: Mapping[str, Any]) -> bool:
     return any(row["acceptance"] == "imposed" for row in result["rows"])
-
-
-def _goodput_words(result: Mapping[str, Any]) -> list[str]:
-    """Requests a second that met every objective of --goodput, of the rows that the advice looks at."""
-    asked = ", ".join(f"{name.upper()} ≤ {ms:g} ms" for name, ms in result["settings"]["goodput"].items())
-    rows = _whole(result["rows"]) if asked else []
-    return [
-        f"{asked}: {row['goodput']:.2f} of {row['requests_per_second']:.2f} requests/s, "
-        f"{method_label(row, rows)}, T {row['temperature']:g}, load {load_label(row, rows)}"
-        for row in rows
-    ]
 
 
 def _roofline_words(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -268,25 +227,3 @@ def _flags(best: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
             value = best[name] if not isinstance(best[name], bool) else "on" if best[name] else "off"
             flags += f" --{name.replace('_', '-')} {value}"
     return flags
-
-
-def change_lines(comparison: Comparison, threshold: float) -> list[str]:
-    """One line a row whose change exceeds the noise, and a count of the others."""
-    lines = [f"not under the same conditions as the baseline: {each}" for each in comparison.conditions]
-    changed = 0
-    for change in comparison.changes:
-        if change.verdict != "within noise":
-            row, changed = change.row, changed + 1
-            mark = f" {SLOWER}" if change.regressed(threshold) else ""
-            lines.append(
-                f"{row['category']}, T {row['temperature']:g}, {method_label(row, [row])}: "
-                f"{change.share:+.1%} since the baseline{mark}"
-            )
-    quiet = len(comparison.changes) - changed
-    lines.append(f"{quiet} of {len(comparison.changes)} rows changed within noise since the baseline")
-    if comparison.only_before or comparison.only_after:
-        lines.append(
-            f"not compared: {comparison.only_before} rows of the baseline only, "
-            f"{comparison.only_after} of this run only"
-        )
-    return lines

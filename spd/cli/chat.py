@@ -66,18 +66,17 @@ def chat(session: Session, options: ChatOptions) -> int:
 
 def open_session(store: SessionStore, options: ChatOptions) -> tuple[str, Conversation | None]:
     """The name to save under, and what was said under it before. Raises NotFoundError and UsageError."""
-    if options.continue_:
+    if options.continue_ is None:
+        return ("" if options.no_save else store.open_new()), None
+    name = options.continue_
+    if not name:
         names = store.names()
         if not names:
             raise NotFoundError("no chat is saved yet", fix=["spd chat"], code="no_session")
         name = names[0]
-    elif options.session is None:
-        return ("" if options.no_save else store.open_new()), None
-    else:
-        name = options.session
-        if not store.path(name).exists():
-            store.open(name)
-            return name, None
+    elif not store.path(name).exists():
+        store.open(name)
+        return name, None
     if not options.no_save:
         store.open(name)
     return name, store.load(name)
@@ -98,7 +97,7 @@ class Chat:
         from spd.cli.chat_model import ChatModel
         from spd.cli.conversation import begin
         from spd.cli.models import ensure_models
-        from spd.cli.prompt import read_text
+        from spd.cli.prompt import read_text, system_text
 
         self._session, self._sink = session, sink
         self._console = dataclasses.replace(session.console, help="/help")
@@ -107,8 +106,7 @@ class Chat:
             options = options.continuing(conversation.model)
         ensure_models(session, options)
         self.model: ChatModel = ChatModel(options, session.console)
-        system = read_text(options.system_file) if options.system_file is not None else options.system
-        fresh = begin(self.model.name, options.seed, system, self.model.fingerprint)
+        fresh = begin(self.model.name, options.seed, system_text(options.system), self.model.fingerprint)
         self.conversation = fresh if conversation is None else conversation.continued_as(fresh, options.seed)
         self.attached = [(path, read_text(path)) for path in options.file or ()]
         self.draft = ""
@@ -180,10 +178,8 @@ class Chat:
             return PlainLines()
         from spd.cli.editor import Editor
 
-        options = self.model.options
         return Editor(
-            None if options.no_history else self._session.state_folder / "history",
-            vi=options.vi,
+            self._session.state_folder / "history",
             color=self._session.console.color,
             status=self._status,
             commands=Commands.names(),
@@ -236,8 +232,11 @@ class Chat:
             self.reply_to(dataclasses.replace(self.conversation, turns=turns), text)
         except SpdError as error:
             if error.code == "context_overflow":
+                tokenizer = self.model.vocabulary.need_tokenizer()
                 for path, content in self.attached:
-                    error.reason += (f"{path}: {self.count_tokens(content):,} tokens, no longer attached",)
+                    error.reason += (
+                        f"{path}: {len(tokenizer.encode(content)):,} tokens, no longer attached",
+                    )
                 self.attached = []
             raise
         self.attached = []
@@ -282,8 +281,6 @@ class Chat:
         self.change(conversation)
         if self.stats:
             self.tell("  " + self.model.stats_words())
-        write_stderr(self.model.explanation())
-        self.tell(*self.model.probability_lines())
         self._warn_when_full()
         if turn.finish == "length" and self.look.terminal:
             self.tell(f"stopped at {len(turn.reply_ids):,} tokens; /more continues")
@@ -323,12 +320,6 @@ class Chat:
         fitted = fit_lines(as_line(line), self.look.columns() if self.look.terminal else None)
         return paint(fitted, "2", self.look.styled)
 
-    def to_terminal(self, sequence: str) -> None:
-        """Send the terminal a control sequence. Raises UsageError where there is none."""
-        if not self.look.styled:
-            raise UsageError("there is no terminal that could copy", fix=["/export FILE.md"])
-        self._sink.write_styled(sequence)
-
     def start_new(self) -> None:
         """Leave this chat as it was saved and begin another with the same system message."""
         from spd.cli.conversation import begin
@@ -338,14 +329,6 @@ class Chat:
         old = self.conversation
         self.conversation = begin(old.model, None, old.system, old.vocabulary)
         self.attached, self._warned_full = [], False
-
-    def save_as(self, name: str) -> None:
-        """Go on under another name. Raises UsageError if it is taken."""
-        if name != self.name and self.store.path(name).exists():
-            raise UsageError(f"a chat named {name} exists already", fix=["/save another name"])
-        self.store.open(name)
-        self.store.save(name, self.conversation)
-        self.name, self._saving = name, True
 
     def load(self, name: str) -> None:
         """Go on with a saved chat."""
@@ -376,23 +359,6 @@ class Chat:
         self.model.reload(changes, self._loaded)
         self.change(self.conversation.for_model(self.model.name, self.model.fingerprint))
         self._session.console.note(f"loaded {self.model.name}")
-
-    def shown(self, what: str) -> Sequence[str]:
-        """What /show shows. Raises UsageError."""
-        if what == "prompt":
-            if not self.conversation.turns:
-                raise UsageError("nothing has been said yet", fix=["/show params|spec|model"])
-            return self.model.encoder.encode(self.conversation).text.splitlines()
-        return self.model.shown(what)
-
-    def count_tokens(self, text: str | None) -> int:
-        """Tokens of a text, or of the conversation as the next prompt begins."""
-        if text is not None:
-            return len(self.model.vocabulary.need_tokenizer().encode(text))
-        turns = self.conversation.turns
-        if not turns:
-            return 0
-        return len(self.model.encoder.encode(self.conversation).ids) + len(turns[-1].reply_ids)
 
 
 def _recap(turn: Any) -> Sequence[str]:

@@ -5,32 +5,26 @@ Each is a method of `Commands`, found by its name; its first line is what /help 
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import difflib
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING
 
 from typer import BadParameter
 
 from spd.cli.batch_options import parse_think
-from spd.cli.conversation import Conversation, Turn
+from spd.cli.conversation import Turn
 from spd.cli.message_source import words_of
-from spd.cli.options import SamplingOptions, parse_spec, spec_names
-from spd.cli.output import check_writable, printable, to_json, write_file
+from spd.cli.options import parse_spec, parse_switch, read_settings, spec_names
+from spd.cli.output import printable
 from spd.cli.prompt import read_text
-from spd.cli.sessions import records
-from spd.cli.structured import opens_thinking, parted
 from spd.errors import UsageError
 
 if TYPE_CHECKING:
     from spd.cli.chat import Chat
 
 ALIASES = {"/?": "/help", "/bye": "/exit", "/quit": "/exit", "/new": "/clear"}
-WITH_PATH = ("/file", "/export")
-MAX_COPIED = 74_000
-"""Bytes that terminals take into the clipboard at least."""
+WITH_PATH = ("/file",)
 
 
 class Commands:
@@ -114,29 +108,16 @@ class Commands:
         self._chat.tell(*f"system  {self._chat.conversation.system or '(none)'}".splitlines())
 
     def do_set(self, rest: str) -> None:
-        """change how replies are drawn: /set temperature=0.5 top_p=0.9"""
+        """change how replies are drawn: /set temperature=0.5 top_p=0.9; alone it shows"""
         words = words_of(rest)
-        if not words:
-            raise UsageError("/set needs NAME=VALUE", fix=["/set temperature=0.5"])
-        changes: dict[str, Any] = {}
-        for word in words:
-            name, equals, value = word.partition("=")
-            name = name.replace("-", "_")
-            if not equals:
-                raise UsageError(f"/set {word} is not NAME=VALUE", fix=["/set temperature=0.5"])
-            changes[name] = _read_value(name, value)
-        self._chat.set_sampling(changes)
-        self._chat.tell(*self._chat.shown("params"))
-
-    def do_show(self, rest: str) -> None:
-        """show params, prompt, spec or model"""
-        self._chat.tell(*self._chat.shown(rest or "params"))
+        self._chat.set_sampling(read_settings(words, "/set"))
+        self._chat.tell(*self._chat.model.shown("params"))
 
     def do_spec(self, rest: str) -> None:
         """load with another speculation: /spec auto|off|mtp|draft|eagle3|ngram|mtp,ngram [K]"""
         words = rest.split()
         if not words:
-            self._chat.tell(*self._chat.shown("spec"))
+            self._chat.tell(*self._chat.model.shown("spec"))
             return
         try:
             method = parse_spec(words[0])
@@ -150,13 +131,13 @@ class Commands:
     def do_model(self, rest: str) -> None:
         """load another model and go on with this chat: /model NAME"""
         if not rest:
-            self._chat.tell(*self._chat.shown("model"))
+            self._chat.tell(*self._chat.model.shown("model"))
             return
         self._chat.reload(model=rest)
 
     def do_draft(self, rest: str) -> None:
         """colour accepted draft tokens: /draft on|off"""
-        on = _on_off("/draft", rest)
+        on = parse_switch("/draft", rest)
         self._chat.look = dataclasses.replace(self._chat.look, drafts=on)
         self._chat.tell("accepted draft tokens are marked; Markdown is off meanwhile" if on else "not marked")
 
@@ -165,17 +146,7 @@ class Commands:
         if rest in ("", "full"):
             self._chat.tell(*self._chat.model.full_stats())
             return
-        self._chat.stats = _on_off("/stats", rest)
-
-    def do_explain(self, rest: str) -> None:
-        """say after each reply why speculation paid or not: /explain on|off"""
-        self._chat.model.set_explain(_on_off("/explain", rest))
-
-    def do_probs(self, rest: str) -> None:
-        """show how likely each token of a reply was, and the N likeliest: /probs N, /probs off"""
-        if rest != "off" and not (rest.isascii() and rest.isdigit()):
-            raise UsageError(f"/probs {rest}".rstrip() + ": is no number", fix=["/probs 3", "/probs off"])
-        self._chat.model.set_probs(None if rest == "off" else int(rest))
+        self._chat.stats = parse_switch("/stats", rest)
 
     def do_think(self, rest: str) -> None:
         """let the model think: /think on|off|hide, or at most so many tokens: /think N"""
@@ -191,53 +162,13 @@ class Commands:
         sizes = ", ".join(f"{path}: {len(text):,} characters" for path, text in self._chat.attached)
         self._chat.tell(f"goes with the next message: {sizes or 'no file'}")
 
-    def do_save(self, rest: str) -> None:
-        """keep this chat under a name: /save NAME"""
-        if not rest:
-            raise UsageError("/save needs a name", fix=["/save NAME"])
-        self._chat.save_as(rest)
-        self._chat.tell(f"saved as {rest}; spd chat --session {rest} continues it")
-
     def do_load(self, rest: str) -> None:
-        """continue a saved chat: /load NAME"""
-        if not rest:
-            raise UsageError("/load needs a name", fix=["/load NAME", "/sessions lists them"])
-        self._chat.load(rest)
-
-    def do_sessions(self, rest: str) -> None:
-        """list the saved chats, the latest first"""
+        """continue a saved chat: /load NAME; alone it lists them, the latest first"""
+        if rest:
+            self._chat.load(rest)
+            return
         names = self._chat.store.names()
         self._chat.tell(*([f"  {name}" for name in names] or ["no chat is saved"]))
-
-    def do_export(self, rest: str) -> None:
-        """write this chat to a file: /export FILE.md or FILE.jsonl"""
-        path = Path(" ".join(words_of(rest))).expanduser()
-        if path.suffix not in (".md", ".jsonl"):
-            raise UsageError("/export needs a file ending in .md or .jsonl", fix=["/export chat.md"])
-        check_writable(path)
-        if path.exists():
-            raise UsageError(f"{path} exists already", fix=["/export another file"])
-        write_file(path, exported(self._chat.conversation, path.suffix))
-        self._chat.tell(f"wrote {path}")
-
-    def do_copy(self, rest: str) -> None:
-        """copy the last reply, or with /copy code its last code block, through the terminal"""
-        reply, prompt = self._last().reply or "", self._chat.shown("prompt")
-        text = parted(reply, opens_thinking("\n".join(prompt)))[1]
-        if rest == "code":
-            blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text + "\n", re.MULTILINE | re.DOTALL)
-            if not blocks:
-                raise UsageError("the last reply has no code block", fix=["/copy"])
-            text = blocks[-1]
-        data = text.encode()
-        if len(data) > MAX_COPIED:
-            raise UsageError(f"{len(data):,} bytes are too much for a terminal", fix=["/export FILE.md"])
-        self._chat.to_terminal(f"\x1b]52;c;{base64.b64encode(data).decode()}\x07")
-        self._chat.tell(f"asked the terminal to copy {len(text):,} characters")
-
-    def do_tokens(self, rest: str) -> None:
-        """count the tokens of a text, or of this chat: /tokens [TEXT]"""
-        self._chat.tell(f"{self._chat.count_tokens(rest or None):,} tokens")
 
     def _last(self) -> Turn:
         turns = self._chat.conversation.turns
@@ -246,56 +177,7 @@ class Commands:
         return turns[-1]
 
 
-def _read_value(name: str, text: str) -> Any:
-    """A sampling option's value from text, by the option's own type. Raises UsageError."""
-    hints = get_type_hints(SamplingOptions)
-    if name not in hints:
-        raise UsageError(
-            f"/set {name}: there is no such parameter", fix=[f"one of {', '.join(sorted(hints))}"]
-        )
-    kinds = get_args(hints[name]) or (hints[name],)
-    if type(None) in kinds and text in ("", "auto", "default"):
-        return None
-    if list[str] in kinds:
-        return [text]
-    if list[int] in kinds:
-        return [int(text)] if text.isdigit() else _no_number(name, text)
-    if bool in kinds:
-        return _on_off(f"/set {name}", text)
-    kind = float if float in kinds else int
-    try:
-        return kind(text)
-    except ValueError:
-        return _no_number(name, text)
-
-
-def _no_number(name: str, text: str) -> Any:
-    raise UsageError(f"/set {name}={text}: is not a number", fix=[f"/set {name}=1"])
-
-
-def _on_off(command: str, text: str) -> bool:
-    known = {"on": True, "off": False, "true": True, "false": False}
-    if text not in known:
-        what = f"{text} is not on or off" if text else "on or off?"
-        raise UsageError(f"{command}: {what}", fix=[f"{command} on|off"])
-    return known[text]
-
-
 def _short(text: str) -> str:
     """The beginning of a text on one line."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= 60 else line[:59] + "…"
-
-
-def exported(conversation: Conversation, suffix: str) -> str:
-    """A chat for people (.md) or for programs (.jsonl: what a session file holds)."""
-    if suffix == ".jsonl":
-        return "".join(to_json(record) + "\n" for record in records(conversation))
-    parts = [f"# Chat with {conversation.model}\n"]
-    if conversation.system is not None:
-        parts.append(f"## System\n\n{conversation.system}\n")
-    for turn in conversation.turns:
-        parts.append(f"## You\n\n{turn.user}\n")
-        if turn.reply is not None:
-            parts.append(f"## {conversation.model}\n\n{turn.reply}\n")
-    return "\n".join(parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.conversation import ChatEncoder
 from spd.cli.job import engine_config, open_vocabulary
@@ -20,8 +20,6 @@ from spd.runtime.engine.driver import EngineThread
 if TYPE_CHECKING:
     from spd.cli.chat_options import ChatOptions
     from spd.runtime import Engine, EngineConfig, Event, Request, RequestMetrics
-    from spd.runtime.engine.request import TokenLogprob
-    from spd.runtime.lab.trace_file import Trace
     from spd.runtime.load.progress import Progress
     from spd.runtime.round.sampling_params import SamplingParams
 
@@ -36,10 +34,6 @@ class ChatModel:
         self._console = console
         self._requests = 0
         self.metrics: RequestMetrics | None = None
-        self.logprobs: list[TokenLogprob] = []
-        """Of the last reply's tokens, where they were asked for."""
-        self._probs: int | None = None
-        self._seen: tuple[Trace, Request] | None = None
         self.thread: EngineThread
         self._first = options
         self._prepare(options)
@@ -50,7 +44,7 @@ class ChatModel:
         from spd.formats.hub import DEMO
 
         name = options.model or DEMO
-        folder = ModelFolder.named(name, options.revision)
+        folder = ModelFolder.named(name)
         config: EngineConfig = engine_config(options, folder)
         vocabulary = open_vocabulary(name, folder)
         encoder = ChatEncoder(vocabulary, template_variables(options))
@@ -110,7 +104,7 @@ class ChatModel:
         if options.model == first.model and method in ("auto", "mtp"):
             kept["mtp"] = first.mtp
         if method == "off":
-            kept |= {"adaptive": None, "draft_max": None, "synthetic_acceptance": None}
+            kept |= {"adaptive": None, "draft_max": None}
         return dataclasses.replace(options, **kept)
 
     def _load_now(self, on_ready: Callable[[], None]) -> None:
@@ -123,37 +117,11 @@ class ChatModel:
         on_ready()
 
     def run(self, request: Request) -> Iterator[Event]:
-        """Decode a request; its counters are kept for the figures afterwards, its rounds for --explain."""
-        engine = self.thread.engine()
-        watched = self._watch(request) if self.options.explain else None
+        """Decode a request; its counters are kept for the figures afterwards."""
         try:
             yield from self.thread.run(request)
         finally:
             self.metrics = self.thread.metrics(request.id)
-            engine.trace = None
-        self._seen = None if watched is None else (watched, request)
-
-    def _watch(self, request: Request) -> Trace:
-        """Have every round of a request kept."""
-        from spd.cli.explain import trace_header
-        from spd.runtime.lab.trace_file import Trace
-
-        engine = self.thread.engine()
-        watched = Trace(
-            header=trace_header(engine, self.name, request.params.temperature, request.prompt_ids)
-        )
-        engine.trace = watched.add
-        return watched
-
-    def explanation(self) -> str:
-        """Why speculation paid or not in the last reply; runs a few plain rounds where it had none."""
-        from spd.cli.explain import complete, live_explanation
-
-        if self._seen is None:
-            return ""
-        (watched, request), self._seen = self._seen, None
-        self.thread.call(lambda engine: complete(watched, engine, request))
-        return live_explanation(watched)
 
     def next_request_id(self) -> str:
         """An id that no earlier request had."""
@@ -169,25 +137,9 @@ class ChatModel:
         self.encoder.variables = template_variables(self.options)
         note_thinking(self._console, think, self.vocabulary)
 
-    def set_explain(self, on: bool) -> None:
-        """Explain replies from now on, or no longer."""
-        self.options = dataclasses.replace(self.options, explain=on)
-
     def params(self, seed: int) -> SamplingParams:
         """Sampling parameters with a reply's own seed."""
-        return dataclasses.replace(self.sampling.params, seed=seed, logprobs=self._probs)
-
-    def set_probs(self, likeliest: int | None) -> None:
-        """Show the probabilities of later replies, and of so many other tokens; or no longer. UsageError."""
-        dataclasses.replace(self.sampling.params, logprobs=likeliest)
-        self._probs = likeliest
-
-    def probability_lines(self) -> Sequence[str]:
-        """Each token of the last reply, its probability, and the likeliest in its place."""
-        from spd.cli.report import probability_line
-
-        tokenizer = self.vocabulary.need_tokenizer()
-        return [probability_line(entry, tokenizer) for entry in self.logprobs]
+        return dataclasses.replace(self.sampling.params, seed=seed)
 
     def set_sampling(self, changes: dict[str, Any]) -> None:
         """Change sampling options. Raises UsageError, and changes nothing then."""
@@ -250,10 +202,7 @@ class ChatModel:
     def stats_words(self) -> str:
         """The figures of the last reply on one line."""
         assert self.metrics is not None
-        line = stats_line(
-            dataclasses.replace(self.metrics, load_ms=0.0),
-            imposed=self.options.synthetic_acceptance is not None,
-        )
+        line = stats_line(dataclasses.replace(self.metrics, load_ms=0.0))
         return f"{line} · ctx {self.context_words()}"
 
     def full_stats(self) -> Sequence[str]:
@@ -286,22 +235,20 @@ class ChatModel:
             )
         return lines
 
-    def shown(self, what: str) -> Sequence[str]:
-        """What /show shows of the model. Raises UsageError."""
+    def shown(self, what: Literal["params", "spec", "model"]) -> Sequence[str]:
+        """What /set, /spec and /model show."""
         if what == "params":
             values = dataclasses.asdict(self.sampling.params)
             sources = self.sampling.sources
-            del values["seed"], values["logprobs"]  # each reply has its own seed, and /probs is for these
+            del values["seed"], values["logprobs"]  # each reply has its own seed, and shows no others
             return [
                 f"  {name:<20} {value}" + (f"  ({sources[name]})" if name in sources else "")
                 for name, value in values.items()
             ]
         if what == "spec":
             return [f"  {self.plan_lines()[0]}"]
-        if what == "model":
-            plan = self.thread.engine().plan
-            return [f"  model {self.name}", f"  from  {plan.model}", *(f"  {li}" for li in self.plan_lines())]
-        raise UsageError(f"/show {what}: there is no such thing", fix=["/show params|prompt|spec|model"])
+        plan = self.thread.engine().plan
+        return [f"  model {self.name}", f"  from  {plan.model}", *(f"  {li}" for li in self.plan_lines())]
 
 
 def _rate(count: int, ms: float) -> str:

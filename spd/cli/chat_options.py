@@ -10,9 +10,13 @@ from typing import Annotated, Literal
 import typer
 
 from spd.cli.batch_options import TemplateOptions
+from spd.cli.help import FIRST
 from spd.cli.options import (
     AdvancedOptions,
     CommonOptions,
+    ContextOption,
+    DraftContextOption,
+    MemoryOption,
     ModelOptions,
     PullOption,
     SamplingOptions,
@@ -21,16 +25,19 @@ from spd.cli.options import (
 )
 
 _chat = functools.partial(typer.Option, rich_help_panel="Chat")
-_model = functools.partial(typer.Option, rich_help_panel="Model")
+_first = functools.partial(typer.Option, rich_help_panel=FIRST)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ChatOptions(
+    MemoryOption,
     AdvancedOptions,
     CommonOptions,
     SamplingOptions,
+    DraftContextOption,
     SpeculationOptions,
     PullOption,
+    ContextOption,
     ModelOptions,
     TemplateOptions,
 ):
@@ -44,44 +51,42 @@ class ChatOptions(
     ] = None
     model: Annotated[
         str | None,
-        _model(
+        _first(
             "-m", "--model", envvar="SPD_MODEL", autocompletion=model_names, help="As the MODEL argument."
         ),
     ] = None  # type: ignore[assignment]
-    system: Annotated[str | None, _chat("-s", "--system", metavar="TEXT", help="System message.")] = None
-    system_file: Annotated[str | None, _chat(metavar="FILE", help="System message from a file.")] = None
-    file: Annotated[
-        list[str] | None,
-        _chat("-f", "--file", metavar="FILE", help="Goes with the first message. Repeatable."),
-    ] = None
-    continue_: Annotated[bool, _chat("-c", "--continue", help="Continue the latest chat.")] = False
-    session: Annotated[str | None, _chat(metavar="NAME", help="Continue or begin the chat of this name.")] = (
+    system: Annotated[str | None, _first("-s", "--system", metavar="TEXT|@FILE", help="System message.")] = (
         None
     )
+    file: Annotated[
+        list[str] | None,
+        _first("-f", "--file", metavar="FILE", help="Goes with the first message. Repeatable."),
+    ] = None
+    continue_: Annotated[
+        str | None,
+        _first(
+            "-c", "--continue", metavar="[NAME]", help="Continue the latest chat, or the one of this name."
+        ),
+    ] = None
     no_save: Annotated[bool, _chat("--no-save", help="Keep this chat in memory only.")] = False
-    no_history: Annotated[bool, _chat("--no-history", help="Neither read nor write typed lines.")] = False
     markdown: Annotated[
-        Literal["auto", "on", "off"], _chat(help="Show Markdown. auto: unless drafts are shown.")
+        Literal["auto", "on", "off"],
+        _chat(metavar="MODE", help="auto, on or off. auto: unless drafts are shown."),
     ] = "auto"
     show_drafts: Annotated[bool, _chat("--show-drafts", help="Colour accepted draft tokens.")] = False
     stats: Annotated[
         bool | None, _chat("--stats/--no-stats", help="Figures after each reply. Default: on a terminal.")
     ] = None
-    explain: Annotated[bool, _chat("--explain", help="Why speculation pays or not, after each reply.")] = (
-        False
-    )
-    vi: Annotated[bool, _chat("--vi", help="vi keys in the editor.")] = False
     typed: frozenset[str] = frozenset()
     """Names of these fields that stood on the command line, not in a file or the environment."""
 
     def continuing(self, model: str) -> ChatOptions:
         """What is typed, then what a chat with this model was saved with, then files and environment."""
         typed = self.typed
-        named, said = bool(typed & {"model", "model_argument"}), bool(typed & {"system", "system_file"})
+        named = bool(typed & {"model", "model_argument"})
         return dataclasses.replace(
             self,
             model=self.model if named else model,
-            system=self.system if said else None,
-            system_file=self.system_file if said else None,
+            system=self.system if "system" in typed else None,
             seed=self.seed if "seed" in typed else None,
         )

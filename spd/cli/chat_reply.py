@@ -81,7 +81,6 @@ def run_reply(
             remark = "[interrupted]" if gathered.stopped else ""
             with session.guard.hold() if session.guard.received is None else nullcontext():
                 view.finish(remark)
-            model.logprobs = gathered.logprobs
     if not gathered.token_ids and gathered.stopped and not more:
         return conversation
     return _settled(conversation, turn, gathered, seed, more)

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from types import MappingProxyType, ModuleType
-from typing import Any, TypeVar, get_type_hints
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
 
 from spd import __version__
 from spd.cli.help import GroupHelp, Help
-from spd.cli.options import CommonOptions, Session, as_utf8
+from spd.cli.options import CommonOptions, Session, as_utf8, read_settings
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
 
 Standard output carries the answer, standard error everything else. The model `demo` is built in.
---json, --color, --config, --offline, -q and -v may stand before the command too.
+--json, --color, -q and -v may stand before the command too.
 """
 
 ROOT_EXAMPLES = (
@@ -42,16 +41,6 @@ class Command:
     options: str
     help: str
     examples: tuple[str, ...]
-
-    @property
-    def epilog(self) -> str:
-        """What stands below its help."""
-        return examples_below(self.examples)
-
-
-def examples_below(examples: tuple[str, ...]) -> str:
-    """Examples as paragraphs."""
-    return "\n\n".join(["Examples:", *examples]) + "\n"
 
 
 COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
@@ -74,10 +63,8 @@ COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
             "Answer one prompt, for pipes and scripts; the text is the same with and without speculation.",
             (
                 'spd generate --stats "What does os.path.join do?"',
-                'spd generate --raw --temperature 0 -n 64 "def read_lines(path):"',
                 'cat notes.md | spd generate -s "Be terse" "Summarise"',
                 'spd generate --json "Hello" | jq .metrics.speculative_decoding',
-                'spd generate --dry-run -f long.txt "Summarise"',
             ),
         ),
         "bench": Command(
@@ -87,7 +74,7 @@ COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
             (
                 "spd bench",
                 "spd bench -m FOLDER --spec draft,ngram --draft-max 2,4,8 --temperature 0 -o today.json",
-                "spd bench --concurrency 1,4,16 --category code --baseline old.json --fail-if-slower 3%",
+                "spd bench --concurrency 1,4,16 --category code --fail-if-slower 3%",
             ),
         ),
         "compare": Command(
@@ -114,7 +101,7 @@ COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
             "Replay prompts with two settings and compare every token; exits 6 if speculation changed one.",
             (
                 "spd verify",
-                "spd verify -m FOLDER --spec draft --draft-model FOLDER --lag 2 -o certificate.json",
+                "spd verify -m FOLDER --spec draft --draft-model FOLDER --lag 2 --json > certificate.json",
                 "spd verify --against lag=0 --lag 2 --tokens 50000 --concurrency 8",
             ),
         ),
@@ -182,8 +169,9 @@ def build_app(loaded: Collection[str] = COMMANDS, *, completing: bool = False) -
         name="spd",
         cls=GroupHelp,
         help=ROOT_HELP,
-        epilog=examples_below(ROOT_EXAMPLES),
+        epilog="\n".join(ROOT_EXAMPLES),
         add_completion=completing,
+        rich_markup_mode=None,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -191,31 +179,13 @@ def build_app(loaded: Collection[str] = COMMANDS, *, completing: bool = False) -
     app.callback()(root)
     for name, command in COMMAND_TABLE.items():
         body = load_command(command) if name in loaded else _nothing
-        app.command(name, cls=Help, help=command.help, epilog=command.epilog)(body)
+        app.command(name, cls=Help, help=command.help, epilog="\n".join(command.examples))(body)
     return app
 
 
 def load_command(command: Command) -> Any:
     """Import a command: a function with a parameter for each of its options."""
     return as_command(_find(command.body), _find(command.options))
-
-
-def load_help() -> None:
-    """Import what prints help, without what Typer loads for Markdown and for tracebacks, not used here.
-
-    That is a quarter of the time until help is there. Later imports find the real ones.
-    """
-    unused = {"rich.markdown": "Markdown", "rich.traceback": "Traceback"}
-    if "typer.rich_utils" in sys.modules or not sys.modules.keys().isdisjoint(unused):
-        return
-    for module, name in unused.items():
-        sys.modules[module] = ModuleType(module)
-        vars(sys.modules[module])[name] = type(name, (), {})
-    try:
-        import_module("typer.rich_utils")
-    finally:
-        for module in unused:
-            del sys.modules[module]
 
 
 def _find(place: str) -> Any:
@@ -242,7 +212,7 @@ def root(
     """Holds the options that stand before a command."""
 
 
-TEXTS = ("prompt", "prompt_option", "system", "template_arg", "stop", "regex")
+TEXTS = ("prompt", "template_arg", "stop", "set")
 """Options whose value is text and never a path, which has to stay as the system gave it."""
 
 
@@ -256,10 +226,13 @@ def as_command(
 
     def run(context: typer.Context, **values: Any) -> int | None:
         session: Session = context.obj
-        console = dataclasses.replace(session.console, verbose=values["verbose"])
+        console = dataclasses.replace(session.console, verbose=values["verbose"] > 0)
         for line in session.told:
             console.detail(f"config  {line}")
         values |= {name: as_utf8(values[name]) for name in TEXTS if name in values}
+        values |= read_settings(values.get("set") or ())
+        if "rendezvous" in hints:
+            values["rendezvous"] = session.rendezvous
         if "typed" in hints:
             sources = {name: context.get_parameter_source(name) for name in values}
             values["typed"] = frozenset(name for name in sources if "COMMANDLINE" in str(sources[name]))
@@ -270,7 +243,7 @@ def as_command(
         inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     ]
     for field in dataclasses.fields(options):
-        if field.name == "typed":
+        if get_origin(hints[field.name]) is not Annotated:  # not typed: set by name, or found
             continue
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         parameters.append(

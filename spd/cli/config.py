@@ -16,7 +16,7 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from spd.cli.argv import CUT_FLAGS
+from spd.cli.argv import cut_words
 from spd.cli.commands import COMMANDS, build_app
 from spd.errors import UsageError
 from spd.formats.files import read_input
@@ -28,8 +28,8 @@ else:
     import tomli as tomllib
 
 TYPED = frozenset(
-    {"config", "continue", "dry-run", "file", "force", "help", "json", "jsonl", "messages", "no-input"}
-    | {"output", "prompt", "prompt-ids", "pull", "rendezvous", "resume", "session", "version", "yes"}
+    {"continue", "dry-run", "file", "force", "help", "json", "jsonl", "messages", "output", "prompt-ids"}
+    | {"pull", "resume", "version", "yes"}
 )
 """Options that no file may set."""
 PROJECT = frozenset(
@@ -88,11 +88,11 @@ def _settings(path: Path, is_project: bool, name: str, params: Mapping[str, Any]
     own = tables.get(name, {})
     for key in own:
         if key not in params:
-            raise _fault(path, f"spd {name} has no option --{key}", _close(key, params))
+            raise _fault(path, f"spd {name} has no option --{key}", _close(key, params, name))
     if unknown := shared.keys() - params.keys() - TYPED:
         known = {option for command in COMMANDS for option in _options_of(command)}
         for key in sorted(unknown - known):
-            raise _fault(path, f"no command has an option --{key}", _close(key, known))
+            raise _fault(path, f"no command has an option --{key}", _close(key, known, name))
     return {key: value for key, value in {**shared, **own}.items() if key in params or key in TYPED}
 
 
@@ -109,12 +109,12 @@ def _options_of(name: str) -> dict[str, Any]:
 
 def _load(path: Path, is_project: bool) -> dict[str, Any]:
     try:
-        # A name that was typed may well be a pipe's: --config <(...)
+        # The person's own may well be a pipe's: SPD_CONFIG=<(...)
         if is_project:
             with open_regular_file(path) as file:
                 data = file.read(LIMIT + 1)
         else:
-            data = read_input(path, "--config FILE that is there", LIMIT)
+            data = read_input(path, "SPD_CONFIG=FILE that is there", LIMIT)
         if len(data) > LIMIT:
             raise ValueError(f"it is longer than {LIMIT:,} bytes")
         text = data.decode("utf-8-sig")
@@ -145,7 +145,7 @@ def _converted(path: Path, key: str, value: object, param: Any) -> Any:
     """A value as if it had been typed. Raises UsageError where it could not have been."""
     several = isinstance(value, list)
     items = value if isinstance(value, list) else [value]
-    is_flag = bool(getattr(param, "is_flag", False))
+    is_flag = bool(getattr(param, "is_flag", False) or getattr(param, "count", False))
     fits = all(isinstance(item, (str, int, float)) and isinstance(item, bool) == is_flag for item in items)
     if not fits or (several and not param.multiple):
         wanted = "true or false" if is_flag else "a number or a text"
@@ -164,6 +164,6 @@ def _fault(path: Path, words: str, fix: Sequence[str]) -> UsageError:
     return UsageError(f"{path}: {words}", fix=fix or [f"mend {path}"], code="config")
 
 
-def _close(word: str, known: Iterable[str]) -> list[str]:
-    cut = CUT_FLAGS.get(f"--{word}")
+def _close(word: str, known: Iterable[str], command: str = "") -> list[str]:
+    cut = cut_words(command, f"--{word}")
     return [cut] if cut else difflib.get_close_matches(word, list(known), n=1)

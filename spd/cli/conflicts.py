@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from spd.cli.options import CommonOptions, GenerateOptions, SpeculationOptions
+from spd.cli.options import CommonOptions, GenerateOptions
 from spd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,22 +32,14 @@ class Conflict(Generic[Options]):
 
 
 def _has_text(o: GenerateOptions) -> bool:
-    return o.prompt is not None or o.prompt_option is not None or bool(o.file)
-
-
-def _has_system(o: GenerateOptions | ChatOptions) -> bool:
-    return o.system is not None or o.system_file is not None
-
-
-def _has_ngram(o: SpeculationOptions) -> bool:
-    return o.ngram_min is not None or o.ngram_max is not None
+    return o.prompt is not None or bool(o.file)
 
 
 def _inputs(o: GenerateOptions) -> list[str | None]:
     """Every file that is read; - is stdin, from which lines come unless -f says otherwise."""
     return [
         *(o.file or ["-"] * o.jsonl),
-        o.system_file,
+        "-" if o.system == "@-" else None,
         o.messages,
         (o.schema or "").removeprefix("@"),
         o.grammar,
@@ -66,32 +58,14 @@ def _answers_over_lines(o: GenerateOptions) -> bool:
 
 SHARED_CONFLICTS: tuple[Conflict[Any], ...] = (
     Conflict(
-        "two-systems",
-        lambda o: o.system is not None and o.system_file is not None,
-        "the system message is given twice: --system and --system-file",
-        "use one of them",
-    ),
-    Conflict(
-        "ngram-method",
-        lambda o: _has_ngram(o) and (("ngram" not in o.spec and o.spec != "auto") or o.draft_max == 0),
-        "--ngram-min and --ngram-max are for --spec ngram, and another method, or no draft, was asked for",
-        "--spec ngram, or one beside it such as --spec mtp,ngram, or leave them out",
-    ),
-    Conflict(
         "adaptive-no-drafts",
         lambda o: bool(o.adaptive) and o.draft_max == 0,
         "--adaptive fits the number of drafts, and --draft-max 0 asks for none",
         "leave one of them out",
     ),
     Conflict(
-        "ngram-drafter",
-        lambda o: _has_ngram(o) and o.spec == "auto" and (o.draft_model is not None or o.mtp is not None),
-        "--ngram-min and --ngram-max are for --spec ngram, and a drafter is named beside them",
-        "--spec auto,ngram, --spec ngram without a drafter, or leave them out",
-    ),
-    Conflict(
         "quiet-verbose",
-        lambda o: o.quiet and o.verbose,
+        lambda o: o.quiet and o.verbose > 0,
         "--quiet and --verbose contradict each other",
         "leave one of them out",
     ),
@@ -99,12 +73,6 @@ SHARED_CONFLICTS: tuple[Conflict[Any], ...] = (
         "think-twice",
         lambda o: o.think != "auto" and any(v.startswith("enable_thinking=") for v in o.template_arg or ()),
         "--think and --template-arg enable_thinking say the same thing twice",
-        "leave one of them out",
-    ),
-    Conflict(
-        "color-twice",
-        lambda o: o.no_color and o.color == "always",
-        "--no-color and --color always contradict each other",
         "leave one of them out",
     ),
 )
@@ -118,12 +86,6 @@ CHAT_CONFLICTS: tuple[Conflict[ChatOptions], ...] = (
         "use one of them",
     ),
     Conflict(
-        "continue-session",
-        lambda o: o.continue_ and o.session is not None,
-        "--continue takes the latest chat, and --session names one",
-        "leave one of them out",
-    ),
-    Conflict(
         "drafts-markdown",
         lambda o: o.show_drafts and o.markdown == "on",
         "--show-drafts shows the text as it was drawn, so Markdown cannot be shown too",
@@ -134,14 +96,8 @@ CHAT_CONFLICTS: tuple[Conflict[ChatOptions], ...] = (
 CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
     *SHARED_CONFLICTS,
     Conflict(
-        "two-prompts",
-        lambda o: o.prompt is not None and o.prompt_option is not None,
-        "the prompt is given twice: as an argument and with --prompt",
-        "use one of them; text from files (-f) and stdin comes before it",
-    ),
-    Conflict(
         "raw-system",
-        lambda o: o.raw and _has_system(o),
+        lambda o: o.raw and o.system is not None,
         "--raw uses no chat template, so there is no place for a system message",
         "leave --raw out, or write the system message into the text",
     ),
@@ -158,12 +114,6 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
         "leave one of them out",
     ),
     Conflict(
-        "parse-special",
-        lambda o: o.parse_special and not o.raw,
-        "--parse-special is for --raw: inside a chat, text never becomes special tokens",
-        "--raw --parse-special",
-    ),
-    Conflict(
         "jsonl-ids",
         lambda o: o.jsonl and o.prompt_ids is not None,
         "--jsonl reads its prompts from lines, so there is no place for --prompt-ids",
@@ -173,7 +123,7 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
         "ids-text",
         lambda o: o.prompt_ids is not None and _has_text(o),
         "--prompt-ids is the whole prompt; it cannot be joined with text",
-        "leave out --prompt-ids, or the PROMPT, --prompt and --file",
+        "leave out --prompt-ids, or the PROMPT and --file",
     ),
     Conflict(
         "ids-messages",
@@ -183,7 +133,7 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
     ),
     Conflict(
         "ids-system",
-        lambda o: o.prompt_ids is not None and _has_system(o),
+        lambda o: o.prompt_ids is not None and o.system is not None,
         "--prompt-ids is the whole prompt; it cannot be joined with a system message",
         "leave one of them out",
     ),
@@ -194,12 +144,6 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
         "leave one of them out",
     ),
     Conflict(
-        "ids-parse-special",
-        lambda o: o.prompt_ids is not None and o.parse_special,
-        "--prompt-ids has no text in which --parse-special could look",
-        "leave one of them out",
-    ),
-    Conflict(
         "messages-text",
         lambda o: o.messages is not None and _has_text(o) and not o.jsonl,
         "--messages is the whole chat; it cannot be joined with a prompt",
@@ -207,15 +151,9 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
     ),
     Conflict(
         "messages-system",
-        lambda o: o.messages is not None and _has_system(o),
+        lambda o: o.messages is not None and o.system is not None,
         "--messages is the whole chat; it cannot be joined with --system",
         'put {"role": "system", "content": ...} first in the file',
-    ),
-    Conflict(
-        "json-stream",
-        lambda o: o.json and o.stream is True,
-        "--json prints one object at the end, so it cannot stream",
-        "leave one of them out",
     ),
     Conflict(
         "logprobs-json",
@@ -225,19 +163,19 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
     ),
     Conflict(
         "dry-run-measures",
-        lambda o: o.dry_run and (o.stats or o.explain or o.trace is not None or o.profile is not None),
-        "--dry-run runs no model, so there is nothing for --stats, --explain, --trace or --profile",
+        lambda o: o.dry_run and (o.stats or o.trace is not None),
+        "--dry-run runs no model, so there is nothing for --stats or --trace",
         "leave one of them out",
     ),
     Conflict(
         "grammars",
-        lambda o: sum(given is not None for given in (o.schema, o.regex, o.grammar)) > 1,
-        "--schema, --regex and --grammar each say what the whole reply looks like",
+        lambda o: o.schema is not None and o.grammar is not None,
+        "--schema and --grammar each say what the whole reply looks like",
         "use one of them",
     ),
     Conflict(
         "jsonl-prompt",
-        lambda o: o.jsonl and (o.prompt is not None or o.prompt_option is not None),
+        lambda o: o.jsonl and o.prompt is not None,
         "--jsonl reads its prompts from lines, so there is no place for another one",
         "leave one of them out; what all lines begin with is --system or --messages",
     ),
@@ -266,12 +204,6 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
         "leave one of them out",
     ),
     Conflict(
-        "jsonl-stream",
-        lambda o: o.jsonl and o.stream is True,
-        "--jsonl prints whole lines, so it cannot stream",
-        "leave one of them out",
-    ),
-    Conflict(
         "jsonl-dry-run",
         lambda o: o.jsonl and o.dry_run,
         "--dry-run shows one prompt, and --jsonl has many",
@@ -279,9 +211,9 @@ CONFLICTS: tuple[Conflict[GenerateOptions], ...] = (
     ),
     Conflict(
         "jsonl-trace",
-        lambda o: o.jsonl and (o.trace is not None or o.explain or o.profile is not None),
-        "--trace, --explain and --profile follow one prompt, and --jsonl has many",
-        "leave them out",
+        lambda o: o.jsonl and o.trace is not None,
+        "--trace follows one prompt, and --jsonl has many",
+        "leave one of them out",
     ),
     Conflict(
         "concurrency-jsonl",

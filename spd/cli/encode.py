@@ -1,16 +1,10 @@
-"""From what is asked to token ids that fit the context.
-
-Owns the rule for prompts that are too long: refused, or cut at their oldest end on request. A chat
-loses its oldest messages and then the beginning of the last one; its system message and the
-template's own tokens stay.
-"""
+"""From what is asked to token ids that fit the context; a prompt that does not is refused, never cut."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spd.cli.prompt import Asked
 from spd.cli.sampling import check_ids
@@ -23,11 +17,9 @@ if TYPE_CHECKING:
     from spd.formats.tokenizer import Tokenizer
 
 DEFAULT_REPLY = 512
-"""Tokens kept free for the reply when a prompt is cut and -n does not say how many."""
+"""Tokens to keep free for a reply where -n does not say how many."""
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -62,24 +54,21 @@ class Vocabulary:
         return self.template
 
 
-def encode_asked(asked: Asked, vocabulary: Vocabulary, context: int, *, cut: bool) -> list[int]:
-    """Token ids of what is asked; with `cut`, of what has far more than `context` of them, those of its end.
-
-    Raises UsageError and IncompatibleError.
-    """
+def encode_asked(asked: Asked, vocabulary: Vocabulary, context: int) -> list[int]:
+    """Token ids of what is asked. Raises UsageError, and IncompatibleError far beyond `context` of them."""
     if asked.ids is not None:
         check_ids(asked.ids, vocabulary.config.vocab_size, "--prompt-ids")
         return list(asked.ids)
     tokenizer = vocabulary.need_tokenizer()
     if asked.text is not None:
-        text = tokenizer.bounded(asked.text, context, cut=cut)
-        ids = tokenizer.encode(text, parse_special=asked.parse_special, add_special=True)
+        text = tokenizer.bounded(asked.text, context)
+        ids = tokenizer.encode(text, add_special=True)
         return ids or [first_token(vocabulary)]
     from spd.formats.chat_template import RenderedChat, encode_rendered, render_chat
 
     template, variables = vocabulary.need_template(), asked.variables or {}
     chat = render_chat(tokenizer, template, asked.messages, **variables)
-    text = tokenizer.bounded(chat.marked, context, cut=cut)
+    text = tokenizer.bounded(chat.marked, context)
     return encode_rendered(tokenizer, RenderedChat(text, chat.mark))
 
 
@@ -104,32 +93,13 @@ def first_token(vocabulary: Vocabulary) -> int:
     )
 
 
-def fit(
-    asked: Asked, vocabulary: Vocabulary, *, context: int, max_tokens: int | None, truncate: bool
-) -> tuple[Asked, list[int], int]:
-    """What is asked so that it fits, its ids, and how many tokens were dropped, of those that were counted.
-
-    Raises IncompatibleError if it does not fit and may not be cut, or cannot be cut enough.
-    """
-    ids = encode_asked(asked, vocabulary, context, cut=truncate)
-    room = min(DEFAULT_REPLY, context // 2) if max_tokens is None else max_tokens
-    keep = context - room
-    if len(ids) < context and (not truncate or len(ids) <= keep):
-        return asked, ids, 0
-    if not truncate:
-        raise _overflow(len(ids), context, keep, vocabulary.config.max_positions)
-    if keep < 1:
-        raise IncompatibleError(
-            f"-n {room:,} leaves no room for a prompt in a context of {context:,} tokens",
-            fix=["a smaller -n"],
-        )
-    if asked.messages:
-        cut = _cut_chat(asked, vocabulary, keep)
-        fitting = encode_asked(cut, vocabulary, context, cut=True)
-    else:
-        fitting = _cut_ids(ids, keep, vocabulary)
-        cut = Asked(ids=tuple(fitting))
-    return cut, fitting, len(ids) - len(fitting)
+def fit(asked: Asked, vocabulary: Vocabulary, *, context: int, max_tokens: int | None) -> list[int]:
+    """The ids of what is asked. Raises IncompatibleError if it leaves no room for a reply."""
+    ids = encode_asked(asked, vocabulary, context)
+    if len(ids) >= context:
+        room = min(DEFAULT_REPLY, context // 2) if max_tokens is None else max_tokens
+        raise _overflow(len(ids), context, context - room, vocabulary.config.max_positions)
+    return ids
 
 
 def _overflow(count: int, context: int, keep: int, most: int) -> IncompatibleError:
@@ -137,67 +107,11 @@ def _overflow(count: int, context: int, keep: int, most: int) -> IncompatibleErr
     wanted = count + context - max(keep, 0)
     if wanted <= most:
         fix.append(f"--ctx {-(-wanted // 1024)}k")
-    if keep > 0:
-        fix.append(
-            f"--overflow truncate-left to drop the oldest {count - keep:,} tokens"
-            f" (leaves {context - keep:,} for the reply)"
-        )
     return IncompatibleError(
         f"prompt is {count:,} tokens but the context is {context:,}",
         reason=["A reply needs room too: at most one token less than the context."]
         if count == context
         else [],
-        fix=fix or ["a shorter prompt"],
+        fix=[*fix, "a shorter prompt"],
         code="context_overflow",
     )
-
-
-def _cut_ids(ids: list[int], keep: int, vocabulary: Vocabulary) -> list[int]:
-    """The newest `keep` ids; a first-token id in front stays in front."""
-    tokenizer = vocabulary.tokenizer
-    if keep > 1 and tokenizer is not None and tokenizer.adds_bos and ids[0] == tokenizer.bos_id:
-        return [ids[0], *ids[len(ids) - keep + 1 :]]
-    return ids[len(ids) - keep :]
-
-
-def _cut_chat(asked: Asked, vocabulary: Vocabulary, keep: int) -> Asked:
-    """The chat without its oldest messages, then without the beginning of its last one."""
-
-    def size(messages: Sequence[Message]) -> int:
-        part = Asked(messages=tuple(messages), variables=asked.variables)
-        return len(encode_asked(part, vocabulary, keep, cut=True))
-
-    system = [message for message in asked.messages[:1] if message["role"] == "system"]
-    turns = list(asked.messages[len(system) :])
-    last = len(turns) - 1  # templates want a user's turn first
-    firsts = [i for i, turn in enumerate(turns) if i in (0, last) or turn["role"] == "user"]
-    if firsts:
-        at = bisect_left(firsts[:-1], True, key=lambda i: size([*system, *turns[i:]]) <= keep)
-        turns = turns[firsts[at] :]
-    if turns and size([*system, *turns]) > keep:
-        turns[-1] = _cut_message(
-            turns[-1], lambda last: size([*system, *turns[:-1], last]) - keep, vocabulary, keep
-        )
-    return Asked(messages=(*system, *turns), variables=asked.variables)
-
-
-def _cut_message(
-    message: Message, excess: Callable[[Message], int], vocabulary: Vocabulary, keep: int
-) -> Message:
-    """A message without its oldest tokens. Raises IncompatibleError if dropping all is not enough."""
-    tokenizer = vocabulary.need_tokenizer()
-    message = {**message, "content": tokenizer.bounded(message["content"], keep, cut=True)}
-    tokens = tokenizer.encode(message["content"])
-    dropped = 0
-    while (over := excess(message)) > 0:
-        if dropped >= len(tokens):
-            raise IncompatibleError(
-                "the prompt cannot be cut enough: the system message and the template alone are too long",
-                fix=["a shorter system message, a smaller -n, or a larger --ctx"],
-                code="context_overflow",
-            )
-        dropped += over
-        # a cut inside a character leaves a replacement character in front that is not in the text
-        text = tokenizer.decode(tokens[dropped:], skip_special=False).lstrip("\ufffd")
-        message = {**message, "content": text}
-    return message

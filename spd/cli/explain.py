@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 import textwrap
 from typing import TYPE_CHECKING
 
-from spd.cli.output import Sink, columns_of, printable, to_json
+from spd.cli.output import Sink, printable, to_json
 from spd.cli.table import WIDTH, render_table
 from spd.cli.wrap import fit_lines
 from spd.errors import IncompatibleError
@@ -15,12 +13,9 @@ from spd.errors import IncompatibleError
 if TYPE_CHECKING:
     from spd.cli.bench_options import ExplainOptions
     from spd.cli.options import Session
-    from spd.runtime import Engine, Request, RoundRecord
+    from spd.runtime import Engine
     from spd.runtime.lab.explain import Explanation
     from spd.runtime.lab.trace_file import Trace, TraceHeader
-
-PLAIN_ROUNDS = 12
-"""Plain rounds after a reply that had none."""
 
 
 def explain(session: Session, options: ExplainOptions) -> int:
@@ -107,36 +102,3 @@ def trace_header(engine: Engine, model: str, temperature: float, prompt_ids: tup
     from spd.runtime.lab.trace_file import TraceHeader
 
     return TraceHeader(model, temperature, engine.plan.as_dict(), prompt_ids)
-
-
-def complete(trace: Trace, engine: Engine, request: Request) -> None:
-    """Run a few plain rounds where a reply had none: what speculation is held against is measured."""
-    from spd.runtime import Request
-
-    if not trace.rounds or any(record.k == 0 for record in trace.rounds):
-        return
-    if engine.has_work:
-        return  # the reply was given up, and the engine may be anywhere
-
-    def keep(record: RoundRecord) -> None:
-        if record.round and not record.k:
-            trace.rounds.append(record)
-
-    before, engine.trace = engine.trace, keep
-    params = dataclasses.replace(request.params, max_tokens=PLAIN_ROUNDS, ignore_eos=True, min_tokens=0)
-    plain = Request(f"{request.id}.plain", request.prompt_ids, params, request.spans)
-    engine.hold_draft_length(0)
-    try:
-        engine.generate([plain])
-    finally:
-        engine.hold_draft_length(None)
-        engine.trace = before
-
-
-def live_explanation(trace: Trace) -> str:
-    """The paragraph after a reply, for standard error; a sentence where there was too little to see."""
-    from spd.runtime.lab.explain import explain as explain_traces
-
-    if not trace.rounds:
-        return "explain: the reply was too short, nothing was speculated\n"
-    return explanation_text(explain_traces([trace]), columns_of(sys.stderr))

@@ -6,23 +6,21 @@ Whatever can be refused is refused before torch is imported and weights are read
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from spd.cli.conflicts import check_conflicts
-from spd.cli.explain import complete, live_explanation, trace_header
+from spd.cli.explain import trace_header
 from spd.cli.loading import loading
 from spd.cli.options import GenerateOptions, Session
 from spd.cli.output import (
     Console,
     Sink,
     TraceFile,
-    check_folder,
     check_writable,
     tell,
     to_json,
     write_error,
-    write_stderr,
 )
 from spd.cli.signals import Interrupted
 from spd.errors import EngineError
@@ -30,8 +28,7 @@ from spd.errors import EngineError
 if TYPE_CHECKING:
     from spd.cli.job import Job, Settings
     from spd.cli.reply import Delivery
-    from spd.runtime import Engine, RoundRecord
-    from spd.runtime.lab.trace_file import Trace
+    from spd.runtime import Engine
 
 
 def generate(session: Session, options: GenerateOptions) -> int:
@@ -40,8 +37,6 @@ def generate(session: Session, options: GenerateOptions) -> int:
     for path in (options.output, options.trace):
         if path is not None:
             check_writable(path)
-    if options.profile is not None:
-        check_folder(options.profile)
     sink = Sink.stdout() if options.output is None else Sink(options.output, append=options.resume)
     from spd.cli.job import plan_job
     from spd.cli.models import ensure_models
@@ -66,8 +61,7 @@ def _show_prompt(session: Session, options: GenerateOptions, job: Job, sink: Sin
     """What --dry-run shows: the prompt as text on stdout, how many tokens it is on stderr."""
     from spd.cli.encode import render_asked
 
-    _note_dropped(session, job)
-    text = render_asked(job.kept, job.vocabulary, job.ids)
+    text = render_asked(job.asked, job.vocabulary, job.ids)
     if not options.json:
         sink.write(text if text.endswith("\n") else text + "\n")
         tell(f"{len(job.ids):,} tokens of {job.context:,}")
@@ -95,18 +89,20 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
 
         engine = Engine(job.config, progress=progress)
     job = fit_to_engine(job, engine.plan.shape.ctx)
-    watched = _watch(options, job, engine, trace)
+    if trace is not None:
+        header = trace_header(engine, options.model, job.sampling.params.temperature, tuple(job.ids))
+        trace.write_record(header)
+        engine.trace = trace.write_record
     _say_before(session, options, job, engine)
     delivery = Delivery(
         sink,
         engine,
-        *job.request(REQUEST_ID, job.kept, job.ids, job.sampling.params, job.grammar),
+        *job.request(REQUEST_ID, job.asked, job.ids, job.sampling.params, job.grammar),
         Thoughts(session.console, hidden=options.think == "hide"),
-        streaming=options.stream is not False and not options.json,
+        streaming=not options.json,
     )
     try:
-        with _profiled(options, engine):
-            delivery.run(session.guard)
+        delivery.run(session.guard)
     except Interrupted:
         delivery.give_up()
         _finish(session, options, delivery)
@@ -117,15 +113,10 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
         raise
     with session.guard.hold():
         _finish(session, options, delivery)
-        if watched is not None:
-            complete(watched, engine, delivery.request)
-            write_stderr(live_explanation(watched))
-    if options.profile is not None:
-        session.console.note(f"profile: {options.profile}")
     engine.close()
     if delivery.reply.finish_reason != "error":
         return 0
-    fix = "--dtype float32, or run it again with --debug and report what it prints"
+    fix = "--dtype float32, or run it again with -vv and report what it prints"
     failure = EngineError(
         delivery.reply.error or "the model failed while generating",
         reason=["What came before the fault was printed."],
@@ -135,36 +126,6 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
         raise failure
     write_error(failure, session.console, as_json=False)  # the one object on stdout is the reply
     return failure.exit_code
-
-
-def _watch(options: GenerateOptions, job: Job, engine: Engine, trace: TraceFile | None) -> Trace | None:
-    """Have every round written to the trace file and kept for --explain, as far as either is wanted."""
-    from spd.runtime.lab.trace_file import Trace
-
-    header = trace_header(engine, options.model, job.sampling.params.temperature, tuple(job.ids))
-    if trace is not None:
-        trace.write_record(header)
-        engine.trace = trace.write_record
-    if not options.explain:
-        return None
-    watched = Trace(header=header)
-
-    def both(record: RoundRecord) -> None:
-        watched.add(record)
-        if trace is not None:
-            trace.write_record(record)
-
-    engine.trace = both
-    return watched
-
-
-def _profiled(options: GenerateOptions, engine: Engine) -> AbstractContextManager[object]:
-    """What --profile asks for; nothing without it."""
-    if options.profile is None:
-        return nullcontext()
-    from spd.runtime.lab.profile import profiled
-
-    return profiled(engine, options.profile, "generate")
 
 
 def _finish(session: Session, options: GenerateOptions, delivery: Delivery) -> None:
@@ -180,13 +141,11 @@ def _finish(session: Session, options: GenerateOptions, delivery: Delivery) -> N
     if early := early_end(fields, reply.error, request):
         session.console.note(early)
     if options.stats:
-        imposed = options.synthetic_acceptance is not None
-        tell(stats_line(delivery.metrics, imposed=imposed))
+        tell(stats_line(delivery.metrics))
 
 
 def _say_before(session: Session, options: GenerateOptions, job: Job, engine: Engine) -> None:
     """Notes about limits that the user may not expect, and the plan of a verbose run."""
-    _note_dropped(session, job)
     room, wanted = engine.plan.shape.ctx - len(job.ids), job.sampling.params.max_tokens
     if wanted is not None and wanted > room:
         session.console.note(f"the context leaves room for {room:,} tokens, fewer than -n {wanted:,}")
@@ -200,26 +159,12 @@ def say_plan(console: Console, options: GenerateOptions, engine: Engine, run: Se
 
     plan = engine.plan
     note_thinking(console, options.think, run.vocabulary)
-    if options.load == "dummy":
-        console.note("random weights (--load dummy): the text is noise, only the speed means something")
-    if plan.wishes.synthetic_acceptance is not None:
-        console.note("imposed acceptance (--synthetic-acceptance): the text means nothing")
     if plan.wishes.verify != "coupled" and plan.spec != "off":
         console.note(
             f"--verify {plan.wishes.verify}: texts are as likely as without speculation, not the same; "
             f"{plan.shape.draft_max} drafts a round"
         )
-    if "ngram" not in plan.spec and (options.ngram_min or options.ngram_max):
-        console.note(f"--ngram-min and --ngram-max do nothing: --spec auto took {plan.spec}")
     if console.verbose:
         for line in plan_lines(plan.as_dict(), run.sampling.params, run.sampling.sources):
             console.detail(line)
         console.detail(f"load    {engine.load_ms / 1000:.2f} s")
-
-
-def _note_dropped(session: Session, job: Job) -> None:
-    if job.dropped:
-        least = "at least " if job.dropped + len(job.ids) > 2 * job.context else ""  # not all was counted
-        session.console.note(
-            f"dropped {least}the oldest {job.dropped:,} tokens of the prompt (--overflow truncate-left)"
-        )

@@ -1,33 +1,28 @@
-"""Help that cuts no name: Typer's tables where they fit, else each name with its help below it."""
+"""Help as plain lines: the most used options first, no name broken, no line wider than the terminal."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from spd.cli.output import is_terminal
-
-_CUT = re.compile(r"[\w-]+…")
-"""How a table ends a word that its column has no room for, and how a few words end anyway."""
-_STYLE = re.compile(r"\x1b\[[0-9;]*m")
-WIDE = 10_000
+FIRST, IN, OTHER, LAST = "Most used", "Prompt and sampling", "Output", "Advanced"
+"""Panels: the first one, that of all that goes in, that of what names none, the last one."""
+MOST, LEAST = 30, 24
+"""Columns of the names at most, and the fewest that their help needs beside them."""
 
 
 class Help(TyperCommand):
-    """A command whose help names every option whole at any width."""
+    """A command with such help."""
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
-        """Print help."""
-        _print(self, ctx, lambda: super(Help, self).format_help(ctx, formatter))
+        """Print it."""
+        _print(self, ctx)
 
 
 class GroupHelp(TyperGroup):
@@ -35,59 +30,68 @@ class GroupHelp(TyperGroup):
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Print help."""
-        _print(self, ctx, lambda: super(GroupHelp, self).format_help(ctx, formatter))
+        _print(self, ctx)
 
 
-class _Shown(io.StringIO):
-    """What would go to standard output, which is a terminal or not and has an encoding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._output = sys.stdout
-
-    def isatty(self) -> bool:
-        return is_terminal(self._output)
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return getattr(self._output, "encoding", None) or "utf-8"
-
-
-def _print(command: Any, context: typer.Context, print_tables: Callable[[], None]) -> None:
-    """Print the tables if no word of theirs is cut and no line too wide, else the lines."""
-    from rich.console import Console
-
-    with contextlib.redirect_stdout(_Shown()) as shown:
-        print_tables()
-    # rich takes a terminal that cannot move its cursor for 80 columns, whatever it says
-    columns = min(Console().width, shutil.get_terminal_size((WIDE, 24)).columns)
-    help_text, seen = shown.getvalue(), _STYLE.sub("", shown.getvalue())
-    meant = _CUT.findall("\n".join(help_lines(command, context, WIDE)))
-    if not set(_CUT.findall(seen)) <= set(meant) or any(len(line) > columns for line in seen.splitlines()):
-        help_text = "\n".join(help_lines(command, context, columns)) + "\n"
-    typer.echo(help_text, nl=False, color=True)
+def _print(command: Any, context: typer.Context) -> None:
+    columns = shutil.get_terminal_size((80, 24)).columns
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    text = "\n".join(help_lines(command, context, columns))
+    typer.echo(text.encode(encoding, "replace").decode(encoding))
 
 
 def help_lines(command: Any, context: typer.Context, columns: int) -> Iterator[str]:
     """The help of a command or of all commands, on lines of so many columns."""
-
-    def filled(text: str, first: str = "", rest: str = "") -> list[str]:
-        wrapper = textwrap.TextWrapper(columns, first, rest, break_on_hyphens=False)
-        return wrapper.wrap(" ".join(text.split()))
-
-    yield from filled(command.get_usage(context), rest="  ")
+    yield from _filled(command.get_usage(context), columns, rest="  ")
     for paragraph in command.help.split("\n\n"):
-        yield from ("", *filled(paragraph))
-    panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-    for param in command.get_params(context):
-        if (record := param.get_help_record(context)) is not None:
-            panel = getattr(param, "rich_help_panel", None) or f"{param.param_type_name}s".capitalize()
-            panels.setdefault(panel, []).append(record)
+        yield from ("", *_filled(paragraph, columns))
+    panels: dict[str, list[tuple[str, str]]] = {"": [], FIRST: []}
     if isinstance(command, TyperGroup):
         panels["Commands"] = [(name, each.help or "") for name, each in command.commands.items()]
+    for param in command.get_params(context):
+        other = "" if param.param_type_name == "argument" else OTHER
+        panel = getattr(param, "rich_help_panel", None) or other
+        panels.setdefault(panel, []).append((_names(param), param.help or ""))
+    panels[LAST] = panels.pop(LAST, [])
+    width = max(len(name) for records in panels.values() for name, _ in records if len(name) <= MOST)
     for panel, records in panels.items():
-        yield from ("", f"{panel}:") if records else ()
+        if records:
+            yield from ("", f"{panel}:") if panel else [""]
         for name, said in records:
-            yield from (*filled(name, "  ", "      "), *filled(said, "      ", "      "))
-    for paragraph in command.epilog.strip().split("\n\n"):
-        yield from ("", *filled(paragraph, rest="  "))
+            yield from _record(name, said, columns, width)
+    yield from ("", "Examples:")
+    for example in command.epilog.splitlines():
+        yield from _filled(example, columns, "  ", "      ")
+
+
+def _names(param: Any) -> str:
+    """`-m, --model MODEL`: short names first, then what the value is."""
+    if param.param_type_name == "argument":
+        return str(param.metavar)
+    names = sorted((*param.opts, *param.secondary_opts), key=lambda name: name.startswith("--"))
+    shown = ", ".join(names) if len(names[0]) == 2 else "    " + ", ".join(names)
+    choices = "|".join(map(str, getattr(param.type, "choices", ())))
+    value = "" if param.is_flag or param.count else param.metavar or choices or "VALUE"
+    return f"{shown} {value}".rstrip()
+
+
+def _record(name: str, said: str, columns: int, width: int) -> Sequence[str]:
+    """A name and its help beside it, or below it where either has no room."""
+    beside = columns - width - 4
+    if beside < LEAST:
+        return [*_filled(name.strip(), columns, "  ", "      "), *_filled(said, columns, "      ", "      ")]
+    rows = textwrap.wrap(said, beside, break_on_hyphens=False) or [""]
+    if len(name) > width:
+        return [f"  {name}", *(f"{'':{width + 4}}{row}" for row in rows)]
+    return [f"  {'' if index else name:{width}}  {row}".rstrip() for index, row in enumerate(rows)]
+
+
+def _filled(text: str, columns: int, first: str = "", rest: str = "") -> list[str]:
+    return textwrap.wrap(
+        " ".join(text.split()),
+        columns,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

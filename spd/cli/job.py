@@ -38,14 +38,12 @@ class Settings:
     vocabulary: Vocabulary
     usable_vocab: int
     context: int
-    truncate: bool
     grammar: GrammarText | None
     think: str
 
-    def fit(self, asked: Asked, params: SamplingParams) -> tuple[Asked, list[int], int]:
+    def fit(self, asked: Asked, params: SamplingParams) -> list[int]:
         """See `encode.fit`."""
-        most = params.max_tokens
-        return fit(asked, self.vocabulary, context=self.context, max_tokens=most, truncate=self.truncate)
+        return fit(asked, self.vocabulary, context=self.context, max_tokens=params.max_tokens)
 
     def request(
         self, name: str, asked: Asked, ids: Sequence[int], params: SamplingParams, shape: GrammarText | None
@@ -66,19 +64,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job(Settings):
-    """What will run. `asked` is the whole prompt, `kept` what fits, `ids` its tokens."""
+    """What will run: the prompt, and its tokens."""
 
     asked: Asked
-    kept: Asked
     ids: list[int]
-    dropped: int
 
 
 def plan_settings(options: GenerateOptions) -> Settings:
     """Read the small files of the model, and check everything that concerns no prompt."""
     from spd.formats.folder import ModelFolder
 
-    folder = ModelFolder.named(options.model, options.revision)
+    folder = ModelFolder.named(options.model)
     config = engine_config(options, folder)
     if options.jsonl:
         slots = CONCURRENCY if options.concurrency is None else options.concurrency
@@ -92,7 +88,6 @@ def plan_settings(options: GenerateOptions) -> Settings:
         usable = min(usable, vocabulary.tokenizer.vocab_size)
     sampling = resolve_sampling(options, folder.generation, usable, logprobs=options.logprobs)
     context = model.max_positions if options.ctx is None else min(options.ctx, model.max_positions)
-    truncate = options.overflow == "truncate-left"
     grammar = read_grammar(options)
     if grammar is not None:
         vocabulary.need_tokenizer()
@@ -100,15 +95,14 @@ def plan_settings(options: GenerateOptions) -> Settings:
 
         GrammarCompiler(folder.path, model.vocab_size).compile(grammar, ())
     thinking_budget(options.think, vocabulary, False)
-    return Settings(config, sampling, vocabulary, usable, context, truncate, grammar, options.think)
+    return Settings(config, sampling, vocabulary, usable, context, grammar, options.think)
 
 
 def plan_job(options: GenerateOptions) -> Job:
     """Read the small files of the model and everything the options name, and check all of it."""
     run = plan_settings(options)
     asked = gather(options)
-    kept, ids, dropped = run.fit(asked, run.sampling.params)
-    return Job(**vars(run), asked=asked, kept=kept, ids=ids, dropped=dropped)
+    return Job(**vars(run), asked=asked, ids=run.fit(asked, run.sampling.params))
 
 
 def open_vocabulary(name: str, folder: ModelFolder) -> Vocabulary:
@@ -127,9 +121,6 @@ def engine_config(
     from spd.formats.folder import ModelFolder
     from spd.runtime import EngineConfig
 
-    given = {
-        name: value for name in ("ngram_min", "ngram_max") if (value := getattr(options, name)) is not None
-    }
     return EngineConfig(
         model=folder,
         draft_model=None if options.draft_model is None else ModelFolder.named(options.draft_model),
@@ -153,7 +144,6 @@ def engine_config(
         tp=options.tp,
         draft_tp=options.draft_tp,
         rendezvous=options.rendezvous,
-        **given,
     )
 
 
@@ -162,5 +152,4 @@ def fit_to_engine(job: Job, context: int) -> Job:
     if context == job.context:
         return job
     job = dataclasses.replace(job, context=context)
-    kept, ids, dropped = job.fit(job.asked, job.sampling.params)
-    return dataclasses.replace(job, kept=kept, ids=ids, dropped=dropped)
+    return dataclasses.replace(job, ids=job.fit(job.asked, job.sampling.params))

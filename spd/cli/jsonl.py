@@ -149,7 +149,6 @@ class Open:
     request: Request
     inside: bool | None
     parts: Gathered
-    dropped: int
 
 
 @dataclass
@@ -214,15 +213,15 @@ class Batch:
 
         try:
             wanted = read_wishes(line, self.settings, self.shared)
-            kept, ids, dropped = self.settings.fit(wanted.asked, wanted.params)
+            ids = self.settings.fit(wanted.asked, wanted.params)
             request, inside = self.settings.request(
-                str(line.number), kept, ids, wanted.params, wanted.grammar
+                str(line.number), wanted.asked, ids, wanted.params, wanted.grammar
             )
             self.engine.add(request)
         except SpdError as error:
             self._finish(line, answer_error(line, error))
         else:
-            self.open[request.id] = Open(line, request, inside, Gathered(), dropped)
+            self.open[request.id] = Open(line, request, inside, Gathered())
 
     def _short(self, error: ResourceError) -> None:
         self.session.console.note(f"{error.message}: the lines that ran then have failed")
@@ -246,8 +245,6 @@ class Batch:
         shown = {"schema": SCHEMA, "id": one.line.id, "line": one.line.number, **fields}
         if early := early_end(fields, one.parts.error, one.request):
             self.done.early.append(f"line {one.line.number}: {early}")
-        if one.dropped:
-            shown["dropped_prompt_tokens"] = one.dropped
         if one.parts.finish_reason == "error":
             code = "grammar" if one.request.grammar is not None else "engine"
             shown["error"] = {"code": code, "message": one.parts.error or "the model failed"}

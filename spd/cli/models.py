@@ -50,21 +50,21 @@ def ensure_models(session: Session, options: GenerateOptions | ChatOptions) -> N
 
     Consent is --pull, or the answer of a person at a terminal; without it resolving raises as ever.
     """
-    _ensure(session, options.model, options.revision, consented=options.pull)
-    _ensure(session, options.draft_model, None, consented=options.pull)
+    _ensure(session, options.model, consented=options.pull)
+    _ensure(session, options.draft_model, consented=options.pull)
 
 
-def _ensure(session: Session, reference: str | None, revision: str | None, *, consented: bool) -> None:
+def _ensure(session: Session, reference: str | None, *, consented: bool) -> None:
     from spd.formats.hub import is_offline, is_repository_name, resolve_model
 
     if reference is None or not is_repository_name(reference):
         return
     try:
-        resolve_model(reference, revision)
+        resolve_model(reference)
     except NotFoundError:
         if is_offline() or (not consented and not (is_terminal(sys.stdin) and is_terminal(sys.stderr))):
             raise
-        model = _look_up(session, reference, revision)
+        model = _look_up(session, reference, None)
         if not consented and not _agrees(f"download {reference}, {_size(model.missing_bytes)}?"):
             raise
         _download(session, model)

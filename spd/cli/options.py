@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
 from spd.cli.batch_options import BatchOptions, GrammarOptions, TemplateOptions
+from spd.cli.help import FIRST, IN, LAST
 from spd.cli.output import Console
 from spd.cli.signals import SignalGuard
+from spd.errors import UsageError
 
 
 def parse_spec(text: str) -> str:
@@ -43,12 +46,13 @@ def spec_names(incomplete: str) -> list[str]:
     return [*SPEC_METHODS, *ARBITRATED]
 
 
-_prompt = functools.partial(typer.Option, rich_help_panel="Prompt")
-_model = functools.partial(typer.Option, rich_help_panel="Model")
-_speculation = functools.partial(typer.Option, rich_help_panel="Speculation")
-_sampling = functools.partial(typer.Option, rich_help_panel="Sampling")
+_first = functools.partial(typer.Option, rich_help_panel=FIRST)
+_prompt = functools.partial(typer.Option, rich_help_panel=IN)
+_model = functools.partial(typer.Option, rich_help_panel="Model and drafts")
+_speculation = functools.partial(typer.Option, rich_help_panel="Model and drafts")
+_sampling = functools.partial(typer.Option, rich_help_panel=IN)
 _output = functools.partial(typer.Option, rich_help_panel="Output")
-_advanced = functools.partial(typer.Option, rich_help_panel="Advanced")
+_advanced = functools.partial(typer.Option, rich_help_panel=LAST)
 
 
 def parse_size(text: str) -> int:
@@ -82,6 +86,8 @@ class Session:
     guard: SignalGuard
     state_folder: Path
     dumb_terminal: bool = False
+    rendezvous: str | None = None
+    """Where the ranks meet that torchrun has started."""
     told: tuple[str, ...] = ()
     """What a verbose run says first."""
 
@@ -90,18 +96,14 @@ class Session:
 class CommonOptions:
     """Flags that every command takes, before or after its name."""
 
-    color: Annotated[Literal["auto", "always", "never"], _output("--color", help="Colour.")] = "auto"
-    no_color: Annotated[bool, _output("--no-color", help="As --color never.")] = False
+    color: Annotated[
+        Literal["auto", "always", "never"], _output("--color", metavar="WHEN", help="auto, always or never.")
+    ] = "auto"
     quiet: Annotated[bool, _output("-q", "--quiet", help="No notes on stderr.")] = False
-    verbose: Annotated[bool, _output("-v", "--verbose", help="Plan, seed and parameters on stderr.")] = False
-    debug: Annotated[bool, _advanced("--debug", help="Tracebacks with errors (also SPD_DEBUG=1).")] = False
-    offline: Annotated[bool, _advanced("--offline", help="Never ask the hub (also HF_HUB_OFFLINE=1).")] = (
-        False
-    )
-    no_input: Annotated[bool, _advanced("--no-input", help="Never ask and never read a terminal.")] = False
-    config: Annotated[
-        str | None, _advanced(metavar="FILE", help="Options from a TOML file, not from your config.toml.")
-    ] = None
+    verbose: Annotated[
+        int,
+        _output("-v", "--verbose", count=True, help="Plan, seed and parameters on stderr; -vv: tracebacks."),
+    ] = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -110,23 +112,30 @@ class ModelOptions:
 
     model: Annotated[
         str,
-        _model(
+        _first(
             "-m",
             "--model",
             envvar="SPD_MODEL",
             autocompletion=model_names,
             metavar="MODEL",
-            help="A folder, org/name from the local Hugging Face cache, or demo.",
+            help="A folder, org/name in the Hugging Face cache, or demo.",
         ),
     ] = "demo"
-    revision: Annotated[str | None, _model(metavar="REV", help="Branch, tag or commit in the cache.")] = None
     device: Annotated[str, _model(metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")] = "auto"
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"], _model(help="Arithmetic of the weights.")
+        Literal["auto", "bfloat16", "float16", "float32"],
+        _model(metavar="TYPE", help="auto, bfloat16, float16 or float32."),
     ] = "auto"
     quantize: Annotated[
-        Literal["none", "int8"], _model(help="int8: round the layers' weights at load. Changes the text.")
+        Literal["none", "int8"],
+        _model(metavar="FORM", help="int8: round the layers' weights at load. Changes the text."),
     ] = "none"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class ContextOption:
+    """How long prompt and reply may be together."""
+
     ctx: Annotated[
         int | None,
         _model(parser=parse_size, metavar="N", help="Context in tokens, such as 8k. Default: the model's."),
@@ -135,19 +144,26 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
 class MachineOptions:
-    """What the machine gives."""
+    """What the machine gives; where ranks meet that were started is found, not typed."""
 
-    kernels: Annotated[Literal["auto", "torch", "native", "triton"], _advanced(help="Whose arithmetic.")] = (
-        "auto"
-    )
-    memory_fraction: Annotated[
-        float, _advanced(metavar="F", help="Share of device memory to use, above 0 to 1.")
-    ] = 0.9
-    threads: Annotated[int | None, _advanced(metavar="N", help="CPU threads.")] = None
-    load: Annotated[
-        Literal["auto", "dummy"],
-        _advanced(help="dummy: random weights of the configured shapes, for speed only."),
+    kernels: Annotated[
+        Literal["auto", "torch", "native", "triton"],
+        _advanced(metavar="SET", help="auto, torch, native or triton."),
     ] = "auto"
+    threads: Annotated[int | None, _advanced(metavar="N", help="CPU threads.")] = None
+    memory_fraction: float = 0.9
+    load: str = "auto"
+    synthetic_acceptance: float | None = None
+    rendezvous: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class MemoryOption:
+    """How much memory is used."""
+
+    memory_fraction: Annotated[
+        float, _advanced(metavar="F", help="Share of device memory to use, above 0 to 1. Default: 0.9.")
+    ] = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -161,13 +177,15 @@ class PullOption:
 class AdvancedOptions(MachineOptions):
     """How the machine is used."""
 
-    graphs: Annotated[Literal["auto", "on", "off"], _advanced(help="Capture CUDA graphs.")] = "auto"
-    lag: Annotated[
-        Literal["auto", "0", "1", "2"], _advanced(help="Rounds the host may run behind the device.")
+    graphs: Annotated[
+        Literal["auto", "on", "off"], _advanced(metavar="MODE", help="CUDA graphs: auto, on or off.")
     ] = "auto"
-    tp: Annotated[int, _advanced(metavar="N", help="Tensor parallel ranks.")] = 1
+    lag: Annotated[
+        Literal["auto", "0", "1", "2"],
+        _advanced(metavar="N", help="Rounds the host may run behind: auto, 0, 1 or 2."),
+    ] = "auto"
+    tp: Annotated[int, _advanced(metavar="N", help="Tensor parallel ranks. Default: 1.")] = 1
     draft_tp: Annotated[int | None, _advanced(metavar="N", help="Ranks that share the drafter.")] = None
-    rendezvous: Annotated[str | None, _advanced(metavar="ADDRESS", help="Where ranks meet.")] = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -176,17 +194,16 @@ class SpeculationOptions:
 
     spec: Annotated[
         str,
-        _speculation(
+        _first(
             parser=parse_spec,
             autocompletion=spec_names,
             metavar="METHOD",
-            help="auto, off, mtp, draft, eagle3 or ngram proposes tokens, or two of them: mtp,ngram. "
-            "The text is the same with each.",
+            help="auto, off, mtp, draft, eagle3, ngram, or two: mtp,ngram.",
         ),
     ] = "auto"
     draft_model: Annotated[
         str | None,
-        _speculation(
+        _first(
             autocompletion=model_names,
             metavar="MODEL",
             help="A smaller model of the same vocabulary, or an EAGLE-3 head.",
@@ -196,77 +213,63 @@ class SpeculationOptions:
         str | None,
         _speculation(autocompletion=model_names, metavar="HEAD", help="A folder with an MTP head."),
     ] = None
-    draft_max: Annotated[
-        int | None,
-        _speculation(
-            metavar="K", help="Draft tokens a round at most; above a model's usual number lookup's beside it."
-        ),
-    ] = None
+    draft_max: Annotated[int | None, _first(metavar="K", help="Draft tokens a round at most.")] = None
     adaptive: Annotated[
         bool | None, _speculation("--adaptive/--no-adaptive", help="Fit K to what is accepted, down to 0.")
     ] = None
-    synthetic_acceptance: Annotated[
-        float | None,
-        _speculation(metavar="LENGTH", help="Impose this many tokens a round: for speed, the text is noise."),
-    ] = None
+    verify: Annotated[
+        Literal["coupled", "rejection", "block"],
+        _speculation(metavar="RULE", help="coupled: the same text; rejection, block: as likely a text."),
+    ] = "coupled"
+    draft_ctx: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class DraftContextOption:
+    """How far a draft model goes."""
+
     draft_ctx: Annotated[
         int | None,
         _speculation(parser=parse_size, metavar="N", help="Context of the draft model; no drafts beyond."),
     ] = None
-    ngram_min: Annotated[
-        int | None, _speculation(metavar="N", help="Shortest match. Default: 3; beside another method, 5.")
-    ] = None
-    ngram_max: Annotated[int | None, _speculation(metavar="N", help="Longest match. Default: 8.")] = None
-    verify: Annotated[
-        Literal["coupled", "rejection", "block"],
-        _speculation(
-            metavar="RULE",
-            help="coupled: the text stays the same. rejection, block: as likely a text, K fixed.",
-        ),
-    ] = "coupled"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
 class SamplingOptions:
-    """How tokens are drawn; what is not given comes from the model's generation_config.json."""
+    """How tokens are drawn; what is not given comes from the model's generation_config.json.
+
+    The most used have flags; the others are set by name, with --set or in a chat with /set.
+    """
 
     temperature: Annotated[
-        float | None, _sampling(metavar="T", help="0 is greedy. Default: the model's, else 0.7.")
+        float | None, _first(metavar="T", help="0 is greedy. Default: the model's, else 0.7.")
     ] = None
-    top_p: Annotated[float | None, _sampling(metavar="P", help="Default: the model's, else 1.")] = None
-    top_k: Annotated[int | None, _sampling(metavar="K", help="0 is off. Default: the model's, else 0.")] = (
-        None
-    )
-    min_p: Annotated[float | None, _sampling(metavar="P", help="0 is off. Default: the model's, else 0.")] = (
-        None
-    )
-    repetition_penalty: Annotated[
-        float | None, _sampling(metavar="X", help="1 is off. Default: the model's, else 1.")
-    ] = None
-    presence_penalty: Annotated[
-        float, _sampling(metavar="X", help="Subtracted once a token has been generated.")
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float, _sampling(metavar="X", help="Subtracted for each time it has been.")
-    ] = 0.0
-    logit_bias: Annotated[
-        list[str] | None, _sampling(metavar="ID=VALUE", help="Add VALUE to a token's logit. Repeatable.")
-    ] = None
-    min_tokens: Annotated[int, _sampling(metavar="N", help="No end of text before N tokens.")] = 0
     max_tokens: Annotated[
         int | None,
-        _sampling("-n", "--max-tokens", metavar="N", help="Stop after N tokens. Default: the context."),
+        _first("-n", "--max-tokens", metavar="N", help="Stop after N tokens. Default: the context."),
     ] = None
-    stop: Annotated[
-        list[str] | None, _sampling(metavar="TEXT", help="Stop before TEXT; \\n is a newline. Repeatable.")
-    ] = None
-    stop_token_id: Annotated[
-        list[int] | None, _sampling(metavar="ID", help="Stop at a token. Repeatable.")
-    ] = None
-    ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Do not stop at the end of text.")] = False
     seed: Annotated[
         int | None, _sampling(metavar="N", help="Repeat a reply. Default: a new one, see -v.")
     ] = None
+    top_p: Annotated[float | None, _sampling(metavar="P", help="Default: the model's, else 1.")] = None
+    stop: Annotated[
+        list[str] | None, _sampling(metavar="TEXT", help="Stop before TEXT; \\n is a newline. Repeatable.")
+    ] = None
+    set: Annotated[
+        list[str] | None,
+        _sampling(
+            metavar="NAME=VALUE", help="top_k, min_p, min_tokens, logit_bias or a penalty. Repeatable."
+        ),
+    ] = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: list[str] | None = None
+    min_tokens: int = 0
+    stop_token_id: list[int] | None = None
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -276,27 +279,18 @@ class PromptOptions(TemplateOptions):
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="Text; it follows stdin and files.")
     ] = None
-    prompt_option: Annotated[
-        str | None, _prompt("-p", "--prompt", metavar="TEXT", help="As the PROMPT argument.")
-    ] = None
     file: Annotated[
         list[str] | None,
-        _prompt("-f", "--file", metavar="FILE", help="Text from a file, - is stdin. Repeatable."),
+        _first("-f", "--file", metavar="FILE", help="Text from a file, - is stdin. Repeatable."),
     ] = None
-    system: Annotated[str | None, _prompt("-s", "--system", metavar="TEXT", help="System message.")] = None
-    system_file: Annotated[str | None, _prompt(metavar="FILE", help="System message from a file.")] = None
+    system: Annotated[str | None, _first("-s", "--system", metavar="TEXT|@FILE", help="System message.")] = (
+        None
+    )
     messages: Annotated[
         str | None, _prompt(metavar="FILE", help="A chat as JSON: role and content each.")
     ] = None
     raw: Annotated[bool, _prompt("--raw", help="No chat template: continue the text.")] = False
-    parse_special: Annotated[
-        bool, _prompt("--parse-special", help="With --raw: read special tokens in the text.")
-    ] = False
     prompt_ids: Annotated[str | None, _prompt(metavar="1,2,3", help="Token ids instead of text.")] = None
-    overflow: Annotated[
-        Literal["error", "truncate-left"],
-        _prompt(help="A prompt too long is refused, or loses its oldest tokens."),
-    ] = "error"
     dry_run: Annotated[
         bool, _prompt("--dry-run", help="Show the prompt and its tokens; load no weights.")
     ] = False
@@ -306,44 +300,40 @@ class PromptOptions(TemplateOptions):
 class OutputOptions:
     """What comes back and where."""
 
-    json: Annotated[bool, _output("--json", help="One JSON object: text, tokens, timings, acceptance.")] = (
+    json: Annotated[bool, _first("--json", help="One JSON object: text, tokens, timings, acceptance.")] = (
         False
     )
-    stream: Annotated[
-        bool | None, _output("--stream/--no-stream", help="Text as it comes, or all at the end.")
-    ] = None
+    stats: Annotated[bool, _first("--stats", help="Speed and acceptance on stderr at the end.")] = False
     output: Annotated[
         Path | None, _output("-o", "--output", metavar="FILE", help="Write there, not to stdout.")
     ] = None
     logprobs: Annotated[
-        int | None, _output(metavar="N", help="With --json: log-probabilities, and the N likeliest tokens.")
+        int | None, _output(metavar="N", help="With --json: log-probabilities, the N likeliest tokens.")
     ] = None
-    stats: Annotated[bool, _output("--stats", help="Speed and acceptance on stderr at the end.")] = False
-    trace: Annotated[
-        Path | None, _output(metavar="FILE", help="What ran, then one JSON line a round, for spd explain.")
-    ] = None
-    explain: Annotated[
-        bool, _output("--explain", help="Why speculation pays or not, on stderr at the end.")
-    ] = False
-    profile: Annotated[
-        Path | None, _output(metavar="DIR", help="A Chrome trace with named ranges, and a summary.")
-    ] = None
+    trace: Annotated[Path | None, _output(metavar="FILE", help="One JSON line a round, for spd explain.")] = (
+        None
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class GenerateOptions(
+    MemoryOption,
     AdvancedOptions,
     BatchOptions,
     CommonOptions,
     GrammarOptions,
     OutputOptions,
     SamplingOptions,
+    DraftContextOption,
     SpeculationOptions,
     PullOption,
+    ContextOption,
     ModelOptions,
     PromptOptions,
 ):
     """Everything `spd generate` takes."""
+
+    ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Do not stop at the end of text.")] = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -373,7 +363,8 @@ class InspectOptions(CommonOptions):
         str | None, typer.Option(metavar="REV", help="Branch, tag or commit in the cache.")
     ] = None
     quantize: Annotated[
-        Literal["none", "int8"], typer.Option(help="Count what it needs with --quantize int8.")
+        Literal["none", "int8"],
+        typer.Option(metavar="FORM", help="Count what it needs with --quantize int8."),
     ] = "none"
     tp: Annotated[int, typer.Option(metavar="N", help="Tell the memory of one of N ranks.")] = 1
     draft_tp: Annotated[int | None, typer.Option(metavar="N", help="Ranks that share the drafter.")] = None
@@ -399,6 +390,48 @@ class CompletionOptions(CommonOptions):
     shell: Annotated[
         Literal["bash", "zsh", "fish", "powershell"], typer.Argument(metavar="SHELL", help="Whose script.")
     ]
+
+
+def read_settings(words: Sequence[str], flag: str = "--set") -> dict[str, Any]:
+    """`name=value` words as fields of SamplingOptions, by their types; lists grow. Raises UsageError."""
+    changes: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals:
+            raise UsageError(f"{flag} {word} is not NAME=VALUE", fix=[f"{flag} temperature=0.5"])
+        found = _setting(name, value, flag)
+        changes[name] = [*changes.get(name, ()), *found] if isinstance(found, list) else found
+    return changes
+
+
+def _setting(name: str, text: str, flag: str) -> Any:
+    """A sampling option's value from text, by the option's own type. Raises UsageError."""
+    hints = get_type_hints(SamplingOptions)
+    known = sorted(hints.keys() - {"set"})
+    if name not in known:
+        raise UsageError(f"{flag} {name}: there is no such parameter", fix=[f"one of {', '.join(known)}"])
+    kinds = get_args(hints[name]) or (hints[name],)
+    if type(None) in kinds and text in ("", "auto", "default"):
+        return None
+    if list[str] in kinds:
+        return [text]
+    if bool in kinds:
+        return parse_switch(f"{flag} {name}", text)
+    kind = float if float in kinds else int
+    try:
+        return [kind(text)] if list[int] in kinds else kind(text)
+    except ValueError:
+        raise UsageError(f"{flag} {name}={text}: is not a number", fix=[f"{flag} {name}=1"]) from None
+
+
+def parse_switch(what: str, text: str) -> bool:
+    """`on` or `off`. Raises UsageError."""
+    known = {"on": True, "off": False, "true": True, "false": False}
+    if text not in known:
+        words = f"{text} is not on or off" if text else "on or off?"
+        raise UsageError(f"{what}: {words}", fix=[f"{what} on|off"])
+    return known[text]
 
 
 def as_utf8(value: Any) -> Any:

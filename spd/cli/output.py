@@ -178,7 +178,7 @@ def usual_fix(error: SpdError, help_words: str) -> str:
     if isinstance(error, ResourceError):
         return "ask for less (--ctx, --draft-max), or free memory"
     unforeseen = isinstance(error, EngineError) or type(error) is SpdError
-    return "run it again with --debug, and report what it prints" if unforeseen else help_words
+    return "run it again with -vv, and report what it prints" if unforeseen else help_words
 
 
 def to_json(value: object) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spd.cli.batch_options import TemplateOptions
-from spd.cli.options import PromptOptions
+from spd.cli.options import PromptOptions, as_utf8
 from spd.cli.output import is_terminal
 from spd.errors import UsageError
 from spd.formats.files import read_input_text
@@ -29,7 +29,6 @@ class Asked:
     text: str | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
     variables: Mapping[str, Any] | None = None
-    parse_special: bool = False
 
 
 def gather(options: PromptOptions) -> Asked:
@@ -41,21 +40,20 @@ def gather(options: PromptOptions) -> Asked:
         return Asked(messages=read_messages(options.messages), variables=variables)
     text = gather_text(options)
     if options.raw:
-        return Asked(text=text, parse_special=options.parse_special)
+        return Asked(text=text)
     messages: list[Mapping[str, Any]] = []
-    system = read_text(options.system_file) if options.system_file is not None else options.system
-    if system is not None:
-        messages.append({"role": "system", "content": check_text(system, "the system message")})
+    if (system := system_text(options.system)) is not None:
+        messages.append({"role": "system", "content": system})
     messages.append({"role": "user", "content": text})
     return Asked(messages=tuple(messages), variables=variables)
 
 
 def gather_text(options: PromptOptions) -> str:
     """Stdin and files first, a blank line between parts, then the argument."""
-    argument = options.prompt if options.prompt is not None else options.prompt_option
+    argument = options.prompt
     files = list(options.file or ())
     parts = []
-    if "-" not in files and options.system_file != "-" and _is_piped():
+    if "-" not in files and options.system != "@-" and _is_piped():
         piped = read_text("-")
         parts = [piped] if piped else []
     parts += [read_text(name) for name in files]
@@ -93,6 +91,15 @@ def read_text(name: str) -> str:
     if name != "-" and os.path.isdir(name):
         raise UsageError(f"{name} is a folder, not a text file", fix=[f"-f {name.rstrip('/')}/FILE"])
     return read_input_text(name, "check the path; - reads stdin")
+
+
+def system_text(given: str | None) -> str | None:
+    """What -s gives: a text, or with @ the text of a file. Raises UsageError and NotFoundError."""
+    if given is None:
+        return None
+    if given.startswith("@"):
+        return check_text(read_text(given[1:]), "the system message")
+    return check_text(as_utf8(given), "the system message")
 
 
 def check_text(text: str, what: str) -> str:

@@ -62,14 +62,6 @@ def _lost_leader() -> str:
     return f"error: rank 0: {SILENCE}\n"
 
 
-def meet_at(argv: list[str], rendezvous: Rendezvous) -> list[str]:
-    """The arguments of rank 0 under torchrun: those typed, and where the ranks meet."""
-    for index, word in enumerate(argv):
-        if word in COMMANDS:
-            return [*argv[: index + 1], "--rendezvous", str(rendezvous), *argv[index + 1 :]]
-    return argv
-
-
 def stand_by(rank: int, argv: list[str], rendezvous: Rendezvous, local: str) -> int:
     """Serve rank 0's engines under torchrun until it has ended; returns the exit status."""
     from spd.cli.output import write_stderr

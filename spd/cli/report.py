@@ -6,8 +6,6 @@ The names in the JSON object are the ones other tools already read; its schema i
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -101,18 +99,7 @@ def logprob_entry(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str,
     return {**named(entry.token_id, entry.logprob), "top": [named(*likely) for likely in entry.top]}
 
 
-def probability_line(entry: TokenLogprob, tokenizer: Tokenizer) -> str:
-    """`  93.1% "Join"      93.1% "Join"  4.0% "Open"`: a token, and the likeliest in its place."""
-
-    def named(token_id: int, logprob: float) -> str:
-        text = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-        return f"{math.exp(logprob):6.1%} {json.dumps(text, ensure_ascii=False)}"
-
-    others = " ".join(named(*likely) for likely in entry.top)
-    return f"  {named(entry.token_id, entry.logprob):<24}{others}".rstrip()
-
-
-def stats_line(metrics: RequestMetrics, *, imposed: bool = False) -> str:
+def stats_line(metrics: RequestMetrics) -> str:
     """`318 tok · 64.8 tok/s · load 3.2 s · first 0.21 s · 3.05 tok/round · drafts 213/416 (51%)`.
 
     The first token takes `first` when the model is loaded, and `load` more when it is not.
@@ -128,8 +115,7 @@ def stats_line(metrics: RequestMetrics, *, imposed: bool = False) -> str:
         parts.append(f"{metrics.tokens_per_round:.2f} tok/round")
     if metrics.draft_n:
         share = f"{metrics.draft_acceptance_rate:.0%}"
-        how = " imposed" if imposed else ""
-        parts.append(f"drafts {metrics.draft_n_accepted}/{metrics.draft_n} ({share}{how})")
+        parts.append(f"drafts {metrics.draft_n_accepted}/{metrics.draft_n} ({share})")
     return " · ".join(parts)
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from spd.runtime.round.sampling_params import SamplingParams
 
 BUILT_IN = (("temperature", 0.7), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0))
-FLAG_NAMES = {"stop_token_ids": "--stop-token-id"}
+FLAGS = ("temperature", "top_p", "max_tokens", "stop", "seed", "ignore_eos", "logprobs")
+"""Parameters that have an option of their own."""
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "\\": "\\", "'": "'", '"': '"'}
 ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 
@@ -55,8 +56,8 @@ def resolve_sampling(
     sources["seed"] = "given" if options.seed is not None else "drawn"
     stop_ids = tuple(options.stop_token_id or ())
     bias = tuple(parse_logit_bias(text) for text in options.logit_bias or ())
-    check_ids(stop_ids, vocab_size, "--stop-token-id")
-    check_ids([token_id for token_id, _ in bias], vocab_size, "--logit-bias")
+    check_ids(stop_ids, vocab_size, "stop_token_id")
+    check_ids([token_id for token_id, _ in bias], vocab_size, "logit_bias")
     try:
         params = SamplingParams(
             **values,
@@ -83,7 +84,11 @@ def _in_flags(error: UsageError, names: Sequence[str], sources: dict[str, str]) 
 
     def flag(match: re.Match[str]) -> str:
         word = match.group()
-        return FLAG_NAMES.get(word, "--" + word.replace("_", "-"))
+        return (
+            f"--{word.replace('_', '-')}"
+            if word in FLAGS
+            else word.replace("stop_token_ids", "stop_token_id")
+        )
 
     message = re.sub(
         "|".join(rf"\b{name}\b" for name in sorted(names, key=len, reverse=True)), flag, error.message
@@ -104,7 +109,7 @@ def parse_logit_bias(text: str) -> tuple[int, float]:
             raise ValueError
         return int(left), float(right)
     except ValueError:
-        raise UsageError(f"--logit-bias {text} is not ID=VALUE", fix=["--logit-bias 42=-5"]) from None
+        raise UsageError(f"logit_bias {text} is not ID=VALUE", fix=["--set logit_bias=42=-5"]) from None
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, flag: str) -> None:

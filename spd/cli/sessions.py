@@ -48,7 +48,7 @@ class SessionStore:
             raise UsageError(
                 f"{name[:60]!r} is not a name for a chat",
                 reason=["Letters, digits, dot, dash and underscore; no dot or dash in front."],
-                fix=["--session NAME"],
+                fix=["-c NAME"],
             )
         return self.folder / (name + SUFFIX)
 
@@ -62,7 +62,7 @@ class SessionStore:
         except FileNotFoundError:
             close = [f"there is: {other}" for other in self.names()[:5]]
             raise NotFoundError(
-                f"no chat {name!r} is saved", reason=close, fix=["/sessions lists them"]
+                f"no chat {name!r} is saved", reason=close, fix=["/load lists them"]
             ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise _unreadable(path, str(error)) from None
@@ -78,7 +78,7 @@ class SessionStore:
         except OSError as error:
             raise ResourceError(
                 f"this chat cannot be saved to {path}: {error.strerror}",
-                fix=["free some space, or /export FILE.md to another place"],
+                fix=["free some space"],
                 code="write_failed",
             ) from error
 
@@ -88,7 +88,7 @@ class SessionStore:
         if lock is None:
             raise UsageError(
                 f"the chat {name!r} is open in another process",
-                fix=["--session NAME for another one, or close the other spd chat"],
+                fix=["-c NAME for another one, or close the other spd chat"],
                 code="session_locked",
             )
         self.close()
@@ -105,7 +105,7 @@ class SessionStore:
                 with suppress(UsageError):
                     self.open(name)
                     return name
-        raise UsageError("a thousand chats were begun in this second", fix=["--session NAME"])
+        raise UsageError("a thousand chats were begun in this second", fix=["-c NAME"])
 
     def close(self) -> None:
         """Let go of the lock."""
@@ -208,7 +208,7 @@ def _checked(
 def _unreadable(path: Path, why: str) -> IncompatibleError:
     return IncompatibleError(
         f"{path}: {why}",
-        fix=["mend the file or move it away; --session NAME begins another chat"],
+        fix=["mend the file or move it away; -c NAME begins another chat"],
         code="session_unreadable",
     )
 

@@ -41,11 +41,11 @@ def read_grammar(options: GrammarOptions) -> GrammarText | None:
                 f"--schema is not JSON: {error}", fix=["""--schema '{"type": "object"}'""", "--schema FILE"]
             ) from None
         return GrammarText("schema", text)
-    if options.regex is not None:
-        return GrammarText("regex", options.regex)
-    if options.grammar is not None:
-        inline = re.search(r"^\s*[?!]*start\b[^\n]*:", options.grammar, re.MULTILINE) is not None
-        return GrammarText("lark", as_utf8(options.grammar) if inline else read_text(options.grammar))
+    if (grammar := options.grammar) is not None:
+        if len(grammar) > 1 and grammar[0] == grammar[-1] == "/":  # a file's name does not end so
+            return GrammarText("regex", as_utf8(grammar[1:-1]))
+        inline = re.search(r"^\s*[?!]*start\b[^\n]*:", grammar, re.MULTILINE) is not None
+        return GrammarText("lark", as_utf8(grammar) if inline else read_text(grammar))
     return None
 
 

@@ -1,9 +1,7 @@
-"""Tables as text that fits a terminal, as Markdown and as CSV."""
+"""Tables as text that fits a terminal."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 
 from spd.cli.output import as_line
@@ -59,18 +57,3 @@ def _aligned(lines: Sequence[Sequence[str]], gap: str) -> str:
         ]
         text += gap.join(cells).rstrip() + "\n"
     return text
-
-
-def render_markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A GitHub table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in lines)
-
-
-def render_csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Comma-separated values with Unix line ends; None is an empty cell."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    return text.getvalue()

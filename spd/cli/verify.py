@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spd.cli.bench_options import VerifyOptions, check_least, chosen_prompts, numbers, split
 from spd.cli.job import engine_config
 from spd.cli.options import Session
-from spd.cli.output import Sink, check_writable, to_json, write_error, write_result
+from spd.cli.output import Sink, to_json, write_error
 from spd.cli.ticker import Ticker
 from spd.errors import CheckFailedError, UsageError
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from spd.runtime.lab.replay import Replay
 
 SCHEMA = "spd.verify/1"
-DEFAULT_DRAWS = 300
+SEED = 0
+DRAWS, REDRAFT = 300, 64
+"""Replies a prompt and temperature that test a rule's law, and rounds whose drafts are drawn again."""
 SETTINGS = (
     *("spec", "draft_max", "adaptive", "verify", "lag", "graphs", "kernels", "device", "dtype"),
     *("threads", "slots", "tp", "draft_tp", "prefix_sharing", "draft_ctx", "ngram_min", "ngram_max"),
@@ -34,43 +36,29 @@ def verify(session: Session, options: VerifyOptions) -> int:
     """Replay prompts with two settings and compare every token; exits 6 if speculation changed one."""
     from spd.formats.folder import ModelFolder
 
-    if options.output is not None:
-        check_writable(options.output)
     check_least(
         ("-n", options.max_tokens, 2),
         ("--concurrency", options.concurrency, 1),
         ("--tokens", options.tokens, 0),
-        ("--each", options.each, 1),
-        ("--redraft", options.redraft, 0),
-        ("--draws", options.draws, 0),
-        ("--seed", options.seed, 0),
     )
-    if options.synthetic_acceptance is not None:
-        raise UsageError("imposed acceptance changes the text, so there is nothing to verify")
     temperatures = tuple(numbers(options.temperature, "--temperature", "float", 0, 100))
-    candidate = replace(
-        engine_config(options, ModelFolder.named(options.model, options.revision)), slots=options.concurrency
-    )
+    config = engine_config(options, ModelFolder.named(options.model))
+    candidate = replace(config, slots=options.concurrency)
     reference = apply_settings(candidate, options.against)
     sink = Sink.stdout()
     with Ticker(session.console) as ticker:
         certificate = _examine(session, options, reference, candidate, temperatures, ticker)
-    unsaved = write_result(options.output, to_json(certificate) + "\n")
     if options.json:
         sink.write(to_json(certificate) + "\n")
     else:
         sink.write_lines(_words(certificate))
-    failure = unsaved
-    if not certificate["passed"]:
-        if unsaved is not None:
-            write_error(unsaved, session.console, as_json=False)
-        failure = CheckFailedError(
-            "; ".join(certificate["faults"]),
-            reason=["The text is not the one that was promised."],
-            fix=["--against with one setting at a time finds which of them it is; please report it"],
-        )
-    if failure is None:
+    if certificate["passed"]:
         return 0
+    failure = CheckFailedError(
+        "; ".join(certificate["faults"]),
+        reason=["The text is not the one that was promised."],
+        fix=["--against with one setting at a time finds which of them it is; please report it"],
+    )
     write_error(failure, session.console, as_json=False)  # the answer is on stdout already
     return failure.exit_code
 
@@ -137,13 +125,11 @@ def _examine(
     from spd.runtime.lab.questions import encode_questions
     from spd.runtime.lab.replay import lag_parity, make_requests, replay
 
-    check, seed = session.guard.check, options.seed
-    questions = encode_questions(
-        candidate.model, chosen_prompts(options), [None], options.max_tokens, options.ctx
-    )
-    if options.ctx is None:
-        ctx = max(len(question.ids) for question in questions) + options.max_tokens
-        reference, candidate = (replace(config, ctx=ctx) for config in (reference, candidate))
+    check = session.guard.check
+    prompts = chosen_prompts(options.prompts)
+    questions = encode_questions(candidate.model, prompts, [None], options.max_tokens, None)
+    ctx = max(len(question.ids) for question in questions) + options.max_tokens
+    reference, candidate = (replace(config, ctx=ctx) for config in (reference, candidate))
     coupled = candidate.verify == "coupled" and reference.verify == "coupled"
     compared = [t for t in temperatures if coupled or not t] or [0.0]
     ticker.write("comparing tokens")
@@ -151,23 +137,21 @@ def _examine(
         questions,
         compared,
         max_tokens=options.max_tokens,
-        ignore_eos=options.ignore_eos,
-        seed=seed,
+        ignore_eos=False,
+        seed=SEED,
         least=options.tokens,
     )
     result = replay(reference, candidate, requests, check)
     plan = result.plans[1]
-    parity = redraft = law = None
+    parity = law = None
     if plan["lag"] and not plan["adaptive"] and plan["spec"] != "off":
         ticker.write("comparing rounds with lag 0")
         parity = lag_parity(candidate, result.candidate, check)
-    if options.redraft:
-        ticker.write("drawing drafts again")
-        redraft = draft_replay(plan, result.candidate, options.redraft, seed, check)
-    draws = options.draws if options.draws is not None else 0 if coupled else DEFAULT_DRAWS
-    if draws and (sampled := [t for t in temperatures if t]):
+    ticker.write("drawing drafts again")
+    redraft = draft_replay(plan, result.candidate, REDRAFT, SEED, check)
+    if not coupled and (sampled := [t for t in temperatures if t]):
         ticker.write("testing the law")
-        law = law_test(reference, candidate, questions[:2], sampled, draws, seed, check)
+        law = law_test(reference, candidate, questions[:2], sampled, DRAWS, SEED, check)
     certificate: dict[str, Any] = {
         "schema": SCHEMA,
         "model": options.model,
@@ -179,7 +163,7 @@ def _examine(
         "prompts": {question.prompt.name: question.prompt.digest for question in questions},
         "temperatures": compared,
         "untested": [t for t in temperatures if t not in compared and law is None],
-        "seed": seed,
+        "seed": SEED,
         "texts": result.texts,
         "tokens": result.tokens,
         "drafts_accepted": result.speculated,
@@ -263,7 +247,7 @@ def _words(certificate: dict[str, Any]) -> list[str]:
     untested = certificate["untested"]
     return [
         *lines,
-        verdict + (f"; not tested: {_at(untested)} (--draws {DEFAULT_DRAWS})" if untested else ""),
+        verdict + (f"; not tested: {_at(untested)}" if untested else ""),
     ]
 
 

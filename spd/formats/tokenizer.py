@@ -137,7 +137,7 @@ class Tokenizer:
             return text[start:]
         raise IncompatibleError(
             f"the prompt is {len(text):,} characters, far more than {context:,} tokens, which is the context",
-            fix=["a shorter prompt, or spd generate --overflow truncate-left, which reads its end"],
+            fix=["a shorter prompt"],
             code="context_overflow",
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -296,3 +297,15 @@ def refused(ran: Ran, code: int, *words: str) -> None:
 def assert_refused() -> Callable[..., None]:
     """See `refused`."""
     return refused
+
+
+@pytest.fixture
+def random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of `generate` and `verify` take random weights, so that config.json alone is a model."""
+    from spd.cli import job, verify
+
+    real = job.engine_config
+    for module in (job, verify):
+        monkeypatch.setattr(
+            module, "engine_config", lambda *given: dataclasses.replace(real(*given), load="dummy")
+        )

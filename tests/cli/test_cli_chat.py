@@ -23,7 +23,7 @@ def talk(spd_run: Callable, model: Path, script: Any) -> Callable:
     """`talk("line", "line", argv=[...])` runs a chat over these lines."""
 
     def run(*lines: str, argv: list[object] | None = None, name: str | None = "t") -> Any:
-        session = ["--session", name] if name else []
+        session = ["-c", name] if name else []
         stdin = "".join(line + "\n" for line in lines).encode()
         return spd_run("chat", model, *session, *(argv or []), stdin=stdin)
 
@@ -132,7 +132,7 @@ def test_more_goes_on_with_the_same_seed(talk: Callable, saved: Callable, script
 
 
 def test_parameters_change(talk: Callable, script: Any) -> None:
-    ran = talk("/set temperature=0.5 top-k=7 stop=END seed=3 max_tokens=9", "Hi", "/show", "/set top_k=auto")
+    ran = talk("/set temperature=0.5 top-k=7 stop=END seed=3 max_tokens=9", "Hi", "/set", "/set top_k=auto")
     params = script.request.params
     assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.5, 7, ("END",), 9)
     assert params.seed == derived_seed(3, 0) and ran.code == 0
@@ -140,7 +140,7 @@ def test_parameters_change(talk: Callable, script: Any) -> None:
 
 
 def test_the_system_message_changes(talk: Callable, script: Any, saved: Callable) -> None:
-    talk("/system be kind", "Hi", "/show prompt")
+    talk("/system be kind", "Hi")
     assert saved()[0]["system"] == "be kind"
 
 
@@ -155,14 +155,6 @@ def test_thinking_has_a_budget(talk: Callable, script: Any, model: Path) -> None
     assert more == ThinkingBudget(6, end, begin, inside=True) and free is None
 
 
-def test_probabilities_of_a_reply(talk: Callable, script: Any) -> None:
-    ran = talk("/probs 2", "Hi", "/probs off", "Again", "/probs x", "/show", "/exit")
-    assert [request.params.logprobs for request in script.engine.requests] == [2, None]
-    lines = [line for line in ran.err.splitlines() if "%" in line]
-    assert len(lines) == 6 and lines[1].split() == ["60.7%", '"#"', "60.7%", '"#"', "0.0%", '"c"']
-    assert "/probs x: is no number" in ran.err and talk("/probs 99").code == 2
-
-
 def test_a_file_goes_with_the_next_message(talk: Callable, saved: Callable, tmp_path: Path) -> None:
     (tmp_path / "a b.txt").write_text("contents")
     talk(f"/file '{tmp_path}/a b.txt'", "What?", "Next", argv=["-f", tmp_path / "a b.txt"])
@@ -170,14 +162,14 @@ def test_a_file_goes_with_the_next_message(talk: Callable, saved: Callable, tmp_
 
 
 @pytest.mark.parametrize("dropping", ["/file none", "/clear"])
-def test_files_are_listed_and_dropped(dropping: str, talk: Callable, tmp_path: Path) -> None:
+def test_files_are_listed_and_dropped(dropping: str, talk: Callable, saved: Callable, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("contents")
-    ran = talk(f"/file {tmp_path}/a.txt", "/file", dropping, "/file", "What?", "/show prompt")
+    ran = talk(f"/file {tmp_path}/a.txt", "/file", dropping, "/file", "What?")
     words = "goes with the next message: "
     listed = [line.partition(words)[2] for line in ran.err.splitlines() if words in line]
     full = f"{tmp_path}/a.txt: 8 characters"
     assert listed == [full, full, *["no file"] * (2 if dropping == "/file none" else 1)]
-    assert "What?" in ran.err and "contents" not in ran.err
+    assert dropping == "/clear" or [turn["user"] for turn in saved()[1:]] == ["What?"]
 
 
 def test_regen_that_fails_keeps_the_reply(talk: Callable, saved: Callable, script: Any) -> None:
@@ -190,17 +182,10 @@ def test_regen_that_fails_keeps_the_reply(talk: Callable, saved: Callable, scrip
     assert [turn["reply"] for turn in saved()[1:]] == ["Hello wörld!"]
 
 
-def test_save_load_sessions_and_clear(talk: Callable, saved: Callable) -> None:
-    ran = talk("Hi", "/save kept", "/clear", "Other", "/load kept", "More", "/sessions")
+def test_load_and_clear(talk: Callable, saved: Callable) -> None:
+    ran = talk("Hi", "/clear", "Other", "/load kept", "More", "/load", name="kept")
     assert ran.code == 0 and [turn["user"] for turn in saved("kept")[1:]] == ["Hi", "More"]
     assert "  kept" in ran.err and "you   Hi" in ran.err
-
-
-def test_export(talk: Callable, tmp_path: Path) -> None:
-    talk("Hi", f"/export {tmp_path}/c.md", f"/export {tmp_path}/c.jsonl")
-    text = (tmp_path / "c.md").read_text()
-    assert "## You\n\nHi\n" in text and "Hello wörld!" in text
-    assert json.loads((tmp_path / "c.jsonl").read_text().splitlines()[1])["reply"] == "Hello wörld!"
 
 
 def test_edit_takes_the_message_back(talk: Callable, saved: Callable) -> None:
@@ -217,17 +202,17 @@ def test_edit_takes_the_message_back(talk: Callable, saved: Callable) -> None:
 
 
 def test_figures(talk: Callable) -> None:
-    ran = talk("Hi", "/stats full", "/stats off", "Again", "/tokens abc", argv=["--stats"])
+    ran = talk("Hi", "/stats full", "/stats off", "Again", argv=["--stats"])
     assert ran.err.count(" tok/s · first") == 1 and "drafts 3/12 (25%)" in ran.err
     assert "tok/s new" in ran.err and "plain est.  20.0 tok/s, so this was " in ran.err
-    assert "  prompt " in ran.err and "  by position 1: 100%" in ran.err and "3 tokens" in ran.err
+    assert "  prompt " in ran.err and "  by position 1: 100%" in ran.err
     assert talk("Hi", "/stats").err.count("tok/s new") == 1
     assert "/stats: maybe is not on or off" in talk("/stats maybe").err
     assert "/draft: on or off?" in talk("/draft").err
 
 
 def test_another_speculation_or_model_is_loaded(talk: Callable, script: Any, model: Path) -> None:
-    ran = talk("Hi", "/spec ngram 3", "Again", "/spec off", f"/model {model}", "/show model")
+    ran = talk("Hi", "/spec ngram 3", "Again", "/spec off", f"/model {model}", "/model")
     assert ran.code == 0, ran
     assert [engine.config.spec for engine in script.engines] == ["auto", "ngram", "off", "off"]
     assert script.engines[1].config.draft_max == 3 and all(engine.closed for engine in script.engines)
@@ -273,7 +258,7 @@ def test_a_reload_that_fails_goes_back(talk: Callable, script: Any, saved: Calla
         ("/", "unknown command"),
         ("/undo", "nothing has been said"),
         ("/more", "nothing has been said"),
-        ("/set", "NAME=VALUE"),
+        ("/set warmth", "NAME=VALUE"),
         ("/set warmth=1", "no such parameter"),
         ("/set temperature=hot", "is not a number"),
         ("/set temperature=-1", "--temperature -1.0 is out of range"),
@@ -282,13 +267,8 @@ def test_a_reload_that_fails_goes_back(talk: Callable, script: Any, saved: Calla
         ("/think maybe", "fix: /think on|off|hide|N"),
         ("/draft", "on or off"),
         ("/load nothing", "no chat 'nothing'"),
-        ("/save ../x", "not a name"),
+        ("/load ../x", "not a name"),
         ("/file /nowhere", "no file"),
-        ("/export x.txt", ".md or .jsonl"),
-        ("/export /nowhere/x.md", "cannot write"),
-        (f"/export {'x' * 300}.md", f"error: cannot write to {'x' * 300}.md: File name too long"),
-        ("/show everything", "no such thing"),
-        ("/copy", "nothing has been said"),
     ],
 )
 def test_commands_refuse_in_words(line: str, words: str, talk: Callable) -> None:
@@ -318,7 +298,7 @@ def test_a_context_that_fills_up_is_said_once(talk: Callable, script: Any) -> No
         ([], b"", 2, "standard input is empty"),
         ([], None, 2, "standard output is none"),
         (["-c"], b"Hi\n", 3, "no chat is saved"),
-        (["--session", "../x"], b"Hi\n", 2, "not a name"),
+        (["-c", "../x"], b"Hi\n", 2, "not a name"),
         (["-f", "/nowhere"], b"Hi\n", 3, "no file"),
         ([], b"\xff\n", 2, "line 1 of stdin is not UTF-8"),
         (["--temperature", "-1"], b"Hi\n", 2, "--temperature"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -426,18 +425,6 @@ def test_hidden_thinking_is_one_line(terminal: Start) -> None:
     chat.wait("›")
     chat.type("Again\r")
     assert b"\x1b[2;3mm\x1b[0m" in chat.wait("Yes")
-
-
-def test_what_is_copied_is_the_answer(terminal: Start, model: Path) -> None:
-    """Also where the template opens the thinking, so that the reply holds its end alone."""
-    path = model / "tokenizer_config.json"
-    path.write_text(path.read_text().replace("assistant\\\\n'", "assistant\\\\n<think>'"))
-    chat = terminal("--no-stats", "--no-save", pieces=["hm</think>", "Yes"])
-    chat.type("Hi\r")
-    chat.wait("Yes")
-    chat.wait("›")
-    chat.type("/copy\r")
-    chat.wait("\x1b]52;c;" + base64.b64encode(b"Yes").decode() + "\x07")
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -15,7 +15,6 @@ from spd.cli.commands import COMMANDS, build_app
 from spd.cli.config import FOLDERS, PROJECT, TYPED, read_defaults
 from spd.errors import SpdError
 from tests.cli.conftest import write_model
-from tests.cli.test_cli_terminal import on_terminal
 
 Write = Callable[..., Path]
 
@@ -50,10 +49,10 @@ def params(script: Any) -> Any:
 def test_what_is_typed_wins_then_the_environment_then_the_file(
     own: Write, spd_run: Callable, model: Path, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rest = 'stop = ["a", "b"]\nadaptive = false\ntop-k = 3\n[generate]\ntop-k = 7\n'
+    rest = 'stop = ["a", "b"]\nadaptive = false\ntop-p = 0.3\n[generate]\ntop-p = 0.7\n'
     own(f'model = "{model}"\ntemperature = 0.25\nctx = "64"\n{rest}')
     assert spd_run("generate", "Hi").code == 0
-    assert (params(script).temperature, params(script).top_k, params(script).stop) == (0.25, 7, ("a", "b"))
+    assert (params(script).temperature, params(script).top_p, params(script).stop) == (0.25, 0.7, ("a", "b"))
     assert (script.engine.config.ctx, script.engine.config.adaptive) == (64, False)
     spd_run("generate", "Hi", "--temperature", "1", "--adaptive", "--stop", "c")
     assert (params(script).temperature, params(script).stop) == (1.0, ("c",))
@@ -63,15 +62,16 @@ def test_what_is_typed_wins_then_the_environment_then_the_file(
 
 
 def test_a_named_file_stands_for_the_persons_and_a_verbose_run_says_so(
-    own: Write, home: Path, spd_run: Callable, model: Path, script: Any
+    own: Write, home: Path, spd_run: Callable, model: Path, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own("temperature = 0.25\ntop-k = 7\n")
+    own("temperature = 0.25\ntop-p = 0.7\n")
     named = home / "other.toml"
-    named.write_text("top-k = 9\n")
-    for argv in (["--config", named, "generate"], ["generate", "-v", f"--config={named}"]):
+    named.write_text("top-p = 0.9\n")
+    monkeypatch.setenv("SPD_CONFIG", str(named))
+    for argv in (["generate"], ["generate", "-v"]):
         ran = spd_run(*argv, "-m", model, "Hi")
-        assert ran.code == 0 and (params(script).temperature, params(script).top_k) == (0.0, 9)
-    assert f"config  {named} sets top-k\n" in ran.err and "top_k=9 (given)" in ran.err
+        assert ran.code == 0 and (params(script).temperature, params(script).top_p) == (0.0, 0.9)
+    assert f"config  {named} sets top-p\n" in ran.err and "top_p=0.9 (given)" in ran.err
 
 
 def test_a_projects_file_sets_little_and_leads_nowhere(
@@ -85,7 +85,7 @@ def test_a_projects_file_sets_little_and_leads_nowhere(
         Path("spd.toml").write_text(line + "\n")
         assert_refused(spd_run("generate", "Hi"), 2, "spd.toml", "leads out of the project")
     for line in (
-        *("temperature = 1", 'system = "obey"', "offline = false", 'trace = "x"', 'device = "cuda:7"'),
+        *("temperature = 1", 'system = "obey"', 'trace = "x"', 'device = "cuda:7"'),
         *("ctx = 9", "draft-max = 9", 'dtype = "float32"', 'quantize = "int8"', 'spec = "off"'),
     ):
         Path("spd.toml").write_text(line + "\n")
@@ -126,12 +126,13 @@ def test_a_projects_file_that_is_none_is_never_waited_for(kind: str, home: Path)
     [
         ("tempreature = 1", "no command has an option --tempreature"),
         ("[generat]\nseed = 1", "[generat] is not a command"),
-        ("[ls]\nseed = 1\n[generate]\nvi = true", "spd generate has no option --vi"),
+        ('[ls]\nseed = 1\n[generate]\nmarkdown = "on"', "spd generate has no option --markdown"),
         (
             "[generate]\nhide-thinking = true",
             "spd generate has no option --hide-thinking\n  fix: --think hide",
         ),
         ("hide-thinking = true", "no command has an option --hide-thinking\n  fix: --think hide"),
+        ("top-k = 7", "no command has an option --top-k\n  fix: --set top_k=K"),
         ('think = "maybe"', "think = 'maybe': --think maybe: on, off, hide or a number of tokens?"),
         ('temperature = "warm"', "'warm' is not a valid float"),
         ("temperature = true", "temperature = True is not a number or a text"),
@@ -141,7 +142,7 @@ def test_a_projects_file_that_is_none_is_never_waited_for(kind: str, home: Path)
         ("seed = 1979-05-27", "is not a number or a text"),
         ('spec = "sometimes"', "'sometimes' is not one of"),
         ("pull = true", "--pull has to be typed"),
-        ('prompt = "x"', "--prompt has to be typed"),
+        ('file = "x"', "--file has to be typed"),
         ("json = true", "--json has to be typed"),
         ("seed = ", "cannot be read"),
         ('"a\\nb" = 1', "no command has an option --a\\nb"),
@@ -164,11 +165,17 @@ def test_refused_with_file_and_key(
     ],
 )
 def test_what_is_no_text_is_refused_in_one_line(
-    content: bytes | None, words: str, home: Path, spd_run: Callable, assert_refused: Callable
+    content: bytes | None,
+    words: str,
+    home: Path,
+    spd_run: Callable,
+    assert_refused: Callable,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = home / "named.toml"
     path.mkdir() if content is None else path.write_bytes(content)
-    for argv in (["--config", path, "generate", "Hi"], ["generate", "--json", f"--config={path}", "Hi"]):
+    monkeypatch.setenv("SPD_CONFIG", str(path))
+    for argv in (["generate", "Hi"], ["generate", "--json", "Hi"]):
         ran = spd_run(*argv)
         if "--json" not in argv:
             assert_refused(ran, 2, f"error: {words.format(path)}\n")
@@ -177,8 +184,8 @@ def test_what_is_no_text_is_refused_in_one_line(
 
 
 def test_a_byte_order_mark_is_no_key(own: Write, spd_run: Callable, model: Path, script: Any) -> None:
-    own("\ufeffseed = 5\r\ntop-k = 7\r\n")
-    assert spd_run("generate", "-m", model, "Hi").code == 0 and params(script).top_k == 7
+    own("\ufeffseed = 5\r\ntop-p = 0.7\r\n")
+    assert spd_run("generate", "-m", model, "Hi").code == 0 and params(script).top_p == 0.7
 
 
 def test_a_model_that_is_not_there_says_which_file_names_it(
@@ -189,9 +196,8 @@ def test_a_model_that_is_not_there_says_which_file_names_it(
         assert_refused(spd_run("generate", "Hi"), 3, "no such folder", f"  {path} sets model")
 
 
-def test_config_needs_a_file_and_a_command(spd_run: Callable, assert_refused: Callable) -> None:
-    assert_refused(spd_run("generate", "Hi", "--config"), 2, "--config requires an argument")
-    for argv in (["--config", "x.toml"], ["--config"], ["--offline"], ["-q", "--color", "never"]):
+def test_flags_need_a_command(spd_run: Callable, assert_refused: Callable) -> None:
+    for argv in (["-vv"], ["-q", "--color", "never"]):
         assert_refused(spd_run(*argv), 2, f"no command behind {argv[0]}", "spd --help")
     assert spd_run("--json").json["error"]["exit"] == 2
 
@@ -199,9 +205,9 @@ def test_config_needs_a_file_and_a_command(spd_run: Callable, assert_refused: Ca
 def test_keys_of_other_commands_are_left_to_them(
     own: Write, home: Path, spd_run: Callable, model: Path, script: Any
 ) -> None:
-    own('seed = 5\nvi = true\n[chat]\nsystem = "be terse"\n')
+    own('seed = 5\nmarkdown = "off"\n[chat]\nsystem = "be terse"\n')
     assert spd_run("generate", "-m", model, "Hi").code == 0 and params(script).seed == 5
-    assert spd_run("chat", model, "--session", "s", stdin=b"Hi\n").code == 0
+    assert spd_run("chat", model, "-c", "s", stdin=b"Hi\n").code == 0
     saved = (home / "state" / "spd" / "sessions" / "s.jsonl").read_text()
     assert json.loads(saved.splitlines()[0])["system"] == "be terse"
     assert spd_run("completions", "bash").code == 0
@@ -212,7 +218,7 @@ def test_a_saved_chat_goes_before_files_and_environment(
 ) -> None:
     """What is typed, then what the chat was saved with, then SPD_MODEL, then the file."""
     saved = home / "state" / "spd" / "sessions" / "s.jsonl"
-    chat = ["chat", "--session", "s"]
+    chat = ["chat", "-c", "s"]
     model, other = (write_model(home / name, max_position_embeddings=4096) for name in ("one", "other"))
     script.ctx = 4096
     assert spd_run(*chat, model, "--seed", 5, "-s", "be kind", stdin=b"Hi\n").code == 0
@@ -228,28 +234,34 @@ def test_a_saved_chat_goes_before_files_and_environment(
         header = json.loads(saved.read_text().splitlines()[0])
         assert ran.code == 0 and (header["model"], header["seed"]) == (str(other), seed)
         assert (header["system"], header["draws"]) == ("be brief", 1)
-    assert spd_run("chat", "--session", "new", stdin=b"Hi\n").code == 3, "nothing is saved under this name"
+    assert spd_run("chat", "-c", "new", stdin=b"Hi\n").code == 3, "nothing is saved under this name"
 
 
 def test_a_saved_chat_without_a_system_message_has_none(
     own: Write, home: Path, spd_run: Callable, model: Path, script: Any
 ) -> None:
-    assert spd_run("chat", model, "--session", "s", stdin=b"Hi\n").code == 0
+    assert spd_run("chat", model, "-c", "s", stdin=b"Hi\n").code == 0
     first = script.request.prompt_ids
     (home / "system.txt").write_text("be terse")
-    for line in ('system = "be terse"', f'system-file = "{home / "system.txt"}"'):
+    for line in ('system = "be terse"', f'system = "@{home / "system.txt"}"'):
         own(line + "\n")
         assert spd_run("chat", "-c", stdin=b"Again\n").code == 0
         assert script.request.prompt_ids[: len(first)] == first
 
 
 def test_a_clash_says_which_file_it_is_with(
-    own: Write, spd_run: Callable, assert_refused: Callable, model: Path, script: Any
+    own: Write,
+    spd_run: Callable,
+    assert_refused: Callable,
+    model: Path,
+    script: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = own("draft-max = 3\n")
     refused = spd_run("generate", "-m", model, "--spec", "off", "Hi")
     assert_refused(refused, 2, "--draft-max needs speculation", f"  {path} sets draft-max")
-    missing = spd_run("generate", "--config", path.parent / "none.toml", "Hi")
+    monkeypatch.setenv("SPD_CONFIG", str(path.parent / "none.toml"))
+    missing = spd_run("generate", "Hi")
     assert_refused(missing, 3, "no file", "none.toml")
 
 
@@ -267,29 +279,10 @@ def test_the_lists_name_options_that_exist() -> None:
     assert (TYPED | PROJECT) - known <= {"help", "version"} and not TYPED & PROJECT and FOLDERS <= PROJECT
 
 
-def test_offline_asks_nobody(home: Path, spd_run: Callable, assert_refused: Callable) -> None:
-    named = ["--pull", "-m", "org/name"]
-    for argv in (["generate", "--offline", *named, "Hi"], ["--offline", "chat", *named]):
-        assert_refused(spd_run(*argv, stdin=b"Hi"), 3, "not in the local cache")
-        assert os.environ.pop("HF_HUB_OFFLINE") == "1"
-
-
-def test_no_input_asks_nobody_and_reads_no_terminal(tmp_path: Path) -> None:
-    (tmp_path / "models--org--name" / "snapshots" / "abc").mkdir(parents=True)
-    cache = {"HF_HUB_CACHE": str(tmp_path), "NO_COLOR": "1"}
-    for argv, status, words in (
-        (["--no-input", "rm", "org/name"], 2, "spd cannot ask"),
-        (["chat", "--no-input"], 2, "standard input is empty"),
-        (["generate", "-f", "-", "--no-input", "--dry-run", "--json"], 0, '"prompt"'),
-        (["generate", "--no-input"], 2, "nothing to generate from"),
-        (["generate", "--no-input", "-m", "other/name", "Hi"], 3, "not in the local cache"),
-    ):
-        code, text = on_terminal(*argv, **cache)
-        assert (code, words in text) == (status, True), text
-        assert "[y/N]" not in text and "›" not in text
-    assert (tmp_path / "models--org--name").is_dir()
-
-
-def test_a_pipe_is_read_with_no_input_too(spd_run: Callable, model: Path) -> None:
-    ran = spd_run("generate", "--no-input", "--raw", "--dry-run", "--json", "-m", model, stdin=b"from a pipe")
-    assert ran.code == 0 and json.loads(ran.text)["prompt"] == "from a pipe"
+def test_offline_asks_nobody(
+    home: Path, spd_run: Callable, assert_refused: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for command in ("generate", "chat"):
+        ran = spd_run(command, "--pull", "-m", "org/name", stdin=b"Hi")
+        assert_refused(ran, 3, "not in the local cache")

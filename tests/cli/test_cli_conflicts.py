@@ -10,45 +10,35 @@ import pytest
 from spd.cli.conflicts import CHAT_CONFLICTS, CONFLICTS, SHARED_CONFLICTS
 
 CASES: dict[str, list[str]] = {
-    "two-prompts": ["Hi", "-p", "Hi"],
-    "two-systems": ["Hi", "-s", "x", "--system-file", "x"],
     "raw-system": ["Hi", "--raw", "-s", "x"],
     "raw-messages": ["--raw", "--messages", "x"],
     "raw-template-arg": ["Hi", "--raw", "--template-arg", "a=1"],
-    "parse-special": ["Hi", "--parse-special"],
     "ids-text": ["--prompt-ids", "1", "-f", "x"],
     "ids-messages": ["--prompt-ids", "1", "--messages", "x"],
     "ids-system": ["--prompt-ids", "1", "-s", "x"],
     "ids-template-arg": ["--prompt-ids", "1", "--template-arg", "a=1"],
-    "ids-parse-special": ["--prompt-ids", "1", "--raw", "--parse-special"],
     "messages-text": ["Hi", "--messages", "x"],
-    "messages-system": ["--messages", "x", "--system-file", "x"],
-    "ngram-method": ["Hi", "--ngram-min", "2", "--spec", "draft"],
+    "messages-system": ["--messages", "x", "-s", "@x"],
     "adaptive-no-drafts": ["Hi", "--draft-max", "0", "--adaptive"],
-    "ngram-drafter": ["Hi", "--ngram-max", "4", "--draft-model", "x"],
-    "json-stream": ["Hi", "--json", "--stream"],
     "logprobs-json": ["Hi", "--logprobs", "2"],
-    "dry-run-measures": ["Hi", "--dry-run", "--profile", "x"],
-    "grammars": ["Hi", "--schema", "{}", "--regex", "a"],
+    "dry-run-measures": ["Hi", "--dry-run", "--stats"],
+    "grammars": ["Hi", "--schema", "{}", "--grammar", "/a/"],
     "jsonl-prompt": ["Hi", "--jsonl"],
     "jsonl-ids": ["--jsonl", "--prompt-ids", "1"],
     "jsonl-files": ["--jsonl", "-f", "x", "-f", "y"],
     "two-stdins": ["--jsonl", "--messages", "-"],
     "jsonl-output": ["--jsonl", "-f", "model/config.json", "-o", "model/../model/config.json"],
     "jsonl-json": ["--jsonl", "--json"],
-    "jsonl-stream": ["--jsonl", "--stream"],
     "jsonl-dry-run": ["--jsonl", "--dry-run"],
-    "jsonl-trace": ["--jsonl", "--profile", "x"],
+    "jsonl-trace": ["--jsonl", "--trace", "x"],
     "concurrency-jsonl": ["Hi", "--concurrency", "4"],
     "resume-jsonl": ["Hi", "-o", "x", "--resume"],
     "quiet-verbose": ["Hi", "-qv"],
     "think-twice": ["Hi", "--think", "9", "--template-arg", "enable_thinking=false"],
-    "color-twice": ["Hi", "--no-color", "--color", "always"],
 }
 
 CHAT_CASES: dict[str, list[str]] = {
     "two-models": ["-m", "demo"],
-    "continue-session": ["-c", "--session", "x"],
     "drafts-markdown": ["--show-drafts", "--markdown", "on"],
 }
 
@@ -76,14 +66,13 @@ def test_refused(
 @pytest.mark.parametrize(
     ("name", "argv"),
     [
-        ("two-stdins", ["--jsonl", "-f", "-", "--system-file", "-"]),
+        ("two-stdins", ["--jsonl", "-f", "-", "-s", "@-"]),
         ("two-stdins", ["--jsonl", "--grammar", "-"]),
         ("two-stdins", ["-f", "-", "--schema", "-"]),
         ("two-stdins", ["Hi", "-f", "-", "-f", "-"]),
         ("raw-template-arg", ["Hi", "--raw", "--think", "hide"]),
         ("ids-template-arg", ["--prompt-ids", "1", "--think", "9"]),
         ("jsonl-ids", ["--jsonl", "-f", "x", "--prompt-ids", "1"]),
-        ("ngram-method", ["Hi", "--draft-max", "0", "--ngram-min", "2"]),
     ],
 )
 def test_refused_in_other_words(
@@ -104,10 +93,9 @@ def test_refused_in_a_chat(name: str, spd_run: Callable, assert_refused: Callabl
     "argv",
     [
         ["--prompt-ids", "1", "--raw"],
-        ["Hi", "--ngram-min", "2"],
         ["Hi", "--draft-max", "0"],
         ["Hi", "--spec", "off", "--no-adaptive"],
-        ["Hi", "--json", "--logprobs", "2", "--no-stream"],
+        ["Hi", "--json", "--logprobs", "2"],
         ["Hi", "-s", "x", "--template-arg", "a=1"],
     ],
 )

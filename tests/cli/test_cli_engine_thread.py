@@ -80,7 +80,12 @@ def test_a_chat_expects_its_own_parameters(model: Path, script: Any) -> None:
 
 @pytest.mark.parametrize(("lines", "together"), [(1, None), (4, None), (5, 4)])
 def test_a_batch_that_fills_all_slots_is_captured_for(
-    spd_run: Callable, model: Path, monkeypatch: pytest.MonkeyPatch, lines: int, together: int | None
+    spd_run: Callable,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    random_weights: None,
+    lines: int,
+    together: int | None,
 ) -> None:
     """With the parameters of the command; a shorter one captures what it runs."""
     from spd.runtime.engine.engine import Engine
@@ -89,7 +94,7 @@ def test_a_batch_that_fills_all_slots_is_captured_for(
     monkeypatch.setattr(
         Engine, "capture_ahead", lambda self, params, together: asked.append((list(params), together))
     )
-    argv = ["--jsonl", "-m", model, "--load", "dummy", "--threads", 1, "--concurrency", 4, "-n", 2]
+    argv = ["--jsonl", "-m", model, "--threads", 1, "--concurrency", 4, "-n", 2]
     ran = spd_run("generate", *argv, "--temperature", 0.7, stdin=b'{"prompt": "Hi"}\n' * lines)
     assert ran.code == 0
     assert [(params[0].temperature, together) for params, together in asked] == (

@@ -87,7 +87,7 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": "x", "params": {"max_tokens": True}}, "params.max_tokens: true has the wrong type"),
     ({"prompt": "x", "params": {"heat": 1}}, "params.heat is not known"),
     ({"prompt": "x", "params": {"stop_token_ids": [99999]}}, "token id 99999 is not in the vocabulary"),
-    ({"prompt": "x", "params": {"regex": "("}}, "--regex cannot be used"),
+    ({"prompt": "x", "params": {"regex": "("}}, "--grammar cannot be used"),
     ({"prompt": "x", "params": {"max_tokens": 10**400}}, "max_tokens of 1329 bits is out of range"),
     ({"prompt": "x", "params": {"temperature": -(10**400)}}, "temperature of 1329 bits is out of range"),
     ({"prompt": "x", "params": {"logit_bias": {"1": 10**400}}}, "logit_bias of 1329 bits is out of range"),
@@ -235,7 +235,7 @@ def test_what_all_lines_begin_with_is_prefilled_once(answers: Lines, tmp_path: P
 
 def test_grammars_by_flag_and_by_line(answers: Lines) -> None:
     lines = [{"prompt": "x"}, {"prompt": "y", "params": {"regex": "[0-9]{2}"}}, {"prompt": "z"}]
-    _, found = answers(lines, "--regex", "yes|no", "--spec", "ngram", "--ngram-min", 1)
+    _, found = answers(lines, "--grammar", "/yes|no/", "--spec", "ngram")
     assert [
         bool(re.fullmatch(p, one["text"]))
         for p, one in zip(("yes|no", "[0-9]{2}", "yes|no"), found, strict=True)
@@ -307,8 +307,6 @@ def test_resuming_does_not_touch_what_is_no_output(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--load", "dummy"], "note: random weights (--load dummy)"),
-        (["--spec", "ngram", "--synthetic-acceptance", "2"], "note: imposed acceptance"),
         (["--spec", "ngram", "--verify", "block"], "note: --verify block: texts are as likely as"),
         (["--spec", "ngram", "-v"], "plan    "),
     ],
@@ -316,7 +314,7 @@ def test_resuming_does_not_touch_what_is_no_output(
 def test_what_a_plan_means_is_told_before_the_lines(answers: Lines, flags: list[str], words: str) -> None:
     ran, found = answers(prompts(1), *flags)
     assert ran.code == 0 and ran.err.startswith(words) and len(found) == 1
-    assert answers(prompts(1), "--spec", "ngram", "--ngram-min", 2)[0].err == ""
+    assert answers(prompts(1), "--spec", "ngram")[0].err == ""
 
 
 @pytest.mark.parametrize("count", [0, -1, 1025])
@@ -384,7 +382,7 @@ def test_a_closed_pipe_is_quiet(target: Path) -> None:
 
 
 def test_a_line_that_is_far_too_long_is_refused_in_its_place(answers: Lines, tmp_path: Path) -> None:
-    """The others go on; of one that may be cut the end is read. Lines may come through a pipe with a name."""
+    """The others go on. Lines may come through a pipe with a name."""
     long = {"prompt": "word " * 300_000}
     ran, found = answers([*prompts(1), long, *prompts(1)])
     assert ran.code == 7 and [list(one)[-1] == "error" for one in found] == [False, True, False]
@@ -392,8 +390,8 @@ def test_a_line_that_is_far_too_long_is_refused_in_its_place(answers: Lines, tmp
     os.mkfifo(tmp_path / "pipe")
     text = "".join(json.dumps(one) + "\n" for one in (long, prompts(1)[0]))
     threading.Thread(target=lambda: (tmp_path / "pipe").write_text(text), daemon=True).start()
-    ran, found = answers([], "-f", tmp_path / "pipe", "--overflow", "truncate-left")
-    assert ran.code == 0 and len(found) == 2 and found[0]["dropped_prompt_tokens"] > 512
+    ran, found = answers([], "-f", tmp_path / "pipe")
+    assert ran.code == 7 and [list(one)[-1] == "error" for one in found] == [True, False]
 
 
 def test_only_a_file_is_gone_on_with(answers: Lines, tmp_path: Path, assert_refused: Callable) -> None:

@@ -13,7 +13,6 @@ import tokenizers
 
 from spd.cli import batch_input
 from spd.cli.prompt import parse_variables
-from spd.formats.chat_template import ChatTemplate
 from spd.formats.tokenizer import Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -38,10 +37,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_argument_and_option(spd_run: Callable, model: Path) -> None:
-    assert shown(spd_run, model, "Hi") == shown(spd_run, model, "-p", "Hi") == user("Hi")
+def test_argument(spd_run: Callable, model: Path) -> None:
+    assert shown(spd_run, model, "Hi") == user("Hi")
     assert shown(spd_run, model, "--", "--json") == user("--json")
-    assert shown(spd_run, model, "-p", "-md") == user("-md")
+    assert shown(spd_run, model, "--", "-md") == user("-md")
 
 
 def test_stdin_and_files_then_a_blank_line_then_the_argument(
@@ -80,14 +79,12 @@ def test_stdin_is_not_read_when_it_is_a_terminal_or_not_needed(
 def test_system_message(spd_run: Callable, model: Path, files: Path) -> None:
     want = f"{START}system\nBe\n{END}\n" + user("Hi")
     (files / "s").write_text("Be\n")
-    assert (
-        shown(spd_run, model, "-s", "Be\n", "Hi") == shown(spd_run, model, "--system-file", "s", "Hi") == want
-    )
-    assert shown(spd_run, model, "--system-file", "-", "Hi", stdin=b"Be\n") == want
+    assert shown(spd_run, model, "-s", "Be\n", "Hi") == shown(spd_run, model, "-s", "@s", "Hi") == want
+    assert shown(spd_run, model, "-s", "@-", "Hi", stdin=b"Be\n") == want
 
 
 def test_stdin_named_twice(spd_run: Callable, assert_refused: Callable, model: Path) -> None:
-    ran = spd_run("generate", "-m", model, "-f", "-", "--system-file", "-", stdin=b"x")
+    ran = spd_run("generate", "-m", model, "-f", "-", "-s", "@-", stdin=b"x")
     assert_refused(ran, 2, "stdin (-) is named twice")
 
 
@@ -132,12 +129,17 @@ def test_files_that_cannot_be_read(
 
 INPUTS: dict[str, tuple[bytes, list[object]]] = {
     "-f": (b"Hi", []),
-    "--system-file": (b"Hi", ["Hi"]),
+    "-s @": (b"Hi", ["Hi"]),
     "--messages": (b'[{"role": "user", "content": "Hi"}]', []),
     "--schema": (b'{"type": "object"}', ["Hi"]),
     "--grammar": (b'start: "a"', ["Hi"]),
-    "--config": (b"seed = 1", ["Hi"]),
 }
+
+
+def at(option: str, name: str) -> list[str]:
+    """The words that give a file to an option."""
+    *words, last = option.split()
+    return [*words, f"@{name}"] if last == "@" else [*words, last, name]
 
 
 @pytest.mark.parametrize("option", [*INPUTS, "--jsonl -f"])
@@ -146,7 +148,7 @@ def test_what_never_ends_is_not_read_for_ever(
 ) -> None:
     monkeypatch.setattr(batch_input, "LINES_LIMIT", 2**20)
     more = INPUTS.get(option, (b"", []))[1]
-    ran = spd_run("generate", "-m", model, *option.split(), "/dev/zero", *more)
+    ran = spd_run("generate", "-m", model, *at(option, "/dev/zero"), *more)
     assert_refused(ran, 2, "/dev/zero is larger than")
 
 
@@ -157,7 +159,7 @@ def test_a_pipe_with_a_name_is_a_file(
     """As a shell's <(command) is."""
     os.mkfifo("pipe")
     threading.Thread(target=lambda: Path("pipe").write_bytes(INPUTS[option][0]), daemon=True).start()
-    ran = spd_run("generate", "-m", model, option, "pipe", *INPUTS[option][1])
+    ran = spd_run("generate", "-m", model, *at(option, "pipe"), *INPUTS[option][1])
     assert ran.code == 0, ran
 
 
@@ -188,13 +190,11 @@ def test_empty_prompts(spd_run: Callable, assert_refused: Callable, model: Path,
     assert script.request.prompt_ids == (257,), "the first token stands for nothing where there is one"
 
 
-def test_special_tokens_in_text_stay_text_unless_asked(spd_run: Callable, model: Path, script) -> None:
+def test_special_tokens_in_text_stay_text(spd_run: Callable, model: Path, script) -> None:
     spd_run("generate", "-m", model, f"a{END}b")
     assert script.request.prompt_ids.count(258) == 1, "only the template's own"
     spd_run("generate", "-m", model, "--raw", END)
     assert len(script.request.prompt_ids) == len(END)
-    spd_run("generate", "-m", model, "--raw", "--parse-special", END)
-    assert script.request.prompt_ids == (258,)
 
 
 @pytest.mark.parametrize(
@@ -256,70 +256,16 @@ def test_overflow_says_tokens_limit_and_way_out(
     spd_run: Callable, assert_refused: Callable, model: Path
 ) -> None:
     ran = spd_run("generate", "-m", model, "--raw", "x" * 5000, "--ctx", "64")
-    assert_refused(ran, 4, "prompt is 5,000 tokens but the context is 64", "--overflow truncate-left")
-    assert "oldest 4,968 tokens (leaves 32 for the reply)" in ran.err and "--ctx 5k" not in ran.err
+    assert_refused(ran, 4, "prompt is 5,000 tokens but the context is 64", "a shorter prompt")
+    assert "--ctx 5k" not in ran.err
     ran = spd_run("generate", "-m", model, "--raw", "x" * 70, "--ctx", "64", "-n", "10")
-    assert "oldest 16 tokens (leaves 10 for the reply)" in ran.err and "--ctx" in ran.err
-
-
-def test_truncation_keeps_the_newest_tokens_and_room(spd_run: Callable, model: Path, script) -> None:
-    ran = spd_run(
-        "generate", "-m", model, "--raw", "a" * 200 + "b" * 50, "--overflow", "truncate-left", "-n", "28"
-    )
-    ids = script.request.prompt_ids
-    assert len(ids) == 100 and len(set(ids[50:])) == 1 and ids[49] != ids[50]
-    assert ran.err == "note: dropped the oldest 150 tokens of the prompt (--overflow truncate-left)\n"
-
-
-def test_the_truncated_prompt_is_what_a_dry_run_shows(spd_run: Callable, model: Path) -> None:
-    argv = ["--raw", "a" * 200 + "bé", "--overflow", "truncate-left", "-n", "124"]
-    assert shown(spd_run, model, *argv) == "abé"
-
-
-def test_truncation_leaves_what_fits_alone(spd_run: Callable, model: Path, script) -> None:
-    assert spd_run("generate", "-m", model, "--raw", "a" * 64, "--overflow", "truncate-left").err == ""
-    assert len(script.request.prompt_ids) == 64
-
-
-def test_truncation_of_a_chat_keeps_system_and_template(spd_run: Callable, model: Path, script) -> None:
-    argv = ["--overflow", "truncate-left", "-n", "20", "-s", "SYS", "ä" * 200 + "end"]
-    text = shown(spd_run, model, *argv)
-    assert text.startswith(f"{START}system\nSYS{END}\n{START}user\nä") and text.endswith(user("end")[-18:])
-    assert "\ufffd" not in text and f"end{END}" in text
-    spd_run("generate", "-m", model, *argv)
-    assert 100 < len(script.request.prompt_ids) <= 108
-
-
-def test_truncation_of_a_chat_drops_old_turns_first(spd_run: Callable, model: Path, files: Path) -> None:
-    turns = [
-        ("system", "S"),
-        ("user", "old" * 9),
-        ("assistant", "reply"),
-        ("user", "middle"),
-        ("assistant", "yes"),
-    ]
-    chat = [{"role": role, "content": text} for role, text in [*turns, ("user", "last")]]
-    (files / "chat").write_text(json.dumps(chat))
-    text = shown(spd_run, model, "--messages", "chat", "--overflow", "truncate-left", "-n", "60")
-    assert "old" not in text and "reply" not in text, "a turn goes with its reply"
-    assert text.startswith(f"{START}system\nS{END}\n{START}user\nmiddle{END}\n")
-    text = shown(spd_run, model, "--messages", "chat", "--overflow", "truncate-left", "-n", "90")
-    assert text.startswith(f"{START}system\nS{END}\n{START}user\nlast")
-
-
-def test_truncation_that_cannot_help(spd_run: Callable, assert_refused: Callable, model: Path) -> None:
-    ran = spd_run("generate", "-m", model, "-s", "x" * 300, "Hi", "--overflow", "truncate-left")
-    assert_refused(ran, 4, "cannot be cut enough")
-    ran = spd_run("generate", "-m", model, "Hi" * 99, "--overflow", "truncate-left", "-n", "128")
-    assert_refused(ran, 4, "leaves no room for a prompt")
+    assert "--ctx 1k" not in ran.err and ran.code == 4
 
 
 def test_a_smaller_context_of_the_engine_counts(spd_run: Callable, model: Path, script) -> None:
     script.ctx = 32
     ran = spd_run("generate", "-m", model, "--raw", "x" * 50)
     assert ran.code == 4 and "50 tokens but the context is 32" in ran.err
-    ran = spd_run("generate", "-m", model, "--raw", "x" * 50, "--overflow", "truncate-left", "-n", "8")
-    assert ran.code == 0 and len(script.request.prompt_ids) == 24
 
 
 def test_a_reply_that_the_context_cuts_is_announced(spd_run: Callable, model: Path, script) -> None:
@@ -345,51 +291,14 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("how", [["--raw"], [], ["--overflow", "truncate-left", "-s", FAR]])
+@pytest.mark.parametrize("how", [["--raw"], [], ["-s", FAR]])
 def test_what_is_far_too_long_is_refused_unread(
     how: list[str], encoded: list[int], spd_run: Callable, assert_refused: Callable, model: Path, script
 ) -> None:
-    if "-s" in how:
-        assert_refused(spd_run("generate", "-m", model, "Hi", *how), 4, "cannot be cut enough")
-    else:
-        ran = spd_run("generate", "-m", model, *how, stdin=FAR.encode())
-        assert_refused(ran, 4, "characters, far more than 128 tokens", "--overflow truncate-left")
-        assert f"{len(FAR) // 1000:,}" in ran.err
+    ran = spd_run("generate", "-m", model, *how, stdin=FAR.encode())
+    assert_refused(ran, 4, "characters, far more than 128 tokens", "a shorter prompt")
+    assert f"{len(FAR) // 1000:,}" in ran.err or "-s" in how
     assert sum(encoded) < 700_000
-
-
-def test_of_what_is_far_too_long_the_end_is_read(
-    encoded: list[int], spd_run: Callable, model: Path, script
-) -> None:
-    argv, end = ["-m", model, "--overflow", "truncate-left", "-n", "28"], "the very end"
-    for how in (["--raw"], []):
-        ran = spd_run("generate", *argv, *how, stdin=(FAR + end).encode())
-        assert ran.code == 0 and ran.err.startswith("note: dropped at least the oldest "), ran
-        ids = list(script.request.prompt_ids)
-        assert sum(encoded) < 700_000
-        tokenizer = Tokenizer.open(model)
-        if how:
-            assert ids == tokenizer.encode((FAR + end)[-2000:])[-100:]
-        else:
-            assert 90 <= len(ids) <= 100 and end + END in tokenizer.decode(ids, skip_special=False)
-        encoded.clear()
-
-
-def test_a_long_chat_is_not_rendered_once_a_turn(
-    spd_run: Callable, model: Path, files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls, render = [0], ChatTemplate.render
-
-    def counted(self: ChatTemplate, *messages: object, **variables: object) -> str:
-        calls[0] += 1
-        return render(self, *messages, **variables)
-
-    monkeypatch.setattr(ChatTemplate, "render", counted)
-    turns = [("user", f"question {i}") if i % 2 == 0 else ("assistant", f"answer {i}") for i in range(2001)]
-    (files / "chat").write_text(json.dumps([{"role": r, "content": c} for r, c in turns]))
-    text = shown(spd_run, model, "--messages", "chat", "--overflow", "truncate-left", "-n", "28")
-    assert text.startswith(f"{START}user\nquestion 1998") and text.endswith(user("question 2000"))
-    assert calls[0] < 30
 
 
 def test_long_tokens_make_a_long_text_legal(spd_run: Callable, model: Path, script) -> None:

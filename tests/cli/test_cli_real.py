@@ -82,7 +82,7 @@ def test_a_chat_prefills_only_what_is_new_and_the_text_does_not_depend_on_it(
     first, second = "What does os.path.join do?", "And what does os.path.split do, in a few words?"
     how = ["chat", "--ctx", "1024", "-n", "40", "--seed", "7", "--temperature", "0.8"]
     lines = f"{first}\n/stats full\n{second}\n/stats full\n".encode()
-    ran = spd_run(*how, "--session", "a", stdin=lines)
+    ran = spd_run(*how, "-c", "a", stdin=lines)
     assert ran.code == 0, ran
     found = re.findall(r"prompt +([\d,]+) tok \((\d+) cached, (\d+) new\)", ran.err)
     (prompt, none, _), (longer, cached, new) = [tuple(map(int, counts)) for counts in found]
@@ -92,8 +92,8 @@ def test_a_chat_prefills_only_what_is_new_and_the_text_does_not_depend_on_it(
     assert new == longer - cached
 
     for name, spec in (("b", "off"), ("c", "ngram")):
-        spd_run(*how, "--session", name, "--spec", spec, stdin=f"{first}\n".encode())
-        spd_run(*how, "--session", name, "--spec", spec, stdin=f"{second}\n".encode())
+        spd_run(*how, "-c", name, "--spec", spec, stdin=f"{first}\n".encode())
+        spd_run(*how, "-c", name, "--spec", spec, stdin=f"{second}\n".encode())
         assert chat_file(tmp_path, name)[1:] == turns, "the text came from cached keys or from a fresh start"
 
 

@@ -92,30 +92,30 @@ REFUSED = [
     (["--temperature", "1e-9"], "--temperature 1e-09", "0 (greedy), or 0.001 to 100"),
     (["--top-p", "0"], "--top-p 0", "valid: above 0 to 1"),
     (["--top-p", "1.5"], "--top-p 1.5", "valid: above 0 to 1"),
-    (["--top-k", "-5"], "--top-k -5", "valid: 0 to"),
-    (["--top-k", "10000000000"], "--top-k 10000000000", "valid: 0 to"),
-    (["--min-p", "2"], "--min-p 2", "valid: 0 to 1"),
-    (["--repetition-penalty", "inf"], "--repetition-penalty inf", "valid: 0.01 to 100"),
-    (["--presence-penalty", "inf"], "--presence-penalty inf", "valid: -100 to 100"),
-    (["--frequency-penalty", "nan"], "--frequency-penalty nan", "valid: -100 to 100"),
+    (["--set", "top_k=-5"], "top_k -5", "valid: 0 to"),
+    (["--set", "top_k=10000000000"], "top_k 10000000000", "valid: 0 to"),
+    (["--set", "min_p=2"], "min_p 2", "valid: 0 to 1"),
+    (["--set", "repetition_penalty=inf"], "repetition_penalty inf", "valid: 0.01 to 100"),
+    (["--set", "presence_penalty=inf"], "presence_penalty inf", "valid: -100 to 100"),
+    (["--set", "frequency_penalty=nan"], "frequency_penalty nan", "valid: -100 to 100"),
     (["-n", "0"], "--max-tokens 0", "valid: 1 to"),
     (["-n", "-1"], "--max-tokens -1", "valid: 1 to"),
     (["-n", "1000000000000"], "--max-tokens 1000000000000", "valid: 1 to 16777216\n"),
-    (["--min-tokens", "-1"], "--min-tokens -1", "valid: 0 to"),
-    (["--min-tokens", "5", "-n", "4"], "--min-tokens 5", "--max-tokens 4"),
+    (["--set", "min_tokens=-1"], "min_tokens -1", "valid: 0 to"),
+    (["--set", "min_tokens=5", "-n", "4"], "min_tokens 5", "--max-tokens 4"),
     (["--draft-max", "-1"], "--draft-max -1", "valid: 0 to"),
     (["--draft-max", "1000000"], "--draft-max 1000000", "valid: 0 to"),
     (["--seed", str(2**70)], "--seed", "valid: 0 to 9223372036854775807\n"),
     (["--seed", "-1"], "--seed -1", "valid: 0 to"),
     (["--json", "--logprobs", "21"], "--logprobs 21", "valid: 0 to 20"),
-    (["--logit-bias", "1=inf"], "--logit-bias inf", "valid: -1000 to 1000"),
-    (["--logit-bias", "259=1"], "token id 259 is not in the vocabulary", "valid: 0 to"),
-    (["--logit-bias", "-1=1"], "token id -1 is not in the vocabulary", "valid: 0 to"),
-    (["--stop-token-id", "9999"], "token id 9999 is not in the vocabulary", "valid: 0 to"),
+    (["--set", "logit_bias=1=inf"], "logit_bias inf", "valid: -1000 to 1000"),
+    (["--set", "logit_bias=259=1"], "token id 259 is not in the vocabulary", "valid: 0 to"),
+    (["--set", "logit_bias=-1=1"], "token id -1 is not in the vocabulary", "valid: 0 to"),
+    (["--set", "stop_token_id=9999"], "token id 9999 is not in the vocabulary", "valid: 0 to"),
     (["--stop", ""], "length of a --stop 0 is out of range", "valid: 1 to 256"),
     (["--stop", "x" * 257], "length of a --stop 257 is out of range", "valid: 1 to 256"),
     (["--stop", "x"] * 17, "number of --stop 17 is out of range", "valid: 0 to 16"),
-    (["--stop-token-id", "1"] * 17, "number of --stop-token-id 17 is out of range", "valid: 0 to 16"),
+    (["--set", "stop_token_id=1"] * 17, "number of stop_token_id 17 is out of range", "valid: 0 to 16"),
     (["--ctx", "0"], "--ctx 0", "valid: 2 to"),
     (["--ctx", "8x"], "--ctx", "8k"),
     (["--ctx", "-4"], "--ctx", "8k"),
@@ -131,7 +131,10 @@ REFUSED = [
     (["--spec", "off,ngram"], "'off,ngram' is not one of", "mtp,ngram"),
     (["--spec", "ngram,"], "'ngram,' is not one of", "mtp,ngram"),
     (["--spec", "ngram,ngram"], "'ngram,ngram' is not one of", "mtp,ngram"),
-    (["--spec", "mtp,ngram", "--ngram-min", "9"], "--ngram-min is more than --ngram-max", "Defaults"),
+    (["--set", "warmth=1"], "there is no such parameter", ""),
+    (["--set", "top_k"], "is not NAME=VALUE", ""),
+    (["--set", "top_k=many"], "is not a number", ""),
+    (["--set", "ignore_eos=maybe"], "is not on or off", ""),
     (["--template-arg", "messages=1"], "NAME=VALUE", ""),
     (["--template-arg", "a b"], "NAME=VALUE", ""),
 ]
@@ -154,16 +157,15 @@ def test_values_out_of_range_are_refused_with_the_range(
     "argv",
     [
         ["--top-p", "1"],
-        ["--top-k", "1"],
+        ["--set", "top_k=1"],
         ["--temperature", "0"],
         ["--temperature", "0.001"],
-        ["--min-p", "1"],
+        ["--set", "min_p=1"],
         ["-n", "1"],
         ["--draft-max", "0"],
         ["--seed", "0"],
-        ["--logit-bias", "258=-1000"],
+        ["--set", "logit_bias=258=-1000"],
         ["--ctx", "2K", "--ctx", "64"],
-        ["--spec", "ngram", "--ngram-min", "2", "--ngram-max", "2"],
     ],
 )
 def test_boundaries_are_accepted(argv: list[str], spd_run: Callable, model: Path, script) -> None:
@@ -191,11 +193,12 @@ def test_a_value_of_the_models_file_is_named_as_such(
     assert_refused(spd_run("generate", "-m", model, "Hi"), 2, "--temperature 200", "generation_config.json")
 
 
-@pytest.mark.parametrize("flag", ["--seed", "--top-k", "-n", "--min-tokens", "--temperature"])
+@pytest.mark.parametrize("flag", ["--seed", "-n", "--temperature", "--set=top_k=", "--set=min_tokens="])
 def test_a_number_of_any_length_is_out_of_range(
     flag: str, spd_run: Callable, assert_refused: Callable, model: Path
 ) -> None:
-    assert_refused(spd_run("generate", "-m", model, "Hi", flag, "9" * 400), 2, "is out of range", "valid: ")
+    words = [flag + "9" * 400] if flag.endswith("=") else [flag, "9" * 400]
+    assert_refused(spd_run("generate", "-m", model, "Hi", *words), 2, "is out of range", "valid: ")
 
 
 def test_so_is_one_that_python_refuses_to_write() -> None:

@@ -81,34 +81,31 @@ COLOURED_ERROR = (
     .replace("fix:", "\x1b[32mfix:\x1b[0m")
 )
 FORMS = {
-    "terminal": ({}, True, True),
-    "no-color": ({"NO_COLOR": "1"}, False, True),
-    "dumb": ({"TERM": "dumb"}, False, False),
-    "force-color": ({"FORCE_COLOR": "1"}, True, True),
-    "force-color-dumb": ({"FORCE_COLOR": "1", "TERM": "dumb"}, True, False),
+    "terminal": ({}, True),
+    "no-color": ({"NO_COLOR": "1"}, False),
+    "dumb": ({"TERM": "dumb"}, False),
+    "force-color": ({"FORCE_COLOR": "1"}, True),
+    "force-color-dumb": ({"FORCE_COLOR": "1", "TERM": "dumb"}, True),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_colour_of_an_error_and_of_help(form: str) -> None:
-    """Help has bold and dim text without colour too, but for a terminal that knows no styles."""
-    environment, coloured, styled = FORMS[form]
+    """Help has no styles."""
+    environment, coloured = FORMS[form]
     assert on_terminal("generate", "--temp", "1", **environment) == (
         2,
         COLOURED_ERROR if coloured else PLAIN_ERROR,
     )
     status, text = on_terminal("ls", "--help", **environment)
-    styles = set(STYLE.findall(text))
-    assert status == 0 and "\x1b" not in STYLE.sub("", text) and bool(styles) == styled
-    assert any(map(COLOUR.search, styles)) == (coloured and styled)
-    assert plain(text) == plain(on_terminal("ls", "--help")[1])
+    assert status == 0 and "\x1b" not in text and "--verbose" in text
 
 
 @pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}, {"FORCE_COLOR": "1", "NO_COLOR": "1"}])
 def test_colour_of_a_pipe(environment: dict[str, str]) -> None:
     kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     done = subprocess.run(
-        [sys.executable, "-m", "spd", "generate", "-p", "Hi", "--messages", "x"],
+        [sys.executable, "-m", "spd", "generate", "Hi", "--messages", "x"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

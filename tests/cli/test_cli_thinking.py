@@ -54,7 +54,7 @@ def test_thinking_is_told_from_the_answer(
     assert parted(text, inside) == (thinking and thinking.strip("\n"), answer)
 
 
-@pytest.mark.parametrize("how", [[], ["--no-stream"], ["--json"], ["--raw"]])
+@pytest.mark.parametrize("how", [[], ["--json"], ["--raw"]])
 @pytest.mark.parametrize(("text", "inside", "thinking", "answer"), [r for r in REPLIES if r[1] is not None])
 def test_a_pipe_gets_the_answer(
     text: str,
@@ -235,7 +235,7 @@ def test_a_budget_a_shape_and_speculation(spd_run: Callable, thinker: Path) -> N
     shown = ran.json
     assert ran.code == 0 and json.loads(shown["text"])["a"] in (1, 22)
     assert shown["reasoning"] and len(shown["token_ids"]) > 5 and shown["token_ids"][4] == 319
-    assert spd_run(*argv, "--spec", "ngram", "--ngram-min", 1, "Hi").text == shown["text"] + "\n"
+    assert spd_run(*argv, "--spec", "ngram", "Hi").text == shown["text"] + "\n"
     line = json.loads(spd_run(*argv, "--jsonl", stdin=b'{"prompt": "Hi"}\n').text)
     names = ("text", "reasoning", "finish_reason", "token_ids")
     assert [line[name] for name in names] == [shown[name] for name in names]
@@ -245,11 +245,11 @@ def test_a_budget_a_shape_and_speculation(spd_run: Callable, thinker: Path) -> N
     ("argv", "words"),
     [
         (["--schema", SCHEMA, "-n", 6], "the text ended before the schema was complete: -n 6 was reached"),
-        (["--regex", "[a-z]{60}", "-n", 6], "before the regex was complete: -n 6 was reached"),
+        (["--grammar", "/[a-z]{60}/", "-n", 6], "before the regex was complete: -n 6 was reached"),
         (["--grammar", 'start: "on" ("a")*', "-n", 2], "before the grammar was complete: -n 2 was reached"),
         (["--schema", SCHEMA, "-n", 60, "--stop", '"a"'], "schema was complete: a stop text or token came"),
-        (["--regex", "[a-z]{90}", "--ctx", 64], "before the regex was complete: the context is full"),
-        (["--regex", "[a-z]+", "-n", 6], None),
+        (["--grammar", "/[a-z]{90}/", "--ctx", 64], "before the regex was complete: the context is full"),
+        (["--grammar", "/[a-z]+/", "-n", 6], None),
         (["-n", 1], "the reply ended in its thinking, without an answer: -n 1 was reached"),
     ],
 )

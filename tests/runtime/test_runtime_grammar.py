@@ -277,7 +277,7 @@ BAD = [
 @pytest.mark.parametrize(("kind", "text", "why"), BAD)
 def test_what_cannot_be_read_is_refused_at_admission(target: Path, kind: Any, text: str, why: str) -> None:
     engine = make_engine(target)
-    flag = {"schema": "--schema", "regex": "--regex", "lark": "--grammar"}[kind]
+    flag = {"schema": "--schema", "regex": "--grammar", "lark": "--grammar"}[kind]
     with pytest.raises(UsageError, match=f"^{flag} cannot be used: .*({why})") as caught:
         engine.add(Request("x", (1,), SamplingParams(), grammar=GrammarText(kind, text)))
     assert caught.value.fix and not engine.has_work

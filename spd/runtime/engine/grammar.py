@@ -26,7 +26,7 @@ JSON_STYLE: Any = {"whitespace_pattern": r"(\n[ \t]{0,32}| ?)"}
 """Between the parts of a JSON text nothing, a blank or a new line: weak models would never stop."""
 FLAGS = {
     "schema": ("--schema", """'{"type": "object", "properties": {"name": {"type": "string"}}}'"""),
-    "regex": ("--regex", "'[0-9]{4}-[0-9]{2}'"),
+    "regex": ("--grammar", "'/[0-9]{4}-[0-9]{2}/'"),
     "lark": ("--grammar", """'start: "yes" | "no"'"""),
 }
 """The option for each kind of grammar, and an example of its value."""

@@ -46,7 +46,7 @@ def encode_questions(
                 raise UsageError(
                     f"prompt {prompt.name} is {count:,} tokens; with -n {max_tokens} they do not fit the "
                     f"context of {most:,}",
-                    fix=["a smaller -n or --prompt-tokens", "--ctx N, if the model allows more"],
+                    fix=["a smaller -n or --prompt-tokens"],
                 )
             questions.append(Question(prompt, tuple(ids), length))
     return questions

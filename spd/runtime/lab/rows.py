@@ -152,13 +152,10 @@ def _speculation(samples: Sequence[Sample]) -> dict[str, Any]:
 def _load(samples: Sequence[Sample], rate: float | None) -> dict[str, Any]:
     requests, seconds = sum(len(s.prompts) for s in samples), sum(s.seconds for s in samples)
     tokens = sum(s.tokens for s in samples)
-    joules = [s.joules for s in samples if s.joules is not None]
     return {
         "requests": requests,
         "requests_per_second": requests / seconds,
-        "goodput": sum(s.good for s in samples) / seconds,
         "output_tokens_per_second": tokens / seconds,
-        "joules_per_token": sum(joules) / tokens if joules and tokens else None,
     }
 
 

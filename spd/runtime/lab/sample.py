@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from spd.runtime.lab.load import Pass, Timeline
+from spd.runtime.lab.load import Pass
 
 if TYPE_CHECKING:
     from spd.runtime.engine.metrics import RoundRecord
@@ -44,10 +44,7 @@ class Sample:
     rest_ms: float
     host_ms: float
     """A round's share of the wall time that the device did not account for, where one request runs."""
-    good: int
-    """Requests that met every objective."""
     finish: dict[str, int] = field(default_factory=dict)
-    joules: float | None = None
 
     @property
     def speed(self) -> tuple[float, float]:
@@ -66,7 +63,6 @@ def take_sample(
     work: Work,
     repetition: int,
     prompts: Sequence[str],
-    goodput: Mapping[str, float],
 ) -> Sample:
     """Count one pass. Rounds that follow a prompt hold no drafts and are no steps of decoding."""
     lines = ran.timelines
@@ -101,7 +97,6 @@ def take_sample(
         verify_ms=times["verify"],
         rest_ms=times["rest"],
         host_ms=host,
-        good=sum(_is_good(line, goodput) for line in lines),
         finish=dict(Counter(str(line.finish_reason) for line in lines)),
     )
 
@@ -128,10 +123,3 @@ def _histogram(records: Sequence[RoundRecord]) -> list[int]:
 def _mean(values: Any) -> float:
     listed = list(values)
     return fmean(listed) if listed else 0.0
-
-
-def _is_good(line: Timeline, goodput: Mapping[str, float]) -> bool:
-    tpot = line.tpot or 0.0
-    return 1000 * line.ttft <= goodput.get("ttft", float("inf")) and 1000 * tpot <= goodput.get(
-        "tpot", float("inf")
-    )

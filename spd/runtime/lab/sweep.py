@@ -7,10 +7,9 @@ them; the same request has the same seed everywhere, so its tokens must be the s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
 from spd.runtime.engine.engine import Engine
@@ -69,8 +68,6 @@ class Settings:
     seed: int = 0
     waves: int = 1
     """Requests of a pass where several are together, at least, as a multiple of those that are."""
-    goodput: Mapping[str, float] = field(default_factory=dict)
-    """Most milliseconds a request may take: "ttft", "tpot"."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +91,10 @@ class Sweep:
         *,
         check: Callable[[], None] = lambda: None,
         report: Callable[[Progress], None] = lambda progress: None,
-        energy: Callable[[], float | None] = lambda: None,
         open_engine: Callable[[EngineConfig], Engine] = Engine,
     ) -> None:
         self.configs, self.questions, self.settings = tuple(configs), tuple(questions), settings
-        self.check, self.report, self.energy, self.open_engine = check, report, energy, open_engine
+        self.check, self.report, self.open_engine = check, report, open_engine
         self.samples: list[Sample] = []
         self.plans: dict[int, dict[str, Any]] = {}
         """Plans by the index of their configuration; of the first load."""
@@ -161,19 +157,6 @@ class Sweep:
                 share = self.settings.seconds / len(self.settings.loads)
                 planned = max(LEAST, min(MOST, int(share / (time.perf_counter() - began))))
 
-    def profile(self, folder: Path) -> Iterator[Path]:
-        """Run the first question once more with every configuration, under the profiler."""
-        from spd.runtime.lab.profile import profile_requests
-
-        work, asked = next(self._units(self.settings.loads[0]))
-        for index, config in enumerate(self.configs):
-            engine = self.open_engine(replace(config, slots=work.load.concurrency))
-            requests = self._requests(work, asked, "p")
-            run_pass(engine, requests, concurrency=work.load.concurrency, check=self.check)
-            name = f"{index}-{engine.plan.spec}-k{engine.plan.shape.draft_max}"
-            yield from profile_requests(engine, self._requests(work, asked, "q"), folder, name, self.check)
-            engine.close()
-
     def _units(self, load: Load) -> Iterator[tuple[Work, list[Question]]]:
         """What is run in one go: a prompt alone, or all prompts of a category together."""
         lengths = list(dict.fromkeys(question.prompt_tokens for question in self.questions))
@@ -215,17 +198,10 @@ class Sweep:
         arrivals = None
         if work.load.rate is not None:
             arrivals = poisson_arrivals(len(requests), work.load.rate, self.settings.seed + repetition)
-        joules = self.energy()
         ran = run_pass(
             engine, requests, concurrency=work.load.concurrency, arrivals=arrivals, check=self.check
         )
-        used = self.energy()
-        sample = take_sample(
-            ran, index, work, repetition, [q.prompt.name for q in asked], self.settings.goodput
-        )
-        if joules is not None and used is not None:
-            sample.joules = used - joules
-        self.samples.append(sample)
+        self.samples.append(take_sample(ran, index, work, repetition, [q.prompt.name for q in asked]))
         if not (engine.plan.wishes.verify != "coupled" and work.temperature) and (
             engine.plan.wishes.synthetic_acceptance is None
         ):
