@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from spd.cli.commands import COMMANDS
-from spd.cli.completions import script
+from spd.cli.commands.completions import script
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {"bash": "spd.bash", "zsh": "_spd", "fish": "spd.fish"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.convert_mtp import MANIFEST
+from spd.cli.commands.convert_mtp import MANIFEST
 from spd.formats.demo import demo_folder
 from spd.formats.folder import ModelFolder
 from spd.formats.mtp import FAMILIES, head_config

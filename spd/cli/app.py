@@ -24,7 +24,9 @@ from spd.cli.argv import Invocation, prepare
 from spd.cli.commands import COMMANDS, build_app
 from spd.cli.lost import end_when_lost
 from spd.cli.options import Session
-from spd.cli.output import (
+from spd.cli.rank import dismiss, stand_by
+from spd.cli.signals import Interrupted, SignalGuard, die_by
+from spd.cli.text.output import (
     DISK_FULL,
     Console,
     OutputClosed,
@@ -36,8 +38,6 @@ from spd.cli.output import (
     write_error,
     write_stderr,
 )
-from spd.cli.rank import dismiss, stand_by
-from spd.cli.signals import Interrupted, SignalGuard, die_by
 from spd.errors import ResourceError, SpdError, UsageError
 from spd.runtime.ranks.rendezvous import Rendezvous
 
@@ -84,7 +84,7 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
     place, meeting = Rendezvous.found(os.environ), None
     try:
         if os.environ.get(COMPLETION_VARIABLE):
-            from spd.cli.completions import complete
+            from spd.cli.commands.completions import complete
 
             typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
             return complete(build_app(typed.split(), completing=True), COMPLETION_VARIABLE)

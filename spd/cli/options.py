@@ -18,8 +18,8 @@ import typer
 
 from spd.cli.batch_options import BatchOptions, GrammarOptions, TemplateOptions
 from spd.cli.help import FIRST, IN, LAST
-from spd.cli.output import Console
 from spd.cli.signals import SignalGuard
+from spd.cli.text.output import Console
 from spd.errors import UsageError
 
 

@@ -64,7 +64,7 @@ def _lost_leader() -> str:
 
 def stand_by(rank: int, argv: list[str], rendezvous: Rendezvous, local: str) -> int:
     """Serve rank 0's engines under torchrun until it has ended; returns the exit status."""
-    from spd.cli.output import write_stderr
+    from spd.cli.text.output import write_stderr
     from spd.errors import EngineError
     from spd.runtime.ranks.crew import start_rank
     from spd.runtime.ranks.rendezvous import END

@@ -302,7 +302,8 @@ def assert_refused() -> Callable[..., None]:
 @pytest.fixture
 def random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of `generate` and `verify` take random weights, so that config.json alone is a model."""
-    from spd.cli import job, verify
+    from spd.cli.commands import verify
+    from spd.cli.text import job
 
     real = job.engine_config
     for module in (job, verify):

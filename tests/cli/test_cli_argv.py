@@ -9,7 +9,7 @@ from typer import Context
 from typer.main import get_command
 
 from spd.cli.argv import CUT_FLAGS, FLAGS, FOREIGN_FLAGS, FOREIGN_VALUES, VALUE_SHORTS, cut_words, prepare
-from spd.cli.chat_commands import Commands
+from spd.cli.chat.slash import Commands
 from spd.cli.commands import COMMANDS, build_app
 from spd.cli.help import LAST, help_lines
 from spd.errors import IncompatibleError, UsageError

@@ -19,7 +19,7 @@ QUICK = (
 
 
 def test_slower_than_plain_fails_where_asked() -> None:
-    from spd.cli.bench import is_slower
+    from spd.cli.commands.bench import is_slower
 
     row = {"speed_up": {"median": 0.9, "low": 0.85, "high": 0.95}}
     assert is_slower(row, 0.03) and not is_slower(row, 0.2)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from spd.cli.chat_commands import Commands
-from spd.cli.reply_view import DraftedText, Piece
+from spd.cli.chat.slash import Commands
+from spd.cli.chat.view import DraftedText, Piece
 from spd.errors import ResourceError
 from spd.runtime.engine.request import Event, ThinkingBudget, derived_seed
 from tests.cli.conftest import SPECIALS, write_tokenizer
@@ -83,7 +83,7 @@ def test_a_message_is_not_lost_with_the_terminal(
     def gone(descriptor: int, data: bytes) -> None:
         raise OSError(errno.EIO, "gone")
 
-    monkeypatch.setattr("spd.cli.output._write_all", gone)
+    monkeypatch.setattr("spd.cli.text.output._write_all", gone)
     assert talk("Hi").code == 5
     assert [turn["user"] for turn in saved()[1:]] == ["Hi"]
 

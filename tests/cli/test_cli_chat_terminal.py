@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from spd.cli.chat import Chat
-from spd.cli.editor import rows_of
+from spd.cli.chat.editor import rows_of
+from spd.cli.chat.loop import Chat
 
 Start = Callable[..., "Terminal"]
 
@@ -44,7 +44,7 @@ def build(config, progress=None):
         raise spd.errors.ResourceError("no room for it", fix=["less"])
     return FakeEngine(config, Script(pieces={pieces!r}, on_step=lambda step: time.sleep({pause}), ctx=90000))
 vars(spd.runtime)["Engine"] = build
-from spd.cli.editor import Editor
+from spd.cli.chat.editor import Editor
 read = Editor.read
 def read_later(self, draft=""):
     {slow_prompt} and begun.wait()
@@ -460,7 +460,7 @@ def test_what_comes_as_a_prompt_ends_waits_for_the_next() -> None:
     from prompt_toolkit.input import create_pipe_input
     from prompt_toolkit.output import DummyOutput
 
-    from spd.cli.editor import Editor
+    from spd.cli.chat.editor import Editor
 
     with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
         editor = Editor(None, vi=False, color=False, status=str, commands=[], with_path=[])

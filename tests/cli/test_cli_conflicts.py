@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.conflicts import CHAT_CONFLICTS, CONFLICTS, SHARED_CONFLICTS
+from spd.cli.text.conflicts import CHAT_CONFLICTS, CONFLICTS, SHARED_CONFLICTS
 
 CASES: dict[str, list[str]] = {
     "raw-system": ["Hi", "--raw", "-s", "x"],

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.conversation import ChatEncoder, Conversation, Encoded, Turn, shared_spans
-from spd.cli.job import open_vocabulary
-from spd.cli.sessions import SCHEMA, SessionStore
+from spd.cli.chat.conversation import ChatEncoder, Conversation, Encoded, Turn, shared_spans
+from spd.cli.chat.sessions import SCHEMA, SessionStore
+from spd.cli.text.job import open_vocabulary
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.request import derived_seed
@@ -231,8 +231,8 @@ def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_killed_at_any_moment_the_file_is_whole(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from spd.cli.conversation import Conversation, Turn\n"
-        "from spd.cli.sessions import SessionStore\n"
+        "import sys; from pathlib import Path; from spd.cli.chat.conversation import Conversation, Turn\n"
+        "from spd.cli.chat.sessions import SessionStore\n"
         "store = SessionStore(Path(sys.argv[1])); turns = ()\n"
         "while True:\n"
         "    turns = (*turns[-40:], Turn('message', 'reply ' * 2000, tuple(range(2000)), 'stop'))\n"

@@ -199,7 +199,7 @@ def test_a_head_is_tried_on_its_target(
     spd_run: Callable, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A random head drafts alike with and without a past; of no use, it is told so by exit status 6."""
-    monkeypatch.setattr("spd.cli.convert_mtp.USELESS", 1.1)
+    monkeypatch.setattr("spd.cli.commands.convert_mtp.USELESS", 1.1)
     refused(spd_run("convert-mtp", original, tmp_path / "x", "--verify", "--dry-run"), 2, "--verify")
     ran = spd_run("convert-mtp", original, tmp_path / "head", "--verify", "--json", "-q")
     found = ran.json["verified"]  # one object on stdout, whatever came of it

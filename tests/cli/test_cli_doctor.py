@@ -251,7 +251,7 @@ def test_every_file_of_the_demo_is_vouched_for(tmp_path: Path) -> None:
 
 
 def test_marks_that_a_terminal_cannot_show(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spd.cli import doctor
+    from spd.cli.commands import doctor
 
     monkeypatch.setattr(doctor, "_holds_marks", lambda: False)
     text = spd_run("doctor", "--quick").text
@@ -271,7 +271,7 @@ def test_help_loads_nothing_heavy() -> None:
 def test_a_bug_report_names_nobody(
     spd_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spd.cli.doctor import redacted
+    from spd.cli.commands.doctor import redacted
 
     home = tmp_path / "home" / "someone"
     home.mkdir(parents=True)

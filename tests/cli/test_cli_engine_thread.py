@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from spd.cli.chat_model import ChatModel
-from spd.cli.chat_options import ChatOptions
-from spd.cli.output import Console
+from spd.cli.chat.model import ChatModel
+from spd.cli.chat.options import ChatOptions
+from spd.cli.text.output import Console
 from spd.runtime import EngineConfig, Request, SamplingParams
 from spd.runtime.engine.driver import EngineThread
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from spd.cli.batch_input import BatchLine, Shared, read_wishes
-from spd.cli.job import plan_settings
 from spd.cli.options import GenerateOptions
-from spd.cli.prompt import Asked
+from spd.cli.text.batch_input import BatchLine, Shared, read_wishes
+from spd.cli.text.job import plan_settings
+from spd.cli.text.prompt import Asked
 from spd.errors import UsageError
 from spd.formats.files import open_output
 from spd.runtime import Engine

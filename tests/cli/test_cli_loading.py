@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli import loading as module
-from spd.cli.loading import loading
-from spd.cli.output import Console, write_stderr
+from spd.cli.text import loading as module
+from spd.cli.text.loading import loading
+from spd.cli.text.output import Console, write_stderr
 from spd.runtime.load.progress import LoadProgress, Phase
 
 HIDE_CURSOR = "\x1b[?25l"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from spd.cli.markdown import MarkdownStream
-from spd.cli.markdown_inline import LONGEST_WAIT, Span, parse_inline
+from spd.cli.chat.markdown import MarkdownStream
+from spd.cli.chat.markdown_inline import LONGEST_WAIT, Span, parse_inline
 from tests.cli.screen import Screen
 
 TEXT = """# Title *here*

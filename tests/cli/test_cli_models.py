@@ -360,7 +360,7 @@ def test_pull_is_consent_for_lines_too(hub: Hub, cache: Path, spd_run: Callable)
 def test_a_person_is_asked(
     answer: str, code: int, hub: Hub, cache: Path, spd_run: Callable, script: Any, monkeypatch: Any
 ) -> None:
-    from spd.cli import models
+    from spd.cli.commands import models
 
     monkeypatch.setattr(models, "is_terminal", lambda stream: True)
     ran = spd_run("generate", "-m", NAME, "--prompt-ids", "1,2", stdin=answer.encode())
@@ -407,7 +407,7 @@ def test_rm_frees_and_touches_nothing_else(hub: Hub, cache: Path, tmp_path: Path
 
 @pytest.mark.parametrize(("answer", "stays"), [("n\n", True), ("", True), ("Y\n", False)])
 def test_rm_asks(answer: str, stays: bool, cache: Path, spd_run: Callable, monkeypatch: Any) -> None:
-    from spd.cli import models
+    from spd.cli.commands import models
 
     (cache / "models--org--Tiny" / "snapshots" / COMMIT).mkdir(parents=True)
     monkeypatch.setattr(models, "is_terminal", lambda stream: True)

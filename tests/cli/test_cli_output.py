@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.output import Console, Sink, check_writable, printable, to_json, wants_color, write_error
+from spd.cli.text.output import Console, Sink, check_writable, printable, to_json, wants_color, write_error
 from spd.errors import CheckpointError, IncompatibleError, ResourceError, SpdError, UsageError
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from spd.cli import batch_input
-from spd.cli.prompt import parse_variables
+from spd.cli.text import batch_input
+from spd.cli.text.prompt import parse_variables
 from spd.formats.tokenizer import Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spd.cli.options import GenerateOptions, parse_size
-from spd.cli.sampling import parse_logit_bias, resolve_sampling, unescape
+from spd.cli.text.sampling import parse_logit_bias, resolve_sampling, unescape
 from spd.errors import UsageError
 from spd.formats.model_config import GenerationConfig
 from spd.runtime import SamplingParams

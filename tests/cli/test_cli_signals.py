@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.output import Sink
+from spd.cli.text.output import Sink
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,10 +136,10 @@ def test_an_engine_that_cannot_be_asked_any_more(model: Path) -> None:
 
 
 def test_a_signal_swallowed_inside_the_engine_still_stops_the_run(model: Path, script) -> None:
-    from spd.cli.output import Console
-    from spd.cli.reply import Delivery
-    from spd.cli.reply_view import Thoughts
+    from spd.cli.chat.view import Thoughts
     from spd.cli.signals import Interrupted, SignalGuard
+    from spd.cli.text.output import Console
+    from spd.cli.text.reply import Delivery
     from spd.runtime import Engine, EngineConfig, Request, SamplingParams
 
     guard, order = SignalGuard(), Request("0", (1,), SamplingParams())

@@ -70,7 +70,7 @@ def test_help_loads_nothing_heavy(argv: list[str]) -> None:
 
 def test_help_of_a_command_loads_no_other_command() -> None:
     out, modules = loaded_after("inspect", "--help")
-    assert "spd inspect" in out and "spd.cli.inspect" in modules
+    assert "spd inspect" in out and "spd.cli.commands.inspect" in modules
     others = {"bench", "bench_options", "chat", "chat_options", "convert_mtp", "generate", "models", "verify"}
     assert not modules & {f"spd.cli.{name}" for name in others}
     assert not modules & {"rich.markdown", "markdown_it"}
@@ -105,9 +105,13 @@ def test_whoever_wants_what_help_left_out_finds_it() -> None:
 def test_completion_loads_the_command_it_is_about() -> None:
     question = {"COMP_WORDS": "spd ls --j", "COMP_CWORD": "2", "_SPD_COMPLETE": "complete_bash"}
     out, modules = loaded_after(**question)
-    assert out.split() == ["--json"] and "spd.cli.models" in modules and "spd.cli.generate" not in modules
+    assert (
+        out.split() == ["--json"]
+        and "spd.cli.commands.models" in modules
+        and "spd.cli.commands.generate" not in modules
+    )
     out, modules = loaded_after(**question | {"COMP_WORDS": "spd ", "COMP_CWORD": "1"})
-    assert tuple(out.split()) == COMMANDS and "spd.cli.models" not in modules
+    assert tuple(out.split()) == COMMANDS and "spd.cli.commands.models" not in modules
 
 
 def test_completion_loads_nothing_heavy(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from spd.cli.encode import Vocabulary
-from spd.cli.prompt import Asked
-from spd.cli.structured import end_of_thinking
+from spd.cli.text.encode import Vocabulary
+from spd.cli.text.prompt import Asked
+from spd.cli.text.structured import end_of_thinking
 from spd.errors import UsageError
 from spd.runtime.engine.request import GrammarText
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.table import render_table
-from spd.cli.wrap import cells, fit_lines, wrap_line
+from spd.cli.text.table import render_table
+from spd.cli.text.wrap import cells, fit_lines, wrap_line
 from tests.recipes.tiny_dense import write_dense
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spd.cli.argv import CUT_FLAGS
-from spd.cli.structured import ThinkingSplitter, parted
+from spd.cli.text.structured import ThinkingSplitter, parted
 from spd.runtime.engine.request import ThinkingBudget
 from tests.cli.conftest import SPECIALS, TEMPLATE, write_tokenizer
 from tests.cli.test_cli_signals import finish, program, start

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from spd.cli.verify import apply_settings
+from spd.cli.commands.verify import apply_settings
 from spd.kernels.sampling import draft_verify
 from spd.runtime import EngineConfig
 from tests.cli.conftest import write_model
@@ -54,7 +54,7 @@ def test_words_and_a_fault(run: Callable[..., Any], monkeypatch: pytest.MonkeyPa
 
 def test_the_law_of_a_rule(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault is certain; a right program fails with a chance of 1e-4, and the seeds are fixed."""
-    monkeypatch.setattr("spd.cli.verify.DRAWS", 60)
+    monkeypatch.setattr("spd.cli.commands.verify.DRAWS", 60)
     words = ("--verify", "rejection", "--temperature", 0.5, "--concurrency", 8, "--json")
     law = run(*words).json["law"]
     assert law["passed"] and law["false_alarm"] == 1e-4
@@ -67,7 +67,7 @@ def test_the_law_of_a_rule_that_promises_one(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
     """Tested unasked, here with fewer draws; a rule that takes every draft the target allows is found out."""
-    monkeypatch.setattr("spd.cli.verify.DRAWS", 60)
+    monkeypatch.setattr("spd.cli.commands.verify.DRAWS", 60)
     words = ("-n", 8, "--verify", rule, "--temperature", 0.5, "--concurrency", 8, "--json")
     told = run(*words).json
     assert faults(told, "verify") == [] and told["plans"]["candidate"]["verify"] == rule
@@ -84,7 +84,7 @@ def test_the_law_of_a_rule_that_promises_one(
 
 
 def test_the_law_says_where_it_was_tested(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spd.cli.verify.DRAWS", 20)
+    monkeypatch.setattr("spd.cli.commands.verify.DRAWS", 20)
     words = ("-n", 8, "--verify", "rejection", "--temperature", "0,0.5,0.9", "--concurrency", 8)
     ran, told = run(*words), run(*words, "--json").json
     assert faults(told, "verify") == [] and told["untested"] == [] and told["temperatures"] == [0.0]

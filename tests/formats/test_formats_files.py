@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.output import Sink, TraceFile, write_file
+from spd.cli.text.output import Sink, TraceFile, write_file
 from spd.errors import SpdError, UsageError
 from spd.formats.files import open_output, read_input, write_whole
 

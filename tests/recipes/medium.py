@@ -7,7 +7,7 @@ and equality. Deterministic; importing nothing from `spd`. Run it from the repos
 
     python tests/recipes/medium.py OUT            writes OUT and OUT/draft
     python tests/recipes/medium.py OUT --measure  also generates with transformers and prints the agreement
-    python tests/recipes/medium.py OUT --hybrid   writes a hybrid of the same size, shaped as Qwen3.5, with an MTP layer
+    python tests/recipes/medium.py OUT --hybrid   writes a hybrid of that size, as Qwen3.5, with an MTP layer
 """
 
 from __future__ import annotations

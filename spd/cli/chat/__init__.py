@@ -1,0 +1,1 @@
+"""`spd chat`: its loop, line editor, slash commands and view."""

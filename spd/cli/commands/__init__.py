@@ -1,0 +1,258 @@
+"""The commands: where each is, what it is for, and the application built of them.
+
+A command is imported only when it is named: help of all of them, and TAB, need no more than this table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+
+import typer
+
+from spd import __version__
+from spd.cli.help import GroupHelp, Help
+from spd.cli.options import CommonOptions, Session, as_utf8, read_settings
+
+ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
+
+Standard output carries the answer, standard error everything else. The model `demo` is built in.
+--json, --color, -q and -v may stand before the command too.
+"""
+
+ROOT_EXAMPLES = (
+    "spd chat",
+    'spd generate "What does os.path.join do?"',
+    'git diff | spd generate -m Qwen/Qwen3-4B "Write a commit message"',
+    "spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B",
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Command:
+    """Where a command's body and options are, as `module:name`, the body's docstring, and examples."""
+
+    body: str
+    options: str
+    help: str
+    examples: tuple[str, ...]
+
+
+COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
+    {
+        "chat": Command(
+            "chat.loop:chat",
+            "chat.options:ChatOptions",
+            "Talk with a model; what is said is saved, and -c continues it.",
+            (
+                "spd chat",
+                'spd chat Qwen/Qwen3-4B -s "Be terse"',
+                "spd chat -c",
+                "spd chat --show-drafts -f notes.md",
+                "spd chat demo < messages.txt",
+            ),
+        ),
+        "generate": Command(
+            "commands.generate:generate",
+            "options:GenerateOptions",
+            "Answer one prompt, for pipes and scripts; the text is the same with and without speculation.",
+            (
+                'spd generate --stats "What does os.path.join do?"',
+                'cat notes.md | spd generate -s "Be terse" "Summarise"',
+                'spd generate --json "Hello" | jq .metrics.speculative_decoding',
+            ),
+        ),
+        "bench": Command(
+            "commands.bench:bench",
+            "commands.bench_options:BenchOptions",
+            "Measure speculation against plain decoding; exits 6 if texts differ or --fail-if-slower holds.",
+            (
+                "spd bench",
+                "spd bench -m FOLDER --spec draft,ngram --draft-max 2,4,8 --temperature 0 -o today.json",
+                "spd bench --concurrency 1,4,16 --category code --fail-if-slower 3%",
+            ),
+        ),
+        "compare": Command(
+            "commands.compare:compare",
+            "commands.bench_options:CompareOptions",
+            "Compare results of spd bench with the first of them; exits 6 if a row became slower.",
+            (
+                "spd compare yesterday.json today.json",
+                "spd compare --threshold 5% --json main.json branch.json",
+            ),
+        ),
+        "explain": Command(
+            "commands.explain:explain",
+            "commands.bench_options:ExplainOptions",
+            "Say in words what a trace shows: costs, acceptance, the best K, and what to try next.",
+            (
+                'spd generate -n 256 --trace run.jsonl "Write a poem" && spd explain run.jsonl',
+                "spd explain plain.jsonl draft.jsonl --json",
+            ),
+        ),
+        "verify": Command(
+            "commands.verify:verify",
+            "commands.bench_options:VerifyOptions",
+            "Replay prompts with two settings and compare every token; exits 6 if speculation changed one.",
+            (
+                "spd verify",
+                "spd verify -m FOLDER --spec draft --draft-model FOLDER --lag 2 --json > certificate.json",
+                "spd verify --against lag=0 --lag 2 --tokens 50000 --concurrency 8",
+            ),
+        ),
+        "inspect": Command(
+            "commands.inspect:inspect",
+            "options:InspectOptions",
+            "Show what a model is and needs, and whether a draft model fits it; loads no weights.",
+            ("spd inspect demo", "spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --json"),
+        ),
+        "convert-mtp": Command(
+            "commands.convert_mtp:convert_mtp",
+            "commands.convert_mtp:ConvertOptions",
+            "Cut a checkpoint's MTP head into a small folder, for targets that lost theirs.",
+            (
+                "spd convert-mtp deepseek-ai/DeepSeek-V3.1 --dry-run",
+                "spd convert-mtp deepseek-ai/DeepSeek-V3.1 v31-mtp --attach my/DeepSeek-V3.1-AWQ",
+                'spd generate -m my/DeepSeek-V3.1-AWQ --spec mtp --mtp v31-mtp "Hello"',
+            ),
+        ),
+        "pull": Command(
+            "commands.models:pull",
+            "commands.cache_options:PullOptions",
+            "Download a model's safetensors, configuration and tokenizer into the Hugging Face cache.",
+            ("spd pull Qwen/Qwen3-0.6B", "spd pull Qwen/Qwen3-8B --dry-run"),
+        ),
+        "ls": Command(
+            "commands.models:ls",
+            "commands.cache_options:ListOptions",
+            "List the models in the Hugging Face cache: size, type, architecture, and whether they run.",
+            ("spd ls", "spd ls -q"),
+        ),
+        "rm": Command(
+            "commands.models:rm",
+            "commands.cache_options:RemoveOptions",
+            "Remove models from the Hugging Face cache, every revision of each, after asking.",
+            ("spd rm Qwen/Qwen3-0.6B", "spd rm -y org/one org/two"),
+        ),
+        "doctor": Command(
+            "commands.doctor:doctor",
+            "options:DoctorOptions",
+            "Check this machine and try it out: compile, time, compare; exits 1 if a check failed.",
+            ("spd doctor", "spd doctor --quick --json"),
+        ),
+        "completions": Command(
+            "commands.completions:completions",
+            "options:CompletionOptions",
+            "Print the completion script of a shell.",
+            (
+                'eval "$(spd completions bash)"',
+                "spd completions zsh > ~/.zfunc/_spd",
+                "spd completions fish > ~/.config/fish/completions/spd.fish",
+            ),
+        ),
+    }
+)
+COMMANDS = tuple(COMMAND_TABLE)
+
+
+def build_app(loaded: Collection[str] = COMMANDS, *, completing: bool = False) -> typer.Typer:
+    """The Typer application: the commands in `loaded` have their options, the others only name and help.
+
+    `completing` registers the shells with Typer.
+    """
+    app = typer.Typer(
+        name="spd",
+        cls=GroupHelp,
+        help=ROOT_HELP,
+        epilog="\n".join(ROOT_EXAMPLES),
+        add_completion=completing,
+        rich_markup_mode=None,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(root)
+    for name, command in COMMAND_TABLE.items():
+        body = load_command(command) if name in loaded else _nothing
+        app.command(name, cls=Help, help=command.help, epilog="\n".join(command.examples))(body)
+    return app
+
+
+def load_command(command: Command) -> Any:
+    """Import a command: a function with a parameter for each of its options."""
+    return as_command(_find(command.body), _find(command.options))
+
+
+def _find(place: str) -> Any:
+    """What `module:name` says, of a module beside this one."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"spd.cli.{module}"), name)
+
+
+def _nothing() -> None:
+    """Stands for a command that is not run."""
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"spd {__version__}")
+        raise typer.Exit
+
+
+def root(
+    version: bool = typer.Option(
+        False, "--version", "-V", callback=_show_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """Holds the options that stand before a command."""
+
+
+TEXTS = ("prompt", "template_arg", "stop", "set")
+"""Options whose value is text and never a path, which has to stay as the system gave it."""
+
+
+Options = TypeVar("Options", bound=CommonOptions)
+
+
+def as_command(
+    body: Callable[[Session, Options], int | None], options: type[Options]
+) -> Callable[..., int | None]:
+    """A function with one parameter for each field of `options`, as Typer reads commands."""
+
+    def run(context: typer.Context, **values: Any) -> int | None:
+        session: Session = context.obj
+        console = dataclasses.replace(session.console, verbose=values["verbose"] > 0)
+        for line in session.told:
+            console.detail(f"config  {line}")
+        values |= {name: as_utf8(values[name]) for name in TEXTS if name in values}
+        values |= read_settings(values.get("set") or ())
+        if "rendezvous" in hints:
+            values["rendezvous"] = session.rendezvous
+        if "typed" in hints:
+            sources = {name: context.get_parameter_source(name) for name in values}
+            values["typed"] = frozenset(name for name in sources if "COMMANDLINE" in str(sources[name]))
+        return body(dataclasses.replace(session, console=console), options(**values))
+
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    ]
+    for field in dataclasses.fields(options):
+        if get_origin(hints[field.name]) is not Annotated:  # not typed: set by name, or found
+            continue
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        parameters.append(
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
+            )
+        )
+    run.__name__ = body.__name__
+    run.__doc__ = body.__doc__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__dict__["__signature__"] = inspect.Signature(parameters)
+    return run

@@ -1,0 +1,85 @@
+"""`spd compare`: results of `spd bench` side by side, and what changed beyond noise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.commands.bench_options import CompareOptions, parse_share
+from spd.cli.commands.bench_report import SLOWER, load_label, method_label
+from spd.cli.commands.result_file import read_result
+from spd.cli.options import Session
+from spd.cli.text.output import Sink, to_json, write_error
+from spd.cli.text.table import render_table
+from spd.errors import CheckFailedError, UsageError
+
+if TYPE_CHECKING:
+    from spd.runtime.lab.compare import Comparison
+
+SCHEMA = "spd.compare/1"
+
+
+def compare(session: Session, options: CompareOptions) -> int:
+    """Compare results of spd bench with the first of them; exits 6 if a row became slower."""
+    from spd.runtime.lab.compare import compare as compare_results
+
+    if len(options.files) < 2:
+        raise UsageError("one result has nothing to be compared with", fix=["spd compare A.json B.json"])
+    threshold = parse_share(options.threshold, "--threshold")
+    results = [read_result(path) for path in options.files]
+    comparisons = [compare_results(results[0], result) for result in results[1:]]
+    if not any(comparison.changes for comparison in comparisons):
+        raise UsageError(
+            "no row of these results is of the same work",
+            reason=["Rows match by model, prompts, -n, temperature, load, method and settings."],
+            fix=["measure with the same options: spd bench --help"],
+        )
+    sink = Sink.stdout()
+    if options.json:
+        shown = [
+            {
+                "before": str(options.files[0]),
+                "after": str(path),
+                "changes": [change.as_dict(threshold) for change in comparison.changes],
+                "only_before": comparison.only_before,
+                "only_after": comparison.only_after,
+                "conditions": list(comparison.conditions),
+            }
+            for path, comparison in zip(options.files[1:], comparisons, strict=True)
+        ]
+        sink.write(to_json({"schema": SCHEMA, "threshold": threshold, "comparisons": shown}) + "\n")
+    else:
+        for path, comparison in zip(options.files[1:], comparisons, strict=True):
+            words = _table(comparison, threshold, sink.columns).splitlines()
+            sink.write_lines([f"{options.files[0].name} → {path.name}", *words])
+    slower = sum(change.regressed(threshold) for each in comparisons for change in each.changes)
+    if not slower:
+        return 0
+    failure = CheckFailedError(
+        f"{slower} rows are slower by more than {threshold:.3g} and by more than noise",
+        fix=["spd explain says what a round's time goes into"],
+    )
+    write_error(failure, session.console, as_json=False)  # the answer is on stdout already
+    return failure.exit_code
+
+
+def _table(comparison: Comparison, threshold: float, columns: int | None) -> str:
+    rows: list[dict[str, Any]] = [dict(change.row) for change in comparison.changes]
+    body = [
+        [
+            row["category"],
+            f"{row['temperature']:g}",
+            load_label(row, rows),
+            method_label(row, rows),
+            f"{change.before:.1f}",
+            f"{change.after:.1f}",
+            f"{change.share:+.1%}",
+            change.verdict + (f" {SLOWER}" if change.regressed(threshold) else ""),
+        ]
+        for row, change in zip(rows, comparison.changes, strict=True)
+    ]
+    header = ["category", "T", "load", "method", "tok/s", "then", "change", "verdict"]
+    text = "".join(f"not under the same conditions: {each}\n" for each in comparison.conditions)
+    text += render_table(header, body, columns=columns) if body else ""
+    for count, where in ((comparison.only_before, "first"), (comparison.only_after, "second")):
+        text += f"{count} rows only in the {where}\n" if count else ""
+    return text

@@ -1,0 +1,170 @@
+"""`spd generate`: one prompt in, one reply out, made for pipes and scripts.
+
+Whatever can be refused is refused before torch is imported and weights are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from spd.cli.commands.explain import trace_header
+from spd.cli.options import GenerateOptions, Session
+from spd.cli.signals import Interrupted
+from spd.cli.text.conflicts import check_conflicts
+from spd.cli.text.loading import loading
+from spd.cli.text.output import (
+    Console,
+    Sink,
+    TraceFile,
+    check_writable,
+    tell,
+    to_json,
+    write_error,
+)
+from spd.errors import EngineError
+
+if TYPE_CHECKING:
+    from spd.cli.text.job import Job, Settings
+    from spd.cli.text.reply import Delivery
+    from spd.runtime import Engine
+
+
+def generate(session: Session, options: GenerateOptions) -> int:
+    """Answer one prompt, for pipes and scripts; the text is the same with and without speculation."""
+    check_conflicts(options)
+    for path in (options.output, options.trace):
+        if path is not None:
+            check_writable(path)
+    sink = Sink.stdout() if options.output is None else Sink(options.output, append=options.resume)
+    from spd.cli.commands.models import ensure_models
+    from spd.cli.text.job import plan_job
+
+    with closing(sink):
+        ensure_models(session, options)
+        if options.jsonl:
+            from spd.cli.commands.jsonl import generate_lines
+
+            return generate_lines(session, options, sink)
+        job = plan_job(options)
+        if options.dry_run:
+            _show_prompt(session, options, job, sink)
+            return 0
+        if options.trace is None:
+            return _run(session, options, job, sink, None)
+        with closing(TraceFile(options.trace)) as trace:
+            return _run(session, options, job, sink, trace)
+
+
+def _show_prompt(session: Session, options: GenerateOptions, job: Job, sink: Sink) -> None:
+    """What --dry-run shows: the prompt as text on stdout, how many tokens it is on stderr."""
+    from spd.cli.text.encode import render_asked
+
+    text = render_asked(job.asked, job.vocabulary, job.ids)
+    if not options.json:
+        sink.write(text if text.endswith("\n") else text + "\n")
+        tell(f"{len(job.ids):,} tokens of {job.context:,}")
+        return
+    shown = {
+        "schema": "spd.prompt/1",
+        "model": options.model,
+        "prompt": text,
+        "prompt_ids": job.ids,
+        "prompt_tokens": len(job.ids),
+        "context": job.context,
+        "params": dataclasses.asdict(job.sampling.params),
+    }
+    sink.write(to_json(shown) + "\n")
+
+
+def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace: TraceFile | None) -> int:
+    """Load, decode and deliver; returns the exit status."""
+    from spd.cli.chat.view import Thoughts
+    from spd.cli.text.job import REQUEST_ID, fit_to_engine
+    from spd.cli.text.reply import Delivery
+
+    with loading(f"loading {options.model}", session.console) as progress:
+        from spd.runtime import Engine
+
+        engine = Engine(job.config, progress=progress)
+    job = fit_to_engine(job, engine.plan.shape.ctx)
+    if trace is not None:
+        header = trace_header(engine, options.model, job.sampling.params.temperature, tuple(job.ids))
+        trace.write_record(header)
+        engine.trace = trace.write_record
+    _say_before(session, options, job, engine)
+    delivery = Delivery(
+        sink,
+        engine,
+        *job.request(REQUEST_ID, job.asked, job.ids, job.sampling.params, job.grammar),
+        Thoughts(session.console, hidden=options.think == "hide"),
+        streaming=not options.json,
+    )
+    try:
+        delivery.run(session.guard)
+    except Interrupted:
+        delivery.give_up()
+        _finish(session, options, delivery)
+        raise
+    except Exception:
+        if not options.json:
+            delivery.finish_text()
+        raise
+    with session.guard.hold():
+        _finish(session, options, delivery)
+    engine.close()
+    if delivery.reply.finish_reason != "error":
+        return 0
+    fix = "--dtype float32, or run it again with -vv and report what it prints"
+    failure = EngineError(
+        delivery.reply.error or "the model failed while generating",
+        reason=["What came before the fault was printed."],
+        fix=[fix if job.grammar is None else "a grammar that leaves a way on, or a larger -n"],
+    )
+    if not options.json:
+        raise failure
+    write_error(failure, session.console, as_json=False)  # the one object on stdout is the reply
+    return failure.exit_code
+
+
+def _finish(session: Session, options: GenerateOptions, delivery: Delivery) -> None:
+    """Print what remains to be printed: the end of the text or the object, and what is said about it."""
+    from spd.cli.text.report import early_end, reply_fields, reply_object, stats_line
+
+    engine, request, reply = delivery.engine, delivery.request, delivery.reply
+    fields = reply_fields(reply, delivery.metrics, engine, request, delivery.inside)
+    if options.json:
+        delivery.sink.write(to_json(reply_object(fields, engine.plan, request, options.model)) + "\n")
+    else:
+        delivery.finish_text()
+    if early := early_end(fields, reply.error, request):
+        session.console.note(early)
+    if options.stats:
+        tell(stats_line(delivery.metrics))
+
+
+def _say_before(session: Session, options: GenerateOptions, job: Job, engine: Engine) -> None:
+    """Notes about limits that the user may not expect, and the plan of a verbose run."""
+    room, wanted = engine.plan.shape.ctx - len(job.ids), job.sampling.params.max_tokens
+    if wanted is not None and wanted > room:
+        session.console.note(f"the context leaves room for {room:,} tokens, fewer than -n {wanted:,}")
+    say_plan(session.console, options, engine, job)
+
+
+def say_plan(console: Console, options: GenerateOptions, engine: Engine, run: Settings) -> None:
+    """Notes about what the plan makes of the options, and the plan of a verbose run."""
+    from spd.cli.text.report import plan_lines
+    from spd.cli.text.structured import note_thinking
+
+    plan = engine.plan
+    note_thinking(console, options.think, run.vocabulary)
+    if plan.wishes.verify != "coupled" and plan.spec != "off":
+        console.note(
+            f"--verify {plan.wishes.verify}: texts are as likely as without speculation, not the same; "
+            f"{plan.shape.draft_max} drafts a round"
+        )
+    if console.verbose:
+        for line in plan_lines(plan.as_dict(), run.sampling.params, run.sampling.sources):
+            console.detail(line)
+        console.detail(f"load    {engine.load_ms / 1000:.2f} s")

@@ -1,0 +1,215 @@
+"""`spd pull`, `spd ls`, `spd rm`: models in the Hugging Face cache, which other tools share.
+
+Downloading happens here and nowhere else, and only when it was asked for.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.chat.options import ChatOptions
+from spd.cli.commands.cache_options import ListOptions, PullOptions, RemoveOptions
+from spd.cli.options import GenerateOptions, Session
+from spd.cli.text.loading import loading
+from spd.cli.text.output import Sink, as_line, is_terminal, tell, to_json, write_stderr
+from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
+
+if TYPE_CHECKING:
+    from spd.formats.folder import ModelFolder
+    from spd.formats.hub_download import RemoteModel
+
+
+def pull(session: Session, options: PullOptions) -> None:
+    """Download a model's safetensors, configuration and tokenizer into the Hugging Face cache."""
+    sink = Sink.stdout()
+    model = _look_up(session, options.name, options.revision)
+    shown: dict[str, Any] = {
+        "schema": "spd.pull/1",
+        "model": model.name,
+        "commit": model.commit,
+        "files": [{"name": file.name, "size": file.size} for file in model.files],
+        "bytes": model.total_bytes,
+        "missing_bytes": model.missing_bytes,
+    }
+    if not options.dry_run:
+        shown["folder"] = str(_download(session, model))
+    if options.json:
+        sink.write(to_json(shown) + "\n")
+    elif options.dry_run:
+        lines = [f"{_size(file.size):>12}  {file.name}" for file in model.files]
+        sink.write_lines([*lines, f"{_size(model.missing_bytes)} to download"])
+    else:
+        sink.write(shown["folder"] + "\n")
+
+
+def ensure_models(session: Session, options: GenerateOptions | ChatOptions) -> None:
+    """Download the model and the draft model that are named and not there, with consent.
+
+    Consent is --pull, or the answer of a person at a terminal; without it resolving raises as ever.
+    """
+    _ensure(session, options.model, consented=options.pull)
+    _ensure(session, options.draft_model, consented=options.pull)
+
+
+def _ensure(session: Session, reference: str | None, *, consented: bool) -> None:
+    from spd.formats.hub import is_offline, is_repository_name, resolve_model
+
+    if reference is None or not is_repository_name(reference):
+        return
+    try:
+        resolve_model(reference)
+    except NotFoundError:
+        if is_offline() or (not consented and not (is_terminal(sys.stdin) and is_terminal(sys.stderr))):
+            raise
+        model = _look_up(session, reference, None)
+        if not consented and not _agrees(f"download {reference}, {_size(model.missing_bytes)}?"):
+            raise
+        _download(session, model)
+
+
+def _look_up(session: Session, name: str, revision: str | None) -> RemoteModel:
+    with loading(f"asking the hub for {name}", session.console):
+        from spd.formats.hub_download import look_up
+
+        return look_up(name, revision)
+
+
+def _download(session: Session, model: RemoteModel) -> Path:
+    from spd.formats.hub_download import download
+    from spd.runtime.load.progress import LoadProgress
+
+    if model.missing_bytes:
+        session.console.note("finished files are kept; an interrupted file starts again")
+    with loading(f"downloading {model.name}", session.console) as display:
+        done = 0
+
+        def report(count: int) -> None:
+            nonlocal done
+            done += count
+            if display is not None:
+                display(LoadProgress("download", done, max(model.missing_bytes, done)))
+
+        return download(model, report)
+
+
+def ls(session: Session, options: ListOptions) -> None:
+    """List the models in the Hugging Face cache: size, type, architecture, and whether they run."""
+    from spd.formats.hub import list_cached_models
+
+    sink = Sink.stdout()
+    names = list_cached_models()
+    if session.console.quiet:
+        sink.write("".join(f"{as_line(name)}\n" for name in names))
+        return
+    models = [cached_facts(name) for name in names]
+    if options.json:
+        sink.write(to_json({"schema": "spd.ls/1", "models": models}) + "\n")
+        return
+    if not models:
+        tell("no model is in the cache; spd pull org/name downloads one, demo is built in")
+        return
+    rows = [("MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "RUNS")]
+    for model in models:
+        runs = "yes" if model["supported"] else f"no: {model['reason']}"
+        runs = "as a head: --draft-model" if model["eagle3"] else runs
+        facts = (model["dtype"] or "?", model["architecture"] or "?", "yes" if model["mtp"] else "no")
+        rows.append((model["model"], _size(model["bytes"]), *facts, runs))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    for row in rows:
+        padded = [word.ljust(width) for word, width in zip(row, widths, strict=False)]
+        sink.write_lines(["  ".join([*padded, row[-1]]).rstrip()])
+
+
+def cached_facts(name: str) -> dict[str, Any]:
+    """What the cache holds of one model, from headers only; a fault is its `reason`, never an error."""
+    from spd.formats.folder import ModelFolder
+    from spd.formats.hub import cached_folder
+
+    facts: dict[str, Any] = {"model": name, "bytes": _bytes_below(cached_folder(name))}
+    facts |= dict.fromkeys(("folder", "dtype", "architecture", "reason")) | {
+        "mtp": False,
+        "eagle3": False,
+        "supported": False,
+    }
+    try:
+        folder = ModelFolder.named(name)
+        facts["folder"] = str(folder)
+        facts |= _model_facts(folder)
+    except SpdError as error:
+        facts["reason"] = error.message.replace(str(facts["folder"]) + "/", "").removeprefix(f"{name}: ")
+    return facts
+
+
+def _model_facts(folder: ModelFolder) -> dict[str, Any]:
+    from spd.cli.commands.inspect import check_names
+    from spd.formats.mtp import is_mtp_tensor
+
+    config, checkpoint = folder.config, folder.checkpoint
+    check_names(checkpoint, config)
+    mtp = any(is_mtp_tensor(tensor, config.num_layers) for tensor in checkpoint.tensors)
+    kind = {"mtp": mtp, "eagle3": config.eagle3 is not None}
+    return {"dtype": config.dtype, "architecture": config.architecture, **kind, "supported": True}
+
+
+def rm(session: Session, options: RemoveOptions) -> None:
+    """Remove models from the Hugging Face cache, every revision of each, after asking."""
+    from spd.formats.hub import cache_folder, cached_folder, check_repository_name
+
+    folders: dict[str, Path] = {}
+    for name in dict.fromkeys(options.names):
+        check_repository_name(name)
+        folder = folders[name] = cached_folder(name)
+        if folder.is_symlink():
+            raise UsageError(
+                f"{folder} is a link, so the model lies elsewhere", fix=[f"remove the link: rm {folder}"]
+            )
+        if not folder.is_dir():
+            raise NotFoundError(f"{name} is not in the local cache", fix=["spd ls"], code="not_cached")
+    sizes = {name: _bytes_below(folder) for name, folder in folders.items()}
+    for name, size in sizes.items():
+        tell(f"{_size(size):>12}  {name}")
+    total = f"{len(folders)} model{'s' if len(folders) > 1 else ''}, {_size(sum(sizes.values()))}"
+    if options.dry_run:
+        tell(f"would remove {total}")
+        return
+    if not options.yes:
+        if not is_terminal(sys.stdin):
+            raise UsageError("spd cannot ask: standard input is no terminal", fix=["spd rm -y NAME"])
+        if not _agrees(f"remove {total} from {cache_folder()}?"):
+            tell("nothing was removed")
+            return
+    for name, folder in folders.items():
+        _remove(folder)
+        locks = cache_folder() / ".locks" / folder.name
+        if locks.is_dir() and not locks.is_symlink():
+            _remove(locks)
+        session.console.note(f"removed {name}")
+
+
+def _remove(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)  # follows no link
+    except OSError as error:
+        raise ResourceError(
+            f"cannot remove {error.filename or folder}: {error.strerror}", fix=["check who owns the cache"]
+        ) from None
+
+
+def _agrees(question: str) -> bool:
+    """Ask a person; anything but yes is no."""
+    write_stderr(f"{question} [y/N] ")
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _bytes_below(folder: Path) -> int:
+    """Bytes of the files below a folder, links not counted."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def _size(count: int) -> str:
+    from spd.runtime.plan.memory import show_size
+
+    return show_size(count)

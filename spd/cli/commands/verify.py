@@ -1,0 +1,263 @@
+"""`spd verify`: the same prompts with and without speculation, token by token, and a certificate of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.commands.bench_options import VerifyOptions, check_least, chosen_prompts, numbers, split
+from spd.cli.options import Session
+from spd.cli.text.job import engine_config
+from spd.cli.text.output import Sink, to_json, write_error
+from spd.cli.text.ticker import Ticker
+from spd.errors import CheckFailedError, UsageError
+
+if TYPE_CHECKING:
+    from spd.formats.folder import ModelFolder
+    from spd.runtime import EngineConfig
+    from spd.runtime.lab.replay import Replay
+
+SCHEMA = "spd.verify/1"
+SEED = 0
+DRAWS, REDRAFT = 300, 64
+"""Replies a prompt and temperature that test a rule's law, and rounds whose drafts are drawn again."""
+SETTINGS = (
+    *("spec", "draft_max", "adaptive", "verify", "lag", "graphs", "kernels", "device", "dtype"),
+    *("threads", "slots", "tp", "draft_tp", "prefix_sharing", "draft_ctx", "ngram_min", "ngram_max"),
+)
+SHOWN = 10
+"""Differences that are spelled out."""
+
+
+def verify(session: Session, options: VerifyOptions) -> int:
+    """Replay prompts with two settings and compare every token; exits 6 if speculation changed one."""
+    from spd.formats.folder import ModelFolder
+
+    check_least(
+        ("-n", options.max_tokens, 2),
+        ("--concurrency", options.concurrency, 1),
+        ("--tokens", options.tokens, 0),
+    )
+    temperatures = tuple(numbers(options.temperature, "--temperature", "float", 0, 100))
+    config = engine_config(options, ModelFolder.named(options.model))
+    candidate = replace(config, slots=options.concurrency)
+    reference = apply_settings(candidate, options.against)
+    sink = Sink.stdout()
+    with Ticker(session.console) as ticker:
+        certificate = _examine(session, options, reference, candidate, temperatures, ticker)
+    if options.json:
+        sink.write(to_json(certificate) + "\n")
+    else:
+        sink.write_lines(_words(certificate))
+    if certificate["passed"]:
+        return 0
+    failure = CheckFailedError(
+        "; ".join(certificate["faults"]),
+        reason=["The text is not the one that was promised."],
+        fix=["--against with one setting at a time finds which of them it is; please report it"],
+    )
+    write_error(failure, session.console, as_json=False)  # the answer is on stdout already
+    return failure.exit_code
+
+
+def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
+    """The configuration with `name=value,…` in its place. Raises UsageError naming what is wrong."""
+    changes: dict[str, Any] = {}
+    kinds = {field.name: str(field.type) for field in fields(config)}
+    for member in split(re.sub(r"(spec\s*=[^,]*),\s*ngram\b", r"\1+ngram", text), "--against"):
+        name, equals, value = member.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if name == "quantize":
+            raise UsageError(
+                f"--against {member} changes the text, so there is nothing to verify",
+                reason=["Both sides have the weights that --quantize names."],
+                fix=["spd verify --quantize int8"],
+            )
+        if not equals or name not in SETTINGS:
+            raise UsageError(
+                f"--against {member} is not a setting",
+                reason=[f"there are: {', '.join(SETTINGS).replace('_', '-')}"],
+                fix=["--against spec=off", "--against lag=0"],
+            )
+        changes[name] = _value(name, value, kinds[name])
+    if changes.get("spec") == "off":
+        free = ("draft_model", "mtp", "draft_max", "draft_ctx", "draft_tp", "adaptive")
+        changes = {**dict.fromkeys(free), "verify": "coupled", **changes}
+    elif changes.get("spec") == "ngram":
+        changes = {**dict.fromkeys(("draft_model", "mtp", "draft_ctx", "draft_tp")), **changes}
+    if changes.get("tp") == 1:  # no other rank
+        changes["rendezvous"] = None
+    return replace(config, **changes)
+
+
+def _value(name: str, text: str, kind: str) -> Any:
+    if "None" in kind and text == "auto":
+        return None
+    if "bool" in kind:
+        known = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
+        if text not in known:
+            raise UsageError(f"--against {name}={text} is neither on nor off")
+        return known[text]
+    if "int" not in kind:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--against {name}={text} is not a number") from None
+
+
+def _examine(
+    session: Session,
+    options: VerifyOptions,
+    reference: EngineConfig,
+    candidate: EngineConfig,
+    temperatures: Sequence[float],
+    ticker: Ticker,
+) -> dict[str, Any]:
+    """Run every check that the settings allow, and write down what came of it."""
+    from spd.cli.text.report import versions
+    from spd.runtime.lab.draft_replay import draft_replay
+    from spd.runtime.lab.law_check import law_test
+    from spd.runtime.lab.machine import describe_machine
+    from spd.runtime.lab.questions import encode_questions
+    from spd.runtime.lab.replay import lag_parity, make_requests, replay
+
+    check = session.guard.check
+    prompts = chosen_prompts(options.prompts)
+    questions = encode_questions(candidate.model, prompts, [None], options.max_tokens, None)
+    ctx = max(len(question.ids) for question in questions) + options.max_tokens
+    reference, candidate = (replace(config, ctx=ctx) for config in (reference, candidate))
+    coupled = candidate.verify == "coupled" and reference.verify == "coupled"
+    compared = [t for t in temperatures if coupled or not t] or [0.0]
+    ticker.write("comparing tokens")
+    requests = make_requests(
+        questions,
+        compared,
+        max_tokens=options.max_tokens,
+        ignore_eos=False,
+        seed=SEED,
+        least=options.tokens,
+    )
+    result = replay(reference, candidate, requests, check)
+    plan = result.plans[1]
+    parity = law = None
+    if plan["lag"] and not plan["adaptive"] and plan["spec"] != "off":
+        ticker.write("comparing rounds with lag 0")
+        parity = lag_parity(candidate, result.candidate, check)
+    ticker.write("drawing drafts again")
+    redraft = draft_replay(plan, result.candidate, REDRAFT, SEED, check)
+    if not coupled and (sampled := [t for t in temperatures if t]):
+        ticker.write("testing the law")
+        law = law_test(reference, candidate, questions[:2], sampled, DRAWS, SEED, check)
+    certificate: dict[str, Any] = {
+        "schema": SCHEMA,
+        "model": options.model,
+        "files": file_hashes(candidate.model, plan["draft_model"]),
+        "versions": versions(),
+        "machine": describe_machine(),
+        "against": options.against,
+        "plans": {"reference": result.plans[0], "candidate": plan},
+        "prompts": {question.prompt.name: question.prompt.digest for question in questions},
+        "temperatures": compared,
+        "untested": [t for t in temperatures if t not in compared and law is None],
+        "seed": SEED,
+        "texts": result.texts,
+        "tokens": result.tokens,
+        "drafts_accepted": result.speculated,
+        "differences": [difference.as_dict() for difference in result.differences],
+        "lag_parity": None if parity is None else asdict(parity),
+        "draft_replay": None if redraft is None else asdict(redraft),
+        "law": None if law is None else law.as_dict(),
+    }
+    certificate["faults"] = faults(certificate, result)
+    return {**certificate, "passed": not certificate["faults"]}
+
+
+def faults(certificate: dict[str, Any], result: Replay) -> list[str]:
+    """What was found that must not be, in words; a near-tie counts where equal bits are promised."""
+    from spd.runtime.lab.replay import promised_equal
+
+    found = []
+    wrong = [d for d in result.differences if not d.near_tie or promised_equal(result.plans)]
+    if wrong:
+        found.append(f"{len(wrong)} of {result.texts} texts differ")
+    parity, redraft, law = (certificate[name] for name in ("lag_parity", "draft_replay", "law"))
+    if parity is not None and parity["differing"]:
+        found.append(f"{parity['differing']} of {parity['rounds']} rounds are not those of lag 0")
+    if redraft is not None and redraft["differing"]:
+        found.append(
+            f"{redraft['differing']} of {redraft['rounds']} drafts are not what the draft model says alone"
+        )
+    if law is not None and not law["passed"]:
+        found.append(f"the law of the first tokens differs (p = {law['probability']:.1e}, {law['worst']})")
+    return found
+
+
+def file_hashes(model: Path | ModelFolder, draft: str | None) -> dict[str, str]:
+    """SHA-256 of every file that decides the text: configuration, weights, tokenizer."""
+    import hashlib
+
+    found = {}
+    for label, folder in (("", Path(model)), ("draft/", None if draft is None else Path(draft))):
+        for path in sorted(folder.iterdir()) if folder is not None else ():
+            if path.suffix in (".json", ".safetensors") and path.is_file():
+                digest = hashlib.sha256()
+                with path.open("rb") as file:
+                    while block := file.read(2**24):
+                        digest.update(block)
+                found[label + path.name] = digest.hexdigest()
+    return found
+
+
+def _words(certificate: dict[str, Any]) -> list[str]:
+    plans = certificate["plans"]
+    lines = [
+        f"{certificate['tokens']:,} tokens of {certificate['texts']} texts compared at "
+        f"{_at(certificate['temperatures'])}: {certificate['drafts_accepted']:,} accepted drafts",
+        f"{_setting(plans['candidate'])} against {certificate['against']}",
+    ]
+    for difference in certificate["differences"][:SHOWN]:
+        margin = difference["margin"]
+        kind = "near-tie" if difference["near_tie"] else "fault"
+        lines += [
+            f"  {difference['prompt']}, T {difference['temperature']:g}, token {difference['position']}: "
+            f"{difference['reference']} became {difference['candidate']}",
+            f"    margin {'unknown' if margin is None else f'{margin:.4f}'}, top 2 "
+            f"{_number(difference['top_margin'])}: {kind} (seed {difference['seed']})",
+        ]
+    if len(certificate["differences"]) > SHOWN:
+        lines.append(f"  and {len(certificate['differences']) - SHOWN} more, see --json")
+    parity, redraft, law = (certificate[name] for name in ("lag_parity", "draft_replay", "law"))
+    if parity is not None:
+        lines.append(f"{parity['rounds']:,} rounds compared with lag 0: {parity['differing']} differ")
+    if redraft is not None:
+        lines.append(f"{redraft['rounds']} rounds drafted again from no cache: {redraft['differing']} differ")
+    if law is not None:
+        lines += [
+            f"law of the first tokens of {', '.join(law['prompts'])} at {_at(law['temperatures'])}:",
+            f"  p = {law['probability']:.2g} at worst in {law['tests']} tests of {law['draws']} draws",
+            f"  (a right program fails with a chance of {law['false_alarm']:g})",
+        ]
+    if not certificate["drafts_accepted"] and plans["candidate"]["spec"] != "off":
+        lines.append("no draft was accepted, so little was put to the test")
+    verdict = "passed" if certificate["passed"] else "FAILED"
+    untested = certificate["untested"]
+    return [
+        *lines,
+        verdict + (f"; not tested: {_at(untested)}" if untested else ""),
+    ]
+
+
+def _at(temperatures: Sequence[float]) -> str:
+    return "T " + ", ".join(f"{t:g}" for t in temperatures)
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4f}"
+
+
+def _setting(plan: dict[str, Any]) -> str:
+    return f"{plan['spec']} k={plan['draft_max']} {plan['verify']} lag {plan['lag']} {plan['dtype']}"

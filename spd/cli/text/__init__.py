@@ -1,0 +1,1 @@
+"""What commands share: prompts, sampling, output, progress and refusals."""

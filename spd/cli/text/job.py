@@ -1,0 +1,155 @@
+"""One generation, checked and ready: vocabulary, prompt ids, sampling, engine wishes.
+
+Reads the small files of a model folder only; no torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spd.cli.text.encode import Vocabulary, fit
+from spd.cli.text.prompt import Asked, gather
+from spd.cli.text.sampling import Resolved, resolve_sampling
+from spd.cli.text.structured import TAIL, end_of_thinking, opens_thinking, read_grammar, thinking_budget
+from spd.errors import UsageError
+
+if TYPE_CHECKING:
+    from spd.cli.chat.options import ChatOptions
+    from spd.cli.commands.bench_options import VerifyOptions
+    from spd.cli.options import GenerateOptions
+    from spd.formats.folder import ModelFolder
+    from spd.runtime import EngineConfig, Request, SamplingParams
+    from spd.runtime.engine.request import GrammarText
+
+REQUEST_ID = "0"
+CONCURRENCY = 8
+"""Lines of a batch that decode together unless --concurrency says otherwise."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything about a run but its prompts."""
+
+    config: EngineConfig
+    sampling: Resolved
+    vocabulary: Vocabulary
+    usable_vocab: int
+    context: int
+    grammar: GrammarText | None
+    think: str
+
+    def fit(self, asked: Asked, params: SamplingParams) -> list[int]:
+        """See `encode.fit`."""
+        return fit(asked, self.vocabulary, context=self.context, max_tokens=params.max_tokens)
+
+    def request(
+        self, name: str, asked: Asked, ids: Sequence[int], params: SamplingParams, shape: GrammarText | None
+    ) -> tuple[Request, bool | None]:
+        """The order for the engine, and how its reply is parted: see `ThinkingSplitter`."""
+        from spd.runtime import Request
+
+        tokenizer, inside = self.vocabulary.tokenizer, None
+        if tokenizer is not None and asked.messages:  # else there is no text, or it is not a chat's
+            inside = opens_thinking(tokenizer.decode(ids[-TAIL:], skip_special=False))
+        thinking = thinking_budget(self.think, self.vocabulary, bool(inside))
+        if shape is not None:
+            shape = dataclasses.replace(shape, after=end_of_thinking(self.vocabulary, asked, ids))
+            if shape.after is not None:
+                inside = True  # the grammar begins behind thinking, with or without its first tag
+        return Request(name, tuple(ids), params, grammar=shape, thinking=thinking), inside
+
+
+@dataclass(frozen=True)
+class Job(Settings):
+    """What will run: the prompt, and its tokens."""
+
+    asked: Asked
+    ids: list[int]
+
+
+def plan_settings(options: GenerateOptions) -> Settings:
+    """Read the small files of the model, and check everything that concerns no prompt."""
+    from spd.formats.folder import ModelFolder
+
+    folder = ModelFolder.named(options.model)
+    config = engine_config(options, folder)
+    if options.jsonl:
+        slots = CONCURRENCY if options.concurrency is None else options.concurrency
+        if not 1 <= slots <= 1024:
+            raise UsageError(f"--concurrency {slots} is out of range", reason=["valid: 1 to 1024"])
+        config = dataclasses.replace(config, slots=slots)
+    vocabulary = open_vocabulary(options.model, folder)
+    model = vocabulary.config
+    usable = model.vocab_size
+    if vocabulary.tokenizer is not None:
+        usable = min(usable, vocabulary.tokenizer.vocab_size)
+    sampling = resolve_sampling(options, folder.generation, usable, logprobs=options.logprobs)
+    context = model.max_positions if options.ctx is None else min(options.ctx, model.max_positions)
+    grammar = read_grammar(options)
+    if grammar is not None:
+        vocabulary.need_tokenizer()
+        from spd.runtime.engine.grammar import GrammarCompiler
+
+        GrammarCompiler(folder.path, model.vocab_size).compile(grammar, ())
+    thinking_budget(options.think, vocabulary, False)
+    return Settings(config, sampling, vocabulary, usable, context, grammar, options.think)
+
+
+def plan_job(options: GenerateOptions) -> Job:
+    """Read the small files of the model and everything the options name, and check all of it."""
+    run = plan_settings(options)
+    asked = gather(options)
+    return Job(**vars(run), asked=asked, ids=run.fit(asked, run.sampling.params))
+
+
+def open_vocabulary(name: str, folder: ModelFolder) -> Vocabulary:
+    """Configuration, tokenizer and chat template of a model folder, the latter two where they exist."""
+    from spd.formats.model_config import refuse_head
+
+    refuse_head(folder.config, folder.path)
+    tokenizer = folder.tokenizer
+    return Vocabulary(folder.config, tokenizer, None if tokenizer is None else folder.template, name)
+
+
+def engine_config(
+    options: GenerateOptions | ChatOptions | VerifyOptions, folder: ModelFolder
+) -> EngineConfig:
+    """The options as wishes for the engine. Raises what EngineConfig refuses."""
+    from spd.formats.folder import ModelFolder
+    from spd.runtime import EngineConfig
+
+    return EngineConfig(
+        model=folder,
+        draft_model=None if options.draft_model is None else ModelFolder.named(options.draft_model),
+        mtp=None if options.mtp is None else ModelFolder.named(options.mtp),
+        device=options.device,
+        dtype=options.dtype,
+        quantize=options.quantize,
+        spec=options.spec,
+        draft_max=options.draft_max,
+        adaptive=options.adaptive,
+        draft_ctx=options.draft_ctx,
+        verify=options.verify,
+        synthetic_acceptance=options.synthetic_acceptance,
+        lag=None if options.lag == "auto" else int(options.lag),
+        graphs=None if options.graphs == "auto" else options.graphs == "on",
+        kernels=options.kernels,
+        ctx=options.ctx,
+        memory_fraction=options.memory_fraction,
+        threads=options.threads,
+        load=options.load,
+        tp=options.tp,
+        draft_tp=options.draft_tp,
+        rendezvous=options.rendezvous,
+    )
+
+
+def fit_to_engine(job: Job, context: int) -> Job:
+    """The job with the context that the engine has, which may be less than the model's."""
+    if context == job.context:
+        return job
+    job = dataclasses.replace(job, context=context)
+    return dataclasses.replace(job, ids=job.fit(job.asked, job.sampling.params))

@@ -1,0 +1,391 @@
+"""Where words go: the answer to standard output, everything else to standard error.
+
+Owns the encodings, colour, closed and full pipes, and the shape of an error. Decides by each
+stream's own terminal state; what is not a terminal gets no escape byte from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import select
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TextIO
+
+from spd.cli.text.wrap import fit_lines
+from spd.errors import CheckpointError, EngineError, NotFoundError, ResourceError, SpdError, UsageError
+from spd.formats.files import open_output
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+LONGEST_NAME = 255
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
+"""Control characters except tab and line ends: on a terminal they could move the cursor or worse."""
+MISLEADING = re.compile(CONTROL.pattern + r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Those, other line ends, and marks of direction: what follows them is shown in another order."""
+
+
+class OutputClosed(Exception):
+    """The reader of standard output has gone: nothing more can be delivered, and nothing is wrong."""
+
+
+@dataclass(frozen=True)
+class Console:
+    """How this run talks to standard error."""
+
+    color: bool = False
+    quiet: bool = False
+    verbose: bool = False
+    debug: bool = False
+    help: str = "spd --help"
+    """What to type where an error knows no better."""
+
+    def note(self, text: str) -> None:
+        """One line about something the user may not expect; silent with --quiet."""
+        if not self.quiet:
+            line = fit_lines(f"note: {as_line(text)}", columns_of(sys.stderr))
+            write_stderr(f"{paint('note:', '36', self.color)}{line.removeprefix('note:')}\n", styled=True)
+
+    def detail(self, text: str) -> None:
+        """One line that only --verbose shows."""
+        if self.verbose:
+            tell(text)
+
+
+def printable(text: str, misleading: re.Pattern[str] = MISLEADING) -> str:
+    """Text from outside (names in a checkpoint, messages of a library or the hub) as a terminal may have it.
+
+    What is misleading is spelled out, lone surrogates too. A model's own reply may turn its direction:
+    CONTROL is enough for it.
+    """
+    spelled = misleading.sub(lambda match: ascii(match.group())[1:-1], text)
+    return spelled.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def as_line(text: str) -> str:
+    """The same on one line: a name with a line end must not pass for a line of ours."""
+    return printable(text.replace("\n", "\\n"))
+
+
+def paint(text: str, style: str, color: bool) -> str:
+    """Text in an ANSI style where colour is wanted."""
+    return f"\x1b[{style}m{text}\x1b[0m" if color else text
+
+
+def wants_color(stream: IO[Any] | None, environ: Mapping[str, str], choice: str | None) -> bool:
+    """Flag, then NO_COLOR, then FORCE_COLOR or CLICOLOR_FORCE, then TERM=dumb, then the terminal."""
+    if choice in ("always", "never"):
+        return choice == "always"
+    if environ.get("NO_COLOR"):
+        return False
+    if environ.get("FORCE_COLOR") or environ.get("CLICOLOR_FORCE", "0") not in ("", "0"):
+        return True
+    return environ.get("TERM") != "dumb" and is_terminal(stream)
+
+
+def is_terminal(stream: IO[Any] | None) -> bool:
+    """Whether a stream is there, open and a terminal."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:
+        return False
+
+
+def columns_of(stream: IO[Any] | None) -> int | None:
+    """How wide a stream's terminal is now; None where it is none."""
+    if stream is None or not is_terminal(stream):
+        return None
+    with suppress(OSError, ValueError, AttributeError):
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    return 80
+
+
+def terminal_columns() -> int:
+    """How wide the terminal of standard output is now."""
+    return columns_of(sys.stdout) or 80
+
+
+def tell(text: str) -> None:
+    """Write a line for people to standard error, broken between words where its terminal is too narrow."""
+    write_stderr(fit_lines(as_line(text), columns_of(sys.stderr)) + "\n")
+
+
+def write_stderr(text: str, *, styled: bool = False) -> None:
+    """Write to standard error, whatever the text, or what is meant for a terminal; a closed one loses it."""
+    stream = raw_stderr()
+    if stream is None:
+        return
+    text, encoding = text if styled else printable(text), stream.encoding or "utf-8"
+    with suppress(OSError, ValueError):
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+
+
+class PrintableStderr:
+    """Standard error for all that is not written here: logs of libraries, warnings, tracebacks."""
+
+    def __init__(self, raw: TextIO) -> None:
+        self.raw_stderr, self.write = raw, lambda text: raw.write(printable(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw_stderr, name)
+
+
+def raw_stderr() -> Any:
+    """Standard error as it is, for styles; None where it is closed."""
+    return getattr(sys.stderr, "raw_stderr", sys.stderr)
+
+
+def write_error(error: SpdError, console: Console, *, as_json: bool) -> None:
+    """Show what is wrong, why, and what to type instead: as lines, or as one JSON object on stdout."""
+    fixes = list(error.fix or [usual_fix(error, console.help)])
+    if as_json:
+        shown = {
+            "code": error.code,
+            "exit": error.exit_code,
+            "message": error.message,
+            "reason": list(error.reason),
+            "fix": fixes,
+        }
+        with suppress(OutputClosed, SpdError):
+            sink = Sink.stdout()
+            sink.write(to_json({"error": shown}) + "\n")
+            return
+    lines = [f"error: {as_line(error.message)}", *(f"  {as_line(line)}" for line in error.reason)]
+    lines += [f"  {'    ' if number else 'fix:'} {as_line(fix)}" for number, fix in enumerate(fixes)]
+    words = fit_lines("\n".join(lines), columns_of(sys.stderr))
+    words = words.replace("error:", paint("error:", "1;31", console.color), 1)
+    words = words.replace("\n  fix:", f"\n  {paint('fix:', '32', console.color)}", 1)
+    write_stderr(words + "\n", styled=True)
+
+
+def usual_fix(error: SpdError, help_words: str) -> str:
+    """What helps against an error of this kind, where the error itself does not say."""
+    if isinstance(error, CheckpointError):
+        return "give another model folder, or download this one again"
+    if isinstance(error, NotFoundError):
+        return "check the name or the path"
+    if isinstance(error, ResourceError):
+        return "ask for less (--ctx, --draft-max), or free memory"
+    unforeseen = isinstance(error, EngineError) or type(error) is SpdError
+    return "run it again with -vv, and report what it prints" if unforeseen else help_words
+
+
+def to_json(value: object) -> str:
+    """One line of strict JSON, harmless on a terminal too; what is not a finite number becomes null."""
+    line = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    return MISLEADING.sub(lambda match: f"\\u{ord(match.group()):04x}", line)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if value - value == 0.0 else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_finite(inner) for inner in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+class Sink:
+    """Where the answer goes: every write reaches the file descriptor before it returns.
+
+    A file is locked and, unless `append`, emptied by the first write, not before. Raises OutputClosed when a
+    pipe's reader has gone and ResourceError when nothing can be written.
+    """
+
+    what = "the answer"
+
+    def __init__(
+        self,
+        descriptor: int | Path,
+        *,
+        encoding: str = "utf-8",
+        terminal: bool = False,
+        append: bool = False,
+    ) -> None:
+        self._target = descriptor
+        self._encoding = encoding
+        self._terminal = terminal
+        self._append = append
+        self.close: Callable[[], None] = lambda: None  # what was opened here is unlocked, too
+
+    @classmethod
+    def stdout(cls) -> Sink:
+        """Standard output: UTF-8 unless it is a terminal of another encoding."""
+        stream = sys.stdout
+        if stream is None or stream.closed:
+            raise ResourceError("standard output is closed", fix=["-o FILE"], code="stdout_closed")
+        terminal = is_terminal(stream)
+        encoding = (stream.encoding or "utf-8") if terminal else "utf-8"
+        return cls(stream.fileno(), encoding=encoding, terminal=terminal)
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether people read it as it comes."""
+        return self._terminal
+
+    @property
+    def columns(self) -> int | None:
+        """How wide its terminal is now; None where it is none."""
+        return columns_of(sys.stdout) if self._terminal else None
+
+    @property
+    def is_unicode(self) -> bool:
+        """Whether it can show every character."""
+        return "utf" in self._encoding.lower()
+
+    def open(self) -> int:
+        """The descriptor; a file is opened and locked the first time. Raises UsageError and ResourceError."""
+        if isinstance(self._target, Path):
+            path = self._target
+            try:
+                self._target = open_output(path, append=self._append)
+            except OSError as error:
+                raise cannot_write(path, error) from error
+            self.close = partial(os.close, self._target)
+        return self._target
+
+    def write(self, text: str) -> None:
+        """Write a reply as it is; on a terminal its control characters are spelled out."""
+        self.write_styled(printable(text, CONTROL) if self._terminal else text)
+
+    def write_lines(self, lines: Iterable[str]) -> None:
+        """Write lines for people, broken between words where a terminal is too narrow for them."""
+        self.write_styled("".join(fit_lines(as_line(line), self.columns) + "\n" for line in lines))
+
+    def check_reader(self) -> None:
+        """Raise OutputClosed where a pipe's reader has gone, though there is nothing to write yet."""
+        poll = select.poll()
+        if isinstance(self._target, int) and not self._terminal:
+            poll.register(self._target, 0)
+        if any(event & select.POLLERR for _, event in poll.poll(0)):
+            raise OutputClosed
+
+    def write_styled(self, text: str) -> None:
+        """Write text whose control characters are meant."""
+        data = text.encode(self._encoding, "replace")
+        try:
+            _write_all(self.open(), data)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise OutputClosed from error
+            raise _write_failed(self.what, error) from error
+
+
+class TraceFile(Sink):
+    """A file of one JSON line a record; each line is complete when `write_record` returns."""
+
+    what = "the trace"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.open()
+
+    def write_record(self, record: DataclassInstance) -> None:
+        """Append one record. Raises ResourceError when the disk is full."""
+        self.write(to_json(dataclasses.asdict(record)) + "\n")
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:
+            select.select([], [descriptor], [])
+
+
+def _write_failed(what: str, error: OSError) -> ResourceError:
+    return ResourceError(
+        f"cannot write {what}: {error.strerror}",
+        fix=["free some space, or name another file"],
+        code="write_failed",
+    )
+
+
+def check_writable(path: Path) -> None:
+    """Refuse early what could not be written after minutes of work; touches nothing. Raises UsageError."""
+    existing = path if os.path.exists(path) else path.parent
+    number = 0 if existing == path or os.path.isdir(existing) else errno.ENOENT
+    _check_inside(existing, path, errno.EISDIR if os.path.isdir(path) else number)
+    if path.is_file():
+        os.close(open_output(path, append=True))  # is it being written?
+
+
+def check_folder(path: Path) -> None:
+    """Refuse early a folder in which nothing could be written, or that cannot be made. Raises UsageError."""
+    existing = path
+    while not os.path.exists(existing) and existing != existing.parent:
+        existing = existing.parent
+    _check_inside(existing, path, 0 if existing.is_dir() else errno.ENOTDIR)
+
+
+def _check_inside(existing: Path, path: Path, number: int) -> None:
+    if not number and max(len(os.fsencode(part)) for part in ("", *path.parts)) > LONGEST_NAME:
+        number = errno.ENAMETOOLONG
+    if not number and not os.access(existing, os.W_OK):
+        number = errno.EACCES
+    if number:
+        raise cannot_write(path, OSError(number, os.strerror(number)))
+
+
+def cannot_write(path: Path, error: OSError) -> SpdError:
+    """The error for a file that cannot be opened for writing, or not filled."""
+    if error.errno in DISK_FULL:
+        return ResourceError(
+            f"cannot write to {path}: {error.strerror}", fix=["free some space"], code="write_failed"
+        )
+    return UsageError(
+        f"cannot write to {path}: {error.strerror}", fix=["name a file in a folder you can write to"]
+    )
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file of UTF-8 text that a user named. Raises UsageError and ResourceError."""
+    try:
+        with open(open_output(path), "wb") as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def write_result(path: Path | None, text: str) -> SpdError | None:
+    """Write a file, if one was named; what kept it from being written, to be raised when all is printed."""
+    try:
+        if path is not None:
+            write_file(path, text)
+    except SpdError as error:
+        return error
+    return None
+
+
+def hold_standard_descriptors() -> None:
+    """Put the null device where 0, 1 or 2 are closed, so that no opened file takes their number."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def release_streams() -> None:
+    """Send what cannot be flushed nowhere: the interpreter's own last try would make the exit status 120."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,0 +1,147 @@
+"""What is said about a reply: the JSON object, the statistics line, the plan of a verbose run.
+
+The names in the JSON object are the ones other tools already read; its schema is versioned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spd.cli.text.structured import parted
+
+if TYPE_CHECKING:
+    from spd.formats.tokenizer import Tokenizer
+    from spd.runtime import Engine, EnginePlan, Request, RequestMetrics
+    from spd.runtime.engine.driver import Gathered
+    from spd.runtime.engine.request import TokenLogprob
+    from spd.runtime.round.sampling_params import SamplingParams
+
+SCHEMA = "spd.generate/1"
+
+
+def reply_object(fields: Mapping[str, Any], plan: EnginePlan, request: Request, model: str) -> dict[str, Any]:
+    """The object of `spd generate --json`."""
+    return {
+        "schema": SCHEMA,
+        "model": model,
+        **fields,
+        "params": dataclasses.asdict(request.params),
+        "plan": plan.as_dict(),
+        "versions": versions(),
+    }
+
+
+def reply_fields(
+    reply: Gathered, metrics: RequestMetrics, engine: Engine, request: Request, inside: bool | None
+) -> dict[str, Any]:
+    """What JSON says of a reply, alone or one of many; `inside` as in `ThinkingSplitter`."""
+    reasoning, text = parted(reply.text, inside)
+    plan, params = engine.plan, request.params
+    shown: dict[str, Any] = {
+        "text": text,
+        "reasoning": reasoning,
+        "token_ids": list(reply.token_ids),
+        "finish_reason": reply.finish_reason,
+        "usage": metrics.usage(),
+        "timings": metrics.timings(),
+        "metrics": {
+            "speculative_decoding": metrics.speculative_decoding(
+                plan.spec, plan.shape.draft_max, imposed=plan.wishes.synthetic_acceptance is not None
+            )
+        },
+        "seed": params.seed,
+    }
+    if params.logprobs is not None:
+        shown["logprobs"] = [logprob_entry(entry, engine.tokenizer) for entry in reply.logprobs]
+    return shown
+
+
+def early_end(fields: Mapping[str, Any], lacks: str | None, request: Request) -> str | None:
+    """What a reply lacks because it ended early, and why it did; None where it lacks nothing."""
+    if lacks is None and fields["reasoning"] is not None and not fields["text"]:
+        lacks = "the reply ended in its thinking, without an answer"
+    finish, most = fields["finish_reason"], request.params.max_tokens
+    if lacks is None or finish not in ("stop", "length"):
+        return None
+    full = most is not None and len(fields["token_ids"]) >= most
+    why = f"-n {most:,} was reached" if full else "the context is full"
+    return f"{lacks}: {why if finish == 'length' else 'a stop text or token came'}"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what took part, from modules that are loaded already."""
+    from spd import __version__
+
+    found = {"spd": __version__, "python": platform.python_version()}
+    for name in ("torch", "tokenizers", "triton"):
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            found[name] = str(version)
+    return found
+
+
+def logprob_entry(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """A token's log-probability, and those of the likeliest, with their text and bytes."""
+
+    def named(token_id: int, logprob: float) -> dict[str, Any]:
+        data = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
+        return {
+            "token_id": token_id,
+            "token": data.decode("utf-8", "replace"),
+            "bytes": list(data),
+            "logprob": logprob,
+        }
+
+    return {**named(entry.token_id, entry.logprob), "top": [named(*likely) for likely in entry.top]}
+
+
+def stats_line(metrics: RequestMetrics) -> str:
+    """`318 tok · 64.8 tok/s · load 3.2 s · first 0.21 s · 3.05 tok/round · drafts 213/416 (51%)`.
+
+    The first token takes `first` when the model is loaded, and `load` more when it is not.
+    """
+    parts = [f"{metrics.completion_tokens} tok"]
+    if metrics.decode_tokens_per_second:
+        parts.append(f"{metrics.decode_tokens_per_second:.1f} tok/s")
+    if metrics.load_ms:
+        parts.append(f"load {metrics.load_ms / 1000:.2f} s")
+    if metrics.first_token_ms:
+        parts.append(f"first {metrics.first_token_ms / 1000:.2f} s")
+    if metrics.rounds:
+        parts.append(f"{metrics.tokens_per_round:.2f} tok/round")
+    if metrics.draft_n:
+        share = f"{metrics.draft_acceptance_rate:.0%}"
+        parts.append(f"drafts {metrics.draft_n_accepted}/{metrics.draft_n} ({share})")
+    return " · ".join(parts)
+
+
+def plan_lines(plan: Mapping[str, Any], params: SamplingParams, sources: Mapping[str, str]) -> Sequence[str]:
+    """What --verbose shows before the first token: the plan, then the parameters with their origin."""
+    lines = ["plan    " + "  ".join(f"{name}={value}" for name, value in plan.items())]
+    if "memory_budget_bytes" in plan:
+        lines.append("memory  " + _memory_words(plan))
+    values = dataclasses.asdict(params)
+    shown = [
+        f"{name}={value} ({sources[name]})" if name in sources else f"{name}={value}"
+        for name, value in values.items()
+    ]
+    return [*lines, "params  " + "  ".join(shown)]
+
+
+def _memory_words(plan: Mapping[str, Any]) -> str:
+    """What the plan counted, part by part, against what may be used."""
+    from spd.runtime.plan.memory import show_size
+
+    parts = {
+        "weights": plan["weight_bytes"],
+        "draft weights": plan["draft_weight_bytes"],
+        "caches": plan["cache_bytes"],
+        "workspace": plan["workspace_bytes"],
+        "graphs": plan["graph_bytes"],
+    }
+    named = " + ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
+    return f"{named} = {show_size(sum(parts.values()))} of {show_size(plan['memory_budget_bytes'])} usable"
