@@ -28,7 +28,7 @@ from tests.runtime.test_runtime_hybrid import FAULTS, FORMS, SPARSE
 
 pytestmark = pytest.mark.usefixtures("threads")
 
-PROMPTS = [*random_prompts(2, 75, 256), *random_prompts(1, 20, 256, seed=1), (5,)]
+PROMPTS = [*random_prompts(1, 75, 256), *random_prompts(2, 20, 256, seed=1), (5,)]
 DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {
     "whole key heads": (2, {}),
     "a key head on two ranks": (4, {"linear_num_value_heads": 8}),
