@@ -219,7 +219,5 @@ def test_states_of_recurrent_layers_are_told(spd_run: Callable, tmp_path: Path) 
     ran = spd_run("inspect", folder, "--json")
     assert ran.json["target"]["state_bytes_per_slot"] == 4 * 6 * 16 * 24 * 4
     assert ran.json["target"]["kv_bytes_per_token"] == 2 * 2 * 32 * 4
-    text = spd_run("inspect", folder).text
-    assert "36.00 KiB of states a request; prefixes are not shared" in text
+    assert "36.00 KiB of states a request" in spd_run("inspect", folder).text
     assert ran.json["needs"]["parts"]["states"] > 4 * 6 * 16 * 24 * 4
-    assert " states + " in " ".join(text.split())

@@ -207,7 +207,6 @@ def test_the_plan_counts_what_is_kept_of_slots(hybrid: Shelf, mtp: bool) -> None
     engine = make_engine(hybrid(mtp=mtp), slots=3, spec="mtp" if mtp else "off", draft_max=4 if mtp else None)
     kept = [pool for layer in engine._parts.runner.cache.layers for pool in layer.pools]
     assert sum(pool.nbytes for pool in kept) == engine.plan.need.cache + engine.plan.need.states
-    assert not engine.plan.shares_prefixes and engine.plan.as_dict()["prefix_sharing"] is False
 
 
 # -- drafts ----------------------------------------------------------------------------------------

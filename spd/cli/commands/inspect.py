@@ -272,7 +272,7 @@ def _memory_words(model: dict[str, Any]) -> str:
         f"{_size(model['weight_bytes'])} weights + {_size(model['kv_bytes_per_token'])} a token of context"
     )
     states = model["state_bytes_per_slot"]
-    return words if not states else f"{words} + {_size(states)} of states a request; prefixes are not shared"
+    return words if not states else f"{words} + {_size(states)} of states a request"
 
 
 def _vocabulary_words(vocabulary: dict[str, Any]) -> str:

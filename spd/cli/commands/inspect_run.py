@@ -97,7 +97,7 @@ def needs(choice: Choice) -> dict[str, Any]:
     Where a pair cannot run, of the target with whatever it would choose alone.
     """
     from spd.runtime.plan.machine import foreseen_machine
-    from spd.runtime.plan.memory import at_context, fitted, measure
+    from spd.runtime.plan.memory import at_context, checkpoint_bytes, fitted, measure
     from spd.runtime.plan.plan import drafts_up_to, outline
 
     machine, config = foreseen_machine(), choice.config
@@ -121,6 +121,7 @@ def needs(choice: Choice) -> dict[str, Any]:
         "ctx": shape.ctx,
         "total": need.total,
         "parts": vars(need),
+        "checkpoint_bytes": shape.checkpoints * checkpoint_bytes(shape) if shape.checkpoints else 0,
         "device": plan.device,
         "dtype": shape.dtype,
         "weights": plan.weights,
@@ -179,6 +180,8 @@ def need_lines(need: Mapping[str, Any]) -> list[str]:
         lines.append(f"{MARGIN}the drafter on {need['draft_tp']} of them: {need['draft_tp_reason']}")
     if known:
         lines.append(f"{MARGIN}{there}{verdict}")
+    if (kept_beside := need["checkpoint_bytes"] - need["parts"]["checkpoints"]) > 0:
+        lines.append(f"{MARGIN}checkpoints in the host's memory: {show_size(kept_beside)}")
     if len(need["contexts"]) > 1:
         lines.append(f"{MARGIN}by context: {contexts}")
     return lines

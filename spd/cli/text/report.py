@@ -143,5 +143,11 @@ def _memory_words(plan: Mapping[str, Any]) -> str:
         "workspace": plan["workspace_bytes"],
         "graphs": plan["graph_bytes"],
     }
+    kept, beside = plan.get("checkpoint_bytes", 0), ""
+    if plan["device"] == "cpu":
+        parts["checkpoints"] = kept
+    elif kept:
+        beside = f", checkpoints {show_size(kept)} in the host's memory"
     named = " + ".join(f"{name} {show_size(size)}" for name, size in parts.items() if size)
-    return f"{named} = {show_size(sum(parts.values()))} of {show_size(plan['memory_budget_bytes'])} usable"
+    total = show_size(sum(parts.values()))
+    return f"{named} = {total} of {show_size(plan['memory_budget_bytes'])} usable{beside}"

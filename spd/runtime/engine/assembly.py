@@ -33,6 +33,7 @@ from spd.runtime.round.round import Round
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.state import RoundState
+from spd.runtime.round.state_store import StateStore
 from spd.runtime.round.synthetic_acceptance import ImposedAcceptance
 from spd.runtime.round.transfer import use_device
 
@@ -46,6 +47,7 @@ class Assembly:
     sampler: Sampler
     proposer: Proposer | None
     queue: RoundQueue
+    states: StateStore
     pages_per_block: int
     """Pages by which a slot grows: whole blocks of context for the target and for the drafter."""
     threads: FollowedThreads
@@ -155,7 +157,8 @@ def assemble(
     round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.wishes.verify, share)
     queue = RoundQueue(round_, CapturedRounds(round_) if shape.graphs else None)
     pages_per_block = max(each.pages_per_block for each in (runner, *drafters))
-    return Assembly(state, runner, sampler, proposer, queue, pages_per_block, threads)
+    states = StateStore([runner, *drafters], proposer)
+    return Assembly(state, runner, sampler, proposer, queue, states, pages_per_block, threads)
 
 
 def _threads(plan: EnginePlan, kernels: Kernels) -> FollowedThreads:

@@ -19,7 +19,7 @@ from spd.runtime.load.progress import Progress
 from spd.runtime.plan.memory import remedies, show_size
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.round.graphs import RoundShape
-from spd.runtime.round.limits import PAGE_SIZE, mask_width
+from spd.runtime.round.limits import PAGE_SIZE, TRASH_PAGE, mask_width
 from spd.runtime.round.out_of_memory import OutOfMemory, first_line, is_out_of_memory, let_go
 from spd.runtime.round.round_queue import RoundResult, Ticket
 from spd.runtime.round.rows import EMPTY_SLOT, PromptPart, SlotView, filled_rows
@@ -37,6 +37,8 @@ class DeviceSide:
         """Of the sequence that is being prefilled: int64 [length]."""
         self._unwritten: list[PromptPart] = []
         """Parts of prompts that are written together, in one pass where the kernels allow that."""
+        self._unsaved: list[tuple[int, int, int, int]] = []
+        """What `save` is to copy once they are written."""
 
     # -- slots -----------------------------------------------------------------------------------
 
@@ -49,14 +51,17 @@ class DeviceSide:
         stop_ids: tuple[int, ...],
         prefilled: int,
         pages: list[int],
+        checkpoint: int | None,
     ) -> None:
         """Write the row of a request that enters a slot, silent for now; `generated`: before a preemption.
 
-        Its pages hold `prefilled` positions already.
+        Its pages hold `prefilled` positions already, but for what comes from a checkpoint's place.
         """
         parts, params, prompt = self.parts, request.params, len(request.prompt_ids)
-        if prefilled and parts.proposer is not None and parts.proposer.captures:
+        if checkpoint is not None or (prefilled and parts.proposer is not None and parts.proposer.captures):
             self._flush()  # it wants what is kept of the pages that the slot begins with
+        if checkpoint is not None:
+            parts.states.load(checkpoint, slot, prefilled, page_of(pages, prefilled))
         self._ids = ids = to_device([*request.prompt_ids, *generated], torch.long, self.plan.device)
         parts.state.admit(
             slot,
@@ -91,10 +96,14 @@ class DeviceSide:
             self._flush()
         self._unwritten.append(part)
 
+    def save(self, place: int, slot: int, end: int, page: int) -> None:
+        """Copy a slot's states as of position `end`, at the latest in `flush`, to a checkpoint's place."""
+        self._unsaved.append((place, slot, end, page))
+
     @property
     def has_unwritten(self) -> bool:
         """Whether anything is still to be written of prompts."""
-        return bool(self._unwritten)
+        return bool(self._unwritten or self._unsaved)
 
     def flush(self) -> None:
         """Enqueue what is still to be written of prompts."""
@@ -102,12 +111,13 @@ class DeviceSide:
 
     @torch.inference_mode()
     def _flush(self) -> None:
-        if not self._unwritten:
-            return
-        states = self.parts.runner.write(self._unwritten)
-        if self.parts.proposer is not None:
-            self.parts.proposer.prefill(self._unwritten, states)
-        self._unwritten = []  # and not before: what broke off is still to be written
+        if self._unwritten:
+            states = self.parts.runner.write(self._unwritten)
+            if self.parts.proposer is not None:
+                self.parts.proposer.prefill(self._unwritten, states)
+        for place, slot, end, page in self._unsaved:
+            self.parts.states.save(place, slot, end, page)
+        self._unwritten, self._unsaved = [], []  # and not before: what broke off is still to be written
 
     def allow(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
         """Masks int32 [R, words] for a slot's next round, and its drafts, of which `legal` are allowed."""
@@ -121,12 +131,17 @@ class DeviceSide:
         """Let a slot take part in rounds from the next one on, or keep it out of them."""
         self.parts.state.set_active(slot, active)
 
-    def retire(self, slot: int, views: Listed[SlotView], held: int) -> None:
-        """Silence a slot, once its pages hold what others find there: up to position `held`."""
+    def retire(self, slot: int, views: Listed[SlotView], held: int, place: int | None) -> None:
+        """Silence a slot, once its pages hold what others find there: up to position `held`.
+
+        place: of the checkpoint that its states go to.
+        """
         self._flush()
         self.parts.queue.catch_up(views)
-        if held % PAGE_SIZE and self.parts.proposer is not None:
-            page = views[slot].pages[held // PAGE_SIZE]
+        page = page_of(views[slot].pages, held)
+        if place is not None:
+            self.parts.states.save(place, slot, held, page)
+        elif page != TRASH_PAGE and self.parts.proposer is not None:
             self.parts.proposer.leave(slot, held, page)
         self.parts.state.retire(slot)
         self.parts.queue.last_views[slot] = EMPTY_SLOT
@@ -145,7 +160,7 @@ class DeviceSide:
     ) -> Ticket:
         """Enqueue one round; see `Round.run`."""
         self.parts.threads.follow()
-        if self._unwritten:
+        if self.has_unwritten:
             self._flush()
         return self.parts.queue.launch(k, views, needs, num_logprobs, next_k)
 
@@ -173,8 +188,13 @@ class DeviceSide:
 
     def restart(self) -> None:
         """Go on after a round that broke off."""
-        self._unwritten.clear()
+        self._unwritten, self._unsaved = [], []
         self.parts.queue.restart()
+
+
+def page_of(pages: Listed[int], held: int) -> int:
+    """The page that goes on behind `held` positions; the trash page where none does."""
+    return pages[held // PAGE_SIZE] if held % PAGE_SIZE else TRASH_PAGE
 
 
 def free_rows(rows: int, vocab_size: int) -> Tensor:
@@ -199,6 +219,7 @@ class SlotWriter:
             sequence.stop_ids,
             sequence.prefilled,
             sequence.pages,
+            sequence.checkpoint,
         )
         self.device.show_pages(sequence.slot, sequence.pages)
 
@@ -209,9 +230,15 @@ class SlotWriter:
         if run is None:
             return end
         rows = self.plan.shape.chunk if run.kind == "chunk" else self.parts.runner.tail_rows
-        stop = min(start + rows, run.end)
+        stop = min(start + rows, run.end, *(end for end in sequence.stops if end > start))
         self.device.write(sequence.slot, SlotView(sequence.length, sequence.pages), start, stop, runs)
         return stop
+
+    def save(self, sequence: Sequence, place: int | None) -> None:
+        """Copy its states, as they are once its prompt is written so far, to a checkpoint's place, if any."""
+        if place is not None:
+            end = sequence.prefilled
+            self.device.save(place, sequence.slot, end, page_of(sequence.pages, end))
 
     def passes(self, rows: int) -> float:
         """What writing so many rows of one prompt takes: a pass, or a part of one that others share."""
@@ -237,12 +264,17 @@ class SlotWriter:
         sequence.active = False
         self.device.set_active(sequence.slot, False)
 
-    def vacate(self, sequence: Sequence, running: Listed[Sequence]) -> None:
-        """Silence a slot of those running, once its pages hold what others will find there."""
+    def vacate(
+        self, sequence: Sequence, running: Listed[Sequence], held: int, place: int | None = None
+    ) -> None:
+        """Silence a slot of those running, once its pages, up to `held`, hold what others will find there.
+
+        place: of the checkpoint that its states go to.
+        """
         views = [EMPTY_SLOT] * self.plan.shape.slots
         for other in running:
             views[other.slot] = SlotView(other.bound, other.pages)
-        self.device.retire(sequence.slot, views, sequence.prefill_end)
+        self.device.retire(sequence.slot, views, held, place)
 
 
 def open_device(

@@ -17,8 +17,9 @@ from operator import attrgetter, or_
 from spd.errors import EngineError, UsageError
 from spd.formats.model_config import ModelConfig
 from spd.formats.tokenizer import Tokenizer
-from spd.kernels.round.commit import ACCEPTED, MATCH, NUM_DRAFTS
+from spd.kernels.round.commit import ACCEPTED, GOING_ON, MATCH, NUM_DRAFTS, read_emission
 from spd.runtime.engine.assembly import Assembly
+from spd.runtime.engine.checkpoints import Checkpoints
 from spd.runtime.engine.device_side import SlotWriter, memory_refusal, open_device
 from spd.runtime.engine.draft_length import DraftLength, medians
 from spd.runtime.engine.driver import Gathered, drive
@@ -90,6 +91,7 @@ class Engine:
             self._parts.pages_per_block,
             plan.shape.ctx,
             sharing=plan.shares_prefixes,
+            checkpoints=Checkpoints(plan.shape.checkpoints, PAGE_SIZE) if plan.shape.checkpoints else None,
         )
         self._slots = SlotWriter(self._device, plan)
         self._in_flight: deque[tuple[Ticket, Members]] = deque()  # rounds enqueued and not yet read
@@ -274,6 +276,7 @@ class Engine:
                 self._slots.place(sequence)
             before = sequence.prefilled
             scheduler.wrote(sequence, self._slots.prefill(sequence, scheduler.prefill_runs(sequence)))
+            self._slots.save(sequence, scheduler.due(sequence, before))
             if sequence is not scheduler.prefilling:
                 self._arm(sequence)
             written.append((sequence, sequence.prefilled - before))
@@ -314,7 +317,7 @@ class Engine:
             else:
                 last = scheduler.last_to_come()
                 assert last is not None
-                self._slots.vacate(last, scheduler.running())
+                self._vacate(last, settled=True)
                 scheduler.preempt(last)
             live = scheduler.decoding()
 
@@ -383,7 +386,9 @@ class Engine:
             other = self._parts.threads.other_load
             self.trace(record_of(sequence, row, result, event.token_ids, self.plan, other))
         if event.finish_reason is not None:
-            self._end(sequence, event)
+            emission = read_emission(row)
+            alike = len(event.token_ids) == emission.committed or not self.plan.drafts_by_state
+            self._end(sequence, event, (emission.reason != GOING_ON or not sequence.in_flight) and alike)
             return
         if event.token_ids:
             self._ready.append(event)
@@ -393,10 +398,20 @@ class Engine:
 
     def _stop(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         text = sequence.detokenizer.take(final=True)
-        self._end(sequence, Event(sequence.name, (), text, reason, error=error))
+        self._end(sequence, Event(sequence.name, (), text, reason, error=error), not sequence.in_flight)
 
-    def _end(self, sequence: Sequence, event: Event) -> None:
-        """Say that a request is over, and free what it holds."""
+    def _vacate(self, sequence: Sequence, settled: bool) -> None:
+        """Silence its slot. Its states are kept if `settled`: none has taken in a token beyond its end."""
+        scheduler, held = self._scheduler, self._scheduler.held(sequence)
+        place = scheduler.checkpoint(sequence, held) if settled else None
+        try:
+            self._slots.vacate(sequence, scheduler.running(), held, place)
+        except BaseException:
+            scheduler.take_back()
+            raise
+
+    def _end(self, sequence: Sequence, event: Event, settled: bool) -> None:
+        """Say that a request is over, and free what it holds; settled: see `_vacate`."""
         name, reason = event.request_id, event.finish_reason
         assert reason is not None
         sequence.finish_reason = reason
@@ -404,7 +419,7 @@ class Engine:
         if sequence.slot < 0:
             self._scheduler.withdraw(sequence)
         else:
-            self._slots.vacate(sequence, self._scheduler.running())
+            self._vacate(sequence, settled and reason != "error")
             if own := self._scheduler.retire(sequence):
                 self._device.clear(own)
         self.totals.add(name, sequence.measured(), reason)

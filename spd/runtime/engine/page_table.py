@@ -20,13 +20,19 @@ ROOT = b"spd page"
 """What the first page of all is chained to."""
 
 
-def page_hashes(tokens: Sequence[int], runs: Sequence[Run], page_size: int, end: int) -> list[bytes]:
-    """Chained SHA-256 of every full page within the first `end` positions."""
-    hashes, parent = list[bytes](), ROOT
-    for start in range(0, end - page_size + 1, page_size):
-        parent = chained_hash(parent, tokens, runs, start, start + page_size)
-        hashes.append(parent)
+def page_hashes(
+    tokens: Sequence[int], runs: Sequence[Run], page_size: int, end: int, known: Sequence[bytes] = ()
+) -> list[bytes]:
+    """Chained SHA-256 of every full page within the first `end` positions; `known`: of the first of them."""
+    hashes = list(known)
+    for start in range(len(hashes) * page_size, end - page_size + 1, page_size):
+        hashes.append(chained_hash(hash_before(hashes, len(hashes)), tokens, runs, start, start + page_size))
     return hashes
+
+
+def hash_before(hashes: Sequence[bytes], page: int) -> bytes:
+    """The hash of all that stands before a page, where all pages before it are full."""
+    return hashes[page - 1] if page else ROOT
 
 
 def chained_hash(parent: bytes, tokens: Sequence[int], runs: Sequence[Run], start: int, stop: int) -> bytes:

@@ -9,31 +9,38 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence as Listed
+from itertools import pairwise
 
 from spd.errors import UsageError
-from spd.runtime.engine.page_table import ROOT, PageTable, Tail, chained_hash, page_hashes
+from spd.runtime.engine.checkpoints import INTERVAL, Checkpoints
+from spd.runtime.engine.page_table import PageTable, Tail, chained_hash, hash_before, page_hashes
 from spd.runtime.engine.sequence import NO_SLOT, Sequence
 from spd.runtime.round.spans import Run, clip_runs, extend_tile, reusable_prefix
-
-
-def _before(hashes: Listed[bytes], page: int) -> bytes:
-    """The hash of all that stands before a page, where all pages before it are full."""
-    return hashes[page - 1] if page else ROOT
 
 
 class Scheduler:
     """Owns the waiting line, the slots, and which sequence holds which pages.
 
     `page_size` in positions, `block` in pages: a sequence grows by whole blocks while there are enough.
-    A sequence that holds `ctx` positions must fit into the pool alone.
+    A sequence that holds `ctx` positions must fit into the pool alone. Models that keep states go on from
+    `checkpoints` only.
     """
 
     def __init__(
-        self, slots: int, pages: PageTable, page_size: int, block: int, ctx: int, *, sharing: bool
+        self,
+        slots: int,
+        pages: PageTable,
+        page_size: int,
+        block: int,
+        ctx: int,
+        *,
+        sharing: bool,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.slots: list[Sequence | None] = [None] * slots
         self.pages, self.page_size, self.block, self.ctx, self.sharing = pages, page_size, block, ctx, sharing
+        self.checkpoints = checkpoints
         self.prefilling: Sequence | None = None
         self.preemptions = 0
         self._by_id: dict[str, Sequence] = {}
@@ -110,7 +117,7 @@ class Scheduler:
 
     def _take_pages(self, sequence: Sequence, lookahead: int) -> bool:
         """Shared pages for what is known of its tokens, own ones for the rest; nothing if too few."""
-        size, runs = self.page_size, self.prefill_runs(sequence)
+        size, runs, kept = self.page_size, self.prefill_runs(sequence), self.checkpoints
         if self.sharing and not sequence.hashes:
             sequence.hashes = page_hashes(sequence.tokens(), runs, size, sequence.prefill_end)
         shared = self.pages.match(sequence.hashes)
@@ -118,10 +125,15 @@ class Scheduler:
         # Back to where neither a page nor a chunk is cut: a later span's chunks may start inside a page.
         while (whole := reusable_prefix(runs, cached) // size * size) < cached:
             cached = whole
+        checkpoint, matched = None, cached
+        if kept is not None:
+            hashes = sequence.hashes[: len(shared)]
+            checkpoint = kept.find(sequence.tokens(), runs, hashes, sequence.prefill_end)
+            cached = 0 if checkpoint is None else checkpoint.end // size * size
         self.pages.release(shared[cached // size :])
         sequence.pages = shared[: cached // size]
-        before = _before(sequence.hashes, cached // size)
-        tail = self._find_tail(sequence, before, cached, runs) if self.sharing else None
+        before = hash_before(sequence.hashes, cached // size)
+        tail = self._find_tail(sequence, before, cached, runs) if self.sharing and kept is None else None
         if tail is not None:
             self.pages.take_tail(tail)
             sequence.pages.append(tail.page)
@@ -132,7 +144,38 @@ class Scheduler:
             sequence.pages = []
             return False
         sequence.prefilled = cached + (0 if tail is None else tail.positions)
+        if kept is not None:
+            sequence.checkpoint = checkpoint and kept.use(checkpoint)
+            sequence.prefilled = checkpoint.end if checkpoint else 0
+            sequence.stops = self._stops(sequence, matched)
         return True
+
+    def _stops(self, sequence: Sequence, matched: int) -> tuple[int, ...]:
+        """Where a prefill pauses for a checkpoint: its end, that of the pages it found, and of a message.
+
+        A message ends where two parts of the prompt meet that no turn has generated, as the system's does.
+        """
+        ends, position = {matched, sequence.prefill_end}, 0
+        for (kind, length), (following, _) in pairwise(sequence.request.spans):
+            position += length
+            if kind == following == "prompt":
+                ends.add(position)
+        return tuple(sorted(end for end in ends if sequence.prefilled < end <= sequence.prefill_end))
+
+    def due(self, sequence: Sequence, start: int) -> int | None:
+        """The place for a checkpoint at the end of what was written from `start` on; None if none is due."""
+        end = sequence.prefilled
+        if end > start and (end in sequence.stops or end // INTERVAL > start // INTERVAL):
+            return self.checkpoint(sequence, end)
+        return None
+
+    def checkpoint(self, sequence: Sequence, end: int) -> int | None:
+        """The place to copy its states as of `end` to; None where none are kept, or these already."""
+        if self.checkpoints is None or not end:
+            return None
+        tokens, runs = sequence.tokens(), self.prefill_runs(sequence)
+        hashes = page_hashes(tokens, runs, self.page_size, end, sequence.hashes)
+        return self.checkpoints.keep(tokens, runs, hashes, end)
 
     def _find_tail(self, sequence: Sequence, before: bytes, start: int, runs: Listed[Run]) -> Tail | None:
         """The page that goes on where the shared ones end, if all that it holds is the sequence's own."""
@@ -162,14 +205,22 @@ class Scheduler:
     def confirm(self) -> None:
         """Everything that was to be written has been enqueued."""
         self._unconfirmed.clear()
+        if self.checkpoints is not None:
+            self.checkpoints.confirm()
 
     def take_back(self) -> None:
         """What was to be written is not going to be: none may find it."""
         for page in self._unconfirmed:
             self.pages.forget(page)
         self._unconfirmed.clear()
+        if self.checkpoints is not None:
+            self.checkpoints.take_back()
 
     # -- pages -----------------------------------------------------------------------------------
+
+    def held(self, sequence: Sequence) -> int:
+        """Positions whose cache is there."""
+        return sequence.prefilled if sequence is self.prefilling else sequence.prefill_end
 
     def grow(self, sequence: Sequence, positions: int) -> bool:
         """Give a sequence pages for `positions` positions; False, and nothing given, if there are too few."""
@@ -213,11 +264,11 @@ class Scheduler:
             # Everything after the prompt was written by verify-class tiles.
             tokens, end = sequence.tokens(), sequence.prefill_end
             runs = extend_tile(sequence.runs, end)
-            hashes = page_hashes(tokens, runs, self.page_size, end)
+            hashes = page_hashes(tokens, runs, self.page_size, end, sequence.hashes)
             for page, digest in zip(sequence.pages, hashes, strict=False):
                 self.pages.publish(page, digest)
-            if held := end % self.page_size:
-                before = _before(hashes, len(hashes))
+            if (held := end % self.page_size) and self.checkpoints is None:
+                before = hash_before(hashes, len(hashes))
                 digest = chained_hash(before, tokens, runs, end - held, end)
                 self.pages.keep_tail(before, Tail(sequence.pages[len(hashes)], held, digest))
         if sequence is self.prefilling:

@@ -42,6 +42,10 @@ class Sequence:
     """Of the full pages that a prefill will have written."""
     prefilled: int = 0
     """Positions whose cache is there; all but the last token's before it may decode."""
+    checkpoint: int | None = None
+    """The place of the states as of `prefilled` that it begins with, where its model keeps some."""
+    stops: tuple[int, ...] = ()
+    """Positions at which its prefill pauses, for a checkpoint."""
     placed: bool = False
     """Whether the device knows of its stay in the slot."""
     active: bool = False

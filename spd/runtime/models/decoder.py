@@ -16,6 +16,7 @@ from torch import Tensor
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.linear.eight_bits import joined_scales
 from spd.kernels.linear.rms_norm import rms_norm
+from spd.kernels.recurrent.short_conv import Segments
 from spd.runtime.layers.base import ForwardBatch, LayerCache, ModelOutput, Residual
 from spd.runtime.layers.linear import AnyHead, AnyLinear, normed
 from spd.runtime.layers.rotary import RotaryRows, RotaryTable
@@ -172,6 +173,12 @@ class Decoder:
         if reader is None:
             return ModelOutput.of(hidden)
         return ModelOutput(hidden, reader.fuse([streams[passed] for passed in reader.layers], batch))
+
+    def settle(self, segments: Segments, caches: list[LayerCache]) -> None:
+        """Write the states of recurrent layers as of one row, which is fed again: it is nothing yet."""
+        for layer, cache in zip(self.layers, caches, strict=True):
+            if isinstance(layer.attention, GatedDelta):
+                layer.attention.settle(cache, segments)
 
     def products(self) -> Iterable[object]:
         """The products of its layers and head."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from spd.formats.block_config import DeltaConfig
 from spd.kernels.recurrent.delta_rule import DeltaMemory
+from spd.kernels.recurrent.short_conv import Segments
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual
 from spd.runtime.layers.linear import AnyLinear
 from spd.runtime.layers.rotary import RotaryRows
@@ -38,6 +39,13 @@ class GatedDelta:
         read = rule(convolved, gates, self.rate, self.step_bias, DeltaMemory(*memory), batch.segments)
         opened = self.kernels.gated_norm(read, mixed[:, channels:], self.norm, self.epsilon)
         return self.output(Residual(opened), batch, stream)
+
+    def settle(self, cache: LayerCache, segments: Segments) -> None:
+        """Apply what the rings hold before a segment of one row, of which nothing is known or stays."""
+        ring, *memory = cache.pools
+        mixed = memory[0].new_zeros(1, self.layout.channels)
+        gates = ring.new_zeros(1, 2 * self.layout.delta.value_heads)
+        self.kernels.delta_rule(mixed, gates, self.rate, self.step_bias, DeltaMemory(*memory), segments)
 
     def products(self) -> tuple[AnyLinear, ...]:
         """The block's matrices in the order in which they run."""

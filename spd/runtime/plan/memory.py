@@ -37,6 +37,8 @@ LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
 """Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws noise in tensors."""
 GRAPH_BYTES = 2**29
 """Kept free for captured graphs and their private pools."""
+CHECKPOINTS, SHARE_OF_CHECKPOINTS = 8, 8
+"""Of recurrent states, beside two a slot; and their part of what may be used, one in so many, at most."""
 WORTH_NAMING = 0.01
 """Share of the whole below which a remedy is not mentioned, unless it suffices."""
 
@@ -73,6 +75,8 @@ class EngineShape:
     """Ranks among which the target is divided; everything here is of the first one, which has most."""
     draft_tp: int = 1
     """Ranks of each group that runs the drafter."""
+    checkpoints: int = 0
+    """Places for states that recurrent layers go on from, in the host's memory."""
 
     @property
     def chunk(self) -> int:
@@ -104,6 +108,8 @@ class MemoryNeed:
     """What recurrent layers keep of the slots, of the target and of a draft model."""
     workspace: int
     graphs: int
+    checkpoints: int = 0
+    """On the host: beside a GPU not of its memory."""
 
     @property
     def total(self) -> int:
@@ -184,6 +190,25 @@ def slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
     return sum(math.prod(sizes) * (4 if exact else width) for sizes, exact in kept)
 
 
+def checkpoint_bytes(shape: EngineShape) -> int:
+    """Bytes of one checkpoint: states and latest inputs, and a page, of the target and of what drafts."""
+    width, total = DTYPE_BYTES[shape.dtype], 0
+    for config, ranks in ((shape.target, shape.tp), (shape.draft, shape.draft_tp)):
+        if config is not None:
+            blocks = [layer.attention for layer in rank_layout(config, ranks).layers]
+            deltas = [block for block in blocks if isinstance(block, DeltaLayout)]
+            inputs = sum((block.delta.kernel - 1) * block.channels for block in deltas)
+            captured = 0 if config.eagle3 is None else config.hidden_size
+            total += state_bytes(config, ranks) + page_bytes(config, shape.dtype, ranks)
+            total += (inputs + captured) * width
+    if shape.mtp is not None and (modules := shape.mtp_modules):
+        config = shape.mtp.config
+        shard = Shard(0, shape.draft_tp) if shape.draft_tp > 1 else None
+        rows = PAGE_SIZE * module_position_size(config, shape.mtp.layout.family, shard)
+        total += modules * (rows + config.hidden_size) * width
+    return total
+
+
 def measure(shape: EngineShape) -> MemoryNeed:
     """What an engine of this shape takes."""
     target, draft, ranks, pages = shape.target, shape.draft, shape.draft_tp, shape.num_pages
@@ -212,6 +237,7 @@ def measure(shape: EngineShape) -> MemoryNeed:
         states=states,
         workspace=workspace,
         graphs=GRAPH_BYTES if shape.graphs and not shape.on_cpu else 0,
+        checkpoints=shape.checkpoints * checkpoint_bytes(shape) if shape.checkpoints and shape.on_cpu else 0,
     )
 
 
@@ -308,6 +334,9 @@ def fitted(shape: EngineShape, wishes: EngineConfig, device: str, free: int) -> 
     for fewer pages than that.
     """
     usable = int(free * wishes.memory_fraction)
+    if shape.checkpoints:
+        room = usable // SHARE_OF_CHECKPOINTS // checkpoint_bytes(shape)
+        shape = replace(shape, checkpoints=min(room, shape.checkpoints))
 
     def least(ctx: int) -> EngineShape:
         return replace(at_context(shape, ctx), squeezed=shape.slots > 1)

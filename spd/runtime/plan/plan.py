@@ -22,7 +22,15 @@ from spd.runtime.plan.config import DEFAULT_DRAFT_MAX, LONG_MATCH, NGRAM_MIN, En
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
 from spd.runtime.plan.kernel_choice import choose_form, choose_kernels, native_obstacle
 from spd.runtime.plan.machine import Machine, machine_of
-from spd.runtime.plan.memory import EngineShape, MemoryNeed, fitted, measure, state_bytes
+from spd.runtime.plan.memory import (
+    CHECKPOINTS,
+    EngineShape,
+    MemoryNeed,
+    checkpoint_bytes,
+    fitted,
+    measure,
+    state_bytes,
+)
 from spd.runtime.plan.rank_choice import divide
 from spd.runtime.round.cpu_load import usable_cpus
 from spd.runtime.round.limits import PAGE_SIZE
@@ -77,9 +85,14 @@ class EnginePlan:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether a request may begin with another's pages; a state does not come with them."""
-        models = (self.shape.target, *([self.shape.draft] if self.shape.draft else []))
-        return self.wishes.prefix_sharing and all(model.delta is None for model in models)
+        """Whether a request may begin with another's pages; with states only where they are kept."""
+        recurrent = _recurrent(self.shape.target, self.shape.draft)
+        return self.wishes.prefix_sharing and (self.shape.checkpoints > 0 or not recurrent)
+
+    @property
+    def drafts_by_state(self) -> bool:
+        """Whether what drafts takes tokens into states: none that are taken back can leave them."""
+        return _recurrent(self.shape.draft)
 
     @property
     def drafting_model(self) -> ModelFolder | None:
@@ -114,6 +127,7 @@ class EnginePlan:
             **{name: getattr(shape, name) for name in FROM_SHAPE},
             **{name: value for name, value in vars(self).items() if name not in held},
             "prefix_sharing": self.shares_prefixes,
+            "checkpoint_bytes": shape.checkpoints and shape.checkpoints * checkpoint_bytes(shape),
             "page_size": PAGE_SIZE,
             "weight_bytes": need.weights,
             "draft_weight_bytes": need.draft_weights,
@@ -122,6 +136,11 @@ class EnginePlan:
             "workspace_bytes": need.workspace,
             "graph_bytes": need.graphs,
         }
+
+
+def _recurrent(*models: ModelConfig | None) -> bool:
+    """Whether a model among them keeps states."""
+    return any(model is not None and model.delta is not None for model in models)
 
 
 def _context(wish: int | None, model: ModelConfig) -> int:
@@ -250,6 +269,9 @@ def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
         draft_form=form_of(*source)[0] if source else WIDE,
         tp=wishes.tp,
         draft_tp=draft_tp,
+        checkpoints=CHECKPOINTS + 2 * wishes.slots
+        if wishes.prefix_sharing and _recurrent(model, draft)
+        else 0,
     )
     beside = machine.beside(wishes.tp)
     shortest = min(LONG_MATCH, wishes.ngram_max) if split_spec(spec)[1] else NGRAM_MIN

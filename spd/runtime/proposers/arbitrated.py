@@ -48,6 +48,9 @@ class ArbitratedProposer(Proposer):
     def leave(self, slot: int, end: int, page: int) -> None:
         self.model.leave(slot, end, page)
 
+    def page_parts(self, page: int) -> list[Tensor]:
+        return self.model.page_parts(page)
+
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
         self.model.prefill(parts, states)
 

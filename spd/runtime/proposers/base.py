@@ -60,6 +60,10 @@ class Proposer(Protocol):
         """A slot ends, the last of whose positions up to `end` stand in a page that is not full."""
         return
 
+    def page_parts(self, page: int) -> list[Tensor]:
+        """Views of what is kept of a page beside the models' caches."""
+        return []
+
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
         """Write the caches of parts of slots' prompts, no more of one slot than a chunk.
 

@@ -70,6 +70,10 @@ class HeadProposer(ModelProposer):
         for ring, pages in zip(self.rings, self.page_states, strict=True):
             pages[page] = ring[slot, (end - 1) % self.depth]
 
+    def page_parts(self, page: int) -> list[Tensor]:
+        """A page's last states."""
+        return [states[page] for states in self.page_states]
+
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
         """Write the modules' entries from the target's states; a ring has room for those of a part."""
         own = [part.below(self.limit) for part in parts if part.begin < self.limit]

@@ -17,7 +17,10 @@ from spd.runtime.round.round_queue import RoundResult, Ticket
 
 CLEARING = ("retire", "clear", "restart")
 """What is done after an end: no longer worth an error where everything has ended."""
-ORDERS = ("place", "show_pages", "write", "flush", "allow", "set_active", "launch", "capture", *CLEARING)
+ORDERS = (
+    *("place", "show_pages", "write", "save", "flush", "allow", "set_active", "launch", "capture"),
+    *CLEARING,
+)
 
 
 class LeadingDevice(DeviceSide):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class KvCache:
     ) -> None:
         self.page_size, self.num_pages, self.dtype = page_size, num_pages, dtype
         self.paged, self.layers = [not isinstance(layer, DeltaLayout) for layer in layers], []
+        self.layouts = layers
         for layer in layers:
             if isinstance(layer, DeltaLayout):
                 kept = layer.slot_shapes(depth)
@@ -60,6 +61,17 @@ class KvCache:
     def recurrent(self) -> bool:
         """Whether a layer keeps states."""
         return not all(self.paged)
+
+    def parts(self, slot: int, end: int, page: int) -> Iterator[Tensor]:
+        """Views of what a slot goes on with behind position `end`: one page, and what is kept of the slot."""
+        for layer, layout in zip(self.layers, self.layouts, strict=True):
+            if isinstance(layout, DeltaLayout):
+                ring, state = layer.pools[:2]
+                yield state[slot]
+                for position in range(end - layout.delta.kernel + 1, end):  # below 0 none is read
+                    yield ring[slot, position % ring.shape[1]]
+            else:
+                yield from (pool[page] for pool in layer.pools)
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages that may hold values that are not finite."""

@@ -305,6 +305,14 @@ class ModelRunner:
         if self.cache.recurrent:
             self.cache.applied[slot].fill_(start)
 
+    def settle(self, slot: int, end: int) -> None:
+        """Apply a slot's ring rows below position `end`, all committed: its states are as of there then."""
+        if self.cache.recurrent:
+            end = min(end, self.model.max_positions)
+            run = to_device([slot, 0, 1, end, end], torch.long, self.device)
+            self.model.settle(Segments(run[:, None], self.cache.applied), self.cache.layers)
+            self.cache.applied[slot].fill_(end)
+
     def prompt_rows(self, token_ids: Tensor, begin: int, end: int, page_table: Tensor) -> Rows:
         """The rows of positions begin to end of one slot's prompt int64 [1, length]."""
         positions = torch.arange(begin, end, device=self.device)[None]

@@ -1,0 +1,457 @@
+"""Hybrids go on from checkpoints: a hit is a miss, bit for bit and draft for draft, wherever it stands.
+
+Each fault that could be made is planted once, and seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from spd.errors import ResourceError
+from spd.kernels.native.build import obstacle
+from spd.runtime import Engine, Request, SamplingParams
+from spd.runtime.engine import scheduler
+from spd.runtime.engine.checkpoints import Checkpoints
+from spd.runtime.engine.device_side import DeviceSide
+from spd.runtime.engine.page_table import page_hashes
+from spd.runtime.engine.scheduler import Scheduler
+from spd.runtime.plan import plan as plans
+from spd.runtime.plan.memory import checkpoint_bytes
+from spd.runtime.proposers.head import HeadProposer
+from spd.runtime.round.kv_cache import KvCache
+from spd.runtime.round.limits import PAGE_SIZE
+from spd.runtime.round.model_runner import ModelRunner
+from spd.runtime.round.out_of_memory import OutOfMemory
+from spd.runtime.round.spans import program_runs
+from spd.runtime.round.state_store import StateStore
+from tests.helpers import Run, make_engine, random_prompts, run_all, run_requests
+from tests.runtime.test_runtime_hybrid import FORMS, Shelf, hybrid, ways
+
+__all__ = ["hybrid"]  # a fixture
+
+LENGTHS = (2, 40, 65, 128, 129, 150)
+"""Of prompts: checkpoints at their ends stand in and at the ends of pages, and behind chunks."""
+Spans = tuple[tuple[str, int], ...]
+
+
+def needs(form: str) -> None:
+    if form == "native" and obstacle() is not None:
+        pytest.skip("no C kernels here")
+
+
+def engine_of(hybrid: Shelf, form: str, method: str, **wishes: Any) -> Engine:
+    folder = hybrid(mtp=True, agreeing=True, dtype=FORMS[form]["dtype"])
+    how = {} if method == "off" else ways(hybrid, form)[method]
+    return make_engine(folder, **{"ctx": 512, **FORMS[form], **how, **wishes})
+
+
+def turns(engine: Engine, prompt: tuple[int, ...], params: SamplingParams, count: int) -> list[Request]:
+    """So many turns of a chat, each run: the requests, which another engine may run, too."""
+    ids, spans, made = prompt, (("prompt", len(prompt)),), list[Request]()
+    for turn in range(count):
+        made.append(Request(f"t{turn}", ids, replace(params, seed=turn), spans))
+        reply = run_requests(engine, made[-1:])[0].tokens
+        more = random_prompts(1, 5 + turn, 256, seed=50 + turn)[0]
+        ids = (*ids, *reply, *more)
+        spans = (*spans, ("generated", len(reply)), ("prompt", len(more)))
+    return made
+
+
+def same(found: list[Run], fresh: list[Run]) -> None:
+    assert [run.output for run in found] == [run.output for run in fresh]
+    assert [run.logprobs for run in found] == [run.logprobs for run in fresh]
+    assert [run.drafts for run in found] == [run.drafts for run in fresh]
+    assert all(run.metrics.cached_tokens == 0 for run in fresh)
+
+
+def poison(engine: Engine) -> None:
+    """Leave no numbers in any slot of an idle engine: nothing of a former owner may be read."""
+    proposer = engine._parts.proposer
+    for runner in (engine._parts.runner, *getattr(proposer, "runners", ())):
+        for layer, paged in zip(runner.cache.layers, runner.cache.paged, strict=True):
+            for pool in () if paged else layer.pools:
+                pool.fill_(float("nan"))
+
+
+def hits(hybrid: Shelf, form: str, method: str, temperature: float, **wishes: Any) -> None:
+    """Prompts again, gone on with, as a next turn and as an earlier one: hits are misses."""
+    made = [engine_of(hybrid, form, method, prefix_sharing=each, **wishes) for each in (True, False)]
+    lengths = LENGTHS if form == "native" else LENGTHS[1:5]
+    for length in lengths:
+        prompt = random_prompts(1, length, 256, seed=length)[0]
+        params = SamplingParams(
+            temperature=temperature, max_tokens=9, seed=length, ignore_eos=True, logprobs=0
+        )
+        found, fresh = ([run_all(engine, [prompt], [params])[0]] for engine in made)
+        reply, cached = found[0].tokens, [0]
+        later: list[tuple[tuple[int, ...], Spans, int]] = [
+            (prompt, (), length - 1),
+            ((*prompt, *reply, 7, 8), (("prompt", length), ("generated", 9), ("prompt", 2)), length + 8),
+            (prompt, (), length - 1),
+            ((*prompt, 3, 4, 5), (("prompt", length), ("prompt", 3)), length - 1),
+        ]
+        for ids, spans, expected in later:
+            for engine, runs in zip(made, (found, fresh), strict=True):
+                poison(engine)
+                runs += run_requests(engine, [Request("x", ids, params, spans)])
+            cached.append(expected)
+        same(found, fresh)
+        assert [run.metrics.cached_tokens for run in found] == cached
+        made[0]._scheduler.check()
+
+
+CASES = [(0, 1, 0.0), (1, 0, 0.0), (1, 2, 1.0), (4, 0, 1.0), (4, 1, 0.0), (4, 2, 1.0)]
+"""Drafts, lag, temperature."""
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp", "draft", "mtp+ngram"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_hit_is_a_miss(hybrid: Shelf, form: str, method: str) -> None:
+    needs(form)
+    cases = CASES if form == "native" else CASES[2:4]
+    if method in ("draft", "mtp+ngram"):
+        cases = cases[-2:]
+    for k, lag, temperature in cases:
+        hits(hybrid, form, method if k else "off", temperature, lag=lag, draft_max=k or None)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize(("form", "method"), [("native", "mtp"), ("native", "draft"), ("torch", "ngram")])
+def test_a_chat_writes_what_is_new_and_no_more(hybrid: Shelf, form: str, method: str, lag: int) -> None:
+    """Ten turns that end by an id or at a limit, in memory that does not grow."""
+    needs(form)
+    made = [
+        engine_of(hybrid, form, method, prefix_sharing=each, lag=lag, draft_max=3) for each in (True, False)
+    ]
+    count = 10 if form == "native" else 4
+    params = SamplingParams(
+        temperature=1.0, max_tokens=14, ignore_eos=True, stop_token_ids=tuple(range(0, 320, 20))
+    )
+    requests = turns(made[0], random_prompts(1, 70, 256, seed=3)[0], params, count)
+    found, fresh = (run_requests(engine, [one])[0] for engine in made for one in requests[-1:])
+    same([found], [fresh])
+    again = engine_of(hybrid, form, method, lag=lag, draft_max=3)
+    runs = [run_requests(again, [one])[0] for one in requests]
+    assert {run.finish_reason for run in runs} == {"stop", "length"} or count < 10
+    held = [len(one.prompt_ids) + len(run.tokens) - 1 for one, run in zip(requests, runs, strict=True)]
+    assert [run.metrics.cached_tokens for run in runs] == [0, *held[:-1]]
+    store, plan = again._parts.states, again.plan
+    assert 1 < len(store.places) <= plan.shape.checkpoints
+    for place in store.places.values():
+        assert sum(copy.nbytes for copy in place) == checkpoint_bytes(plan.shape)
+    assert plan.need.checkpoints == plan.shape.checkpoints * checkpoint_bytes(plan.shape)
+    assert plan.as_dict()["checkpoint_bytes"] == plan.need.checkpoints and plan.shares_prefixes
+
+
+def test_memory_stays_as_it_is_over_many_turns(hybrid: Shelf) -> None:
+    engine = engine_of(hybrid, "torch", "ngram", draft_max=2)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    for number in range(engine.plan.shape.checkpoints):
+        run_all(engine, random_prompts(1, 9, 256, seed=number), [params])
+    store = engine._parts.states
+    where = [copy.data_ptr() for place in sorted(store.places) for copy in store.places[place]]
+    assert len(store.places) == engine.plan.shape.checkpoints
+    for number in range(12):
+        run_all(engine, random_prompts(1, 9, 256, seed=99 + number), [params])
+    assert where == [copy.data_ptr() for place in sorted(store.places) for copy in store.places[place]]
+    kept = engine._scheduler.checkpoints
+    assert kept is not None and len(kept) == engine.plan.shape.checkpoints
+
+
+def test_the_least_recently_used_gives_way(hybrid: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "CHECKPOINTS", 3)
+    engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=1, ignore_eos=True)
+    assert engine.plan.shape.checkpoints == 5  # two a slot; and each text keeps two, one of them of its reply
+    a, b, c, d = random_prompts(4, 30, 256, seed=8)
+    cached = [run_all(engine, [p], [params])[0].metrics.cached_tokens for p in (a, b, a, c, a, d, a, b)]
+    assert cached == [0, 0, 29, 0, 29, 0, 29, 0]
+
+
+def test_memory_too_small_for_checkpoints_shares_nothing(
+    hybrid: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spd.runtime.plan import memory
+
+    monkeypatch.setattr(memory, "SHARE_OF_CHECKPOINTS", 2**50)
+    engine = engine_of(hybrid, "torch", "off")
+    assert engine.plan.shape.checkpoints == 0 and not engine.plan.shares_prefixes
+    prompt, params = random_prompts(1, 70, 256), [SamplingParams(max_tokens=2)]
+    assert [run_all(engine, prompt, params)[0].metrics.cached_tokens for _ in range(2)] == [0, 0]
+
+
+# -- where they stand ------------------------------------------------------------------------------
+
+
+def test_a_message_that_ends_a_span_is_found_again(hybrid: Shelf) -> None:
+    engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=2, ignore_eos=True)
+    system, cached = random_prompts(1, 100, 256, seed=6)[0], []
+    for user in random_prompts(3, 10, 256, seed=7):
+        spans = (("prompt", 100), ("prompt", 10))
+        run = run_requests(engine, [Request("x", (*system, *user), params, spans)])[0]
+        cached.append(run.metrics.cached_tokens)
+    assert cached == [0, 100, 100]
+
+
+def test_pages_that_no_checkpoint_followed_get_one(hybrid: Shelf) -> None:
+    """The second prompt finds pages and no state; the third goes on where these pages end."""
+    engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=2, ignore_eos=True)
+    common = random_prompts(1, 140, 256, seed=6)[0]
+    prompts = [(*common, *each) for each in random_prompts(3, 10, 256, seed=7)]
+    runs = [run_all(engine, [prompt], [params])[0] for prompt in prompts]
+    assert [run.metrics.cached_tokens for run in runs] == [0, 0, 128]
+    fresh = engine_of(hybrid, "torch", "off", prefix_sharing=False)
+    assert runs[2].output == run_all(fresh, prompts[2:], [params])[0].output
+
+
+def test_a_long_prompt_has_some_on_its_way(hybrid: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "INTERVAL", 128)
+    engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=2, ignore_eos=True)
+    text = random_prompts(1, 300, 256, seed=6)[0]
+    runs = [run_all(engine, [prompt], [params])[0] for prompt in (text, (*text[:290], 1, 2, 3))]
+    assert [run.metrics.cached_tokens for run in runs] == [0, 256]
+
+
+@pytest.mark.parametrize(("form", "method"), [("native", "mtp"), ("native", "draft"), ("torch", "off")])
+def test_a_preempted_text_goes_on_from_a_checkpoint(
+    hybrid: Shelf, form: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs(form)
+    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (100, 90, 64)]
+    params = [
+        SamplingParams(temperature=0.8, max_tokens=70, seed=i, ignore_eos=True, logprobs=0) for i in range(3)
+    ]
+    wishes: dict[str, Any] = {"ctx": 256, "draft_max": 3 if method != "off" else None}
+    alone = engine_of(hybrid, form, method, prefix_sharing=False, **wishes)
+    fresh = [run_all(alone, [p], [q])[0] for p, q in zip(prompts, params, strict=True)]
+    starts, load = list[int](), StateStore.load
+    monkeypatch.setattr(
+        StateStore, "load", lambda self, *given: starts.append(given[2]) or load(self, *given)
+    )
+    for lag in (0, 2) if form == "native" else (1,):
+        starts.clear()
+        engine = engine_of(hybrid, form, method, slots=3, lag=lag, cache_pages=5, **wishes)
+        runs = run_all(engine, prompts, params)
+        assert [run.output for run in runs] == [run.output for run in fresh]
+        assert [run.logprobs for run in runs] == [run.logprobs for run in fresh]
+        assert sum(run.metrics.preemptions for run in runs) == len(starts) > 0
+        assert all(start > 60 for start in starts)
+        engine._scheduler.check()
+
+
+@pytest.mark.parametrize("ended", ["string", "abort"])
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_what_the_host_cuts_is_written_again_at_most(hybrid: Shelf, lag: int, ended: str) -> None:
+    """Behind a cut nothing is kept; the prompt's own checkpoint is."""
+    form = "native" if obstacle() is None else "torch"
+    for method in ("mtp", "draft"):
+        made = [
+            engine_of(hybrid, form, method, prefix_sharing=each, lag=lag, draft_max=4, slots=2)
+            for each in (True, False)
+        ]
+        prompt = random_prompts(1, 70, 256, seed=5)[0]
+        params = SamplingParams(temperature=1.0, max_tokens=60, seed=1, ignore_eos=True)
+        whole = run_all(made[1], [prompt], [params])[0]
+        for cut in (11, 12, 13, 14):
+            if ended == "string":
+                stop = (whole.text[cut : cut + 2],)
+                run_all(made[0], [prompt], [replace(params, stop=stop)])
+                reply = whole.tokens[: cut + 2]
+            else:
+                made[0].add(Request("gone", prompt, params))
+                got = list[int]()
+                while len(got) < cut:
+                    got += [token for event in made[0].step() for token in event.token_ids]
+                made[0].abort("gone")
+                made[0].step()
+                assert got == whole.tokens[: len(got)]
+                reply = got
+            spans = (("prompt", 70), ("generated", len(reply)), ("prompt", 2))
+            turn = Request("next", (*prompt, *reply, 7, 8), replace(params, max_tokens=9, logprobs=0), spans)
+            found, fresh = (run_requests(engine, [turn])[0] for engine in made)
+            same([found], [fresh])
+            assert found.metrics.cached_tokens >= len(prompt) - 1
+            if ended == "abort" and lag == 0:
+                assert found.metrics.cached_tokens == 70 + len(reply) - 1
+
+
+def test_a_copy_that_broke_off_is_never_found(hybrid: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompt = engine_of(hybrid, "torch", "off"), random_prompts(1, 80, 256, seed=5)
+    params = [SamplingParams(max_tokens=3, ignore_eos=True)]
+
+    def broken(*given: Any) -> None:
+        raise OutOfMemory("running", "no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StateStore, "save", broken)
+        with pytest.raises(ResourceError):
+            run_all(engine, prompt, params)
+    while engine.has_work:
+        engine.step()
+    runs = [run_all(engine, prompt, params)[0] for _ in range(2)]
+    assert [run.metrics.cached_tokens for run in runs] == [0, 79] and runs[0].output == runs[1].output
+
+
+# -- the bookkeeping -------------------------------------------------------------------------------
+
+
+def kept_of(kept: Checkpoints, tokens: list[int], spans: Spans, end: int) -> int | None:
+    runs = program_runs(spans, 8)
+    return kept.keep(tokens, runs, page_hashes(tokens, runs, 4, end), end)
+
+
+def found_of(kept: Checkpoints, tokens: list[int], spans: Spans, pages: int, most: int) -> int | None:
+    runs = program_runs(spans, 8)
+    found = kept.find(tokens, runs, page_hashes(tokens, runs, 4, len(tokens))[:pages], most)
+    return None if found is None else found.end
+
+
+def test_the_last_checkpoint_of_the_same_text_is_found() -> None:
+    kept, text = Checkpoints(4, 4), list(range(30))
+    whole: Spans = (("prompt", 30),)
+    assert [kept_of(kept, text, whole, end) for end in (8, 24, 26)] == [3, 2, 1]
+    assert kept_of(kept, text, whole, 24) is None and len(kept) == 3
+    assert [found_of(kept, text, whole, 7, most) for most in (30, 25, 23, 7)] == [26, 24, 8, None]
+    assert [found_of(kept, text, whole, pages, 30) for pages in (6, 5, 2, 1)] == [26, 8, 8, None]
+    other = [*text[:25], 99, *text[26:]]
+    assert found_of(kept, other, whole, 7, 30) == 24
+    # Other programs wrote it: other bits.
+    assert found_of(kept, text, (("generated", 30),), 7, 30) is None
+    assert found_of(kept, text, (("prompt", 12), ("prompt", 18)), 7, 30) == 8
+
+
+def test_what_is_taken_back_is_not_found_and_its_place_is_free() -> None:
+    kept, whole = Checkpoints(2, 4), (("prompt", 30),)
+    text, other = list(range(30)), list(range(1, 31))
+    assert kept_of(kept, text, whole, 5) == 1
+    kept.confirm()
+    assert kept_of(kept, other, whole, 5) == 0
+    kept.take_back()
+    assert found_of(kept, other, whole, 7, 30) is None and found_of(kept, text, whole, 7, 30) == 5
+    assert kept_of(kept, other, whole, 6) == 0 and kept_of(kept, other, whole, 7) == 1
+    assert found_of(kept, text, whole, 7, 30) is None and found_of(kept, other, whole, 7, 30) == 7
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def read_before_it_was_written(patch: pytest.MonkeyPatch) -> None:
+    """A copy is made with the one after it: until then its place holds an older one."""
+    save, waiting = StateStore.save, list[Callable[[], None]]()
+
+    def late(self: StateStore, place: int, slot: int, end: int, page: int) -> None:
+        if place not in self.places:
+            save(self, place, slot, end, page)
+            for copy in self.places[place]:
+                copy.zero_()
+        for one in waiting:
+            one()
+        waiting[:] = [lambda: save(self, place, slot, end, page)]
+
+    patch.setattr(StateStore, "save", late)
+
+
+def not_taken_over(patch: pytest.MonkeyPatch) -> None:
+    """A slot goes on with its former owner's states."""
+    patch.setattr(StateStore, "load", lambda *given: None)
+
+
+def never_settled(patch: pytest.MonkeyPatch) -> None:
+    """The rows that a last round accepted are not in the state that is kept."""
+    patch.setattr(ModelRunner, "settle", lambda self, slot, end: self.cache.applied[slot].fill_(end) and None)
+
+
+def without(drop: Callable[[Any, torch.Tensor], bool]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Some of what a checkpoint holds is not in it."""
+
+    def planted(patch: pytest.MonkeyPatch) -> None:
+        parts = KvCache.parts
+
+        def fewer(self: KvCache, *given: int) -> Iterator[torch.Tensor]:
+            return (part for part in parts(self, *given) if not drop(self, part))
+
+        patch.setattr(KvCache, "parts", fewer)
+
+    return planted
+
+
+def without_captured_states(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HeadProposer, "page_parts", lambda *given: [])
+
+
+def kept_behind_a_cut(patch: pytest.MonkeyPatch) -> None:
+    """A state that took in what the host cut away is found again."""
+    end = Engine._end
+    patch.setattr(Engine, "_end", lambda self, sequence, event, settled: end(self, sequence, event, True))
+
+
+def one_token_off(patch: pytest.MonkeyPatch) -> None:
+    """Kept under the position before: a token is applied twice."""
+    keep = Checkpoints.keep
+    patch.setattr(
+        Checkpoints, "keep", lambda self, t, r, h, end: keep(self, t, r, h, end - 1 if end % 64 > 1 else end)
+    )
+
+
+def pages_beyond_are_kept(patch: pytest.MonkeyPatch) -> None:
+    """The states are there, and the rows of the page that they stand in are another's."""
+    place = DeviceSide.place
+
+    def placed(self: DeviceSide, *given: Any) -> None:
+        place(self, *given)
+        if given[5] % PAGE_SIZE:
+            page = given[6][given[5] // PAGE_SIZE]
+            for layer, paged in zip(
+                self.parts.runner.cache.layers, self.parts.runner.cache.paged, strict=True
+            ):
+                for pool in layer.pools if paged else ():
+                    pool[page] = pool[page].flip(0)
+
+    patch.setattr(DeviceSide, "place", placed)
+
+
+def another_order_of_use(patch: pytest.MonkeyPatch) -> None:
+    """The place of what was just found is given to another before it is copied."""
+    take = Scheduler._take_pages
+
+    def taken(self: Scheduler, sequence: Any, lookahead: int) -> bool:
+        had = take(self, sequence, lookahead)
+        if had and sequence.checkpoint is not None:
+            sequence.checkpoint = max(sequence.checkpoint - 1, 0)
+        return had
+
+    patch.setattr(Scheduler, "_take_pages", taken)
+
+
+FAULTS = {
+    "read before it was written": read_before_it_was_written,
+    "not taken over": not_taken_over,
+    "never settled": never_settled,
+    "no states": without(lambda cache, part: part.dim() == 3 and part.shape[0] == 6),
+    "no inputs of convolutions": without(lambda cache, part: part.dim() == 1),
+    "no page": without(lambda cache, part: part.dim() == 3 and part.shape[0] == PAGE_SIZE),
+    "no captured states": without_captured_states,
+    "one token off": one_token_off,
+    "another page": pages_beyond_are_kept,
+    "another place": another_order_of_use,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(hybrid: Shelf, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = "native" if obstacle() is None else "torch"
+    hits(hybrid, form, "mtp", 1.0, draft_max=3, lag=1)
+    FAULTS[fault](monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError, IndexError, KeyError)):
+        hits(hybrid, form, "mtp", 1.0, draft_max=3, lag=1)
+
+
+def test_a_state_kept_behind_a_cut_is_seen(hybrid: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_behind_a_cut(monkeypatch)
+    with pytest.raises(AssertionError):
+        for ended in ("string", "abort"):
+            test_what_the_host_cuts_is_written_again_at_most(hybrid, 2, ended)
