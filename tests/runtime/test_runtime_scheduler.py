@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from spd.errors import UsageError
+from spd.runtime.engine.checkpoints import Checkpoints
 from spd.runtime.engine.detokenizer import Detokenizer
 from spd.runtime.engine.page_table import PageTable
 from spd.runtime.engine.request import Request
@@ -41,11 +42,19 @@ class SchedulerModel(RuleBasedStateMachine):
     """Drives a scheduler as the engine does, with rounds that accept what hypothesis likes."""
 
     @initialize(
-        slots=st.integers(1, 4), spare=st.integers(0, 12), lag=st.integers(0, 2), sharing=st.booleans()
+        slots=st.integers(1, 4),
+        spare=st.integers(0, 12),
+        lag=st.integers(0, 2),
+        sharing=st.booleans(),
+        places=st.integers(0, 5),
     )
-    def start(self, slots: int, spare: int, lag: int, sharing: bool) -> None:
+    def start(self, slots: int, spare: int, lag: int, sharing: bool, places: int) -> None:
         self.table = PageTable(NUM_RESERVED + CTX // PAGE + spare)
-        self.scheduler = Scheduler(slots, self.table, PAGE, BLOCK, CTX, sharing=sharing)
+        kept = Checkpoints(places, PAGE) if places and sharing else None
+        self.scheduler = Scheduler(slots, self.table, PAGE, BLOCK, CTX, sharing=sharing, checkpoints=kept)
+        self.saved: dict[
+            int, list[int]
+        ] = {}  # of each checkpoint's place, the tokens that its states took in
         self.lag, self.added, self.ended = lag, 0, 0
         self.rounds: list[list[tuple[Sequence, int]]] = []  # (who took part, its epoch) of each on its way
         self.arrivals: dict[Sequence, int] = {}
@@ -64,14 +73,24 @@ class SchedulerModel(RuleBasedStateMachine):
         sequence = self.scheduler.next_to_prefill(2 * MAX_DRAFT + 1)
         if sequence is None:
             return
-        runs = self.scheduler.prefill_runs(sequence)
+        runs, before = self.scheduler.prefill_runs(sequence), sequence.prefilled
+        if self.scheduler.checkpoints is not None and not sequence.placed:
+            taken = [] if sequence.checkpoint is None else self.saved[sequence.checkpoint]
+            assert taken == sequence.tokens()[:before], "states of another text"
+        sequence.placed = True
         run = next((r for r in runs if r.start <= sequence.prefilled < r.end), None)
         if run is not None and run.kind == "chunk":
             assert sequence.prefilled == run.start, "a hit cut a chunk"
+        stops = [end for end in sequence.stops if end > before]
         self.scheduler.wrote(
-            sequence, sequence.prefill_end if run is None else min(run.end, sequence.prefilled + 4)
+            sequence, sequence.prefill_end if run is None else min(run.end, before + 4, *stops)
         )
+        self.save(sequence, self.scheduler.due(sequence, before), sequence.prefilled)
         sequence.active = sequence is not self.scheduler.prefilling
+
+    def save(self, sequence: Sequence, place: int | None, end: int) -> None:
+        if place is not None:
+            self.saved[place] = sequence.tokens()[:end]
 
     def read(self, data: st.DataObject | None) -> None:
         took_part = self.rounds.pop(0)
@@ -92,6 +111,9 @@ class SchedulerModel(RuleBasedStateMachine):
 
     def end(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason
+        if reason != "error" and not sequence.in_flight:
+            held = self.scheduler.held(sequence)
+            self.save(sequence, self.scheduler.checkpoint(sequence, held), held)
         self.scheduler.retire(sequence)
         self.ended += 1
 
@@ -106,7 +128,8 @@ class SchedulerModel(RuleBasedStateMachine):
                 last = self.scheduler.last_to_come()
                 assert last is not None
                 assert self.arrivals[last] == max(self.arrivals[s] for s in self.scheduler.running())
-                kept = list(last.generated)
+                kept, held = list(last.generated), self.scheduler.held(last)
+                self.save(last, self.scheduler.checkpoint(last, held), held)
                 self.scheduler.preempt(last)
                 assert last.generated == kept and self.scheduler.waiting[0] is last
 

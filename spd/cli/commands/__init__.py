@@ -6,10 +6,10 @@ A command is imported only when it is named: help of all of them, and TAB, need 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import Parameter, Signature
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
@@ -239,20 +239,16 @@ def as_command(
         return body(dataclasses.replace(session, console=console), options(**values))
 
     hints = get_type_hints(options, include_extras=True)
-    parameters = [
-        inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    ]
+    parameters = [Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     for field in dataclasses.fields(options):
         if get_origin(hints[field.name]) is not Annotated:  # not typed: set by name, or found
             continue
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        default = Parameter.empty if field.default is dataclasses.MISSING else field.default
         parameters.append(
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
-            )
+            Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
         )
     run.__name__ = body.__name__
     run.__doc__ = body.__doc__
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    run.__dict__["__signature__"] = inspect.Signature(parameters)
+    run.__dict__["__signature__"] = Signature(parameters)
     return run
