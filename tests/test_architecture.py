@@ -59,7 +59,6 @@ TORCH_FREE = {
     "spd.runtime.lab.trace_file",
     "spd.runtime.lab.cost_model",
     "spd.runtime.lab.explain",
-    "spd.runtime.lab.explain_words",
     "spd.runtime.models",
     "spd.runtime.models.weights",
     "spd.runtime.models.layouts",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from spd.cli.batch_options import parse_think
+from spd.cli.options import parse_think
 from spd.errors import IncompatibleError, UsageError
 
 FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
@@ -169,7 +169,7 @@ def prepare(argv: Sequence[str]) -> Invocation:
             parse_think("")
         if command == "chat" and word in ("-c", "--continue"):
             named = words[position : position + 1]
-            if not named or named[0].startswith("-"):
+            if not named or named[0].startswith("-") or "/" in named[0]:  # a model, never a chat's name
                 args.append("--continue=")  # the latest
                 continue
         follows = not equals and _takes_value(canonical) and position < len(words)

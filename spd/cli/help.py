@@ -37,7 +37,7 @@ def _print(command: Any, context: typer.Context) -> None:
     columns = shutil.get_terminal_size((80, 24)).columns
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     text = "\n".join(help_lines(command, context, columns))
-    typer.echo(text.encode(encoding, "replace").decode(encoding))
+    typer.echo(text.encode(encoding, "replace").decode(encoding), nl=False)  # Typer ends the line
 
 
 def help_lines(command: Any, context: typer.Context, columns: int) -> Iterator[str]:
@@ -93,5 +93,4 @@ def _filled(text: str, columns: int, first: str = "", rest: str = "") -> list[st
         initial_indent=first,
         subsequent_indent=rest,
         break_on_hyphens=False,
-        break_long_words=False,
     )

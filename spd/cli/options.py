@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
-from spd.cli.batch_options import BatchOptions, GrammarOptions, TemplateOptions
-from spd.cli.help import FIRST, IN, LAST
+from spd.cli.help import FIRST, IN, LAST, OTHER
 from spd.cli.signals import SignalGuard
 from spd.cli.text.output import Console
 from spd.errors import UsageError
@@ -51,7 +50,7 @@ _prompt = functools.partial(typer.Option, rich_help_panel=IN)
 _model = functools.partial(typer.Option, rich_help_panel="Model and drafts")
 _speculation = functools.partial(typer.Option, rich_help_panel="Model and drafts")
 _sampling = functools.partial(typer.Option, rich_help_panel=IN)
-_output = functools.partial(typer.Option, rich_help_panel="Output")
+_output = functools.partial(typer.Option, rich_help_panel=OTHER)
 _advanced = functools.partial(typer.Option, rich_help_panel=LAST)
 
 
@@ -270,6 +269,68 @@ class SamplingOptions:
     min_tokens: int = 0
     stop_token_id: list[int] | None = None
     ignore_eos: bool = False
+
+
+def parse_think(text: str, name: str = "--think") -> str:
+    """The value of --think, or of /think: a word, or tokens at most. Raises UsageError."""
+    if text not in ("auto", "on", "off", "hide") and not re.fullmatch("[0-9]{1,9}", text):
+        said = f"{name} {text}".rstrip()
+        raise UsageError(f"{said}: on, off, hide or a number of tokens?", fix=[f"{name} on|off|hide|N"])
+    return text
+
+
+def think_words(incomplete: str) -> list[str]:
+    """What TAB offers for --think."""
+    return ["on", "off", "hide"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class TemplateOptions:
+    """What the chat template is told, and what becomes of thinking."""
+
+    template_arg: Annotated[
+        list[str] | None, _prompt(metavar="K=V", help="A variable for the chat template. Repeatable.")
+    ] = None
+    think: Annotated[
+        str,
+        _first(
+            parser=parse_think,
+            autocompletion=think_words,
+            metavar="on|off|hide|N",
+            help="Thinking or none; hide: do not show it; N tokens at most.",
+        ),
+    ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class GrammarOptions:
+    """What the reply must look like."""
+
+    schema: Annotated[
+        str | None, _output(metavar="FILE|JSON", help="The reply is JSON that follows this JSON schema.")
+    ] = None
+    grammar: Annotated[
+        str | None,
+        _output(
+            metavar="LARK|/REGEX/", help="The whole reply follows a Lark grammar (or its file), or matches."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
+class BatchOptions:
+    """Many prompts in one run."""
+
+    jsonl: Annotated[
+        bool,
+        _prompt("--jsonl", help="A prompt a line on stdin or in -f FILE, a JSON line each back."),
+    ] = False
+    concurrency: Annotated[
+        int | None, _advanced(metavar="N", help="Lines of --jsonl that decode together. Default: 8.")
+    ] = None
+    resume: Annotated[
+        bool, _output("--resume", help="With --jsonl -o FILE: go on behind what FILE holds.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)

@@ -67,6 +67,7 @@ def test_think_needs_a_value() -> None:
 def test_continue_may_stand_alone() -> None:
     assert prepare(["chat", "-c"]).args == prepare(["chat", "--continue"]).args == ("chat", "--continue=")
     assert prepare(["chat", "-c", "-q"]).args == ("chat", "--continue=", "-q")
+    assert prepare(["chat", "-c", "org/name"]).args == ("chat", "--continue=", "org/name")
     assert prepare(["chat", "-c", "notes"]).args == ("chat", "-c", "notes")
 
 

@@ -298,7 +298,7 @@ def test_a_context_that_fills_up_is_said_once(talk: Callable, script: Any) -> No
         ([], b"", 2, "standard input is empty"),
         ([], None, 2, "standard output is none"),
         (["-c"], b"Hi\n", 3, "no chat is saved"),
-        (["-c", "../x"], b"Hi\n", 2, "not a name"),
+        (["-c", ".x"], b"Hi\n", 2, "not a name"),
         (["-f", "/nowhere"], b"Hi\n", 3, "no file"),
         ([], b"\xff\n", 2, "line 1 of stdin is not UTF-8"),
         (["--temperature", "-1"], b"Hi\n", 2, "--temperature"),

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.text import loading as module
-from spd.cli.text.loading import loading
+from spd.cli.text import progress as module
 from spd.cli.text.output import Console, write_stderr
+from spd.cli.text.progress import loading
 from spd.runtime.load.progress import LoadProgress, Phase
 
 HIDE_CURSOR = "\x1b[?25l"

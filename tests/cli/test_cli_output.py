@@ -164,7 +164,7 @@ def test_a_name_that_is_too_long_is_refused_before_the_work(
         (UsageError("x"), "/help"),
         (IncompatibleError("x"), "/help"),
         (CheckpointError("x"), "give another model folder, or download this one again"),
-        (SpdError("x"), "run it again with --debug, and report what it prints"),
+        (SpdError("x"), "run it again with -vv, and report what it prints"),
     ],
 )
 def test_an_error_that_knows_no_fix_gets_one(

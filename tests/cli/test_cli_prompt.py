@@ -259,7 +259,7 @@ def test_overflow_says_tokens_limit_and_way_out(
     assert_refused(ran, 4, "prompt is 5,000 tokens but the context is 64", "a shorter prompt")
     assert "--ctx 5k" not in ran.err
     ran = spd_run("generate", "-m", model, "--raw", "x" * 70, "--ctx", "64", "-n", "10")
-    assert "--ctx 1k" not in ran.err and ran.code == 4
+    assert ran.code == 4 and "--ctx" in ran.err
 
 
 def test_a_smaller_context_of_the_engine_counts(spd_run: Callable, model: Path, script) -> None:

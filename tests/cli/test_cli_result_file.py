@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spd.cli.commands.bench_report import ROW_SCHEMA, render
-from spd.cli.commands.result_file import read_result
+from spd.cli.commands.compare import read_result
 from spd.errors import UsageError
 from spd.runtime.lab.compare import compare
 from spd.runtime.lab.rows import make_rows

@@ -176,8 +176,8 @@ def test_help_has_panels_and_examples(spd_run: Callable, monkeypatch: pytest.Mon
     monkeypatch.setenv("COLUMNS", "120")
     text = spd_run("generate", "--help").text
     panels = [
-        text.index(f"─ {name} ─")
-        for name in ("Prompt", "Model", "Speculation", "Sampling", "Output", "Advanced")
+        text.index(f"\n{name}:\n")
+        for name in ("Most used", "Prompt and sampling", "Model and drafts", "Output", "Advanced")
     ]
     assert panels == sorted(panels)
     assert "Examples:" in text and "spd generate --stats" in text and "\x1b" not in text

@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spd.formats.demo import demo_folder
-from spd.runtime import Request, SamplingParams
 from spd.runtime.engine.draft_length import (
     DECAY,
     ENOUGH,
@@ -29,7 +27,6 @@ from spd.runtime.engine.draft_length import (
     expected_tokens,
     foretold,
 )
-from tests.helpers import make_engine
 
 
 def play(
@@ -342,16 +339,3 @@ def test_costs_of_few_and_many_requests_are_kept_apart() -> None:
         length.attend([(Acceptance(9, 10), 4) for _ in range(count)])
         length.times.plain_best = PATIENCE
         assert length.choose() == wanted, count
-
-
-def test_a_held_length_knows_who_is_there() -> None:
-    """Who takes part is kept from round to round, and told to whoever chooses from now on."""
-    engine = make_engine(demo_folder(), spec="ngram", draft_max=4, slots=1)
-    params = SamplingParams(max_tokens=64, ignore_eos=True)
-    engine.add(Request("a", tuple(range(300, 320)), params, draft_max=1))
-    for _ in range(3):
-        engine.step()
-    assert engine._draft_length.choose() == 1
-    engine.hold_draft_length(4)
-    engine.step()
-    assert engine._draft_length.choose() == 1, "nobody present wants more"

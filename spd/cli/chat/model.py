@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.chat.conversation import ChatEncoder
 from spd.cli.text.job import engine_config, open_vocabulary
-from spd.cli.text.loading import WORDS, loading
 from spd.cli.text.output import Console
+from spd.cli.text.progress import WORDS, loading
 from spd.cli.text.prompt import template_variables
 from spd.cli.text.report import stats_line
 from spd.cli.text.sampling import Resolved, resolve_sampling

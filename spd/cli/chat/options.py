@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from spd.cli.batch_options import TemplateOptions
 from spd.cli.help import FIRST
 from spd.cli.options import (
     AdvancedOptions,
@@ -21,6 +20,7 @@ from spd.cli.options import (
     PullOption,
     SamplingOptions,
     SpeculationOptions,
+    TemplateOptions,
     model_names,
 )
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from typer import BadParameter
 
-from spd.cli.batch_options import parse_think
 from spd.cli.chat.conversation import Turn
 from spd.cli.chat.message_source import words_of
-from spd.cli.options import parse_spec, parse_switch, read_settings, spec_names
+from spd.cli.options import parse_spec, parse_switch, parse_think, read_settings, spec_names
 from spd.cli.text.output import printable
 from spd.cli.text.prompt import read_text
 from spd.errors import UsageError

@@ -123,19 +123,19 @@ COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
         ),
         "pull": Command(
             "commands.models:pull",
-            "commands.cache_options:PullOptions",
+            "commands.models:PullOptions",
             "Download a model's safetensors, configuration and tokenizer into the Hugging Face cache.",
             ("spd pull Qwen/Qwen3-0.6B", "spd pull Qwen/Qwen3-8B --dry-run"),
         ),
         "ls": Command(
             "commands.models:ls",
-            "commands.cache_options:ListOptions",
+            "commands.models:ListOptions",
             "List the models in the Hugging Face cache: size, type, architecture, and whether they run.",
             ("spd ls", "spd ls -q"),
         ),
         "rm": Command(
             "commands.models:rm",
-            "commands.cache_options:RemoveOptions",
+            "commands.models:RemoveOptions",
             "Remove models from the Hugging Face cache, every revision of each, after asking.",
             ("spd rm Qwen/Qwen3-0.6B", "spd rm -y org/one org/two"),
         ),

@@ -26,7 +26,7 @@ from spd.cli.text.output import (
     write_error,
     write_result,
 )
-from spd.cli.text.ticker import Ticker
+from spd.cli.text.progress import Ticker
 from spd.errors import CheckFailedError, SpdError, UsageError
 
 if TYPE_CHECKING:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.commands.bench_options import CompareOptions, parse_share
 from spd.cli.commands.bench_report import SLOWER, load_label, method_label
-from spd.cli.commands.result_file import read_result
 from spd.cli.options import Session
 from spd.cli.text.output import Sink, to_json, write_error
 from spd.cli.text.table import render_table
 from spd.errors import CheckFailedError, UsageError
+from spd.formats.files import read_input
 
 if TYPE_CHECKING:
     from spd.runtime.lab.compare import Comparison
+
 
 SCHEMA = "spd.compare/1"
 
@@ -83,3 +86,31 @@ def _table(comparison: Comparison, threshold: float, columns: int | None) -> str
     for count, where in ((comparison.only_before, "first"), (comparison.only_after, "second")):
         text += f"{count} rows only in the {where}\n" if count else ""
     return text
+
+
+SCHEMA_PREFIX = "spd.bench/"
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """The object that `spd bench -o FILE` wrote. Raises NotFoundError and UsageError naming the file."""
+    from spd.runtime.lab.compare import compare
+
+    fix = "spd bench -o FILE writes one"
+    try:
+        value = json.loads(read_input(path, fix))
+    except (ValueError, RecursionError):
+        raise UsageError(f"cannot read {path}: it is not JSON", fix=[fix]) from None
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if schema != f"{SCHEMA_PREFIX}1":
+        raise UsageError(
+            f"{path} is not a result of spd bench",
+            reason=[f"schema {schema!r}, expected {SCHEMA_PREFIX}1"],
+            fix=[fix],
+        )
+    assert isinstance(value, dict)
+    try:
+        compare(value, value)  # reads all that is read of one
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UsageError(f"{path} is a damaged result of spd bench", reason=[why]) from None
+    return value

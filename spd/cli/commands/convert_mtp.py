@@ -16,7 +16,7 @@ from spd import __version__
 from spd.cli.commands.convert_report import Report, convert_lines, facts
 from spd.cli.options import CommonOptions, Session, _output, model_names
 from spd.cli.text.output import Sink, check_folder, to_json, write_error
-from spd.cli.text.ticker import Ticker
+from spd.cli.text.progress import Ticker
 from spd.errors import CheckFailedError, UsageError
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.options import DoctorOptions, Session
-from spd.cli.text.loading import loading
 from spd.cli.text.output import Sink, check_writable, is_terminal, to_json, write_file
+from spd.cli.text.progress import loading
 
 if TYPE_CHECKING:
     from spd.runtime.lab.diagnostics import Finding

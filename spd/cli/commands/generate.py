@@ -13,7 +13,6 @@ from spd.cli.commands.explain import trace_header
 from spd.cli.options import GenerateOptions, Session
 from spd.cli.signals import Interrupted
 from spd.cli.text.conflicts import check_conflicts
-from spd.cli.text.loading import loading
 from spd.cli.text.output import (
     Console,
     Sink,
@@ -23,6 +22,7 @@ from spd.cli.text.output import (
     to_json,
     write_error,
 )
+from spd.cli.text.progress import loading
 from spd.errors import EngineError
 
 if TYPE_CHECKING:

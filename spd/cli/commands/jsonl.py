@@ -19,7 +19,7 @@ from spd.cli.options import GenerateOptions, Session
 from spd.cli.signals import Interrupted
 from spd.cli.text.batch_input import BatchLine, Shared, answer_error, read_lines, read_shared, read_wishes
 from spd.cli.text.output import Sink, cannot_write, tell, to_json
-from spd.cli.text.ticker import Ticker, clock
+from spd.cli.text.progress import Ticker, clock
 from spd.errors import PartialError, ResourceError, SpdError, UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
     rest = lines[done.lines :]
     if not rest:
         return _end(session, options, done, 0.0)
-    from spd.cli.text.loading import loading
+    from spd.cli.text.progress import loading
 
     with loading(f"loading {options.model}", session.console) as progress:
         from spd.runtime import Engine

@@ -5,21 +5,57 @@ Downloading happens here and nowhere else, and only when it was asked for.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from spd.cli.chat.options import ChatOptions
-from spd.cli.commands.cache_options import ListOptions, PullOptions, RemoveOptions
-from spd.cli.options import GenerateOptions, Session
-from spd.cli.text.loading import loading
+from spd.cli.options import CommonOptions, GenerateOptions, Session, cached_names
 from spd.cli.text.output import Sink, as_line, is_terminal, tell, to_json, write_stderr
+from spd.cli.text.progress import loading
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
 
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
     from spd.formats.hub_download import RemoteModel
+
+
+_output = functools.partial(typer.Option, rich_help_panel="Output")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class PullOptions(CommonOptions):
+    """Everything `spd pull` takes."""
+
+    name: Annotated[str, typer.Argument(metavar="NAME", help="org/name on the Hugging Face hub.")]
+    revision: Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit.")] = None
+    dry_run: Annotated[bool, _output("--dry-run", help="List the files; download none of the weights.")] = (
+        False
+    )
+    json: Annotated[bool, _output("--json", help="One JSON object.")] = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ListOptions(CommonOptions):
+    """Everything `spd ls` takes."""
+
+    json: Annotated[bool, _output("--json", help="One JSON object.")] = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class RemoveOptions(CommonOptions):
+    """Everything `spd rm` takes."""
+
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME…", autocompletion=cached_names, help="org/name in the cache.")
+    ]
+    yes: Annotated[bool, _output("-y", "--yes", help="Do not ask.")] = False
+    dry_run: Annotated[bool, _output("--dry-run", help="Say what would be removed.")] = False
 
 
 def pull(session: Session, options: PullOptions) -> None:

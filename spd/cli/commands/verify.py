@@ -12,7 +12,7 @@ from spd.cli.commands.bench_options import VerifyOptions, check_least, chosen_pr
 from spd.cli.options import Session
 from spd.cli.text.job import engine_config
 from spd.cli.text.output import Sink, to_json, write_error
-from spd.cli.text.ticker import Ticker
+from spd.cli.text.progress import Ticker
 from spd.errors import CheckFailedError, UsageError
 
 if TYPE_CHECKING:
@@ -119,11 +119,9 @@ def _examine(
 ) -> dict[str, Any]:
     """Run every check that the settings allow, and write down what came of it."""
     from spd.cli.text.report import versions
-    from spd.runtime.lab.draft_replay import draft_replay
-    from spd.runtime.lab.law_check import law_test
     from spd.runtime.lab.machine import describe_machine
     from spd.runtime.lab.questions import encode_questions
-    from spd.runtime.lab.replay import lag_parity, make_requests, replay
+    from spd.runtime.lab.replay import draft_replay, lag_parity, law_test, make_requests, replay
 
     check = session.guard.check
     prompts = chosen_prompts(options.prompts)

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spd.cli.batch_options import TemplateOptions
-from spd.cli.options import PromptOptions, as_utf8
+from spd.cli.options import PromptOptions, TemplateOptions, as_utf8
 from spd.cli.text.output import is_terminal
 from spd.errors import UsageError
 from spd.formats.files import read_input_text

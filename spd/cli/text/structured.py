@@ -10,8 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from spd.cli.batch_options import GrammarOptions
-from spd.cli.options import as_utf8
+from spd.cli.options import GrammarOptions, as_utf8
 from spd.cli.text.encode import Vocabulary
 from spd.cli.text.output import Console
 from spd.cli.text.prompt import Asked, read_text

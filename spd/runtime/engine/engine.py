@@ -97,10 +97,9 @@ class Engine:
         self._in_flight: deque[tuple[Ticket, Members]] = deque()  # rounds enqueued and not yet read
         self._ready: list[Event] = []
         self.totals = EngineMetrics()
-        self._planned_length = DraftLength(
+        self._draft_length = DraftLength(
             plan.shape.model_drafts, plan.adaptive, plan.draft_tiers, plan.copying
         )
-        self._draft_length = self._planned_length
         self._members = Members()
         self._k = 0
         self.trace: Callable[[RoundRecord], None] | None = None
@@ -119,7 +118,7 @@ class Engine:
         captured = self._parts.queue.captured
         if captured is None or self.has_work:
             return 0
-        shapes = captured.usual(self._planned_length.usual_pairs, params, together)[:most]
+        shapes = captured.usual(self._draft_length.usual_pairs, params, together)[:most]
         return sum(takewhile(bool, map(self._device.capture, shapes)))
 
     def check(self, request: Request) -> None:
@@ -141,24 +140,10 @@ class Engine:
         if sequence is not None:
             self._stop(sequence, "abort")
 
-    def hold_draft_length(self, k: int | None) -> None:
-        """Draft k tokens a round from now on, one of the plan's tiers; the text stays the same.
-
-        None goes back to what was planned, with all that was measured for it.
-        """
-        self._members = Members()  # they are told to the new choice
-        if k is None:
-            self._draft_length = self._planned_length
-            return
-        if k not in self.plan.draft_tiers:
-            tiers = f"tiers: {self.plan.draft_tiers}"
-            raise UsageError(f"{k} drafts a round are not planned", reason=[tiers])
-        self._draft_length = DraftLength(k, adaptive=False)
-
     @property
     def plain_round_seconds(self) -> float | None:
         """Seconds of a round without drafts, as measured of late; None where there has been none."""
-        return medians(self._planned_length.times.verify).get(0)
+        return medians(self._draft_length.times.verify).get(0)
 
     @property
     def has_work(self) -> bool:

@@ -6,8 +6,12 @@ tells rounding (a near-tie) from a fault.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,8 +22,9 @@ from spd.runtime.engine.engine import Engine
 from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.engine.request import Request, derived_seed
 from spd.runtime.lab.load import run_pass
+from spd.runtime.lab.statistics import chi_square_tail
 from spd.runtime.lab.sweep import Question
-from spd.runtime.plan.config import EngineConfig
+from spd.runtime.plan.config import EngineConfig, split_spec
 from spd.runtime.round.sampling_params import MAX_LOGPROBS, SamplingParams
 
 NEAR_TIE: Mapping[str, float] = MappingProxyType({"bfloat16": 0.25, "float16": 0.02, "float32": 1e-3})
@@ -230,3 +235,154 @@ def lag_parity(
         if wrong and first is None:
             first = f"request {late.request.id}, round {wrong[0]}"
     return Parity(rounds, differing, first)
+
+
+@dataclass(frozen=True)
+class DraftReplay:
+    """Rounds whose drafts were drawn again from an empty cache, and how many came out otherwise."""
+
+    rounds: int
+    differing: int
+    first: str | None
+
+
+def draft_replay(
+    plan: Mapping[str, Any],
+    outcomes: Sequence[Outcome],
+    rounds: int,
+    seed: int,
+    check: Callable[[], None] = lambda: None,
+) -> DraftReplay | None:
+    """Draw the drafts of up to `rounds` rounds again, each with the draft model alone and no cache.
+
+    plan: that of the engine which drafted. None where it has no draft model, or samples drafts with noise
+    of their own; drafts that prompt lookup made are left out. The drafter's cache must hold the committed
+    tokens' own keys and values, so its drafts are the continuation that the model gives by itself, with
+    the same noise.
+    """
+    if split_spec(plan["spec"])[0] != "draft" or plan["verify"] != "coupled":
+        return None
+    drafted = [
+        (outcome, record)
+        for outcome in outcomes
+        for record in outcome.rounds
+        if record.draft and record.round and not record.match
+    ]
+    chosen = random.Random(seed).sample(drafted, min(rounds, len(drafted)))
+    engine = Engine(
+        EngineConfig(
+            model=Path(plan["draft_model"]),
+            spec="off",
+            device=plan["device"],
+            dtype=plan["dtype"],
+            quantize=plan["quantize"],
+            kernels=plan["kernels"],
+            threads=plan["threads"],
+            load=plan["load"],
+            ctx=plan["draft_ctx"],
+            prefix_sharing=False,
+        )
+    )
+    differing, first = 0, None
+    for outcome, record in chosen:
+        check()
+        if _drafts_again(engine, outcome, record) != record.draft:
+            differing += 1
+            first = first or f"request {outcome.request.id}, round {record.round}"
+    engine.close()
+    return DraftReplay(len(chosen), differing, first)
+
+
+def _drafts_again(engine: Engine, outcome: Outcome, record: RoundRecord) -> list[int]:
+    request = outcome.request
+    generated = outcome.token_ids[: record.position - len(request.prompt_ids)]
+    prompt = (*request.prompt_ids, *generated)
+    params = SamplingParams(
+        temperature=request.params.temperature,
+        seed=request.params.seed,
+        max_tokens=len(record.draft),
+        ignore_eos=True,
+    )
+    spans = (("prompt", len(request.prompt_ids)), ("generated", len(generated)))
+    again = Request("again", prompt, params, tuple(span for span in spans if span[1]))
+    return [token for event in engine.stream([again]) for token in event.token_ids]
+
+
+FALSE_ALARM = 1e-4
+"""Probability that a right program fails the whole test."""
+TOKENS = 5
+LEAST = 10
+"""Draws that a class of tokens has in both samples together, at least."""
+
+
+@dataclass(frozen=True)
+class LawTest:
+    """The outcome; `probability` is that of the most surprising of `tests`, before the correction."""
+
+    temperatures: tuple[float, ...]
+    prompts: tuple[str, ...]
+    draws: int
+    tests: int
+    probability: float
+    worst: str
+    false_alarm: float
+    passed: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def law_test(
+    reference: EngineConfig,
+    candidate: EngineConfig,
+    questions: Sequence[Question],
+    temperatures: Sequence[float],
+    draws: int,
+    seed: int,
+    check: Callable[[], None] = lambda: None,
+) -> LawTest:
+    """Draw `draws` replies of a few tokens to each question at each temperature with both settings, and
+    test every position."""
+    samples: list[dict[str, list[tuple[int, ...]]]] = []
+    for side, config in enumerate((reference, candidate)):
+        replies: dict[str, list[tuple[int, ...]]] = {}
+        requests = []
+        for question, t, number in product(questions, temperatures, range(draws)):
+            own = derived_seed(seed, question.prompt.name, 2 * number + side)
+            params = SamplingParams(temperature=t, seed=own, max_tokens=TOKENS, ignore_eos=True)
+            requests.append(Request(f"{question.prompt.name}, T {t!r}/{number}", question.ids, params))
+        for outcome in run_requests(config, requests, check)[1]:
+            replies.setdefault(outcome.request.id.rpartition("/")[0], []).append(outcome.token_ids)
+        samples.append(replies)
+    found: list[tuple[float, str]] = []
+    for name, plain in samples[0].items():
+        for at in range(1, TOKENS):  # the first token comes before any draft
+            for first in (at, at - 1):
+                words = f"{name}, token {at}" if first == at else f"{name}, tokens {first} and {at}"
+                classes = [[reply[first : at + 1] for reply in side] for side in (plain, samples[1][name])]
+                found.append((same_law(*classes), words))
+    probability, worst = min(found)
+    names = tuple(question.prompt.name for question in questions)
+    passed = probability * len(found) >= FALSE_ALARM
+    return LawTest(tuple(temperatures), names, draws, len(found), probability, worst, FALSE_ALARM, passed)
+
+
+def same_law(first: Sequence[Hashable], second: Sequence[Hashable]) -> float:
+    """Chi-square probability of two samples this different from one law; rare values share a class."""
+    counts = [Counter(first), Counter(second)]
+    total = counts[0] + counts[1]
+    classes = [[counts[0][value], counts[1][value]] for value, count in total.items() if count >= LEAST]
+    rest = [len(first) - sum(c[0] for c in classes), len(second) - sum(c[1] for c in classes)]
+    if sum(rest) >= LEAST:
+        classes.append(rest)
+    elif classes and sum(rest):
+        classes[-1] = [classes[-1][0] + rest[0], classes[-1][1] + rest[1]]
+    everything = len(first) + len(second)
+    shares = len(first) / everything, len(second) / everything
+    statistic = sum(
+        (seen - share * sum(pair)) ** 2 / (share * sum(pair))
+        for pair in classes
+        for seen, share in zip(pair, shares, strict=True)
+    )
+    return chi_square_tail(statistic, len(classes) - 1)

@@ -16,11 +16,18 @@ from spd.formats.demo import demo_folder
 from spd.kernels.round.window import RoundWindow
 from spd.runtime import EngineConfig
 from spd.runtime.engine.request import Request
-from spd.runtime.lab.draft_replay import draft_replay
-from spd.runtime.lab.law_check import law_test, same_law
 from spd.runtime.lab.prompt_set import Prompt, read_prompts
 from spd.runtime.lab.questions import encode_questions
-from spd.runtime.lab.replay import Outcome, lag_parity, make_requests, promised_equal, replay
+from spd.runtime.lab.replay import (
+    Outcome,
+    draft_replay,
+    lag_parity,
+    law_test,
+    make_requests,
+    promised_equal,
+    replay,
+    same_law,
+)
 from spd.runtime.lab.sweep import Question
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Damped, random_prompts
@@ -179,7 +186,7 @@ def test_the_law_of_a_verifier_that_lets_drafts_through(pair: Pair, monkeypatch:
 
 def test_the_law_at_every_temperature(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """One chance of a false alarm for all tests together; a fault at the last temperature is found."""
-    from spd.runtime.lab import law_check as module
+    from spd.runtime.lab import replay as module
 
     def outcomes(config: EngineConfig, asked: list[Request], check: object) -> tuple[None, list[Outcome]]:
         wrong = {0.5} if config is pair[1] else set()

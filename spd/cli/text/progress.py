@@ -10,14 +10,17 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.text.output import Console, as_line, is_terminal, raw_stderr, write_stderr
+from spd.cli.text.output import Console, as_line, columns_of, is_terminal, raw_stderr, write_stderr
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+    from spd.runtime.lab import sweep
     from spd.runtime.load.progress import LoadProgress
+
 
 DELAY = 0.5
 """Seconds before the line becomes a bar."""
@@ -133,3 +136,45 @@ def _console(color: bool) -> Any:
             """Nothing: the answer goes elsewhere."""
 
     return Visible(file=raw_stderr(), no_color=not color, highlight=False)
+
+
+INTERVAL = 0.2
+
+
+class Ticker:
+    """Rewrites its line at most five times a second, and takes it away at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._shows = not console.quiet and is_terminal(sys.stderr)
+        self._drawn, self._width = float("-inf"), 0
+
+    def __enter__(self) -> Ticker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.write("")
+
+    def show(self, progress: sweep.Progress) -> None:
+        """How far it has come: `128 of 400 · 0:41 left · code`."""
+        if progress.total:
+            left = "" if progress.left is None else f" · {clock(progress.left)} left"
+            self.write(f"{progress.done} of {progress.total}{left} · {progress.label}")
+        else:
+            self.write(progress.label)
+
+    def write(self, text: str) -> None:
+        """Put a text in the line's place; an empty one clears it."""
+        now = time.perf_counter()
+        if not self._shows or (text and now - self._drawn < INTERVAL):
+            return
+        text = as_line(text)[: (columns_of(sys.stderr) or 80) - 1]
+        write_stderr("\r" + text.ljust(self._width) + ("" if text else "\r"), styled=True)
+        self._drawn, self._width = now, len(text)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as minutes and seconds."""
+    whole = max(0, round(seconds))
+    return f"{whole // 60}:{whole % 60:02d}"
