@@ -16,11 +16,9 @@ from spd.runtime.plan.config import EngineConfig
 SAID: list[tuple[str, str | tuple[str, ...]]] = [
     ("", ""),
     ("--stats", "6 tok · 100.0 tok/s · first 0.01 s · 2.00 tok/round · drafts 3/12 (25%)\n"),
-    ("--ngram-max 5", "note: --ngram-min and --ngram-max do nothing: --spec auto took draft\n"),
-    ("--load dummy", ("random weights",)),
     (
-        "--num-draft-tokens 3 --temp 0",
-        "note: --num-draft-tokens is --draft-max here\nnote: --temp is --temperature here\n",
+        "--num-speculative-tokens 3 --temp 0",
+        "note: --num-speculative-tokens is --draft-max here\nnote: --temp is --temperature here\n",
     ),
     (
         "-v --seed 4 --top-p 0.5",
@@ -40,7 +38,7 @@ def test_text_and_one_newline_on_stdout_the_rest_on_stderr(
     ran = spd_run("generate", "-m", model, "Hi", *options.split())
     assert (ran.code, ran.text) == (0, "Hello wörld!\n") and script.engine.closed
     assert ran.err == said if isinstance(said, str) else all(words in ran.err for words in said)
-    if "--num-draft-tokens" in options:
+    if "--num-speculative-tokens" in options:
         assert script.engine.config.draft_max == 3
         assert spd_run("-q", "generate", "-m", model, "Hi", *options.split()).err == ""
     if not options:
@@ -258,9 +256,7 @@ def test_what_does_not_exist_is_refused_with_4(
 def test_a_method_is_called_by_its_name(spd_run: Callable, model: Path, script) -> None:
     ran = spd_run("generate", "--spec", "eagl")
     assert ran.code == 2 and "'ngram'" in ran.err and "'eagle3'" in ran.err
-    assert (
-        spd_run("generate", "-m", model, "Hi", "--spec-type=draft-eagle3", "--draft-model", model).code == 0
-    )
+    assert spd_run("generate", "-m", model, "Hi", "--spec=eagle3", "--draft-model", model).code == 0
     assert script.engine.config.spec == "eagle3"
 
 
