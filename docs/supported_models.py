@@ -45,7 +45,8 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
 - **Recurrent layers** (gated DeltaNet): a state a slot in float32, whatever the weights are, and the rows of
   the last rounds beside it. A prompt goes on from the latest copy of a state that was kept of its beginning,
   in the host's memory: at the end of a turn, of a prompt, and on the way. With `--tp N` each rank holds the
-  states of its own value heads, which N must divide; a key head that several ranks read stands on each of them.
+  states of its own value heads, which N must divide; a key head that several ranks read stands on each of
+  them.
 - **Draft models**: any of these with the target's tokenizer.
 - **EAGLE-3 heads**: folders given as `--draft-model`, for any of these targets, that say
   {eagle3} or the type `eagle3` of `speculators`: one Llama layer, with
