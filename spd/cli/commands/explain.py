@@ -56,7 +56,7 @@ def _way(trace: Trace) -> str:
 
 def explanation_text(found: Explanation, columns: int | None) -> str:
     """The table of prospects, acceptance by position, and the paragraph, for a terminal or for none."""
-    from spd.runtime.lab.explain import paragraph
+    from spd.runtime.lab.explain_words import paragraph
 
     chosen = [p for p in (found.plain, *found.own, *found.ngram) if _is_shown(p.k, p.method, found)]
     best = found.best
