@@ -14,8 +14,10 @@ if not torch.cuda.is_available():
     # Read by triton when it is first imported: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import TinyShelf
 from tests.interpreted_dot import install
+from tests.known_trials import tried_once
 from tests.recipes.medium import write_medium, write_medium_draft
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -26,6 +28,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 def _one_thread() -> None:
     """Tiny models gain nothing from more, and busy machines lose much."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _tried_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of what an engine tries at load ask for `every_trial`."""
+    if "every_trial" not in request.fixturenames:
+        monkeypatch.setattr(ModelRunner, "_try_arithmetic", tried_once)
+
+
+@pytest.fixture
+def every_trial() -> None:
+    """Every engine tries its arithmetic itself."""
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from spd.kernels.attention.rotary_store import Pools
 from spd.runtime.round import arithmetic_probe
 from spd.runtime.round.arithmetic_probe import admitted_parts, context_for
 
+pytestmark = pytest.mark.usefixtures("every_trial")
+
 HEADS = AttentionHeads(4, 2, 16)
 
 

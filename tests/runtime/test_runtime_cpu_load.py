@@ -16,6 +16,8 @@ from spd.runtime.plan import plan
 from spd.runtime.round import cpu_load
 from spd.runtime.round.cpu_load import FollowedThreads, OtherLoad, busy_seconds
 
+pytestmark = pytest.mark.usefixtures("every_trial")
+
 PROMPT = tuple(range(300, 340))
 STEP = 1.5 * cpu_load.WINDOW
 

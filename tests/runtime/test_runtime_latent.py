@@ -23,6 +23,8 @@ from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import SlotRows, SlotView
 from tests.helpers import make_engine
 
+pytestmark = pytest.mark.usefixtures("every_trial")
+
 # -- published figures -----------------------------------------------------------------------------
 
 

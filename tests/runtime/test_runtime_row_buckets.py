@@ -28,6 +28,8 @@ from spd.runtime.round.rows import PromptPart, SlotView
 from spd.runtime.round.spans import Run
 from tests.helpers import make_engine, run_all
 
+pytestmark = pytest.mark.usefixtures("every_trial")
+
 ROWS = torch.randn(WIDEST, 8, generator=torch.Generator().manual_seed(0))
 
 

@@ -1,0 +1,49 @@
+"""What an engine tries at load, tried once for all tiny models of a shape: most of their load is spent on it.
+
+Weights' values are not looked at. Where several threads or ranks try together, nothing is taken as known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spd.kernels.dispatch import Kernels
+from spd.runtime.models import moe
+from spd.runtime.round.cpu_load import FollowedThreads
+from spd.runtime.round.model_runner import ModelRunner
+
+honest = ModelRunner._try_arithmetic
+FOUND = ("buckets", "row_counts", "context_parts", "tile")
+KNOWN: dict[Any, tuple[Any, ...]] = {}
+"""What was found, by all that a trial depends on."""
+
+
+def structure(thing: Any) -> Any:
+    """Shapes, dtypes and kinds of all that a model is made of."""
+    if isinstance(thing, Tensor):
+        return thing.shape, thing.dtype, thing.is_mkldnn
+    if isinstance(thing, Kernels):
+        return thing.name, tuple(id(operation) for operation in vars(thing).values() if callable(operation))
+    if isinstance(thing, list | tuple):
+        return type(thing).__name__, *map(structure, thing)
+    if isinstance(thing, dict):
+        return tuple((key, structure(value)) for key, value in thing.items())
+    if type(thing).__module__.startswith("spd.") and hasattr(thing, "__dict__"):
+        return type(thing).__name__, structure(vars(thing))
+    return thing if isinstance(thing, int | float | str | torch.dtype | None) else type(thing).__name__
+
+
+def tried_once(runner: ModelRunner, alone: bool, threads: FollowedThreads | None) -> None:
+    """See `ModelRunner._try_arithmetic`."""
+    if not alone or (threads is not None and threads.count > 1):
+        return honest(runner, alone, threads)
+    around = runner.dtype, runner.device, runner.chunk, runner.cache.page_size, torch.get_num_threads()
+    key = around, moe.SMALL_EXPERTS, structure(runner.kernels), structure(runner.model)
+    if key not in KNOWN:
+        honest(runner, alone, threads)
+        KNOWN[key] = tuple(getattr(runner, name) for name in FOUND)
+    for name, value in zip(FOUND, KNOWN[key], strict=True):
+        setattr(runner, name, value)
