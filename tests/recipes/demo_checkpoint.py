@@ -14,14 +14,8 @@ from torch import Tensor
 
 from tests.recipes.demo_hybrid import new_decoder
 from tests.recipes.demo_model import AnyShape, Decoder, DeepseekShape, HybridShape, Shape
+from tests.recipes.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS
 
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-)
 SUMMED = (
     "config.json",
     "generation_config.json",

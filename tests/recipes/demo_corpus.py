@@ -20,116 +20,20 @@ from pathlib import Path
 
 HELD_OUT_PERCENT = 6
 SKIPPED_FOLDERS = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "__pycache__",
-    "_bundled",
-    "lib-dynload",
-    "turtledemo",
-    "lib2to3",
+    *("test", "tests", "idle_test", "site-packages", "__pycache__", "_bundled", "lib-dynload"),
+    *("turtledemo", "lib2to3"),
     "config-3",  # build configuration, named by version and platform
 }
 PATCHED_BY_TORCH = {"inspect.getfile"}  # loses its docstring where torch was imported first
-QUESTION_MODULES = [
-    "os",
-    "os.path",
-    "json",
-    "re",
-    "math",
-    "cmath",
-    "itertools",
-    "functools",
-    "collections",
-    "string",
-    "pathlib",
-    "shutil",
-    "random",
-    "statistics",
-    "datetime",
-    "time",
-    "textwrap",
-    "glob",
-    "fnmatch",
-    "heapq",
-    "bisect",
-    "copy",
-    "operator",
-    "csv",
-    "hashlib",
-    "hmac",
-    "base64",
-    "binascii",
-    "urllib.parse",
-    "subprocess",
-    "threading",
-    "queue",
-    "tempfile",
-    "struct",
-    "zlib",
-    "gzip",
-    "pickle",
-    "shelve",
-    "logging",
-    "argparse",
-    "getpass",
-    "platform",
-    "sys",
-    "inspect",
-    "types",
-    "typing",
-    "contextlib",
-    "dataclasses",
-    "enum",
-    "abc",
-    "decimal",
-    "fractions",
-    "numbers",
-    "secrets",
-    "uuid",
-    "calendar",
-    "locale",
-    "html",
-    "difflib",
-    "unicodedata",
-    "ast",
-    "dis",
-    "keyword",
-    "token",
-    "tokenize",
-    "traceback",
-    "warnings",
-    "weakref",
-    "gc",
-    "atexit",
-    "signal",
-    "socket",
-    "select",
-    "ssl",
-    "asyncio",
-    "zipfile",
-    "tarfile",
-    "configparser",
-    "io",
-    "codecs",
-    "pprint",
-    "reprlib",
-    "timeit",
-    "cProfile",
-    "linecache",
-    "filecmp",
-    "stat",
-    "errno",
-    "array",
-    "colorsys",
-    "bz2",
-    "lzma",
-    "sched",
-    "http.client",
-    "ipaddress",
-    "shlex",
-]
+QUESTION_MODULES = """
+os os.path json re math cmath itertools functools collections string pathlib shutil random statistics
+datetime time textwrap glob fnmatch heapq bisect copy operator csv hashlib hmac base64 binascii
+urllib.parse subprocess threading queue tempfile struct zlib gzip pickle shelve logging argparse getpass
+platform sys inspect types typing contextlib dataclasses enum abc decimal fractions numbers secrets uuid
+calendar locale html difflib unicodedata ast dis keyword token tokenize traceback warnings weakref gc
+atexit signal socket select ssl asyncio zipfile tarfile configparser io codecs pprint reprlib timeit
+cProfile linecache filecmp stat errno array colorsys bz2 lzma sched http.client ipaddress shlex
+"""
 QUESTION_TYPES = (str, bytes, list, dict, set, frozenset, tuple, int, float, bytearray, complex, range)
 QUESTIONS = (
     "What does {name} do?",
@@ -248,7 +152,7 @@ def question_answers() -> tuple[tuple[str, str], ...]:
     """(qualified name, answer) pairs: the first paragraph of each public docstring, once a text."""
     import builtins
 
-    raw = [pair for name in QUESTION_MODULES for pair in _documented(name)]
+    raw = [pair for name in QUESTION_MODULES.split() for pair in _documented(name)]
     for attribute in sorted(dir(builtins)):
         value = getattr(builtins, attribute)
         error = inspect.isclass(value) and issubclass(value, BaseException)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.recipes import demo_optimizers
 from tests.recipes.demo_card import read_record
-from tests.recipes.demo_checkpoint import SPECIAL_TOKENS, load_decoder
+from tests.recipes.demo_checkpoint import load_decoder
 from tests.recipes.demo_corpus import Corpus, build_corpus
 from tests.recipes.demo_data import Batches
-from tests.recipes.demo_held_out import held_out
+from tests.recipes.demo_held_out import held_out, windows_of
 from tests.recipes.demo_model import TARGET, Decoder
-from tests.recipes.eagle3_model import (
-    HEAD,
-    Eagle3Head,
-    load_head,
-    read_target,
-    save_head,
-    soft_losses,
-)
+from tests.recipes.eagle3_model import HEAD, Eagle3Head, load_head, read_target, save_head, soft_losses
 from tests.recipes.train_demo import Recorder, steps_of
 
 DEPTHS = 3
@@ -53,20 +48,8 @@ def count_tokens(target: Decoder, batches: Batches, count: int) -> Tensor:
     return counts
 
 
-def make_optimizers(head: Eagle3Head, scale: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices that work on states, AdamW for the output's and the norms."""
-    named = list(head.named_parameters())
-    inner = {name for name, p in named if p.dim() == 2 and name != "lm_head.weight"}
-    rest = [p for name, p in named if name not in inner]
-    return [
-        torch.optim.Muon(
-            [p for name, p in named if name in inner],
-            lr=0.006 * scale,
-            weight_decay=0.05,
-            adjust_lr_fn="match_rms_adamw",
-        ),
-        torch.optim.AdamW(rest, lr=0.002 * scale, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+make_optimizers = partial(demo_optimizers.make_optimizers, outer=("lm_head.weight",), rate=0.002)
+"""Muon for the matrices that work on states, AdamW for the output's and the norms."""
 
 
 def losses_of(head: Eagle3Head, target: Decoder, ids: Tensor, depths: int) -> tuple[Tensor, Tensor]:
@@ -109,23 +92,19 @@ def measure(head: Eagle3Head, target: Decoder, corpus: Corpus, tokenizer: Tokeni
     The windows and positions are those of `demo_held_out.held_out`.
     """
     agreed, kept, tokens = torch.zeros(MEASURED), 0, 0
-    end = tokenizer.token_to_id(SPECIAL_TOKENS[0])
-    for text in corpus.held_out:
-        ids = torch.tensor([end, *tokenizer.encode(text).ids])
-        for start in range(0, len(ids) - 1, 512):
-            window = ids[None, start : start + 513]
-            length = window.shape[1] - 1 - MEASURED
-            if length < 1:
-                continue
-            with torch.autocast("cpu", torch.bfloat16):
-                streams, logits = read_target(target, window[:, :-1], head.shape.read)
-                best = logits[0].argmax(-1)
-                following = target.embed(window[:, 1 : length + MEASURED])
-                for depth, state in enumerate(head.states(streams[:, :length], following, MEASURED), 1):
-                    guess = head.kept[head.logits(state[0]).argmax(-1)]
-                    agreed[depth - 1] += (guess == best[depth : depth + length]).sum()
-            kept += int(torch.isin(best[1 : 1 + length], head.kept).sum())
-            tokens += length
+    for window in windows_of(corpus, tokenizer):
+        length = window.shape[1] - 1 - MEASURED
+        if length < 1:
+            continue
+        with torch.autocast("cpu", torch.bfloat16):
+            streams, logits = read_target(target, window[:, :-1], head.shape.read)
+            best = logits[0].argmax(-1)
+            following = target.embed(window[:, 1 : length + MEASURED])
+            for depth, state in enumerate(head.states(streams[:, :length], following, MEASURED), 1):
+                guess = head.kept[head.logits(state[0]).argmax(-1)]
+                agreed[depth - 1] += (guess == best[depth : depth + length]).sum()
+        kept += int(torch.isin(best[1 : 1 + length], head.kept).sum())
+        tokens += length
     return {
         "acceptance": [round(share, 4) for share in (agreed / tokens).tolist()],
         "kept": round(kept / tokens, 4),
