@@ -13,3 +13,14 @@ def search(text: Sequence[int], k: int, shortest: int, longest: int) -> list[int
                 period = text[end:]
                 return [period[i % len(period)] for i in range(k)]
     return []
+
+
+def match_length(text: Sequence[int], longest: int) -> int:
+    """Of the suffix that has occurred before, by trying every end."""
+    last, best = len(text) - 1, 0
+    for end in range(last):
+        size = 0
+        while size < longest and size <= end and text[end - size] == text[last - size]:
+            size += 1
+        best = max(best, size)
+    return best

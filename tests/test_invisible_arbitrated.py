@@ -14,7 +14,7 @@ from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.proposers.arbitrated import ArbitratedProposer
 from spd.runtime.round.round_queue import RoundQueue
 from tests.helpers import Run, make_engine, random_prompts, run_all, run_one, run_requests
-from tests.kernels.test_kernels_ngram_over import match_length
+from tests.prompt_lookup import match_length
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.test_invisible import PARAMETERS, PROMPTS, VOCAB, damped, outputs

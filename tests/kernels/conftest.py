@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from spd.kernels.native.build import FEATURES, library_path, processor_features
+from spd.kernels.dispatch import load_kernels
+from spd.kernels.native.build import library_path
 from spd.kernels.native.library import NativeLibrary
-
-HERE = [name for name, needed in FEATURES.items() if processor_features() >= needed]
-"""Of the instructions that the C kernels are made of, those that can be tried here."""
+from tests.kernels.forms import EVERY, HERE, Form
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"])
@@ -55,6 +54,18 @@ def native_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Nat
 def native(request: pytest.FixtureRequest, native_with: Callable[[str], NativeLibrary]) -> NativeLibrary:
     """The kernels with each of the instructions that this processor has."""
     return native_with(request.param)
+
+
+@pytest.fixture(params=EVERY)
+def form(request: pytest.FixtureRequest, device: str, dtypes: tuple[torch.dtype, ...]) -> Form:
+    """One form of the operations; torch's and C's run on the CPU."""
+    if request.param == "torch":
+        return Form("torch", load_kernels("torch"), "cpu", (torch.float32, torch.bfloat16))
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        return Form("triton", load_kernels("triton"), device, dtypes)
+    library = request.getfixturevalue("native_with")(request.param)
+    return Form(request.param, library, "cpu", (torch.bfloat16,))
 
 
 @pytest.fixture

@@ -2,44 +2,79 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from spd.kernels.linear.eight_bits import block_scales, int8_rows
 from spd.kernels.linear.skinny_config import LinearConfig
+from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
+from tests.kernels.forms import normal
 
 SMALL = LinearConfig(block_n=16, block_k=32, stages=2)
 
 
-class Operands:
-    """Random operands of one shape, the residual stream's squares in `parts` uneven parts."""
+KINDS = ("int8", "fp8")
+"""Of weights of eight bits."""
 
-    def __init__(self, n: int, k: int, rows: int, dtype: torch.dtype, device: str, parts: int = 3) -> None:
+
+def make_weight(kind: str, n: int, k: int, device: str, columns: bool = False) -> ScaledWeight:
+    """A random weight whose scales differ much from group to group."""
+    wide = normal(n, k, seed=n + k) * torch.exp2(torch.arange(n) % 5 - 2.0)[:, None]
+    factors = (1 + normal(k, seed=k).abs()).to(device) if columns else None
+    if kind == "int8":
+        made = int8_rows(wide)
+        return ScaledWeight(made.values.to(device), made.scales.to(device), factors)
+    scale_inv = torch.exp2(normal(-(-n // 128), -(-k // 128), seed=k)) / 3
+    return ScaledWeight(
+        wide.to(torch.float8_e4m3fn).to(device), block_scales(scale_inv, n).to(device), factors
+    )
+
+
+def exact(weight: AnyWeight) -> Tensor:
+    """The definition, value by value, in float64."""
+    if isinstance(weight, Tensor):
+        return weight.double()
+    values, scales = weight.values.double(), weight.scales.double()
+    row, column = torch.arange(values.shape[0])[:, None], torch.arange(values.shape[1])
+    wide = values * (scales[row] if scales.dim() == 1 else scales[row // 16, column // 128])
+    return wide if weight.columns is None else wide * weight.columns.double()
+
+
+class Operands:
+    """Random operands of one shape, the residual stream's squares in `parts` uneven parts.
+
+    `weight` [N, K] is fed rows as they are, `fed` and `pair` [2 N, K] normed ones, which in eight bits bring
+    the norm's weight along.
+    """
+
+    def __init__(
+        self, n: int, k: int, rows: int, dtype: torch.dtype, device: str, parts: int = 3, kind: str = "plain"
+    ) -> None:
         generator = torch.Generator().manual_seed(n * 1000 + k * 10 + rows)
 
-        def normal(*shape: int) -> Tensor:
+        def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(device, dtype)
 
-        self.x, self.residual, self.scale = normal(rows, k), normal(rows, n), normal(k)
-        self.weight, self.bias = normal(n, k), normal(n)
-        self.pair, self.pair_bias = normal(2 * n, k), normal(2 * n)
+        self.x, self.residual, self.scale = draw(rows, k), draw(rows, n), draw(k)
+        self.tail, self.bias, self.pair_bias = draw(n), draw(n), draw(2 * n)
+        self.weight: Any
+        if kind == "plain":
+            self.weight = self.fed = draw(n, k)
+            self.pair = draw(2 * n, k)
+        else:
+            self.weight, self.fed, self.pair = (
+                make_weight(kind, size, k, device, columns)
+                for size, columns in ((n, False), (n, True), (2 * n, True))
+            )
+        self.weights = self.weight, self.fed, self.pair
         self.squares = squares_of(self.x, parts)
 
 
 def squares_of(x: Tensor, parts: int) -> Tensor:
     chunks = x.float().square().tensor_split(parts, dim=1)
     return torch.stack([chunk.sum(1) for chunk in chunks], dim=1)
-
-
-def close(found: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """Error at most twice that of plain torch in the same type, and a little where that is luckily small."""
-    assert found.dtype == plain.dtype and found.shape == exact.shape
-    size = 1.0 + exact.abs().max().item()
-    allowed = 2 * (plain.double() - exact).abs().max().item() + 2 * torch.finfo(found.dtype).eps * size
-    assert (found.double() - exact).abs().max().item() <= allowed
-
-
-def wide(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.double() for tensor in tensors]
 
 
 Keys = tuple[Tensor, Tensor, int, Tensor]

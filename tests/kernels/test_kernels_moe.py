@@ -1,4 +1,4 @@
-"""Routing and experts: against loops over rows, ties, NaN, and rows that do not see each other."""
+"""Routing and experts in every form: against loops over rows, ties, NaN, and rows that stay apart."""
 
 from __future__ import annotations
 
@@ -6,73 +6,213 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from spd.kernels.experts.moe import experts, gate_chosen, route, router_logits
+from spd.kernels.experts import moe
+from spd.kernels.linear.eight_bits import block_scales, int8_rows
+from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
+from tests.kernels.forms import EVERY, ROUNDED, Form, normal
 
-RULES = {
-    "deepseek_v3": {"groups": 4, "groups_kept": 2, "group_best": 2, "sigmoid": True, "normalised": True},
-    "deepseek_v2": {"groups": 4, "groups_kept": 2, "group_best": 1, "sigmoid": False, "normalised": False},
-    "softmax": {"groups": 1, "groups_kept": 1, "group_best": 1, "sigmoid": False, "normalised": True},
-}
-CORRECTED = ("deepseek_v3",)
+# -- routing -------------------------------------------------------------------------------------------
+
+FIELDS = ("per_token", "groups", "groups_kept", "group_best", "sigmoid", "normalised", "scale")
+RULES = [
+    (2, 1, 1, 1, False, True, 1.0),
+    (3, 1, 1, 1, True, False, 2.5),
+    (4, 4, 2, 2, True, True, 1.5),
+    (3, 4, 3, 1, False, False, 16.0),
+]
+"""Of plain softmax and sigmoid gates, and as DeepSeek-V3 and V2 choose groups first."""
+SMALLEST: list[tuple[Any, int, int, int]] = [
+    ((1, 1, 1, 1, False, True, 1.0), 1, 1, 1),
+    ((2, 1, 1, 1, True, False, 2.5), 2, 33, 1),
+    ((1, 3, 1, 1, True, True, 1.0), 3, 7, 2),
+    ((3, 3, 2, 2, False, False, 16.0), 9, 257, 1),
+]
+ROUTED = [(rule, *sizes) for rule in RULES for sizes in ((12, 40, 1), (16, 300, 40))] + SMALLEST
+"""(rule, experts, K, T): few experts and odd sizes too."""
 
 
-def routed(name: str, x: torch.Tensor, weight: torch.Tensor, correction: torch.Tensor | None) -> tuple:
-    logits = router_logits(x, weight)
-    rule = SimpleNamespace(per_token=3, scale=2.5, **RULES[name])
-    return route(logits, correction if name in CORRECTED else None, rule)
+def rule_of(values: tuple[Any, ...]) -> Any:
+    return SimpleNamespace(**dict(zip(FIELDS, values, strict=True)))
 
 
-def by_hand(name: str, logits: list[float], correction: list[float]) -> list[tuple[int, float]]:
-    """(expert, weight) of one row, in plain Python."""
-    rule, size = RULES[name], len(logits) // RULES[name]["groups"]
-    values = torch.tensor(logits, dtype=torch.float64)
-    scores = (values.sigmoid() if rule["sigmoid"] else values.softmax(0)).tolist()
-    choice = [s + c for s, c in zip(scores, correction, strict=True)] if name in CORRECTED else scores
-    groups = [list(range(g * size, (g + 1) * size)) for g in range(rule["groups"])]
-    worth = [sum(sorted((choice[e] for e in group), reverse=True)[: rule["group_best"]]) for group in groups]
-    kept = sorted(range(len(groups)), key=lambda g: (-worth[g], g))[: rule["groups_kept"]]
+def by_hand(rule: Any, logits: Tensor, correction: Tensor | None) -> tuple[list[int], list[float]]:
+    """Experts and weights of one row, in plain Python."""
+    values, size = logits.double(), len(logits) // rule.groups
+    scores = (values.sigmoid() if rule.sigmoid else values.softmax(0)).tolist()
+    added = [0.0] * len(scores) if correction is None else correction.tolist()
+    choice = [s + c for s, c in zip(scores, added, strict=True)]
+    groups = [list(range(g * size, (g + 1) * size)) for g in range(rule.groups)]
+    worth = [sum(sorted((choice[e] for e in group), reverse=True)[: rule.group_best]) for group in groups]
+    kept = sorted(range(len(groups)), key=lambda g: (-worth[g], g))[: rule.groups_kept]
     allowed = [e for g in kept for e in groups[g]]
-    chosen = sorted(allowed, key=lambda e: (-choice[e], e))[:3]
-    total = sum(scores[e] for e in chosen) if rule["normalised"] else 1.0
-    return [(e, scores[e] / total * 2.5) for e in chosen]
+    chosen = sorted(allowed, key=lambda e: (-choice[e], e))[: rule.per_token]
+    total = sum(scores[e] for e in chosen) if rule.normalised else 1.0
+    return chosen, [scores[e] / total * rule.scale for e in chosen]
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_routes_as_by_hand(name: str) -> None:
-    generator = torch.Generator().manual_seed(1)
-    x, weight = torch.randn(40, 32, generator=generator), torch.randn(12, 32, generator=generator) * 0.3
-    correction = torch.randn(12, generator=generator) * 0.4
-    ids, weights = routed(name, x, weight, correction)
-    different = 0
-    for row in range(40):
-        expected = by_hand(name, (x[row].double() @ weight.double().T).tolist(), correction.tolist())
-        assert ids[row].tolist() == [e for e, _ in expected]
-        assert (weights[row].double() - torch.tensor([w for _, w in expected]).double()).abs().max() < 2e-6
-        plain = by_hand(name, (x[row].double() @ weight.double().T).tolist(), [0.0] * 12)
-        different += plain != expected
-    assert (different > 0) == (name in CORRECTED), "the correction chooses"
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize(("rule", "count", "k", "rows"), ROUTED, ids=str)
+def test_routing(form: Form, rule: tuple[Any, ...], count: int, k: int, rows: int, corrected: bool) -> None:
+    """The experts of a loop in their order, weights in float32; a row alone is the row among others."""
+    given, dtype = rule_of(rule), form.dtypes[-1]
+    x = normal(rows, k, seed=rows).to(form.device, dtype)
+    weight = (normal(count, k, seed=k) / k**0.5).to(form.device)
+    correction = normal(count, seed=count).to(form.device) * 0.4 if corrected else None
+    logits = form.ops.router_logits(x, weight)
+    torch.testing.assert_close(logits.sum(1), F.linear(x.float(), weight), rtol=1e-5, atol=1e-5)
+    ids, weights = form.ops.route(logits, correction, given)
+    plain = 0
+    for row in range(rows):
+        wanted, shares = by_hand(given, logits[row].sum(0), correction)
+        assert ids[row].tolist() == wanted
+        torch.testing.assert_close(weights[row].tolist(), shares, rtol=2e-5, atol=1e-6)
+        plain += by_hand(given, logits[row].sum(0), None)[0] == wanted
+    assert corrected == (plain < rows) or rows < 9 or count == 1, "the correction chooses"
+    for row in {0, rows // 2, rows - 1}:
+        alone = form.ops.router_logits(x[row : row + 1], weight)
+        if form.name != "torch":
+            assert torch.equal(alone[0], logits[row])
+        one, share = form.ops.route(logits[row : row + 1], correction, given)
+        assert torch.equal(one[0], ids[row]) and torch.equal(share[0], weights[row])
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_ties_go_to_the_lowest_id_and_nan_stays_in_range(name: str) -> None:
-    weight, correction = torch.zeros(12, 8), torch.zeros(12)
-    x = torch.ones(6, 8)
-    x[4] = float("nan")
-    ids, weights = routed(name, x, weight, correction)
-    assert ids[[0, 1, 2, 3, 5]].tolist() == [[0, 1, 2]] * 5
-    assert sorted(ids[4].tolist()) == [0, 1, 2] and bool(weights[4].isnan().all())
-    assert bool(weights[[0, 1, 2, 3, 5]].isfinite().all())
-    weight[7] = float("nan")
-    ids, _ = routed(name, torch.randn(5, 8), weight, correction)
-    assert bool(((ids >= 0) & (ids < 12)).all()) and all(len(set(row)) == 3 for row in ids.tolist())
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_ties_go_to_the_lowest_expert_and_nonsense_stays_in_range(form: Form, rule: tuple[Any, ...]) -> None:
+    """Equal scores, NaN everywhere and in one expert, infinities that win and that all have."""
+    given = rule_of(rule)
+    logits = normal(6, 1, 12, seed=1).to(form.device)
+    logits[0], logits[1], logits[2, 0, 7] = 1.0, float("nan"), float("nan")
+    logits[3, 0, :6], logits[4, 0, 2:] = float("inf"), float("-inf")
+    ids, weights = form.ops.route(logits, torch.zeros(12, device=form.device), given)
+    wanted, shares = moe.route(logits, torch.zeros(12, device=form.device), given)
+    for row in (0, 5):
+        assert ids[row].tolist() == by_hand(given, logits[row, 0], None)[0]
+        torch.testing.assert_close(weights[row], shares[row], rtol=2e-5, atol=1e-6)
+    assert ids[0].tolist() == list(range(given.per_token))
+    for chosen in ids.tolist():
+        assert len(set(chosen)) == given.per_token and set(chosen) <= set(range(12))
+    if form.native:
+        assert torch.equal(ids[2], wanted[2])
+    assert shares[1].isnan().all() and shares[[0, 5]].isfinite().all()
 
 
-def case(dtype: torch.dtype, rows: int = 32, seed: int = 0) -> tuple[torch.Tensor, ...]:
+# -- experts -------------------------------------------------------------------------------------------
+
+Runner = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+"""Experts of x [T, K], ids and weights [T, k] onto a stream: results by row."""
+
+
+def runner(form: Form, gate_up: AnyWeight, down: AnyWeight) -> Runner:
+    if not form.native:
+        return lambda x, ids, weights, stream: form.ops.experts_onto(x, ids, weights, gate_up, down, stream)
+    packed = form.ops.pack(gate_up, gated=True), form.ops.pack(down)
+    return lambda x, ids, weights, stream: (form.ops.experts(x, ids, weights, *packed, stream),)
+
+
+def stacked(kind: str, count: int, n: int, k: int, device: str, dtype: torch.dtype) -> AnyWeight:
+    wide = normal(count, n, k, seed=n + k) / k**0.5
+    if kind == "plain":
+        return wide.to(device, dtype)
+    if kind == "int8":
+        made = [int8_rows(one) for one in wide]
+        values, scales = (torch.stack([getattr(m, name) for m in made]) for name in ("values", "scales"))
+    else:
+        inverse = 0.5 + normal(count, -(-n // 128), -(-k // 128), seed=k).abs()
+        values = wide.to(torch.float8_e4m3fn)
+        scales = torch.stack([block_scales(one, n) for one in inverse])
+    return ScaledWeight(values.to(device), scales.to(device))
+
+
+def widened(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
+    return weight.plain(dtype) if isinstance(weight, ScaledWeight) else weight.to(dtype)
+
+
+def by_definition(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """In float64, one row and one expert after another."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for row, place in itertools.product(range(x.shape[0]), range(ids.shape[1])):
+        expert = ids[row, place]
+        gate, up = (gate_up[expert].double() @ x[row].double()).chunk(2)
+        out[row] += weights[row, place].double() * (down[expert].double() @ (F.silu(gate) * up))
+    return out
+
+
+def merged(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """All experts as one MLP, as a layer with small ones computes them."""
+    every = F.linear(x, gate_up.flatten(0, 1)).view(x.shape[0], gate_up.shape[0], -1)
+    return F.linear(moe.gate_chosen(every, ids, weights), down.transpose(0, 1).flatten(1))
+
+
+def routed(rows: int, count: int, per_token: int, device: str) -> tuple[Tensor, Tensor]:
+    """Ids and weights: more rows than a tile choose the first expert, and none the last of several."""
+    ids = normal(rows, max(per_token, count - 1), seed=3).argsort(-1)[:, :per_token].to(device)
+    ids[:, 0] = torch.where(ids[:, 1:].eq(0).any(-1), ids[:, 0], 0)
+    return ids, normal(rows, per_token, seed=4).abs().to(device)
+
+
+@pytest.mark.parametrize("form", EVERY[1:], indirect=True)
+@pytest.mark.parametrize("kind", ["plain", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("count", "k", "n", "rows", "per_token"),
+    [
+        (5, 48, 32, 1, 2),
+        (4, 144, 80, 23, 3),
+        (2, 1, 1, 1, 1),
+        (3, 33, 7, 3, 2),
+        (6, 256, 64, 70, 3),
+        (32, 96, 32, 7, 8),
+    ],
+)
+def test_experts(form: Form, kind: str, count: int, k: int, n: int, rows: int, per_token: int) -> None:
+    """The weighed sum of what they make of their rows, onto the stream; a row's bits whoever else comes."""
+    if form.native and (kind != "plain" or k % 8 or n % 8):
+        pytest.skip("the C kernels take weights of 16 bits in whole vectors")
+    if form.name == "triton" and (rows * k > 4000 or count > 8):
+        pytest.skip("the interpreter is slow")
+    for dtype in form.dtypes:
+        gate_up = stacked(kind, count, 2 * n, k, form.device, dtype)
+        down = stacked(kind, count, k, n, form.device, dtype)
+        x, stream = (normal(rows, k, seed=s).to(form.device, dtype) for s in (1, 2))
+        ids, weights = routed(rows, count, per_token, form.device)
+        right = by_definition(x, ids, weights, widened(gate_up, torch.float32), widened(down, torch.float32))
+        onto = right + stream.double()
+        run = runner(form, gate_up, down)
+        if form.native:  # what is inside is rounded before the second product
+            allowed = 3 * ROUNDED * onto.abs().max()
+        else:
+            plain = moe.experts(x, ids, weights, widened(gate_up, dtype), widened(down, dtype))
+            allowed = 2 * (plain.double() - right).abs().max()
+            allowed += 8 * torch.finfo(dtype).eps * (1 + right.abs().max())
+            made = form.ops.experts(x, ids, weights, gate_up, down)
+            assert made.dtype == dtype and (made.double() - right).abs().max() <= allowed
+        found = run(x, ids, weights, stream)
+        assert (found[0].double() - onto).abs().max() <= allowed
+        if not form.native:
+            torch.testing.assert_close(found[1].sum(-1), found[0].float().square().sum(-1))
+        backwards = torch.arange(rows - 1, -1, -1, device=form.device)
+        parts = [torch.tensor([row], device=form.device) for row in {0, rows // 2, rows - 1}]
+        for part in (*parts, torch.arange(rows // 2 + 1, device=form.device), backwards):
+            some = run(x[part], ids[part], weights[part], stream[part])
+            assert all(torch.equal(a, b[part]) for a, b in zip(some, found, strict=True))
+        same = torch.arange(per_token, device=form.device).expand_as(ids).contiguous()
+        crowd, alone = run(x, same, weights, stream), run(x[:1], same[:1], weights[:1], stream[:1])
+        assert torch.equal(crowd[0][:1], alone[0])
+
+
+# -- torch's three ways --------------------------------------------------------------------------------
+
+WAYS = pytest.mark.parametrize("way", [merged, moe.experts, partial(moe.experts, chunk=True)])
+both_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def case(dtype: torch.dtype, rows: int = 32, seed: int = 0) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     gate_up = torch.randn(6, 48, 40, generator=generator) * 0.2
     down = torch.randn(6, 40, 24, generator=generator) * 0.2
@@ -82,71 +222,48 @@ def case(dtype: torch.dtype, rows: int = 32, seed: int = 0) -> tuple[torch.Tenso
     return x.to(dtype), ids, weights, gate_up.to(dtype), down.to(dtype)
 
 
-def merged(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor
-) -> torch.Tensor:
-    """All experts as one MLP, as a layer with small ones computes them."""
-    gate_up, down = matrices
-    every = F.linear(x, gate_up.flatten(0, 1)).view(x.shape[0], gate_up.shape[0], -1)
-    return F.linear(gate_chosen(every, ids, weights), down.transpose(0, 1).flatten(1))
+@WAYS
+@both_types
+def test_every_way_is_the_loop(way: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    given = case(dtype)
+    found, tolerance = way(*given), 1e-5 if dtype == torch.float32 else 0.04  # of values up to 3
+    assert found.dtype == dtype and (found.double() - by_definition(*given)).abs().max() < tolerance
 
 
-FORMS = pytest.mark.parametrize("form", [merged, experts, partial(experts, chunk=True)])
-
-
-@FORMS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_as_a_loop(form: Callable, dtype: torch.dtype) -> None:
-    x, ids, weights, gate_up, down = case(dtype)
-    found = form(x, ids, weights, gate_up, down)
-    assert found.dtype == dtype
-    for row, slots in enumerate(ids.tolist()):
-        expected = torch.zeros(40, dtype=torch.float64)
-        for slot, expert in enumerate(slots):
-            gate, up = (gate_up[expert].double() @ x[row].double()).chunk(2)
-            expected += weights[row, slot].double() * (down[expert].double() @ (F.silu(gate) * up))
-        tolerance = 1e-5 if dtype == torch.float32 else 0.04  # of values up to 3
-        assert (found[row].double() - expected).abs().max() < tolerance
-
-
-@FORMS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_does_not_see_where_others_go(form: Callable, dtype: torch.dtype) -> None:
+@WAYS
+@both_types
+def test_a_row_does_not_see_where_others_go(way: Callable[..., Tensor], dtype: torch.dtype) -> None:
     """Each row among strangers, at every place of as many rows: the same bits.
 
     Which numbers of rows agree with each other is the processor's affair, tried when a model is loaded.
     """
     x, ids, weights, gate_up, down = case(dtype)
-    whole = form(x, ids, weights, gate_up, down)
+    whole = way(x, ids, weights, gate_up, down)
     known = {(32, row): whole[row] for row in range(0, 32, 5)}
     for rows, seed in itertools.product((4, 8, 16, 32), (1, 2, 3)):
         others = case(dtype, seed=seed)
         for row in range(0, 32, 5):
             place = (row + seed) % rows
-            mixed = [torch.cat((theirs[:rows],)) for theirs in others[:3]]
+            mixed = [theirs[:rows].clone() for theirs in others[:3]]
             for theirs, ours in zip(mixed, (x, ids, weights), strict=True):
                 theirs[place] = ours[row]
-            found = form(*mixed, gate_up, down)
+            found = way(*mixed, gate_up, down)
             assert torch.equal(found[place], known.setdefault((rows, row), found[place])), (rows, row)
 
 
-@FORMS
-def test_not_finite_rows_stay_alone(form: Callable) -> None:
-    x, ids, weights, gate_up, down = case(torch.float32, rows=8)
-    whole = form(x, ids, weights, gate_up, down)
-    x[3] = float("nan")
-    found = form(x, ids, weights, gate_up, down)
-    assert bool(found[3].isnan().all())
-    keep = [0, 1, 2, 4, 5, 6, 7]
-    assert torch.equal(found[keep], whole[keep])
+@WAYS
+def test_what_is_not_finite_stays_where_it_is(way: Callable[..., Tensor]) -> None:
+    """A row of NaN stays alone; an expert that overflows spoils only its own rows.
 
-
-@FORMS
-def test_an_expert_that_overflows_spoils_only_its_own_rows(form: Callable) -> None:
-    """Small experts are computed for every row: what is not chosen must not be seen."""
+    Small experts are computed for every row: what is not chosen must not be seen.
+    """
     x, ids, weights, gate_up, down = case(torch.float32, rows=8)
+    whole, keep = way(x, ids, weights, gate_up, down), [0, 1, 2, 4, 5, 6, 7]
+    wild = x.clone()
+    wild[3] = float("nan")
+    found = way(wild, ids, weights, gate_up, down)
+    assert bool(found[3].isnan().all()) and torch.equal(found[keep], whole[keep])
     gate_up[5] = float("inf")
-    found = form(x, ids, weights, gate_up, down)
-    chosen = (ids == 5).any(dim=1)
+    found, chosen = way(x, ids, weights, gate_up, down), (ids == 5).any(dim=1)
     assert bool(found[~chosen].isfinite().all()) and not bool(found[chosen].isfinite().any())
     assert 0 < int(chosen.sum()) < 8

@@ -1,12 +1,10 @@
-"""The C kernels against plain formulas, and their rows against each other: the same bits in any company."""
+"""The C kernels' products against plain formulas and each other's rows, and how the library comes about."""
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -15,14 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
-from spd.kernels.attention.rotary_store import RotatedRows, rotary_store
 from spd.kernels.linear.rms_norm import rms_norm
 from spd.kernels.native import build, library
 from spd.kernels.native.build import NativeUnavailable, library_path
 from spd.kernels.native.library import NativeLibrary
 from spd.kernels.native.products import AmxRefused, Ending
-from tests.kernels.native_cases import PAGE, ROUNDED, assert_rounded, needs_compiled, noise
+from tests.kernels.forms import assert_rounded, needs_compiled, noise
 
 pytestmark = needs_compiled
 
@@ -74,160 +70,6 @@ def test_rows_of_a_product_in_any_company(native: NativeLibrary, width: int, dep
         wild = x.clone()
         wild[::2] = float("nan")
         assert torch.equal(product(wild)[1::2], every[1::2])
-
-
-@pytest.mark.parametrize("size", [8, 48, 64, 1000])
-def test_norms(native: NativeLibrary, size: int) -> None:
-    """Rows of any size, one or many, alone and onto a stream."""
-    x, scales, residual = noise(9, size), noise(size).float(), noise(9, size)
-    wide = x.double()
-    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scales.double()
-    got = native.norm(x, scales, 1e-5)
-    assert_rounded(got, exact)
-    assert_rounded(native.norm(x, scales, 1e-5, residual), exact + residual.double())
-    assert torch.equal(native.norm(x[3:4], scales, 1e-5), got[3:4])
-    assert torch.equal(native.rms_norm_rows(x, None, scales.bfloat16(), 1e-5), got)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 64), (3, 1, 32), (2, 2, 24), (5, 1, 96)])
-@pytest.mark.parametrize("normed", [False, True])
-def test_rotation_and_store(
-    native: NativeLibrary, heads: int, kv_heads: int, size: int, normed: bool
-) -> None:
-    """As torch's reference, and nothing but the rows' own places is written."""
-    rows, pages = 5, 3
-    qkv = noise(rows, (heads + 2 * kv_heads) * size)
-    angles = torch.rand(20, size // 2, generator=torch.Generator().manual_seed(1)) * 6
-    cos, sin = angles.cos().repeat(1, 2).bfloat16(), angles.sin()
-    sin = torch.cat((-sin, sin), -1).bfloat16()
-    positions, places = torch.tensor([3, 0, 19, 7, 7]), torch.tensor([70, 0, 191, 5, 6])
-    scales = noise(heads + kv_heads, size).float() if normed else None
-    pools = noise(pages, PAGE, kv_heads, size, seed=1), noise(pages, PAGE, kv_heads, size, seed=2)
-    wide = by_position(pools[0]).double(), by_position(pools[1]).double()
-    turning = RotatedRows(cos.double(), sin.double(), positions, places)
-    exact_scales = None if scales is None else scales.double()
-    exact = rotary_store(qkv.double(), turning, exact_scales, 1e-6, wide, heads)
-    turning = RotatedRows(cos, sin, positions, places)
-    query = native.rotary_store(qkv, turning, scales, 1e-6, pools, heads)
-    assert_rounded(query, exact)
-    keys, values = (by_position(pool) for pool in pools)
-    assert_rounded(keys, wide[0])
-    assert torch.equal(values.double(), wide[1])
-
-
-def by_position(pool: Tensor) -> Tensor:
-    """Pages that the kernels wrote as [K, page, D], as [page, K, D]."""
-    pages, page, heads, size = pool.shape
-    return pool.view(pages, heads, page, size).transpose(1, 2).contiguous()
-
-
-@dataclass
-class Case:
-    """One slot's cache in scattered pages, and its heads."""
-
-    heads: int
-    kv_heads: int
-    size: int
-    context: int
-
-    def __post_init__(self) -> None:
-        count = -(-self.context // PAGE)
-        self.keys, self.values = (noise(self.context, self.kv_heads, self.size, seed=s) for s in (3, 4))
-        self.table = torch.randperm(count, generator=torch.Generator().manual_seed(5)) * 2 + 1
-        shape = (2 * count + 1, PAGE, self.kv_heads, self.size)
-        self.pools = (torch.full(shape, math.nan).bfloat16(), torch.full(shape, math.nan).bfloat16())
-        for pool, rows in zip(self.pools, (self.keys, self.values), strict=True):
-            flat = pool.view(-1, self.kv_heads, self.size)
-            flat[(self.table[:, None] * PAGE + torch.arange(PAGE)).flatten()] = 0
-            flat[self.places(torch.arange(self.context))] = rows
-            pool.copy_(pool.transpose(1, 2).reshape(pool.shape))
-
-    def places(self, positions: Tensor) -> Tensor:
-        return self.table[positions // PAGE] * PAGE + positions % PAGE
-
-    def attend(
-        self, native: NativeLibrary, query: Tensor, positions: Tensor, first_key: int = 0, **options: float
-    ) -> Tensor:
-        """query [S, Q, H, D] at positions [S, Q]."""
-        heads = AttentionHeads(self.heads, self.kv_heads, self.size, first_key)
-        table = self.table.expand(query.shape[0], -1)
-        valid = torch.ones_like(positions, dtype=torch.bool)
-        windows = Windows(positions, valid, table, [], [])
-        plan = native.plan_attention(windows, heads, PAGE, torch.bfloat16)
-        scores = Scores(self.size**-0.5, **options)  # type: ignore[arg-type]
-        return native.paged_attention(query, self.pools, plan, scores)
-
-    def exact(
-        self, query: Tensor, positions: Tensor, first_key: int = 0, sliding: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:  # fmt: skip
-        groups = self.heads // self.kv_heads
-        keys, values = (t.double().repeat_interleave(groups, 1) for t in (self.keys, self.values))
-        scores = torch.einsum("sqhd,khd->sqhk", query.double(), keys) * self.size**-0.5
-        if softcap is not None:
-            scores = (scores / softcap).tanh() * softcap
-        key, row = torch.arange(self.context), positions[..., None]
-        hidden = (key > row) | (key < row.clamp(max=first_key))
-        if sliding is not None:
-            hidden |= key <= row - sliding
-        weights = scores.masked_fill(hidden[:, :, None], float("-inf")).softmax(-1)
-        return torch.einsum("sqhk,khd->sqhd", weights, values)
-
-
-CASES = [
-    Case(4, 2, 64, 300),
-    Case(16, 1, 32, 129),
-    Case(3, 3, 24, 70),
-    Case(5, 1, 40, 33),
-    Case(2, 1, 256, 500),
-]
-KINDS = [
-    {},
-    {"sliding": 17},
-    {"sliding": 200},
-    {"softcap": 3.0},
-    {"first_key": 2},
-    {"sliding": 40, "softcap": 2.0},
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.heads}x{c.kv_heads}x{c.size}-{c.context}")
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_attention(native: NativeLibrary, case: Case, kind: dict[str, float]) -> None:
-    """Windows at the start, at chunks' edges and at the end; pages that no row has hold NaN."""
-    last = case.context - 1
-    positions = torch.tensor([[0, 1, 2], [last - 2, last - 1, last], [min(127, last), min(128, last), last]])
-    query = noise(3, 3, case.heads, case.size, seed=6)
-    got = case.attend(native, query, positions, **kind)  # type: ignore[arg-type]
-    exact = case.exact(query, positions, **kind)  # type: ignore[arg-type]
-    # Weights are rounded to bfloat16 before they meet the values.
-    assert (got.double() - exact).abs().max() <= 3 * ROUNDED * float(case.values.abs().max())
-
-
-@pytest.mark.parametrize("case", CASES[:3], ids=lambda c: f"{c.heads}x{c.kv_heads}x{c.size}-{c.context}")
-@pytest.mark.parametrize("kind", KINDS[:4], ids=str)
-def test_rows_of_attention_in_any_company(native: NativeLibrary, case: Case, kind: dict[str, float]) -> None:
-    """The same bits alone, in a window of any width, as a part of a prompt, and among slots."""
-    count = min(case.context, 70)
-    positions = torch.arange(case.context - count, case.context)
-    query = noise(count, case.heads, case.size, seed=7)
-    alone = torch.cat(
-        [
-            case.attend(native, query[None, i : i + 1], positions[None, i : i + 1], **kind)[0]
-            for i in range(count)
-        ]  # type: ignore[arg-type]
-    )
-    for width in (2, 5, 9, 33, count):
-        for first in range(0, count - width + 1, width):
-            part = slice(first, first + width)
-            window = case.attend(native, query[None, part], positions[None, part], **kind)  # type: ignore[arg-type]
-            assert torch.equal(window[0], alone[part]), (width, first)
-    even = count // 2 * 2
-    slots = case.attend(native, query[:even].unflatten(0, (-1, 2)), positions[:even].view(-1, 2), **kind)  # type: ignore[arg-type]
-    assert torch.equal(slots.flatten(0, 1), alone[:even])
-    scores = Scores(case.size**-0.5, **kind)  # type: ignore[arg-type]
-    whole = native.prefill_attention(query, case.pools, case.table, int(positions[0]), scores)
-    assert torch.equal(whole, alone)
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +137,7 @@ def test_a_kept_library_that_cannot_be_trusted_is_made_again(
     harm: str, tmp_path: Path, compiled: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It runs, the log says so, and where the place can be trusted it is whole again."""
-    folder = tmp_path / "cache"
+    folder = tmp_path / "a cache, with words"
     NativeLibrary(library_path(lambda: folder))
     (place,) = folder.iterdir()
     HARM[harm](place)
@@ -384,20 +226,6 @@ def test_no_rows(native: NativeLibrary) -> None:
     """Nothing of nothing."""
     packed = native.pack(noise(40, 64))
     assert native.linear(torch.empty(0, 64, dtype=torch.bfloat16), packed, None).shape == (0, 40)
-
-
-@pytest.mark.parametrize("wild", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_spoil_who_sees_them(native: NativeLibrary, wild: float) -> None:
-    """The rows before them in the same window have their bits."""
-    case = Case(4, 2, 64, 200)
-    positions = torch.arange(190, 200)[None]
-    query = noise(1, 10, 4, 64, seed=8)
-    clean = case.attend(native, query, positions)
-    flat = case.pools[1].view(-1, case.kv_heads, PAGE, case.size)
-    flat[case.table[196 // PAGE], :, 196 % PAGE, 5] = wild
-    got = case.attend(native, query, positions)
-    assert torch.equal(got[0, :6], clean[0, :6])
-    assert not got[0, 6:].isfinite().any()
 
 
 def test_a_library_is_made_once(tmp_path: Path, compiled: list[int]) -> None:

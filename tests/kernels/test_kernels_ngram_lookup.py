@@ -1,4 +1,7 @@
-"""Prompt lookup against a plain search, with blocks small enough that everything crosses them."""
+"""Prompt lookup against a plain search, with blocks small enough that everything crosses them.
+
+Alone, and over drafts that are there already; and what it says of its matches.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from spd.kernels.native.build import library_path
-from spd.kernels.native.library import NativeLibrary
-from tests.kernels.native_cases import needs_compiled
-from tests.prompt_lookup import search
+from tests.kernels.forms import HERE, needs_compiled
+from tests.prompt_lookup import match_length, search
 
 WIDTH, WIDE = 150, 12
 NAMES = ("tokens", "length", "active", "draft", "num_drafts", "match")
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
-    """The C kernels."""
-    return NativeLibrary(library_path(lambda: tmp_path_factory.mktemp("native")))
+THERE, COUNT, MATCH = -7, 9, -5
+"""What stands in drafts, their numbers and matches before."""
 
 
 @pytest.fixture(params=["torch", pytest.param("native", marks=needs_compiled), "short", "long", "whole"])
@@ -32,7 +29,7 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     if request.param == "native":
         if request.getfixturevalue("device") != "cpu":
             pytest.skip("C kernels run on a CPU")
-        return request.getfixturevalue("compiled")
+        return request.getfixturevalue("native_with")(HERE[0])
     if request.param == "torch":
         return importlib.import_module("spd.kernels.round.ngram_lookup")
     pytest.importorskip("triton")
@@ -178,3 +175,41 @@ def test_a_long_row_walks_all_its_blocks(device: str) -> None:
         text = list(range(10, 10 + length))
         text[-5:] = text[end - 4 : end + 1]
         assert lookup(op, device, [text, [1, 1]], 4, (3, 8), width=width) == [text[end + 1 : end + 5], []]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_match_takes_the_place_of_drafts(op: Any, device: str, seed: int) -> None:
+    """Of every slot apart: silent ones keep all, those without a match their drafts."""
+    rng = random.Random(seed)
+    slots, shortest, longest = 6, rng.randint(1, 5), rng.randint(5, 9)
+    over = seed % 3 > 0
+    texts = [random_text(rng) for _ in range(slots)]
+    active = torch.tensor([rng.random() < 0.8 for _ in range(slots)])
+    tokens = torch.zeros(slots, WIDTH, dtype=torch.long)
+    for s, text in enumerate(texts):
+        tokens[s, : len(text)] = torch.tensor(text)
+    length = torch.tensor([len(text) for text in texts])
+    for k in (0, 1, 4, WIDE):
+        counts = torch.tensor([rng.choice((0, COUNT)) for _ in range(slots)])
+        state = [
+            tokens,
+            length,
+            active,
+            torch.full((slots, WIDE), THERE),
+            counts,
+            torch.full((slots,), MATCH),
+        ]
+        rows = [tensor.clone().to(device) for tensor in state]
+        asked = SimpleNamespace(**dict(zip(NAMES, rows, strict=True)))
+        op.ngram_lookup(asked, k, shortest, longest, int(length.max()), over=over)
+        for s, text in enumerate(texts):
+            draft, count, matched = (rows[i][s].tolist() for i in (3, 4, 5))
+            size = match_length(text, longest) if active[s] else 0
+            found = size if size >= shortest else 0
+            if not over or (found and active[s]):
+                expected = search(text, k, shortest, longest) if found else []
+                assert (draft[:k], count) == (expected + [0] * (k - len(expected)), len(expected))
+            else:
+                assert (draft[:k], count) == ([THERE] * k, counts[s])
+            assert draft[k:] == [THERE] * (WIDE - k)
+            assert matched == (found if active[s] else MATCH)

@@ -10,7 +10,7 @@ import torch
 
 from spd.kernels.native.library import NativeLibrary
 from spd.kernels.native.products import Ending
-from tests.kernels.native_cases import needs_compiled, noise
+from tests.kernels.forms import needs_compiled, noise
 
 pytestmark = needs_compiled
 WIDTH, DEPTH = 2080, 512

@@ -1,179 +1,222 @@
-"""Norm, rotation and cache write in one launch: against float64, the torch composition, and row by row."""
+"""Norm, rotation and cache write in one launch, of keys and values and of latents, in every form.
+
+Against float64, row by row, and with what stands beside the rows' own places left alone.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from spd.kernels.attention import rotary_store as reference
 from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary, store_kv
+from spd.kernels.dispatch import load_kernels
 from spd.kernels.linear.rms_norm import rms_norm
+from tests.kernels.forms import EVERY, Form, assert_rounded, near, normal, turning_tables
 
-twin = pytest.importorskip("spd.kernels.attention.rotary_store_triton")
-
-PAGES, PAGE, TABLE = 5, 8, 40
+PAGES, PAGE, TABLE, UNTOUCHED = 5, 64, 40, 7.0
 EPSILON = 0.05
 """Large, so that its absence would be seen."""
 
 
 @dataclass
 class Inputs:
-    """Arguments of one call on pools that hold sevens."""
+    """Arguments of one call, on pools that hold sevens."""
 
-    qkv: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    weight: torch.Tensor | None
+    wide: Tensor
+    """Of keys and values: qkv [T, (H + 2 K) * D]. Of latents: queries that stand apart, then what is kept."""
+    turning: RotatedRows
+    weight: Tensor | None
     heads: int
     kv_heads: int
     size: int
+    rank: int | None = None
 
-    def pools(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (PAGES, PAGE, self.kv_heads, self.size)
-        return tuple(torch.full(shape, 7.0, dtype=dtype, device=self.qkv.device) for _ in range(2))  # type: ignore[return-value]
+    def cast(self, dtype: torch.dtype) -> Inputs:
+        cos, sin, positions, slots = vars(self.turning).values()
+        weight = None if self.weight is None else self.weight.to(dtype)
+        turning = RotatedRows(cos.to(dtype), sin.to(dtype), positions, slots)
+        return replace(self, wide=self.wide.to(dtype), turning=turning, weight=weight)
 
-    def run(self, operation, rows=slice(None)) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
-        """(query, key pool, value pool) of some rows."""
-        pools = self.pools(self.qkv.dtype)
-        turning = RotatedRows(self.cos, self.sin, self.positions[rows], self.slots[rows])
-        query = operation(self.qkv[rows], turning, self.weight, EPSILON, pools, self.heads)
-        return query, *pools
-
-    def double(self) -> Inputs:
-        weight = None if self.weight is None else self.weight.double()
-        return Inputs(
-            self.qkv.double(),
-            self.cos.double(),
-            self.sin.double(),
-            self.positions,
-            self.slots,
-            weight,
-            self.heads,
-            self.kv_heads,
-            self.size,
+    def of(self, rows: slice) -> Inputs:
+        cos, sin, positions, slots = vars(self.turning).values()
+        return replace(
+            self, wide=self.wide[rows], turning=RotatedRows(cos, sin, positions[rows], slots[rows])
         )
+
+    def run(self, form: Form | None) -> list[Tensor]:
+        """The query, and the pools' places [places, numbers]; by the definition without a form."""
+        width = self.size + self.rank if self.rank else self.size
+        shape = (PAGES, PAGE, width) if self.rank else (PAGES, PAGE, self.kv_heads, self.size)
+        pools = [self.wide.new_full(shape, UNTOUCHED) for _ in range(1 if self.rank else 2)]
+        query = self._define(pools) if form is None else self._call(form, pools)
+        if form is not None and form.native and not self.rank:  # pages of the C kernels are kept head by head
+            pools = [pool.view(PAGES, self.kv_heads, PAGE, -1).transpose(1, 2) for pool in pools]
+        return [query, *(pool.flatten(0, 1).flatten(1) for pool in pools)]
+
+    def _split(self) -> tuple[Tensor, Tensor]:
+        """Queries [T, H, R] and latents [T, L + R], as a layer cuts them from wider rows."""
+        assert self.rank is not None and self.weight is not None
+        query = self.wide[:, 3 : 3 + self.heads * (7 + self.size)].unflatten(1, (self.heads, -1))[..., 7:]
+        return query, self.wide[:, -(self.rank + self.size) :]
+
+    def _call(self, form: Form, pools: list[Tensor]) -> Tensor:
+        if self.rank:
+            return form.ops.latent_store(*self._split(), self.turning, self.weight, EPSILON, *pools)
+        weight = self.weight.float() if form.native and self.weight is not None else self.weight
+        return form.ops.rotary_store(self.wide, self.turning, weight, EPSILON, pools, self.heads)
+
+    def _define(self, pools: list[Tensor]) -> Tensor:
+        """Written out."""
+        half, places = self.size // 2, self.turning.kv_slots
+
+        def normed(x: Tensor) -> Tensor:
+            return x / (x.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt()
+
+        def rotated(x: Tensor) -> Tensor:
+            cos = self.turning.cos[self.turning.positions][:, None, :half]
+            sin = self.turning.sin[self.turning.positions][:, None, half:]
+            first, second = x[..., :half], x[..., half:]
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+        if self.rank:
+            query, latent = self._split()
+            key = rotated(latent[:, None, self.rank :])[:, 0]
+            kept = torch.cat((normed(latent[:, : self.rank]) * self.weight, key), -1)
+            pools[0].flatten(0, 1)[places] = kept
+            return rotated(query)
+        fused = self.wide.view(len(self.wide), -1, self.size)
+        keyed = fused[:, : self.heads + self.kv_heads]
+        keyed = rotated(keyed if self.weight is None else normed(keyed) * self.weight)
+        pools[0].flatten(0, 1)[places] = keyed[:, self.heads :]
+        pools[1].flatten(0, 1)[places] = fused[:, self.heads + self.kv_heads :]
+        return keyed[:, : self.heads]
 
 
 def make(
-    device: str,
-    dtype: torch.dtype,
-    rows: int,
-    heads: tuple[int, int],
-    size: int,
-    normed: bool = True,
-    table: torch.dtype | None = None,
+    form: Form, rows: int, heads: tuple[int, int], size: int, normed: bool = True, rank: int | None = None
 ) -> Inputs:
-    torch.manual_seed(0)
-    angle = torch.rand(TABLE, size // 2) * 6
-    cos, sin = angle.cos(), angle.sin()
-    weight = (torch.rand(sum(heads), size) + 0.5).to(device, dtype) if normed else None
-    return Inputs(
-        torch.randn(rows, (heads[0] + 2 * heads[1]) * size).to(device, dtype),
-        torch.cat((cos, cos), -1).to(device, table or dtype),
-        torch.cat((-sin, sin), -1).to(device, table or dtype),
-        torch.randperm(TABLE)[:rows].to(device),
-        torch.randperm(PAGES * PAGE)[:rows].to(device),
-        weight,
-        *heads,
-        size,
-    )
+    """Float32 inputs for a form's device; heads: of queries, of keys."""
+    cos, sin = turning_tables(TABLE, size, form.device, torch.float32)
+    order = torch.Generator().manual_seed(rows)
+    positions, slots = (torch.randperm(n, generator=order)[:rows] for n in (TABLE, PAGES * PAGE))
+    turning = RotatedRows(cos, sin, positions.to(form.device), slots.to(form.device))
+    width = (heads[0] + 2 * heads[1]) * size
+    if rank:
+        width = 3 + heads[0] * (7 + size) + rank + size
+    shape = (rank,) if rank else (sum(heads), size)
+    weight = (normal(*shape, seed=6).abs() + 0.5).to(form.device) if normed else None
+    return Inputs(normal(rows, width, seed=5).to(form.device), turning, weight, *heads, size, rank)
 
 
-def exact(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The definition in float64, written out."""
-    x = inputs.double()
-    fused = x.qkv.view(-1, x.heads + 2 * x.kv_heads, x.size)
-    rotated, value = fused[:, : x.heads + x.kv_heads], fused[:, x.heads + x.kv_heads :]
-    if x.weight is not None:
-        rotated = rotated / (rotated.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt() * x.weight
-    half = x.size // 2
-    cos, sin = x.cos[x.positions][:, None, :half], x.sin[x.positions][:, None, half:]
-    first, second = rotated[..., :half], rotated[..., half:]
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    keys, values = x.pools(torch.float64)
-    keys.flatten(0, 1)[x.slots] = rotated[:, x.heads :]
-    values.flatten(0, 1)[x.slots] = value
-    return rotated[:, : x.heads], keys, values
+CASES: list[tuple[int, tuple[int, int], int, bool, int | None]] = [
+    # rows, heads of queries and of keys, size that is rotated, whether heads are normed, rank of latents
+    (1, (4, 2), 16, True, None),
+    (5, (3, 1), 80, True, None),
+    (3, (7, 7), 96, False, None),
+    (5, (2, 2), 24, True, None),
+    (5, (4, 2), 64, False, None),
+    (4, (6, 2), 6, True, None),
+    (1, (1, 1), 2, True, None),
+    (2, (3, 3), 2, False, None),
+    (1, (3, 1), 34, True, None),
+    (6, (5, 1), 8, True, 24),
+    (9, (4, 1), 32, True, 128),
+    (9, (3, 1), 8, True, 40),
+    (5, (1, 1), 2, True, 1),
+    (3, (3, 1), 6, True, 33),
+]
 
 
-@pytest.mark.parametrize(
-    ("rows", "heads", "size", "normed"),
-    [
-        (1, (4, 2), 16, True),
-        (5, (3, 1), 80, True),
-        (3, (7, 7), 96, False),
-        (4, (6, 2), 6, True),
-        (1, (1, 1), 2, True),
-        (2, (3, 3), 2, False),
-        (1, (3, 1), 34, True),
-    ],
-)
+@pytest.mark.parametrize(("rows", "heads", "size", "normed", "rank"), CASES)
 def test_against_its_definition(
-    device: str, dtypes: tuple[torch.dtype, ...], rows: int, heads: tuple[int, int], size: int, normed: bool
+    form: Form, rows: int, heads: tuple[int, int], size: int, normed: bool, rank: int | None
 ) -> None:
-    for dtype in dtypes:
-        inputs = make(device, dtype, rows, heads, size, normed)
-        found = inputs.run(twin.rotary_store)
-        expected, plain = exact(inputs), inputs.run(reference.rotary_store)
-        for ours, theirs, right in zip(found, plain, expected, strict=True):
-            assert ours.dtype == dtype and ours.shape == right.shape
-            error, allowed = (ours - right).abs().max(), (theirs - right).abs().max()
-            assert error <= 2 * allowed + 1e-6
-        assert torch.equal(found[2], plain[2]), "values are copied"
+    """Values are copied, and nothing but the rows' own places is written; of a row alone, the same bits."""
+    if form.native and (size % 8 or (rank or 0) % 8):
+        pytest.skip("heads of the C kernels are multiples of 8")
+    torch_form = Form("torch", load_kernels("torch"), form.device, form.dtypes)
+    for dtype in form.dtypes:
+        inputs = make(form, rows, heads, size, normed, rank).cast(dtype)
+        found, right = inputs.run(form), inputs.cast(torch.float64).run(None)
+        for ours, plain, exact in zip(found, inputs.run(torch_form), right, strict=True):
+            if form.native:
+                assert_rounded(ours, exact)
+            elif form.name == "torch":
+                assert (ours - exact).abs().max() < (1e-5 if dtype == torch.float32 else 0.05)
+            else:
+                near(ours, exact, plain, size=None if rank else 2.5e-7 / torch.finfo(dtype).eps)
+        if not rank:
+            assert torch.equal(found[2].double(), right[2]), "values are copied"
+        others = torch.ones(PAGES * PAGE, dtype=torch.bool, device=form.device)
+        others[inputs.turning.kv_slots] = False
+        assert all((pool[others] == UNTOUCHED).all() for pool in found[1:])
 
 
-def test_tables_may_be_finer_than_the_model(device: str) -> None:
-    inputs = make(device, torch.float16, 3, (4, 2), 16, table=torch.float32)
-    for operation in (twin.rotary_store, reference.rotary_store):
-        for found, right in zip(inputs.run(operation), exact(inputs), strict=True):
-            assert found.dtype == torch.float16 and (found - right).abs().max() < 4e-3
-
-
-def test_rows_without_a_place_share_one(device: str) -> None:
-    """Rows that must not be kept write one slot, whichever wins, and nothing but their slot is touched."""
-    inputs = make(device, torch.float32, 6, (4, 2), 16)
-    inputs.slots[2:] = 3
-    _, keys, values = inputs.run(twin.rotary_store)
-    touched = set(inputs.slots.tolist())
-    for pool in (keys, values):
-        written = (pool.flatten(0, 1) != 7).flatten(1).any(1).nonzero().flatten().tolist()
-        assert set(written) == touched
-    _, right, _ = exact(inputs)
-    assert (keys.flatten(0, 1)[inputs.slots[:2]] - right.flatten(0, 1)[inputs.slots[:2]]).abs().max() < 1e-5
-
-
-def test_a_row_alone_is_the_row_among_others(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
-    for dtype in dtypes:
-        inputs = make(device, dtype, 9, (5, 2), 32)
-        query, keys, values = inputs.run(twin.rotary_store)
-        for i in range(9):
-            alone, key, value = inputs.run(twin.rotary_store, slice(i, i + 1))
-            slot = inputs.slots[i]
+@pytest.mark.parametrize("form", EVERY[1:], indirect=True)
+@pytest.mark.parametrize(
+    ("heads", "size", "rank"), [((5, 2), 32, None), ((5, 1), 8, 24), ((3, 1), 8, 40)], ids=str
+)
+def test_a_row_alone_is_the_row_among_others(
+    form: Form, heads: tuple[int, int], size: int, rank: int | None
+) -> None:
+    for dtype in form.dtypes:
+        inputs = make(form, 9, heads, size, True, rank).cast(dtype)
+        query, *pools = inputs.run(form)
+        for i, slot in enumerate(inputs.turning.kv_slots.tolist()):
+            alone, *own = inputs.of(slice(i, i + 1)).run(form)
             assert torch.equal(alone[0], query[i])
-            assert torch.equal(key.flatten(0, 1)[slot], keys.flatten(0, 1)[slot])
-            assert torch.equal(value.flatten(0, 1)[slot], values.flatten(0, 1)[slot])
+            assert all(torch.equal(one[slot], pool[slot]) for one, pool in zip(own, pools, strict=True))
 
 
-def test_an_odd_head_is_refused(device: str) -> None:
+@pytest.mark.parametrize("form", EVERY[:2], indirect=True)
+def test_tables_may_be_finer_than_the_model(form: Form) -> None:
+    wide = make(form, 3, (4, 2), 16)
+    inputs = replace(wide.cast(torch.float16), turning=wide.turning)
+    exact = inputs.cast(torch.float64).run(None)
+    for found, right in zip(inputs.run(form), exact, strict=True):
+        assert found.dtype == torch.float16 and (found - right).abs().max() < 4e-3
+
+
+@pytest.mark.parametrize("form", EVERY[:2], indirect=True)
+def test_rows_without_a_place_share_one(form: Form) -> None:
+    """Rows that must not be kept write one slot, whichever wins, and nothing but their slot is touched."""
+    inputs = make(form, 6, (4, 2), 16)
+    inputs.turning.kv_slots[2:] = 3
+    touched, right = inputs.turning.kv_slots, inputs.run(None)
+    for pool, wanted in zip(inputs.run(form)[1:], right[1:], strict=True):
+        assert set((pool != UNTOUCHED).any(1).nonzero().flatten().tolist()) == set(touched.tolist())
+        assert (pool[touched[:2]] - wanted[touched[:2]]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("form", EVERY[:2], indirect=True)
+@pytest.mark.parametrize("rank", [None, 1])
+def test_an_odd_head_is_refused(form: Form, rank: int | None) -> None:
     """The halves of a rotation are equal: config.json's heads are refused before, with its name."""
-    inputs = make(device, torch.float32, 1, (1, 1), 3)
-    for operation in (twin.rotary_store, reference.rotary_store):
-        with pytest.raises(ValueError, match="3 values of a head cannot be rotated in pairs"):
-            inputs.run(operation)
+    inputs = make(form, 1, (1, 1), 4, True, rank)
+    cos, sin, *places = vars(inputs.turning).values()
+    odd = replace(
+        inputs, size=3, wide=inputs.wide[:, : 9 if rank is None else 17],
+        turning=RotatedRows(cos[:, :3], sin[:, :3], *places),
+        weight=None if rank is None else inputs.weight,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="3 values of a head cannot be rotated in pairs"):
+        odd.run(form)
 
 
+@pytest.mark.parametrize("form", EVERY[:1], indirect=True)
 @pytest.mark.parametrize("normed", [True, False])
-def test_the_torch_form_is_the_composition(normed: bool) -> None:
-    inputs = make("cpu", torch.float16, 4, (4, 2), 16, normed)
-    fused = inputs.qkv.view(4, 8, 16)
+def test_the_torch_form_is_the_composition(form: Form, normed: bool) -> None:
+    inputs = make(form, 4, (4, 2), 16, normed).cast(torch.float16)
+    fused, turning = inputs.wide.view(4, 8, 16), inputs.turning
     rotated = fused[:, :6] if inputs.weight is None else rms_norm(fused[:, :6], inputs.weight, EPSILON)
-    rows = [table[inputs.positions].unsqueeze(1) for table in (inputs.cos, inputs.sin)]
+    rows = [table[turning.positions].unsqueeze(1) for table in (turning.cos, turning.sin)]
     rotated = apply_rotary(rotated, *rows)
-    keys, values = inputs.pools(torch.float16)
-    store_kv(rotated[:, 4:], fused[:, 6:], (keys, values), inputs.slots)
-    for found, right in zip(inputs.run(reference.rotary_store), (rotated[:, :4], keys, values), strict=True):
-        assert torch.equal(found, right)
+    pools = tuple(torch.full((PAGES, PAGE, 2, 16), UNTOUCHED, dtype=torch.float16) for _ in range(2))
+    store_kv(rotated[:, 4:], fused[:, 6:], pools, turning.kv_slots)
+    wanted = [rotated[:, :4], *(pool.flatten(0, 1).flatten(1) for pool in pools)]
+    assert all(torch.equal(a, b) for a, b in zip(inputs.run(form), wanted, strict=True))
+    gathered = RotatedRows(*(row[:, 0] for row in rows), None, turning.kv_slots)
+    assert torch.equal(replace(inputs, turning=gathered).run(form)[0], wanted[0])

@@ -7,42 +7,30 @@ from pathlib import Path
 
 from spd.kernels.dispatch import operation_stems
 
-PLACE = "test_a_rows_bits_do_not_depend_on_its_place_and_neighbours"
+PLACE = ("skinny_linear", "test_a_rows_bits_do_not_depend_on_its_place_and_neighbours")
 ROW = "test_a_row_alone_is_the_row_among_others"
-SAME = "test_a_row_is_the_same_alone_and_among_others"
+SAME = ("sampling", "test_a_row_is_the_same_alone_and_among_others")
+CHUNK = ("attention", "test_a_row_of_a_prompt_alone_is_the_row_in_its_chunk")
 SLOT = "test_a_slot_does_not_see_its_neighbours"
-SLOT_ALONE = "test_a_slot_is_the_same_alone_and_among_others"
-RECURRENT = "test_passes_of_the_triton_form_are_single_steps"
+RECURRENT = ("recurrent", "test_passes_of_the_triton_form_are_single_steps")
 
 SHOWN_BY = {
-    "embed": ("skinny_linear", "test_a_row_is_embedded_alone_as_among_others"),
-    "norm_linear": ("skinny_linear", PLACE),
-    "norm_gate_up": ("skinny_linear", PLACE),
-    "linear": ("skinny_linear", PLACE),
-    "linear_residual": ("skinny_linear", PLACE),
-    "rms_norm_rows": ("skinny_linear", PLACE),
-    "norm_residual": ("norm_residual", ROW),
-    "head_logits": ("skinny_linear", PLACE),
-    "head_sample": ("skinny_linear", PLACE),
-    "rotary_store": ("rotary_store", ROW),
-    "plan_attention": ("paged_attention", ROW),
-    "paged_attention": ("paged_attention", ROW),
-    "prefill_attention": ("prefill_attention", ROW),
-    "latent_store": ("mla_triton", "test_what_is_kept_of_a_row"),
-    "head_linear": ("mla_triton", "test_each_head_has_its_own_product"),
-    "mla_attention": ("mla_triton", ROW),
-    "mla_prefill": ("mla_triton", "test_prompt_chunks"),
-    "router_logits": ("moe_triton", "test_routing"),
-    "route": ("moe_triton", "test_routing"),
-    "experts": ("moe_triton", "test_experts"),
-    "experts_onto": ("moe_triton", "test_experts"),
-    "short_conv": ("recurrent", RECURRENT),
-    "delta_rule": ("recurrent", RECURRENT),
-    "gated_norm": ("recurrent", RECURRENT),
-    "sample_rows": ("sampling", SAME),
-    "row_laws": ("row_laws", SAME),
-    "rejection_verify": ("draft_verify_triton", SLOT_ALONE),
-    "block_verify": ("draft_verify_triton", SLOT_ALONE),
+    "embed": ("skinny_linear", "test_a_row_of_a_table_is_the_same_alone_and_among_others"),
+    **dict.fromkeys(("norm_linear", "norm_gate_up", "linear", "linear_residual", "rms_norm_rows"), PLACE),
+    **dict.fromkeys(("norm_residual", "head_logits", "head_sample"), PLACE),
+    **dict.fromkeys(("rotary_store", "latent_store"), ("rotary_store", ROW)),
+    **dict.fromkeys(("plan_attention", "paged_attention", "mla_attention"), ("attention", ROW)),
+    **dict.fromkeys(("prefill_attention", "mla_prefill"), CHUNK),
+    "head_linear": ("skinny_linear", "test_each_head_has_its_own_product"),
+    **dict.fromkeys(("router_logits", "route"), ("moe", "test_routing")),
+    **dict.fromkeys(("experts", "experts_onto"), ("moe", "test_experts")),
+    **dict.fromkeys(("short_conv", "delta_rule", "gated_norm"), RECURRENT),
+    "sample_rows": SAME,
+    "row_laws": ("row_laws", SAME[1]),
+    **dict.fromkeys(
+        ("rejection_verify", "block_verify"),
+        ("draft_verify_triton", "test_a_slot_is_the_same_alone_and_among_others"),
+    ),
     "round_window": ("round_window", SLOT),
     "round_commit": ("round_commit", SLOT),
     "ngram_lookup": ("ngram_lookup", "test_drafts_equal_a_plain_search"),

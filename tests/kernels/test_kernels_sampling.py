@@ -11,8 +11,7 @@ from torch import Tensor
 
 from spd.kernels.native.library import NativeLibrary
 from spd.kernels.sampling.sampling import SamplingTensors
-from tests.kernels.conftest import HERE
-from tests.kernels.native_cases import needs_compiled
+from tests.kernels.forms import COMPILED, needs_compiled
 from tests.kernels.sampling_cases import (
     EVERY_STEP,
     EXTREMES,
@@ -54,7 +53,7 @@ class Form:
         return assert_drawn_alike(self.draw, case, steps)
 
 
-@pytest.fixture(params=["triton", *(pytest.param(name, marks=needs_compiled) for name in HERE)])
+@pytest.fixture(params=["triton", *COMPILED])
 def form(request: pytest.FixtureRequest, device: str) -> Form:
     if request.param == "triton":
         return Form(sampling_triton.sample_rows, None, device)

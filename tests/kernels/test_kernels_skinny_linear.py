@@ -1,4 +1,4 @@
-"""Skinny products: right, and the same bits for a row in any company."""
+"""Skinny products by weights of any kind, and the row kernels: right, and a row's bits in any company."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -25,20 +27,16 @@ from spd.kernels.linear import skinny_kernels_triton
 from spd.kernels.linear import skinny_linear as reference
 from spd.kernels.linear import skinny_linear_triton as twin
 from spd.kernels.linear.eight_bits import block_scales, int8_rows
-from spd.kernels.linear.skinny_config import (
-    LinearConfig,
-    config_for,
-    paired,
-    with_tile,
-    workspace_sizes,
-)
+from spd.kernels.linear.skinny_config import LinearConfig, config_for, paired, with_tile, workspace_sizes
 from spd.kernels.linear.skinny_linear import AnyWeight, LinearWorkspace, ScaledWeight
 from spd.kernels.linear.skinny_product_triton import row_begins
 from spd.runtime.lab.tile_questions import ask
 from spd.runtime.load.token_tiles import KINDS, SHOWN
 from spd.runtime.plan.kernel_choice import FP8_CAPABILITY
 from tests.kernels.compile_ahead import DEVICES
-from tests.kernels.skinny_cases import SMALL, Operands, close, sample_operands, squares_of, wide
+from tests.kernels.forms import COMPILED, Form, assert_rounded, near, normal
+from tests.kernels.skinny_cases import KINDS as EIGHT_BITS
+from tests.kernels.skinny_cases import SMALL, Operands, exact, sample_operands, squares_of
 
 EPSILON = 1e-5
 SPLIT = replace(SMALL, split_k=3)
@@ -56,39 +54,61 @@ SHAPES = [
 """(N, K, T): one row and column, odd sizes and others that no block divides, and sizes that all do."""
 
 
-@pytest.mark.parametrize(("n", "k", "rows"), SHAPES)
-@pytest.mark.parametrize("config", [SMALL, SPLIT, None], ids=["whole", "split", "default"])
+EIGHT_BIT_SHAPES = [(16, 16, 1), (160, 140, 5), (1, 1, 1), (34, 131, 1)]
+"""Less than a block of scales, partial last blocks both ways, one row and column, odd sizes."""
+CASES = [("plain", *shape, config) for shape in SHAPES for config in (SMALL, SPLIT, None)]
+CASES += [
+    (kind, *shape, config) for kind in EIGHT_BITS for shape in EIGHT_BIT_SHAPES for config in (SPLIT, None)
+]
+
+
+@pytest.mark.parametrize(("kind", "n", "k", "rows", "config"), CASES)
 def test_products(
-    n: int, k: int, rows: int, config: LinearConfig | None, device: str, dtypes: tuple[torch.dtype, ...]
+    kind: str,
+    n: int,
+    k: int,
+    rows: int,
+    config: LinearConfig | None,
+    device: str,
+    dtypes: tuple[torch.dtype, ...],
 ) -> None:
+    """Against float64; torch's form itself is right in float32."""
     for dtype in dtypes:
-        o = Operands(n, k, rows, dtype, device)
-        x, weight, pair, residual = wide(o.x, o.weight, o.pair, o.residual)
+        o = Operands(n, k, rows, dtype, device, kind=kind)
+        x, residual, (weight, fed, pair) = o.x.double(), o.residual.double(), map(exact, o.weights)
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON)
-        biases = [(None, None), (o.bias, o.pair_bias)]
-        if device == "cpu":  # the interpreter is slow
+        biases = [(None, None), (o.bias, o.pair_bias)] if kind == "plain" else [(None, None)]
+        if device == "cpu" and len(biases) > 1:  # the interpreter is slow
             del biases[dtype == torch.float32]
         for bias, pair_bias in biases:
             shift, pair_shift = (0.0 if b is None else b.double() for b in (bias, pair_bias))
-            found = twin.linear(o.x, o.weight, bias, config=config)
-            close(found, reference.linear(o.x, o.weight, bias), x @ weight.T + shift)
-            arguments = (o.x, o.squares, EPSILON, o.weight, bias)
-            found = twin.norm_linear(*arguments, config=config)
-            close(found, reference.norm_linear(*arguments), normed @ weight.T + shift)
-            arguments = (o.x, o.squares, EPSILON, o.pair, pair_bias)
-            found = twin.norm_gate_up(*arguments, config=config)
             gate, up = (normed @ pair.T + pair_shift).chunk(2, dim=-1)
-            close(found, reference.norm_gate_up(*arguments), torch.nn.functional.silu(gate) * up)
-            if rows == SHAPES[0][2]:
-                found = twin.norm_gate_up(*arguments, gelu=True, config=config)
-                right = torch.nn.functional.gelu(gate, approximate="tanh") * up
-                close(found, reference.norm_gate_up(*arguments, gelu=True), right)
-            found, squares = twin.linear_residual(o.x, o.weight, bias, o.residual, config=config)
-            plain, _ = reference.linear_residual(o.x, o.weight, bias, o.residual)
-            close(found, plain, residual + x @ weight.T + shift)
-            assert squares.dtype == torch.float32 and squares.shape[0] == rows
-            torch.testing.assert_close(squares.sum(1), found.float().square().sum(1), rtol=1e-5, atol=1e-6)
-        close(twin.head_logits(o.x, o.weight, config=config), (o.x @ o.weight.T).float(), x @ weight.T)
+            before, after = (o.x, o.squares, EPSILON), {"gelu": rows == SHAPES[0][2] and kind == "plain"}
+            acted = F.gelu(gate, approximate="tanh") if after["gelu"] else F.silu(gate)
+            table: list[tuple[str, tuple[Any, ...], dict[str, Any], Tensor]] = [
+                ("norm_linear", (*before, o.fed, bias), {}, normed @ fed.T + shift),
+                ("norm_gate_up", (*before, o.pair, pair_bias), {}, F.silu(gate) * up),
+                ("norm_gate_up", (*before, o.pair, pair_bias), after, acted * up),
+                ("linear_residual", (o.x, o.weight, bias, o.residual), {}, residual + x @ weight.T + shift),
+                ("head_logits", (o.x, o.weight), {}, x @ weight.T),
+            ]
+            if kind == "plain":
+                table.append(("linear", (o.x, o.weight, bias), {}, x @ weight.T + shift))
+            size = 1 + (x.abs() @ weight.abs().T).max().item() / k**0.5
+            for name, given, more, right in table:
+                found = getattr(twin, name)(*given, **more, config=config)
+                if name == "head_logits" and kind != "plain":
+                    given = (o.x.float(), o.weight)
+                plain = getattr(reference, name)(*given, **more)
+                if name == "linear_residual":
+                    (found, squares), (plain, _) = found, plain
+                    assert squares.dtype == torch.float32 and squares.shape[0] == rows
+                    sums = found.float().square().sum(1)
+                    torch.testing.assert_close(squares.sum(1), sums, rtol=1e-5, atol=1e-6)
+                own = kind == "plain" or name == "norm_gate_up"
+                near(found, right, plain.to(found.dtype), 2 if kind == "plain" else 4, None if own else size)
+                if dtype == torch.float32:
+                    torch.testing.assert_close(plain.double(), right, rtol=1e-4, atol=1e-4 * size)
 
 
 def test_squares_have_a_part_for_every_tile(device: str) -> None:
@@ -99,12 +119,18 @@ def test_squares_have_a_part_for_every_tile(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("h", "parts", "rows"), [(16, 1, 3), (80, 3, 3), (5000, 200, 3), (1, 1, 1), (33, 2, 1), (2049, 3, 1)]
+    ("h", "parts", "rows"),
+    [(16, 1, 5), (80, 3, 5), (5000, 200, 3), (1, 1, 1), (33, 2, 1), (2049, 3, 1), (2, 1, 3), (300, 3, 5)],
 )
 def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Embeddings, and norms before and behind a block."""
     for dtype in (*dtypes, torch.bfloat16):
-        o = Operands(11, h, rows, dtype, device, parts)
-        ids = torch.tensor([10, 0, 10][:rows], device=device)
+        o = (
+            Operands(h, h, rows, dtype, device, parts)
+            if h < 1000
+            else Operands(11, h, rows, dtype, device, parts)
+        )
+        ids = torch.tensor([10, 0, 10, 3, 3][:rows], device=device) % len(o.weight)
         x, squares = rows_twin.embed(ids, o.weight)
         assert torch.equal(x, o.weight[ids])
         torch.testing.assert_close(squares.sum(1), x.float().square().sum(1), rtol=1e-5, atol=0)
@@ -112,15 +138,71 @@ def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dt
         if dtype in dtypes:  # the interpreter cuts bfloat16 off where a GPU rounds it
             assert torch.equal(scaled, o.weight[ids] * 5.656854)
         torch.testing.assert_close(squares.sum(1), scaled.float().square().sum(1), rtol=1e-5, atol=0)
-        arguments = (o.x, o.squares, o.scale, EPSILON)
-        (wide_x, scale), plain = wide(o.x, o.scale), rows_reference.rms_norm_rows(*arguments)
-        exact = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + EPSILON) * scale
-        close(rows_twin.rms_norm_rows(*arguments), plain, exact)
+        normed = o.x.double() * torch.rsqrt(o.x.double().square().mean(-1, keepdim=True) + EPSILON)
+        given, right = (o.x, o.squares, o.scale, EPSILON), normed * o.scale.double()
+        near(rows_twin.rms_norm_rows(*given), right, plain := rows_reference.rms_norm_rows(*given), slack=2)
+        if dtype == torch.float32:
+            torch.testing.assert_close(plain.double(), right, rtol=1e-5, atol=1e-5)
+        if dtype in dtypes and h < 1000:
+            right = o.residual.double() + normed * o.scale.float().double()
+            for form in (rows_reference, rows_twin):
+                y, squares = form.norm_residual(o.x, o.scale.float(), EPSILON, o.residual)
+                near(y, right, right.to(dtype), size=2.5e-6 / torch.finfo(dtype).eps)
+                torch.testing.assert_close(squares.sum(1), y.float().square().sum(1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("form", COMPILED, indirect=True)
+@pytest.mark.parametrize("size", [8, 48, 64, 1000])
+def test_norms_of_the_native_form(form: Form, size: int) -> None:
+    """Rows of any size, one or many, alone and onto a stream."""
+    x, scales, residual = (normal(rows, size, seed=rows).bfloat16() for rows in (9, 1, 10))
+    weight, wide = scales[0].float(), x.double()
+    exact_norm = wide / (wide.square().mean(-1, keepdim=True) + EPSILON).sqrt() * weight.double()
+    got = form.ops.norm(x, weight, EPSILON)
+    assert_rounded(got, exact_norm)
+    assert_rounded(form.ops.norm(x, weight, EPSILON, residual[:9]), exact_norm + residual[:9].double())
+    assert torch.equal(form.ops.norm(x[3:4], weight, EPSILON), got[3:4])
+    assert torch.equal(form.ops.rms_norm_rows(x, None, weight.bfloat16(), EPSILON), got)
+
+
+@pytest.mark.parametrize(
+    ("heads", "a", "b", "rows"),
+    [
+        (5, 24, 16, 1),
+        (5, 72, 100, 19),
+        (5, 1, 1, 1),
+        (5, 67, 33, 2),
+        (4, 32, 128, 9),
+        (3, 24, 40, 9),
+        (16, 128, 512, 9),
+    ],
+)
+def test_each_head_has_its_own_product(form: Form, heads: int, a: int, b: int, rows: int) -> None:
+    if form.name == "triton" and a * b > 8000:
+        pytest.skip("the interpreter is slow")
+    for dtype in form.dtypes:
+        x = normal(rows, heads, a + 3, seed=1).to(form.device, dtype)[..., 3:]
+        weight = normal(heads, a, b, seed=2).to(form.device, dtype)
+        kept = form.ops.pack_heads(weight) if form.native else weight
+        found, right = (
+            form.ops.head_linear(x, kept),
+            torch.einsum("tha,hab->thb", x.double(), weight.double()),
+        )
+        if form.native:
+            assert_rounded(found, right)
+        else:
+            plain = torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+            near(found, right, plain)
+            assert dtype != torch.float32 or (found - right).abs().max() < 1e-3
+        for row in {0, rows // 2, rows - 1} if form.name != "torch" else ():
+            assert torch.equal(form.ops.head_linear(x[row : row + 1], kept)[0], found[row])
 
 
 @pytest.mark.parametrize("h", [1, 33, 5000])
 @pytest.mark.parametrize("scale", [None, 5.656854])
-def test_a_row_is_embedded_alone_as_among_others(h: int, scale: float | None, device: str) -> None:
+def test_a_row_of_a_table_is_the_same_alone_and_among_others(
+    h: int, scale: float | None, device: str
+) -> None:
     """Its squares too, which the next norm divides by."""
     table = Operands(11, h, 1, torch.float16, device).weight
     table[4] = float("inf")
@@ -155,52 +237,53 @@ def operations(
         t = len(x)
         return twin.head_sample(x, o.weight, o.weight.shape[0] - 1, seed[:t], first[:t], 2, heat[:t])
 
-    def normed(form: Callable[..., Tensor], weight: Tensor, bias: Tensor) -> Callable[..., tuple[Tensor]]:
+    def normed(
+        form: Callable[..., Tensor], weight: AnyWeight, bias: Tensor | None
+    ) -> Callable[..., tuple[Tensor]]:
         return lambda x, _: (form(x, squares_of(x, 3), EPSILON, weight, bias, workspace, config=config),)
 
-    return {
-        "linear": lambda x, _: (twin.linear(x, o.weight, o.bias, workspace, config=config),),
-        "norm_linear": normed(twin.norm_linear, o.weight, o.bias),
-        "norm_gate_up": normed(twin.norm_gate_up, o.pair, o.pair_bias),
-        "linear_residual": lambda x, r: twin.linear_residual(
-            x, o.weight, o.bias, r, workspace, config=config
-        ),
-        "rms_norm_rows": lambda x, _: (rows_twin.rms_norm_rows(x, squares_of(x, 3), o.scale, EPSILON),),
+    bias, pair_bias = (o.bias, o.pair_bias) if isinstance(o.weight, Tensor) else (None, None)
+    found: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
+        "norm_linear": normed(twin.norm_linear, o.fed, bias),
+        "norm_gate_up": normed(twin.norm_gate_up, o.pair, pair_bias),
+        "linear_residual": lambda x, r: twin.linear_residual(x, o.weight, bias, r, workspace, config=config),
         "head_logits": lambda x, _: (twin.head_logits(x, o.weight, config=config),),
-        "head_sample": sample,
     }
+    if bias is not None:
+        found |= {
+            "linear": lambda x, _: (twin.linear(x, o.weight, bias, workspace, config=config),),
+            "rms_norm_rows": lambda x, _: (rows_twin.rms_norm_rows(x, squares_of(x, 3), o.scale, EPSILON),),
+            "norm_residual": lambda x, r: rows_twin.norm_residual(r, o.tail.float(), EPSILON, r * 0.5),
+            "head_sample": sample,
+        }
+    return found
 
 
 @FORMS
-def test_a_rows_bits_do_not_depend_on_the_number_of_rows(
-    config: LinearConfig, device: str, dtypes: tuple[torch.dtype, ...]
+@pytest.mark.parametrize("kind", ["plain", *EIGHT_BITS])
+def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
+    kind: str, config: LinearConfig, device: str, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    tried = range(1, 17) if device == "cuda" else (1, 2, 7, 16)
+    """Nor on how many rows there are."""
+    tried, places = (range(1, 17), range(17)) if device == "cuda" else ((1, 2, 7, 16), (0, 6, 12, 16))
     for dtype in dtypes if device == "cuda" else dtypes[-1:]:
-        o = Operands(24, 80, 17, dtype, device)
+        o = (
+            Operands(24, 80, 17, dtype, device, kind=kind)
+            if kind == "plain"
+            else Operands(96, 260, 17, dtype, device, kind=kind)
+        )
         for name, run in operations(o, config, 17).items():
             every = run(o.x, o.residual)
             for rows in tried:
                 some = run(o.x[:rows], o.residual[:rows])
                 for whole, part in zip(every, some, strict=True):
                     assert torch.equal(part, whole[:rows]), (name, dtype, rows)
-
-
-@FORMS
-def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
-    config: LinearConfig, device: str, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    places = range(17) if device == "cuda" else (0, 6, 12, 16)
-    for dtype in dtypes if device == "cuda" else dtypes[-1:]:
-        o = Operands(24, 80, 17, dtype, device)
-        for name, run in operations(o, config, 17).items():
-            alone = run(o.x[3:4], o.residual[3:4])
             for place in places:
                 other = (300.0, float("nan"), float("inf"), 0.001, 1.0)[place % 5]
                 x, residual = o.x * other, o.residual * other
                 x[place], residual[place] = o.x[3], o.residual[3]
-                for one, among in zip(alone, run(x, residual), strict=True):
-                    assert torch.equal(one[0], among[place]), (name, dtype, place, other)
+                for one, among in zip(every, run(x, residual), strict=True):
+                    assert torch.equal(one[3], among[place]), (name, dtype, place, other)
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 1024), (16, 2048), (48, 1024), (300, 40)])

@@ -1,0 +1,69 @@
+"""The forms that an operation has, torch's, Triton's and C's, as a table that tests run over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spd.kernels.native.build import FEATURES, obstacle, processor_features
+
+HERE = [name for name, needed in FEATURES.items() if processor_features() >= needed]
+"""Of the instructions that the C kernels are made of, those that can be tried here."""
+needs_compiled = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
+COMPILED = [pytest.param(name, marks=needs_compiled) for name in HERE]
+EVERY = ["torch", "triton", *COMPILED]
+PAGE = 64
+ROUNDED = 2.0**-8
+"""Half a unit in the last place of bfloat16, as a share of the value."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of the operations on the device that runs it."""
+
+    name: str
+    ops: Any
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    """Types whose products can be trusted there."""
+
+    @property
+    def native(self) -> bool:
+        return self.name in HERE
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return normal(*shape, seed=seed + sum(shape)).bfloat16()
+
+
+def near(found: Tensor, right: Tensor, plain: Tensor, slack: float = 4.0, size: float | None = None) -> None:
+    """Error at most twice that of plain torch in the same type, and `slack` roundings of numbers of a size.
+
+    The size is 1 and that of the right ones where it is not given: plain torch may be luckily right.
+    """
+    assert found.dtype == plain.dtype and found.shape == right.shape and found.isfinite().all()
+    size = 1 + right.abs().max().item() if size is None else size
+    allowed = 2 * (plain.double() - right).abs().max().item() + slack * torch.finfo(found.dtype).eps * size
+    assert (found.double() - right).abs().max() <= allowed
+
+
+def assert_rounded(got: Tensor, exact: Tensor, slack: float = 4.0, floor: float = 1e-4) -> None:
+    """Within `slack` roundings of the value, or of the sums' own error where that is small."""
+    assert got.isfinite().all()
+    error = (got.double() - exact).abs()
+    assert (error <= slack * ROUNDED * exact.abs() + floor * exact.abs().max()).all(), error.max()
+
+
+def turning_tables(count: int, size: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines [count, size] of angles that have nothing in common."""
+    angles = torch.rand(count, size // 2, generator=torch.Generator().manual_seed(1)) * 6
+    cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), -1)
+    return cos.to(device, dtype), sin.to(device, dtype)

@@ -1,0 +1,617 @@
+"""Attention over pages in every form: against float64, and every row's bits against the row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spd.kernels.attention.paged_attention import (
+    KV_BLOCK,
+    AttentionHeads,
+    MaskPlan,
+    Scores,
+    SlotMask,
+    Windows,
+    causal_bias,
+)
+from spd.kernels.launch import Device, power_of_two
+from tests.helpers import few_programs
+from tests.kernels.compile_ahead import DEVICES
+from tests.kernels.forms import COMPILED, EVERY, ROUNDED, Form
+
+twin = pytest.importorskip("spd.kernels.attention.paged_attention_triton")
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Window:
+    """`rows` valid positions from `start` in a slot; no rows is an inactive slot."""
+
+    start: int
+    rows: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows if self.rows else 0
+
+
+WINDOWS = [Window(0, 1), Window(30, 4), Window(0, 0), Window(124, 5), Window(189, 3), Window(250, 5)]
+"""They end in the first key, inside and at the edge of both kinds of chunks, and across them."""
+
+
+@dataclass
+class Cache:
+    """Positions' keys and values [slots, positions, K, D], and how they are scattered over pages.
+
+    With a rank the keys are latents of one head, and the values their first `rank` numbers.
+    """
+
+    keys: Tensor
+    values: Tensor
+    heads: AttentionHeads
+    page: int
+    softcap: float | None = None
+    rank: int | None = None
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(0.21 if self.rank else self.heads.head_dim**-0.5, self.heads.sliding[-1], self.softcap)
+
+    def like(self, sliding: int | None = None, softcap: float | None = None, first_key: int = 0) -> Cache:
+        """The same in a layer that slides or caps; the plan is one for plain layers too."""
+        heads = replace(self.heads, sliding=(None, sliding), first_key=first_key)
+        return replace(self, heads=heads, softcap=softcap)
+
+    def paged(
+        self,
+        form: Form,
+        windows: Sequence[Window],
+        slots: Sequence[int],
+        seed: int = 0,
+        spare: int = 0,
+        dead: float = NAN,
+    ) -> tuple[list[Tensor], Tensor]:
+        """Pools and a table for windows on the given slots.
+
+        Pages that no slot has hold NaN; what lies beyond a window is `dead`, which kernels of Triton alone
+        never read.
+        """
+        dead = dead if form.name == "triton" else 0.0
+        capacity = -(-self.keys.shape[1] // self.page) + spare
+        order = torch.randperm(capacity * len(slots) + 3, generator=torch.Generator().manual_seed(seed))
+        table = order[: capacity * len(slots)].view(len(slots), capacity).to(self.keys.device)
+        pools = []
+        for whole in (self.keys, self.values)[: 1 if self.rank else 2]:
+            pool = whole.new_full((len(order), self.page, *whole.shape[2:]), NAN)
+            pool[table.flatten()] = dead
+            for s, (slot, window) in enumerate(zip(slots, windows, strict=True)):
+                at = torch.arange(window.end, device=whole.device)
+                pool[table[s][at // self.page], at % self.page] = whole[slot, : window.end]
+            if form.native:  # which keep a page head by head
+                pool.copy_(pool.transpose(1, 2).reshape(pool.shape))
+            pools.append(pool.squeeze(2) if self.rank else pool)
+        return pools, table
+
+    def straight(self, slot: int, position: int, query: Tensor) -> Tensor:
+        """One row's definition, query [H, D], in query's dtype."""
+        heads, groups = self.heads, self.heads.num_heads // self.heads.num_kv_heads
+        seen = slice(
+            max(0, min(heads.first_key, position), position + 1 - (heads.sliding[-1] or position + 1)),
+            position + 1,
+        )
+        keys, values = (
+            t[slot, seen].to(query.dtype).repeat_interleave(groups, 1) for t in (self.keys, self.values)
+        )
+        scores = torch.einsum("hd,thd->ht", query, keys) * self.scores.scale
+        if self.softcap is not None:
+            scores = self.softcap * (scores / self.softcap).tanh()
+        return torch.einsum("ht,thd->hd", scores.softmax(-1), values)
+
+
+def make_cache(
+    form: Form, dtype: torch.dtype, slots: int, length: int, groups: int, kv_heads: int, size: int, page: int
+) -> Cache:
+    torch.manual_seed(1)
+    keys, values = (torch.randn(slots, length, kv_heads, size).to(form.device, dtype) for _ in range(2))
+    heads = AttentionHeads(groups * kv_heads, kv_heads, size)
+    return Cache(keys, values, heads, 64 if form.native else page)
+
+
+def make_latents(
+    form: Form, dtype: torch.dtype, slots: int, length: int, heads: int = 5, rank: int = 24, turned: int = 8
+) -> Cache:
+    torch.manual_seed(8)
+    kept = torch.randn(slots, length, 1, rank + turned).to(form.device, dtype)
+    page = 64 if form.native else 32
+    return Cache(kept, kept[..., :rank], AttentionHeads(heads, 1, rank + turned), page, rank=rank)
+
+
+def random_query(cache: Cache, *rows: int) -> Tensor:
+    shape = cache.heads.num_heads, cache.heads.head_dim
+    return torch.randn(*rows, *shape).to(cache.keys.device, cache.keys.dtype)
+
+
+def attend(
+    form: Form,
+    cache: Cache,
+    windows: Sequence[Window],
+    query: Tensor,
+    slots: Sequence[int] | None = None,
+    seed: int = 0,
+    spare: int = 0,
+) -> Tensor:
+    """The form's result for query [S, Q, H, D]; rows beyond a window are invalid and repeat its last."""
+    slots = list(range(len(windows))) if slots is None else slots
+    pools, table = cache.paged(form, windows, slots, seed, spare)
+    width = query.shape[1]
+    positions = torch.tensor([[w.start + min(i, max(w.rows - 1, 0)) for i in range(width)] for w in windows])
+    valid = torch.tensor([[i < w.rows for i in range(width)] for w in windows])
+    bounds, runs = [w.end for w in windows], [None] * len(windows)
+    rows = Windows(positions.to(query.device), valid.to(query.device), table, bounds, runs)
+    plan = form.ops.plan_attention(rows, cache.heads, cache.page, query.dtype)
+    if cache.rank:
+        return form.ops.mla_attention(query, *pools, plan, cache.rank, cache.scores.scale)
+    return form.ops.paged_attention(query, pools, plan, cache.scores)
+
+
+def prefill(
+    form: Form, cache: Cache, start: int, query: Tensor, end: int | None = None, **scattered: Any
+) -> Tensor:
+    """Rows [T, H, D] of a chunk of the first slot's prompt, whose positions up to `end` are stored."""
+    end = start + len(query) if end is None else end
+    pools, table = cache.paged(form, [Window(0, end)], [0], **{"seed": 5, "spare": 2, **scattered})
+    if cache.rank:
+        return form.ops.mla_prefill(query, *pools, table[0], start, cache.rank, cache.scores.scale)
+    return form.ops.prefill_attention(query, pools, table[0], start, cache.scores, cache.heads.first_key)
+
+
+def assert_right(form: Form, cache: Cache, found: Tensor, rows: Sequence[tuple[int, int, Tensor]]) -> None:
+    """Rows found [N, H, D] against the definition of each (slot, position, query)."""
+    assert found.isfinite().all() and found.dtype == cache.keys.dtype
+    right, plain = (
+        torch.stack([cache.straight(slot, at, query.to(dtype)) for slot, at, query in rows])
+        for dtype in (torch.float64, found.dtype)
+    )
+    little = 2e-6 if cache.softcap else 1e-6
+    if cache.rank:
+        little = 4 * torch.finfo(found.dtype).eps * (1 + right.abs().max().item())
+    allowed = 2 * float((plain.double() - right).abs().max()) + little
+    if found.dtype == torch.bfloat16 and form.name != "triton":
+        # Weights are rounded to bfloat16 before they meet the values.
+        allowed = 3 * ROUNDED * float(cache.values.nan_to_num().abs().max())
+    assert (found.double() - right).abs().max() <= allowed
+
+
+def check(form: Form, cache: Cache, windows: Sequence[Window], width: int) -> None:
+    query = random_query(cache, len(windows), width)
+    out = attend(form, cache, windows, query)
+    assert out.dtype == query.dtype and out.shape == (*query.shape[:3], cache.values.shape[-1])
+    places = [(s, i) for s, window in enumerate(windows) for i in range(window.rows)]
+    rows = [(s, windows[s].start + i, query[s, i]) for s, i in places]
+    assert_right(form, cache, out[tuple(zip(*places, strict=True))], rows)
+    idle = [s for s, window in enumerate(windows) if not window.rows]
+    assert form.native or not out[idle].any()
+
+
+def check_prompt(form: Form, cache: Cache, start: int, rows: int) -> None:
+    query = random_query(cache, rows)
+    out = prefill(form, cache, start, query)
+    assert out.shape == (*query.shape[:2], cache.values.shape[-1])
+    assert_right(form, cache, out, [(0, start + i, query[i]) for i in range(rows)])
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 32 positions below 128 and of 64 from there, so that short contexts have every kind."""
+    sizes = {"SMALL_CHUNK": 32, "LARGE_CHUNK": 64, "LARGE_FROM": 128, "KEY_BLOCK": 32}
+    for name, value in {**sizes, "COMBINED_CHUNKS": 4, "PLANNED_CHUNKS": 4}.items():
+        monkeypatch.setattr(twin, name, value)
+    few_programs(monkeypatch, 2)
+
+
+every_form = pytest.mark.parametrize("form", EVERY, indirect=True)
+alike = pytest.mark.parametrize("form", ["triton", *COMPILED], indirect=True)
+"""Of forms whose rows have the same bits whatever stands beside them."""
+triton = pytest.mark.parametrize("form", ["triton"], indirect=True)
+torch_form = pytest.mark.parametrize("form", ["torch"], indirect=True)
+KINDS: list[dict[str, Any]] = [
+    {"sliding": 1},
+    {"sliding": 17},
+    {"sliding": 33, "softcap": 3.0},
+    {"sliding": 100},
+    {"softcap": 3.0},
+    {"first_key": 1},
+    {"first_key": 3},
+]
+"""Layers that slide and cap, and models in whose caches the first positions hold nothing."""
+
+
+# -- the definition ------------------------------------------------------------------------------------
+
+
+@every_form
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("groups", "kv_heads", "size", "page"),
+    [(1, 3, 16, 64), (4, 2, 16, 32), (3, 1, 80, 64), (7, 2, 96, 64), (16, 1, 32, 16), (2, 1, 256, 128)],
+)
+def test_windows_by_their_definition(form: Form, groups: int, kv_heads: int, size: int, page: int) -> None:
+    for dtype in form.dtypes:
+        check(form, make_cache(form, dtype, 6, 256, groups, kv_heads, size, page), WINDOWS, 5)
+
+
+@every_form
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("groups", "kv_heads", "size", "page"), [(1, 1, 1, 16), (3, 3, 33, 16), (5, 1, 3, 64), (1, 3, 24, 16)]
+)
+def test_smallest_and_odd_sizes(form: Form, groups: int, kv_heads: int, size: int, page: int) -> None:
+    """One row at the first position and behind it, alone and beside an odd window."""
+    if form.native and size % 8:
+        pytest.skip("heads of the C kernels are multiples of 8")
+    for dtype in form.dtypes:
+        cache = make_cache(form, dtype, 2, 40, groups, kv_heads, size, page)
+        for start in (0, 33):
+            check(form, cache, [Window(start, 1)], 1)
+        check(form, cache, [Window(2, 1), Window(31, 3)], 3)
+
+
+@every_form
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_layers_that_slide_and_cap(form: Form, kind: dict[str, Any]) -> None:
+    """Windows that end in a tile, at its edge, chunks back, and before the first position; three tiles too.
+
+    Blocks that a prompt has left behind hold NaN.
+    """
+    dtype, sliding = form.dtypes[len(str(kind)) % len(form.dtypes)], kind.get("sliding")
+    cache = make_cache(form, dtype, 4, 256, 3, 1, 16, 32).like(**kind)
+    check(form, cache, [Window(30, 4), Window(0, 5), Window(124, 5), Window(250, 5)], 5)
+    for rows, start in ((150, 70), (7, 190), (70, 0)):
+        cache = make_cache(form, dtype, 1, start + rows, 2, 1, 16, 64).like(**kind)
+        if form.name == "triton" and sliding:
+            for whole in (cache.keys, cache.values):
+                whole[:, : max(0, start + 1 - sliding) // 64 * 64] = NAN
+        check_prompt(form, cache, start, rows)
+
+
+@every_form
+@pytest.mark.parametrize(
+    ("rows", "start", "heads", "size", "page"),
+    [
+        (1, 0, (2, 2), 16, 64),
+        (130, 0, (3, 1), 16, 64),
+        (5, 63, (4, 2), 80, 64),
+        (33, 64, (7, 1), 96, 32),
+        (70, 190, (2, 1), 32, 16),
+        (140, 65, (4, 1), 16, 128),
+        (20, 520, (4, 2), 16, 64),
+        (1, 0, (1, 1), 1, 16),
+        (3, 5, (3, 3), 33, 7),
+    ],
+)
+def test_prompt_chunks_by_their_definition(
+    form: Form,
+    rows: int,
+    start: int,
+    heads: tuple[int, int],
+    size: int,
+    page: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Models of four heads count as large ones here, and take the wide tiles."""
+    if form.native and size % 8:
+        pytest.skip("heads of the C kernels are multiples of 8")
+    monkeypatch.setattr(twin, "FEW_HEADS", 4)
+    for dtype in form.dtypes:
+        cache = make_cache(form, dtype, 1, start + rows, heads[0] // heads[1], heads[1], size, page)
+        check_prompt(form, cache, start, rows)
+
+
+LATENTS = [(5, 24, 8), (4, 128, 32), (16, 512, 64), (1, 1, 2), (3, 33, 6)]
+
+
+@every_form
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("heads", "rank", "turned"), LATENTS)
+def test_latents_by_their_definition(form: Form, heads: int, rank: int, turned: int) -> None:
+    if form.native and (rank + turned) % 8:
+        pytest.skip("heads of the C kernels are multiples of 8")
+    if form.name == "triton" and rank > 100:
+        pytest.skip("the interpreter is slow")
+    for dtype in form.dtypes:
+        check(form, make_latents(form, dtype, 6, 256, heads, rank, turned), WINDOWS, 5)
+        for start, rows in ((0, 20), (3, 1), (64, 37), (160, 5)):
+            check_prompt(form, make_latents(form, dtype, 1, start + rows, heads, rank, turned), start, rows)
+
+
+# -- rows apart ----------------------------------------------------------------------------------------
+
+
+ROWS: list[tuple[int, dict[str, Any]]] = [
+    *((start, {}) for start in (0, 28, 122, 188)),
+    (188, {"sliding": 62, "softcap": 2.0}),
+    (60, {"sliding": 30, "softcap": 2.0}),
+    *((start, {"latent": True}) for start in (28, 122, 188)),
+]
+
+
+def case_of(form: Form, dtype: torch.dtype, slots: int, length: int, kind: dict[str, Any]) -> Cache:
+    if "latent" in kind:
+        return make_latents(form, dtype, slots, length)
+    return make_cache(form, dtype, slots, length, 3, 1, 16, 32).like(**kind)
+
+
+@alike
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("start", "kind"), ROWS, ids=str)
+def test_a_row_alone_is_the_row_among_others(form: Form, start: int, kind: dict[str, Any]) -> None:
+    """Windows of every width, padded or not, in any slot, beside any others, over any pages."""
+    for dtype in form.dtypes:
+        cache = case_of(form, dtype, 3, 208, kind)
+        query, noise = random_query(cache, 9), random_query(cache, 3, 10)
+        alone = [attend(form, cache, [Window(start + i, 1)], query[i][None, None])[0, 0] for i in range(9)]
+        for width in (1, 2, 5, 8, 9) if "latent" in kind else range(1, 10):
+            others = [Window(200, 1), Window(0, 0)] if width % 2 else [Window(5, width), Window(90, 2)]
+            place = width % 3
+            windows = [*others[:place], Window(start, width), *others[place:]]
+            slots = [*[1, 2][:place], 0, *[1, 2][place:]]
+            rows = noise[:, : width + width % 2].clone()
+            rows[place, :width] = query[:width]
+            among = attend(form, cache, windows, rows, slots, seed=width, spare=width)
+            for i in range(width):
+                assert torch.equal(among[place, i], alone[i]), (dtype, width, i)
+        if form.native:  # whose prompts run the same program
+            assert torch.equal(prefill(form, cache, start, query), torch.stack(alone))
+
+
+@alike
+@pytest.mark.parametrize("kind", [{}, {"sliding": 30, "softcap": 2.0}, {"latent": True}], ids=str)
+def test_a_row_of_a_prompt_alone_is_the_row_in_its_chunk(form: Form, kind: dict[str, Any]) -> None:
+    """In a chunk of its own, and as the last row of a shorter one; in any tile."""
+    cache = case_of(form, form.dtypes[0], 1, 130, kind)
+    query = random_query(cache, 70)
+    whole = prefill(form, cache, 60, query)
+    for row in (0, 3, 15, 16, 40, 69):
+        alone = prefill(form, cache, 60 + row, query[row : row + 1], end=130)
+        assert torch.equal(alone[0], whole[row]), row
+        assert torch.equal(prefill(form, cache, 60, query[: row + 1], end=130)[row], whole[row]), row
+
+
+@alike
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("count", [20, 70])
+def test_more_rows_than_a_tile(form: Form, count: int) -> None:
+    """A prompt's tail: rows of several tiles, of which the first see fewer keys than the last."""
+    if count > 20 and form.name == "triton":
+        pytest.skip("the interpreter is slow")
+    for dtype in form.dtypes:
+        cache, start = make_cache(form, dtype, 1, 140, 4, 1, 16, 64), 138 - count
+        query = random_query(cache, 1, count)
+        whole = attend(form, cache, [Window(start, count)], query)
+        for first in (0, 15, 16, 19, count - 1):
+            part = attend(form, cache, [Window(start + first, 1)], query[:, first : first + 1])
+            assert torch.equal(part[:, 0], whole[:, first])
+        for width in (2, 5, 9, 33) if form.native else ():
+            for first in range(0, count - width + 1, width):
+                part = attend(form, cache, [Window(start + first, width)], query[:, first : first + width])
+                assert torch.equal(part[0], whole[0, first : first + width]), (width, first)
+        check(form, cache, [Window(start, count)], count)
+
+
+@alike
+@pytest.mark.usefixtures("small")
+def test_a_window_longer_than_the_context_changes_no_bit(form: Form) -> None:
+    windows = [Window(0, 5), Window(60, 5), Window(195, 5)]
+    for dtype in form.dtypes:
+        cache = make_cache(form, dtype, 3, 200, 3, 1, 16, 32)
+        query = random_query(cache, 3, 5)
+        whole, wide, cut = (attend(form, cache.like(sliding), windows, query) for sliding in (None, 200, 199))
+        assert torch.equal(wide, whole) and torch.equal(cut[:2], whole[:2])
+        assert torch.equal(cut[2, :4], whole[2, :4]) and not torch.equal(cut[2, 4], whole[2, 4])
+        cache = make_cache(form, dtype, 1, 220, 2, 1, 16, 64)
+        query = random_query(cache, 150)
+        whole, wide, cut = (prefill(form, cache.like(sliding), 70, query) for sliding in (None, 220, 219))
+        assert torch.equal(wide, whole)
+        assert torch.equal(cut[:-1], whole[:-1]) and not torch.equal(cut[-1], whole[-1])
+
+
+# -- Triton's ------------------------------------------------------------------------------------------
+
+
+@triton
+@pytest.mark.usefixtures("small")
+def test_what_a_window_has_left_behind_is_not_read(form: Form) -> None:
+    """Whole blocks of keys before every row's window hold NaN, and their chunks are not listed."""
+    cache = make_cache(form, torch.float32, 2, 256, 2, 1, 16, 32).like(40)
+    windows = [Window(230, 4), Window(100, 3)]
+    query = random_query(cache, 2, 4)
+    before = attend(form, cache, windows, query)
+    for slot, window in enumerate(windows):
+        for whole in (cache.keys, cache.values):
+            whole[slot, : (window.start - 39) // 16 * 16] = NAN
+    assert torch.equal(attend(form, cache, windows, query)[0], before[0])
+    positions = torch.tensor([[230, 231, 232, 233], [100, 101, 102, 250]], device=form.device)
+    valid = torch.tensor([[True] * 4, [True, True, True, False]], device=form.device)
+    # 191 to 233 lie in the large chunks from 128 and from 192 on, 61 to 102 in the small ones from 32 on.
+    chunks = planned(form, positions, valid, cache.heads, 32).lists[40]
+    assert listed(chunks) == [(0, 4), (0, 5), (1, 1), (1, 2), (1, 3)]
+
+
+def planned(form: Form, positions: Tensor, valid: Tensor, heads: AttentionHeads, page: int) -> Any:
+    table = torch.zeros(len(positions), 5120 // page, dtype=torch.long, device=form.device)
+    return twin.plan_attention(Windows(positions, valid, table, (), ()), heads, page, torch.float32)
+
+
+def listed(chunks: Any) -> list[tuple[int, int]]:
+    """(slot, chunk) of each item of a list."""
+    return [divmod(item, 1 << 16) for item in chunks.items[: int(chunks.count)].tolist()]
+
+
+@triton
+def test_key_chunks_are_fixed_by_position(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk up to the last valid position once, large ones first, and nothing of an inactive slot."""
+    monkeypatch.setattr(twin, "PLANNED_CHUNKS", 8)
+    ends = [0, 1, 128, 129, 4096, 4097, 4608, 4609]
+    positions = torch.tensor([[max(end - 2, 0), max(end - 1, 0), 4700] for end in ends], device=form.device)
+    valid = torch.tensor([[end > 1, end > 0, False] for end in ends], device=form.device)
+    plan = planned(form, positions, valid, AttentionHeads(2, 1, 16), 64)
+    counts, chunks = [0, 1, 1, 2, 32, 33, 33, 34], plan.lists[None]
+    assert plan.max_chunks == 34 and chunks.last.tolist() == [end - 1 for end in ends]
+    items = listed(chunks)
+    assert sorted(items) == [(s, c) for s, count in enumerate(counts) for c in range(count)]
+    assert all(chunk >= 32 for _, chunk in items[:4]) and all(chunk < 32 for _, chunk in items[4:])
+
+
+@triton
+@pytest.mark.parametrize("page", [1, 8, 24, 48])
+def test_pages_that_no_tile_fits_are_refused(form: Form, page: int) -> None:
+    cache = make_cache(form, torch.float32, 1, 48, 1, 1, 16, page)
+    with pytest.raises(ValueError, match=f"pages of {page} positions"):
+        attend(form, cache, [Window(3, 1)], torch.zeros(1, 1, 1, 16, device=form.device))
+
+
+@triton
+def test_at_the_real_chunk_sizes(form: Form) -> None:
+    cache = make_cache(form, torch.float32, 4, 5160, 2, 1, 16, 64)
+    check(form, cache, [Window(125, 5), Window(4093, 5), Window(4604, 5), Window(5119, 3)], 5)
+
+
+@every_form
+def test_one_key_takes_all_the_weight(form: Form) -> None:
+    """A score far above the rest in an early chunk: later chunks weigh nothing, and nothing overflows."""
+    cache = make_cache(form, form.dtypes[0], 1, 300, 1, 1, 16, 64)
+    query = torch.ones(1, 2, 1, 16, device=form.device, dtype=form.dtypes[0])
+    for one, others in ((400.0, None), (0.0, -400.0)):
+        if others is not None:
+            cache.keys.fill_(others)
+        cache.keys[0, 3] = one
+        out = attend(form, cache, [Window(298, 2)], query)
+        assert torch.equal(out[0], cache.values[0, 3].expand(2, 1, 16))
+
+
+@triton
+def test_pages_and_dead_positions_change_nothing(form: Form) -> None:
+    for dtype in form.dtypes:
+        cache = make_cache(form, dtype, 1, 130, 3, 1, 16, 64)
+        query, scattered = random_query(cache, 40), ((1, NAN), (2, 3.0), (3, float("inf")))
+        first, *others = (prefill(form, cache, 90, query, seed=seed, dead=dead) for seed, dead in scattered)
+        assert all(torch.equal(other, first) for other in others)
+
+
+@triton
+def test_a_captured_graph_follows_the_device(form: Form) -> None:
+    """Lengths and rows that change after capture: the replay is what a fresh call gives."""
+    if form.device == "cpu":
+        pytest.skip("graphs need CUDA")
+    cache = make_cache(form, torch.bfloat16, 2, 700, 4, 2, 64, 64)
+    pools, table = cache.paged(form, [Window(0, 700)] * 2, [0, 1], seed=3)
+    positions = torch.zeros(2, 3, dtype=torch.long, device=form.device)
+    valid = torch.ones(2, 3, dtype=torch.bool, device=form.device)
+    query = random_query(cache, 2, 3)
+
+    def run() -> Tensor:
+        plan = twin.plan_attention(Windows(positions, valid, table, (), ()), cache.heads, 64, torch.bfloat16)
+        out: Tensor = twin.paged_attention(query, pools, plan, Scores(0.125))
+        return out
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for starts, active in (((5, 600), (True, True)), ((127, 30), (True, False)), ((511, 380), (True, True))):
+        positions.copy_(torch.tensor([[start + i for i in range(3)] for start in starts]))
+        valid.copy_(torch.tensor(active)[:, None].expand(2, 3))
+        graph.replay()
+        assert torch.equal(out, run())
+
+
+@pytest.mark.parametrize("facts", [*DEVICES.values(), Device()], ids=lambda facts: str(facts.capability))
+def test_tiles_fit_every_devices_shared_memory(facts: Device) -> None:
+    """Both kernels hold the rows of a tile and its stages of keys and values at once."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for head_dim in (16, 64, 80, 128, 256):
+            width = max(16, power_of_two(head_dim)) * dtype.itemsize
+            tile = twin.tile_of(dtype, head_dim, 32, facts)
+            wide = tile["TILE"], tile["BLOCK"], tile["num_stages"]
+            for rows, keys, stages in (twin.tile_shape(dtype, head_dim, facts), wide):
+                assert stages >= 1 and (rows + 2 * keys * stages) * width < facts.shared
+    assert twin.tile_shape(torch.bfloat16, 128, DEVICES[90]) == (64, 64, 3)
+    wanted = {"TILE": 128, "BLOCK": 64, "num_stages": 3, "num_warps": 8}
+    assert twin.tile_of(torch.bfloat16, 128, 32, DEVICES[90]) == wanted
+
+
+# -- torch's -------------------------------------------------------------------------------------------
+
+
+@torch_form
+def test_attention_does_not_see_past_its_bound(form: Form) -> None:
+    """One block or two, pages consecutive or not: the same bits; hidden blocks may hold anything finite."""
+    pool, query = torch.randn(40, 64, 2, 16), torch.randn(1, 4, 4, 16)
+    positions, valid = torch.arange(100, 104)[None], torch.ones(1, 4, dtype=torch.bool)
+    consecutive = torch.arange(2, 18)[None]
+    scattered, moved = consecutive.flip(1), pool.clone()
+    moved[scattered[0]] = pool[consecutive[0]]
+
+    def run(pages: Tensor, table: Tensor, bound: int, first: int | None) -> Tensor:
+        windows = Windows(positions, valid, table, [bound], [first])
+        plan = form.ops.plan_attention(windows, AttentionHeads(4, 2, 16), 64, torch.float32)
+        return form.ops.paged_attention(query, (pages, pages), plan, Scores(0.25))
+
+    base = run(pool, consecutive, 104, 2)
+    for pages, table, bound, first in (
+        (pool, consecutive, 512, 2),
+        (pool, consecutive, 513, 2),
+        (pool, consecutive, 104, None),
+        (moved, scattered, 104, None),
+    ):
+        assert torch.equal(base, run(pages, table, bound, first))
+
+
+@torch_form
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("sliding", [None, 700, 40])
+def test_blocks_left_behind_change_no_bit(
+    form: Form, sliding: int | None, softcap: float | None, dtype: torch.dtype
+) -> None:
+    """Against the definition; and the same bits in fours, and where blocks left behind are read."""
+    start = 2 * KV_BLOCK + 36
+    cache = make_cache(form, dtype, 1, 2048, 2, 2, 16, 64).like(sliding, softcap)
+    query, positions = random_query(cache, 1, 32), torch.arange(start, start + 32)[None]
+    pools, table = cache.paged(form, [Window(0, 2048)], [0])
+
+    def run(first: int, rows: int, bound: int, *, read_all: bool = False) -> Tensor:
+        part, valid = positions[:, first : first + rows], torch.ones(1, rows, dtype=torch.bool)
+        windows = Windows(part, valid, table, [bound], [None])
+        plan = form.ops.plan_attention(windows, cache.heads, 64, dtype)
+        assert isinstance(plan, MaskPlan)
+        if read_all:
+            bias = causal_bias(part[0], bound, 2, dtype, 0, sliding)
+            plan = replace(plan, masks={sliding: (SlotMask(bias),)})
+        return form.ops.paged_attention(query[:, first : first + rows], pools, plan, cache.scores)[0]
+
+    together = run(0, 32, 1536)
+    assert torch.equal(together, run(0, 32, 1536, read_all=True))
+    for first in range(0, 32, 4):
+        assert torch.equal(run(first, 4, 1536 if first % 8 else 2048), together[first : first + 4])
+    assert_right(form, cache, together, [(0, start + i, query[0, i]) for i in range(32)])
+
+
+@torch_form
+def test_rows_that_do_not_count_are_finite_under_a_window(form: Form) -> None:
+    """Rows that are not valid may stand behind the pages that are read, where a window shows them nothing."""
+    pool = torch.randn(10, 64, 1, 8)
+    table, valid = torch.arange(8)[None], torch.tensor([[True, False]])
+    for softcap in (None, 2.0):
+        windows = Windows(torch.tensor([[3, 400]]), valid, table, [64], [None])
+        heads = AttentionHeads(2, 1, 8, sliding=(16,))
+        plan = form.ops.plan_attention(windows, heads, 64, torch.float32)
+        query = torch.randn(1, 2, 2, 8)
+        assert form.ops.paged_attention(query, (pool, pool), plan, Scores(1.0, 16, softcap)).isfinite().all()
