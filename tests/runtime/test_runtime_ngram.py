@@ -1,4 +1,4 @@
-"""Prompt lookup against a plain Python search, on short alphabets where matches abound."""
+"""The proposer of prompt lookup against a plain search, on short alphabets where matches abound."""
 
 from __future__ import annotations
 
@@ -62,37 +62,3 @@ def test_drafts_equal_a_plain_search_row_by_row(
     shortest, longest = sizes[0], sizes[0] + sizes[1]
     expected = [[] if text is None else search(text, k, shortest, longest) for text in batch]
     assert propose(batch, k, shortest, longest, junk, slack) == expected
-
-
-def test_the_longest_match_comes_before_a_later_one() -> None:
-    text = [1, 2, 3, 7, 7, 9, 3, 8, 1, 2, 3]
-    assert propose([text], 2, 1, 3) == [[7, 7]]
-    assert propose([text], 2, 1, 1) == [[8, 1]]
-
-
-def test_of_equal_matches_the_most_recent_wins() -> None:
-    assert propose([[1, 2, 5, 1, 2, 6, 1, 2]], 3, 2, 4) == [[6, 1, 2]]
-
-
-def test_matches_longer_than_the_longest_are_equal() -> None:
-    text = [1, 2, 3, 4, 5, 9, 3, 4, 6, 1, 2, 3, 4]
-    assert propose([text], 1, 1, 2) == [[6]]
-    assert propose([text], 1, 1, 4) == [[5]]
-
-
-def test_a_period_goes_on() -> None:
-    """The match may overlap the suffix; nothing behind the text is proposed, but the text again."""
-    assert propose([[4, 4, 4]], 8, 1, 8, junk=2, slack=9) == [[4] * 8]
-    assert propose([[1, 2, 1, 2]], 7, 1, 8, junk=1, slack=9) == [[1, 2, 1, 2, 1, 2, 1]]
-
-
-def test_short_matches_are_no_matches() -> None:
-    text = [1, 2, 9, 1, 2]
-    assert propose([text], 4, 2, 8) == [[9, 1, 2, 9]]
-    assert propose([text], 4, 3, 8) == [[]]
-    assert propose([[5]], 4, 1, 8) == [[]]
-
-
-def test_silent_slots_draft_nothing() -> None:
-    assert propose([None, [1, 1], None], 2, 1, 1, junk=1) == [[], [1, 1], []]
-    assert propose([None, None], 2, 1, 1) == [[], []]
