@@ -269,9 +269,7 @@ def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
         draft_form=form_of(*source)[0] if source else WIDE,
         tp=wishes.tp,
         draft_tp=draft_tp,
-        checkpoints=CHECKPOINTS + 2 * wishes.slots
-        if wishes.prefix_sharing and _recurrent(model, draft)
-        else 0,
+        checkpoints=(CHECKPOINTS + 2 * wishes.slots) * (wishes.prefix_sharing and _recurrent(model, draft)),
     )
     beside = machine.beside(wishes.tp)
     shortest = min(LONG_MATCH, wishes.ngram_max) if split_spec(spec)[1] else NGRAM_MIN
