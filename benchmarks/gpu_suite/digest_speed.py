@@ -160,6 +160,7 @@ def _contests(result: Result) -> list[str]:
 RENDERERS: Mapping[str, Callable[[Result], list[str]]] = {
     "warm_up": _warm_up,
     "kernel_table": _kernel_table,
+    "recurrent_table": _kernel_table,
     "plain": _plain,
     "draft": _draft,
     "eagle3": _draft,

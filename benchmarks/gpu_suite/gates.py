@@ -12,6 +12,7 @@ Figures = Sequence[float]
 MANY_EXPERTS = ("experts Qwen3-30B-A3B", "experts GLM-4.5-Air")
 """Cases with 128 experts, eight for each token."""
 FEW_ROWS = ("1", "4", "8")
+RECURRENT = ("Qwen3.5-27B", "Qwen3.5-35B-A3B")
 ENOUGH_TOKENS, A_FEW_TOKENS = 100_000, 8_000
 
 
@@ -74,6 +75,14 @@ def _rows(
 
 def _shares(result: Mapping[str, Any], beginnings: Sequence[str], sizes: Sequence[str]) -> Figures:
     return [share for _, share, _ in _rows(result, beginnings, sizes) if share is not None]
+
+
+def _times(result: Mapping[str, Any], beginnings: Sequence[str], sizes: Sequence[str]) -> Figures:
+    return [us for us, _, _ in _rows(result, beginnings, sizes) if us is not None]
+
+
+def _chunk_rates(result: Mapping[str, Any], part: str) -> Figures:
+    return [1e-6 * rate for rate in _shares(result, ["delta_chunks "], [part])]
 
 
 def _against_wide(result: Mapping[str, Any], kind: str) -> Figures:
@@ -217,7 +226,23 @@ def _sparse_gates() -> Iterator[Gate]:
     )
 
 
-GATES = (*_dense_gates(), *_sparse_gates())
+def _recurrent_gates() -> Iterator[Gate]:
+    table = partial(Gate, probe="recurrent_table")
+    # 16 and 64 slots: the states of fewer are read in the time that a launch takes (see LARGE_BYTES).
+    for k in (0, 1, 4, 8):
+        large = [f"delta_rule {name} {slots} slots" for name in RECURRENT for slots in (16, 64)]
+        figures = partial(_shares, beginnings=large, sizes=[f"k={k}"])
+        name = f"states of recurrent layers read and written, k = {k}, of the read rate"
+        yield table(name, figures=figures, least=0.75, goal=0.85)
+    few = [f"short_conv {name} {slots} slots" for name in RECURRENT for slots in (1, 4, 16)]
+    times = partial(_times, beginnings=few, sizes=["k=0", "k=4"])
+    yield table("short convolutions of up to 16 slots and 5 rows, us", figures=times, most=8, goal=5)
+    for part in ("rule", "convolution"):
+        name = f"a prompt's chunks through a recurrent layer's {part}, million tokens a second"
+        yield table(name, figures=partial(_chunk_rates, part=part), least=2, goal=5)
+
+
+GATES = (*_dense_gates(), *_sparse_gates(), *_recurrent_gates())
 
 
 PEERS = {"peers_eager", "peers_loop"}

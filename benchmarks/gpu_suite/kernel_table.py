@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from benchmarks.gpu_suite.kernel_cases import (
     rotary_case,
     row_case,
 )
+from benchmarks.gpu_suite.recurrent_cases import recurrent_cases
 from benchmarks.gpu_suite.round_cases import (
     draft_verify_case,
     lookup_case,
@@ -126,19 +127,29 @@ def run_token_tiles() -> dict[str, Any]:
     return {"seconds": time.perf_counter() - began, **asked[0]}
 
 
-@torch.inference_mode()
 def run() -> Iterator[dict[str, Any]]:
-    """Time every case; yields the report after each, so that a kill loses one."""
+    """Time every case of dense and sparse models."""
+    yield from _measured(cases())
+
+
+def run_recurrent() -> Iterator[dict[str, Any]]:
+    """Time every case of recurrent layers."""
+    yield from _measured(recurrent_cases())
+
+
+@torch.inference_mode()
+def _measured(cases: Mapping[str, Case]) -> Iterator[dict[str, Any]]:
+    """The report after each case, so that a kill loses one."""
     read_rate = float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
     bench = Bench(_kernels(), GraphTimer(), torch.bfloat16, read_rate)
     found: dict[str, Any] = {}
     report = {
         "read_bytes_per_second": read_rate,
-        "columns": "us, share of the read rate (prefill: TFLOP/s), us of torch (head_sample: bare head; "
-        "layer's products at once: after products)",
+        "columns": "us, share of the read rate (prefill: TFLOP/s; delta_chunks: tokens/s), us of torch "
+        "(head_sample: bare head; layer's products at once: after products; delta_chunks: a step a token)",
         "cases": found,
     }
-    for name, case in cases().items():
+    for name, case in cases.items():
         began = time.perf_counter()
         found[name] = run_case(case, bench)
         found[name]["seconds"] = round(time.perf_counter() - began, 2)
@@ -149,5 +160,6 @@ def run() -> Iterator[dict[str, Any]]:
 def warm_part(part: str, parts: str) -> dict[str, Any]:
     """Compile what every parts-th case launches, by running each call once; the errors by case."""
     bench = Bench(_kernels(), Once("cuda"), torch.bfloat16, 1.0)
-    results = {name: run_case(case, bench) for name, case in list(cases().items())[int(part) :: int(parts)]}
+    every = list((cases() | recurrent_cases()).items())
+    results = {name: run_case(case, bench) for name, case in every[int(part) :: int(parts)]}
     return {name: result["error"] for name, result in results.items() if "error" in result}

@@ -53,6 +53,7 @@ PROBES = (
     Probe("eight_bit_rounds", f"{HERE}.eight_bit_rounds:run", 240, usual=False),
     Probe("sparse_models", f"{HERE}.sparse_models:run", 240, usual=False),
     Probe("kernel_table", f"{HERE}.kernel_table:run", 25),
+    Probe("recurrent_table", f"{HERE}.kernel_table:run_recurrent", 25, usual=False),
     Probe("peers_eager", f"{HERE}.peers_gpu:run_eager", 40),
     Probe("peers_loop", f"{HERE}.peers_gpu:run_loop", 45),
     Probe("batches", f"{HERE}.batches:run", 45),

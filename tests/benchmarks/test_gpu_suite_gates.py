@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu_suite.digest import digest
 from benchmarks.gpu_suite.gates import GATES, gate_lines
+from benchmarks.gpu_suite.recurrent_cases import recurrent_cases
 from benchmarks.gpu_suite.sparse_cases import sparse_cases
 
 
@@ -62,6 +63,29 @@ def test_the_lowest_figure_decides_and_gates_of_other_probes_are_silent() -> Non
     [missed] = [line for line in gates if "NOT met" in line]
     name = "latent attention of 16 slots at one query, of the read rate"
     assert missed == f"gate: {name} (at least 0.65, goal 0.78): 0.50, NOT met"
+
+
+def test_gates_of_recurrent_layers() -> None:
+    """States of many slots only: those of few are read in the time that a launch takes."""
+    sizes = ("k=0", "k=1", "k=4", "k=8", "norm k=0", "rule", "convolution")
+    cases = {name: {"rows": {size: [6.0, 0.8, None] for size in sizes}} for name in recurrent_cases()}
+    for slots, share in ((4, 0.1), (64, 0.7)):
+        cases[f"delta_rule Qwen3.5-27B {slots} slots"]["rows"]["k=8"][1] = share
+    cases["short_conv Qwen3.5-35B-A3B 16 slots"]["rows"]["k=4"][0] = 9.0
+    cases["short_conv Qwen3.5-27B 64 slots"]["rows"]["k=4"][0] = 99.0
+    for name in ("delta_chunks Qwen3.5-27B", "delta_chunks Qwen3.5-35B-A3B"):
+        cases[name]["rows"]["rule"][1], cases[name]["rows"]["convolution"][1] = 1.9e6, 8e6
+    lines = gate_lines({"recurrent_table": {"result": {"columns": "", "cases": cases}}})
+    ends = {line.split(" (")[0].removeprefix("gate: "): line.rsplit(": ", 1)[1] for line in lines}
+    states = "states of recurrent layers read and written, k = {}, of the read rate"
+    chunks = "a prompt's chunks through a recurrent layer's {}, million tokens a second"
+    assert ends == {
+        **{states.format(k): "0.80, met" for k in (0, 1, 4)},
+        states.format(8): "0.70, NOT met",
+        "short convolutions of up to 16 slots and 5 rows, us": "9.00, NOT met",
+        chunks.format("rule"): "1.90, NOT met",
+        chunks.format("convolution"): "8.00, met",
+    }
 
 
 STATIC = "spd plain / transformers static compiled"

@@ -31,6 +31,13 @@ from benchmarks.gpu_suite.kernel_cases import (
     row_case,
 )
 from benchmarks.gpu_suite.kernel_table import cases, run_case
+from benchmarks.gpu_suite.recurrent_cases import (
+    DeltaShape,
+    chunks_case,
+    conv_case,
+    delta_case,
+    recurrent_cases,
+)
 from benchmarks.gpu_suite.room import needed_bytes, plan_anyway
 from benchmarks.gpu_suite.round_cases import (
     draft_verify_case,
@@ -71,6 +78,7 @@ DRAFT = Shape("draft", 32, 1, 2, 2, 48, vocab=300, tied=True, head_dim=16)
 HEADS = AttentionHeads(4, 2, 16)
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
 SMALL = Load(prompt=20, warm=4, rounds=8)
+DELTA = DeltaShape("delta", 4, 2, 16)
 EXPERTS: dict[str, Any] = {"count": 4, "per_token": 2, "hidden": 48, "inner": 32, "rows": (1, 3)}
 CASES: dict[str, Case] = {
     **{kind: partial(linear_case, kind=kind, n=64, k=48, rows=(1, 8)) for kind in ("qkv", "out", "gate_up")},
@@ -90,13 +98,16 @@ CASES: dict[str, Case] = {
     "latent": partial(latent_case, heads=2, rank=16, turned=8, slots=2, context=128, rows=(1, 2)),
     **{f"experts {kind}": partial(experts_case, kind=kind, **EXPERTS) for kind in ("wide", "int8", "fp8")},
     **{kind: partial(eight_bit_case, kind=kind, n=64, k=48, rows=(1, 3)) for kind in ("int8", "fp8")},
+    "delta_rule": partial(delta_case, shape=DELTA, slots=2, lengths=(0, 2)),
+    "short_conv": partial(conv_case, shape=DELTA, slots=2, lengths=(0, 2)),
+    "delta_chunks": partial(chunks_case, shape=DELTA, rows=70),
 }
 
 NOT_IN_THE_TABLE = {
     *("linear", "latent_store", "head_linear", "mla_prefill", "router_logits", "route", "experts"),
-    *("head_input", "keep_states", "short_conv", "delta_rule", "gated_norm"),
+    *("head_input", "keep_states"),
 }
-"""Of layers whose main kernels are; those that feed an MTP head, and of recurrent layers."""
+"""Of layers whose main kernels are; those that feed an MTP head."""
 
 
 @pytest.mark.parametrize("form", ["torch", "triton"])
@@ -112,8 +123,9 @@ def test_every_case_meets_its_contract_in_both_forms(name: str, form: str) -> No
 
 
 @torch.inference_mode()
-def test_the_table_measures_every_kind_of_case_and_every_kernel_that_is_not_left_out() -> None:
-    functions = {case.func for case in cases().values()}  # type: ignore[attr-defined]
+def test_the_tables_measure_every_kind_of_case_and_every_kernel_that_is_not_left_out() -> None:
+    every = cases() | recurrent_cases()
+    functions = {case.func for case in every.values()}  # type: ignore[attr-defined]
     assert functions == {case.func for case in CASES.values()}  # type: ignore[attr-defined]
     called = set()
 

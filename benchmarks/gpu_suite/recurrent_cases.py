@@ -1,0 +1,141 @@
+"""Kernels of recurrent layers; see `kernel_cases` for the columns.
+
+Bytes are those that must be moved whatever k is: each slot's state, read once and written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_suite.graph_timer import Call
+from benchmarks.gpu_suite.kernel_cases import EPSILON, Bench, Case, Rows
+from spd.kernels.recurrent.delta_rule import DeltaMemory
+from spd.kernels.recurrent.short_conv import Segments
+
+TAPS, START, SPARE = 4, 1000, 4
+LENGTHS = (0, 1, 4, 8)
+"""Drafts a round that are measured."""
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """A layer's value heads and key heads, all of one size."""
+
+    name: str
+    heads: int
+    key_heads: int
+    size: int = 128
+
+    @property
+    def channels(self) -> int:
+        """Of queries, keys and values."""
+        return (2 * self.key_heads + self.heads) * self.size
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one slot."""
+        return self.heads * self.size * self.size * 4
+
+
+SHAPES = (DeltaShape("Qwen3.5-27B", 48, 16), DeltaShape("Qwen3.5-35B-A3B", 32, 16))
+
+
+def windows(bench: Bench, slots: int, k: int) -> Segments:
+    """A round's rows; half of the drafts of the round before were accepted, and are to be applied."""
+    fixed = [bench.integers(slots, fill=value) for value in (k + 1, START, START)]
+    slot = torch.arange(slots, device=bench.timer.device)
+    applied = bench.integers(slots, fill=START - 1 - k // 2)
+    return Segments(torch.stack((slot, slot * (k + 1), *fixed)), applied)
+
+
+def prompt(bench: Bench, rows: int) -> Segments:
+    """A whole chunk of a prompt, in the midst of it."""
+    table = [bench.integers(1, fill=value) for value in (0, 0, rows, START, START + rows)]
+    return Segments(torch.stack(table), bench.integers(1, fill=START))
+
+
+def memory(bench: Bench, shape: DeltaShape, slots: int, depth: int) -> DeltaMemory:
+    """Random states and rings, of gates between 0 and 1."""
+
+    def drawn(*sizes: int) -> Tensor:
+        return torch.randn(slots, *sizes, device=bench.timer.device)
+
+    keys = torch.nn.functional.normalize(drawn(depth, shape.key_heads, shape.size), dim=-1)
+    state, values = drawn(shape.heads, shape.size, shape.size), drawn(depth, shape.heads, shape.size)
+    return DeltaMemory(state, keys, values, drawn(depth, shape.heads, 2).sigmoid())
+
+
+def operands(bench: Bench, shape: DeltaShape, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the rule reads of rows: convolved channels, gates, and each head's two constants."""
+    device = bench.timer.device
+    constants = (torch.randn(shape.heads, device=device) for _ in range(2))
+    mixed = torch.randn(rows, shape.channels, device=device)
+    return mixed, bench.normal(rows, 2 * shape.heads), *constants
+
+
+def delta_case(bench: Bench, shape: DeltaShape, slots: int, lengths: Sequence[int] = LENGTHS) -> Rows:
+    """Rounds of k drafts a slot; the share counts states alone."""
+    found, nbytes = Rows(), 2 * slots * shape.state_bytes
+    kept = [memory(bench, shape, slots, 2 * (max(lengths) + 1)) for _ in range(bench.timer.copies(nbytes))]
+    for k in lengths:
+        given, rows = operands(bench, shape, slots * (k + 1)), windows(bench, slots, k)
+        calls: list[Call] = [partial(bench.kernels.delta_rule, *given, one, rows) for one in kept]
+        found[f"k={k}"] = bench.row(calls, nbytes)
+    return found
+
+
+def conv_case(bench: Bench, shape: DeltaShape, slots: int, lengths: Sequence[int] = LENGTHS) -> Rows:
+    """Convolutions of rounds of k drafts, and the norm of what the rule gives; torch's own convolution."""
+    found, device, channels = Rows(), bench.timer.device, shape.channels
+    weight = torch.randn(TAPS, channels, device=device)
+    ring = bench.normal(slots, TAPS - 1 + 2 * (max(lengths) + 1), channels)
+    for k in lengths:
+        count, values = slots * (k + 1), shape.heads * shape.size
+        x, rows = bench.normal(count, channels + values), windows(bench, slots, k)
+        together = torch.randn(slots, channels, k + TAPS, device=device)
+        rival = partial(
+            torch.nn.functional.conv1d, together, weight.t()[:, None].contiguous(), None, groups=channels
+        )
+        call = partial(bench.kernels.short_conv, x[:, :channels], weight, None, ring, rows)
+        found[f"k={k}"] = bench.row([call], None, [rival])
+        read, norm = torch.randn(count, shape.heads, shape.size, device=device), weight[0, : shape.size]
+        found[f"norm k={k}"] = bench.row(
+            [partial(bench.kernels.gated_norm, read, x[:, channels:], norm, EPSILON)], None
+        )
+    return found
+
+
+def chunks_case(bench: Bench, shape: DeltaShape, rows: int) -> Rows:
+    """A chunk of a prompt; the second column is tokens a second of one layer, the rival is a step a token.
+
+    The convolution before it has the last row.
+    """
+    given, kept, run = operands(bench, shape, rows), memory(bench, shape, 1, SPARE), prompt(bench, rows)
+    steps = partial(bench.kernels.delta_rule, *given, memory(bench, shape, 1, 2 * rows), run)
+    weight = torch.randn(TAPS, shape.channels, device=bench.timer.device)
+    ring = bench.normal(1, TAPS - 1 + SPARE, shape.channels)
+    convolve = partial(bench.kernels.short_conv, bench.normal(rows, shape.channels), weight, None, ring, run)
+    found = Rows()
+    for name, call, rival in (
+        ("rule", partial(bench.kernels.delta_chunks, *given, kept, run), [steps]),
+        ("convolution", convolve, None),
+    ):
+        us, _, other = bench.row([call], None, rival)
+        found[name] = [us, 1e6 * rows / us if us else None, other]
+    return found
+
+
+def recurrent_cases() -> dict[str, Case]:
+    """Every case by its name."""
+    found: dict[str, Case] = {}
+    for shape in SHAPES:
+        for slots in (1, 4, 16, 64):
+            found[f"delta_rule {shape.name} {slots} slots"] = partial(delta_case, shape=shape, slots=slots)
+            found[f"short_conv {shape.name} {slots} slots"] = partial(conv_case, shape=shape, slots=slots)
+        found[f"delta_chunks {shape.name}"] = partial(chunks_case, shape=shape, rows=256)
+    return found

@@ -1,0 +1,108 @@
+"""Recurrent layers on the device: rows however passes cut them, chunks of prompts, a tiny hybrid's texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spd.kernels.dispatch import load_kernels
+from spd.runtime import SamplingParams
+from tests.gpu.gpu_helpers import DEVICE, Work, every_kind, gpu_engine, likely_stop, outputs, run_work, story
+from tests.gpu.test_gpu_rounds import check_case, spoke
+from tests.helpers import Run, random_prompts
+from tests.kernels.test_kernels_recurrent import Prompt, Shape, check_chunks, check_passes, check_windows
+from tests.recipes.tiny_hybrid import write_tiny_hybrid
+
+PUBLISHED = [Shape(48, 16, 128, 128), Shape(32, 16, 128, 128)]
+"""Of Qwen3.5's 27B and 35B-A3B."""
+SHAPES = pytest.mark.parametrize("shape", [*PUBLISHED, Shape(3, 1, 24, 40)], ids=str)
+
+
+@SHAPES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rows_are_single_steps_however_passes_cut_them(shape: Shape, dtype: torch.dtype) -> None:
+    check_windows(load_kernels("triton"), dtype, shape, 60, DEVICE)
+    check_passes(load_kernels("triton"), dtype, shape, DEVICE)
+
+
+@SHAPES
+@pytest.mark.parametrize("regime", ["usual", "slow", "mixed"])
+def test_chunks_are_the_recurrence_up_to_rounding(shape: Shape, regime: str) -> None:
+    check_chunks(shape, 600, regime, "triton", DEVICE)
+
+
+@SHAPES
+def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape) -> None:
+    prompt = Prompt.of(shape, 512, form="triton", device=DEVICE)
+    whole, state = prompt.run("delta_chunks")
+    for cuts in ((256,), (64, 128, 448)):
+        made, final = prompt.run("delta_chunks", *cuts, slot=0)
+        assert torch.equal(made, whole) and torch.equal(final, state), cuts
+
+
+WISHES: dict[str, Any] = {"dtype": "bfloat16", "ctx": 1024}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"max_position_embeddings": 1024, "dtype": "bfloat16"}
+    return write_tiny_hybrid(tmp_path_factory.mktemp("hybrid"), mtp=True, agreeing=True, **sizes)
+
+
+@pytest.fixture(scope="module")
+def work(hybrid: Path) -> Work:
+    """Prompts of no whole chunk, of one and of two."""
+    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (5, 75, 300, 600)]
+    return every_kind(prompts, likely_stop(hybrid, prompts[1], **WISHES))
+
+
+@pytest.fixture(scope="module")
+def plain(hybrid: Path, work: Work) -> list[Run]:
+    """Eager, in step, one at a time, nothing speculated."""
+    with gpu_engine(hybrid, graphs=False, **WISHES) as engine:
+        return run_work(engine, work, 0)
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "mtp": {"spec": "mtp"},
+    "ngram": {"spec": "ngram", "ngram_min": 1},
+    "mtp+ngram": {"spec": "mtp+ngram", "ngram_min": 1},
+}
+
+
+@pytest.mark.parametrize("k", [1, 4, 8])
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_and_eager_are_the_same_at_every_lag(
+    hybrid: Path, work: Work, plain: list[Run], method: str, k: int
+) -> None:
+    runs = check_case(hybrid, work, plain, {**WISHES, **METHODS[method], "draft_max": k})
+    if "mtp" in method:
+        spoke(runs)
+
+
+@pytest.mark.parametrize("method", ["off", *METHODS, "draft"])
+def test_in_a_batch(hybrid: Path, tmp_path: Path, work: Work, plain: list[Run], method: str) -> None:
+    """Sixteen slots: every request twice, beside all the others; also by a recurrent draft model."""
+    asked = METHODS.get(method, {})
+    if method == "draft":
+        sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "max_position_embeddings": 1024}
+        draft = write_tiny_hybrid(tmp_path, agreeing=True, dtype="bfloat16", **sizes)
+        asked = {"spec": "draft", "draft_model": draft}
+    length = {} if method == "off" else {"draft_max": 4}
+    runs = check_case(hybrid, work * 2, plain * 2, {**WISHES, **asked, **length, "slots": 16})
+    half = len(work)
+    assert story(runs[:half]) == story(runs[half:])
+
+
+def test_pages_that_run_short(hybrid: Path, work: Work) -> None:
+    """A request that gives way is written again by the programs that wrote it."""
+    params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.8, seed=1)
+    long: Work = [(prompt, params) for prompt, _ in work[:4]]
+    told = []
+    for wishes in ({}, {"slots": 4, "cache_pages": 18, "spec": "mtp", "draft_max": 4}):
+        with gpu_engine(hybrid, **WISHES, **wishes) as engine:
+            told.append(outputs(run_work(engine, long, 1)))
+    assert told[0] == told[1]
