@@ -18,6 +18,7 @@ from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import TinyShelf
 from tests.interpreted_dot import install
 from tests.known_trials import tried_once
+from tests.pairs import Pairs
 from tests.recipes.medium import write_medium, write_medium_draft
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -105,3 +106,9 @@ def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Tiny random checkpoints by variant name and options, written once a session."""
     return TinyShelf(tmp_path_factory.mktemp("tiny")).get
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    """Tiny targets and what drafts for them, by name, written once a session."""
+    return Pairs(tmp_path_factory.mktemp("pairs"))

@@ -136,6 +136,33 @@ def run_requests(engine: Engine, requests: list[Request]) -> list[Run]:
     return list(runs.values())
 
 
+def accepted(runs: list[Run]) -> int:
+    """Drafts that were accepted."""
+    return sum(run.metrics.draft_n_accepted for run in runs)
+
+
+def drafted(runs: list[Run]) -> int:
+    """Drafts that were verified."""
+    return sum(run.metrics.draft_n for run in runs)
+
+
+def assert_same(runs: list[Run], expected: list[Run], why: object = "") -> None:
+    """Tokens, text, end and log-probabilities are equal."""
+    assert [run.output for run in runs] == [run.output for run in expected], why
+    assert [run.logprobs for run in runs] == [run.logprobs for run in expected], why
+
+
+def next_turn(
+    prompt: tuple[int, ...],
+    reply: list[int],
+    params: SamplingParams,
+    said: tuple[int, ...] = (7, 8, 9),
+) -> Request:
+    """A request that goes on behind a reply, and says that it was generated."""
+    spans = (("prompt", len(prompt)), ("generated", len(reply)), ("prompt", len(said)))
+    return Request("x", (*prompt, *reply, *said), params, spans if said else spans[:2])
+
+
 def run_one(model: Path, prompt: tuple[int, ...], params: SamplingParams, **wishes: Any) -> Run:
     """One prompt on an engine of its own."""
     return run_all(make_engine(model, **wishes), [prompt], [params])[0]

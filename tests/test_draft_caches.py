@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,23 +16,18 @@ from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.rows import SlotView
-from tests.helpers import make_engine, random_prompts, run_requests
-from tests.recipes.tiny_eagle3 import write_tiny_pair
-from tests.recipes.tiny_mtp import write_tiny_mtp
-from tests.test_invisible import VOCAB, damped
+from tests.helpers import next_turn, random_prompts, run_requests
+from tests.pairs import COPYING, Pair, Pairs, damped
+from tests.test_invisible import VOCAB
 
-COPYING = 7
 BOUND = GrammarText("regex", "(abcdef){30,60}!")
 LOOSE = GrammarText("regex", "([a-f]{2}xyz){10,60}!")
 
 
-def engine_of(pair: dict[str, Any], lengths: Sequence[int], lag: int, **wishes: Any) -> Engine:
+def engine_of(pair: Pair, lengths: Sequence[int], lag: int, **wishes: Any) -> Engine:
     """Three slots, of which those with a grammar sit out rounds; drafts are as many as the lengths say."""
-    most = {"draft_max": COPYING, "ngram_min": 2} if pair["spec"].endswith("+ngram") else {"draft_max": 3}
-    engine = make_engine(**{**pair, **most, "adaptive": True, "slots": 3, "lag": lag, **wishes})
-    turns = itertools.cycle(lengths)
-    engine._draft_length.choose = lambda: next(turns)  # type: ignore[method-assign]
-    return engine
+    most = {} if pair.speculation["spec"].endswith("+ngram") else {"draft_max": 3}
+    return pair.changing(lengths, **{**most, "slots": 3, "lag": lag, **wishes})
 
 
 def requests(grammar: GrammarText) -> list[Request]:
@@ -87,32 +81,22 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
         return ticket
 
     monkeypatch.setattr(RoundQueue, "launch", checked)
-    pair = {"model": target, "spec": spec, "draft_model": target}
+    pair = Pair(target, {"spec": spec, "draft_model": target, "ngram_min": 2})
     run_requests(engine_of(pair, lengths, lag, **({"ngram_min": 1} if "+" in spec else {})), requests(BOUND))
     assert compared[0] > 15
 
 
 @pytest.mark.parametrize(
-    ("spec", "lengths"), [("mtp", (0, 3)), ("mtp+ngram", (COPYING, 3)), ("eagle3+ngram", (COPYING, 3))]
+    ("name", "lengths"), [("three", (0, 3)), ("three+ngram", (COPYING, 3)), ("eagle+ngram", (COPYING, 3))]
 )
-def test_a_next_turn_drafts_as_a_fresh_start_does(
-    tmp_path: Path, spec: str, lengths: tuple[int, ...]
-) -> None:
+def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str, lengths: tuple[int, ...]) -> None:
     """Heads: their entries of a slot that waited were made of the target's states too."""
-    pair: dict[str, Any]
-    if spec.startswith("mtp"):
-        head = write_tiny_mtp(tmp_path / "mtp", family="mimo", modules=3, hidden_share=0.1, kind="copy")
-        pair = {"model": head, "spec": spec}
-    else:
-        options: dict[str, Any] = {"aux": (1, 2, 3), "hidden_share": 0.3, "target_options": {"layers": 3}}
-        write_tiny_pair(tmp_path / "target", tmp_path / "head", kind="copy", **options)
-        pair = {"model": tmp_path / "target", "spec": spec, "draft_model": tmp_path / "head"}
+    pair = pairs.get(name)
     engine, asked = engine_of(pair, lengths, 1), requests(LOOSE)
     compared = 0
     for request, run in zip(asked, run_requests(engine, asked), strict=True):
-        prompt, reply = request.prompt_ids, run.tokens
-        spans = (("prompt", len(prompt)), ("generated", len(reply)), ("prompt", 3))
-        turn = Request("x", (*prompt, *reply, 7, 8, 9), SamplingParams(max_tokens=30, ignore_eos=True), spans)
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        turn = next_turn(request.prompt_ids, run.tokens, params)
         engine._draft_length.choose = lambda: 3  # type: ignore[method-assign]
         (found,), (fresh,) = (
             run_requests(one, [turn]) for one in (engine, engine_of(pair, (3,), 1, prefix_sharing=False))

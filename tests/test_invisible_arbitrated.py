@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from spd.runtime import Engine, Request, SamplingParams
+from spd.runtime import SamplingParams
 from spd.runtime.proposers.arbitrated import ArbitratedProposer
 from spd.runtime.round.round_queue import RoundQueue
-from tests.helpers import Run, make_engine, random_prompts, run_all, run_one, run_requests
+from tests.helpers import Run, next_turn, random_prompts, run_all, run_one, run_requests
+from tests.pairs import COPYING, LENGTHS, Pairs
 from tests.prompt_lookup import match_length
-from tests.recipes.tiny_eagle3 import write_tiny_pair
-from tests.recipes.tiny_mtp import write_tiny_mtp
-from tests.test_invisible import PARAMETERS, PROMPTS, VOCAB, damped, outputs
+from tests.test_invisible import PROMPTS, VOCAB, outputs
 
-K, COPYING = 3, 7
-"""What a model drafts at most, and lookup alone."""
+K = 3
+"""What a model drafts at most."""
 FEW = tuple((token, 40.0) for token in (3, 50, 99, 120))
 """A bias under which text is of a few tokens, so that it is full of matches, right ones and wrong ones."""
-LENGTHS = (K, COPYING, COPYING, 1, COPYING, 0, COPYING, COPYING, COPYING, COPYING, K, 2, 0, 0, COPYING)
-"""Drafts of the rounds, over and over: every kind follows every other."""
-
-
-@pytest.fixture(scope="module")
-def pairs(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """A target and what drafts for it, beside lookup; `self` is always right."""
-    shelf = tmp_path_factory.mktemp("arbitrated")
-    target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
-    shallow = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
-    headed = write_tiny_mtp(shelf / "mtp", family="deepseek", kind="copy")
-    three = write_tiny_mtp(shelf / "three", family="mimo", modules=3, hidden_share=0.1, kind="copy")
-    eagle = {"aux": (1, 2, 3), "hidden_share": 0.3, "target_options": {"layers": 3}}
-    write_tiny_pair(shelf / "target", shelf / "head", kind="copy", **eagle)
-    return {
-        "draft": {"model": target, "spec": "draft+ngram", "draft_model": shallow},
-        "self": {"model": target, "spec": "draft+ngram", "draft_model": target},
-        "mtp": {"model": headed, "spec": "mtp+ngram"},
-        "three": {"model": three, "spec": "mtp+ngram"},
-        "eagle3": {"model": shelf / "target", "spec": "eagle3+ngram", "draft_model": shelf / "head"},
-    }
 
 
 def work_of(count: int, temperatures: tuple[float, ...] = (0.0, 0.5, 1.3)) -> list[Any]:
@@ -53,19 +28,6 @@ def work_of(count: int, temperatures: tuple[float, ...] = (0.0, 0.5, 1.3)) -> li
         for i, prompt in enumerate(PROMPTS[1:6:2])
         for t in temperatures
     ]
-
-
-def fixed(pair: dict[str, Any], **wishes: Any) -> Engine:
-    return make_engine(**{**pair, "draft_max": K, "ngram_min": 2, **wishes})
-
-
-def changing(pair: dict[str, Any], lengths: Iterable[int] = LENGTHS, **wishes: Any) -> Engine:
-    """An engine whose drafts are as many as the lengths say, over and over."""
-    engine = make_engine(**{**pair, "draft_max": COPYING, "ngram_min": 2, "adaptive": True, **wishes})
-    assert engine.plan.copying == COPYING
-    turns = itertools.cycle(lengths)
-    engine._draft_length.choose = lambda: next(turns)  # type: ignore[method-assign]
-    return engine
 
 
 def told(runs: list[Run]) -> list[list[tuple[list[int], int, int]]]:
@@ -81,40 +43,23 @@ def who_drafted(runs: list[Run]) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("name", "k"),
-    [("draft", 3), ("mtp", 1), ("mtp", 4), ("three", 3), ("eagle3", 1), ("eagle3", 2), ("eagle3", 4)],
+    [("draft", 3), ("one", 1), ("one", 4), ("three", 3), ("eagle", 1), ("eagle", 2), ("eagle", 4)],
 )
-def test_tokens_do_not_depend_on_temperature_lag_or_k(
-    pairs: dict[str, dict[str, Any]], name: str, k: int
-) -> None:
+def test_tokens_do_not_depend_on_temperature_lag_or_k(pairs: Pairs, name: str, k: int) -> None:
     """Nor on who drafted how much; at one k the same drafts come at every lag."""
-    pair, work = pairs[name], work_of(24)
-    plain = outputs(make_engine(pair["model"]), work)
+    pair, work = pairs.get(f"{name}+ngram"), work_of(24)
+    plain = outputs(pair.plain(), work)
     reference: list[Run] = []
     for lag in (0, 1, 2):
-        runs = outputs(fixed(pair, lag=lag, draft_max=k), work)
+        runs = outputs(pair.engine(k, lag=lag), work)
         assert [run.output for run in runs] == [run.output for run in plain]
         reference = reference or runs
         assert told(runs) == told(reference)
-        assert [run.output for run in outputs(changing(pair, lag=lag), work)] == [run.output for run in plain]
+        assert [run.output for run in outputs(pair.changing(lag=lag), work)] == [run.output for run in plain]
     assert min(who_drafted(reference)) > 5
 
 
-@pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_every_parameter(pairs: dict[str, dict[str, Any]], name: str) -> None:
-    """With a head; test_invisible.py has a draft model."""
-    pair = pairs["mtp"]
-    work = [
-        (prompt, SamplingParams(**{"max_tokens": 20, "seed": 5, **PARAMETERS[name]}))
-        for prompt in PROMPTS[1:4:2]
-    ]
-    plain = outputs(make_engine(pair["model"]), work)
-    for engine in (fixed(pair, lag=2), changing(pair, lag=1)):
-        runs = outputs(engine, work)
-        assert [run.output for run in runs] == [run.output for run in plain]
-        assert [run.logprobs for run in runs] == [run.logprobs for run in plain]
-
-
-def test_a_batch_equals_each_alone_and_pages_run_short(pairs: dict[str, dict[str, Any]]) -> None:
+def test_a_batch_equals_each_alone_and_pages_run_short(pairs: Pairs) -> None:
     work = [
         (
             prompt,
@@ -123,11 +68,11 @@ def test_a_batch_equals_each_alone_and_pages_run_short(pairs: dict[str, dict[str
         for i, prompt in enumerate(random_prompts(6, 60, VOCAB, seed=4))
     ]
     gave_way = 0
-    for name in ("draft", "three", "eagle3"):
-        pair = pairs[name]
-        alone = [run_one(pair["model"], prompt, params).output for prompt, params in work]
+    for name in ("draft", "three", "eagle"):
+        pair = pairs.get(f"{name}+ngram")
+        alone = [run_one(pair.model, prompt, params).output for prompt, params in work]
         for pages in (None, 5, 6, 7):
-            engine = changing(pair, slots=4, lag=2 if pages else 1, cache_pages=pages)
+            engine = pair.changing(slots=4, lag=2 if pages else 1, cache_pages=pages)
             assert [run.output for run in outputs(engine, work)] == alone
             gave_way += engine._scheduler.preemptions
     assert gave_way, "the test saw nothing"
@@ -135,9 +80,7 @@ def test_a_batch_equals_each_alone_and_pages_run_short(pairs: dict[str, dict[str
 
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("changes", [False, True])
-def test_a_model_that_is_always_right_stays_so(
-    pairs: dict[str, dict[str, Any]], changes: bool, lag: int
-) -> None:
+def test_a_model_that_is_always_right_stays_so(pairs: Pairs, changes: bool, lag: int) -> None:
     """Its cache holds the text, and not what it would have drafted itself where lookup did.
 
     Several together, so that slots differ in who drafted and how much was accepted.
@@ -147,39 +90,36 @@ def test_a_model_that_is_always_right_stays_so(
         SamplingParams(temperature=(0.0, 0.9)[i % 2], max_tokens=60, seed=i, ignore_eos=True)
         for i in range(len(prompts))
     ]
-    engine = (changing if changes else fixed)(pairs["self"], slots=3, lag=lag, ngram_min=1)
+    pair, wishes = pairs.get("self+ngram"), {"slots": 3, "lag": lag, "ngram_min": 1}
+    engine = pair.changing(**wishes) if changes else pair.engine(K, **wishes)
     rounds = [record for run in run_all(engine, prompts, params) for record in run.rounds if record.draft]
     wrong = [record for record in rounds if record.accepted < len(record.draft)]
     assert sum(not record.match for record in rounds) > 20
     assert len(wrong) > 20 and all(record.match for record in wrong)
 
 
-@pytest.mark.parametrize("name", ["draft", "mtp", "three", "eagle3"])
-def test_drafts_after_any_rounds_are_those_of_a_fresh_start(
-    pairs: dict[str, dict[str, Any]], name: str
-) -> None:
+@pytest.mark.parametrize("name", ["draft", "one", "three", "eagle"])
+def test_drafts_after_any_rounds_are_those_of_a_fresh_start(pairs: Pairs, name: str) -> None:
     """A next turn that finds the pages drafts as one that writes them anew: nothing in them is stale."""
-    pair, prompt = pairs[name], random_prompts(1, 30, VOCAB, seed=5)[0]
+    pair, prompt = pairs.get(f"{name}+ngram"), random_prompts(1, 30, VOCAB, seed=5)[0]
     for lengths in (LENGTHS, (COPYING,), (K, COPYING, COPYING, COPYING)):
         for count in (33, 40):
-            engine = changing(pair, lengths)
+            engine = pair.changing(lengths)
             params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.5, logit_bias=FEW)
             reply = run_all(engine, [prompt], [params])[0].tokens
-            longer = (*prompt, *reply, 7, 8, 9)
-            spans = (("prompt", len(prompt)), ("generated", count), ("prompt", 3))
-            turn = Request("x", longer, SamplingParams(max_tokens=30, ignore_eos=True), spans)
+            turn = next_turn(prompt, reply, SamplingParams(max_tokens=30, ignore_eos=True))
             engine._draft_length.choose = lambda: K  # type: ignore[method-assign]
             found = run_requests(engine, [turn])
-            fresh = run_requests(changing(pair, (K,), prefix_sharing=False), [turn])
+            fresh = run_requests(pair.changing((K,), prefix_sharing=False), [turn])
             assert found[0].metrics.cached_tokens == len(prompt) + count - 1
             assert told(found) == told(fresh)
 
 
-def test_rounds_without_drafts_tell_of_matches(pairs: dict[str, dict[str, Any]]) -> None:
+def test_rounds_without_drafts_tell_of_matches(pairs: Pairs) -> None:
     """At every lag the same ones, which are the lengths of the real matches at the round's first token."""
     told_of: list[list[int]] = []
     for lag in (0, 2):
-        engine = changing(pairs["mtp"], (0,), lag=lag)
+        engine = pairs.get("one+ngram").changing((0,), lag=lag)
         outcomes: list[tuple[Any, ...]] = []
         note = outcomes.append
         engine._draft_length.observe = lambda *outcome, note=note: note(outcome)  # type: ignore[method-assign]
@@ -193,7 +133,7 @@ def test_rounds_without_drafts_tell_of_matches(pairs: dict[str, dict[str, Any]])
 
 
 def test_the_cache_is_brought_up_before_too_much_is_missing(
-    pairs: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long lookup drafts alone: what is missing stays within the rings of states."""
     from spd.runtime.round.limits import CATCH_UP
@@ -215,15 +155,13 @@ def test_the_cache_is_brought_up_before_too_much_is_missing(
         return ticket
 
     monkeypatch.setattr(RoundQueue, "launch", counted)
-    engine = changing(pairs["mtp"], (COPYING,) * 9 + (0,) * 40 + (K,))
+    engine = pairs.get("one+ngram").changing((COPYING,) * 9 + (0,) * 40 + (K,))
     run_all(engine, PROMPTS[:1], [SamplingParams(max_tokens=120, ignore_eos=True)])
     assert len(asked) > 6 and max(asked) <= CATCH_UP and max(behind) <= CATCH_UP
     assert {1 + COPYING + 1, CATCH_UP} <= set(asked), asked
 
 
-def test_what_a_match_drafts_was_drawn_from_nothing(
-    pairs: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules that test a draft's probability find certainty there, and the model's own law elsewhere."""
     seen = {True: 0, False: 0}
     real = ArbitratedProposer.draft
@@ -248,24 +186,24 @@ def test_what_a_match_drafts_was_drawn_from_nothing(
     params = [
         SamplingParams(temperature=1.1, max_tokens=12 + 9 * i, seed=i, logit_bias=FEW) for i in range(4)
     ]
-    run_all(fixed(pairs["draft"], slots=3, verify="rejection", adaptive=None), prompts, params)
+    run_all(pairs.get("draft+ngram").engine(K, slots=3, verify="rejection", adaptive=None), prompts, params)
     assert min(seen.values()) > 3, seen
 
 
-def test_rules_that_test_drafts_by_their_probability(pairs: dict[str, dict[str, Any]]) -> None:
+def test_rules_that_test_drafts_by_their_probability(pairs: Pairs) -> None:
     """A greedy text is the plain one, a request the same in any company; a match's drafts are certain."""
-    pair = pairs["draft"]
+    pair = pairs.get("draft+ngram")
     prompts = random_prompts(4, 24, VOCAB, seed=2)
     greedy = [SamplingParams(max_tokens=20, ignore_eos=True, logit_bias=FEW)] * 4
     drawn = [
         SamplingParams(temperature=0.9, max_tokens=16 + 5 * i, seed=40 + i, logit_bias=FEW) for i in range(4)
     ]
-    plain = [run.output for run in run_all(make_engine(pair["model"]), prompts, greedy)]
+    plain = [run.output for run in run_all(pair.plain(), prompts, greedy)]
     for rule in ("rejection", "block"):
         how: dict[str, Any] = {"verify": rule, "adaptive": None}
-        assert [run.output for run in run_all(fixed(pair, **how), prompts, greedy)] == plain
-        alone = [run_all(fixed(pair, **how), [p], [q])[0] for p, q in zip(prompts, drawn, strict=True)]
-        together = run_all(fixed(pair, slots=4, lag=2, **how), prompts, drawn)
+        assert [run.output for run in run_all(pair.engine(K, **how), prompts, greedy)] == plain
+        alone = [run_all(pair.engine(K, **how), [p], [q])[0] for p, q in zip(prompts, drawn, strict=True)]
+        together = run_all(pair.engine(K, slots=4, lag=2, **how), prompts, drawn)
         assert [run.output for run in together] == [run.output for run in alone]
         assert told(together) == told(alone)
         assert min(who_drafted(alone)) > 0

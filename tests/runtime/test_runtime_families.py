@@ -12,7 +12,7 @@ import torch
 from spd.runtime import SamplingParams
 from spd.runtime.round.rows import SlotView
 from tests.helpers import Damped, make_engine, random_prompts, run_all, run_one
-from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, WINDOW, write_dense
+from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, write_dense
 
 Shelf = Callable[..., Path]
 SPECULATED = ("mistral", "qwen2", "gemma2", "gemma3", "phi3")
@@ -59,41 +59,6 @@ def test_logits_and_greedy_text_equal_transformers(dense: Shelf, family: str) ->
         )
     run = run_all(engine, [prompt], [SamplingParams(max_tokens=64)])[0]
     assert run.tokens == whole[0, length:].tolist()
-
-
-@pytest.mark.parametrize("family", SPECULATED)
-def test_speculation_changes_no_token(dense: Shelf, family: str) -> None:
-    """Windows shorter than the prompts: by n-grams and by a draft of the same family, in a batch and late."""
-    target = dense(family, residual_gain=damped, seed=3)
-    draft = dense(family, residual_gain=damped, seed=3, layers=2)
-    prompts = [*random_prompts(2, 20, 256), *random_prompts(2, 75, 256, seed=1)]
-    work = [(p, SamplingParams(temperature=t, max_tokens=20, seed=9)) for p in prompts for t in (0.0, 0.9)]
-    asked, params = [p for p, _ in work], [q for _, q in work]
-    assert max(map(len, asked)) > 2 * WINDOW
-    plain = run_all(make_engine(target), asked, params)
-    accepted = 0
-    for wishes in (
-        {"spec": "ngram", "ngram_min": 1, "draft_max": 3},
-        {"spec": "draft", "draft_model": draft, "draft_max": 1, "lag": 1},
-        {"spec": "draft", "draft_model": draft, "draft_max": 5, "lag": 2, "slots": 3},
-    ):
-        runs = run_all(make_engine(target, **wishes), asked, params)
-        assert [run.output for run in runs] == [run.output for run in plain], wishes
-        accepted += sum(run.metrics.draft_n_accepted for run in runs)
-    assert accepted > 0
-
-
-def test_prefixes_are_shared_under_windows(dense: Shelf) -> None:
-    """What lies before the window stays in the cache, so that a hit gives the text of a miss."""
-    target = dense("gemma2", residual_gain=damped, seed=3)
-    common = random_prompts(1, 150, 256, seed=9)[0]
-    params = SamplingParams(temperature=0.8, max_tokens=20, seed=4, ignore_eos=True)
-    prompts = [common, (*common, 1, 2, 3), common[:100] + (9,) * 60]
-    engine = make_engine(target, spec="ngram", draft_max=4)
-    shared = [run_all(engine, [prompt], [params])[0] for prompt in prompts]
-    fresh = [run_one(target, prompt, params, prefix_sharing=False) for prompt in prompts]
-    assert [run.output for run in shared] == [run.output for run in fresh]
-    assert [run.metrics.cached_tokens for run in shared] == [0, 128, 64]
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft"])

@@ -1,0 +1,106 @@
+"""Targets and what drafts for them: the rows of the matrices that show speculation to be invisible."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spd.runtime import Engine
+from tests.helpers import Damped, TinyShelf, make_engine
+from tests.recipes.tiny import VARIANTS
+from tests.recipes.tiny_dense import FAMILIES, write_dense
+from tests.recipes.tiny_eagle3 import write_tiny_pair
+from tests.recipes.tiny_mtp import write_tiny_mtp
+from tests.runtime.eagle3_reference import PlainEagle3
+from tests.runtime.mtp_reference import PlainDrafter, PlainMtp
+
+damped = Damped(loud=2)
+"""So that a draft of the first two layers often agrees."""
+HEADS: dict[str, dict[str, Any]] = {
+    "one": {"family": "deepseek"},
+    "three": {"family": "mimo", "modules": 3, "hidden_share": 0.1},
+    "deepseek": {"family": "deepseek", "variant": "deepseek_v3"},
+}
+EAGLES: dict[str, dict[str, Any]] = {
+    "eagle": {"aux": (1, 2, 3), "hidden_share": 0.3, "target_options": {"layers": 3}},
+    "speculators": {
+        **{"layout": "speculators", "aux": (0, 2), "hidden_share": 0.4, "target_options": {"layers": 2}},
+        **{"norm_output": True, "fc_norm": True, "own_embedding": True},
+    },
+}
+COPYING = 7
+"""What lookup alone drafts at most, beside a model."""
+LENGTHS = (3, COPYING, COPYING, 1, COPYING, 0, COPYING, COPYING, COPYING, COPYING, 3, 2, 0, 0, COPYING)
+"""Drafts of rounds, over and over: every kind follows every other."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, and what asks for drafts for it."""
+
+    model: Path
+    speculation: dict[str, Any]
+    reference: Callable[[], PlainDrafter] | None = None
+    """Of a head: what its drafts are by their definition."""
+
+    def plain(self, **wishes: Any) -> Engine:
+        return make_engine(self.model, **wishes)
+
+    def engine(self, k: int, **wishes: Any) -> Engine:
+        """One that drafts k tokens a round, or as other wishes say."""
+        drafts = {} if self.speculation["spec"] == "off" else {"draft_max": k}
+        return make_engine(self.model, **{**self.speculation, **drafts, **wishes})
+
+    def changing(self, lengths: Iterable[int] = LENGTHS, **wishes: Any) -> Engine:
+        """An engine whose drafts are as many as the lengths say, over and over."""
+        engine = self.engine(COPYING, **{"adaptive": True, **wishes})
+        turns = itertools.cycle(lengths)
+        engine._draft_length.choose = lambda: next(turns)  # type: ignore[method-assign]
+        return engine
+
+
+class Pairs:
+    """Writes what a pair is made of once. Names are those of METHOD, METHOD+ngram, and FAMILY/METHOD."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.tiny, self.made = folder, TinyShelf(folder).get, dict[str, Pair]()
+
+    def get(self, name: str) -> Pair:
+        if name not in self.made:
+            self.made[name] = self._make(name)
+        return self.made[name]
+
+    def _make(self, name: str) -> Pair:
+        method, _, lookup = name.partition("+")
+        if lookup:
+            pair = self.get(method)
+            spec = f"{pair.speculation['spec']}+ngram"
+            return Pair(pair.model, {**pair.speculation, "spec": spec, "ngram_min": 2}, pair.reference)
+        folder = self.folder / name
+        if name in EAGLES:
+            target, head = folder / "target", folder / "head"
+            write_tiny_pair(target, head, kind="copy", **EAGLES[name])
+            return Pair(target, {"spec": "eagle3", "draft_model": head}, lambda: PlainEagle3(target, head))
+        if name in HEADS:
+            write_tiny_mtp(folder, kind="copy", **HEADS[name])
+            family, modules = HEADS[name]["family"], HEADS[name].get("modules", 1)
+            return Pair(folder, {"spec": "mtp"}, lambda: PlainMtp(folder, family, modules))
+        family, _, method = name.rpartition("/")
+        target = self._layers(family or "qwen3", 4)
+        if method == "off":
+            return Pair(target, {"spec": "off"})
+        if method == "ngram":
+            return Pair(target, {"spec": "ngram", "ngram_min": 1})
+        drafter = target if method == "self" else self._layers(family or "qwen3", 2)
+        return Pair(target, {"spec": "draft", "draft_model": drafter})
+
+    def _layers(self, family: str, layers: int) -> Path:
+        options: dict[str, Any] = {"layers": layers, "residual_gain": damped, "seed": 3}
+        if family in VARIANTS:
+            return self.tiny(family, **options)
+        assert family in FAMILIES
+        folder = self.folder / f"{family}-{layers}"
+        return folder if folder.exists() else write_dense(folder, family, max_positions=1024, **options)
