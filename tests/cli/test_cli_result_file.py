@@ -1,4 +1,4 @@
-"""Results of `spd bench`: read back, where what is damaged is refused, and as lines."""
+"""Results of `spd bench`: read back, where what is damaged is refused."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import copy
 import json
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from spd.cli.commands.bench_report import ROW_SCHEMA, render
 from spd.cli.commands.compare import read_result
 from spd.errors import UsageError
 from spd.runtime.lab.compare import compare
 from spd.runtime.lab.rows import make_rows
-from tests.json_schema import SCHEMAS, faults_by_name
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 
 
@@ -73,20 +70,3 @@ def test_a_damaged_result_is_refused(tmp_path: Path, removed: tuple[Any, ...], v
         read_result(path)
     if value is None:
         assert caught.value.reason == (f"'{removed[-1]}' is missing",)
-
-
-def test_a_line_of_a_row_fits_its_schema(tmp_path: Path) -> None:
-    result = read_result(write_result(tmp_path / "a.json"))
-    lines = render(result, SimpleNamespace(json=False, jsonl=True)).splitlines()  # type: ignore[arg-type]
-    assert len(lines) == 2 and [faults_by_name(json.loads(line)) for line in lines] == [[], []]
-    assert faults_by_name(json.loads(lines[0]) | {"mood": 1, "model": 2}) != []
-
-
-def test_a_line_is_a_row_of_the_whole_object_with_its_model() -> None:
-    whole, line = (json.loads((SCHEMAS / f"{name}.json").read_text()) for name in ("bench", "bench.row"))
-    assert line.pop("$id") == line["properties"].pop("schema")["const"] == ROW_SCHEMA
-    assert line["properties"].pop("model") == whole["properties"]["model"]
-    assert line["required"][:2] == ["schema", "model"]
-    line["required"] = line["required"][2:]
-    del line["$schema"], line["title"]
-    assert line == whole["$defs"]["row"]

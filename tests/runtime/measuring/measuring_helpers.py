@@ -45,7 +45,6 @@ def make_sample(config: int, repetition: int, seconds: float, **changes: Any) ->
         "verify_ms": 90 * seconds,
         "rest_ms": 1.0,
         "host_ms": 2.0,
-        "good": 1,
         "finish": {"length": 1},
     }
     return Sample(**{**values, **changes})
