@@ -199,7 +199,7 @@ def test_what_a_line_begins_with(target: Path) -> None:
 
     def asked(line: dict[str, Any], *messages: dict[str, str], raw: bool = False, **variables: Any) -> Asked:
         settings = plan_settings(GenerateOptions(model=str(target), jsonl=True))
-        return read_wishes(BatchLine(1, line), settings, Shared(raw, False, messages, variables)).asked
+        return read_wishes(BatchLine(1, line), settings, Shared(raw, messages, variables)).asked
 
     assert asked({"prompt": "x"}, s, q, a).messages == (s, q, a, x)
     for own in ({"prompt": "x", "system": "t"}, {"messages": [t, x]}, {"messages": [x], "system": "t"}):
