@@ -67,15 +67,14 @@ def test_a_capture_that_breaks_breaks_nothing_else(model: Path, script: Any) -> 
 
 
 def test_a_chat_expects_its_own_parameters(model: Path, script: Any) -> None:
-    """As they are by then, with the probabilities that it shows."""
+    """As they are by then."""
     script.captures = 1
     chat = ChatModel(ChatOptions(model=str(model), temperature=0.3), Console())
-    chat.set_probs(2)
     chat.start(lambda: None)
     assert chat.thread.engine() is script.engine
     until(lambda: script.engine.captured)
     ((params,), _) = script.engine.captured[0]
-    assert (params.temperature, params.logprobs) == (0.3, 2) and chat.close()
+    assert (params.temperature, params.logprobs) == (0.3, None) and chat.close()
 
 
 @pytest.mark.parametrize(("lines", "together"), [(1, None), (4, None), (5, 4)])

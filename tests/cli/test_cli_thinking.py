@@ -159,7 +159,7 @@ def test_a_chat_without_a_terminal_says_the_answer(spd_run: Callable, model: Pat
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        *(([cut, "5"], f"{cut} is now {now}") for cut, now in CUT_FLAGS.items()),
+        *(([flag, "5"], f"fix: {now}") for flag, now in CUT_FLAGS["chat"].items() if "think" in flag),
         (["--think"], "--think: on, off, hide or a number of tokens?"),
         (["--think", "Hi"], "--think Hi: on, off, hide or a number of tokens?"),
         (["--think", "-1"], "--think -1: on, off, hide or a number of tokens?"),
