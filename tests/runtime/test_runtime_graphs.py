@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RING_DEPTH, RoundState
 from tests.helpers import Damped, Run, few_programs, make_engine, random_prompts, run_all
 from tests.recipes.fp8_twin import write_twin
+from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.graph_stand_in import StandIn, Tape, tensors_in
 from tests.runtime.host_watch import HostWatch
@@ -80,6 +82,26 @@ def methods(tiny: Callable[..., Path]) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.fixture(scope="module")
+def speculated(
+    target: Path, methods: Methods, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Targets, and what drafts for them: the methods above, and heads of either kind that are often right.
+
+    A DeepSeek-V3 of a dense layer and one of experts with an MTP layer; a Llama beside an EAGLE-3 head.
+    """
+    folder = tmp_path_factory.mktemp("heads")
+    shape: dict[str, Any] = {"layers": 2, "vocab": 256, "tokenizer": False, "seed": 5}
+    headed = write_tiny_mtp(folder / "mtp", family="deepseek", variant="deepseek_v3", kind="copy", **shape)
+    options: dict[str, Any] = {"aux": (1, 2), "draft_vocab": 200, "target_options": shape}
+    head = write_tiny_pair(folder / "eagle3", folder / "head", kind="copy", **options)
+    return {
+        **{name: (target, wishes) for name, wishes in methods.items()},
+        "mtp": (headed, {"spec": "mtp"}),
+        "eagle3": (folder / "eagle3", {"spec": "eagle3", "draft_model": head}),
+    }
+
+
 PROMPTS = [*random_prompts(4, 12, 256), *random_prompts(3, 70, 256, seed=1)]
 PARAMS: list[dict[str, Any]] = [
     {"max_tokens": 5},
@@ -103,14 +125,16 @@ def story(runs: list[Run]) -> list[tuple[object, object, object]]:
     return [(run.output, run.drafts, [record.sampled for record in run.rounds]) for run in runs]
 
 
-CASES = [("off", 0), *((method, k) for method in ("ngram", "draft", "draft+ngram") for k in (1, 3))]
+CASES = [("off", 0), *((method, k) for method in ("ngram", "draft", "draft+ngram", "mtp") for k in (1, 3))]
+CASES.append(("eagle3", 3))
 
 
 @pytest.mark.parametrize(("method", "k"), CASES)
 def test_replays_are_what_eager_rounds_are(
-    target: Path, methods: Methods, watched_engine: Watched, method: str, k: int
+    speculated: dict[str, tuple[Path, dict[str, Any]]], watched_engine: Watched, method: str, k: int
 ) -> None:
-    wishes = {**methods[method], **({"draft_max": k} if k else {})}
+    target, speculation = speculated[method]
+    wishes = {**speculation, **({"draft_max": k} if k else {})}
     plain = run_batch(two_slots(target))
     eager = story(run_batch(two_slots(target, **wishes)))
     assert [tokens for tokens, _, _ in eager] == [run.output for run in plain]
@@ -141,20 +165,28 @@ def test_stops_inside_accepted_runs(target: Path, methods: Methods, watched_engi
         assert story(run_all(engine, prompts, params)) == story(eager)
 
 
-def test_lengths_that_change(target: Path, methods: Methods, watched_engine: Watched) -> None:
+@pytest.mark.parametrize("method", ["ngram", "draft", "mtp", "eagle3"])
+def test_lengths_that_change(
+    speculated: dict[str, tuple[Path, dict[str, Any]]], watched_engine: Watched, method: str
+) -> None:
     """Each pair of lengths is a program of its own; drafts are brought up between them."""
-    pattern = [3, 0, 1, 1, 0, 0, 3, 2, 0]
-    plain = [run.output for run in run_batch(two_slots(target))]
-    for method in ("ngram", "draft"):
-        told = []
-        for lag, watched in ((0, False), (0, True), (2, True)):
-            wishes = {**methods[method], "draft_max": 3, "lag": lag}
-            engine = watched_engine(target, **wishes)[0] if watched else two_slots(target, **wishes)
-            lengths = iter(pattern * 40)
-            engine._draft_length.choose = lambda lengths=lengths: next(lengths)  # type: ignore[method-assign]
-            told.append(run_batch(engine))
-            assert [run.output for run in told[-1]] == plain
-        assert story(told[0]) == story(told[1])
+    pattern, (target, speculation) = [3, 0, 1, 1, 0, 0, 3, 2, 0], speculated[method]
+    plain, told = [run.output for run in run_batch(two_slots(target))], []
+    for lag, watched in ((0, False), (0, True), (2, True)):
+        wishes = {**speculation, "draft_max": 3, "lag": lag}
+        engine, captured = (
+            watched_engine(target, **wishes) if watched else (two_slots(target, **wishes), None)
+        )
+        lengths = iter(pattern * 40)
+        engine._draft_length.choose = lambda lengths=lengths: next(lengths)  # type: ignore[method-assign]
+        told.append(run_batch(engine))
+        assert [run.output for run in told[-1]] == plain
+        if captured:
+            shapes = list(captured.captured)
+            assert set(itertools.pairwise(pattern)) <= {(shape.k, shape.next_k) for shape in shapes}
+            assert len({shape.needs for shape in shapes}) > 2 and captured.replays > 0
+    assert story(told[0]) == story(told[1])
+    assert sum(run.metrics.draft_n_accepted for run in told[0]) > 0
 
 
 def test_logprobs_are_the_eager_ones(target: Path, methods: Methods, watched_engine: Watched) -> None:
