@@ -94,6 +94,7 @@ class Pairs:
             return Pair(target, {"spec": "off"})
         if method == "ngram":
             return Pair(target, {"spec": "ngram", "ngram_min": 1})
+        assert method in ("self", "draft"), name
         drafter = target if method == "self" else self._layers(family or "qwen3", 2)
         return Pair(target, {"spec": "draft", "draft_model": drafter})
 

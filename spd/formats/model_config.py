@@ -96,6 +96,7 @@ class _Family:
     local_theta: float | None = None  # of layers that slide, where they rotate in another way
     longrope: bool = False
     caps: tuple[float | None, float | None] | None = None  # Gemma: of scores and logits, if no key says so
+    epsilon: float = 1e-6  # of norms, when the key is absent
     interleaved: bool | None = None  # how recurrent layers' projections are stored; None: there are none
 
 
@@ -104,7 +105,12 @@ _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", 2048, "mlp_bias"),
     "MistralForCausalLM": _Family("mistral", 131072, bias=None, sliding=SlidingRule(4096, listed=False)),
     "Phi3ForCausalLM": _Family(
-        "phi3", 4096, bias=None, partial=1.0, sliding=SlidingRule(listed=False), longrope=True
+        *("phi3", 4096),
+        bias=None,
+        partial=1.0,
+        sliding=SlidingRule(listed=False),
+        longrope=True,
+        epsilon=1e-5,
     ),
     "Qwen2ForCausalLM": _Family("qwen2", 32768, bias=None, sliding=SWITCHED),
     "Qwen3ForCausalLM": _Family("qwen3", 32768, sliding=SWITCHED),
@@ -119,7 +125,7 @@ _FAMILIES = {
     ),
     "DeepseekV2ForCausalLM": _Family("deepseek_v2", 2048, latent=True, experts=deepseek_v2_experts),
     "DeepseekV3ForCausalLM": _Family("deepseek_v3", 4096, latent=True, experts=deepseek_v3_experts),
-    "Glm4MoeForCausalLM": _Family("glm4_moe", 131072, partial=0.5, experts=deepseek_v3_experts),
+    "Glm4MoeForCausalLM": _Family("glm4_moe", 131072, partial=0.5, experts=deepseek_v3_experts, epsilon=1e-5),
     "MiMoForCausalLM": _Family("mimo", 32768),
     "Qwen3NextForCausalLM": _Family(
         "qwen3_next", 32768, partial=0.25, interleaved=True, experts=hybrid_experts
@@ -128,9 +134,9 @@ _FAMILIES = {
     "Qwen3_5MoeForCausalLM": _Family(
         "qwen3_5_moe_text", 32768, partial=0.25, interleaved=False, experts=hybrid_experts
     ),
-    "Ernie4_5ForCausalLM": _Family("ernie4_5", 131072, "use_bias", "use_bias", theta=500_000.0),
+    "Ernie4_5ForCausalLM": _Family("ernie4_5", 131072, "use_bias", "use_bias", theta=500_000.0, epsilon=1e-5),
     "Ernie4_5_MoeForCausalLM": _Family(
-        "ernie4_5_moe", 131072, bias="use_bias", experts=ernie_experts, theta=500_000.0
+        "ernie4_5_moe", 131072, bias="use_bias", experts=ernie_experts, theta=500_000.0, epsilon=1e-5
     ),
 }
 WRAPPERS = {
@@ -241,7 +247,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         vocab_size=vocab_size,
         max_positions=min(max_positions, rope.max_positions or max_positions),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, family.epsilon),
         tie_embeddings=fields.boolean("tie_word_embeddings", family.caps is not None),
         attention_bias=fields.boolean(family.bias, False) if family.bias else False,
         mlp_bias=fields.boolean(family.mlp_bias, False) if family.mlp_bias else False,

@@ -86,6 +86,10 @@ def test_what_transformers_saves_is_read(tiny: Callable[..., Path], tmp_path: Pa
     with Checkpoint.open(saved) as found, Checkpoint.open(folder) as wanted:
         assert found.tensors.keys() == wanted.tensors.keys()
         assert all(torch.equal(found.read(name), wanted.read(name)) for name in wanted.tensors)
+    facts = json.loads((saved / "config.json").read_text())
+    facts.pop("rms_norm_eps")
+    (saved / "config.json").write_text(json.dumps(facts))
+    assert read_model_config(saved).rms_norm_eps == type(reference.config)().rms_norm_eps
 
 
 HYBRIDS = {

@@ -216,7 +216,7 @@ class SkinnyLinear(AnyHead):
             return Residual(*kernels.linear_residual(x, *given, onto.x, self.workspace))
         y = kernels.linear(x, *given, self.workspace)
         if onto is None:
-            return Residual(y)
+            return around.ended(y, onto)
         return Residual(*kernels.norm_residual(y, around.post_norm, around.epsilon, onto.x))
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The proposers by name: the only place that knows the list."""
+"""The proposers by name: the only place that imports them."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ class Proposer(Protocol):
     """Writes `state.draft[:, :k]` and `state.num_drafts`; anything it proposes is verified.
 
     `draft` is part of the round's device program, captured once for each k: fixed shapes, nothing read from
-    the device, no value of the host's that changes between calls. Inactive slots get no drafts. What a cache
-    misses from rounds that did not draft is brought up by `catch_up`, outside of it. Without states or a
-    cache a proposer inherits methods that do nothing.
+    the device, no value of the host's that changes between calls (`views` are for torch's form alone). Inactive
+    slots get no drafts, others up to k. What a cache misses from rounds that did not draft is brought up by
+    `catch_up`, outside of it. Without states or a cache a proposer inherits methods that do nothing.
     """
 
     method: str
