@@ -67,7 +67,7 @@ def test_ls_loads_nothing_heavy(tmp_path: Path) -> None:
 def test_the_examples_of_help_are_commands(name: str) -> None:
     """Every example below a command's help is read by the parser as it stands."""
     found = 0
-    for line in COMMAND_TABLE[name].epilog.splitlines():
+    for line in COMMAND_TABLE[name].examples:
         lexer = shlex.shlex(line.replace('eval "$(', "").replace(')"', ""), None, True, "|<>&")
         lexer.whitespace_split = True
         words = list(lexer)
@@ -104,7 +104,7 @@ def test_the_examples_of_help_run(name: str, tmp_path: Path) -> None:
     for place in (".zfunc", ".config/fish/completions"):
         (tmp_path / place).mkdir(parents=True)
     kept = {"PATH": f"{binary.parent}:{os.environ['PATH']}", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    for number, line in enumerate(filter(None, COMMAND_TABLE[name].epilog.splitlines()[1:])):
+    for number, line in enumerate(filter(None, COMMAND_TABLE[name].examples)):
         for hub_name in ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B"):
             line = line.replace(hub_name, str(tiny))
         if name == "chat" and "<" not in line:

@@ -463,7 +463,7 @@ def test_what_comes_as_a_prompt_ends_waits_for_the_next() -> None:
     from spd.cli.chat.editor import Editor
 
     with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
-        editor = Editor(None, vi=False, color=False, status=str, commands=[], with_path=[])
+        editor = Editor(None, color=False, status=str, commands=[], with_path=[])
         keys.send_text("hi\r")
         assert editor.read() == "hi"
         editor.say("news")

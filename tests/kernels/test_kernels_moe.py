@@ -154,7 +154,7 @@ def routed(rows: int, count: int, per_token: int, device: str) -> tuple[Tensor, 
     """Ids and weights: more rows than a tile choose the first expert, and none the last of several."""
     ids = normal(rows, max(per_token, count - 1), seed=3).argsort(-1)[:, :per_token].to(device)
     ids[:, 0] = torch.where(ids[:, 1:].eq(0).any(-1), ids[:, 0], 0)
-    return ids, normal(rows, per_token, seed=4).abs().to(device)
+    return ids.contiguous(), normal(rows, per_token, seed=4).abs().to(device)
 
 
 @pytest.mark.parametrize("form", EVERY[1:], indirect=True)

@@ -25,6 +25,7 @@ SHOWN_BY = {
     **dict.fromkeys(("router_logits", "route"), ("moe", "test_routing")),
     **dict.fromkeys(("experts", "experts_onto"), ("moe", "test_experts")),
     **dict.fromkeys(("short_conv", "delta_rule", "gated_norm"), RECURRENT),
+    "delta_chunks": ("recurrent", "test_how_many_chunks_a_call_holds_changes_no_bit"),
     "sample_rows": SAME,
     "row_laws": ("row_laws", SAME[1]),
     **dict.fromkeys(

@@ -59,6 +59,7 @@ def write_tiny_hybrid(
     its tensors.
     """
     config = {**SIZES, **sizes}
+    vocab, positions = config["vocab_size"], config["max_position_embeddings"]
     interval = config.get("full_attention_interval", 4)
     kinds = config.get("layer_types") or [
         "linear_attention" if (layer + 1) % interval else "full_attention"
@@ -91,7 +92,7 @@ def write_tiny_hybrid(
     write_tensors(folder, {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}, 1)
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {"eos_token_id": 258})
-    write_tokenizer(folder, config["vocab_size"], config["max_position_embeddings"])
+    write_tokenizer(folder, vocab, positions)
     return folder
 
 

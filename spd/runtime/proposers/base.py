@@ -24,7 +24,7 @@ class Proposer(Protocol):
     """Writes `state.draft[:, :k]` and `state.num_drafts`; anything it proposes is verified.
 
     `draft` is part of the round's device program, captured once for each k: fixed shapes, nothing read from
-    the device, no value of the host's that changes between calls (`views` are for torch's form alone). Inactive
+    the device, no value of the host's that changes between calls (`views` is for torch's form). Inactive
     slots get no drafts, others up to k. What a cache misses from rounds that did not draft is brought up by
     `catch_up`, outside of it. Without states or a cache a proposer inherits methods that do nothing.
     """
