@@ -197,6 +197,22 @@ def test_a_message_that_ends_a_span_is_found_again(hybrid: Shelf) -> None:
     assert cached == [0, 100, 100]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(
+    hybrid: Shelf, tiny: Shelf, form: str
+) -> None:
+    needs(form)
+    target = tiny("qwen3", dtype=FORMS[form]["dtype"])
+    wishes = {**FORMS[form], **ways(hybrid, form)["draft"], "draft_max": 3}
+    made = [make_engine(target, **wishes, prefix_sharing=each) for each in (True, False)]
+    system, users = random_prompts(1, 20, 256, seed=6)[0], random_prompts(3, 15, 256, seed=7)
+    params = SamplingParams(temperature=1.0, max_tokens=9, seed=3, ignore_eos=True, logprobs=0)
+    asked = [Request("x", (*system, *user), params, (("prompt", 20), ("prompt", 15))) for user in users]
+    found, fresh = ([run_requests(engine, [one])[0] for one in asked] for engine in made)
+    same(found, fresh)
+    assert [run.metrics.cached_tokens for run in found] == [0, 20, 20]
+
+
 def test_pages_that_no_checkpoint_followed_get_one(hybrid: Shelf) -> None:
     """The second prompt finds pages and no state; the third goes on where these pages end."""
     engine, params = engine_of(hybrid, "torch", "off"), SamplingParams(max_tokens=2, ignore_eos=True)

@@ -88,7 +88,8 @@ class DeviceSide:
         """Write the caches of positions of the prompt that was placed last, at the latest in `flush`."""
         assert self._ids is not None
         runner, part = self.parts.runner, PromptPart(slot, self._ids[None], start, end, view, runs)
-        again = runner.cache.recurrent and any(each.slot == slot for each in self._unwritten)
+        recurrent = any(each.cache.recurrent for each in self.parts.states.runners)
+        again = recurrent and any(each.slot == slot for each in self._unwritten)
         if (
             again
             or sum(filled_rows(each.end - each.begin) for each in (*self._unwritten, part)) > runner.chunk
