@@ -14,7 +14,7 @@ import torch
 
 from spd.errors import ResourceError
 from spd.kernels.native.build import obstacle
-from spd.runtime import Engine, Request, SamplingParams
+from spd.runtime import Engine, Event, Request, SamplingParams
 from spd.runtime.engine import scheduler
 from spd.runtime.engine.checkpoints import Checkpoints
 from spd.runtime.engine.device_side import DeviceSide
@@ -310,6 +310,28 @@ def test_a_copy_that_broke_off_is_never_found(hybrid: Shelf, monkeypatch: pytest
         engine.step()
     runs = [run_all(engine, prompt, params)[0] for _ in range(2)]
     assert [run.metrics.cached_tokens for run in runs] == [0, 79] and runs[0].output == runs[1].output
+
+
+def test_a_request_ends_once_where_its_last_copy_broke_off(
+    hybrid: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, save, events = engine_of(hybrid, "torch", "off"), StateStore.save, list[Event]()
+
+    def broken(self: StateStore, place: int, slot: int, end: int, page: int) -> None:
+        if end > 19:
+            raise OutOfMemory("running", "no memory")
+        save(self, place, slot, end, page)
+
+    monkeypatch.setattr(StateStore, "save", broken)
+    engine.add(Request("x", random_prompts(1, 20, 256)[0], SamplingParams(max_tokens=3, ignore_eos=True)))
+    with pytest.raises(ResourceError):
+        while engine.has_work:
+            events += engine.step()
+    while engine.has_work:
+        events += engine.step()
+    assert [event.finish_reason for event in events] == [None, None, "error"]
+    assert engine.totals.requests == {"error": 1}
+    engine._scheduler.check()
 
 
 # -- the bookkeeping -------------------------------------------------------------------------------

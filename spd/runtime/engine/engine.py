@@ -400,11 +400,11 @@ class Engine:
         name, reason = event.request_id, event.finish_reason
         assert reason is not None
         sequence.finish_reason = reason
-        self._ready.append(event)
         if sequence.slot < 0:
             self._scheduler.withdraw(sequence)
         else:
             self._vacate(sequence, settled and reason != "error")
             if own := self._scheduler.retire(sequence):
                 self._device.clear(own)
+        self._ready.append(event)  # where freeing broke off it is not over yet
         self.totals.add(name, sequence.measured(), reason)
