@@ -15,14 +15,14 @@ from spd.errors import IncompatibleError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import read_model_config
 from spd.kernels.native.build import obstacle
-from spd.runtime import SamplingParams
+from spd.runtime import Request, SamplingParams
 from spd.runtime.load.loader import read_part
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Cut, Shard
 from spd.runtime.models.gated_delta import _by_kind
 from spd.runtime.models.layouts import DeltaLayout, LayerLayout
 from spd.runtime.models.weights import cuts_of
-from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.helpers import Run, make_engine, next_turn, random_prompts, run_all, run_requests
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.runtime.test_runtime_hybrid import FAULTS, FORMS, SPARSE
 
@@ -138,6 +138,23 @@ def test_speculation_changes_no_token_on_two_ranks(
         assert outputs(runs) == plain, (k, lag)
         assert drafts(runs) == seen.setdefault(k, drafts(runs)), "the host's lag changes no draft"
         assert sum(run.metrics.draft_n if method == "ngram" else run.metrics.draft_n_accepted for run in runs)
+
+
+def test_two_ranks_go_on_from_checkpoints(agreeing: Path, gloo_threads: None) -> None:
+    """A prompt again, and a next turn: each rank has its part of the states as of there."""
+    form = "torch" if obstacle() else "native"
+    wishes = {**FORMS[form], "tp": 2, "spec": "mtp", "draft_max": 3, "lag": 1}
+    made = [make_engine(agreeing, prefix_sharing=each, **wishes) for each in (False, True)]
+    prompt, params = PROMPTS[0], replace(SEEDED[1], logprobs=0)
+    told, cached = list[Any](), list[int]()
+    for engine in made:
+        runs = run_all(engine, [prompt], [params])
+        turn = next_turn(prompt, runs[0].tokens, params)
+        runs += run_requests(engine, [Request("again", prompt, params)]) + run_requests(engine, [turn])
+        cached += [run.metrics.cached_tokens for run in runs]
+        told.append([(run.output, run.logprobs, run.drafts) for run in runs])
+        engine.close()
+    assert told[0] == told[1] and cached == [0, 0, 0, 0, 74, 88]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
