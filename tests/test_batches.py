@@ -307,7 +307,4 @@ def test_a_thousand_mixed_requests(tiny: Callable[..., Path], say: Callable[[str
     engine._scheduler.check()
     assert engine._pages.num_available == 60 and not engine.has_work
     assert sizes[-1] - sizes[2] < 20_000, f"resident memory grew from {sizes[2]} to {sizes[-1]} KiB"
-    say(
-        f"{engine.totals.summary()['requests']}, "
-        f"{engine._scheduler.preemptions} preemptions, resident {sizes} KiB"
-    )
+    say(f"{engine.totals.requests}, {engine._scheduler.preemptions} preemptions, resident {sizes} KiB")

@@ -14,7 +14,7 @@ from spd.kernels.round.commit import FAILED, GOING_ON, first_sample
 from spd.runtime import Request, SamplingParams
 from spd.runtime.engine.detokenizer import Detokenizer
 from spd.runtime.engine.emission import event_of
-from spd.runtime.engine.metrics import EngineMetrics, RequestMetrics, percentiles
+from spd.runtime.engine.metrics import EngineMetrics, RequestMetrics
 from spd.runtime.engine.sequence import Sequence
 from spd.runtime.round.round_queue import RoundResult
 from spd.runtime.round.sampling_params import SamplerClass
@@ -127,39 +127,22 @@ def test_rows_that_pad_a_round_are_no_drafts(target: Path) -> None:
     assert one.mean_acceptance_length == 2.0, "its drafter is the target itself"
 
 
-def test_the_engine_sums_what_its_requests_count(target: Path) -> None:
+def test_the_engine_counts_its_rounds_and_how_requests_ended(target: Path) -> None:
     engine = make_engine(target, slots=2, spec="ngram", ngram_min=1, draft_max=3, lag=1)
     engine.add(Request("gone", PROMPTS[0], SamplingParams()))
     engine.abort("gone")
     engine.step()
-    runs = run_all(engine, PROMPTS, [SamplingParams(max_tokens=9 + i) for i in range(5)])
-    shown, each = engine.totals.summary(), [run.metrics for run in runs]
-    assert shown["requests"] == {"abort": 1, "length": 5}
-    assert shown["completion_tokens"] == sum(m.completion_tokens for m in each) == 55
-    assert shown["num_drafts"] == sum(m.num_drafts for m in each) > 0
-    assert shown["num_accepted_tokens"] == sum(m.draft_n_accepted for m in each)
-    assert shown["mean_acceptance_length"] == 1 + shown["num_accepted_tokens"] / shown["num_drafts"]
-    rates = shown["acceptance_rate_per_position"]
-    assert rates == sorted(rates, reverse=True) and sum(rates) * shown["num_drafts"] == pytest.approx(
-        shown["num_accepted_tokens"]
-    )
-    assert max(m.rounds for m in each) <= shown["rounds"] <= sum(m.rounds for m in each) + 4
-    for name in ("ttft_ms", "tpot_ms", "itl_ms", "queue_ms"):
-        assert 0 <= shown[name]["p50"] <= shown[name]["p90"] <= shown[name]["p99"]
+    each = [m.metrics for m in run_all(engine, PROMPTS, [SamplingParams(max_tokens=9 + i) for i in range(5)])]
+    assert engine.totals.requests == {"abort": 1, "length": 5}
+    assert max(m.rounds for m in each) <= engine.totals.rounds <= sum(m.rounds for m in each) + 4
     assert each[4].queue_ms > each[0].queue_ms, "two slots: the fifth had to wait"
 
 
-def test_percentiles_are_values_that_were_measured() -> None:
-    assert percentiles(range(1, 101)) == {"p50": 50, "p90": 90, "p99": 99}
-    assert percentiles([7.0]) == {"p50": 7.0, "p90": 7.0, "p99": 7.0}
-    assert percentiles([3, 1, 2]) == {"p50": 2, "p90": 3, "p99": 3}
-
-
-def test_memory_of_latencies_is_bounded() -> None:
+def test_counters_of_requests_that_ended_are_kept_to_a_bound() -> None:
     totals = EngineMetrics()
     for i in range(5000):
-        totals.add("a", RequestMetrics(completion_tokens=1, first_token_ms=float(i)), "stop")
-    assert len(totals.latencies["ttft_ms"]) == 4096 and totals.totals.completion_tokens == 5000
+        totals.add(str(i), RequestMetrics(completion_tokens=1), "stop")
+    assert len(totals.finished) == 4096 and "4999" in totals.finished and totals.requests == {"stop": 5000}
 
 
 @pytest.mark.parametrize(("spec", "lag"), [("ngram", 0), ("draft", 2)])

@@ -7,23 +7,11 @@ vLLM's `metrics.speculative_decoding`.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
 KEPT = 4096
-LATENCIES = {
-    "ttft_ms": "first_token_ms",
-    "tpot_ms": "time_per_output_token_ms",
-    "itl_ms": "inter_token_latency_ms",
-    "queue_ms": "queue_ms",
-}
-"""Time to the first token, per token after it, between emissions, in the waiting line."""
-SUMMED = (
-    *("prompt_tokens", "cached_tokens", "completion_tokens", "preemptions", "rounds", "num_drafts"),
-    *("draft_n", "draft_n_accepted", "draft_n_accepted_raw"),
-)
 
 
 @dataclass(frozen=True)
@@ -173,18 +161,14 @@ class RequestMetrics:
 
 @dataclass
 class EngineMetrics:
-    """Sums over all requests that ended; latencies of the latest `KEPT` of them, in milliseconds."""
+    """What an engine has done so far."""
 
     rounds: int = 0
-    """Of the engine: one serves every slot."""
+    """One serves every slot."""
     requests: dict[str, int] = field(default_factory=dict)
     """By how they ended."""
     finished: OrderedDict[str, RequestMetrics] = field(default_factory=OrderedDict)
     """By their ids: the latest `KEPT`, whose counters can still be asked for."""
-    totals: RequestMetrics = field(default_factory=RequestMetrics)
-    latencies: dict[str, deque[float]] = field(
-        default_factory=lambda: {name: deque(maxlen=KEPT) for name in LATENCIES}
-    )
 
     def add(self, name: str, one: RequestMetrics, reason: str) -> None:
         """A request has ended."""
@@ -192,42 +176,6 @@ class EngineMetrics:
         while len(self.finished) > KEPT:
             self.finished.popitem(last=False)
         self.requests[reason] = self.requests.get(reason, 0) + 1
-        for name in SUMMED:
-            setattr(self.totals, name, getattr(self.totals, name) + getattr(one, name))
-        for name in ("acceptance_histogram", "accepted_per_position"):
-            sums, counts = getattr(self.totals, name), getattr(one, name)
-            _grow(sums, len(counts))
-            for i, count in enumerate(counts):
-                sums[i] += count
-        if one.completion_tokens:
-            for name, values in self.latencies.items():
-                values.append(getattr(one, LATENCIES[name]))
-
-    def summary(self) -> dict[str, Any]:
-        """Counts, vLLM's acceptance figures, and the 50th, 90th and 99th percentile of each latency."""
-        totals = self.totals
-        per_position = [count / totals.num_drafts for count in totals.accepted_per_position]
-        return {
-            "requests": dict(self.requests),
-            "rounds": self.rounds,
-            "prompt_tokens": totals.prompt_tokens,
-            "cached_tokens": totals.cached_tokens,
-            "completion_tokens": totals.completion_tokens,
-            "preemptions": totals.preemptions,
-            "num_drafts": totals.num_drafts,
-            "num_draft_tokens": totals.draft_n,
-            "num_accepted_tokens": totals.draft_n_accepted,
-            "mean_acceptance_length": totals.mean_acceptance_length,
-            "draft_acceptance_rate": totals.draft_acceptance_rate,
-            "acceptance_rate_per_position": per_position,
-            **{name: percentiles(values) for name, values in self.latencies.items() if values},
-        }
-
-
-def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """The 50th, 90th and 99th, each the smallest value that so many are not above."""
-    ordered = sorted(values)
-    return {f"p{p}": ordered[max(0, -(-p * len(ordered) // 100) - 1)] for p in (50, 90, 99)}
 
 
 def _grow(counts: list[int], size: int) -> None:
