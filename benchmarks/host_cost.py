@@ -2,7 +2,7 @@
 
     python -m benchmarks.host_cost [--slots 32] [--steps 200] [--model FOLDER] [--out FILE]
 
-Host cost is the time of `Engine.step` less that of `Round.run`, in steps that prefill nothing and end nobody:
+Host cost is the time of `Engine.step` less that of `Round.run`, in steps without a prefill or an end:
 admission, pages, reading what a round emitted, detokenizing, events. On CPU the two follow each other, so the
 difference is exact; on a GPU they overlap and only the device's own timer can say what is hidden.
 

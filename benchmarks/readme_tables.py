@@ -71,7 +71,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
 
 
 def with_tables(text: str, results: Path = RESULTS) -> str:
-    """The text with every marked table made anew. Raises KeyError for a name that nobody makes."""
+    """The text with every marked table made anew. Raises KeyError for a name that is not known."""
     return BLOCK.sub(lambda match: match[1] + TABLES[match[2]].text(results) + match[4], text)
 
 

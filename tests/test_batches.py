@@ -23,6 +23,7 @@ from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.engine.request import GrammarText
 from spd.runtime.plan.memory import pages_a_slot
 from tests.helpers import PROPOSERS, Run, make_engine, random_prompts, run_requests
+from tests.page_checks import check_pages
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_eagle3 import write_tiny_eagle3
 from tests.recipes.tiny_mtp import soft, write_tiny_mtp
@@ -150,7 +151,7 @@ class Bench:
         if case["prefix"] == "hit" and not case["pressure"]:
             long = [run for run in runs if run.metrics.prompt_tokens > 65]
             assert long and all(run.metrics.cached_tokens >= 64 for run in long)
-        engine._scheduler.check()
+        check_pages(engine._scheduler)
         assert engine._pages.num_available == engine.plan.shape.num_pages - 2
         del engine
         gc.collect()  # a large checkpoint's engines would wait for it together
@@ -192,7 +193,7 @@ def test_every_pair_equals_solo(bench: Bench) -> None:
         interrupted += sum(run.metrics.preemptions for run in runs)
     assert min(accepted["draft"], accepted["mtp"]) > 50, accepted
     assert min(accepted["ngram"], accepted["eagle3"]) > 0, accepted
-    assert interrupted > 3, "nobody was interrupted"
+    assert interrupted > 3, "no request was interrupted"
 
 
 # -- the slow lane -------------------------------------------------------------------------------------
@@ -304,7 +305,7 @@ def test_a_thousand_mixed_requests(tiny: Callable[..., Path], say: Callable[[str
     aborted = sum(reason == "abort" for reason in ends.values())
     assert len(ends) == count + 20 and aborted > 80 and set(ends.values()) <= {"stop", "length", "abort"}
     assert all(texts[f"canary{i}"] == alone.tokens for i in range(0, count, 50))
-    engine._scheduler.check()
+    check_pages(engine._scheduler)
     assert engine._pages.num_available == 60 and not engine.has_work
     assert sizes[-1] - sizes[2] < 20_000, f"resident memory grew from {sizes[2]} to {sizes[-1]} KiB"
     say(f"{engine.totals.requests}, {engine._scheduler.preemptions} preemptions, resident {sizes} KiB")

@@ -1,4 +1,4 @@
-"""What a drafter's cache holds while some slots wait for their masks: the text, whoever drafted it."""
+"""What a drafter's cache holds while some slots wait for their masks: the text, with any drafter."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from tests.helpers import (
     run_one,
     run_requests,
 )
+from tests.page_checks import check_table
 from tests.pairs import Pairs
 
 TEMPERATURES = (0.0, 0.8, 1.3)
@@ -232,7 +233,7 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
 
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_next_turn_drafts_as_a_fresh_start_does(target: Path, paused: bool) -> None:
-    """However the turn before ended: in the middle of accepted drafts, or while nobody drafted."""
+    """However the turn before ended: in the middle of accepted drafts, or in rounds without drafts."""
     prompt, k = random_prompts(1, 20, VOCAB, seed=5)[0], 4
     wishes = {"spec": "draft", "draft_model": target, "draft_max": k, "adaptive": True}
     for count in (18, 26, 33, 40):
@@ -391,7 +392,7 @@ def test_abort_in_flight_frees_everything(target: Path, pairs: Pairs) -> None:
     assert ends == {"a": "abort", "b": "length", "c": "length"}
     assert tokens["b"] == tokens["c"] == alone.tokens
     assert engine._pages.num_available == available
-    engine._pages.check()
+    check_table(engine._pages)
 
 
 def test_metrics_add_up(pairs: Pairs) -> None:

@@ -221,7 +221,7 @@ def test_an_id_is_free_again_once_its_request_was_given_up(target: Path, alone: 
     asyncio.run(main())
 
 
-def test_a_consumer_that_fails_or_a_loop_that_ends_holds_up_nobody(target: Path, alone: list[Any]) -> None:
+def test_a_consumer_that_fails_or_a_loop_that_ends_holds_up_no_other(target: Path, alone: list[Any]) -> None:
     """An exception between two events, and a loop gone while its request still runs; then a fresh loop."""
     long = SamplingParams(max_tokens=200, ignore_eos=True)
 
@@ -249,7 +249,7 @@ def test_a_consumer_that_fails_or_a_loop_that_ends_holds_up_nobody(target: Path,
 
 
 def test_the_thread_that_steps_uses_the_engines_device(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's current device is each thread's own, and the first one where nobody says otherwise."""
+    """CUDA's current device is each thread's own, and the first one unless it is set."""
     seen: list[tuple[str, str]] = []
 
     def noted(device: str) -> None:

@@ -19,6 +19,7 @@ from spd.runtime.plan.machine import cpu_has_fast_bfloat16
 from spd.runtime.plan.plan import make_plan
 from spd.runtime.round.rows import SlotView
 from tests.helpers import TinyShelf, make_engine, random_prompts, run_all, run_requests
+from tests.page_checks import check_pages
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair
@@ -261,7 +262,7 @@ def test_a_pass_that_broke_off_leaves_no_pages_behind(
     engine.step()
     again = run_requests(engine, [Request("second", prompt, params), Request("third", prompt, params)])
     assert [run.tokens for run in again] == [expected, expected]
-    engine._scheduler.check()
+    check_pages(engine._scheduler)
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_native)])
@@ -281,7 +282,7 @@ def test_a_pass_that_always_breaks_off_is_said_once(model: Callable[..., Path], 
         engine.step()
     ended = {event.request_id: event for event in engine.step()}
     assert {event.finish_reason for event in ended.values()} == {"error"} and set(ended) == {"a", "b"}
-    engine._scheduler.check()
+    check_pages(engine._scheduler)
     engine.close()
 
 

@@ -12,6 +12,7 @@ from spd.errors import UsageError
 from spd.runtime import Engine, Event, Request, SamplingParams
 from spd.runtime.engine.engine import BUSY_PASSES
 from tests.helpers import make_engine, random_prompts, run_all, run_one
+from tests.page_checks import check_pages
 
 VOCAB, CTX, PAGES = 256, 320, 6
 PROMPTS = [random_prompts(1, n, VOCAB, seed=n)[0] for n in (70, 130, 9, 200, 64, 65, 30)]
@@ -67,7 +68,7 @@ def test_interrupted_texts_are_the_same(
     if method == "draft":  # the drafter's cache came back too: it is the target, and always right
         plain = [runs[i].metrics for i in (2, 5) if interrupted[i]]  # nothing but noise and a bias
         assert plain and all(m.draft_n_accepted == m.draft_n > 0 for m in plain)
-    engine._scheduler.check()
+    check_pages(engine._scheduler)
     assert engine._pages.num_available == PAGES
 
 

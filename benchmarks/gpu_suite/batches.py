@@ -105,7 +105,7 @@ class ScriptedLengths:
         return self.left.pop(0)
 
     def attend(self, *given: Any) -> None:
-        """Whoever is present."""
+        """All that are present."""
 
     def observe(self, *given: Any) -> None:
         """Nothing to learn."""
@@ -169,7 +169,7 @@ def take_turns(
         for turn in range(TURNS):
             if turn >= FEWEST_TURNS and time.perf_counter() - began > seconds:
                 break
-            # Whoever comes first in a turn changes, so that none always follows the same one.
+            # The first in a turn changes, so that none always follows the same one.
             order = list(runners.values())
             for runner in order[turn % len(order) :] + order[: turn % len(order)]:
                 runner.turn()

@@ -120,7 +120,7 @@ def _kernels() -> Kernels:
 
 
 def run_token_tiles() -> dict[str, Any]:
-    """What spd doctor asks of the GPU, kept for nobody."""
+    """What spd doctor asks of the GPU, not kept."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         asked = ask_gpus(lambda: Path(folder))

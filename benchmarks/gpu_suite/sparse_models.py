@@ -244,7 +244,7 @@ def floor_parts(engine: Engine, context: float, touched: float) -> dict[str, flo
 
 
 def _unread(layout: MoeLayout, prefix: str, form: Any, dtype: str, touched: float) -> float:
-    """Bytes of a layer's experts that nobody goes to."""
+    """Bytes of a layer's experts that no token goes to."""
     found = layout.destinations()
     stored = sum(form.bytes_of(found[n], prefix, dtype) for n in ("experts_gate_up", "experts_down"))
     return float(stored * (1 - min(1.0, touched / layout.experts.num_experts)))

@@ -16,8 +16,8 @@ PAUSE = 0.1
 def run_together(commands: Mapping[str, Sequence[str]], most: int = 64) -> Iterator[tuple[str, int]]:
     """Run them, `most` at a time; yields each one's name and exit status as it ends, and says nothing.
 
-    They are in this process's group, so that who kills it kills them all. What still runs where nobody asks
-    for more is killed, too.
+    They are in this process's group, so that killing it kills them all. What still runs when the iterator is
+    closed is killed, too.
     """
     return (ended for ended in watch_together(commands, most) if ended is not None)
 

@@ -137,7 +137,7 @@ def test_counts_agree_with_each_other(spd_run: Callable, more: list[object]) -> 
 
 
 @pytest.mark.parametrize("variable", [{}, {"TERM": "dumb"}, {"NO_COLOR": "1"}])
-def test_no_escape_bytes_where_nobody_looks(folder: Path, variable: dict[str, str]) -> None:
+def test_no_escape_bytes_outside_of_a_terminal(folder: Path, variable: dict[str, str]) -> None:
     done = spd("inspect", folder, **variable)
     assert done.returncode == 0 and b"MistralForCausalLM" in done.stdout
     assert b"\x1b" not in done.stdout + done.stderr

@@ -78,7 +78,7 @@ def test_a_message_that_was_never_answered_is_not_lost(talk: Callable, saved: Ca
 def test_a_message_is_not_lost_with_the_terminal(
     talk: Callable, saved: Callable, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A terminal that has gone takes no reply, and nobody sees the message coming back to be sent again."""
+    """A terminal that has gone takes no reply, and does not show the message coming back to be sent again."""
 
     def gone(descriptor: int, data: bytes) -> None:
         raise OSError(errno.EIO, "gone")

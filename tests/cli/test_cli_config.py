@@ -279,7 +279,7 @@ def test_the_lists_name_options_that_exist() -> None:
     assert (TYPED | PROJECT) - known <= {"help", "version"} and not TYPED & PROJECT and FOLDERS <= PROJECT
 
 
-def test_offline_asks_nobody(
+def test_offline_asks_no_hub(
     home: Path, spd_run: Callable, assert_refused: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

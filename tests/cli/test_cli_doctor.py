@@ -268,7 +268,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert "--quick" in done.stdout and done.stdout.splitlines()[-1] == "0 []"
 
 
-def test_a_bug_report_names_nobody(
+def test_a_bug_report_holds_no_names(
     spd_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from spd.cli.commands.doctor import redacted

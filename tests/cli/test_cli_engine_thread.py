@@ -1,4 +1,4 @@
-"""A chat's engine in its thread: rounds are captured while nobody waits for it."""
+"""A chat's engine in its thread: rounds are captured while no request waits for it."""
 
 from __future__ import annotations
 

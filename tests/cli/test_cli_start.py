@@ -88,7 +88,7 @@ def test_the_table_says_what_a_command_says(name: str) -> None:
     assert inspect.getdoc(load_command(COMMAND_TABLE[name])) == COMMAND_TABLE[name].help
 
 
-def test_whoever_wants_what_help_left_out_finds_it() -> None:
+def test_what_help_leaves_out_can_be_found() -> None:
     code = (
         "from spd.cli.app import main; main(['ls', '--help'])\n"
         "from rich.markdown import Markdown; from rich.console import Console\n"

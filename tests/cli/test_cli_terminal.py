@@ -52,7 +52,7 @@ def on_terminal(*argv: object, columns: int = 80, code: str = "", **more: str) -
     while True:
         try:
             seen += os.read(ours, 65536)
-        except OSError:  # nobody holds the other side any more
+        except OSError:  # the other side is closed
             break
     os.close(ours)
     return process.wait(), seen.decode().replace("\r\n", "\n")

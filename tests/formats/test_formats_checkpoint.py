@@ -214,7 +214,7 @@ def test_an_index_says_which_files_to_read_not_what_they_hold(tmp_path: Path) ->
 
 def test_files_beside_the_index_are_noted(tmp_path: Path) -> None:
     write_sharded(tmp_path, {ONE: {"a": [2]}, "model-00002-of-00003.safetensors": {"b": [1]}})
-    (tmp_path / "extra.safetensors").write_bytes(b"damaged, but nobody asked")
+    (tmp_path / "extra.safetensors").write_bytes(b"damaged, but not read")
     checkpoint = Checkpoint.open(tmp_path)
     assert set(checkpoint.tensors) == {"a", "b"}
     assert len(checkpoint.notes) == 1 and "extra.safetensors" in checkpoint.notes[0]

@@ -88,7 +88,7 @@ def _poison(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN (or a nonsense integer), so that an element nobody wrote is seen."""
+    """Fresh memory holds NaN (or a nonsense integer), so that an element that was not written is seen."""
     monkeypatch.setattr(torch, "empty", _poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _poison(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", _poison(torch.Tensor.new_empty))

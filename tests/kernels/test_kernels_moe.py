@@ -171,7 +171,7 @@ def routed(rows: int, count: int, per_token: int, device: str) -> tuple[Tensor, 
     ],
 )
 def test_experts(form: Form, kind: str, count: int, k: int, n: int, rows: int, per_token: int) -> None:
-    """The weighed sum of what they make of their rows, onto the stream; a row's bits whoever else comes."""
+    """The weighed sum of what they make of their rows, onto the stream; a row's bits are its own."""
     if form.native and (kind != "plain" or k % 8 or n % 8):
         pytest.skip("the C kernels take weights of 16 bits in whole vectors")
     if form.name == "triton" and (rows * k > 4000 or count > 8):

@@ -1,4 +1,4 @@
-"""Every operation has a test that a row's result is its own, whoever else is computed with it."""
+"""Every operation has a test that a row's result does not depend on the rows beside it."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_a_rank_is_named(rank: int, act: str, places: list[str], said: str, tmp_
         folder = tmp_path / place
         folder.mkdir()
         status, told, started = run_until_harmed(rank, place, act, folder)
-        # Nobody can wake rank 0 where it is held: another rank ends it, and says so.
+        # Rank 0 cannot be woken where it is held: another rank ends it, and says so.
         assert status == (-signal.SIGKILL if (rank, act) == (0, HELD) else EngineError.exit_code), told
         assert f"error: rank {rank}: {said}" in told and "Traceback" not in told.splitlines()[0], place
         assert told.count("error:") == 1, told
@@ -228,7 +228,7 @@ class Crowded(Rendezvous):
         threading.Thread(target=come, daemon=True).start()
 
 
-def test_who_says_nothing_keeps_nobody_waiting(
+def test_a_silent_connection_keeps_no_rank_waiting(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Strangers at the port of a rank 0 that torchrun started: ranks are let in, all are asked for a key."""

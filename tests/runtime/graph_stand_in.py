@@ -56,7 +56,7 @@ def tensors_in(
 
 
 def young_tensors() -> list[Tensor]:
-    """Every tensor of the process that is younger than `gc.freeze`, whoever holds it: a list, a closure."""
+    """Every tensor of the process that is younger than `gc.freeze`, held by a list or a closure alike."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
 
 
@@ -75,7 +75,7 @@ class Tape:
     def __init__(self, form: str) -> None:
         self.form = form
         self.lasting: dict[int, str] | None = None
-        """Where the memory of each lasting tensor is kept; None while nobody listens."""
+        """Where the memory of each lasting tensor is kept; None while none is recorded."""
         self.calls: list[tuple[str, list[object]]] = []
 
     def listen(self, lasting: Mapping[str, Tensor]) -> None:

@@ -116,7 +116,7 @@ def test_disappointment_ends_it() -> None:
 
 
 def test_where_no_model_pays_a_match_is_followed() -> None:
-    """Plain rounds tell of matches, so that nobody drafts to hear of one; right ones go on."""
+    """Plain rounds tell of matches, so that no slot drafts to hear of one; right ones go on."""
     length, own = DraftLength(K, True, copying=COPYING), Acceptance()
     play(length, [False] * 60, [(own, COPYING)], draft_seconds=0.05, rate=0.3)
     length.times.trials.clear()
@@ -176,7 +176,7 @@ def test_how_many_each_drafts(wishes: dict[str, Any], spec: str, lengths: tuple[
     assert max(plan.draft_tiers) == lengths[0]
 
 
-def test_a_model_that_brings_nobody_leaves_lookup_alone(tiny: Any) -> None:
+def test_a_model_that_pays_for_no_slot_leaves_lookup_alone(tiny: Any) -> None:
     plan = plan_of(model=tiny("qwen3"), spec="auto+ngram")
     assert plan.spec == "ngram" and plan.ngram_min == NGRAM_MIN
 

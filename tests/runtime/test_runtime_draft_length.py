@@ -316,7 +316,7 @@ def test_each_requests_own_acceptance_weighs() -> None:
     assert expected_tokens(rates, [6, 6], 6)[6] == pytest.approx(sum(each) / 2)
 
 
-def test_nobody_gets_more_than_anybody_wants() -> None:
+def test_no_request_gets_more_than_the_most_that_one_wants() -> None:
     for adaptive in (True, False):
         length = DraftLength(6, adaptive=adaptive)
         for wants, k in (([6, 0], 6), ([2, 1], 2), ([0, 0], 0)):

@@ -165,7 +165,7 @@ def test_damage_is_refused(
         make_engine(pair[0], spec="eagle3", draft_model=head, draft_max=3)
 
 
-def test_a_head_of_ids_that_nobody_can_say(pair: tuple[Path, Path]) -> None:
+def test_a_head_of_ids_that_no_text_has(pair: tuple[Path, Path]) -> None:
     """The last ids of a vocabulary may have embeddings and no tokens."""
     head = ModelFolder(pair[1])
     offsets = load_file(pair[1] / "model.safetensors")["d2t"]

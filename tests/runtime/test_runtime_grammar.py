@@ -96,7 +96,7 @@ def test_texts_match_and_are_the_same_however_they_are_made(target: Path, temper
         assert sum(run.metrics.draft_n_accepted for run in first[:3]) > 0
 
 
-def test_who_has_no_grammar_waits_for_nobody(target: Path) -> None:
+def test_requests_without_a_grammar_wait_for_none(target: Path) -> None:
     """At lag 2 a grammar slot sits out two of three rounds; the slot beside it takes part in all."""
     engine = make_engine(target, slots=2, lag=2)
     free, bound = requests(1.0)[3], requests(1.0)[0]
@@ -226,7 +226,7 @@ def test_an_end_before_the_grammar_s_is_said(target: Path, lag: int) -> None:
 
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
-    """Nothing allowed behind the third token: the three are kept, and nobody else notices."""
+    """Nothing allowed behind the third token: the three are kept, and no other request notices."""
     asked = requests(1.0)
     alone = run_requests(make_engine(target), [asked[3]])[0]
     whole = run_requests(make_engine(target), [asked[0]])[0]

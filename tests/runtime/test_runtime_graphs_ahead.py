@@ -1,4 +1,4 @@
-"""Rounds captured before any request comes: which, in what order, and that nobody can see it."""
+"""Rounds captured before any request comes: which, in what order, and that no text shows it."""
 
 from __future__ import annotations
 

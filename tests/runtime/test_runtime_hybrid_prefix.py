@@ -30,6 +30,7 @@ from spd.runtime.round.out_of_memory import OutOfMemory
 from spd.runtime.round.spans import program_runs
 from spd.runtime.round.state_store import StateStore
 from tests.helpers import Run, make_engine, random_prompts, run_all, run_requests
+from tests.page_checks import check_pages
 from tests.runtime.test_runtime_hybrid import FORMS, Shelf, hybrid, ways
 
 __all__ = ["hybrid"]  # a fixture
@@ -102,7 +103,7 @@ def hits(hybrid: Shelf, form: str, method: str, temperature: float, **wishes: An
             cached.append(expected)
         same(found, fresh)
         assert [run.metrics.cached_tokens for run in found] == cached
-        made[0]._scheduler.check()
+        check_pages(made[0]._scheduler)
 
 
 CASES = [(0, 1, 0.0), (1, 0, 0.0), (1, 2, 1.0), (4, 0, 1.0), (4, 1, 0.0), (4, 2, 1.0)]
@@ -256,7 +257,7 @@ def test_a_preempted_text_goes_on_from_a_checkpoint(
         assert [run.logprobs for run in runs] == [run.logprobs for run in fresh]
         assert sum(run.metrics.preemptions for run in runs) == len(starts) > 0
         assert all(start > 60 for start in starts)
-        engine._scheduler.check()
+        check_pages(engine._scheduler)
 
 
 @pytest.mark.parametrize("ended", ["string", "abort"])
@@ -331,7 +332,7 @@ def test_a_request_ends_once_where_its_last_copy_broke_off(
         events += engine.step()
     assert [event.finish_reason for event in events] == [None, None, "error"]
     assert engine.totals.requests == {"error": 1}
-    engine._scheduler.check()
+    check_pages(engine._scheduler)
 
 
 # -- the bookkeeping -------------------------------------------------------------------------------

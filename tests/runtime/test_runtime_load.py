@@ -87,7 +87,7 @@ def test_a_tokenizer_wider_than_the_embedding_is_refused(copied: Path) -> None:
 
 
 def test_padded_rows_of_the_vocabulary_are_never_sampled(copied: Path) -> None:
-    """80 rows beyond the tokenizer's 320: their logits are made the largest, and still nobody sees them."""
+    """80 rows beyond the tokenizer's 320: their logits are made the largest, and still no text has them."""
 
     def pad(weights: dict[str, torch.Tensor]) -> None:
         for name, gain in (("model.embed_tokens.weight", 1), ("lm_head.weight", 50)):

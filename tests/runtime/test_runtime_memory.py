@@ -419,7 +419,7 @@ def test_no_memory_while_loading(
     assert refusal.code == "out_of_memory" and "weights" in refusal.reason[-1]
     assert any(re.match(r"--ctx 128  \(frees \d", line) for line in refusal.fix)
     assert any(line.startswith("--dtype bfloat16  (frees ") for line in refusal.fix)
-    assert not any("not enough" in line for line in refusal.fix), "nobody knows what would be"
+    assert not any("not enough" in line for line in refusal.fix), "it is not known what would be"
     assert not any("ngram" in line for line in refusal.fix)
 
 

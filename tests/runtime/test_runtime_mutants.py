@@ -183,10 +183,10 @@ def late_reading(models: Path) -> None:
     # All but the last end at a stop id, which the host learns late: at a limit they would not run on.
     texts, _ = generate(models, GREEDY, "off")
     stopping = [replace(p, stop_token_ids=(text[6],)) for p, text in zip(GREEDY, texts, strict=True)]
-    wishes = {"lag": 2, "cache_pages": 64, "trace": records.append}  # with pages to spare nobody waits
+    wishes = {"lag": 2, "cache_pages": 64, "trace": records.append}  # with pages to spare no request waits
     for slots in (1, 2):
         same_text(models, [*stopping[:3], GREEDY[3]], "shallow", slots=slots, **wishes)
-    # A slot's last occupant may have run on for a while; those rounds are nobody's.
+    # A slot's last occupant may have run on for a while; those rounds belong to no request.
     assert all(record.committed for record in records), "a request was told another's round"
 
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from spd.runtime.engine.page_table import PageTable, Tail, page_hashes
 from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.spans import Run
+from tests.page_checks import check_table
 
 digests = st.integers(0, 3).map(lambda n: b"digest %d" % n)
 
@@ -24,8 +25,8 @@ def has_run(pages: set[int], count: int) -> bool:
 class PageTableModel(RuleBasedStateMachine):
     """What each page is.
 
-    users: uses of each; published: its digest; tails: what stands before it; idle: found by somebody
-    perhaps and used by nobody, oldest first.
+    users: uses of each; published: its digest; tails: what stands before it; idle: may be
+    found and is used by no sequence, oldest first.
     """
 
     @initialize(size=st.integers(1, 12))
@@ -131,7 +132,7 @@ class PageTableModel(RuleBasedStateMachine):
 
     @invariant()
     def agree(self) -> None:
-        self.table.check()
+        check_table(self.table)
         assert self.table.num_available == len(self.free()) + len(self.idle)
         for page in self.everything:
             assert self.table.is_published(page) == (page in {**self.published, **self.tails})
@@ -164,7 +165,7 @@ def test_idle_pages_are_reclaimed_oldest_first() -> None:
     assert [table.is_published(page) for page in (first, third, second)] == [False, True, True]
     table.allocate(1)
     assert [table.is_published(page) for page in (third, second)] == [False, True]
-    table.check()
+    check_table(table)
 
 
 def test_pages_are_consecutive_where_they_can_be() -> None:

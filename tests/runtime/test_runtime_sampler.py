@@ -123,7 +123,7 @@ def test_a_window_equals_its_rows_one_by_one(
 
 @settings(max_examples=60, deadline=None)
 @given(slots=st.lists(slot, min_size=2, max_size=3), seed=st.integers(0, 2**32))
-def test_steps_that_nobody_needs_change_no_token(
+def test_steps_that_no_row_needs_change_no_token(
     slots: list[tuple[list[int], SamplingParams]], seed: int
 ) -> None:
     logits, draft = normal(len(slots), 3, VOCAB, seed=seed), torch.zeros(len(slots), 2, dtype=torch.long)

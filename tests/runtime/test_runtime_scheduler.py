@@ -1,4 +1,4 @@
-"""The scheduler and its pages under arbitrary orders: nobody starves, nothing leaks, one writer a page."""
+"""The scheduler and its pages under arbitrary orders: none starves, nothing leaks, one writer a page."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from spd.runtime.engine.sequence import Sequence
 from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.spans import program_runs
+from tests.page_checks import check_pages
 
 PAGE, CHUNK, CTX, BLOCK, MAX_DRAFT = 4, 4, 40, 2, 3
 
@@ -165,13 +166,13 @@ class SchedulerModel(RuleBasedStateMachine):
 
     @invariant()
     def agree(self) -> None:
-        self.scheduler.check()
+        check_pages(self.scheduler)
         line = [self.arrivals[sequence] for sequence in self.scheduler.waiting]
-        assert line == sorted(line), "somebody overtook in the line"
+        assert line == sorted(line), "a later request came first"
         inside = [self.arrivals[sequence] for sequence in self.scheduler.running()]
         assert not line or not inside or max(inside) < line[0]
         assert self.added == self.ended + len(self.scheduler.ids())
-        # A page that a round on its way may write to belongs to nobody else.
+        # A page that a round on its way may write to belongs to no other sequence.
         for took_part in self.rounds:
             for sequence, epoch in took_part:
                 assert sequence.epoch == epoch or sequence.finish_reason, "preempted under a running round"
@@ -237,7 +238,7 @@ def test_a_prompt_finds_what_the_one_before_it_wrote() -> None:
     scheduler.wrote(first, first.prefill_end)
     assert scheduler.next_to_prefill(0) is second
     assert second.prefilled == 16 and second.pages[:4] == first.pages[:4]
-    scheduler.check()
+    check_pages(scheduler)
 
 
 def test_who_is_too_large_for_now_holds_up_the_line() -> None:
@@ -288,7 +289,7 @@ def going_on(name: str, one: Sequence, said: tuple[int, ...]) -> Sequence:
     return turn
 
 
-def test_who_goes_on_takes_the_last_page_too_and_nobody_else() -> None:
+def test_only_a_sequence_that_goes_on_takes_the_last_page_too() -> None:
     """All but the reply's last token are there; the page that was not full has one who writes on in it."""
     scheduler = scheduler_of(3, 30)
     one = ended(scheduler, tuple(range(9)), [5] * 6, "stop")
@@ -297,7 +298,7 @@ def test_who_goes_on_takes_the_last_page_too_and_nobody_else() -> None:
         scheduler.add(sequence)
         assert scheduler.next_to_prefill(0) is sequence
         assert sequence.prefilled == found
-        scheduler.check()
+        check_pages(scheduler)
         scheduler.wrote(sequence, sequence.prefill_end)
     assert turn.pages[:3] == other.pages[:3] and turn.pages[3] != other.pages[3]
 
@@ -317,7 +318,7 @@ def test_a_last_page_that_holds_something_else_is_left(change: str) -> None:
     scheduler.add(turn)
     assert scheduler.next_to_prefill(0) is turn
     assert turn.prefilled == {"error": 8, "sharing": 0}.get(change, 12)
-    scheduler.check()
+    check_pages(scheduler)
 
 
 def test_a_last_page_waits_until_there_is_room_to_go_on() -> None:
@@ -329,14 +330,14 @@ def test_a_last_page_waits_until_there_is_room_to_go_on() -> None:
     turn = going_on("turn", one, (7,) * 12)
     scheduler.add(turn)
     assert scheduler.next_to_prefill(0) is None
-    scheduler.check()
+    check_pages(scheduler)
     full.finish_reason = "error"
     scheduler.retire(full)
     assert scheduler.next_to_prefill(0) is turn and turn.prefilled == 14
     turn.finish_reason = "stop"
     scheduler.retire(turn)
     prefilled(scheduler, sequence_of("large", (4,) * 38, 40))
-    scheduler.check()
+    check_pages(scheduler)
 
 
 def test_without_room_for_whole_blocks_single_pages_do() -> None:

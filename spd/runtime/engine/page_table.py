@@ -159,10 +159,6 @@ class PageTable:
                 else:
                     self._free.add(page)
 
-    def users(self) -> dict[int, int]:
-        """How many hold each page in use."""
-        return dict(self._users)
-
     def forget(self, page: int) -> None:
         """Let a page be found no more, if it could be: what it was published for is not in it."""
         if page in self._hash_of:
@@ -172,13 +168,3 @@ class PageTable:
         if page in self._idle:
             del self._idle[page]
             self._free.add(page)
-
-    def check(self) -> None:
-        """Assert that every page is in exactly one state and that all are accounted for."""
-        used, idle = set(self._users), set(self._idle)
-        assert not (used & idle or used & self._free or idle & self._free)
-        assert len(used) + len(idle) + len(self._free) == self.num_pages - NUM_RESERVED
-        assert all(self._hash_of[page] == digest for digest, page in self._page_of.items())
-        assert all(self._before[tail.page] == before for before, tail in self._tails.items())
-        assert len(self._before) == len(self._tails) and not self._before.keys() & self._hash_of.keys()
-        assert idle <= {*self._hash_of, *self._before} and all(count > 0 for count in self._users.values())

@@ -7,7 +7,7 @@ tokens stay, and its cache is written again by the same programs. So the first o
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence as Listed
 from itertools import pairwise
 
@@ -294,16 +294,3 @@ class Scheduler:
         """No round is on its way any more: what was enqueued broke off."""
         while self._given_up:
             self.read()
-
-    def check(self) -> None:
-        """Assert that every page has exactly the owners that it counts, and only one that may write to it."""
-        self.pages.check()
-        owners = Counter[int]()
-        for pages in (*(sequence.pages for sequence in self.running()), *self._given_up):
-            owners.update(pages)
-        assert owners == self.pages.users(), "a page has no owner, or an unknown one"
-        for sequence in self.running():
-            written = sequence.prefill_end if sequence is not self.prefilling else sequence.prefilled
-            assert all(owners[page] == 1 for page in sequence.pages[written // self.page_size :])
-        assert all(not sequence.pages and sequence.slot == NO_SLOT for sequence in self.waiting)
-        assert len(self._by_id) == len(self.waiting) + len(self.running())

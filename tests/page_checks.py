@@ -1,0 +1,35 @@
+"""Assertions about who owns which page, for tests that put pages under pressure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from spd.runtime.engine.page_table import PageTable
+from spd.runtime.engine.scheduler import Scheduler
+from spd.runtime.engine.sequence import NO_SLOT
+from spd.runtime.round.limits import NUM_RESERVED
+
+
+def check_table(table: PageTable) -> None:
+    """Every page is in exactly one state, and all are accounted for."""
+    used, idle = set(table._users), set(table._idle)
+    assert not (used & idle or used & table._free or idle & table._free)
+    assert len(used) + len(idle) + len(table._free) == table.num_pages - NUM_RESERVED
+    assert all(table._hash_of[page] == digest for digest, page in table._page_of.items())
+    assert all(table._before[tail.page] == before for before, tail in table._tails.items())
+    assert len(table._before) == len(table._tails) and not table._before.keys() & table._hash_of.keys()
+    assert idle <= {*table._hash_of, *table._before} and all(count > 0 for count in table._users.values())
+
+
+def check_pages(scheduler: Scheduler) -> None:
+    """Every page has exactly the owners that it counts, and only one that may write to it."""
+    check_table(scheduler.pages)
+    owners = Counter[int]()
+    for pages in (*(sequence.pages for sequence in scheduler.running()), *scheduler._given_up):
+        owners.update(pages)
+    assert owners == scheduler.pages._users, "a page has no owner, or an unknown one"
+    for sequence in scheduler.running():
+        written = sequence.prefill_end if sequence is not scheduler.prefilling else sequence.prefilled
+        assert all(owners[page] == 1 for page in sequence.pages[written // scheduler.page_size :])
+    assert all(not sequence.pages and sequence.slot == NO_SLOT for sequence in scheduler.waiting)
+    assert len(scheduler._by_id) == len(scheduler.waiting) + len(scheduler.running())
