@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 DRAFTERS = ("off", "ngram", "mtp", "draft", "eagle3", "mtp,ngram", "draft,ngram", "eagle3,ngram")
 MODULES = """argparse ast bisect calendar configparser csv difflib fnmatch inspect locale os posixpath random
 runpy shlex shutil statistics sysconfig textwrap tokenize trace warnings webbrowser"""
-DEMO_FORMS = ("--kernels torch --lag 1", "--quantize int8", "--dtype float32 --lag 2", "--tp 2")
+DEMO_FORMS = ("--kernels torch --lag 1", "--quantize int8", "--dtype float32 --kernels torch --lag 2", "--tp 2")
 FORMS = ("--dtype float32 --kernels torch", "--dtype bfloat16 --kernels torch", "--dtype bfloat16")
 OLD_NATIVE = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 """Whether C kernels of every tree run here: older ones have none for processors with AVX2 alone."""
@@ -58,7 +58,7 @@ SAMPLED: tuple[dict[str, Any], ...] = (
     {"schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
 )
 PLANS = """--spec auto|--spec off|--spec mtp|--spec draft|--spec eagle3|--spec ngram|--spec auto,ngram
---ctx 1k|--ctx 100|--dtype float32|--dtype float16|--quantize int8|--kernels torch|--lag 2
+--ctx 1k|--ctx 100|--dtype float32 --kernels torch|--dtype float16|--quantize int8|--kernels torch|--lag 2
 --memory-fraction 0.01|--spec draft --draft-ctx 300|--spec mtp --draft-max 6|--spec mtp --no-adaptive
 --verify block --temperature 1|--verify rejection --draft-max 5 --temperature 0.5|--graphs off|--threads 2
 --tp 2 --draft-tp 2"""
