@@ -13,7 +13,12 @@ from typing import Any, NamedTuple
 DRAFTERS = ("off", "ngram", "mtp", "draft", "eagle3", "mtp,ngram", "draft,ngram", "eagle3,ngram")
 MODULES = """argparse ast bisect calendar configparser csv difflib fnmatch inspect locale os posixpath random
 runpy shlex shutil statistics sysconfig textwrap tokenize trace warnings webbrowser"""
-DEMO_FORMS = ("--kernels torch --lag 1", "--quantize int8", "--dtype float32 --kernels torch --lag 2", "--tp 2")
+DEMO_FORMS = (
+    "--kernels torch --lag 1",
+    "--quantize int8",
+    "--dtype float32 --kernels torch --lag 2",
+    "--tp 2",
+)
 FORMS = ("--dtype float32 --kernels torch", "--dtype bfloat16 --kernels torch", "--dtype bfloat16")
 OLD_NATIVE = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 """Whether C kernels of every tree run here: older ones have none for processors with AVX2 alone."""
@@ -107,9 +112,15 @@ def make_prompts(tree: Path, most: int) -> list[str]:
 
 
 def batch(argv: str, prompts: list[str], *params: dict[str, Any]) -> Run:
-    """Prompts asked in chats, together in one engine; sets of parameters take turns."""
+    """Prompts asked in chats, together in one engine; sets of parameters take turns.
+
+    Each has a seed of its own, since trees derive those of lines without one in different ways.
+    """
     given = params or ({},)
-    lines = [{"prompt": text, "params": given[number % len(given)]} for number, text in enumerate(prompts)]
+    lines = [
+        {"prompt": text, "params": {"seed": number} | given[number % len(given)]}
+        for number, text in enumerate(prompts)
+    ]
     return Run([*argv.split(), "--jsonl"], "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
