@@ -100,10 +100,12 @@ class Run:
 
 
 def make_engine(model: Path, **wishes: Any) -> Engine:
-    """A small engine: one thread, float32, a short context, fixed k unless said otherwise."""
+    """A small engine: one thread, torch in float32, a short context, fixed k unless said otherwise."""
+    reference = wishes.get("dtype", "float32") == "float32" and wishes.get("device", "cpu") == "cpu"
     defaults: dict[str, Any] = {
         "threads": 1,
         "dtype": "float32",
+        "kernels": "torch" if reference else "auto",
         "ctx": 256,
         "adaptive": False,
         "spec": "off",

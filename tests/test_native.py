@@ -29,6 +29,8 @@ needs_native = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels 
 EVERY = sorted(VARIANTS)
 SHAPES = [*(f"tiny-{name}" for name in EVERY), *sorted(FAMILIES)]
 BFLOAT16 = {"dtype": "bfloat16"}
+NATIVE = {dtype: {"dtype": dtype, "kernels": "native"} for dtype in ("bfloat16", "float32")}
+each_dtype = pytest.mark.parametrize("dtype", NATIVE)
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +70,12 @@ def test_logits_of_every_family(model: Callable[..., Path], shape: str) -> None:
     folder, prompt = model(shape), random_prompts(1, 90, 250, seed=len(shape))[0]
     exact, usual, found = (
         logits_of(make_engine(folder, **wishes), prompt)
-        for wishes in ({}, {**BFLOAT16, "kernels": "torch"}, {**BFLOAT16, "kernels": "native"})
+        for wishes in ({}, {**BFLOAT16, "kernels": "torch"}, NATIVE["bfloat16"])
     )
     off, allowed = ((each - exact).norm() / exact.norm() for each in (found, usual))
     assert 0 < off <= 2 * allowed, (off, allowed)
+    close = logits_of(make_engine(folder, **NATIVE["float32"]), prompt)
+    assert 0 < (close - exact).norm() / exact.norm() < 5e-6
 
 
 def company(engine: Engine, requests: list[Request]) -> list[list[int]]:
@@ -99,14 +103,14 @@ def mixed_params(i: int) -> SamplingParams:
 
 
 @needs_native
+@each_dtype
 @pytest.mark.parametrize("shape", ["tiny-qwen3", "gemma2", "phi3", "tiny-deepseek_v3"])
-def test_texts_in_any_company(model: Callable[..., Path], shape: str) -> None:
+def test_texts_in_any_company(model: Callable[..., Path], shape: str, dtype: str) -> None:
     """Alone, together, late, speculated, short of pages, from shared pages: not one token changes."""
     soft = {"residual_gain": lambda layer: 1.0 if layer < 2 else 0.12, "seed": 3}
     target, draft = model(shape, **soft), model(shape, **soft, layers=2)
-    wishes: dict[str, Any] = {**BFLOAT16, "ctx": 320}
+    wishes: dict[str, Any] = {**NATIVE[dtype], "ctx": 320}
     alone = make_engine(target, **wishes, slots=1, prefix_sharing=False)
-    assert alone.plan.shape.kernels == "native"
     expected = company(alone, mixed_requests())
     drafted = {"spec": "draft", "draft_model": draft, "draft_max": 3}
     looked_up = {"spec": "ngram", "ngram_min": 1, "draft_max": 5}
@@ -178,7 +182,7 @@ def test_why_not(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
     """What cannot be had is refused where it was asked for, and named in the plan where it was not."""
     dense = model("tiny-qwen3")
     for folder, wishes, why in (
-        (dense, {"dtype": "float32"}, "bfloat16, not float32"),
+        (dense, {"dtype": "float16"}, "they know no float16"),
         (dense, {**BFLOAT16, "quantize": "int8"}, "no int8 weights"),
         (model("tiny-qwen3", head_dim=640, heads=1, kv_heads=1), BFLOAT16, "heads of 640 are too large"),
     ):
@@ -202,6 +206,8 @@ def test_the_dtype_follows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if obstacle() is None:
         why = f"compiled for this processor's {instructions()}"
         assert planned() == planned(kernels="native") == ("bfloat16", "native", why)
+        why = f"compiled for this processor's {instructions('float32')}"
+        assert planned(dtype="float32") == ("float32", "native", why)
     assert planned(kernels="torch") == (of_torch, "torch", "asked for")
     monkeypatch.setattr(build, "find_compiler", lambda: None)
     assert planned() == (of_torch, "torch", f"not the C kernels: {obstacle()}")
@@ -215,8 +221,9 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 @needs_native
+@each_dtype
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_draft_alike_in_any_company(tmp_path: Path, name: str) -> None:
+def test_heads_draft_alike_in_any_company(tmp_path: Path, name: str, dtype: str) -> None:
     """A head reads what a pass gave for its own prompt: the drafts it makes alone, plain decoding's text."""
     folder, speculation = tmp_path / "model", {"spec": "mtp"}
     if name == "eagle3":
@@ -224,13 +231,13 @@ def test_heads_draft_alike_in_any_company(tmp_path: Path, name: str) -> None:
         speculation = {"spec": "eagle3", "draft_model": head}
     else:
         write_tiny_mtp(folder, kind="copy", **HEADS[name])
-    wishes: dict[str, Any] = {**BFLOAT16, "ctx": 320, "draft_max": 3, **speculation}
+    wishes: dict[str, Any] = {**NATIVE[dtype], "ctx": 320, "draft_max": 3, **speculation}
     alone = make_engine(folder, **wishes, slots=1, prefix_sharing=False)
-    assert (alone.plan.shape.kernels, alone.plan.draft_kernels) == ("native", "native")
+    assert alone.plan.draft_kernels == "native"
     expected = run_requests(alone, mixed_requests())
     assert sum(run.metrics.draft_n_accepted for run in expected)
     assert [run.tokens for run in expected] == company(
-        make_engine(folder, **BFLOAT16, ctx=320), mixed_requests()
+        make_engine(folder, **NATIVE[dtype], ctx=320), mixed_requests()
     )
     for more in ({"slots": 10}, {"slots": 4, "lag": 1}):
         together = run_requests(make_engine(folder, **wishes, **more), mixed_requests())
@@ -267,7 +274,7 @@ def test_a_pass_that_broke_off_leaves_no_pages_behind(
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_native)])
 def test_a_pass_that_always_breaks_off_is_said_once(model: Callable[..., Path], dtype: str) -> None:
-    """Who runs ends with an error; aborting them and closing does not raise it again."""
+    """Requests end with an error; aborting them and closing does not raise it again."""
     engine = make_engine(model("tiny-qwen3"), dtype=dtype, slots=2)
     runner = engine._parts.runner
 

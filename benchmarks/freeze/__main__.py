@@ -3,8 +3,8 @@
 OLD and NEW are commits; without NEW it is the working tree as it is. Exits 0 where nothing differs, 6 where
 something does, 7 where --minutes left cells to a later call. Both trees are unpacked elsewhere. What a tree
 answered is kept in --store by tree, processor and this program, so that a later call goes on where this one
-ended. Times, free memory and the places of the trees are left out. The interpreter must not have spd installed: a
-tree starts children that would import that one.
+ended. Times, free memory and the places of the trees are left out. The interpreter must not have spd
+installed: children that a tree starts would import that one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from benchmarks.freeze.cells import SHELF, Run, demo_cells, family_cells, make_p
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-ADDED = "reasoning plan.token_tiles plan.token_tiles_reason plan.threads_follow plan.checkpoint_bytes plan.state_bytes"
+ADDED = """reasoning plan.token_tiles plan.token_tiles_reason plan.threads_follow plan.checkpoint_bytes
+plan.state_bytes"""
 RENAMED: dict[str, str | None] = dict.fromkeys((*ADDED.split(), "plan.kernels_reason"))
 """What the new tree calls a dotted path of the old one's JSON, and what lies under it; None where it is not
 compared, such as one that only one of them has."""

@@ -124,17 +124,21 @@ def operation_stems() -> dict[str, str]:
 
 
 def load_kernels(
-    name: str, cache: Callable[[], Path] | None = None, token_tiles: Mapping[str, int] | None = None
+    name: str,
+    cache: Callable[[], Path] | None = None,
+    token_tiles: Mapping[str, int] | None = None,
+    dtype: str = "bfloat16",
 ) -> Kernels:
     """The operations in the form `name`: "torch", "triton", or "native", in the folder that `cache` names.
 
-    Imports triton for its own only. Raises NativeUnavailable.
+    dtype: "bfloat16" or "float32", of which the native form is. Imports triton for its own only. Raises
+    NativeUnavailable.
     """
     if name == "native":
         from spd.kernels.native.library import open_library
 
         assert cache is not None
-        library = open_library(cache)
+        library = open_library(cache, dtype)
         own = {operation: getattr(library, operation) for operation in NATIVE}
         return replace(load_kernels("torch"), name=name, facts=FACTS[name], native=library, **own)
     if name == "triton":

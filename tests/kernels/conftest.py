@@ -39,11 +39,13 @@ def dtypes(device: str) -> tuple[torch.dtype, ...]:
 
 @pytest.fixture(scope="session")
 def native_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], NativeLibrary]:
-    """The C kernels made of one set of instructions, compiled once."""
+    """The C kernels of a set of instructions and a dtype, as `HERE` names them, compiled once."""
 
     @functools.cache
-    def made(instructions: str) -> NativeLibrary:
-        library = NativeLibrary(library_path(lambda: tmp_path_factory.mktemp("native"), instructions))
+    def made(named: str) -> NativeLibrary:
+        instructions, dtype = named.split()
+        path = library_path(lambda: tmp_path_factory.mktemp("native"), instructions, dtype=dtype)
+        library = NativeLibrary(path, getattr(torch, dtype))
         assert library.instructions == instructions
         return library
 
@@ -65,7 +67,7 @@ def form(request: pytest.FixtureRequest, device: str, dtypes: tuple[torch.dtype,
         pytest.importorskip("triton")
         return Form("triton", load_kernels("triton"), device, dtypes)
     library = request.getfixturevalue("native_with")(request.param)
-    return Form(request.param, library, "cpu", (torch.bfloat16,))
+    return Form(request.param, library, "cpu", (library.dtype,))
 
 
 @pytest.fixture

@@ -9,10 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.kernels.native.build import FEATURES, obstacle, processor_features
+from spd.kernels.native.build import DTYPE_FLAGS, FEATURES, fitting, obstacle, processor_features
 
-HERE = [name for name, needed in FEATURES.items() if processor_features() >= needed]
-"""Of the instructions that the C kernels are made of, those that can be tried here."""
+HERE = [
+    f"{name} {dtype}"
+    for dtype in DTYPE_FLAGS
+    for name in fitting(dtype)
+    if processor_features() >= FEATURES[name]
+]
+"""Of the instructions and dtypes that there are C kernels of, those that can be tried here."""
 needs_compiled = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
 COMPILED = [pytest.param(name, marks=needs_compiled) for name in HERE]
 EVERY = ["torch", "triton", *COMPILED]
@@ -58,8 +63,10 @@ def near(found: Tensor, right: Tensor, plain: Tensor, slack: float = 4.0, size: 
 def assert_rounded(got: Tensor, exact: Tensor, slack: float = 4.0, floor: float = 1e-4) -> None:
     """Within `slack` roundings of the value, or of the sums' own error where that is small."""
     assert got.isfinite().all()
+    rounding = torch.finfo(got.dtype).eps / 2
+    floor = min(floor, 1e-5) if got.dtype == torch.float32 else floor
     error = (got.double() - exact).abs()
-    assert (error <= slack * ROUNDED * exact.abs() + floor * exact.abs().max()).all(), error.max()
+    assert (error <= slack * rounding * exact.abs() + floor * exact.abs().max()).all(), error.max()
 
 
 def turning_tables(count: int, size: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

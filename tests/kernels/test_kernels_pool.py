@@ -19,7 +19,7 @@ WIDTH, DEPTH = 2080, 512
 
 def test_products_by_any_number_of_threads(native: NativeLibrary) -> None:
     """Hundreds of calls in a row, by 1 to 9 threads: every item once, in any order."""
-    x, packed, usual = noise(33, DEPTH), native.pack(noise(WIDTH, DEPTH)), native.threads
+    x, packed, usual = noise(33, DEPTH).to(native.dtype), native.pack(noise(WIDTH, DEPTH)), native.threads
     native.threads = 1
     alone = {rows: native.linear(x[:rows], packed, None, Ending.FLOAT32) for rows in (1, 4, 33)}
     try:
@@ -34,7 +34,7 @@ def test_products_by_any_number_of_threads(native: NativeLibrary) -> None:
 
 def test_two_callers_at_once(native: NativeLibrary) -> None:
     """One has the pool, the other works alone."""
-    x, weight, usual = noise(64, 4096), torch.randn(64, 4096), native.threads
+    x, weight, usual = noise(64, 4096).to(native.dtype), torch.randn(64, 4096), native.threads
     alone = native.router_logits(x, weight)
     native.threads = 3
     try:
@@ -47,12 +47,12 @@ def test_two_callers_at_once(native: NativeLibrary) -> None:
 
 def test_a_forked_child_computes(native: NativeLibrary) -> None:
     """It has none of its parent's threads, even where they were at work."""
-    x, packed, usual = noise(4, DEPTH), native.pack(noise(WIDTH, DEPTH)), native.threads
+    x, packed, usual = noise(4, DEPTH).to(native.dtype), native.pack(noise(WIDTH, DEPTH)), native.threads
     native.threads = 3
     try:
         made = native.linear(x, packed, None)
         with ThreadPoolExecutor(1) as caller:
-            many = noise(2000, DEPTH)
+            many = noise(2000, DEPTH).to(native.dtype)
             busy = caller.submit(lambda: [native.linear(many, packed, None) for _ in range(30)])
             for _ in range(5):
                 child = os.fork()

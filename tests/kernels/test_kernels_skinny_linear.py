@@ -155,14 +155,14 @@ def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dt
 @pytest.mark.parametrize("size", [8, 48, 64, 1000])
 def test_norms_of_the_native_form(form: Form, size: int) -> None:
     """Rows of any size, one or many, alone and onto a stream."""
-    x, scales, residual = (normal(rows, size, seed=rows).bfloat16() for rows in (9, 1, 10))
+    x, scales, residual = (normal(rows, size, seed=rows).to(form.dtypes[0]) for rows in (9, 1, 10))
     weight, wide = scales[0].float(), x.double()
     exact_norm = wide / (wide.square().mean(-1, keepdim=True) + EPSILON).sqrt() * weight.double()
     got = form.ops.norm(x, weight, EPSILON)
     assert_rounded(got, exact_norm)
     assert_rounded(form.ops.norm(x, weight, EPSILON, residual[:9]), exact_norm + residual[:9].double())
     assert torch.equal(form.ops.norm(x[3:4], weight, EPSILON), got[3:4])
-    assert torch.equal(form.ops.rms_norm_rows(x, None, weight.bfloat16(), EPSILON), got)
+    assert torch.equal(form.ops.rms_norm_rows(x, None, scales[0], EPSILON), got)
 
 
 @pytest.mark.parametrize(

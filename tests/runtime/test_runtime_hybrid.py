@@ -24,7 +24,9 @@ from spd.runtime import Engine, SamplingParams
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import SlotRows
 from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.recipes.tiny_eagle3 import write_tiny_eagle3
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
+from tests.runtime.eagle3_reference import PlainEagle3
 from tests.runtime.hybrid_reference import PlainHybrid
 from tests.runtime.test_runtime_mtp import compared
 
@@ -83,10 +85,14 @@ def outputs(engine: Engine, count: int = 24) -> list[Run]:
 # -- the model -------------------------------------------------------------------------------------
 
 
+needs_native = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_native)])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["text", "wrapped"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_and_greedy_text_are_those_of_transformers(
-    hybrid: Shelf, tmp_path: Path, shape: str, wrapped: bool
+    hybrid: Shelf, tmp_path: Path, shape: str, wrapped: bool, kernels: str
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -94,7 +100,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.save_pretrained(tmp_path)
     assert ModelFolder(tmp_path).config == ModelFolder(folder).config
-    engine = make_engine(hybrid(**SHAPES[shape], wrapped=wrapped), dtype="float32", kernels="torch")
+    engine = make_engine(hybrid(**SHAPES[shape], wrapped=wrapped), dtype="float32", kernels=kernels)
     prompt = random_prompts(1, 90, 256, seed=4)[0]
     run = run_all(engine, [prompt], [SamplingParams(max_tokens=64, ignore_eos=True, logprobs=0)])[0]
     with torch.inference_mode():
@@ -224,6 +230,25 @@ def test_drafts_of_its_mtp_layer_are_the_reference_s(hybrid: Shelf, k: int) -> N
         assert wrong == 0
         total += seen
     assert total > 100
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("form", ["torch", pytest.param("native", marks=needs_native)])
+def test_drafts_of_an_eagle3_head_are_the_reference_s(
+    hybrid: Shelf, tmp_path: Path, form: str, k: int
+) -> None:
+    """Of a head that reads streams entering recurrent and attending layers; the text is plain decoding's."""
+    target = hybrid(num_hidden_layers=7)
+    head = write_tiny_eagle3(tmp_path / "head", target, aux=(1, 4, 7))
+    wishes = {"dtype": "float32", "kernels": form, "ctx": 320}
+    engine = make_engine(target, **wishes, spec="eagle3", draft_model=head, draft_max=k)
+    asked = work(40)
+    runs = run_all(engine, *asked)
+    greedy = list(zip(asked[0], runs, strict=True))[:: len(TEMPERATURES)]
+    wrong, seen, _ = compared(PlainEagle3(target, head, PlainHybrid(target)), greedy)
+    assert wrong == 0 and seen > 100
+    plain = run_all(make_engine(target, **wishes), *asked)
+    assert [run.tokens for run in runs] == [run.tokens for run in plain]
 
 
 @pytest.mark.parametrize("form", FORMS)

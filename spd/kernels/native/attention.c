@@ -4,7 +4,7 @@
 
 /* One head x [size], normed by `norm` where that is given, rotated by cos and sin [size], to out. */
 static void rotate(
-    const bf16 *x, const float *norm, float epsilon, const bf16 *cos, const bf16 *sin, long size, bf16 *out)
+    const element *x, const float *norm, float epsilon, const element *cos, const element *sin, long size, element *out)
 {
     long half = size / 2;
     vec scale = vall(norm ? norm_scale(x, size, epsilon) : 1.0f);
@@ -22,10 +22,10 @@ static void rotate(
 }
 
 typedef struct {
-    const bf16 *query, *kept, *cos, *sin; /* what is rotated, what goes to the cache besides: see the callers */
+    const element *query, *kept, *cos, *sin; /* what is rotated, what goes to the cache besides: see the callers */
     const int64_t *positions, *places;
     const float *norm;
-    bf16 *keys, *values, *out;
+    element *keys, *values, *out;
     long heads, kv_heads, size, page, rank, query_row, query_head, latent_row;
     float epsilon;
 } Rotation;
@@ -35,23 +35,23 @@ static void rotate_rows(const void *work, Share *share, int member)
     const Rotation *o = work;
     long size = o->size, page = o->page, heads = o->heads, turned = heads + o->kv_heads, every = turned + o->kv_heads;
     for (long r; (r = take(share, member)) >= 0;) {
-        const bf16 *own = o->query + r * every * size;
-        const bf16 *c = o->cos + o->positions[r] * size, *s = o->sin + o->positions[r] * size;
+        const element *own = o->query + r * every * size;
+        const element *c = o->cos + o->positions[r] * size, *s = o->sin + o->positions[r] * size;
         long first = (o->places[r] / page * o->kv_heads * page + o->places[r] % page) * size;
         for (long h = 0; h < turned; h++) {
-            bf16 *out = h < heads ? o->out + (r * heads + h) * size : o->keys + first + (h - heads) * page * size;
+            element *out = h < heads ? o->out + (r * heads + h) * size : o->keys + first + (h - heads) * page * size;
             rotate(own + h * size, o->norm ? o->norm + h * size : 0, o->epsilon, c, s, size, out);
         }
         for (long h = 0; h < o->kv_heads; h++)
-            memcpy(o->values + first + h * page * size, own + (turned + h) * size, (size_t)size * sizeof(bf16));
+            memcpy(o->values + first + h * page * size, own + (turned + h) * size, (size_t)size * sizeof(element));
     }
 }
 
 /* See `spd.kernels.rotary_store`; norm float32 [heads + kv_heads][size] or null; query [rows][heads][size].
 
    A page holds its positions head by head, [kv_heads][page][size]: what attention reads together lies together. */
-void spd_rotary_store(const bf16 *qkv, const bf16 *cos, const bf16 *sin, const int64_t *positions,
-    const int64_t *places, const float *norm, float epsilon, bf16 *keys, bf16 *values, bf16 *query, long rows,
+void spd_rotary_store(const element *qkv, const element *cos, const element *sin, const int64_t *positions,
+    const int64_t *places, const float *norm, float epsilon, element *keys, element *values, element *query, long rows,
     long heads, long kv_heads, long size, long page, int threads)
 {
     const Rotation o = {.query = qkv, .cos = cos, .sin = sin, .positions = positions, .places = places, .norm = norm,
@@ -65,13 +65,13 @@ static void latent_rows(const void *work, Share *share, int member)
     const Rotation *o = work;
     long turned = o->size, rank = o->rank;
     for (long r; (r = take(share, member)) >= 0;) {
-        const bf16 *c = o->cos + o->positions[r] * turned, *s = o->sin + o->positions[r] * turned;
-        const bf16 *own = o->kept + r * o->latent_row;
-        bf16 *kept = o->keys + o->places[r] * (rank + turned);
+        const element *c = o->cos + o->positions[r] * turned, *s = o->sin + o->positions[r] * turned;
+        const element *own = o->kept + r * o->latent_row;
+        element *kept = o->keys + o->places[r] * (rank + turned);
         norm_row(own, o->norm, o->epsilon, 0, rank, kept);
         rotate(own + rank, 0, 0, c, s, turned, kept + rank);
         for (long h = 0; h < o->heads; h++) {
-            const bf16 *from = o->query + r * o->query_row + h * o->query_head;
+            const element *from = o->query + r * o->query_row + h * o->query_head;
             rotate(from, 0, 0, c, s, turned, o->out + (r * o->heads + h) * turned);
         }
     }
@@ -79,8 +79,8 @@ static void latent_rows(const void *work, Share *share, int member)
 
 /* See `spd.kernels.mla_attention`: latent [rows][rank + turned] normed and rotated into pages, query [rows][heads]
    [turned] rotated to out; rows and heads of them lie the given numbers of elements apart. */
-void spd_latent_store(const bf16 *query, const bf16 *latent, const bf16 *cos, const bf16 *sin, const int64_t *positions,
-    const int64_t *places, const float *norm, float epsilon, bf16 *pages, bf16 *out, long rows, long heads, long rank,
+void spd_latent_store(const element *query, const element *latent, const element *cos, const element *sin, const int64_t *positions,
+    const int64_t *places, const float *norm, float epsilon, element *pages, element *out, long rows, long heads, long rank,
     long turned, long query_row, long query_head, long latent_row, int threads)
 {
     const Rotation o = {.query = query, .kept = latent, .cos = cos, .sin = sin, .positions = positions,
@@ -90,9 +90,9 @@ void spd_latent_store(const bf16 *query, const bf16 *latent, const bf16 *cos, co
 }
 
 typedef struct {
-    const bf16 *query, *keys, *values;
+    const element *query, *keys, *values;
     const int64_t *table, *positions;
-    bf16 *out;
+    element *out;
     long table_width, slots, width, heads, kv_heads, size, value_size, page, first_key, sliding;
     float scale, softcap;
 } Attention;
@@ -113,17 +113,17 @@ typedef struct {
     long head, at, end;
 } Chunk;
 
-static inline const bf16 *place(const Attention *a, const bf16 *pool, const Chunk *c, long key)
+static inline const element *place(const Attention *a, const element *pool, const Chunk *c, long key)
 {
     return pool + ((c->table[key / a->page] * a->kv_heads + c->head) * a->page + key % a->page) * a->size;
 }
 
 /* Ask for `count` keys or values from `key` on, as far as the chunk goes; they lie in one page. */
-static inline void fetch(const Attention *a, const bf16 *pool, const Chunk *c, long key, int count)
+static inline void fetch(const Attention *a, const element *pool, const Chunk *c, long key, int count)
 {
     if (key >= c->end) return;
-    const bf16 *from = place(a, pool, c, key);
-    for (long i = 0; i < count * a->size; i += DEPTH) _mm_prefetch((const char *)(from + i), _MM_HINT_T1);
+    const element *from = place(a, pool, c, key);
+    for (long i = 0; i < count * a->size; i += LINE) _mm_prefetch((const char *)(from + i), _MM_HINT_T1);
 }
 
 /* scores [rows][keys] of one chunk as they come from the product; the next chunk's keys are asked for. */
@@ -188,7 +188,7 @@ static int take_values(const Attention *a, Block *b, const Chunk *c, const Chunk
     int some = 0;
     memset(b->wild, 0, sizeof b->wild);
     for (long k = 0; k < parts(count, DEPTH) * DEPTH; k += 2) {
-        const bf16 *from = k < count ? place(a, a->values, c, c->at + k) : 0;
+        const element *from = k < count ? place(a, a->values, c, c->at + k) : 0;
         fetch(a, a->values, next, next->at + k, 2);
         some |= place_values(&b->sides, k, from, k + 1 < count ? from + a->size : 0, a->value_size, b->wild + k);
     }
@@ -248,7 +248,7 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
     clear_queries(&b->sides, a->size);
     for (int r = 0; r < rows; r++) {
         long row = u->slot * a->width + (u->first + r) / groups, at = position(a, u, u->first + r);
-        const bf16 *from = a->query + (row * a->heads + u->head * groups + (u->first + r) % groups) * a->size;
+        const element *from = a->query + (row * a->heads + u->head * groups + (u->first + r) % groups) * a->size;
         b->last[r] = (int32_t)at, b->low[r] = (int32_t)lowest(a, at);
         place_query(&b->sides, r, from, a->size);
         memset(b->mixed[r], 0, (size_t)(parts(a->value_size, SIDE) * SIDE) * sizeof(float));
@@ -272,7 +272,7 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
     }
     for (int r = 0; r < rows; r++) {
         long row = u->slot * a->width + (u->first + r) / groups;
-        bf16 *out = a->out + (row * a->heads + u->head * groups + (u->first + r) % groups) * a->value_size;
+        element *out = a->out + (row * a->heads + u->head * groups + (u->first + r) % groups) * a->value_size;
         for (long d = 0; d < a->value_size; d += SIDE)
             store(out + d, a->value_size - d, vdiv(loadf(b->mixed[r] + d, SIDE), vall(b->total[r])));
     }
@@ -295,8 +295,8 @@ static void attend_units(const void *work, Share *share, int member)
    table [slots][table_width], positions [slots][width]. Keys are read in chunks that begin at multiples of KEYS
    positions, summed in ascending order: a row's bits do not depend on the others. sliding, softcap: 0 for none.
    Of a value the first value_size elements count. size <= 576; pages are whole sixteens. */
-void spd_attend(const bf16 *query, const bf16 *keys, const bf16 *values, const int64_t *table, long table_width,
-    const int64_t *positions, bf16 *out, long slots, long width, long heads, long kv_heads, long size, long value_size,
+void spd_attend(const element *query, const element *keys, const element *values, const int64_t *table, long table_width,
+    const int64_t *positions, element *out, long slots, long width, long heads, long kv_heads, long size, long value_size,
     long page, float scale, float softcap, long first_key, long sliding, int threads)
 {
     const Attention a = {query, keys, values, table, positions, out, table_width, slots, width, heads, kv_heads,

@@ -35,11 +35,19 @@ PAIRS = frozenset({"avx512_bf16", "avx512bw", "avx512vl"})
 FEATURES = {
     "AMX": PAIRS | {"amx_tile", "amx_bf16"},
     "AVX512-BF16": PAIRS,
+    "AVX512": frozenset({"avx512f", "avx512bw", "avx512vl"}),
     "AVX2": frozenset({"avx2", "fma"}),
 }
 """What /proc/cpuinfo says of a processor that has the instructions: those are taken that come first."""
-OWN_FLAGS = {"AMX": (), "AVX512-BF16": ("-DSPD_NO_AMX",), "AVX2": ("-DSPD_AVX2", "-mno-avx512f")}
+OWN_FLAGS: dict[str, tuple[str, ...]] = {
+    "AMX": (),
+    "AVX512-BF16": ("-DSPD_NO_AMX",),
+    "AVX512": ("-DSPD_NO_PAIRS",),
+    "AVX2": ("-DSPD_AVX2", "-mno-avx512f"),
+}
 """They leave the better instructions alone."""
+DTYPE_FLAGS: dict[str, tuple[str, ...]] = {"bfloat16": (), "float32": ("-DSPD_FLOAT32",)}
+"""By what a library's elements are: weights, the cache, and what goes from layer to layer."""
 PATIENCE = 300
 """Seconds that the compiler is given."""
 FOLDER, STALE = "spd-kernels-", 3600
@@ -67,10 +75,15 @@ def find_compiler() -> str | None:
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
-def instructions() -> str | None:
+def instructions(dtype: str = "bfloat16") -> str | None:
     """The instructions that the kernels are made of on this processor."""
     having = processor_features()
-    return next((name for name, needed in FEATURES.items() if having >= needed), None)
+    return next((name for name in fitting(dtype) if having >= FEATURES[name]), None)
+
+
+def fitting(dtype: str) -> list[str]:
+    """The instructions that there are libraries of a dtype for, the best first."""
+    return [name for name, needed in FEATURES.items() if dtype == "bfloat16" or "avx512_bf16" not in needed]
 
 
 def obstacle() -> str | None:
@@ -80,17 +93,18 @@ def obstacle() -> str | None:
     return None if find_compiler() else "no C compiler (gcc) is installed"
 
 
-def library_path(folder: Callable[[], Path], chosen: str | None = None) -> Path:
+def library_path(folder: Callable[[], Path], chosen: str | None = None, *, dtype: str = "bfloat16") -> Path:
     """The compiled library as a file to load: kept in the folder that `folder` names, or made now.
 
     It is made now too where the kept one is broken or others could have written it.
-    chosen: the instructions, where they are not the best that there are. Raises NativeUnavailable.
+    chosen: the instructions, where they are not the best that there are; dtype: one of `DTYPE_FLAGS`.
+    Raises NativeUnavailable.
     """
     if (why := obstacle()) is not None:
         raise NativeUnavailable(why)
     compiler = find_compiler()
     assert compiler is not None
-    flags = (*FLAGS, *OWN_FLAGS[chosen or instructions() or ""])
+    flags = (*FLAGS, *OWN_FLAGS[chosen or instructions(dtype) or ""], *DTYPE_FLAGS[dtype])
     try:
         _sweep()
         name = f"native-{_key(compiler, flags)}.so"

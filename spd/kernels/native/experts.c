@@ -5,7 +5,7 @@
 #include "product.h"
 
 typedef struct {
-    const bf16 *x;
+    const element *x;
     const float *weight;
     float *logits;
     long depth, experts;
@@ -15,7 +15,7 @@ static void score_experts(const void *work, Share *share, int member)
 {
     const Router *o = work;
     for (long i; (i = take(share, member)) >= 0;) {
-        const bf16 *row = o->x + i / o->experts * o->depth;
+        const element *row = o->x + i / o->experts * o->depth;
         const float *own = o->weight + i % o->experts * o->depth;
         vec sum = vzero();
         for (long d = 0; d < o->depth; d += SIDE) {
@@ -26,7 +26,7 @@ static void score_experts(const void *work, Share *share, int member)
 }
 
 /* Logits float32 [rows][experts] of x [rows][depth] by weight float32 [experts][depth]. */
-void spd_router(const bf16 *x, const float *weight, float *logits, long rows, long depth, long experts, int threads)
+void spd_router(const element *x, const float *weight, float *logits, long rows, long depth, long experts, int threads)
 {
     const Router o = {x, weight, logits, depth, experts};
     share_out(score_experts, &o, rows * experts, threads_for(0.2 * (double)(rows * experts * depth), threads));
@@ -113,11 +113,11 @@ void spd_route(const float *logits, const float *correction, int64_t *ids, float
 }
 
 typedef struct {
-    const bf16 *x, *gate_up, *down, *residual;
+    const element *x, *gate_up, *down, *residual;
     const int64_t *ids, *place, *start, *used;
     const float *weights;
     Left *left;
-    bf16 *made, *out;
+    element *made, *out;
     float *sums;
     long depth, inner, per_token;
     int second; /* the product with `down` */
@@ -130,7 +130,7 @@ static void place_pairs(const void *work, Share *share, int member)
     for (long p; (p = take(share, member)) >= 0;) {
         int64_t e = o->ids[p], at = o->place[p] - o->start[e];
         Left *left = o->left + (o->start[e] / SIDE + e) * deep * TILE;
-        const bf16 *from = o->second ? o->made + o->place[p] * size : o->x + p / o->per_token * size;
+        const element *from = o->second ? o->made + o->place[p] * size : o->x + p / o->per_token * size;
         place_row(from, 0, 0, size, left + left_row(at, deep));
     }
 }
@@ -140,7 +140,7 @@ static void multiply_experts(const void *work, Share *share, int member)
     const Experts *o = work;
     long deep = parts(o->second ? o->inner : o->depth, DEPTH);
     long blocks = o->second ? column_blocks(o->depth, TO_FLOAT) : column_blocks(2 * o->inner, SILU);
-    const bf16 *packed = o->second ? o->down : o->gate_up;
+    const element *packed = o->second ? o->down : o->gate_up;
     tiles_begin(SIDE, SIDE);
     for (long i; (i = take(share, member)) >= 0;) {
         long e = o->used[i / blocks], block = i % blocks, first = o->start[e], count = o->start[e + 1] - first;
@@ -169,11 +169,11 @@ static void add_pairs(const void *work, Share *share, int member)
 
    ids int64, weights float32 [rows][per_token]; gate_up and down: packed weights of every expert, gated and plain, one
    behind the other. The room: lists [pairs + experts * 3 + 1] int64, pairs = rows * per_token; left
-   [(pairs / 16 + experts + 1) * parts(max(depth, inner), 32) * 512]; made bfloat16 [pairs][inner] and sums
+   [(pairs / 16 + experts + 1) * parts(max(depth, inner), 32) * 512]; made [pairs][inner] and sums
    float32 [pairs][depth]. Each expert takes its own rows, in order. */
-void spd_experts(const bf16 *x, const int64_t *ids, const float *weights, const bf16 *gate_up, const bf16 *down,
-    const bf16 *residual, bf16 *out, long rows, long depth, long inner, long experts, long per_token, int64_t *lists,
-    Left *left, bf16 *made, float *sums, int threads)
+void spd_experts(const element *x, const int64_t *ids, const float *weights, const element *gate_up, const element *down,
+    const element *residual, element *out, long rows, long depth, long inner, long experts, long per_token, int64_t *lists,
+    Left *left, element *made, float *sums, int threads)
 {
     if (!rows) return;
     long pairs = rows * per_token, active = 0;

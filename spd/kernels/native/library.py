@@ -56,7 +56,7 @@ class NativeLibrary(CompiledLibrary):
         """
         assert rows.positions is not None
         (keys, values), (page, kv_heads, size) = pools, pools[0].shape[1:]
-        query = torch.empty(qkv.shape[0], num_heads, size, dtype=torch.bfloat16)
+        query = torch.empty(qkv.shape[0], num_heads, size, dtype=self.dtype)
         self.library.spd_rotary_store(
             qkv.data_ptr(), rows.cos.data_ptr(), rows.sin.data_ptr(), rows.positions.data_ptr(),
             rows.kv_slots.data_ptr(), address(qk_weight), epsilon, keys.data_ptr(), values.data_ptr(),
@@ -80,7 +80,7 @@ class NativeLibrary(CompiledLibrary):
         """Attend query [S, Q, H, D] to pools [P, page, K, D]: [S, Q, H, V], the values' first V elements."""
         assert isinstance(plan, NativePlan)
         (slots, width, heads, size), (keys, values) = query.shape, pools
-        query, mixed = query.contiguous(), torch.empty(slots, width, heads, value_size, dtype=torch.bfloat16)
+        query, mixed = query.contiguous(), torch.empty(slots, width, heads, value_size, dtype=self.dtype)
         self._attend(
             query.data_ptr(), keys.data_ptr(), values.data_ptr(), plan.page_table.data_ptr(),
             plan.page_table.shape[1], plan.positions.data_ptr(), mixed.data_ptr(), slots, width, heads,
@@ -103,7 +103,7 @@ class NativeLibrary(CompiledLibrary):
         """See `spd.kernels.latent.mla_attention`; positions are needed."""
         assert rows.positions is not None and query.stride(2) == latent.stride(1) == 1
         count, heads, turned = query.shape
-        out, scales = torch.empty(query.shape, dtype=torch.bfloat16), norm.float()
+        out, scales = torch.empty(query.shape, dtype=self.dtype), norm.float()
         self.library.spd_latent_store(
             query.data_ptr(), latent.data_ptr(), rows.cos.data_ptr(), rows.sin.data_ptr(),
             rows.positions.data_ptr(), rows.kv_slots.data_ptr(), scales.data_ptr(), epsilon,
@@ -229,7 +229,7 @@ class NativeLibrary(CompiledLibrary):
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """See `spd.kernels.recurrent.delta_rule`."""
         assert gate.stride(1) == 1
-        out = torch.empty(gate.shape, dtype=torch.bfloat16)
+        out = torch.empty(gate.shape, dtype=self.dtype)
         self.library.spd_gated_norm(
             x.data_ptr(), gate.data_ptr(), weight.data_ptr(), epsilon, out.data_ptr(), x.shape[0],
             gate.stride(0), *x.shape[1:], self.threads,
@@ -249,8 +249,8 @@ class NativeLibrary(CompiledLibrary):
         x, stream, (rows, per_token) = x.contiguous(), stream.contiguous(), ids.shape
         pairs, inner, depth, count = rows * per_token, down.depth, down.width, down.count
         out, made = (
-            torch.empty(x.shape, dtype=torch.bfloat16),
-            torch.empty(pairs, inner, dtype=torch.bfloat16),
+            torch.empty(x.shape, dtype=self.dtype),
+            torch.empty(pairs, inner, dtype=self.dtype),
         )
         lists, sums = torch.empty(pairs + 3 * count + 1, dtype=torch.int64), torch.empty(pairs, depth)
         self.library.spd_experts(
@@ -262,9 +262,10 @@ class NativeLibrary(CompiledLibrary):
         return out
 
 
-def open_library(cache: Callable[[], Path]) -> NativeLibrary:
-    """The library in the folder that `cache` names, made first if need be. Raises NativeUnavailable."""
+def open_library(cache: Callable[[], Path], dtype: str) -> NativeLibrary:
+    """The library of a dtype in the folder that `cache` names, made if need be. Raises NativeUnavailable."""
+    kind = getattr(torch, dtype)
     try:
-        return NativeLibrary(library_path(cache))
+        return NativeLibrary(library_path(cache, dtype=dtype), kind)
     except AmxRefused:
-        return NativeLibrary(library_path(cache, "AVX512-BF16"))
+        return NativeLibrary(library_path(cache, "AVX512-BF16", dtype=dtype), kind)

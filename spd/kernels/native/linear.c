@@ -3,8 +3,8 @@
 #include "product.h"
 
 typedef struct {
-    const bf16 *weight;
-    bf16 *packed;
+    const element *weight;
+    element *packed;
     long width, depth;
     int gated;
 } Packing;
@@ -16,14 +16,14 @@ static void pack(const void *work, Share *share, int member)
     for (long block; (block = take(share, member)) >= 0;)
         for (long k = 0; k < steps; k++)
             for (int side = 0; side < 2; side++) {
-                bf16 *tile = p->packed + ((block * steps + k) * 2 + side) * TILE;
-                memset(tile, 0, TILE * sizeof(bf16));
+                element *tile = p->packed + ((block * steps + k) * 2 + side) * TILE;
+                memset(tile, 0, TILE * sizeof(element));
                 for (int column = 0; column < SIDE; column++) {
                     long row = p->gated ? block * SIDE + column : block * WIDTH + side * SIDE + column;
                     if (row >= (p->gated ? half : p->width)) continue;
-                    const bf16 *from = p->weight + (row + (p->gated && side ? half : 0)) * p->depth + k * DEPTH;
+                    const element *from = p->weight + (row + (p->gated && side ? half : 0)) * p->depth + k * DEPTH;
                     long count = p->depth - k * DEPTH < DEPTH ? p->depth - k * DEPTH : DEPTH;
-                    for (long d = 0; d < count; d++) tile[d / 2 * DEPTH + column * 2 + d % 2] = from[d];
+                    for (int d = 0; d < count; d++) tile[tile_place(d, column)] = from[d];
                 }
             }
 }
@@ -32,16 +32,16 @@ static void pack(const void *work, Share *share, int member)
 
    gated: the first half of the rows are gates, and each block has 16 of them and the 16 rows that go with
    them. packed: `parts(gated ? width / 2 : width, gated ? 16 : 32) * parts(depth, 32) * 1024` elements. */
-void spd_pack(const bf16 *weight, bf16 *packed, long width, long depth, int gated, int threads)
+void spd_pack(const element *weight, element *packed, long width, long depth, int gated, int threads)
 {
     const Packing p = {weight, packed, width, depth, gated};
-    share_out(pack, &p, column_blocks(width, gated ? SILU : TO_BF16), threads);
+    share_out(pack, &p, column_blocks(width, gated ? SILU : TO_ELEMENT), threads);
 }
 
 typedef struct {
-    const bf16 *x, *weight;
+    const element *x, *weight;
     const float *norm, *bias;
-    const bf16 *residual;
+    const element *residual;
     void *out;
     Left *scratch;
     long rows, heads, depth, width, x_row, x_head, out_row, out_head;
@@ -68,7 +68,7 @@ static void multiply_blocks(const void *work, Share *share, int member)
     tiles_begin(rows < SIDE ? (int)rows : SIDE, rows > SIDE && rows < WIDTH ? (int)rows - SIDE : SIDE);
     for (long i; (i = take(share, member)) >= 0;) {
         long apart = i / blocks * p->out_head;
-        void *to = p->kind == TO_FLOAT ? (void *)((float *)p->out + apart) : (void *)((bf16 *)p->out + apart);
+        void *to = p->kind == TO_FLOAT ? (void *)((float *)p->out + apart) : (void *)((element *)p->out + apart);
         const Ending ending = {p->bias, p->residual, to, p->width, p->out_row, p->kind};
         multiply(p->scratch + i / blocks * room, rows, p->weight + i * steps * 2 * TILE, steps, &ending, i % blocks);
     }
@@ -76,12 +76,12 @@ static void multiply_blocks(const void *work, Share *share, int member)
 }
 
 /* x [rows][heads][depth] (normed where `norm` is given) times a packed weight for each head, plus bias [width] and
-   residual [rows][width] where they are given, rounded once: out [rows][heads][width], bfloat16 or float32 by
+   residual [rows][width] where they are given, rounded once: out [rows][heads][width], elements or float32 by
    `kind`; or with a gate half as wide. Rows and heads lie `x_row`, `x_head`, `out_row`, `out_head` apart; a
    residual is laid out like out and comes with one head. scratch: heads * parts(rows, 16) * parts(depth, 32) * 512
    elements. */
-void spd_linear(const bf16 *x, const float *norm, float epsilon, const bf16 *weight, const float *bias,
-    const bf16 *residual, void *out, long rows, long heads, long depth, long width, long x_row, long x_head,
+void spd_linear(const element *x, const float *norm, float epsilon, const element *weight, const float *bias,
+    const element *residual, void *out, long rows, long heads, long depth, long width, long x_row, long x_head,
     long out_row, long out_head, int kind, Left *scratch, int threads)
 {
     if (!rows) return;
@@ -94,9 +94,9 @@ void spd_linear(const bf16 *x, const float *norm, float epsilon, const bf16 *wei
 }
 
 typedef struct {
-    const bf16 *x, *residual;
+    const element *x, *residual;
     const float *norm;
-    bf16 *out;
+    element *out;
     long depth;
     float epsilon;
 } Norm;
@@ -105,13 +105,13 @@ static void norm_rows(const void *work, Share *share, int member)
 {
     const Norm *n = work;
     for (long r; (r = take(share, member)) >= 0;) {
-        const bf16 *residual = n->residual ? n->residual + r * n->depth : 0;
+        const element *residual = n->residual ? n->residual + r * n->depth : 0;
         norm_row(n->x + r * n->depth, n->norm, n->epsilon, residual, n->depth, n->out + r * n->depth);
     }
 }
 
 /* The root-mean-square norm of rows x [rows][depth] with scales norm [depth], plus residual where it is given. */
-void spd_norm(const bf16 *x, const float *norm, float epsilon, const bf16 *residual, bf16 *out, long rows, long depth,
+void spd_norm(const element *x, const float *norm, float epsilon, const element *residual, element *out, long rows, long depth,
     int threads)
 {
     const Norm n = {x, residual, norm, out, depth, epsilon};

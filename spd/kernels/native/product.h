@@ -6,7 +6,7 @@
 #include "tiles.h"
 
 enum { WIDTH = 2 * SIDE, ROOM = 256, AHEAD = 6 };
-enum { TO_BF16, TO_FLOAT, SILU, GELU };
+enum { TO_ELEMENT, TO_FLOAT, SILU, GELU };
 
 /* Blocks of a weight's columns: of 32, or of 16 gates and what goes with them. */
 static inline long column_blocks(long width, int kind)
@@ -15,7 +15,7 @@ static inline long column_blocks(long width, int kind)
 }
 
 /* One row x [depth] into its place in a left side, normed by `norm` [depth] where that is given. */
-static void place_row(const bf16 *x, const float *norm, float epsilon, long depth, Left *left)
+static void place_row(const element *x, const float *norm, float epsilon, long depth, Left *left)
 {
     vec scale = vall(norm ? norm_scale(x, depth, epsilon) : 1.0f);
     for (long i = 0; i < depth; i += DEPTH, left += LEFT_STEP)
@@ -39,7 +39,7 @@ static inline vec gate(vec x, int kind)
 
 typedef struct {
     const float *bias;
-    const bf16 *residual;
+    const element *residual;
     void *out;
     long width, stride;
     int kind;
@@ -58,7 +58,7 @@ static void finish(const Ending *e, const float *sum, long block, long first, lo
                 g = vadd(g, loadf(e->bias + at, columns - at));
                 up = vadd(up, loadf(e->bias + columns + at, columns - at));
             }
-            store((bf16 *)e->out + r * e->stride + at, columns - at, vmul(gate(g, e->kind), up));
+            store((element *)e->out + r * e->stride + at, columns - at, vmul(gate(g, e->kind), up));
             continue;
         }
         for (int side = 0; side < 2; side++) {
@@ -68,7 +68,7 @@ static void finish(const Ending *e, const float *sum, long block, long first, lo
             if (e->bias) y = vadd(y, loadf(e->bias + at, columns - at));
             if (e->residual) y = vadd(y, load(e->residual + place, columns - at));
             if (e->kind == TO_FLOAT) storef((float *)e->out + place, columns - at, y);
-            else store((bf16 *)e->out + place, columns - at, y);
+            else store((element *)e->out + place, columns - at, y);
         }
     }
 }
@@ -78,16 +78,16 @@ static void finish(const Ending *e, const float *sum, long block, long first, lo
    Few rows go through the block in one pass. More go through panels of it that stay in a cache, while the next panel
    is fetched; their sums wait in memory, which rounds nothing. */
 static void multiply(
-    const Left *left, long rows, const bf16 *right, long steps, const Ending *ending, long block)
+    const Left *left, long rows, const element *right, long steps, const Ending *ending, long block)
 {
     float sums[ROOM * WIDTH] __attribute__((aligned(64)));
     long row_blocks = parts(rows, SIDE), panel = panel_of(rows, steps);
     for (long top = 0; top < row_blocks; top += ROOM / SIDE) {
         long bottom = row_blocks < top + ROOM / SIDE ? row_blocks : top + ROOM / SIDE, passes = parts(bottom - top, 2);
         for (long k = 0; k < steps; k += panel) {
-            const bf16 *tiles = right + k * 2 * TILE;
+            const element *tiles = right + k * 2 * TILE;
             long deep = steps - k < panel ? steps - k : panel, lines = parts(2 * TILE / DEPTH, passes);
-            const bf16 *next = tiles + (panel == steps ? AHEAD : 2 * deep) * TILE;
+            const element *next = tiles + (panel == steps ? AHEAD : 2 * deep) * TILE;
             for (long m = top; m < bottom; m += 2)
                 block_product(left + left_row(m * SIDE, steps) + k * LEFT_STEP, steps * TILE, m + 1 < bottom ? 2 : 1,
                     (int)(rows - m * SIDE < WIDTH ? rows - m * SIDE : WIDTH), tiles, deep, k == 0,

@@ -1,4 +1,4 @@
-"""The compiled C kernels' library and its products: bfloat16 on CPU, any number of rows alike."""
+"""The compiled C kernels' library and its products: bfloat16 or float32 on CPU, any number of rows alike."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ SIGNATURES: dict[str, Sequence[type]] = {
 class Ending(IntEnum):
     """What becomes of a product's sums."""
 
-    BFLOAT16 = 0
+    ROUNDED = 0
+    """To the library's dtype."""
     FLOAT32 = 1
     SILU = 2
     """The first half of the columns are gates of the second half."""
@@ -72,8 +73,8 @@ class AmxRefused(NativeUnavailable):
 class CompiledLibrary:
     """The kernels of one compiled library, for one thread at a time: they share room for a product's rows."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises NativeUnavailable."""
+    def __init__(self, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """dtype is that of the file's elements. Raises NativeUnavailable."""
         try:
             library = ctypes.CDLL(str(path))
         except OSError as error:
@@ -84,20 +85,21 @@ class CompiledLibrary:
         chosen = library.spd_init()
         if chosen < 0:
             raise AmxRefused("the system does not grant AMX")
-        self.instructions = ("AVX2", "AVX512-BF16", "AMX")[chosen]
+        self.instructions = ("AVX2", "AVX512", "AVX512-BF16", "AMX")[chosen]
+        self.dtype = dtype
         self.library, self._scratch = library, torch.empty(0)
         self._linear, self._attend = library.spd_linear, library.spd_attend
         self.threads = torch.get_num_threads()
 
     def pack(self, weight: Tensor, *, gated: bool = False) -> PackedWeight:
-        """A weight bfloat16 [N, K], or several [E, N, K], in tiles filled up with zeros."""
+        """A weight [N, K], or several [E, N, K], in tiles filled up with zeros."""
         width, depth = weight.shape[-2:]
         every = weight.reshape(-1, width, depth)
         blocks = tiles_of(width // 2, SIDE) if gated else tiles_of(width, 2 * SIDE)
         size = blocks * tiles_of(depth, DEPTH) * 2 * SIDE * DEPTH
-        tiles = torch.empty(every.shape[0], size, dtype=torch.bfloat16)
+        tiles = torch.empty(every.shape[0], size, dtype=self.dtype)
         for own, one in zip(tiles, every, strict=True):
-            source = one.contiguous()
+            source = one.to(self.dtype).contiguous()
             self.library.spd_pack(source.data_ptr(), own.data_ptr(), width, depth, int(gated), self.threads)
         return PackedWeight(tiles, width, depth, gated, every.shape[0])
 
@@ -106,7 +108,7 @@ class CompiledLibrary:
         x: Tensor,
         weight: PackedWeight,
         bias: Tensor | None,
-        ending: Ending = Ending.BFLOAT16,
+        ending: Ending = Ending.ROUNDED,
         *,
         norm: Tensor | None = None,
         epsilon: float = 0.0,
@@ -118,7 +120,7 @@ class CompiledLibrary:
         """
         rows = x.shape[0]
         width = weight.width // 2 if weight.gated else weight.width
-        kind = torch.float32 if ending is Ending.FLOAT32 else torch.bfloat16
+        kind = torch.float32 if ending is Ending.FLOAT32 else self.dtype
         y = torch.empty(rows, width, dtype=kind)
         scratch = self.room(tiles_of(rows, SIDE) * tiles_of(weight.depth, DEPTH))
         x = x.contiguous()
@@ -143,17 +145,17 @@ class CompiledLibrary:
         """See `spd.kernels.latent.mla_attention`; weight comes from `pack_heads`."""
         rows, heads, depth = x.shape
         assert x.stride(2) == 1 and heads == weight.count
-        y = torch.empty(rows, heads, weight.width, dtype=torch.bfloat16)
+        y = torch.empty(rows, heads, weight.width, dtype=self.dtype)
         self._linear(
             x.data_ptr(), None, 0.0, weight.tiles.data_ptr(), None, None, y.data_ptr(), rows, heads, depth,
-            weight.width, x.stride(0), x.stride(1), y.stride(0), y.stride(1), Ending.BFLOAT16,
+            weight.width, x.stride(0), x.stride(1), y.stride(0), y.stride(1), Ending.ROUNDED,
             self.room(heads * tiles_of(rows, SIDE) * tiles_of(depth, DEPTH)), self.threads,
         )  # fmt: skip
         return y
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None) -> Tensor:
         """The RMS norm of x [T, N] with scales weight float32 [N], plus residual [T, N]; rounded once."""
-        x, y = x.contiguous(), torch.empty(x.shape, dtype=torch.bfloat16)
+        x, y = x.contiguous(), torch.empty(x.shape, dtype=self.dtype)
         self.library.spd_norm(
             x.data_ptr(), weight.data_ptr(), epsilon, address(residual), y.data_ptr(), x.shape[0],
             x.shape[1], self.threads,

@@ -23,9 +23,9 @@ static inline vec silu(vec x)
 
 typedef struct {
     Runs runs;
-    const bf16 *x;
+    const element *x;
     const float *weight, *bias;
-    bf16 *ring;
+    element *ring;
     float *out;
     long stride, channels, taps, depth, blocks;
 } Convolution;
@@ -38,8 +38,8 @@ static void convolve(const void *work, Share *share, int member)
     for (long item; (item = take(share, member)) >= 0;) {
         long run = item / o->blocks, from = item % o->blocks * CHANNELS, rows = o->runs.count[run];
         long start = o->runs.start[run], to = from + CHANNELS < o->channels ? from + CHANNELS : o->channels;
-        const bf16 *x = o->x + o->runs.first[run] * o->stride;
-        bf16 *ring = o->ring + o->runs.slots[run] * o->depth * o->channels;
+        const element *x = o->x + o->runs.first[run] * o->stride;
+        element *ring = o->ring + o->runs.slots[run] * o->depth * o->channels;
         for (long c = from; c < to; c += SIDE) {
             long left = to - c;
             vec seen[MOST_TAPS] = {0}; /* the inputs of the latest positions, the last one behind */
@@ -62,7 +62,7 @@ static void convolve(const void *work, Share *share, int member)
 }
 
 /* See `spd.kernels.recurrent.short_conv`; weight is [taps][channels]. */
-void spd_short_conv(const bf16 *x, const float *weight, const float *bias, bf16 *ring, float *out,
+void spd_short_conv(const element *x, const float *weight, const float *bias, element *ring, float *out,
     const int64_t *table, const int64_t *applied, long size, long stride, long channels, long taps, long depth,
     long rows, int threads)
 {
@@ -75,7 +75,7 @@ void spd_short_conv(const bf16 *x, const float *weight, const float *bias, bf16 
 typedef struct {
     Runs runs;
     const float *mixed, *rate, *bias;
-    const bf16 *raw_gates;
+    const element *raw_gates;
     float *state, *keys, *values, *gates, *room, *out;
     long gate_stride, heads, key_heads, width, size, depth;
 } Delta;
@@ -169,7 +169,7 @@ static void correct_heads(const void *work, Share *share, int member)
 }
 
 /* See `spd.kernels.recurrent.delta_rule`; room is threads * (width * size + 2 * width) floats. */
-void spd_delta_rule(const float *mixed, const bf16 *raw_gates, const float *rate, const float *bias, float *state,
+void spd_delta_rule(const float *mixed, const element *raw_gates, const float *rate, const float *bias, float *state,
     float *keys, float *values, float *gates, float *room, float *out, const int64_t *table, const int64_t *applied,
     long count, long gate_stride, long heads, long key_heads, long width, long size, long depth, long rows,
     int threads)
@@ -183,8 +183,8 @@ void spd_delta_rule(const float *mixed, const bf16 *raw_gates, const float *rate
 
 typedef struct {
     const float *x, *weight;
-    const bf16 *gate;
-    bf16 *out;
+    const element *gate;
+    element *out;
     long stride, heads, size;
     float epsilon;
 } GatedNorm;
@@ -195,7 +195,7 @@ static void norm_rows(const void *work, Share *share, int member)
     for (long r; (r = take(share, member)) >= 0;)
         for (long h = 0; h < o->heads; h++) {
             const float *x = o->x + (r * o->heads + h) * o->size;
-            const bf16 *gate = o->gate + r * o->stride + h * o->size;
+            const element *gate = o->gate + r * o->stride + h * o->size;
             vec squares = vzero();
             for (long i = 0; i < o->size; i += SIDE) {
                 vec v = loadf(x + i, o->size - i);
@@ -211,7 +211,7 @@ static void norm_rows(const void *work, Share *share, int member)
 }
 
 /* See `spd.kernels.recurrent.delta_rule.gated_norm`. */
-void spd_gated_norm(const float *x, const bf16 *gate, const float *weight, float epsilon, bf16 *out, long rows,
+void spd_gated_norm(const float *x, const element *gate, const float *weight, float epsilon, element *out, long rows,
     long stride, long heads, long size, int threads)
 {
     const GatedNorm o = {x, weight, gate, out, stride, heads, size, epsilon};

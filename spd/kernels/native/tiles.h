@@ -1,7 +1,7 @@
-/* Products of 16 x 32 by 32 x 16 tiles of bfloat16, summed in float32: by AMX, AVX512-BF16, or AVX2 and FMA.
+/* Products of 16 x 32 by 32 x 16 tiles of elements, summed in float32: by AMX or AVX512-BF16, or else by FMA.
 
-   A tile of the right side, as weights are kept, is [16 pairs][16 columns][2], the two of a pair being neighbours in
-   depth. An element of a product is summed over its own row and column alone, in ascending depth: its bits do not
+   A tile of the right side, as weights are kept, is [16 pairs][16 columns][2] of bfloat16, the two of a pair being
+   neighbours in depth, or [32][16] of float32. An element of a product is summed over its own row and column alone, in ascending depth: its bits do not
    depend on how many rows there are, nor on what stands in the others. */
 
 #ifndef SPD_TILES_H
@@ -10,11 +10,17 @@
 #include "pool.h"
 #include "vector.h"
 
-enum { DEPTH = 32, TILE = SIDE * DEPTH };
+enum { DEPTH = 32, TILE = SIDE * DEPTH, LINE = 64 / sizeof(element) };
 /* Keys that attention reads at a time. */
 enum { KEYS = 128, STEPS = KEYS / DEPTH };
 
 static inline long parts(long count, long size) { return (count + size - 1) / size; }
+
+/* Where in a right-side tile the element of a column at depth d lies. */
+static inline int tile_place(int d, int column)
+{
+    return sizeof(element) == sizeof(float) ? d * SIDE + column : d / 2 * DEPTH + column * 2 + d % 2;
+}
 
 /* Threads for work of about so many nanoseconds: meeting costs each a microsecond or two. */
 enum { WORTH_A_THREAD = 2000 };
@@ -35,7 +41,7 @@ static inline int threads_for(double nanoseconds, int threads)
 #if SPD_PAIRS
 #include "tiles_pairs.h"
 #else
-#include "tiles_avx2.h"
+#include "tiles_float.h"
 #endif
 
 #endif

@@ -1,4 +1,6 @@
-/* Sixteen float32 lanes: a register of AVX512, or two of AVX2. Both round every operation and sum lanes alike. */
+/* Sixteen float32 lanes: a register of AVX512, or two of AVX2. Both round every operation and sum lanes alike.
+
+   An element is what a model's values are kept in: bfloat16, or float32 with SPD_FLOAT32. */
 
 #ifndef SPD_VECTOR_H
 #define SPD_VECTOR_H
@@ -7,23 +9,33 @@
 #include <stdint.h>
 #include <string.h>
 
-/* SPD_PAIRS: this processor multiplies pairs of bfloat16 itself. */
-#if !defined(SPD_AVX2) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define SPD_PAIRS 1
+/* SPD_WIDE: registers have 16 lanes. SPD_PAIRS: elements are bfloat16, and the processor multiplies pairs of them. */
+#if !defined(SPD_AVX2) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define SPD_WIDE 1
 #elif defined(__AVX2__) && defined(__FMA__)
-#define SPD_PAIRS 0
+#define SPD_WIDE 0
 #else
 #error "these kernels need AVX2 and FMA"
 #endif
+#if SPD_WIDE && defined(__AVX512BF16__) && !defined(SPD_NO_PAIRS) && !defined(SPD_FLOAT32)
+#define SPD_PAIRS 1
+#else
+#define SPD_PAIRS 0
+#endif
 
 typedef uint16_t bf16;
+#ifdef SPD_FLOAT32
+typedef float element;
+#else
+typedef bf16 element;
+#endif
 
 enum { SIDE = 16 };
 
 /* `count` tells how many lanes are read or written, the first ones: all from 16 on, none below 1. What is not read
    is 0. */
 
-#if SPD_PAIRS
+#if SPD_WIDE
 
 typedef __m512 vec;
 typedef __mmask16 mask;
@@ -47,7 +59,21 @@ static inline vec widened(__m256i x)
 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
 }
+
+#if SPD_PAIRS
 static inline __m256i rounded(vec x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+#else
+/* To bfloat16, ties to even; NaN stays. */
+static inline __m256i rounded(vec x)
+{
+    __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i near = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    near = _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(near, 16));
+}
+#endif
+
 static inline float vsum(vec x) { return _mm512_reduce_add_ps(x); }
 static inline float vtop(vec x) { return _mm512_reduce_max_ps(x); }
 static inline float vfirst(vec x) { return _mm512_cvtss_f32(x); }
@@ -269,8 +295,15 @@ OF_TWO(vmax, max_ps)
 OF_THREE(vfma, fmadd_ps)
 OF_THREE(vfnma, fnmadd_ps)
 
-static inline vec load(const bf16 *p, long count) { return widened(halves(p, count)); }
-static inline void store(bf16 *p, long count, vec x) { store_halves(p, count, rounded(x)); }
+#ifdef SPD_FLOAT32
+static inline vec load(const element *p, long count) { return loadf(p, count); }
+static inline void store(element *p, long count, vec x) { storef(p, count, x); }
+static inline vec as_kept(vec x) { return x; }
+#else
+static inline vec load(const element *p, long count) { return widened(halves(p, count)); }
+static inline void store(element *p, long count, vec x) { store_halves(p, count, rounded(x)); }
+static inline vec as_kept(vec x) { return widened(rounded(x)); }
+#endif
 
 /* e^x to about one unit in the last place, 1 of 0; NaN stays. Source: the coefficients of Cephes' expf. */
 static inline vec exponential(vec x)
@@ -290,7 +323,7 @@ static inline vec exponential(vec x)
 }
 
 /* What rows x [size] are divided by, but for the scales: 1 / sqrt(mean of squares + epsilon). */
-static inline float norm_scale(const bf16 *x, long size, float epsilon)
+static inline float norm_scale(const element *x, long size, float epsilon)
 {
     vec squares = vzero();
     for (long i = 0; i < size; i += SIDE) {
@@ -302,7 +335,7 @@ static inline float norm_scale(const bf16 *x, long size, float epsilon)
 
 /* The root-mean-square norm of x [size] with scales norm [size], plus residual where it is given, to y. */
 static inline void norm_row(
-    const bf16 *x, const float *norm, float epsilon, const bf16 *residual, long size, bf16 *y)
+    const element *x, const float *norm, float epsilon, const element *residual, long size, element *y)
 {
     vec scale = vall(norm_scale(x, size, epsilon));
     for (long i = 0; i < size; i += SIDE) {

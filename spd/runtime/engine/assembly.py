@@ -131,7 +131,7 @@ def assemble(
 
     Raises OutOfMemory naming the phase.
     """
-    kernels = load_kernels(plan.shape.kernels, own_cache, plan.token_tiles)
+    kernels = load_kernels(plan.shape.kernels, own_cache, plan.token_tiles, plan.shape.dtype)
     threads = _threads(plan, kernels)
     use_device(plan.device)
     shape, meter, dtype = plan.shape, _meter(plan, progress), getattr(torch, plan.shape.dtype)

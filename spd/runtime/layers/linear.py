@@ -240,7 +240,7 @@ class NativeLinear(AnyHead):
     ) -> None:
         gate, norm, post_norm = around.gate, around.norm, around.post_norm
         self.weight, self.library = library.pack(weight, gated=gate is not None), library
-        self.ending = Ending.BFLOAT16 if gate is None else Ending[gate.upper()]
+        self.ending = Ending.ROUNDED if gate is None else Ending[gate.upper()]
         self.bias, self.norm, self.post_norm = (
             None if vector is None else vector.float().contiguous() for vector in (bias, norm, post_norm)
         )

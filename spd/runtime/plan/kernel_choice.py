@@ -12,7 +12,7 @@ from spd.errors import IncompatibleError, ResourceError
 from spd.formats.folder import ModelFolder
 from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig
-from spd.kernels.native.build import LARGEST_HEAD, NativeUnavailable, obstacle
+from spd.kernels.native.build import DTYPE_FLAGS, LARGEST_HEAD, NativeUnavailable, obstacle
 from spd.runtime.models.layouts import DeltaLayout, LayerLayout
 from spd.runtime.models.weight_form import BLOCK, WIDE, WeightForm, int8_form
 from spd.runtime.models.weights import FP8_DTYPE
@@ -31,8 +31,8 @@ def native_obstacle(machine: Machine, dtype: str, quantize: str, layers: Iterabl
     """What keeps the C kernels from running models of these layers; nothing is compiled for an answer."""
     if not machine.on_cpu:
         return "they are a CPU's"
-    if dtype != "bfloat16":
-        return f"they multiply bfloat16, not {dtype}"
+    if dtype not in DTYPE_FLAGS:
+        return f"they know no {dtype}"
     if quantize != "none":
         return f"they know no {quantize} weights"
     blocks = (layer.attention for layer in layers)
@@ -49,7 +49,8 @@ def choose_kernels(
     if wish == "torch":
         return wish, "asked for"
     if wish == "native" or (wish == "auto" and machine.on_cpu):
-        return _native(wish, native_obstacle(machine, dtype, quantize, layers), compiled=not machine.foreseen)
+        why_not = native_obstacle(machine, dtype, quantize, layers)
+        return _native(wish, why_not, dtype, compiled=not machine.foreseen)
     if not machine.foreseen and find_spec("triton") is None:
         if wish == "auto":
             return "torch", "triton is not installed"
@@ -79,14 +80,14 @@ def choose_kernels(
     return "triton", "asked for"
 
 
-def _native(wish: str, why_not: str | None, compiled: bool) -> tuple[str, str]:
+def _native(wish: str, why_not: str | None, dtype: str, compiled: bool) -> tuple[str, str]:
     if why_not is None and not compiled:
         return "native", "foreseen"
     if why_not is None:
         from spd.kernels.native.library import open_library
 
         try:
-            return "native", f"compiled for this processor's {open_library(own_cache).instructions}"
+            return "native", f"compiled for this processor's {open_library(own_cache, dtype).instructions}"
         except NativeUnavailable as error:
             why_not = str(error)
     if wish == "native":

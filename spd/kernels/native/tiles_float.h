@@ -1,0 +1,207 @@
+/* Products in float32 by FMA: elements are widened as they are read, the left side is kept in float32. */
+
+static inline void tiles_begin(int first, int second) { (void)first, (void)second; }
+static inline void tiles_end(void) {}
+
+/* A left side: rows of [steps][32], values of elements. */
+typedef float Left;
+enum { LEFT_STEP = DEPTH };
+
+static inline long left_row(long row, long steps) { return row * steps * DEPTH; }
+static inline void left_copy(Left *to, const element *from, long count) { storef(to, SIDE, load(from, count)); }
+static inline void left_store(Left *to, vec x) { storef(to, SIDE, as_kept(x)); }
+
+/* Rows that go through 32 columns together, and through 16: their sums fill the registers. */
+#if SPD_WIDE
+enum { NARROW = 8, MOST_ROWS = 8 };
+#else
+enum { NARROW = 3, MOST_ROWS = 6 };
+#endif
+
+/* Few rows go through a block in one pass, more through parts of it that stay in the first cache. */
+static inline long panel_of(long rows, long steps) { return rows > NARROW ? 16 / (long)sizeof(element) : steps; }
+
+/* Nanoseconds that a tile takes. */
+static inline double tile_time(long rows)
+{
+    return SPD_WIDE ? 25.0 + 8.0 * (double)rows : 30.0 + 12.0 * (double)rows;
+}
+
+/* A tile's weights at depth 2 j, or 2 j + 1 for `second`. */
+static inline vec weights_at(const element *tile, int j, int second)
+{
+#ifdef SPD_FLOAT32
+    return loadf(tile + (2 * j + second) * SIDE, SIDE);
+#elif SPD_WIDE
+    __m512i pairs = _mm512_loadu_si512(tile + j * DEPTH), upper = _mm512_set1_epi32((int32_t)0xffff0000);
+    return _mm512_castsi512_ps(second ? _mm512_and_si512(pairs, upper) : _mm512_slli_epi32(pairs, 16));
+#else
+    const __m256i *pairs = (const __m256i *)(tile + j * DEPTH), upper = _mm256_set1_epi32((int32_t)0xffff0000);
+    __m256i low = _mm256_loadu_si256(pairs), high = _mm256_loadu_si256(pairs + 1);
+    return second ? BOTH(_mm256_castsi256_ps(_mm256_and_si256(low, upper)),
+                        _mm256_castsi256_ps(_mm256_and_si256(high, upper)))
+                  : BOTH(_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)),
+                        _mm256_castsi256_ps(_mm256_slli_epi32(high, 16)));
+#endif
+}
+
+/* Add to c [count][32], or write there where `fresh`, `count` rows `apart` from a on times b [steps][2] tiles, of which
+   `sides` are read. */
+static inline __attribute__((always_inline)) void rows_product(const Left *a, long apart, const int count,
+    const int sides, const element *b, long steps, int fresh, const element *next, long lines, float *c)
+{
+    vec sums[MOST_ROWS][2];
+    for (int r = 0; r < count; r++)
+        for (int side = 0; side < sides; side++)
+            sums[r][side] = fresh ? vzero() : loadf(c + r * 32 + side * SIDE, SIDE);
+    for (long k = 0; k < steps; k++, a += DEPTH, b += 2 * TILE) {
+        for (long i = 0; i < lines * DEPTH; i += LINE, next += LINE) _mm_prefetch((const char *)next, _MM_HINT_T0);
+#pragma GCC unroll 2
+        for (int j = 0; j < SIDE; j++)
+#pragma GCC unroll 2
+            for (int second = 0; second < 2; second++) {
+                vec weights[2];
+                for (int side = 0; side < sides; side++) weights[side] = weights_at(b + side * TILE, j, second);
+                for (int r = 0; r < count; r++) {
+                    vec x = vall(a[r * apart + 2 * j + second]);
+                    for (int side = 0; side < sides; side++) sums[r][side] = vfma(x, weights[side], sums[r][side]);
+                }
+            }
+    }
+    for (int r = 0; r < count; r++)
+        for (int side = 0; side < sides; side++) storef(c + r * 32 + side * SIDE, SIDE, sums[r][side]);
+}
+
+/* Add to c [rows][32], or write there where `fresh`, up to two blocks of 16 rows, `apart` elements from each other, times
+   b [steps][2] tiles. Meanwhile `lines` of 32 elements a step are asked for, from `next` on. */
+static inline void block_product(const Left *a, long apart, int blocks, int rows, const element *b, long steps,
+    int fresh, const element *next, long lines, float *c)
+{
+    long row = apart / SIDE, groups = parts(rows, MOST_ROWS), each = parts(lines, groups);
+    (void)blocks;
+    for (int first = 0, count; first < rows; first += count, groups--) {
+        count = (int)parts(rows - first, groups);
+        const Left *from = a + first * row;
+        float *to = c + first * 32;
+#define ROWS(n) \
+    case n: \
+        if (n <= NARROW) { \
+            rows_product(from, row, n, 2, b, steps, fresh, next, each, to); \
+            break; \
+        } \
+        for (int side = 0; side < 2; side++) \
+            rows_product(from, row, n, 1, b + side * TILE, steps, fresh, next + side * (each / 2) * steps * DEPTH, \
+                each / 2, to + side * SIDE); \
+        break;
+        switch (count) {
+            ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#if SPD_WIDE
+            ROWS(7) ROWS(8)
+#endif
+        }
+        next += each * steps * DEPTH;
+    }
+}
+
+/* What attention multiplies: up to 16 rows' queries and weights, 16 keys, and where KEYS values lie. `clean` has room
+   for values that are changed. */
+typedef struct {
+    float query[SIDE][LARGEST_HEAD] __attribute__((aligned(64)));
+    float keys[SIDE][LARGEST_HEAD] __attribute__((aligned(64)));
+    float weights[SIDE][KEYS] __attribute__((aligned(64)));
+    element clean[KEYS][LARGEST_HEAD] __attribute__((aligned(64)));
+    const element *values[KEYS];
+} Sides;
+
+static inline void clear_queries(Sides *s, long size) { (void)s, (void)size; }
+
+static inline void widen(const element *from, long size, float *to)
+{
+    for (long d = 0; d < size; d += SIDE) storef(to + d, SIDE, load(from + d, size - d));
+}
+
+static inline void place_query(Sides *s, int row, const element *from, long size) { widen(from, size, s->query[row]); }
+
+static inline __m256 folded(vec x)
+{
+#if SPD_WIDE
+    __m512d halves = _mm512_castps_pd(x);
+    return _mm256_add_ps(_mm512_castps512_ps256(x), _mm256_castpd_ps(_mm512_extractf64x4_pd(halves, 1)));
+#else
+    return _mm256_add_ps(x.low, x.high);
+#endif
+}
+
+/* scores [rows][16], rows `apart`, of 16 keys of `size` elements that lie behind each other. Each is summed in 16 parts
+   of ascending depth, which are added up. */
+static inline void score_keys(Sides *s, const element *keys, long size, int rows, float *scores, long apart)
+{
+    for (int i = 0; i < SIDE; i++) widen(keys + i * size, size, s->keys[i]);
+    for (int r = 0; r < rows; r++)
+        for (int first = 0; first < SIDE; first += 4) {
+            vec sums[4] = {vzero(), vzero(), vzero(), vzero()};
+            for (long d = 0; d < size; d += SIDE) {
+                vec q = loadf(s->query[r] + d, SIDE);
+                for (int i = 0; i < 4; i++) sums[i] = vfma(q, loadf(s->keys[first + i] + d, SIDE), sums[i]);
+            }
+            __m256 two = _mm256_hadd_ps(folded(sums[0]), folded(sums[1]));
+            __m256 four = _mm256_hadd_ps(two, _mm256_hadd_ps(folded(sums[2]), folded(sums[3])));
+            __m128 upper = _mm256_extractf128_ps(four, 1);
+            _mm_storeu_ps(scores + r * apart + first, _mm_add_ps(_mm256_castps256_ps128(four), upper));
+        }
+}
+
+/* A row's weights of keys 16 i on. */
+static inline void place_weights(Sides *s, int row, long i, vec weights)
+{
+    storef(s->weights[row] + i * SIDE, SIDE, weights);
+}
+
+static inline vec finite_or_zero(vec x)
+{
+    return vselect(vdiffers(vsub(x, x), vzero()), vzero(), x);
+}
+
+static inline int place_value(Sides *s, long k, const element *from, long size, uint8_t *wild)
+{
+    vec rest = vzero(); /* x - x is 0 where x is finite, else NaN, which stays */
+    s->values[k] = from;
+    if (!from) return 0;
+    for (long d = 0; d < size; d += SIDE) {
+        vec x = load(from + d, size - d);
+        rest = vadd(rest, vsub(x, x));
+    }
+    if (__builtin_expect(!any_nan(rest), 1)) return 0;
+    for (long d = 0; d < size; d += SIDE) store(s->clean[k] + d, SIDE, finite_or_zero(load(from + d, size - d)));
+    s->values[k] = s->clean[k];
+    return *wild = 1;
+}
+
+/* Where the values [size] of keys k and k + 1 lie, null beyond the last. Values that are not finite become 0, `wild`
+   says of which key; returns whether there are any. */
+static inline int place_values(Sides *s, long k, const element *one, const element *other, long size, uint8_t *wild)
+{
+    int some = place_value(s, k, one, size, wild);
+    return place_value(s, k + 1, other, size, wild + 1) | some;
+}
+
+static inline __attribute__((always_inline)) void mix_rows(
+    const Sides *s, int row, const int rows, long d, long size, long count, float *mixed)
+{
+    vec sums[4];
+    for (int r = 0; r < rows; r++) sums[r] = vzero();
+    for (long k = 0; k < count; k++) {
+        vec values = load(s->values[k] + d, size - d);
+        for (int r = 0; r < rows; r++) sums[r] = vfma(vall(s->weights[row + r][k]), values, sums[r]);
+    }
+    for (int r = 0; r < rows; r++) storef(mixed + (row + r) * SIDE, SIDE, sums[r]);
+}
+
+/* mixed [rows][16]: each row's weights of `count` keys times elements d to d + 15 of their values. */
+static inline void mix_values(const Sides *s, long d, long size, int rows, long count, float *mixed)
+{
+    int row = 0;
+    for (; row + 4 <= rows; row += 4) mix_rows(s, row, 4, d, size, count, mixed);
+    for (; row + 2 <= rows; row += 2) mix_rows(s, row, 2, d, size, count, mixed);
+    if (row < rows) mix_rows(s, row, 1, d, size, count, mixed);
+}
