@@ -19,16 +19,22 @@ from typing import Any
 import pytest
 
 from spd.formats.demo import demo_draft_folder, demo_eagle3_folder, demo_folder
+from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.engine.request import GrammarText
 from spd.runtime.plan.memory import pages_a_slot
 from tests.helpers import PROPOSERS, Run, make_engine, random_prompts, run_requests
 from tests.page_checks import check_pages
+from tests.recipes.demo_corpus import question_answers
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_eagle3 import write_tiny_eagle3
 from tests.recipes.tiny_mtp import soft, write_tiny_mtp
+from tests.test_demo import ask
 
-SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}}}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}},
+}
 SCHEMA |= {"required": ["a", "b"], "additionalProperties": False}
 FEATURES: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
@@ -200,9 +206,16 @@ def test_every_pair_equals_solo(bench: Bench) -> None:
 
 
 def demo_prompts(count: int) -> list[tuple[int, ...]]:
-    from tests.test_invisible_long import demo_prompts as prompts
-
-    return prompts(count)
+    """Questions, and beginnings of Python code, in turn."""
+    tokenizer = Tokenizer.open(demo_folder())
+    names = [name for name, _ in question_answers()]
+    prompts = []
+    for i in range(count):
+        name = names[i * 13 % len(names)]
+        module, _, function = name.rpartition(".")
+        code = f"import {module or 'os'}\n\n\ndef {function.lower()}(self, *args):\n    "
+        prompts.append(ask(name) if i % 2 else tuple(tokenizer.encode(code)))
+    return prompts
 
 
 DEMO_DRAFTS = {"draft": demo_draft_folder(), "eagle3": demo_eagle3_folder()}

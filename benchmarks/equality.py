@@ -1,0 +1,206 @@
+"""Count tokens that speculation changed: every drafter, k, lag and temperature, alone and 16 together.
+
+    python -m benchmarks.equality [-m MODEL] [--draft-model FOLDER] [--dtype bfloat16,float32] [--tp N]
+                                  [--requests 48] [--tokens 64] [--only PATTERN] [--minutes M] [--out FILE]
+
+What is right is plain decoding of each request alone, without cached prefixes. A cell runs the same requests
+speculated with one drafter and k: at each lag 16 together in a cache that is too small for them, so that some
+are interrupted, and every sixth alone. Of three requests the second begins as the first, and the third is the
+next turn of its chat: prefixes are found. Drafts and accepted counts must be the same at every lag.
+
+FILE keeps finished cells, by commit, processor and model; a later call goes on with what is missing. Exits 0
+where nothing differs, 6 where something does, 7 where --minutes left cells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe_commit, describe_machine
+from spd import Engine, EngineConfig, Request, SamplingParams, SpdError
+from spd.formats.folder import ModelFolder
+from spd.formats.hub import resolve_model
+from spd.formats.tokenizer import Tokenizer
+from spd.runtime.plan.drafter_choice import choose_drafter
+
+SCHEMA = "spd.benchmarks.equality/1"
+TEMPERATURES, KS, LAGS = (0.0, 0.8, 1.3), (1, 2, 4, 8), (0, 1, 2)
+SLOTS, CTX, ALONE = 16, 512, 6
+CALLS = (
+    "os.path.join",
+    "re.sub",
+    "json.dumps",
+    "heapq.heappush",
+    "functools.reduce",
+    "str.join",
+    "csv.reader",
+)
+OPENINGS = (
+    "import {0}\n\n\ndef {1}(self, *args):\n    ",
+    "What does {0} do?",
+    "# {0}\n# {1}\n# {0}\n# {1}\n",
+)
+
+
+@dataclass
+class Text:
+    """What one request gave."""
+
+    tokens: list[int] = field(default_factory=list)
+    drafts: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    finish: str | None = None
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> list[Text]:
+    """All requests to their ends, together as far as there are slots."""
+    made = {request.id: Text() for request in requests}
+    engine.trace = lambda record: made[record.request].drafts.append((tuple(record.draft), record.accepted))
+    for event in engine.stream(requests):
+        made[event.request_id].tokens += event.token_ids
+        made[event.request_id].finish = event.finish_reason
+    return list(made.values())
+
+
+def make_requests(engine: Engine, count: int, tokens: int) -> list[Request]:
+    """Requests at every temperature; `engine` says what a next turn goes on from."""
+    tokenizer, made = engine.tokenizer, list[Request]()
+    assert isinstance(tokenizer, Tokenizer)
+    for i in range(count):
+        name = CALLS[i // 3 % len(CALLS)]
+        words = OPENINGS[i // 3 % 3].format(name, name.rpartition(".")[2]) * (1 + i // 9 % 5)
+        ids: tuple[int, ...] = tuple(tokenizer.encode(words))
+        spans: tuple[tuple[str, int], ...] = ()
+        if i % 3 == 1:
+            ids = (*made[-1].prompt_ids, *tokenizer.encode(f"\n{i}. "))
+        elif i % 3 == 2:
+            before, more = made[-2], tuple(tokenizer.encode(f"\n{i}. And {name}?\n"))
+            reply = tuple(run(engine, [before])[0].tokens)
+            ids, parts = (*before.prompt_ids, *reply, *more), (len(before.prompt_ids), len(reply), len(more))
+            spans = tuple(zip(("prompt", "generated", "prompt"), parts, strict=True))
+        heat = TEMPERATURES[(i + i // 3) % 3]
+        params = SamplingParams(temperature=heat, seed=i, max_tokens=tokens, ignore_eos=True)
+        made.append(Request(f"r{i}", ids, params, spans))
+    return made
+
+
+def methods_of(folder: Path, draft: Path | None) -> list[dict[str, Any]]:
+    """What can draft for a model, as wishes."""
+    found: list[dict[str, Any]] = [{"spec": "off"}, {"spec": "ngram", "ngram_min": 2}]
+    for spec in ("mtp", "draft"):
+        wishes = {"spec": spec, "draft_model": draft if spec == "draft" else None}
+        with contextlib.suppress(SpdError):
+            choose_drafter(EngineConfig(model=folder, **wishes), ModelFolder.of(folder))
+            found += [wishes, {**wishes, "spec": f"{spec}+ngram", "ngram_min": 2}]
+    return found
+
+
+def differing(found: Sequence[Text], wanted: Sequence[Text]) -> int:
+    """Tokens that are not the same, those behind a first difference in length too."""
+    pairs = [(f.tokens, w.tokens) for f, w in zip(found, wanted, strict=True)]
+    return sum(sum(map(int.__ne__, f, w)) + abs(len(f) - len(w)) for f, w in pairs)
+
+
+def run_cell(wishes: dict[str, Any], requests: Sequence[Request], wanted: Sequence[Text]) -> dict[str, Any]:
+    """One drafter and k at every lag."""
+    began, first = time.monotonic(), list[Text]()
+    row = {
+        "tokens": 0,
+        "differ": 0,
+        "drafted": 0,
+        "accepted": 0,
+        "drafts_differ": 0,
+        "interrupted": 0,
+        "cached": 0,
+    }
+    longest = max(len(one.prompt_ids) + (one.params.max_tokens or 0) for one in requests)
+    pages = SLOTS * -(-longest // 64) * 2 // 3
+    for lag in LAGS:
+        for some, own in (
+            (requests, {"slots": SLOTS, "cache_pages": pages}),
+            (requests[::ALONE], {"slots": 1}),
+        ):
+            engine = Engine(EngineConfig(ctx=CTX, lag=lag, adaptive=False, **{**wishes, **own}))
+            right = wanted[:: 1 if some is requests else ALONE]
+            texts = run(engine, some)
+            row["tokens"] += sum(len(text.tokens) for text in texts)
+            row["differ"] += differing(texts, right) + sum(
+                t.finish != w.finish for t, w in zip(texts, right, strict=True)
+            )
+            told = [engine.metrics(one.id) for one in some]
+            row["interrupted"] += sum(each.preemptions for each in told)
+            row["cached"] += sum(each.cached_tokens for each in told)
+            engine.close()
+            if some is requests:
+                first = first or texts
+                row["drafts_differ"] += sum(a.drafts != b.drafts for a, b in zip(texts, first, strict=True))
+    row["drafted"] = sum(len(drafts) for text in first for drafts, _ in text.drafts)
+    row["accepted"] = sum(count for text in first for _, count in text.drafts)
+    return {**row, "seconds": round(time.monotonic() - began, 1)}
+
+
+def cells(asked: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every cell's name and wishes."""
+    for dtype in asked.dtype.split(","):
+        for method in methods_of(folder, asked.draft_model):
+            for k in (None,) if method["spec"] == "off" else KS:
+                wishes = {"model": folder, "dtype": dtype, "tp": asked.tp, "draft_max": k, **method}
+                name = f"{dtype}/{method['spec']}" + ("" if k is None else f"/k{k}")
+                yield name, wishes
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the cells that are missing; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.equality", description=__doc__)
+    parser.add_argument("-m", "--model", default="demo-hybrid")
+    parser.add_argument("--draft-model", type=Path)
+    parser.add_argument("--dtype", default="bfloat16,float32")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--only", default="*", help="cells by name: * stands for anything")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell later")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args(arguments)
+    folder, end = resolve_model(asked.model), time.monotonic() + 60 * asked.minutes
+    head = {
+        "schema": SCHEMA,
+        **describe_commit(),
+        "machine": describe_machine(),
+        "model": folder.name,
+        "tp": asked.tp,
+    }
+    kept = json.loads(asked.out.read_text()) if asked.out is not None and asked.out.exists() else {}
+    rows: dict[str, Any] = kept.get("cells", {}) if {**kept, "cells": 0} == {**head, "cells": 0} else {}
+    every = {name: wishes for name, wishes in cells(asked, folder) if fnmatch(name, asked.only)}
+    right: dict[str, tuple[list[Request], list[Text]]] = {}
+    for name, wishes in every.items():
+        if name in rows or time.monotonic() > end:
+            continue
+        if (dtype := wishes["dtype"]) not in right:
+            plain = {**wishes, "spec": "off", "draft_max": None, "draft_model": None}
+            plain = {key: value for key, value in plain.items() if not key.startswith("ngram")}
+            engine = Engine(EngineConfig(ctx=CTX, slots=1, prefix_sharing=False, **plain))
+            requests = make_requests(engine, asked.requests, asked.tokens)
+            right[dtype] = requests, [run(engine, [one])[0] for one in requests]
+            engine.close()
+        rows[name] = run_cell(wishes, *right[dtype])
+        print(name, json.dumps(rows[name]), flush=True)
+        if asked.out is not None:
+            asked.out.write_text(json.dumps({**head, "cells": rows}, indent=1) + "\n")
+    done = [rows[name] for name in every if name in rows]
+    tokens, differ, drafts = (sum(row[key] for row in done) for key in ("tokens", "differ", "drafts_differ"))
+    print(f"{tokens:,} tokens, {differ} differ; drafts of {drafts} requests differ")
+    return 6 if differ or drafts else 7 if len(done) < len(every) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
