@@ -29,20 +29,23 @@ static inline void tile_product(
     }
 }
 
-/* Of `count` rows from a on: c [count][32]. */
+/* Of `count` rows from a on: c [count][32]. Meanwhile `lines` of 32 elements a step are asked for, from `next` on:
+   the processor by itself does not fetch far enough ahead. */
 static inline __attribute__((always_inline)) void rows_product(
-    const bf16 *a, const int count, const bf16 *b, long steps, int fresh, float *c)
+    const bf16 *a, const int count, const bf16 *b, long steps, int fresh, const bf16 *next, long lines, float *c)
 {
     __m512 sums[8][2];
     for (int r = 0; r < count; r++)
         for (int half = 0; half < 2; half++)
             sums[r][half] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * 32 + half * SIDE);
-    for (long k = 0; k < steps; k++, b += 2 * TILE)
+    for (long k = 0; k < steps; k++, b += 2 * TILE) {
+        for (long i = 0; i < lines; i++, next += DEPTH) _mm_prefetch((const char *)next, _MM_HINT_T1);
         for (int j = 0; j < SIDE; j++)
             for (int r = 0; r < count; r++)
                 for (int half = 0; half < 2; half++)
                     sums[r][half] = pair_product(
                         sums[r][half], a + k * TILE + r * DEPTH + 2 * j, b + half * TILE + j * DEPTH);
+    }
     for (int r = 0; r < count; r++)
         for (int half = 0; half < 2; half++) _mm512_storeu_ps(c + r * 32 + half * SIDE, sums[r][half]);
 }
@@ -50,16 +53,15 @@ static inline __attribute__((always_inline)) void rows_product(
 static inline void block_product(const bf16 *a, long apart, int blocks, int rows, const bf16 *b, long steps,
     int fresh, const bf16 *next, long lines, float *c)
 {
-    (void)next, (void)lines; /* its reads are regular enough for the processor to see */
     for (int block = 0; block < blocks; block++)
         for (int first = 0; first < SIDE && block * SIDE + first < rows;) {
             int left = rows - block * SIDE - first;
             if (left > SIDE - first) left = SIDE - first;
             const bf16 *from = a + block * apart + first * DEPTH;
             float *to = c + (block * SIDE + first) * 32;
-            if (left >= 8) rows_product(from, 8, b, steps, fresh, to), first += 8;
-            else if (left >= 4) rows_product(from, 4, b, steps, fresh, to), first += 4;
-            else if (left >= 2) rows_product(from, 2, b, steps, fresh, to), first += 2;
-            else rows_product(from, 1, b, steps, fresh, to), first += 1;
+            if (left >= 8) rows_product(from, 8, b, steps, fresh, next, block + first ? 0 : lines, to), first += 8;
+            else if (left >= 4) rows_product(from, 4, b, steps, fresh, next, block + first ? 0 : lines, to), first += 4;
+            else if (left >= 2) rows_product(from, 2, b, steps, fresh, next, block + first ? 0 : lines, to), first += 2;
+            else rows_product(from, 1, b, steps, fresh, next, block + first ? 0 : lines, to), first += 1;
         }
 }

@@ -55,7 +55,7 @@ static inline __attribute__((always_inline)) void rows_product(const Left *a, lo
         for (int side = 0; side < sides; side++)
             sums[r][side] = fresh ? vzero() : loadf(c + r * 32 + side * SIDE, SIDE);
     for (long k = 0; k < steps; k++, a += DEPTH, b += 2 * TILE) {
-        for (long i = 0; i < lines * DEPTH; i += LINE, next += LINE) _mm_prefetch((const char *)next, _MM_HINT_T0);
+        for (long i = 0; i < lines * DEPTH; i += LINE, next += LINE) _mm_prefetch((const char *)next, _MM_HINT_T1);
 #pragma GCC unroll 2
         for (int j = 0; j < SIDE; j++)
 #pragma GCC unroll 2
