@@ -20,6 +20,7 @@ from spd.cli.help import FIRST, IN, LAST, OTHER
 from spd.cli.signals import SignalGuard
 from spd.cli.text.output import Console
 from spd.errors import UsageError
+from spd.runtime.plan.config import ARBITRATED, METHODS
 
 
 def parse_spec(text: str) -> str:
@@ -40,9 +41,7 @@ def in_order(text: str) -> str:
 
 def spec_names(incomplete: str) -> list[str]:
     """What TAB offers for a method."""
-    from spd.runtime.plan.config import ARBITRATED, SPEC_METHODS
-
-    return [*SPEC_METHODS, *ARBITRATED]
+    return [*METHODS, *ARBITRATED]
 
 
 _first = functools.partial(typer.Option, rich_help_panel=FIRST)
@@ -197,7 +196,7 @@ class SpeculationOptions:
             parser=parse_spec,
             autocompletion=spec_names,
             metavar="METHOD",
-            help="auto, off, mtp, draft, eagle3, ngram, or two: mtp,ngram.",
+            help=f"{', '.join(METHODS)}, or two: mtp,ngram.",
         ),
     ] = "auto"
     draft_model: Annotated[

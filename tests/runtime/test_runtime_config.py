@@ -13,10 +13,11 @@ from spd.runtime.plan.config import (
     DTYPES,
     KERNELS,
     MAX_DRAFT,
-    SPEC_METHODS,
+    METHODS,
     VERIFY_RULES,
     EngineConfig,
 )
+from spd.runtime.proposers import BUILDERS
 from spd.runtime.round.sampling_params import SamplingParams
 
 DRAFT = Path("draft")
@@ -84,6 +85,10 @@ def test_every_clash_has_its_own_message_and_a_case_here() -> None:
         assert any(words in message for _, _, words, _ in REFUSED_TOGETHER)
 
 
+def test_every_method_has_a_builder() -> None:
+    assert {*BUILDERS} == {*METHODS} - {"auto", "off"}
+
+
 RANGES: list[tuple[str, str, float, float, float, float]] = [
     # field, as it is called in the message, lowest, highest, below, above
     ("draft_max", "--draft-max", 0, MAX_DRAFT, -1, MAX_DRAFT + 1),
@@ -126,7 +131,7 @@ def test_the_longest_ngram_is_not_below_the_shortest() -> None:
 @pytest.mark.parametrize(
     ("field", "flag", "known"),
     [
-        ("spec", "--spec", set(SPEC_METHODS)),
+        ("spec", "--spec", set(METHODS)),
         ("verify", "--verify", set(VERIFY_RULES)),
         ("dtype", "--dtype", set(DTYPES)),
         ("kernels", "--kernels", set(KERNELS)),

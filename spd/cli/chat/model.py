@@ -93,16 +93,16 @@ class ChatModel:
 
     def _with_drafter(self, options: ChatOptions) -> ChatOptions:
         """Options with the drafter that the chat began with, where its model and the method still take it."""
-        from spd.runtime.plan.config import MODEL_FREE, split_spec
+        from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, split_spec
 
-        first, (method, _) = self._first, split_spec(options.spec)
-        kept: dict[str, Any] = dict.fromkeys(("draft_model", "mtp", "draft_ctx", "draft_tp"))
-        if method not in MODEL_FREE:
-            kept |= {"draft_ctx": first.draft_ctx, "draft_tp": first.draft_tp}
-        if options.model == first.model and method in ("auto", "draft", "eagle3"):
-            kept["draft_model"] = first.draft_model
-        if options.model == first.model and method in ("auto", "mtp"):
-            kept["mtp"] = first.mtp
+        method, _ = split_spec(options.spec)
+        weights = METHODS[method].weights
+        taken = {"draft_ctx", "draft_tp"} if weights else set()
+        if options.model == self._first.model:
+            taken |= {*weights}
+        kept: dict[str, Any] = {
+            name: getattr(self._first, name) if name in taken else None for name in WEIGHT_WISHES
+        }
         if method == "off":
             kept |= {"adaptive": None, "draft_max": None}
         return dataclasses.replace(options, **kept)

@@ -18,6 +18,7 @@ from spd.cli.options import parse_spec, parse_switch, parse_think, read_settings
 from spd.cli.text.output import printable
 from spd.cli.text.prompt import read_text
 from spd.errors import UsageError
+from spd.runtime.plan.config import METHODS
 
 if TYPE_CHECKING:
     from spd.cli.chat.loop import Chat
@@ -113,7 +114,6 @@ class Commands:
         self._chat.tell(*self._chat.model.shown("params"))
 
     def do_spec(self, rest: str) -> None:
-        """load with another speculation: /spec auto|off|mtp|draft|eagle3|ngram|mtp,ngram [K]"""
         words = rest.split()
         if not words:
             self._chat.tell(*self._chat.model.shown("spec"))
@@ -126,6 +126,8 @@ class Commands:
             known = "|".join(spec_names(""))
             raise UsageError(f"/spec {rest}: is not a method", fix=[f"/spec {known} [K]"])
         self._chat.reload(spec=method, draft_max=int(words[1]) if words[1:] else None)
+
+    do_spec.__doc__ = f"load with another speculation: /spec {'|'.join(METHODS)}|mtp,ngram [K]"
 
     def do_model(self, rest: str) -> None:
         """load another model and go on with this chat: /model NAME"""

@@ -178,12 +178,11 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
 
 def _drafters(method: str, draft: ModelFolder | None, head: ModelFolder | None) -> dict[str, Any]:
     """The named drafters that a method takes."""
-    from spd.runtime.plan.config import split_spec
+    from spd.runtime.plan.config import METHODS, split_spec
 
-    alone, _ = split_spec(method)
-    takes_head = alone == "mtp" or (alone == "auto" and draft is None)
-    takes_draft = alone in ("auto", "draft", "eagle3")
-    return {"draft_model": draft if takes_draft else None, "mtp": head if takes_head else None}
+    taken = METHODS.get(split_spec(method)[0], METHODS["off"]).weights  # an unknown one is refused later
+    given = draft if "draft_model" in taken else None
+    return {"draft_model": given, "mtp": head if "mtp" in taken and given is None else None}
 
 
 def _groups(text: str) -> list[int | None]:

@@ -21,6 +21,7 @@ from spd.cli.options import (
     model_names,
 )
 from spd.errors import UsageError
+from spd.runtime.plan.config import METHODS
 
 if TYPE_CHECKING:
     from spd.runtime.lab.prompt_set import Prompt
@@ -42,7 +43,7 @@ class SweepOptions:
         str,
         _first(
             metavar="METHODS",
-            help="off, auto, draft, eagle3, ngram, mtp; mtp+ngram. Plain is always measured.",
+            help=f"{', '.join(METHODS)}; mtp+ngram. Plain is always measured.",
         ),
     ] = "auto"
     draft_model: Annotated[

@@ -41,14 +41,14 @@ def choose(
     draft_tp: int | None = None,
 ) -> Choice:
     """What `auto` takes, and what the other methods would say. Reads small files and the draft's headers."""
-    from spd.runtime.plan.config import SPEC_METHODS, EngineConfig
+    from spd.runtime.plan.config import METHODS, EngineConfig
 
     config = EngineConfig(model=folder, draft_model=draft, quantize=quantize, tp=tp, draft_tp=draft_tp)
     drafter, error = _try(folder, draft, "auto")
     taken = None if drafter is None else drafter.method
     others = {
         name: None if name == taken else _obstacle(folder, draft, name)
-        for name in SPEC_METHODS
+        for name in METHODS
         if name not in ("auto", "off")
     }
     return Choice(config, folder, drafter, error, others)
@@ -75,7 +75,7 @@ def _obstacle(folder: ModelFolder, draft: ModelFolder | None, method: str) -> st
 
 def speculation(choice: Choice) -> dict[str, Any]:
     """What would be used, as JSON values."""
-    from spd.runtime.plan.config import DEFAULT_DRAFT_MAX
+    from spd.runtime.plan.config import METHODS
 
     drafter = choice.drafter
     given = choice.config.draft_model is not None
@@ -86,7 +86,7 @@ def speculation(choice: Choice) -> dict[str, Any]:
         else "it is given with --draft"
         if given
         else drafter.reason,
-        "draft_max": None if drafter is None else DEFAULT_DRAFT_MAX.get(drafter.method, 0),
+        "draft_max": None if drafter is None else METHODS[drafter.method].draft_max,
         "methods": {name: {"possible": why is None, "why": why} for name, why in choice.others.items()},
     }
 

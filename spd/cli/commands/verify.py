@@ -14,6 +14,7 @@ from spd.cli.text.job import engine_config
 from spd.cli.text.output import Sink, to_json, write_error
 from spd.cli.text.progress import Ticker
 from spd.errors import CheckFailedError, UsageError
+from spd.runtime.plan.config import METHODS, WEIGHT_WISHES
 
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
@@ -83,11 +84,11 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
                 fix=["--against spec=off", "--against lag=0"],
             )
         changes[name] = _value(name, value, kinds[name])
+    method = METHODS.get(changes.get("spec", ""))
+    if method is not None and not method.weights:
+        changes = {**dict.fromkeys(WEIGHT_WISHES), **changes}
     if changes.get("spec") == "off":
-        free = ("draft_model", "mtp", "draft_max", "draft_ctx", "draft_tp", "adaptive")
-        changes = {**dict.fromkeys(free), "verify": "coupled", **changes}
-    elif changes.get("spec") == "ngram":
-        changes = {**dict.fromkeys(("draft_model", "mtp", "draft_ctx", "draft_tp")), **changes}
+        changes = {"draft_max": None, "adaptive": None, "verify": "coupled", **changes}
     if changes.get("tp") == 1:  # no other rank
         changes["rendezvous"] = None
     return replace(config, **changes)

@@ -6,25 +6,42 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from spd.errors import IncompatibleError, SpdError, UsageError
 
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
 
-SPEC_METHODS = ("auto", "off", "mtp", "draft", "ngram", "eagle3")
-MODEL_FREE = ("off", "ngram")
-"""Methods in which no model and no head drafts."""
-ARBITRATED = tuple(f"{method}+ngram" for method in ("auto", "mtp", "draft", "eagle3"))
+
+class Method(NamedTuple):
+    """What proposes tokens."""
+
+    draft_max: int
+    """Tokens a round at most, where no other number is asked for."""
+    weights: tuple[str, ...] = ()
+    """The wishes that can name the model or head that drafts; none where nothing with weights does."""
+
+
+METHODS = {
+    "auto": Method(0, ("draft_model", "mtp")),
+    "off": Method(0),
+    "mtp": Method(3, ("mtp",)),
+    "draft": Method(4, ("draft_model",)),
+    "ngram": Method(8),
+    "eagle3": Method(4, ("draft_model",)),
+}
+"""Every method that can be asked for; `auto` becomes another one."""
+ARBITRATED = tuple(f"{name}+ngram" for name, method in METHODS.items() if method.weights)
 """Two proposers, of which each slot keeps one's drafts: lookup's where its match is long."""
+WEIGHT_WISHES = ("draft_model", "mtp", "draft_ctx", "draft_tp")
+"""What can be asked of a model or head that drafts."""
 NGRAM_MIN, LONG_MATCH = 3, 5
 """Tokens of a match that is followed: where lookup drafts alone, and where it replaces a model's drafts."""
 VERIFY_RULES = ("coupled", "rejection", "block")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KERNELS = ("auto", "torch", "native", "triton")
 QUANTIZE = ("none", "int8")
-DEFAULT_DRAFT_MAX = {"draft": 4, "eagle3": 4, "mtp": 3, "ngram": 8}
 MAX_DRAFT = 31
 """Drafts a round at most: one tile of 32 rows holds the window."""
 
@@ -72,6 +89,11 @@ class EngineConfig:
         """Of `spec`, the method beside prompt lookup."""
         return split_spec(self.spec)[0]
 
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """See `Method`."""
+        return METHODS[self.method].weights
+
     def __post_init__(self) -> None:
         _check_choices(self)
         _check_ranges(self)
@@ -88,7 +110,7 @@ def split_spec(spec: str) -> tuple[str, bool]:
 
 def _check_choices(config: EngineConfig) -> None:
     for flag, value, known in (
-        ("--spec", config.spec, SPEC_METHODS + ARBITRATED),
+        ("--spec", config.spec, (*METHODS, *ARBITRATED)),
         ("--verify", config.verify, VERIFY_RULES),
         ("--dtype", config.dtype, DTYPES),
         ("--quantize", config.quantize, QUANTIZE),
@@ -151,17 +173,17 @@ CLASHES = (
         LEAVE_ONE_OUT,
     ),
     Clash(
-        lambda c: c.mtp is not None and c.method in ("off", "ngram", "draft", "eagle3"),
+        lambda c: c.mtp is not None and "mtp" not in c.weights,
         "--mtp is for --spec mtp, and another method was asked for",
         ["--spec mtp --mtp HEAD", "leave --mtp out"],
     ),
     Clash(
-        lambda c: c.draft_model is not None and (c.mtp is not None or c.method == "mtp"),
+        lambda c: c.draft_model is not None and (c.mtp is not None or c.weights == ("mtp",)),
         "--draft-model and an MTP head are two drafters, and one can draft",
         LEAVE_ONE_OUT,
     ),
     Clash(
-        lambda c: c.draft_model is not None and c.method in MODEL_FREE,
+        lambda c: c.draft_model is not None and "draft_model" not in c.weights,
         "--draft-model is for --spec draft or eagle3, and another method was asked for",
         ["--spec auto --draft-model FOLDER", "leave --draft-model out"],
     ),
@@ -182,7 +204,7 @@ CLASHES = (
         ["Defaults: 3 and 8."],
     ),
     Clash(
-        lambda c: c.draft_tp is not None and c.method in MODEL_FREE,
+        lambda c: c.draft_tp is not None and not c.weights,
         "--draft-tp says how many ranks share a drafter, and --spec says that no model drafts",
         ["leave --draft-tp out", "--spec draft", "--spec mtp"],
     ),
@@ -199,7 +221,7 @@ CLASHES = (
         kind=IncompatibleError,
     ),
     Clash(
-        lambda c: c.draft_ctx is not None and c.method in MODEL_FREE,
+        lambda c: c.draft_ctx is not None and not c.weights,
         "--draft-ctx is the context of a draft model, and --spec says that none runs",
         ["--spec draft, or leave --draft-ctx out"],
     ),

@@ -17,7 +17,7 @@ from spd.formats.model_config import ModelConfig, refuse_head
 from spd.formats.mtp import MtpSource, declared_modules, no_mtp, verifier_hash
 from spd.runtime.models.eagle3 import check_eagle3
 from spd.runtime.models.mtp_weights import check_source
-from spd.runtime.plan.config import DEFAULT_DRAFT_MAX, MODEL_FREE, EngineConfig
+from spd.runtime.plan.config import METHODS, EngineConfig
 
 UNKNOWN = "no draft model is known for this model"
 
@@ -46,7 +46,7 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
     refuse_head(target.config, target.path)
     if method == "mtp" or config.mtp is not None:
         return _asked_mtp(config, target)
-    if method in MODEL_FREE:
+    if not config.weights:
         return Drafter(method, "asked for")
     draft = None if config.draft_model is None else ModelFolder.of(config.draft_model)
     if draft is None and method == "auto":
@@ -145,7 +145,7 @@ def check_target(head: ModelConfig, draft: Path, target: ModelConfig, folder: Pa
 def _reuse(config: EngineConfig, source: MtpSource) -> str:
     """What is said once where there are more drafts than modules."""
     modules = source.layout.modules
-    if (DEFAULT_DRAFT_MAX["mtp"] if config.draft_max is None else config.draft_max) <= modules:
+    if (METHODS["mtp"].draft_max if config.draft_max is None else config.draft_max) <= modules:
         return ""
     first = "first" if modules == 1 else f"first {modules}"
     return f"; drafts beyond the {first} use the last module again"

@@ -20,7 +20,7 @@ from spd.runtime.models.layouts import DeltaLayout
 from spd.runtime.models.mtp_weights import module_bytes, module_position_size
 from spd.runtime.models.weight_form import DTYPE_BYTES, WIDE, WeightForm, int8_form
 from spd.runtime.models.weights import ModelLayout, destinations
-from spd.runtime.plan.config import DEFAULT_DRAFT_MAX, EngineConfig
+from spd.runtime.plan.config import METHODS, EngineConfig
 from spd.runtime.round.limits import (
     CATCH_UP,
     CHUNK,
@@ -419,7 +419,7 @@ def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, Engi
         without = f", without --{'mtp' if shape.draft is None else 'draft-model'}" if draft_flag else ""
         if shape.draft is not None and (half := shape.draft_ctx // 2):
             yield f"--draft-ctx {half}", replace(shape, draft_ctx=half)
-        yield f"--spec ngram{without}", replace(alone, draft_max=DEFAULT_DRAFT_MAX["ngram"])
+        yield f"--spec ngram{without}", replace(alone, draft_max=METHODS["ngram"].draft_max)
         yield f"--spec off{without}", replace(alone, draft_max=0)
     elif shape.draft_max:
         yield "--spec off", replace(shape, draft_max=0)

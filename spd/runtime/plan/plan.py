@@ -18,7 +18,7 @@ from spd.formats.model_config import ModelConfig
 from spd.runtime.models import family_layout
 from spd.runtime.models.mtp_weights import module_layer
 from spd.runtime.models.weight_form import WIDE
-from spd.runtime.plan.config import DEFAULT_DRAFT_MAX, LONG_MATCH, NGRAM_MIN, EngineConfig, split_spec
+from spd.runtime.plan.config import LONG_MATCH, METHODS, NGRAM_MIN, EngineConfig, split_spec
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
 from spd.runtime.plan.kernel_choice import choose_form, choose_kernels, native_obstacle
 from spd.runtime.plan.machine import Machine, machine_of
@@ -204,13 +204,13 @@ def _draft_lengths(config: EngineConfig, method: str, adaptive: bool) -> tuple[s
     Lookup beside a model copies more at a time than the model drafts, where k follows what is accepted: the
     model keeps to its usual number then.
     """
-    usual, asked = DEFAULT_DRAFT_MAX.get(method, 0), config.draft_max
+    usual, asked = METHODS[method].draft_max, config.draft_max
     if method == "off" or asked == 0:
         return "off", 0, 0
     if method == "ngram" or not split_spec(config.spec)[1]:
         most = usual if asked is None else asked
         return method, most, most
-    most = max(usual, DEFAULT_DRAFT_MAX["ngram"] if adaptive else 0) if asked is None else asked
+    most = max(usual, METHODS["ngram"].draft_max if adaptive else 0) if asked is None else asked
     return f"{method}+ngram", min(most, usual) if adaptive else most, most
 
 

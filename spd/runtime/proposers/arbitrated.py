@@ -30,17 +30,11 @@ class ArbitratedProposer(Proposer):
         """watches: whether lookup may draft alone, so that matches matter where no model drafts."""
         self.watches = watches
         self.model, self.lookup, self.sampler, self.model_drafts = model, lookup, sampler, model_drafts
-        self.method = f"{model.method}+{lookup.method}"
         self.captures, self.draws = model.captures, model.draws
-        self.forwards_a_draft = model.forwards_a_draft
 
     def keeps_up(self, k: int) -> bool:
         """Whether the model drafts."""
         return 0 < k <= self.model_drafts
-
-    def forwards(self, k: int) -> int:
-        """The model's; none where lookup drafts alone."""
-        return self.model.forwards(k) if self.keeps_up(k) else 0
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
         self.model.admit(slot, start, view)

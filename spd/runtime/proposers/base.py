@@ -29,13 +29,11 @@ class Proposer(Protocol):
     `catch_up`, outside of it. Without states or a cache a proposer inherits methods that do nothing.
     """
 
-    method: str
     captures: bool = False
     """Whether it reads the target's states; see `ModelOutput`."""
     draws: bool
-    """Whether its drafts are drawn, by `Sampler.draw_draft`, which keeps from what; else each is certain."""
-    forwards_a_draft: int
-    """Forward passes for each token it drafts: 1 for a model, 0 for a lookup."""
+    """Whether a forward pass draws each draft, by `Sampler.draw_draft`, which keeps from what; else each is
+    certain."""
     looks_up: bool = False
     """Whether drafts may be prompt lookup's, of which `state.match` tells."""
     by_slot: tuple[str, ...]
@@ -44,10 +42,6 @@ class Proposer(Protocol):
     def keeps_up(self, k: int) -> bool:
         """Whether drafting k tokens brings its cache up to what is committed."""
         return k > 0
-
-    def forwards(self, k: int) -> int:
-        """Forward passes in which it drafts k tokens."""
-        return k * self.forwards_a_draft
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
         """A slot begins, new or preempted before, with pages that hold positions up to `start`.
@@ -109,7 +103,6 @@ class ModelProposer(Proposer):
     """
 
     draws = True
-    forwards_a_draft = 1
     by_slot: tuple[str, ...] = ("state", "sampler")
 
     def __init__(

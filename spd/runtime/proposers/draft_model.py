@@ -23,8 +23,6 @@ from spd.runtime.round.state import RoundState
 class DraftModelProposer(ModelProposer):
     """Drafts by a small model, with the target's noise on the draft's own distribution."""
 
-    method = "draft"
-
     def __init__(
         self,
         state: RoundState,

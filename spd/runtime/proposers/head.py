@@ -37,7 +37,6 @@ class HeadProposer(ModelProposer):
 
     def __init__(
         self,
-        method: str,
         state: RoundState,
         kernels: Kernels,
         runners: Sequence[ModelRunner],
@@ -46,7 +45,7 @@ class HeadProposer(ModelProposer):
         depth: int,
     ) -> None:
         super().__init__(state, kernels, runners, sampler, limit, refeeds=True)
-        self.method, self.depth = method, depth
+        self.depth = depth
         first = self.runners[0]
         self.page_size = first.cache.page_size
         ring = (state.slots, depth + 1, first.model.hidden_size)

@@ -19,9 +19,7 @@ from spd.runtime.round.state import RoundState
 class NgramProposer(Lookup):
     """Longest suffix match of ngram_min to ngram_max tokens over each slot's own tokens."""
 
-    method = "ngram"
     draws = False
-    forwards_a_draft = 0
     looks_up = True
     by_slot = ("state",)
 

@@ -163,10 +163,11 @@ class RoundQueue:
         self, k: int, views: Sequence[SlotView], needs: SamplerClass, num_logprobs: int | None, next_k: int
     ) -> Ticket:
         """Enqueue one round; see `Round.run`."""
-        proposer = self.round.proposer
+        proposer, forwards = self.round.proposer, 0
         if proposer is not None:
             self._remember(views)
             keeps_up = proposer.keeps_up(next_k)
+            forwards = next_k if keeps_up and proposer.draws else 0
             if keeps_up or (self.behind and self.behind + k >= CATCH_UP):
                 self.catch_up(views)
             if not keeps_up:
@@ -179,7 +180,6 @@ class RoundQueue:
             logprobs = self.round.run(k, views, needs, num_logprobs, next_k)
         row = self.launched % RING_DEPTH
         self.launched += 1
-        forwards = 0 if proposer is None else proposer.forwards(next_k)
         drafts = None
         if needs.grammar:
             state = self.state
