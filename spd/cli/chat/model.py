@@ -97,12 +97,10 @@ class ChatModel:
 
         method, _ = split_spec(options.spec)
         weights = METHODS[method].weights
-        taken = {"draft_ctx", "draft_tp"} if weights else set()
-        if options.model == self._first.model:
-            taken |= {*weights}
-        kept: dict[str, Any] = {
-            name: getattr(self._first, name) if name in taken else None for name in WEIGHT_WISHES
-        }
+        taken = [*(weights if options.model == self._first.model else ())]
+        taken += ["draft_ctx", "draft_tp"] if weights else []
+        kept: dict[str, Any] = dict.fromkeys(WEIGHT_WISHES)
+        kept |= {name: getattr(self._first, name) for name in taken}
         if method == "off":
             kept |= {"adaptive": None, "draft_max": None}
         return dataclasses.replace(options, **kept)

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 
 class Method(NamedTuple):
-    """What proposes tokens."""
+    """What proposes tokens: so many a round at most, if no other number is asked for.
+
+    weights: the wishes that can name the model or head that drafts; none where nothing with weights does.
+    """
 
     draft_max: int
-    """Tokens a round at most, where no other number is asked for."""
     weights: tuple[str, ...] = ()
-    """The wishes that can name the model or head that drafts; none where nothing with weights does."""
 
 
 METHODS = {
@@ -95,8 +96,34 @@ class EngineConfig:
         return METHODS[self.method].weights
 
     def __post_init__(self) -> None:
-        _check_choices(self)
-        _check_ranges(self)
+        for flag, value, known in (
+            ("--spec", self.spec, (*METHODS, *ARBITRATED)),
+            ("--verify", self.verify, VERIFY_RULES),
+            ("--dtype", self.dtype, DTYPES),
+            ("--quantize", self.quantize, QUANTIZE),
+            ("--kernels", self.kernels, KERNELS),
+            ("--load", self.load, ("auto", "dummy")),
+        ):
+            if value not in known:
+                raise UsageError(f"{flag} {value} is not known", fix=[f"{flag} {'|'.join(known)}"])
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
+            raise UsageError(f"--device {self.device} is not known", fix=["--device auto|cpu|cuda|cuda:N"])
+        for flag, number, low, high in (
+            ("--draft-max", self.draft_max, 0, MAX_DRAFT),
+            ("--draft-ctx", self.draft_ctx, 1, 2**24),
+            ("--ngram-min", self.ngram_min, 1, 64),
+            ("--ngram-max", self.ngram_max, 1, 64),
+            ("--lag", self.lag, 0, 2),
+            ("--ctx", self.ctx, 2, 2**24),
+            ("--memory-fraction", self.memory_fraction, 0.01, 1.0),
+            ("--threads", self.threads, 1, 1024),
+            ("slots", self.slots, 1, 1024),
+            ("cache_pages", self.cache_pages, 1, 2**31 - 1),
+            ("--tp", self.tp, 1, 64),
+            ("--draft-tp", self.draft_tp, 1, 64),
+        ):
+            if number is not None and not low <= number <= high:
+                raise UsageError(f"{flag} {number} is out of range", reason=[f"valid: {low} to {high}"])
         for clash in CLASHES:
             if clash.when(self):
                 raise clash.kind(clash.message, reason=clash.reason, fix=clash.fix)
@@ -106,41 +133,6 @@ def split_spec(spec: str) -> tuple[str, bool]:
     """A method, and whether prompt lookup is arbitrated with it."""
     method, _, other = spec.partition("+")
     return method, bool(other)
-
-
-def _check_choices(config: EngineConfig) -> None:
-    for flag, value, known in (
-        ("--spec", config.spec, (*METHODS, *ARBITRATED)),
-        ("--verify", config.verify, VERIFY_RULES),
-        ("--dtype", config.dtype, DTYPES),
-        ("--quantize", config.quantize, QUANTIZE),
-        ("--kernels", config.kernels, KERNELS),
-        ("--load", config.load, ("auto", "dummy")),
-    ):
-        if value not in known:
-            raise UsageError(f"{flag} {value} is not known", fix=[f"{flag} {'|'.join(known)}"])
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", config.device):
-        raise UsageError(f"--device {config.device} is not known", fix=["--device auto|cpu|cuda|cuda:N"])
-
-
-def _check_ranges(config: EngineConfig) -> None:
-    ranges: tuple[tuple[str, float | None, float, float], ...] = (
-        ("--draft-max", config.draft_max, 0, MAX_DRAFT),
-        ("--draft-ctx", config.draft_ctx, 1, 2**24),
-        ("--ngram-min", config.ngram_min, 1, 64),
-        ("--ngram-max", config.ngram_max, 1, 64),
-        ("--lag", config.lag, 0, 2),
-        ("--ctx", config.ctx, 2, 2**24),
-        ("--memory-fraction", config.memory_fraction, 0.01, 1.0),
-        ("--threads", config.threads, 1, 1024),
-        ("slots", config.slots, 1, 1024),
-        ("cache_pages", config.cache_pages, 1, 2**31 - 1),
-        ("--tp", config.tp, 1, 64),
-        ("--draft-tp", config.draft_tp, 1, 64),
-    )
-    for flag, value, low, high in ranges:
-        if value is not None and not low <= value <= high:
-            raise UsageError(f"{flag} {value} is out of range", reason=[f"valid: {low} to {high}"])
 
 
 @dataclass(frozen=True)

@@ -72,13 +72,12 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
 
 
 def _asked_mtp(config: EngineConfig, target: ModelFolder) -> Drafter:
-    own = target.checkpoint
     source = target.mtp_source(None if config.mtp is None else ModelFolder.of(config.mtp))
     if source is None:
         raise no_mtp(target.path, target.config.num_layers, declared_modules(target.fields))
     check_source(source, source.folder.checkpoint)
     reason = "asked for"
-    if config.mtp is not None and verifier_hash(own) != source.verifier_sha256:
+    if config.mtp is not None and verifier_hash(target.checkpoint) != source.verifier_sha256:
         reason += "; the head was cut from another checkpoint: expect fewer accepted drafts"
     return Drafter("mtp", reason + _reuse(config, source), mtp=source)
 
@@ -90,8 +89,8 @@ def _own_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
     except SpdError:  # a folder without weights is not refused for its head
         return UNKNOWN
     if source is None:
-        declared = declared_modules(target.fields)
-        return f"{UNKNOWN}, and its MTP layers are missing" if declared else UNKNOWN
+        missing = declared_modules(target.fields)
+        return f"{UNKNOWN}, and its MTP layers are missing" if missing else UNKNOWN
     try:
         check_source(source, target.checkpoint)
     except SpdError as error:

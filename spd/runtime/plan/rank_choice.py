@@ -6,7 +6,8 @@ model's, from the constants of a machine and a link, not measurements.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from spd.errors import IncompatibleError, UsageError
@@ -23,8 +24,6 @@ from spd.runtime.plan.config import EngineConfig
 MOST_RANKS = 64
 CHOICE_BYTES = 12
 """What a rank says of its best token of a row: its score, its logit and its id, four bytes each."""
-
-
 Exchange = list[int]
 """Of each all-gather the bytes of one rank's part: with N ranks each receives N - 1 times as many."""
 
@@ -57,10 +56,9 @@ class Speeds:
         return reading + (len(exchange) * self.latency + sum(exchange) * (group - 1) / self.rate)
 
 
-GPU_READ = 0.8 * 3.35e12
-"""Of one H100 SXM: 0.8 of the data sheet's 3.35 TB/s."""
-PCIE = Speeds(GPU_READ, 25e-6, 40e9)
-"""The latency is assumed; the rate is 0.8 of the 50 GB/s of PCIe 5.0 x16 after its protocol."""
+PCIE = Speeds(0.8 * 3.35e12, 25e-6, 40e9)
+"""Reading: 0.8 of the 3.35 TB/s of an H100 SXM's data sheet. The latency is assumed; the rate is 0.8 of the
+50 GB/s of PCIe 5.0 x16 after its protocol."""
 LOOPBACK = Speeds(20e9, 300e-6, 2e9, shared=True)
 """Ranks on one desktop: assumed."""
 
@@ -81,19 +79,15 @@ def streamed_bytes(config: ModelConfig, width: int, module: LayerLayout | None =
     """
     layout, hidden = family_layout(config), config.hidden_size
     around = streamed_tables(config, layout)[0].size + (0 if module is None else 2 * hidden * hidden)
-    layers = layout.layers if module is None else (module,)
-    return around * width + sum(layer_bytes(layer, width) for layer in layers)
-
-
-def layer_bytes(layer: LayerLayout, width: int) -> float:
-    """Weights of a layer that a pass over one row reads."""
-    total = float(sum(destination.size for destination in layer.destinations()))
-    if isinstance(layer.mlp, MoeLayout):
-        routed = layer.mlp.destinations()
-        every = routed["experts_gate_up"].size + routed["experts_down"].size
-        experts = layer.mlp.experts
-        total -= every * (1 - experts.router.per_token / experts.num_experts)
-    return total * width
+    total = 0.0
+    for layer in layout.layers if module is None else (module,):
+        own = float(sum(destination.size for destination in layer.destinations()))
+        if isinstance(layer.mlp, MoeLayout):
+            routed, experts = layer.mlp.destinations(), layer.mlp.experts
+            every = routed["experts_gate_up"].size + routed["experts_down"].size
+            own -= every * (1 - experts.router.per_token / experts.num_experts)
+        total += own * width
+    return around * width + total
 
 
 def divide(
@@ -125,43 +119,35 @@ def divide(
         return draft_tp, "asked for"
     module = None if mtp is None else module_layer(drafter, mtp.layout.family)
     speeds, width = LOOPBACK if device == "cpu" else PCIE, DTYPE_BYTES[dtype]
-    sizes = possible_sizes(family_layout(drafter).layers, _ids(drafter), tp)
+    sizes = possible_sizes(drafter, (n for n in range(1, tp + 1) if tp % n == 0))
     times = {n: 1000 * draft_seconds(speeds, drafter, width, n, tp, module) for n in sizes}
     best = min(times, key=lambda group: (times[group], group))
     others = ", ".join(f"{ms:.2f} at {group}" for group, ms in times.items() if group != best)
-    why = f"{times[best]:.2f} ms a draft token by the cost model"
-    return best, f"{why}; {others or 'no other size divides it'}"
+    others = others or "no other size divides it"
+    return best, f"{times[best]:.2f} ms a draft token by the cost model; {others}"
 
 
-def possible_sizes(layers: Sequence[LayerLayout], vocab_size: int, ranks: int) -> list[int]:
-    """The divisors of a number of ranks among which a model can be divided."""
-    return [n for n in range(1, ranks + 1) if ranks % n == 0 and _divides(layers, vocab_size, n)]
-
-
-def _divides(layers: Iterable[LayerLayout], vocab_size: int, ranks: int) -> bool:
-    try:
-        if ranks > 1:
-            Shard(0, ranks).ids(vocab_size)
-            for kind in set(layers):
-                kind.sharded(Shard(0, ranks))
-    except IncompatibleError:
-        return False
-    return True
-
-
-def _ids(config: ModelConfig) -> int:
-    """Ids that a model makes logits for."""
-    return streamed_tables(config, family_layout(config))[0].shape[0]
+def possible_sizes(config: ModelConfig, sizes: Iterable[int]) -> list[int]:
+    """Those numbers of ranks among which a model can be divided."""
+    layout, found = family_layout(config), []
+    ids = streamed_tables(config, layout)[0].shape[0]  # that logits are made for
+    for size in sizes:
+        with suppress(IncompatibleError):
+            if size > 1:
+                Shard(0, size).ids(ids)
+                for kind in set(layout.layers):
+                    kind.sharded(Shard(0, size))
+            found.append(size)
+    return found
 
 
 def _check(flag: str, ranks: int, config: ModelConfig, what: str) -> None:
-    layers, ids = family_layout(config).layers, _ids(config)
-    possible = [n for n in range(1, MOST_RANKS + 1) if _divides(layers, ids, n)]
+    possible = possible_sizes(config, range(1, MOST_RANKS + 1))
     if ranks in possible:
         return
-    reason = f"{config.num_heads} heads, {config.num_kv_heads} of keys and values"
-    if config.latent is not None:
-        reason = f"{config.num_heads} heads"
+    reason = f"{config.num_heads} heads"
+    if config.latent is None:
+        reason += f", {config.num_kv_heads} of keys and values"
     if config.delta is not None:
         reason += f", {config.delta.value_heads} recurrent value heads"
     inner = [config.intermediate_size, *([config.experts.intermediate_size] if config.experts else [])]
