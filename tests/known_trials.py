@@ -1,6 +1,6 @@
 """What an engine tries at load, tried once for all tiny models of a shape: most of their load is spent on it.
 
-Weights' values are not looked at. Where several threads or ranks try together, nothing is taken as known.
+Weights' values are not looked at. Where several ranks try together, nothing is taken as known.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.runtime.models import moe
-from spd.runtime.round.cpu_load import FollowedThreads
 from spd.runtime.round.model_runner import ModelRunner
 
 honest = ModelRunner._try_arithmetic
@@ -36,14 +35,14 @@ def structure(thing: Any) -> Any:
     return thing if isinstance(thing, int | float | str | torch.dtype | None) else type(thing).__name__
 
 
-def tried_once(runner: ModelRunner, alone: bool, threads: FollowedThreads | None) -> None:
+def tried_once(runner: ModelRunner, alone: bool) -> None:
     """See `ModelRunner._try_arithmetic`."""
-    if not alone or (threads is not None and threads.count > 1):
-        return honest(runner, alone, threads)
+    if not alone:
+        return honest(runner, alone)
     around = runner.dtype, runner.device, runner.chunk, runner.cache.page_size, torch.get_num_threads()
     key = around, moe.SMALL_EXPERTS, structure(runner.kernels), structure(runner.model)
     if key not in KNOWN:
-        honest(runner, alone, threads)
+        honest(runner, alone)
         KNOWN[key] = tuple(getattr(runner, name) for name in FOUND)
     for name, value in zip(FOUND, KNOWN[key], strict=True):
         setattr(runner, name, value)

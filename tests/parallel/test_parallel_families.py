@@ -49,13 +49,13 @@ def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     honest = ModelRunner._try_arithmetic
 
-    def tried(runner: Any, alone: bool, threads: Any) -> None:
+    def tried(runner: Any, alone: bool) -> None:
         model = runner.model
         key = type(model), model.heads, tuple(block.cache for block in model.caches), runner.dtype, alone
         own = threading.get_ident(), key
         found = KNOWN.get(key) or FRESH.get(own)
         if found is None:
-            honest(runner, alone, threads)
+            honest(runner, alone)
             found = FRESH[own] = runner.buckets, runner.row_counts, runner.context_parts
         runner.buckets, runner.row_counts, runner.context_parts = found
 

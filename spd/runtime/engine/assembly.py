@@ -60,7 +60,6 @@ def _runners(
     positions: int,
     meter: LoadMeter,
     head: Head | None = None,
-    threads: FollowedThreads | None = None,
 ) -> list[ModelRunner]:
     """The model of a folder, or each part of a head that is used, with a cache of its own."""
     what = f"weights of {folder.path.name}"
@@ -85,11 +84,7 @@ def _runners(
             cache = KvCache(model.caches, *pool, slots=shape.slots, depth=depth)
         with memory_phase("trying the first layers"):
             alone = place.ranks is None
-            runners.append(
-                ModelRunner(
-                    model, cache, shape.chunk, plan.device, place.kernels, alone=alone, threads=threads
-                )
-            )
+            runners.append(ModelRunner(model, cache, shape.chunk, plan.device, place.kernels, alone=alone))
     return runners
 
 
@@ -139,8 +134,7 @@ def assemble(
         (None, None, False) if ranks is None else (ranks.target, ranks.draft, ranks.apart)
     )
     place = Place(dtype, plan.device, kernels, shape.form, together)
-    followed = threads if plan.threads_follow else None
-    (runner,) = _runners(plan, plan.model, place, shape.ctx, meter, threads=followed)
+    (runner,) = _runners(plan, plan.model, place, shape.ctx, meter)
     own = kernels if plan.draft_kernels == shape.kernels else load_kernels(plan.draft_kernels)
     place = Place(dtype, plan.device, own, shape.draft_form, drafting)
     assert isinstance(runner.model, Decoder)
@@ -162,7 +156,7 @@ def assemble(
 
 
 def _threads(plan: EnginePlan, kernels: Kernels) -> FollowedThreads:
-    """The threads of the kernels' own pool; or torch's, which change where the target's arithmetic allows it.
+    """The threads of the kernels' own pool, which follow the load; or torch's, whose number stays.
 
     Beside a pool torch's operations are too small to share: its threads would only be in the way.
     """

@@ -69,7 +69,7 @@ class EnginePlan:
     """Of a draft model or a head."""
     threads: int
     threads_follow: bool
-    """Whether fewer are used while other programs need CPUs, as far as that changes no bit."""
+    """Whether fewer are used while other programs need CPUs: C kernels, whose bits they do not change."""
     draft_tp_reason: str
     memory_budget_bytes: int
 
@@ -291,7 +291,7 @@ def outline(wishes: EngineConfig, machine: Machine) -> EnginePlan:
         draft_kernels=draft_kernels,
         draft_tp_reason=why_ranks,
         threads=wishes.threads or max(1, len(usable_cpus()) // beside),
-        threads_follow=wishes.threads is None and machine.on_cpu,
+        threads_follow=wishes.threads is None and kernels == "native",
         memory_budget_bytes=int(machine.free // beside * wishes.memory_fraction),
     )
 

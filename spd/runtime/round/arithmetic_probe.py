@@ -142,22 +142,6 @@ def admitted_tile(rows: Callable[[int, int, int], Pass]) -> int:
     return admitted
 
 
-@torch.inference_mode()
-def alike_threads(counts: Sequence[int], passes: Callable[[], list[Tensor]]) -> tuple[int, ...]:
-    """The numbers of threads, of `counts`, with which `passes` gives the bits of the largest."""
-
-    def with_threads(count: int) -> list[Tensor]:
-        torch.set_num_threads(count)
-        return passes()
-
-    *fewer, most = counts
-    try:
-        found = {count: with_threads(count) for count in (*fewer, most)}
-    finally:
-        torch.set_num_threads(most)
-    return (*(n for n in fewer if all(map(torch.equal, found[n], found[most]))), most)
-
-
 def bucket_for(rows: int, buckets: tuple[int, ...], tile: int = WIDEST) -> int:
     """The smallest padded number of rows: a bucket, or whole tiles of the widest and a bucket.
 

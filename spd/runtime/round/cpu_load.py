@@ -81,11 +81,6 @@ class FollowedThreads:
         self._counts, self._use, self._load = counts, use, load or OtherLoad()
         self.count, self.other_load = self._counts[-1], 0.0
 
-    def allow(self, counts: Sequence[int]) -> None:
-        """Choose from these numbers from now on."""
-        self._counts = counts
-        self.follow()
-
     def follow(self) -> None:
         """Look at the load if it is time to, and use the threads that have a CPU of their own."""
         if self._load.age < WINDOW:

@@ -28,14 +28,12 @@ from spd.runtime.round.arithmetic_probe import (
     admitted_buckets,
     admitted_parts,
     admitted_tile,
-    alike_threads,
     bucket_for,
     context_for,
     seconds_of,
     summed_alike,
     worth_running,
 )
-from spd.runtime.round.cpu_load import FollowedThreads, fewer_threads
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
 from spd.runtime.round.rows import MERGED_WIDTH, PromptPart, SlotRows, SlotView, joined
@@ -65,10 +63,8 @@ class ModelRunner:
         kernels: Kernels,
         *,
         alone: bool = True,
-        threads: FollowedThreads | None = None,
     ) -> None:
-        """alone: whether no other rank has to run passes of the same shapes; threads: told which numbers of
-        them give the same bits."""
+        """alone: whether no other rank has to run passes of the same shapes."""
         self.model, self.cache, self.chunk, self.device = model, cache, chunk, device
         self.kernels = kernels
         self.dtype = cache.dtype
@@ -82,14 +78,14 @@ class ModelRunner:
         self.tile = sys.maxsize if kernels.facts.rows_alike else WIDEST
         """Rows of a product at most; see `admitted_tile`."""
         if kernels.facts.tries_rows:
-            self._try_arithmetic(alone, threads)
+            self._try_arithmetic(alone)
 
     @property
     def pages_per_block(self) -> int:
         """Pages of a whole block of an attended context."""
         return KV_BLOCK // self.cache.page_size
 
-    def _try_arithmetic(self, alone: bool, threads: FollowedThreads | None) -> None:
+    def _try_arithmetic(self, alone: bool) -> None:
         """Run one fixed text through the first layers in windows of every shape; see `arithmetic_probe`."""
         model, most = self.model, TILES[-1]
         self.buckets = self.row_counts = (WIDEST,)
@@ -126,20 +122,6 @@ class ModelRunner:
         def window(first: int, rows: int, blocks: int) -> Pass:
             return run(end - WIDEST, first, rows, blocks * KV_BLOCK)
 
-        def passes() -> list[Tensor]:
-            """What a prompt's chunk gives, if one fits, then a window of each width over what it wrote."""
-            made = []
-            if self.chunk <= model.max_positions:
-                many = torch.arange(self.chunk, device=self.device)[None]
-                prompt = self._prompt_rows(many % model.vocab_size, many, table)
-                given = SlotRows(prompt, table, [SlotView(self.chunk, pages)], states)
-                if cache.recurrent:
-                    given = given.prompt(0, 0, cache.applied.zero_())
-                made.append(model.forward(self._batch(given, self.chunk, 0), cache.layers).hidden)
-            return made + [t for width in self.buckets or () for t in window(0, width, 1)]
-
-        if threads is not None:
-            threads.allow(alike_threads(fewer_threads(threads.count), passes))
         buckets = admitted_buckets(window)
         for product in _rounding_products(model) if alone else ():
             buckets = summed_alike(product, buckets)
