@@ -119,20 +119,15 @@ def test_a_tile_is_as_wide_as_all_up_to_it_agree(disagree: int, tile: int) -> No
     assert admitted_tile(rows_of(disagree)) == tile
 
 
-def test_rows_of_wide_tiles_are_padded_to_what_was_tried() -> None:
-    assert [bucket_for(rows, (2, 5, 8, 32), 128) for rows in (1, 7, 32, 33, 80, 130)] == [
-        2,
-        8,
-        32,
-        64,
-        96,
-        160,
-    ]
-
-
-def test_rows_are_padded_to_the_next_bucket() -> None:
-    buckets = (2, 5, 8, 32)
-    assert [bucket_for(rows, buckets) for rows in (1, 3, 5, 7, 9, 32, 33, 41)] == [2, 5, 5, 8, 32, 32, 34, 64]
+@pytest.mark.parametrize(
+    ("tile", "rows", "padded"),
+    [
+        (WIDEST, (1, 3, 5, 7, 9, 32, 33, 41), [2, 5, 5, 8, 32, 32, 34, 64]),
+        (128, (1, 7, 32, 33, 80, 130), [2, 8, 32, 64, 96, 160]),
+    ],
+)
+def test_rows_are_padded_to_what_was_tried(tile: int, rows: tuple[int, ...], padded: list[int]) -> None:
+    assert [bucket_for(count, (2, 5, 8, 32), tile) for count in rows] == padded
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from spd.kernels.dispatch import Kernels
@@ -34,10 +34,8 @@ def _ngram(p: Parts) -> Lookup:
 
 
 def _draft_model(p: Parts) -> Proposer:
-    alone = not split_spec(p.plan.spec)[1]
-    return DraftModelProposer(
-        p.state, p.kernels, p.runners[0], p.sampler, p.plan.shape.draft_ctx, alone=alone
-    )
+    limit, arbitrated = p.plan.shape.draft_ctx, split_spec(p.plan.spec)[1]
+    return DraftModelProposer(p.state, p.kernels, p.runners[0], p.sampler, limit, alone=not arbitrated)
 
 
 def _head(p: Parts) -> Proposer:
@@ -46,7 +44,7 @@ def _head(p: Parts) -> Proposer:
     return HeadProposer(p.state, p.kernels, p.runners, p.sampler, shape.draft_ctx, depth)
 
 
-BUILDERS: Mapping[str, Callable[[Parts], Proposer]] = {
+BUILDERS: dict[str, Callable[[Parts], Proposer]] = {
     "ngram": _ngram,
     "draft": _draft_model,
     "mtp": _head,
@@ -57,12 +55,9 @@ BUILDERS: Mapping[str, Callable[[Parts], Proposer]] = {
 
 def build_proposer(parts: Parts) -> Proposer | None:
     """The proposer that the plan names; None when nothing is speculated."""
-    plan = parts.plan
-    if plan.spec == "off":
-        return None
-    method, arbitrated = split_spec(plan.spec)
-    built = BUILDERS[method](parts)
-    if not arbitrated:
+    plan, (method, arbitrated) = parts.plan, split_spec(parts.plan.spec)
+    built = None if method == "off" else BUILDERS[method](parts)
+    if built is None or not arbitrated:
         return built
     watches, most = plan.copying > 0, plan.shape.model_drafts
     return ArbitratedProposer(built, _ngram(parts), parts.sampler, most, watches=watches)

@@ -1,8 +1,7 @@
 """An independent draft model with its own paged cache, sharing the target's page numbers.
 
-A round runs exactly k draft forwards. The first takes every token whose draft KV is missing: the last
-two committed ones, or all that the round committed where other drafts than its own may have been verified.
-Rejected positions need no undoing: they lie beyond the committed length and are overwritten.
+A round runs exactly k draft forwards. The first takes every token whose draft KV is missing. Rejected
+positions need no undoing: they lie beyond the committed length and are overwritten.
 """
 
 from __future__ import annotations

@@ -32,6 +32,5 @@ class NgramProposer(Lookup):
         self.look_up(k, views, over=False)
 
     def look_up(self, k: int, views: Sequence[SlotView], *, over: bool) -> None:
-        state = self.state
-        bound = min(max((view.bound for view in views), default=0), state.max_len)
-        self.kernels.ngram_lookup(state, k, self.ngram_min, self.ngram_max, bound, over)
+        bound = min(max((view.bound for view in views), default=0), self.state.max_len)
+        self.kernels.ngram_lookup(self.state, k, self.ngram_min, self.ngram_max, bound, over)

@@ -165,11 +165,8 @@ def admitted_parts(
 
     pages = 2 * KV_BLOCK // page_size
     shape = (pages, page_size, heads.num_kv_heads, heads.head_dim)
-    pools, table, scores = (
-        (noise(*shape), noise(*shape)),
-        torch.arange(pages)[None],
-        Scores(heads.head_dim**-0.5),
-    )
+    pools, table = (noise(*shape), noise(*shape)), torch.arange(pages)[None]
+    scores = Scores(heads.head_dim**-0.5)
 
     def agrees(part: int, width: int) -> bool:
         """Rows before the part's end, in the first block and in the second, with the rest and without."""
@@ -182,10 +179,8 @@ def admitted_parts(
                 plans.append(plan_attention(windows, heads, page_size, dtype))
         for number in range(max(PART_TRIES, PART_ROWS // width)):
             query = noise(1, width, heads.num_heads, heads.head_dim)
-            short, whole = (
-                paged_attention(query, pools, plan, scores) for plan in plans[2 * (number % 2) :][:2]
-            )
-            if not torch.equal(short, whole):
+            pair = plans[2 * (number % 2) :][:2]
+            if not torch.equal(*(paged_attention(query, pools, plan, scores) for plan in pair)):
                 return False
         return True
 

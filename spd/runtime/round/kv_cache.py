@@ -45,8 +45,9 @@ class KvCache:
         depth: int = 0,
     ) -> None:
         self.page_size, self.num_pages, self.dtype = page_size, num_pages, dtype
-        self.paged, self.layers = [not isinstance(layer, DeltaLayout) for layer in layers], []
-        self.layouts = layers
+        self.layouts, self.layers = layers, []
+        self.recurrent = any(isinstance(layer, DeltaLayout) for layer in layers)
+        """Whether a layer keeps states."""
         for layer in layers:
             if isinstance(layer, DeltaLayout):
                 kept = layer.slot_shapes(depth)
@@ -56,11 +57,6 @@ class KvCache:
             self.layers.append(LayerCache(tuple(lazy_zeros(*size, device) for size in sizes)))
         self.applied = torch.zeros(slots if self.recurrent else 0, dtype=torch.long, device=device)
         """Of recurrent layers the position that each slot's written state is of."""
-
-    @property
-    def recurrent(self) -> bool:
-        """Whether a layer keeps states."""
-        return not all(self.paged)
 
     def parts(self, slot: int, end: int, page: int) -> Iterator[Tensor]:
         """Views of what a slot goes on with behind position `end`: one page, and what is kept of the slot."""
@@ -76,6 +72,6 @@ class KvCache:
     def clear(self, pages: list[int]) -> None:
         """Zero pages that may hold values that are not finite."""
         assert all(page >= NUM_RESERVED for page in pages)
-        for layer, paged in zip(self.layers, self.paged, strict=True):
-            for pool in layer.pools if paged else ():
+        for layer, layout in zip(self.layers, self.layouts, strict=True):
+            for pool in () if isinstance(layout, DeltaLayout) else layer.pools:
                 zero_rows(pool, pages)

@@ -6,7 +6,7 @@ Owns the model, its pools and how rows are padded. Knows slots as rows of a page
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,18 +37,12 @@ from spd.runtime.round.arithmetic_probe import (
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
 from spd.runtime.round.rows import MERGED_WIDTH, PromptPart, SlotRows, SlotView, joined
-from spd.runtime.round.spans import Run
 from spd.runtime.round.transfer import to_device
 
 
 def _spread(rows: Tensor, present: Tensor, slots: int) -> Tensor:
     """Rows [P, ...] of the slots int64 [P] among zeros: [slots, ...]."""
     return rows.new_zeros(slots, *rows.shape[1:]).index_copy_(0, present, rows)
-
-
-def _rounding_products(model: Decoder) -> list[Linear]:
-    """Of a whole model's products in torch's form one of each shape."""
-    return list({p.weight.shape: p for p in model.products() if isinstance(p, Linear)}.values())
 
 
 class ModelRunner:
@@ -66,8 +60,11 @@ class ModelRunner:
     ) -> None:
         """alone: whether no other rank has to run passes of the same shapes."""
         self.model, self.cache, self.chunk, self.device = model, cache, chunk, device
-        self.kernels = kernels
-        self.dtype = cache.dtype
+        self.kernels, self.dtype = kernels, cache.dtype
+        self.merges = kernels.facts.rows_alike
+        """Whether prompts of several slots may go through one pass: any rows beside a row leave its bits."""
+        self.pages_per_block = KV_BLOCK // cache.page_size
+        """Pages of a whole block of an attended context."""
         self.context_parts: tuple[int, ...] = ()
         """Sizes of an attended context's last block beside a whole one; see `admitted_parts`."""
         self.trash_slot = TRASH_PAGE * cache.page_size
@@ -80,11 +77,6 @@ class ModelRunner:
         if kernels.facts.tries_rows:
             self._try_arithmetic(alone)
 
-    @property
-    def pages_per_block(self) -> int:
-        """Pages of a whole block of an attended context."""
-        return KV_BLOCK // self.cache.page_size
-
     def _try_arithmetic(self, alone: bool) -> None:
         """Run one fixed text through the first layers in windows of every shape; see `arithmetic_probe`."""
         model, most = self.model, TILES[-1]
@@ -92,8 +84,7 @@ class ModelRunner:
         end = min(KV_BLOCK, model.max_positions)
         if end < WIDEST:
             return
-        # None of them is rounded while they are tried.
-        self.buckets = self.row_counts = (*CANDIDATES, WIDEST)
+        self.buckets = self.row_counts = (*CANDIDATES, WIDEST)  # none is rounded while they are tried
         generator = torch.Generator().manual_seed(0)
         pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * self.pages_per_block))
         layers = model.caches[: max(PROBED_LAYERS, model.varied_layers)]
@@ -122,10 +113,12 @@ class ModelRunner:
         def window(first: int, rows: int, blocks: int) -> Pass:
             return run(end - WIDEST, first, rows, blocks * KV_BLOCK)
 
-        buckets = admitted_buckets(window)
-        for product in _rounding_products(model) if alone else ():
-            buckets = summed_alike(product, buckets)
-        seconds = seconds_of(window, buckets) if alone else {}
+        buckets, seconds = admitted_buckets(window), {}
+        if alone:
+            products = {p.weight.shape: p for p in model.products() if isinstance(p, Linear)}
+            for product in products.values():  # one of each shape
+                buckets = summed_alike(product, buckets)
+            seconds = seconds_of(window, buckets)
         self.buckets, self.row_counts = buckets, worth_running(buckets, seconds)
         if self.device == "cpu":
             self.context_parts = admitted_parts(model.heads, self.dtype, self.cache.page_size, self.buckets)
@@ -136,10 +129,6 @@ class ModelRunner:
     def tail_rows(self) -> int:
         """Rows of one pass over a prompt where it makes no whole chunk."""
         return max(self.kernels.facts.tail_rows, min(self.tile, self.chunk))
-
-    def _first_page(self, pages: Sequence[int], count: int) -> int | None:
-        run = pages[:count]
-        return run[0] if len(run) == count and all(p == run[0] + i for i, p in enumerate(run)) else None
 
     def page_row(self, pages: Sequence[int], width: int) -> Tensor:
         """A page-table row int64 [width], unused entries pointing at the zero page."""
@@ -160,24 +149,21 @@ class ModelRunner:
         keeps: whether all before the rows is committed, which recurrent layers may then write down.
         """
         given, present = SlotRows(rows, page_table, views, states), self._present(views)
-        if present is None:
-            return self._forward(self._with_segments(given, None, keeps))
-        made = self._forward(self._with_segments(given.of(present), present, keeps))
-        return made.each(lambda t: _spread(t, present, len(views)))
-
-    def _with_segments(self, given: SlotRows, present: Tensor | None, keeps: bool) -> SlotRows:
-        if not self.cache.recurrent:
-            return given
-        slots = torch.arange(len(given.rows.valid), device=self.device) if present is None else present
-        return given.windows(slots, self.cache.applied, keeps=keeps)
+        if present is not None:
+            given = given.of(present)
+        slots, width = given.rows.token_ids.shape
+        if self.cache.recurrent:
+            own = torch.arange(slots, device=self.device) if present is None else present
+            given = given.windows(own, self.cache.applied, keeps=keeps)
+        made = self._forward(given).each(lambda t: t[: slots * width].view(slots, width, -1))
+        return made if present is None else made.each(lambda t: _spread(t, present, len(views)))
 
     def _of_prompt(self, given: SlotRows, slot: int, begin: int) -> SlotRows:
         return given.prompt(slot, begin, self.cache.applied) if self.cache.recurrent else given
 
     def _forward(self, given: SlotRows) -> ModelOutput:
-        slots, width = given.rows.token_ids.shape
-        made = self._run(self._batch(given, self.tile))
-        return made.each(lambda tensor: tensor[: slots * width].view(slots, width, -1))
+        """Hidden states [T, hidden] of all windows' rows, and of those that fill up a bucket."""
+        return self._run(self._batch(given, self.tile))
 
     def _present(self, views: Sequence[SlotView]) -> Tensor | None:
         """The slots that have rows, int64; None where all are to be run: that all have some, or a GPU's."""
@@ -230,8 +216,10 @@ class ModelRunner:
                 positions = torch.cat((positions, positions[:, -1:].expand(-1, extra)), 1)
             for view in given.views:
                 bounds.append(context_for(view.bound, self.context_parts))
-                pages = bounds[-1] // self.cache.page_size
-                first_pages.append(self._first_page(view.pages, pages) if pages else None)
+                count = bounds[-1] // self.cache.page_size
+                pages = list(view.pages[:count])
+                in_order = bool(pages) and pages == list(range(pages[0], pages[0] + count))
+                first_pages.append(pages[0] if in_order else None)
         windows = Windows(positions, given.rows.valid, given.page_table, bounds, first_pages)
         return self.kernels.plan_attention(windows, self.model.heads, self.cache.page_size, self.dtype)
 
@@ -310,20 +298,6 @@ class ModelRunner:
         width = -(-len(view.pages) // self.pages_per_block) * self.pages_per_block
         return self.page_row(view.pages, max(self.pages_per_block, width))[None]
 
-    def passes(self, runs: Sequence[Run], start: int, end: int) -> Iterator[tuple[int, int, bool]]:
-        """The forward passes that write positions start to end: (first, end, whether a whole chunk)."""
-        for run in runs:
-            first, last = max(run.start, start), min(run.end, end)
-            chunked = run.kind == "chunk"
-            step = self.chunk if chunked else self.tail_rows
-            for begin in range(first, last, step):
-                yield begin, min(begin + step, last), chunked
-
-    @property
-    def merges(self) -> bool:
-        """Whether prompts of several slots may go through one pass: any rows beside a row leave its bits."""
-        return self.kernels.facts.rows_alike
-
     def write(self, parts: Sequence[PromptPart], states: Sequence[HeadStates] = ()) -> list[Tensor]:
         """Write the KV of parts of prompts: the states [1, end - begin, hidden] that a head reads of them.
 
@@ -335,14 +309,15 @@ class ModelRunner:
         return [self._write_alone(*each) for each in zip(parts, rings, strict=True)]
 
     def _write_alone(self, part: PromptPart, ring: HeadStates | None) -> Tensor:
-        ids, pages, table = part.token_ids, part.view.pages, self.page_table_of(part.view)
-        passes = [
-            self.forward_prompt(
-                ids, begin, end, table, pages, chunked=chunked, states=ring, slot=part.slot
-            ).states
-            for begin, end, chunked in self.passes(part.runs, part.begin, part.end)
-        ]
-        return passes[0] if len(passes) == 1 else torch.cat(passes, 1)
+        """One pass for each whole chunk, and for each `tail_rows` of what is none."""
+        table, made = self.page_table_of(part.view), []
+        for run in part.runs:
+            chunked, last = run.kind == "chunk", min(run.end, part.end)
+            step = self.chunk if chunked else self.tail_rows
+            for begin in range(max(run.start, part.begin), last, step):
+                rows = (part.token_ids, begin, min(begin + step, last), table, part.view.pages)
+                made.append(self.forward_prompt(*rows, chunked=chunked, states=ring, slot=part.slot).states)
+        return made[0] if len(made) == 1 else torch.cat(made, 1)
 
     def _write_together(
         self, parts: Sequence[PromptPart], rings: Sequence[HeadStates | None]
@@ -357,7 +332,7 @@ class ModelRunner:
             given = self._of_prompt(SlotRows(own, table, [part.view], ring), part.slot, part.begin)
             windows.append(given.folded(MERGED_WIDTH, self.trash_slot))
         made = self._forward(joined(windows)).states
-        each = torch.split(made.flatten(0, 1), [window.rows.token_ids.numel() for window in windows])
+        each = torch.split(made, [window.rows.token_ids.numel() for window in windows])
         return [own[None, : part.end - part.begin] for own, part in zip(each, parts, strict=True)]
 
     def forward_prompt(
@@ -380,9 +355,9 @@ class ModelRunner:
         rows = self.prompt_rows(token_ids, begin, end, page_table)
         given = self._of_prompt(SlotRows(rows, page_table, [SlotView(end, pages)], states), slot, begin)
         if chunked:
-            batch = self._batch(given, end - begin, chunk_start=begin)
-            return self._run(batch).each(lambda tensor: tensor.unsqueeze(0))
-        if self.kernels.facts.tries_rows and end - begin > WIDEST:
+            made = self._run(self._batch(given, end - begin, chunk_start=begin))
+        elif self.kernels.facts.tries_rows and end - begin > WIDEST:
             made = self._forward(given.folded(WIDEST, self.trash_slot))
-            return made.each(lambda tensor: tensor.view(1, -1, tensor.shape[-1])[:, : end - begin])
-        return self._forward(given)
+        else:
+            made = self._forward(given)
+        return made.each(lambda tensor: tensor[None, : end - begin])

@@ -62,19 +62,17 @@ class Ticket(NamedTuple):
     draft_forwards: int
     """Forward passes of the drafting loop."""
     fetch: Callable[[], Fetched]
-    gap_before: Callable[[int, int], float]
-    """Seconds since the round that was read before, from when this one began and ended in nanoseconds."""
+    queue: RoundQueue
 
     def read(self) -> RoundResult:
-        """Wait until the round has run, and return what it emitted."""
+        """Wait until the round has run, and return what it emitted. Rounds are read in order."""
         ring, times, logprobs, drafts = self.fetch()
         marks: list[int] = times.tolist()
         began, verified, committed, ended = (marks[c] for c in (BEGAN, VERIFIED, COMMITTED, ENDED))
         verified = verified if began <= verified <= committed else committed
-        gap = self.gap_before(began, ended)
-        scores = None
-        if logprobs is not None:
-            scores = HostLogprobs(*(tensor.tolist() for tensor in logprobs))
+        gap = max(0, began - self.queue.ended) if self.queue.ended else 0
+        self.queue.ended = ended
+        scores = None if logprobs is None else HostLogprobs(*(tensor.tolist() for tensor in logprobs))
         return RoundResult(
             ring.tolist(),
             first_sample(ring.shape[1]),
@@ -83,7 +81,7 @@ class Ticket(NamedTuple):
             self.draft_forwards,
             None if drafts is None else [row[1 : 1 + row[0]] for row in drafts.tolist()],
             (1e-9 * (ended - committed), 1e-9 * (verified - began), 1e-9 * (committed - verified)),
-            gap,
+            1e-9 * gap,
         )
 
 
@@ -138,7 +136,8 @@ class RoundQueue:
         self.launched = 0
         self.behind = 0
         """Tokens that the proposer's cache misses at most, beside the first missed round's drafts."""
-        self._ended = 0
+        self.ended = 0
+        """When the round that was read last had run, in nanoseconds by the device's clock."""
 
     def restart(self) -> None:
         """After a round that broke off: the next one writes the row of the ring that will be read for it."""
@@ -185,12 +184,6 @@ class RoundQueue:
             state = self.state
             drafts = torch.cat((state.num_drafts.unsqueeze(-1), state.draft[:, :next_k]), dim=1)
         if self.copies is not None:
-            return Ticket(k, forwards, self.copies.start(row, logprobs, drafts), self._gap_before)
+            return Ticket(k, forwards, self.copies.start(row, logprobs, drafts), self)
         emitted = (*self.rows[row], logprobs, drafts)
-        return Ticket(k, forwards, lambda: emitted, self._gap_before)
-
-    def _gap_before(self, began: int, ended: int) -> float:
-        """Rounds are read in order."""
-        gap = max(0, began - self._ended) if self._ended else 0
-        self._ended = ended
-        return 1e-9 * gap
+        return Ticket(k, forwards, lambda: emitted, self)

@@ -116,8 +116,8 @@ class Sampler:
             top_k=self.top_k,
             seed=self.seed,
             bias=self.bias if needs.bias else None,
-            in_prompt=counts.in_prompt if counts is not None else None,
-            generated=counts.generated if counts is not None else None,
+            in_prompt=counts and counts.in_prompt,
+            generated=counts and counts.generated,
             stop_ids=state.stop_ids,
             length=state.length,
             min_length=state.min_length,
@@ -126,9 +126,8 @@ class Sampler:
 
     def sample(self, logits: Tensor, draft: Tensor, needs: SamplerClass) -> tuple[Tensor, Tensor]:
         """The target's tokens [S, R] from its logits [S, R, V], and whether each is finite."""
-        drawn: tuple[Tensor, Tensor] = self.kernels.sample_rows(
-            logits, draft, self._positions(logits), self.tensors(needs), needs, self.usable_vocab
-        )
+        given = (logits, draft, self._positions(logits), self.tensors(needs), needs, self.usable_vocab)
+        drawn: tuple[Tensor, Tensor] = self.kernels.sample_rows(*given)
         return drawn
 
     def verify(
@@ -183,8 +182,10 @@ class Sampler:
                 return drawn[0]
         logits = runner.logits(hidden)
         nothing, vocab_size = self.state.draft[:, :0], logits.shape[-1]
-        usable = min(self.usable_vocab, vocab_size)
-        tensors = replace(self.tensors(wanted), bias=self._bias_over(vocab_size) if wanted.bias else None)
+        usable, tensors = min(self.usable_vocab, vocab_size), self.tensors(wanted)
+        if tensors.bias is not None and tensors.bias.shape[1] != vocab_size:  # padded otherwise
+            bias = pad(tensors.bias, (0, vocab_size - tensors.bias.shape[1])).contiguous()
+            tensors = replace(tensors, bias=bias)
         stream = STREAM_TARGET if self.draft_laws is None else row_stream(STREAM_DRAFT, step)
         sampled: Tensor
         sampled, finite = self.kernels.sample_rows(
@@ -211,9 +212,3 @@ class Sampler:
         certain = torch.zeros_like(laws).scatter_(-1, state.draft[:, :k].unsqueeze(-1), 1.0)
         looked_up = (state.active & (state.match > 0)).view(-1, 1, 1)
         laws.copy_(torch.where(looked_up, certain, laws))
-
-    def _bias_over(self, vocab_size: int) -> Tensor | None:
-        """The bias of a model with that many ids, which may be padded otherwise than the target's: [S, V]."""
-        if self.bias is None or self.bias.shape[1] == vocab_size:
-            return self.bias
-        return pad(self.bias, (0, vocab_size - self.bias.shape[1])).contiguous()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from spd.errors import UsageError
 
@@ -92,14 +92,8 @@ class SamplerClass:
         )
 
     def __or__(self, other: SamplerClass) -> SamplerClass:
-        return SamplerClass(
-            self.noise or other.noise,
-            self.truncation or other.truncation,
-            self.penalties or other.penalties,
-            self.bias or other.bias,
-            self.min_length or other.min_length,
-            self.grammar or other.grammar,
-        )
+        steps = (field.name for field in fields(self))
+        return SamplerClass(*(getattr(self, step) or getattr(other, step) for step in steps))
 
 
 def check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
