@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spd import demo_folder
-from spd.errors import IncompatibleError, UsageError
+from spd.errors import IncompatibleError, SpdError, UsageError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import read_model_config
 from spd.runtime import EngineConfig, SamplingParams, make_plan
@@ -202,27 +202,26 @@ def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Callable[..., Path
 
 
 @pytest.mark.parametrize(
-    ("wishes", "said", "fix"),
+    ("wishes", "kind", "said", "fix"),
     [
-        ({"tp": 3}, "--tp 3 does not divide the target", "--tp 2"),
-        ({"tp": 8}, "--tp 8 does not divide", "--tp 4"),
+        ({"tp": 3}, IncompatibleError, "--tp 3 does not divide the target", "--tp 2"),
+        ({"tp": 8}, IncompatibleError, "--tp 8 does not divide", "--tp 4"),
+        ({"tp": 4, "draft_tp": 3}, UsageError, "--draft-tp must divide --tp", "--draft-tp 1"),
+        ({"tp": 2, "draft_tp": 2}, UsageError, "a drafter, and here no model drafts", "leave --draft-tp out"),
+        (
+            {"model": demo_folder(), "spec": "draft", "tp": 2, "draft_tp": 2},
+            IncompatibleError,
+            "--draft-tp 2 does not divide the drafter",
+            "--draft-tp 1",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide(
-    wishes: dict[str, Any], said: str, fix: str, tiny: Callable[..., Path]
+    wishes: dict[str, Any], kind: type[SpdError], said: str, fix: str, tiny: Callable[..., Path]
 ) -> None:
-    with pytest.raises(IncompatibleError) as caught:
-        make_engine(tiny("qwen3"), **wishes)
+    with pytest.raises(kind) as caught:
+        make_engine(**{"model": tiny("qwen3"), "spec": "auto", **wishes})
     assert said in caught.value.message and fix in caught.value.fix
-
-
-def test_groups_that_do_not_divide(tiny: Callable[..., Path]) -> None:
-    with pytest.raises(UsageError, match="--draft-tp must divide --tp"):
-        EngineConfig(model=tiny("qwen3"), tp=4, draft_tp=3)
-    with pytest.raises(UsageError, match=r"--draft-tp 2 says .* and here no model drafts"):
-        make_engine(tiny("qwen3"), spec="auto", tp=2, draft_tp=2)
-    with pytest.raises(IncompatibleError, match="--draft-tp 2 does not divide the drafter"):
-        make_engine(demo_folder(), spec="draft", tp=2, draft_tp=2)
 
 
 def test_a_head_of_few_ids_is_not_divided(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def assemble(
     use_device(plan.device)
     shape, meter, dtype = plan.shape, _meter(plan, progress), getattr(torch, plan.shape.dtype)
     together, drafting, apart = (
-        (None, None, False) if ranks is None else (ranks.target, ranks.draft, ranks.apart)
+        (None, None, False) if ranks is None else (ranks.target, ranks.draft, ranks.share is not None)
     )
     place = Place(dtype, plan.device, kernels, shape.form, together)
     (runner,) = _runners(plan, plan.model, place, shape.ctx, meter)

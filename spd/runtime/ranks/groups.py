@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -26,11 +28,6 @@ class Ranks:
     """None: this rank drafts alone."""
     share: ProcessGroup | None
     """Hands rank 0's drafts to the other groups; None where all ranks draft together."""
-
-    @property
-    def apart(self) -> bool:
-        """Whether other ranks than the target's share the drafter."""
-        return self.share is not None
 
 
 def open_store(place: str) -> Any:
@@ -71,23 +68,16 @@ def _group(store: Any, name: str, rank: int, size: int, device: str, host: str) 
 
 def describe_rank(device: str) -> dict[str, str]:
     """What must be the same on every rank, or their bits may part ways."""
-    if device != "cpu":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
-    found = {"spd": __version__, "torch": torch.__version__, "device": name}
-    if device != "cpu" and find_spec("triton") is not None:
+    found = {"spd": __version__, "torch": torch.__version__}
+    if device == "cpu":
+        name = platform.processor() or platform.machine()
+        with suppress(OSError):
+            said = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+            name = name if said is None else said[1].strip()
+        return {**found, "device": f"{name}, {torch.backends.cpu.get_cpu_capability()}"}
+    found["device"] = torch.cuda.get_device_name(device)
+    if find_spec("triton") is not None:
         import triton
 
         found["triton"] = triton.__version__
     return found
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
