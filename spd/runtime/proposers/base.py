@@ -117,8 +117,7 @@ class ModelProposer(Proposer):
     ) -> None:
         """limit: positions that the models take."""
         self.state, self.kernels, self.runners, self.sampler = state, kernels, list(runners), sampler
-        self.limit, self.refeeds = limit, refeeds
-        first = self.runners[0]
+        self.refeeds, first = refeeds, self.runners[0]
         self.places = Places(first.cache.page_size, limit, first.trash_slot)
 
     def _window(self, width: int, ahead: int, slots: Tensor) -> Rows:

@@ -41,7 +41,8 @@ class DraftModelProposer(ModelProposer):
 
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
         """Feed the prompts up to the draft model's own context limit."""
-        self.runners[0].write([part.below(self.limit) for part in parts if part.begin < self.limit])
+        limit = self.places.limit
+        self.runners[0].write([part.below(limit) for part in parts if part.begin < limit])
 
     def _run(self, module: int, rows: Rows, views: Sequence[SlotView], made: Tensor | None = None) -> Tensor:
         keeps = made is None  # behind its own draft nothing is sure to stay

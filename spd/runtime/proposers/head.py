@@ -47,7 +47,6 @@ class HeadProposer(ModelProposer):
         super().__init__(state, kernels, runners, sampler, limit, refeeds=True)
         self.depth = depth
         first = self.runners[0]
-        self.page_size = first.cache.page_size
         ring = (state.slots, depth + 1, first.model.hidden_size)
         page = (first.cache.num_pages, first.model.hidden_size)
         self.rings, self.page_states = (
@@ -62,7 +61,7 @@ class HeadProposer(ModelProposer):
         for ring, pages in zip(self.rings, self.page_states, strict=True):
             ring[slot].zero_()  # rows before the first pair read something, which must be finite
             if start:
-                ring[slot, (start - 1) % self.depth] = pages[view.pages[(start - 1) // self.page_size]]
+                ring[slot, (start - 1) % self.depth] = pages[view.pages[(start - 1) // self.places.page_size]]
 
     def leave(self, slot: int, end: int, page: int) -> None:
         """Keep the states at the end of a page that is not full beside it, as full ones have theirs."""
@@ -75,8 +74,8 @@ class HeadProposer(ModelProposer):
 
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
         """Write the modules' entries from the target's states; a ring has room for those of a part."""
-        own = [part.below(self.limit) for part in parts if part.begin < self.limit]
-        made = [seen for part, seen in zip(parts, states, strict=True) if part.begin < self.limit]
+        own = [part.below(self.places.limit) for part in parts if part.begin < self.places.limit]
+        made = [seen for part, seen in zip(parts, states, strict=True) if part.begin < self.places.limit]
         for module, runner in enumerate(self.runners):
             rings = []
             for part, seen in zip(own, made, strict=True):
@@ -90,7 +89,7 @@ class HeadProposer(ModelProposer):
     def _keep(self, stream: int, states: Tensor, rows: Rows, slot: int | None = None) -> Tensor:
         """Write a stream's states [S, W, hidden] of valid rows; returns the slots' rings."""
         ring = self.rings[stream] if slot is None else self.rings[stream][slot : slot + 1]
-        self.kernels.keep_states(states, rows, ring, self.page_states[stream], self.page_size)
+        self.kernels.keep_states(states, rows, ring, self.page_states[stream], self.places.page_size)
         return ring
 
     # -- rounds ------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ class Crew:
             return
         self._lines[rank] = line
         if kind == "error":
-            raise Failure(rank, f"{told[0]}: {told[1]}", told[2]).error()
+            raise Failure(rank, *told).error()
         for name, value in told[0].items():
             if value != own[name]:
                 raise IncompatibleError(

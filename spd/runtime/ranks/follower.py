@@ -40,7 +40,7 @@ def serve(spec: dict[str, Any], leave: Callable[[int], None]) -> int:
     except (LostRank, EOFError, OSError):
         return COLLATERAL
     except BaseException as error:
-        line.send("error", rank, type(error).__name__, str(error), traceback.format_exc())
+        line.send("error", rank, f"{type(error).__name__}: {error}", traceback.format_exc())
         return 1
     return 0
 

@@ -153,7 +153,7 @@ class Watch:
         elif kind == "silent":
             self.failure = self.failure or Failure(0, SILENCE)
         elif kind == "error":
-            self.failure = self.failure or Failure(rank, f"{rest[1]}: {rest[2]}", rest[3])
+            self.failure = self.failure or Failure(*rest)
 
     def _dead(self) -> Failure | None:
         """A rank that ended by itself; one that ended because of another only if no other is found."""

@@ -45,9 +45,9 @@ class KvCache:
         depth: int = 0,
     ) -> None:
         self.page_size, self.num_pages, self.dtype = page_size, num_pages, dtype
-        self.layouts, self.layers = layers, []
-        self.recurrent = any(isinstance(layer, DeltaLayout) for layer in layers)
-        """Whether a layer keeps states."""
+        self.paged, self.layers = [not isinstance(layer, DeltaLayout) for layer in layers], []
+        self.layouts, self.recurrent = layers, not all(self.paged)
+        """Recurrent: a layer keeps states."""
         for layer in layers:
             if isinstance(layer, DeltaLayout):
                 kept = layer.slot_shapes(depth)
@@ -72,6 +72,6 @@ class KvCache:
     def clear(self, pages: list[int]) -> None:
         """Zero pages that may hold values that are not finite."""
         assert all(page >= NUM_RESERVED for page in pages)
-        for layer, layout in zip(self.layers, self.layouts, strict=True):
-            for pool in () if isinstance(layout, DeltaLayout) else layer.pools:
+        for layer, paged in zip(self.layers, self.paged, strict=True):
+            for pool in layer.pools if paged else ():
                 zero_rows(pool, pages)

@@ -113,7 +113,8 @@ class ModelRunner:
         def window(first: int, rows: int, blocks: int) -> Pass:
             return run(end - WIDEST, first, rows, blocks * KV_BLOCK)
 
-        buckets, seconds = admitted_buckets(window), {}
+        buckets = admitted_buckets(window)
+        seconds: dict[int, float] = {}
         if alone:
             products = {p.weight.shape: p for p in model.products() if isinstance(p, Linear)}
             for product in products.values():  # one of each shape
