@@ -16,6 +16,7 @@ from spd.cli.text.sampling import Resolved, resolve_sampling
 from spd.cli.text.structured import note_thinking, thinking_budget
 from spd.errors import UsageError
 from spd.runtime.engine.driver import EngineThread
+from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, split_spec
 
 if TYPE_CHECKING:
     from spd.cli.chat.options import ChatOptions
@@ -93,8 +94,6 @@ class ChatModel:
 
     def _with_drafter(self, options: ChatOptions) -> ChatOptions:
         """Options with the drafter that the chat began with, where its model and the method still take it."""
-        from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, split_spec
-
         method, _ = split_spec(options.spec)
         weights = METHODS[method].weights
         taken = [*(weights if options.model == self._first.model else ())]

@@ -28,6 +28,7 @@ from spd.cli.text.output import (
 )
 from spd.cli.text.progress import Ticker
 from spd.errors import CheckFailedError, SpdError, UsageError
+from spd.runtime.plan.config import METHODS, split_spec
 
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
@@ -154,8 +155,9 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
         split(options.verify, "--verify"),
         _groups(options.draft_tp),
     )
-    if set(methods) != {"ngram"}:  # lookup has no groups: it runs once beside those that have
-        axes = dict.fromkeys((*axis[:-1], None if axis[1] == "ngram" else axis[-1]) for axis in axes)
+    free = {name for name, method in METHODS.items() if not method.weights}
+    if not free.issuperset(methods):  # lookup has no groups: it runs once beside those that have
+        axes = dict.fromkeys((*axis[:-1], None if axis[1] in free else axis[-1]) for axis in axes)
     fitting = [axis for axis in axes if axis[-1] is None or axis[0].tp % axis[-1] == 0]
     _all_used(options, {axis[-1] for axis in fitting})
     return [
@@ -178,8 +180,6 @@ def sweep_configs(options: BenchOptions) -> list[EngineConfig]:
 
 def _drafters(method: str, draft: ModelFolder | None, head: ModelFolder | None) -> dict[str, Any]:
     """The named drafters that a method takes."""
-    from spd.runtime.plan.config import METHODS, split_spec
-
     taken = METHODS.get(split_spec(method)[0], METHODS["off"]).weights  # an unknown one is refused later
     given = draft if "draft_model" in taken else None
     return {"draft_model": given, "mtp": head if "mtp" in taken and given is None else None}

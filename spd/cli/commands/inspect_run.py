@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from spd.errors import SpdError
+from spd.runtime.plan.config import METHODS, EngineConfig
 
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
-    from spd.runtime.plan.config import EngineConfig
     from spd.runtime.plan.drafter_choice import Drafter
 
 MARGIN = " " * 10
@@ -41,8 +41,6 @@ def choose(
     draft_tp: int | None = None,
 ) -> Choice:
     """What `auto` takes, and what the other methods would say. Reads small files and the draft's headers."""
-    from spd.runtime.plan.config import METHODS, EngineConfig
-
     config = EngineConfig(model=folder, draft_model=draft, quantize=quantize, tp=tp, draft_tp=draft_tp)
     drafter, error = _try(folder, draft, "auto")
     taken = None if drafter is None else drafter.method
@@ -55,7 +53,6 @@ def choose(
 
 
 def _try(folder: ModelFolder, draft: ModelFolder | None, method: str) -> tuple[Drafter | None, str | None]:
-    from spd.runtime.plan.config import EngineConfig
     from spd.runtime.plan.drafter_choice import choose_drafter
 
     try:
@@ -75,8 +72,6 @@ def _obstacle(folder: ModelFolder, draft: ModelFolder | None, method: str) -> st
 
 def speculation(choice: Choice) -> dict[str, Any]:
     """What would be used, as JSON values."""
-    from spd.runtime.plan.config import METHODS
-
     drafter = choice.drafter
     given = choice.config.draft_model is not None
     return {
