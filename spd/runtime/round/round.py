@@ -122,7 +122,7 @@ class Round:
     ) -> None:
         """Append what was drawn, see `_sample`, advance the lengths, end slots, and emit."""
         counts = self.sampler.counts if needs.penalties else None
-        generated = counts and counts.generated
+        generated = None if counts is None else counts.generated
         looks_up = self.proposer is not None and self.proposer.looks_up
         self.kernels.round_commit(self.state, window, *drawn, generated, looks_up)
 

@@ -70,9 +70,8 @@ class Sampler:
 
     def keep_draft_laws(self) -> None:
         """From now on drafters draw with noise of their own, and what from is kept for `verify`."""
-        self.draft_laws = torch.zeros(
-            self.state.slots, self.state.max_draft, self.vocab_size, device=self.device
-        )
+        shape = (self.state.slots, self.state.max_draft, self.vocab_size)
+        self.draft_laws = torch.zeros(shape, device=self.device)
 
     def make_tables(self, needs: SamplerClass) -> None:
         """Allocate what these steps read, where no request has needed it before; a grammar brings masks."""
@@ -116,8 +115,8 @@ class Sampler:
             top_k=self.top_k,
             seed=self.seed,
             bias=self.bias if needs.bias else None,
-            in_prompt=counts and counts.in_prompt,
-            generated=counts and counts.generated,
+            in_prompt=None if counts is None else counts.in_prompt,
+            generated=None if counts is None else counts.generated,
             stop_ids=state.stop_ids,
             length=state.length,
             min_length=state.min_length,
