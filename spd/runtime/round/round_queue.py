@@ -172,8 +172,7 @@ class RoundQueue:
             if not keeps_up:
                 self.behind += 1 + (k if self.behind else 0)
         if self.captured is not None:
-            slots = self.captured.slots_for(views)
-            shape = RoundShape(k, next_k, needs, num_logprobs, slots)
+            shape = RoundShape(k, next_k, needs, num_logprobs, self.captured.slots_for(views))
             logprobs = self.captured.run(shape, views)
         else:
             logprobs = self.round.run(k, views, needs, num_logprobs, next_k)

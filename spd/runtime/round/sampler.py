@@ -55,7 +55,7 @@ class Sampler:
     def __init__(self, state: RoundState, vocab_size: int, usable_vocab: int, kernels: Kernels) -> None:
         slots, device = state.slots, state.device
         self.kernels = kernels
-        self.state, self.vocab_size, self.usable_vocab, self.device = state, vocab_size, usable_vocab, device
+        self.state, self.vocab_size, self.usable_vocab = state, vocab_size, usable_vocab
         self.numbers = {
             name: torch.full((slots,), getattr(SamplingParams, name), dtype=torch.float32, device=device)
             for name in NUMBERS
@@ -71,14 +71,14 @@ class Sampler:
     def keep_draft_laws(self) -> None:
         """From now on drafters draw with noise of their own, and what from is kept for `verify`."""
         shape = (self.state.slots, self.state.max_draft, self.vocab_size)
-        self.draft_laws = torch.zeros(shape, device=self.device)
+        self.draft_laws = torch.zeros(shape, device=self.state.device)
 
     def make_tables(self, needs: SamplerClass) -> None:
         """Allocate what these steps read, where no request has needed it before; a grammar brings masks."""
         if needs.bias and self.bias is None:
-            self.bias = torch.zeros(self.state.slots, self.vocab_size, device=self.device)
+            self.bias = torch.zeros(self.state.slots, self.vocab_size, device=self.state.device)
         if needs.penalties and self.counts is None:
-            self.counts = TokenCounts(self.state.slots, self.vocab_size, self.device)
+            self.counts = TokenCounts(self.state.slots, self.vocab_size, self.state.device)
 
     def admit(
         self, slot: int, params: SamplingParams, prompt: Tensor, generated: Tensor | None = None
@@ -104,8 +104,8 @@ class Sampler:
         if self.mask is None:
             words = mask_width(self.vocab_size)
             shape = (self.state.slots, self.state.max_draft + 1, words)
-            self.mask = torch.full(shape, -1, dtype=torch.int32, device=self.device)
-        self.mask[slot, : rows.shape[0]] = upload(rows, self.device)
+            self.mask = torch.full(shape, -1, dtype=torch.int32, device=self.state.device)
+        self.mask[slot, : rows.shape[0]] = upload(rows, self.state.device)
 
     def tensors(self, needs: SamplerClass) -> SamplingTensors:
         """The parameters and histories of all slots, as far as these steps read them."""

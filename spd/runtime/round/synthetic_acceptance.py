@@ -30,9 +30,8 @@ class ImposedAcceptance:
     """Accepts each leading draft with one fixed chance, by a table of draws on the device."""
 
     def __init__(self, length: float, k: int, device: str) -> None:
-        self.rate = conditional_rate(length, k)
         draws = torch.rand(DRAWS, generator=torch.Generator().manual_seed(0))
-        self.accepts = (draws < self.rate).to(device)
+        self.accepts = (draws < conditional_rate(length, k)).to(device)
 
     def accepted(self, length: Tensor, num_drafts: Tensor, k: int) -> Tensor:
         """How many leading drafts to accept: int64 [S], for slots at length [S] with num_drafts [S]."""
