@@ -25,7 +25,10 @@ def check_pages(scheduler: Scheduler) -> None:
     """Every page has exactly the owners that it counts, and only one that may write to it."""
     check_table(scheduler.pages)
     owners = Counter[int]()
-    for pages in (*(sequence.pages for sequence in scheduler.running()), *scheduler._given_up):
+    for pages in (
+        *(sequence.pages for sequence in scheduler.running()),
+        *(one.pages for one in scheduler.in_flight),
+    ):
         owners.update(pages)
     assert owners == scheduler.pages._users, "a page has no owner, or an unknown one"
     for sequence in scheduler.running():

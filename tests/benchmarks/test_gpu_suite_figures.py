@@ -197,7 +197,7 @@ def test_times_of_a_span_by_hand() -> None:
 
 def test_gaps_between_tokens_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = RequestMetrics(completion_tokens=8, first_tokens=2, predicted_ms=30.0)
-    metrics.count_rounds(4, 1, 1, times=4)
+    metrics.outcomes[4, 1] = 4
     seconds = [0.0, 0.01, 0.015, 0.035]
     monkeypatch.setattr(latency, "run_alone", lambda engine, prompt, tokens: (metrics, seconds))
     found = latency.token_gaps(SimpleNamespace(plan=SimpleNamespace(lag=1)), 5, 8, 300)  # type: ignore[arg-type]

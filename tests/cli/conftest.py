@@ -185,7 +185,8 @@ class FakeEngine:
         if piece is None:
             return []
         ids = (self._steps, self._steps + 1)
-        self._metrics.count_rounds(4, 1, 1)
+        self._metrics.outcomes[4, 1] += 1
+        self._metrics.draft_n_accepted_raw += 1
         self._metrics.completion_tokens += 2
         self._metrics.predicted_ms += 20.0
         self._metrics.first_tokens = 0

@@ -168,7 +168,7 @@ class StandIn(CapturedRounds):
             self.stretch, self.alike, self.living = stretch, 0, None
         result = super().run(shape, views)
         self.alike += 1
-        if self.alike > self.engine.plan.lag == len(self.engine._in_flight):
+        if self.alike > self.engine.plan.lag == len(self.engine._scheduler.in_flight):
             self.count_tensors()  # what is on its way is as much as it was
         return result
 

@@ -14,7 +14,6 @@ import torch
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Request, SamplingParams
-from spd.runtime.engine.device_side import free_rows
 from spd.runtime.engine.grammar import KEPT, MAX_BYTES, GrammarCompiler, GuidedText
 from spd.runtime.engine.request import GrammarText
 from spd.runtime.round.limits import mask_width
@@ -170,6 +169,10 @@ def test_an_end_is_allowed_exactly_where_the_text_may_be_complete(compiler: Gram
         grammar = reached(compiler, GrammarText("regex", "q{2,9}"), letter * count, ends)
         grammar.masks((), row)
         assert (allowed(row[0]) & ends == ends) == complete == bool(allowed(row[0]) & ends)
+
+
+def free_rows(rows: int, vocab_size: int) -> torch.Tensor:
+    return torch.full((rows, mask_width(vocab_size)), -1, dtype=torch.int32)
 
 
 def thinking(target: Path) -> tuple[list[int], int, int]:

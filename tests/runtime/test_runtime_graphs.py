@@ -222,7 +222,7 @@ def test_preparing_a_shape_leaves_everything_as_it_was(
     k = 0 if method == "off" else 3
     engine, captured = watched_engine(target, lag=2, **methods[method], **({"draft_max": k} if k else {}))
     step_into(engine, 5)
-    assert len(engine._in_flight) == 2
+    assert len(engine._scheduler.in_flight) == 2
     before, views = snapshot(engine), captured.views
     row = int(engine._parts.state.counter) % RING_DEPTH
     unread = [(row - 1) % RING_DEPTH, (row - 2) % RING_DEPTH]

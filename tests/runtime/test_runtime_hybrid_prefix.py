@@ -367,9 +367,8 @@ def test_what_is_taken_back_is_not_found_and_its_place_is_free() -> None:
     kept, whole = Checkpoints(2, 4), (("prompt", 30),)
     text, other = list(range(30)), list(range(1, 31))
     assert kept_of(kept, text, whole, 5) == 1
-    kept.confirm()
     assert kept_of(kept, other, whole, 5) == 0
-    kept.take_back()
+    kept.forget(0)
     assert found_of(kept, other, whole, 7, 30) is None and found_of(kept, text, whole, 7, 30) == 5
     assert kept_of(kept, other, whole, 6) == 0 and kept_of(kept, other, whole, 7) == 1
     assert found_of(kept, text, whole, 7, 30) is None and found_of(kept, other, whole, 7, 30) == 7

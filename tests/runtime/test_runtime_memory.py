@@ -560,7 +560,7 @@ def test_no_memory_while_running(
             assert refusal.message == "out of memory on cpu while running"
             assert refusal.exit_code == 5 and any("--dtype bfloat16" in line for line in refusal.fix)
             failed += 1
-            assert not engine._in_flight
+            assert not engine._scheduler.in_flight
             continue
         for event in events:
             reasons[event.request_id].append(event.finish_reason)

@@ -14,7 +14,7 @@ from spd.runtime.engine.checkpoints import Checkpoints
 from spd.runtime.engine.detokenizer import Detokenizer
 from spd.runtime.engine.page_table import PageTable
 from spd.runtime.engine.request import Request
-from spd.runtime.engine.scheduler import Scheduler
+from spd.runtime.engine.scheduler import EnqueuedRound, Scheduler
 from spd.runtime.engine.sequence import Sequence
 from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
@@ -95,7 +95,7 @@ class SchedulerModel(RuleBasedStateMachine):
 
     def read(self, data: st.DataObject | None) -> None:
         took_part = self.rounds.pop(0)
-        self.scheduler.read()
+        self.scheduler.round_over()
         for sequence, epoch in took_part:
             if sequence.epoch != epoch or sequence.finish_reason:
                 continue
@@ -144,7 +144,7 @@ class SchedulerModel(RuleBasedStateMachine):
             for sequence in live:
                 sequence.in_flight += k + 1
                 self.widths.setdefault(sequence, []).append(k + 1)
-            self.scheduler.launched()
+            self.scheduler.in_flight.append(EnqueuedRound(None, (), []))
             self.rounds.append([(sequence, sequence.epoch) for sequence in live])
         while self.rounds and (len(self.rounds) > self.lag or not launched):
             self.read(data)
@@ -215,13 +215,13 @@ def test_pages_stay_until_no_round_can_touch_them() -> None:
     prefilled(scheduler, one)
     free = scheduler.pages.num_available
     for _ in range(2):
-        scheduler.launched()
-    scheduler.read()
+        scheduler.in_flight.append(EnqueuedRound(None, (), []))
+    scheduler.round_over()
     one.finish_reason = "stop"
     scheduler.retire(one)
     assert scheduler.pages.num_available == free, "a round on its way may still write there"
-    scheduler.launched()  # enqueued after the end: its rows are masked
-    scheduler.read()
+    scheduler.in_flight.append(EnqueuedRound(None, (), []))  # enqueued after the end: its rows are masked
+    scheduler.round_over()
     assert scheduler.pages.num_available == 12
 
 

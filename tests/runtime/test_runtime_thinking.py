@@ -11,8 +11,8 @@ import torch
 
 from spd.errors import UsageError
 from spd.runtime import Request, SamplingParams
+from spd.runtime.engine.grammar import BudgetedThinking
 from spd.runtime.engine.request import GrammarText, ThinkingBudget
-from spd.runtime.engine.thinking import BudgetedThinking
 from tests.helpers import make_engine, random_prompts, run_requests
 
 BEGIN, END = 300, 301

@@ -65,18 +65,10 @@ def _runners(
     what = f"weights of {folder.path.name}"
     if head is not None:
         what = "MTP head" if head.config.eagle3 is None else "EAGLE-3 head"
-    shape, rows = plan.shape, plan.shape.slots * (CATCH_UP + plan.shape.draft_max + 1)
+    shape, load, runners = plan.shape, plan.wishes.load, []
+    rows = max(place.kernels.facts.tail_rows, shape.slots * (CATCH_UP + shape.draft_max + 1))
     with memory_phase(f"loading the {what}"):
-        models = load_model(
-            folder,
-            place,
-            positions=positions,
-            load=plan.wishes.load,
-            meter=meter,
-            rows=max(place.kernels.facts.tail_rows, rows),
-            head=head,
-        )
-    runners = []
+        models = load_model(folder, place, positions=positions, load=load, meter=meter, rows=rows, head=head)
     for model in models:
         with memory_phase("making room for keys and values"):
             pool = (shape.num_pages, PAGE_SIZE, place.dtype, plan.device)

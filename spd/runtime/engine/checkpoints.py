@@ -37,7 +37,6 @@ class Checkpoints:
         self.page_size = page_size
         self._free = list(range(places))
         self._kept: OrderedDict[bytes, Checkpoint] = OrderedDict()  # by digest, least recently used first
-        self._unconfirmed: list[bytes] = []
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -68,8 +67,7 @@ class Checkpoints:
     ) -> int | None:
         """The place to copy the states as of `end` to; None where a copy is kept already.
 
-        hashes: of all full pages before. Until `confirm` says that the copy has been enqueued, `take_back`
-        forgets it.
+        hashes: of all full pages before.
         """
         before = hash_before(hashes, end // self.page_size)
         digest = self._digest(tokens, runs, before, end)
@@ -78,15 +76,10 @@ class Checkpoints:
             return None
         place = self._free.pop() if self._free else self._kept.popitem(last=False)[1].place
         self._kept[digest] = Checkpoint(place, end, before, digest)
-        self._unconfirmed.append(digest)
         return place
 
-    def confirm(self) -> None:
-        """Every copy has been enqueued."""
-        self._unconfirmed.clear()
-
-    def take_back(self) -> None:
-        """Copies that were to be made are not going to be: none may find them."""
-        for kept in [self._kept.pop(digest) for digest in self._unconfirmed if digest in self._kept]:
-            self._free.append(kept.place)
-        self._unconfirmed.clear()
+    def forget(self, place: int) -> None:
+        """A copy is not going to be made: none may find it."""
+        for kept in [kept for kept in self._kept.values() if kept.place == place]:
+            del self._kept[kept.digest]
+            self._free.append(place)

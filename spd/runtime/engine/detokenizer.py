@@ -42,19 +42,17 @@ class Detokenizer:
     def push(self, token_id: int) -> bool:
         """Take one token; True when it completes a stop string, whose text is then cut away."""
         self._count += 1
-        self._pending += self._decode(self._bytes_of((token_id,)))
+        self._pending += self.pass_on((token_id,))
         if self._count <= self._min_tokens:
             self._ignored = len(self._pending)
         return self._look_for_stop()
 
-    def pass_on(self, token_ids: Sequence[int]) -> str:
-        """Take several tokens at once and hand out their text: where no text ends the request."""
-        return self._decode(self._bytes_of(token_ids))
+    def pass_on(self, token_ids: Sequence[int], *, final: bool = False) -> str:
+        """Take several tokens and hand out the whole characters that there are: with `final` all.
 
-    def _decode(self, data: bytes, *, final: bool = False) -> str:
-        """The whole characters of what is left over and `data`; with `final` nothing is left over."""
-        if self._rest:
-            data = self._rest + data
+        Enough where no text ends the request.
+        """
+        data = self._rest + self._bytes_of(token_ids)
         text, used = codecs.utf_8_decode(data, "replace", final)
         self._rest = data[used:]
         return text
@@ -73,7 +71,7 @@ class Detokenizer:
     def take(self, *, final: bool = False) -> str:
         """Text that no later token can change; everything that is left when `final`."""
         if final and not self.stopped:
-            self._pending += self._decode(b"", final=True)
+            self._pending += self.pass_on((), final=True)
             self._look_for_stop()
         end = len(self._pending) - (0 if final else _held_back(self._pending, self._stops))
         text, self._pending = self._pending[:end], self._pending[end:]

@@ -63,16 +63,8 @@ class DeviceSide:
         if checkpoint is not None:
             parts.states.load(checkpoint, slot, prefilled, page_of(pages, prefilled))
         self._ids = ids = to_device([*request.prompt_ids, *generated], torch.long, self.plan.device)
-        parts.state.admit(
-            slot,
-            ids,
-            length_limit,
-            prompt + params.min_tokens,
-            stop_ids,
-            self.plan.shape.draft_ctx,
-            request.draft_max,
-            active=False,
-        )
+        least, drafts = prompt + params.min_tokens, (self.plan.shape.draft_ctx, request.draft_max)
+        parts.state.admit(slot, ids, length_limit, least, stop_ids, *drafts, active=False)
         parts.sampler.admit(slot, params, ids[:prompt], ids[prompt:])
         parts.runner.admit(slot, prefilled)
         if parts.proposer is not None:
@@ -87,13 +79,11 @@ class DeviceSide:
     def write(self, slot: int, view: SlotView, start: int, end: int, runs: Listed[Run]) -> None:
         """Write the caches of positions of the prompt that was placed last, at the latest in `flush`."""
         assert self._ids is not None
-        runner, part = self.parts.runner, PromptPart(slot, self._ids[None], start, end, view, runs)
+        part = PromptPart(slot, self._ids[None], start, end, view, runs)
+        rows = sum(filled_rows(each.end - each.begin) for each in (*self._unwritten, part))
         recurrent = any(each.cache.recurrent for each in self.parts.states.runners)
         again = recurrent and any(each.slot == slot for each in self._unwritten)
-        if (
-            again
-            or sum(filled_rows(each.end - each.begin) for each in (*self._unwritten, part)) > runner.chunk
-        ):
+        if again or rows > self.parts.runner.chunk:
             self._flush()
         self._unwritten.append(part)
 
@@ -161,7 +151,7 @@ class DeviceSide:
     ) -> Ticket:
         """Enqueue one round; see `Round.run`."""
         self.parts.threads.follow()
-        if self.has_unwritten:
+        if self._unwritten or self._unsaved:
             self._flush()
         return self.parts.queue.launch(k, views, needs, num_logprobs, next_k)
 
@@ -198,11 +188,6 @@ def page_of(pages: Listed[int], held: int) -> int:
     return pages[held // PAGE_SIZE] if held % PAGE_SIZE else TRASH_PAGE
 
 
-def free_rows(rows: int, vocab_size: int) -> Tensor:
-    """Masks on the host that allow everything: int32 [rows, words]."""
-    return torch.full((rows, mask_width(vocab_size)), -1, dtype=torch.int32)
-
-
 class SlotWriter:
     """Has the device side write the slots of sequences, as the scheduler decides."""
 
@@ -212,16 +197,8 @@ class SlotWriter:
     def place(self, sequence: Sequence) -> None:
         """Write the row of a sequence that was given a slot; it stays silent until it is prefilled."""
         sequence.placed = True
-        self.device.place(
-            sequence.slot,
-            sequence.request,
-            sequence.generated,
-            sequence.length_limit,
-            sequence.stop_ids,
-            sequence.prefilled,
-            sequence.pages,
-            sequence.checkpoint,
-        )
+        row = (sequence.slot, sequence.request, sequence.generated, sequence.length_limit, sequence.stop_ids)
+        self.device.place(*row, sequence.prefilled, sequence.pages, sequence.checkpoint)
         self.device.show_pages(sequence.slot, sequence.pages)
 
     def prefill(self, sequence: Sequence, runs: Listed[Run]) -> int:
@@ -235,23 +212,14 @@ class SlotWriter:
         self.device.write(sequence.slot, SlotView(sequence.length, sequence.pages), start, stop, runs)
         return stop
 
-    def save(self, sequence: Sequence, place: int | None) -> None:
-        """Copy its states, as they are once its prompt is written so far, to a checkpoint's place, if any."""
-        if place is not None:
-            end = sequence.prefilled
-            self.device.save(place, sequence.slot, end, page_of(sequence.pages, end))
-
-    def passes(self, rows: int) -> float:
-        """What writing so many rows of one prompt takes: a pass, or a part of one that others share."""
-        return rows / self.plan.shape.chunk if self.parts.runner.merges else float(rows > 0)
-
     def arm(self, sequence: Sequence, drafts: Listed[int] = ()) -> None:
         """Let a slot take part from the next round on, with masks for its drafts where a grammar wants them.
 
         Raises GrammarError for a grammar that cannot go on.
         """
         if sequence.grammar is not None:
-            rows = free_rows(len(drafts) + 1, self.parts.sampler.vocab_size)
+            words = mask_width(self.parts.sampler.vocab_size)
+            rows = torch.empty(len(drafts) + 1, words, dtype=torch.int32)
             legal = sequence.grammar.masks(drafts, rows)
             # Where drafts are tested by their probability the one that a mask forbids has to fail its test:
             # cut away unseen, it would count as a block that came to a fair end.
@@ -259,11 +227,6 @@ class SlotWriter:
             self.device.allow(sequence.slot, rows, list(drafts), legal)
         sequence.active = True
         self.device.set_active(sequence.slot, True)
-
-    def silence(self, sequence: Sequence) -> None:
-        """Keep a slot out of rounds until it is armed again."""
-        sequence.active = False
-        self.device.set_active(sequence.slot, False)
 
     def vacate(
         self, sequence: Sequence, running: Listed[Sequence], held: int, place: int | None = None

@@ -32,9 +32,7 @@ def event_of(sequence: Sequence, row: list[int], result: RoundResult, now: float
     reason, error, detokenizer = REASONS[why], None, sequence.detokenizer
     spoken = tokens[:-1] if why == STOPPED else tokens  # a stop id has no text
     if sequence.plain:
-        text = detokenizer.pass_on(spoken)
-        if reason is not None:
-            text += detokenizer.take(final=True)
+        text = detokenizer.pass_on(spoken, final=reason is not None)
     else:
         kept, found, error = _walk(sequence, spoken)
         if found is not None:
@@ -49,11 +47,8 @@ def event_of(sequence: Sequence, row: list[int], result: RoundResult, now: float
         error = NO_NUMBER if sequence.grammar is None else DEAD_END
     count = len(tokens)
     accepted = matched if matched < count else count
-    if count:
-        sequence.commit(tokens, drafts, accepted, now)
-        sequence.metrics.draft_n_accepted_raw += matched - accepted
-    else:
-        sequence.metrics.count_rounds(drafts, matched, 0)
+    sequence.commit(tokens, drafts, accepted, now)
+    sequence.metrics.draft_n_accepted_raw += matched
     logprobs = () if result.logprobs is None else _logprobs(sequence, result.logprobs, tokens)
     marks = _marks(accepted, count)
     return Event(sequence.name, tuple(tokens), text, reason, marks, logprobs, error)
@@ -109,7 +104,7 @@ def record_of(
     rows = len(draft_ids) if plan.wishes.verify == "coupled" else emission.accepted
     return RoundRecord(
         request=sequence.request.id,
-        round=sequence.rounds_read - 1,
+        round=sequence.metrics.rounds - 1,
         position=emission.length,
         method=plan.spec,
         draft=draft_ids,

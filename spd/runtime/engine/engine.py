@@ -7,7 +7,7 @@ the host never stands between two rounds; with lag 0 it reads at once. The text 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
@@ -20,7 +20,7 @@ from spd.formats.tokenizer import Tokenizer
 from spd.kernels.round.commit import ACCEPTED, GOING_ON, MATCH, NUM_DRAFTS, read_emission
 from spd.runtime.engine.assembly import Assembly
 from spd.runtime.engine.checkpoints import Checkpoints
-from spd.runtime.engine.device_side import SlotWriter, memory_refusal, open_device
+from spd.runtime.engine.device_side import SlotWriter, memory_refusal, open_device, page_of
 from spd.runtime.engine.draft_length import DraftLength, medians
 from spd.runtime.engine.driver import Gathered, drive
 from spd.runtime.engine.emission import event_of, record_of
@@ -29,14 +29,14 @@ from spd.runtime.engine.metrics import EngineMetrics, RequestMetrics, RoundRecor
 from spd.runtime.engine.page_table import PageTable
 from spd.runtime.engine.request import Completion, Event, Request
 from spd.runtime.engine.request_checks import RequestChecks
-from spd.runtime.engine.scheduler import Scheduler
+from spd.runtime.engine.scheduler import EnqueuedRound, Scheduler
 from spd.runtime.engine.sequence import Sequence
 from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.plan import make_plan
 from spd.runtime.round.limits import PAGE_SIZE
 from spd.runtime.round.out_of_memory import is_out_of_memory
-from spd.runtime.round.round_queue import RoundResult, Ticket
+from spd.runtime.round.round_queue import RoundResult
 from spd.runtime.round.rows import EMPTY_SLOT, SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 
@@ -94,7 +94,6 @@ class Engine:
             checkpoints=Checkpoints(plan.shape.checkpoints, PAGE_SIZE) if plan.shape.checkpoints else None,
         )
         self._slots = SlotWriter(self._device, plan)
-        self._in_flight: deque[tuple[Ticket, Members]] = deque()  # rounds enqueued and not yet read
         self._ready: list[Event] = []
         self.totals = EngineMetrics()
         self._draft_length = DraftLength(
@@ -148,12 +147,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether anything waits, runs or has not been handed out."""
-        return bool(self._scheduler.ids() or self._in_flight or self._ready)
+        return bool(self._scheduler.ids() or self._scheduler.in_flight or self._ready)
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """Counters of a request that waits, runs or ended of late. Raises KeyError for an unknown id."""
         sequence = self._scheduler.find(request_id)
-        return self.totals.finished[request_id] if sequence is None else sequence.measured()
+        return self.totals.finished[request_id] if sequence is None else sequence.metrics
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
         """Run requests to their end, yielding events as they come; taken from `requests` as room appears.
@@ -172,7 +171,7 @@ class Engine:
                 else:
                     self.add(request)
                     open_ids.add(request.id)
-            return more or bool(open_ids) or bool(self._in_flight and not self._scheduler.ids())
+            return more or bool(open_ids) or bool(self._scheduler.in_flight and not self._scheduler.ids())
 
         try:
             for events in drive(self.step, fill):
@@ -212,19 +211,19 @@ class Engine:
         for request_id in self._scheduler.ids():
             self.abort(request_id)
         self._ready.clear()
-        self._in_flight.clear()
-        self._scheduler.drop_rounds()
+        self._drop_rounds()
         self._device.close()
 
     # -- one step --------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
         """Admit and prefill, enqueue one round, read those that are due."""
+        scheduler = self._scheduler
         try:
-            if self._scheduler.waiting or self._scheduler.prefilling:
+            if scheduler.waiting or scheduler.prefilling:
                 self._prefill()
             launched = self._enqueue()
-            while self._in_flight and (len(self._in_flight) > self.plan.lag or not launched):
+            while scheduler.in_flight and (len(scheduler.in_flight) > self.plan.lag or not launched):
                 self._read_oldest()
         except Exception as error:
             if not is_out_of_memory(error):
@@ -239,12 +238,16 @@ class Engine:
 
     def _fail_running(self, why: str) -> None:
         """End every running request with an error: a round broke off, and where is not known."""
-        self._in_flight.clear()
-        self._scheduler.drop_rounds()
+        self._drop_rounds()
         self._scheduler.take_back()
         self._device.restart()
         for sequence in self._scheduler.running():
             self._stop(sequence, "error", why)
+
+    def _drop_rounds(self) -> None:
+        """No round is on its way any more."""
+        while self._scheduler.in_flight:
+            self._scheduler.round_over()
 
     def _prefill(self) -> None:
         """Write prompts: one pass where others decode, a few where more wait; else until one can."""
@@ -261,11 +264,14 @@ class Engine:
                 self._slots.place(sequence)
             before = sequence.prefilled
             scheduler.wrote(sequence, self._slots.prefill(sequence, scheduler.prefill_runs(sequence)))
-            self._slots.save(sequence, scheduler.due(sequence, before))
+            end, rows = sequence.prefilled, sequence.prefilled - before
+            if (place := scheduler.due(sequence, before)) is not None:
+                self._device.save(place, sequence.slot, end, page_of(sequence.pages, end))
             if sequence is not scheduler.prefilling:
                 self._arm(sequence)
-            written.append((sequence, sequence.prefilled - before))
-            passes += self._slots.passes(sequence.prefilled - before)
+            written.append((sequence, rows))
+            # A pass, or a part of one that others share.
+            passes += rows / self.plan.shape.chunk if self._parts.runner.merges else rows > 0
             if scheduler.busy and passes >= (most if scheduler.more_could_join or not stalls else 1):
                 break
         if rows := sum(count for _, count in written):
@@ -297,7 +303,7 @@ class Engine:
                 self._device.show_pages(sequence.slot, sequence.pages)
             else:
                 return live, reaches
-            if self._in_flight:
+            if scheduler.in_flight:
                 self._read_oldest()
             else:
                 last = scheduler.last_to_come()
@@ -337,26 +343,26 @@ class Engine:
             views[sequence.slot] = SlotView(reach, sequence.pages)
             sequence.in_flight += k + 1
         ticket = self._device.launch(k, views, members.needs, members.logprobs, next_k)
-        self._scheduler.launched()
+        self._scheduler.in_flight.append(EnqueuedRound(ticket, members.epochs, []))
         if members.needs.grammar:
             for sequence in live:
                 if sequence.grammar is not None:
-                    self._slots.silence(sequence)
+                    sequence.active = False
+                    self._device.set_active(sequence.slot, False)
         self._k = next_k
-        self._in_flight.append((ticket, members))
         return True
 
     # -- reading what happened ---------------------------------------------------------------------
 
     def _read_oldest(self) -> None:
-        ticket, members = self._in_flight.popleft()
-        result = self._device.read(ticket)
-        self._scheduler.read()
+        scheduler, oldest = self._scheduler, self._scheduler.in_flight[0]
+        result = self._device.read(oldest.ticket)
+        scheduler.round_over()
         self.totals.rounds += 1
         draft, verify, rest = result.seconds
         self._draft_length.observe_cost(result.k, verify + rest, draft, result.draft_forwards, result.gap)
         now = time.perf_counter()
-        for sequence, epoch, row in zip(self._scheduler.slots, members.epochs, result.rows, strict=True):
+        for sequence, epoch, row in zip(scheduler.slots, oldest.epochs, result.rows, strict=True):
             if sequence is not None and sequence.epoch == epoch:
                 self._apply(sequence, row, result, now)
 
@@ -407,4 +413,4 @@ class Engine:
             if own := self._scheduler.retire(sequence):
                 self._device.clear(own)
         self._ready.append(event)  # where freeing broke off it is not over yet
-        self.totals.add(name, sequence.measured(), reason)
+        self.totals.add(name, sequence.metrics, reason)

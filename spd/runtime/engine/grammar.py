@@ -1,7 +1,8 @@
 """Structured output: which tokens a grammar allows after each draft, and where a text has to end.
 
-`llguidance` parses and walks; it is imported when the first grammar is asked for. No torch here. Source:
-its Python interface, version 1.9.
+`llguidance` parses and walks; it is imported when the first grammar is asked for. A budget of thinking is a
+grammar, too: it allows everything until it is spent, then the end of thinking only, so it cuts the same text
+with and without speculation. No torch here. Source: llguidance's Python interface, version 1.9.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from spd.errors import IncompatibleError, UsageError
-from spd.runtime.engine.request import GrammarText
+from spd.runtime.engine.request import GrammarText, ThinkingBudget
 from spd.runtime.round.limits import WORD, mask_width
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ KEPT = 64
 """Compiled grammars that are kept for the next request with the same text."""
 JSON_STYLE: Any = {"whitespace_pattern": r"(\n[ \t]{0,32}| ?)"}
 """Between the parts of a JSON text nothing, a blank or a new line: weak models would never stop."""
+BEGINNING = 2
+"""Tokens of a reply among which its thinking has to begin."""
 FLAGS = {
     "schema": ("--schema", """'{"type": "object", "properties": {"name": {"type": "string"}}}'"""),
     "regex": ("--grammar", "'/[0-9]{4}-[0-9]{2}/'"),
@@ -120,7 +123,7 @@ class GuidedText:
             row[token // WORD] &= ~_bit(token)
         if self._matcher.is_accepting():
             for token in self._ends:
-                set_bit(row, token)
+                row[token // WORD] |= _bit(token)
 
     def _raise_error(self) -> None:
         if self._matcher.is_error():
@@ -135,15 +138,64 @@ class GuidedText:
             raise GrammarError(f"token {token} is not allowed by the grammar")
 
 
+_Place = tuple[Literal["beginning", "thinking", "answer"], int]
+"""The part that a text is in, and how many tokens of it are left; an answer has no end."""
+
+
+class BudgetedThinking:
+    """A `Grammar` that ends thinking, around the one of the answer where there is one."""
+
+    def __init__(self, budget: ThinkingBudget, inner: Grammar | None = None) -> None:
+        self._budget, self._inner = budget, inner
+        self._place: _Place = ("thinking", budget.tokens) if budget.inside else ("beginning", BEGINNING)
+
+    @property
+    def finished(self) -> bool:
+        """See `Grammar`."""
+        return self._inner is not None and self._inner.finished
+
+    @property
+    def complete(self) -> bool:
+        """See `Grammar`."""
+        return self._inner is None or self._inner.complete
+
+    def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
+        """See `Grammar`."""
+        legal = len(drafts)
+        if self._inner is None:
+            rows.fill_(-1)
+        else:
+            legal = self._inner.masks(drafts, rows)
+        place, end = self._place, self._budget.end
+        for i in range(legal + 1):
+            if place[0] == "thinking" and place[1] <= 0:
+                rows[i] = 0
+                rows[i, end // WORD] = _bit(end)
+                if i < legal and drafts[i] != end:
+                    return i
+            if i < legal:
+                place = self._next(place, drafts[i])
+        return legal
+
+    def accept(self, token: int) -> None:
+        """See `Grammar`."""
+        if self._inner is not None:
+            self._inner.accept(token)
+        self._place = self._next(self._place, token)
+
+    def _next(self, place: _Place, token: int) -> _Place:
+        part, left = place
+        if part == "thinking":
+            return ("answer", 0) if token == self._budget.end else (part, left - 1)
+        if part == "beginning" and token == self._budget.begin:
+            return "thinking", self._budget.tokens
+        return (part, left - 1) if left > 1 else ("answer", 0)
+
+
 def _bit(token: int) -> int:
     """The word in which only this token is allowed, as an int32."""
     bit = 1 << (token % WORD)
     return bit - (1 << WORD) if bit >> (WORD - 1) else bit
-
-
-def set_bit(row: Tensor, token: int) -> None:
-    """Allow a token in a mask, int32 [words]."""
-    row[token // WORD] |= _bit(token)
 
 
 class GrammarCompiler:

@@ -7,7 +7,7 @@ vLLM's `metrics.speculative_decoding`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,28 +57,43 @@ class RequestMetrics:
     """How many times tokens came."""
     first_tokens: int = 0
     """How many came the first time."""
-    rounds: int = 0
-    num_drafts: int = 0
-    """Rounds that verified at least one draft for this request."""
-    draft_n: int = 0
-    draft_n_accepted: int = 0
+    outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Rounds, by how many drafts were verified, and how many of them were accepted and emitted."""
     draft_n_accepted_raw: int = 0
-    acceptance_histogram: list[int] = field(default_factory=list)
-    accepted_per_position: list[int] = field(default_factory=list)
 
-    def count_rounds(self, drafted: int, accepted_raw: int, accepted: int, times: int = 1) -> None:
-        """Add rounds of so many drafts each: how many were verified, matched, and matched and emitted."""
-        self.rounds += times
-        self.num_drafts += times * (drafted > 0)
-        self.draft_n += times * drafted
-        self.draft_n_accepted_raw += times * accepted_raw
-        self.draft_n_accepted += times * accepted
-        if accepted >= len(self.acceptance_histogram):
-            _grow(self.acceptance_histogram, accepted + 1)
-            _grow(self.accepted_per_position, accepted)
-        self.acceptance_histogram[accepted] += times
-        for position in range(accepted):
-            self.accepted_per_position[position] += times
+    @property
+    def rounds(self) -> int:
+        """Rounds that it took part in and whose outcome is known."""
+        return sum(self.outcomes.values())
+
+    @property
+    def num_drafts(self) -> int:
+        """Rounds that verified at least one draft for this request."""
+        return sum(times for (drafts, _), times in self.outcomes.items() if drafts)
+
+    @property
+    def draft_n(self) -> int:
+        """Verified drafts."""
+        return sum(drafts * times for (drafts, _), times in self.outcomes.items())
+
+    @property
+    def draft_n_accepted(self) -> int:
+        """Accepted and emitted drafts."""
+        return sum(accepted * times for (_, accepted), times in self.outcomes.items())
+
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """Rounds in which 0, 1, ... drafts were accepted and emitted."""
+        counts = [0] * max((accepted + 1 for _, accepted in self.outcomes), default=0)
+        for (_, accepted), times in self.outcomes.items():
+            counts[accepted] += times
+        return counts
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """Rounds in which the first, second, ... draft was accepted and emitted."""
+        counts = self.acceptance_histogram
+        return [sum(counts[position:]) for position in range(1, len(counts))]
 
     @property
     def decode_tokens_per_second(self) -> float:
@@ -153,8 +168,8 @@ class RequestMetrics:
             "num_accepted_draft_tokens": self.draft_n_accepted,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "draft_acceptance_rate": round(self.draft_acceptance_rate, 4),
-            "acceptance_histogram": list(self.acceptance_histogram),
-            "accepted_per_position": list(self.accepted_per_position),
+            "acceptance_histogram": self.acceptance_histogram,
+            "accepted_per_position": self.accepted_per_position,
             "acceptance": "imposed" if imposed else "natural",
         }
 
@@ -176,7 +191,3 @@ class EngineMetrics:
         while len(self.finished) > KEPT:
             self.finished.popitem(last=False)
         self.requests[reason] = self.requests.get(reason, 0) + 1
-
-
-def _grow(counts: list[int], size: int) -> None:
-    counts.extend([0] * (size - len(counts)))

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from spd.errors import CheckpointError, IncompatibleError, UsageError
 from spd.runtime.engine.detokenizer import Detokenizer
-from spd.runtime.engine.grammar import Grammar, GrammarCompiler
+from spd.runtime.engine.grammar import BudgetedThinking, Grammar, GrammarCompiler
 from spd.runtime.engine.request import Request
 from spd.runtime.engine.sequence import Sequence
-from spd.runtime.engine.thinking import BudgetedThinking
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.spans import program_runs

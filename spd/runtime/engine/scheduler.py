@@ -8,14 +8,28 @@ tokens stay, and its cache is written again by the same programs. So the first o
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Listed
+from functools import partial
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 from spd.errors import UsageError
 from spd.runtime.engine.checkpoints import INTERVAL, Checkpoints
 from spd.runtime.engine.page_table import PageTable, Tail, chained_hash, hash_before, page_hashes
 from spd.runtime.engine.sequence import NO_SLOT, Sequence
 from spd.runtime.round.spans import Run, clip_runs, extend_tile, reusable_prefix
+
+
+class EnqueuedRound(NamedTuple):
+    """A round on its way: enqueued, and not yet read."""
+
+    ticket: Any
+    """What its outcome is read by."""
+    epochs: Listed[int]
+    """Of each slot; 0: it does not take part."""
+    pages: list[int]
+    """Given up since it was enqueued: it may touch them, and they are free afterwards."""
 
 
 class Scheduler:
@@ -44,11 +58,11 @@ class Scheduler:
         self.prefilling: Sequence | None = None
         self.preemptions = 0
         self._by_id: dict[str, Sequence] = {}
-        self._epoch = 0
-        self._given_up: deque[list[int]] = deque()
-        """Of each round on its way, oldest first: pages that it may touch, and that are free afterwards."""
-        self._unconfirmed: list[int] = []
-        """Pages shown to others before what writes them has been enqueued."""
+        self._epoch = 0  # of the latest stay in a slot: no other has the same
+        self.in_flight: deque[EnqueuedRound] = deque()
+        """Oldest first."""
+        self._undo: list[Callable[[], None]] = []
+        """Hide what others may find before what writes it has been enqueued: pages and checkpoints."""
 
     # -- the line --------------------------------------------------------------------------------
 
@@ -104,16 +118,11 @@ class Scheduler:
             sequence = self.waiting[0]
             if None in self.slots and self._take_pages(sequence, lookahead):
                 self.waiting.popleft()
-                slot = self.slots.index(None)
-                sequence.slot, sequence.epoch = slot, self.next_epoch()
+                self._epoch += 1
+                sequence.slot, sequence.epoch = self.slots.index(None), self._epoch
                 sequence.placed = False
-                self.slots[slot] = self.prefilling = sequence
+                self.slots[sequence.slot] = self.prefilling = sequence
         return self.prefilling
-
-    def next_epoch(self) -> int:
-        """A number that no earlier occupant of any slot had."""
-        self._epoch += 1
-        return self._epoch
 
     def _take_pages(self, sequence: Sequence, lookahead: int) -> bool:
         """Shared pages for what is known of its tokens, own ones for the rest; nothing if too few."""
@@ -175,7 +184,10 @@ class Scheduler:
             return None
         tokens, runs = sequence.tokens(), self.prefill_runs(sequence)
         hashes = page_hashes(tokens, runs, self.page_size, end, sequence.hashes)
-        return self.checkpoints.keep(tokens, runs, hashes, end)
+        place = self.checkpoints.keep(tokens, runs, hashes, end)
+        if place is not None:
+            self._undo.append(partial(self.checkpoints.forget, place))
+        return place
 
     def _find_tail(self, sequence: Sequence, before: bytes, start: int, runs: Listed[Run]) -> Tail | None:
         """The page that goes on where the shared ones end, if all that it holds is the sequence's own."""
@@ -198,23 +210,19 @@ class Scheduler:
         last = end // self.page_size
         for page, digest in zip(sequence.pages[first:last], sequence.hashes[first:last], strict=False):
             self.pages.publish(page, digest)
-            self._unconfirmed.append(page)
+            self._undo.append(partial(self.pages.forget, page))
         if end == sequence.prefill_end:
             self.prefilling = None
 
     def confirm(self) -> None:
         """Everything that was to be written has been enqueued."""
-        self._unconfirmed.clear()
-        if self.checkpoints is not None:
-            self.checkpoints.confirm()
+        self._undo.clear()
 
     def take_back(self) -> None:
         """What was to be written is not going to be: none may find it."""
-        for page in self._unconfirmed:
-            self.pages.forget(page)
-        self._unconfirmed.clear()
-        if self.checkpoints is not None:
-            self.checkpoints.take_back()
+        for hide in self._undo:
+            hide()
+        self._undo.clear()
 
     # -- pages -----------------------------------------------------------------------------------
 
@@ -276,21 +284,12 @@ class Scheduler:
         # Last page first: the end of a chain is of no use without its beginning.
         pages, sequence.pages = sequence.pages[::-1], []
         self.slots[sequence.slot] = None
-        if self._given_up:
-            self._given_up[-1] += pages
+        if self.in_flight:
+            self.in_flight[-1].pages.extend(pages)
         else:
             self.pages.release(pages)
 
-    def launched(self) -> None:
-        """A round was enqueued."""
-        self._given_up.append([])
-
-    def read(self) -> None:
-        """The oldest round on its way has run: it touches no page any more."""
-        if pages := self._given_up.popleft():
+    def round_over(self) -> None:
+        """The oldest round on its way has run, or broke off: it touches no page any more."""
+        if pages := self.in_flight.popleft().pages:
             self.pages.release(pages)
-
-    def drop_rounds(self) -> None:
-        """No round is on its way any more: what was enqueued broke off."""
-        while self._given_up:
-            self.read()

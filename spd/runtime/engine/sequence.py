@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field
 
@@ -58,13 +57,9 @@ class Sequence:
     """Committed tokens the host knows of, the prompt included."""
     in_flight: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    """Without what `measured` adds."""
-    history: bytearray = field(default_factory=bytearray)
-    """Of each round read and not yet counted that brought tokens: its drafts, and those that were kept."""
     arrived_at: float = field(default_factory=time.perf_counter)
     admitted_at: float | None = None
     first_token_at: float | None = None
-    last_token_at: float = 0.0
     acceptance: Acceptance = field(default_factory=Acceptance)
     drafted_for: bool = False
     """Whether the round read next could have held drafts: not the first after a prefill."""
@@ -76,33 +71,20 @@ class Sequence:
         self.plain = self.grammar is None and not self.request.params.stop
 
     def commit(self, tokens: Listed[int], drafts: int, accepted: int, now: float) -> None:
-        """Add a round's tokens, 1 or more, read at `now`; so many of its drafts are among them."""
+        """Add a round's tokens, read at `now` in seconds; so many of its drafts are among them."""
+        metrics, count = self.metrics, len(tokens)
+        metrics.outcomes[drafts, accepted] += 1
+        if not count:
+            return
         self.generated += tokens
-        self.length += len(tokens)
-        self.history.append(drafts)
-        self.history.append(accepted)
-        self.last_token_at = now
+        self.length += count
+        metrics.completion_tokens += count
+        metrics.emissions += 1
         if self.first_token_at is None:
             self.first_token_at = now
-            self.metrics.first_tokens = len(tokens)
-
-    @property
-    def rounds_read(self) -> int:
-        """Rounds that it took part in and whose outcome is known."""
-        return self.metrics.rounds + len(self.history) // 2
-
-    def measured(self) -> RequestMetrics:
-        """Its counters, as they are now. Rounds are counted here, many at once."""
-        metrics, history = self.metrics, self.history
-        for (drafts, accepted), times in Counter(zip(history[::2], history[1::2], strict=True)).items():
-            metrics.count_rounds(drafts, accepted, accepted, times)
-        metrics.emissions += len(history) // 2
-        history.clear()
-        metrics.completion_tokens = len(self.generated)
-        if self.first_token_at is not None:
-            metrics.first_token_ms = 1000 * (self.first_token_at - self.arrived_at)
-            metrics.predicted_ms = 1000 * (self.last_token_at - self.first_token_at)
-        return metrics
+            metrics.first_tokens = count
+            metrics.first_token_ms = 1000 * (now - self.arrived_at)
+        metrics.predicted_ms = 1000 * (now - self.first_token_at)
 
     @property
     def bound(self) -> int:
