@@ -315,7 +315,7 @@ def test_an_adversarial_drafter_changes_nothing(
 
     def bad(k: int, *_: Any) -> int:
         if kind == "out of range":
-            choices = [-1, -(2**40), engine.model_config.vocab_size + 5, 3, 2**40]
+            choices = [-1, -(2**40), engine.plan.model.config.vocab_size + 5, 3, 2**40]
         else:
             choices = list(range(VOCAB))
         rows = [[source.choice(choices) for _ in range(k)] for _ in range(state.slots)]

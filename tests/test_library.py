@@ -242,7 +242,7 @@ def test_a_consumer_that_fails_or_a_loop_that_ends_holds_up_no_other(target: Pat
         closing: Any = asyncio.new_event_loop()
         closing.close()
         closing.is_closed = lambda: False  # it closes right after it was looked at
-        spd.runtime.engine.async_engine._tell((closing, asyncio.Queue()), None)
+        spd.runtime.engine.async_engine._tell((closing, asyncio.Queue()), EngineError("gone"))
         del closing.is_closed
         assert asyncio.run(works(engine)) == alone[2].tokens
         assert engine.engine._scheduler.ids() == []

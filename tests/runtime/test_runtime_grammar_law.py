@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.runtime.engine.device_side import DeviceSide, SlotWriter
+from spd.runtime.engine.device_side import DeviceSide
 from spd.runtime.engine.grammar import GuidedText
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from tests.helpers import make_engine, run_requests
@@ -67,7 +67,7 @@ class GrammarEnumeration(RuleEnumeration):
     def prepare(self, needs: SamplerClass, k: int) -> SamplerClass:
         parts: Any = SimpleNamespace(state=self.state, sampler=self.sampler)
         plan: Any = SimpleNamespace(device="cpu", wishes=SimpleNamespace(verify=self.rule_case.rule))
-        slots = SlotWriter(DeviceSide(parts, plan), plan)
+        slots = DeviceSide(parts, plan)
         for slot in self.state.active.nonzero()[:, 0].tolist():
             text = tuple(self.state.tokens[slot, : int(self.state.length[slot])].tolist())
             grammar = GuidedText(Matcher(self.allowed, text), (), (), None)
@@ -99,13 +99,13 @@ def test_rounds_have_the_law_of_the_masked_target(ks: tuple[int, ...], drawn: bo
 @pytest.mark.parametrize("rule", RULES)
 def test_drafts_cut_away_unseen_are_a_bias(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the coupled rule does with a draft that a mask forbids is wrong here, and is seen."""
-    arm = SlotWriter.arm
+    arm = DeviceSide.arm
 
     def cut(self: Any, sequence: Any, drafts: Any = ()) -> None:
         self.plan = SimpleNamespace(device="cpu", wishes=SimpleNamespace(verify="coupled"))
         arm(self, sequence, drafts)
 
-    monkeypatch.setattr(SlotWriter, "arm", cut)
+    monkeypatch.setattr(DeviceSide, "arm", cut)
     assert law_error(RuleCase((2,), seed=4, rule=rule)) > 1e-3
 
 

@@ -16,9 +16,8 @@ from spd.errors import ResourceError
 from spd.kernels.native.build import obstacle
 from spd.runtime import Engine, Event, Request, SamplingParams
 from spd.runtime.engine import scheduler
-from spd.runtime.engine.checkpoints import Checkpoints
 from spd.runtime.engine.device_side import DeviceSide
-from spd.runtime.engine.page_table import page_hashes
+from spd.runtime.engine.page_table import Checkpoints, page_hashes
 from spd.runtime.engine.scheduler import Scheduler
 from spd.runtime.plan import plan as plans
 from spd.runtime.plan.memory import checkpoint_bytes

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from spd.errors import UsageError
-from spd.runtime.engine.checkpoints import Checkpoints
 from spd.runtime.engine.detokenizer import Detokenizer
-from spd.runtime.engine.page_table import PageTable
+from spd.runtime.engine.page_table import Checkpoints, PageTable
 from spd.runtime.engine.request import Request
 from spd.runtime.engine.scheduler import EnqueuedRound, Scheduler
 from spd.runtime.engine.sequence import Sequence
@@ -144,7 +143,7 @@ class SchedulerModel(RuleBasedStateMachine):
             for sequence in live:
                 sequence.in_flight += k + 1
                 self.widths.setdefault(sequence, []).append(k + 1)
-            self.scheduler.in_flight.append(EnqueuedRound(None, (), []))
+            self.scheduler.in_flight.append(EnqueuedRound(None, (), (), []))
             self.rounds.append([(sequence, sequence.epoch) for sequence in live])
         while self.rounds and (len(self.rounds) > self.lag or not launched):
             self.read(data)
@@ -215,12 +214,12 @@ def test_pages_stay_until_no_round_can_touch_them() -> None:
     prefilled(scheduler, one)
     free = scheduler.pages.num_available
     for _ in range(2):
-        scheduler.in_flight.append(EnqueuedRound(None, (), []))
+        scheduler.in_flight.append(EnqueuedRound(None, (), (), []))
     scheduler.round_over()
     one.finish_reason = "stop"
     scheduler.retire(one)
     assert scheduler.pages.num_available == free, "a round on its way may still write there"
-    scheduler.in_flight.append(EnqueuedRound(None, (), []))  # enqueued after the end: its rows are masked
+    scheduler.in_flight.append(EnqueuedRound(None, (), (), []))  # enqueued after the end: its rows are masked
     scheduler.round_over()
     assert scheduler.pages.num_available == 12
 

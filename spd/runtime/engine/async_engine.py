@@ -76,7 +76,6 @@ class AsyncEngine:
                 event = await stream[1].get()
                 if isinstance(event, BaseException):
                     raise event
-                assert event is not None
                 yield event
                 if event.finish_reason is not None:
                     return

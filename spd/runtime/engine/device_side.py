@@ -1,7 +1,7 @@
-"""Everything that the host asks of an engine's device side: plain values in, work enqueued.
+"""Everything that the host asks of an engine's device side: work is enqueued, and nothing is waited for.
 
-With several ranks the same calls, in the same order, are made on every one of them; so nothing here may
-depend on what only one rank knows.
+Rank 0 asks for a sequence what its slot needs. With several ranks the calls below that take plain values are
+made on every one of them, in the same order; so those may not depend on what only one rank knows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spd.runtime.round.transfer import to_device
 
 
 class DeviceSide:
-    """Writes slots' rows and enqueues rounds; nothing is waited for."""
+    """Writes slots' rows and enqueues rounds."""
 
     def __init__(self, parts: Assembly, plan: EnginePlan) -> None:
         self.parts, self.plan = parts, plan
@@ -40,7 +40,43 @@ class DeviceSide:
         self._unsaved: list[tuple[int, int, int, int]] = []
         """What `save` is to copy once they are written."""
 
-    # -- slots -----------------------------------------------------------------------------------
+    # -- sequences, on rank 0 ----------------------------------------------------------------------
+
+    def enter(self, sequence: Sequence) -> None:
+        """Write the row of a sequence that was given a slot; it stays silent until it is prefilled."""
+        sequence.placed = True
+        row = (sequence.slot, sequence.request, sequence.generated, sequence.length_limit, sequence.stop_ids)
+        self.place(*row, sequence.prefilled, sequence.pages, sequence.checkpoint)
+        self.show_pages(sequence.slot, sequence.pages)
+
+    def prefill(self, sequence: Sequence, runs: Listed[Run]) -> int:
+        """Enqueue the next pass over the prompt, at most one chunk; returns where it ended."""
+        start, end = sequence.prefilled, sequence.prefill_end
+        run = next((run for run in runs if run.start <= start < run.end), None)
+        if run is None:
+            return end
+        rows = self.plan.shape.chunk if run.kind == "chunk" else self.parts.runner.tail_rows
+        stop = min(start + rows, run.end, *(end for end in sequence.stops if end > start))
+        self.write(sequence.slot, SlotView(sequence.length, sequence.pages), start, stop, runs)
+        return stop
+
+    def arm(self, sequence: Sequence, drafts: Listed[int] = ()) -> None:
+        """Let a slot take part from the next round on, with masks for its drafts where a grammar wants them.
+
+        Raises GrammarError for a grammar that cannot go on.
+        """
+        if sequence.grammar is not None:
+            words = mask_width(self.parts.sampler.vocab_size)
+            rows = torch.empty(len(drafts) + 1, words, dtype=torch.int32)
+            legal = sequence.grammar.masks(drafts, rows)
+            # Where drafts are tested by their probability the one that a mask forbids has to fail its test:
+            # cut away unseen, it would count as a block that came to a fair end.
+            legal = legal if self.plan.wishes.verify == "coupled" else len(drafts)
+            self.allow(sequence.slot, rows, list(drafts), legal)
+        sequence.active = True
+        self.set_active(sequence.slot, True)
+
+    # -- slots, on every rank ----------------------------------------------------------------------
 
     def place(
         self,
@@ -144,7 +180,7 @@ class DeviceSide:
         if self.parts.proposer is not None:
             self.parts.proposer.clear(pages)
 
-    # -- rounds ----------------------------------------------------------------------------------
+    # -- rounds, on every rank ---------------------------------------------------------------------
 
     def launch(
         self, k: int, views: Listed[SlotView], needs: SamplerClass, num_logprobs: int | None, next_k: int
@@ -186,59 +222,6 @@ class DeviceSide:
 def page_of(pages: Listed[int], held: int) -> int:
     """The page that goes on behind `held` positions; the trash page where none does."""
     return pages[held // PAGE_SIZE] if held % PAGE_SIZE else TRASH_PAGE
-
-
-class SlotWriter:
-    """Has the device side write the slots of sequences, as the scheduler decides."""
-
-    def __init__(self, device: DeviceSide, plan: EnginePlan) -> None:
-        self.device, self.parts, self.plan = device, device.parts, plan
-
-    def place(self, sequence: Sequence) -> None:
-        """Write the row of a sequence that was given a slot; it stays silent until it is prefilled."""
-        sequence.placed = True
-        row = (sequence.slot, sequence.request, sequence.generated, sequence.length_limit, sequence.stop_ids)
-        self.device.place(*row, sequence.prefilled, sequence.pages, sequence.checkpoint)
-        self.device.show_pages(sequence.slot, sequence.pages)
-
-    def prefill(self, sequence: Sequence, runs: Listed[Run]) -> int:
-        """Enqueue the next pass over the prompt, at most one chunk; returns where it ended."""
-        start, end = sequence.prefilled, sequence.prefill_end
-        run = next((run for run in runs if run.start <= start < run.end), None)
-        if run is None:
-            return end
-        rows = self.plan.shape.chunk if run.kind == "chunk" else self.parts.runner.tail_rows
-        stop = min(start + rows, run.end, *(end for end in sequence.stops if end > start))
-        self.device.write(sequence.slot, SlotView(sequence.length, sequence.pages), start, stop, runs)
-        return stop
-
-    def arm(self, sequence: Sequence, drafts: Listed[int] = ()) -> None:
-        """Let a slot take part from the next round on, with masks for its drafts where a grammar wants them.
-
-        Raises GrammarError for a grammar that cannot go on.
-        """
-        if sequence.grammar is not None:
-            words = mask_width(self.parts.sampler.vocab_size)
-            rows = torch.empty(len(drafts) + 1, words, dtype=torch.int32)
-            legal = sequence.grammar.masks(drafts, rows)
-            # Where drafts are tested by their probability the one that a mask forbids has to fail its test:
-            # cut away unseen, it would count as a block that came to a fair end.
-            legal = legal if self.plan.wishes.verify == "coupled" else len(drafts)
-            self.device.allow(sequence.slot, rows, list(drafts), legal)
-        sequence.active = True
-        self.device.set_active(sequence.slot, True)
-
-    def vacate(
-        self, sequence: Sequence, running: Listed[Sequence], held: int, place: int | None = None
-    ) -> None:
-        """Silence a slot of those running, once its pages, up to `held`, hold what others will find there.
-
-        place: of the checkpoint that its states go to.
-        """
-        views = [EMPTY_SLOT] * self.plan.shape.slots
-        for other in running:
-            views[other.slot] = SlotView(other.bound, other.pages)
-        self.device.retire(sequence.slot, views, held, place)
 
 
 def open_device(

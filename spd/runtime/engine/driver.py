@@ -77,19 +77,15 @@ class Gathered:
 
     def completion(self, request_id: str, metrics: RequestMetrics) -> Completion:
         """The whole."""
-        ids, drafted, logprobs = tuple(self.token_ids), tuple(self.drafted), tuple(self.logprobs)
-        reason, error = self.finish_reason, self.error
-        return Completion(request_id, ids, self.text, reason, metrics, drafted, logprobs, error)
+        told = (self.text, self.finish_reason, metrics, tuple(self.drafted), tuple(self.logprobs), self.error)
+        return Completion(request_id, tuple(self.token_ids), *told)
 
 
-Answer = Event | BaseException | None
-"""What comes of an order: events, or an error, or None where it was carried out."""
+Answer = Event | BaseException
 Listener = Callable[[Answer], None]
-"""Hears of one order, in the engine's thread."""
-
-
+"""Hears of one request, in the engine's thread."""
 _Order = tuple[Callable[["Engine"], None], Listener]
-"""What to do with the engine, and what hears of it."""
+"""What to do with the engine, and what hears that it failed."""
 
 
 class LoadingStopped(Exception):
@@ -191,38 +187,20 @@ class EngineThread:
             if self._stopped:  # before there was anything to stop
                 self.stop()
             while reason is None:
-                event = self._answer(answers)
-                assert event is not None
-                reason = event.finish_reason
-                yield event
+                try:
+                    answer = answers.get(timeout=1.0)
+                except queue.Empty:
+                    if self._thread.is_alive():
+                        continue
+                    raise EngineError("the thread of the engine has ended") from None
+                if isinstance(answer, BaseException):
+                    raise answer
+                reason = answer.finish_reason
+                yield answer
         finally:
             self._current = None
             if reason is None:
                 self.forget(request, answers.put)
-
-    def call(self, work: Callable[[Engine], None]) -> None:
-        """Have the engine's thread do something with the idle engine, and wait. Raises what it raises."""
-        self.engine()
-        answers = queue.SimpleQueue[Answer]()
-
-        def act(engine: Engine) -> None:
-            for events in drive(engine.step, lambda: engine.has_work and not self._broken):
-                self._deliver(events)
-            work(engine)
-            answers.put(None)
-
-        self._place(act, answers.put)
-        self._answer(answers)
-
-    def _answer(self, answers: queue.SimpleQueue[Answer]) -> Event | None:
-        while True:
-            with suppress(queue.Empty):
-                answer = answers.get(timeout=1.0)
-                if isinstance(answer, BaseException):
-                    raise answer
-                return answer
-            if not self._thread.is_alive():
-                raise EngineError("the thread of the engine has ended")
 
     def stop(self) -> None:
         """End the request of `run` after the round that is under way."""

@@ -51,7 +51,7 @@ def event_of(sequence: Sequence, row: list[int], result: RoundResult, now: float
     sequence.metrics.draft_n_accepted_raw += matched
     logprobs = () if result.logprobs is None else _logprobs(sequence, result.logprobs, tokens)
     marks = _marks(accepted, count)
-    return Event(sequence.name, tuple(tokens), text, reason, marks, logprobs, error)
+    return Event(sequence.request.id, tuple(tokens), text, reason, marks, logprobs, error)
 
 
 def _walk(sequence: Sequence, tokens: list[int]) -> tuple[int, str | None, str | None]:

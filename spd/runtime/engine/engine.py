@@ -9,28 +9,25 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Listed
 from functools import reduce
 from itertools import takewhile
 from operator import attrgetter, or_
 
 from spd.errors import EngineError, UsageError
-from spd.formats.model_config import ModelConfig
 from spd.formats.tokenizer import Tokenizer
 from spd.kernels.round.commit import ACCEPTED, GOING_ON, MATCH, NUM_DRAFTS, read_emission
 from spd.runtime.engine.assembly import Assembly
-from spd.runtime.engine.checkpoints import Checkpoints
-from spd.runtime.engine.device_side import SlotWriter, memory_refusal, open_device, page_of
+from spd.runtime.engine.device_side import memory_refusal, open_device, page_of
 from spd.runtime.engine.draft_length import DraftLength, medians
 from spd.runtime.engine.driver import Gathered, drive
 from spd.runtime.engine.emission import event_of, record_of
 from spd.runtime.engine.grammar import GrammarError
 from spd.runtime.engine.metrics import EngineMetrics, RequestMetrics, RoundRecord
-from spd.runtime.engine.page_table import PageTable
+from spd.runtime.engine.page_table import Checkpoints, PageTable
 from spd.runtime.engine.request import Completion, Event, Request
-from spd.runtime.engine.request_checks import RequestChecks
 from spd.runtime.engine.scheduler import EnqueuedRound, Scheduler
-from spd.runtime.engine.sequence import Sequence
+from spd.runtime.engine.sequence import RequestChecks, Sequence
 from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.plan import make_plan
@@ -42,17 +39,6 @@ from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 
 IDLE_PASSES, BUSY_PASSES = 16, 4
 """Passes over prompts in a step: where none decoded at its beginning, and while more wait than decode."""
-
-
-@dataclass(frozen=True)
-class Members:
-    """The sequences of one round; the same for as long as none comes or goes."""
-
-    epochs: tuple[int, ...] = ()
-    """Of each slot; 0: it does not take part."""
-    needs: SamplerClass = field(default_factory=SamplerClass)
-    logprobs: int | None = None
-    """The most log-probabilities that any wants; None where none wants some."""
 
 
 class Engine:
@@ -77,29 +63,24 @@ class Engine:
         began = time.perf_counter()
         self.config = config
         self.plan = plan = make_plan(config)
-        self.model_config: ModelConfig = plan.model.config
+        shape = plan.shape
         self._checks = RequestChecks(plan)
         self.tokenizer: Tokenizer | None = self._checks.tokenizer
         self.eos_ids, self.usable_vocab = self._checks.eos_ids, self._checks.usable_vocab
         self._device = open_device(plan, self.usable_vocab, progress, config.rendezvous)
         self._parts: Assembly = self._device.parts
-        self._pages = PageTable(plan.shape.num_pages)
-        self._scheduler = Scheduler(
-            plan.shape.slots,
-            self._pages,
-            PAGE_SIZE,
-            self._parts.pages_per_block,
-            plan.shape.ctx,
-            sharing=plan.shares_prefixes,
-            checkpoints=Checkpoints(plan.shape.checkpoints, PAGE_SIZE) if plan.shape.checkpoints else None,
-        )
-        self._slots = SlotWriter(self._device, plan)
+        self._pages, sizes = PageTable(shape.num_pages), (PAGE_SIZE, self._parts.pages_per_block, shape.ctx)
+        kept = Checkpoints(shape.checkpoints, PAGE_SIZE) if shape.checkpoints else None
+        share = plan.shares_prefixes
+        self._scheduler = Scheduler(shape.slots, self._pages, *sizes, sharing=share, checkpoints=kept)
         self._ready: list[Event] = []
         self.totals = EngineMetrics()
-        self._draft_length = DraftLength(
-            plan.shape.model_drafts, plan.adaptive, plan.draft_tiers, plan.copying
-        )
-        self._members = Members()
+        self._draft_length = DraftLength(shape.model_drafts, plan.adaptive, plan.draft_tiers, plan.copying)
+        self._epochs: list[int] = []
+        """Of the latest round's sequences."""
+        self._needs = SamplerClass()
+        self._logprobs: int | None = None
+        """The most that any request of the round wants."""
         self._k = 0
         self.trace: Callable[[RoundRecord], None] | None = None
         self.load_ms = 1000 * (time.perf_counter() - began)
@@ -120,15 +101,10 @@ class Engine:
         shapes = captured.usual(self._draft_length.usual_pairs, params, together)[:most]
         return sum(takewhile(bool, map(self._device.capture, shapes)))
 
-    def check(self, request: Request) -> None:
-        """Raise what `add` would refuse the request with."""
-        self._checks.sequence(request)
-
     def add(self, request: Request) -> None:
         """Queue a request. Whatever can be refused for one request alone is refused here."""
         sequence = self._checks.sequence(request)
         sequence.metrics.load_ms = self.load_ms
-        sequence.metrics.prompt_tokens = len(request.prompt_ids)
         self._scheduler.add(sequence)
         # What an earlier request of this id has left is not for this one.
         self._ready = [event for event in self._ready if event.request_id != request.id]
@@ -194,7 +170,7 @@ class Engine:
         """
         asked = list(requests)
         for request in asked:
-            self.check(request)
+            self._checks.sequence(request)
         twice = [name for name, times in Counter(request.id for request in asked).items() if times > 1]
         if twice:
             raise UsageError(f"request id {twice[0]!r} is given twice", fix=["an id of its own for each"])
@@ -256,14 +232,13 @@ class Engine:
         passes, most = 0.0, BUSY_PASSES if stalls else IDLE_PASSES
         written: list[tuple[Sequence, int]] = []
         while (sequence := scheduler.next_to_prefill(2 * self.plan.shape.draft_max + 1)) is not None:
-            if sequence.admitted_at is None:
-                sequence.admitted_at = time.perf_counter()
-                sequence.metrics.queue_ms = 1000 * (sequence.admitted_at - sequence.arrived_at)
-                sequence.metrics.cached_tokens = sequence.prefilled
             if not sequence.placed:
-                self._slots.place(sequence)
+                if not sequence.metrics.preemptions:
+                    sequence.metrics.queue_ms = 1000 * (time.perf_counter() - sequence.arrived_at)
+                    sequence.metrics.cached_tokens = sequence.prefilled
+                self._device.enter(sequence)
             before = sequence.prefilled
-            scheduler.wrote(sequence, self._slots.prefill(sequence, scheduler.prefill_runs(sequence)))
+            scheduler.wrote(sequence, self._device.prefill(sequence, scheduler.prefill_runs(sequence)))
             end, rows = sequence.prefilled, sequence.prefilled - before
             if (place := scheduler.due(sequence, before)) is not None:
                 self._device.save(place, sequence.slot, end, page_of(sequence.pages, end))
@@ -281,9 +256,9 @@ class Engine:
             for sequence, count in written:
                 sequence.metrics.prompt_ms += each * count
 
-    def _arm(self, sequence: Sequence, drafts: list[int] | None = None) -> None:
+    def _arm(self, sequence: Sequence, drafts: Listed[int] = ()) -> None:
         try:
-            self._slots.arm(sequence, drafts or ())
+            self._device.arm(sequence, drafts)
         except GrammarError as error:
             self._stop(sequence, "error", str(error))
 
@@ -312,39 +287,36 @@ class Engine:
                 scheduler.preempt(last)
             live = scheduler.decoding()
 
-    def _gather(self, live: list[Sequence]) -> Members:
-        """The sequences of a round and what follows from them, told anew only where one came or went."""
-        by_slot = [0] * self.plan.shape.slots
-        for sequence in live:
-            by_slot[sequence.slot] = sequence.epoch
-        if (epochs := tuple(by_slot)) != self._members.epochs:
-            needs = reduce(or_, (sequence.needs for sequence in live), SamplerClass())
-            wanted = (sequence.request.params.logprobs for sequence in live)
-            logprobs = max((one for one in wanted if one is not None), default=None)
-            self._members, most = Members(epochs, needs, logprobs), self.plan.shape.draft_max
-            self._draft_length.attend([(s.acceptance, s.draft_cap(most)) for s in live])
-        return self._members
+    def _gather(self, live: list[Sequence]) -> None:
+        """Note what follows from the sequences of a round, where one came or went."""
+        self._epochs, most = [sequence.epoch for sequence in live], self.plan.shape.draft_max
+        self._needs = reduce(or_, (sequence.needs for sequence in live), SamplerClass())
+        wanted = (sequence.request.params.logprobs for sequence in live)
+        self._logprobs = max((one for one in wanted if one is not None), default=None)
+        caps = (most if (cap := s.request.draft_max) is None else min(cap, most) for s in live)
+        self._draft_length.attend([(s.acceptance, cap) for s, cap in zip(live, caps, strict=True)])
 
     def _enqueue(self) -> bool:
         """Enqueue one round over all that decode; False when every one may already be at its limit."""
         decoding = self._scheduler.decoding()
         if not any(s.bound < s.length_limit or not s.in_flight for s in decoding):
             return False
-        members = self._gather(decoding)
+        if [sequence.epoch for sequence in decoding] != self._epochs:
+            self._gather(decoding)
         k, next_k = self._k, self._draft_length.choose()
         rows = k + 1 + next_k  # fed at most, and drafted beyond what is committed
         live, reaches = self._make_room(decoding, rows)
         if not live:
             return False
         if live is not decoding:
-            members = self._gather(live)
+            self._gather(live)
         views = [EMPTY_SLOT] * self.plan.shape.slots
         for sequence, reach in zip(live, reaches, strict=True):
             views[sequence.slot] = SlotView(reach, sequence.pages)
             sequence.in_flight += k + 1
-        ticket = self._device.launch(k, views, members.needs, members.logprobs, next_k)
-        self._scheduler.in_flight.append(EnqueuedRound(ticket, members.epochs, []))
-        if members.needs.grammar:
+        ticket = self._device.launch(k, views, self._needs, self._logprobs, next_k)
+        self._scheduler.in_flight.append(EnqueuedRound(ticket, live, self._epochs, []))
+        if self._needs.grammar:
             for sequence in live:
                 if sequence.grammar is not None:
                     sequence.active = False
@@ -362,9 +334,9 @@ class Engine:
         draft, verify, rest = result.seconds
         self._draft_length.observe_cost(result.k, verify + rest, draft, result.draft_forwards, result.gap)
         now = time.perf_counter()
-        for sequence, epoch, row in zip(scheduler.slots, oldest.epochs, result.rows, strict=True):
-            if sequence is not None and sequence.epoch == epoch:
-                self._apply(sequence, row, result, now)
+        for sequence, epoch in zip(oldest.sequences, oldest.epochs, strict=True):
+            if sequence.epoch == epoch and scheduler.slots[sequence.slot] is sequence:
+                self._apply(sequence, result.rows[sequence.slot], result, now)
 
     def _apply(self, sequence: Sequence, row: list[int], result: RoundResult, now: float) -> None:
         sequence.in_flight -= result.k + 1
@@ -389,14 +361,17 @@ class Engine:
 
     def _stop(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         text = sequence.detokenizer.take(final=True)
-        self._end(sequence, Event(sequence.name, (), text, reason, error=error), not sequence.in_flight)
+        self._end(sequence, Event(sequence.request.id, (), text, reason, error=error), not sequence.in_flight)
 
     def _vacate(self, sequence: Sequence, settled: bool) -> None:
         """Silence its slot. Its states are kept if `settled`: none has taken in a token beyond its end."""
         scheduler, held = self._scheduler, self._scheduler.held(sequence)
         place = scheduler.checkpoint(sequence, held) if settled else None
+        views = [EMPTY_SLOT] * self.plan.shape.slots
+        for other in scheduler.running():
+            views[other.slot] = SlotView(other.bound, other.pages)
         try:
-            self._slots.vacate(sequence, scheduler.running(), held, place)
+            self._device.retire(sequence.slot, views, held, place)
         except BaseException:
             scheduler.take_back()
             raise

@@ -65,8 +65,8 @@ class Grammar(Protocol):
         ...
 
 
-class GuidedText:
-    """A `Grammar` over an llguidance matcher.
+class GuidedText(Grammar):
+    """One over an llguidance matcher.
 
     `ends` are the ids that end a text, allowed where the grammar may be complete. With `after` the
     grammar begins behind that token, and everything is allowed before.
@@ -79,16 +79,13 @@ class GuidedText:
 
     @property
     def finished(self) -> bool:
-        """See `Grammar`."""
         return self.began and bool(self._matcher.is_stopped())
 
     @property
     def complete(self) -> bool:
-        """See `Grammar`."""
         return self.finished or (self.began and bool(self._matcher.is_accepting()))
 
     def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
-        """See `Grammar`."""
         rows.fill_(-1)
         began, consumed, legal = self.began, 0, len(drafts)
         for i in range(len(drafts) + 1):
@@ -130,7 +127,6 @@ class GuidedText:
             raise GrammarError(f"the grammar failed: {_in_short(self._matcher.get_error())}")
 
     def accept(self, token: int) -> None:
-        """See `Grammar`."""
         if not self.began:
             self.began = token == self._after
         elif not self._matcher.try_consume_tokens([token]):
@@ -142,8 +138,8 @@ _Place = tuple[Literal["beginning", "thinking", "answer"], int]
 """The part that a text is in, and how many tokens of it are left; an answer has no end."""
 
 
-class BudgetedThinking:
-    """A `Grammar` that ends thinking, around the one of the answer where there is one."""
+class BudgetedThinking(Grammar):
+    """One that ends thinking, around the one of the answer where there is one."""
 
     def __init__(self, budget: ThinkingBudget, inner: Grammar | None = None) -> None:
         self._budget, self._inner = budget, inner
@@ -151,16 +147,13 @@ class BudgetedThinking:
 
     @property
     def finished(self) -> bool:
-        """See `Grammar`."""
         return self._inner is not None and self._inner.finished
 
     @property
     def complete(self) -> bool:
-        """See `Grammar`."""
         return self._inner is None or self._inner.complete
 
     def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
-        """See `Grammar`."""
         legal = len(drafts)
         if self._inner is None:
             rows.fill_(-1)
@@ -178,7 +171,6 @@ class BudgetedThinking:
         return legal
 
     def accept(self, token: int) -> None:
-        """See `Grammar`."""
         if self._inner is not None:
             self._inner.accept(token)
         self._place = self._next(self._place, token)

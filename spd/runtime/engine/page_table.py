@@ -1,4 +1,4 @@
-"""Logical pages: allocate, share by chained hash, free. No torch here.
+"""Logical pages and checkpoints: allocate, share by chained hash, free. No torch here.
 
 Pages 0 and 1 are reserved: page 0 takes rows that must not be kept, page 1 stays zero and pads
 gathers. A page is published under a hash of everything that decided its contents: the tokens before
@@ -18,6 +18,8 @@ from spd.runtime.round.spans import Run, kinds_in
 
 ROOT = b"spd page"
 """What the first page of all is chained to."""
+INTERVAL = 4096
+"""Positions of a prompt after which there is a checkpoint, whatever stands there."""
 
 
 def page_hashes(
@@ -168,3 +170,70 @@ class PageTable:
         if page in self._idle:
             del self._idle[page]
             self._free.add(page)
+
+
+class Checkpoint(NamedTuple):
+    """States as of position `end`, and what stands of its page, in one of the places."""
+
+    place: int
+    end: int
+    digest: bytes
+    """Of all that stands before `end`."""
+
+
+class Checkpoints:
+    """Owns the numbers of `places` places for recurrent states; `page_size` in positions.
+
+    Pages hold every position, a state only one: a sequence that finds another's pages goes on from the last
+    checkpoint within them. It is found under the chained hash of the tokens before it and of what wrote them,
+    up to exactly its position, which no chunk contains. The least recently used place is taken for another.
+    """
+
+    def __init__(self, places: int, page_size: int) -> None:
+        self.page_size = page_size
+        self._free = list(range(places))
+        self._kept: OrderedDict[bytes, Checkpoint] = OrderedDict()  # by digest, least recently used first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def _digest(self, tokens: Sequence[int], runs: Sequence[Run], hashes: Sequence[bytes], end: int) -> bytes:
+        page, rest = divmod(end, self.page_size)
+        before = hash_before(hashes, page)
+        return chained_hash(before, tokens, runs, end - rest, end) if rest else before
+
+    def find(
+        self, tokens: Sequence[int], runs: Sequence[Run], hashes: Sequence[bytes], most: int
+    ) -> Checkpoint | None:
+        """The last checkpoint of these tokens up to position `most`; hashes: of full pages that are there."""
+        for kept in sorted(self._kept.values(), key=lambda each: -each.end):
+            there = kept.end <= most and kept.end // self.page_size <= len(hashes)
+            if there and kept.digest == self._digest(tokens, runs, hashes, kept.end):
+                return kept
+        return None
+
+    def use(self, checkpoint: Checkpoint) -> int:
+        """The place that it is copied from; all others are older now."""
+        self._kept.move_to_end(checkpoint.digest)
+        return checkpoint.place
+
+    def keep(
+        self, tokens: Sequence[int], runs: Sequence[Run], hashes: Sequence[bytes], end: int
+    ) -> int | None:
+        """The place to copy the states as of `end` to; None where a copy is kept already.
+
+        hashes: of all full pages before.
+        """
+        digest = self._digest(tokens, runs, hashes, end)
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
+            return None
+        place = self._free.pop() if self._free else self._kept.popitem(last=False)[1].place
+        self._kept[digest] = Checkpoint(place, end, digest)
+        return place
+
+    def forget(self, place: int) -> None:
+        """A copy is not going to be made: none may find it."""
+        for kept in [kept for kept in self._kept.values() if kept.place == place]:
+            del self._kept[kept.digest]
+            self._free.append(place)

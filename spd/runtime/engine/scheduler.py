@@ -15,8 +15,15 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from spd.errors import UsageError
-from spd.runtime.engine.checkpoints import INTERVAL, Checkpoints
-from spd.runtime.engine.page_table import PageTable, Tail, chained_hash, hash_before, page_hashes
+from spd.runtime.engine.page_table import (
+    INTERVAL,
+    Checkpoints,
+    PageTable,
+    Tail,
+    chained_hash,
+    hash_before,
+    page_hashes,
+)
 from spd.runtime.engine.sequence import NO_SLOT, Sequence
 from spd.runtime.round.spans import Run, clip_runs, extend_tile, reusable_prefix
 
@@ -26,8 +33,9 @@ class EnqueuedRound(NamedTuple):
 
     ticket: Any
     """What its outcome is read by."""
+    sequences: Listed[Sequence]
     epochs: Listed[int]
-    """Of each slot; 0: it does not take part."""
+    """Theirs: one that has another by now is in another stay."""
     pages: list[int]
     """Given up since it was enqueued: it may touch them, and they are free afterwards."""
 
@@ -197,7 +205,7 @@ class Scheduler:
         return tail if tail.digest == chained_hash(before, sequence.tokens(), runs, start, end) else None
 
     def prefill_runs(self, sequence: Sequence) -> list[Run]:
-        """Which program writes which position before it may decode; a replay writes as it was written."""
+        """Which program writes, or wrote, which position that a prefill covers: tiles, after the prompt."""
         return clip_runs(extend_tile(sequence.runs, sequence.length), sequence.prefill_end)
 
     def wrote(self, sequence: Sequence, end: int) -> None:
@@ -269,9 +277,7 @@ class Scheduler:
     def _vacate(self, sequence: Sequence, *, publish: bool) -> None:
         """Free a slot and its pages; publish those that hold committed tokens only."""
         if publish and self.sharing and sequence is not self.prefilling:
-            # Everything after the prompt was written by verify-class tiles.
-            tokens, end = sequence.tokens(), sequence.prefill_end
-            runs = extend_tile(sequence.runs, end)
+            tokens, runs, end = sequence.tokens(), self.prefill_runs(sequence), sequence.prefill_end
             hashes = page_hashes(tokens, runs, self.page_size, end, sequence.hashes)
             for page, digest in zip(sequence.pages, hashes, strict=False):
                 self.pages.publish(page, digest)

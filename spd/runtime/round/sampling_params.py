@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from spd.errors import UsageError
 
 MAX_STOP_IDS = 16
+NUM_STOP_IDS = MAX_STOP_IDS + 8  # with those that end every text of a model
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_LOGPROBS = 20

@@ -15,10 +15,9 @@ from torch import Tensor
 from spd.kernels.round.commit import emission_width
 from spd.kernels.round.window import NUM_TIMES
 from spd.runtime.round.limits import ZERO_PAGE
-from spd.runtime.round.sampling_params import MAX_STOP_IDS
+from spd.runtime.round.sampling_params import NUM_STOP_IDS
 from spd.runtime.round.transfer import to_device
 
-NUM_STOP_IDS = MAX_STOP_IDS + 8
 RING_DEPTH = 4
 """Rounds whose emissions are kept: the one that runs, two unread ones at most (lag 2), one to spare."""
 
