@@ -54,18 +54,18 @@ def test_accepted_drafts_come_in_runs() -> None:
     assert steady < expected_tokens([0.7], [4], 4)[4] < sum(places) / 2
 
 
-@pytest.mark.parametrize("maximum", [0, 1, 7])
-@pytest.mark.parametrize("rate", [0.0, 1.0])
-def test_a_fixed_k_stays(maximum: int, rate: float) -> None:
-    assert set(play(DraftLength(maximum, adaptive=False), 100, rate)) == {maximum}
-
-
-def test_a_maximum_of_zero_never_drafts() -> None:
-    assert set(play(DraftLength(0, adaptive=True), 100, 0.0)) == {0}
-
-
-def test_the_first_rounds_measure() -> None:
-    assert play(DraftLength(5, adaptive=True), WARM_UP_ROUNDS, 0.0) == [5] * WARM_UP_ROUNDS
+@pytest.mark.parametrize(
+    ("maximum", "adaptive", "rounds", "rate", "ks"),
+    [
+        *[(maximum, False, 100, rate, {maximum}) for maximum in (0, 1, 7) for rate in (0.0, 1.0)],
+        (0, True, 100, 0.0, {0}),
+        (5, True, WARM_UP_ROUNDS, 0.0, {5}),  # the first rounds measure
+        (1, True, 900, 0.0, {0, 1}),  # a probe is not above the maximum
+    ],
+)
+def test_no_other_k_is_run(maximum: int, adaptive: bool, rounds: int, rate: float, ks: set[int]) -> None:
+    chosen = play(DraftLength(maximum, adaptive), rounds, rate)
+    assert set(chosen[60:] if rounds == 900 else chosen) == ks
 
 
 def test_without_acceptance_k_goes_to_zero_and_is_probed_ever_less() -> None:
@@ -77,10 +77,6 @@ def test_without_acceptance_k_goes_to_zero_and_is_probed_ever_less() -> None:
     gaps = [b - a - PROBE_OUTCOMES + 1 for a, b in itertools.pairwise(probes)]
     assert gaps[:4] == [2 * PROBE_EVERY, 4 * PROBE_EVERY, 8 * PROBE_EVERY, PROBE_SELDOM]
     assert set(gaps[3:]) == {PROBE_SELDOM}
-
-
-def test_a_probe_is_not_above_the_maximum() -> None:
-    assert set(play(DraftLength(1, adaptive=True), 900, 0.0)[60:]) == {0, 1}
 
 
 def test_with_full_acceptance_k_goes_to_the_maximum() -> None:
@@ -115,12 +111,25 @@ def test_k_follows_the_measured_cost_of_verification() -> None:
     assert length.choose() == 0
 
 
-def test_what_comes_after_a_plain_verification_counts() -> None:
-    """What a round does after its commit takes time without drafts, too: plain rounds are not free of it."""
-    length = DraftLength(2, adaptive=True)
-    for k in (0, 2) * ENOUGH:
-        length.observe_cost(k, 0.010, 0.005 if k == 0 else 0.008, k)
-    assert length.times.costs(range(3)) == pytest.approx({0: 0.015, 1: 0.0165, 2: 0.018})
+@pytest.mark.parametrize(
+    ("rounds", "costs"),
+    [
+        # What a round does after its commit takes time without drafts, too: plain rounds are not free of it.
+        ([(0, 0.010, 0.005, 0), (2, 0.010, 0.008, 2)] * ENOUGH, {0: 0.015, 1: 0.0165, 2: 0.018}),
+        # Drafting takes what so many forwards were seen to take.
+        ([(1, 0.004, 0.0010, 1), (2, 0.004, 0.0016, 2)] * ENOUGH, {1: 0.005, 2: 0.0056, 3: 0.0062}),
+        # A first cold time is not believed.
+        ([(0, 0.01, 0.0, 0), (0, 0.01, 0.0, 0), (2, 0.05, 0.0, 0)], {2: 0.01}),
+        ([(0, 0.01, 0.0, 0), (0, 0.01, 0.0, 0), (2, 0.05, 0.0, 0), (2, 0.02, 0.0, 0)], {2: 0.02}),
+    ],
+)
+def test_what_rounds_are_taken_to_cost(
+    rounds: list[tuple[int, float, float, int]], costs: dict[int, float]
+) -> None:
+    length = DraftLength(4, adaptive=True)
+    for one in rounds:
+        length.observe_cost(*one)
+    assert length.times.costs(costs) == pytest.approx(costs)
 
 
 def test_the_rate_is_conditional() -> None:
@@ -202,15 +211,6 @@ def test_rounds_held_up_are_outvoted() -> None:
             assert length.times.costs([2])[2] == pytest.approx(0.006)
 
 
-def test_a_first_cold_time_is_not_believed() -> None:
-    length = DraftLength(4, adaptive=True)
-    for k, seconds in ((0, 0.01), (0, 0.01), (2, 0.05)):
-        length.observe_cost(k, seconds, 0.0, 0)
-    assert length.times.costs([2])[2] == pytest.approx(0.01, rel=1e-3)
-    length.observe_cost(2, 0.02, 0.0, 0)
-    assert length.times.costs([2])[2] == pytest.approx(0.02, rel=1e-3)
-
-
 def test_a_few_bad_rounds_are_drafted_through() -> None:
     """From plain rounds the drafter has to catch up: none is run before they seemed better for a while."""
     length = DraftLength(4, adaptive=True)
@@ -226,13 +226,6 @@ def test_a_few_bad_rounds_are_drafted_through() -> None:
         assert chosen.count(0) <= ENOUGH, "but where it is timed"
     length.overall = Acceptance(2, 20)
     assert not [length.choose() for _ in range(2 * PATIENCE)][-1]
-
-
-def test_drafting_takes_what_so_many_forwards_were_seen_to_take() -> None:
-    length = DraftLength(4, adaptive=True)
-    for k, seconds in ((1, 0.0010), (2, 0.0016)) * ENOUGH:
-        length.observe_cost(k, 0.004, seconds, k)
-    assert length.times.costs(range(1, 4)) == pytest.approx({1: 0.005, 2: 0.0056, 3: 0.0062}, rel=1e-3)
 
 
 def test_plain_rounds_are_timed_while_drafts_are_accepted() -> None:

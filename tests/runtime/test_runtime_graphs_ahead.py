@@ -197,6 +197,6 @@ def test_ranks_that_run_out_of_memory_say_so(target: Path) -> None:
 
 
 def test_every_rank_is_asked_for_everything_that_is_done() -> None:
-    """What rank 0 captures the others capture, in its order."""
-    alone = {"read", "close", "has_unwritten"}
+    """What rank 0 captures the others capture, in its order; what a sequence needs is made of such orders."""
+    alone = {"read", "close", "has_unwritten", "enter", "prefill", "arm"}
     assert {name for name in vars(DeviceSide) if not name.startswith("_")} - alone == set(ORDERS)

@@ -48,8 +48,6 @@ class Assembly:
     proposer: Proposer | None
     queue: RoundQueue
     states: StateStore
-    pages_per_block: int
-    """Pages by which a slot grows: whole blocks of context for the target and for the drafter."""
     threads: FollowedThreads
 
 
@@ -142,9 +140,8 @@ def assemble(
     share = None if ranks is None or ranks.share is None or not drafters else ranks.share.broadcast
     round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.wishes.verify, share)
     queue = RoundQueue(round_, CapturedRounds(round_) if shape.graphs else None)
-    pages_per_block = max(each.pages_per_block for each in (runner, *drafters))
     states = StateStore([runner, *drafters], proposer)
-    return Assembly(state, runner, sampler, proposer, queue, states, pages_per_block, threads)
+    return Assembly(state, runner, sampler, proposer, queue, states, threads)
 
 
 def _threads(plan: EnginePlan, kernels: Kernels) -> FollowedThreads:

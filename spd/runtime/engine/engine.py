@@ -69,7 +69,8 @@ class Engine:
         self.eos_ids, self.usable_vocab = self._checks.eos_ids, self._checks.usable_vocab
         self._device = open_device(plan, self.usable_vocab, progress, config.rendezvous)
         self._parts: Assembly = self._device.parts
-        self._pages, sizes = PageTable(shape.num_pages), (PAGE_SIZE, self._parts.pages_per_block, shape.ctx)
+        self._pages = PageTable(shape.num_pages)
+        sizes = PAGE_SIZE, self._parts.runner.pages_per_block, shape.ctx
         kept = Checkpoints(shape.checkpoints, PAGE_SIZE) if shape.checkpoints else None
         share = plan.shares_prefixes
         self._scheduler = Scheduler(shape.slots, self._pages, *sizes, sharing=share, checkpoints=kept)
