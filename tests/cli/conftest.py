@@ -185,7 +185,7 @@ class FakeEngine:
         if piece is None:
             return []
         ids = (self._steps, self._steps + 1)
-        self._metrics.outcomes[4, 1] += 1
+        self._metrics.outcomes[4, 1] = self._metrics.outcomes.get((4, 1), 0) + 1
         self._metrics.draft_n_accepted_raw += 1
         self._metrics.completion_tokens += 2
         self._metrics.predicted_ms += 20.0

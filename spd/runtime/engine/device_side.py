@@ -99,8 +99,8 @@ class DeviceSide:
         if checkpoint is not None:
             parts.states.load(checkpoint, slot, prefilled, page_of(pages, prefilled))
         self._ids = ids = to_device([*request.prompt_ids, *generated], torch.long, self.plan.device)
-        least, drafts = prompt + params.min_tokens, (self.plan.shape.draft_ctx, request.draft_max)
-        parts.state.admit(slot, ids, length_limit, least, stop_ids, *drafts, active=False)
+        least, reach = prompt + params.min_tokens, self.plan.shape.draft_ctx
+        parts.state.admit(slot, ids, length_limit, least, stop_ids, reach, request.draft_max, active=False)
         parts.sampler.admit(slot, params, ids[:prompt], ids[prompt:])
         parts.runner.admit(slot, prefilled)
         if parts.proposer is not None:

@@ -77,8 +77,9 @@ class Gathered:
 
     def completion(self, request_id: str, metrics: RequestMetrics) -> Completion:
         """The whole."""
-        told = (self.text, self.finish_reason, metrics, tuple(self.drafted), tuple(self.logprobs), self.error)
-        return Completion(request_id, tuple(self.token_ids), *told)
+        ids, drafted, logprobs = tuple(self.token_ids), tuple(self.drafted), tuple(self.logprobs)
+        reason, error = self.finish_reason, self.error
+        return Completion(request_id, ids, self.text, reason, metrics, drafted, logprobs, error)
 
 
 Answer = Event | BaseException

@@ -129,7 +129,7 @@ class Engine:
     def metrics(self, request_id: str) -> RequestMetrics:
         """Counters of a request that waits, runs or ended of late. Raises KeyError for an unknown id."""
         sequence = self._scheduler.find(request_id)
-        return self.totals.finished[request_id] if sequence is None else sequence.metrics
+        return self.totals.finished[request_id] if sequence is None else sequence.measured()
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
         """Run requests to their end, yielding events as they come; taken from `requests` as room appears.
@@ -389,4 +389,4 @@ class Engine:
             if own := self._scheduler.retire(sequence):
                 self._device.clear(own)
         self._ready.append(event)  # where freeing broke off it is not over yet
-        self.totals.add(name, sequence.metrics, reason)
+        self.totals.add(name, sequence.measured(), reason)

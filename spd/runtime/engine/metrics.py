@@ -7,7 +7,7 @@ vLLM's `metrics.speculative_decoding`.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,12 +53,12 @@ class RequestMetrics:
     first_token_ms: float = 0.0
     predicted_ms: float = 0.0
     """From the first tokens to the last."""
-    emissions: int = 0
-    """How many times tokens came."""
     first_tokens: int = 0
     """How many came the first time."""
-    outcomes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    outcomes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Rounds, by how many drafts were verified, and how many of them were accepted and emitted."""
+    empty_rounds: int = 0
+    """Those that brought no token: of a model that gave no finite number."""
     draft_n_accepted_raw: int = 0
 
     @property
@@ -113,7 +113,8 @@ class RequestMetrics:
     @property
     def inter_token_latency_ms(self) -> float:
         """ITL, mean: the time from one emission to the next, which may bring several tokens."""
-        return self.predicted_ms / (self.emissions - 1) if self.emissions > 1 else 0.0
+        gaps = self.rounds - self.empty_rounds - 1
+        return self.predicted_ms / gaps if gaps > 0 else 0.0
 
     @property
     def tokens_per_round(self) -> float:

@@ -58,8 +58,10 @@ class Sequence:
     """Committed tokens the host knows of, the prompt included."""
     in_flight: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    """Without what `measured` adds."""
     arrived_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
+    last_token_at: float = 0.0
     acceptance: Acceptance = field(default_factory=Acceptance)
     drafted_for: bool = False
     """Whether the round read next could have held drafts: not the first after a prefill."""
@@ -71,19 +73,25 @@ class Sequence:
 
     def commit(self, tokens: Listed[int], drafts: int, accepted: int, now: float) -> None:
         """Add a round's tokens, read at `now` in seconds; so many of its drafts are among them."""
-        metrics, count = self.metrics, len(tokens)
-        metrics.outcomes[drafts, accepted] += 1
-        if not count:
+        metrics, outcome = self.metrics, (drafts, accepted)
+        metrics.outcomes[outcome] = metrics.outcomes.get(outcome, 0) + 1
+        if not tokens:
+            metrics.empty_rounds += 1
             return
         self.generated += tokens
-        self.length += count
-        metrics.completion_tokens += count
-        metrics.emissions += 1
+        self.length += len(tokens)
+        self.last_token_at = now
         if self.first_token_at is None:
             self.first_token_at = now
-            metrics.first_tokens = count
+            metrics.first_tokens = len(tokens)
             metrics.first_token_ms = 1000 * (now - self.arrived_at)
-        metrics.predicted_ms = 1000 * (now - self.first_token_at)
+
+    def measured(self) -> RequestMetrics:
+        """Its counters, as they are now."""
+        self.metrics.completion_tokens = len(self.generated)
+        if self.first_token_at is not None:
+            self.metrics.predicted_ms = 1000 * (self.last_token_at - self.first_token_at)
+        return self.metrics
 
     @property
     def bound(self) -> int:
