@@ -18,8 +18,6 @@ from spd.runtime.round.spans import Run, kinds_in
 
 ROOT = b"spd page"
 """What the first page of all is chained to."""
-INTERVAL = 4096
-"""Positions of a prompt after which there is a checkpoint, whatever stands there."""
 
 
 def page_hashes(

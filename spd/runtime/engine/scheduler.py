@@ -15,17 +15,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from spd.errors import UsageError
-from spd.runtime.engine.page_table import (
-    INTERVAL,
-    Checkpoints,
-    PageTable,
-    Tail,
-    chained_hash,
-    hash_before,
-    page_hashes,
-)
+from spd.runtime.engine.page_table import Checkpoints, PageTable, Tail, chained_hash, hash_before, page_hashes
 from spd.runtime.engine.sequence import NO_SLOT, Sequence
 from spd.runtime.round.spans import Run, clip_runs, extend_tile, reusable_prefix
+
+INTERVAL = 4096
+"""Positions of a prompt after which there is a checkpoint, whatever stands there."""
 
 
 class EnqueuedRound(NamedTuple):
@@ -260,7 +255,7 @@ class Scheduler:
         assert not sequence.in_flight
         self._vacate(sequence, publish=True)
         sequence.slot, sequence.prefilled, sequence.hashes = NO_SLOT, 0, []
-        sequence.active = sequence.drafted_for = False
+        sequence.drafted_for = False
         sequence.metrics.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(sequence)
@@ -270,7 +265,6 @@ class Scheduler:
         failed = sequence.finish_reason == "error"
         own = [page for page in sequence.pages if not self.pages.is_published(page)] if failed else []
         self._vacate(sequence, publish=not failed)
-        sequence.active = False
         del self._by_id[sequence.request.id]
         return own
 
@@ -287,6 +281,7 @@ class Scheduler:
                 self.pages.keep_tail(before, Tail(sequence.pages[len(hashes)], held, digest))
         if sequence is self.prefilling:
             self.prefilling = None
+        sequence.active = False
         # Last page first: the end of a chain is of no use without its beginning.
         pages, sequence.pages = sequence.pages[::-1], []
         self.slots[sequence.slot] = None
