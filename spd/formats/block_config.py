@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from spd.formats.json_file import Fields, shown
 
-MAX_POSITIONS = MAX_WINDOW = 1 << 27
+MAX_POSITIONS = 1 << 27
 MAX_PERIOD, MAX_RANK, MAX_EXPERTS, MAX_BLOCK = 1024, 1 << 16, 1 << 14, 1 << 16
 KINDS = ("full_attention", "sliding_attention")
 LINEAR = "linear_attention"
@@ -23,14 +24,11 @@ MAX_TAPS, MAX_DELTA_DIM = 16, 256
 class SlidingRule:
     """How a family's code chooses the layers that slide."""
 
-    window: int | None = None
-    """What an absent `sliding_window` counts as; null is no window."""
-    switched: bool = False
-    """Whether `use_sliding_window` turns it on, for the layers from `max_window_layers` on."""
+    window: int | None = None  # what an absent `sliding_window` counts as; null is no window
+    switched: bool = False  # whether `use_sliding_window` turns it on, from layer `max_window_layers` on
     period: int | None = None
     """Of so many layers the last sees everything; None: all slide. `sliding_window_pattern` overrides it."""
-    listed: bool = True
-    """Whether the code follows `layer_types`, or they may only say what it does anyway."""
+    listed: bool = True  # whether the code follows `layer_types`, or they may only say what it does anyway
 
 
 @dataclass(frozen=True)
@@ -90,11 +88,9 @@ class ExpertsConfig:
     shared_size: int
     sparse_layers: tuple[bool, ...]
     router: RouterConfig
-    correction: str = "gate.e_score_correction_bias"
-    """The correction's name inside the MLP."""
+    correction: str = "gate.e_score_correction_bias"  # the correction's name inside the MLP
     shared_name: str = "shared_experts"
-    shared_gated: bool = False
-    """What the shared one gives is scaled by the sigmoid of a gate of its own."""
+    shared_gated: bool = False  # what the shared one gives is scaled by the sigmoid of a gate of its own
 
 
 def read_sliding(fields: Fields, num_layers: int, rule: SlidingRule | None) -> tuple[int | None, ...]:
@@ -104,24 +100,22 @@ def read_sliding(fields: Fields, num_layers: int, rule: SlidingRule | None) -> t
     that contradict the rest.
     """
     slides = _listed(fields, num_layers, KINDS if rule else KINDS[:1])
+    window = fields.optional_integer("sliding_window", 1 if rule else 0, MAX_POSITIONS)
     if rule is None:
         # Without the switch a window counts as used: only Qwen writes windows that it then leaves off.
-        window = fields.optional_integer("sliding_window", 0, MAX_POSITIONS)
-        if fields.boolean("use_sliding_window", window is not None) and window is not None:
-            raise fields.refused("sliding_window", f"{window}: sliding window attention is not supported")
+        used = fields.boolean("use_sliding_window", window is not None) and window is not None
+        fields.require(not used, "sliding_window", f"{window}: sliding window attention is not supported")
         return ()
-    window = fields.optional_integer("sliding_window", 1, MAX_WINDOW)
     if "sliding_window" not in fields.values:
         window = rule.window
     if rule.switched and not fields.boolean("use_sliding_window", False):
         window = None
     usual = [window is not None and _slides(fields, rule, layer) for layer in range(num_layers)]
-    if slides is None:
-        slides = usual
-    elif not rule.listed and slides != usual:
-        raise fields.refused("layer_types", "is not what this architecture does with its sliding_window")
-    if any(slides) and window is None:
-        raise fields.refused("layer_types", "names sliding_attention, but there is no sliding_window")
+    agrees = rule.listed or slides in (None, usual)
+    fields.require(agrees, "layer_types", "is not what this architecture does with its sliding_window")
+    slides = usual if slides is None else slides
+    known = window is not None or not any(slides)
+    fields.require(known, "layer_types", "names sliding_attention, but there is no sliding_window")
     return tuple(window if slide else None for slide in slides) if any(slides) else ()
 
 
@@ -142,18 +136,16 @@ def _listed(
         return None
     if not isinstance(names, list) or len(names) != num_layers:
         raise fields.refused(key, f"is not a list of {num_layers} names, one a layer")
+    known = f"{', '.join(kinds)} {'are' if len(kinds) > 1 else 'is'}"
     for name in names:
-        if name not in kinds:
-            known = f"{', '.join(kinds)} {'are' if len(kinds) > 1 else 'is'}"
-            raise fields.refused(key, f"{shown(name)} is not supported ({known})")
+        fields.require(name in kinds, key, f"{shown(name)} is not supported ({known})")
     return [name != KINDS[0] for name in names]
 
 
 def read_latent(fields: Fields) -> LatentConfig:
     """Of `deepseek_v2` and `deepseek_v3`. Raises `CheckpointError` naming the field."""
     rope_dim = fields.integer("qk_rope_head_dim", 2, 1024)
-    if rope_dim % 2:
-        raise fields.refused("qk_rope_head_dim", f"{rope_dim} is odd: rotary embedding needs pairs")
+    fields.require(rope_dim % 2 == 0, "qk_rope_head_dim", f"{rope_dim} is odd: rotary embedding needs pairs")
     return LatentConfig(
         fields.optional_integer("q_lora_rank", 1, MAX_RANK),
         fields.integer("kv_lora_rank", 1, MAX_RANK),
@@ -167,26 +159,19 @@ def read_latent(fields: Fields) -> LatentConfig:
 def read_delta(fields: Fields, num_layers: int, *, interleaved: bool) -> DeltaConfig:
     """Of `qwen3_next` and `qwen3_5`, in both spellings of the list of layers."""
     fields.choice("output_gate_type", ("silu", "swish"), "silu")
-    if not fields.boolean("attn_output_gate", True):
-        raise fields.refused("attn_output_gate", "false: attention without gates is not supported here")
-    key = (
-        "layers_block_type"
-        if "layer_types" not in fields and "layers_block_type" in fields
-        else "layer_types"
-    )
+    gated = fields.boolean("attn_output_gate", True)
+    fields.require(gated, "attn_output_gate", "false: attention without gates is not supported here")
+    key = next((key for key in ("layer_types", "layers_block_type") if key in fields), "layer_types")
     linear = _listed(fields, num_layers, (KINDS[0], LINEAR), key)
     if linear is None:
         interval = fields.integer("full_attention_interval", 1, MAX_PERIOD, 4)
         linear = [bool((layer + 1) % interval) for layer in range(num_layers)]
-    if all(linear):
-        raise fields.refused(
-            key, f"no layer is {KINDS[0]}: a model of recurrent layers alone is not supported"
-        )
+    why = f"no layer is {KINDS[0]}: a model of recurrent layers alone is not supported"
+    fields.require(not all(linear), key, why)
     key_heads = fields.integer("linear_num_key_heads", 1, MAX_RANK, 16)
     value_heads = fields.integer("linear_num_value_heads", 1, MAX_RANK, 32)
-    if value_heads % key_heads:
-        why = f"{key_heads} does not divide {value_heads} value heads"
-        raise fields.refused("linear_num_key_heads", why)
+    why = f"{key_heads} does not divide {value_heads} value heads"
+    fields.require(value_heads % key_heads == 0, "linear_num_key_heads", why)
     return DeltaConfig(
         fields.integer("linear_conv_kernel_dim", 2, MAX_TAPS, 4),
         key_heads,
@@ -202,8 +187,7 @@ def _counted(fields: Fields, experts: str, per_token: str, other: str = "") -> t
     """Experts, under either of two keys, and how many a token takes."""
     renamed = fields.optional_integer(other, 1, MAX_EXPERTS)
     count = fields.integer(experts, 1, MAX_EXPERTS, renamed)
-    if renamed not in (None, count):
-        raise fields.refused(other, f"{renamed} disagrees with {experts} {count}")
+    fields.require(renamed in (None, count), other, f"{renamed} disagrees with {experts} {count}")
     return count, fields.integer(per_token, 1, count)
 
 
@@ -211,10 +195,9 @@ def _grouped(fields: Fields, count: int, per_token: int) -> tuple[int, int]:
     """Groups of experts, and how many of them a token may take its experts from."""
     groups = fields.integer("n_group", 1, count, 1)
     kept = fields.integer("topk_group", 1, groups, 1)
-    if count % groups:
-        raise fields.refused("n_group", f"{groups} does not divide {count} experts")
-    if kept * (count // groups) < per_token:
-        raise fields.refused("topk_group", f"{kept} groups hold fewer than {per_token} experts")
+    fields.require(count % groups == 0, "n_group", f"{groups} does not divide {count} experts")
+    enough = kept * (count // groups) >= per_token
+    fields.require(enough, "topk_group", f"{kept} groups hold fewer than {per_token} experts")
     return groups, kept
 
 
@@ -225,16 +208,12 @@ def _after_dense(fields: Fields, num_layers: int, default: int) -> list[bool]:
 
 
 def _experts(
-    fields: Fields,
-    count: int,
-    sparse: Iterable[bool],
-    router: RouterConfig,
-    shared: str | None = "n_shared_experts",
-    correction: str = ExpertsConfig.correction,
+    fields: Fields, count: int, sparse: Iterable[bool], router: RouterConfig, shared: str, **names: Any
 ) -> ExpertsConfig:
+    """shared: the key that counts the shared experts, each as wide as a routed one."""
     inner = fields.integer("moe_intermediate_size", 1, 1 << 20)
-    beside = inner * fields.integer(shared, 0, 1024, 0) if shared else 0
-    return ExpertsConfig(count, inner, beside, tuple(sparse), router, correction)
+    beside = inner * fields.integer(shared, 0, 1024, 0)
+    return ExpertsConfig(count, inner, beside, tuple(sparse), router, **names)
 
 
 def deepseek_v2_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
@@ -245,11 +224,11 @@ def deepseek_v2_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None
     count, per_token = _counted(fields, "n_routed_experts", "num_experts_per_tok")
     method = fields.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     groups, kept = (1, 1) if method == "greedy" else _grouped(fields, count, per_token)
-    if fields.boolean("norm_topk_prob", False):
-        raise fields.refused("norm_topk_prob", "true: no DeepSeek-V2 divides by the sum, and codes disagree")
+    why = "true: no DeepSeek-V2 divides by the sum, and codes disagree"
+    fields.require(not fields.boolean("norm_topk_prob", False), "norm_topk_prob", why)
     scale = fields.number("routed_scaling_factor", 0.0, 1e6, 1.0)
     router = RouterConfig(per_token, False, False, False, scale, groups, kept)
-    return _experts(fields, count, _after_dense(fields, num_layers, 0), router)
+    return _experts(fields, count, _after_dense(fields, num_layers, 0), router, "n_shared_experts")
 
 
 def deepseek_v3_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
@@ -258,13 +237,13 @@ def deepseek_v3_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
     count, per_token = _counted(fields, "n_routed_experts", "num_experts_per_tok")
     groups, kept = _grouped(fields, count, per_token)
-    if count // groups < 2:
-        raise fields.refused("n_group", f"{groups} groups of {count} experts hold one each, two are needed")
+    why = f"{groups} groups of {count} experts hold one each, two are needed"
+    fields.require(count // groups >= 2, "n_group", why)
     scale = fields.number("routed_scaling_factor", 0.0, 1e6, 1.0)
     normalised = fields.boolean("norm_topk_prob", True)
     router = RouterConfig(per_token, True, True, normalised, scale, groups, kept, group_best=2)
     default = 3 if fields.get("model_type") == "deepseek_v3" else 1
-    return _experts(fields, count, _after_dense(fields, num_layers, default), router)
+    return _experts(fields, count, _after_dense(fields, num_layers, default), router, "n_shared_experts")
 
 
 def qwen3_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
@@ -274,37 +253,31 @@ def qwen3_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise fields.refused("mlp_only_layers", f"{shown(dense)} is not a list of layers")
-    sparse = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+    sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
     router = RouterConfig(per_token, False, False, fields.boolean("norm_topk_prob", False))
-    return _experts(fields, count, sparse, router, None)
+    return ExpertsConfig(count, fields.integer("moe_intermediate_size", 1, 1 << 20), 0, sparse, router)
 
 
 def hybrid_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     """Of `qwen3_next` and `qwen3_5_moe`: as Qwen3's, but weights sum to 1, and the shared one is gated."""
     plain = qwen3_experts(fields, num_layers)
-    normalised = fields.boolean("norm_topk_prob", True)
+    router = replace(plain.router, normalised=fields.boolean("norm_topk_prob", True))
     shared = fields.integer("shared_expert_intermediate_size", 0, 1 << 20, 512)
-    return replace(
-        plain,
-        router=replace(plain.router, normalised=normalised),
-        shared_size=shared,
-        shared_name="shared_expert",
-        shared_gated=True,
-    )
+    return replace(plain, router=router, shared_size=shared, shared_name="shared_expert", shared_gated=True)
 
 
 def ernie_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     """Softmax scores with a learned correction."""
     count, per_token = _counted(fields, "moe_num_experts", "moe_k")
-    if fields.boolean("use_bias", False):
-        raise fields.refused("use_bias", "true: biases of experts are not supported")
+    biased = fields.boolean("use_bias", False)
+    fields.require(not biased, "use_bias", "true: biases of experts are not supported")
     first = fields.integer("moe_layer_start_index", 0, 1 << 16, 1)
     last = fields.integer("moe_layer_end_index", -1, 1 << 16, -1)
     every = fields.integer("moe_layer_interval", 1, 1 << 16, 1)
     layers = range(first, num_layers if last == -1 else last + 1)
     sparse = [layer in layers and (layer + 1) % every == 0 for layer in range(num_layers)]
-    names = ("moe_num_shared_experts", "moe_statics.e_score_correction_bias")
-    return _experts(fields, count, sparse, RouterConfig(per_token, False, True, True), *names)
+    router, correction = RouterConfig(per_token, False, True, True), "moe_statics.e_score_correction_bias"
+    return _experts(fields, count, sparse, router, "moe_num_shared_experts", correction=correction)
 
 
 _FP8 = {"fmt": ("e4m3", "float8_e4m3fn"), "activation_scheme": ("dynamic",), "scale_fmt": ("float", "ue8m0")}
@@ -316,21 +289,18 @@ def read_fp8_block(fields: Fields) -> tuple[int, int] | None:
 
     Raises `CheckpointError` for every other way of quantizing.
     """
-    if "compression_config" in fields:
-        raise fields.refused("compression_config", "quantized weights are not supported in this form")
-    if "quantization_config" not in fields:
-        return None
+    old = "compression_config"
+    fields.require(old not in fields, old, "quantized weights are not supported in this form")
     inner = fields.fields("quantization_config")
-    if inner is None or inner.get("quant_method") != "fp8" or "weight_block_size" not in inner:
-        method = inner.get("quant_method") if inner is not None else None
-        why = f"quantized weights ({shown(method)}) are not supported (fp8 with weight_block_size is)"
-        raise fields.refused("quantization_config", why)
+    if inner is None:
+        return None
+    method = inner.get("quant_method")
+    why = f"quantized weights ({shown(method)}) are not supported (fp8 with weight_block_size is)"
+    fields.require(method == "fp8" and "weight_block_size" in inner, "quantization_config", why)
     for key, known in _FP8.items():
         inner.choice(key, known, known[0])
     block = inner.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2:
         raise inner.refused("weight_block_size", f"{shown(block)} is not a list of rows and columns")
-    for size in block:
-        if type(size) is not int or not 1 <= size <= MAX_BLOCK:
-            raise inner.refused("weight_block_size", f"{shown(size)} is not a whole number from 1 to 65536")
-    return block[0], block[1]
+    rows, columns = (Fields(inner.where, {"weight_block_size": size}) for size in block)
+    return rows.integer("weight_block_size", 1, MAX_BLOCK), columns.integer("weight_block_size", 1, MAX_BLOCK)

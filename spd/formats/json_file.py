@@ -176,6 +176,11 @@ class Fields:
         """The error for a field: file, field, reason."""
         return CheckpointError(f"{self.where}: {key}: {why}")
 
+    def require(self, holds: bool, key: str, why: str) -> None:
+        """Raise that error unless it holds."""
+        if not holds:
+            raise self.refused(key, why)
+
     def get(self, key: str) -> object:
         return self.values.get(key)
 

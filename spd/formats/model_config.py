@@ -11,22 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spd.errors import CheckpointError
-from spd.formats.block_config import (
-    MAX_POSITIONS,
-    DeltaConfig,
-    ExpertsConfig,
-    LatentConfig,
-    SlidingRule,
-    deepseek_v2_experts,
-    deepseek_v3_experts,
-    ernie_experts,
-    hybrid_experts,
-    qwen3_experts,
-    read_delta,
-    read_fp8_block,
-    read_latent,
-    read_sliding,
-)
+from spd.formats import block_config as blocks
+from spd.formats.block_config import MAX_POSITIONS, SlidingRule
 from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.eagle3 import Eagle3Config, read_eagle3
 from spd.formats.json_file import Fields, names_in, shown
@@ -60,24 +46,21 @@ class ModelConfig:
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    rotary_dim: int | None = None
-    """The first dimensions of a head that rotate; None: all of them."""
+    rotary_dim: int | None = None  # the first dimensions of a head that rotate; None: all of them
     qk_norm: bool = False
     """Whether queries and keys are normalised per head, where a family leaves that to the checkpoint."""
-    latent: LatentConfig | None = None
-    experts: ExpertsConfig | None = None
+    latent: blocks.LatentConfig | None = None
+    experts: blocks.ExpertsConfig | None = None
     fp8_block: tuple[int, int] | None = None
     """Rows and columns of the blocks that share a scale, where matrices are stored as FP8."""
     sliding: tuple[int | None, ...] = ()
     """Each layer's sliding window, None where it sees everything; empty where no layer slides."""
-    local_rope: RopeConfig | None = None
-    """How layers that slide rotate, where they do so in another way than the others."""
+    local_rope: RopeConfig | None = None  # of layers that slide, where they rotate in another way
     query_scalar: float | None = None
     """Scores are divided by its square root; None: by that of the head's size."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
-    delta: DeltaConfig | None = None
-    """Of recurrent layers, which stand between those that attend."""
+    delta: blocks.DeltaConfig | None = None  # of recurrent layers, which stand between those that attend
     eagle3: Eagle3Config | None = None
     """Of an EAGLE-3 head, which is no model by itself: how it reads its target."""
 
@@ -90,7 +73,7 @@ class _Family:
     bias: str | None = "attention_bias"  # the key of the attention's biases, where the family has one
     partial: float | None = None  # the share of a head that rotates when the key is absent; None: no key
     latent: bool = False
-    experts: Callable[[Fields, int], ExpertsConfig | None] | None = None
+    experts: Callable[[Fields, int], blocks.ExpertsConfig | None] | None = None
     theta: float = 10_000.0
     sliding: SlidingRule | None = None  # None: a window is refused
     local_theta: float | None = None  # of layers that slide, where they rotate in another way
@@ -100,43 +83,35 @@ class _Family:
     interleaved: bool | None = None  # how recurrent layers' projections are stored; None: there are none
 
 
-SWITCHED = SlidingRule(4096, switched=True)
+_SWITCHED = SlidingRule(4096, switched=True)
+_GEMMA3 = SlidingRule(4096, period=6)
+_ERNIE = _Family("ernie4_5", 131072, "use_bias", "use_bias", theta=500_000.0, epsilon=1e-5)
+_QWEN35 = _Family("qwen3_5_text", 32768, partial=0.25, interleaved=False)
+_HYBRID = blocks.hybrid_experts
+_DEEPSEEK2, _DEEPSEEK3 = blocks.deepseek_v2_experts, blocks.deepseek_v3_experts
 _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", 2048, "mlp_bias"),
     "MistralForCausalLM": _Family("mistral", 131072, bias=None, sliding=SlidingRule(4096, listed=False)),
     "Phi3ForCausalLM": _Family(
-        *("phi3", 4096),
-        bias=None,
-        partial=1.0,
-        sliding=SlidingRule(listed=False),
-        longrope=True,
-        epsilon=1e-5,
+        "phi3", 4096, bias=None, partial=1.0, sliding=SlidingRule(listed=False), longrope=True, epsilon=1e-5
     ),
-    "Qwen2ForCausalLM": _Family("qwen2", 32768, bias=None, sliding=SWITCHED),
-    "Qwen3ForCausalLM": _Family("qwen3", 32768, sliding=SWITCHED),
-    "Qwen3MoeForCausalLM": _Family("qwen3_moe", 32768, experts=qwen3_experts),
+    "Qwen2ForCausalLM": _Family("qwen2", 32768, bias=None, sliding=_SWITCHED),
+    "Qwen3ForCausalLM": _Family("qwen3", 32768, sliding=_SWITCHED),
+    "Qwen3MoeForCausalLM": _Family("qwen3_moe", 32768, experts=blocks.qwen3_experts),
     "Gemma2ForCausalLM": _Family("gemma2", 8192, sliding=SlidingRule(4096, period=2), caps=(50.0, 30.0)),
     "Gemma3ForCausalLM": _Family(
-        *("gemma3_text", 131072),
-        theta=1_000_000.0,
-        sliding=SlidingRule(4096, period=6),
-        local_theta=10_000.0,
-        caps=(None, None),
+        "gemma3_text", 131072, theta=1e6, sliding=_GEMMA3, local_theta=1e4, caps=(None, None)
     ),
-    "DeepseekV2ForCausalLM": _Family("deepseek_v2", 2048, latent=True, experts=deepseek_v2_experts),
-    "DeepseekV3ForCausalLM": _Family("deepseek_v3", 4096, latent=True, experts=deepseek_v3_experts),
-    "Glm4MoeForCausalLM": _Family("glm4_moe", 131072, partial=0.5, experts=deepseek_v3_experts, epsilon=1e-5),
+    "DeepseekV2ForCausalLM": _Family("deepseek_v2", 2048, latent=True, experts=_DEEPSEEK2),
+    "DeepseekV3ForCausalLM": _Family("deepseek_v3", 4096, latent=True, experts=_DEEPSEEK3),
+    "Glm4MoeForCausalLM": _Family("glm4_moe", 131072, partial=0.5, experts=_DEEPSEEK3, epsilon=1e-5),
     "MiMoForCausalLM": _Family("mimo", 32768),
-    "Qwen3NextForCausalLM": _Family(
-        "qwen3_next", 32768, partial=0.25, interleaved=True, experts=hybrid_experts
-    ),
-    "Qwen3_5ForCausalLM": _Family("qwen3_5_text", 32768, partial=0.25, interleaved=False),
-    "Qwen3_5MoeForCausalLM": _Family(
-        "qwen3_5_moe_text", 32768, partial=0.25, interleaved=False, experts=hybrid_experts
-    ),
-    "Ernie4_5ForCausalLM": _Family("ernie4_5", 131072, "use_bias", "use_bias", theta=500_000.0, epsilon=1e-5),
-    "Ernie4_5_MoeForCausalLM": _Family(
-        "ernie4_5_moe", 131072, bias="use_bias", experts=ernie_experts, theta=500_000.0, epsilon=1e-5
+    "Qwen3NextForCausalLM": _Family("qwen3_next", 32768, partial=0.25, interleaved=True, experts=_HYBRID),
+    "Qwen3_5ForCausalLM": _QWEN35,
+    "Qwen3_5MoeForCausalLM": replace(_QWEN35, model_type="qwen3_5_moe_text", experts=_HYBRID),
+    "Ernie4_5ForCausalLM": _ERNIE,
+    "Ernie4_5_MoeForCausalLM": replace(
+        _ERNIE, model_type="ernie4_5_moe", mlp_bias=None, experts=blocks.ernie_experts
     ),
 }
 WRAPPERS = {
@@ -184,10 +159,9 @@ def _drafts_only(what: str, folder: Path, option: str) -> CheckpointError:
 
 def model_config_of(fields: Fields) -> ModelConfig:
     """As `read_model_config`, from a configuration that stands inside another file."""
-    head = read_eagle3(fields)
-    if head is None:
-        return _decoder_config(_text_of(fields))
-    return replace(_decoder_config(head[1]), architecture=EAGLE3, eagle3=head[0])
+    if head := read_eagle3(fields):
+        return replace(_decoder_config(head[1]), architecture=EAGLE3, eagle3=head[0])
+    return _decoder_config(_text_of(fields))
 
 
 def _text_of(fields: Fields) -> Fields:
@@ -207,36 +181,36 @@ def _text_of(fields: Fields) -> Fields:
 def _decoder_config(fields: Fields) -> ModelConfig:
     architecture = _architecture(fields)
     family = _FAMILIES[architecture]
-    fp8_block = read_fp8_block(fields)
+    fp8_block = blocks.read_fp8_block(fields)
     _refuse_unsupported(fields, family)
     hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
     max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS, family.max_positions)
-    delta: DeltaConfig | None = None
+    delta: blocks.DeltaConfig | None = None
     sliding: tuple[int | None, ...] = ()
     if family.interleaved is not None:
-        delta = read_delta(fields, num_layers, interleaved=family.interleaved)
+        delta = blocks.read_delta(fields, num_layers, interleaved=family.interleaved)
     else:
-        sliding = read_sliding(fields, num_layers, family.sliding)
-    latent = read_latent(fields) if family.latent else None
+        sliding = blocks.read_sliding(fields, num_layers, family.sliding)
+    latent = blocks.read_latent(fields) if family.latent else None
     experts = family.experts(fields, num_layers) if family.experts else None
     inner = experts.intermediate_size if experts else None  # where every layer has experts
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(fields, hidden_size, num_heads)
     rotary_dim = read_rotary_dim(fields, family.partial, head_dim) if family.partial is not None else None
+    local_theta, caps = family.local_theta, family.caps or (None, None)
     rope = read_rope(
         fields,
         family.theta,
         max_positions,
         ignored=(*(("partial_rotary_factor",) if rotary_dim else ()), *(MROPE if delta else ())),
         long_dim=rotary_dim if family.longrope else None,
-        by_kind=family.local_theta is not None,
+        by_kind=local_theta is not None,
     )
     num_kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, num_heads)
-    if num_heads % num_kv_heads:
-        why = f"{num_kv_heads} does not divide {num_heads} attention heads"
-        raise fields.refused("num_key_value_heads", why)
+    why = f"{num_kv_heads} does not divide {num_heads} attention heads"
+    fields.require(num_heads % num_kv_heads == 0, "num_key_value_heads", why)
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -262,56 +236,51 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         experts=experts,
         fp8_block=fp8_block,
         sliding=sliding,
-        local_rope=read_local_rope(fields, family.local_theta, max_positions),
+        local_rope=read_local_rope(fields, local_theta, max_positions) if local_theta else None,
         query_scalar=fields.number("query_pre_attn_scalar", 1e-6, 1e9, 256) if family.caps else None,
-        attention_softcap=_softcap(fields, family, "attn_logit_softcapping", 0),
-        logit_softcap=_softcap(fields, family, "final_logit_softcapping", 1),
+        attention_softcap=_softcap(fields, "attn_logit_softcapping", caps[0]) if family.caps else None,
+        logit_softcap=_softcap(fields, "final_logit_softcapping", caps[1]) if family.caps else None,
     )
 
 
 def _architecture(fields: Fields) -> str:
-    names = fields.get("architectures")
+    names, key = fields.get("architectures"), "architectures"
     supported = f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
     if names == [MTP_HEAD]:
         raise _drafts_only("an MTP head", Path(fields.where).parent, "--mtp")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise fields.refused("architectures", f"{shown(names)} does not name one architecture ({supported})")
-    if names[0] in REFUSED_ARCHITECTURES:
-        raise fields.refused("architectures", f"{shown(names[0])}: {REFUSED_ARCHITECTURES[names[0]]}")
-    if names[0] not in _FAMILIES:
-        raise fields.refused("architectures", f"{shown(names[0])} is not supported ({supported})")
+        raise fields.refused(key, f"{shown(names)} does not name one architecture ({supported})")
+    name, refusal = shown(names[0]), REFUSED_ARCHITECTURES.get(names[0])
+    fields.require(refusal is None, key, f"{name}: {refusal}")
+    fields.require(names[0] in _FAMILIES, key, f"{name} is not supported ({supported})")
     expected = _FAMILIES[names[0]].model_type
     model_type = fields.text("model_type", expected)
-    if model_type != expected:
-        why = f"{shown(model_type)} does not belong to {names[0]} ({expected} does)"
-        raise fields.refused("model_type", why)
+    why = f"{shown(model_type)} does not belong to {names[0]} ({expected} does)"
+    fields.require(model_type == expected, "model_type", why)
     return names[0]
 
 
 def _refuse_unsupported(fields: Fields, family: _Family) -> None:
-    if family.partial is None and fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
-        raise fields.refused("partial_rotary_factor", "rotating a part of the head is not supported")
-    if fields.boolean("use_bidirectional_attention", False):
-        raise fields.refused("use_bidirectional_attention", "attending to later tokens is not supported")
+    whole = family.partial is not None or fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) == 1.0
+    fields.require(whole, "partial_rotary_factor", "rotating a part of the head is not supported")
+    both_ways = fields.boolean("use_bidirectional_attention", False)
+    fields.require(not both_ways, "use_bidirectional_attention", "attending to later tokens is not supported")
     if family.caps is not None:  # Gemma's code reads a key of its own and leaves the usual one alone
         fields.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     else:
         fields.choice("hidden_act", ("silu", "swish"), "silu")
 
 
-def _softcap(fields: Fields, family: _Family, key: str, which: int) -> float | None:
+def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
     """A cap of scores or logits; an absent key is the family's default, null is no cap."""
-    if family.caps is None or key not in fields.values:
-        return None if family.caps is None else family.caps[which]
-    return fields.optional_number(key, 1e-3, 1e6)
+    return fields.optional_number(key, 1e-3, 1e6) if key in fields.values else default
 
 
 def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
-    if "head_dim" not in fields and hidden_size % num_heads:
-        raise fields.refused("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
+    divides = "head_dim" in fields or hidden_size % num_heads == 0
+    fields.require(divides, "num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
     head_dim = fields.integer("head_dim", 2, MAX_HEAD_DIM, hidden_size // num_heads)
-    if head_dim % 2:
-        raise fields.refused("head_dim", f"{head_dim} is odd: rotary embedding needs pairs")
+    fields.require(head_dim % 2 == 0, "head_dim", f"{head_dim} is odd: rotary embedding needs pairs")
     return head_dim
 
 
@@ -319,8 +288,7 @@ def _dtype(fields: Fields) -> str:
     """The dtype under its new name (`dtype`) or its old one; float32 where neither is given, as upstream."""
     keys = [key for key in ("dtype", "torch_dtype") if key in fields]
     names = [fields.choice(key, _DTYPES).removeprefix("torch.") for key in keys] or ["float32"]
-    if names[0] != names[-1]:
-        raise fields.refused("dtype", f"{names[0]} disagrees with torch_dtype {names[1]}")
+    fields.require(names[0] == names[-1], "dtype", f"{names[0]} disagrees with torch_dtype {names[-1]}")
     return names[0]
 
 

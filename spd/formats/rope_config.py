@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from spd.formats.block_config import KINDS, MAX_POSITIONS
 from spd.formats.json_file import Fields, shown
@@ -59,13 +59,12 @@ _KNOWN_KEYS = {
 
 def read_rotary_dim(fields: Fields, default: float, head_dim: int) -> int:
     """The dimensions of a head that rotate, from a share of it; both spellings as for `read_rope`."""
-    nested = fields.fields("rope_parameters")
     share = fields.number("partial_rotary_factor", 0.0, 1.0, default)
-    if nested is not None:
+    if nested := fields.fields("rope_parameters"):
         share = nested.number("partial_rotary_factor", 0.0, 1.0, share)
     rotated = int(head_dim * share)
-    if rotated < 2 or rotated % 2:
-        raise fields.refused("partial_rotary_factor", f"{share:g} of {head_dim} is no even number above 0")
+    even = rotated >= 2 and rotated % 2 == 0
+    fields.require(even, "partial_rotary_factor", f"{share:g} of {head_dim} is no even number above 0")
     return rotated
 
 
@@ -88,24 +87,22 @@ def read_rope(
     old, new = fields.fields("rope_scaling"), fields.fields("rope_parameters")
     if by_kind:
         new = _by_kind(fields, KINDS[0]) or new
-    if new is not None:
-        new = Fields(new.where, {key: value for key, value in new.values.items() if key not in ignored})
     original = fields.integer("original_max_position_embeddings", 2, MAX_POSITIONS, max_positions)
     long = None if long_dim is None else (long_dim, original)
-    if new is None or not new.values:
+    kept = {key: value for key, value in new.values.items() if key not in ignored} if new else {}
+    if new is None or not kept:
         return _rope_of(old, theta, max_positions, long)
-    if "rope_theta" in fields and _theta(new, theta) != theta:
-        raise new.refused("rope_theta", f"disagrees with rope_theta {theta:g} beside it")
+    new = Fields(new.where, kept)
+    agrees = "rope_theta" not in fields or _theta(new, theta) == theta
+    new.require(agrees, "rope_theta", f"disagrees with rope_theta {theta:g} beside it")
     rope = _rope_of(new, _theta(new, theta), max_positions, long)
     if old and old.values and _rope_of(old, rope.theta, max_positions, long) != rope:
         raise fields.refused("rope_scaling", "disagrees with rope_parameters")
     return rope
 
 
-def read_local_rope(fields: Fields, theta: float | None, max_positions: int) -> RopeConfig | None:
+def read_local_rope(fields: Fields, theta: float, max_positions: int) -> RopeConfig:
     """How layers that slide turn, where they do so by a base of their own; theta: of an absent key."""
-    if theta is None:
-        return None
     theta = fields.number("rope_local_base_freq", 1.0, 1e12, theta)
     part = _by_kind(fields, KINDS[1])
     return _rope_of(part, _theta(part, theta) if part else theta, max_positions)
@@ -128,34 +125,28 @@ def _rope_of(
     if fields is None or not fields.values:
         return RopeConfig("default", theta)
     for key in fields.values:
-        if key not in _KNOWN_KEYS:
-            raise fields.refused(shown(key), "is not a known rope parameter")
-    if _theta(fields, theta) != theta:
-        raise fields.refused("rope_theta", f"disagrees with rope_theta {theta:g}")
-    if fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
-        raise fields.refused("partial_rotary_factor", "rotating a part of the head is not supported")
+        fields.require(key in _KNOWN_KEYS, shown(key), "is not a known rope parameter")
+    fields.require(_theta(fields, theta) == theta, "rope_theta", f"disagrees with rope_theta {theta:g}")
+    whole = fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) == 1.0
+    fields.require(whole, "partial_rotary_factor", "rotating a part of the head is not supported")
     kind = _kind(fields, long is not None)
     more: dict[str, Any] = {}
+    key, default = "original_max_position_embeddings", max_positions if kind == "yarn" else None
     if kind == "longrope" and long is not None:
-        original = fields.integer("original_max_position_embeddings", 2, MAX_POSITIONS, long[1])
-        more |= {"original_max_positions": original, "short_factor": _short_factors(fields, long[0] // 2)}
-        more["factor"] = max_positions / original
+        more["original_max_positions"] = original = fields.integer(key, 2, MAX_POSITIONS, long[1])
+        more |= {"short_factor": _short_factors(fields, long[0] // 2), "factor": max_positions / original}
+    elif kind in ("llama3", "yarn"):
+        more["original_max_positions"] = fields.integer(key, 1, MAX_POSITIONS, default)
     for key, least in _NUMBERS[kind].items():
         if key in fields or key not in _OPTIONAL:
             more[key] = fields.number(key, least, 1e6, more.get(key))
-    if kind in ("llama3", "yarn"):
-        default = max_positions if kind == "yarn" else None
-        original = fields.integer("original_max_position_embeddings", 1, MAX_POSITIONS, default)
-        more["original_max_positions"] = original
     if kind == "yarn":
         more["truncate"] = fields.boolean("truncate", True)
-        if theta <= 1.0:
-            raise fields.refused("rope_theta", "yarn needs a base above 1")
+        fields.require(theta > 1.0, "rope_theta", "yarn needs a base above 1")
     rope = RopeConfig(kind, theta, **more)
     for upper, lower in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
         high, low = getattr(rope, upper), getattr(rope, lower)
-        if high <= low:
-            raise fields.refused(upper, f"{high:g} is not above {lower} {low:g}")
+        fields.require(high > low, upper, f"{high:g} is not above {lower} {low:g}")
     return rope
 
 
@@ -165,17 +156,20 @@ def _kind(fields: Fields, knows_long: bool) -> RopeKind:
     names |= {"su": "longrope"} if knows_long else {}
     key = "rope_type" if "rope_type" in fields or "type" not in fields else "type"
     kind = names[fields.choice(key, names)]
-    if "type" in fields and names.get(fields.text("type")) != kind:
-        raise fields.refused("type", f"{shown(fields.get('type'))} disagrees with rope_type {kind}")
+    old = fields.get("type")
+    agrees = old is None or names.get(fields.text("type")) == kind
+    fields.require(agrees, "type", f"{shown(old)} disagrees with rope_type {kind}")
     return kind
 
 
 def _short_factors(fields: Fields, count: int) -> tuple[float, ...]:
-    lists = [fields.get("short_factor"), fields.get("long_factor")]
-    for key, values in zip(("short_factor", "long_factor"), lists, strict=True):
+    factors: list[object] = []
+    for key in ("long_factor", "short_factor"):
+        values = fields.get(key)
         if not isinstance(values, list) or len(values) != count:
             raise fields.refused(key, f"is not a list of {count} numbers")
-    each = [Fields(fields.where, {"short_factor": value}) for value in cast(list[object], lists[0])]
+        factors = values
+    each = [Fields(fields.where, {"short_factor": value}) for value in factors]
     return tuple(factor.number("short_factor", 1e-3, 1e6) for factor in each)
 
 
