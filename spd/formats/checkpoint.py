@@ -149,7 +149,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         if SINGLE_NAME in names:
             checkpoint = cls(folder, [SINGLE_NAME])
         elif INDEX_NAME in names:
-            weight_map = _weight_map(folder / INDEX_NAME)
+            weight_map = read_weight_map(folder / INDEX_NAME)
             picked = weight_map if wanted is None else wanted(weight_map)
             shards = sorted({shard for tensor, shard in weight_map.items() if tensor in picked})
             missing = [shard for shard in shards if shard not in names]
@@ -270,8 +270,8 @@ def read_exactly(descriptor: int, views: list[memoryview], offset: int, path: Pa
             views[0] = views[0][count:]
 
 
-def _weight_map(path: Path) -> dict[str, str]:
-    """The shard of every tensor, the shards' names seen to be harmless."""
+def read_weight_map(path: Path) -> dict[str, str]:
+    """The shard of every tensor, the shards' names seen to be harmless. Raises `CheckpointError`."""
     fields = Fields.of(path, INDEX_LIMIT)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

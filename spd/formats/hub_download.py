@@ -17,22 +17,17 @@ from typing import Any
 
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download, set_client_factory
 from huggingface_hub import errors as hub_errors
+from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils._http import default_client_factory
-from huggingface_hub.utils.sha import git_hash, sha_fileobj
+from huggingface_hub.utils._verification import compute_file_hash
 from tqdm.std import tqdm
 
-from spd.errors import (
-    CheckpointError,
-    IncompatibleError,
-    NetworkError,
-    NotFoundError,
-    ResourceError,
-    SpdError,
-)
-from spd.formats.checkpoint import INDEX_LIMIT, INDEX_NAME, SHARD_NAME, SINGLE_NAME
+from spd import errors
+from spd.errors import IncompatibleError, NetworkError, NotFoundError, ResourceError
+from spd.formats.checkpoint import INDEX_NAME, SHARD_NAME, SINGLE_NAME, read_weight_map
 from spd.formats.files import write_whole
 from spd.formats.hub import cache_folder, cached_folder, check_repository_name
-from spd.formats.json_file import Fields, one_line, shown
+from spd.formats.json_file import one_line, shown
 
 SMALL_FILES = frozenset(
     (
@@ -51,34 +46,19 @@ _NETWORK_PACKAGES = frozenset(
 
 
 @dataclass(frozen=True)
-class RemoteFile:
-    """One file of a repository; its hash is git's unless the file is a large one."""
-
-    name: str
-    size: int
-    digest: str | None
-    in_git: bool
-
-    @classmethod
-    def of(cls, listed: Any) -> RemoteFile:
-        digest = listed.lfs.sha256 if listed.lfs else listed.blob_id
-        return cls(listed.rfilename, int(listed.size or 0), digest, not listed.lfs)
-
-
-@dataclass(frozen=True)
 class RemoteModel:
     """What would be downloaded of one revision of a repository."""
 
     name: str
     revision: str | None
     commit: str
-    files: tuple[RemoteFile, ...]
+    files: tuple[RepoSibling, ...]
     missing_bytes: int
     """Bytes of the files that are not in the cache yet."""
 
     @property
     def total_bytes(self) -> int:
-        return sum(file.size for file in self.files)
+        return sum(file.size or 0 for file in self.files)
 
 
 def look_up(name: str, revision: str | None = None) -> RemoteModel:
@@ -90,18 +70,17 @@ def look_up(name: str, revision: str | None = None) -> RemoteModel:
     check_repository_name(name, revision)
     with _in_words(name):
         info = HfApi(endpoint=constants.ENDPOINT).model_info(name, revision=revision, files_metadata=True)
-        commit, siblings = str(info.sha), info.siblings or ()
+        commit, every = str(info.sha), {file.rfilename: file for file in info.siblings or ()}
         if not _COMMIT.fullmatch(commit):
             raise ValueError("it names no commit")
-        read = [
-            file for file in siblings if file.rfilename in SMALL_FILES or SHARD_NAME.fullmatch(file.rfilename)
-        ]
-        offered = {file.rfilename: RemoteFile.of(file) for file in read}
+        offered = {file: every[file] for file in every if file in SMALL_FILES or SHARD_NAME.fullmatch(file)}
+        if not all(isinstance(file.size or 0, int) for file in offered.values()):
+            raise ValueError("it names a size that is no number")
         if "config.json" not in offered:
             raise IncompatibleError(f"{name}: the repository has no config.json, so it is no model folder")
-        wanted = [file for file in offered.values() if file.name in SMALL_FILES]
-        wanted += _weights(name, commit, offered, [file.rfilename for file in siblings])
-        missing = sum(file.size for file in wanted if not _cached(name, commit, file).is_file())
+        wanted = [file for file in offered.values() if file.rfilename in SMALL_FILES]
+        wanted += _weights(name, commit, offered, list(every))
+        missing = sum(file.size or 0 for file in wanted if not _cached(name, commit, file).is_file())
     return RemoteModel(name, revision, commit, tuple(wanted), missing)
 
 
@@ -121,40 +100,35 @@ def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
     return paths[0].parent
 
 
-def _fetch(name: str, commit: str, file: RemoteFile, report: Callable[[int], None]) -> Path:
+def _fetch(name: str, commit: str, file: RepoSibling, report: Callable[[int], None]) -> Path:
     """Where a file lies in the cache; what was not there is downloaded and checked."""
     path = _cached(name, commit, file)
     if not path.is_file():
-        folder, meter = cache_folder(), _meter(report)
+        folder, meter, hub = cache_folder(), _meter(report), constants.ENDPOINT
         hf_hub_download(
-            name, file.name, revision=commit, cache_dir=folder, endpoint=constants.ENDPOINT, tqdm_class=meter
+            name, file.rfilename, revision=commit, cache_dir=folder, endpoint=hub, tqdm_class=meter
         )
         _check_hash(name, file, path)
     return path
 
 
-def _cached(name: str, commit: str, file: RemoteFile) -> Path:
-    return cached_folder(name) / "snapshots" / commit / file.name
+def _cached(name: str, commit: str, file: RepoSibling) -> Path:
+    return cached_folder(name) / "snapshots" / commit / file.rfilename
 
 
 def _weights(
-    name: str, commit: str, offered: Mapping[str, RemoteFile], every: Sequence[str]
-) -> list[RemoteFile]:
+    name: str, commit: str, offered: Mapping[str, RepoSibling], every: Sequence[str]
+) -> list[RepoSibling]:
     """The weights that loading would read: the single file, else the shards that the index names."""
     if SINGLE_NAME in offered:
         return [offered[SINGLE_NAME]]
     if INDEX_NAME in offered:
-        path = _fetch(name, commit, offered[INDEX_NAME], lambda _: None)
-        shards = Fields.of(path, INDEX_LIMIT).get("weight_map")
-        names = sorted(set(shards.values())) if isinstance(shards, dict) else []
-        if not names or not all(isinstance(shard, str) and SHARD_NAME.fullmatch(shard) for shard in names):
-            raise CheckpointError(f"{name}: {INDEX_NAME} names files that are no safetensors of this folder")
-        absent = [shard for shard in names if shard not in offered]
-        if absent:
-            raise CheckpointError(
-                f"{name}: {INDEX_NAME} names {shown(absent[0])}, which the hub does not have"
-            )
-        return [offered[shard] for shard in names]
+        index = _fetch(name, commit, offered[INDEX_NAME], lambda _: None)
+        shards = sorted(set(read_weight_map(index).values()))
+        if absent := [shard for shard in shards if shard not in offered]:
+            why = f"{name}: {INDEX_NAME} names {shown(absent[0])}, which the hub does not have"
+            raise errors.CheckpointError(why)
+        return [offered[shard] for shard in shards]
     found = sorted({Path(file).suffix for file in every} & {".bin", ".pt", ".pth", ".gguf", ".safetensors"})
     raise IncompatibleError(
         f"{name} has no {SINGLE_NAME} and no {INDEX_NAME}",
@@ -178,11 +152,11 @@ def _check_space(model: RemoteModel) -> None:
         )
 
 
-def _check_hash(name: str, file: RemoteFile, path: Path) -> None:
+def _check_hash(name: str, file: RepoSibling, path: Path) -> None:
     """Compare a new file with the listing; what differs is removed from the cache, so that it is not read."""
-    with path.open("rb") as data:
-        found = git_hash(data.read()) if file.in_git else sha_fileobj(data).hex()
-    if file.digest in (None, found):
+    wanted = file.lfs.sha256 if file.lfs else file.blob_id  # a small file's hash is git's
+    found = compute_file_hash(path, "sha256" if file.lfs else "git-sha1")
+    if wanted in (None, found):
         return
     blob = Path(os.path.abspath(path.parent / os.readlink(path))) if path.is_symlink() else path
     path.unlink()
@@ -190,8 +164,8 @@ def _check_hash(name: str, file: RemoteFile, path: Path) -> None:
         with suppress(OSError):
             blob.unlink()
     raise NetworkError(
-        f"{name}: {file.name} is not the file that the hub lists; it was removed",
-        reason=[f"hash wanted {file.digest}", f"hash found  {found}"],
+        f"{name}: {file.rfilename} is not the file that the hub lists; it was removed",
+        reason=[f"hash wanted {wanted}", f"hash found  {found}"],
         fix=[f"spd pull {name}"],
         code="wrong_hash",
     )
@@ -231,7 +205,7 @@ def _in_words(name: str) -> Iterator[None]:
     set_client_factory(_checked_client)
     try:
         yield
-    except SpdError:
+    except errors.SpdError:
         raise
     except Exception as error:
         if (refusal := _refusal(name, error)) is None:
@@ -239,7 +213,7 @@ def _in_words(name: str) -> Iterator[None]:
         raise refusal from error
 
 
-def _refusal(name: str, error: Exception) -> SpdError | None:
+def _refusal(name: str, error: Exception) -> errors.SpdError | None:
     """What an error of the library means for a download; None for one of this program's own."""
     said = "A token is set (HF_TOKEN or hf auth login)." if get_token() else "No token is set (HF_TOKEN)."
     status = getattr(getattr(error, "response", None), "status_code", None)
@@ -247,23 +221,17 @@ def _refusal(name: str, error: Exception) -> SpdError | None:
     if isinstance(error, hub_errors.RevisionNotFoundError):
         return NotFoundError(f"{name}: the hub has no such revision", fix=["leave --revision out"])
     if isinstance(error, hub_errors.RepositoryNotFoundError) and not gated:
-        return NotFoundError(
-            f"{name}: the hub has no such model, or this token may not see it",
-            reason=[said],
-            fix=["check the name, ORG/NAME; for a private model: hf auth login"],
-            code="no_repository",
-        )
+        why = f"{name}: the hub has no such model, or this token may not see it"
+        fix = ["check the name, ORG/NAME; for a private model: hf auth login"]
+        return NotFoundError(why, reason=[said], fix=fix, code="no_repository")
     if isinstance(error, hub_errors.OfflineModeIsEnabled):
         why = f"{name}: not downloaded, because of --offline or HF_HUB_OFFLINE"
         return NetworkError(why, fix=["leave --offline out", "unset HF_HUB_OFFLINE"], code="offline")
     if gated or (isinstance(error, hub_errors.HfHubHTTPError) and status in (401, 403)):
         lack = "this token has no access" if get_token() else "no token is set"
-        return NetworkError(
-            f"{name} {'is gated' if gated else 'refuses access'} and {lack}",
-            reason=[said],
-            fix=[f"accept the licence at {constants.ENDPOINT}/{name}, then: hf auth login"],
-            code="gated",
-        )
+        why = f"{name} {'is gated' if gated else 'refuses access'} and {lack}"
+        fix = [f"accept the licence at {constants.ENDPOINT}/{name}, then: hf auth login"]
+        return NetworkError(why, reason=[said], fix=fix, code="gated")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         why = f"the disk is full while downloading {name}"
         return ResourceError(why, reason=["Finished files are kept."], fix=[_MAKE_ROOM], code="disk_full")

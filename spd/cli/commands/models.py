@@ -66,7 +66,7 @@ def pull(session: Session, options: PullOptions) -> None:
         "schema": "spd.pull/1",
         "model": model.name,
         "commit": model.commit,
-        "files": [{"name": file.name, "size": file.size} for file in model.files],
+        "files": [{"name": file.rfilename, "size": file.size or 0} for file in model.files],
         "bytes": model.total_bytes,
         "missing_bytes": model.missing_bytes,
     }
@@ -75,7 +75,7 @@ def pull(session: Session, options: PullOptions) -> None:
     if options.json:
         sink.write(to_json(shown) + "\n")
     elif options.dry_run:
-        lines = [f"{_size(file.size):>12}  {file.name}" for file in model.files]
+        lines = [f"{_size(file.size or 0):>12}  {file.rfilename}" for file in model.files]
         sink.write_lines([*lines, f"{_size(model.missing_bytes)} to download"])
     else:
         sink.write(shown["folder"] + "\n")
