@@ -23,8 +23,7 @@ from typing import Any
 
 from spd.errors import CheckpointError, EngineError, IncompatibleError, UsageError
 from spd.formats.json_file import Fields, names_in, one_line, read_text, shown
-from spd.formats.tokenizer import Tokenizer
-from spd.formats.tokenizer_file import TokenizerConfig, read_tokenizer_config, within
+from spd.formats.tokenizer import Tokenizer, TokenizerConfig, read_tokenizer_config
 
 TEMPLATE_LIMIT = 1_000_000  # bytes; the longest published template is below 50 kB
 # The worker's own limit is CPU time, which a busy machine does not use up; this clock is for the rest.
@@ -209,7 +208,7 @@ class TemplateProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: Callable[[], object] | None = None
+        self._end: Callable[[], object] = lambda: None
 
     def render(self, source: str, variables: Mapping[str, Any]) -> dict[str, Any]:
         """The worker's answer (see `template_worker.render`), or {"error": "limit"} when it had to be killed.
@@ -252,23 +251,22 @@ class TemplateProcess:
         return self._process
 
     def _exchange(self, request: bytes | None, seconds: float) -> dict[str, Any] | None:
-        """Send a request, wait for a reply; `None` when the worker died, or takes too long."""
-        connection = self._connection
+        """Send a request, wait for a reply; `None` when the worker died, or takes too long.
 
-        def talk() -> dict[str, Any]:
-            if request is not None:
-                connection.send_bytes(request)
-            reply: dict[str, Any] = json.loads(connection.recv_bytes(REPLY_LIMIT))
-            return reply
-
+        A worker reads all of a request before it renders, so that no template can keep it from being sent.
+        """
         try:
-            return within(seconds, talk)
+            if request is not None:
+                self._connection.send_bytes(request)
+            if not self._connection.poll(seconds):
+                return None
+            reply: dict[str, Any] = json.loads(self._connection.recv_bytes(REPLY_LIMIT))
+            return reply
         except (OSError, EOFError, ValueError):
             return None
 
     def _stop(self) -> None:
-        if self._end is not None:
-            self._end()
+        self._end()
         self._process = None
 
 

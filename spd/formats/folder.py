@@ -22,8 +22,7 @@ from spd.formats.mtp import MtpSource, check_fits, find_mtp, read_head_folder
 
 if TYPE_CHECKING:
     from spd.formats.chat_template import ChatTemplate
-    from spd.formats.tokenizer import Tokenizer
-    from spd.formats.tokenizer_file import TokenizerConfig
+    from spd.formats.tokenizer import Tokenizer, TokenizerConfig
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class ModelFolder(os.PathLike[str]):
 
     @cached_property
     def tokenizer_config(self) -> TokenizerConfig:
-        from spd.formats.tokenizer_file import read_tokenizer_config
+        from spd.formats.tokenizer import read_tokenizer_config
 
         return read_tokenizer_config(self.path)
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from spd.errors import CheckpointError
-from spd.formats import checkpoint, json_file, tokenizer_file
+from spd.formats import checkpoint, json_file
+from spd.formats import tokenizer as tokenizer_file
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.tokenizer import Tokenizer
 from tests.formats.formats_helpers import refused, write_json, write_sharded

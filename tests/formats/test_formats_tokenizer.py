@@ -17,7 +17,6 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from spd.errors import CheckpointError, IncompatibleError, UsageError
 from spd.formats import tokenizer as module
-from spd.formats import tokenizer_file
 from spd.formats.tokenizer import Tokenizer
 from tests.formats.formats_helpers import refused, write_json
 from tests.formats.formats_tokenizers import (
@@ -420,7 +419,7 @@ def test_interrupts_pass_through() -> None:
         time.sleep(2)
 
     with pytest.raises(KeyboardInterrupt):
-        tokenizer_file.within(None, interrupted)
+        module.within(None, interrupted)
 
 
 def test_a_template_processor_with_its_tokens(tmp_path: Path) -> None:
