@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spd.formats.checkpoint import SINGLE_NAME
-from spd.formats.writer import OutputTensor, Stage
+from spd.formats.writer import OutputTensor, write_tensors
 
 
 def main(folder: Path) -> None:
@@ -21,10 +21,9 @@ def main(folder: Path) -> None:
     found = [load(path, weights_only=True, map_location="cpu") for path in paths]
     outputs = [_output(name, tensor) for tensors in found for name, tensor in tensors.items()]
     with tempfile.TemporaryDirectory(dir=folder) as partial:
-        stage = Path(partial) / "new"
-        stage.mkdir()
-        Stage(stage).write_tensors(SINGLE_NAME, outputs)
-        (stage / SINGLE_NAME).rename(folder / SINGLE_NAME)
+        new = Path(partial) / SINGLE_NAME
+        write_tensors(new, outputs)
+        new.rename(folder / SINGLE_NAME)
 
 
 def _output(name: str, tensor: Any) -> OutputTensor:

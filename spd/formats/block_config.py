@@ -110,21 +110,21 @@ def read_sliding(fields: Fields, num_layers: int, rule: SlidingRule | None) -> t
         window = rule.window
     if rule.switched and not fields.boolean("use_sliding_window", False):
         window = None
-    usual = [window is not None and _slides(fields, rule, layer) for layer in range(num_layers)]
+    first, period = 0, 0
+    if rule.switched and window is not None:
+        first = fields.integer("max_window_layers", 0, MAX_PERIOD, 28)
+    elif rule.period is not None and window is not None:
+        period = fields.integer("sliding_window_pattern", 1, MAX_PERIOD, rule.period)
+    layers = range(1, num_layers + 1)
+    usual = [
+        window is not None and layer > first and not (period and layer % period == 0) for layer in layers
+    ]
     agrees = rule.listed or slides in (None, usual)
     fields.require(agrees, "layer_types", "is not what this architecture does with its sliding_window")
     slides = usual if slides is None else slides
     known = window is not None or not any(slides)
     fields.require(known, "layer_types", "names sliding_attention, but there is no sliding_window")
     return tuple(window if slide else None for slide in slides) if any(slides) else ()
-
-
-def _slides(fields: Fields, rule: SlidingRule, layer: int) -> bool:
-    if rule.switched:
-        return layer >= fields.integer("max_window_layers", 0, MAX_PERIOD, 28)
-    if rule.period is None:
-        return True
-    return bool((layer + 1) % fields.integer("sliding_window_pattern", 1, MAX_PERIOD, rule.period))
 
 
 def _listed(

@@ -94,15 +94,14 @@ def _templates_of(fields: Fields) -> dict[str, str]:
     entries = {"default": value} if isinstance(value, str) else value
     if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
         entries = {entry.get("name"): entry.get("template") for entry in value}
-    if not isinstance(entries, dict) or not all(
-        isinstance(text, str) for text in (*entries, *entries.values())
-    ):
+    texts = [*entries, *entries.values()] if isinstance(entries, dict) else [None]
+    if not isinstance(entries, dict) or not all(isinstance(text, str) for text in texts):
         raise fields.refused("chat_template", "is neither a string nor a list of named templates")
-    if "default" not in entries:
-        why = f"has no template named default, only {shown(sorted(entries))}"
-        raise fields.refused("chat_template", why)
-    if any(len(template) > TEMPLATE_LIMIT for template in entries.values()):
-        raise fields.refused("chat_template", f"is longer than {TEMPLATE_LIMIT:,} characters")
+    why = f"has no template named default, only {shown(sorted(entries))}"
+    fields.require("default" in entries, "chat_template", why)
+    longest = max(map(len, entries.values()))
+    why = f"is longer than {TEMPLATE_LIMIT:,} characters"
+    fields.require(longest <= TEMPLATE_LIMIT, "chat_template", why)
     return entries
 
 
@@ -183,10 +182,7 @@ def _replaced(value: Any, change: Any) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {
-            change(key) if isinstance(key, str) else key: _replaced(item, change)
-            for key, item in value.items()
-        }
+        return {_replaced(key, change): _replaced(item, change) for key, item in value.items()}
     return [_replaced(item, change) for item in value] if isinstance(value, list | tuple) else value
 
 

@@ -15,13 +15,13 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from spd.errors import CheckpointError, NotFoundError, SpdError
-from spd.formats.json_file import Fields, decode_utf8, listed, names_in, open_regular_file, parse_json, shown
+from spd.formats.json_file import Fields, decode_utf8, listed, names_in, open_regular_file, os_errors, shown
 
 if TYPE_CHECKING:
     import torch
@@ -56,17 +56,14 @@ SHARD_NAME = re.compile(r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)\.)[A-Za-z0-9_][A-Z
 
 
 class TensorMeta(NamedTuple):
-    """One tensor of a checkpoint: `dtype` is the safetensors code, `nbytes` its size in `shard`.
-
-    `offset` is its first byte, counted from the beginning of the file.
-    """
+    """One tensor of a checkpoint."""
 
     name: str
-    dtype: str
+    dtype: str  # the safetensors code
     shape: tuple[int, ...]
     shard: Path
     nbytes: int
-    offset: int
+    offset: int  # of its first byte, from the beginning of the file
 
 
 Identity = tuple[int, int, int, int]
@@ -77,20 +74,15 @@ def _identity(status: os.stat_result) -> Identity:
     return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
 
 
-_WRAPPED = (
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-)
+_WRAPPED = {"model.language_model.": "model.", "language_model.model.": "model."}
+_WRAPPED |= {"language_model.lm_head.": "lm_head."}
 """What stands before the names of a text model's tensors inside one that sees images too, and without it."""
 
 
 def text_name(name: str) -> str:
     """A tensor's name as a checkpoint of the text model alone has it."""
-    for wrapped, plain in _WRAPPED:
-        if name.startswith(wrapped):
-            return plain + name.removeprefix(wrapped)
-    return name
+    wrapped = next(filter(name.startswith, _WRAPPED), "")
+    return _WRAPPED.get(wrapped, "") + name.removeprefix(wrapped)
 
 
 def unpacked(name: str, meta: TensorMeta) -> Iterator[tuple[str, TensorMeta]]:
@@ -156,8 +148,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             if missing:
                 words = f"{len(missing)} of {len(shards)} shards are missing: {', '.join(listed(missing))}"
                 raise incomplete(folder, f"{INDEX_NAME}: {words}")
-            known = set(weight_map.values())
-            others = [name for name in names if name.endswith(".safetensors") and name not in known]
+            others = sorted(
+                {name for name in names if name.endswith(".safetensors")} - {*weight_map.values()}
+            )
             checkpoint = cls(folder, shards, [f"not in the index, ignored: {shown(name)}" for name in others])
         else:
             raise not_a_model(folder) or incomplete(folder, f"there is no {SINGLE_NAME} and no {INDEX_NAME}")
@@ -219,12 +212,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
         Raises `CheckpointError`. Long readers call `check_unchanged` at the end.
         """
-        file = open_regular_file(shard)
-        try:
+        with ExitStack() as opened:
+            file = opened.enter_context(open_regular_file(shard))
             self._check_identity(shard, file.fileno())
-        except CheckpointError:
-            file.close()
-            raise
+            opened.pop_all()  # it stays open
         return file
 
     def check_unchanged(self) -> None:
@@ -251,16 +242,20 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             raise CheckpointError(f"{shard}: changed while in use: {what}")
 
 
+def _bytes_at(file: BinaryIO, offset: int, count: int, path: Path) -> bytes:
+    data = bytearray(count)
+    read_exactly(file.fileno(), [memoryview(data)] if count else [], offset, path)
+    return bytes(data)
+
+
 def read_exactly(descriptor: int, views: list[memoryview], offset: int, path: Path) -> None:
     """Fill the views in order from a file's bytes at `offset`; `path` is for messages.
 
     Raises CheckpointError when the file ends early or cannot be read.
     """
     while views:
-        try:
+        with os_errors(path):
             count = os.preadv(descriptor, views, offset)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}") from None
         if not count:
             raise CheckpointError(f"{path}: was truncated while it was read")
         offset += count
@@ -280,15 +275,13 @@ def read_weight_map(path: Path) -> dict[str, str]:
         if not isinstance(shard, str):
             raise fields.refused("weight_map", f"{shown(tensor)}: {shown(shard)} is not a string")
     shards = set(weight_map.values())
-    if len(shards) > MAX_SHARDS:
-        raise fields.refused("weight_map", f"names {len(shards):,} shards, at most {MAX_SHARDS:,}")
+    few = len(shards) <= MAX_SHARDS
+    fields.require(few, "weight_map", f"names {len(shards):,} shards, at most {MAX_SHARDS:,}")
     for shard in sorted(shards):
-        if shard.lower().endswith(PICKLE_SUFFIXES):
-            why = f"{shown(shard)}: pickle formats are not supported, only safetensors is"
-            raise fields.refused("weight_map", why)
-        if not SHARD_NAME.fullmatch(shard):
-            why = f"{shown(shard)} is not the plain name of a safetensors file"
-            raise fields.refused("weight_map", why)
+        why = f"{shown(shard)}: pickle formats are not supported, only safetensors is"
+        fields.require(not shard.lower().endswith(PICKLE_SUFFIXES), "weight_map", why)
+        why = f"{shown(shard)} is not the plain name of a safetensors file"
+        fields.require(SHARD_NAME.fullmatch(shard) is not None, "weight_map", why)
     return {text_name(tensor): shard for tensor, shard in weight_map.items()}
 
 
@@ -314,10 +307,10 @@ def not_a_model(path: Path) -> CheckpointError | None:
         why = f"{called}/{(usual or pickles)[0]}: pickle formats are not supported, only safetensors is"
         return CheckpointError(why, fix=[convert if usual else "a repository with safetensors"])
     inside = sorted(path.glob("*/config.json")) or sorted(path.glob("*/*/config.json"))
-    if inside and "config.json" not in names:
-        fix = [f"-m {_cached_name(config.parent) or config.parent}" for config in inside]
-        return CheckpointError(f"{path}: is no model folder, but holds {len(inside)}", fix=listed(fix, 3))
-    return None
+    if not inside or "config.json" in names:
+        return None
+    fix = [f"-m {_cached_name(config.parent) or config.parent}" for config in inside]
+    return CheckpointError(f"{path}: is no model folder, but holds {len(inside)}", fix=listed(fix, 3))
 
 
 def incomplete(folder: Path, what: str) -> SpdError:
@@ -351,7 +344,8 @@ def check_tensors(
     error, and `fix` is what it proposes. Raises ONE `CheckpointError` that lists every
     missing, mis-shaped or wrongly typed tensor (20 at most, then their number).
     """
-    missing, shapes, types = [], [], []
+    faults: dict[str, list[str]] = {"missing": [], "of another shape": [], "of an unsupported dtype": []}
+    missing, shapes, types = faults.values()
     for name, shape in expected.items():
         meta = checkpoint.tensors.get(name)
         if meta is None:
@@ -362,15 +356,10 @@ def check_tensors(
             shapes.append(f"{where}: shape is {list(meta.shape)}, expected {list(shape)}")
         if meta.dtype not in dtypes:
             types.append(f"{where}: dtype {meta.dtype} is not supported here ({', '.join(dtypes)} are)")
-    problems = missing + shapes + types
-    if problems:
-        kinds = ((missing, "missing"), (shapes, "of another shape"), (types, "of an unsupported dtype"))
-        counts = ", ".join(f"{len(found)} {words}" for found, words in kinds if found)
-        raise CheckpointError(
-            f"{checkpoint.folder}: {len(expected)} {what} are needed: {counts}; first: {problems[0]}",
-            reason=listed(problems),
-            fix=fix,
-        )
+    if problems := missing + shapes + types:
+        counts = ", ".join(f"{len(found)} {words}" for words, found in faults.items() if found)
+        why = f"{checkpoint.folder}: {len(expected)} {what} are needed: {counts}; first: {problems[0]}"
+        raise CheckpointError(why, reason=listed(problems), fix=fix)
     return [name for name in checkpoint.tensors if name not in expected and not ignorable(name)]
 
 
@@ -382,28 +371,19 @@ def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:
     with open_regular_file(path) as file:
         identity = _identity(os.fstat(file.fileno()))
         size = identity[0]
-        try:
-            prefix = file.read(8)
-            if size < 8 or len(prefix) < 8:
-                why = f"header too small: the file has {size} bytes and needs at least 8"
-                raise CheckpointError(f"{path}: {why}")
-            length = int.from_bytes(prefix, "little")
-            if length > HEADER_LIMIT:
-                why = f"header too large: {length} bytes, at most {HEADER_LIMIT} are allowed"
-                raise CheckpointError(f"{path}: {why}")
-            if length > size - 8:
-                lacking = length - (size - 8)
-                raise CheckpointError(f"{path}: is truncated: its header alone lacks {lacking} bytes")
-            data = file.read(length)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}") from None
-    if len(data) < length:
-        raise CheckpointError(f"{path}: was truncated while its header was read")
+        if size < 8:
+            why = f"header too small: the file has {size} bytes and needs at least 8"
+            raise CheckpointError(f"{path}: {why}")
+        length = int.from_bytes(_bytes_at(file, 0, 8, path), "little")
+        if length > HEADER_LIMIT:
+            why = f"header too large: {length} bytes, at most {HEADER_LIMIT} are allowed"
+            raise CheckpointError(f"{path}: {why}")
+        if length > size - 8:
+            raise CheckpointError(f"{path}: is truncated: its header alone lacks {length - size + 8} bytes")
+        data = _bytes_at(file, 8, length, path)
     if data.startswith(codecs.BOM_UTF8):
         raise CheckpointError(f"{path}: header: starts with a byte order mark")
-    header = parse_json(decode_utf8(data, f"{path}: header"), f"{path}: header")
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: header: is not a JSON object")
+    header = dict(Fields.parse(decode_utf8(data, f"{path}: header"), f"{path}: header").values)
     metadata = header.pop("__metadata__", None)
     texts = metadata.values() if isinstance(metadata, dict) else [None]
     if metadata is not None and not all(isinstance(value, str) for value in texts):

@@ -54,8 +54,7 @@ class Eagle3Config:
     """What a head's configuration says beyond a decoder's."""
 
     target_hidden_size: int
-    draft_vocab_size: int | None
-    """Ids that the head knows; None: all of the target's, in their order."""
+    draft_vocab_size: int | None  # ids that the head knows; None: all of the target's, in their order
     listed_layers: tuple[int, ...] | None
     num_aux: int
     norm_before_residual: bool
@@ -67,11 +66,9 @@ class Eagle3Config:
         """Layers that each stream has passed which the head reads. Raises CheckpointError beyond them."""
         found = self.listed_layers or (2, target_layers // 2, target_layers - 3)
         if not all(0 <= passed <= target_layers for passed in found):
-            listed = ", ".join(map(str, found))
-            raise CheckpointError(
-                f"an EAGLE-3 head that reads the streams behind {listed} layers needs another target",
-                reason=[f"the target has {target_layers} layers"],
-            )
+            what = f"an EAGLE-3 head that reads the streams behind {', '.join(map(str, found))} layers"
+            reason = [f"the target has {target_layers} layers"]
+            raise CheckpointError(f"{what} needs another target", reason=reason)
         return found
 
 
@@ -85,23 +82,21 @@ def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
         named = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
         is_head = named or (names == ["LlamaForCausalLM"] and "draft_vocab_size" in fields)
         return _checked(fields, fields, normed_residual=False) if is_head else None
-    layer = fields.fields("transformer_layer_config")
-    if layer is None:
-        raise fields.refused("transformer_layer_config", "is missing")
+    layer = fields.nested("transformer_layer_config")
     kind = layer.text("model_type", "llama")
-    if kind != "llama":
-        raise layer.refused("model_type", f"{shown(kind)}: EAGLE-3 heads with llama's layer are supported")
+    why = f"{shown(kind)}: EAGLE-3 heads with llama's layer are supported"
+    layer.require(kind == "llama", "model_type", why)
     return _checked(fields, layer, normed_residual=True)
 
 
 def _checked(fields: Fields, layer: Fields, *, normed_residual: bool) -> tuple[Eagle3Config, Fields]:
     """Of a head whose layer is a Llama's, whatever model_type says: trainers write the target's there."""
-    if layer.integer("num_hidden_layers", 1, 1024, 1) != 1:
-        raise layer.refused("num_hidden_layers", "EAGLE-3 heads of one layer are supported")
+    one = layer.integer("num_hidden_layers", 1, 1024, 1) == 1
+    layer.require(one, "num_hidden_layers", "EAGLE-3 heads of one layer are supported")
     nested = fields.fields("eagle_config") or Fields(f"{fields.where}: eagle_config", {})
     for key, built in _SWITCHES.items():
-        if nested.get(key) not in (None, built):
-            raise nested.refused(key, f"{shown(nested.get(key))} is not supported ({shown(built)} is)")
+        why = f"{shown(nested.get(key))} is not supported ({shown(built)} is)"
+        nested.require(nested.get(key) in (None, built), key, why)
     vocab_size = layer.integer("vocab_size", 1, 1 << 24)
     hidden_size = layer.integer("hidden_size", 1, 1 << 20)
     listed = _listed(fields, IDS, 0) or _listed(fields, OTHER_IDS, 0) or _listed(nested, IDS, 1)
@@ -137,6 +132,5 @@ def _listed(fields: Fields, key: str, added: int) -> tuple[int, ...] | None:
         return None
     if not isinstance(value, list) or len(value) > MOST_AUX or not all(type(i) is int for i in value):
         raise fields.refused(key, f"{shown(value)} is not a list of at most {MOST_AUX} layers")
-    if value != sorted(set(value)):
-        raise fields.refused(key, f"{shown(value)} is not ascending")
+    fields.require(value == sorted(set(value)), key, f"{shown(value)} is not ascending")
     return tuple(i + added for i in value)

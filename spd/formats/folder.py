@@ -8,16 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spd.formats import model_config
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.hub import resolve_model
 from spd.formats.json_file import Fields
-from spd.formats.model_config import (
-    FILE_NAME,
-    GenerationConfig,
-    ModelConfig,
-    model_config_of,
-    read_generation_config,
-)
+from spd.formats.model_config import FILE_NAME, GenerationConfig, ModelConfig
 from spd.formats.mtp import MtpSource, check_fits, find_mtp, read_head_folder
 
 if TYPE_CHECKING:
@@ -51,7 +46,7 @@ class ModelFolder(os.PathLike[str]):
     @cached_property
     def config(self) -> ModelConfig:
         """What the model, or the EAGLE-3 head, is."""
-        return model_config_of(self.fields)
+        return model_config.model_config_of(self.fields)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -81,7 +76,7 @@ class ModelFolder(os.PathLike[str]):
 
     @cached_property
     def generation(self) -> GenerationConfig:
-        return read_generation_config(self.path, vocab_size=self.config.vocab_size)
+        return model_config.read_generation_config(self.path, vocab_size=self.config.vocab_size)
 
     @cached_property
     def head(self) -> MtpSource:

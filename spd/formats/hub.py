@@ -101,8 +101,9 @@ def cached_folder(name: str) -> Path:
 def list_cached_models() -> list[str]:
     """The names in the local cache that have a snapshot, sorted; empty when there is no cache."""
     cache = cache_folder()
-    names = [name for name in _names(cache) if name.startswith("models--") and _snapshots(cache / name)]
-    return sorted(name[8:].replace("--", "/", 1) for name in names)
+    names = [name for name in _names(cache) if name.startswith("models--")]
+    kept = [name for name in names if _names(cache / name / "snapshots")]
+    return sorted(name[8:].replace("--", "/", 1) for name in kept)
 
 
 def _local_folder(path: Path) -> Path:
@@ -119,9 +120,11 @@ def _cached_snapshot(name: str, revision: str | None) -> Path:
     check_repository_name(name, revision)
     more = f" --revision {revision}" if revision else ""
     folder = cached_folder(name)
-    snapshots = _snapshots(folder)
+    snapshots = _names(folder / "snapshots")
     if not snapshots:
-        close, full = _similar(name), name if "/" in name else f"ORG/{name}"
+        short = {model.rpartition("/")[2].lower(): model for model in [*list_cached_models(), DEMO]}
+        near = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)
+        close, full = short[near[0]] if near else None, name if "/" in name else f"ORG/{name}"
         why = "it is not in the local cache" if full == name else f"a model on the hub is named {full}"
         raise NotFoundError(
             f"{name}: there is no such folder, and {why}" + (f": did you mean {close}?" if close else ""),
@@ -145,10 +148,6 @@ def _cached_snapshot(name: str, revision: str | None) -> Path:
     return snapshot
 
 
-def _snapshots(folder: Path) -> list[str]:
-    return _names(folder / "snapshots")
-
-
 def _names(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))
@@ -166,10 +165,3 @@ def _commit(folder: Path, revision: str | None, snapshots: list[str]) -> str | N
         return snapshots[0] if len(snapshots) == 1 else None
     matches = [commit for commit in snapshots if commit.startswith(revision)]
     return matches[0] if len(matches) == 1 and (len(revision) >= 7 or matches[0] == revision) else None
-
-
-def _similar(name: str) -> str | None:
-    """The known model whose name is nearest, whatever its organisation."""
-    short = {model.rpartition("/")[2].lower(): model for model in [*list_cached_models(), DEMO]}
-    close = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)
-    return short[close[0]] if close else None

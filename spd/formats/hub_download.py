@@ -35,8 +35,7 @@ SMALL_FILES = frozenset(
         *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     )
 )
-SPARE_SHARE = 1.05
-"""Free space wanted, as a share of what is to come."""
+SPARE_SHARE = 1.05  # free space wanted, as a share of what is to come
 _MAKE_ROOM = "spd rm NAME for a model that is not needed"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r'(W/)?"?[A-Za-z0-9_-][A-Za-z0-9_=+.-]{0,199}"?')
@@ -53,8 +52,7 @@ class RemoteModel:
     revision: str | None
     commit: str
     files: tuple[RepoSibling, ...]
-    missing_bytes: int
-    """Bytes of the files that are not in the cache yet."""
+    missing_bytes: int  # of the files that are not in the cache yet
 
     @property
     def total_bytes(self) -> int:
@@ -90,7 +88,16 @@ def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
     `report` hears of bytes as they come.
     Raises NetworkError, also for a file that is not the one listed, and ResourceError when the disk is full.
     """
-    _check_space(model)
+    cache = cache_folder()
+    there = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    if free < model.missing_bytes * SPARE_SHARE:
+        raise ResourceError(
+            f"not enough disk space for {model.name}: {model.missing_bytes:,} bytes to come, {free:,} free",
+            reason=[f"The cache is {cache}."],
+            fix=[_MAKE_ROOM, "HF_HOME=/another/disk spd pull …"],
+            code="disk_full",
+        )
     with _in_words(model.name):
         paths = [_fetch(model.name, model.commit, file, report) for file in model.files]
         ref = cached_folder(model.name) / "refs" / (model.revision or "main")
@@ -136,20 +143,6 @@ def _weights(
         fix=["a repository with safetensors weights"],
         code="no_safetensors",
     )
-
-
-def _check_space(model: RemoteModel) -> None:
-    folder = cache_folder()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < model.missing_bytes * SPARE_SHARE:
-        raise ResourceError(
-            f"not enough disk space for {model.name}: {model.missing_bytes:,} bytes to come, {free:,} free",
-            reason=[f"The cache is {cache_folder()}."],
-            fix=[_MAKE_ROOM, "HF_HOME=/another/disk spd pull …"],
-            code="disk_full",
-        )
 
 
 def _check_hash(name: str, file: RepoSibling, path: Path) -> None:

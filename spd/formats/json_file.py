@@ -10,7 +10,8 @@ import os
 import shlex
 import stat
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -41,12 +42,19 @@ def listed(names: list[str], limit: int = 20) -> list[str]:
     return [*names[:limit], *([f"and {len(names) - limit} more"] if len(names) > limit else [])]
 
 
+@contextmanager
+def os_errors(path: Path) -> Generator[None, None, None]:
+    """Make what the system refuses inside the block a `CheckpointError` that begins with the file."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+
+
 def names_in(folder: Path) -> list[str]:
     """The sorted names in a folder, broken links included."""
-    try:
+    with os_errors(folder):
         return sorted(os.listdir(folder))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def open_regular_file(path: Path) -> BinaryIO:
@@ -54,20 +62,15 @@ def open_regular_file(path: Path) -> BinaryIO:
 
     Raises `CheckpointError` with the system's reason, or with what the thing is instead.
     """
-    try:
+    with os_errors(path), ExitStack() as opened:
         _require_regular(path, os.stat(path))
         # The name may have changed hands since: O_NONBLOCK keeps even that open from hanging.
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    try:
+        file = opened.enter_context(os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"))
         _require_regular(path, os.fstat(file.fileno()))
         if file.peek(23).startswith(b"version https://git-lfs"):
             why = f"{path}: is a git-lfs pointer, which stands for a file that was not fetched"
             raise CheckpointError(why, fix=[f"git -C {shlex.quote(str(path.parent))} lfs pull"])
-    except CheckpointError:
-        file.close()
-        raise
+        opened.pop_all()  # it stays open
     return file
 
 
@@ -79,14 +82,11 @@ def _require_regular(path: Path, status: os.stat_result) -> None:
 
 def read_text(path: Path, limit: int) -> str:
     """The whole content of a UTF-8 file of at most `limit` bytes, without a byte order mark."""
-    with open_regular_file(path) as file:
+    with open_regular_file(path) as file, os_errors(path):
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise CheckpointError(f"{path}: is larger than {limit:,} bytes")
-        try:
-            data = file.read(size + 1)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}") from None
+        data = file.read(size + 1)
     if len(data) != size:
         raise CheckpointError(f"{path}: changed while it was read")
     return decode_utf8(data, str(path))
@@ -138,17 +138,12 @@ def parse_json(text: str, where: str) -> object:
 
 
 def _deeper_than(value: object, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit + 1):
-        level = [
-            child
-            for node in level
-            for child in (node.values() if isinstance(node, dict) else node if isinstance(node, list) else ())
-            if type(child) in (dict, list)  # json makes no others
-        ]
-        if not level:
-            return False
-    return True
+    level = [value] if isinstance(value, dict | list) else []
+    while level and limit >= 0:
+        inner = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [child for each in inner for child in each if type(child) in (dict, list)]
+        limit -= 1
+    return bool(level)
 
 
 class Fields:
@@ -164,10 +159,15 @@ class Fields:
     @classmethod
     def of(cls, path: Path, limit: int = CONFIG_LIMIT) -> Fields:
         """Those of the object that a file of at most `limit` bytes holds."""
-        value = parse_json(read_text(path, limit), str(path))
+        return cls.parse(read_text(path, limit), str(path))
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> Fields:
+        """Those of the object that a text holds."""
+        value = parse_json(text, where)
         if not isinstance(value, dict):
-            raise CheckpointError(f"{path}: is not a JSON object")
-        return cls(str(path), value)
+            raise CheckpointError(f"{where}: is not a JSON object")
+        return cls(where, value)
 
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
@@ -221,34 +221,32 @@ class Fields:
     def choice(self, key: str, known: Collection[str], default: str | None = None) -> str:
         """A string that is among `known`; any other one is refused by name."""
         value = self.text(key, default)
-        if value not in known:
-            raise self.refused(key, f"{shown(value)} is not supported ({', '.join(known)} are)")
+        self.require(value in known, key, f"{shown(value)} is not supported ({', '.join(known)} are)")
         return value
 
     def token_ids(self, key: str, end: int) -> tuple[int, ...]:
         """One token id or a list of them, each in [0, end); empty when absent."""
         value = self.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
+        self.require(len(ids) <= 1000, key, f"{len(ids)} token ids are more than 1000")
         for token_id in ids:
-            if type(token_id) is not int or not 0 <= token_id < end:
-                raise self.refused(key, f"{shown(token_id)} is not a token id from 0 to {end - 1}")
-        if len(ids) > 1000:
-            raise self.refused(key, f"{len(ids)} token ids are more than 1000")
+            known = type(token_id) is int and 0 <= token_id < end
+            self.require(known, key, f"{shown(token_id)} is not a token id from 0 to {end - 1}")
         return tuple(dict.fromkeys(ids))
 
     def fields(self, key: str) -> Fields | None:
         """A nested object, `None` when absent."""
+        return self.nested(key) if key in self else None
+
+    def nested(self, key: str) -> Fields:
+        """A nested object that must be there."""
         value = self.get(key)
-        if value is None:
-            return None
+        self.require(value is not None, key, "is missing")
         if not isinstance(value, dict):
             raise self.refused(key, f"{shown(value)} is not an object")
         return Fields(f"{self.where}: {key}", value)
 
     def _present(self, key: str, default: object) -> object:
-        value = self.values.get(key)
-        if value is None:
-            if default is None:
-                raise self.refused(key, "is missing" if key not in self.values else "is null")
-            return default
+        value = default if key not in self else self.values[key]
+        self.require(value is not None, key, "is null" if key in self.values else "is missing")
         return value

@@ -171,9 +171,7 @@ def _text_of(fields: Fields) -> Fields:
     if wrapper is None:
         return fields
     fields.choice("model_type", wrapper[:1], wrapper[0])
-    inner = fields.fields("text_config")
-    if inner is None:
-        raise fields.refused("text_config", "is missing")
+    inner = fields.nested("text_config")
     around = {key: fields.values[key] for key in _OUTSIDE if key in fields}
     return Fields(inner.where, {**inner.values, **around, "architectures": [wrapper[1]]})
 

@@ -13,22 +13,33 @@ Nothing is ever made up: a head is complete, or it is refused with the names of 
 
 A head folder, which `docs/mtp.md` describes, holds a head by itself, for a target whose own checkpoint has
 none. It runs with a target of the verifier's architecture, layers, hidden size and vocabulary, and is as good
-as it was made where the hash agrees too.
+as it was made where the hash agrees too. `plan_head` cuts one out of a checkpoint: names stay, and only the
+shards that hold it and the two tables beside it are opened, and read a piece at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.errors import CheckpointError, IncompatibleError
-from spd.formats.checkpoint import Checkpoint, check_tensors
+from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta, check_tensors
 from spd.formats.json_file import Fields, listed, shown
-from spd.formats.model_config import FILE_NAME, MAX_LAYERS, MTP_HEAD, ModelConfig, model_config_of
+from spd.formats.model_config import (
+    FILE_NAME,
+    MAX_LAYERS,
+    MTP_HEAD,
+    ModelConfig,
+    model_config_of,
+    refuse_head,
+)
+from spd.formats.writer import OutputTensor
 
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
@@ -39,8 +50,14 @@ _HOW_TO_ATTACH = (
     "--mtp HEAD with a folder that `spd convert-mtp ORIGINAL HEAD` made of the original checkpoint",
     "--spec ngram",
 )
+FP8_DTYPES = ("F8_E4M3", "F8_E8M0")
+SCALE_SUFFIX = "_scale_inv"
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Keys of `config.json` that say how many modules a head has."""
+
+LayerTensors = Callable[[ModelConfig], Mapping[str, tuple[int, ...]]]
+Cast = Callable[[Checkpoint, TensorMeta], Iterator[bytes]]
 
 
 @dataclass(frozen=True)
@@ -49,8 +66,7 @@ class MtpFamily:
 
     name: str
     architectures: tuple[str, ...]
-    layer: str
-    """What stands before the decoder layer's own names."""
+    layer: str  # what stands before the decoder layer's own names
     glue: Mapping[str, str] = field(hash=False)
     """`token_norm`, `state_norm` [hidden], `projection` [hidden, 2 * hidden], and `final_norm`, without which
     the head reads the layer's output as it is."""
@@ -68,32 +84,21 @@ class MtpFamily:
         return "{l}" in self.layer
 
 
-def _glue(token_norm: str, state_norm: str, projection: str, final_norm: str | None) -> dict[str, str]:
-    names = {
-        "token_norm": token_norm,
-        "state_norm": state_norm,
-        "projection": projection,
-        "final_norm": final_norm,
-    }
-    return {key: f"{name}.weight" for key, name in names.items() if name}
+def _glue(prefix: str, *names: str) -> dict[str, str]:
+    return {key: f"{prefix}{name}.weight" for key, name in zip(_GLUE, names, strict=False)}
 
 
-_PREFIX = "model.layers.{l}."
+_GLUE = ("token_norm", "state_norm", "projection", "final_norm")
+_PREFIX, _MIMO = "model.layers.{l}.", "model.mtp_layers.{i}."
 _DEEPSEEK = MtpFamily(
     "deepseek",
     ("DeepseekV3ForCausalLM",),
     _PREFIX,
-    _glue(_PREFIX + "enorm", _PREFIX + "hnorm", _PREFIX + "eh_proj", _PREFIX + "shared_head.norm"),
+    _glue(_PREFIX, "enorm", "hnorm", "eh_proj", "shared_head.norm"),
     {"embedding": _PREFIX + "embed_tokens.weight", "head": _PREFIX + "shared_head.head.weight"},
 )
-_MTP = MtpFamily(
-    "mtp",
-    (),
-    "mtp.layers.{i}.",
-    _glue("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
-    masks_first=False,
-)
-_MIMO = "model.mtp_layers.{i}."
+_MTP_GLUE = _glue("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+_MTP = MtpFamily("mtp", (), "mtp.layers.{i}.", _MTP_GLUE, masks_first=False)
 _GLM4 = ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
 _QWEN3_NEXT = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
@@ -104,19 +109,14 @@ FAMILIES = (
         "mimo",
         ("MiMoForCausalLM",),
         _MIMO,
-        _glue(
-            _MIMO + "token_layernorm",
-            _MIMO + "hidden_layernorm",
-            _MIMO + "input_proj",
-            _MIMO + "final_layernorm",
-        ),
+        _glue(_MIMO, "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
         hidden_first=True,
     ),
     MtpFamily(
         "ernie",
         ("Ernie4_5_MoeForCausalLM", "Ernie4_5_ForCausalLM"),
         "model.mtp_block.{i}.",
-        _glue("model.mtp_emb_norm.{i}", "model.mtp_hidden_norm.{i}", "model.mtp_linear_proj.{i}", None),
+        _glue("model.", "mtp_emb_norm.{i}", "mtp_hidden_norm.{i}", "mtp_linear_proj.{i}"),
         recycles_normed=False,
         like_layer=0,
     ),
@@ -253,12 +253,9 @@ def check_mtp(
     known = {*expected, *ignored, *(stem + suffix for stem in stems for suffix in _QUANTIZED)}
     foreign = [name for name in checkpoint.tensors if layout.owns(name) and name not in known]
     if foreign:
-        raise CheckpointError(
-            f"{checkpoint.folder}: {len(foreign)} tensors of the MTP head belong to none of its layers "
-            f"as {layout.family.name} has them; first: {foreign[0]}",
-            reason=listed(foreign),
-            fix=["--spec ngram"],
-        )
+        why = "tensors of the MTP head belong to none of its layers as"
+        why = f"{checkpoint.folder}: {len(foreign)} {why} {layout.family.name} has them; first: {foreign[0]}"
+        raise CheckpointError(why, reason=listed(foreign), fix=["--spec ngram"])
     return expected
 
 
@@ -272,8 +269,7 @@ class MtpSource:
     folder: ModelFolder
     layout: MtpLayout
     config: ModelConfig
-    verifier: str = ""
-    """What a head folder was cut from, and the hash of that; empty for a head in its own checkpoint."""
+    verifier: str = ""  # what a head folder was cut from; empty for a head in its own checkpoint
     verifier_sha256: str = ""
 
 
@@ -292,7 +288,7 @@ def head_config(
 ) -> dict[str, Any]:
     """The `config.json` of a head folder; verifier_config is the target's, as read from its file."""
     kept = {key: value for key, value in verifier_config.items() if quantized or key != "quantization_config"}
-    proposal = {"proposal_type": "greedy", "speculative_tokens": modules}
+    architectures = verifier_config.get("architectures")
     return {
         "architectures": [MTP_HEAD],
         "speculators_model_type": MODEL_TYPE,
@@ -300,21 +296,17 @@ def head_config(
         "transformer_layer_config": kept,
         "speculators_config": {
             "algorithm": MODEL_TYPE,
-            "proposal_methods": [proposal],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": modules}],
             "default_proposal_method": "greedy",
-            "verifier": {
-                "name_or_path": verifier,
-                "architectures": verifier_config.get("architectures"),
-                "sha256": sha256,
-            },
+            "verifier": {"name_or_path": verifier, "architectures": architectures, "sha256": sha256},
         },
     }
 
 
 def is_head_folder(folder: ModelFolder) -> bool:
     """Whether a folder says that it holds an MTP head by itself."""
-    known = (folder.path / FILE_NAME).is_file()
-    return known and folder.fields.get("speculators_model_type") == MODEL_TYPE
+    there = (folder.path / FILE_NAME).is_file()
+    return there and folder.fields.get("speculators_model_type") == MODEL_TYPE
 
 
 def read_head_folder(folder: ModelFolder) -> MtpSource:
@@ -330,27 +322,21 @@ def read_head_folder(folder: ModelFolder) -> MtpSource:
             f"{fields.where}: speculators_model_type: {shown(kind)}: this is no folder with an MTP head",
             fix=["spd convert-mtp ORIGINAL HEAD makes one from a checkpoint with MTP layers"],
         )
-    verifier = speculators.fields("verifier")
-    if verifier is None:
-        raise speculators.refused("verifier", "is missing")
+    verifier = speculators.nested("verifier")
     config = model_config_of(layer)
     layout = find_mtp(config.architecture, folder.checkpoint.tensors, None)
     declared = fields.integer("num_nextn_predict_layers", 1, 1024)
-    if layout is None or layout.modules != declared:
-        found = layout.modules if layout else 0
+    found = layout.modules if layout else 0
+    if layout is None or found != declared:
         raise fields.refused("num_nextn_predict_layers", f"is {declared}, but {found} modules are there")
     return MtpSource(folder, layout, config, verifier.text("name_or_path"), verifier.text("sha256"))
 
 
 def check_fits(head: MtpSource, target: ModelConfig, folder: Path) -> None:
     """Raise IncompatibleError where a head cannot run with a target, naming what differs."""
-    own = head.config
-    pairs = (
-        ("architecture", own.architecture, target.architecture),
-        ("hidden size", own.hidden_size, target.hidden_size),
-        ("vocabulary size", own.vocab_size, target.vocab_size),
-        ("layers", own.num_layers, target.num_layers),
-    )
+    names = {"architecture": "architecture", "hidden_size": "hidden size"}
+    names |= {"vocab_size": "vocabulary size", "num_layers": "layers"}
+    pairs = ((words, getattr(head.config, name), getattr(target, name)) for name, words in names.items())
     differing = [f"{words}: head {one}, target {other}" for words, one, other in pairs if one != other]
     if differing:
         raise IncompatibleError(
@@ -359,3 +345,121 @@ def check_fits(head: MtpSource, target: ModelConfig, folder: Path) -> None:
             fix=["--mtp HEAD made from the same model", "--spec ngram"],
             code="mtp_mismatch",
         )
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """What a conversion takes, made from headers alone; closed with its checkpoint.
+
+    `head` is where it stands, `raw_config` the verifier's. `copies` are the head's own embedding and output
+    tables, each with the target's that it may equal and is then left out for; None where that is
+    not at hand. `ignored` is of no use.
+    """
+
+    checkpoint: Checkpoint
+    head: MtpSource
+    raw_config: Mapping[str, Any]
+    declared: int
+    tensors: tuple[TensorMeta, ...]
+    copies: tuple[tuple[TensorMeta, TensorMeta | None], ...]
+    ignored: tuple[str, ...]
+    dtype: str | None = None  # the safetensors code of what is written; None: as stored
+
+    @property
+    def quantized(self) -> bool:
+        """Whether tensors are stored with scales beside them."""
+        return any(tensor.name.endswith(SCALE_SUFFIX) for tensor in self.tensors)
+
+    def cast(self, dtype: str) -> HeadPlan:
+        """The plan with its tensors in another dtype, scales used up."""
+        kept = (tensor for tensor in self.tensors if not tensor.name.endswith(SCALE_SUFFIX))
+        return replace(self, dtype=dtype, tensors=tuple(kept))
+
+    def dtype_of(self, tensor: TensorMeta) -> str:
+        """What a tensor is written as: vectors of float32, and the head's own tables, as they are."""
+        vector = tensor.dtype == "F32" and len(tensor.shape) == 1
+        stays = vector or any(tensor == copy for copy, _ in self.copies)
+        return tensor.dtype if self.dtype is None or stays else self.dtype
+
+
+def plan_head(source: ModelFolder, name: str, layer_tensors: LayerTensors) -> HeadPlan:
+    """Find and check the head of a checkpoint or of a head folder; the caller closes `plan.checkpoint`.
+
+    layer_tensors: shapes of the target's last decoder layer by the names inside it. Raises
+    IncompatibleError where there is no head, CheckpointError for one that is not whole, each with names.
+    """
+    fields, is_head = source.fields, is_head_folder(source)
+    inner = fields.fields("transformer_layer_config") if is_head else None
+    head, checkpoint = (source.head, source.checkpoint) if is_head else _own_head(source, name)
+    config, layout = head.config, head.layout
+    hidden, vocab, dtypes = config.hidden_size, config.vocab_size, (*FLOAT_DTYPES, *FP8_DTYPES)
+    needed = check_mtp(checkpoint, layout, hidden, vocab, layer_tensors(config), dtypes)
+    fp8 = [name for name in needed if checkpoint.tensors[name].dtype == FP8_DTYPES[0]]
+    if bare := [name for name in fp8 if name + SCALE_SUFFIX not in checkpoint.tensors]:
+        why = f"{len(bare)} FP8 tensors of the MTP head have no scales; first: {bare[0]}"
+        scales = listed([name + SCALE_SUFFIX for name in bare])
+        raise CheckpointError(f"{checkpoint.folder}: {why}", reason=scales)
+    tables = {name for m in range(layout.modules) for name in layout.copies(m, vocab, hidden)}
+    metas = [meta for meta in checkpoint.tensors.values() if layout.owns(meta.name)]
+    kept = [meta for meta in metas if meta.name.removesuffix(SCALE_SUFFIX) in needed]
+    return HeadPlan(
+        checkpoint,
+        head if is_head else replace(head, verifier_sha256=verifier_hash(checkpoint)),
+        (inner or fields).values,
+        layout.modules if is_head else declared_modules(fields),
+        tuple(meta for meta in kept if meta.name not in tables),
+        tuple((meta, _table(checkpoint, layout, meta)) for meta in kept if meta.name in tables),
+        tuple(meta.name for meta in metas if meta not in kept),
+    )
+
+
+def _own_head(source: ModelFolder, name: str) -> tuple[MtpSource, Checkpoint]:
+    """The head in a checkpoint of that name; the shards of it, the final norm, and tables that are there."""
+    config = source.config
+    refuse_head(config, source.path)
+
+    def find(names: Collection[str]) -> MtpLayout:
+        layout = find_mtp(config.architecture, names, config.num_layers)
+        if layout is None:
+            raise no_mtp(source.path, config.num_layers, declared_modules(source.fields))
+        return layout
+
+    def wanted(shards: Mapping[str, str]) -> set[str]:
+        tables = [table for table in TABLES if table in shards and (source.path / shards[table]).exists()]
+        return {FINAL_NORM, *tables, *filter(find(shards).owns, shards)}
+
+    checkpoint = Checkpoint.open(source.path, wanted)
+    return MtpSource(source, find(checkpoint.tensors), config, name), checkpoint
+
+
+def _table(checkpoint: Checkpoint, layout: MtpLayout, copy: TensorMeta) -> TensorMeta | None:
+    """The target's table that a copy may equal: the embedding serves as head too where it is tied."""
+    heads = {layout.named(layout.family.tables["head"], m) for m in range(layout.modules)}
+    embedding, head = (checkpoint.tensors.get(name) for name in TABLES)
+    return (head or embedding) if copy.name in heads else embedding
+
+
+def config_to_write(plan: HeadPlan) -> dict[str, Any]:
+    names = (plan.head.verifier, plan.head.verifier_sha256, plan.head.layout.modules)
+    return head_config(plan.raw_config, *names, quantized=plan.quantized)
+
+
+def differing_copies(plan: HeadPlan) -> list[TensorMeta]:
+    """The head's own tables that are not the target's bit for bit; reads both to the end."""
+
+    def equal(one: TensorMeta, other: TensorMeta) -> bool:
+        same = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return same and all(map(eq, plan.checkpoint.pieces(one), plan.checkpoint.pieces(other)))
+
+    return [copy for copy, table in plan.copies if table is not None and not equal(copy, table)]
+
+
+def outputs(plan: HeadPlan, tensors: Sequence[TensorMeta], cast: Cast | None) -> list[OutputTensor]:
+    """What the writer writes: bytes as they are stored, or through `cast` where the dtype is another."""
+    stored, changed = plan.checkpoint.pieces, partial(cast, plan.checkpoint) if cast else None
+    found = []
+    for meta in tensors:
+        dtype = plan.dtype_of(meta)
+        read = changed if changed and dtype != meta.dtype else stored
+        found.append(OutputTensor(meta.name, dtype, meta.shape, partial(read, meta)))
+    return found

@@ -29,8 +29,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    short_factor: tuple[float, ...] = ()
-    """longrope: what each angle is divided by, up to the original context."""
+    short_factor: tuple[float, ...] = ()  # longrope: divides each angle, up to the original context
 
     @property
     def max_positions(self) -> int | None:

@@ -124,10 +124,9 @@ def main(descriptor: int) -> None:
 
 def _limit_memory(size: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    soft = size if hard == resource.RLIM_INFINITY else min(size, hard)
     with suppress(ValueError, OSError):  # some systems know the limit but refuse it
-        resource.setrlimit(
-            resource.RLIMIT_AS, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard)
-        )
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _occupied_memory() -> int:

@@ -74,8 +74,7 @@ class TokenizerConfig:
     additional: tuple[str, ...]
     add_bos: bool | None
     add_eos: bool | None
-    fields: Fields | None
-    """All of `tokenizer_config.json`."""
+    fields: Fields | None  # all of `tokenizer_config.json`
 
 
 def read_tokenizer_config(folder: Path) -> TokenizerConfig:
@@ -141,8 +140,11 @@ class Tokenizer:
         self._lock = threading.Lock()
         self._stuck = False
         # Names given in tokenizer_config.json are special even where tokenizer.json forgets to say so.
-        names = (*config.roles.values(), *config.additional)
-        named = [name for name in names if self.token_to_id(name) is not None]
+        named = [
+            name
+            for name in (*config.roles.values(), *config.additional)
+            if self.token_to_id(name) is not None
+        ]
         library.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in named])
         added = library.get_added_tokens_decoder()
         special = (pair for pair in sorted(added.items()) if pair[1].special or pair[1].content in named)
@@ -150,8 +152,8 @@ class Tokenizer:
         self.vocab_size = max(highest, *added, -1) + 1
         """The highest token id plus one, added tokens included."""
         if not 0 < self.vocab_size <= MAX_ID + 1:
-            reach = f"token ids reach {self.vocab_size - 1}, 0 to {MAX_ID} are supported"
-            raise CheckpointError(f"{where}: {reach}")
+            why = f"token ids reach {self.vocab_size - 1}, 0 to {MAX_ID} are supported"
+            raise CheckpointError(f"{where}: {why}")
         self.special_ids = frozenset(self.special_tokens.values())
         roles = {role: self.token_to_id(name) for role, name in config.roles.items()}
         self.bos_id, self.eos_id = roles.get("bos_token"), roles.get("eos_token")
@@ -164,7 +166,6 @@ class Tokenizer:
         A leading space counts, also where `decode` drops it from the start of a whole text.
         """
         self._prefix, self._suffix = self._read_surroundings(config)
-        self.adds_bos = self.bos_id is not None and self._prefix[:1] == (self.bos_id,)
 
     @classmethod
     def open(cls, folder: Path, config: TokenizerConfig | None = None) -> Tokenizer:
@@ -198,24 +199,15 @@ class Tokenizer:
             ids = self._encode(text[max(0, start - PIECE) : start], parse_special=True)
             count += max(0, len(ids) - 2 * longest)
             start -= PIECE
-        if start <= 0:
-            return text
-        if cut:
-            return text[start:]
-        raise IncompatibleError(
-            f"the prompt is {len(text):,} characters, far more than {context:,} tokens, which is the context",
-            fix=["a shorter prompt"],
-            code="context_overflow",
-        )
+        if start <= 0 or cut:
+            return text[max(0, start) :]
+        why = f"{len(text):,} characters, far more than {context:,} tokens, which is the context"
+        raise IncompatibleError(f"the prompt is {why}", fix=["a shorter prompt"], code="context_overflow")
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of token ids: their bytes as UTF-8, U+FFFD for what is none."""
-        raw = b"".join(
-            (b"" if skip_special else self._token(token_id).encode())
-            if token_id in self.special_ids
-            else self.token_bytes(token_id)
-            for token_id in ids
-        )
+        names = () if skip_special else self.special_ids
+        raw = b"".join(self._token(i).encode() if i in names else self.token_bytes(i) for i in ids)
         return raw.decode("utf-8", "replace").removeprefix(" " if self._decoder.strips else "")
 
     def bytes_of(self, token_ids: Sequence[int]) -> bytes:
@@ -274,11 +266,10 @@ class Tokenizer:
         own = [position for position, added in enumerate(whole.special_tokens_mask) if not added]
         first, last = (own[0], own[-1] + 1) if own else (len(whole.ids), len(whole.ids))
         prefix, suffix = tuple(whole.ids[:first]), tuple(whole.ids[last:])
-        ends = (config.add_bos, self.bos_id, "bos"), (config.add_eos, self.eos_id, "eos")
+        ends = (config.add_bos, self.bos_id, "bos_token"), (config.add_eos, self.eos_id, "eos_token")
         for flag, token_id, name in ends:
             if flag and token_id is None:
-                why = f"add_{name}_token: is true, but there is no {name}_token"
-                raise CheckpointError(f"{self._where}: {why}")
+                raise CheckpointError(f"{self._where}: add_{name}: is true, but there is no {name}")
         if config.add_bos is not None and self.bos_id is not None:
             prefix = (self.bos_id,) * config.add_bos + prefix[prefix[:1] == (self.bos_id,) :]
         if config.add_eos is not None and self.eos_id is not None:
@@ -288,10 +279,9 @@ class Tokenizer:
 
 def _byte_alphabet() -> dict[str, int]:
     """The printable stand-ins of GPT-2 for the 256 bytes, character to byte."""
-    spans = ("!", "~"), ("¡", "¬"), ("®", "ÿ")
-    printable = [byte for first, last in spans for byte in range(ord(first), ord(last) + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    others = (byte for byte in range(256) if chr(byte) not in alphabet)
+    return {character: ord(character) if ord(character) < 256 else next(others) for character in alphabet}
 
 
 def _read_decoder(library: tokenizers.Tokenizer, where: str) -> _Decoder:
@@ -330,11 +320,10 @@ def load_tokenizer(folder: Path) -> tuple[tokenizers.Tokenizer, int]:
     names = names_in(folder)
     path = folder / FILE_NAME
     if FILE_NAME not in names:
-        other = next(
-            (name for name in ("tokenizer.model", "tekken.json", "vocab.json") if name in names), None
-        )
-        why = f"{folder / other}: this tokenizer format is not supported, {FILE_NAME} is" if other else None
-        raise CheckpointError(why or f"{path}: is missing")
+        if others := {"tokenizer.model", "tekken.json", "vocab.json"}.intersection(names):
+            why = f"this tokenizer format is not supported, {FILE_NAME} is"
+            raise CheckpointError(f"{folder / min(others)}: {why}")
+        raise CheckpointError(f"{path}: is missing")
     text = read_text(path, FILE_LIMIT)
     highest = _check_content(str(path), parse_json(text, str(path)))
     with quiet_library():

@@ -41,49 +41,48 @@ class OutputTensor:
         return DTYPE_BITS[self.dtype] * math.prod(self.shape) // 8
 
 
-@dataclass(frozen=True)
-class Stage:
-    """The folder that is being written; `open_stage` makes one and disposes of it."""
+def write_tensors(
+    path: Path, tensors: Sequence[OutputTensor], report: Report = lambda done, total, tensor: None
+) -> dict[str, str]:
+    """Write a new safetensors file, a piece at a time; returns the SHA-256 of each tensor's bytes."""
+    ordered = sorted(tensors, key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.name))
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for tensor in ordered:
+        shape, offsets = list(tensor.shape), [position, position + tensor.nbytes]
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": shape, "data_offsets": offsets}
+        position += tensor.nbytes
+    data = json.dumps(entries, separators=(",", ":")).encode()
+    data += b" " * (-len(data) % 8)
+    header = len(data).to_bytes(8, "little") + data
+    done, total = len(header), len(header) + position
+    digests: dict[str, str] = {}
+    with open(path, "xb") as file:
+        file.write(header)
+        for tensor in ordered:
+            state, begin = hashlib.sha256(), done
+            for piece in tensor.pieces():
+                file.write(piece)
+                state.update(piece)
+                done += len(piece)
+                report(done, total, tensor.name)
+            if done - begin != tensor.nbytes:
+                raise ValueError(f"{tensor.name}: {done - begin} bytes came, {tensor.nbytes} were announced")
+            digests[tensor.name] = state.hexdigest()
+        sync(file)
+    return digests
 
-    folder: Path
 
-    def write_tensors(
-        self,
-        name: str,
-        tensors: Sequence[OutputTensor],
-        report: Report = lambda done, total, tensor: None,
-    ) -> dict[str, str]:
-        """Write a safetensors file, a piece at a time; returns the SHA-256 of each tensor's bytes."""
-        ordered = sorted(tensors, key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.name))
-        header = _header(ordered)
-        done, total = len(header), len(header) + sum(tensor.nbytes for tensor in ordered)
-        digests: dict[str, str] = {}
-        with open(self.folder / name, "xb") as file:
-            file.write(header)
-            for tensor in ordered:
-                state, begin = hashlib.sha256(), done
-                for piece in tensor.pieces():
-                    file.write(piece)
-                    state.update(piece)
-                    done += len(piece)
-                    report(done, total, tensor.name)
-                if done - begin != tensor.nbytes:
-                    raise ValueError(
-                        f"{tensor.name}: {done - begin} bytes came, {tensor.nbytes} were announced"
-                    )
-                digests[tensor.name] = state.hexdigest()
-            sync(file)
-        return digests
-
-    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        with open(self.folder / name, "xb") as file:
-            file.write((json.dumps(value, indent=1) + "\n").encode())
-            sync(file)
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a new JSON file."""
+    with open(path, "xb") as file:
+        file.write((json.dumps(value, indent=1) + "\n").encode())
+        sync(file)
 
 
 @contextmanager
-def open_stage(destination: Path, *, replaces: bool) -> Iterator[Stage]:
-    """A stage that becomes `destination` when the block ends well; `replaces` an existing folder.
+def open_stage(destination: Path, *, replaces: bool) -> Iterator[Path]:
+    """A folder that becomes `destination` when the block ends well; `replaces` an existing one.
 
     What it replaces steps aside first and goes last, so that no mixture is ever seen. Raises ResourceError
     for what the disk refuses.
@@ -95,7 +94,7 @@ def open_stage(destination: Path, *, replaces: bool) -> Iterator[Stage]:
         ) as partial:
             new, old = Path(partial, "new"), Path(partial, "old")
             new.mkdir()
-            yield Stage(new)
+            yield new
             sync_folder(new)
             if replaces and destination.exists():
                 os.rename(destination, old)
@@ -107,23 +106,11 @@ def open_stage(destination: Path, *, replaces: bool) -> Iterator[Stage]:
                 raise
             sync_folder(destination.parent)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        raise ResourceError(
+        why, code, fix = (
             f"{destination}: cannot be written: {error.strerror}",
-            reason=["nothing of it is left"],
-            fix=["free some space, or name a destination on another disk" if full else "name another folder"],
-            code="disk_full" if full else "write_failed",
-        ) from error
-
-
-def _header(tensors: Sequence[OutputTensor]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for tensor in tensors:
-        end = position + tensor.nbytes
-        where = {"shape": list(tensor.shape), "data_offsets": [position, end]}
-        entries[tensor.name] = {"dtype": tensor.dtype, **where}
-        position = end
-    data = json.dumps(entries, separators=(",", ":")).encode()
-    data += b" " * (-len(data) % 8)
-    return len(data).to_bytes(8, "little") + data
+            "write_failed",
+            "name another folder",
+        )
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            code, fix = "disk_full", "free some space, or name a destination on another disk"
+        raise ResourceError(why, reason=["nothing of it is left"], fix=[fix], code=code) from error

@@ -19,7 +19,7 @@ import pytest
 from spd.errors import ResourceError
 from spd.formats import writer
 from spd.formats.checkpoint import Checkpoint
-from spd.formats.writer import OutputTensor, open_stage
+from spd.formats.writer import OutputTensor, open_stage, write_json, write_tensors
 
 SIZES = {"b": ("BF16", (300, 7)), "a": ("F32", (5,)), "c": ("F8_E4M3", (1000, 3)), "empty": ("BF16", (0, 4))}
 BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
@@ -47,9 +47,9 @@ def tensors() -> list[OutputTensor]:
 
 def write(destination: Path, job: str = "one", force: bool = False) -> None:
     with open_stage(destination, replaces=force) as stage:
-        digests = stage.write_tensors("model.safetensors", tensors())
+        digests = write_tensors(stage / "model.safetensors", tensors())
         assert digests == {name: hashlib.sha256(content(name)).hexdigest() for name in SIZES}
-        stage.write_json("manifest.json", {"job": job})
+        write_json(stage / "manifest.json", {"job": job})
 
 
 def check(destination: Path) -> None:
@@ -141,7 +141,7 @@ def test_an_interrupted_run_is_begun_anew(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), open_stage(destination, replaces=False) as stage:
-        stage.write_tensors("model.safetensors", [*tensors()[:2], OutputTensor("c", *SIZES["c"], dies)])
+        write_tensors(stage / "model.safetensors", [*tensors()[:2], OutputTensor("c", *SIZES["c"], dies)])
     assert os.listdir(tmp_path) == []
     write(destination)
     check(destination)
@@ -175,7 +175,7 @@ def _fails(*_: object, **__: object) -> None:
 
 def test_a_tensor_of_another_size_than_announced_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="announced"), open_stage(tmp_path / "head", replaces=False) as stage:
-        stage.write_tensors("x.safetensors", [OutputTensor("a", "F32", (5,), lambda: iter([b"x"]))])
+        write_tensors(stage / "x.safetensors", [OutputTensor("a", "F32", (5,), lambda: iter([b"x"]))])
     assert os.listdir(tmp_path) == []
 
 
@@ -184,7 +184,7 @@ def test_the_longest_name_can_be_replaced(tmp_path: Path) -> None:
     destination = tmp_path / ("x" * (255 - len("..partial")))
     for replaces in (False, True):
         with open_stage(destination, replaces=replaces) as stage:
-            stage.write_json("head.json", {})
+            write_json(stage / "head.json", {})
     assert os.listdir(tmp_path) == [destination.name]
 
 
@@ -194,7 +194,7 @@ def test_two_writers_of_one_destination(tmp_path: Path) -> None:
         pytest.raises(ResourceError, match="not empty"),
         open_stage(tmp_path / "head", replaces=False) as stage,
     ):
-        stage.write_json("manifest.json", {"job": "first"})
+        write_json(stage / "manifest.json", {"job": "first"})
         write(tmp_path / "head", "second")
     check(tmp_path / "head")
     assert json.loads((tmp_path / "head" / "manifest.json").read_text()) == {"job": "second"}
@@ -206,13 +206,13 @@ def test_nothing_that_is_there_is_written_through(tmp_path: Path) -> None:
     victim.write_text("precious")
     (tmp_path / "all").mkdir(mode=0o777)
     with open_stage(tmp_path / "all" / "head", replaces=False) as stage:
-        assert stage.folder.parent.name not in ("head", ".head.partial")
-        (stage.folder / "model.safetensors").symlink_to(victim)
+        assert stage.parent.name not in ("head", ".head.partial")
+        (stage / "model.safetensors").symlink_to(victim)
         with pytest.raises(FileExistsError):
-            stage.write_tensors("model.safetensors", tensors())
-        (stage.folder / "manifest.json").symlink_to(victim)
+            write_tensors(stage / "model.safetensors", tensors())
+        (stage / "manifest.json").symlink_to(victim)
         with pytest.raises(FileExistsError):
-            stage.write_json("manifest.json", {})
+            write_json(stage / "manifest.json", {})
     assert victim.read_text() == "precious"
 
 
@@ -220,8 +220,8 @@ def test_what_is_not_finished_is_its_owner_s_alone(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         with open_stage(tmp_path / "head", replaces=False) as stage:
-            assert stage.folder.parent.stat().st_mode & 0o777 == 0o700
-            stage.write_json("manifest.json", {})
+            assert stage.parent.stat().st_mode & 0o777 == 0o700
+            write_json(stage / "manifest.json", {})
     finally:
         os.umask(before)
     assert (tmp_path / "head").stat().st_mode & 0o777 == 0o750

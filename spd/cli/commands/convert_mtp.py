@@ -22,7 +22,7 @@ from spd.errors import CheckFailedError, UsageError
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
     from spd.formats.model_config import ModelConfig
-    from spd.formats.mtp_extract import Cast, HeadPlan
+    from spd.formats.mtp import Cast, HeadPlan
 
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
@@ -69,7 +69,7 @@ class ConvertOptions(CommonOptions):
 def convert_mtp(session: Session, options: ConvertOptions) -> int:
     """Cut a checkpoint's MTP head into a small folder, for targets that lost theirs."""
     from spd.formats.folder import ModelFolder
-    from spd.formats.mtp_extract import plan_head
+    from spd.formats.mtp import plan_head
 
     source = ModelFolder.named(options.source, options.revision)
     destination = _destination(options, source.path)
@@ -155,8 +155,8 @@ def _write(
 ) -> Report:
     """Write the folder: weights, config, manifest; then it gets its name."""
     from spd.formats.model_config import FILE_NAME
-    from spd.formats.mtp_extract import config_to_write, differing_copies, outputs
-    from spd.formats.writer import open_stage
+    from spd.formats.mtp import config_to_write, differing_copies, outputs
+    from spd.formats.writer import open_stage, write_json, write_tensors
 
     own = differing_copies(plan)
     tensors = [*plan.tensors, *own]
@@ -166,9 +166,9 @@ def _write(
         def show(done: int, total: int, tensor: str) -> None:
             ticker.write(f"writing {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB · {tensor}")
 
-        digests = stage.write_tensors(WEIGHTS, outputs(plan, tensors, cast), show)
+        digests = write_tensors(stage / WEIGHTS, outputs(plan, tensors, cast), show)
         plan.checkpoint.check_unchanged()
-        stage.write_json(FILE_NAME, config_to_write(plan))
+        write_json(stage / FILE_NAME, config_to_write(plan))
         manifest = {
             "schema": "spd.manifest/1",
             "spd": __version__,
@@ -177,7 +177,7 @@ def _write(
             "layout": "spd",
             "tensors": {meta.name: {"from": meta.name, "sha256": digests[meta.name]} for meta in tensors},
         }
-        stage.write_json(MANIFEST, manifest)
+        write_json(stage / MANIFEST, manifest)
     return replace(report, written=True, own=tuple(tensor.name for tensor in own))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spd.formats.mtp_extract import HeadPlan
+    from spd.formats.mtp import HeadPlan
 
 
 SCALES = "_scale_inv"
