@@ -20,8 +20,6 @@ COMMANDS = {
     "inspect": ("inspect", "?"),
     "verify": ("verify", "-m", "?"),
 }
-DELTA = "model.language_model.layers.0.linear_attn."
-EXPERTS = "model.language_model.layers.1.mlp.experts."
 ROPE = "rope_parameters"
 Spoil = Callable[[list[Entry]], list[Entry]]
 
@@ -62,10 +60,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "more key heads": ({"linear_num_key_heads": 64}, "linear_num_key_heads: 64 does not divide 32"),
     "no value heads": ({"linear_num_value_heads": 0}, "linear_num_value_heads: 0 is not a whole number"),
     "heads in words": ({"linear_num_key_heads": "16"}, "linear_num_key_heads: '16' is not a whole number"),
-    "a wide head": (
-        {"linear_value_head_dim": 100_000},
-        "linear_value_head_dim: 100000 is not a whole number",
-    ),
+    "a wide head": ({"linear_value_head_dim": 100_000}, "linear_value_head_dim: 100000 is not a whole"),
     "many taps": ({"linear_conv_kernel_dim": 1 << 40}, "linear_conv_kernel_dim: 1099511627776 is not"),
     "another gate": ({"output_gate_type": "sigmoid"}, "output_gate_type: 'sigmoid' is not supported"),
     "no gate": ({"attn_output_gate": False}, "attn_output_gate: false: attention without gates"),
@@ -94,70 +89,44 @@ def test_a_wrong_key_is_named(
         assert f"{folder / 'config.json'}: " in line and words in line, (name, line)
 
 
+EXPERT, CONV = "layers.1.mlp.experts.", "linear_attn.conv1d.weight"
+GATE_UP, DOWN = f"{EXPERT}gate_up_proj", f"{EXPERT}down_proj"
+LACKS_GATE, IN_FILE = f"{EXPERT}0.gate_proj.weight: is missing", " in model.safetensors: "
 TENSORS: dict[str, tuple[Release, Spoil, str]] = {
     "no decay": (
-        DENSE,
-        without("layers.0.linear_attn.A_log"),
-        f"{DELTA.replace('language_model.', '')}A_log: is missing",
+        DENSE, without("layers.0.linear_attn.A_log"), "model.layers.0.linear_attn.A_log: is missing",
     ),
-    "no taps": (
-        DENSE,
-        without("layers.0.linear_attn.conv1d.weight"),
-        "linear_attn.conv1d.weight: is missing",
-    ),
-    "taps of another kind": (
-        DENSE,
-        shaped("conv1d.weight", 8192, 4),
-        "linear_attn.conv1d.weight in model.safetensors: shape is [8192, 4]",
-    ),
-    "fewer decays": (DENSE, shaped("A_log", 16), "A_log in model.safetensors: shape is [16], expected [32]"),
-    "a decay in bytes": (DENSE, stored_as("A_log", "F8_E4M3"), "A_log in model.safetensors: dtype F8_E4M3"),
+    "no taps": (DENSE, without(f"layers.0.{CONV}"), f"{CONV}: is missing"),
+    "taps of another kind": (DENSE, shaped(CONV, 8192, 4), f"{CONV}{IN_FILE}shape is [8192, 4]"),
+    "fewer decays": (DENSE, shaped("A_log", 16), f"A_log{IN_FILE}shape is [16], expected [32]"),
+    "a decay in bytes": (DENSE, stored_as("A_log", "F8_E4M3"), f"A_log{IN_FILE}dtype F8_E4M3"),
     "projections of the other generation": (
         DENSE,
         lambda entries: [(n.replace("in_proj_qkv.", "in_proj_qkvz."), d, s) for n, d, s in entries],
         "linear_attn.in_proj_qkv.weight: is missing",
     ),
     "queries without gates": (
-        DENSE,
-        shaped("self_attn.q_proj.weight", 512, 64),
-        "self_attn.q_proj.weight in model.safetensors: shape is [512, 64], expected [1024, 64]",
+        DENSE, shaped("self_attn.q_proj.weight", 512, 64),
+        f"self_attn.q_proj.weight{IN_FILE}shape is [512, 64], expected [1024, 64]",
     ),
-    "half the experts": (
-        SPARSE,
-        without("layers.1.mlp.experts.down_proj"),
-        "layers.1.mlp.experts.0.down_proj.weight: is missing",
-    ),
-    "fewer experts": (
-        SPARSE,
-        shaped("layers.1.mlp.experts.down_proj", 3, 64, 32),
-        "layers.1.mlp.experts.3.down_proj.weight: is missing",
-    ),
-    "an odd number of rows": (
-        SPARSE,
-        shaped("layers.1.mlp.experts.gate_up_proj", 4, 63, 64),
-        "layers.1.mlp.experts.0.gate_proj.weight: is missing",
-    ),
-    "experts that are one matrix": (
-        SPARSE,
-        shaped("layers.1.mlp.experts.gate_up_proj", 256, 64),
-        "layers.1.mlp.experts.0.gate_proj.weight: is missing",
-    ),
+    "half the experts": (SPARSE, without(DOWN), f"{EXPERT}0.down_proj.weight: is missing"),
+    "fewer experts": (SPARSE, shaped(DOWN, 3, 64, 32), f"{EXPERT}3.down_proj.weight: is missing"),
+    "an odd number of rows": (SPARSE, shaped(GATE_UP, 4, 63, 64), LACKS_GATE),
+    "experts that are one matrix": (SPARSE, shaped(GATE_UP, 256, 64), LACKS_GATE),
     "narrow experts": (
-        SPARSE,
-        shaped("layers.1.mlp.experts.gate_up_proj", 4, 64, 32),
-        "layers.1.mlp.experts.0.gate_proj.weight in model.safetensors: shape is [32, 32], expected [32, 64]",
+        SPARSE, shaped(GATE_UP, 4, 64, 32),
+        f"{EXPERT}0.gate_proj.weight{IN_FILE}shape is [32, 32], expected [32, 64]",
     ),
     "an expert twice": (
         SPARSE,
-        lambda entries: [*entries, (f"{EXPERTS}2.up_proj.weight", "BF16", (32, 64))],
-        "layers.1.mlp.experts.2.up_proj.weight: is in model.safetensors too",
+        lambda entries: [*entries, (f"model.language_model.{EXPERT}2.up_proj.weight", "BF16", (32, 64))],
+        f"{EXPERT}2.up_proj.weight: is in model.safetensors too",
     ),
     "no gate of the shared expert": (
-        SPARSE,
-        without("layers.1.mlp.shared_expert_gate.weight"),
+        SPARSE, without("layers.1.mlp.shared_expert_gate.weight"),
         "layers.1.mlp.shared_expert_gate.weight: is missing",
     ),
-}
+}  # fmt: skip
 """What of the tensors is wrong, and what is said of it."""
 
 
@@ -174,34 +143,21 @@ def test_a_wrong_tensor_is_named(fault: str, tmp_path: Path, spd_run: Callable) 
         assert str(folder) in line and words in line.replace("'", ""), (name, line)
 
 
+FC, EXPERTS = "mtp.fc.weight", "mtp.layers.0.mlp.experts."
 HEADS: dict[str, tuple[Release, Spoil, str]] = {
-    "another width": (
-        DENSE,
-        shaped("mtp.fc.weight", 32, 64),
-        "mtp.fc.weight in model.safetensors: shape is [32, 64]",
-    ),
-    "one half of the projection": (
-        DENSE,
-        shaped("mtp.fc.weight", 64, 64),
-        "mtp.fc.weight in model.safetensors: shape is [64, 64]",
-    ),
+    "another width": (DENSE, shaped(FC, 32, 64), f"{FC}{IN_FILE}shape is [32, 64]"),
+    "one half of the projection": (DENSE, shaped(FC, 64, 64), f"{FC}{IN_FILE}shape is [64, 64]"),
     "no norm": (DENSE, without("mtp.norm.weight"), "mtp.norm.weight: is missing"),
     "a recurrent layer": (
-        DENSE,
-        lambda entries: [*entries, ("mtp.layers.0.linear_attn.A_log", "BF16", (32,))],
+        DENSE, lambda entries: [*entries, ("mtp.layers.0.linear_attn.A_log", "BF16", (32,))],
         "mtp.layers.0.linear_attn.A_log",
     ),
-    "half its experts": (
-        SPARSE,
-        without("mtp.layers.0.mlp.experts.down_proj"),
-        "mtp.layers.0.mlp.experts.0.down_proj.weight: is missing",
-    ),
+    "half its experts": (SPARSE, without(f"{EXPERTS}down_proj"), f"{EXPERTS}0.down_proj.weight: is missing"),
     "its own embedding": (
-        DENSE,
-        lambda entries: [*entries, ("mtp.embed_tokens.weight", "BF16", (512, 64))],
+        DENSE, lambda entries: [*entries, ("mtp.embed_tokens.weight", "BF16", (512, 64))],
         "mtp.embed_tokens.weight",
     ),
-}
+}  # fmt: skip
 """What of the MTP layer is wrong, and what is said of it."""
 
 
@@ -220,8 +176,5 @@ def test_a_wrong_mtp_layer_is_refused_and_told(fault: str, tmp_path: Path, spd_r
 def test_more_ranks_than_value_heads_divide_into(tmp_path: Path, spd_run: Callable) -> None:
     folder = write(tmp_path, replace(DENSE, value_heads=16, heads=6, inner=96, key_value_heads=3))
     ran = spd_run("generate", "-m", folder, "--tp", "3", "--prompt-ids", "1,2,3")
-    assert (
-        ran.code == 4
-        and "--tp 3 does not divide the target" in ran.err
-        and "16 recurrent value heads" in ran.err
-    )
+    assert ran.code == 4 and "--tp 3 does not divide the target" in ran.err
+    assert "16 recurrent value heads" in ran.err

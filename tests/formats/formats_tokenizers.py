@@ -37,28 +37,11 @@ def sentencepiece() -> tokenizers.Tokenizer:
     for piece in (
         "▁",
         *"abcdefghijklmnopqrstuvwxyz.",
-        "▁h",
-        "▁he",
-        "he",
-        "ll",
-        "llo",
-        "▁hello",
-        "▁w",
-        "or",
-        "ld",
+        *["▁h", "▁he", "he", "ll", "llo", "▁hello", "▁w", "or", "ld"],
     ):
         vocabulary.setdefault(piece, len(vocabulary))
-    merges = [
-        ("▁", "h"),
-        ("▁h", "e"),
-        ("h", "e"),
-        ("l", "l"),
-        ("ll", "o"),
-        ("▁he", "llo"),
-        ("▁", "w"),
-        ("o", "r"),
-        ("l", "d"),
-    ]
+    pairs = ("▁ h", "▁h e", "h e", "l l", "ll o", "▁he llo", "▁ w", "o r", "l d")
+    merges = [(first, second) for first, second in map(str.split, pairs)]
     library = tokenizers.Tokenizer(
         models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )

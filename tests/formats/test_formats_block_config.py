@@ -14,33 +14,15 @@ from spd.formats.rope_config import RopeConfig
 from tests.formats.formats_helpers import write_json
 
 DEEPSEEK_V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "ep_size": 1,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
+    **{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False},
+    **{"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "bos_token_id": 0},
+    **{"eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu"},
+    **{"hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512},
+    **{"max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048},
+    **{"moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1},
+    **{"norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8},
+    **{"num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1},
+    **{"q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
     "quantization_config": {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -57,15 +39,9 @@ DEEPSEEK_V3: dict[str, Any] = {
         "original_max_position_embeddings": 4096,
         "type": "yarn",
     },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
+    **{"rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"},
+    **{"tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc"},
+    **{"torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280},
 }
 DEEPSEEK_V2_LITE = {
     **{k: v for k, v in DEEPSEEK_V3.items() if k != "quantization_config"},
@@ -121,15 +97,9 @@ def test_deepseek_v2_lite_as_published(tmp_path: Path) -> None:
 
 def test_glm_as_published(tmp_path: Path) -> None:
     config = read(tmp_path, GLM4)
-    assert (config.head_dim, config.rotary_dim, config.qk_norm, config.attention_bias) == (
-        128,
-        64,
-        False,
-        True,
-    )
-    assert config.experts is not None and config.experts.router == RouterConfig(
-        8, True, True, True, 1.0, group_best=2
-    )
+    assert (config.head_dim, config.rotary_dim, config.qk_norm) == (128, 64, False)
+    assert config.attention_bias and config.experts is not None
+    assert config.experts.router == RouterConfig(8, True, True, True, 1.0, group_best=2)
     assert read(tmp_path, {**GLM4, "partial_rotary_factor": None}).rotary_dim == 64, "the family's default"
     nested = {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.25}
     new = {k: v for k, v in GLM4.items() if k not in ("rope_theta", "partial_rotary_factor")}

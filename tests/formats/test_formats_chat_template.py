@@ -112,21 +112,6 @@ def test_template_values_that_are_refused(tmp_path: Path, value: object, words: 
         ChatTemplate.open(tmp_path)
 
 
-def test_template_files_that_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "chat_template.jinja"
-    os.mkfifo(path)
-    with refused(CheckpointError, "chat_template.jinja", "FIFO", seconds=1):
-        ChatTemplate.open(tmp_path)
-    path.unlink()
-    path.write_bytes(b"\xff")
-    with refused(CheckpointError, "chat_template.jinja", "UTF-"):
-        ChatTemplate.open(tmp_path)
-    with open(path, "wb") as file:
-        file.truncate(1_000_001)
-    with refused(CheckpointError, "chat_template.jinja", "1,000,000"):
-        ChatTemplate.open(tmp_path)
-
-
 def test_the_environment_is_hugging_faces() -> None:
     assert rendered("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"  # trim_blocks, lstrip_blocks
     loop = (

@@ -161,13 +161,6 @@ def test_index_files_that_are_refused(tmp_path: Path, content: str, words: tuple
         Checkpoint.open(tmp_path)
 
 
-def test_an_index_of_200_megabytes(tmp_path: Path) -> None:
-    with open(tmp_path / INDEX, "wb") as file:
-        file.truncate(200_000_000)
-    with refused(CheckpointError, INDEX, "40,000,000 bytes", seconds=1):
-        Checkpoint.open(tmp_path)
-
-
 def test_absent_shards_are_all_named(tmp_path: Path) -> None:
     names = [f"model-{i:05}-of-00004.safetensors" for i in range(1, 5)]
     write_sharded(tmp_path, {name: {f"t{i}": [1]} for i, name in enumerate(names)})

@@ -14,22 +14,11 @@ from tests.formats.formats_helpers import LLAMA, refused, write_json
 
 # A Llama-3.1-8B head as its authors published it: no mark but draft_vocab_size.
 FIRST: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 2048,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 1,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-05,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "vocab_size": 128256,
+    **{"architectures": ["LlamaForCausalLM"], "bos_token_id": 128000, "eos_token_id": 128001},
+    **{"hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336},
+    **{"max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "num_hidden_layers": 1, "pad_token_id": 0, "rms_norm_eps": 1e-05},
+    **{"tie_word_embeddings": False, "torch_dtype": "float16", "vocab_size": 128256},
     "draft_vocab_size": 32000,
 }
 TRAINED = {**FIRST, "architectures": ["LlamaForCausalLMEagle3"]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 from pathlib import Path
 
@@ -51,18 +50,9 @@ def test_qwen3_as_published_is_read(tmp_path: Path) -> None:
     published = {
         **QWEN3,
         **{"attention_bias": True, "attention_dropout": 0.0, "tie_word_embeddings": True, "use_cache": True},
-        **{
-            "max_window_layers": 28,
-            "rope_scaling": None,
-            "sliding_window": None,
-            "use_sliding_window": False,
-        },
-        **{
-            "rope_theta": 1000000,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "eos_token_id": [7, 8, 7],
-        },
+        **{"max_window_layers": 28, "rope_scaling": None, "sliding_window": None},
+        **{"use_sliding_window": False, "rope_theta": 1000000, "num_attention_heads": 3},
+        **{"num_key_value_heads": 1, "eos_token_id": [7, 8, 7]},
         **{"auto_map": {"AutoModelForCausalLM": "modeling_evil.Model"}, "bos_token_id": None},
     }
     config = read(tmp_path, published)
@@ -72,15 +62,8 @@ def test_qwen3_as_published_is_read(tmp_path: Path) -> None:
 
 
 def test_defaults_are_those_of_hugging_face(tmp_path: Path) -> None:
-    keys = (
-        "num_key_value_heads",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "rope_theta",
-        "torch_dtype",
-        "eos_token_id",
-    )
-    config = read(tmp_path, without(LLAMA, *keys, "bos_token_id", "model_type"))
+    keys = {"num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta", "torch_dtype"}
+    config = read(tmp_path, without(LLAMA, *keys, "eos_token_id", "bos_token_id", "model_type"))
     assert (config.num_kv_heads, config.max_positions, config.rms_norm_eps) == (4, 2048, 1e-6)
     assert (config.rope, config.dtype, config.eos_token_ids) == (RopeConfig("default", 1e4), "float32", ())
     assert read(tmp_path, without(QWEN3, "max_position_embeddings")).max_positions == 32768
@@ -94,16 +77,12 @@ def test_biases_and_alternative_spellings(tmp_path: Path) -> None:
 
 
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    **{"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 128,
 }
-YARN = {
-    **{"type": "yarn", "factor": 4, "original_max_position_embeddings": 128, "beta_fast": 16, "beta_slow": 2},
-    **{"attention_factor": 1.2, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
-}
+YARN_OWN: dict = {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.2, "truncate": False}
+YARN_OWN |= {"mscale": 1.0, "mscale_all_dim": 0.5}
+YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 128, **YARN_OWN}
 ROPES = [
     ({"rope_type": "default"}, RopeConfig("default", 5e5)),
     ({}, RopeConfig("default", 5e5)),
@@ -111,20 +90,7 @@ ROPES = [
     ({"rope_type": "linear", "type": "linear", "factor": 2.5}, RopeConfig("linear", 5e5, 2.5)),
     (LLAMA3, RopeConfig("llama3", 5e5, 32.0, 128, low_freq_factor=1.0, high_freq_factor=4.0)),
     ({"rope_type": "yarn", "factor": 4.0}, RopeConfig("yarn", 5e5, 4.0, 512)),
-    (
-        YARN,
-        RopeConfig(
-            *("yarn", 5e5, 4.0, 128),
-            **{
-                "beta_fast": 16.0,
-                "beta_slow": 2.0,
-                "attention_factor": 1.2,
-                "mscale": 1.0,
-                "mscale_all_dim": 0.5,
-            },
-            truncate=False,
-        ),
-    ),
+    (YARN, RopeConfig("yarn", 5e5, 4.0, 128, **YARN_OWN)),
 ]
 
 
@@ -388,17 +354,8 @@ def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     assert read_model_config(tmp_path).hidden_size == 64
 
 
-def test_missing_and_oversized_files_and_other_things(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     with refused(CheckpointError, f"{tmp_path}/config.json: No such file"):
-        read_model_config(tmp_path)
-    path = tmp_path / "config.json"
-    with open(path, "wb") as file:
-        file.truncate(10_000_001)
-    with refused(CheckpointError, "config.json", "10,000,000 bytes", seconds=1):
-        read_model_config(tmp_path)
-    path.unlink()
-    os.mkfifo(path)
-    with refused(CheckpointError, "config.json", "FIFO", seconds=1):
         read_model_config(tmp_path)
 
 

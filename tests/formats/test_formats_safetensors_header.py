@@ -8,13 +8,17 @@ import random
 import resource
 import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import safetensors
 
 from spd.errors import CheckpointError, SpdError
-from spd.formats.checkpoint import read_shard_header
+from spd.formats.chat_template import ChatTemplate
+from spd.formats.checkpoint import Checkpoint, read_shard_header
+from spd.formats.model_config import read_generation_config, read_model_config
+from spd.formats.tokenizer import Tokenizer
 from tests.formats.formats_helpers import entry, refused, shard_bytes, write_shard
 
 
@@ -136,17 +140,7 @@ def test_pickle_with_another_name(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def make_directory(path: Path) -> str:
-    path.mkdir()
-    return "a directory"
-
-
-def make_fifo(path: Path) -> str:
-    os.mkfifo(path)
-    return "a FIFO"
-
-
-def make_socket(path: Path) -> str:
+def bind_socket(path: Path) -> None:
     here = os.getcwd()
     os.chdir(path.parent)  # socket names are short
     try:
@@ -154,32 +148,47 @@ def make_socket(path: Path) -> str:
             server.bind(path.name)
     finally:
         os.chdir(here)
-    return "a socket"
 
 
-def make_device_link(path: Path) -> str:
-    path.symlink_to("/dev/zero")
-    return "a character device"
+INDEX = "model.safetensors.index.json"
+THINGS = {
+    "a directory": Path.mkdir,
+    "a FIFO": os.mkfifo,
+    "a socket": bind_socket,
+    "a character device": lambda path: path.symlink_to("/dev/zero"),
+    "No such file": lambda path: path.symlink_to("nowhere"),
+    "symbolic links": lambda path: path.symlink_to(path.name),
+}
+READERS: dict[str, tuple[Callable[[Path], object], int]] = {
+    "config.json": (read_model_config, 10_000_000),
+    "generation_config.json": (read_generation_config, 10_000_000),
+    "tokenizer.json": (Tokenizer.open, 64_000_000),
+    "tokenizer_config.json": (ChatTemplate.open, 10_000_000),
+    "chat_template.jinja": (ChatTemplate.open, 1_000_000),
+    INDEX: (Checkpoint.open, 40_000_000),
+    "model.safetensors": (Checkpoint.open, 0),
+}
+"""What reads each file of a folder, and its bytes at most; the data of a checkpoint has no bound."""
 
 
-def make_broken_link(path: Path) -> str:
-    path.symlink_to("nowhere")
-    return "No such file"
+@pytest.mark.parametrize("thing", THINGS)
+@pytest.mark.parametrize("name", READERS)
+def test_things_that_are_no_file(name: str, thing: str, tmp_path: Path) -> None:
+    THINGS[thing](tmp_path / name)
+    with refused(CheckpointError, f"{tmp_path / name}: ", thing, seconds=1):
+        READERS[name][0](tmp_path)
 
 
-def make_link_loop(path: Path) -> str:
-    path.symlink_to(path.name)
-    return "symbolic links"
-
-
-@pytest.mark.parametrize(
-    "make", [make_directory, make_fifo, make_socket, make_device_link, make_broken_link, make_link_loop]
-)
-def test_things_that_are_no_file(tmp_path: Path, make) -> None:
-    path = tmp_path / "model.safetensors"
-    words = make(path)
-    with refused(CheckpointError, f"{path}: ", words, seconds=1):
-        read_shard_header(path)
+@pytest.mark.parametrize("name", [name for name in READERS if name != "model.safetensors"])
+def test_files_that_are_too_large_or_no_text(name: str, tmp_path: Path) -> None:
+    read, limit = READERS[name]
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(limit + 1)
+    with refused(CheckpointError, f"{tmp_path / name}: ", f"larger than {limit:,} bytes", seconds=1):
+        read(tmp_path)
+    (tmp_path / name).write_bytes(b"{}    \xff")
+    with refused(CheckpointError, f"{tmp_path / name}: ", "not UTF-8 at byte 6", seconds=1):
+        read(tmp_path)
 
 
 def test_permission_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
