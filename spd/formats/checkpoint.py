@@ -148,9 +148,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             if missing:
                 words = f"{len(missing)} of {len(shards)} shards are missing: {', '.join(listed(missing))}"
                 raise incomplete(folder, f"{INDEX_NAME}: {words}")
-            others = sorted(
-                {name for name in names if name.endswith(".safetensors")} - {*weight_map.values()}
-            )
+            known = set(weight_map.values())
+            others = [name for name in names if name.endswith(".safetensors") and name not in known]
             checkpoint = cls(folder, shards, [f"not in the index, ignored: {shown(name)}" for name in others])
         else:
             raise not_a_model(folder) or incomplete(folder, f"there is no {SINGLE_NAME} and no {INDEX_NAME}")

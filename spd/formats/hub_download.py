@@ -29,19 +29,14 @@ from spd.formats.files import write_whole
 from spd.formats.hub import cache_folder, cached_folder, check_repository_name
 from spd.formats.json_file import one_line, shown
 
-SMALL_FILES = frozenset(
-    (
-        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX_NAME),
-        *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
-    )
-)
+SMALL_FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX_NAME}
+SMALL_FILES |= {"special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"}
 SPARE_SHARE = 1.05  # free space wanted, as a share of what is to come
 _MAKE_ROOM = "spd rm NAME for a model that is not needed"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r'(W/)?"?[A-Za-z0-9_-][A-Za-z0-9_=+.-]{0,199}"?')
-_NETWORK_PACKAGES = frozenset(
-    ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet", "huggingface_hub")
-)
+_NETWORK_PACKAGES = {"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet"}
+_NETWORK_PACKAGES |= {"huggingface_hub"}
 
 
 @dataclass(frozen=True)

@@ -119,16 +119,15 @@ def parse_json(text: str, where: str) -> object:
         raise CheckpointError(f"{where}: holds more than {MAX_CONTAINERS:,} lists and objects")
     try:
         value: object = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
+        if _deeper_than(value, MAX_DEPTH):
+            raise RecursionError
     except json.JSONDecodeError as error:
-        raise CheckpointError(
-            f"{where}: is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
-        ) from None
+        why = f"is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
+        raise CheckpointError(f"{where}: {why}") from None
     except RecursionError:
         raise CheckpointError(f"{where}: is nested more than {MAX_DEPTH} deep") from None
     except ValueError:  # an integer of thousands of digits
         raise CheckpointError(f"{where}: holds a number that is too long") from None
-    if _deeper_than(value, MAX_DEPTH):
-        raise CheckpointError(f"{where}: is nested more than {MAX_DEPTH} deep")
     if "\\ud" in text or "\\uD" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()

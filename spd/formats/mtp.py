@@ -31,14 +31,7 @@ from typing import TYPE_CHECKING, Any
 from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta, check_tensors
 from spd.formats.json_file import Fields, listed, shown
-from spd.formats.model_config import (
-    FILE_NAME,
-    MAX_LAYERS,
-    MTP_HEAD,
-    ModelConfig,
-    model_config_of,
-    refuse_head,
-)
+from spd.formats.model_config import MAX_LAYERS, MTP_HEAD, ModelConfig, model_config_of, refuse_head
 from spd.formats.writer import OutputTensor
 
 if TYPE_CHECKING:
@@ -305,7 +298,7 @@ def head_config(
 
 def is_head_folder(folder: ModelFolder) -> bool:
     """Whether a folder says that it holds an MTP head by itself."""
-    there = (folder.path / FILE_NAME).is_file()
+    there = (folder.path / "config.json").is_file()
     return there and folder.fields.get("speculators_model_type") == MODEL_TYPE
 
 
@@ -325,7 +318,7 @@ def read_head_folder(folder: ModelFolder) -> MtpSource:
     verifier = speculators.nested("verifier")
     config = model_config_of(layer)
     layout = find_mtp(config.architecture, folder.checkpoint.tensors, None)
-    declared = fields.integer("num_nextn_predict_layers", 1, 1024)
+    declared = fields.integer("num_nextn_predict_layers", 1, MAX_LAYERS)
     found = layout.modules if layout else 0
     if layout is None or found != declared:
         raise fields.refused("num_nextn_predict_layers", f"is {declared}, but {found} modules are there")

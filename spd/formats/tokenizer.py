@@ -140,11 +140,8 @@ class Tokenizer:
         self._lock = threading.Lock()
         self._stuck = False
         # Names given in tokenizer_config.json are special even where tokenizer.json forgets to say so.
-        named = [
-            name
-            for name in (*config.roles.values(), *config.additional)
-            if self.token_to_id(name) is not None
-        ]
+        names = (*config.roles.values(), *config.additional)
+        named = [name for name in names if self.token_to_id(name) is not None]
         library.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in named])
         added = library.get_added_tokens_decoder()
         special = (pair for pair in sorted(added.items()) if pair[1].special or pair[1].content in named)

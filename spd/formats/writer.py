@@ -106,11 +106,8 @@ def open_stage(destination: Path, *, replaces: bool) -> Iterator[Path]:
                 raise
             sync_folder(destination.parent)
     except OSError as error:
-        why, code, fix = (
-            f"{destination}: cannot be written: {error.strerror}",
-            "write_failed",
-            "name another folder",
-        )
+        why = f"{destination}: cannot be written: {error.strerror}"
+        code, fix = "write_failed", "name another folder"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             code, fix = "disk_full", "free some space, or name a destination on another disk"
         raise ResourceError(why, reason=["nothing of it is left"], fix=[fix], code=code) from error
