@@ -83,12 +83,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/home/me")
     assert hub.cache_folder() == Path("/home/me/.cache/huggingface/hub")
-    for relative in (
-        "",
-        "cache",
-        "./cache",
-        "~/cache",
-    ):  # what is kept there is run
+    for relative in ("", "cache", "./cache", "~/cache"):  # what is kept there is run
         monkeypatch.setenv("XDG_CACHE_HOME", relative)
         assert hub.own_cache() == Path("/home/me/.cache/spd")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
