@@ -49,7 +49,7 @@ TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Keys of `config.json` that say how many modules a head has."""
 
-LayerTensors = Callable[[ModelConfig], Mapping[str, tuple[int, ...]]]
+Shapes = Mapping[str, tuple[int, ...]]
 Cast = Callable[[Checkpoint, TensorMeta], Iterator[bytes]]
 
 
@@ -148,21 +148,36 @@ class MtpLayout:
             return is_mtp_tensor(name, self.first_layer)
         return _MODULE.match(name) is not None
 
-    def glue_tensors(self, module: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of what surrounds a module's decoder layer."""
-        wide = {"projection": (hidden_size, 2 * hidden_size)}
-        names = self.family.glue.items()
-        return {self.named(name, module): wide.get(key, (hidden_size,)) for key, name in names}
-
-    def copies(self, module: int, vocab_size: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the copies of embedding and head that a module's checkpoint may hold."""
-        names = self.family.tables.values()
-        return {self.named(name, module): (vocab_size, hidden_size) for name in names}
-
     def words(self) -> str:
         modules = f"{self.modules} module" + ("s" if self.modules > 1 else "")
         copies = f", copies of {' and '.join(self.own)}" if self.own else ""
         return f"{self.family.name} layout, {modules} at {self.layer_prefix(0)}*{copies}"
+
+
+@dataclass(frozen=True)
+class MtpSource:
+    """Where a target's MTP head is read from: `folder` is the target's own, or a head folder.
+
+    `config` describes the target, and so the head's layers.
+    """
+
+    folder: ModelFolder
+    layout: MtpLayout
+    config: ModelConfig
+    verifier: str = ""  # what a head folder was cut from; empty for a head in its own checkpoint
+    verifier_sha256: str = ""
+
+    def glue_tensors(self, module: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what surrounds a module's decoder layer."""
+        hidden, named = self.config.hidden_size, self.layout.named
+        shapes = {"projection": (hidden, 2 * hidden)}
+        names = self.layout.family.glue.items()
+        return {named(name, module): shapes.get(key, (hidden,)) for key, name in names}
+
+    def copies(self, module: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the copies of embedding and head that a module's checkpoint may hold."""
+        shape, names = (self.config.vocab_size, self.config.hidden_size), self.layout.family.tables.values()
+        return {self.layout.named(name, module): shape for name in names}
 
 
 def is_mtp_tensor(name: str, num_layers: int) -> bool:
@@ -220,12 +235,7 @@ def no_mtp(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
 
 
 def check_mtp(
-    checkpoint: Checkpoint,
-    layout: MtpLayout,
-    hidden_size: int,
-    vocab_size: int,
-    layer_tensors: Mapping[str, tuple[int, ...]],
-    dtypes: Collection[str],
+    checkpoint: Checkpoint, source: MtpSource, layer_tensors: Shapes, dtypes: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
     """Names and shapes of everything that the head's modules need, seen to be there.
 
@@ -234,9 +244,10 @@ def check_mtp(
     """
     expected: dict[str, tuple[int, ...]] = {}
     ignored: set[str] = set()
+    layout = source.layout
     for module in range(layout.modules):
-        prefix, copies = layout.layer_prefix(module), layout.copies(module, vocab_size, hidden_size)
-        expected |= layout.glue_tensors(module, hidden_size)
+        prefix, copies = layout.layer_prefix(module), source.copies(module)
+        expected |= source.glue_tensors(module)
         expected |= {prefix + name: shape for name, shape in layer_tensors.items()}
         expected |= {name: shape for name, shape in copies.items() if name in checkpoint.tensors}
         ignored.add(prefix + "self_attn.rotary_emb.inv_freq")
@@ -250,20 +261,6 @@ def check_mtp(
         why = f"{checkpoint.folder}: {len(foreign)} {why} {layout.family.name} has them; first: {foreign[0]}"
         raise CheckpointError(why, reason=listed(foreign), fix=["--spec ngram"])
     return expected
-
-
-@dataclass(frozen=True)
-class MtpSource:
-    """Where a target's MTP head is read from: `folder` is the target's own, or a head folder.
-
-    `config` describes the target, and so the head's layers.
-    """
-
-    folder: ModelFolder
-    layout: MtpLayout
-    config: ModelConfig
-    verifier: str = ""  # what a head folder was cut from; empty for a head in its own checkpoint
-    verifier_sha256: str = ""
 
 
 def verifier_hash(checkpoint: Checkpoint) -> str:
@@ -375,7 +372,7 @@ class HeadPlan:
         return tensor.dtype if self.dtype is None or stays else self.dtype
 
 
-def plan_head(source: ModelFolder, name: str, layer_tensors: LayerTensors) -> HeadPlan:
+def plan_head(source: ModelFolder, name: str, layer_tensors: Callable[[ModelConfig], Shapes]) -> HeadPlan:
     """Find and check the head of a checkpoint or of a head folder; the caller closes `plan.checkpoint`.
 
     layer_tensors: shapes of the target's last decoder layer by the names inside it. Raises
@@ -384,15 +381,14 @@ def plan_head(source: ModelFolder, name: str, layer_tensors: LayerTensors) -> He
     fields, is_head = source.fields, is_head_folder(source)
     inner = fields.fields("transformer_layer_config") if is_head else None
     head, checkpoint = (source.head, source.checkpoint) if is_head else _own_head(source, name)
-    config, layout = head.config, head.layout
-    hidden, vocab, dtypes = config.hidden_size, config.vocab_size, (*FLOAT_DTYPES, *FP8_DTYPES)
-    needed = check_mtp(checkpoint, layout, hidden, vocab, layer_tensors(config), dtypes)
+    layout = head.layout
+    needed = check_mtp(checkpoint, head, layer_tensors(head.config), (*FLOAT_DTYPES, *FP8_DTYPES))
     fp8 = [name for name in needed if checkpoint.tensors[name].dtype == FP8_DTYPES[0]]
     if bare := [name for name in fp8 if name + SCALE_SUFFIX not in checkpoint.tensors]:
         why = f"{len(bare)} FP8 tensors of the MTP head have no scales; first: {bare[0]}"
         scales = listed([name + SCALE_SUFFIX for name in bare])
         raise CheckpointError(f"{checkpoint.folder}: {why}", reason=scales)
-    tables = {name for m in range(layout.modules) for name in layout.copies(m, vocab, hidden)}
+    tables = {name for m in range(layout.modules) for name in head.copies(m)}
     metas = [meta for meta in checkpoint.tensors.values() if layout.owns(meta.name)]
     kept = [meta for meta in metas if meta.name.removesuffix(SCALE_SUFFIX) in needed]
     return HeadPlan(

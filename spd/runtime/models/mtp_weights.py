@@ -32,7 +32,7 @@ def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard | None = N
 def _glue(source: MtpSource, module: int, shard: Shard | None) -> dict[str, Destination]:
     """What surrounds a module's layer, by the names of `HeadPart`; whole on each rank."""
     layout = source.layout
-    shapes = layout.glue_tensors(module, source.config.hidden_size)
+    shapes = source.glue_tensors(module)
     full = {key: layout.named(name, module) for key, name in layout.family.glue.items()}
     return {key: Destination.of({name: shapes[name]}) for key, name in full.items()}
 
@@ -84,7 +84,7 @@ def check_source(source: MtpSource, checkpoint: Checkpoint) -> dict[str, Shape]:
     config = source.config
     layer = module_layer(config, source.layout.family).tensors()
     dtypes = [*FLOAT_DTYPES, *((FP8_DTYPE, "F8_E8M0") if config.fp8_block else ())]
-    expected = check_mtp(checkpoint, source.layout, config.hidden_size, config.vocab_size, layer, dtypes)
+    expected = check_mtp(checkpoint, source, layer, dtypes)
     if config.fp8_block is not None:
         scales = stored_scales(checkpoint, expected, config.fp8_block)
         check_tensors(checkpoint, scales, dtypes=dtypes, what="scales of the MTP head")
