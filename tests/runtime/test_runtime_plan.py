@@ -19,9 +19,10 @@ from spd.runtime.round.synthetic_acceptance import ImposedAcceptance, conditiona
 ON_CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 
 
-def test_a_cpu_runs_torch_without_graphs(tiny: Callable[..., Path]) -> None:
-    plan = make_plan(EngineConfig(model=tiny(), **ON_CPU))
-    assert (plan.shape.kernels, plan.shape.graphs, plan.lag) == ("torch", False, 0)
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_cpu_runs_without_graphs(tiny: Callable[..., Path], kernels: str) -> None:
+    plan = make_plan(EngineConfig(model=tiny(), kernels=kernels, **ON_CPU))
+    assert (plan.shape.graphs, plan.lag) == (False, 0)
 
 
 @pytest.mark.parametrize(("device", "kernels"), [("cpu", "torch"), ("cpu", "triton"), ("cuda:0", "torch")])
