@@ -25,13 +25,6 @@ def die() -> dict[str, Any]:
     return {}
 
 
-def hang() -> dict[str, Any]:
-    """Never answer."""
-    print("said before hanging", flush=True)
-    time.sleep(600)
-    return {}
-
-
 def grow_and_hang() -> Iterator[dict[str, Any]]:
     """Find something, then never come back."""
     yield {"found": [1]}

@@ -73,19 +73,6 @@ def run_named(out: Path, *names: str, keep: bool = True) -> dict[str, Any]:
     )
 
 
-def test_a_named_run_goes_on_with_the_report_of_the_same_sources(tmp_path: Path) -> None:
-    run_named(tmp_path, "first", "second", keep=False)
-    run_suite(tmp_path, [Probe("second", f"{HERE}:fail", 60)], 200, lambda line: None, keep=True)
-    run_named(tmp_path, "third")
-    [file] = tmp_path.iterdir()
-    probes = json.loads(file.read_text())["probes"]
-    assert list(probes) == ["first", "second", "third"] and file.name == REPORT
-    assert [probes[name]["status"] for name in probes] == ["ok", "failed", "ok"]
-    # What it had found before is not lost, and the next that ends well takes its place.
-    assert probes["second"]["earlier"]["result"] == {"word": "second"}
-    assert "earlier" not in run_named(tmp_path, "second")["probes"]["second"]
-
-
 def test_a_named_run_leaves_other_reports_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another commit, of changed sources, of another GPU; a usual run begins anew."""
     run_named(tmp_path, "first", keep=False)
@@ -145,8 +132,8 @@ def test_a_probe_that_fails_dies_or_hangs_loses_neither_others_nor_what_it_had_f
     assert [len(names) for names in seen] == [1, 2, 3, 4, 5]
     assert json.loads((tmp_path / REPORT).read_text())["probes"] == report
     # The budget is kept.
-    late = run_suite(tmp_path, [Probe("hangs", f"{HERE}:hang", 3), probes[5]], 5, say)["probes"]
-    assert (late["hangs"]["status"], late["is late"]["status"]) == ("timed out", "not run")
+    late = run_suite(tmp_path, [Probe("hangs", f"{HERE}:grow_and_hang", 3), probes[5]], 5, say)["probes"]
+    assert (late["hangs"]["status"], late["is late"]["status"]) == ("cut short", "not run")
 
 
 def test_every_probe_is_a_function_and_has_words() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from itertools import pairwise
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +19,6 @@ from benchmarks.gpu_suite.graph_nodes import slope
 from benchmarks.gpu_suite.graph_timer import ROTATED_BYTES, GraphTimer, Once
 from benchmarks.gpu_suite.kernel_cases import Bench
 from benchmarks.gpu_suite.kernel_table import eight_over_one, run_case
-from benchmarks.gpu_suite.room import side_by_side
 from benchmarks.gpu_suite.round_times import Recorder, RoundTimes, Span, describe_span
 from benchmarks.gpu_suite.shapes import (
     EAGLE3_8B,
@@ -31,7 +29,6 @@ from benchmarks.gpu_suite.shapes import (
     QWEN3_8B,
     QWEN3_17B,
     QWEN3_32B,
-    SHAPES,
     Eagle3Shape,
     Shape,
     draft_bytes,
@@ -39,12 +36,10 @@ from benchmarks.gpu_suite.shapes import (
     forward_parts,
     round_bytes,
     round_parts,
-    shortened,
     write_folder,
 )
 from benchmarks.gpu_suite.sparse_cases import experts_case, latent_case, other_experts, sparse_cases
 from benchmarks.gpu_suite.speculation import acceptance_rate, gain, mean_length, reference_length
-from benchmarks.gpu_suite.suite import rounded
 from benchmarks.summaries import median_interval
 from spd.formats.model_config import read_model_config
 from spd.kernels.dispatch import load_kernels
@@ -64,23 +59,19 @@ TINY = Shape("tiny", hidden=8, layers=3, heads=4, kv_heads=2, intermediate=16, v
         (QWEN3_8B, 8_190_735_360),
         (QWEN3_32B, 32_762_123_264),
         (LLAMA_8B, 8_030_261_248),
+        (EAGLE_SIZE, EAGLE_SIZE.parameters()),
+        (EAGLE3_8B, EAGLE3_8B.parameters()),
     ],
 )
-def test_shapes_have_the_published_number_of_parameters(shape: Shape, parameters: int) -> None:
-    assert shape.parameters() == parameters
-
-
-@pytest.mark.parametrize("shape", [*SHAPES, EAGLE_SIZE, EAGLE3_8B], ids=lambda shape: shape.name)
-def test_folders_are_read_as_the_shape(shape: Shape, tmp_path: Path) -> None:
+def test_shapes_have_the_published_parameters_and_are_read_so(
+    shape: Shape, parameters: int, tmp_path: Path
+) -> None:
     config = read_model_config(write_folder(shape, tmp_path))
-    tensors = expected_tensors(config, family_layout(config))
-    sizes = [a if len(rest) == 0 else a * rest[0] for a, *rest in tensors.values()]
-    assert sum(sizes) == shape.parameters()
-    assert config.head_dim == 128 and config.dtype == "bfloat16"
-    assert config.rope.kind == ("llama3" if shape.family == "llama" else "default")
-    assert config.rope.theta == (500000.0 if shape.family == "llama" else 1000000.0)
-    layers = json.loads((write_folder(shortened(shape), tmp_path) / "config.json").read_text())
-    assert layers["num_hidden_layers"] == 1 and layers["hidden_size"] == shape.hidden
+    tensors = expected_tensors(config, family_layout(config)).values()
+    assert sum(prod(size) for size in tensors) == shape.parameters() == parameters
+    kind, theta = ("llama3", 500000.0) if shape.family == "llama" else ("default", 1000000.0)
+    assert (config.head_dim, config.dtype) == (128, "bfloat16")
+    assert (config.rope.kind, config.rope.theta) == (kind, theta)
 
 
 def test_bytes_of_known_models() -> None:
@@ -96,29 +87,18 @@ def test_bytes_of_known_models() -> None:
     assert QWEN3_8B.kv_bytes() == 147_456 and LLAMA_8B.kv_bytes() == 131_072
 
 
-def test_bytes_of_a_round_by_hand() -> None:
+def test_bytes_of_a_round_by_hand_and_by_part() -> None:
     # A layer: qkv (4 + 2 + 2) * 4 x 8 = 256, out 8 x 16 = 128, gate and up 32 x 8 = 256, down 8 x 16 = 128.
     layer, head, kv = 768, 800, 2 * 3 * 2 * 4 * 2
-    assert TINY.read_weights() == 3 * layer + head
-    assert TINY.kv_bytes() == kv
     weights = 2 * (3 * layer + head)
-    assert forward_bytes(TINY, [10, 20]) == weights + 2 * 2 * 8 + 30 * kv
-    assert forward_bytes(TINY, [10], rows=5) == weights + 5 * 2 * 8 + 10 * kv
+    assert TINY.kv_bytes() == kv and forward_bytes(TINY, [10, 20]) == weights + 2 * 2 * 8 + 30 * kv
+    parts = {"layers": 2 * 3 * layer, "head": 2 * head, "embedding": 2 * 5 * 2 * 8}
+    assert forward_parts(TINY, [10, 20], rows=5) == {**parts, "keys and values": 30 * kv}
     # Three drafts: two rows, then one row at each further position.
     drafts = 3 * weights + (2 + 1 + 1) * 2 * 8 + (10 + 11 + 12) * kv
     assert draft_bytes(TINY, [10], 3) == drafts and draft_bytes(TINY, [10], 0) == 0
     assert round_bytes(TINY, TINY, [10], 3) == forward_bytes(TINY, [10], rows=4) + drafts
     assert round_bytes(TINY, None, [10], 0) == forward_bytes(TINY, [10])
-
-
-def test_bytes_of_a_round_by_part() -> None:
-    layer, head, kv = 768, 800, 2 * 3 * 2 * 4 * 2
-    assert forward_parts(TINY, [10, 20], rows=5) == {
-        "layers": 2 * 3 * layer,
-        "head": 2 * head,
-        "embedding": 2 * 5 * 2 * 8,
-        "keys and values": 30 * kv,
-    }
     tied = Shape("tied", 8, 1, 4, 2, 16, vocab=100, head_dim=4, tied=True)
     parts = round_parts(TINY, tied, [10], 3)
     assert parts["target embedding"] == 4 * 2 * 8 and parts["target keys and values"] == 10 * kv
@@ -126,7 +106,6 @@ def test_bytes_of_a_round_by_part() -> None:
     assert parts["draft embedding"] == (2 + 1 + 1) * 2 * 8
     assert parts["draft keys and values"] == (10 + 11 + 12) * kv // 3
     assert sum(parts.values()) == round_bytes(TINY, tied, [10], 3)
-    assert list(round_parts(TINY, None, [10], 0)) == list(parts)[:4] == list(round_parts(TINY, tied, [10], 0))
 
 
 def test_bytes_of_a_head_that_reads_its_targets_streams() -> None:
@@ -203,20 +182,6 @@ def test_gaps_between_tokens_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     found = latency.token_gaps(SimpleNamespace(plan=SimpleNamespace(lag=1)), 5, 8, 300)  # type: ignore[arg-type]
     assert found["itl_ms"] == pytest.approx([10, 20]) and found["tpot_ms"] == 5
     assert (found["acceptance_rate"], found["acceptance_length"], found["rounds"]) == (0.25, 2, 4)
-
-
-def test_engines_stand_side_by_side_where_they_fit() -> None:
-    needs = {"plain": 3, "fixed": 4, "auto": 5}
-    assert side_by_side(needs, 12) == [("plain", "fixed", "auto")]
-    assert side_by_side(needs, 11) == side_by_side(needs, 8) == [("plain", "fixed"), ("plain", "auto")]
-    assert side_by_side(needs, 7) == side_by_side(needs, 1) == [("plain",), ("fixed",), ("auto",)]
-
-
-def test_every_pair_of_lengths_is_captured_once() -> None:
-    for values in ([0], [0, 4], [0, 1, 2, 4, 7]):
-        found = batches.every_pair(values)
-        pairs = list(pairwise(found))
-        assert len(pairs) == len(values) ** 2 == len(set(pairs))
 
 
 def test_a_runner_counts_what_rounds_commit_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,8 +290,3 @@ def test_partial_results_of_latent_attention_count_where_the_cache_cannot_hold_t
 def test_slope_of_a_line() -> None:
     rise, fixed = slope((50.0, 100.0, 400.0), (70.0, 130.0, 490.0))
     assert rise == pytest.approx(1.2) and fixed == pytest.approx(10.0)
-
-
-def test_figures_are_short() -> None:
-    values = {"a": [1.23456789, {"b": 123456789.0}], "c": (1, True, None, "1.23456789")}
-    assert rounded(values) == {"a": [1.2346, {"b": 123460000.0}], "c": [1, True, None, "1.23456789"]}

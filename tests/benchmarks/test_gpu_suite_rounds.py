@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,16 @@ from torch.nn.attention import SDPBackend
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu_suite import eight_bit_rounds, spd_rounds
+from benchmarks.gpu_suite import spd_rounds
 from benchmarks.gpu_suite.gemm_equality import position_differences, random_operands, row_count_differences
-from benchmarks.gpu_suite.round_settings import DEMO, LAGS, SELF_DRAFT, SELF_DRAFT_LONG, USUAL_K, Setting
+from benchmarks.gpu_suite.round_settings import Setting
 from benchmarks.gpu_suite.sdpa_equality import count_differences
-from benchmarks.gpu_suite.shapes import Shape
 from benchmarks.gpu_suite.spd_rounds import (
-    RUNS,
-    TOKENS,
     Outcome,
     compare,
     complete,
-    demo_prompts,
-    differing_tokens,
-    jobs_of,
-    limit_of,
-    run_self_draft,
 )
 from tests.recipes.medium import write_medium, write_medium_draft
-
-
-def test_differing_tokens_counts_positions_and_length() -> None:
-    assert differing_tokens([1, 2, 3], [1, 2, 3]) == 0
-    assert differing_tokens([1, 9, 3], [1, 2, 3, 4]) == 2
 
 
 @pytest.fixture(scope="module")
@@ -91,65 +77,6 @@ def test_a_changed_token_and_a_changed_count_are_found(
     # One token is another, one is missing.
     assert (rows["draft_k2_lag1"]["differing_tokens"], rows["draft_k2_lag1"]["other_counts"]) == (2, 1)
     assert (result["differing_tokens"], result["differing_counts"]) == (2, 1)
-
-
-def tokens_of(setting: Setting, runs: Sequence[str], prompts: int, tokens: int) -> int:
-    """How many a setting compares."""
-    count = min(setting.requests or prompts, prompts)
-    jobs = [job for run in setting.runs or runs for job in jobs_of(run, count)]
-    return sum(limit_of(job, setting.tokens or tokens) for job in jobs)
-
-
-def test_the_demo_compares_enough_tokens_before_anything_that_is_slow() -> None:
-    """A probe that is stopped early has then compared them, with every drafter and two lags of each."""
-    sums = accumulate(tokens_of(setting, tuple(RUNS), len(demo_prompts()), TOKENS) for setting in DEMO)
-    first = DEMO[: next(i for i, tokens in enumerate(sums, 1) if tokens >= 100_000)]
-    assert all(setting.slots == 16 and setting.graphs is None and not setting.tokens for setting in first)
-    assert {(one.method, one.lag) for one in first} == {(method, lag) for method in USUAL_K for lag in (0, 1)}
-    assert len({setting.name for setting in DEMO}) == len(DEMO)
-
-
-def ways(settings: Sequence[Setting], method: str) -> dict[tuple[Any, ...], set[tuple[bool, int]]]:
-    """By what is counted together: whether captured, and the lag, of batches of 16."""
-    found: dict[tuple[Any, ...], set[tuple[bool, int]]] = {}
-    for one in settings:
-        if one.method == method and one.slots == 16 and one.lag is not None:
-            found.setdefault(one.counted_with, set()).add((one.graphs is not False, one.lag))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("settings", "method"), [(SELF_DRAFT_LONG, "draft"), *((DEMO, method) for method in USUAL_K)]
-)
-def test_counts_are_compared_eager_and_captured_at_every_lag(
-    settings: Sequence[Setting], method: str
-) -> None:
-    """Each two of them by way of the captured ones at lag 1, which are in both groups."""
-    k = USUAL_K[method]
-    groups = {key: found for key, found in ways(settings, method).items() if key[1] == k}
-    long, short = sorted(groups, key=lambda key: key[2] is not None)
-    assert groups[long] == {(True, lag) for lag in LAGS}
-    assert groups[short] == {(True, 1), *((False, lag) for lag in LAGS)}
-
-
-def test_other_comparisons_are_long_enough_too() -> None:
-    for settings, tokens, enough in ((SELF_DRAFT, 128, 8_000), (SELF_DRAFT_LONG, 320, 100_000)):
-        assert {one.slots for one in settings if one.method == "draft"} == {1, 16}
-        assert sum(tokens_of(one, ("greedy", "noise"), 16, tokens) for one in settings) >= enough
-    assert {one.k for one in SELF_DRAFT_LONG if one.method == "draft"} == set(range(1, 8))
-    full = [one for one in eight_bit_rounds.SETTINGS if one.requests is None]
-    prompts = len(demo_prompts())
-    assert sum(tokens_of(one, tuple(RUNS), prompts, eight_bit_rounds.TOKENS) for one in full) >= 100_000
-
-
-def test_a_shape_that_drafts_for_itself() -> None:
-    tiny = Shape("tiny", 32, 2, 2, 1, 48, vocab=128, head_dim=16)
-    settings = (Setting("draft", 2, slots=3), Setting("draft", 2, requests=1), Setting("ngram", 2, slots=3))
-    cpu: dict[str, Any] = {"device": "cpu", "threads": 1, "dtype": "float32"}
-    *_, report = run_self_draft(settings, 6, tiny, **cpu)
-    assert report["differing_tokens"] == 0 and [*report["settings"]] == [one.name for one in settings]
-    assert report["settings"]["draft_k2_b3"]["rejected"] == 0
-    assert report["settings"]["draft_k2"]["acceptance_length"] > 1
 
 
 def test_a_setting_that_failed_or_rejected_its_own_draft_is_no_success() -> None:

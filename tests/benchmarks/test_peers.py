@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +14,12 @@ from benchmarks.peers import __main__ as peers
 from benchmarks.peers import compare
 from benchmarks.peers.agreement import agreement, figures
 from benchmarks.peers.llama_worker import first_tokens
-from benchmarks.peers.protocol import Chunk, Speculation
+from benchmarks.peers.protocol import Chunk, Speculation, imposed_rates
 from benchmarks.peers.worker import Entry
 from benchmarks.summaries import paired_ratio, summarize
 from tests.recipes.medium import write_medium, write_medium_draft
 
+Runs = Callable[..., tuple[int, Any]]
 SHAPE = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96}
 
 
@@ -32,26 +35,23 @@ def fake(name: str, mode: str = "good") -> Entry:
     return Entry(name, command, {})
 
 
-def run_fakes(
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    entries: list[Entry],
-    rounds: int = 2,
-    extra: tuple[str, ...] = (),
-) -> tuple[int, dict[str, object]]:
-    monkeypatch.setattr(compare, "entries", lambda options: entries)
-    out = tmp_path / "peers.json"
-    arguments = [str(checkpoint), "-n", "24", "--prompt-tokens", "4", "--rounds", str(rounds)]
-    status = peers.main([*arguments, *extra, "--threads", "1", "--pause", "0", "--out", str(out)])
-    return status, json.loads(out.read_text())
+@pytest.fixture
+def run_fakes(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Runs the comparison of such entries: its exit status and its report."""
+
+    def run(entries: list[Entry], *extra: str, rounds: int = 2) -> tuple[int, Any]:
+        monkeypatch.setattr(compare, "entries", lambda options: entries)
+        out = tmp_path / "peers.json"
+        arguments = [str(checkpoint), "-n", "24", "--prompt-tokens", "4", "--rounds", str(rounds)]
+        status = peers.main([*arguments, *extra, "--threads", "1", "--pause", "0", "--out", str(out)])
+        return status, json.loads(out.read_text())
+
+    return run
 
 
-def test_rounds_give_figures_ratios_and_equality(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rounds_give_figures_ratios_and_equality(run_fakes: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     entries = [fake("spd-plain"), fake("vllm-plain", "differs"), fake("spd-rows")]
-    status, report = run_fakes(checkpoint, tmp_path, monkeypatch, entries)
+    status, report = run_fakes(entries)
     assert status == 0
     names = report["entries"]
     assert isinstance(names, dict) and list(names) == ["spd-plain", "vllm-plain"]
@@ -63,8 +63,8 @@ def test_rounds_give_figures_ratios_and_equality(
     assert plain["versions"] == {"fake": "1.0", "cpus": "1"}
     assert plain["equal_to_spd_plain"] == {"equal_texts": 2, "texts": 2, "first_difference": [None, None]}
     assert names["vllm-plain"]["equal_to_spd_plain"]["first_difference"] == [11, 11]
-    assert list(report["ratios"]) == ["spd-plain / vllm-plain"]  # type: ignore[call-overload]
-    assert report["verify_over_decode"]["ratio"]["median"] == pytest.approx(1.1)  # type: ignore[index]
+    assert list(report["ratios"]) == ["spd-plain / vllm-plain"]
+    assert report["verify_over_decode"]["ratio"]["median"] == pytest.approx(1.1)
     shown = capsys.readouterr()
     assert "0/2" in shown.out and "verify(8 rows)" in shown.out and "chatter" not in shown.out
     order = [line.split()[2] for line in shown.err.splitlines() if line.startswith("round ")]
@@ -72,15 +72,15 @@ def test_rounds_give_figures_ratios_and_equality(
 
 
 def test_loads_run_every_worker_that_can_and_counters_are_compared(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_fakes: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = Entry("transformers-plain", fake("x").command, {}, together=False)
     entries = [fake("spd-plain"), fake("spd-draft"), fake("vllm-draft", "lucky"), alone]
     extra = ("--concurrency", "3", "--rates", "400", "--load-tokens", "8", "--load-rounds", "2")
-    status, report = run_fakes(checkpoint, tmp_path, monkeypatch, entries, rounds=1, extra=extra)
+    status, report = run_fakes(entries, *extra, rounds=1)
     assert status == 0
-    assert list(report["loads"]) == ["3 together", "400 a second"]  # type: ignore[call-overload]
-    for load in report["loads"].values():  # type: ignore[attr-defined]
+    assert list(report["loads"]) == ["3 together", "400 a second"]
+    for load in report["loads"].values():
         assert list(load["entries"]) == ["spd-plain", "spd-draft", "vllm-draft"]
         entry = load["entries"]["spd-draft"]
         # The fake takes 10 ms for a pass of 16 requests.
@@ -90,7 +90,7 @@ def test_loads_run_every_worker_that_can_and_counters_are_compared(
         assert entry["acceptance"]["per_position"] == [0.5, 0.25]
         assert set(load["ratios"]) == {"spd-draft / vllm-draft", "spd-draft / spd-plain"}
         assert load["ratios"]["spd-draft / vllm-draft"]["low"] is not None
-    found = report["agreement"]["spd-draft / vllm-draft"]  # type: ignore[index]
+    found = report["agreement"]["spd-draft / vllm-draft"]
     # 0.75 of a draft a round here, 0.81 there.
     assert found["differences"]["acceptance_rate"] == pytest.approx(0.75 / 0.81 - 1)
     assert found["differences"]["acceptance_length"] == pytest.approx(1.75 / 1.81 - 1)
@@ -111,22 +111,14 @@ def test_loads_run_every_worker_that_can_and_counters_are_compared(
         ("short", "gave 23 tokens, not 24"),
     ],
 )
-def test_a_peer_that_fails_is_left_out_and_named(
-    mode: str, words: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status, report = run_fakes(
-        checkpoint, tmp_path, monkeypatch, [fake("spd-plain"), fake("vllm-plain", mode)], rounds=1
-    )
-    assert status == 1
-    assert list(report["entries"]) == ["spd-plain"]  # type: ignore[call-overload]
-    assert words in report["failures"]["vllm-plain"]  # type: ignore[index]
+def test_a_peer_that_fails_is_left_out_and_named(run_fakes: Runs, mode: str, words: str) -> None:
+    status, report = run_fakes([fake("spd-plain"), fake("vllm-plain", mode)], rounds=1)
+    assert status == 1 and list(report["entries"]) == ["spd-plain"]
+    assert words in report["failures"]["vllm-plain"]
 
 
-def test_speculation_that_changes_tokens_fails_the_command(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entries = [fake("spd-plain"), fake("spd-draft", "differs")]
-    status, report = run_fakes(checkpoint, tmp_path, monkeypatch, entries, rounds=1)
+def test_speculation_that_changes_tokens_fails_the_command(run_fakes: Runs) -> None:
+    status, report = run_fakes([fake("spd-plain"), fake("spd-draft", "differs")], rounds=1)
     assert status == 1 and report["failures"] == {}
 
 
@@ -134,26 +126,17 @@ def test_the_real_worker_answers_and_speculation_changes_nothing(checkpoint: Pat
     out = tmp_path / "peers.json"
     arguments = [str(checkpoint), "-n", "20", "--prompt-tokens", "6", "--rounds", "1", "--rows", "3"]
     arguments += ["--threads", "1", "--ctx", "128", "--dtype", "float32", "--pause", "0", "--out", str(out)]
-    arguments += ["--concurrency", "2", "--load-tokens", "6", "--load-rounds", "1", "--imposed", "2.5"]
+    arguments += ["--concurrency", "2", "--load-tokens", "6", "--load-rounds", "1"]
     assert peers.main(arguments) == 0
     report = json.loads(out.read_text())
-    assert list(report["entries"]) == ["spd-plain", "spd-draft", "spd-ngram", "spd-imposed"]
-    assert report["entries"]["spd-ngram"]["equal_to_spd_plain"]["equal_texts"] == 1
-    assert report["entries"]["spd-draft"]["equal_to_spd_plain"]["equal_texts"] == 1
-    assert report["entries"]["spd-plain"]["tokens_per_step"]["median"] == 1
-    assert report["entries"]["spd-draft"]["tokens_per_step"]["median"] > 1
-    assert list(report["loads"]["2 together"]["entries"]) == list(report["entries"])
-    assert report["loads"]["2 together"]["entries"]["spd-draft"]["equal_to_spd_plain"] == 16
-    drafted = report["entries"]["spd-draft"]["acceptance"]
-    assert drafted["acceptance_length"] == pytest.approx(
-        report["entries"]["spd-draft"]["tokens_per_step"]["median"], abs=0.35
-    )
-    assert report["entries"]["spd-imposed"]["equal_to_spd_plain"] is None
-    assert (
-        1.5 < report["loads"]["2 together"]["entries"]["spd-imposed"]["acceptance"]["acceptance_length"] < 3.5
-    )
-    assert report["verify_over_decode"]["rows"] == 3
-    assert report["verify_over_decode"]["ratio"]["median"] > 0
+    entries, loads = report["entries"], report["loads"]["2 together"]["entries"]
+    assert list(entries) == list(loads) == ["spd-plain", "spd-draft", "spd-ngram"]
+    assert all(entries[name]["equal_to_spd_plain"]["equal_texts"] == 1 for name in list(entries)[1:])
+    assert all(loads[name]["equal_to_spd_plain"] == 16 for name in list(loads)[1:])
+    steps = entries["spd-draft"]["tokens_per_step"]["median"]
+    assert entries["spd-plain"]["tokens_per_step"]["median"] == 1 < steps
+    assert entries["spd-draft"]["acceptance"]["acceptance_length"] == pytest.approx(steps, abs=0.35)
+    assert report["verify_over_decode"]["rows"] == 3 and report["verify_over_decode"]["ratio"]["median"] > 0
 
 
 def test_statistics() -> None:
@@ -163,6 +146,11 @@ def test_statistics() -> None:
     assert paired_ratio([10.0, 1.0, 30.0], [5.0, 0.5, 15.0]).values == (2.0, 2.0, 2.0)
     with pytest.raises(ValueError, match="nothing was measured"):
         summarize([])
+
+
+def test_imposed_rates_sum_to_the_length() -> None:
+    rates = imposed_rates(2.5, 3)
+    assert 1 + sum(rates) == pytest.approx(2.5) and rates == sorted(rates, reverse=True)
 
 
 def test_tokens_that_were_asked_for_beyond_those_wanted_are_cut() -> None:

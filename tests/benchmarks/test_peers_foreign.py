@@ -17,11 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.peers import llama_worker
-from benchmarks.peers.protocol import Speculation, WorkerOptions, imposed_rates
+from benchmarks.peers.protocol import Speculation, WorkerOptions
 from benchmarks.peers.untied import read_config
 from spd.formats.demo import demo_draft_folder, demo_folder
-from spd.runtime import Request, SamplingParams
-from tests.helpers import make_engine, run_requests
 
 
 def options(**given: Any) -> WorkerOptions:
@@ -29,11 +27,6 @@ def options(**given: Any) -> WorkerOptions:
     fields |= {"model": demo_draft_folder(), "draft_max": 3, "threads": 1, "dtype": "bfloat16"}
     fields |= {"ngram": False, "mtp": False}
     return WorkerOptions(**{**fields, **given})
-
-
-def test_imposed_rates_sum_to_the_length() -> None:
-    rates = imposed_rates(2.5, 3)
-    assert 1 + sum(rates) == pytest.approx(2.5) and rates == sorted(rates, reverse=True)
 
 
 class FakeVllm:
@@ -118,9 +111,6 @@ def test_vllm_reads_a_tied_latent_checkpoint_as_an_untied_copy(vllm_worker: Any)
     tied, untied = (load_file(folder / "model.safetensors") for folder in (demo_folder(), copy))
     assert torch.equal(untied.pop("lm_head.weight"), tied["model.embed_tokens.weight"])
     assert untied.keys() == tied.keys() and all(torch.equal(untied[name], tied[name]) for name in tied)
-    asked = [Request("0", (5, 6, 7), SamplingParams(max_tokens=8, ignore_eos=True))]
-    runs = [run_requests(make_engine(folder, ctx=64), asked)[0] for folder in (demo_folder(), copy)]
-    assert runs[0].tokens == runs[1].tokens and len(runs[0].tokens) == 8
     engine.copy.cleanup()
     dense = vllm_worker.VllmEngine(options())
     assert dense.llm.given["model"] == str(demo_draft_folder())
