@@ -104,15 +104,36 @@ def test_nothing_is_written_with_no_save(talk: Callable, tmp_path: Path) -> None
     assert not list((tmp_path / "state").rglob("*.jsonl"))
 
 
-def test_several_lines_in_one_message(talk: Callable, saved: Callable) -> None:
-    talk('"""one', "", 'two"""', "a\\", "b", '"""x"""')
-    assert [turn["user"] for turn in saved()[1:]] == ["one\n\ntwo", "a\nb", "x"]
-
-
-def test_commands_stay_here(talk: Callable, saved: Callable, script: Any) -> None:
-    ran = talk("Hi", "/undo", "//slash", "/exit", "never said")
-    assert ran.code == 0 and [turn["user"] for turn in saved()[1:]] == ["/slash"]
-    assert "took back: Hi" in ran.err and len(script.engine.requests) == 2
+@pytest.mark.parametrize(
+    ("lines", "argv", "messages", "said"),
+    [
+        (['"""one', "", 'two"""', "a\\", "b", '"""x"""'], [], ["one\n\ntwo", "a\nb", "x"], ""),
+        (["Hi", "/undo", "//slash", "/exit", "never said"], [], ["/slash"], "took back: Hi"),
+        (["Hi", "/edit", "Better"], [], ["Better"], ""),
+        (["/file 'a b.txt'", "What?", "Next"], ["-f", "a b.txt"], ["text\n\ntext\n\nWhat?", "Next"], ""),
+        (["/file a.txt", "/file none", "/file", "What?"], [], ["What?"], "next message: no file"),
+        (["/file a.txt", "/clear", "/file"], [], [], "next message: no file"),
+        (["/file a.txt", "/file"], [], [], "goes with the next message: a.txt: 4 characters"),
+        (["Hi", "/clear", "Other", "/load t", "More", "/load"], [], ["Hi", "More"], "you   Hi"),
+        (["/help"], [], [], "\n".join(Commands.names())),
+    ],
+)
+def test_a_transcript(
+    lines: list[str],
+    argv: list[str],
+    messages: list[str],
+    said: str,
+    talk: Callable,
+    saved: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "a b.txt"):
+        Path(name).write_text("text")
+    ran = talk(*lines, argv=argv)
+    assert ran.code == 0 and all(words in ran.err for words in said.split("\n")), ran
+    assert not messages or [turn["user"] for turn in saved()[1:]] == messages
 
 
 def test_regen_draws_with_another_seed(talk: Callable, saved: Callable, script: Any) -> None:
@@ -131,17 +152,13 @@ def test_more_goes_on_with_the_same_seed(talk: Callable, saved: Callable, script
     assert saved()[1]["reply"] == "Hello wörld!" * 2 and len(saved()) == 2
 
 
-def test_parameters_change(talk: Callable, script: Any) -> None:
-    ran = talk("/set temperature=0.5 top-k=7 stop=END seed=3 max_tokens=9", "Hi", "/set", "/set top_k=auto")
+def test_parameters_and_the_system_message_change(talk: Callable, saved: Callable, script: Any) -> None:
+    given = "/set temperature=0.5 top-k=7 stop=END seed=3 max_tokens=9"
+    ran = talk("/system be kind", given, "Hi", "/set", "/set top_k=auto")
     params = script.request.params
     assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.5, 7, ("END",), 9)
-    assert params.seed == derived_seed(3, 0) and ran.code == 0
+    assert params.seed == derived_seed(3, 0) and ran.code == 0 and saved()[0]["system"] == "be kind"
     assert "temperature          0.5  (given)" in ran.err and "top_k                20" in ran.err
-
-
-def test_the_system_message_changes(talk: Callable, script: Any, saved: Callable) -> None:
-    talk("/system be kind", "Hi")
-    assert saved()[0]["system"] == "be kind"
 
 
 def test_thinking_has_a_budget(talk: Callable, script: Any, model: Path) -> None:
@@ -155,23 +172,6 @@ def test_thinking_has_a_budget(talk: Callable, script: Any, model: Path) -> None
     assert more == ThinkingBudget(6, end, begin, inside=True) and free is None
 
 
-def test_a_file_goes_with_the_next_message(talk: Callable, saved: Callable, tmp_path: Path) -> None:
-    (tmp_path / "a b.txt").write_text("contents")
-    talk(f"/file '{tmp_path}/a b.txt'", "What?", "Next", argv=["-f", tmp_path / "a b.txt"])
-    assert [turn["user"] for turn in saved()[1:]] == ["contents\n\ncontents\n\nWhat?", "Next"]
-
-
-@pytest.mark.parametrize("dropping", ["/file none", "/clear"])
-def test_files_are_listed_and_dropped(dropping: str, talk: Callable, saved: Callable, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("contents")
-    ran = talk(f"/file {tmp_path}/a.txt", "/file", dropping, "/file", "What?")
-    words = "goes with the next message: "
-    listed = [line.partition(words)[2] for line in ran.err.splitlines() if words in line]
-    full = f"{tmp_path}/a.txt: 8 characters"
-    assert listed == [full, full, *["no file"] * (2 if dropping == "/file none" else 1)]
-    assert dropping == "/clear" or [turn["user"] for turn in saved()[1:]] == ["What?"]
-
-
 def test_regen_that_fails_keeps_the_reply(talk: Callable, saved: Callable, script: Any) -> None:
     def fail(step: int) -> None:
         if step == 3:
@@ -182,23 +182,10 @@ def test_regen_that_fails_keeps_the_reply(talk: Callable, saved: Callable, scrip
     assert [turn["reply"] for turn in saved()[1:]] == ["Hello wörld!"]
 
 
-def test_load_and_clear(talk: Callable, saved: Callable) -> None:
-    ran = talk("Hi", "/clear", "Other", "/load kept", "More", "/load", name="kept")
-    assert ran.code == 0 and [turn["user"] for turn in saved("kept")[1:]] == ["Hi", "More"]
-    assert "  kept" in ran.err and "you   Hi" in ran.err
-
-
-def test_edit_takes_the_message_back(talk: Callable, saved: Callable) -> None:
-    talk("Hi", "/edit", "Better")
-    assert [turn["user"] for turn in saved()[1:]] == ["Better"]
-    talk("Ask", "/edit reply", "my words", "And?", name="u")
-    assert saved("u")[1] | {"seed": 0} == {
-        "user": "Ask",
-        "reply": "my words",
-        "reply_ids": [],
-        "finish": "edited",
-        "seed": 0,
-    }
+def test_a_reply_can_be_edited(talk: Callable, saved: Callable) -> None:
+    talk("Ask", "/edit reply", "my words", "And?")
+    edited = {"user": "Ask", "reply": "my words", "reply_ids": [], "finish": "edited", "seed": 0}
+    assert saved()[1] | {"seed": 0} == edited
 
 
 def test_figures(talk: Callable) -> None:
@@ -274,11 +261,6 @@ def test_a_reload_that_fails_goes_back(talk: Callable, script: Any, saved: Calla
 def test_commands_refuse_in_words(line: str, words: str, talk: Callable) -> None:
     ran = talk(line, "Hi")
     assert ran.code in (2, 3, 4) and words in ran.err and "fix:" in ran.err, ran
-
-
-def test_help_lists_every_command(talk: Callable) -> None:
-    ran = talk("/help")
-    assert all(f"  {name} " in ran.err for name in Commands.names())
 
 
 def test_a_conversation_too_long_is_refused(talk: Callable) -> None:

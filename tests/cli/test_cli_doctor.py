@@ -258,16 +258,6 @@ def test_marks_that_a_terminal_cannot_show(spd_run: Callable, monkeypatch: pytes
     assert text.startswith("[ok] python") and "✓" not in text
 
 
-def test_help_loads_nothing_heavy() -> None:
-    code = (
-        "import sys; from spd.cli.app import main; status = main(['doctor', '--help']);"
-        "print(status, sorted({'torch', 'triton', 'numpy', 'tokenizers', 'spd.runtime.lab.diagnostics'}"
-        " & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert "--quick" in done.stdout and done.stdout.splitlines()[-1] == "0 []"
-
-
 def test_a_bug_report_holds_no_names(
     spd_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

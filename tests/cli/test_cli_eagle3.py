@@ -126,81 +126,61 @@ def test_a_head_of_another_target(spd_run: Run, assert_refused: Refused, pair: P
     assert shown.code == 4 and "made for another target" in shown.text
 
 
-Tensors = dict[str, torch.Tensor]
+def keys(**change: Any) -> Callable[[Path], None]:
+    """Changes of config.json."""
+
+    def write(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | change))
+
+    return write
 
 
-def without_matrix(tensors: Tensors) -> None:
-    del tensors["fc.weight"]
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    """Changes of model.safetensors."""
+
+    def write(folder: Path) -> None:
+        held = load_file(folder / "model.safetensors")
+        change(held)
+        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return write
 
 
-def without_ids(tensors: Tensors) -> None:
-    del tensors["d2t"]
+def pickled(folder: Path) -> None:
+    """It is never opened; the fix makes what can be read of it, without running any of it."""
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
 
 
-def beyond_the_vocabulary(tensors: Tensors) -> None:
-    tensors["d2t"] += 300
+QWEN3 = {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "qwen3"}}
+WRONG: list[tuple[Callable[[Path], None], str]] = [
+    (tensors(lambda held: held.pop("fc.weight")), "'fc.weight': is missing"),
+    (tensors(lambda held: held.pop("d2t")), "'d2t': is missing"),
+    (tensors(lambda held: held["d2t"].add_(300)), "tensor d2t: does not lead to"),
+    (tensors(lambda held: held.update({"fc.weight": torch.zeros(64, 64)})), "'fc.weight'"),
+    (pickled, "spd.cli.unpickle"),
+    (keys(num_hidden_layers=2), "num_hidden_layers"),
+    (keys(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state"),
+    (keys(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 5]}), "behind 1, 6 layers"),
+    (keys(eagle_aux_hidden_state_layer_ids="three"), "eagle_aux_hidden_state_layer_ids"),
+    (keys(vocab_size=512), "vocabulary size: head 512, target 320"),
+    (keys(**QWEN3), "model_type"),
+]
 
 
-def of_another_width(tensors: Tensors) -> None:
-    tensors["fc.weight"] = tensors["fc.weight"][:, :64].contiguous()
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (without_matrix, "'fc.weight': is missing"),
-        (without_ids, "'d2t': is missing"),
-        (beyond_the_vocabulary, "tensor d2t: does not lead to"),
-        (of_another_width, "'fc.weight'"),
-    ],
-)
-def test_tensors_that_are_wrong(
+@pytest.mark.parametrize(("change", "said"), WRONG, ids=[said for _, said in WRONG])
+def test_heads_that_are_wrong(
     spd_run: Run,
     assert_refused: Refused,
     pair: Pair,
     tmp_path: Path,
-    change: Callable[[Tensors], None],
+    change: Callable[[Path], None],
     said: str,
 ) -> None:
     folder = shutil.copytree(pair[1], tmp_path / "head")
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert_refused(spd_run("generate", "-m", pair[0], "--draft-model", folder, "--raw", "Hi"), 4, said)
-
-
-def test_a_pickled_head(spd_run: Run, assert_refused: Refused, pair: Pair, tmp_path: Path) -> None:
-    """It is never opened; the fix makes what can be read of it, without running any of it."""
-    folder = shutil.copytree(pair[1], tmp_path / "head")
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    torch.save(tensors, folder / "pytorch_model.bin")
-    ran = spd_run("generate", "-m", pair[0], "--draft-model", folder, "Hi")
-    assert_refused(ran, 4, "only safetensors is", "spd.cli.unpickle")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"num_hidden_layers": 2}, "num_hidden_layers"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5]}}, "behind 1, 6 layers"),
-        ({"eagle_aux_hidden_state_layer_ids": "three"}, "eagle_aux_hidden_state_layer_ids"),
-        ({"vocab_size": 512}, "vocabulary size: head 512, target 320"),
-        (
-            {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "qwen3"}},
-            "model_type",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_configurations_that_are_not_built(
-    spd_run: Run, assert_refused: Refused, pair: Pair, tmp_path: Path, change: dict[str, Any], said: str
-) -> None:
-    folder = shutil.copytree(pair[1], tmp_path / "head")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change))
-    words = ("generate", "-m", pair[0], "--spec", "eagle3", "--draft-model", folder, "Hi")
+    change(folder)
+    words = ("generate", "-m", pair[0], "--spec", "eagle3", "--draft-model", folder, "--raw", "Hi")
     assert_refused(spd_run(*words), 4, said)
 
 

@@ -25,6 +25,13 @@ def shown(spd_run: Callable, model: Path, *argv: object, **how: object) -> str:
     return ran.json["prompt"]
 
 
+CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "é"}]
+
+
+def system(text: str) -> str:
+    return f"{START}system\n{text}{END}\n"
+
+
 def user(text: str) -> str:
     return f"{START}user\n{text}{END}\n{START}assistant\n"
 
@@ -34,34 +41,40 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").write_text("first\n")
     (tmp_path / "b").write_text("second\n\n")
+    (tmp_path / "chat").write_text(json.dumps(CHAT))
     return tmp_path
 
 
-def test_argument(spd_run: Callable, model: Path) -> None:
-    assert shown(spd_run, model, "Hi") == user("Hi")
-    assert shown(spd_run, model, "--", "--json") == user("--json")
-    assert shown(spd_run, model, "--", "-md") == user("-md")
+RENDERED: list[tuple[list[str], bytes | None, str]] = [
+    (["Hi"], None, user("Hi")),
+    (["--", "--json"], None, user("--json")),
+    (["--", "-md"], None, user("-md")),
+    (["ask"], b"piped\n", user("piped\n\nask")),
+    (["-f", "a", "-f", "b", "ask"], b"piped", user("piped\n\nfirst\n\nsecond\n\n\nask")),
+    (["-f", "a", "-f", "-", "ask"], b"piped\r\n", user("first\n\npiped\n\nask")),
+    (["ask"], b"", user("ask")),
+    ([], b"piped\n", user("piped")),
+    (["-f", "a"], None, user("first")),
+    (["ask\n"], None, user("ask\n")),
+    (["--raw", "-f", "a"], None, "first\n"),
+    (["--raw"], b"def f():\r\n", "def f():\r\n"),
+    (["--raw"], "a\0b\r\nc\u2028\U0001f600".encode(), "a\0b\r\nc\u2028\U0001f600"),
+    (["--raw"], b"\xef\xbb\xbfx", "x"),
+    ([""], None, user("")),
+    (["-s", "Be\n", "Hi"], None, system("Be\n") + user("Hi")),
+    (["-s", "@a", "Hi"], None, system("first\n") + user("Hi")),
+    (["-s", "@-", "Hi"], b"Be\n", system("Be\n") + user("Hi")),
+    (["--messages", "chat"], None, system("S") + user("é")),
+    (["--messages", "-"], json.dumps({"messages": CHAT}).encode(), system("S") + user("é")),
+]
+"""What is asked, standard input, and what the model reads: raw text is continued as it is."""
 
 
-def test_stdin_and_files_then_a_blank_line_then_the_argument(
-    spd_run: Callable, model: Path, files: Path
+@pytest.mark.parametrize(("argv", "stdin", "prompt"), RENDERED)
+def test_the_prompt(
+    argv: list[str], stdin: bytes | None, prompt: str, spd_run: Callable, model: Path, files: Path
 ) -> None:
-    assert shown(spd_run, model, "ask", stdin=b"piped\n") == user("piped\n\nask")
-    assert shown(spd_run, model, "-f", "a", "-f", "b", "ask", stdin=b"piped") == user(
-        "piped\n\nfirst\n\nsecond\n\n\nask"
-    )
-    assert shown(spd_run, model, "-f", "a", "-f", "-", "ask", stdin=b"piped\r\n") == user(
-        "first\n\npiped\n\nask"
-    )
-    assert shown(spd_run, model, "ask", stdin=b"") == user("ask")
-
-
-def test_one_source_alone(spd_run: Callable, model: Path, files: Path) -> None:
-    assert shown(spd_run, model, stdin=b"piped\n") == user("piped")
-    assert shown(spd_run, model, "-f", "a") == user("first")
-    assert shown(spd_run, model, "ask\n") == user("ask\n")
-    assert shown(spd_run, model, "--raw", "-f", "a") == "first\n", "raw text is continued as it is"
-    assert shown(spd_run, model, "--raw", stdin=b"def f():\r\n") == "def f():\r\n"
+    assert shown(spd_run, model, *argv, stdin=stdin) == prompt
 
 
 def test_stdin_is_not_read_when_it_is_a_terminal_or_not_needed(
@@ -76,24 +89,9 @@ def test_stdin_is_not_read_when_it_is_a_terminal_or_not_needed(
     assert script.request.prompt_ids == (5,)
 
 
-def test_system_message(spd_run: Callable, model: Path, files: Path) -> None:
-    want = f"{START}system\nBe\n{END}\n" + user("Hi")
-    (files / "s").write_text("Be\n")
-    assert shown(spd_run, model, "-s", "Be\n", "Hi") == shown(spd_run, model, "-s", "@s", "Hi") == want
-    assert shown(spd_run, model, "-s", "@-", "Hi", stdin=b"Be\n") == want
-
-
 def test_stdin_named_twice(spd_run: Callable, assert_refused: Callable, model: Path) -> None:
     ran = spd_run("generate", "-m", model, "-f", "-", "-s", "@-", stdin=b"x")
     assert_refused(ran, 2, "stdin (-) is named twice")
-
-
-def test_messages(spd_run: Callable, model: Path, files: Path) -> None:
-    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "é"}]
-    (files / "chat").write_text(json.dumps(chat))
-    want = f"{START}system\nS{END}\n" + user("é")
-    assert shown(spd_run, model, "--messages", "chat") == want
-    assert shown(spd_run, model, "--messages", "-", stdin=json.dumps({"messages": chat}).encode()) == want
 
 
 @pytest.mark.parametrize(
@@ -163,14 +161,6 @@ def test_a_pipe_with_a_name_is_a_file(
     assert ran.code == 0, ran
 
 
-def test_odd_text_is_passed_on(spd_run: Callable, model: Path, script) -> None:
-    text = "a\0b\r\nc\u2028\U0001f600"
-    assert shown(spd_run, model, "--raw", stdin=text.encode()) == text
-    assert shown(spd_run, model, "--raw", stdin=b"\xef\xbb\xbfx") == "x", "a byte order mark is no text"
-    assert spd_run("generate", "-m", model, "--raw", stdin=text.encode()).code == 0
-    assert len(script.request.prompt_ids) == len(text.encode())
-
-
 def test_bytes_in_the_argument_that_are_no_text(
     spd_run: Callable, assert_refused: Callable, model: Path
 ) -> None:
@@ -181,7 +171,6 @@ def test_bytes_in_the_argument_that_are_no_text(
 
 
 def test_empty_prompts(spd_run: Callable, assert_refused: Callable, model: Path, script) -> None:
-    assert shown(spd_run, model, "") == user("")
     spd_run("generate", "-m", model, "--raw", "")
     assert script.request.prompt_ids == (256,), "the end-of-text token stands for nothing"
     settings = json.loads((model / "tokenizer_config.json").read_text())

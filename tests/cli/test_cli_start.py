@@ -20,27 +20,24 @@ from spd import errors
 from spd.cli.commands import COMMAND_TABLE, COMMANDS, build_app, load_command
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = [
-    "torch",
-    "triton",
-    "numpy",
-    "tokenizers",
-    "safetensors",
-    "transformers",
-    "huggingface_hub",
-    "pydantic",
-]
-HEAVY += ["jinja2", "prompt_toolkit", "uvicorn"]
+LIGHT = {"torch", "triton", "numpy", "transformers", "huggingface_hub", "pydantic"}
+LIGHT |= {"jinja2", "prompt_toolkit", "uvicorn"}
+HEAVY = LIGHT | {"tokenizers", "safetensors"}
+STYLED = {"rich.markdown", "rich.traceback", "markdown_it", "pygments"}
+BODIES = {f"spd.cli.{command.body.partition(':')[0]}" for command in COMMAND_TABLE.values()}
+COMPLETIONS = "spd.cli.commands.completions"
+QUESTION = {"COMP_WORDS": "spd ls --j", "COMP_CWORD": "2", "_SPD_COMPLETE": "complete_bash"}
+OF_MODELS = {**QUESTION, "COMP_WORDS": "spd generate -m ", "COMP_CWORD": "3", "HF_HUB_CACHE": "CACHE"}
+OF_COMMANDS = {**QUESTION, "COMP_WORDS": "spd ", "COMP_CWORD": "1"}
 
 
-def loaded_after(*argv: str, **environment: str) -> tuple[str, set[str]]:
-    """Standard output, and the top-level modules in memory, after `spd ARGV` in a new process."""
+def loaded_after(*argv: str, run: str = "from spd.__main__ import main\nmain()", **environment: str) -> Any:
+    """Standard output, and the modules in memory, after `spd ARGV` in a new process."""
     code = (
         "import sys, atexit\n"
         "atexit.register(lambda: print('\\n'.join(sys.modules), file=sys.stderr))\n"
         f"sys.argv = ['spd', *{list(argv)!r}]\n"
-        "from spd.__main__ import main\n"
-        "sys.exit(main())"
+        f"{run}"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -55,32 +52,33 @@ def loaded_after(*argv: str, **environment: str) -> tuple[str, set[str]]:
 
 
 @pytest.mark.parametrize(
-    "argv",
+    ("argv", "environment", "said", "never"),
     [
-        ["--help"],
-        *([command, "-h"] for command in COMMANDS),
-        ["completions", "bash"],
+        ("-V", {}, f"spd {spd.__version__}\n", {"typer", "rich", "spd.cli", *HEAVY}),
+        ("--version", {}, f"spd {spd.__version__}\n", {"typer", "rich", "spd.cli", *HEAVY}),
+        ("--help", {}, "inspect", HEAVY | BODIES | STYLED),
+        ("inspect --help", {}, "spd inspect", HEAVY | STYLED | BODIES - {"spd.cli.commands.inspect"}),
+        ("completions bash", {}, "complete", HEAVY),
+        ("inspect demo", {}, "DeepseekV3ForCausalLM", LIGHT),
+        ("ls", {"HF_HUB_CACHE": "CACHE"}, "Qwen/Qwen3-0.6B", LIGHT),
+        ("", QUESTION, "--json\n", HEAVY | BODIES - {"spd.cli.commands.models", COMPLETIONS}),
+        ("", OF_COMMANDS, "\n".join(COMMANDS) + "\n", HEAVY | BODIES - {COMPLETIONS}),
+        ("", OF_MODELS, "Qwen/Qwen3-0.6B\ndemo\n", HEAVY),
     ],
-    ids=" ".join,
 )
-def test_help_loads_nothing_heavy(argv: list[str]) -> None:
-    out, modules = loaded_after(*argv)
-    assert out and not modules & set(HEAVY)
+def test_what_is_loaded(
+    argv: str, environment: dict[str, str], said: str, never: set[str], tmp_path: Path
+) -> None:
+    (tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc").mkdir(parents=True)
+    environment = {name: value.replace("CACHE", str(tmp_path)) for name, value in environment.items()}
+    out, modules = loaded_after(*argv.split(), **environment)
+    assert (out == said if said.endswith("\n") else said in out) and not modules & never, out
 
 
-def test_help_of_a_command_loads_no_other_command() -> None:
-    out, modules = loaded_after("inspect", "--help")
-    assert "spd inspect" in out and "spd.cli.commands.inspect" in modules
-    others = {"bench", "bench_options", "chat", "chat_options", "convert_mtp", "generate", "models", "verify"}
-    assert not modules & {f"spd.cli.{name}" for name in others}
-    assert not modules & {"rich.markdown", "markdown_it"}
-
-
-def test_help_of_all_loads_no_command() -> None:
-    out, modules = loaded_after("--help")
-    assert all(command.help.split(":")[0][:40] in out for command in COMMAND_TABLE.values())
-    assert not modules & {f"spd.cli.{command.body.partition(':')[0]}" for command in COMMAND_TABLE.values()}
-    assert not modules & {"rich.markdown", "rich.traceback", "markdown_it", "pygments"}
+def test_help_of_no_command_loads_anything_heavy() -> None:
+    run = f"from spd.cli.app import main\nfor name in {COMMANDS!r}: main([name, '-h'])"
+    out, modules = loaded_after(run=run)
+    assert all(f"spd {name}" in out for name in COMMANDS) and not modules & HEAVY
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -102,32 +100,6 @@ def test_what_help_leaves_out_can_be_found() -> None:
     assert "ZeroDivisionError" in done.stdout
 
 
-def test_completion_loads_the_command_it_is_about() -> None:
-    question = {"COMP_WORDS": "spd ls --j", "COMP_CWORD": "2", "_SPD_COMPLETE": "complete_bash"}
-    out, modules = loaded_after(**question)
-    assert (
-        out.split() == ["--json"]
-        and "spd.cli.commands.models" in modules
-        and "spd.cli.commands.generate" not in modules
-    )
-    out, modules = loaded_after(**question | {"COMP_WORDS": "spd ", "COMP_CWORD": "1"})
-    assert tuple(out.split()) == COMMANDS and "spd.cli.commands.models" not in modules
-
-
-def test_completion_loads_nothing_heavy(tmp_path: Path) -> None:
-    (tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc").mkdir(parents=True)
-    question = {"COMP_WORDS": "spd generate -m ", "COMP_CWORD": "3", "_SPD_COMPLETE": "complete_bash"}
-    out, modules = loaded_after(**question, HF_HUB_CACHE=str(tmp_path))
-    assert out.split() == ["Qwen/Qwen3-0.6B", "demo"] and not modules & set(HEAVY)
-
-
-@pytest.mark.parametrize("flag", ["-V", "--version"])
-def test_version_loads_nothing_at_all(flag: str) -> None:
-    out, modules = loaded_after(flag)
-    assert out == f"spd {spd.__version__}\n"
-    assert not modules & {"typer", "rich", "spd.cli", "spd.cli.app", *HEAVY}
-
-
 def test_version_in_other_places(spd_run: Callable) -> None:
     assert spd_run("--version").text == spd_run("-V", "generate").text == f"spd {spd.__version__}\n"
 
@@ -145,31 +117,11 @@ def test_programs_are_not_looked_for_in_the_working_folder(
     assert os.environ["PATH"].startswith(f"{tmp_path}/own:") and os.environ["CPATH"] == ""
 
 
-def test_no_words_at_all_show_help(spd_run: Callable) -> None:
+def test_no_words_at_all_show_help_of_this_editions_commands(spd_run: Callable) -> None:
     ran = spd_run()
-    assert ran.code == 0 and "generate" in ran.text and "inspect" in ran.text and ran.err == ""
-
-
-def test_help_names_the_commands_of_this_edition_only(spd_run: Callable) -> None:
-    assert (
-        tuple(get_command(build_app()).commands)
-        == COMMANDS
-        == (
-            "chat",
-            "generate",
-            "bench",
-            "compare",
-            "explain",
-            "verify",
-            "inspect",
-            "convert-mtp",
-            "pull",
-            "ls",
-            "rm",
-            "doctor",
-            "completions",
-        )
-    )
+    names = "chat generate bench compare explain verify inspect convert-mtp pull ls rm doctor completions"
+    assert tuple(get_command(build_app()).commands) == COMMANDS == tuple(names.split())
+    assert ran.code == 0 and all(f"\n  {name} " in ran.text for name in COMMANDS) and ran.err == ""
 
 
 def test_help_has_panels_and_examples(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,20 +152,6 @@ def test_help_cuts_no_name_at_any_width(
     if int(columns) > 20:
         assert wanted <= found
         assert not re.search(r"--[\w-]*…", ran.text)
-
-
-def test_help_at_eighty_columns_stands_beside_names(
-    spd_run: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    for name in COMMANDS:
-        ran = spd_run(name, "--help").text
-        assert re.search(r"^  -q, --quiet {2,}No notes on stderr\.$", ran, re.MULTILINE), name
-
-
-def test_help_at_forty_columns_stands_below_names(spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    assert "\n  -s, --system TEXT|@FILE\n      System message.\n" in spd_run("generate", "--help").text
 
 
 @pytest.mark.parametrize(
