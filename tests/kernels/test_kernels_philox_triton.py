@@ -17,7 +17,6 @@ import triton.language as tl  # noqa: E402
 from benchmarks.gpu_suite import noise_triton  # noqa: E402
 from spd.kernels.sampling import philox_triton  # noqa: E402
 from spd.kernels.sampling.philox_triton import draw_rank, gumbel4, interleave4, rank_is_finite, rank_token  # noqa: E402
-from tests.kernels.test_kernels_philox import PUBLISHED  # noqa: E402
 
 
 def keys_and_places(device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,30 +24,6 @@ def keys_and_places(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     seed = torch.randint(-(2**63), 2**63 - 1, (2, 3), generator=generator)
     position = torch.randint(2**33, (2, 3), generator=generator)
     return seed.to(device), position.to(device)
-
-
-@triton.jit
-def words_kernel(words):
-    counter0, counter1 = tl.load(words), tl.load(words + 1)
-    counter2, counter3 = tl.load(words + 2), tl.load(words + 3)
-    key0, key1 = tl.load(words + 4), tl.load(words + 5)
-    word0, word1, word2, word3 = philox_triton.philox_words(
-        counter0.to(tl.uint32), counter1.to(tl.uint32), counter2.to(tl.uint32), counter3.to(tl.uint32),
-        key0.to(tl.uint32), key1.to(tl.uint32),
-    )  # fmt: skip
-    tl.store(words, word0.to(tl.int64))
-    tl.store(words + 1, word1.to(tl.int64))
-    tl.store(words + 2, word2.to(tl.int64))
-    tl.store(words + 3, word3.to(tl.int64))
-
-
-@pytest.mark.parametrize(("counter", "key", "expected"), PUBLISHED)
-def test_published_vectors(
-    counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...], device: str
-) -> None:
-    words = torch.tensor([*counter, *key], device=device)
-    words_kernel[(1,)](words)
-    assert tuple(words[:4].tolist()) == expected
 
 
 @pytest.mark.parametrize("stream", [0, 3])
