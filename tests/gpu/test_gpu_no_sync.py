@@ -48,19 +48,22 @@ def start(engine: Engine, **more: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "graphs", "logprobs"),
+    ("method", "graphs", "logprobs", "lag"),
     [
-        ("off", True, None),
-        ("ngram", True, None),
-        ("draft", True, None),
-        ("draft", True, 2),
-        ("ngram", False, None),
-        ("draft", False, 2),
+        ("off", True, None, 1),
+        ("off", True, None, 2),
+        ("ngram", True, None, 1),
+        ("ngram", True, None, 2),
+        ("draft", True, None, 1),
+        ("draft", True, None, 2),
+        ("draft", True, 2, 1),
+        ("ngram", False, None, 1),
+        ("draft", False, 2, 1),
     ],
 )
-def test_steady_rounds_wait_for_nothing(method: str, graphs: bool, logprobs: int | None) -> None:
+def test_steady_rounds_wait_for_nothing(method: str, graphs: bool, logprobs: int | None, lag: int) -> None:
     k = {} if method == "off" else {"draft_max": 3}
-    wishes = {"dtype": "bfloat16", "slots": 4, "graphs": graphs, "lag": 1, **k, **method_wishes(method)}
+    wishes = {"dtype": "bfloat16", "slots": 4, "graphs": graphs, "lag": lag, **k, **method_wishes(method)}
     with gpu_engine(demo_folder(), **wishes) as engine:
         start(engine, logprobs=logprobs)
         pages = len(engine._scheduler.running()[0].pages)

@@ -6,7 +6,6 @@ Its acceptance is natural to these two folders and says nothing about a trained 
 and equality. Deterministic; importing nothing from `spd`. Run it from the repository root:
 
     python tests/recipes/medium.py OUT            writes OUT and OUT/draft
-    python tests/recipes/medium.py OUT --measure  also generates with transformers and prints the agreement
     python tests/recipes/medium.py OUT --hybrid   writes a hybrid of that size, as Qwen3.5, with an MTP layer
 """
 
@@ -94,58 +93,12 @@ def write_medium_draft(folder: Path, source: Path, layers: int = DRAFT_LAYERS) -
     return folder
 
 
-def measure(folder: Path, draft: Path, tokens: int = 192, prompts: int = 2) -> dict[str, float]:
-    """Generate greedily with transformers and compare the draft's choice at every position.
-
-    Returns the share of positions where both choose the same token, the mean number of tokens a round
-    of four drafts would commit, and the share of distinct 4-grams in the target's text.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM  # type: ignore[import-not-found,unused-ignore]
-
-    target_model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    draft_model: Any = AutoModelForCausalLM.from_pretrained(draft, dtype="auto")
-    agreed: list[bool] = []
-    rounds = 0
-    fourgrams: list[tuple[int, ...]] = []
-    for prompt in range(prompts):
-        generator = torch.Generator().manual_seed(prompt)
-        ids = torch.randint(3, target_model.config.vocab_size, (1, 16), generator=generator)
-        with torch.inference_mode():
-            text = target_model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=tokens,
-                do_sample=False,
-                eos_token_id=None,
-            )
-            guess = draft_model(text).logits[0, ids.shape[1] - 1 : -1].argmax(-1)
-        new = text[0, ids.shape[1] :]
-        same = (guess == new).tolist()
-        agreed += same
-        position = 0
-        while position < len(same):
-            accepted = 0
-            while accepted < 4 and position + accepted < len(same) and same[position + accepted]:
-                accepted += 1
-            position += accepted + 1
-            rounds += 1
-        listed = new.tolist()
-        fourgrams += [(prompt, *listed[i : i + 4]) for i in range(len(listed) - 3)]
-    return {
-        "agreement": sum(agreed) / len(agreed),
-        "tokens_per_round_k4": len(agreed) / rounds,
-        "distinct_4grams": len(set(fourgrams)) / len(fourgrams),
-    }
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write the 0.35 B benchmark checkpoint and its draft.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--damping", type=float, default=DAMPING)
-    parser.add_argument("--measure", action="store_true", help="needs transformers")
     parser.add_argument("--hybrid", action="store_true")
     options = parser.parse_args()
     if options.hybrid:
@@ -153,5 +106,3 @@ if __name__ == "__main__":
         raise SystemExit
     print(write_medium(options.out, options.dtype, options.seed, damping=options.damping))
     print(write_medium_draft(options.out / "draft", options.out))
-    if options.measure:
-        print(json.dumps(measure(options.out, options.out / "draft")))

@@ -281,6 +281,17 @@ def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "do_sample": False}
 
 
+def generator_of(name: str) -> torch.Generator:
+    """Return the generator of what has this name, the same every time."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+def drawn(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> torch.Tensor:
+    """Return a normal tensor in float32 that its name decides."""
+    return torch.randn(shape, generator=generator_of(name)) * std + mean
+
+
 def random_tensors(
     config: Mapping[str, Any], seed: int, residual_gain: Callable[[int], float]
 ) -> dict[str, torch.Tensor]:
@@ -289,9 +300,7 @@ def random_tensors(
     tensors: dict[str, torch.Tensor] = {}
 
     def draw(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> None:
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        tensors[name] = torch.randn(shape, generator=generator) * std + mean
+        tensors[name] = drawn(f"{seed}/{name}", shape, std, mean)
 
     draw("model.embed_tokens.weight", (config["vocab_size"], hidden), EMBEDDING_STD)
     # q·k / sqrt(d) has the standard deviation wanted when each factor carries its square root

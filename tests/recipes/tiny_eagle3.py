@@ -11,7 +11,6 @@ bring the token, which stands in no residual here, and take most of the old stat
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -22,7 +21,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.recipes.tiny import DTYPES, LOGIT_STD, VARIANTS, write_json, write_tensors, write_tiny
+from tests.recipes.tiny import (
+    DTYPES,
+    LOGIT_STD,
+    VARIANTS,
+    drawn,
+    generator_of,
+    write_json,
+    write_tensors,
+    write_tiny,
+)
 
 LAYERS = {"research": "midlayer.", "vllm": "layers.0.", "speculators": "layers.0."}
 """What stands before the names of a head's one layer, by layout."""
@@ -118,7 +126,7 @@ def write_tiny_eagle3(
         _put_aux(config, layout, aux, verifier["num_hidden_layers"])
 
     def draw(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
-        return torch.randn(shape, generator=_generator(f"{seed}/{kind}/{name}")) * std + mean
+        return drawn(f"{seed}/{kind}/{name}", shape, std, mean)
 
     parts = 3 if aux is None else len(aux)
     if kind == "copy":
@@ -132,7 +140,7 @@ def write_tiny_eagle3(
     if not own_head:
         del tensors["lm_head.weight"]
     if draft_vocab is not None:
-        chosen = torch.randperm(vocab, generator=_generator(f"{seed}/ids"))[:draft_vocab].sort().values
+        chosen = torch.randperm(vocab, generator=generator_of(f"{seed}/ids"))[:draft_vocab].sort().values
         tensors["lm_head.weight"] = tensors["lm_head.weight"][chosen]
         tensors["d2t"] = chosen - torch.arange(draft_vocab)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, chosen, True)
@@ -150,11 +158,6 @@ def write_tiny_eagle3(
     }
     write_tensors(folder, {name: tensor.contiguous() for name, tensor in kept.items()})
     return folder
-
-
-def _generator(name: str) -> torch.Generator:
-    digest = hashlib.sha256(name.encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 def _layer_config(verifier: Mapping[str, Any], kind: str, hidden: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ checkpoints and of `transformers`' `qwen3_5`.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.recipes.tiny import DTYPES, EMBEDDING_STD, write_json, write_tensors, write_tokenizer
+from tests.recipes.tiny import DTYPES, EMBEDDING_STD, drawn, write_json, write_tensors, write_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
@@ -97,9 +96,7 @@ def write_tiny_hybrid(
 
 
 def _draw(seed: int, name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> torch.Tensor:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    return torch.randn(shape, generator=generator) * std + mean
+    return drawn(f"{seed}/{name}", shape, std, mean)
 
 
 def _attention(config: Mapping[str, Any], prefix: str) -> dict[str, tuple[int, ...]]:

@@ -7,7 +7,6 @@ speak softly it often agrees, at every depth, so that runs of drafts are accepte
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from pathlib import Path
@@ -16,27 +15,21 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.recipes.tiny import EMBEDDING_STD, VARIANTS, write_tensors, write_tiny
+from tests.recipes.tiny import EMBEDDING_STD, VARIANTS, drawn, write_tensors, write_tiny
 
+DEEPSEEK = (
+    "model.layers.{l}.enorm",
+    "model.layers.{l}.hnorm",
+    "model.layers.{l}.eh_proj",
+    "model.layers.{l}.shared_head.norm",
+    "model.layers.{l}.",
+    False,
+)
 # What surrounds a module's layer: embedding norm, hidden norm, projection, final norm, the layer's prefix,
 # and whether the hidden state comes first. {i} counts modules, {l} layers after the target's.
 NAMES: dict[str, tuple[str, str, str, str | None, str, bool]] = {
-    "deepseek": (
-        "model.layers.{l}.enorm",
-        "model.layers.{l}.hnorm",
-        "model.layers.{l}.eh_proj",
-        "model.layers.{l}.shared_head.norm",
-        "model.layers.{l}.",
-        False,
-    ),
-    "glm4": (
-        "model.layers.{l}.enorm",
-        "model.layers.{l}.hnorm",
-        "model.layers.{l}.eh_proj",
-        "model.layers.{l}.shared_head.norm",
-        "model.layers.{l}.",
-        False,
-    ),
+    "deepseek": DEEPSEEK,
+    "glm4": DEEPSEEK,
     "mimo": (
         "model.mtp_layers.{i}.token_layernorm",
         "model.mtp_layers.{i}.hidden_layernorm",
@@ -121,9 +114,7 @@ def module_tensors(
     place = {"i": module, "l": layers + module}
 
     def draw(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> torch.Tensor:
-        digest = hashlib.sha256(f"{kind}/{family}/{module}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        return torch.randn(shape, generator=generator) * std + mean
+        return drawn(f"{kind}/{family}/{module}/{name}", shape, std, mean)
 
     # A module's layer is like the target's last one; the loud first one is what is worth copying.
     inside: dict[str, torch.Tensor] = {}
