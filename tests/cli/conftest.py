@@ -295,12 +295,6 @@ def refused(ran: Ran, code: int, *words: str) -> None:
 
 
 @pytest.fixture
-def assert_refused() -> Callable[..., None]:
-    """See `refused`."""
-    return refused
-
-
-@pytest.fixture
 def random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of `generate` and `verify` take random weights, so that config.json alone is a model."""
     from spd.cli.commands import verify

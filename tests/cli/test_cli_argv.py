@@ -64,13 +64,6 @@ def test_think_needs_a_value() -> None:
     assert caught.value.fix == ("--think on|off|hide|N",)
 
 
-def test_continue_may_stand_alone() -> None:
-    assert prepare(["chat", "-c"]).args == prepare(["chat", "--continue"]).args == ("chat", "--continue=")
-    assert prepare(["chat", "-c", "-q"]).args == ("chat", "--continue=", "-q")
-    assert prepare(["chat", "-c", "org/name"]).args == ("chat", "--continue=", "org/name")
-    assert prepare(["chat", "-c", "notes"]).args == ("chat", "-c", "notes")
-
-
 LIMITS = {"generate": 48, "chat": 42, "bench": 34, "verify": 26, "inspect": 10}
 ADVANCED = {"--kernels", "--graphs", "--lag", "--memory-fraction", "--threads", "--tp", "--draft-tp"}
 
@@ -114,45 +107,40 @@ def test_flags_without_a_value_are_known_exactly() -> None:
     assert shorts == VALUE_SHORTS
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["generate", "--system", "--temp"],
-        ["generate", "--stop", "--json"],
-        ["generate", "-qs", "--num-beams"],
-        ["generate", "--", "-sys", "--json"],
-        ["generate", "-s-md"],
-        ["generate", "-n200", "--seed=5", "-"],
-    ],
-)
-def test_values_and_what_follows_a_double_dash_stay(argv: list[str]) -> None:
-    done = prepare(argv)
-    assert list(done.args) == argv
-    assert done.notes == () and not done.json
+PREPARED = [
+    ("generate --system --temp", "", False),
+    ("generate --stop --json", "", False),
+    ("generate -qs --num-beams", "", False),
+    ("generate -- -sys --json", "", False),
+    ("generate -s-md", "", False),
+    ("generate -n200 --seed=5 -", "", False),
+    ("generate --temp=0.5 -md x", "generate --temperature=0.5 --draft-model x", False),
+    ("generate --dtype=bf16", "generate --dtype=bfloat16", False),
+    ("generate --temp", "generate --temperature", False),  # a missing value is left to the parser
+    ("chat -c", "chat --continue=", False),
+    ("chat --continue", "chat --continue=", False),
+    ("chat -c -q", "chat --continue= -q", False),
+    ("chat -c org/name", "chat --continue= org/name", False),
+    ("chat -c notes", "", False),
+    ("--json generate Hi", "generate --json Hi", True),
+    ("-q --color never inspect", "inspect -q --color never", False),
+    ("--color=always generate", "generate --color=always", False),
+    ("--json --help", "", True),
+    ("generate --json", "", True),
+]
+"""What is typed, what the parser gets, nothing where it is the same, and whether JSON is asked for."""
 
 
-def test_equals_form_and_values_are_translated() -> None:
-    done = prepare(["generate", "--temp=0.5", "-md", "demo", "--dtype=bf16"])
-    assert done.args == ("generate", "--temperature=0.5", "--draft-model", "demo", "--dtype=bfloat16")
-    assert "--dtype bf16 is --dtype bfloat16 here" in done.notes
+@pytest.mark.parametrize(("typed", "args", "json"), PREPARED)
+def test_what_the_parser_gets(typed: str, args: str, json: bool) -> None:
+    """Values and what follows a double dash stay; shared flags before the command move behind it."""
+    done = prepare(typed.split())
+    assert (" ".join(done.args), done.json) == (args or typed, json)
+    assert args or done.notes == ()
 
 
-def test_a_missing_value_is_left_to_the_parser() -> None:
-    assert prepare(["generate", "--temp"]).args == ("generate", "--temperature")
-
-
-@pytest.mark.parametrize(
-    ("argv", "args"),
-    [
-        (["--json", "generate", "Hi"], ("generate", "--json", "Hi")),
-        (["-q", "--color", "never", "inspect"], ("inspect", "-q", "--color", "never")),
-        (["--color=always", "generate"], ("generate", "--color=always")),
-        (["--json", "--help"], ("--json", "--help")),
-        (["generate", "--json"], ("generate", "--json")),
-    ],
-)
-def test_shared_flags_before_the_command_move_behind_it(argv: list[str], args: tuple[str, ...]) -> None:
-    assert prepare(argv).args == args
+def test_a_value_that_is_translated_is_noted() -> None:
+    assert "--dtype bf16 is --dtype bfloat16 here" in prepare(["generate", "--dtype=bf16"]).notes
 
 
 def test_what_the_boundary_must_know() -> None:

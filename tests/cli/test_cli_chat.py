@@ -15,7 +15,7 @@ from spd.cli.chat.slash import Commands
 from spd.cli.chat.view import DraftedText, Piece
 from spd.errors import ResourceError
 from spd.runtime.engine.request import Event, ThinkingBudget, derived_seed
-from tests.cli.conftest import SPECIALS, write_tokenizer
+from tests.cli.conftest import SPECIALS, refused, write_tokenizer
 
 
 @pytest.fixture
@@ -287,16 +287,9 @@ def test_a_context_that_fills_up_is_said_once(talk: Callable, script: Any) -> No
     ],
 )
 def test_refused(
-    argv: list[str],
-    stdin: bytes | None,
-    code: int,
-    words: str,
-    spd_run: Callable,
-    assert_refused: Callable,
-    model: Path,
-    script: Any,
+    argv: list[str], stdin: bytes | None, code: int, words: str, spd_run: Callable, model: Path, script: Any
 ) -> None:
-    assert_refused(spd_run("chat", model, *argv, stdin=stdin), code, words)
+    refused(spd_run("chat", model, *argv, stdin=stdin), code, words)
 
 
 def test_a_damaged_session_is_refused(spd_run: Callable, talk: Callable, tmp_path: Path, script: Any) -> None:

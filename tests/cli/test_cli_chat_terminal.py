@@ -228,12 +228,16 @@ def test_ctrl_c_on_an_empty_line_needs_two(terminal: Start) -> None:
     assert chat.end() == -signal.SIGINT
 
 
-def test_a_paste_of_two_hundred_lines_is_one_message(terminal: Start, tmp_path: Path) -> None:
-    lines = [f"line {number}" for number in range(200)]
+def test_pastes_are_one_message(terminal: Start, tmp_path: Path) -> None:
+    """Of any length, unmarked ones too; where the end mark got lost the keys come back by themselves."""
+    lines = [f"line {number}" for number in range(5000)]
     chat = terminal()
     chat.wait_for_model()
-    chat.type("\x1b[200~" + "\n".join(lines) + "\x1b[201~")
-    chat.wait("[pasted 200 lines]")
+    data = "\x1b[200~" + "\n".join(lines) + "\x1b[201~"
+    for at in range(0, len(data), 1000):  # as a terminal sends it: no more than the line buffer holds
+        chat.type(data[at : at + 1000])
+        time.sleep(0.005)
+    chat.wait("[pasted 5,000 lines]")
     chat.type(" see above\r")
     chat.wait("wörld!")
     chat.wait("›")
@@ -241,13 +245,20 @@ def test_a_paste_of_two_hundred_lines_is_one_message(terminal: Start, tmp_path: 
     chat.type("unmarked\rpaste\rof lines")
     chat.type("\x0aand Ctrl-J\r")
     chat.wait("wörld!")
+    chat.wait("›")
+    time.sleep(1.0)
+    chat.type("\x1b[200~lost end")
+    chat.wait("lost end")
+    chat.type(" found\r")
+    chat.wait("wörld!")
     chat.leave()
     assert [turn["user"] for turn in turns(tmp_path)] == [
         "\n".join(lines) + " see above",
         "unmarked\npaste\nof lines\nand Ctrl-J",
+        "lost end found",
     ]
     history = (tmp_path / "state" / "spd" / "history").read_text()
-    assert "+line 199 see above" in history and "[pasted" not in history
+    assert "+line 4999 see above" in history and "[pasted" not in history
 
 
 @pytest.mark.slow
@@ -258,28 +269,6 @@ def test_a_message_can_be_sent_while_the_model_loads(terminal: Start, tmp_path: 
     chat.wait("wörld!")
     chat.leave()
     assert turns(tmp_path)[0]["user"] == "early"
-
-
-def test_pastes_of_any_length_and_without_an_end(terminal: Start, tmp_path: Path) -> None:
-    """Where the end mark got lost the keys come back by themselves, and the paste is there."""
-    lines = [f"line {number}" for number in range(5000)]
-    chat = terminal()
-    chat.wait_for_model()
-    data = "\x1b[200~" + "\n".join(lines) + "\x1b[201~"
-    for at in range(0, len(data), 1000):  # as a terminal sends it: no more than the line buffer holds
-        chat.type(data[at : at + 1000])
-        time.sleep(0.005)
-    chat.wait("[pasted 5,000 lines]")
-    chat.type("\r")
-    chat.wait("wörld!")
-    chat.wait("›")
-    time.sleep(1.0)
-    chat.type("\x1b[200~lost end")
-    chat.wait("lost end")
-    chat.type(" found\r")
-    chat.wait("wörld!")
-    chat.leave()
-    assert [turn["user"] for turn in turns(tmp_path)] == ["\n".join(lines), "lost end found"]
 
 
 def test_what_is_said_fits_a_narrow_terminal(terminal: Start) -> None:

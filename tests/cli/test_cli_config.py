@@ -14,7 +14,7 @@ from typer.main import get_command
 from spd.cli.commands import COMMANDS, build_app
 from spd.cli.config import FOLDERS, PROJECT, TYPED, read_defaults
 from spd.errors import SpdError
-from tests.cli.conftest import write_model
+from tests.cli.conftest import refused, write_model
 
 Write = Callable[..., Path]
 
@@ -75,7 +75,7 @@ def test_a_named_file_stands_for_the_persons_and_a_verbose_run_says_so(
 
 
 def test_a_projects_file_sets_little_and_leads_nowhere(
-    own: Write, home: Path, spd_run: Callable, assert_refused: Callable, model: Path, script: Any
+    own: Write, home: Path, spd_run: Callable, model: Path, script: Any
 ) -> None:
     own(f'stats = false\nmodel = "{model}"\n')
     Path("spd.toml").write_text("stats = true\n")
@@ -83,13 +83,13 @@ def test_a_projects_file_sets_little_and_leads_nowhere(
     assert ran.code == 0 and "tok/s" in ran.err
     for line in ('model = "/etc"', 'model = "~/x"', 'draft-model = "a/../../x"'):
         Path("spd.toml").write_text(line + "\n")
-        assert_refused(spd_run("generate", "Hi"), 2, "spd.toml", "leads out of the project")
+        refused(spd_run("generate", "Hi"), 2, "spd.toml", "leads out of the project")
     for line in (
         *("temperature = 1", 'system = "obey"', 'trace = "x"', 'device = "cuda:7"'),
         *("ctx = 9", "draft-max = 9", 'dtype = "float32"', 'quantize = "int8"', 'spec = "off"'),
     ):
         Path("spd.toml").write_text(line + "\n")
-        assert_refused(spd_run("generate", "Hi"), 2, "spd.toml", "may not set")
+        refused(spd_run("generate", "Hi"), 2, "spd.toml", "may not set")
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_a_projects_file_sets_little_and_leads_nowhere(
     ],
 )
 def test_a_file_that_would_take_long_is_refused(
-    text: str, words: str, home: Path, spd_run: Callable, assert_refused: Callable, model: Path, script: Any
+    text: str, words: str, home: Path, spd_run: Callable, model: Path, script: Any
 ) -> None:
     Path("spd.toml").write_text(text)
     ran = spd_run("generate", "-m", model, "Hi")
-    assert_refused(ran, 2, "error: spd.toml: ", words)
+    refused(ran, 2, "error: spd.toml: ", words)
     assert len(ran.err) < 600 and script.engines == []
 
 
@@ -149,10 +149,10 @@ def test_a_projects_file_that_is_none_is_never_waited_for(kind: str, home: Path)
     ],
 )
 def test_refused_with_file_and_key(
-    text: str, words: str, own: Write, spd_run: Callable, assert_refused: Callable, model: Path, script: Any
+    text: str, words: str, own: Write, spd_run: Callable, model: Path, script: Any
 ) -> None:
     path = own(text + "\n")
-    assert_refused(spd_run("generate", "-m", model, "Hi"), 2, str(path), words)
+    refused(spd_run("generate", "-m", model, "Hi"), 2, str(path), words)
     assert script.engines == []
     assert spd_run("generate", "--help").code == 0  # whatever the file says
 
@@ -165,12 +165,7 @@ def test_refused_with_file_and_key(
     ],
 )
 def test_what_is_no_text_is_refused_in_one_line(
-    content: bytes | None,
-    words: str,
-    home: Path,
-    spd_run: Callable,
-    assert_refused: Callable,
-    monkeypatch: pytest.MonkeyPatch,
+    content: bytes | None, words: str, home: Path, spd_run: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = home / "named.toml"
     path.mkdir() if content is None else path.write_bytes(content)
@@ -178,7 +173,7 @@ def test_what_is_no_text_is_refused_in_one_line(
     for argv in (["generate", "Hi"], ["generate", "--json", "Hi"]):
         ran = spd_run(*argv)
         if "--json" not in argv:
-            assert_refused(ran, 2, f"error: {words.format(path)}\n")
+            refused(ran, 2, f"error: {words.format(path)}\n")
         else:
             assert (ran.code, ran.json["error"]["message"]) == (2, words.format(path))
 
@@ -188,17 +183,15 @@ def test_a_byte_order_mark_is_no_key(own: Write, spd_run: Callable, model: Path,
     assert spd_run("generate", "-m", model, "Hi").code == 0 and params(script).top_p == 0.7
 
 
-def test_a_model_that_is_not_there_says_which_file_names_it(
-    own: Write, spd_run: Callable, assert_refused: Callable
-) -> None:
+def test_a_model_that_is_not_there_says_which_file_names_it(own: Write, spd_run: Callable) -> None:
     for value in ('"a/b"', "3"):
         path = own(f"model = {value}\n")
-        assert_refused(spd_run("generate", "Hi"), 3, "no such folder", f"  {path} sets model")
+        refused(spd_run("generate", "Hi"), 3, "no such folder", f"  {path} sets model")
 
 
-def test_flags_need_a_command(spd_run: Callable, assert_refused: Callable) -> None:
+def test_flags_need_a_command(spd_run: Callable) -> None:
     for argv in (["-vv"], ["-q", "--color", "never"]):
-        assert_refused(spd_run(*argv), 2, f"no command behind {argv[0]}", "spd --help")
+        refused(spd_run(*argv), 2, f"no command behind {argv[0]}", "spd --help")
     assert spd_run("--json").json["error"]["exit"] == 2
 
 
@@ -250,19 +243,14 @@ def test_a_saved_chat_without_a_system_message_has_none(
 
 
 def test_a_clash_says_which_file_it_is_with(
-    own: Write,
-    spd_run: Callable,
-    assert_refused: Callable,
-    model: Path,
-    script: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    own: Write, spd_run: Callable, model: Path, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = own("draft-max = 3\n")
-    refused = spd_run("generate", "-m", model, "--spec", "off", "Hi")
-    assert_refused(refused, 2, "--draft-max needs speculation", f"  {path} sets draft-max")
+    told = spd_run("generate", "-m", model, "--spec", "off", "Hi")
+    refused(told, 2, "--draft-max needs speculation", f"  {path} sets draft-max")
     monkeypatch.setenv("SPD_CONFIG", str(path.parent / "none.toml"))
     missing = spd_run("generate", "Hi")
-    assert_refused(missing, 3, "no file", "none.toml")
+    refused(missing, 3, "no file", "none.toml")
 
 
 def test_colour_and_quiet_from_a_file(own: Write, spd_run: Callable, model: Path, script: Any) -> None:
@@ -279,10 +267,8 @@ def test_the_lists_name_options_that_exist() -> None:
     assert (TYPED | PROJECT) - known <= {"help", "version"} and not TYPED & PROJECT and FOLDERS <= PROJECT
 
 
-def test_offline_asks_no_hub(
-    home: Path, spd_run: Callable, assert_refused: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_asks_no_hub(home: Path, spd_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for command in ("generate", "chat"):
         ran = spd_run(command, "--pull", "-m", "org/name", stdin=b"Hi")
-        assert_refused(ran, 3, "not in the local cache")
+        refused(ran, 3, "not in the local cache")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from spd.cli.text.conflicts import CHAT_CONFLICTS, CONFLICTS, SHARED_CONFLICTS
+from tests.cli.conftest import refused
 
 CASES: dict[str, list[str]] = {
     "raw-system": ["Hi", "--raw", "-s", "x"],
@@ -50,9 +51,7 @@ def test_every_conflict_has_a_case_and_its_own_words() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_refused(
-    name: str, spd_run: Callable, assert_refused: Callable, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused(name: str, spd_run: Callable, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(model.parent)
     conflict = next(conflict for conflict in CONFLICTS if conflict.name == name)
     ran = spd_run("generate", "-m", model, *CASES[name])
@@ -60,7 +59,7 @@ def test_refused(
         assert ran.code == 2 and ran.json["error"]["message"] == conflict.message
         assert ran.json["error"]["fix"] == [conflict.fix]
     else:
-        assert_refused(ran, 2, conflict.message, conflict.fix)
+        refused(ran, 2, conflict.message, conflict.fix)
 
 
 @pytest.mark.parametrize(
@@ -75,18 +74,16 @@ def test_refused(
         ("jsonl-ids", ["--jsonl", "-f", "x", "--prompt-ids", "1"]),
     ],
 )
-def test_refused_in_other_words(
-    name: str, argv: list[str], spd_run: Callable, assert_refused: Callable, model: Path
-) -> None:
+def test_refused_in_other_words(name: str, argv: list[str], spd_run: Callable, model: Path) -> None:
     conflict = next(conflict for conflict in CONFLICTS if conflict.name == name)
-    assert_refused(spd_run("generate", "-m", model, *argv, stdin=b"x"), 2, conflict.message, conflict.fix)
+    refused(spd_run("generate", "-m", model, *argv, stdin=b"x"), 2, conflict.message, conflict.fix)
 
 
 @pytest.mark.parametrize("name", [*CHAT_CASES, *(conflict.name for conflict in SHARED_CONFLICTS)])
-def test_refused_in_a_chat(name: str, spd_run: Callable, assert_refused: Callable, model: Path) -> None:
+def test_refused_in_a_chat(name: str, spd_run: Callable, model: Path) -> None:
     conflict = next(c for c in (*CHAT_CONFLICTS, *SHARED_CONFLICTS) if c.name == name)
     argv = CHAT_CASES.get(name) or [word for word in CASES[name] if word != "Hi"]
-    assert_refused(spd_run("chat", model, *argv, stdin=b"Hi\n"), 2, conflict.message, conflict.fix)
+    refused(spd_run("chat", model, *argv, stdin=b"Hi\n"), 2, conflict.message, conflict.fix)
 
 
 @pytest.mark.parametrize(

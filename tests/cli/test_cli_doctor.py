@@ -21,6 +21,7 @@ import spd.formats.demo
 from spd.formats.demo import demo_faults, demo_folder
 from spd.runtime.lab import diagnostics, smoke
 from spd.runtime.lab.diagnostics import FAILED, OK, WARNING, Finding, Step
+from tests.cli.conftest import refused
 from tests.json_schema import faults
 
 pytestmark = pytest.mark.usefixtures("keep_threads")
@@ -203,27 +204,20 @@ def test_the_versions_are_those_that_the_package_asks_for() -> None:
     assert asked == dict(diagnostics.SUPPORTED)
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+def test_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler's that cannot be written, one that is not there, and the hub's."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     finding = diagnostics.compile_cache()
-    assert (
-        finding.status == WARNING
-        and "cannot be written" in finding.line
-        and "TRITON_CACHE_DIR" in finding.fix[0]
-    )
+    assert finding.status == WARNING and "cannot be written" in finding.line
+    assert "TRITON_CACHE_DIR" in finding.fix[0]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new" / "cache"))
     assert diagnostics.compile_cache().status == OK and not (tmp_path / "new").exists()
-
-
-def test_the_hugging_face_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     assert "not there yet" in diagnostics.hugging_face_cache().line
     (tmp_path / "hub" / "models--a--b" / "snapshots" / "c").mkdir(parents=True)
     assert diagnostics.hugging_face_cache().facts["models"] == ["a/b"]
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "file"))
-    (tmp_path / "file").write_text("")
     assert diagnostics.hugging_face_cache().status == FAILED
 
 
@@ -276,5 +270,5 @@ def test_a_bug_report_holds_no_names(
     assert redacted("x /h/me/a hf_12345678 box1 boxes", Path("/h/me"), "box1") == "x ~/a TOKEN HOST boxes"
 
 
-def test_a_bug_report_that_cannot_be_written(spd_run: Callable, assert_refused: Callable) -> None:
-    assert_refused(spd_run("doctor", "--quick", "--bug-report", "/nowhere/x"), 2, "cannot write")
+def test_a_bug_report_that_cannot_be_written(spd_run: Callable) -> None:
+    refused(spd_run("doctor", "--quick", "--bug-report", "/nowhere/x"), 2, "cannot write")

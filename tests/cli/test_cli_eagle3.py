@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spd.runtime.plan import machine
+from tests.cli.conftest import refused
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("keep_threads")
 Pair = tuple[Path, Path]
 
 Run = Callable[..., Any]
-Refused = Callable[..., None]
 QUICK = ("--raw", "--threads", 1, "--ctx", 256, "-n", 16, "--seed", 3)
 
 
@@ -112,16 +112,16 @@ def test_a_bench_of_the_head(spd_run: Run, pair: Pair, tmp_path: Path) -> None:
     ],
 )
 def test_words_that_do_not_fit(
-    spd_run: Run, assert_refused: Refused, pair: Pair, words: tuple[str, ...], code: int, said: str
+    spd_run: Run, pair: Pair, words: tuple[str, ...], code: int, said: str
 ) -> None:
     places = {"TARGET": pair[0], "HEAD": pair[1]}
-    assert_refused(spd_run("generate", *(places.get(word, word) for word in words), "Hi"), code, said)
+    refused(spd_run("generate", *(places.get(word, word) for word in words), "Hi"), code, said)
 
 
-def test_a_head_of_another_target(spd_run: Run, assert_refused: Refused, pair: Pair, tmp_path: Path) -> None:
+def test_a_head_of_another_target(spd_run: Run, pair: Pair, tmp_path: Path) -> None:
     other = write_tiny(tmp_path / "other", **{**VARIANTS["llama2"], "hidden": 96, "layers": 2})
     ran = spd_run("generate", "-m", other, "--draft-model", pair[1], "Hi")
-    assert_refused(ran, 4, "made for another model", "hidden size: head 64, target 96", "--spec ngram")
+    refused(ran, 4, "made for another model", "hidden size: head 64, target 96", "--spec ngram")
     shown = spd_run("inspect", other, "--draft", pair[1])
     assert shown.code == 4 and "made for another target" in shown.text
 
@@ -171,17 +171,12 @@ WRONG: list[tuple[Callable[[Path], None], str]] = [
 
 @pytest.mark.parametrize(("change", "said"), WRONG, ids=[said for _, said in WRONG])
 def test_heads_that_are_wrong(
-    spd_run: Run,
-    assert_refused: Refused,
-    pair: Pair,
-    tmp_path: Path,
-    change: Callable[[Path], None],
-    said: str,
+    spd_run: Run, pair: Pair, tmp_path: Path, change: Callable[[Path], None], said: str
 ) -> None:
     folder = shutil.copytree(pair[1], tmp_path / "head")
     change(folder)
     words = ("generate", "-m", pair[0], "--spec", "eagle3", "--draft-model", folder, "--raw", "Hi")
-    assert_refused(spd_run(*words), 4, said)
+    refused(spd_run(*words), 4, said)
 
 
 def test_a_refusal_for_memory_names_options_that_exist(

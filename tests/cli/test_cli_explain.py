@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.cli.conftest import refused
+
 QUICK = ("--threads", 1, "--ctx", 256, "-n", 40, "--temperature", 0)
 ASK = "What does os.path.join do?"
 
@@ -32,25 +34,23 @@ def test_traces_of_two_runs_share_their_costs(spd_run: Callable[..., Any], tmp_p
     assert shown["plain_measured"] and set(shown["verify_ms"]) == {"1", "3"} and shown["k"] == 2
 
 
-def test_traces_of_different_drafters_are_not_mixed(
-    spd_run: Callable[..., Any], assert_refused: Callable[..., None], tmp_path: Path
-) -> None:
+def test_traces_of_different_drafters_are_not_mixed(spd_run: Callable[..., Any], tmp_path: Path) -> None:
     mtp, lookup = tmp_path / "mtp", tmp_path / "lookup"
     spd_run("generate", *QUICK, "--no-adaptive", "--trace", mtp, ASK)
     spd_run("generate", *QUICK, "--spec", "ngram", "--no-adaptive", "--trace", lookup, ASK)
-    refused = spd_run("explain", mtp, lookup)
-    assert_refused(refused, 4, "different ways of drafting")
-    assert "mtp, --verify coupled, T 0" in refused.err and "ngram" in refused.err
+    told = spd_run("explain", mtp, lookup)
+    refused(told, 4, "different ways of drafting")
+    assert "mtp, --verify coupled, T 0" in told.err and "ngram" in told.err
     assert spd_run("explain", mtp, mtp).code == 0
 
 
-def test_refusals(spd_run: Callable[..., Any], assert_refused: Callable[..., None], tmp_path: Path) -> None:
-    assert_refused(spd_run("explain", tmp_path / "none"), 3, "no file")
+def test_refusals(spd_run: Callable[..., Any], tmp_path: Path) -> None:
+    refused(spd_run("explain", tmp_path / "none"), 3, "no file")
     (tmp_path / "text").write_text("hello\nworld\n")
-    assert_refused(spd_run("explain", tmp_path / "text"), 2, "line 1 is no round of a trace")
-    assert_refused(spd_run("explain", tmp_path), 2, "Is a directory", "--trace FILE")
+    refused(spd_run("explain", tmp_path / "text"), 2, "line 1 is no round of a trace")
+    refused(spd_run("explain", tmp_path), 2, "Is a directory", "--trace FILE")
     (tmp_path / "bytes").write_bytes(b"\xff\n")
-    assert_refused(spd_run("explain", tmp_path / "bytes"), 2, "is not UTF-8 text")
+    refused(spd_run("explain", tmp_path / "bytes"), 2, "is not UTF-8 text")
     (tmp_path / "empty").write_text("")
-    assert_refused(spd_run("explain", tmp_path / "empty"), 2, "no rounds beyond a first one")
-    assert_refused(spd_run("explain"), 2, "spd explain --help")
+    refused(spd_run("explain", tmp_path / "empty"), 2, "no rounds beyond a first one")
+    refused(spd_run("explain"), 2, "spd explain --help")

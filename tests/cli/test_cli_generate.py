@@ -12,6 +12,7 @@ import pytest
 from spd.errors import EngineError, ResourceError
 from spd.formats.folder import ModelFolder
 from spd.runtime.plan.config import EngineConfig
+from tests.cli.conftest import refused
 
 SAID: list[tuple[str, str | tuple[str, ...]]] = [
     ("", ""),
@@ -140,9 +141,7 @@ def test_trace_has_what_ran_and_one_json_line_a_round(
     assert set(records[0]) >= set(keys.split())
 
 
-def test_a_full_trace_disk_ends_the_run_with_5(
-    spd_run: Callable, assert_refused: Callable, model: Path, script
-) -> None:
+def test_a_full_trace_disk_ends_the_run_with_5(spd_run: Callable, model: Path, script) -> None:
     ran = spd_run("generate", "-m", model, "Hi", "--trace", "/dev/full")
     assert ran.code == 5 and "cannot write the trace: No space left" in ran.err
 
@@ -218,14 +217,12 @@ def test_debug_shows_the_traceback(
     assert "Traceback" in ran.err and "details:" not in ran.err
 
 
-def test_a_model_without_tokenizer_takes_and_gives_ids(
-    spd_run: Callable, assert_refused: Callable, model: Path, script
-) -> None:
+def test_a_model_without_tokenizer_takes_and_gives_ids(spd_run: Callable, model: Path, script) -> None:
     (model / "tokenizer.json").unlink()
     script.tokenizer, script.pieces = False, ["", ""]
     assert spd_run("generate", "-m", model, "--prompt-ids", "1,2 3").text == "1,2,2,3\n"
     assert script.request.prompt_ids == (1, 2, 3)
-    assert_refused(spd_run("generate", "-m", model, "Hi"), 4, "no tokenizer.json", "--prompt-ids")
+    refused(spd_run("generate", "-m", model, "Hi"), 4, "no tokenizer.json", "--prompt-ids")
 
 
 def test_the_model_comes_from_the_environment(
@@ -246,27 +243,11 @@ def test_rules_that_keep_only_the_law_say_so(rule: str, spd_run: Callable, model
     assert script.engine.config.adaptive is True
 
 
-def test_what_does_not_exist_is_refused_with_4(
-    spd_run: Callable, assert_refused: Callable, model: Path, script
-) -> None:
-    assert_refused(spd_run("generate", "-m", model, "Hi", "--num-beams", 4), 4, "beam search")
-    assert not script.engines
-
-
 def test_a_method_is_called_by_its_name(spd_run: Callable, model: Path, script) -> None:
     ran = spd_run("generate", "--spec", "eagl")
     assert ran.code == 2 and "'ngram'" in ran.err and "'eagle3'" in ran.err
     assert spd_run("generate", "-m", model, "Hi", "--spec=eagle3", "--draft-model", model).code == 0
     assert script.engine.config.spec == "eagle3"
-
-
-def test_models_that_are_not_there(
-    spd_run: Callable, assert_refused: Callable, model: Path, tmp_path: Path
-) -> None:
-    assert spd_run("generate", "-m", tmp_path / "nothing", "Hi").code == 3
-    ran = spd_run("generate", "-m", "nobody/nothing", "Hi")
-    assert ran.code == 3 and "spd pull" in ran.err
-    assert spd_run("generate", "-m", model, "Hi", "--draft-model", "nobody/nothing").code == 3
 
 
 def test_no_escape_bytes_off_terminal(spd_run: Callable, model: Path, script) -> None:

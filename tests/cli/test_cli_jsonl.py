@@ -24,7 +24,7 @@ from spd.errors import UsageError
 from spd.formats.files import open_output
 from spd.runtime import Engine
 from spd.runtime.engine.request import derived_seed
-from tests.cli.conftest import ROOT
+from tests.cli.conftest import ROOT, refused
 from tests.json_schema import faults
 
 Lines = Callable[..., tuple[Any, list[dict[str, Any]]]]
@@ -271,12 +271,12 @@ def test_names_are_held_against_each_other_as_they_are_written(answers: Lines, t
     assert answers(lines, "-o", out, "--resume")[0].code == 0 and out.read_bytes() == whole
 
 
-def test_resuming_another_input_is_refused(answers: Lines, tmp_path: Path, assert_refused: Callable) -> None:
+def test_resuming_another_input_is_refused(answers: Lines, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     answers(prompts(3), "-o", out)
     before = out.read_bytes()
     ran, _ = answers([{"id": "other", "prompt": "x"}, *prompts(2)], "-o", out, "--resume")
-    assert_refused(ran, 2, "line 1 does not answer the input's line 1", "another -o FILE")
+    refused(ran, 2, "line 1 does not answer the input's line 1", "another -o FILE")
     assert out.read_bytes() == before
 
 
@@ -294,13 +294,11 @@ def test_answers_never_take_the_place_of_the_lines(tmp_path: Path, target: Path)
 @pytest.mark.parametrize(
     "content", ["a diary", "a diary\n", "[1]\n", '{"id": null, "line": 1}\ntext\n', "{}"]
 )
-def test_resuming_does_not_touch_what_is_no_output(
-    answers: Lines, tmp_path: Path, assert_refused: Callable, content: str
-) -> None:
+def test_resuming_does_not_touch_what_is_no_output(answers: Lines, tmp_path: Path, content: str) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text(content)
     ran, _ = answers(prompts(2), "-o", out, "--resume")
-    assert_refused(ran, 2, "does not answer the input's line", "another -o FILE")
+    refused(ran, 2, "does not answer the input's line", "another -o FILE")
     assert out.read_text() == content
 
 
@@ -318,14 +316,14 @@ def test_what_a_plan_means_is_told_before_the_lines(answers: Lines, flags: list[
 
 
 @pytest.mark.parametrize("count", [0, -1, 1025])
-def test_how_many_lines_may_decode_together(answers: Lines, assert_refused: Callable, count: int) -> None:
+def test_how_many_lines_may_decode_together(answers: Lines, count: int) -> None:
     ran, _ = answers(prompts(1), "--concurrency", count)
-    assert_refused(ran, 2, f"--concurrency {count} is out of range", "valid: 1 to 1024")
+    refused(ran, 2, f"--concurrency {count} is out of range", "valid: 1 to 1024")
 
 
-def test_no_lines(answers: Lines, assert_refused: Callable) -> None:
-    assert_refused(answers([])[0], 2, "no lines to answer", "stdin is empty")
-    assert_refused(answers([], "-f", "missing")[0], 3, "no file missing")
+def test_no_lines(answers: Lines) -> None:
+    refused(answers([])[0], 2, "no lines to answer", "stdin is empty")
+    refused(answers([], "-f", "missing")[0], 3, "no file missing")
 
 
 def test_a_failed_step_costs_the_lines_that_ran(answers: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,23 +392,21 @@ def test_a_line_that_is_far_too_long_is_refused_in_its_place(answers: Lines, tmp
     assert ran.code == 7 and [list(one)[-1] == "error" for one in found] == [True, False]
 
 
-def test_only_a_file_is_gone_on_with(answers: Lines, tmp_path: Path, assert_refused: Callable) -> None:
+def test_only_a_file_is_gone_on_with(answers: Lines, tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to("/dev/zero")
     ran, _ = answers(prompts(1), "-o", tmp_path / "out", "--resume")
-    assert_refused(ran, 2, "out: is not a file to go on with")
+    refused(ran, 2, "out: is not a file to go on with")
 
 
 @pytest.mark.parametrize("more", [(), ("--resume",), ("--resume", "-f", "LINES")])
-def test_a_second_writer_of_a_file_is_refused(
-    more: tuple[str, ...], answers: Lines, tmp_path: Path, assert_refused: Callable
-) -> None:
+def test_a_second_writer_of_a_file_is_refused(more: tuple[str, ...], answers: Lines, tmp_path: Path) -> None:
     out, lines = tmp_path / "out.jsonl", tmp_path / "lines"
     answers(prompts(2), "-o", out)
     lines.write_text("".join(json.dumps(one) + "\n" for one in prompts(3)))
     before = out.read_bytes()
     first = open_output(out, append=True)
     argv = [str(lines) if word == "LINES" else word for word in more]
-    assert_refused(answers(prompts(3), "-o", out, *argv)[0], 2, f"{out}: another process is writing it")
+    refused(answers(prompts(3), "-o", out, *argv)[0], 2, f"{out}: another process is writing it")
     assert out.read_bytes() == before
     os.close(first)
     assert answers(prompts(3), "-o", out, *argv)[0].code == 0 and out.read_bytes().count(b"\n") == 3

@@ -5,10 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
 import re
-import sys
-import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -19,6 +16,8 @@ from spd.cli.text import progress as module
 from spd.cli.text.output import Console, write_stderr
 from spd.cli.text.progress import loading
 from spd.runtime.load.progress import LoadProgress, Phase
+from tests.cli.conftest import refused
+from tests.cli.test_cli_terminal import on_terminal
 
 HIDE_CURSOR = "\x1b[?25l"
 COLOUR = re.compile(r"\x1b\[[0-9;]*[13-9][0-9;]*m")
@@ -79,15 +78,12 @@ def test_without_colour_the_bar_has_none(terminal: Terminal) -> None:
     assert "reading weights" in terminal.getvalue() and not COLOUR.search(terminal.getvalue())
 
 
-def test_what_is_quick_shows_no_bar(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "DELAY", 60.0)
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_is_quick_and_what_cannot_move_its_cursor_shows_no_bar(
+    slow: bool, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb") if slow else monkeypatch.setattr(module, "DELAY", 60.0)
     load(terminal, Console(color=True), *STEPS)
-    assert terminal.getvalue() == "loading some/model …\r" + 20 * " " + "\r"
-
-
-def test_a_terminal_that_cannot_move_its_cursor(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    load(terminal, Console(), *STEPS)
     assert terminal.getvalue() == "loading some/model …\r" + 20 * " " + "\r"
 
 
@@ -143,7 +139,7 @@ def test_a_real_terminal(model: Path) -> None:
     code = f"""
 import sys, time
 import spd.runtime
-from tests.cli.conftest import FakeEngine, Script
+from tests.cli.conftest import FakeEngine, Script, refused
 from spd.runtime.load.progress import LoadProgress
 def load(progress):
     for n in range(12):
@@ -154,19 +150,9 @@ vars(spd.runtime)["Engine"] = build
 from spd.cli.app import main
 sys.exit(main(["generate", "-m", {str(model)!r}, "Hi"]))
 """
-    pid, descriptor = pty.fork()
-    if pid == 0:
-        os.environ |= {"TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[2])}
-        os.execv(sys.executable, [sys.executable, "-c", code])
-    text, deadline = b"", time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            text += os.read(descriptor, 4096)
-        except OSError:  # the other end is closed
-            break
-    os.close(descriptor)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    lines = [line for line in seen(text.decode()) if line]
+    status, text = on_terminal(code=code, TERM="xterm")
+    lines = [line for line in seen(text) if line]
+    assert status == 0
     assert any(line.startswith("reading weights") for line in lines)
     assert lines[-1] == "Hello wörld!"
 
@@ -203,9 +189,9 @@ def test_random_weights_need_one_file(spd_run: Callable, bare: Path, random_weig
     assert shown["plan"]["load"] == "dummy" and shown["timings"]["load_ms"] > 0
 
 
-def test_random_weights_cannot_read_text(spd_run: Callable, assert_refused: Callable, bare: Path) -> None:
-    assert_refused(spd_run("generate", "-m", bare, "Hi"), 4, "--prompt-ids")
-    assert_refused(spd_run("generate", "-m", bare, "--prompt-ids", "1,2"), 4, "model.safetensors")
+def test_random_weights_cannot_read_text(spd_run: Callable, bare: Path) -> None:
+    refused(spd_run("generate", "-m", bare, "Hi"), 4, "--prompt-ids")
+    refused(spd_run("generate", "-m", bare, "--prompt-ids", "1,2"), 4, "model.safetensors")
 
 
 def test_a_verbose_run_counts_memory_part_by_part(
@@ -220,11 +206,7 @@ def test_a_verbose_run_counts_memory_part_by_part(
 
 
 def test_too_much_is_refused_before_anything_is_loaded(
-    spd_run: Callable,
-    assert_refused: Callable,
-    bare: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    random_weights: None,
+    spd_run: Callable, bare: Path, monkeypatch: pytest.MonkeyPatch, random_weights: None
 ) -> None:
     from spd.runtime.engine import assembly
     from spd.runtime.plan import machine
@@ -232,15 +214,11 @@ def test_too_much_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**18)
     monkeypatch.setattr(assembly, "load_model", None)
     argv = ["generate", "-m", bare, "--prompt-ids", "1", "--ctx", "128"]
-    assert_refused(spd_run(*argv), 5, "not enough memory on cpu", "weights", "workspace", "(frees ")
+    refused(spd_run(*argv), 5, "not enough memory on cpu", "weights", "workspace", "(frees ")
 
 
 def test_memory_that_runs_out_ends_with_5(
-    spd_run: Callable,
-    assert_refused: Callable,
-    bare: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    random_weights: None,
+    spd_run: Callable, bare: Path, monkeypatch: pytest.MonkeyPatch, random_weights: None
 ) -> None:
     from spd.runtime.engine import assembly
     from spd.runtime.round.round import Round
@@ -251,7 +229,7 @@ def test_memory_that_runs_out_ends_with_5(
     argv = ["generate", "-m", bare, "--prompt-ids", "1,2", "--threads", "1"]
     monkeypatch.setattr(Round, "run", none)
     ran = spd_run(*argv, "-q", "-o", os.devnull)
-    assert_refused(ran, 5, "out of memory on cpu while running", "(frees ")
+    refused(ran, 5, "out of memory on cpu while running", "(frees ")
     monkeypatch.setattr(assembly, "load_model", none)
     ran = spd_run(*argv, "--json")
     assert ran.code == 5 and ran.json["error"]["code"] == "out_of_memory"

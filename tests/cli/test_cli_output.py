@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from spd.cli.text.output import Console, Sink, check_writable, printable, to_json, wants_color, write_error
-from spd.errors import CheckpointError, IncompatibleError, ResourceError, SpdError, UsageError
+from spd.errors import CheckpointError, IncompatibleError, SpdError, UsageError
+from tests.cli.conftest import refused
 
 
 class Terminal(io.StringIO):
@@ -71,11 +72,6 @@ def test_error_lines(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_error_lines_in_colour(capsys: pytest.CaptureFixture[str]) -> None:
-    write_error(error(), Console(color=True), as_json=False)
-    assert capsys.readouterr().err.startswith("\x1b[1;31merror:\x1b[0m no")
-
-
 def test_error_object(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     write_error(error(), Console(), as_json=True)
     out, err = capfdbinary.readouterr()
@@ -97,11 +93,6 @@ def test_terminal_of_another_encoding(tmp_path: Path) -> None:
     with (tmp_path / "out").open("wb") as file:
         Sink(file.fileno(), encoding="ascii", terminal=True).write("é\x1b[0m\n")
     assert (tmp_path / "out").read_bytes() == b"?\\x1b[0m\n"
-
-
-def test_full_disk_is_a_resource_error() -> None:
-    with open("/dev/full", "wb") as full, pytest.raises(ResourceError, match="No space left"):
-        Sink(full.fileno()).write("x")
 
 
 def test_a_slow_non_blocking_reader_gets_everything() -> None:
@@ -147,14 +138,10 @@ LONG = "x" * 300
     ids=lambda argv: f"{argv[0]} {argv[-2]}",
 )
 def test_a_name_that_is_too_long_is_refused_before_the_work(
-    argv: list[str],
-    spd_run: Callable,
-    assert_refused: Callable,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str], spd_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert_refused(spd_run(*argv), 2, "cannot write", "File name too long")
+    refused(spd_run(*argv), 2, "cannot write", "File name too long")
     assert not list(tmp_path.iterdir())
 
 

@@ -14,6 +14,7 @@ import tokenizers
 from spd.cli.text import batch_input
 from spd.cli.text.prompt import parse_variables
 from spd.formats.tokenizer import Tokenizer
+from tests.cli.conftest import refused
 
 START, END = "<|im_start|>", "<|im_end|>"
 
@@ -78,20 +79,18 @@ def test_the_prompt(
 
 
 def test_stdin_is_not_read_when_it_is_a_terminal_or_not_needed(
-    spd_run: Callable, assert_refused: Callable, model: Path, script
+    spd_run: Callable, model: Path, script
 ) -> None:
-    assert_refused(spd_run("generate", "-m", model), 2, "nothing to generate from", "stdin is a terminal")
-    assert_refused(
-        spd_run("generate", "-m", model, stdin=b""), 2, "nothing to generate from", "stdin is empty"
-    )
-    assert_refused(spd_run("generate", "-m", model, closed=True), 2, "nothing to generate from")
+    refused(spd_run("generate", "-m", model), 2, "nothing to generate from", "stdin is a terminal")
+    refused(spd_run("generate", "-m", model, stdin=b""), 2, "nothing to generate from", "stdin is empty")
+    refused(spd_run("generate", "-m", model, closed=True), 2, "nothing to generate from")
     assert spd_run("generate", "-m", model, "--prompt-ids", "5", stdin=b"junk").code == 0
     assert script.request.prompt_ids == (5,)
 
 
-def test_stdin_named_twice(spd_run: Callable, assert_refused: Callable, model: Path) -> None:
+def test_stdin_named_twice(spd_run: Callable, model: Path) -> None:
     ran = spd_run("generate", "-m", model, "-f", "-", "-s", "@-", stdin=b"x")
-    assert_refused(ran, 2, "stdin (-) is named twice")
+    refused(ran, 2, "stdin (-) is named twice")
 
 
 @pytest.mark.parametrize(
@@ -108,21 +107,17 @@ def test_stdin_named_twice(spd_run: Callable, assert_refused: Callable, model: P
         ('[{"role": "user", "content": "\\ud800"}]', "a lone U+D800"),
     ],
 )
-def test_bad_messages(
-    text: str, words: str, spd_run: Callable, assert_refused: Callable, model: Path
-) -> None:
-    assert_refused(spd_run("generate", "-m", model, "--messages", "-", stdin=text.encode()), 2, words)
+def test_bad_messages(text: str, words: str, spd_run: Callable, model: Path) -> None:
+    refused(spd_run("generate", "-m", model, "--messages", "-", stdin=text.encode()), 2, words)
 
 
-def test_files_that_cannot_be_read(
-    spd_run: Callable, assert_refused: Callable, model: Path, files: Path
-) -> None:
-    assert_refused(spd_run("generate", "-m", model, "-f", "missing"), 3, "no file missing")
-    assert_refused(spd_run("generate", "-m", model, "-f", files), 2, "is a folder")
-    assert_refused(spd_run("generate", "-m", model, "-f", "/dev/zero"), 2, "larger than 64 MiB")
+def test_files_that_cannot_be_read(spd_run: Callable, model: Path, files: Path) -> None:
+    refused(spd_run("generate", "-m", model, "-f", "missing"), 3, "no file missing")
+    refused(spd_run("generate", "-m", model, "-f", files), 2, "is a folder")
+    refused(spd_run("generate", "-m", model, "-f", "/dev/zero"), 2, "larger than 64 MiB")
     (files / "latin").write_bytes(b"caf\xe9")
-    assert_refused(spd_run("generate", "-m", model, "-f", "latin"), 2, "byte 0xe9 at offset 3", "iconv")
-    assert_refused(spd_run("generate", "-m", model, stdin=b"\xff"), 2, "stdin is not UTF-8")
+    refused(spd_run("generate", "-m", model, "-f", "latin"), 2, "byte 0xe9 at offset 3", "iconv")
+    refused(spd_run("generate", "-m", model, stdin=b"\xff"), 2, "stdin is not UTF-8")
 
 
 INPUTS: dict[str, tuple[bytes, list[object]]] = {
@@ -142,12 +137,12 @@ def at(option: str, name: str) -> list[str]:
 
 @pytest.mark.parametrize("option", [*INPUTS, "--jsonl -f"])
 def test_what_never_ends_is_not_read_for_ever(
-    option: str, spd_run: Callable, assert_refused: Callable, model: Path, monkeypatch: pytest.MonkeyPatch
+    option: str, spd_run: Callable, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_input, "LINES_LIMIT", 2**20)
     more = INPUTS.get(option, (b"", []))[1]
     ran = spd_run("generate", "-m", model, *at(option, "/dev/zero"), *more)
-    assert_refused(ran, 2, "/dev/zero is larger than")
+    refused(ran, 2, "/dev/zero is larger than")
 
 
 @pytest.mark.parametrize("option", INPUTS)
@@ -161,16 +156,12 @@ def test_a_pipe_with_a_name_is_a_file(
     assert ran.code == 0, ran
 
 
-def test_bytes_in_the_argument_that_are_no_text(
-    spd_run: Callable, assert_refused: Callable, model: Path
-) -> None:
-    assert_refused(spd_run("generate", "-m", model, "caf\udce9"), 2, "the prompt is not Unicode text")
-    assert_refused(
-        spd_run("generate", "-m", model, "x", "-s", "\udcff"), 2, "the system message is not Unicode"
-    )
+def test_bytes_in_the_argument_that_are_no_text(spd_run: Callable, model: Path) -> None:
+    refused(spd_run("generate", "-m", model, "caf\udce9"), 2, "the prompt is not Unicode text")
+    refused(spd_run("generate", "-m", model, "x", "-s", "\udcff"), 2, "the system message is not Unicode")
 
 
-def test_empty_prompts(spd_run: Callable, assert_refused: Callable, model: Path, script) -> None:
+def test_empty_prompts(spd_run: Callable, model: Path, script) -> None:
     spd_run("generate", "-m", model, "--raw", "")
     assert script.request.prompt_ids == (256,), "the end-of-text token stands for nothing"
     settings = json.loads((model / "tokenizer_config.json").read_text())
@@ -198,10 +189,8 @@ def test_special_tokens_in_text_stay_text(spd_run: Callable, model: Path, script
         ("9" * 30, "is not in the vocabulary"),
     ],
 )
-def test_bad_ids(
-    text: str, words: str, spd_run: Callable, assert_refused: Callable, model: Path, script
-) -> None:
-    assert_refused(spd_run("generate", "-m", model, f"--prompt-ids={text}"), 2, words)
+def test_bad_ids(text: str, words: str, spd_run: Callable, model: Path, script) -> None:
+    refused(spd_run("generate", "-m", model, f"--prompt-ids={text}"), 2, words)
 
 
 def test_template_arguments() -> None:
@@ -224,11 +213,9 @@ def test_template_arguments_reach_the_template(spd_run: Callable, model: Path) -
     assert shown(spd_run, model, "Hi", "--template-arg", "mood=calm") == "calm|Hi"
 
 
-def test_a_base_model_needs_raw(spd_run: Callable, assert_refused: Callable, model: Path, script) -> None:
+def test_a_base_model_needs_raw(spd_run: Callable, model: Path, script) -> None:
     (model / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    assert_refused(
-        spd_run("generate", "-m", model, "Hi"), 4, "has no chat template", "fix: spd generate --raw"
-    )
+    refused(spd_run("generate", "-m", model, "Hi"), 4, "has no chat template", "fix: spd generate --raw")
     assert spd_run("generate", "-m", model, "--raw", "Hi").code == 0
 
 
@@ -241,11 +228,9 @@ def test_the_context_limit(length: int, code: int, spd_run: Callable, model: Pat
     assert bool(script.engines) is (code == 0)
 
 
-def test_overflow_says_tokens_limit_and_way_out(
-    spd_run: Callable, assert_refused: Callable, model: Path
-) -> None:
+def test_overflow_says_tokens_limit_and_way_out(spd_run: Callable, model: Path) -> None:
     ran = spd_run("generate", "-m", model, "--raw", "x" * 5000, "--ctx", "64")
-    assert_refused(ran, 4, "prompt is 5,000 tokens but the context is 64", "a shorter prompt")
+    refused(ran, 4, "prompt is 5,000 tokens but the context is 64", "a shorter prompt")
     assert "--ctx 5k" not in ran.err
     ran = spd_run("generate", "-m", model, "--raw", "x" * 70, "--ctx", "64", "-n", "10")
     assert ran.code == 4 and "--ctx" in ran.err
@@ -282,10 +267,10 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("how", [["--raw"], [], ["-s", FAR]])
 def test_what_is_far_too_long_is_refused_unread(
-    how: list[str], encoded: list[int], spd_run: Callable, assert_refused: Callable, model: Path, script
+    how: list[str], encoded: list[int], spd_run: Callable, model: Path, script
 ) -> None:
     ran = spd_run("generate", "-m", model, *how, stdin=FAR.encode())
-    assert_refused(ran, 4, "characters, far more than 128 tokens", "a shorter prompt")
+    refused(ran, 4, "characters, far more than 128 tokens", "a shorter prompt")
     assert f"{len(FAR) // 1000:,}" in ran.err or "-s" in how
     assert sum(encoded) < 700_000
 

@@ -29,19 +29,8 @@ def test_the_text_is_the_same_with_each_method(spd_run: Callable, tmp_path: Path
     for spec in ("off", "draft", "eagle3", "ngram"):
         fixed = [] if spec == "off" else ["--no-adaptive", "--draft-max", "3"]
         trace = tmp_path / spec
-        ran = spd_run(
-            *RAW,
-            "--temperature",
-            "0.8",
-            "--spec",
-            spec,
-            *fixed,
-            "--json",
-            "--logprobs",
-            "2",
-            "--trace",
-            trace,
-        )
+        how = ["--temperature", "0.8", "--spec", spec, *fixed, "--logprobs", "2", "--trace", trace]
+        ran = spd_run(*RAW, *how, "--json")
         assert ran.code == 0, ran
         shown = ran.json
         replies[spec] = [shown[key] for key in ("text", "token_ids", "finish_reason", "logprobs")]
@@ -56,18 +45,6 @@ def test_the_text_is_the_same_with_each_method(spd_run: Callable, tmp_path: Path
         _, *records = [json.loads(line) for line in trace.read_text().splitlines()]
         assert [token for record in records for token in record["committed"]] == shown["token_ids"]
     assert replies["off"] == replies["draft"] == replies["eagle3"] == replies["ngram"]
-
-
-def test_a_chat_reply_and_its_statistics(spd_run: Callable) -> None:
-    ran = spd_run("generate", "--ctx", "512", "-n", "12", "--stats", "What does os.path.join do?")
-    assert ran.code == 0 and ran.text.strip() and ran.text.count("\n") >= 1
-    assert " tok · " in ran.err and "tok/round" in ran.err
-
-
-def test_inspect_accepts_the_demo_and_its_draft(spd_run: Callable) -> None:
-    shown = spd_run("inspect", "demo", "--draft", demo_folder() / "draft", "--json").json
-    assert shown["compatible"] and shown["target"]["unexpected_tensors"] == []
-    assert shown["target"]["template"]["renders"]
 
 
 def chat_file(tmp_path: Path, name: str) -> list[dict]:
@@ -98,23 +75,16 @@ def test_a_chat_prefills_only_what_is_new_and_the_text_does_not_depend_on_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_real_run(signum: int) -> None:
-    argv = [sys.executable, "-m", "spd", *RAW[:-1], "-n", "400", "--ignore-eos", "--spec", "off", "import os"]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
-    assert process.stdout is not None
-    first = os.read(process.stdout.fileno(), 1)
-    process.send_signal(signum)
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == -signum and (first + out).endswith(b"\n") and err == "stopping…\n".encode()
-
-
-@pytest.mark.slow
-def test_a_reader_that_leaves_a_real_run() -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, None])
+def test_a_real_run_ends_by_a_signal_or_with_its_reader(how: int | None) -> None:
     argv = [sys.executable, "-m", "spd", *RAW[:-1], "-n", "400", "--ignore-eos", "--spec", "off", "import os"]
     process = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1)
     assert process.stdout is not None and process.stderr is not None
-    os.read(process.stdout.fileno(), 1)
-    process.stdout.close()
-    assert process.wait(100) == 141 and process.stderr.read() == b""
+    first = os.read(process.stdout.fileno(), 1)
+    if how is None:
+        process.stdout.close()
+        assert process.wait(100) == 141 and process.stderr.read() == b""
+        return
+    process.send_signal(how)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == -how and (first + out).endswith(b"\n") and err == "stopping…\n".encode()

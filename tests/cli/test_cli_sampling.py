@@ -15,6 +15,7 @@ from spd.cli.text.sampling import parse_logit_bias, resolve_sampling, unescape
 from spd.errors import UsageError
 from spd.formats.model_config import GenerationConfig
 from spd.runtime import SamplingParams
+from tests.cli.conftest import refused
 
 
 def resolve(model: GenerationConfig | None = None, **flags: object):
@@ -142,14 +143,14 @@ REFUSED = [
 
 @pytest.mark.parametrize(("argv", "what", "valid"), REFUSED, ids=[" ".join(case[0]) for case in REFUSED])
 def test_values_out_of_range_are_refused_with_the_range(
-    argv: list[str], what: str, valid: str, spd_run: Callable, assert_refused: Callable, model: Path, script
+    argv: list[str], what: str, valid: str, spd_run: Callable, model: Path, script
 ) -> None:
     ran = spd_run("generate", "-m", model, "Hi", *argv)
     if "--json" in argv:
         shown = ran.json["error"]
         assert ran.code == 2 and what in shown["message"] and valid in " ".join(shown["reason"])
     else:
-        assert_refused(ran, 2, what, valid)
+        refused(ran, 2, what, valid)
     assert not script.engines, "refused before anything is loaded"
 
 
@@ -186,19 +187,15 @@ def test_words_that_are_no_sizes(typed: str) -> None:
         parse_size(typed)
 
 
-def test_a_value_of_the_models_file_is_named_as_such(
-    spd_run: Callable, assert_refused: Callable, model: Path, script
-) -> None:
+def test_a_value_of_the_models_file_is_named_as_such(spd_run: Callable, model: Path, script) -> None:
     (model / "generation_config.json").write_text('{"temperature": 200}')
-    assert_refused(spd_run("generate", "-m", model, "Hi"), 2, "--temperature 200", "generation_config.json")
+    refused(spd_run("generate", "-m", model, "Hi"), 2, "--temperature 200", "generation_config.json")
 
 
 @pytest.mark.parametrize("flag", ["--seed", "-n", "--temperature", "--set=top_k=", "--set=min_tokens="])
-def test_a_number_of_any_length_is_out_of_range(
-    flag: str, spd_run: Callable, assert_refused: Callable, model: Path
-) -> None:
+def test_a_number_of_any_length_is_out_of_range(flag: str, spd_run: Callable, model: Path) -> None:
     words = [flag + "9" * 400] if flag.endswith("=") else [flag, "9" * 400]
-    assert_refused(spd_run("generate", "-m", model, "Hi", *words), 2, "is out of range", "valid: ")
+    refused(spd_run("generate", "-m", model, "Hi", *words), 2, "is out of range", "valid: ")
 
 
 def test_so_is_one_that_python_refuses_to_write() -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from spd.cli.text.output import Sink
+from tests.cli.test_cli_chat_terminal import Terminal
+from tests.cli.test_cli_terminal import on_terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,31 +82,30 @@ def test_a_signal_while_decoding_keeps_the_text_and_ends_by_the_signal(signum: i
     assert err == "stopping…\n"
 
 
-def test_a_signal_with_json_prints_what_there_is(model: Path) -> None:
-    process = start(program(model, "--json", "--stats", at="hang"))
-    wait_for(process, b"hanging\n")
+@pytest.mark.parametrize(
+    ("at", "argv", "broken", "out", "said"),
+    [
+        ("load", [], "", "", "stopping…\n"),
+        ("prefill", [], "", "\n", "stopping…\n"),  # nothing has come of the reply yet
+        ("hang", ["--json", "--stats"], "", "word word ", "stopping…\n4 tok"),
+        ("hang", ["--json"], "del FakeEngine.abort\n", "word word ", ""),  # it cannot be asked any more
+    ],
+)
+def test_a_signal_while_nothing_comes(
+    at: str, argv: list[str], broken: str, out: str, said: str, model: Path
+) -> None:
+    command = program(model, *argv, at=at)
+    command[-1] = command[-1].replace("vars(spd.runtime)", f"{broken}vars(spd.runtime)")
+    process = start(command)
+    wait_for(process, b"loading\n" if at == "load" else b"hanging\n")
     process.send_signal(signal.SIGINT)
-    code, out, err = finish(process)
-    shown = json.loads(out)
-    assert code == -signal.SIGINT and shown["finish_reason"] == "abort"
-    assert shown["text"] == "word " * 2 and len(shown["token_ids"]) == 4
-    assert err.startswith("stopping…\n4 tok")
-
-
-def test_a_signal_while_loading(model: Path) -> None:
-    process = start(program(model, at="load"))
-    wait_for(process, b"loading\n")
-    process.send_signal(signal.SIGINT)
-    assert finish(process) == (-signal.SIGINT, b"", "stopping…\n")
-
-
-def test_a_signal_while_the_prompt_is_written(model: Path) -> None:
-    """Nothing has come of the reply yet, so nothing but its line end is printed."""
-    process = start(program(model, at="prefill"))
-    wait_for(process, b"hanging\n")
-    process.send_signal(signal.SIGINT)
-    code, out, err = finish(process)
-    assert (code, out.strip(), err) == (-signal.SIGINT, b"", "stopping…\n")
+    code, printed, err = finish(process)
+    assert code == -signal.SIGINT and err.startswith(said)
+    if argv:
+        shown = json.loads(printed)
+        assert (shown["finish_reason"], shown["text"], len(shown["token_ids"])) == ("abort", out, 4)
+    else:
+        assert (printed.decode(), err) == (out, said)
 
 
 def test_a_second_signal_ends_at_once(model: Path) -> None:
@@ -123,16 +122,6 @@ def test_a_second_signal_ends_at_once(model: Path) -> None:
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process)
     assert (code, err) == (-signal.SIGINT, "")
-
-
-def test_an_engine_that_cannot_be_asked_any_more(model: Path) -> None:
-    command = program(model, "--json", at="hang")
-    command[-1] = command[-1].replace("vars(spd.runtime)", "del FakeEngine.abort\nvars(spd.runtime)")
-    process = start(command)
-    wait_for(process, b"hanging\n")
-    process.send_signal(signal.SIGINT)
-    code, out, _ = finish(process)
-    assert code == -signal.SIGINT and json.loads(out)["finish_reason"] == "abort"
 
 
 def test_a_signal_swallowed_inside_the_engine_still_stops_the_run(model: Path, script) -> None:
@@ -184,16 +173,6 @@ def test_an_ignored_signal_stays_ignored(model: Path) -> None:
     process.send_signal(signal.SIGINT)
     code, out, err = finish(process)
     assert (code, first + out, err) == (0, b"word " * 8 + b"\n", "")
-
-
-def test_a_reader_that_leaves(model: Path) -> None:
-    process = start(program(model, pieces=400))
-    assert process.stdout is not None
-    os.read(process.stdout.fileno(), 5)
-    process.stdout.close()
-    process.stdout = None
-    assert process.wait(100) == 141
-    assert process.stderr is not None and process.stderr.read() == b""
 
 
 @pytest.mark.parametrize(
@@ -296,61 +275,36 @@ def test_no_opened_file_takes_the_number_of_a_closed_stream(model: Path, tmp_pat
     assert done[0] == 0 and (tmp_path / "fd").read_text() == "/dev/null /dev/null /dev/null"
 
 
-def in_terminal(command: list[str], typed: bytes = b"", **environment: str) -> tuple[int, bytes]:
-    """Run a command in a terminal of its own, type once something is shown, and return what was shown."""
-    pid, master = pty.fork()
-    if not pid:
-        # like a shell, this child leads the session: when the leader ends, unread output is lost
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        inner = os.fork()
-        if not inner:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.chdir(ROOT)
-            os.execve(command[0], command, os.environ | {"TERM": "xterm"} | environment)
-        code = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
-        time.sleep(0.5)
-        os._exit(code if code >= 0 else 128 - code)
-    shown = b""
-    try:
-        while data := os.read(master, 4096):
-            shown += data
-            if typed and b"word" in shown:
-                os.write(master, typed)
-                typed = b""
-    except OSError:  # how Linux says that the other end is closed
-        pass
-    finally:
-        os.close(master)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown
-
-
 def test_in_a_terminal(model: Path) -> None:
-    code, shown = in_terminal(program(model, "--temp", "0", pieces=2, pause=0))
-    assert code == 0
-    note, rest = shown.split(b"\r\n", 1)
-    assert note == b"\x1b[36mnote:\x1b[0m --temp is --temperature here"
-    loading, answer = rest.rsplit(b"\r", 2)[0], rest.rsplit(b"\r", 2)[1]
-    assert loading.startswith(b"loading ") and loading.endswith(b" ") and answer == b"word word "
-    assert b"\x1b" not in rest
+    """What is loading is written over by the answer."""
+    code, shown = on_terminal(code=program(model, "--temp", "0", pieces=2, pause=0)[2])
+    note, rest = shown.split("\n", 1)
+    assert code == 0 and note == "\x1b[36mnote:\x1b[0m --temp is --temperature here"
+    loading, answer = rest.rsplit("\r", 1)
+    assert loading.startswith("loading ") and loading.endswith(" ") and answer == "word word \n"
+    assert "\x1b" not in rest
 
 
+@pytest.mark.parametrize(("piece", "shown"), [("word ", "word \n"), ("a\x1b[2Jb\tc", "a\\x1b[2Jb\tc\n")])
 @pytest.mark.parametrize("variable", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_in_a_terminal_without_colour(variable: dict[str, str], model: Path) -> None:
-    code, shown = in_terminal(program(model, "--temp", "0", "-q", pieces=1, pause=0), **variable)
-    assert (code, shown) == (0, b"word \r\n")
+def test_no_control_character_comes_to_a_terminal(
+    variable: dict[str, str], piece: str, shown: str, model: Path
+) -> None:
+    code = program(model, "--temp", "0", "-q", pieces=1, pause=0)[2].replace('"word "', repr(piece))
+    assert on_terminal(code=code, **variable) == (0, shown)
 
 
 def test_control_c_in_a_terminal(model: Path) -> None:
-    code, shown = in_terminal(program(model, pieces=400), b"\x03")
-    assert code == 128 + signal.SIGINT and "stopping…".encode() in shown and shown.endswith(b"\r\n")
+    chat = Terminal(program(model, pieces=400)[2], {**os.environ, "TERM": "xterm", "PYTHONUTF8": "1"})
+    try:
+        chat.wait("word word")
+        chat.type("\x03")
+        assert chat.end() == -signal.SIGINT
+        assert "stopping…".encode() in chat.seen and chat.seen.endswith(b"\r\n")
+    finally:
+        chat.close()
 
 
 def test_a_terminal_without_a_prompt_does_not_wait(model: Path) -> None:
-    code, shown = in_terminal(program(model, command=("generate",)))
-    assert code == 2 and b"stdin is a terminal" in shown
-
-
-def test_control_characters_of_the_model_do_not_reach_the_terminal(model: Path) -> None:
-    command = program(model, "-q", pieces=1, pause=0)
-    command[-1] = command[-1].replace('"word "', repr("a\x1b[2Jb\tc"))
-    assert in_terminal(command) == (0, b"a\\x1b[2Jb\tc\r\n")
+    code, shown = on_terminal(code=program(model, command=("generate",))[2])
+    assert code == 2 and "stdin is a terminal" in shown

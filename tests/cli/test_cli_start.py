@@ -18,6 +18,7 @@ from typer.main import get_command
 import spd
 from spd import errors
 from spd.cli.commands import COMMAND_TABLE, COMMANDS, build_app, load_command
+from tests.cli.conftest import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT = {"torch", "triton", "numpy", "transformers", "huggingface_hub", "pydantic"}
@@ -168,13 +169,13 @@ def test_help_cuts_no_name_at_any_width(
         (["chatt"], "No such command 'chatt'".lower()),
     ],
 )
-def test_words_that_are_off(argv: list[str], words: str, spd_run: Callable, assert_refused: Callable) -> None:
+def test_words_that_are_off(argv: list[str], words: str, spd_run: Callable) -> None:
     ran = spd_run(*argv)
     if argv[1:2] == ["--json=1"]:
         assert ran.code == 2 and words in ran.json["error"]["message"]
     else:
         assert ran.code == 2 and words.lower() in ran.err.lower(), ran
-        assert_refused(ran, 2, "--help")
+        refused(ran, 2, "--help")
 
 
 def test_usage_errors_as_json(spd_run: Callable) -> None:
@@ -233,8 +234,8 @@ def test_errors_are_written_where_what_to_type_is_added() -> None:
 
 @pytest.mark.parametrize(("error", "fix"), ERRORS)
 def test_every_error_has_a_fix_and_keeps_its_status(
-    error: Exception, fix: str, spd_run: Callable, assert_refused: Callable, model: Path, script
+    error: Exception, fix: str, spd_run: Callable, model: Path, script
 ) -> None:
     script.fail, script.pieces = error, ["", "", ""]
     ran = spd_run("generate", "-m", model, "Hi", "-o", os.devnull)
-    assert_refused(ran, getattr(error, "exit_code", 1), f"fix: {fix}" if fix == "y" else fix)
+    refused(ran, getattr(error, "exit_code", 1), f"fix: {fix}" if fix == "y" else fix)

@@ -16,6 +16,7 @@ from spd.cli.text.prompt import Asked
 from spd.cli.text.structured import end_of_thinking
 from spd.errors import UsageError
 from spd.runtime.engine.request import GrammarText
+from tests.cli.conftest import refused
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
 SCHEMA["additionalProperties"] = False
@@ -49,9 +50,7 @@ def test_the_reply_follows_what_was_asked_for(
         assert re.fullmatch(wanted, replies[0].text.removesuffix("\n")), replies[0]
 
 
-def test_what_cannot_be_used_is_refused_before_weights(
-    spd_run: Callable[..., Any], assert_refused: Callable[..., None], model: Path
-) -> None:
+def test_what_cannot_be_used_is_refused_before_weights(spd_run: Callable[..., Any], model: Path) -> None:
     """The model of this test has no weights at all."""
     for flags, code, words in (
         (["--schema", "{"], 2, "--schema is not JSON"),
@@ -70,7 +69,7 @@ def test_what_cannot_be_used_is_refused_before_weights(
         (["--grammar", ""], 2, "the name of a file is empty"),
         (["--grammar", "start: x"], 2, "--grammar cannot be used: "),
     ):
-        assert_refused(spd_run("generate", "-m", model, "Hi", *flags), code, words)
+        refused(spd_run("generate", "-m", model, "Hi", *flags), code, words)
 
 
 THINK, END, OTHER = 5, 6, 1

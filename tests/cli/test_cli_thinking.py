@@ -14,7 +14,7 @@ import pytest
 from spd.cli.argv import CUT_FLAGS
 from spd.cli.text.structured import ThinkingSplitter, parted
 from spd.runtime.engine.request import ThinkingBudget
-from tests.cli.conftest import SPECIALS, TEMPLATE, write_tokenizer
+from tests.cli.conftest import SPECIALS, TEMPLATE, refused, write_tokenizer
 from tests.cli.test_cli_signals import finish, program, start
 from tests.cli.test_cli_terminal import on_terminal
 
@@ -167,10 +167,10 @@ def test_a_chat_without_a_terminal_says_the_answer(spd_run: Callable, model: Pat
     ],
 )
 def test_what_think_does_not_take(
-    command: str, argv: list[str], words: str, spd_run: Callable, assert_refused: Callable, model: Path
+    command: str, argv: list[str], words: str, spd_run: Callable, model: Path
 ) -> None:
     write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
-    assert_refused(spd_run(command, "-m", model, *argv, stdin=b"Hi\n"), 2, words)
+    refused(spd_run(command, "-m", model, *argv, stdin=b"Hi\n"), 2, words)
 
 
 @pytest.mark.parametrize(

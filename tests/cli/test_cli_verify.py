@@ -13,7 +13,7 @@ import torch
 from spd.cli.commands.verify import apply_settings
 from spd.kernels.sampling import draft_verify
 from spd.runtime import EngineConfig
-from tests.cli.conftest import write_model
+from tests.cli.conftest import refused, write_model
 from tests.json_schema import faults
 from tests.runtime import seeded_faults as planted
 
@@ -113,7 +113,5 @@ def test_settings_held_against_each_other(tmp_path: Path) -> None:
         (("--tokens", -4), 2, "--tokens -4 is out of range"),
     ],
 )
-def test_refusals(
-    run: Callable[..., Any], assert_refused: Callable[..., None], words: tuple[str, ...], code: int, said: str
-) -> None:
-    assert_refused(run(*words), code, said)
+def test_refusals(run: Callable[..., Any], words: tuple[str, ...], code: int, said: str) -> None:
+    refused(run(*words), code, said)

@@ -11,7 +11,7 @@ import pytest
 
 from spd.formats.demo import demo_eagle3_folder
 from spd.formats.mtp import head_config
-from tests.cli.conftest import write_model
+from tests.cli.conftest import refused, write_model
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 100\n"
 HUB = "https://huggingface.co/org/name"
@@ -122,7 +122,5 @@ def test_it_is_said_what_it_is(
         ("demo", 2, "is built in"),
     ],
 )
-def test_what_cannot_be_downloaded(
-    name: str, code: int, words: str, spd_run: Callable, assert_refused: Callable
-) -> None:
-    assert_refused(spd_run("pull", name), code, words)
+def test_what_cannot_be_downloaded(name: str, code: int, words: str, spd_run: Callable) -> None:
+    refused(spd_run("pull", name), code, words)

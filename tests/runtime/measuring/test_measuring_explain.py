@@ -229,19 +229,6 @@ def test_the_length_at_a_k_left_out_is_that_of_a_real_run(pair: tuple[Path, Path
         assert predicted.length(k) == pytest.approx(real.length(k), rel=0.1), k
 
 
-def test_lookup_is_simulated_as_it_runs(pair: tuple[Path, Path]) -> None:
-    records = real_rounds(pair[0], 4, spec="ngram")
-    prompts = random_prompts(6, 20, 256)
-    proposed = 0
-    for i, prompt in enumerate(prompts):
-        own = [record for record in records if record.request == f"r{i}"]
-        tokens = [token for record in own for token in record.committed]
-        simulated = simulate_lookup(prompt, tokens, 4)
-        assert simulated[:-1] == [record.accepted for record in own[1:-1]]
-        proposed += sum(simulated)
-    assert proposed > 0
-
-
 def test_lookup_is_the_plain_search() -> None:
     draws = random.Random(3)
     text = [draws.randrange(3) for _ in range(120)]
