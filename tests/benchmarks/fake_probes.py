@@ -9,28 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def work() -> dict[str, Any]:
-    """Answer."""
-    return {"answer": 42}
-
-
-def fail() -> dict[str, Any]:
-    """Raise."""
-    raise ValueError("on purpose")
-
-
 def die() -> dict[str, Any]:
     """End as a segmentation fault or an out-of-memory kill would."""
     os.kill(os.getpid(), signal.SIGKILL)
     return {}
-
-
-def grow_and_hang() -> Iterator[dict[str, Any]]:
-    """Find something, then never come back."""
-    yield {"found": [1]}
-    print("said before hanging", flush=True)
-    yield {"found": [1, 2]}
-    time.sleep(600)
 
 
 def grow_and_fail() -> Iterator[dict[str, Any]]:

@@ -14,19 +14,9 @@ from benchmarks.gpu_suite import __main__ as command
 from benchmarks.gpu_suite import report as report_module
 from benchmarks.gpu_suite.digest import RENDERERS
 from benchmarks.gpu_suite.report import REPORT
-from benchmarks.gpu_suite.suite import PROBES, Probe, load_function, run_suite, seconds_of
+from benchmarks.gpu_suite.suite import PROBES, Probe, load_function, run_suite
 
 HERE = "tests.benchmarks.fake_probes"
-
-
-def test_without_a_gpu_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "gpu_is_there", lambda: False)
-    assert command.main(["--out", str(tmp_path / "out")]) == 5
-    captured = capsys.readouterr()
-    assert captured.out == "" and "needs a CUDA GPU" in captured.err
-    assert not (tmp_path / "out").exists()
 
 
 COMPARED = {"differing_tokens": 0, "compared_tokens": 50_000, "differing_counts": 0, "settings": {}}
@@ -93,47 +83,23 @@ def test_a_named_run_leaves_other_reports_alone(tmp_path: Path, monkeypatch: pyt
     assert list(json.loads((tmp_path / REPORT).read_text())["probes"]) == ["fifth"]
 
 
-def test_what_is_left_of_the_budget_is_shared() -> None:
-    probes = [Probe("a", "", 90), Probe("b", "", 60), Probe("c", "", 30)]
-    assert [seconds_of(probes, i, 540, False) for i in range(3)] == [90, 60, 30]
-    assert seconds_of(probes, 0, 540, True) == 450 and seconds_of(probes, 2, 300, True) == 300
-    # No one takes what a later one needs, nor more than there is.
-    assert seconds_of(probes, 0, 100, True) == 90 and seconds_of(probes, 1, 40, True) == 40
-    assert seconds_of(probes[:1], 0, 540, True) == 540
-
-
 def test_a_probe_that_fails_dies_or_hangs_loses_neither_others_nor_what_it_had_found(tmp_path: Path) -> None:
     probes = [
         Probe("fails", f"{HERE}:grow_and_fail", 60),
         Probe("dies", f"{HERE}:die", 60),
-        Probe("hangs", f"{HERE}:grow_and_hang", 8),
-        Probe("is long", f"{HERE}:grow_forever", 8),
+        Probe("is long", f"{HERE}:grow_forever", 6),
         Probe("works", f"{HERE}:say:hello", 60),
-        Probe("is late", f"{HERE}:work", 60),
+        Probe("is late", f"{HERE}:say:late", 60),
     ]
-    seen: list[list[str]] = []
-
-    def say(line: str) -> None:
-        if not line.startswith("report: "):
-            seen.append(list(json.loads((tmp_path / REPORT).read_text())["probes"]))
-
-    report = run_suite(tmp_path, probes[:5], 200, say)["probes"]
-    ends = ["failed", "died", "timed out", "cut short", "ok"]
-    assert [report[probe.name]["status"] for probe in probes[:5]] == ends
-    assert report["fails"]["result"] == {"found": [1]} and "on purpose" in report["fails"]["error"][-1]
-    assert report["dies"]["exit_status"] == -9
-    assert report["hangs"]["result"] == {"found": [1, 2]} and report["hangs"]["log"] == [
-        "said before hanging"
-    ]
+    report = run_suite(tmp_path, probes[:4], 200, lambda line: None)["probes"]
+    ends = ["failed", "died", "cut short", "ok"]
+    assert [report[probe.name]["status"] for probe in probes[:4]] == ends
+    assert report["fails"]["result"] == {"found": [1]} and report["works"]["result"] == {"word": "hello"}
     assert len(report["is long"]["result"]["found"]) > 2
     assert set(report["is long"]["result"]["found"]) == {0.33333}
-    assert report["works"]["result"] == {"word": "hello"}
-    # The report was on disk after each probe, not only at the end.
-    assert [len(names) for names in seen] == [1, 2, 3, 4, 5]
     assert json.loads((tmp_path / REPORT).read_text())["probes"] == report
-    # The budget is kept.
-    late = run_suite(tmp_path, [Probe("hangs", f"{HERE}:grow_and_hang", 3), probes[5]], 5, say)["probes"]
-    assert (late["hangs"]["status"], late["is late"]["status"]) == ("cut short", "not run")
+    late = run_suite(tmp_path, [probes[2], probes[4]], 5, lambda line: None)["probes"]
+    assert [late[name]["status"] for name in late] == ["cut short", "not run"], "the budget is kept"
 
 
 def test_every_probe_is_a_function_and_has_words() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,27 +10,28 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
+from benchmarks.gpu_suite import kernels
+from benchmarks.gpu_suite.bandwidth import random_words, wrapped_sum
+from benchmarks.gpu_suite.gemm_equality import position_differences, random_operands, row_count_differences
+from benchmarks.gpu_suite.measure import relative_error
+from tests.helpers import INTERPRETED
 from tests.kernels.test_kernels_compile import compile_all
 
-triton = pytest.importorskip("triton")
-
-ROOT = Path(__file__).resolve().parents[2]
+interpreted = INTERPRETED[0]
 
 
 def launches(capability: tuple[int, int]) -> dict[str, Callable[[], Any]]:
     """What the probes launch, for `compile_ahead`."""
-    from benchmarks.gpu_suite import kernels
-
     many, few = (torch.empty(size, dtype=torch.int32, device="meta") for size in (1 << 20, 132))
     found = {
         "sum": lambda: kernels.read_sum(many, few, 4096, 8),
         "vector": lambda: kernels.copy(many, many, 132, 4096, 8),
         "graph": lambda: kernels.add_one(few, 1),
     }
-    for dtype in (torch.bfloat16,):
-        w, x = (torch.empty(n, 4096, dtype=dtype, device="meta") for n in (4096, 64))
-        found |= {f"{dtype}_{tile}": partial(kernels.skinny_gemm, w, x, tile) for tile in (16, 64)}
-    return found
+    w, x = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (4096, 64))
+    return found | {f"tile_{tile}": partial(kernels.skinny_gemm, w, x, tile) for tile in (16, 64)}
 
 
 def test_compiles_for_hopper_without_spills(tmp_path: Path) -> None:
@@ -52,13 +50,27 @@ def test_compiles_for_hopper_without_spills(tmp_path: Path) -> None:
             assert kernel["wide_loads"], kernel
 
 
-def test_interpreted_kernels_are_right() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("interpreted_kernels.py")
-    run = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    if run.returncode == 77:
-        pytest.skip(f"the interpreter of Triton {triton.__version__} cannot loop with this NumPy")
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert run.stdout.split() == ["read_sum", "copy", "add_one", "float32", "float16", "invariant"]
+@interpreted
+def test_vectors_of_odd_lengths() -> None:
+    """Every mask is needed, and outputs start as what no kernel would write."""
+    x, counters = random_words(1000, "cpu"), torch.tensor([5, 6, 7, 8], dtype=torch.int32)
+    partial, out = torch.full((3,), -1, dtype=torch.int32), torch.full_like(x, 7)
+    kernels.read_sum(x, partial, 64, 4)
+    kernels.copy(x, out, 3, 64, 4)
+    kernels.add_one(counters, 2)
+    assert wrapped_sum(partial) == wrapped_sum(x) and torch.equal(out, x)
+    assert counters.tolist() == [6, 7, 8, 9]
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float16, 1e-3)])
+def test_products_are_right_and_rows_alike(dtype: torch.dtype, bound: float) -> None:
+    """Shapes that no block divides, for one tile of tokens and for two."""
+    config = kernels.GemmConfig(block_n=32, block_k=32)
+    for tile, rows in ((16, 5), (16, 19), (32, 19)):
+        w, x = random_operands(40, 72, rows, dtype, "cpu", rows)
+        error = relative_error(kernels.skinny_gemm(w, x, tile, config), x.double() @ w.double().T)
+        assert error < bound, (tile, error)
+    w, x = random_operands(40, 72, 6, dtype, "cpu", 1)
+    product = partial(kernels.skinny_gemm, tile=16, config=config)
+    assert row_count_differences(product, w, x) == position_differences(product, w, x) == []

@@ -13,31 +13,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu_suite import batches, latency, peers_gpu
+from benchmarks.gpu_suite import batches, latency, peers_gpu, shapes
 from benchmarks.gpu_suite import sparse_cases as sparse_cases_module
 from benchmarks.gpu_suite.graph_nodes import slope
 from benchmarks.gpu_suite.graph_timer import ROTATED_BYTES, GraphTimer, Once
 from benchmarks.gpu_suite.kernel_cases import Bench
 from benchmarks.gpu_suite.kernel_table import eight_over_one, run_case
 from benchmarks.gpu_suite.round_times import Recorder, RoundTimes, Span, describe_span
-from benchmarks.gpu_suite.shapes import (
-    EAGLE3_8B,
-    EAGLE_SIZE,
-    LLAMA_8B,
-    QWEN3_06B,
-    QWEN3_4B,
-    QWEN3_8B,
-    QWEN3_17B,
-    QWEN3_32B,
-    Eagle3Shape,
-    Shape,
-    draft_bytes,
-    forward_bytes,
-    forward_parts,
-    round_bytes,
-    round_parts,
-    write_folder,
-)
 from benchmarks.gpu_suite.sparse_cases import experts_case, latent_case, other_experts, sparse_cases
 from benchmarks.gpu_suite.speculation import acceptance_rate, gain, mean_length, reference_length
 from benchmarks.summaries import median_interval
@@ -47,26 +29,26 @@ from spd.runtime.engine.metrics import RequestMetrics
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 
-TINY = Shape("tiny", hidden=8, layers=3, heads=4, kv_heads=2, intermediate=16, vocab=100, head_dim=4)
+TINY = shapes.Shape("tiny", hidden=8, layers=3, heads=4, kv_heads=2, intermediate=16, vocab=100, head_dim=4)
 
 
 @pytest.mark.parametrize(
     ("shape", "parameters"),
     [
-        (QWEN3_06B, 596_049_920),
-        (QWEN3_17B, 1_720_574_976),
-        (QWEN3_4B, 4_022_468_096),
-        (QWEN3_8B, 8_190_735_360),
-        (QWEN3_32B, 32_762_123_264),
-        (LLAMA_8B, 8_030_261_248),
-        (EAGLE_SIZE, EAGLE_SIZE.parameters()),
-        (EAGLE3_8B, EAGLE3_8B.parameters()),
+        (shapes.QWEN3_06B, 596_049_920),
+        (shapes.QWEN3_17B, 1_720_574_976),
+        (shapes.QWEN3_4B, 4_022_468_096),
+        (shapes.QWEN3_8B, 8_190_735_360),
+        (shapes.QWEN3_32B, 32_762_123_264),
+        (shapes.LLAMA_8B, 8_030_261_248),
+        (shapes.EAGLE_SIZE, shapes.EAGLE_SIZE.parameters()),
+        (shapes.EAGLE3_8B, shapes.EAGLE3_8B.parameters()),
     ],
 )
 def test_shapes_have_the_published_parameters_and_are_read_so(
-    shape: Shape, parameters: int, tmp_path: Path
+    shape: shapes.Shape, parameters: int, tmp_path: Path
 ) -> None:
-    config = read_model_config(write_folder(shape, tmp_path))
+    config = read_model_config(shapes.write_folder(shape, tmp_path))
     tensors = expected_tensors(config, family_layout(config)).values()
     assert sum(prod(size) for size in tensors) == shape.parameters() == parameters
     kind, theta = ("llama3", 500000.0) if shape.family == "llama" else ("default", 1000000.0)
@@ -76,46 +58,46 @@ def test_shapes_have_the_published_parameters_and_are_read_so(
 
 def test_bytes_of_known_models() -> None:
     # Linear weights and head at two bytes: the figures other projects give for these models.
-    assert 2 * QWEN3_8B.read_weights() == pytest.approx(15.14e9, rel=1e-3)
-    assert 2 * LLAMA_8B.read_weights() == pytest.approx(15.01e9, rel=1e-3)
-    assert 2 * QWEN3_06B.read_weights() == pytest.approx(1.19e9, rel=2e-3)
-    assert 2 * QWEN3_32B.read_weights() == pytest.approx(63.97e9, rel=1e-3)
-    assert 2 * EAGLE_SIZE.read_weights() == pytest.approx(0.853e9, rel=1e-3)
+    assert 2 * shapes.QWEN3_8B.read_weights() == pytest.approx(15.14e9, rel=1e-3)
+    assert 2 * shapes.LLAMA_8B.read_weights() == pytest.approx(15.01e9, rel=1e-3)
+    assert 2 * shapes.QWEN3_06B.read_weights() == pytest.approx(1.19e9, rel=2e-3)
+    assert 2 * shapes.QWEN3_32B.read_weights() == pytest.approx(63.97e9, rel=1e-3)
+    assert 2 * shapes.EAGLE_SIZE.read_weights() == pytest.approx(0.853e9, rel=1e-3)
     # By hand: pairs 2 x 8192 x 6144, out 2 x 4096 x 4096, MLP 6 x 4096 x 12288, head 2 x 32000 x 4096.
-    assert 2 * EAGLE3_8B.read_weights() == 698_351_616
-    assert 2 * EAGLE3_8B.once_a_round() == 2 * 3 * 4096 * 4096
-    assert QWEN3_8B.kv_bytes() == 147_456 and LLAMA_8B.kv_bytes() == 131_072
+    assert 2 * shapes.EAGLE3_8B.read_weights() == 698_351_616
+    assert 2 * shapes.EAGLE3_8B.once_a_round() == 2 * 3 * 4096 * 4096
+    assert shapes.QWEN3_8B.kv_bytes() == 147_456 and shapes.LLAMA_8B.kv_bytes() == 131_072
 
 
 def test_bytes_of_a_round_by_hand_and_by_part() -> None:
     # A layer: qkv (4 + 2 + 2) * 4 x 8 = 256, out 8 x 16 = 128, gate and up 32 x 8 = 256, down 8 x 16 = 128.
     layer, head, kv = 768, 800, 2 * 3 * 2 * 4 * 2
     weights = 2 * (3 * layer + head)
-    assert TINY.kv_bytes() == kv and forward_bytes(TINY, [10, 20]) == weights + 2 * 2 * 8 + 30 * kv
+    assert TINY.kv_bytes() == kv and shapes.forward_bytes(TINY, [10, 20]) == weights + 2 * 2 * 8 + 30 * kv
     parts = {"layers": 2 * 3 * layer, "head": 2 * head, "embedding": 2 * 5 * 2 * 8}
-    assert forward_parts(TINY, [10, 20], rows=5) == {**parts, "keys and values": 30 * kv}
+    assert shapes.forward_parts(TINY, [10, 20], rows=5) == {**parts, "keys and values": 30 * kv}
     # Three drafts: two rows, then one row at each further position.
     drafts = 3 * weights + (2 + 1 + 1) * 2 * 8 + (10 + 11 + 12) * kv
-    assert draft_bytes(TINY, [10], 3) == drafts and draft_bytes(TINY, [10], 0) == 0
-    assert round_bytes(TINY, TINY, [10], 3) == forward_bytes(TINY, [10], rows=4) + drafts
-    assert round_bytes(TINY, None, [10], 0) == forward_bytes(TINY, [10])
-    tied = Shape("tied", 8, 1, 4, 2, 16, vocab=100, head_dim=4, tied=True)
-    parts = round_parts(TINY, tied, [10], 3)
+    assert shapes.draft_bytes(TINY, [10], 3) == drafts and shapes.draft_bytes(TINY, [10], 0) == 0
+    assert shapes.round_bytes(TINY, TINY, [10], 3) == shapes.forward_bytes(TINY, [10], rows=4) + drafts
+    assert shapes.round_bytes(TINY, None, [10], 0) == shapes.forward_bytes(TINY, [10])
+    tied = shapes.Shape("tied", 8, 1, 4, 2, 16, vocab=100, head_dim=4, tied=True)
+    parts = shapes.round_parts(TINY, tied, [10], 3)
     assert parts["target embedding"] == 4 * 2 * 8 and parts["target keys and values"] == 10 * kv
     assert parts["draft layers"] == 3 * 2 * layer and parts["draft head"] == 3 * 2 * head
     assert parts["draft embedding"] == (2 + 1 + 1) * 2 * 8
     assert parts["draft keys and values"] == (10 + 11 + 12) * kv // 3
-    assert sum(parts.values()) == round_bytes(TINY, tied, [10], 3)
+    assert sum(parts.values()) == shapes.round_bytes(TINY, tied, [10], 3)
 
 
 def test_bytes_of_a_head_that_reads_its_targets_streams() -> None:
-    head = Eagle3Shape("head", 8, 1, 4, 2, 16, vocab=100, head_dim=4, family="llama", draft_vocab=10)
+    head = shapes.Eagle3Shape("head", 8, 1, 4, 2, 16, vocab=100, head_dim=4, family="llama", draft_vocab=10)
     # Pairs 32 x 16 = 512, out 8 x 16 = 128, gate and up 32 x 8 = 256, down 8 x 16 = 128; ids 10 x 8.
-    parts = round_parts(TINY, head, [10], 3)
+    parts = shapes.round_parts(TINY, head, [10], 3)
     assert parts["draft layers"] == 3 * 2 * 1024 and parts["draft head"] == 3 * 2 * 80
     assert parts["draft target's streams"] == 2 * 8 * 24
-    assert draft_bytes(head, [10], 3) - draft_bytes(head, [10], 2) == 2 * 1104 + 2 * 8 + 12 * 32
-    assert "draft target's streams" not in round_parts(TINY, head, [10], 0)
+    assert shapes.draft_bytes(head, [10], 3) - shapes.draft_bytes(head, [10], 2) == 2 * 1104 + 2 * 8 + 12 * 32
+    assert "draft target's streams" not in shapes.round_parts(TINY, head, [10], 0)
 
 
 def test_imposed_acceptance() -> None:
@@ -142,8 +124,8 @@ def test_the_engine_imposes_the_same_rate() -> None:
 
 
 def test_gain_of_a_perfect_and_of_a_published_round() -> None:
-    plain = round_bytes(QWEN3_8B, None, [1000], 0) / 4.0e12
-    speculative = round_bytes(QWEN3_8B, EAGLE_SIZE, [1000], 4) / 4.0e12
+    plain = shapes.round_bytes(shapes.QWEN3_8B, None, [1000], 0) / 4.0e12
+    speculative = shapes.round_bytes(shapes.QWEN3_8B, shapes.EAGLE_SIZE, [1000], 4) / 4.0e12
     perfect = gain(3.08, plain, speculative, plain, speculative)
     assert perfect.share_of_ceiling == pytest.approx(1) and perfect.efficiency == pytest.approx(1)
     assert perfect.ideal_cost == pytest.approx(1.225, abs=0.002)

@@ -14,91 +14,60 @@ from torch._dynamo.utils import counters
 pytest.importorskip("triton")
 
 from benchmarks.gpu_suite import batches, lane, peers_gpu, sparse_models
+from benchmarks.gpu_suite import kernel_cases as kernels
+from benchmarks.gpu_suite import recurrent_cases as recurrent
+from benchmarks.gpu_suite import round_cases as rounds
+from benchmarks.gpu_suite import round_times as times
+from benchmarks.gpu_suite import sparse_cases as sparse
 from benchmarks.gpu_suite.compiled_loop import CompiledLoop
 from benchmarks.gpu_suite.digest import digest
 from benchmarks.gpu_suite.end_to_end import config_of, run_draft, run_plain
 from benchmarks.gpu_suite.graph_timer import Once
-from benchmarks.gpu_suite.kernel_cases import (
-    Bench,
-    Case,
-    attention_case,
-    draw_case,
-    layer_case,
-    linear_case,
-    prefill_case,
-    rotary_case,
-    row_case,
-)
 from benchmarks.gpu_suite.kernel_table import cases, run_case
-from benchmarks.gpu_suite.recurrent_cases import (
-    DeltaShape,
-    chunks_case,
-    conv_case,
-    delta_case,
-    recurrent_cases,
-)
 from benchmarks.gpu_suite.room import needed_bytes, plan_anyway
-from benchmarks.gpu_suite.round_cases import (
-    draft_verify_case,
-    lookup_case,
-    noise_case,
-    round_case,
-    sampling_case,
-)
-from benchmarks.gpu_suite.round_times import (
-    GREEDY,
-    Load,
-    Recorder,
-    Span,
-    random_prompt,
-    run_span,
-    start,
-    stop,
-    with_engine,
-)
 from benchmarks.gpu_suite.shapes import Shape
-from benchmarks.gpu_suite.sparse_cases import eight_bit_case, experts_case, latent_case
-from benchmarks.gpu_suite.sparse_models import MODELS, Published, write_hollow
+from benchmarks.gpu_suite.sparse_models import write_hollow
 from benchmarks.gpu_suite.speculation import REFERENCE_LENGTH
-from spd.formats.checkpoint import Checkpoint
-from spd.formats.folder import ModelFolder
 from spd.formats.model_config import read_model_config
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
 from spd.runtime import Engine
-from spd.runtime.models import family_layout
-from spd.runtime.models.mtp_weights import check_source
-from spd.runtime.models.weights import check_weights
 from spd.runtime.plan.memory import tensor_bytes
 
 TARGET = Shape("target", 64, 2, 4, 2, 96, vocab=300, head_dim=16)
 DRAFT = Shape("draft", 32, 1, 2, 2, 48, vocab=300, tied=True, head_dim=16)
 HEADS = AttentionHeads(4, 2, 16)
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
-SMALL = Load(prompt=20, warm=4, rounds=8)
-DELTA = DeltaShape("delta", 4, 2, 16)
+SMALL = times.Load(prompt=20, warm=4, rounds=8)
+DELTA = recurrent.DeltaShape("delta", 4, 2, 16)
 EXPERTS: dict[str, Any] = {"count": 4, "per_token": 2, "hidden": 48, "inner": 32, "rows": (1, 3)}
-CASES: dict[str, Case] = {
-    **{kind: partial(linear_case, kind=kind, n=64, k=48, rows=(1, 8)) for kind in ("qkv", "out", "gate_up")},
-    "down": partial(linear_case, kind="down", n=64, k=48, rows=(1,)),
-    "head": partial(linear_case, kind="head", n=100, k=48, rows=(3,)),
-    "verify": partial(draft_verify_case, slots=2, k=3, vocab=300),
-    "noise": partial(noise_case, vocab=300, rows=(1, 2)),
-    "layer": partial(layer_case, shape=TARGET, rows=(1, 5)),
-    "draw": partial(draw_case, vocab=100, hidden=32, rows=(1, 5)),
-    "rows": partial(row_case, hidden=32, vocab=100, rows=(1, 5)),
-    "attention": partial(attention_case, heads=HEADS, slots=2, context=512, rows=(1, 5)),
-    "prefill": partial(prefill_case, heads=HEADS, chunk=64, starts=(0, 512)),
-    "sampling": partial(sampling_case, vocab=300, rows=(1, 3)),
-    "rotary": partial(rotary_case, heads=HEADS, rows=(1, 3)),
-    "round": partial(round_case, slots=2, k=4, width=512, vocab=100),
-    "lookup": partial(lookup_case, slots=1, k=4, widths=(128,), vocab=100),
-    "latent": partial(latent_case, heads=2, rank=16, turned=8, slots=2, context=128, rows=(1, 2)),
-    **{f"experts {kind}": partial(experts_case, kind=kind, **EXPERTS) for kind in ("wide", "int8", "fp8")},
-    **{kind: partial(eight_bit_case, kind=kind, n=64, k=48, rows=(1, 3)) for kind in ("int8", "fp8")},
-    "delta_rule": partial(delta_case, shape=DELTA, slots=2, lengths=(0, 2)),
-    "short_conv": partial(conv_case, shape=DELTA, slots=2, lengths=(0, 2)),
-    "delta_chunks": partial(chunks_case, shape=DELTA, rows=70),
+CASES: dict[str, kernels.Case] = {
+    **{
+        kind: partial(kernels.linear_case, kind=kind, n=64, k=48, rows=(1, 8))
+        for kind in ("qkv", "out", "gate_up")
+    },
+    "down": partial(kernels.linear_case, kind="down", n=64, k=48, rows=(1,)),
+    "head": partial(kernels.linear_case, kind="head", n=100, k=48, rows=(3,)),
+    "verify": partial(rounds.draft_verify_case, slots=2, k=3, vocab=300),
+    "noise": partial(rounds.noise_case, vocab=300, rows=(1, 2)),
+    "layer": partial(kernels.layer_case, shape=TARGET, rows=(1, 5)),
+    "draw": partial(kernels.draw_case, vocab=100, hidden=32, rows=(1, 5)),
+    "rows": partial(kernels.row_case, hidden=32, vocab=100, rows=(1, 5)),
+    "attention": partial(kernels.attention_case, heads=HEADS, slots=2, context=512, rows=(1, 5)),
+    "prefill": partial(kernels.prefill_case, heads=HEADS, chunk=64, starts=(0, 512)),
+    "sampling": partial(rounds.sampling_case, vocab=300, rows=(1, 3)),
+    "rotary": partial(kernels.rotary_case, heads=HEADS, rows=(1, 3)),
+    "round": partial(rounds.round_case, slots=2, k=4, width=512, vocab=100),
+    "lookup": partial(rounds.lookup_case, slots=1, k=4, widths=(128,), vocab=100),
+    "latent": partial(sparse.latent_case, heads=2, rank=16, turned=8, slots=2, context=128, rows=(1, 2)),
+    **{
+        f"experts {kind}": partial(sparse.experts_case, kind=kind, **EXPERTS)
+        for kind in ("wide", "int8", "fp8")
+    },
+    **{kind: partial(sparse.eight_bit_case, kind=kind, n=64, k=48, rows=(1, 3)) for kind in ("int8", "fp8")},
+    "delta_rule": partial(recurrent.delta_case, shape=DELTA, slots=2, lengths=(0, 2)),
+    "short_conv": partial(recurrent.conv_case, shape=DELTA, slots=2, lengths=(0, 2)),
+    "delta_chunks": partial(recurrent.chunks_case, shape=DELTA, rows=70),
 }
 
 NOT_IN_THE_TABLE = {
@@ -123,7 +92,7 @@ class Watched:
 @pytest.mark.parametrize("form", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 @torch.inference_mode()
 def test_every_kind_of_case_meets_its_contract_and_no_kernel_is_left_out(form: str) -> None:
-    every = cases() | recurrent_cases()
+    every = cases() | recurrent.recurrent_cases()
     functions = {case.func for case in every.values()}  # type: ignore[attr-defined]
     assert functions == {case.func for case in CASES.values()}  # type: ignore[attr-defined]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -131,7 +100,7 @@ def test_every_kind_of_case_meets_its_contract_and_no_kernel_is_left_out(form: s
     for name, case in CASES.items():
         if (form, name) == ("torch", "experts fp8"):
             continue  # torch's experts are wide or int8
-        result = run_case(case, Bench(cast(Kernels, watched), Once(device), torch.float32, 1e9))
+        result = run_case(case, kernels.Bench(cast(Kernels, watched), Once(device), torch.float32, 1e9))
         assert "error" not in result, (name, result["error"])
         assert "notes" not in result and all(len(row) == 3 for row in result["rows"].values()), name
     assert watched.called == set(operation_stems()) - NOT_IN_THE_TABLE
@@ -139,15 +108,15 @@ def test_every_kind_of_case_meets_its_contract_and_no_kernel_is_left_out(form: s
 
 @pytest.mark.parametrize("lag", [0, 2])
 def test_every_round_is_noted_in_order(lag: int, tmp_path: Path) -> None:
-    def work(engine: Engine) -> tuple[Span, Recorder, bool]:
-        recorder = Recorder.of(engine)
-        start(engine, [(1, 2, 3), (4, 5)], GREEDY, 3)
-        span = run_span(engine, recorder, tokens=9)
-        stop(engine, 2)
+    def work(engine: Engine) -> tuple[times.Span, times.Recorder, bool]:
+        recorder = times.Recorder.of(engine)
+        times.start(engine, [(1, 2, 3), (4, 5)], times.GREEDY, 3)
+        span = times.run_span(engine, recorder, tokens=9)
+        times.stop(engine, 2)
         return span, recorder, engine.has_work
 
     config = config_of(tmp_path, TARGET, ctx=64, slots=2, lag=lag, **CPU)
-    span, recorder, left = with_engine(config, work)
+    span, recorder, left = times.with_engine(config, work)
     assert (span.rounds, span.tokens, len(span.records), left) == (5, 10, 5, False)
     marks = [t for one in recorder.rounds for t in (one.began, one.committed, one.ended)]
     assert marks == sorted(marks) and {one.k for one in recorder.rounds} == {0}
@@ -246,7 +215,7 @@ def test_the_compiled_loop_is_the_same_model_as_transformers(
                 parts = [named[f"{prefix}{name}.weight"] for name in theirs]
                 getattr(block, ours).copy_(torch.cat(parts))
     monkeypatch.setattr(peers_gpu, "PROMPT", 11)
-    prompt = list(random_prompt(11, TARGET.vocab, 0))
+    prompt = list(times.random_prompt(11, TARGET.vocab, 0))
     found = loop.generate(prompt, 20)
     ids = torch.tensor([prompt])
     wanted = model.generate(ids, do_sample=False, max_new_tokens=20)[0, 11:].tolist()
@@ -295,21 +264,6 @@ def test_the_gpu_lane_counts_and_names_what_failed(tmp_path: Path) -> None:
     assert [Path(name).name for name in sorted(found["failed"])] == [f"test_{end}" for end in named]
     assert "assert 3 < 3" in str(found["why"]) and "nothing_at_all" in str(found["why"])
     assert {"test_gpu_texts.py", "test_kernels_skinny_linear.py"} < {path.name for path in lane.test_files()}
-
-
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_published_shapes_are_complete_and_take_no_disk(model: Published, tmp_path: Path) -> None:
-    folder = write_hollow(model, tmp_path)
-    config = read_model_config(folder)
-    with Checkpoint.open(folder) as checkpoint:
-        assert check_weights(checkpoint, config, family_layout(config)) == []
-        assert checkpoint.total_bytes > 5e9
-        source = ModelFolder(folder).mtp_source()
-        assert (source is not None) == (model.modules > 0)
-        if source is not None:
-            check_source(source, checkpoint)
-    file = (folder / "model.safetensors").stat()
-    assert file.st_blocks * 512 < 64 * 2**20 < file.st_size
 
 
 CONFIG = {

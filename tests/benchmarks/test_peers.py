@@ -102,24 +102,13 @@ def test_loads_run_every_worker_that_can_and_counters_are_compared(
     assert counted["acceptance_rate"] == 0.375 and counted["acceptance_length"] == 1.75
 
 
-@pytest.mark.parametrize(
-    ("mode", "words"),
-    [
-        ("no-load", "cannot load this"),
-        ("dies", "died"),
-        ("raises", "lost the thread"),
-        ("short", "gave 23 tokens, not 24"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "words"), [("dies", "died"), ("short", "gave 23 tokens, not 24")])
 def test_a_peer_that_fails_is_left_out_and_named(run_fakes: Runs, mode: str, words: str) -> None:
     status, report = run_fakes([fake("spd-plain"), fake("vllm-plain", mode)], rounds=1)
     assert status == 1 and list(report["entries"]) == ["spd-plain"]
     assert words in report["failures"]["vllm-plain"]
-
-
-def test_speculation_that_changes_tokens_fails_the_command(run_fakes: Runs) -> None:
     status, report = run_fakes([fake("spd-plain"), fake("spd-draft", "differs")], rounds=1)
-    assert status == 1 and report["failures"] == {}
+    assert status == 1 and report["failures"] == {}, "speculation that changes tokens is no success"
 
 
 def test_the_real_worker_answers_and_speculation_changes_nothing(checkpoint: Path, tmp_path: Path) -> None:

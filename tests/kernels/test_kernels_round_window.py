@@ -1,15 +1,17 @@
-"""The round's window against a plain walk over each slot."""
+"""The round's window against a plain walk over each slot, and its clock: which cell is written, and when."""
 
 from __future__ import annotations
 
+import importlib
 import random
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from spd.kernels.round.window import BEGAN, NUM_TIMES, Places, RoundWindow
+from spd.kernels.round.window import BEGAN, COMMITTED, ENDED, NUM_TIMES, VERIFIED, Places, RoundWindow
 
 PAGE, PAGES, MAX_LEN, VOCAB, TRASH = 4, 9, 30, 50, 3
 # Shorter than MAX_LEN by a page, as a page table is that does not cover the last positions.
@@ -153,3 +155,53 @@ def test_the_beginning_is_marked(op: Any, device: str) -> None:
     assert window.num_drafts.tolist() == expected_window(state, 2)["num_drafts"]
     marked = (times != -5).nonzero().tolist()
     assert marked == [[1, BEGAN]] and counter.tolist() == [4]
+
+
+# -- the clock
+
+
+def test_columns_are_apart() -> None:
+    assert sorted((BEGAN, VERIFIED, COMMITTED, ENDED)) == list(range(NUM_TIMES))
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("column", [BEGAN, ENDED])
+@pytest.mark.parametrize("advance", [False, True])
+def test_one_cell_is_marked(op: Any, device: str, depth: int, column: int, advance: bool) -> None:
+    for count in range(2 * depth + 1):
+        times = torch.full((depth, NUM_TIMES), -5, device=device)
+        counter = torch.tensor([count], device=device)
+        op.mark_time(times, counter, column, advance)
+        rows = times.tolist()
+        marked = rows[count % depth][column]
+        rows[count % depth][column] = -5
+        assert rows == [[-5] * NUM_TIMES] * depth
+        # On a GPU the torch form has no clock that a captured graph could read.
+        assert marked >= 0 and (marked > 0 or (device == "cuda" and op.__name__.endswith("window")))
+        assert counter.tolist() == [count + advance]
+
+
+def test_the_host_tells_the_time_where_there_is_no_timer(op: Any, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("the GPU has a timer of its own")
+    times = torch.zeros(2, NUM_TIMES, dtype=torch.int64)
+    counter = torch.zeros(1, dtype=torch.int64)
+    before = time.perf_counter_ns()
+    op.mark_time(times, counter, BEGAN, False)
+    op.mark_time(times, counter, ENDED, True)
+    after = time.perf_counter_ns()
+    assert before <= times[0, BEGAN] <= times[0, ENDED] <= after
+
+
+@pytest.mark.gpu
+def test_the_device_timer_runs_in_nanoseconds() -> None:
+    """Between two marks around a sleeping host lies what the host slept."""
+    op = importlib.import_module("spd.kernels.round.window_triton")
+    times = torch.zeros(1, NUM_TIMES, dtype=torch.int64, device="cuda")
+    counter = torch.zeros(1, dtype=torch.int64, device="cuda")
+    op.mark_time(times, counter, BEGAN, False)
+    torch.cuda.synchronize()
+    time.sleep(0.05)
+    op.mark_time(times, counter, ENDED, True)
+    took = int(times[0, ENDED] - times[0, BEGAN])
+    assert 45e6 < took < 5e9
