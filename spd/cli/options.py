@@ -62,18 +62,22 @@ def parse_size(text: str) -> int:
 
 
 def model_names(incomplete: str) -> list[str]:
-    """What TAB offers for a model: the demo and what the local cache holds; never an error."""
+    """What TAB offers for a model: the demos and what the local cache holds; never an error."""
+    from spd.formats.demo import DEMOS
+
     try:
         from spd.formats.hub import list_cached_models
 
-        return sorted({"demo", *list_cached_models()})
+        return sorted({*DEMOS, *list_cached_models()})
     except Exception:
-        return ["demo"]
+        return list(DEMOS)
 
 
 def cached_names(incomplete: str) -> list[str]:
     """What TAB offers for a model to remove."""
-    return [name for name in model_names(incomplete) if name != "demo"]
+    from spd.formats.demo import DEMOS
+
+    return [name for name in model_names(incomplete) if name not in DEMOS]
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class ModelOptions:
             envvar="SPD_MODEL",
             autocompletion=model_names,
             metavar="MODEL",
-            help="A folder, org/name in the Hugging Face cache, or demo.",
+            help="A folder, org/name in the Hugging Face cache, demo or demo-hybrid.",
         ),
     ] = "demo"
     device: Annotated[str, _model(metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")] = "auto"
@@ -406,7 +410,7 @@ class InspectOptions(CommonOptions):
             metavar="MODEL",
             envvar="SPD_MODEL",
             autocompletion=model_names,
-            help="A folder, org/name, or demo.",
+            help="A folder, org/name, demo or demo-hybrid.",
         ),
     ] = "demo"
     draft: Annotated[

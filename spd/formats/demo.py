@@ -1,13 +1,16 @@
-"""Where the embedded demo lies: a tiny trained target, and a small draft and an EAGLE-3 head inside it."""
+"""Where the embedded demos lie: tiny trained targets. Inside the first: a small draft and an EAGLE-3 head."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
 
+DEMOS = ("demo", "demo-hybrid")
+"""Their names, which are models wherever one is asked for. They have one tokenizer."""
 
-def demo_folder() -> Path:
-    return Path(__file__).parent / "demo"
+
+def demo_folder(name: str = "demo") -> Path:
+    return Path(__file__).parent / name
 
 
 def demo_draft_folder() -> Path:

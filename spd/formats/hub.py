@@ -1,4 +1,4 @@
-"""From what a person types to a model folder: a path, `demo`, or `org/name` in the local cache.
+"""From what a person types to a model folder: a path, an embedded demo, or `org/name` in the local cache.
 
 Never touches the network. Follows the cache layout of huggingface_hub (`models--org--name/refs`,
 `snapshots`); this is the only module of the room that reads the environment.
@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from spd.errors import NotFoundError, UsageError
-from spd.formats.demo import demo_folder
+from spd.formats.demo import DEMOS, demo_folder
 from spd.formats.json_file import listed, shown
 
-DEMO = "demo"
+DEMO = DEMOS[0]
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _REPOSITORY = re.compile(rf"(?!.*(?:\.\.|--|(?i:\.gguf)$))(?:{_WORD}/)?{_WORD}")
 _REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*")
@@ -55,15 +55,15 @@ def resolve_model(reference: str, revision: str | None = None) -> Path:
         why = f"{reference}: is an address; a model on the hub is named org/name"
         raise UsageError(why, fix=[f"spd pull {name}", f"-m {name}"])
     path = Path(os.path.expanduser(reference))
-    is_demo = reference == DEMO  # whatever lies in the working directory: ./demo is a folder
+    is_demo = reference in DEMOS  # whatever lies in the working directory: ./demo is a folder
     if is_demo or os.path.lexists(path) or not _REPOSITORY.fullmatch(reference):
         if revision is not None:
             raise UsageError(f"{reference}: a revision belongs to a model named org/name, not to a folder")
         if not is_demo:
             return _local_folder(path)
-        folder = demo_folder()
+        folder = demo_folder(reference)
         if not (folder / "config.json").is_file():
-            raise NotFoundError(f"{DEMO}: this installation of spd lacks its embedded model ({folder})")
+            raise NotFoundError(f"{reference}: this installation of spd lacks its embedded model ({folder})")
         return folder
     return _cached_snapshot(reference, revision)
 
@@ -85,8 +85,8 @@ def check_repository_name(name: str, revision: str | None = None) -> None:
     """
     if _ADDRESS.fullmatch(name) or name.lower().endswith(".gguf"):
         resolve_model(name)  # which says what it is
-    if name == DEMO:
-        raise UsageError(f"{DEMO}: is built in: there is nothing to download or remove", fix=[f"-m {DEMO}"])
+    if name in DEMOS:
+        raise UsageError(f"{name}: is built in: there is nothing to download or remove", fix=[f"-m {name}"])
     if not _REPOSITORY.fullmatch(name):
         raise UsageError(f"{shown(name)}: is not the name of a model on the hub", fix=["org/name"])
     if revision is not None and not _REVISION.fullmatch(revision):

@@ -1,4 +1,4 @@
-"""The command line around the real engine and the embedded demo: few runs, since each loads a model."""
+"""The command line around the real engine and the embedded demos: few runs, since each loads a model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from spd.formats.demo import demo_folder
+from spd.formats.demo import DEMOS, demo_folder
 
 ROOT = Path(__file__).resolve().parents[2]
+PROMPT = r"prompt +([\d,]+) tok \((\d+) cached, (\d+) new\)"
 RAW = ["generate", "--raw", "--ctx", "512", "-n", "24", "--seed", "7", "def read_lines(path):"]
 
 pytestmark = [
@@ -24,13 +25,19 @@ pytestmark = [
 ]
 
 
-def test_the_text_is_the_same_with_each_method(spd_run: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "methods"),
+    [("demo", ("off", "draft", "eagle3", "ngram")), ("demo-hybrid", ("off", "mtp", "draft", "ngram"))],
+)
+def test_the_text_is_the_same_with_each_method(
+    spd_run: Callable, tmp_path: Path, model: str, methods: tuple[str, ...]
+) -> None:
     replies: dict[str, list[object]] = {}
-    for spec in ("off", "draft", "eagle3", "ngram"):
+    for spec in methods:
         fixed = [] if spec == "off" else ["--no-adaptive", "--draft-max", "3"]
         trace = tmp_path / spec
         how = ["--temperature", "0.8", "--spec", spec, *fixed, "--logprobs", "2", "--trace", trace]
-        ran = spd_run(*RAW, *how, "--json")
+        ran = spd_run(*RAW, "-m", model, *how, "--json")
         assert ran.code == 0, ran
         shown = ran.json
         replies[spec] = [shown[key] for key in ("text", "token_ids", "finish_reason", "logprobs")]
@@ -44,7 +51,7 @@ def test_the_text_is_the_same_with_each_method(spd_run: Callable, tmp_path: Path
         assert counts["method"] == spec == shown["plan"]["spec"]
         _, *records = [json.loads(line) for line in trace.read_text().splitlines()]
         assert [token for record in records for token in record["committed"]] == shown["token_ids"]
-    assert replies["off"] == replies["draft"] == replies["eagle3"] == replies["ngram"]
+    assert all(reply == replies["off"] for reply in replies.values())
 
 
 def chat_file(tmp_path: Path, name: str) -> list[dict]:
@@ -53,15 +60,16 @@ def chat_file(tmp_path: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.parametrize("model", DEMOS)
 def test_a_chat_prefills_only_what_is_new_and_the_text_does_not_depend_on_it(
-    spd_run: Callable, tmp_path: Path
+    spd_run: Callable, tmp_path: Path, model: str
 ) -> None:
     first, second = "What does os.path.join do?", "And what does os.path.split do, in a few words?"
-    how = ["chat", "--ctx", "1024", "-n", "40", "--seed", "7", "--temperature", "0.8"]
+    how = ["chat", model, "--ctx", "1024", "-n", "40", "--seed", "7", "--temperature", "0.8"]
     lines = f"{first}\n/stats full\n{second}\n/stats full\n".encode()
     ran = spd_run(*how, "-c", "a", stdin=lines)
     assert ran.code == 0, ran
-    found = re.findall(r"prompt +([\d,]+) tok \((\d+) cached, (\d+) new\)", ran.err)
+    found = re.findall(PROMPT, ran.err)
     (prompt, none, _), (longer, cached, new) = [tuple(map(int, counts)) for counts in found]
     turns = chat_file(tmp_path, "a")[1:]
     generated = len(turns[0]["reply_ids"])
@@ -72,6 +80,28 @@ def test_a_chat_prefills_only_what_is_new_and_the_text_does_not_depend_on_it(
         spd_run(*how, "-c", name, "--spec", spec, stdin=f"{first}\n".encode())
         spd_run(*how, "-c", name, "--spec", spec, stdin=f"{second}\n".encode())
         assert chat_file(tmp_path, name)[1:] == turns, "the text came from cached keys or from a fresh start"
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_turns_of_a_hybrid_taken_back_go_on_from_checkpoints(
+    spd_run: Callable, tmp_path: Path, lag: int
+) -> None:
+    """Ten turns write what is new; a reply said again and a turn taken back find their prompt's states."""
+    asked = [
+        f"What does {name} do?" for name in ("len", "sorted", "zip", "any", "sum", "abs", "min", "max", "id")
+    ]
+    lines = [line for text in asked for line in (text, "/stats full")]
+    lines += ["/regen", "/stats full", "/undo", "What does bool do?", "/stats full"]
+    how = ["chat", "demo-hybrid", "--ctx", "2048", "-n", "24", "--seed", "3", "--lag", str(lag), "-c", "a"]
+    ran = spd_run(*how, stdin="\n".join(lines).encode() + b"\n")
+    assert ran.code == 0, ran
+    found = [tuple(int(n.replace(",", "")) for n in counts) for counts in re.findall(PROMPT, ran.err)]
+    *turns, again, other = found
+    replies = [len(turn["reply_ids"]) for turn in chat_file(tmp_path, "a")[1:]]
+    for (before, *_), reply, (prompt, cached, new) in zip(turns, replies, turns[1:], strict=False):
+        assert cached == before + reply - 1 and new == prompt - cached
+    assert again[1] == turns[-1][0] - 1 == again[0] - 1
+    assert other[1] == turns[-2][0] + replies[-2] - 1
 
 
 @pytest.mark.slow

@@ -53,8 +53,8 @@ standard library do and continues Python code after a fashion.
   License), without its tests: {files} files for training, {held} held out by top-level module, near
   duplicates removed, and questions about {answers:,} documented functions made from their docstrings.
   SHA-256 `{corpus}`.
-- **Training** (`tests/recipes/train_demo.py --model hybrid`): plain torch in float32 on one CPU core that
-  other work shared. The target and its MTP layer learned together from {tokens:,} tokens, the MTP
+- **Training** (`tests/recipes/train_demo.py --model hybrid`): plain torch, products in bfloat16, on one CPU
+  core that other work shared. The target and its MTP layer learned together from {tokens:,} tokens, the MTP
   layer alone from {mtp_tokens:,} more, unrolled up to three steps over its own states. Curves and commands
   are in `training.json`.
 - **Held out**: {bits:.3f} bits a byte. Of the MTP layer's first choices, {acceptance} are the target's at

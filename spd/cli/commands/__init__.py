@@ -21,7 +21,7 @@ from spd.cli.options import CommonOptions, Session, as_utf8, read_settings
 
 ROOT_HELP = """Run a language model from its Hugging Face folder, faster, without changing a token.
 
-Standard output carries the answer, standard error everything else. The model `demo` is built in.
+Standard output carries the answer, standard error everything else. `demo` and `demo-hybrid` are built in.
 --json, --color, -q and -v may stand before the command too.
 """
 

@@ -145,7 +145,7 @@ def ls(session: Session, options: ListOptions) -> None:
         sink.write(to_json({"schema": "spd.ls/1", "models": models}) + "\n")
         return
     if not models:
-        tell("no model is in the cache; spd pull org/name downloads one, demo is built in")
+        tell("no model is in the cache; spd pull org/name downloads one, demo and demo-hybrid are built in")
         return
     rows = [("MODEL", "SIZE", "DTYPE", "ARCHITECTURE", "MTP", "RUNS")]
     for model in models:

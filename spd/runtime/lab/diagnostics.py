@@ -199,15 +199,14 @@ def hugging_face_cache() -> Finding:
 
 
 def demo_files() -> Finding:
-    """Whether the embedded demo is there, every file as it was published."""
-    from spd.formats.demo import demo_faults, demo_folder
+    """Whether the embedded demos are there, every file as it was published."""
+    from spd.formats.demo import DEMOS, demo_faults, demo_folder
 
-    folder = demo_folder()
-    faults = demo_faults(folder)
-    facts = {"folder": str(folder), "faults": faults}
+    faults = [fault for name in DEMOS for fault in demo_faults(demo_folder(name))]
+    facts = {"folder": str(demo_folder()), "faults": faults}
     if faults:
         return Finding(FAILED, "; ".join(faults), ("install spd again",), facts)
-    return Finding(OK, "embedded model and its draft, every file's hash as recorded", (), facts)
+    return Finding(OK, "embedded models and a draft, every file's hash as recorded", (), facts)
 
 
 def torch_build() -> Finding:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spd.errors import IncompatibleError, SpdError, UsageError
-from spd.formats.demo import demo_draft_folder, demo_eagle3_folder, demo_folder
+from spd.formats.demo import DEMOS, demo_draft_folder, demo_eagle3_folder, demo_folder
 from spd.formats.eagle3 import EMBEDDING
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import ModelConfig, refuse_head
@@ -54,9 +54,9 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
         if isinstance(found, Drafter):
             return found
         why = found
-    if draft is None and target.path == demo_folder():
+    if draft is None and target.path in map(demo_folder, DEMOS):
         own = demo_eagle3_folder() if method == "eagle3" else demo_draft_folder()
-        draft = ModelFolder(own) if own.exists() else None
+        draft = ModelFolder(own) if method != "eagle3" or target.path == own.parent else None
     if draft is None:
         if method == "eagle3":
             raise UsageError("--spec eagle3 needs a head", fix=["--draft-model FOLDER of an EAGLE-3 head"])
