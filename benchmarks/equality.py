@@ -179,7 +179,9 @@ def main(arguments: list[str] | None = None) -> int:
         "tp": asked.tp,
     }
     kept = json.loads(asked.out.read_text()) if asked.out is not None and asked.out.exists() else {}
-    rows: dict[str, Any] = kept.get("cells", {}) if {**kept, "cells": 0} == {**head, "cells": 0} else {}
+    rows: dict[str, Any] = {}
+    if all(kept.get(key) == value for key, value in head.items() if key != "changed"):
+        head, rows = {key: kept[key] for key in head}, kept["cells"]  # FILE itself is a change
     every = {name: wishes for name, wishes in cells(asked, folder) if fnmatch(name, asked.only)}
     right: dict[str, tuple[list[Request], list[Text]]] = {}
     for name, wishes in every.items():

@@ -122,7 +122,7 @@ def _cached_snapshot(name: str, revision: str | None) -> Path:
     folder = cached_folder(name)
     snapshots = _names(folder / "snapshots")
     if not snapshots:
-        short = {model.rpartition("/")[2].lower(): model for model in [*list_cached_models(), DEMO]}
+        short = {model.rpartition("/")[2].lower(): model for model in [*list_cached_models(), *DEMOS]}
         near = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)
         close, full = short[near[0]] if near else None, name if "/" in name else f"ORG/{name}"
         why = "it is not in the local cache" if full == name else f"a model on the hub is named {full}"
