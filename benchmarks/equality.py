@@ -6,7 +6,8 @@
 What is right is plain decoding of each request alone, without cached prefixes. A cell runs the same requests
 speculated with one drafter and k: at each lag 16 together in a cache that is too small for them, so that some
 are interrupted, and every sixth alone. Of three requests the second begins as the first, and the third is the
-next turn of its chat: prefixes are found. Drafts and accepted counts must be the same at every lag.
+next turn of its chat: prefixes are found. Drafts and accepted counts must be the same at every lag for requests
+that nothing interrupted.
 
 FILE keeps finished cells, by commit, processor and model; a later call goes on with what is missing. Exits 0
 where nothing differs, 6 where something does, 7 where --minutes left cells.
@@ -58,6 +59,8 @@ class Text:
     tokens: list[int] = field(default_factory=list)
     drafts: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     finish: str | None = None
+    interrupted: int = 0
+    cached: int = 0
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> list[Text]:
@@ -67,6 +70,9 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[Text]:
     for event in engine.stream(requests):
         made[event.request_id].tokens += event.token_ids
         made[event.request_id].finish = event.finish_reason
+    for name, text in made.items():
+        told = engine.metrics(name)
+        text.interrupted, text.cached = told.preemptions, told.cached_tokens
     return list(made.values())
 
 
@@ -135,13 +141,15 @@ def run_cell(wishes: dict[str, Any], requests: Sequence[Request], wanted: Sequen
             row["differ"] += differing(texts, right) + sum(
                 t.finish != w.finish for t, w in zip(texts, right, strict=True)
             )
-            told = [engine.metrics(one.id) for one in some]
-            row["interrupted"] += sum(each.preemptions for each in told)
-            row["cached"] += sum(each.cached_tokens for each in told)
+            row["interrupted"] += sum(text.interrupted for text in texts)
+            row["cached"] += sum(text.cached for text in texts)
             engine.close()
             if some is requests:
                 first = first or texts
-                row["drafts_differ"] += sum(a.drafts != b.drafts for a, b in zip(texts, first, strict=True))
+                row["drafts_differ"] += sum(
+                    a.drafts != b.drafts and not a.interrupted + b.interrupted
+                    for a, b in zip(texts, first, strict=True)
+                )
     row["drafted"] = sum(len(drafts) for text in first for drafts, _ in text.drafts)
     row["accepted"] = sum(count for text in first for _, count in text.drafts)
     return {**row, "seconds": round(time.monotonic() - began, 1)}
