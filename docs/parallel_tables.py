@@ -15,9 +15,9 @@ from spd.runtime.plan import rank_choice as cost
 
 SIZES = (1, 2, 4, 8, 16)
 LINKS = {
-    "NVLink": cost.Speeds(cost.GPU_READ, 10e-6, 360e9),
+    "NVLink": cost.Speeds(cost.PCIE.read_rate, 10e-6, 360e9),
     "PCIe": cost.PCIE,
-    "two nodes": cost.Speeds(cost.GPU_READ, 40e-6, 40e9),
+    "two nodes": cost.Speeds(cost.PCIE.read_rate, 40e-6, 40e9),
 }
 """Latencies are assumed; rates are 0.8 of one direction of 450 GB/s (NVLink 4) and of 50 GB/s (PCIe 5.0 x16
 after its protocol; NDR InfiniBand, 400 Gb/s)."""
@@ -134,7 +134,7 @@ def draft_table() -> Iterator[str]:
     }
     drafters["DeepSeek-V3's MTP"] = (DEEPSEEK, family_layout(DEEPSEEK).layers[-1])
     for name, (config, module) in drafters.items():
-        possible = cost.possible_sizes(family_layout(config).layers, config.vocab_size, SIZES[-1])
+        possible = cost.possible_sizes(config, SIZES)
         for link, speeds in LINKS.items():
             times = {
                 size: 1000 * cost.draft_seconds(speeds, config, WIDTH, size, SIZES[-1], module)

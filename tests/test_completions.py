@@ -103,9 +103,9 @@ def test_bash_offers_what_fits(bash_complete) -> None:
 
 
 def test_bash_offers_models(bash_complete) -> None:
-    assert bash_complete("spd", "generate", "-m", "") == ["Qwen/Qwen3-0.6B", "demo", "gpt2"]
+    assert bash_complete("spd", "generate", "-m", "") == ["Qwen/Qwen3-0.6B", "demo", "demo-hybrid", "gpt2"]
     assert bash_complete("spd", "generate", "-m", "Qwen/Qwen3-0") == ["Qwen/Qwen3-0.6B"]
-    assert bash_complete("spd", "inspect", "--draft", "de") == ["demo"]
+    assert bash_complete("spd", "inspect", "--draft", "de") == ["demo", "demo-hybrid"]
 
 
 def test_bash_leaves_files_to_the_shell(bash_complete) -> None:

@@ -20,8 +20,9 @@ from benchmarks.gpu_suite.end_to_end import READ_GIB, attempt
 from benchmarks.gpu_suite.graph_timer import free_memory
 from benchmarks.gpu_suite.room import needed_bytes, plan_anyway, usable_bytes
 from benchmarks.gpu_suite.round_times import Load, Recorder, measure_load, with_engine
+from spd.formats.folder import ModelFolder
 from spd.formats.model_config import read_model_config
-from spd.formats.mtp import FAMILIES, MtpLayout
+from spd.formats.mtp import FAMILIES, MtpLayout, MtpSource
 from spd.runtime import Engine, EngineConfig
 from spd.runtime.models import family_layout
 from spd.runtime.models.layouts import MoeLayout
@@ -167,7 +168,7 @@ def write_hollow(model: Published, parent: Path) -> Path:
         family = next(each for each in FAMILIES if each.name == model.family())
         head = MtpLayout(family, model.modules, config.num_layers)
         for module in range(model.modules):
-            shapes |= head.glue_tensors(module, config.hidden_size)
+            shapes |= MtpSource(ModelFolder(folder), head, config).glue_tensors(module)
             for destination in module_layer(config, family).destinations():
                 own = {head.layer_prefix(module) + part.name: part.shape for part in destination.parts}
                 shapes |= own

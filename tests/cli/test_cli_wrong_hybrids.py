@@ -77,9 +77,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", CONFIGS)
-def test_a_wrong_key_is_named(
-    fault: str, tmp_path: Path, spd_run: Callable, assert_refused: Callable
-) -> None:
+def test_a_wrong_key_is_named(fault: str, tmp_path: Path, spd_run: Callable) -> None:
     changed, words = CONFIGS[fault]
     folder = write(tmp_path, DENSE, **changed)
     for name, argv in COMMANDS.items():

@@ -25,7 +25,7 @@ from spd.kernels.round import window as round_window
 from spd.kernels.round.commit import coupled_verify, first_sample
 from spd.kernels.sampling import sampling
 from spd.kernels.sampling.sampling import SamplingTensors
-from spd.runtime.engine.scheduler import Scheduler
+from spd.runtime.engine.engine import Engine
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.sampler import Sampler
@@ -372,4 +372,13 @@ def pauses_begin_late(patch: Patch) -> None:
 
 
 def occupants_look_alike(patch: Patch) -> None:
-    patch.setattr(Scheduler, "next_epoch", lambda self: 1)
+    read = Engine._read_oldest
+
+    def changed(self: Engine) -> None:
+        slots, oldest = self._scheduler.slots, self._scheduler.in_flight[0]
+        present = [slots[sequence.slot] or sequence for sequence in oldest.sequences]
+        epochs = [sequence.epoch for sequence in present]
+        self._scheduler.in_flight[0] = oldest._replace(sequences=present, epochs=epochs)
+        read(self)
+
+    patch.setattr(Engine, "_read_oldest", changed)

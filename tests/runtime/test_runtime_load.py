@@ -260,7 +260,9 @@ def test_the_plan_leaves_no_auto(tiny: Callable[..., Path]) -> None:
 
 def test_what_does_not_fit_names_the_flags(tiny: Callable[..., Path]) -> None:
     with pytest.raises(ResourceError) as caught:
-        make_plan(EngineConfig(model=tiny("qwen3", max_positions=2**20), slots=1024, ctx=2**20))
+        make_plan(
+            EngineConfig(model=tiny("qwen3", max_positions=2**20), kernels="torch", slots=1024, ctx=2**20)
+        )
     assert any("--ctx" in line for line in caught.value.fix) and "GiB" in caught.value.reason[0]
 
 

@@ -236,7 +236,7 @@ def test_an_automatic_context_is_the_longest_that_fits(tiny: Shelf, monkeypatch:
 
 def test_pages_give_way_before_an_automatic_context(tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several slots: as many pages as fit, one request's at least, and only then a shorter context."""
-    wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32", slots=4)
+    wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32", kernels="torch", slots=4)
     pretend_free(monkeypatch, 2**40)
     whole = make_plan(wishes)
     assert (whole.shape.ctx, whole.shape.num_pages) == (8192, num_pages(8192, 4))
@@ -323,7 +323,7 @@ def test_the_memory_fraction_is_advised_where_it_would_do() -> None:
 
 def test_following_the_advice_leads_to_a_plan(tiny: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny("qwen3", max_positions=65536, hidden=128)
-    wishes = {"model": folder, "dtype": "float32", "slots": 8, "ctx": 60000}
+    wishes = {"model": folder, "dtype": "float32", "kernels": "torch", "slots": 8, "ctx": 60000}
     pretend_free(monkeypatch, 89 * 2**20)
     with pytest.raises(ResourceError) as caught:
         make_plan(EngineConfig(**wishes))

@@ -43,7 +43,8 @@ SHAPE: dict[str, Any] = {
     "intermediate": 64,
     "max_positions": 1024,
 }
-WISHES: dict[str, Any] = {"threads": 1, "dtype": "float32", "ctx": 256, "adaptive": False, "ngram_min": 1}
+WISHES: dict[str, Any] = {"threads": 1, "dtype": "float32", "kernels": "torch", "ctx": 256}
+WISHES |= {"adaptive": False, "ngram_min": 1}
 Texts = list[tuple[int, ...]]
 
 

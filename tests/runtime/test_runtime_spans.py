@@ -136,8 +136,8 @@ def test_a_cache_hit_cuts_no_chunk(
     """Wherever a later span begins, what a hit leaves to do runs through the programs of a miss."""
     model = write_tiny(tmp_path, vocab=61, tokenizer=False, layers=1)
     text = torch.randint(61, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    engine = Engine(EngineConfig(model=model, threads=1, dtype="float32", ctx=512, spec="off"))
-    cached = []
+    wishes: dict[str, Any] = {"threads": 1, "dtype": "float32", "kernels": "torch", "ctx": 512, "spec": "off"}
+    engine, cached = Engine(EngineConfig(model=model, **wishes)), []
     for length in (290, 150, 220, 290):
         forwards.clear()
         spans = [("prompt", first_span), ("prompt", length - first_span)]
