@@ -157,7 +157,11 @@ def family_cells(shelf: Shelf, prompts: list[str]) -> Iterator[Cell]:
     """Every tiny checkpoint in each arithmetic: plain, by lookup, as its own draft, and with its head."""
     few = [prompts[n % len(prompts)][:size] for n, size in enumerate((400, 30, 250, 90, 3))]
     for name, (folder, head) in shelf.items():
-        more = ("--quantize int8", "--tp 2") if name in ("llama2", "deepseek_v3", "mtp-mimo-qwen3") else ()
+        more = (
+            ("--quantize int8", "--kernels torch --tp 2")
+            if name in ("llama2", "deepseek_v3", "mtp-mimo-qwen3")
+            else ()
+        )
         for form in (*FORMS[: 3 if OLD_NATIVE else 2], *(f"{each} {ALIKE}" for each in more)):
             base = f"generate -m {folder} --threads 1 -n 24 --ignore-eos --seed 3 {form}"
             runs = [batch(f"{base} --temperature 0 --spec off", few, {"logprobs": 3})]
