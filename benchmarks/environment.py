@@ -14,8 +14,11 @@ __all__ = ("ROOT", "ForeignLoad", "describe_commit", "describe_machine")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def describe_commit() -> dict[str, Any]:
-    """Return the commit of the working tree and whether it was changed; None where git says nothing."""
+def describe_commit(*paths: str) -> dict[str, Any]:
+    """Return the commit of the working tree and whether it, or what is at `paths`, was changed.
+
+    None where git says nothing.
+    """
 
     def git(*arguments: str) -> str | None:
         try:
@@ -24,7 +27,7 @@ def describe_commit() -> dict[str, Any]:
             return None
         return run.stdout.strip()
 
-    status = git("status", "--porcelain")
+    status = git("status", "--porcelain", "--", *paths)
     return {"commit": git("rev-parse", "HEAD"), "changed": None if status is None else bool(status)}
 
 

@@ -181,15 +181,19 @@ def main(arguments: list[str] | None = None) -> int:
     folder, end = resolve_model(asked.model), time.monotonic() + 60 * asked.minutes
     head = {
         "schema": SCHEMA,
-        **describe_commit(),
+        **describe_commit("spd", "benchmarks/equality.py"),
         "machine": describe_machine(),
+    }
+    head |= {
         "model": folder.name,
+        "draft_model": asked.draft_model and asked.draft_model.name,
         "tp": asked.tp,
     }
+    head |= {"requests": asked.requests, "tokens": asked.tokens}
     kept = json.loads(asked.out.read_text()) if asked.out is not None and asked.out.exists() else {}
     rows: dict[str, Any] = {}
-    if all(kept.get(key) == value for key, value in head.items() if key != "changed"):
-        head, rows = {key: kept[key] for key in head}, kept["cells"]  # FILE itself is a change
+    if not head["changed"] and all(kept.get(key) == value for key, value in head.items()):
+        rows = kept["cells"]
     every = {name: wishes for name, wishes in cells(asked, folder) if fnmatch(name, asked.only)}
     right: dict[str, tuple[list[Request], list[Text]]] = {}
     for name, wishes in every.items():

@@ -49,7 +49,9 @@ def resolve_model(reference: str, revision: str | None = None) -> Path:
     `CheckpointError` for what is something else.
     """
     if not reference.strip() or "\0" in reference:
-        raise UsageError(f"{shown(reference)}: is not a model: give a folder, org/name or {DEMO}")
+        raise UsageError(
+            f"{shown(reference)}: is not a model: give a folder, org/name or {' or '.join(DEMOS)}"
+        )
     if address := _ADDRESS.fullmatch(reference):
         name = address[1] + (f" --revision {address[2]}" if address[2] not in (None, "main") else "")
         why = f"{reference}: is an address; a model on the hub is named org/name"

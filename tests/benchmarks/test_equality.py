@@ -18,11 +18,13 @@ def test_nothing_differs_and_a_later_call_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "found.json"
+    monkeypatch.setattr(equality, "describe_commit", lambda *paths: {"commit": "c", "changed": False})
     assert equality.main([*CELL, "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text())["cells"].values()
     assert row["tokens"] == 3 * 7 * 8 and row["differ"] == 0 and row["drafted"]
-    monkeypatch.setattr(equality, "run_cell", None)
+    monkeypatch.setattr(equality, "run_cell", lambda *given: dict(row, differ=1))
     assert equality.main([*CELL, "--out", str(out)]) == 0
+    assert equality.main([*CELL, "--tokens", "9", "--out", str(out)]) == 6, "other cells"
     assert equality.main([*CELL, "--minutes", "0"]) == 7
 
 

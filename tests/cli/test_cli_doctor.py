@@ -110,7 +110,10 @@ def test_what_hangs_on_a_failure_is_not_asked(spd_run: Callable, monkeypatch: py
     monkeypatch.setattr(spd.formats.demo, "demo_faults", lambda folder: ["model.safetensors: gone"])
     ran = spd_run("doctor", "--quick", "--json")
     assert ran.code == 1
-    assert one(ran.json, "demo")["line"] == "model.safetensors: gone" and one(ran.json, "demo")["fix"]
+    assert (
+        one(ran.json, "demo")["line"] == "demo/model.safetensors: gone; demo-hybrid/model.safetensors: gone"
+        and one(ran.json, "demo")["fix"]
+    )
     assert one(ran.json, "plan")["line"] == "not checked, because demo failed"
     assert Step("x", lambda: Finding(OK, "asked"), ("y",)).run({"y": Finding(WARNING, "")}).line == "asked"
 

@@ -32,7 +32,7 @@ SUPPORTED: Mapping[str, tuple[str, str | None]] = MappingProxyType(
         "triton": ("3.5", None),
         "safetensors": ("0.5", None),
         "tokenizers": ("0.21", None),
-        "huggingface_hub": ("1.0", None),
+        "huggingface_hub": ("1.1", None),
         "typer": ("0.27", "0.29"),
         "rich": ("13.9", None),
         "jinja2": ("3.1.6", None),
@@ -192,7 +192,7 @@ def hugging_face_cache() -> Finding:
     folder = cache_folder()
     facts = {"folder": str(folder), "models": list_cached_models()}
     if not folder.exists():
-        return Finding(OK, f"{folder} is not there yet: only folders and the demo can be used", (), facts)
+        return Finding(OK, f"{folder} is not there yet: only folders and the demos can be used", (), facts)
     if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
         return Finding(FAILED, f"{folder} cannot be read", (f"make {folder} a folder you can read",), facts)
     return Finding(OK, f"{folder} · {len(facts['models'])} models", (), facts)
@@ -202,11 +202,11 @@ def demo_files() -> Finding:
     """Whether the embedded demos are there, every file as it was published."""
     from spd.formats.demo import DEMOS, demo_faults, demo_folder
 
-    faults = [fault for name in DEMOS for fault in demo_faults(demo_folder(name))]
+    faults = [f"{name}/{fault}" for name in DEMOS for fault in demo_faults(demo_folder(name))]
     facts = {"folder": str(demo_folder()), "faults": faults}
     if faults:
         return Finding(FAILED, "; ".join(faults), ("install spd again",), facts)
-    return Finding(OK, "embedded models and a draft, every file's hash as recorded", (), facts)
+    return Finding(OK, "embedded models, a draft and a head, every file's hash as recorded", (), facts)
 
 
 def torch_build() -> Finding:

@@ -56,7 +56,8 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
         why = found
     if draft is None and target.path in map(demo_folder, DEMOS):
         own = demo_eagle3_folder() if method == "eagle3" else demo_draft_folder()
-        draft = ModelFolder(own) if method != "eagle3" or target.path == own.parent else None
+        fits = own.exists() and (method != "eagle3" or target.path == own.parent)
+        draft = ModelFolder(own) if fits else None
     if draft is None:
         if method == "eagle3":
             raise UsageError("--spec eagle3 needs a head", fix=["--draft-model FOLDER of an EAGLE-3 head"])
