@@ -168,7 +168,7 @@ def test_words_that_are_no_model(cache: Path, reference: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "reference", ["./nothing", "/nothing/at/all", "../x", "a/b/c", "a--b/c", "o/..", "~nobody/x", "x" * 5000]
+    "reference", ["./nothing", "/nothing/at/all", "../x", "a/b/c", "a--b/c", "o/..", "~daemon/x", "x" * 5000]
 )
 def test_paths_that_are_not_there(cache: Path, reference: str) -> None:
     with pytest.raises(NotFoundError) as caught:

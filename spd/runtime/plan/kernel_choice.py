@@ -32,7 +32,7 @@ def native_obstacle(machine: Machine, dtype: str, quantize: str, layers: Iterabl
     if not machine.on_cpu:
         return "they are a CPU's"
     if dtype not in DTYPE_FLAGS:
-        return f"they know no {dtype}"
+        return f"they multiply {' and '.join(DTYPE_FLAGS)}, not {dtype}"
     if quantize != "none":
         return f"they know no {quantize} weights"
     blocks = (layer.attention for layer in layers)
