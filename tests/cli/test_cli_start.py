@@ -64,7 +64,7 @@ def loaded_after(*argv: str, run: str = "from spd.__main__ import main\nmain()",
         ("ls", {"HF_HUB_CACHE": "CACHE"}, "Qwen/Qwen3-0.6B", LIGHT),
         ("", QUESTION, "--json\n", HEAVY | BODIES - {"spd.cli.commands.models", COMPLETIONS}),
         ("", OF_COMMANDS, "\n".join(COMMANDS) + "\n", HEAVY | BODIES - {COMPLETIONS}),
-        ("", OF_MODELS, "Qwen/Qwen3-0.6B\ndemo\n", HEAVY),
+        ("", OF_MODELS, "Qwen/Qwen3-0.6B\ndemo\ndemo-hybrid\n", HEAVY),
     ],
 )
 def test_what_is_loaded(
