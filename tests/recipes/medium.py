@@ -6,7 +6,7 @@ Its acceptance is natural to these two folders and says nothing about a trained 
 and equality. Deterministic; importing nothing from `spd`. Run it from the repository root:
 
     python tests/recipes/medium.py OUT            writes OUT and OUT/draft
-    python tests/recipes/medium.py OUT --hybrid   writes a hybrid of that size, as Qwen3.5, with an MTP layer
+    python tests/recipes/medium.py OUT --hybrid   both as Qwen3.5, OUT with an MTP layer
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.recipes.tiny import QWEN3, write_json, write_tensors, write_tiny
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
 DRAFT_LAYERS = 2
+HYBRID_DRAFT_LAYERS = 4  # three of gated DeltaNet and one of attention
 DAMPING = 0.03
 SHAPE: dict[str, Any] = {
     "hidden": 1024,
@@ -81,11 +82,15 @@ def write_medium_draft(folder: Path, source: Path, layers: int = DRAFT_LAYERS) -
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["num_hidden_layers"] = layers
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:layers]
+    config.pop("mtp_num_hidden_layers", None)
     write_json(folder / "config.json", config)
     kept = {
         name: tensor
         for name, tensor in load_file(source / "model.safetensors").items()
-        if not name.startswith("model.layers.") or int(name.split(".")[2]) < layers
+        if not name.startswith("mtp.")
+        and (not name.startswith("model.layers.") or int(name.split(".")[2]) < layers)
     }
     write_tensors(folder, kept)
     for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -103,6 +108,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.hybrid:
         print(write_medium_hybrid(options.out, options.dtype, options.seed))
-        raise SystemExit
-    print(write_medium(options.out, options.dtype, options.seed, damping=options.damping))
-    print(write_medium_draft(options.out / "draft", options.out))
+    else:
+        print(write_medium(options.out, options.dtype, options.seed, damping=options.damping))
+    layers = HYBRID_DRAFT_LAYERS if options.hybrid else DRAFT_LAYERS
+    print(write_medium_draft(options.out / "draft", options.out, layers))
