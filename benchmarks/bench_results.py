@@ -20,6 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "demo": "-m demo --spec mtp,eagle3,draft,ngram --draft-max 1,2,3,4 --temperature 0",
+        "demo_hybrid": "-m demo-hybrid --spec mtp,ngram --draft-max 1,2,3,4 --temperature 0",
         "pairs": (
             "-m demo --spec mtp,mtp+ngram,eagle3,eagle3+ngram,draft,draft+ngram,ngram --temperature 0,0.8 "
             "--repetitions 7"
