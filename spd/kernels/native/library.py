@@ -214,7 +214,7 @@ class NativeLibrary(CompiledLibrary):
         assert raw_gates.stride(1) == 1
         (heads, width, size), (depth, key_heads) = memory.state.shape[1:], memory.keys.shape[1:3]
         out, table = torch.zeros(mixed.shape[0], heads, size), rows.table.contiguous()
-        room = self.room(tiles_of(self.threads * (width * size + 2 * width), SIDE * DEPTH))
+        room = self.room(tiles_of(self.threads * (32 * width + len(mixed) * (2 * width + 2)), SIDE * DEPTH))
         self.library.spd_delta_rule(
             mixed.data_ptr(), raw_gates.data_ptr(), rate.data_ptr(), bias.data_ptr(),
             *(kept.data_ptr() for kept in memory), room, out.data_ptr(), table.data_ptr(),

@@ -77,7 +77,7 @@ typedef struct {
     const float *mixed, *rate, *bias;
     const element *raw_gates;
     float *state, *keys, *values, *gates, *room, *out;
-    long gate_stride, heads, key_heads, width, size, depth;
+    long gate_stride, heads, key_heads, width, size, depth, share;
 } Delta;
 
 /* x [width] over its length, times scale, to out. */
@@ -92,28 +92,62 @@ static void unit(const float *x, long width, float scale, float *out)
     for (long i = 0; i < width; i += SIDE) storef(out + i, width - i, vmul(loadf(x + i, width - i), by));
 }
 
-/* One token of one head: the state [width][size] decays and is corrected; out [size], where given, is what the
-   query reads of it. Sums over the state's rows are ascending. */
-static void step(float *state, const float *key, const float *value, const float *gates, const float *query,
-    float *out, long width, long size)
+enum { COLUMNS = 2 * SIDE }; /* of a state that are worked on at a time: [width][COLUMNS] stays in the nearest cache */
+
+/* What one token does to one head: the state decays by gates[0] and is corrected by gates[1]; out, where given, is
+   what the query reads of it. */
+typedef struct {
+    const float *key, *value, *gates, *query;
+    float *out;
+} Token;
+
+/* Bring COLUMNS of a state to their decayed values and add up what the token's key finds there; the sums over the
+   state's rows are ascending. Zeros stand where `from` does not. */
+static void open_columns(const float *from, float *state, Token token, vec *found, long width, long size, long left)
 {
-    vec decay = vall(gates[0]), correct = vall(gates[1]);
-    for (long c = 0; c < size; c += SIDE) {
-        long left = size - c;
-        vec found = vzero(), read = vzero();
-        for (long i = 0; i < width; i++) {
-            vec s = vmul(loadf(state + i * size + c, left), decay);
-            storef(state + i * size + c, left, s);
-            found = vfma(s, vall(key[i]), found);
+    vec decay = vall(token.gates[0]);
+    for (int part = 0; part < 2; part++) found[part] = vzero();
+    for (long i = 0; i < width; i++)
+        for (int part = 0; part < 2; part++) {
+            long at = part * SIDE;
+            vec s = from && left > at ? vmul(loadf(from + i * size + at, left - at), decay) : vzero();
+            storef(state + i * COLUMNS + at, SIDE, s);
+            found[part] = vfma(s, vall(token.key[i]), found[part]);
         }
-        vec correction = vmul(vsub(loadf(value + c, left), found), correct);
-        for (long i = 0; i < width; i++) {
-            vec s = vfma(vall(key[i]), correction, loadf(state + i * size + c, left));
-            storef(state + i * size + c, left, s);
-            if (out) read = vfma(s, vall(query[i]), read);
-        }
-        if (out) storef(out + c, left, read);
+}
+
+/* Correct COLUMNS by what was found, read them, and decay them for the next token in the same pass. */
+static inline __attribute__((always_inline)) void pass_columns(
+    float *state, Token token, const Token *next, int reads, vec *found, long width, long left)
+{
+    vec read[2], correction[2], decay = vall(next ? next->gates[0] : 1.0f), correct = vall(token.gates[1]);
+    for (int part = 0; part < 2; part++) {
+        long at = part * SIDE;
+        vec value = left > at ? loadf(token.value + at, left - at) : vzero();
+        correction[part] = vmul(vsub(value, found[part]), correct);
+        read[part] = found[part] = vzero();
     }
+    for (long i = 0; i < width; i++)
+        for (int part = 0; part < 2; part++) {
+            float *own = state + i * COLUMNS + part * SIDE;
+            vec s = vfma(vall(token.key[i]), correction[part], loadf(own, SIDE));
+            if (reads) read[part] = vfma(s, vall(token.query[i]), read[part]);
+            if (next) {
+                s = vmul(s, decay);
+                found[part] = vfma(s, vall(next->key[i]), found[part]);
+            }
+            storef(own, SIDE, s);
+        }
+    for (int part = 0; part < 2; part++)
+        if (reads && left > part * SIDE) storef(token.out + part * SIDE, left - part * SIDE, read[part]);
+}
+
+static void close_columns(const float *state, float *to, long width, long size, long left)
+{
+    for (long i = 0; i < width; i++)
+        for (int part = 0; part < 2; part++)
+            if (left > part * SIDE)
+                storef(to + i * size + part * SIDE, left - part * SIDE, loadf(state + i * COLUMNS + part * SIDE, SIDE));
 }
 
 /* The decay and the correction of one row and head. */
@@ -128,47 +162,97 @@ static void gates_of(const Delta *o, long row, long head, float *out)
     out[1] = 1.0f / (1.0f + __builtin_expf(-correct));
 }
 
+/* One head of one run. */
+typedef struct {
+    const Delta *o;
+    long run, head, key_head, slot, start, end;
+    float *keys, *queries, *gates; /* of the run's rows */
+} Head;
+
+static Token token_of(const Head *h, long position, long column)
+{
+    const Delta *o = h->o;
+    if (position < h->start) {
+        long at = h->slot * o->depth + place(position, o->depth);
+        return (Token){.key = o->keys + (at * o->key_heads + h->key_head) * o->width,
+            .value = o->values + (at * o->heads + h->head) * o->size + column,
+            .gates = o->gates + (at * o->heads + h->head) * 2};
+    }
+    long r = position - h->start, row = o->runs.first[h->run] + r;
+    const float *value = o->mixed + row * (2 * o->key_heads * o->width + o->heads * o->size);
+    return (Token){.key = h->keys + r * o->width, .query = h->queries + r * o->width, .gates = h->gates + r * 2,
+        .value = value + 2 * o->key_heads * o->width + h->head * o->size + column,
+        .out = o->out + (row * o->heads + h->head) * o->size + column};
+}
+
+/* All tokens from `applied` on, for COLUMNS of the state; what it is at `keep` is kept. */
+static void correct_columns(const Head *h, float *kept, float *state, long column)
+{
+    const Delta *o = h->o;
+    long left = o->size - column, keep = o->runs.keep[h->run], applied = o->runs.applied[h->slot];
+    const float *from = applied ? kept + column : 0;
+    vec found[2];
+    Token token = token_of(h, applied, column);
+    open_columns(from, state, token, found, o->width, o->size, left);
+    for (long position = applied; position < h->end; position++) {
+        int goes_on = position + 1 < h->end && position + 1 != keep, reads = position >= h->start;
+        Token next = position + 1 < h->end ? token_of(h, position + 1, column) : token;
+        if (reads && goes_on) pass_columns(state, token, &next, 1, found, o->width, left);
+        else if (reads) pass_columns(state, token, 0, 1, found, o->width, left);
+        else if (goes_on) pass_columns(state, token, &next, 0, found, o->width, left);
+        else pass_columns(state, token, 0, 0, found, o->width, left);
+        if (position + 1 == keep) {
+            close_columns(state, kept + column, o->width, o->size, left);
+            if (position + 1 < h->end)
+                open_columns(kept + column, state, next, found, o->width, o->size, left);
+        }
+        token = next;
+    }
+}
+
+/* Keep what the recurrence consumed of the run's rows, of the last `depth` where they are more. */
+static void keep_operands(const Head *h)
+{
+    const Delta *o = h->o;
+    for (long position = h->end - o->depth > h->start ? h->end - o->depth : h->start; position < h->end; position++) {
+        Token used = token_of(h, position, 0);
+        long at = h->slot * o->depth + place(position, o->depth), own = at * o->heads + h->head;
+        memcpy(o->values + own * o->size, used.value, (size_t)o->size * sizeof(float));
+        memcpy(o->gates + own * 2, used.gates, 2 * sizeof(float));
+        if (h->head % (o->heads / o->key_heads) == 0)
+            memcpy(o->keys + (at * o->key_heads + h->key_head) * o->width, used.key, (size_t)o->width * sizeof(float));
+    }
+}
+
 static void correct_head(const Delta *o, long run, long head, float *room)
 {
-    long width = o->width, size = o->size, heads = o->heads, depth = o->depth, key_heads = o->key_heads;
-    long group = heads / key_heads, key_head = head / group, slot = o->runs.slots[run];
-    long count = o->runs.count[run], start = o->runs.start[run], keep = o->runs.keep[run];
-    long applied = o->runs.applied[slot], columns = 2 * key_heads * width + heads * size;
-    size_t bytes = (size_t)(width * size) * sizeof(float);
-    float *state = room, *query = room + width * size, *key = query + width;
-    float *kept = o->state + (slot * heads + head) * width * size;
+    long width = o->width, count = o->runs.count[run], slot = o->runs.slots[run], start = o->runs.start[run];
+    long key_head = head / (o->heads / o->key_heads), columns = 2 * o->key_heads * width + o->heads * o->size;
     if (!count) return;
-    if (applied) memcpy(state, kept, bytes);
-    else memset(state, 0, bytes);
-    for (long position = applied; position < start + count; position++) {
-        long at = slot * depth + place(position, depth);
-        const float *used = o->keys + (at * key_heads + key_head) * width;
-        float *value = o->values + (at * heads + head) * size, *gates = o->gates + (at * heads + head) * 2, *out = 0;
-        if (position == keep) memcpy(kept, state, bytes);
-        if (position >= start) {
-            long row = o->runs.first[run] + position - start;
-            const float *own = o->mixed + row * columns;
-            out = o->out + (row * heads + head) * size;
-            unit(own + key_head * width, width, 1.0f / __builtin_sqrtf((float)width), query);
-            unit(own + (key_heads + key_head) * width, width, 1.0f, key);
-            memcpy(value, own + 2 * key_heads * width + head * size, (size_t)size * sizeof(float));
-            gates_of(o, row, head, gates);
-            if (head % group == 0) memcpy((float *)used, key, (size_t)width * sizeof(float));
-            used = key;
-        }
-        step(state, used, value, gates, query, out, width, size);
+    float *state = room, *keys = state + width * COLUMNS, *queries = keys + count * width;
+    const Head h = {.o = o, .run = run, .head = head, .key_head = key_head, .slot = slot, .start = start,
+        .end = start + count, .keys = keys, .queries = queries, .gates = queries + count * width};
+    for (long r = 0; r < count; r++) {
+        long row = o->runs.first[run] + r;
+        const float *own = o->mixed + row * columns;
+        unit(own + key_head * width, width, 1.0f / __builtin_sqrtf((float)width), queries + r * width);
+        unit(own + (o->key_heads + key_head) * width, width, 1.0f, keys + r * width);
+        gates_of(o, row, head, h.gates + r * 2);
     }
-    if (keep == start + count) memcpy(kept, state, bytes);
+    float *kept = o->state + (slot * o->heads + head) * width * o->size;
+    for (long column = 0; column < o->size; column += COLUMNS) correct_columns(&h, kept, state, column);
+    keep_operands(&h);
 }
 
 static void correct_heads(const void *work, Share *share, int member)
 {
     const Delta *o = work;
-    float *room = o->room + member * (o->width * o->size + 2 * o->width);
+    float *room = o->room + member * o->share;
     for (long item; (item = take(share, member)) >= 0;) correct_head(o, item / o->heads, item % o->heads, room);
 }
 
-/* See `spd.kernels.recurrent.delta_rule`; room is threads * (width * size + 2 * width) floats. */
+/* See `spd.kernels.recurrent.delta_rule`; room is threads * (32 * width + rows * (2 * width + 2))
+   floats. */
 void spd_delta_rule(const float *mixed, const element *raw_gates, const float *rate, const float *bias, float *state,
     float *keys, float *values, float *gates, float *room, float *out, const int64_t *table, const int64_t *applied,
     long count, long gate_stride, long heads, long key_heads, long width, long size, long depth, long rows,
@@ -176,7 +260,7 @@ void spd_delta_rule(const float *mixed, const element *raw_gates, const float *r
 {
     const Delta o = {.runs = runs_of(table, applied, count), .mixed = mixed, .rate = rate, .bias = bias, .raw_gates = raw_gates, .state = state, .keys = keys,
         .values = values, .gates = gates, .room = room, .out = out, .gate_stride = gate_stride, .heads = heads,
-        .key_heads = key_heads, .width = width, .size = size, .depth = depth};
+        .key_heads = key_heads, .width = width, .size = size, .depth = depth, .share = COLUMNS * width + rows * (2 * width + 2)};
     double work = 0.2 * (double)(rows * heads * width * size);
     share_out(correct_heads, &o, count * heads, threads_for(work, threads));
 }
