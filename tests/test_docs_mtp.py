@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs" / "mtp.md").read_text()
 COMMANDS = [
     line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines() if line
 ]
-LOADING = ("generate", "bench", "--verify")
+LOADING = ("generate", "bench")
 
 
 def run_all(commands: list[str], folder: Path, model: str) -> None:

@@ -111,6 +111,7 @@ CUT_FLAGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "--output": "--json > FILE",
         },
         "convert-mtp": {
+            "--verify": "spd bench -m TARGET --spec mtp --mtp HEAD tells what it gains",
             "--repeat": "leave it out: spd uses the last module again by itself",
             "--layout": "scripts/export_deepseek_nextn.py of SGLang, for its one-layer model",
         },

@@ -21,10 +21,12 @@ from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import ModelFolder
 from spd.formats.mtp import verifier_hash
+from spd.runtime import EngineConfig
 from tests.cli.conftest import refused
 from tests.helpers import cut_when_read
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.mtp_folders import PREFIX, change_tensors, write_deepseek, write_sparse_v3
+from tests.runtime.measuring.drafts_again import check_head
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIES = (f"{PREFIX}embed_tokens.weight", f"{PREFIX}shared_head.head.weight")
@@ -195,21 +197,14 @@ def test_nothing_is_overwritten_by_accident(spd_run: Callable, original: Path, t
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
-def test_a_head_is_tried_on_its_target(
-    spd_run: Callable, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_head_drafts_alike_with_and_without_a_past(
+    spd_run: Callable, original: Path, tmp_path: Path
 ) -> None:
-    """A random head drafts alike with and without a past; of no use, it is told so by exit status 6."""
-    monkeypatch.setattr("spd.cli.commands.convert_mtp.USELESS", 1.1)
-    refused(spd_run("convert-mtp", original, tmp_path / "x", "--verify", "--dry-run"), 2, "--verify")
-    ran = spd_run("convert-mtp", original, tmp_path / "head", "--verify", "--json", "-q")
-    found = ran.json["verified"]  # one object on stdout, whatever came of it
-    assert ran.code == 6 and "of first drafts are accepted" in ran.err
-    assert found["tokens"] == 64 and found["rounds"] > 20 and found["differing"] == 0
-    assert (
-        list(found["acceptance"]) == sorted(found["acceptance"], reverse=True)
-        and len(found["acceptance"]) == 4
-    )
-    refused(spd_run("convert-mtp", tmp_path / "head", "--verify"), 2, "SRC is a head", "--attach TARGET")
+    assert spd_run("convert-mtp", original, tmp_path / "head").code == 0
+    config = EngineConfig(model=original, spec="mtp", mtp=tmp_path / "head", draft_max=4, ctx=108, slots=8)
+    found = check_head(config, [tuple(range(32))], 68)
+    assert found.tokens == 64 and found.rounds > 20 and found.differing == 0
+    assert list(found.acceptance) == sorted(found.acceptance, reverse=True) and len(found.acceptance) == 4
 
 
 def limited(*argv: object) -> tuple[subprocess.CompletedProcess[str], int, float]:

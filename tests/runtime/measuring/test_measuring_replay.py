@@ -20,8 +20,6 @@ from spd.runtime.lab.prompt_set import Prompt, read_prompts
 from spd.runtime.lab.questions import encode_questions
 from spd.runtime.lab.replay import (
     Outcome,
-    draft_replay,
-    lag_parity,
     law_test,
     make_requests,
     promised_equal,
@@ -32,6 +30,7 @@ from spd.runtime.lab.sweep import Question
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Damped, random_prompts
 from tests.runtime import seeded_faults as planted
+from tests.runtime.measuring.drafts_again import draft_replay, lag_parity
 
 Pair = tuple[EngineConfig, EngineConfig]
 

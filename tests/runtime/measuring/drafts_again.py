@@ -1,0 +1,179 @@
+"""What costs acceptance and never reaches a text: drafts held against lag 0, and against an empty cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
+from spd.runtime.lab.replay import Outcome, run_requests
+from spd.runtime.plan.config import split_spec
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Rounds whose drafts or acceptances are not those of a run that reads every round at once."""
+
+    rounds: int
+    differing: int
+    first: str | None
+
+
+def lag_parity(
+    candidate: EngineConfig,
+    outcomes: Sequence[Outcome],
+    check: Callable[[], None] = lambda: None,
+) -> Parity:
+    """Compare drafts and acceptances, round by round, with the same engine at lag 0.
+
+    A race between host and device never reaches the text, since every token is the target's own draw; it
+    costs acceptance, and is found here. Holds where k is fixed.
+    """
+    _, still = run_requests(replace(candidate, lag=0), [o.request for o in outcomes], check)
+    rounds = differing = 0
+    first = None
+    for late, calm in zip(outcomes, still, strict=True):
+        pairs = [[(r.draft, r.accepted) for r in outcome.rounds] for outcome in (late, calm)]
+        longest = max(map(len, pairs))
+        rounds += longest
+        wrong = [i for i in range(longest) if pairs[0][i : i + 1] != pairs[1][i : i + 1]]
+        differing += len(wrong)
+        if wrong and first is None:
+            first = f"request {late.request.id}, round {wrong[0]}"
+    return Parity(rounds, differing, first)
+
+
+@dataclass(frozen=True)
+class DraftReplay:
+    """Rounds whose drafts were drawn again from an empty cache, and how many came out otherwise."""
+
+    rounds: int
+    differing: int
+    first: str | None
+
+
+def draft_replay(
+    plan: Mapping[str, Any],
+    outcomes: Sequence[Outcome],
+    rounds: int,
+    seed: int,
+    check: Callable[[], None] = lambda: None,
+) -> DraftReplay | None:
+    """Draw the drafts of up to `rounds` rounds again, each with the draft model alone and no cache.
+
+    plan: that of the engine which drafted. None where it has no draft model, or samples drafts with noise
+    of their own; drafts that prompt lookup made are left out. The drafter's cache must hold the committed
+    tokens' own keys and values, so its drafts are the continuation that the model gives by itself, with
+    the same noise.
+    """
+    if split_spec(plan["spec"])[0] != "draft" or plan["verify"] != "coupled":
+        return None
+    drafted = [
+        (outcome, record)
+        for outcome in outcomes
+        for record in outcome.rounds
+        if record.draft and record.round and not record.match
+    ]
+    chosen = random.Random(seed).sample(drafted, min(rounds, len(drafted)))
+    engine = Engine(
+        EngineConfig(
+            model=Path(plan["draft_model"]),
+            spec="off",
+            device=plan["device"],
+            dtype=plan["dtype"],
+            quantize=plan["quantize"],
+            kernels=plan["kernels"],
+            threads=plan["threads"],
+            load=plan["load"],
+            ctx=plan["draft_ctx"],
+            prefix_sharing=False,
+        )
+    )
+    differing, first = 0, None
+    for outcome, record in chosen:
+        check()
+        if _drafts_again(engine, outcome, record) != record.draft:
+            differing += 1
+            first = first or f"request {outcome.request.id}, round {record.round}"
+    engine.close()
+    return DraftReplay(len(chosen), differing, first)
+
+
+def _drafts_again(engine: Engine, outcome: Outcome, record: RoundRecord) -> list[int]:
+    request = outcome.request
+    generated = outcome.token_ids[: record.position - len(request.prompt_ids)]
+    prompt = (*request.prompt_ids, *generated)
+    params = SamplingParams(
+        temperature=request.params.temperature,
+        seed=request.params.seed,
+        max_tokens=len(record.draft),
+        ignore_eos=True,
+    )
+    spans = (("prompt", len(request.prompt_ids)), ("generated", len(generated)))
+    again = Request("again", prompt, params, tuple(span for span in spans if span[1]))
+    return [token for event in engine.stream([again]) for token in event.token_ids]
+
+
+@dataclass(frozen=True)
+class HeadCheck:
+    """tokens: of the target's own greedy text, each drafted for once with all before it given.
+
+    acceptance: the share of them at which the first 1, 2, … drafts were the text's. rounds: of a run that
+    speculates; differing: those whose drafts are not the ones that an empty cache gives.
+    """
+
+    tokens: int
+    acceptance: tuple[float, ...]
+    rounds: int
+    differing: int
+
+
+def check_head(
+    config: EngineConfig,
+    prompts: Sequence[tuple[int, ...]],
+    tokens: int,
+    check: Callable[[], None] = lambda: None,
+) -> HeadCheck:
+    """Draft for every token of greedy replies of `tokens` tokens; config names target, head and k.
+
+    Each place is drafted for by a request of its own, whose cache holds nothing of an earlier round: the
+    whole of prompt and reply so far is read anew.
+    """
+    config = replace(config, adaptive=False, prefix_sharing=False)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    asked = [Request(str(number), ids, params) for number, ids in enumerate(prompts)]
+    plan, replies = run_requests(config, asked, check)
+    k = int(plan["draft_max"])
+    once = replace(params, max_tokens=k + 2)
+    places, texts = [], {}
+    for reply in replies:
+        prompt = reply.request.prompt_ids
+        texts[reply.request.id] = (*prompt, *reply.token_ids)
+        for given in range(len(reply.token_ids) - k):
+            spans = (("prompt", len(prompt)), ("generated", given))
+            ids, name = (*prompt, *reply.token_ids[:given]), f"{reply.request.id} {len(prompt) + given + 1}"
+            places.append(Request(name, ids, once, tuple(span for span in spans if span[1])))
+    _, anew = run_requests(config, places, check)
+    firsts = {each.request.id: [round_.draft for round_ in each.rounds if round_.draft] for each in anew}
+    drafts = {name: found[0] for name, found in firsts.items()}
+    accepted = [0] * k
+    for name, draft in drafts.items():
+        request, position = name.split()
+        text = texts[request][int(position) : int(position) + k]
+        agreed = next((j for j in range(k) if draft[j] != text[j]), k)
+        accepted = [count + (depth < agreed) for depth, count in enumerate(accepted)]
+    rounds = [
+        (record.draft, drafts[f"{reply.request.id} {record.position}"])
+        for reply in replies
+        for record in reply.rounds
+        if len(record.draft) == k and f"{reply.request.id} {record.position}" in drafts
+    ]
+    return HeadCheck(
+        len(drafts),
+        tuple(count / len(drafts) for count in accepted),
+        len(rounds),
+        sum(ran != fresh for ran, fresh in rounds),
+    )
