@@ -10,7 +10,7 @@ _SEQUENCE = re.compile(r"\x1b(?:\[([0-9;?]*)([A-Za-z])|([78]))")
 
 
 class Screen:
-    """Rows of cells, a cursor and a saved one. Knows SGR, erase to the row's end, left, save, restore."""
+    """Rows of cells, a cursor and a saved one. Knows SGR, erase to the end, up, left, save, restore."""
 
     def __init__(self, columns: int = 80) -> None:
         self.columns = columns
@@ -40,6 +40,12 @@ class Screen:
             self.style = "" if values in ("", "0") else values
         elif kind == "K":
             del self.rows[self.row][self.column :], self.styles[self.row][self.column :]
+        elif kind == "J":
+            del self.rows[self.row + 1 :], self.styles[self.row + 1 :]
+            del self.rows[self.row][self.column :], self.styles[self.row][self.column :]
+        elif kind == "A":
+            self.row -= int(values or 1)
+            assert self.row >= 0
         elif kind == "D":
             self.column = max(0, self.column - int(values or 1))
         elif kind == "7":

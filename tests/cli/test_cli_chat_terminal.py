@@ -328,7 +328,8 @@ def test_rows_of_a_narrower_terminal() -> None:
 def test_the_line_at_the_bottom_fits(columns: int, line: str) -> None:
     words = {"spec_words": lambda: "spec off", "context_words": lambda: "7/4,096"}
     model = SimpleNamespace(name="demo", is_loaded=True, **words)
-    chat: Any = SimpleNamespace(model=model, look=SimpleNamespace(columns=lambda: columns))
+    look = SimpleNamespace(size=lambda: os.terminal_size((columns, 24)))
+    chat: Any = SimpleNamespace(model=model, look=look)
     assert Chat._status(chat) == line
 
 

@@ -19,7 +19,7 @@ from spd.cli.text.output import (
     as_line,
     is_terminal,
     paint,
-    terminal_columns,
+    terminal_size,
     write_error,
     write_stderr,
 )
@@ -128,7 +128,7 @@ class Chat:
             styled=terminal,
             color=self._session.console.color,
             unicode=self._sink.is_unicode,
-            columns=terminal_columns,
+            size=terminal_size,
             markdown=terminal and options.markdown != "off",
             drafts=options.show_drafts and terminal,
             hide_thinking=options.think == "hide",
@@ -216,7 +216,7 @@ class Chat:
             return f" {as_line(self.model.loading_words())}"
         name, used = as_line(self.model.name), f"ctx {self.model.context_words()}"
         choices = [f" {' · '.join(parts)}" for parts in ((name, self.model.spec_words(), used), (name, used))]
-        return next((line for line in choices if cells(line) < self.look.columns()), f" {used}")
+        return next((line for line in choices if cells(line) < self.look.size().columns), f" {used}")
 
     # -- turns -------------------------------------------------------------------------------------
 
@@ -317,7 +317,7 @@ class Chat:
 
     def _dimmed(self, line: str) -> str:
         """A line from outside as this terminal shows it."""
-        fitted = fit_lines(as_line(line), self.look.columns() if self.look.terminal else None)
+        fitted = fit_lines(as_line(line), self.look.size().columns if self.look.terminal else None)
         return paint(fitted, "2", self.look.styled)
 
     def start_new(self) -> None:

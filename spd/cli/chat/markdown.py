@@ -1,228 +1,189 @@
-"""Markdown on a terminal while it streams: what is printed stays, and nothing is drawn twice.
+"""Markdown on a terminal while it streams: finished blocks stay, the last one is drawn anew as it grows.
 
-A line's kind is decided by its first characters, its words are printed as they end, a table when it
-ends. What this does not know is printed as it was written.
+Rows above the top of the screen cannot be drawn again; they stay as they were.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Callable
+from io import StringIO
+from typing import Any, ClassVar
 
-from spd.cli.chat.markdown_inline import BOLD, CODE, DIM, UNDERLINE, Span, parse_inline
-from spd.cli.chat.rows import RowWriter, cells
+from markdown_it import MarkdownIt
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import CodeBlock, Heading, Markdown
+from rich.syntax import Syntax
+from rich.theme import Theme
 
-_FENCE = re.compile(r"(`{3,}|~{3,})(.*)")
-_HEADING = re.compile(r"(#{1,6})(?: +|$)")
-_RULE = re.compile(r"([-*_])(?: *\1)* *")
-_BULLET = re.compile(r"[-*+] +")
-_NUMBER = re.compile(r"(\d{1,9}[.)]) +")
-_UNDECIDED = re.compile(r"#{1,6}|[-*+_]|\d{1,9}[.)]?|`{1,2}|~{1,2}|>|[-*+] +")
-_CELL = re.compile(r"(?<!\\)\|")
-_DELIMITER_ROW = re.compile(r"\|? *:?-+:? *(?:\| *:?-+:? *)*\|? *")
+THEME = Theme(
+    {
+        "markdown.code": "cyan",
+        "markdown.h1": "bold underline",
+        **dict.fromkeys((f"markdown.h{level}" for level in range(2, 7)), "bold"),
+        **dict.fromkeys(("markdown.item.bullet", "markdown.item.number"), "none"),
+        "markdown.block_quote": "dim",
+        "markdown.table.border": "dim",
+        "markdown.table.header": "bold",
+        "markdown.hr": "dim",
+        "markdown.link": "underline",
+        "markdown.link_url": "dim",
+    }
+)
+ASCII_SIGNS = {ord("•"): "-", ord("▌"): "|", ord("─"): "-", ord("━"): "-"}
+_UNDECIDED = re.compile(r"[ \t]*(?:[-=*+_#>|`~:.) \t]|\d{1,9})+")
+"""A last line that may yet become the mark of a list, a heading, a fence or a table."""
+_JOINERS = re.compile("\ufe0f|(?<=[\U0001f000-\U0001faff\ufe0f])\u200d")
+"""What joins signs to one whose width terminals disagree about."""
+DRAWING_SHARE = 0.2
+"""Of the time between two drawings."""
 
-NOTHING = Span("", "")
-LIST_SIGN, QUOTE_SIGN, RULE_SIGN, BAR = "• ", "│ ", "─", " │ "
-ASCII_SIGNS = {ord("•"): "-", ord("│"): "|", ord("─"): "-"}
+
+class _Left(Heading):
+    """A heading at the left."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.text
+
+
+class _Unwrapped(CodeBlock):
+    """Code as it was written, for people copy it: the terminal breaks what is too long."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        code = str(self.text).rstrip("\n")
+        text = Syntax(code, self.lexer_name, theme="ansi_dark", background_color="default").highlight(code)
+        text.rstrip()
+        inside = options.max_width < console.width  # a list's item, which would be cut
+        text.no_wrap, text.overflow = not inside, "fold" if inside else "ignore"
+        yield text
+
+
+OWN = {"heading_open": _Left, "fence": _Unwrapped, "code_block": _Unwrapped}
+
+
+class _Reply(Markdown):
+    """Markdown with such headings and code."""
+
+    elements: ClassVar[dict[str, Any]] = {**Markdown.elements, **OWN}
 
 
 class MarkdownStream:
     """Takes text piece by piece and returns what is to be written to a terminal.
 
-    The text holds no control characters but tabs and newlines.
+    The text holds no control characters but tabs and newlines. `size` is that of the terminal now.
     """
 
-    def __init__(self, columns: Callable[[], int], *, color: bool, unicode: bool = True) -> None:
-        self._rows = RowWriter(columns, color=color)
-        self._columns, self._signs = columns, {} if unicode else ASCII_SIGNS
-        self._line = ""
-        self._body: str | None = None
-        """What is left of the line once its kind is known; None while it is not."""
-        self._before, self._style = " ", ""
-        self._fence = ""
-        self._table: list[str] = []
+    def __init__(self, size: Callable[[], os.terminal_size], *, color: bool, unicode: bool = True) -> None:
+        self._size, self._color, self._signs = size, color, {} if unicode else ASCII_SIGNS
+        self._parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+        self._open = ""
+        """The last block, which what comes may change."""
+        self._rows: list[str] = []
+        """What is drawn of it."""
+        self._columns = 0
+        self._began = False
+        self._next = 0.0
 
     def feed(self, text: str) -> str:
-        """What to write once this text has come."""
-        *lines, rest = text.expandtabs(4).split("\n")
-        for line in lines:
-            self._take(line)
-            self._end_line()
-        self._take(rest)
-        return self._taken()
+        """What to write once this text has come; it may wait for more, so that drawing takes little time."""
+        self._open = _JOINERS.sub("", self._open + text.expandtabs(4))
+        began = time.perf_counter()
+        if began < self._next:
+            return ""
+        written = self._draw_all(final=False)
+        now = time.perf_counter()
+        self._next = now + (now - began) / DRAWING_SHARE
+        return written
 
     def finish(self) -> str:
         """What to write at the end; afterwards the cursor stands at the beginning of a row."""
-        if self._line or self._body is not None:
-            self._end_line()
-        self._end_table()
-        self._fence = ""
-        return self._taken()
+        written = self._draw_all(final=True)
+        self._open, self._rows, began, self._began = "", [], self._began, False
+        return written + ("\n" if began else "")
 
-    def _taken(self) -> str:
-        written = "".join(self._rows.out).translate(self._signs)
-        self._rows.out.clear()
+    def _draw_all(self, *, final: bool) -> str:
+        lines = self._open.split("\n")
+        held = "" if final or not _UNDECIDED.fullmatch(lines[-1]) else lines.pop()
+        tokens = self._parser.parse("\n".join(lines))
+        starts = [token.map[0] for token in tokens if token.level == 0 and token.nesting >= 0 and token.map]
+        written, begin = "", 0
+        for end in starts[1:]:
+            written += self._draw("\n".join(lines[begin:end]))
+            self._rows, begin = [], end
+        rest = "\n".join(lines[begin:])
+        written += self._draw(rest)
+        self._open = "\n".join([rest, held]) if held and lines else rest + held
         return written
 
-    def _take(self, text: str) -> None:
-        if not text:
-            return
-        self._line += text
-        if self._body is None:
-            self._decide(final=False)
-        elif self._fence:
-            self._rows.unwrapped(Span(text, CODE))
-        else:
-            self._body += text
-            self._advance(final=False)
+    def _draw(self, block: str) -> str:
+        """Rows of a block in the place of those that are drawn of it."""
+        size = self._size()
+        rows, old = self._rendered(block, size.columns), self._rows
+        if not rows or (rows == old and size.columns == self._columns):
+            return ""
+        if not old:
+            gap, self._began = "\n\n" if self._began else "", True
+            self._rows, self._columns = rows, size.columns
+            return gap + "\n".join(rows)
+        same = next((i for i, pair in enumerate(zip(old, rows, strict=False)) if pair[0] != pair[1]), None)
+        same = min(len(old), len(rows)) - 1 if same is None else same
+        if size.columns != self._columns:
+            same = 0
+        above, reach = 0, len(old)  # rows of the terminal between the first to be drawn and the cursor
+        while reach > same and above + _height(old[reach - 1], size.columns) < size.lines:
+            reach -= 1
+            above += _height(old[reach], size.columns)
+        self._rows, self._columns = rows, size.columns
+        up = f"\x1b[{above - 1}A" if above > 1 else ""
+        first, *more = rows[reach:] or [""]
+        # Not erased from its beginning: of a whole screen that is erased tmux keeps a copy among the rows above.
+        erase = "\n\x1b[J" if more else "" if first and not _cells(first) % size.columns else "\x1b[J"
+        return f"{up}\r\x1b[K{first}{erase}" + "\n".join(more)
 
-    def _advance(self, *, final: bool) -> None:
-        """Print of the open line what is certain, and show the rest."""
-        body = self._body or ""
-        parsed = parse_inline(body, final=final, style=self._style, before=self._before)
-        self._rows.write(parsed.spans)
-        self._before = body[parsed.used - 1] if parsed.used else self._before
-        self._body = body[parsed.used :]
-        if not final:
-            self._rows.show(self._body)
-
-    def _end_line(self) -> None:
-        if self._body is None:
-            self._decide(final=True)
-        if self._body is not None:
-            if not self._fence:
-                self._advance(final=True)
-            self._rows.end()
-        self._line, self._body, self._before, self._style = "", None, " ", ""
-
-    def _decide(self, *, final: bool) -> None:
-        """Find out what kind of line it is, and print what stands in front of its text."""
-        line = self._line
-        rest = line.lstrip(" ")
-        if self._fence:
-            self._decide_code(rest, final)
-        elif rest.startswith("|") or (final and self._table and not rest):
-            if final and rest:
-                self._table.append(line)
-                self._body = None
-            elif rest:
-                self._rows.show(line)
-            else:
-                self._end_table()
-                self._begin(NOTHING, NOTHING, "")
-        elif not rest:
-            if final:
-                self._end_table()
-                self._begin(NOTHING, NOTHING, "")
-        elif final or not self._is_open(rest):
-            self._end_table()
-            self._begin_text(line, rest, final)
-
-    @staticmethod
-    def _is_open(rest: str) -> bool:
-        """Whether characters to come decide what kind of line this is."""
-        return bool(_UNDECIDED.fullmatch(rest) or _RULE.fullmatch(rest) or _FENCE.match(rest))
-
-    def _decide_code(self, rest: str, final: bool) -> None:
-        """Inside a fence: the fence that closes it, or code that is printed as it comes."""
-        closing = rest.rstrip(" ")
-        could_close = len(self._line) - len(rest) < 4 and set(closing) <= {self._fence[0]}
-        if could_close and not final:
-            return
-        if could_close and len(closing) >= len(self._fence):
-            self._begin(Span(self._line, DIM), NOTHING, "")
-            self._fence = ""
-        else:
-            self._rows.begin(NOTHING, NOTHING)
-            self._rows.unwrapped(Span(self._line, CODE))
-            self._body = ""
-
-    def _begin_text(self, line: str, rest: str, final: bool) -> None:
-        indent = line[: len(line) - len(rest)]
-        pad = Span(indent, "")
-        fence, heading = _FENCE.fullmatch(rest), _HEADING.match(rest)
-        if fence is not None and "`" not in fence[2]:
-            self._fence = fence[1]
-            self._rows.begin(Span(line, DIM), NOTHING)
-            self._body = ""
-        elif heading is not None:
-            self._style = f"{BOLD};{UNDERLINE}" if len(heading[1]) == 1 else BOLD
-            self._begin(NOTHING, NOTHING, rest[heading.end() :])
-        elif final and _RULE.fullmatch(rest) and sum(map(rest.count, "-*_")) >= 3:
-            width = max(4, min(self._columns() - 1, 40))
-            self._begin(Span(RULE_SIGN * width, DIM), NOTHING, "")
-        elif bullet := _BULLET.match(rest):
-            self._begin(Span(indent + LIST_SIGN, ""), Span(indent + "  ", ""), rest[bullet.end() :])
-        elif number := _NUMBER.match(rest):
-            sign = f"{indent}{number[1]} "
-            self._begin(Span(sign, ""), Span(" " * len(sign), ""), rest[number.end() :])
-        elif rest.startswith(">"):
-            bar = Span(indent + QUOTE_SIGN, DIM)
-            self._begin(bar, bar, rest[1:].removeprefix(" "))
-        else:
-            self._begin(pad, pad, rest)
-
-    def _begin(self, first: Span, hang: Span, body: str) -> None:
-        self._rows.begin(first, hang)
-        self._body = body
-        self._advance(final=False)
-
-    def _end_table(self) -> None:
-        """Print the rows that were kept: aligned where they are a table that fits, else as written."""
-        lines, self._table = self._table, []
-        if not lines:
-            return
-        aligned = _aligned(lines, self._columns() - 1)
-        for line in aligned or [parse_inline(line, final=True).spans for line in lines]:
-            self._rows.begin(NOTHING, NOTHING)
-            if aligned is None:
-                self._rows.write(line)
-            else:
-                for span in line:
-                    self._rows.unwrapped(span)
-            self._rows.end()
+    def _rendered(self, block: str, columns: int) -> list[str]:
+        """Rows of a block, with the styles of a terminal and no blanks at their ends."""
+        reply = _Reply("", hyperlinks=False, code_theme="ansi_dark")
+        reply.parsed = self._parser.parse(block)
+        for token in reply.parsed:
+            for child in token.children or ():
+                child.type = child.type.replace("softbreak", "hardbreak")  # lines stay as they are written
+        console = Console(
+            file=StringIO(),
+            width=max(columns - 1, 10),
+            force_terminal=True,
+            color_system="standard",
+            no_color=not self._color,
+            theme=THEME,
+            highlight=False,
+            legacy_windows=False,
+        )
+        with console.capture() as capture:
+            console.print(reply, crop=False, end="")
+        rows = [_without_last_blanks(row) for row in capture.get().split("\n")]
+        while rows and not rows[-1]:
+            rows.pop()
+        while rows and not rows[0]:
+            rows.pop(0)
+        return [row.translate(self._signs) for row in rows]
 
 
-def _aligned(lines: list[str], width: int) -> list[list[Span]] | None:
-    """The rows of a table with columns of one width each; None if it is none or is too wide."""
-    if len(lines) < 2 or not _DELIMITER_ROW.fullmatch(lines[1].strip()):
-        return None
-    table = [_cells(line) for line in lines]
-    columns = len(table[0])
-    styled = [
-        [parse_inline(cell, final=True, style=BOLD if number == 0 else "").spans for cell in row[:columns]]
-        for number, row in enumerate(table)
-        if number != 1
-    ]
-    sizes = [max((_size(row[i]) for row in styled if i < len(row)), default=0) for i in range(columns)]
-    if sum(sizes) + len(BAR) * (columns - 1) > width:
-        return None
-    shown: list[list[Span]] = []
-    for row in styled:
-        line: list[Span] = []
-        for i, size in enumerate(sizes):
-            spans = row[i] if i < len(row) else []
-            mark = table[1][i] if i < len(table[1]) else ""
-            line += [Span(BAR, DIM)] if i else []
-            line += _padded(spans, size - _size(spans), mark)
-        shown.append(line)
-    rule = "─┼─".join(RULE_SIGN * size for size in sizes)
-    return [shown[0], [Span(rule.replace("┼", "│"), DIM)], *shown[1:]]
+_BLANKS = re.compile(r"(?: |\x1b\[[0-9;]*m)+$")
 
 
-def _cells(line: str) -> list[str]:
-    inner = line.strip().removeprefix("|")
-    if inner.endswith("|") and not inner.endswith("\\|"):
-        inner = inner[:-1]
-    return [cell.strip().replace("\\|", "|") for cell in _CELL.split(inner)]
+def _without_last_blanks(row: str) -> str:
+    end = _BLANKS.search(row)
+    if end is None or not end.start():
+        return "" if end else row
+    return row[: end.start()] + ("\x1b[0m" if "\x1b" in end[0] else "")
 
 
-def _padded(spans: list[Span], missing: int, mark: str) -> list[Span]:
-    left = missing if mark.endswith(":") else 0
-    if mark.startswith(":") and left:
-        left //= 2
-    return [Span(" " * left, ""), *spans, Span(" " * (missing - left), "")]
+def _height(row: str, columns: int) -> int:
+    """Rows of the terminal that a row takes."""
+    return max(1, -(-_cells(row) // columns))
 
 
-def _size(spans: list[Span]) -> int:
-    return sum(cells(span.text) for span in spans)
+def _cells(row: str) -> int:
+    return cell_len(re.sub(r"\x1b\[[0-9;]*m", "", row))

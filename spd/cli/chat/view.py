@@ -6,6 +6,7 @@ Control characters of the reply never reach a terminal.
 from __future__ import annotations
 
 import codecs
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ class Look:
     styled: bool
     color: bool
     unicode: bool
-    columns: Callable[[], int]
+    size: Callable[[], os.terminal_size]
     markdown: bool
     drafts: bool = False
     hide_thinking: bool = False
@@ -104,7 +105,7 @@ class ReplyView:
         if look.styled and look.markdown and not look.drafts:
             from spd.cli.chat.markdown import MarkdownStream
 
-            self._markdown = MarkdownStream(look.columns, color=look.color, unicode=look.unicode)
+            self._markdown = MarkdownStream(look.size, color=look.color, unicode=look.unicode)
         self._return = ""
         self._thinking_since: float | None = None
         self._thinking_tokens = 0

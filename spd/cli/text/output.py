@@ -110,9 +110,12 @@ def columns_of(stream: IO[Any] | None) -> int | None:
     return 80
 
 
-def terminal_columns() -> int:
-    """How wide the terminal of standard output is now."""
-    return columns_of(sys.stdout) or 80
+def terminal_size() -> os.terminal_size:
+    """Columns and lines of the terminal of standard output now."""
+    with suppress(OSError, ValueError, AttributeError):
+        size = os.get_terminal_size(sys.stdout.fileno())
+        return os.terminal_size((size.columns or 80, size.lines or 24))
+    return os.terminal_size((80, 24))
 
 
 def tell(text: str) -> None:
