@@ -27,11 +27,8 @@ from benchmarks.summaries import ratio_of_sums
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
 from spd.runtime.engine.request import derived_seed
-from spd.runtime.lab.load import Pass, run_pass
-from spd.runtime.lab.prompt_set import OWN, choose, read_prompts
-from spd.runtime.lab.questions import encode_questions
-from spd.runtime.lab.sample import per_position
-from spd.runtime.lab.sweep import Question
+from spd.runtime.lab.load import Pass, per_position, run_pass
+from spd.runtime.lab.prompt_set import OWN, Question, choose, encode_questions, read_prompts
 from spd.runtime.plan.config import VERIFY_RULES
 
 SCHEMA = "spd.benchmarks.acceptance/1"

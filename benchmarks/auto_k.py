@@ -23,8 +23,7 @@ from benchmarks.drafters import drafters, model_folder
 from benchmarks.environment import ROOT, describe_commit, describe_machine
 from benchmarks.summaries import median_interval, paired_ratio
 from spd.runtime import EngineConfig
-from spd.runtime.lab.prompt_set import OWN, choose, read_prompts
-from spd.runtime.lab.questions import encode_questions
+from spd.runtime.lab.prompt_set import OWN, choose, encode_questions, read_prompts
 from spd.runtime.lab.rows import make_rows
 from spd.runtime.lab.sweep import Load, Settings, Sweep
 

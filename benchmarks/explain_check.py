@@ -18,11 +18,9 @@ from typing import Any
 from benchmarks.drafters import drafters, model_folder
 from benchmarks.environment import ROOT, describe_commit, describe_machine
 from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
-from spd.runtime.lab.explain import explain
+from spd.runtime.lab.explain import Trace, explain
 from spd.runtime.lab.load import run_pass
-from spd.runtime.lab.prompt_set import OWN, choose, read_prompts
-from spd.runtime.lab.questions import encode_questions
-from spd.runtime.lab.trace_file import Trace
+from spd.runtime.lab.prompt_set import OWN, choose, encode_questions, read_prompts
 
 SCHEMA = "spd.benchmarks.explain_check/1"
 WITHIN, SHARE, BEST_WITHIN = 0.10, 0.90, 0.03

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from spd.cli.commands import COMMANDS
-from spd.cli.commands.completions import script
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {"bash": "spd.bash", "zsh": "_spd", "fish": "spd.fish"}
@@ -38,7 +37,9 @@ def test_the_files_parse(shell: str) -> None:
 
 
 def test_powershell_has_a_script_too() -> None:
-    assert "Register-ArgumentCompleter -Native -CommandName spd" in script("powershell")
+    command = [sys.executable, "-m", "spd", "completions", "powershell"]
+    printed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert "Register-ArgumentCompleter -Native -CommandName spd" in printed
 
 
 @pytest.fixture
@@ -87,8 +88,8 @@ def test_bash_offers_what_fits(bash_complete) -> None:
     assert bash_complete("spd", "generate", "--draft-") == [
         "--draft-model",
         "--draft-max",
-        "--draft-ctx",
         "--draft-tp",
+        "--draft-ctx",
     ]
     assert bash_complete("spd", "generate", "--spec", "") == [
         "auto",

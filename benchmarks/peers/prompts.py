@@ -6,8 +6,7 @@ import random
 from itertools import cycle, islice
 
 from benchmarks.peers.options import Options
-from spd.runtime.lab.prompt_set import OWN, read_prompts
-from spd.runtime.lab.questions import encode_questions
+from spd.runtime.lab.prompt_set import OWN, encode_questions, read_prompts
 
 BYTES_AND_SPECIALS = 300
 """Ids below are bytes and special tokens in the recipes' vocabularies."""

@@ -17,8 +17,7 @@ import spd
 from benchmarks.peers.protocol import ChunkClock, Generation, Speculation, WorkerOptions, serve
 from benchmarks.peers.stepped import SteppedEngine
 from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
-from spd.runtime.lab.load import Pass
-from spd.runtime.lab.sample import per_position
+from spd.runtime.lab.load import Pass, per_position
 
 
 def open_engine(options: WorkerOptions, draft_max: int, slots: int = 1) -> Engine:

@@ -45,14 +45,15 @@ def help_lines(command: Any, context: typer.Context, columns: int) -> Iterator[s
     yield from _filled(command.get_usage(context), columns, rest="  ")
     for paragraph in command.help.split("\n\n"):
         yield from ("", *_filled(paragraph, columns))
-    panels: dict[str, list[tuple[str, str]]] = {"": [], FIRST: []}
+    panels: dict[str, list[tuple[str, str]]] = {"": [], FIRST: [], IN: []}
     if isinstance(command, TyperGroup):
         panels["Commands"] = [(name, each.help or "") for name, each in command.commands.items()]
     for param in command.get_params(context):
         other = "" if param.param_type_name == "argument" else OTHER
         panel = getattr(param, "rich_help_panel", None) or other
         panels.setdefault(panel, []).append((_names(param), param.help or ""))
-    panels[LAST] = panels.pop(LAST, [])
+    for panel in (OTHER, LAST):
+        panels[panel] = panels.pop(panel, [])
     width = max(len(name) for records in panels.values() for name, _ in records if len(name) <= MOST)
     for panel, records in panels.items():
         if records:

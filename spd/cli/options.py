@@ -1,4 +1,4 @@
-"""Every option of every command, once: names, help, panels, defaults.
+"""Options of more than one command: names, help, panels, defaults. Those of one stand beside its body.
 
 Commands receive one frozen object. A default of None means "not given", which the table of
 conflicts and the model's own defaults rely on. Nothing heavy is imported here, and no method is
@@ -7,12 +7,13 @@ generated that is never called: that is a fifth of the time until `--help`.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import typer
 
@@ -21,6 +22,24 @@ from spd.cli.signals import SignalGuard
 from spd.cli.text.output import Console
 from spd.errors import UsageError
 from spd.runtime.plan.config import ARBITRATED, METHODS
+
+MODEL = "Model and drafts"
+
+
+def option(panel: str, default: Any, metavar: str | None, help: str, *names: str, **more: Any) -> Any:
+    """A field that is an option, called as its field unless `names` hold a long one; no metavar: a flag."""
+    shown = {**more, "metavar": metavar, "help": help, "rich_help_panel": panel}
+    return dataclasses.field(default=default, metadata={"names": names, "option": shown})
+
+
+def argument(metavar: str, help: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
+    """A field that is an argument; without a default it has to be given."""
+    shown = {**more, "metavar": metavar, "help": help}
+    return dataclasses.field(default=default, metadata={"names": None, "option": shown})
+
+
+first, inputs, printed, advanced = (partial(option, panel) for panel in (FIRST, IN, OTHER, LAST))
+_model = partial(option, MODEL)
 
 
 def parse_spec(text: str) -> str:
@@ -42,15 +61,6 @@ def in_order(text: str) -> str:
 def spec_names(incomplete: str) -> list[str]:
     """What TAB offers for a method."""
     return [*METHODS, *ARBITRATED]
-
-
-_first = functools.partial(typer.Option, rich_help_panel=FIRST)
-_prompt = functools.partial(typer.Option, rich_help_panel=IN)
-_model = functools.partial(typer.Option, rich_help_panel="Model and drafts")
-_speculation = functools.partial(typer.Option, rich_help_panel="Model and drafts")
-_sampling = functools.partial(typer.Option, rich_help_panel=IN)
-_output = functools.partial(typer.Option, rich_help_panel=OTHER)
-_advanced = functools.partial(typer.Option, rich_help_panel=LAST)
 
 
 def parse_size(text: str) -> int:
@@ -80,6 +90,19 @@ def cached_names(incomplete: str) -> list[str]:
     return [name for name in model_names(incomplete) if name not in DEMOS]
 
 
+def parse_think(text: str, name: str = "--think") -> str:
+    """The value of --think, or of /think: a word, or tokens at most. Raises UsageError."""
+    if text not in ("auto", "on", "off", "hide") and not re.fullmatch("[0-9]{1,9}", text):
+        said = f"{name} {text}".rstrip()
+        raise UsageError(f"{said}: on, off, hide or a number of tokens?", fix=[f"{name} on|off|hide|N"])
+    return text
+
+
+def think_words(incomplete: str) -> list[str]:
+    """What TAB offers for --think."""
+    return ["on", "off", "hide"]
+
+
 @dataclass(frozen=True)
 class Session:
     """What a command gets from the application: where to talk and to keep state, the guard of the signals."""
@@ -98,142 +121,69 @@ class Session:
 class CommonOptions:
     """Flags that every command takes, before or after its name."""
 
-    color: Annotated[
-        Literal["auto", "always", "never"], _output("--color", metavar="WHEN", help="auto, always or never.")
-    ] = "auto"
-    quiet: Annotated[bool, _output("-q", "--quiet", help="No notes on stderr.")] = False
-    verbose: Annotated[
-        int,
-        _output("-v", "--verbose", count=True, help="Plan, seed and parameters on stderr; -vv: tracebacks."),
-    ] = 0
+    color: Literal["auto", "always", "never"] = printed("auto", "WHEN", "auto, always or never.")
+    quiet: bool = printed(False, None, "No notes on stderr.", "-q")
+    verbose: int = printed(0, None, "Plan, seed and parameters on stderr; -vv: tracebacks.", "-v", count=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class ModelOptions:
-    """Which model, where and how it runs."""
+class ModelOptions(CommonOptions):
+    """Which model, and where it runs."""
 
-    model: Annotated[
-        str,
-        _first(
-            "-m",
-            "--model",
-            envvar="SPD_MODEL",
-            autocompletion=model_names,
-            metavar="MODEL",
-            help="A folder, org/name in the Hugging Face cache, demo or demo-hybrid.",
-        ),
-    ] = "demo"
-    device: Annotated[str, _model(metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")] = "auto"
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"],
-        _model(metavar="TYPE", help="auto, bfloat16, float16 or float32."),
-    ] = "auto"
-    quantize: Annotated[
-        Literal["none", "int8"],
-        _model(metavar="FORM", help="int8: round the layers' weights at load. Changes the text."),
-    ] = "none"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class ContextOption:
-    """How long prompt and reply may be together."""
-
-    ctx: Annotated[
-        int | None,
-        _model(parser=parse_size, metavar="N", help="Context in tokens, such as 8k. Default: the model's."),
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class MachineOptions:
-    """What the machine gives; where ranks meet that were started is found, not typed."""
-
-    kernels: Annotated[
-        Literal["auto", "torch", "native", "triton"],
-        _advanced(metavar="SET", help="auto, torch, native or triton."),
-    ] = "auto"
-    threads: Annotated[int | None, _advanced(metavar="N", help="CPU threads.")] = None
-    memory_fraction: float = 0.9
-    load: str = "auto"
-    synthetic_acceptance: float | None = None
+    model: str = first(
+        "demo",
+        "MODEL",
+        "A folder, org/name in the Hugging Face cache, demo or demo-hybrid.",
+        "-m",
+        envvar="SPD_MODEL",
+        autocompletion=model_names,
+    )
+    device: str = _model("auto", "DEVICE", "auto, cpu, cuda or cuda:N.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _model(
+        "auto", "TYPE", "auto, bfloat16, float16 or float32."
+    )
+    quantize: Literal["none", "int8"] = _model(
+        "none", "FORM", "int8: round the layers' weights at load. Changes the text."
+    )
+    kernels: Literal["auto", "torch", "native", "triton"] = advanced(
+        "auto", "SET", "auto, torch, native or triton."
+    )
+    threads: int | None = advanced(None, "N", "CPU threads.")
     rendezvous: str | None = None
+    """Where ranks meet that were started: found, not typed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class MemoryOption:
-    """How much memory is used."""
+class EngineOptions(ModelOptions):
+    """What proposes tokens, and how the machine is used. Of these only --verify touches the text."""
 
-    memory_fraction: Annotated[
-        float, _advanced(metavar="F", help="Share of device memory to use, above 0 to 1. Default: 0.9.")
-    ] = 0.9
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class PullOption:
-    """Consent to a download."""
-
-    pull: Annotated[bool, _model("--pull", help="Download org/name if it is not in the cache.")] = False
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class AdvancedOptions(MachineOptions):
-    """How the machine is used."""
-
-    graphs: Annotated[
-        Literal["auto", "on", "off"], _advanced(metavar="MODE", help="CUDA graphs: auto, on or off.")
-    ] = "auto"
-    lag: Annotated[
-        Literal["auto", "0", "1", "2"],
-        _advanced(metavar="N", help="Rounds the host may run behind: auto, 0, 1 or 2."),
-    ] = "auto"
-    tp: Annotated[int, _advanced(metavar="N", help="Tensor parallel ranks. Default: 1.")] = 1
-    draft_tp: Annotated[int | None, _advanced(metavar="N", help="Ranks that share the drafter.")] = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class SpeculationOptions:
-    """What proposes tokens and how many. Only --verify touches the text, and never how likely one is."""
-
-    spec: Annotated[
-        str,
-        _first(
-            parser=parse_spec,
-            autocompletion=spec_names,
-            metavar="METHOD",
-            help=f"{', '.join(METHODS)}, or two: mtp,ngram.",
-        ),
-    ] = "auto"
-    draft_model: Annotated[
-        str | None,
-        _first(
-            autocompletion=model_names,
-            metavar="MODEL",
-            help="A smaller model of the same vocabulary, or an EAGLE-3 head.",
-        ),
-    ] = None
-    mtp: Annotated[
-        str | None,
-        _speculation(autocompletion=model_names, metavar="HEAD", help="A folder with an MTP head."),
-    ] = None
-    draft_max: Annotated[int | None, _first(metavar="K", help="Draft tokens a round at most.")] = None
-    adaptive: Annotated[
-        bool | None, _speculation("--adaptive/--no-adaptive", help="Fit K to what is accepted, down to 0.")
-    ] = None
-    verify: Annotated[
-        Literal["coupled", "rejection", "block"],
-        _speculation(metavar="RULE", help="coupled: the same text; rejection, block: as likely a text."),
-    ] = "coupled"
-    draft_ctx: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class DraftContextOption:
-    """How far a draft model goes."""
-
-    draft_ctx: Annotated[
-        int | None,
-        _speculation(parser=parse_size, metavar="N", help="Context of the draft model; no drafts beyond."),
-    ] = None
+    spec: str = first(
+        "auto",
+        "METHOD",
+        f"{', '.join(METHODS)}, or two: mtp,ngram.",
+        parser=parse_spec,
+        autocompletion=spec_names,
+    )
+    draft_model: str | None = first(
+        None,
+        "MODEL",
+        "A smaller model of the same vocabulary, or an EAGLE-3 head.",
+        autocompletion=model_names,
+    )
+    draft_max: int | None = first(None, "K", "Draft tokens a round at most.")
+    mtp: str | None = _model(None, "HEAD", "A folder with an MTP head.", autocompletion=model_names)
+    adaptive: bool | None = _model(
+        None, None, "Fit K to what is accepted, down to 0.", "--adaptive/--no-adaptive"
+    )
+    verify: Literal["coupled", "rejection", "block"] = _model(
+        "coupled", "RULE", "coupled: the same text; rejection, block: as likely a text."
+    )
+    graphs: Literal["auto", "on", "off"] = advanced("auto", "MODE", "CUDA graphs: auto, on or off.")
+    lag: Literal["auto", "0", "1", "2"] = advanced(
+        "auto", "N", "Rounds the host may run behind: auto, 0, 1 or 2."
+    )
+    tp: int = advanced(1, "N", "Tensor parallel ranks. Default: 1.")
+    draft_tp: int | None = advanced(None, "N", "Ranks that share the drafter.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -243,26 +193,14 @@ class SamplingOptions:
     The most used have flags; the others are set by name, with --set or in a chat with /set.
     """
 
-    temperature: Annotated[
-        float | None, _first(metavar="T", help="0 is greedy. Default: the model's, else 0.7.")
-    ] = None
-    max_tokens: Annotated[
-        int | None,
-        _first("-n", "--max-tokens", metavar="N", help="Stop after N tokens. Default: the context."),
-    ] = None
-    seed: Annotated[
-        int | None, _sampling(metavar="N", help="Repeat a reply. Default: a new one, see -v.")
-    ] = None
-    top_p: Annotated[float | None, _sampling(metavar="P", help="Default: the model's, else 1.")] = None
-    stop: Annotated[
-        list[str] | None, _sampling(metavar="TEXT", help="Stop before TEXT; \\n is a newline. Repeatable.")
-    ] = None
-    set: Annotated[
-        list[str] | None,
-        _sampling(
-            metavar="NAME=VALUE", help="top_k, min_p, min_tokens, logit_bias or a penalty. Repeatable."
-        ),
-    ] = None
+    temperature: float | None = first(None, "T", "0 is greedy. Default: the model's, else 0.7.")
+    max_tokens: int | None = first(None, "N", "Stop after N tokens. Default: the context.", "-n")
+    seed: int | None = inputs(None, "N", "Repeat a reply. Default: a new one, see -v.")
+    top_p: float | None = inputs(None, "P", "Default: the model's, else 1.")
+    stop: list[str] | None = inputs(None, "TEXT", "Stop before TEXT; \\n is a newline. Repeatable.")
+    set: list[str] | None = inputs(
+        None, "NAME=VALUE", "top_k, min_p, min_tokens, logit_bias or a penalty. Repeatable."
+    )
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -274,186 +212,52 @@ class SamplingOptions:
     ignore_eos: bool = False
 
 
-def parse_think(text: str, name: str = "--think") -> str:
-    """The value of --think, or of /think: a word, or tokens at most. Raises UsageError."""
-    if text not in ("auto", "on", "off", "hide") and not re.fullmatch("[0-9]{1,9}", text):
-        said = f"{name} {text}".rstrip()
-        raise UsageError(f"{said}: on, off, hide or a number of tokens?", fix=[f"{name} on|off|hide|N"])
-    return text
-
-
-def think_words(incomplete: str) -> list[str]:
-    """What TAB offers for --think."""
-    return ["on", "off", "hide"]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class TemplateOptions:
-    """What the chat template is told, and what becomes of thinking."""
+class ReplyOptions(SamplingOptions, EngineOptions):
+    """What `generate` and `chat` share."""
 
-    template_arg: Annotated[
-        list[str] | None, _prompt(metavar="K=V", help="A variable for the chat template. Repeatable.")
-    ] = None
-    think: Annotated[
-        str,
-        _first(
-            parser=parse_think,
-            autocompletion=think_words,
-            metavar="on|off|hide|N",
-            help="Thinking or none; hide: do not show it; N tokens at most.",
-        ),
-    ] = "auto"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class GrammarOptions:
-    """What the reply must look like."""
-
-    schema: Annotated[
-        str | None, _output(metavar="FILE|JSON", help="The reply is JSON that follows this JSON schema.")
-    ] = None
-    grammar: Annotated[
-        str | None,
-        _output(
-            metavar="LARK|/REGEX/", help="The whole reply follows a Lark grammar (or its file), or matches."
-        ),
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class BatchOptions:
-    """Many prompts in one run."""
-
-    jsonl: Annotated[
-        bool,
-        _prompt("--jsonl", help="A prompt a line on stdin or in -f FILE, a JSON line each back."),
-    ] = False
-    concurrency: Annotated[
-        int | None, _advanced(metavar="N", help="Lines of --jsonl that decode together. Default: 8.")
-    ] = None
-    resume: Annotated[
-        bool, _output("--resume", help="With --jsonl -o FILE: go on behind what FILE holds.")
-    ] = False
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class PromptOptions(TemplateOptions):
-    """What is asked."""
-
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="Text; it follows stdin and files.")
-    ] = None
-    file: Annotated[
-        list[str] | None,
-        _first("-f", "--file", metavar="FILE", help="Text from a file, - is stdin. Repeatable."),
-    ] = None
-    system: Annotated[str | None, _first("-s", "--system", metavar="TEXT|@FILE", help="System message.")] = (
-        None
+    ctx: int | None = _model(
+        None, "N", "Context in tokens, such as 8k. Default: the model's.", parser=parse_size
     )
-    messages: Annotated[
-        str | None, _prompt(metavar="FILE", help="A chat as JSON: role and content each.")
-    ] = None
-    raw: Annotated[bool, _prompt("--raw", help="No chat template: continue the text.")] = False
-    prompt_ids: Annotated[str | None, _prompt(metavar="1,2,3", help="Token ids instead of text.")] = None
-    dry_run: Annotated[
-        bool, _prompt("--dry-run", help="Show the prompt and its tokens; load no weights.")
-    ] = False
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
-class OutputOptions:
-    """What comes back and where."""
-
-    json: Annotated[bool, _first("--json", help="One JSON object: text, tokens, timings, acceptance.")] = (
-        False
+    draft_ctx: int | None = _model(
+        None, "N", "Context of the draft model; no drafts beyond.", parser=parse_size
     )
-    stats: Annotated[bool, _first("--stats", help="Speed and acceptance on stderr at the end.")] = False
-    output: Annotated[
-        Path | None, _output("-o", "--output", metavar="FILE", help="Write there, not to stdout.")
-    ] = None
-    logprobs: Annotated[
-        int | None, _output(metavar="N", help="With --json: log-probabilities, the N likeliest tokens.")
-    ] = None
-    trace: Annotated[Path | None, _output(metavar="FILE", help="One JSON line a round, for spd explain.")] = (
-        None
+    pull: bool = _model(False, None, "Download org/name if it is not in the cache.")
+    memory_fraction: float = advanced(0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9.")
+    template_arg: list[str] | None = inputs(None, "K=V", "A variable for the chat template. Repeatable.")
+    think: str = first(
+        "auto",
+        "on|off|hide|N",
+        "Thinking or none; hide: do not show it; N tokens at most.",
+        parser=parse_think,
+        autocompletion=think_words,
     )
+    system: str | None = first(None, "TEXT|@FILE", "System message.", "-s")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class GenerateOptions(
-    MemoryOption,
-    AdvancedOptions,
-    BatchOptions,
-    CommonOptions,
-    GrammarOptions,
-    OutputOptions,
-    SamplingOptions,
-    DraftContextOption,
-    SpeculationOptions,
-    PullOption,
-    ContextOption,
-    ModelOptions,
-    PromptOptions,
-):
+class GenerateOptions(ReplyOptions):
     """Everything `spd generate` takes."""
 
-    ignore_eos: Annotated[bool, _sampling("--ignore-eos", help="Do not stop at the end of text.")] = False
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class InspectOptions(CommonOptions):
-    """Everything `spd inspect` takes."""
-
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            envvar="SPD_MODEL",
-            autocompletion=model_names,
-            help="A folder, org/name, demo or demo-hybrid.",
-        ),
-    ] = "demo"
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            "--draft",
-            "--draft-model",
-            autocompletion=model_names,
-            metavar="MODEL",
-            help="Check it as a draft model.",
-        ),
-    ] = None
-    revision: Annotated[
-        str | None, typer.Option(metavar="REV", help="Branch, tag or commit in the cache.")
-    ] = None
-    quantize: Annotated[
-        Literal["none", "int8"],
-        typer.Option(metavar="FORM", help="Count what it needs with --quantize int8."),
-    ] = "none"
-    tp: Annotated[int, typer.Option(metavar="N", help="Tell the memory of one of N ranks.")] = 1
-    draft_tp: Annotated[int | None, typer.Option(metavar="N", help="Ranks that share the drafter.")] = None
-    json: Annotated[bool, _output("--json", help="One JSON object.")] = False
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class DoctorOptions(CommonOptions):
-    """Everything `spd doctor` takes."""
-
-    quick: Annotated[bool, _output("--quick", help="Look only: compile and generate nothing.")] = False
-    json: Annotated[bool, _output("--json", help="One JSON object: every check with its facts.")] = False
-    bug_report: Annotated[
-        Path | None,
-        _output(metavar="FILE", help="Write versions, plan and checks there, without names and secrets."),
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class CompletionOptions(CommonOptions):
-    """Everything `spd completions` takes."""
-
-    shell: Annotated[
-        Literal["bash", "zsh", "fish", "powershell"], typer.Argument(metavar="SHELL", help="Whose script.")
-    ]
+    prompt: str | None = argument("PROMPT", "Text; it follows stdin and files.", None)
+    file: list[str] | None = first(None, "FILE", "Text from a file, - is stdin. Repeatable.", "-f")
+    messages: str | None = inputs(None, "FILE", "A chat as JSON: role and content each.")
+    raw: bool = inputs(False, None, "No chat template: continue the text.")
+    prompt_ids: str | None = inputs(None, "1,2,3", "Token ids instead of text.")
+    dry_run: bool = inputs(False, None, "Show the prompt and its tokens; load no weights.")
+    ignore_eos: bool = inputs(False, None, "Do not stop at the end of text.")
+    jsonl: bool = inputs(False, None, "A prompt a line on stdin or in -f FILE, a JSON line each back.")
+    json: bool = first(False, None, "One JSON object: text, tokens, timings, acceptance.")
+    stats: bool = first(False, None, "Speed and acceptance on stderr at the end.")
+    output: Path | None = printed(None, "FILE", "Write there, not to stdout.", "-o")
+    schema: str | None = printed(None, "FILE|JSON", "The reply is JSON that follows this JSON schema.")
+    grammar: str | None = printed(
+        None, "LARK|/REGEX/", "The whole reply follows a Lark grammar (or its file), or matches."
+    )
+    logprobs: int | None = printed(None, "N", "With --json: log-probabilities, the N likeliest tokens.")
+    trace: Path | None = printed(None, "FILE", "One JSON line a round, for spd explain.")
+    resume: bool = printed(False, None, "With --jsonl -o FILE: go on behind what FILE holds.")
+    concurrency: int | None = advanced(None, "N", "Lines of --jsonl that decode together. Default: 8.")
 
 
 def read_settings(words: Sequence[str], flag: str = "--set") -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spd.cli.chat.model import ChatModel
-from spd.cli.chat.options import ChatOptions
+from spd.cli.commands.chat import ChatOptions
 from spd.cli.text.output import Console
 from spd.runtime import EngineConfig, Request, SamplingParams
 from spd.runtime.engine.driver import EngineThread

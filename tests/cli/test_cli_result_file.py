@@ -12,8 +12,7 @@ import pytest
 
 from spd.cli.commands.compare import read_result
 from spd.errors import UsageError
-from spd.runtime.lab.compare import compare
-from spd.runtime.lab.rows import make_rows
+from spd.runtime.lab.rows import compare, make_rows
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 
 

@@ -16,7 +16,7 @@ from spd.errors import CheckpointError
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import read_model_config
 from spd.runtime import Engine, EngineConfig, SamplingParams
-from spd.runtime.lab.roofline import floor_of
+from spd.runtime.lab.sweep import floor_of
 from spd.runtime.models import eagle3
 from spd.runtime.plan.plan import make_plan
 from spd.runtime.plan.rank_choice import streamed_bytes

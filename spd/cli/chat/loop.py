@@ -1,4 +1,4 @@
-"""`spd chat`: a conversation, saved as it goes, each turn continuing the cache of the one before.
+"""A conversation, saved as it goes, each turn continuing the cache of the one before.
 
 On a terminal with line editing, Markdown and a line of figures; elsewhere plain lines in, plain text out.
 """
@@ -6,25 +6,21 @@ On a terminal with line editing, Markdown and a line of figures; elsewhere plain
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.chat.options import ChatOptions
 from spd.cli.options import Session
-from spd.cli.text.conflicts import check_chat_conflicts
 from spd.cli.text.output import (
     OutputClosed,
     Sink,
     as_line,
-    is_terminal,
     paint,
     terminal_size,
     write_error,
     write_stderr,
 )
 from spd.cli.text.wrap import cells, fit_lines
-from spd.errors import NotFoundError, SpdError, UsageError
+from spd.errors import SpdError, UsageError
 
 if TYPE_CHECKING:
     from spd.cli.chat.conversation import Conversation
@@ -32,54 +28,10 @@ if TYPE_CHECKING:
     from spd.cli.chat.model import ChatModel
     from spd.cli.chat.sessions import SessionStore
     from spd.cli.chat.view import Look
+    from spd.cli.commands.chat import ChatOptions
 
 FULL_SHARE = 0.8
 """Share of the context above which a chat says that it fills up."""
-
-
-def chat(session: Session, options: ChatOptions) -> int:
-    """Talk with a model; what is said is saved, and -c continues it."""
-    check_chat_conflicts(options)
-    options = dataclasses.replace(options, model=options.model_argument or options.model)
-    sink = Sink.stdout()
-    interactive = is_terminal(sys.stdin)
-    if interactive and not sink.is_terminal:
-        raise UsageError(
-            "spd chat needs a terminal on both sides, and standard output is none",
-            fix=['spd generate "your prompt"', "spd chat < messages.txt, one message a line"],
-            code="no_terminal",
-        )
-    from spd.cli.chat.sessions import SessionStore
-
-    store = SessionStore(session.state_folder / "sessions")
-    try:
-        name, conversation = open_session(store, options)
-        talk = Chat(session, options, sink, store, name, conversation)
-        try:
-            return talk.run(interactive)
-        finally:
-            if session.guard.received is None:  # a signal ends the process at once
-                talk.model.close()
-    finally:
-        store.close()
-
-
-def open_session(store: SessionStore, options: ChatOptions) -> tuple[str, Conversation | None]:
-    """The name to save under, and what was said under it before. Raises NotFoundError and UsageError."""
-    if options.continue_ is None:
-        return ("" if options.no_save else store.open_new()), None
-    name = options.continue_
-    if not name:
-        names = store.names()
-        if not names:
-            raise NotFoundError("no chat is saved yet", fix=["spd chat"], code="no_session")
-        name = names[0]
-    elif not store.path(name).exists():
-        store.open(name)
-        return name, None
-    if not options.no_save:
-        store.open(name)
-    return name, store.load(name)
 
 
 class Chat:

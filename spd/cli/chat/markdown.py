@@ -139,7 +139,7 @@ class MarkdownStream:
         self._rows, self._columns = rows, size.columns
         up = f"\x1b[{above - 1}A" if above > 1 else ""
         first, *more = rows[reach:] or [""]
-        # Not erased from its beginning: of a whole screen that is erased tmux keeps a copy among the rows above.
+        # Not erased from its beginning: tmux keeps a copy of a screen that is erased as a whole.
         erase = "\n\x1b[J" if more else "" if first and not _cells(first) % size.columns else "\x1b[J"
         return f"{up}\r\x1b[K{first}{erase}" + "\n".join(more)
 

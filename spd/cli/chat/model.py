@@ -19,7 +19,7 @@ from spd.runtime.engine.driver import EngineThread
 from spd.runtime.plan.config import METHODS, WEIGHT_WISHES, split_spec
 
 if TYPE_CHECKING:
-    from spd.cli.chat.options import ChatOptions
+    from spd.cli.commands.chat import ChatOptions
     from spd.runtime import Engine, EngineConfig, Event, Request, RequestMetrics
     from spd.runtime.load.progress import Progress
     from spd.runtime.round.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from inspect import Parameter, Signature
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import typer
 
@@ -46,8 +46,8 @@ class Command:
 COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
     {
         "chat": Command(
-            "chat.loop:chat",
-            "chat.options:ChatOptions",
+            "chat:chat",
+            "chat:ChatOptions",
             "Talk with a model; what is said is saved, and -c continues it.",
             (
                 "spd chat",
@@ -58,8 +58,8 @@ COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
             ),
         ),
         "generate": Command(
-            "commands.generate:generate",
-            "options:GenerateOptions",
+            "generate:generate",
+            "generate:GenerateOptions",
             "Answer one prompt, for pipes and scripts; the text is the same with and without speculation.",
             (
                 'spd generate --stats "What does os.path.join do?"',
@@ -68,8 +68,8 @@ COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
             ),
         ),
         "bench": Command(
-            "commands.bench:bench",
-            "commands.bench_options:BenchOptions",
+            "bench:bench",
+            "bench:BenchOptions",
             "Measure speculation against plain decoding; exits 6 if texts differ or --fail-if-slower holds.",
             (
                 "spd bench",
@@ -78,8 +78,8 @@ COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
             ),
         ),
         "compare": Command(
-            "commands.compare:compare",
-            "commands.bench_options:CompareOptions",
+            "compare:compare",
+            "compare:CompareOptions",
             "Compare results of spd bench with the first of them; exits 6 if a row became slower.",
             (
                 "spd compare yesterday.json today.json",
@@ -87,8 +87,8 @@ COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
             ),
         ),
         "explain": Command(
-            "commands.explain:explain",
-            "commands.bench_options:ExplainOptions",
+            "explain:explain",
+            "explain:ExplainOptions",
             "Say in words what a trace shows: costs, acceptance, the best K, and what to try next.",
             (
                 'spd generate -n 256 --trace run.jsonl "Write a poem" && spd explain run.jsonl',
@@ -96,8 +96,8 @@ COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
             ),
         ),
         "verify": Command(
-            "commands.verify:verify",
-            "commands.bench_options:VerifyOptions",
+            "verify:verify",
+            "verify:VerifyOptions",
             "Replay prompts with two settings and compare every token; exits 6 if speculation changed one.",
             (
                 "spd verify",
@@ -106,14 +106,14 @@ COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
             ),
         ),
         "inspect": Command(
-            "commands.inspect:inspect",
-            "options:InspectOptions",
+            "inspect:inspect",
+            "inspect:InspectOptions",
             "Show what a model is and needs, and whether a draft model fits it; loads no weights.",
             ("spd inspect demo", "spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --json"),
         ),
         "convert-mtp": Command(
-            "commands.convert_mtp:convert_mtp",
-            "commands.convert_mtp:ConvertOptions",
+            "convert_mtp:convert_mtp",
+            "convert_mtp:ConvertOptions",
             "Cut a checkpoint's MTP head into a small folder, for targets that lost theirs.",
             (
                 "spd convert-mtp deepseek-ai/DeepSeek-V3.1 --dry-run",
@@ -122,32 +122,32 @@ COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
             ),
         ),
         "pull": Command(
-            "commands.models:pull",
-            "commands.models:PullOptions",
+            "models:pull",
+            "models:PullOptions",
             "Download a model's safetensors, configuration and tokenizer into the Hugging Face cache.",
             ("spd pull Qwen/Qwen3-0.6B", "spd pull Qwen/Qwen3-8B --dry-run"),
         ),
         "ls": Command(
-            "commands.models:ls",
-            "commands.models:ListOptions",
+            "models:ls",
+            "models:ListOptions",
             "List the models in the Hugging Face cache: size, type, architecture, and whether they run.",
             ("spd ls", "spd ls -q"),
         ),
         "rm": Command(
-            "commands.models:rm",
-            "commands.models:RemoveOptions",
+            "models:rm",
+            "models:RemoveOptions",
             "Remove models from the Hugging Face cache, every revision of each, after asking.",
             ("spd rm Qwen/Qwen3-0.6B", "spd rm -y org/one org/two"),
         ),
         "doctor": Command(
-            "commands.doctor:doctor",
-            "options:DoctorOptions",
+            "doctor:doctor",
+            "doctor:DoctorOptions",
             "Check this machine and try it out: compile, time, compare; exits 1 if a check failed.",
             ("spd doctor", "spd doctor --quick --json"),
         ),
         "completions": Command(
-            "commands.completions:completions",
-            "options:CompletionOptions",
+            "completions:completions",
+            "completions:CompletionOptions",
             "Print the completion script of a shell.",
             (
                 'eval "$(spd completions bash)"',
@@ -191,7 +191,7 @@ def load_command(command: Command) -> Any:
 def _find(place: str) -> Any:
     """What `module:name` says, of a module beside this one."""
     module, _, name = place.partition(":")
-    return getattr(import_module(f"spd.cli.{module}"), name)
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
 
 def _nothing() -> None:
@@ -238,17 +238,26 @@ def as_command(
             values["typed"] = frozenset(name for name in sources if "COMMANDLINE" in str(sources[name]))
         return body(dataclasses.replace(session, console=console), options(**values))
 
-    hints = get_type_hints(options, include_extras=True)
+    hints, form = get_type_hints(options), cast(Any, Annotated)
     parameters = [Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     for field in dataclasses.fields(options):
-        if get_origin(hints[field.name]) is not Annotated:  # not typed: set by name, or found
+        if "option" not in field.metadata:  # not typed: set by name, or found
             continue
+        names, shown = field.metadata["names"], field.metadata["option"]
+        if names is None:
+            kind = typer.Argument(**shown)
+        else:
+            long = [] if any(name.startswith("--") for name in names) else [_flag(field.name)]
+            kind = typer.Option(*names, *long, **shown)
         default = Parameter.empty if field.default is dataclasses.MISSING else field.default
-        parameters.append(
-            Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
-        )
+        hint = form[hints[field.name], kind]
+        parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
     run.__name__ = body.__name__
     run.__doc__ = body.__doc__
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__dict__["__signature__"] = Signature(parameters)
     return run
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

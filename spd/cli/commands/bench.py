@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.commands.bench_options import (
-    BenchOptions,
-    check_least,
-    chosen_prompts,
-    numbers,
-    parse_share,
-    split,
-)
 from spd.cli.commands.bench_report import render, summary_lines
-from spd.cli.options import Session, in_order, parse_size
+from spd.cli.commands.values import check_least, chosen_prompts, numbers, parse_share, split
+from spd.cli.options import (
+    ModelOptions,
+    Session,
+    advanced,
+    first,
+    in_order,
+    model_names,
+    option,
+    parse_size,
+    printed,
+)
 from spd.cli.signals import Interrupted
 from spd.cli.text.output import (
     Sink,
@@ -36,6 +41,52 @@ if TYPE_CHECKING:
     from spd.runtime.lab.sweep import Load, Settings, Sweep
 
 SCHEMA = "spd.bench/1"
+
+
+_sweep, _work = partial(option, "What is compared"), partial(option, "What is asked")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class BenchOptions(ModelOptions):
+    """Everything `spd bench` takes. The axes of the sweep are comma lists."""
+
+    spec: str = first("auto", "METHODS", f"{', '.join(METHODS)}; mtp+ngram. Plain is always measured.")
+    draft_model: str | None = first(
+        None, "MODEL", "A smaller model, or an EAGLE-3 head.", autocompletion=model_names
+    )
+    draft_max: str | None = first(None, "K,…", "Draft tokens a round; a list of them is held fixed.")
+    temperature: str = first("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
+    max_tokens: int = first(64, "N", "Tokens a reply at most. Default: 64.", "-n")
+    concurrency: str = first("1", "N,…", "Requests at a time; with --rate, slots at most. Default: 1.")
+    json: bool = first(False, None, "One JSON object with every sample.")
+    mtp: str | None = _sweep(None, "HEAD", "A folder with an MTP head.", autocompletion=model_names)
+    adaptive: bool | None = _sweep(
+        None, None, "Fit K to what is accepted, or hold it.", "--adaptive/--no-adaptive"
+    )
+    verify: str = _sweep("coupled", "RULES", "coupled, rejection, block.")
+    synthetic_acceptance: float | None = _sweep(
+        None, "LENGTH", "Impose this many tokens a round: speed only."
+    )
+    load: Literal["auto", "dummy"] = _sweep(
+        "auto", "HOW", "dummy: random weights of the configured shapes, speed only."
+    )
+    category: str | None = _work(
+        None, "NAMES", "code, edit, summarise, reasoning, creative. Default: all of them."
+    )
+    prompts: Path | None = _work(None, "FILE", 'Your own: lines of text, or {"prompt": …} in a .jsonl.')
+    prompt_tokens: str | None = _work(None, "N,…", "Lengthen or cut prompts to N tokens, such as 1k.")
+    ignore_eos: bool = _work(False, None, "Do not stop at the end of the text.")
+    rate: str | None = _work(None, "R,…", "Requests a second as they come by chance (open loop).")
+    repetitions: int | None = _work(None, "N", "Default: as many as fit into 80 s, 3 to 20.", "-r")
+    output: Path | None = printed(None, "FILE", "Write the JSON object there too.", "-o")
+    fail_if_slower: str | None = printed(
+        None, "3%", "Exit 6 if a row is this much slower than plain decoding."
+    )
+    lag: str = advanced("auto", "N,…", "Rounds the host may run behind: auto, 0, 1, 2.")
+    graphs: str = advanced("auto", "MODES", "CUDA graphs: auto, on, off.")
+    tp: str = advanced("1", "N,…", "Tensor parallel ranks. Default: 1.")
+    draft_tp: str = advanced("auto", "N,…", "Ranks that share the drafter, or auto.")
+    memory_fraction: float = advanced(0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9.")
 
 
 def bench(session: Session, options: BenchOptions) -> int:
@@ -69,7 +120,7 @@ def bench(session: Session, options: BenchOptions) -> int:
 def _open_sweep(
     session: Session, options: BenchOptions, configs: Sequence[EngineConfig], settings: Settings
 ) -> Sweep:
-    from spd.runtime.lab.questions import encode_questions
+    from spd.runtime.lab.prompt_set import encode_questions
     from spd.runtime.lab.sweep import Sweep
 
     lengths: list[int | None] = [None]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from spd.cli.commands.bench_options import BenchOptions
 from spd.cli.text.output import as_line, to_json
 from spd.cli.text.table import WIDTH, render_table
 from spd.cli.text.wrap import fit_lines
+
+if TYPE_CHECKING:
+    from spd.cli.commands.bench import BenchOptions
 
 SLOWER = "▼"
 

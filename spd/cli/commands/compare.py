@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.commands.bench_options import CompareOptions, parse_share
 from spd.cli.commands.bench_report import SLOWER, load_label, method_label
-from spd.cli.options import Session
+from spd.cli.commands.values import parse_share
+from spd.cli.options import CommonOptions, Session, argument, first, printed
 from spd.cli.text.output import Sink, to_json, write_error
 from spd.cli.text.table import render_table
 from spd.errors import CheckFailedError, UsageError
 from spd.formats.files import read_input
 
 if TYPE_CHECKING:
-    from spd.runtime.lab.compare import Comparison
+    from spd.runtime.lab.rows import Comparison
 
 
 SCHEMA = "spd.compare/1"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class CompareOptions(CommonOptions):
+    """Everything `spd compare` takes."""
+
+    files: list[Path] = argument("A.json B.json …", "Results of spd bench, the oldest first.")
+    threshold: str = first("3%", "3%", "Slower by more than this, and more than noise, is a regression.")
+    json: bool = printed(False, None, "One JSON object.")
+
+
 def compare(session: Session, options: CompareOptions) -> int:
     """Compare results of spd bench with the first of them; exits 6 if a row became slower."""
-    from spd.runtime.lab.compare import compare as compare_results
+    from spd.runtime.lab.rows import compare as compare_results
 
     if len(options.files) < 2:
         raise UsageError("one result has nothing to be compared with", fix=["spd compare A.json B.json"])
@@ -93,7 +103,7 @@ SCHEMA_PREFIX = "spd.bench/"
 
 def read_result(path: Path) -> dict[str, Any]:
     """The object that `spd bench -o FILE` wrote. Raises NotFoundError and UsageError naming the file."""
-    from spd.runtime.lab.compare import compare
+    from spd.runtime.lab.rows import compare
 
     fix = "spd bench -o FILE writes one"
     try:

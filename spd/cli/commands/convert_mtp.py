@@ -9,12 +9,10 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import TYPE_CHECKING, Any, Literal
 
 from spd import __version__
-from spd.cli.options import CommonOptions, Session, _output, model_names
+from spd.cli.options import CommonOptions, Session, argument, model_names, printed
 from spd.cli.text.output import Sink, check_folder, to_json
 from spd.cli.text.progress import Ticker
 from spd.errors import UsageError
@@ -33,31 +31,18 @@ SCALES = "_scale_inv"
 class ConvertOptions(CommonOptions):
     """Everything `spd convert-mtp` takes."""
 
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SRC", autocompletion=model_names, help="A folder or org/name with MTP layers, or a head."
-        ),
-    ]
-    destination: Annotated[
-        Path | None, typer.Argument(metavar="[DST]", help="Folder to write. Default: NAME-mtp here.")
-    ] = None
-    attach: Annotated[
-        str | None,
-        typer.Option(
-            "--attach", autocompletion=model_names, metavar="TARGET", help="Check that the head fits it."
-        ),
-    ] = None
-    revision: Annotated[
-        str | None, typer.Option(metavar="REV", help="Branch, tag or commit in the cache.")
-    ] = None
-    dtype: Annotated[
-        Literal["stored", "bfloat16", "float16", "float32"],
-        typer.Option(help="Of what is written; FP8 blocks are multiplied out."),
-    ] = "stored"
-    force: Annotated[bool, typer.Option("--force", help="Replace a head that is already there.")] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read headers, write nothing.")] = False
-    json: Annotated[bool, _output("--json", help="One JSON object: every tensor by name.")] = False
+    source: str = argument(
+        "SRC", "A folder or org/name with MTP layers, or a head.", autocompletion=model_names
+    )
+    destination: Path | None = argument("[DST]", "Folder to write. Default: NAME-mtp here.", None)
+    attach: str | None = printed(None, "TARGET", "Check that the head fits it.", autocompletion=model_names)
+    revision: str | None = printed(None, "REV", "Branch, tag or commit in the cache.")
+    dtype: Literal["stored", "bfloat16", "float16", "float32"] = printed(
+        "stored", None, "Of what is written; FP8 blocks are multiplied out."
+    )
+    force: bool = printed(False, None, "Replace a head that is already there.")
+    dry_run: bool = printed(False, None, "Read headers, write nothing.")
+    json: bool = printed(False, None, "One JSON object: every tensor by name.")
 
 
 @dataclass(frozen=True)

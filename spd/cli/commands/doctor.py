@@ -8,10 +8,11 @@ import re
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.options import DoctorOptions, Session
+from spd.cli.options import CommonOptions, Session, printed
 from spd.cli.text.output import Sink, check_writable, is_terminal, to_json, write_file
 from spd.cli.text.progress import loading
 
@@ -22,6 +23,17 @@ MARKS = {"ok": "✓", "warning": "!", "failed": "✗"}
 PLAIN_MARKS = {"ok": "[ok]", "warning": "[!]", "failed": "[x]"}
 NAME_WIDTH = 13
 TOKEN = re.compile(r"\b(?:hf_|sk-|gh[a-z]_|api_)[A-Za-z0-9_-]{8,}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class DoctorOptions(CommonOptions):
+    """Everything `spd doctor` takes."""
+
+    quick: bool = printed(False, None, "Look only: compile and generate nothing.")
+    json: bool = printed(False, None, "One JSON object: every check with its facts.")
+    bug_report: Path | None = printed(
+        None, "FILE", "Write versions, plan and checks there, without names and secrets."
+    )
 
 
 def doctor(session: Session, options: DoctorOptions) -> int:

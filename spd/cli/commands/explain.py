@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spd.cli.options import CommonOptions, Session, argument, printed
 from spd.cli.text.output import Sink, printable, to_json
 from spd.cli.text.table import WIDTH, render_table
 from spd.cli.text.wrap import fit_lines
 from spd.errors import IncompatibleError
 
 if TYPE_CHECKING:
-    from spd.cli.commands.bench_options import ExplainOptions
-    from spd.cli.options import Session
     from spd.runtime import Engine
-    from spd.runtime.lab.explain import Explanation
-    from spd.runtime.lab.trace_file import Trace, TraceHeader
+    from spd.runtime.lab.explain import Explanation, Trace, TraceHeader
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ExplainOptions(CommonOptions):
+    """Everything `spd explain` takes."""
+
+    files: list[Path] = argument("TRACE …", "Files of --trace, all of one model.")
+    json: bool = printed(False, None, "One JSON object.")
 
 
 def explain(session: Session, options: ExplainOptions) -> int:
     """Say in words what a trace shows: costs, acceptance, the best K, and what to try next."""
     from spd.runtime.lab.explain import explain as explain_traces
-    from spd.runtime.lab.trace_file import read_traces
+    from spd.runtime.lab.explain import read_traces
 
     sink = Sink.stdout()
     traces = read_traces(options.files)
@@ -56,7 +64,7 @@ def _way(trace: Trace) -> str:
 
 def explanation_text(found: Explanation, columns: int | None) -> str:
     """The table of prospects, acceptance by position, and the paragraph, for a terminal or for none."""
-    from spd.runtime.lab.explain_words import paragraph
+    from spd.runtime.lab.explain import paragraph
 
     chosen = [p for p in (found.plain, *found.own, *found.ngram) if _is_shown(p.k, p.method, found)]
     best = found.best
@@ -99,6 +107,6 @@ def _is_shown(k: int, method: str, found: Explanation) -> bool:
 
 def trace_header(engine: Engine, model: str, temperature: float, prompt_ids: tuple[int, ...]) -> TraceHeader:
     """The first line of a trace file."""
-    from spd.runtime.lab.trace_file import TraceHeader
+    from spd.runtime.lab.explain import TraceHeader
 
     return TraceHeader(model, temperature, engine.plan.as_dict(), prompt_ids)

@@ -5,17 +5,13 @@ Downloading happens here and nowhere else, and only when it was asked for.
 
 from __future__ import annotations
 
-import functools
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from spd.cli.chat.options import ChatOptions
-from spd.cli.options import CommonOptions, GenerateOptions, Session, cached_names
+from spd.cli.options import CommonOptions, ReplyOptions, Session, argument, cached_names, printed
 from spd.cli.text.output import Sink, as_line, is_terminal, tell, to_json, write_stderr
 from spd.cli.text.progress import loading
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
@@ -25,37 +21,30 @@ if TYPE_CHECKING:
     from spd.formats.hub_download import RemoteModel
 
 
-_output = functools.partial(typer.Option, rich_help_panel="Output")
-
-
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PullOptions(CommonOptions):
     """Everything `spd pull` takes."""
 
-    name: Annotated[str, typer.Argument(metavar="NAME", help="org/name on the Hugging Face hub.")]
-    revision: Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit.")] = None
-    dry_run: Annotated[bool, _output("--dry-run", help="List the files; download none of the weights.")] = (
-        False
-    )
-    json: Annotated[bool, _output("--json", help="One JSON object.")] = False
+    name: str = argument("NAME", "org/name on the Hugging Face hub.")
+    revision: str | None = printed(None, "REV", "Branch, tag or commit.")
+    dry_run: bool = printed(False, None, "List the files; download none of the weights.")
+    json: bool = printed(False, None, "One JSON object.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ListOptions(CommonOptions):
     """Everything `spd ls` takes."""
 
-    json: Annotated[bool, _output("--json", help="One JSON object.")] = False
+    json: bool = printed(False, None, "One JSON object.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RemoveOptions(CommonOptions):
     """Everything `spd rm` takes."""
 
-    names: Annotated[
-        list[str], typer.Argument(metavar="NAME…", autocompletion=cached_names, help="org/name in the cache.")
-    ]
-    yes: Annotated[bool, _output("-y", "--yes", help="Do not ask.")] = False
-    dry_run: Annotated[bool, _output("--dry-run", help="Say what would be removed.")] = False
+    names: list[str] = argument("NAME…", "org/name in the cache.", autocompletion=cached_names)
+    yes: bool = printed(False, None, "Do not ask.", "-y")
+    dry_run: bool = printed(False, None, "Say what would be removed.")
 
 
 def pull(session: Session, options: PullOptions) -> None:
@@ -81,7 +70,7 @@ def pull(session: Session, options: PullOptions) -> None:
         sink.write(shown["folder"] + "\n")
 
 
-def ensure_models(session: Session, options: GenerateOptions | ChatOptions) -> None:
+def ensure_models(session: Session, options: ReplyOptions) -> None:
     """Download the model and the draft model that are named and not there, with consent.
 
     Consent is --pull, or the answer of a person at a terminal; without it resolving raises as ever.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.commands.bench_options import VerifyOptions, check_least, chosen_prompts, numbers, split
-from spd.cli.options import Session
+from spd.cli.commands.values import check_least, chosen_prompts, numbers, split
+from spd.cli.options import MODEL, EngineOptions, Session, first, option
 from spd.cli.text.job import engine_config
 from spd.cli.text.output import Sink, to_json, write_error
 from spd.cli.text.progress import Ticker
@@ -31,6 +31,22 @@ SETTINGS = (
 )
 SHOWN = 10
 """Differences that are spelled out."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class VerifyOptions(EngineOptions):
+    """Everything `spd verify` takes."""
+
+    adaptive: bool = option(
+        MODEL, False, None, "Fit K to what is accepted; held fixed by default.", "--adaptive/--no-adaptive"
+    )
+    against: str = first("spec=off", "SETTING=…", "The other side: spec=off, lag=0, kernels=torch, slots=1 …")
+    temperature: str = first("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
+    max_tokens: int = first(64, "N", "Tokens a reply at most. Default: 64.", "-n")
+    tokens: int = first(0, "N", "Ask with new seeds until replies could hold N.")
+    concurrency: int = first(1, "N", "Requests at a time. Default: 1.")
+    json: bool = first(False, None, "The certificate on standard output.")
+    prompts: Path | None = option(MODEL, None, "FILE", "Your own, as for spd bench.")
 
 
 def verify(session: Session, options: VerifyOptions) -> int:
@@ -121,7 +137,7 @@ def _examine(
     """Run every check that the settings allow, and write down what came of it."""
     from spd.cli.text.report import versions
     from spd.runtime.lab.machine import describe_machine
-    from spd.runtime.lab.questions import encode_questions
+    from spd.runtime.lab.prompt_set import encode_questions
     from spd.runtime.lab.replay import law_test, make_requests, replay
 
     check = session.guard.check

@@ -16,7 +16,7 @@ from spd.cli.options import CommonOptions, GenerateOptions
 from spd.errors import UsageError
 
 if TYPE_CHECKING:
-    from spd.cli.chat.options import ChatOptions
+    from spd.cli.commands.chat import ChatOptions
 
 Options = TypeVar("Options", bound=CommonOptions)
 

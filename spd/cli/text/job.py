@@ -17,9 +17,7 @@ from spd.cli.text.structured import TAIL, end_of_thinking, opens_thinking, read_
 from spd.errors import UsageError
 
 if TYPE_CHECKING:
-    from spd.cli.chat.options import ChatOptions
-    from spd.cli.commands.bench_options import VerifyOptions
-    from spd.cli.options import GenerateOptions
+    from spd.cli.options import EngineOptions, GenerateOptions
     from spd.formats.folder import ModelFolder
     from spd.runtime import EngineConfig, Request, SamplingParams
     from spd.runtime.engine.request import GrammarText
@@ -114,9 +112,14 @@ def open_vocabulary(name: str, folder: ModelFolder) -> Vocabulary:
     return Vocabulary(folder.config, tokenizer, None if tokenizer is None else folder.template, name)
 
 
-def engine_config(
-    options: GenerateOptions | ChatOptions | VerifyOptions, folder: ModelFolder
-) -> EngineConfig:
+WISHES = (
+    *("device", "dtype", "quantize", "spec", "draft_max", "adaptive", "draft_ctx", "verify", "kernels"),
+    *("ctx", "memory_fraction", "threads", "tp", "draft_tp", "rendezvous"),
+)
+"""Options that are the engine's own, by the same names."""
+
+
+def engine_config(options: EngineOptions, folder: ModelFolder) -> EngineConfig:
     """The options as wishes for the engine. Raises what EngineConfig refuses."""
     from spd.formats.folder import ModelFolder
     from spd.runtime import EngineConfig
@@ -125,25 +128,9 @@ def engine_config(
         model=folder,
         draft_model=None if options.draft_model is None else ModelFolder.named(options.draft_model),
         mtp=None if options.mtp is None else ModelFolder.named(options.mtp),
-        device=options.device,
-        dtype=options.dtype,
-        quantize=options.quantize,
-        spec=options.spec,
-        draft_max=options.draft_max,
-        adaptive=options.adaptive,
-        draft_ctx=options.draft_ctx,
-        verify=options.verify,
-        synthetic_acceptance=options.synthetic_acceptance,
         lag=None if options.lag == "auto" else int(options.lag),
         graphs=None if options.graphs == "auto" else options.graphs == "on",
-        kernels=options.kernels,
-        ctx=options.ctx,
-        memory_fraction=options.memory_fraction,
-        threads=options.threads,
-        load=options.load,
-        tp=options.tp,
-        draft_tp=options.draft_tp,
-        rendezvous=options.rendezvous,
+        **{name: getattr(options, name) for name in WISHES if hasattr(options, name)},
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spd.cli.options import PromptOptions, TemplateOptions, as_utf8
+from spd.cli.options import GenerateOptions, ReplyOptions, as_utf8
 from spd.cli.text.output import is_terminal
 from spd.errors import UsageError
 from spd.formats.files import read_input_text
@@ -30,7 +30,7 @@ class Asked:
     variables: Mapping[str, Any] | None = None
 
 
-def gather(options: PromptOptions) -> Asked:
+def gather(options: GenerateOptions) -> Asked:
     """Read everything the options name. Raises UsageError and NotFoundError."""
     if options.prompt_ids is not None:
         return Asked(ids=parse_ids(options.prompt_ids))
@@ -47,7 +47,7 @@ def gather(options: PromptOptions) -> Asked:
     return Asked(messages=tuple(messages), variables=variables)
 
 
-def gather_text(options: PromptOptions) -> str:
+def gather_text(options: GenerateOptions) -> str:
     """Stdin and files first, a blank line between parts, then the argument."""
     argument = options.prompt
     files = list(options.file or ())
@@ -127,7 +127,7 @@ def parse_ids(text: str) -> tuple[int, ...]:
     return ids
 
 
-def template_variables(options: TemplateOptions) -> dict[str, Any]:
+def template_variables(options: ReplyOptions) -> dict[str, Any]:
     """What the options tell the chat template. Raises UsageError."""
     told = {} if options.think == "auto" else {"enable_thinking": options.think != "off"}
     return parse_variables(options.template_arg or ()) | told

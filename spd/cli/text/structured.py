@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from spd.cli.options import GrammarOptions, as_utf8
+from spd.cli.options import GenerateOptions, as_utf8
 from spd.cli.text.encode import Vocabulary
 from spd.cli.text.output import Console
 from spd.cli.text.prompt import Asked, read_text
@@ -25,7 +25,7 @@ TAIL = 16
 """Tokens at the end of a prompt that can hold an open thinking block's beginning."""
 
 
-def read_grammar(options: GrammarOptions) -> GrammarText | None:
+def read_grammar(options: GenerateOptions) -> GrammarText | None:
     """The schema, expression or grammar of the flags. Raises UsageError and NotFoundError."""
     from spd.runtime.engine.request import GrammarText
 

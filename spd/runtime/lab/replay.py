@@ -20,8 +20,8 @@ from spd.runtime.engine.engine import Engine
 from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.engine.request import Request, derived_seed
 from spd.runtime.lab.load import run_pass
+from spd.runtime.lab.prompt_set import Question
 from spd.runtime.lab.statistics import chi_square_tail
-from spd.runtime.lab.sweep import Question
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import MAX_LOGPROBS, SamplingParams
 

@@ -12,14 +12,79 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
+import torch
+
+from spd.formats.model_config import ModelConfig
 from spd.runtime.engine.engine import Engine
 from spd.runtime.engine.request import Request, derived_seed
-from spd.runtime.lab.load import Pass, poisson_arrivals, run_pass
-from spd.runtime.lab.prompt_set import Prompt
-from spd.runtime.lab.roofline import Floor, floor_of, measure_read_rate
-from spd.runtime.lab.sample import Sample, take_sample
+from spd.runtime.lab.load import Pass, Sample, poisson_arrivals, run_pass, take_sample
+from spd.runtime.lab.prompt_set import Question
+from spd.runtime.models.weight_form import WeightForm
+from spd.runtime.models.weights import streamed_tables
 from spd.runtime.plan.config import EngineConfig
+from spd.runtime.plan.memory import page_bytes, rank_layout, state_bytes
+from spd.runtime.round.limits import PAGE_SIZE
 from spd.runtime.round.sampling_params import SamplingParams
+
+READ_BYTES = {"cpu": 2**28, "cuda": 2**30}
+"""Well beyond the caches of either."""
+PASSES = 5
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What a pass moves: weights once, states twice (read and written), each position of the context."""
+
+    weight_bytes: int
+    position_bytes: int
+
+    def seconds(self, context: float, rate: float) -> float:
+        """With `context` positions in the cache, at `rate` bytes a second."""
+        return (self.weight_bytes + context * self.position_bytes) / rate
+
+
+def floor_of(config: ModelConfig, dtype: str, form: WeightForm, ranks: int = 1) -> Floor | None:
+    """The floor of a model on one of `ranks`; None where routing decides reads."""
+    if config.experts is not None:
+        return None
+    once = _streamed(config, dtype, form, ranks) + 2 * state_bytes(config, ranks)
+    return Floor(once, page_bytes(config, dtype, ranks) // PAGE_SIZE)
+
+
+def _streamed(config: ModelConfig, dtype: str, form: WeightForm, ranks: int) -> int:
+    """Weights that every pass reads: the layers' and those that make logits; embeddings are looked up.
+
+    What a head makes of its target's streams it makes once a round, not in every pass.
+    """
+    layout = rank_layout(config, ranks)
+    inside = sum(
+        form.bytes_of(destination, layout.prefix.format(index), dtype)
+        for index, layer in enumerate(layout.layers)
+        for destination in layer.destinations()
+    )
+    outside = streamed_tables(config, layout)
+    return inside + sum(form.bytes_of(table, "", dtype, table=True) for table in outside)
+
+
+@torch.inference_mode()
+def measure_read_rate(device: str) -> float:
+    """Bytes a second of summing a large tensor, the fastest of a few passes."""
+    kind = torch.device(device).type
+    values = torch.ones(READ_BYTES[kind] // 4, dtype=torch.float32, device=device)
+    best = float("inf")
+    for _ in range(PASSES):
+        _wait(kind)
+        began = time.perf_counter()
+        values.sum()
+        _wait(kind)
+        best = min(best, time.perf_counter() - began)
+    return values.nbytes / best
+
+
+def _wait(kind: str) -> None:
+    if kind == "cuda":
+        torch.cuda.synchronize()
+
 
 LEAST, MOST = 3, 20
 """Repetitions where their number follows from the time."""
@@ -43,15 +108,6 @@ class Work:
     temperature: float
     prompt_tokens: int | None
     load: Load
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt in token ids; `prompt_tokens` is the length that was wished for."""
-
-    prompt: Prompt
-    ids: tuple[int, ...]
-    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spd.runtime.lab.sample import Sample
+from spd.runtime.lab.load import Sample
 from spd.runtime.lab.sweep import Load, Work
 
 PLAIN: dict[str, Any] = {

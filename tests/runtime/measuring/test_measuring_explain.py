@@ -16,9 +16,17 @@ from spd.errors import UsageError
 from spd.runtime import SamplingParams
 from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.lab.cost_model import Acceptance, fit_acceptance, tokens_per_second
-from spd.runtime.lab.explain import Explanation, explain, simulate_lookup
-from spd.runtime.lab.explain_words import bottleneck, next_step, paragraph
-from spd.runtime.lab.trace_file import Trace, TraceHeader, read_traces
+from spd.runtime.lab.explain import (
+    Explanation,
+    Trace,
+    TraceHeader,
+    bottleneck,
+    explain,
+    next_step,
+    paragraph,
+    read_traces,
+    simulate_lookup,
+)
 from tests.helpers import make_engine, random_prompts, run_all
 from tests.prompt_lookup import search
 from tests.runtime.measuring.test_measuring_replay import damped

@@ -16,8 +16,7 @@ from spd.formats.demo import demo_folder
 from spd.kernels.round.window import RoundWindow
 from spd.runtime import EngineConfig
 from spd.runtime.engine.request import Request
-from spd.runtime.lab.prompt_set import Prompt, read_prompts
-from spd.runtime.lab.questions import encode_questions
+from spd.runtime.lab.prompt_set import Prompt, Question, encode_questions, read_prompts
 from spd.runtime.lab.replay import (
     Outcome,
     law_test,
@@ -26,7 +25,6 @@ from spd.runtime.lab.replay import (
     replay,
     same_law,
 )
-from spd.runtime.lab.sweep import Question
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Damped, random_prompts
 from tests.runtime import seeded_faults as planted

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from spd.runtime.engine.metrics import RoundRecord
-from spd.runtime.lab.compare import compare
-from spd.runtime.lab.rows import make_rows, verdict
-from spd.runtime.lab.sample import per_position
+from spd.runtime.lab.load import per_position
+from spd.runtime.lab.rows import compare, make_rows, verdict
 from spd.runtime.lab.sweep import Load, Work
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 

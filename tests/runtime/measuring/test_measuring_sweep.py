@@ -13,10 +13,9 @@ import pytest
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.tokenizer import PIECE, Tokenizer
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams
-from spd.runtime.lab.prompt_set import CATEGORIES, Prompt, choose, read_prompts
-from spd.runtime.lab.questions import encode_questions
+from spd.runtime.lab.prompt_set import CATEGORIES, Prompt, Question, choose, encode_questions, read_prompts
 from spd.runtime.lab.rows import make_rows
-from spd.runtime.lab.sweep import Load, Question, Settings, Sweep, Work
+from spd.runtime.lab.sweep import Load, Settings, Sweep, Work
 from tests.helpers import random_prompts
 from tests.runtime.seeded_faults import first_is_free, verify
 

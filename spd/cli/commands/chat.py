@@ -1,0 +1,102 @@
+"""`spd chat`: its options, and which saved chat it goes on with."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from spd.cli.options import ReplyOptions, Session, argument, first, model_names, option
+from spd.cli.text.conflicts import check_chat_conflicts
+from spd.cli.text.output import Sink, is_terminal
+from spd.errors import NotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from spd.cli.chat.conversation import Conversation
+    from spd.cli.chat.sessions import SessionStore
+
+PANEL = "Chat"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ChatOptions(ReplyOptions):
+    """Everything `spd chat` takes."""
+
+    model_argument: str | None = argument(
+        "MODEL", "A folder, org/name, or demo. Default: demo.", None, autocompletion=model_names
+    )
+    model: str | None = first(  # type: ignore[assignment]
+        None, "MODEL", "As the MODEL argument.", "-m", envvar="SPD_MODEL", autocompletion=model_names
+    )
+    file: list[str] | None = first(None, "FILE", "Goes with the first message. Repeatable.", "-f")
+    continue_: str | None = first(
+        None, "[NAME]", "Continue the latest chat, or the one of this name.", "-c", "--continue"
+    )
+    no_save: bool = option(PANEL, False, None, "Keep this chat in memory only.")
+    markdown: Literal["auto", "on", "off"] = option(
+        PANEL, "auto", "MODE", "auto, on or off. auto: unless drafts are shown."
+    )
+    show_drafts: bool = option(PANEL, False, None, "Colour accepted draft tokens.")
+    stats: bool | None = option(
+        PANEL, None, None, "Figures after each reply. Default: on a terminal.", "--stats/--no-stats"
+    )
+    typed: frozenset[str] = frozenset()
+    """Names of these fields that stood on the command line, not in a file or the environment."""
+
+    def continuing(self, model: str) -> ChatOptions:
+        """What is typed, then what a chat with this model was saved with, then files and environment."""
+        typed = self.typed
+        named = bool(typed & {"model", "model_argument"})
+        return dataclasses.replace(
+            self,
+            model=self.model if named else model,
+            system=self.system if "system" in typed else None,
+            seed=self.seed if "seed" in typed else None,
+        )
+
+
+def chat(session: Session, options: ChatOptions) -> int:
+    """Talk with a model; what is said is saved, and -c continues it."""
+    check_chat_conflicts(options)
+    options = dataclasses.replace(options, model=options.model_argument or options.model)
+    sink = Sink.stdout()
+    interactive = is_terminal(sys.stdin)
+    if interactive and not sink.is_terminal:
+        raise UsageError(
+            "spd chat needs a terminal on both sides, and standard output is none",
+            fix=['spd generate "your prompt"', "spd chat < messages.txt, one message a line"],
+            code="no_terminal",
+        )
+    from spd.cli.chat.loop import Chat
+    from spd.cli.chat.sessions import SessionStore
+
+    store = SessionStore(session.state_folder / "sessions")
+    try:
+        name, conversation = open_session(store, options)
+        talk = Chat(session, options, sink, store, name, conversation)
+        try:
+            return talk.run(interactive)
+        finally:
+            if session.guard.received is None:  # a signal ends the process at once
+                talk.model.close()
+    finally:
+        store.close()
+
+
+def open_session(store: SessionStore, options: ChatOptions) -> tuple[str, Conversation | None]:
+    """The name to save under, and what was said under it before. Raises NotFoundError and UsageError."""
+    if options.continue_ is None:
+        return ("" if options.no_save else store.open_new()), None
+    name = options.continue_
+    if not name:
+        names = store.names()
+        if not names:
+            raise NotFoundError("no chat is saved yet", fix=["spd chat"], code="no_session")
+        name = names[0]
+    elif not store.path(name).exists():
+        store.open(name)
+        return name, None
+    if not options.no_save:
+        store.open(name)
+    return name, store.load(name)

@@ -1,0 +1,63 @@
+"""Values of the commands that measure and judge: comma lists, shares, bounds, prompts."""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from spd.errors import UsageError
+
+if TYPE_CHECKING:
+    from spd.runtime.lab.prompt_set import Prompt
+
+EACH = 2
+"""Prompts of each of spd's own categories."""
+
+
+def split(text: str, flag: str) -> list[str]:
+    """The members of a comma list, each once. Raises UsageError for an empty member."""
+    members = [member.strip() for member in text.split(",")]
+    if not all(members):
+        raise UsageError(f"{flag} {text!r} has an empty member", fix=[f"{flag} A,B"])
+    return list(dict.fromkeys(members))
+
+
+def numbers(text: str, flag: str, kind: Literal["int", "float"], low: float, high: float) -> list[float]:
+    """A comma list of numbers within bounds. Raises UsageError naming the one that is not."""
+    found = []
+    for member in split(text, flag):
+        try:
+            value = float(int(member)) if kind == "int" else float(member)
+        except ValueError:
+            raise UsageError(f"{flag} {member} is not a number", fix=[f"{flag} 1,2"]) from None
+        if not low <= value <= high:
+            raise UsageError(f"{flag} {member} is out of range", reason=[f"valid: {low:g} to {high:g}"])
+        found.append(value)
+    return list(dict.fromkeys(found))
+
+
+def parse_share(text: str, flag: str) -> float:
+    """`3%` or `0.03` as 0.03. Raises UsageError."""
+    try:
+        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise UsageError(f"{flag} {text} is not a share", fix=[f"{flag} 3%"])
+    return value
+
+
+def check_least(*given: tuple[str, float | None, int]) -> None:
+    """Raise UsageError for the first (flag, value, least) whose value is less than that, or no number."""
+    for flag, value, least in given:
+        if value is not None and not least <= value < inf:
+            raise UsageError(f"{flag} {value} is out of range", reason=[f"valid: {least} or more"])
+
+
+def chosen_prompts(path: Path | None, category: str | None = None) -> tuple[Prompt, ...]:
+    """The prompts asked for: of a file all, of spd's own a few of each category."""
+    from spd.runtime.lab.prompt_set import OWN, choose, read_prompts
+
+    categories = split(category, "--category") if category is not None else None
+    return choose(read_prompts(path or OWN), categories, EACH if path is None else None)
