@@ -35,4 +35,4 @@ def check_pages(scheduler: Scheduler) -> None:
         written = sequence.prefill_end if sequence is not scheduler.prefilling else sequence.prefilled
         assert all(owners[page] == 1 for page in sequence.pages[written // scheduler.page_size :])
     assert all(not sequence.pages and sequence.slot == NO_SLOT for sequence in scheduler.waiting)
-    assert len(scheduler._by_id) == len(scheduler.waiting) + len(scheduler.running())
+    assert len(scheduler.by_id) == len(scheduler.waiting) + len(scheduler.running())

@@ -71,7 +71,7 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
         assert proposer is not None
         model = proposer.model if isinstance(proposer, ArbitratedProposer) else proposer
         assert isinstance(model, DraftModelProposer)
-        for slot, view in enumerate(views) if proposer.keeps_up(next_k) else ():
+        for slot, view in enumerate(views) if 0 < next_k <= proposer.most_drafts else ():
             count = int(self.state.length[slot]) - 1
             if view.bound and self.state.occupied[slot]:
                 caches = model.runners[0].cache, self.round.runner.cache

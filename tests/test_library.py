@@ -130,7 +130,7 @@ def test_each_call_gets_the_events_of_its_own_requests(target: Path, alone: list
     engine.add(Request("x", PROMPTS[1], SamplingParams(max_tokens=30)))  # ends unheard
     stream = engine.stream([REQUESTS[0]])
     next(stream)
-    while engine._scheduler.ids():
+    while engine._scheduler.by_id:
         engine.step()
     with pytest.raises(EngineError, match="took events"):
         list(stream)
@@ -202,7 +202,7 @@ def test_who_stops_listening_aborts_and_who_is_refused_is_told(target: Path, alo
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert list((await engine.generate(REQUESTS[2])).token_ids) == alone[2].tokens
-            assert engine.engine._scheduler.ids() == []
+            assert engine.engine._scheduler.by_id == {}
 
     asyncio.run(main())
 
@@ -216,7 +216,7 @@ def test_an_id_is_free_again_once_its_request_was_given_up(target: Path, alone: 
                 await anext(stream)
                 await stream.aclose()  # type: ignore[attr-defined]
                 assert list((await engine.generate(REQUESTS[2])).token_ids) == alone[2].tokens
-            assert engine.engine._scheduler.ids() == []
+            assert engine.engine._scheduler.by_id == {}
 
     asyncio.run(main())
 
@@ -245,7 +245,7 @@ def test_a_consumer_that_fails_or_a_loop_that_ends_holds_up_no_other(target: Pat
         spd.runtime.engine.async_engine._tell((closing, asyncio.Queue()), EngineError("gone"))
         del closing.is_closed
         assert asyncio.run(works(engine)) == alone[2].tokens
-        assert engine.engine._scheduler.ids() == []
+        assert engine.engine._scheduler.by_id == {}
 
 
 def test_the_thread_that_steps_uses_the_engines_device(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

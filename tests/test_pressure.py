@@ -105,8 +105,8 @@ def test_passes_over_prompts_between_two_rounds(target: Path, arriving: int, mos
     engine.step()
     for i in range(arriving):
         engine.add(Request(f"{i}", prompt[i:], SamplingParams(max_tokens=4, ignore_eos=True)))
-    honest, passes = engine._device.prefill, []
-    engine._device.prefill = lambda *given: passes.append(None) or honest(*given)  # type: ignore[method-assign, func-returns-value]
+    honest, passes = engine._write_part, []
+    engine._write_part = lambda *given: passes.append(None) or honest(*given)  # type: ignore[method-assign, func-returns-value]
     counts = []
     for _ in range(3):
         joining = engine._scheduler.more_could_join

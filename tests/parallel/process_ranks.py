@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from spd.runtime import Engine
-from spd.runtime.engine.device_side import DeviceSide
 from spd.runtime.ranks import crew, groups
 from spd.runtime.ranks.communicator import ProcessGroup
 from spd.runtime.ranks.crew import PROGRAM
+from spd.runtime.round.round_queue import RoundQueue
 
 ENDS_WITHIN = 30
 """Seconds in which a run whose rank is lost has to end."""
@@ -28,7 +28,7 @@ LOOK = 0.05
 
 COUNTED = """
 import json
-from spd.runtime.engine.device_side import DeviceSide
+from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.ranks import crew, groups
 from spd.runtime.ranks.communicator import ProcessGroup
 
@@ -56,7 +56,7 @@ def tell(device, number):
         json.dump(found, file)
 
 groups.open_ranks = crew.open_ranks = meet
-DeviceSide.tell = tell
+RoundQueue.tell = tell
 """
 """Makes every rank count collectives and the bytes it received, by group, and write them where it is told."""
 
@@ -68,7 +68,7 @@ def count_traffic(patch: pytest.MonkeyPatch, folder: Path) -> Callable[[Engine],
     for owner, name in ((ProcessGroup, "gather"), (ProcessGroup, "broadcast"), (groups, "open_ranks")):
         patch.setattr(owner, name, getattr(owner, name))  # put back afterwards
     patch.setattr(crew, "open_ranks", crew.open_ranks)
-    patch.setattr(DeviceSide, "tell", None, raising=False)
+    patch.setattr(RoundQueue, "tell", None, raising=False)
     exec(program, {})
     numbers = count()
 

@@ -50,8 +50,8 @@ RAISES = "raise ValueError('no such page')"
 WAITING, SILENT = "has kept the others waiting", "has not answered for"
 PLACES = {
     "loading": ("spd.runtime.models.latent_attention", "LatentAttention.__call__", 1),  # a probe's
-    "prefill": ("spd.runtime.engine.device_side", "DeviceSide._flush", 1),
-    "decoding": ("spd.runtime.engine.device_side", "DeviceSide.launch", 4),
+    "prefill": ("spd.runtime.round.round_queue", "RoundQueue.flush", 1),
+    "decoding": ("spd.runtime.round.round_queue", "RoundQueue.launch", 4),
 }
 FAULT = """
 import ctypes, importlib, os, time

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from spd.runtime.engine.assembly import assemble
-from spd.runtime.engine.device_side import DeviceSide
 from spd.runtime.ranks.communicator import ProcessGroup, Pulse
 from spd.runtime.ranks.follower import obey
 from spd.runtime.ranks.groups import Ranks, open_ranks
@@ -83,7 +82,7 @@ class ThreadCrew:
             plan = pickle.loads(pickle.dumps(self.plan))  # a rank reads the folder itself
             parts = assemble(plan, usable_vocab, None, ranks)
             orders = self._queues[rank - 1]
-            obey(DeviceSide(parts, self.plan), lambda: pickle.loads(orders.get()), Pulse())
+            obey(parts.queue, lambda: pickle.loads(orders.get()), Pulse())
         except BaseException as error:
             self.failures.append(error)
             for meeting in (*self._meetings, self._share):

@@ -18,8 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from spd.runtime.engine.device_side import DeviceSide
+from spd.runtime.engine.engine import arm
 from spd.runtime.engine.grammar import GuidedText
+from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from tests.helpers import make_engine, run_requests
 from tests.runtime.round_law import LIMIT_OF_ERROR, difference
@@ -65,14 +66,13 @@ class GrammarEnumeration(RuleEnumeration):
         super().__init__(case, table)
 
     def prepare(self, needs: SamplerClass, k: int) -> SamplerClass:
-        parts: Any = SimpleNamespace(state=self.state, sampler=self.sampler)
-        plan: Any = SimpleNamespace(device="cpu", wishes=SimpleNamespace(verify=self.rule_case.rule))
-        slots = DeviceSide(parts, plan)
+        nothing: Any = None
+        queue = RoundQueue(self.round, None, nothing, nothing, 0, alone=True)
         for slot in self.state.active.nonzero()[:, 0].tolist():
             text = tuple(self.state.tokens[slot, : int(self.state.length[slot])].tolist())
             grammar = GuidedText(Matcher(self.allowed, text), (), (), None)
             sequence: Any = SimpleNamespace(grammar=grammar, slot=slot)
-            slots.arm(sequence, self.state.draft[slot, :k].tolist())
+            arm(queue, sequence, self.state.draft[slot, :k].tolist(), self.rule_case.rule)
         return dataclasses.replace(needs, grammar=True)
 
 
@@ -99,13 +99,12 @@ def test_rounds_have_the_law_of_the_masked_target(ks: tuple[int, ...], drawn: bo
 @pytest.mark.parametrize("rule", RULES)
 def test_drafts_cut_away_unseen_are_a_bias(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the coupled rule does with a draft that a mask forbids is wrong here, and is seen."""
-    arm = DeviceSide.arm
+    honest = arm
 
-    def cut(self: Any, sequence: Any, drafts: Any = ()) -> None:
-        self.plan = SimpleNamespace(device="cpu", wishes=SimpleNamespace(verify="coupled"))
-        arm(self, sequence, drafts)
+    def cut(queue: Any, sequence: Any, drafts: Any, rule: str) -> None:
+        honest(queue, sequence, drafts, "coupled")
 
-    monkeypatch.setattr(DeviceSide, "arm", cut)
+    monkeypatch.setitem(globals(), "arm", cut)
     assert law_error(RuleCase((2,), seed=4, rule=rule)) > 1e-3
 
 

@@ -11,12 +11,12 @@ import torch
 
 from spd.errors import ResourceError
 from spd.runtime import Engine, Request, SamplingParams
-from spd.runtime.engine.device_side import DeviceSide
 from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.plan.plan import _draft_tiers
 from spd.runtime.ranks.leader import ORDERS
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.limits import TRASH_PAGE
+from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RING_DEPTH
 from tests.helpers import make_engine, random_prompts, run_all
@@ -189,14 +189,12 @@ def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(target: Pat
 
 def test_ranks_that_run_out_of_memory_say_so(target: Path) -> None:
     engine = make_engine(target, spec="off")
-    queue, device = engine._parts.queue, engine._device
-    queue.captured = CapturedRounds(queue.round, failing_after(0))
-    object.__setattr__(device.plan.shape, "tp", 2)
+    queue = engine._parts.queue
+    queue.captured, queue.alone = CapturedRounds(queue.round, failing_after(0)), False
     with pytest.raises(ResourceError, match="while capturing a round"):
         engine.capture_ahead([GREEDY])
 
 
 def test_every_rank_is_asked_for_everything_that_is_done() -> None:
     """What rank 0 captures the others capture, in its order; what a sequence needs is made of such orders."""
-    alone = {"read", "close", "has_unwritten", "enter", "prefill", "arm"}
-    assert {name for name in vars(DeviceSide) if not name.startswith("_")} - alone == set(ORDERS)
+    assert {name for name in vars(RoundQueue) if not name.startswith("_")} - {"close"} == set(ORDERS)

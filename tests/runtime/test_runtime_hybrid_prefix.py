@@ -16,7 +16,6 @@ from spd.errors import ResourceError
 from spd.kernels.native.build import obstacle
 from spd.runtime import Engine, Event, Request, SamplingParams
 from spd.runtime.engine import scheduler
-from spd.runtime.engine.device_side import DeviceSide
 from spd.runtime.engine.page_table import Checkpoints, page_hashes
 from spd.runtime.engine.scheduler import Scheduler
 from spd.runtime.plan import plan as plans
@@ -26,6 +25,7 @@ from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import PAGE_SIZE
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.out_of_memory import OutOfMemory
+from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.spans import program_runs
 from spd.runtime.round.state_store import StateStore
 from tests.helpers import Run, make_engine, random_prompts, run_all, run_requests
@@ -436,19 +436,18 @@ def one_token_off(patch: pytest.MonkeyPatch) -> None:
 
 def pages_beyond_are_kept(patch: pytest.MonkeyPatch) -> None:
     """The states are there, and the rows of the page that they stand in are another's."""
-    place = DeviceSide.place
+    place = RoundQueue.place
 
-    def placed(self: DeviceSide, *given: Any) -> None:
+    def placed(self: RoundQueue, *given: Any) -> None:
         place(self, *given)
-        if given[5] % PAGE_SIZE:
-            page = given[6][given[5] // PAGE_SIZE]
-            for layer, paged in zip(
-                self.parts.runner.cache.layers, self.parts.runner.cache.paged, strict=True
-            ):
+        prefilled, pages, _ = given[-3:]
+        if prefilled % PAGE_SIZE:
+            page, cache = pages[prefilled // PAGE_SIZE], self.round.runner.cache
+            for layer, paged in zip(cache.layers, cache.paged, strict=True):
                 for pool in layer.pools if paged else ():
                     pool[page] = pool[page].flip(0)
 
-    patch.setattr(DeviceSide, "place", placed)
+    patch.setattr(RoundQueue, "place", placed)
 
 
 def another_order_of_use(patch: pytest.MonkeyPatch) -> None:

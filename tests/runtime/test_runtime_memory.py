@@ -23,7 +23,7 @@ from spd.formats.model_config import ModelConfig, read_model_config
 from spd.kernels.attention.paged_attention import KV_BLOCK
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams, make_plan
 from spd.runtime.engine import assembly
-from spd.runtime.engine.device_side import memory_refusal
+from spd.runtime.engine.assembly import memory_refusal
 from spd.runtime.models import family_layout
 from spd.runtime.models.weight_form import WeightForm
 from spd.runtime.models.weights import expected_tensors

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from spd.kernels.round.commit import FAILED, GOING_ON, first_sample
-from spd.runtime import Request, SamplingParams
+from spd.runtime import Event, Request, SamplingParams
 from spd.runtime.engine.detokenizer import Detokenizer
-from spd.runtime.engine.emission import event_of
+from spd.runtime.engine.engine import REASONS
 from spd.runtime.engine.metrics import EngineMetrics, RequestMetrics
 from spd.runtime.engine.sequence import Sequence
 from spd.runtime.round.round_queue import RoundResult
@@ -36,6 +36,13 @@ def told(
     kept = accepted + 1 if committed is None else committed
     row = [9, drafts, accepted, kept, reason, 4, *[7] * 4, *range(5)]
     return row, RoundResult([row], first_sample(len(row)), None, 4, 0, None, (0.0, 0.0, 0.0), 0.0)
+
+
+def event_of(sequence: Sequence, row: list[int], result: RoundResult, now: float) -> Event:
+    """What the round brought, as the engine reads it."""
+    _, drafts, matched, committed, reason = row[:5]
+    tokens = row[result.first_sample : result.first_sample + committed]
+    return sequence.take(tokens, drafts, matched, REASONS[reason], now)
 
 
 def test_definitions_by_hand() -> None:

@@ -152,13 +152,12 @@ class SchedulerModel(RuleBasedStateMachine):
     def one_round(self, k: int, data: st.DataObject) -> None:
         self.round(k, data)
 
-    @precondition(lambda self: self.scheduler.ids())
+    @precondition(lambda self: self.scheduler.by_id)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        sequence = self.scheduler.find(data.draw(st.sampled_from(self.scheduler.ids())))
-        assert sequence is not None
+        sequence = self.scheduler.by_id[data.draw(st.sampled_from(list(self.scheduler.by_id)))]
         if sequence in self.scheduler.waiting:
-            self.scheduler.withdraw(sequence)
+            self.scheduler.retire(sequence)
             self.ended += 1
         else:
             self.end(sequence, "abort")
@@ -170,7 +169,7 @@ class SchedulerModel(RuleBasedStateMachine):
         assert line == sorted(line), "a later request came first"
         inside = [self.arrivals[sequence] for sequence in self.scheduler.running()]
         assert not line or not inside or max(inside) < line[0]
-        assert self.added == self.ended + len(self.scheduler.ids())
+        assert self.added == self.ended + len(self.scheduler.by_id)
         # A page that a round on its way may write to belongs to no other sequence.
         for took_part in self.rounds:
             for sequence, epoch in took_part:
@@ -178,12 +177,12 @@ class SchedulerModel(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Left alone, every request ends, and every page comes back."""
-        for _ in range(60 * (1 + len(self.scheduler.ids()))):
-            if not self.scheduler.ids() and not self.rounds:
+        for _ in range(60 * (1 + len(self.scheduler.by_id))):
+            if not self.scheduler.by_id and not self.rounds:
                 break
             self.prefill()
             self.round(1, None)
-        assert self.scheduler.ids() == [] and self.rounds == []
+        assert self.scheduler.by_id == {} and self.rounds == []
         assert self.table.num_available == self.table.num_pages - NUM_RESERVED
         assert self.added == self.ended
 
@@ -248,7 +247,7 @@ def test_who_is_too_large_for_now_holds_up_the_line() -> None:
     scheduler.add(large)
     scheduler.add(small)
     assert scheduler.next_to_prefill(0) is None
-    first = scheduler.find("first")
+    first = scheduler.by_id.get("first")
     assert first is not None
     scheduler.retire(first)
     assert scheduler.next_to_prefill(0) is large

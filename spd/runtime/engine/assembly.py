@@ -1,4 +1,4 @@
-"""Puts one engine's parts together from its plan: models, caches, state, sampler, proposer, round."""
+"""Puts one engine's device side together from its plan: models, caches, state, sampler, proposer, round."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from spd.errors import ResourceError
 from spd.formats.folder import ModelFolder
 from spd.formats.hub import own_cache
 from spd.kernels.dispatch import Kernels, load_kernels
@@ -18,7 +19,7 @@ from spd.runtime.models.destinations import Shard
 from spd.runtime.models.eagle3 import head_parts
 from spd.runtime.models.mtp_weights import module_bytes, module_parts
 from spd.runtime.models.weight_form import WIDE
-from spd.runtime.plan.memory import pages_a_slot, tensor_bytes
+from spd.runtime.plan.memory import pages_a_slot, remedies, show_size, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers import Parts, build_proposer
 from spd.runtime.proposers.base import Proposer
@@ -28,7 +29,7 @@ from spd.runtime.round.graphs import CapturedRounds
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, ring_depth
 from spd.runtime.round.model_runner import ModelRunner
-from spd.runtime.round.out_of_memory import memory_phase
+from spd.runtime.round.out_of_memory import first_line, is_out_of_memory, let_go, memory_phase
 from spd.runtime.round.round import Round
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.sampler import Sampler
@@ -49,6 +50,42 @@ class Assembly:
     queue: RoundQueue
     states: StateStore
     threads: FollowedThreads
+
+
+def open_device(
+    plan: EnginePlan, usable_vocab: int, progress: Progress | None, rendezvous: str | None
+) -> tuple[Assembly, RoundQueue]:
+    """Load everything that a plan names, on all its ranks; this one's parts, and what orders all of them.
+
+    Raises ResourceError where memory runs out.
+    """
+    try:
+        if plan.shape.tp == 1:
+            parts = assemble(plan, usable_vocab, progress)
+            return parts, parts.queue
+        from spd.runtime.ranks.leader import lead
+
+        return lead(plan, usable_vocab, progress, rendezvous)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise memory_refusal(error, plan, "loading") from None
+
+
+def memory_refusal(error: BaseException, plan: EnginePlan, phase: str) -> ResourceError:
+    """The refusal where memory ran out: what the plan counted, and what would free how much of it.
+
+    An OutOfMemory knows the phase better than the caller.
+    """
+    let_go(error)
+    asked = plan.drafting_model is not None and plan.drafter.reason == "asked for"
+    counted = f"the plan counted {show_size(plan.need.total)}: {plan.need.words()}"
+    return ResourceError(
+        f"out of memory on {plan.device} while {getattr(error, 'phase', phase)}",
+        reason=[line for line in (first_line(error), counted) if line],
+        fix=[*(each.words() for each in remedies(plan.shape, None, asked)), "end what else uses this memory"],
+        code="out_of_memory",
+    )
 
 
 def _runners(
@@ -139,8 +176,11 @@ def assemble(
         imposed = ImposedAcceptance(plan.wishes.synthetic_acceptance, shape.draft_max, plan.device)
     share = None if ranks is None or ranks.share is None or not drafters else ranks.share.broadcast
     round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.wishes.verify, share)
-    queue = RoundQueue(round_, CapturedRounds(round_) if shape.graphs else None)
-    states = StateStore([runner, *drafters], proposer)
+    captured, states = (
+        CapturedRounds(round_) if shape.graphs else None,
+        StateStore([runner, *drafters], proposer),
+    )
+    queue = RoundQueue(round_, captured, states, threads, shape.draft_ctx, alone=ranks is None)
     return Assembly(state, runner, sampler, proposer, queue, states, threads)
 
 

@@ -14,8 +14,6 @@ from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.sampling_params import SamplingParams
 from spd.runtime.round.transfer import use_device
 
-_Stream = tuple[asyncio.AbstractEventLoop, "asyncio.Queue[Answer]"]
-
 
 class AsyncEngine:
     """Requests from any number of tasks; the engine belongs to a thread of its own.
@@ -65,19 +63,20 @@ class AsyncEngine:
 
         Raises what `Engine.add` raises, and EngineError where the engine has failed or is closed.
         """
-        stream: _Stream = asyncio.get_running_loop(), asyncio.Queue()
+        loop, answers = asyncio.get_running_loop(), asyncio.Queue[Answer]()
 
-        def listener(message: Answer) -> None:
-            _tell(stream, message)
+        def listener(answer: Answer) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nothing listens any more
+                loop.call_soon_threadsafe(answers.put_nowait, answer)
 
         self._thread.submit(request, listener)
         try:
             while True:
-                event = await stream[1].get()
-                if isinstance(event, BaseException):
-                    raise event
-                yield event
-                if event.finish_reason is not None:
+                answer = await answers.get()
+                if isinstance(answer, BaseException):
+                    raise answer
+                yield answer
+                if answer.finish_reason is not None:
                     return
         finally:
             self._thread.forget(request, listener)
@@ -88,9 +87,3 @@ class AsyncEngine:
         async for event in self.stream(request):
             gathered.take(event)
         return gathered.completion(request.id, self.engine.metrics(request.id))
-
-
-def _tell(stream: _Stream, message: Answer) -> None:
-    loop, events = stream
-    with suppress(RuntimeError):  # its loop is closed: nothing listens any more
-        loop.call_soon_threadsafe(events.put_nowait, message)

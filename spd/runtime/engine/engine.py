@@ -14,31 +14,33 @@ from functools import reduce
 from itertools import takewhile
 from operator import attrgetter, or_
 
+import torch
+
 from spd.errors import EngineError, UsageError
 from spd.formats.tokenizer import Tokenizer
-from spd.kernels.round.commit import ACCEPTED, GOING_ON, MATCH, NUM_DRAFTS, read_emission
-from spd.runtime.engine.assembly import Assembly
-from spd.runtime.engine.device_side import memory_refusal, open_device, page_of
+from spd.kernels.round.commit import EMISSION_HEAD, GOING_ON, read_emission
+from spd.runtime.engine.assembly import memory_refusal, open_device
 from spd.runtime.engine.draft_length import DraftLength, medians
 from spd.runtime.engine.driver import Gathered, drive
-from spd.runtime.engine.emission import event_of, record_of
 from spd.runtime.engine.grammar import GrammarError
 from spd.runtime.engine.metrics import EngineMetrics, RequestMetrics, RoundRecord
 from spd.runtime.engine.page_table import Checkpoints, PageTable
 from spd.runtime.engine.request import Completion, Event, Request
 from spd.runtime.engine.scheduler import EnqueuedRound, Scheduler
-from spd.runtime.engine.sequence import RequestChecks, Sequence
+from spd.runtime.engine.sequence import NO_SLOT, RequestChecks, Sequence
 from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.plan import make_plan
-from spd.runtime.round.limits import PAGE_SIZE
-from spd.runtime.round.out_of_memory import is_out_of_memory
-from spd.runtime.round.round_queue import RoundResult
+from spd.runtime.round.limits import PAGE_SIZE, mask_width
+from spd.runtime.round.out_of_memory import OutOfMemory, is_out_of_memory
+from spd.runtime.round.round_queue import RoundQueue, RoundResult
 from spd.runtime.round.rows import EMPTY_SLOT, SlotView
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 
 IDLE_PASSES, BUSY_PASSES = 16, 4
 """Passes over prompts in a step: where none decoded at its beginning, and while more wait than decode."""
+REASONS = (None, "stop", "length", "error")
+"""Why a request ends, by the reason that a round gives: GOING_ON, STOPPED, FULL, FAILED."""
 
 
 class Engine:
@@ -67,8 +69,7 @@ class Engine:
         self._checks = RequestChecks(plan)
         self.tokenizer: Tokenizer | None = self._checks.tokenizer
         self.eos_ids, self.usable_vocab = self._checks.eos_ids, self._checks.usable_vocab
-        self._device = open_device(plan, self.usable_vocab, progress, config.rendezvous)
-        self._parts: Assembly = self._device.parts
+        self._parts, self._device = open_device(plan, self.usable_vocab, progress, config.rendezvous)
         self._pages = PageTable(shape.num_pages)
         sizes = PAGE_SIZE, self._parts.runner.pages_per_block, shape.ctx
         kept = Checkpoints(shape.checkpoints, PAGE_SIZE) if shape.checkpoints else None
@@ -100,7 +101,10 @@ class Engine:
         if captured is None or self.has_work:
             return 0
         shapes = captured.usual(self._draft_length.usual_pairs, params, together)[:most]
-        return sum(takewhile(bool, map(self._device.capture, shapes)))
+        try:
+            return sum(takewhile(bool, map(self._device.capture, shapes)))
+        except OutOfMemory as error:
+            raise memory_refusal(error, self.plan, "running") from None
 
     def add(self, request: Request) -> None:
         """Queue a request. Whatever can be refused for one request alone is refused here."""
@@ -112,7 +116,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its event with finish_reason "abort" comes with the next step."""
-        sequence = self._scheduler.find(request_id)
+        sequence = self._scheduler.by_id.get(request_id)
         if sequence is not None:
             self._stop(sequence, "abort")
 
@@ -124,11 +128,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether anything waits, runs or has not been handed out."""
-        return bool(self._scheduler.ids() or self._scheduler.in_flight or self._ready)
+        return bool(self._scheduler.by_id or self._scheduler.in_flight or self._ready)
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """Counters of a request that waits, runs or ended of late. Raises KeyError for an unknown id."""
-        sequence = self._scheduler.find(request_id)
+        sequence = self._scheduler.by_id.get(request_id)
         return self.totals.finished[request_id] if sequence is None else sequence.measured()
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
@@ -148,7 +152,7 @@ class Engine:
                 else:
                     self.add(request)
                     open_ids.add(request.id)
-            return more or bool(open_ids) or bool(self._scheduler.in_flight and not self._scheduler.ids())
+            return more or bool(open_ids) or bool(self._scheduler.in_flight and not self._scheduler.by_id)
 
         try:
             for events in drive(self.step, fill):
@@ -157,7 +161,7 @@ class Engine:
                     if event.finish_reason is not None:
                         open_ids.discard(event.request_id)
                     yield event
-                if open_ids.difference(self._scheduler.ids(), (event.request_id for event in self._ready)):
+                if open_ids.difference(self._scheduler.by_id, (event.request_id for event in self._ready)):
                     raise EngineError("a step elsewhere took events of this stream")
         finally:
             for request_id in open_ids:
@@ -185,7 +189,7 @@ class Engine:
 
     def close(self) -> None:
         """Let go of everything that runs, and of the other ranks where there are several."""
-        for request_id in self._scheduler.ids():
+        for request_id in list(self._scheduler.by_id):
             self.abort(request_id)
         self._ready.clear()
         self._drop_rounds()
@@ -204,7 +208,7 @@ class Engine:
                 self._read_oldest()
         except Exception as error:
             if not is_out_of_memory(error):
-                if self._device.has_unwritten:
+                if self._device.unwritten or self._device.unsaved:
                     self._fail_running("writing a prompt broke off")
                 raise
             refusal = memory_refusal(error, self.plan, "running")
@@ -234,15 +238,8 @@ class Engine:
         written: list[tuple[Sequence, int]] = []
         while (sequence := scheduler.next_to_prefill(2 * self.plan.shape.draft_max + 1)) is not None:
             if not sequence.placed:
-                if not sequence.metrics.preemptions:
-                    sequence.metrics.queue_ms = 1000 * (time.perf_counter() - sequence.arrived_at)
-                    sequence.metrics.cached_tokens = sequence.prefilled
-                self._device.enter(sequence)
-            before = sequence.prefilled
-            scheduler.wrote(sequence, self._device.prefill(sequence, scheduler.prefill_runs(sequence)))
-            end, rows = sequence.prefilled, sequence.prefilled - before
-            if (place := scheduler.due(sequence, before)) is not None:
-                self._device.save(place, sequence.slot, end, page_of(sequence.pages, end))
+                self._place(sequence)
+            rows = self._write_part(sequence)
             if sequence is not scheduler.prefilling:
                 self._arm(sequence)
             written.append((sequence, rows))
@@ -257,9 +254,42 @@ class Engine:
             for sequence, count in written:
                 sequence.metrics.prompt_ms += each * count
 
+    def _place(self, sequence: Sequence) -> None:
+        """Write the row of a sequence that was given a slot; it stays silent until it is prefilled."""
+        request, sequence.placed = sequence.request, True
+        if not sequence.metrics.preemptions:
+            sequence.metrics.queue_ms = 1000 * (time.perf_counter() - sequence.arrived_at)
+            sequence.metrics.cached_tokens = sequence.prefilled
+        self._device.place(
+            sequence.slot,
+            sequence.tokens(),
+            len(request.prompt_ids),
+            request.params,
+            request.draft_max,
+            sequence.length_limit,
+            sequence.stop_ids,
+            sequence.prefilled,
+            sequence.pages,
+            sequence.checkpoint,
+        )
+
+    def _write_part(self, sequence: Sequence) -> int:
+        """Enqueue the next pass over a prompt, at most one chunk; returns how many positions it writes."""
+        scheduler, start, end = self._scheduler, sequence.prefilled, sequence.prefill_end
+        runs = scheduler.prefill_runs(sequence)
+        run = next((run for run in runs if run.start <= start < run.end), None)
+        if run is not None:
+            rows = self.plan.shape.chunk if run.kind == "chunk" else self._parts.runner.tail_rows
+            end = min(start + rows, run.end, *(stop for stop in sequence.stops if stop > start))
+            self._device.write(sequence.slot, sequence.pages, start, end, runs)
+        scheduler.wrote(sequence, end)
+        if (place := scheduler.due(sequence, start)) is not None:
+            self._device.save(place, sequence.slot, sequence.pages, end)
+        return end - start
+
     def _arm(self, sequence: Sequence, drafts: Listed[int] = ()) -> None:
         try:
-            self._device.arm(sequence, drafts)
+            arm(self._device, sequence, drafts, self.plan.wishes.verify)
         except GrammarError as error:
             self._stop(sequence, "error", str(error))
 
@@ -329,7 +359,7 @@ class Engine:
 
     def _read_oldest(self) -> None:
         scheduler, oldest = self._scheduler, self._scheduler.in_flight[0]
-        result = self._device.read(oldest.ticket)
+        result = oldest.ticket.read()
         scheduler.round_over()
         self.totals.rounds += 1
         draft, verify, rest = result.seconds
@@ -341,24 +371,48 @@ class Engine:
 
     def _apply(self, sequence: Sequence, row: list[int], result: RoundResult, now: float) -> None:
         sequence.in_flight -= result.k + 1
-        event = event_of(sequence, row, result, now)
+        _, drafts, matched, committed, why, _, match = row[:EMISSION_HEAD]
+        tokens = row[result.first_sample : result.first_sample + committed]
+        event = sequence.take(tokens, drafts, matched, REASONS[why], now, result.logprobs)
         if sequence.drafted_for and self.plan.adaptive:
-            own, match = sequence.acceptance, row[MATCH]
-            self._draft_length.observe(result.k, row[NUM_DRAFTS], row[ACCEPTED], own, match)
+            self._draft_length.observe(result.k, drafts, matched, sequence.acceptance, match)
         sequence.drafted_for = sequence.request.draft_max != 0
         if self.trace is not None:
-            other = self._parts.threads.other_load
-            self.trace(record_of(sequence, row, result, event.token_ids, self.plan, other))
+            self.trace(self._record(sequence, row, result, event.token_ids))
         if event.finish_reason is not None:
-            emission = read_emission(row)
-            alike = len(event.token_ids) == emission.committed or not self.plan.drafts_by_state
-            self._end(sequence, event, (emission.reason != GOING_ON or not sequence.in_flight) and alike)
+            alike = len(event.token_ids) == committed or not self.plan.drafts_by_state
+            self._end(sequence, event, (why != GOING_ON or not sequence.in_flight) and alike)
             return
         if event.token_ids:
             self._ready.append(event)
         if sequence.grammar is not None:
             assert result.next_drafts is not None
             self._arm(sequence, result.next_drafts[sequence.slot])
+
+    def _record(
+        self, sequence: Sequence, row: list[int], result: RoundResult, tokens: tuple[int, ...]
+    ) -> RoundRecord:
+        """One line of a trace: what a round did for one request, of which it keeps `tokens`."""
+        emission = read_emission(row)
+        draft, verify, rest = (round(1000 * s, 3) for s in result.seconds)
+        draft_ids = emission.draft[: emission.num_drafts]
+        # The other rules draw one token a round, and none in the rows behind it.
+        rows = len(draft_ids) if self.plan.wishes.verify == "coupled" else emission.accepted
+        return RoundRecord(
+            request=sequence.request.id,
+            round=sequence.metrics.rounds - 1,
+            position=emission.length,
+            method=self.plan.spec,
+            draft=draft_ids,
+            sampled=emission.sampled[: rows + 1],
+            accepted=emission.accepted,
+            committed=list(tokens),
+            ms={"draft": draft, "verify": verify, "rest": rest, "host": round(1000 * result.gap, 3)},
+            draft_forwards=result.draft_forwards,
+            k=result.k,
+            match=emission.match if draft_ids else 0,
+            other_load=round(self._parts.threads.other_load, 2),
+        )
 
     def _stop(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         text = sequence.detokenizer.take(final=True)
@@ -368,11 +422,8 @@ class Engine:
         """Silence its slot. Its states are kept if `settled`: none has taken in a token beyond its end."""
         scheduler, held = self._scheduler, self._scheduler.held(sequence)
         place = scheduler.checkpoint(sequence, held) if settled else None
-        views = [EMPTY_SLOT] * self.plan.shape.slots
-        for other in scheduler.running():
-            views[other.slot] = SlotView(other.bound, other.pages)
         try:
-            self._device.retire(sequence.slot, views, held, place)
+            self._device.retire(sequence.slot, sequence.pages, held, place)
         except BaseException:
             scheduler.take_back()
             raise
@@ -382,11 +433,26 @@ class Engine:
         name, reason = event.request_id, event.finish_reason
         assert reason is not None
         sequence.finish_reason = reason
-        if sequence.slot < 0:
-            self._scheduler.withdraw(sequence)
-        else:
+        if sequence.slot != NO_SLOT:
             self._vacate(sequence, settled and reason != "error")
-            if own := self._scheduler.retire(sequence):
-                self._device.clear(own)
+        if own := self._scheduler.retire(sequence):
+            self._device.clear(own)
         self._ready.append(event)  # where freeing broke off it is not over yet
         self.totals.add(name, sequence.measured(), reason)
+
+
+def arm(device: RoundQueue, sequence: Sequence, drafts: Listed[int], rule: str) -> None:
+    """Let a sequence take part from the next round on, with masks for its drafts where a grammar wants them.
+
+    rule: what decides about drafts. Raises GrammarError for a grammar that cannot go on.
+    """
+    if sequence.grammar is not None:
+        words = mask_width(device.round.sampler.vocab_size)
+        rows = torch.empty(len(drafts) + 1, words, dtype=torch.int32)
+        legal = sequence.grammar.masks(drafts, rows)
+        # Where drafts are tested by their probability the one that a mask forbids has to fail its test:
+        # cut away unseen, it would count as a block that came to a fair end.
+        legal = legal if rule == "coupled" else len(drafts)
+        device.allow(sequence.slot, rows, list(drafts), legal)
+    sequence.active = True
+    device.set_active(sequence.slot, True)

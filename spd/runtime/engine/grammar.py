@@ -7,8 +7,8 @@ with and without speculation. No torch here. Source: llguidance's Python interfa
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -88,25 +88,21 @@ class GuidedText(Grammar):
     def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
         rows.fill_(-1)
         began, consumed, legal = self.began, 0, len(drafts)
-        for i in range(len(drafts) + 1):
+        for i, draft in enumerate((*drafts, None)):
             if began and self._matcher.is_stopped():
                 legal = min(legal, i)  # the text ends before this row, whatever is drawn in it
                 break
             if began:
                 self._write(rows[i])
-            if i == len(drafts):
+            if draft is None:
                 break
-            draft = drafts[i]
             if not began:
                 began = draft == self._after
-            elif draft in self._ends:
-                legal = i + 1 if self._matcher.is_accepting() else i
+            elif draft in self._ends or not self._matcher.try_consume_tokens([draft]):
+                legal = i + (draft in self._ends and self._matcher.is_accepting())
                 break
-            elif self._matcher.try_consume_tokens([draft]):
-                consumed += 1
             else:
-                legal = i
-                break
+                consumed += 1
         if consumed:
             self._matcher.rollback(consumed)
         self._raise_error()
@@ -155,9 +151,8 @@ class BudgetedThinking(Grammar):
 
     def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
         legal = len(drafts)
-        if self._inner is None:
-            rows.fill_(-1)
-        else:
+        rows.fill_(-1)
+        if self._inner is not None:
             legal = self._inner.masks(drafts, rows)
         place, end = self._place, self._budget.end
         for i in range(legal + 1):
@@ -196,46 +191,37 @@ class GrammarCompiler:
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.folder, self.vocab_size = folder, vocab_size
         self._tokenizer: Any = None
-        self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._kept = lru_cache(KEPT)(self._read)
 
     def compile(self, text: GrammarText, ends: Collection[int]) -> Grammar:
         """A grammar at its beginning. Raises UsageError for one that cannot be read."""
-        matcher = self._matcher(text)
+        if len(text.text.encode("utf-8", "replace")) > MAX_BYTES:
+            raise _refused(text.kind, f"it is longer than {MAX_BYTES // 1024} KiB")
+        matcher = self._kept(text.kind, text.text).deep_copy()
         return GuidedText(matcher, self._tokenizer.eos_tokens, ends, text.after)
 
-    def _matcher(self, text: GrammarText) -> Any:
-        key = (text.kind, text.text)
-        if len(text.text.encode("utf-8", "replace")) > MAX_BYTES:
-            raise _refused(text, f"it is longer than {MAX_BYTES // 1024} KiB")
-        if key not in self._kept:
-            self._kept[key] = self._read(text)
-        self._kept.move_to_end(key)
-        while len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return self._kept[key].deep_copy()
-
-    def _read(self, text: GrammarText) -> Any:
+    def _read(self, kind: str, text: str) -> Any:
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ImportError as error:
-            needs = f"{FLAGS[text.kind][0]} needs llguidance, which is not installed"
+            needs = f"{FLAGS[kind][0]} needs llguidance, which is not installed"
             raise IncompatibleError(needs, fix=["pip install llguidance"]) from error
         if self._tokenizer is None:
             ids = mask_width(self.vocab_size) * WORD
             self._tokenizer = LLTokenizer(str(self.folder / "tokenizer.json"), n_vocab=ids)
         try:
-            if text.kind == "schema":
-                style = JSON_STYLE if text.text.lstrip().startswith("{") else None
-                grammar = LLMatcher.grammar_from_json_schema(text.text, style)
-            elif text.kind == "regex":
-                grammar = LLMatcher.grammar_from_regex(text.text)
+            if kind == "schema":
+                style = JSON_STYLE if text.lstrip().startswith("{") else None
+                grammar = LLMatcher.grammar_from_json_schema(text, style)
+            elif kind == "regex":
+                grammar = LLMatcher.grammar_from_regex(text)
             else:
-                grammar = LLMatcher.grammar_from_lark(text.text)
+                grammar = LLMatcher.grammar_from_lark(text)
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         except (ValueError, RuntimeError) as error:
-            raise _refused(text, str(error)) from None
+            raise _refused(kind, str(error)) from None
         if matcher.is_error():
-            raise _refused(text, matcher.get_error())
+            raise _refused(kind, matcher.get_error())
         return matcher
 
 
@@ -246,7 +232,6 @@ def _in_short(text: str) -> str:
     return " ".join([lines[0][:200], *why])
 
 
-def _refused(text: GrammarText, why: str) -> UsageError:
-    flag, example = FLAGS[text.kind]
-    fix = [f"{flag} {example}"]
-    return UsageError(f"{flag} cannot be used: {_in_short(why)}", fix=fix, code="grammar")
+def _refused(kind: str, why: str) -> UsageError:
+    flag, example = FLAGS[kind]
+    return UsageError(f"{flag} cannot be used: {_in_short(why)}", fix=[f"{flag} {example}"], code="grammar")

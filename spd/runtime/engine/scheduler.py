@@ -60,7 +60,8 @@ class Scheduler:
         self.checkpoints = checkpoints
         self.prefilling: Sequence | None = None
         self.preemptions = 0
-        self._by_id: dict[str, Sequence] = {}
+        self.by_id: dict[str, Sequence] = {}
+        """Waiting and running ones, by their requests' ids."""
         self._epoch = 0  # of the latest stay in a slot: no other has the same
         self.in_flight: deque[EnqueuedRound] = deque()
         """Oldest first."""
@@ -72,18 +73,10 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; ids are unique among waiting and running ones."""
         name = sequence.request.id
-        if name in self._by_id:
+        if name in self.by_id:
             raise UsageError(f"request id {name!r} is already running")
-        self._by_id[name] = sequence
+        self.by_id[name] = sequence
         self.waiting.append(sequence)
-
-    def find(self, request_id: str) -> Sequence | None:
-        """The waiting or running sequence of a request."""
-        return self._by_id.get(request_id)
-
-    def ids(self) -> list[str]:
-        """Ids of waiting and running requests."""
-        return list(self._by_id)
 
     def running(self) -> list[Sequence]:
         """Sequences in slots, in slot order."""
@@ -104,11 +97,6 @@ class Scheduler:
         free = self.slots.count(None)
         joining = min(len(self.waiting), free) + (self.prefilling is not None)
         return joining > len(self.slots) - free - (self.prefilling is not None)
-
-    def withdraw(self, sequence: Sequence) -> None:
-        """Take a waiting sequence out of the line."""
-        self.waiting.remove(sequence)
-        del self._by_id[sequence.request.id]
 
     # -- prefill ---------------------------------------------------------------------------------
 
@@ -262,10 +250,13 @@ class Scheduler:
 
     def retire(self, sequence: Sequence) -> list[int]:
         """End a sequence. An "error" shares nothing: its own pages are returned, for the caller to clear."""
+        del self.by_id[sequence.request.id]
+        if sequence.slot == NO_SLOT:
+            self.waiting.remove(sequence)
+            return []
         failed = sequence.finish_reason == "error"
         own = [page for page in sequence.pages if not self.pages.is_published(page)] if failed else []
         self._vacate(sequence, publish=not failed)
-        del self._by_id[sequence.request.id]
         return own
 
     def _vacate(self, sequence: Sequence, *, publish: bool) -> None:

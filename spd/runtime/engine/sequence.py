@@ -5,18 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING
 
 from spd.errors import CheckpointError, IncompatibleError, UsageError
 from spd.runtime.engine.detokenizer import Detokenizer
 from spd.runtime.engine.draft_length import Acceptance
-from spd.runtime.engine.grammar import BudgetedThinking, Grammar, GrammarCompiler
+from spd.runtime.engine.grammar import BudgetedThinking, Grammar, GrammarCompiler, GrammarError
 from spd.runtime.engine.metrics import RequestMetrics
-from spd.runtime.engine.request import Request
+from spd.runtime.engine.request import Event, Request, TokenLogprob
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.round.sampling_params import NUM_STOP_IDS, SamplerClass
 from spd.runtime.round.spans import Run, program_runs
 
+if TYPE_CHECKING:
+    from spd.runtime.round.round_queue import HostLogprobs
+
 NO_SLOT = -1
+NO_NUMBER = "the model gave no finite number"
+DEAD_END = "grammar dead end: no token is allowed, or none has a finite number"
+NEVER_BEGAN = "the model stopped before its thinking ended, so the grammar never began"
+INCOMPLETE = "the text ended before the {} was complete"
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +80,69 @@ class Sequence:
         self.length = self.metrics.prompt_tokens = len(self.request.prompt_ids)
         self.plain = self.grammar is None and not self.request.params.stop
 
+    def take(
+        self,
+        tokens: list[int],
+        drafts: int,
+        matched: int,
+        ended: str | None,
+        now: float,
+        scores: HostLogprobs | None = None,
+    ) -> Event:
+        """What a round brought, read at `now` in seconds: the tokens that it committed, and why it ended.
+
+        Of so many drafts `matched` equal the target's tokens. The tokens are walked in order; the first stop
+        cuts the rest away. At each token stop ids come first, then stop strings, then the length limit, so a
+        stop on the last allowed token is a stop.
+        """
+        reason, error = ended, None
+        spoken = tokens[:-1] if ended == "stop" else tokens  # a stop id has no text
+        if self.plain:
+            text = self.detokenizer.pass_on(spoken, final=reason is not None)
+        else:
+            kept, found, error = self._walk(spoken)
+            if found is not None:
+                tokens, reason = tokens[:kept], found
+            shape = self.request.grammar
+            if shape and self.grammar and reason in ("stop", "length") and not self.grammar.complete:
+                error = INCOMPLETE.format("grammar" if shape.kind == "lark" else shape.kind)
+                if reason == "stop" and shape.after not in (None, *self.generated, *tokens):
+                    reason, error = "error", NEVER_BEGAN
+            text = self.detokenizer.take(final=reason is not None)
+        if ended == reason == "error" and error is None:
+            error = NO_NUMBER if self.grammar is None else DEAD_END
+        accepted = min(matched, len(tokens))
+        self.commit(tokens, drafts, accepted, now)
+        self.metrics.draft_n_accepted_raw += matched
+        logprobs = () if scores is None else self._logprobs(scores, tokens)
+        marks = _marks(accepted, len(tokens))
+        return Event(self.request.id, tuple(tokens), text, reason, marks, logprobs, error)
+
+    def _walk(self, tokens: list[int]) -> tuple[int, str | None, str | None]:
+        """Follow tokens to a stop string, a grammar's end or fault: how many count, finish reason, error."""
+        for i, token in enumerate(tokens, 1):
+            if self.detokenizer.push(token):
+                return i, "stop", None
+            if self.grammar is not None:
+                try:
+                    self.grammar.accept(token)
+                    if self.grammar.finished:
+                        return i, "stop", None
+                except GrammarError as failure:
+                    return i, "error", str(failure)
+        return len(tokens), None, None
+
+    def _logprobs(self, scores: HostLogprobs, tokens: list[int]) -> tuple[TokenLogprob, ...]:
+        """Of tokens, with as many of the likeliest as the request wants; none where it wants none."""
+        wanted = self.request.params.logprobs
+        if wanted is None:
+            return ()
+        own, values, ids = scores.own[self.slot], scores.values[self.slot], scores.ids[self.slot]
+        return tuple(
+            TokenLogprob(token, own[i], tuple(zip(ids[i][:wanted], values[i][:wanted], strict=True)))
+            for i, token in enumerate(tokens)
+        )
+
     def commit(self, tokens: Listed[int], drafts: int, accepted: int, now: float) -> None:
         """Add a round's tokens, read at `now` in seconds; so many of its drafts are among them."""
         metrics, outcome = self.metrics, (drafts, accepted)
@@ -106,6 +178,12 @@ class Sequence:
     def tokens(self) -> list[int]:
         """Prompt and generated ids, in order."""
         return [*self.request.prompt_ids, *self.generated]
+
+
+@cache
+def _marks(accepted: int, count: int) -> tuple[bool, ...]:
+    """For each of `count` tokens whether it is one of the accepted drafts, which come first."""
+    return (True,) * accepted + (False,) * (count - accepted)
 
 
 class RequestChecks:

@@ -19,22 +19,18 @@ from spd.runtime.round.sampling_params import SamplerClass
 
 
 class ArbitratedProposer(Proposer):
-    """`model` drafts up to `model_drafts` tokens, `lookup` as many or, alone, more."""
+    """`model` drafts up to `most_drafts` tokens, `lookup` as many or, alone, more."""
 
     looks_up = True
     by_slot = ("sampler", "model", "lookup")
 
     def __init__(
-        self, model: Proposer, lookup: Lookup, sampler: Sampler, model_drafts: int, *, watches: bool
+        self, model: Proposer, lookup: Lookup, sampler: Sampler, most_drafts: int, *, watches: bool
     ) -> None:
         """watches: whether lookup may draft alone, so that matches matter where no model drafts."""
-        self.watches = watches
-        self.model, self.lookup, self.sampler, self.model_drafts = model, lookup, sampler, model_drafts
+        self.watches, self.most_drafts = watches, most_drafts
+        self.model, self.lookup, self.sampler = model, lookup, sampler
         self.captures, self.draws = model.captures, model.draws
-
-    def keeps_up(self, k: int) -> bool:
-        """Whether the model drafts."""
-        return 0 < k <= self.model_drafts
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
         self.model.admit(slot, start, view)
@@ -52,18 +48,13 @@ class ArbitratedProposer(Proposer):
         self.model.capture(window, states)
 
     def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
-        """Propose k tokens a slot: what followed a long match, else the model's."""
-        if not self.keeps_up(k):
+        """Propose k tokens a slot: what followed a long match, else the model's; 0: only look for a match."""
+        if not 0 < k <= self.most_drafts:
             self.lookup.look_up(k, views, over=False)
             return
         self.model.draft(k, window, views, needs)
         self.lookup.look_up(k, views, over=True)
         self.sampler.make_certain(k)
-
-    def watch(self, views: Sequence[SlotView]) -> None:
-        """Look for matches, of which the host hears with the next round."""
-        if self.watches:
-            self.lookup.look_up(0, views, over=False)
 
     def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
         self.model.catch_up(tokens, views)

@@ -5,6 +5,7 @@ Proposers know the round's state and their own model; never each other, the engi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -36,12 +37,12 @@ class Proposer(Protocol):
     certain."""
     looks_up: bool = False
     """Whether drafts may be prompt lookup's, of which `state.match` tells."""
+    watches: bool = False
+    """Whether it looks for matches, of which `state.match` tells, where no draft is asked for."""
+    most_drafts: int = sys.maxsize
+    """Where more are drafted no model drafts: its cache is not brought up."""
     by_slot: tuple[str, ...]
     """The attributes that are kept by slots; see `narrowed`."""
-
-    def keeps_up(self, k: int) -> bool:
-        """Whether drafting k tokens brings its cache up to what is committed."""
-        return k > 0
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
         """A slot begins, new or preempted before, with pages that hold positions up to `start`.
@@ -70,12 +71,8 @@ class Proposer(Protocol):
         return
 
     def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
-        """Propose the next k >= 1 tokens of every active slot; window: what the round verified."""
+        """Propose the next k tokens of every active slot, 0 where it `watches`; window: what was verified."""
         ...
-
-    def watch(self, views: Sequence[SlotView]) -> None:
-        """In place of `draft` where nothing is to be drafted: lookup says in `state.match` what could be."""
-        return
 
     def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
         """Feed what was committed since it drafted: `tokens` at most, beside drafts of the first round."""

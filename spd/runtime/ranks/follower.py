@@ -56,19 +56,17 @@ def _lines(spec: dict[str, Any]) -> tuple[Connection, Connection, str]:
 def _follow(line: Line, spec: dict[str, Any], own_host: str, pulse: Any) -> None:
     """Load what rank 0 asks for, then obey it until it ends."""
     from spd.runtime.engine.assembly import assemble
-    from spd.runtime.engine.device_side import DeviceSide
     from spd.runtime.ranks.groups import open_ranks, open_store
 
     (plan, usable_vocab, place) = line.connection.recv()
     plan = replace(plan, device=spec["device"])
     ranks = open_ranks(open_store(place), spec["rank"], plan, own_host, pulse)
     parts = assemble(plan, usable_vocab, lambda _: pulse.beat(), ranks)
-    device = DeviceSide(parts, plan)
-    obey(device, line.connection.recv, pulse)
+    obey(parts.queue, line.connection.recv, pulse)
 
 
-def obey(device: Any, receive: Callable[[], Any], pulse: Any) -> None:
-    """Carry out numbered orders on a device side until the one that ends."""
+def obey(queue: Any, receive: Callable[[], Any], pulse: Any) -> None:
+    """Carry out numbered orders on a round queue until the one that ends."""
     expected = 0
     while True:
         number, name, args = receive()
@@ -78,4 +76,4 @@ def obey(device: Any, receive: Callable[[], Any], pulse: Any) -> None:
         pulse.beat()
         if name == "end":
             return
-        getattr(device, name)(*args)
+        getattr(queue, name)(*args)

@@ -8,12 +8,11 @@ from typing import Any
 
 from spd.errors import EngineError
 from spd.runtime.engine.assembly import Assembly, assemble
-from spd.runtime.engine.device_side import DeviceSide
 from spd.runtime.load.progress import LoadProgress, Progress
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.ranks.crew import Crew
 from spd.runtime.ranks.rendezvous import Rendezvous
-from spd.runtime.round.round_queue import RoundResult, Ticket
+from spd.runtime.round.round_queue import Fetched, RoundQueue, Ticket
 
 CLEARING = ("retire", "clear", "restart")
 """What is done after an end: no longer worth an error where everything has ended."""
@@ -23,32 +22,38 @@ ORDERS = (
 )
 
 
-class LeadingDevice(DeviceSide):
-    """Sends every order before it is carried out here, in one order for all."""
+class LeadingQueue:
+    """A `RoundQueue` whose orders are sent to all before they are carried out here, in one order for all."""
 
-    def __init__(self, parts: Assembly, plan: EnginePlan, crew: Crew) -> None:
-        super().__init__(parts, plan)
-        self.crew = crew
-        for name in ORDERS:
-            setattr(self, name, self._leading(name, getattr(self, name)))
+    def __init__(self, queue: RoundQueue, crew: Crew) -> None:
+        self._queue, self.crew = queue, crew
 
-    def _leading(self, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._queue, name)
+        if name not in ORDERS:
+            return found
+
         def ordered(*args: Any) -> Any:
             if self.crew.broken and name in CLEARING:
                 return None
-            return self.crew.lead(name, args, lambda: act(*args))
+            done = self.crew.lead(name, args, lambda: found(*args))
+            return done._replace(fetch=self._waiting(done.fetch)) if isinstance(done, Ticket) else done
 
         return ordered
 
-    def read(self, ticket: Ticket) -> RoundResult:
-        """See `DeviceSide`. On a GPU this is where a rank that hangs is felt."""
-        if self.crew.broken:
-            raise EngineError("the ranks lost each other")
-        self.crew.pulse.waiting = True
-        try:
-            return self.crew.guard(ticket.read)
-        finally:
-            self.crew.pulse.waiting = False
+    def _waiting(self, fetch: Callable[[], Fetched]) -> Callable[[], Fetched]:
+        """Fetch what a round emitted. On a GPU this is where a rank that hangs is felt."""
+
+        def fetched() -> Fetched:
+            if self.crew.broken:
+                raise EngineError("the ranks lost each other")
+            self.crew.pulse.waiting = True
+            try:
+                return self.crew.guard(fetch)
+            finally:
+                self.crew.pulse.waiting = False
+
+        return fetched
 
     def close(self) -> None:
         """End the other ranks."""
@@ -56,12 +61,12 @@ class LeadingDevice(DeviceSide):
 
 
 def lead(
-    plan: EnginePlan,
-    usable_vocab: int,
-    progress: Progress | None,
-    rendezvous: str | None = None,
-) -> LeadingDevice:
-    """Start the ranks that a plan names, or meet them, and load this one's part beside them."""
+    plan: EnginePlan, usable_vocab: int, progress: Progress | None, rendezvous: str | None = None
+) -> tuple[Assembly, Any]:
+    """Start the ranks that a plan names, or meet them, and load this one's part beside them.
+
+    Returns that part, and what gives orders to all: a `LeadingQueue`.
+    """
     crew = Crew(plan, None if rendezvous is None else Rendezvous.parse(rendezvous))
 
     def heard(news: LoadProgress) -> None:
@@ -76,6 +81,6 @@ def lead(
     except BaseException:
         crew.close()
         raise
-    device = LeadingDevice(parts, plan, crew)
-    weakref.finalize(device, crew.close)
-    return device
+    queue = LeadingQueue(parts.queue, crew)
+    weakref.finalize(queue, crew.close)
+    return parts, queue

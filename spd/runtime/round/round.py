@@ -79,12 +79,10 @@ class Round:
         if self.imposed is not None and k:
             accepted = self.imposed.accepted(state.length, window.num_drafts, k)
         self._commit(window, (sampled, finite, accepted), needs)
-        if self.proposer is not None and next_k:
+        if self.proposer is not None and (next_k or self.proposer.watches):
             self.proposer.draft(next_k, window, views, needs)
-            if self.share is not None:
+            if next_k and self.share is not None:
                 self.share(state.draft[:, :next_k])
-        elif self.proposer is not None:
-            self.proposer.watch(views)
         kernels.mark_time(state.times, state.counter, ENDED, True)
         return logprobs
 

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Rounds on their way: enqueued by the host, read some rounds later, never waited for in between.
+"""Everything that the host asks of the device: enqueued in order, and never waited for in between.
 
-What a round emitted is copied to pinned memory on a stream of its own. A ring of `RING_DEPTH` rows
-separates the round that writes from the ones being read, so the host has to read a round before it
-enqueues the `RING_DEPTH`-th after it.
+What a round emitted is copied to pinned memory on a stream of its own, and read some rounds later. A ring of
+`RING_DEPTH` rows separates the round that writes from the ones being read, so the host has to read a round
+before it enqueues the `RING_DEPTH`-th after it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ from torch import Tensor
 
 from spd.kernels.round.commit import first_sample
 from spd.kernels.round.window import BEGAN, COMMITTED, ENDED, VERIFIED
+from spd.runtime.round.cpu_load import FollowedThreads
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
-from spd.runtime.round.limits import CATCH_UP
+from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, TRASH_PAGE
+from spd.runtime.round.out_of_memory import OutOfMemory, let_go
 from spd.runtime.round.round import Logprobs, Round
-from spd.runtime.round.rows import EMPTY_SLOT, SlotView
-from spd.runtime.round.sampling_params import SamplerClass
+from spd.runtime.round.rows import EMPTY_SLOT, PromptPart, SlotView, filled_rows
+from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
+from spd.runtime.round.spans import Run
 from spd.runtime.round.state import RING_DEPTH, RoundState
+from spd.runtime.round.state_store import StateStore
+from spd.runtime.round.transfer import to_device
 
 Fetched = tuple[Tensor, Tensor, Logprobs | None, Tensor | None]
 """A row of the ring, its times, log-probabilities, and next drafts int64 [S, 1 + k]: their number first."""
@@ -123,11 +128,25 @@ class HostCopies:
 
 
 class RoundQueue:
-    """Runs rounds in order, captured or eager, and hands out a ticket for each."""
+    """Writes slots' rows and prompts, and runs rounds in order, captured or eager, with a ticket for each.
 
-    def __init__(self, round_: Round, captured: CapturedRounds | None) -> None:
-        self.round, self.captured = round_, captured
-        self.state = round_.state
+    With several ranks the calls are made on every one of them, in the same order: they take plain values,
+    which may not depend on what only one rank knows.
+    """
+
+    def __init__(
+        self,
+        round_: Round,
+        captured: CapturedRounds | None,
+        states: StateStore,
+        threads: FollowedThreads,
+        reach: int,
+        *,
+        alone: bool,
+    ) -> None:
+        """reach: positions up to which is drafted; alone: whether this is the only rank."""
+        self.round, self.captured, self.states, self.threads = round_, captured, states, threads
+        self.state, self.reach, self.alone = round_.state, reach, alone
         self.copies = HostCopies(self.state) if self.state.device != "cpu" else None
         self.rows = list(zip(self.state.ring.unbind(), self.state.times.unbind(), strict=True))
         """Of the ring, with their times."""
@@ -138,37 +157,129 @@ class RoundQueue:
         """Tokens that the proposer's cache misses at most, beside the first missed round's drafts."""
         self.ended = 0
         """When the round that was read last had run, in nanoseconds by the device's clock."""
+        self._ids: Tensor | None = None
+        """Of the prompt that is being written: int64 [length]."""
+        self.unwritten: list[PromptPart] = []
+        """Parts of prompts that are written together, in one pass where the kernels allow that."""
+        self.unsaved: list[tuple[int, int, int, int]] = []
+        """What `save` is to copy once they are written."""
 
-    def restart(self) -> None:
-        """After a round that broke off: the next one writes the row of the ring that will be read for it."""
-        self.state.counter.fill_(self.launched)
-        self.behind = 0
+    # -- slots -----------------------------------------------------------------------------------
 
-    def catch_up(self, views: Sequence[SlotView]) -> None:
-        """Bring the proposer's cache up, before others may find what is on its pages."""
-        self._remember(views)
-        proposer, views = self.round.proposer, self.last_views
-        if proposer is not None and self.behind and any(view.bound for view in views):
-            with torch.inference_mode():
-                proposer.catch_up(self.behind, views)
-        self.behind = 0
+    def place(
+        self,
+        slot: int,
+        tokens: list[int],
+        prompt_length: int,
+        params: SamplingParams,
+        draft_max: int | None,
+        length_limit: int,
+        stop_ids: tuple[int, ...],
+        prefilled: int,
+        pages: list[int],
+        checkpoint: int | None,
+    ) -> None:
+        """Write the row of a slot, silent for now; tokens behind the prompt's came before a preemption.
 
-    def _remember(self, views: Sequence[SlotView]) -> None:
-        """Take the views of all slots that have some."""
-        known = zip(views, self.last_views, strict=True)
-        self.last_views = [view if view.bound else last for view, last in known]
+        Its pages hold `prefilled` positions already, but for what comes from a checkpoint's place.
+        """
+        runner, proposer = self.round.runner, self.round.proposer
+        if checkpoint is not None or (prefilled and proposer is not None and proposer.captures):
+            self.flush()  # it wants what is kept of the pages that the slot begins with
+        if checkpoint is not None:
+            self.states.load(checkpoint, slot, prefilled, page_of(pages, prefilled))
+        self._ids = ids = to_device(tokens, torch.long, self.state.device)
+        least = prompt_length + params.min_tokens
+        self.state.admit(slot, ids, length_limit, least, stop_ids, self.reach, draft_max, active=False)
+        self.round.sampler.admit(slot, params, ids[:prompt_length], ids[prompt_length:])
+        runner.admit(slot, prefilled)
+        if proposer is not None:
+            proposer.admit(slot, prefilled, SlotView(len(ids), pages))
+        self.show_pages(slot, pages)
+
+    def show_pages(self, slot: int, pages: list[int]) -> None:
+        """Upload a slot's page numbers."""
+        table = self.state.page_table
+        table[slot] = self.round.runner.page_row(pages, table.shape[1])
+
+    def allow(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
+        """Masks int32 [R, words] for a slot's next round, and its drafts, of which `legal` are allowed."""
+        self.round.sampler.allow(slot, rows)
+        if drafts:  # rounds that it did not take part in may have overwritten them
+            self.state.draft[slot, : len(drafts)] = to_device(drafts, torch.long, self.state.device)
+        self.state.num_drafts[slot].fill_(legal)
+
+    def set_active(self, slot: int, active: bool) -> None:
+        """Let a slot take part in rounds from the next one on, or keep it out of them."""
+        self.state.set_active(slot, active)
+
+    def retire(self, slot: int, pages: list[int], held: int, place: int | None) -> None:
+        """Silence a slot, once its pages hold what others find there: up to position `held`.
+
+        place: of the checkpoint that its states go to.
+        """
+        self.flush()
+        self._catch_up()
+        page = page_of(pages, held)
+        if place is not None:
+            self.states.save(place, slot, held, page)
+        elif page != TRASH_PAGE and self.round.proposer is not None:
+            self.round.proposer.leave(slot, held, page)
+        self.state.retire(slot)
+        self.last_views[slot] = EMPTY_SLOT
+
+    def clear(self, pages: list[int]) -> None:
+        """Zero pages that may hold values that are not finite."""
+        self.flush()
+        self.round.runner.cache.clear(pages)
+        if self.round.proposer is not None:
+            self.round.proposer.clear(pages)
+
+    # -- prompts ---------------------------------------------------------------------------------
+
+    def write(self, slot: int, pages: list[int], start: int, end: int, runs: Sequence[Run]) -> None:
+        """Write the caches of positions of the prompt that was placed last, at the latest in `flush`."""
+        assert self._ids is not None
+        part = PromptPart(slot, self._ids[None], start, end, SlotView(len(self._ids), pages), runs)
+        rows = sum(filled_rows(each.end - each.begin) for each in (*self.unwritten, part))
+        recurrent = any(each.cache.recurrent for each in self.states.runners)
+        again = recurrent and any(each.slot == slot for each in self.unwritten)
+        if again or rows > self.round.runner.chunk:
+            self.flush()
+        self.unwritten.append(part)
+
+    def save(self, place: int, slot: int, pages: list[int], end: int) -> None:
+        """Copy a slot's states as of position `end`, at the latest in `flush`, to a checkpoint's place."""
+        self.unsaved.append((place, slot, end, page_of(pages, end)))
+
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Enqueue what is still to be written of prompts."""
+        if self.unwritten:
+            states = self.round.runner.write(self.unwritten)
+            if self.round.proposer is not None:
+                self.round.proposer.prefill(self.unwritten, states)
+        for each in self.unsaved:
+            self.states.save(*each)
+        self.unwritten, self.unsaved = [], []  # and not before: what broke off is still to be written
+
+    # -- rounds ----------------------------------------------------------------------------------
 
     def launch(
         self, k: int, views: Sequence[SlotView], needs: SamplerClass, num_logprobs: int | None, next_k: int
     ) -> Ticket:
         """Enqueue one round; see `Round.run`."""
+        self.threads.follow()
+        if self.unwritten or self.unsaved:
+            self.flush()
         proposer, forwards = self.round.proposer, 0
         if proposer is not None:
-            self._remember(views)
-            keeps_up = proposer.keeps_up(next_k)
+            known = zip(views, self.last_views, strict=True)
+            self.last_views = [view if view.bound else last for view, last in known]
+            keeps_up = 0 < next_k <= proposer.most_drafts
             forwards = next_k if keeps_up and proposer.draws else 0
             if keeps_up or (self.behind and self.behind + k >= CATCH_UP):
-                self.catch_up(views)
+                self._catch_up()
             if not keeps_up:
                 self.behind += 1 + (k if self.behind else 0)
         if self.captured is not None:
@@ -186,3 +297,43 @@ class RoundQueue:
             return Ticket(k, forwards, self.copies.start(row, logprobs, drafts), self)
         emitted = (*self.rows[row], logprobs, drafts)
         return Ticket(k, forwards, lambda: emitted, self)
+
+    @torch.inference_mode()
+    def _catch_up(self) -> None:
+        """Bring the proposer's cache up, before it drafts or others may find what is on its pages."""
+        proposer, views = self.round.proposer, self.last_views
+        if proposer is not None and self.behind and any(view.bound for view in views):
+            proposer.catch_up(self.behind, views)
+        self.behind = 0
+
+    def capture(self, shape: RoundShape) -> bool:
+        """Capture a round while nothing runs. False: memory ran out, and all are let go.
+
+        Raises OutOfMemory where other ranks would not know of that.
+        """
+        captured = self.captured
+        assert captured is not None
+        try:
+            captured.capture(shape, [EMPTY_SLOT] * self.state.slots)
+        except OutOfMemory as error:
+            if not self.alone:
+                raise
+            captured.captured.clear()
+            captured.pool, captured.lazily = None, True
+            let_go(error)
+            return False
+        return True
+
+    def restart(self) -> None:
+        """After a round that broke off: the next one writes the row of the ring that will be read for it."""
+        self.unwritten, self.unsaved = [], []
+        self.state.counter.fill_(self.launched)
+        self.behind = 0
+
+    def close(self) -> None:
+        """Let go of what is not this process's own: nothing."""
+
+
+def page_of(pages: Sequence[int], held: int) -> int:
+    """The page that goes on behind `held` positions; the trash page where none does."""
+    return pages[held // PAGE_SIZE] if held % PAGE_SIZE else TRASH_PAGE
