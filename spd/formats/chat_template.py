@@ -1,8 +1,8 @@
 """Chat messages to a prompt: the model's own Jinja2 template, rendered in a limited child process.
 
-A killed or dead child (`template_worker`) is started anew by the next request; it ends by itself when this
-process does, because its input ends. `encode_chat` keeps what people write plain text: a
-<|im_end|> typed into a message does not end it, while the same string in the template does.
+The child (`template_worker`) reads and writes lines of JSON. A killed or dead one is started anew by the next
+request; it ends by itself when this process does, because its input ends. `encode_chat` keeps what people
+write plain text: a typed <|im_end|> does not end a message, while the same string in the template does.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +73,9 @@ class ChatTemplate:
         messages), `UsageError` for messages that are no JSON values.
         """
         tool_use = self.tool_use if variables.get("tools") is not None else None
-        known: dict[str, Any] = {"messages": list(messages), "tools": None, "documents": None}
-        known["add_generation_prompt"] = add_generation_prompt
-        try:
-            values = {**known, **self._special_tokens, **variables}
-            reply = self._process.render(tool_use or self.default, values)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise UsageError(f"the messages are not JSON: {error}") from None
+        known = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        values = {**known, "tools": None, "documents": None, **self._special_tokens, **variables}
+        reply = self._process.render(tool_use or self.default, values)
         if "error" not in reply:
             return str(reply["text"])
         line = f": line {reply['line']}" if reply.get("line") else ""
@@ -140,12 +136,8 @@ def render_chat(
 ) -> RenderedChat:
     """The chat as text that `encode_rendered` can tell the template's tokens in from people's words."""
     special, values = _special_pattern(tokenizer), [list(messages), variables]
-    try:
-        text = json.dumps(values, ensure_ascii=False, default=_plain)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"the messages are not JSON, or nested too deeply: {error}") from None
     # A mark inside keeps a string from being the special token through whatever the template does.
-    used = {*text, *template.default, *(template.tool_use or "")}
+    used = {*_as_json(values, ensure_ascii=False), *template.default, *(template.tool_use or "")}
     mark = next((chr(code) for code in _MARKS if chr(code) not in used), None)
     if mark is None:
         raise UsageError("the messages use every private character of Unicode")
@@ -204,74 +196,71 @@ class TemplateProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: Callable[[], object] = lambda: None
 
     def render(self, source: str, variables: Mapping[str, Any]) -> dict[str, Any]:
         """The worker's answer (see `template_worker.render`), or {"error": "limit"} when it had to be killed.
 
-        Raises `EngineError` when the worker cannot be started.
+        Raises `EngineError` when the worker cannot be started, `UsageError` for what is not JSON.
         """
-        request = json.dumps({"source": source, "variables": dict(variables)}, default=_plain).encode()
+        request = _as_json({"source": source, "variables": dict(variables)}).encode()
         with self._lock:
-            try:
-                if self._process is None or self._process.poll() is not None:
-                    self._start()
-                reply = self._exchange(request, WALL_SECONDS + WALL_SECONDS_PER_INPUT_BYTE * len(request))
-            except BaseException:  # interrupted: the answer still to come must not meet another question
-                self._stop()
-                raise
-            if reply is None or reply.get("error") == "memory":
-                self._stop()
-            return reply or {"error": "limit", "message": "takes too much time or memory", "line": None}
+            process = self._process
+            if process is None or process.poll() is not None:
+                process = self._start()
+            reply = _exchange(process, request, WALL_SECONDS + WALL_SECONDS_PER_INPUT_BYTE * len(request))
+        return reply or {"error": "limit", "message": "takes too much time or memory", "line": None}
 
     def _start(self) -> subprocess.Popen[bytes]:
-        self._stop()
-        self._connection, its = Pipe()
         try:
-            self._process = subprocess.Popen(
-                isolated(f"from spd.formats.template_worker import main; main({its.fileno()})"),
-                pass_fds=[its.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+            self._process = process = subprocess.Popen(
+                isolated("from spd.formats.template_worker import main; main()"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in the terminal is not for the worker
             )
         except OSError as error:
             raise EngineError(f"cannot start the chat template worker: {error.strerror or error}") from None
-        finally:
-            its.close()
-        self._end = weakref.finalize(self, _end, self._process)
-        if self._exchange(None, START_SECONDS) is None:
-            self._stop()
+        weakref.finalize(self, _end, process)
+        if _exchange(process, b'{"source": "", "variables": {}}', START_SECONDS) is None:
             raise EngineError(f"cannot start the chat template worker: {shown(sys.executable)} ended at once")
-        return self._process
+        return process
 
-    def _exchange(self, request: bytes | None, seconds: float) -> dict[str, Any] | None:
-        """Send a request, wait for a reply; `None` when the worker died, or takes too long.
 
-        A worker reads all of a request before it renders, so that no template can keep it from being sent.
-        """
-        try:
-            if request is not None:
-                self._connection.send_bytes(request)
-            if not self._connection.poll(seconds):
-                return None
-            reply: dict[str, Any] = json.loads(self._connection.recv_bytes(REPLY_LIMIT))
-            return reply
-        except (OSError, EOFError, ValueError):
-            return None
+def _exchange(process: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, Any] | None:
+    """Send a line, read the reply; `None` when the worker died, or was killed because it took too long."""
+    assert process.stdin is not None and process.stdout is not None
+    reply: dict[str, Any] | None = None
+    clock = threading.Timer(seconds, process.kill)  # which ends writing and reading alike
+    clock.start()
+    try:
+        with suppress(OSError, ValueError):
+            process.stdin.write(request + b"\n")
+            process.stdin.flush()
+            reply = json.loads(process.stdout.readline(REPLY_LIMIT))
+    finally:
+        clock.cancel()
+        # Also where an interrupt came: the answer still to come must not meet another question.
+        if reply is None or reply.get("error") == "memory":
+            _end(process)
+    return reply
 
-    def _stop(self) -> None:
-        self._end()
-        self._process = None
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with suppress(OSError), process:  # closes, waits; what was not read of a request cannot be flushed
+        pass
+
+
+def _as_json(value: object, *, ensure_ascii: bool = True) -> str:
+    """Raises `UsageError` for what is not JSON."""
+    try:
+        return json.dumps(value, ensure_ascii=ensure_ascii, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"the messages are not JSON, or nested too deeply: {error}") from None
 
 
 def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} is not a JSON value")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()

@@ -2,7 +2,7 @@
 
 A template is a program from an untrusted folder. Inside one process nothing stops `'a' * 10**10` or a
 filter that pads to a gigabyte, so the kernel does: CPU time by a timer, memory by a resource limit. The
-parent kills what outlives them. Requests and replies are JSON.
+parent kills what outlives them. Requests and replies are JSON, a line each.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import sys
 import traceback
 from contextlib import suppress
 from datetime import datetime
-from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
@@ -106,20 +106,15 @@ def _line(error: BaseException) -> int | None:
     return next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
 
 
-def main(descriptor: int) -> None:
-    """Serve requests until the other end closes: {"source", "variables"} in, the result of `render` out."""
-    connection, base = Connection(descriptor), _occupied_memory()
-    environment = TemplateEnvironment()
-    connection.send_bytes(b"{}")
-    with suppress(EOFError):
-        while data := connection.recv_bytes():
-            _limit_memory(base + MEMORY_BYTES + MEMORY_PER_INPUT_BYTE * len(data))
-            _set_timer(CPU_SECONDS + CPU_SECONDS_PER_INPUT_BYTE * len(data))
-            request = json.loads(data)
-            limit = OUTPUT_CHARACTERS + len(data)
-            result = render(environment, request["source"], request["variables"], limit)
-            _set_timer(0.0)  # before the answer: none may arrive from a process about to end
-            connection.send_bytes(json.dumps(result).encode())
+def main() -> None:
+    """Serve requests until the input ends: {"source", "variables"} in, the result of `render` out."""
+    environment, base = TemplateEnvironment(), _occupied_memory()
+    for line in sys.stdin.buffer:
+        _limit_memory(base + MEMORY_BYTES + MEMORY_PER_INPUT_BYTE * len(line))
+        _set_timer(CPU_SECONDS + CPU_SECONDS_PER_INPUT_BYTE * len(line))
+        result = render(environment, **json.loads(line), limit=OUTPUT_CHARACTERS + len(line))
+        _set_timer(0.0)  # before the answer: none may arrive from a process about to end
+        print(json.dumps(result), flush=True)
 
 
 def _limit_memory(size: int) -> None:
