@@ -108,31 +108,19 @@ def _line(error: BaseException) -> int | None:
 
 def main() -> None:
     """Serve requests until the input ends: {"source", "variables"} in, the result of `render` out."""
-    environment, base = TemplateEnvironment(), _occupied_memory()
-    for line in sys.stdin.buffer:
-        _limit_memory(base + MEMORY_BYTES + MEMORY_PER_INPUT_BYTE * len(line))
-        _set_timer(CPU_SECONDS + CPU_SECONDS_PER_INPUT_BYTE * len(line))
-        result = render(environment, **json.loads(line), limit=OUTPUT_CHARACTERS + len(line))
-        _set_timer(0.0)  # before the answer: none may arrive from a process about to end
-        print(json.dumps(result), flush=True)
-
-
-def _limit_memory(size: int) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    soft = size if hard == resource.RLIM_INFINITY else min(size, hard)
-    with suppress(ValueError, OSError):  # some systems know the limit but refuse it
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _occupied_memory() -> int:
+    environment, hard = TemplateEnvironment(), resource.getrlimit(resource.RLIMIT_AS)[1]
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
+            occupied = int(file.read().split()[0]) * resource.getpagesize()
     except OSError:
-        return 512 << 20
-
-
-def _set_timer(seconds: float) -> None:
-    """After so much CPU time a signal ends the process, inside C code too; 0 disarms."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+        occupied = 512 << 20
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # it ends the process, inside C code too
+    for line in sys.stdin.buffer:
+        memory = occupied + MEMORY_BYTES + MEMORY_PER_INPUT_BYTE * len(line)
+        with suppress(ValueError, OSError):  # some systems know the limit but refuse it
+            soft = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS + CPU_SECONDS_PER_INPUT_BYTE * len(line))
+        result = render(environment, **json.loads(line), limit=OUTPUT_CHARACTERS + len(line))
+        signal.setitimer(signal.ITIMER_PROF, 0.0)  # no answer may arrive from a process about to end
+        print(json.dumps(result), flush=True)

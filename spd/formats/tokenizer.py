@@ -103,32 +103,6 @@ def _content(fields: Fields, key: str, value: object) -> str:
     return content
 
 
-@dataclass(frozen=True)
-class _Decoder:
-    """How a token's text becomes bytes.
-
-    `alphabet` is the byte of each character (byte-level vocabularies), else `replacements` are made in
-    the text, tokens like <0x0A> being bytes; `strips` drops the space that a whole text begins with.
-    """
-
-    alphabet: dict[str, int] | None
-    replacements: tuple[tuple[str, str], ...] = ()
-    byte_fallback: bool = False
-    strips: bool = False
-
-    def bytes_of(self, token: str) -> bytes:
-        if self.alphabet is not None:
-            try:
-                return bytes(self.alphabet[character] for character in token)
-            except KeyError:  # a token added as plain text
-                return token.encode()
-        if self.byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
-            return bytes([int(match[1], 16)])
-        for old, new in self.replacements:
-            token = token.replace(old, new)
-        return token.encode()
-
-
 class Tokenizer:
     """The tokenizer of a model folder; safe to use from several threads."""
 
@@ -156,8 +130,8 @@ class Tokenizer:
         self.bos_id, self.eos_id = roles.get("bos_token"), roles.get("eos_token")
         # The unknown token may well come out of plain text; no other special one may.
         self._forbidden_ids = self.special_ids - {roles.get("unk_token")}
-        self._decoder = decoder = _read_decoder(library, where)
-        self.token_bytes = cache(lambda i: b"" if i in self.special_ids else decoder.bytes_of(self._token(i)))
+        bytes_of, self._strips = _read_decoder(library, where)
+        self.token_bytes = cache(lambda i: b"" if i in self.special_ids else bytes_of(self._token(i)))
         """The exact bytes that a token stands for; none for special tokens and for ids without a token.
 
         A leading space counts, also where `decode` drops it from the start of a whole text.
@@ -166,9 +140,28 @@ class Tokenizer:
 
     @classmethod
     def open(cls, folder: Path, config: TokenizerConfig | None = None) -> Tokenizer:
-        """Load the tokenizer of a model folder; `config` where it was read. Raises `CheckpointError`."""
-        config = config or read_tokenizer_config(folder)
-        return cls(*load_tokenizer(folder), config, str(folder / "tokenizer.json"))
+        """Load a folder's tokenizer, probed with texts that expose bad patterns; `config` where it was read.
+
+        Raises `CheckpointError` naming the file.
+        """
+        config, names = config or read_tokenizer_config(folder), names_in(folder)
+        path = folder / FILE_NAME
+        if FILE_NAME not in names:
+            if others := {"tokenizer.model", "tekken.json", "vocab.json"}.intersection(names):
+                why = f"this tokenizer format is not supported, {FILE_NAME} is"
+                raise CheckpointError(f"{folder / min(others)}: {why}")
+            raise CheckpointError(f"{path}: is missing")
+        text = read_text(path, FILE_LIMIT)
+        highest = _check_content(str(path), parse_json(text, str(path)))
+        with quiet_library():
+            library = _checked(str(path), partial(tokenizers.Tokenizer.from_str, text))
+            # Truncation would cut prompts in silence, padding would lengthen them.
+            library.no_truncation()
+            library.no_padding()
+            _checked(f"{path}: post_processor", partial(_check_post_processor, library))
+            _checked(f"{path}: pre_tokenizer", partial(_probe, library), PROBE_SECONDS)
+            _checked(f"{path}: post_processor", partial(library.encode, "a"))
+        return cls(library, highest, config, str(path))
 
     def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
         """Token ids of a text.
@@ -205,7 +198,7 @@ class Tokenizer:
         """The text of token ids: their bytes as UTF-8, U+FFFD for what is none."""
         names = () if skip_special else self.special_ids
         raw = b"".join(self._token(i).encode() if i in names else self.token_bytes(i) for i in ids)
-        return raw.decode("utf-8", "replace").removeprefix(" " if self._decoder.strips else "")
+        return raw.decode("utf-8", "replace").removeprefix(" " if self._strips else "")
 
     def bytes_of(self, token_ids: Sequence[int]) -> bytes:
         """The exact bytes of tokens of the vocabulary, one after the other; see `token_bytes`."""
@@ -281,13 +274,25 @@ def _byte_alphabet() -> dict[str, int]:
     return {character: ord(character) if ord(character) < 256 else next(others) for character in alphabet}
 
 
-def _read_decoder(library: tokenizers.Tokenizer, where: str) -> _Decoder:
-    """Understand the decoder of a tokenizer; one whose bytes a token are unknown is refused by name."""
+def _read_decoder(library: tokenizers.Tokenizer, where: str) -> tuple[Callable[[str], bytes], bool]:
+    """How a token's text becomes bytes, and whether a whole text loses the space that it begins with.
+
+    Characters of a byte-level vocabulary stand for bytes; in others texts are replaced, and tokens like
+    <0x0A> are bytes. A decoder whose bytes a token are unknown is refused by name.
+    """
     state = None if library.decoder is None else json.loads(library.decoder.__getstate__())
     steps = [] if state is None else state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return _Decoder(_byte_alphabet())
+        alphabet = _byte_alphabet()
+
+        def spelled(token: str) -> bytes:
+            try:
+                return bytes(alphabet[character] for character in token)
+            except KeyError:  # a token added as plain text
+                return token.encode()
+
+        return spelled, False
     replacements: list[tuple[str, str]] = []
     strips = False
     for position, step in enumerate(steps):
@@ -306,32 +311,15 @@ def _read_decoder(library: tokenizers.Tokenizer, where: str) -> _Decoder:
     if not replacements:
         why = f"{shown(kinds)} is not supported (ByteLevel and SentencePiece are)"
         raise CheckpointError(f"{where}: decoder: {why}")
-    return _Decoder(None, tuple(replacements), "ByteFallback" in kinds, strips)
 
+    def replaced(token: str) -> bytes:
+        if "ByteFallback" in kinds and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        for old, new in replacements:
+            token = token.replace(old, new)
+        return token.encode()
 
-def load_tokenizer(folder: Path) -> tuple[tokenizers.Tokenizer, int]:
-    """The library's tokenizer and its model's highest id, probed with texts that expose bad patterns.
-
-    Raises `CheckpointError` naming the file.
-    """
-    names = names_in(folder)
-    path = folder / FILE_NAME
-    if FILE_NAME not in names:
-        if others := {"tokenizer.model", "tekken.json", "vocab.json"}.intersection(names):
-            why = f"this tokenizer format is not supported, {FILE_NAME} is"
-            raise CheckpointError(f"{folder / min(others)}: {why}")
-        raise CheckpointError(f"{path}: is missing")
-    text = read_text(path, FILE_LIMIT)
-    highest = _check_content(str(path), parse_json(text, str(path)))
-    with quiet_library():
-        tokenizer = _checked(str(path), partial(tokenizers.Tokenizer.from_str, text))
-        # Truncation would cut prompts in silence, padding would lengthen them.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        _checked(f"{path}: post_processor", partial(_check_post_processor, tokenizer))
-        _checked(f"{path}: pre_tokenizer", partial(_probe, tokenizer), PROBE_SECONDS)
-        _checked(f"{path}: post_processor", partial(tokenizer.encode, "a"))
-    return tokenizer, highest
+    return replaced, strips
 
 
 def _check_content(where: str, file: Any) -> int:

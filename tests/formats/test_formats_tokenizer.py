@@ -61,7 +61,7 @@ def test_names_and_sizes(opened: dict[str, Tokenizer]) -> None:
     assert (tokenizer.bos_id, tokenizer.eos_id) == (None, library.token_to_id("<|im_end|>"))
     assert tokenizer.vocab_size == max(library.get_vocab().values()) + 1
     assert tokenizer.token_to_id("nothing") is None
-    assert opened["sentencepiece"]._decoder.strips and not tokenizer._decoder.strips
+    assert opened["sentencepiece"]._strips and not tokenizer._strips
 
 
 def test_bos(opened: dict[str, Tokenizer]) -> None:
