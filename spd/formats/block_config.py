@@ -284,19 +284,18 @@ _FP8 = {"fmt": ("e4m3", "float8_e4m3fn"), "activation_scheme": ("dynamic",), "sc
 """What else is said of FP8 blocks, the first where nothing is."""
 
 
-def read_fp8_block(fields: Fields) -> tuple[int, int] | None:
-    """Rows and columns of the blocks that share a scale; None where weights are not quantized.
+def is_fp8_blocks(quantization: Fields) -> bool:
+    """Whether a `quantization_config` speaks of FP8 blocks as DeepSeek stores them."""
+    return quantization.get("quant_method") == "fp8" and "weight_block_size" in quantization
 
-    Raises `CheckpointError` for every other way of quantizing.
-    """
+
+def read_fp8_block(fields: Fields) -> tuple[int, int] | None:
+    """Rows and columns of the blocks that share a scale; None where weights are not stored so."""
     old = "compression_config"
     fields.require(old not in fields, old, "quantized weights are not supported in this form")
     inner = fields.fields("quantization_config")
-    if inner is None:
+    if inner is None or not is_fp8_blocks(inner):
         return None
-    method = inner.get("quant_method")
-    why = f"quantized weights ({shown(method)}) are not supported (fp8 with weight_block_size is)"
-    fields.require(method == "fp8" and "weight_block_size" in inner, "quantization_config", why)
     for key, known in _FP8.items():
         inner.choice(key, known, known[0])
     block = inner.get("weight_block_size")

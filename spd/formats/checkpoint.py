@@ -334,12 +334,14 @@ def check_tensors(
     *,
     ignorable: Callable[[str], bool] = lambda name: False,
     dtypes: Sequence[str] = FLOAT_DTYPES,
+    kinds: Mapping[str, Sequence[str]] = MappingProxyType({}),
     what: str = "tensors",
     fix: Sequence[str] = (),
 ) -> list[str]:
     """Compare names, shapes and dtypes with what the model needs; returns unexpected names.
 
-    `ignorable` says which unexpected names need no mention; `what` the expected ones are called in the
+    `ignorable` says which unexpected names need no mention; `kinds` are the dtypes of tensors that may have
+    others than `dtypes`; `what` the expected ones are called in the
     error, and `fix` is what it proposes. Raises ONE `CheckpointError` that lists every
     missing, mis-shaped or wrongly typed tensor (20 at most, then their number).
     """
@@ -353,8 +355,8 @@ def check_tensors(
         where = f"{shown(name)} in {meta.shard.name}"
         if meta.shape != tuple(shape):
             shapes.append(f"{where}: shape is {list(meta.shape)}, expected {list(shape)}")
-        if meta.dtype not in dtypes:
-            types.append(f"{where}: dtype {meta.dtype} is not supported here ({', '.join(dtypes)} are)")
+        if meta.dtype not in (own := kinds.get(name, dtypes)):
+            types.append(f"{where}: dtype {meta.dtype} is not supported here ({', '.join(own)} are)")
     if problems := missing + shapes + types:
         counts = ", ".join(f"{len(found)} {words}" for words, found in faults.items() if found)
         why = f"{checkpoint.folder}: {len(expected)} {what} are needed: {counts}; first: {problems[0]}"

@@ -14,6 +14,7 @@ from spd.formats.hub import resolve_model
 from spd.formats.json_file import Fields
 from spd.formats.model_config import FILE_NAME, GenerationConfig, ModelConfig
 from spd.formats.mtp import MtpSource, check_fits, find_mtp, read_head_folder
+from spd.formats.quantized import with_quantization
 
 if TYPE_CHECKING:
     from spd.formats.chat_template import ChatTemplate
@@ -46,7 +47,7 @@ class ModelFolder(os.PathLike[str]):
     @cached_property
     def config(self) -> ModelConfig:
         """What the model, or the EAGLE-3 head, is."""
-        return model_config.model_config_of(self.fields)
+        return model_config.model_config_of(with_quantization(self.fields, self.path))
 
     @cached_property
     def checkpoint(self) -> Checkpoint:

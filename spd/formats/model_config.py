@@ -16,6 +16,7 @@ from spd.formats.block_config import MAX_POSITIONS, SlidingRule
 from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.eagle3 import Eagle3Config, read_eagle3
 from spd.formats.json_file import Fields, names_in, shown
+from spd.formats.quantized import Quantization, read_quantization
 from spd.formats.rope_config import RopeConfig, read_local_rope, read_rope, read_rotary_dim
 
 FILE_NAME, GENERATION = "config.json", "generation_config.json"
@@ -53,6 +54,8 @@ class ModelConfig:
     experts: blocks.ExpertsConfig | None = None
     fp8_block: tuple[int, int] | None = None
     """Rows and columns of the blocks that share a scale, where matrices are stored as FP8."""
+    quantization: Quantization | None = None
+    """How matrices are stored in few bits in any other way."""
     sliding: tuple[int | None, ...] = ()
     """Each layer's sliding window, None where it sees everything; empty where no layer slides."""
     local_rope: RopeConfig | None = None  # of layers that slide, where they rotate in another way
@@ -179,7 +182,7 @@ def _text_of(fields: Fields) -> Fields:
 def _decoder_config(fields: Fields) -> ModelConfig:
     architecture = _architecture(fields)
     family = _FAMILIES[architecture]
-    fp8_block = blocks.read_fp8_block(fields)
+    fp8_block, quantization = blocks.read_fp8_block(fields), read_quantization(fields)
     _refuse_unsupported(fields, family)
     hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
@@ -233,6 +236,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         delta=delta,
         experts=experts,
         fp8_block=fp8_block,
+        quantization=quantization,
         sliding=sliding,
         local_rope=read_local_rope(fields, local_theta, max_positions) if local_theta else None,
         query_scalar=fields.number("query_pre_attn_scalar", 1e-6, 1e9, 256) if family.caps else None,

@@ -32,6 +32,7 @@ from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, TensorMeta, check_tensors
 from spd.formats.json_file import Fields, listed, shown
 from spd.formats.model_config import MAX_LAYERS, MTP_HEAD, ModelConfig, model_config_of, refuse_head
+from spd.formats.quantized import UNUSED
 from spd.formats.writer import OutputTensor
 
 if TYPE_CHECKING:
@@ -251,8 +252,11 @@ def check_mtp(
         expected |= {prefix + name: shape for name, shape in layer_tensors.items()}
         expected |= {name: shape for name, shape in copies.items() if name in checkpoint.tensors}
         ignored.add(prefix + "self_attn.rotary_emb.inv_freq")
-    what = "tensors of the MTP head"
-    check_tensors(checkpoint, expected, dtypes=tuple(dtypes), what=what, fix=_HOW_TO_ATTACH)
+    what, how, kinds = "tensors of the MTP head", source.config.quantization, dict[str, tuple[str, ...]]()
+    if how is not None:
+        expected, kinds = how.stored(expected, checkpoint.tensors)
+        ignored |= {name for name in checkpoint.tensors if name.endswith(UNUSED)}
+    check_tensors(checkpoint, expected, dtypes=tuple(dtypes), kinds=kinds, what=what, fix=_HOW_TO_ATTACH)
     stems = [name.removesuffix(".weight") for name in expected if name.endswith(".weight")]
     known = {*expected, *ignored, *(stem + suffix for stem in stems for suffix in _QUANTIZED)}
     foreign = [name for name in checkpoint.tensors if layout.owns(name) and name not in known]

@@ -189,8 +189,8 @@ def test_what_must_be_there(tmp_path: Path, field: str) -> None:
 
 
 def test_quantization_and_architecture_name_what_they_found(tmp_path: Path) -> None:
-    with refused(CheckpointError, "quantization_config", "'gptq'"):
-        read(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "gptq"}})
+    with refused(CheckpointError, "quantization_config", "'exl3'"):
+        read(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "exl3"}})
     with refused(CheckpointError, "'GPT2LMHeadModel'", *SUPPORTED_ARCHITECTURES):
         read(tmp_path, {**LLAMA, "architectures": ["GPT2LMHeadModel"]})
 

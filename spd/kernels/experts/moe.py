@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.linear.eight_bits import expert_linear
+from spd.kernels.linear.few_bits import GroupedWeight
 from spd.kernels.linear.rows import sum_of_squares
 from spd.kernels.linear.silu_mul import silu_mul
 from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
@@ -71,7 +72,13 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: AnyWeight, down: AnyWeight, *, chunk: bool = False
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: AnyWeight | GroupedWeight,
+    down: AnyWeight | GroupedWeight,
+    *,
+    chunk: bool = False,
 ) -> Tensor:
     """The weighted sum of what each row's experts make of it, x [T, K] to [T, K] in x's dtype.
 

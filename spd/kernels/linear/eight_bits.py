@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
 from spd.kernels.linear.skinny_linear import SCALE_COLUMNS, SCALE_ROWS, AnyWeight, ScaledWeight
 
 INT8_LARGEST = 127
@@ -62,8 +63,10 @@ def int8_linear(x: Tensor, weight: ScaledWeight, bias: Tensor | None = None) -> 
     return F.linear(x, weight.plain(x.dtype), bias)
 
 
-def expert_linear(x: Tensor, weights: AnyWeight, expert: int) -> Tensor:
+def expert_linear(x: Tensor, weights: AnyWeight | GroupedWeight, expert: int) -> Tensor:
     """x [T, K] times one of the weights [E, N, K], whatever form they are kept in: [T, N]."""
+    if isinstance(weights, GroupedWeight):
+        return grouped_linear(x, weights.expert(expert))
     if not isinstance(weights, ScaledWeight):
         return F.linear(x, weights[expert])
     return int8_linear(x, ScaledWeight(weights.values[expert], weights.scales[expert]))

@@ -24,6 +24,7 @@ from torch import Tensor
 from spd.kernels.dispatch import Kernels
 from spd.kernels.launch import device_facts
 from spd.kernels.linear.eight_bits import int8_linear
+from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
 from spd.kernels.linear.rms_norm import rms_norm
 from spd.kernels.linear.silu_mul import gelu_mul, silu_mul
 from spd.kernels.linear.skinny_config import config_for, workspace_sizes
@@ -164,6 +165,11 @@ class Linear(AnyHead):
         rest: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, -y, self.weight, self.bias, "add")
         return rest
 
+    def rows(self, count: int) -> Tensor:
+        """Random rows [count, K], always the same, such as it is given."""
+        x = torch.randn(count, self.weight.shape[1], generator=torch.Generator().manual_seed(0))
+        return x.to(self.weight.device, self.weight.dtype)
+
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         return self.product(hidden, tile).float()
 
@@ -180,6 +186,29 @@ class Int8Linear(Linear):
 
     def lost(self, x: Tensor, y: Tensor) -> None:
         """This product does not say."""
+
+
+class GroupedLinear(Linear):
+    """Torch's form by codes, which are multiplied out at each call, in float32."""
+
+    def __init__(
+        self, weight: GroupedWeight, bias: Tensor | None, around: Around, dtype: torch.dtype
+    ) -> None:
+        self.weight, self.bias, self.around, self.packed = weight.codes, bias, around, False
+        self.grouped, self.dtype = weight, dtype
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return grouped_linear(x, self.grouped, self.bias)
+
+    def rows(self, count: int) -> Tensor:
+        x = torch.randn(count, self.grouped.shape[1], generator=torch.Generator().manual_seed(0))
+        return x.to(self.grouped.device, self.dtype)
+
+    def lost(self, x: Tensor, y: Tensor) -> Tensor | None:
+        if self.dtype == torch.float32:
+            return None
+        bias = None if self.bias is None else self.bias.float()
+        return grouped_linear(x.float(), self.grouped, bias) - y.float()
 
 
 class SkinnyLinear(AnyHead):

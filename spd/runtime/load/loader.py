@@ -23,6 +23,7 @@ from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.load.dummy_weights import dummy_fill
 from spd.runtime.load.fp8_blocks import scaling_fill
+from spd.runtime.load.packed_weights import unpacking_fill
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.load.weight_reader import read_tensors
 from spd.runtime.models import family_layout, weights
@@ -37,6 +38,7 @@ from spd.runtime.models.weights import (
     ModelLayout,
     check_weights,
     cuts_of,
+    expected_tensors,
     table_destinations,
     tell_unused,
 )
@@ -70,12 +72,23 @@ def threaded_fill(checkpoint: Checkpoint, meter: LoadMeter, cuts: Cuts = NOTHING
 
 
 def checkpoint_fill(
-    checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayout, device: str, meter: LoadMeter
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    layout: ModelLayout,
+    device: str,
+    meter: LoadMeter,
+    whole: ModelLayout | None = None,
 ) -> Fill:
-    """The fill that suits a device, with scales applied where the configuration speaks of FP8 blocks."""
+    """The fill that suits a device, with scales applied where the configuration speaks of quantized weights.
+
+    whole: the layout of which `layout` is a rank's part.
+    """
     cuts = cuts_of(config, layout)
     filling = direct_fill if cuts or torch.device(device).type != "cuda" else threaded_fill
     fill = filling(checkpoint, meter, cuts)
+    if config.quantization is not None:
+        shapes = expected_tensors(config, whole or layout)
+        return unpacking_fill(checkpoint, fill, config.quantization, shapes, meter, cuts)
     if config.fp8_block is None:
         return fill
     return scaling_fill(checkpoint, fill, filling(checkpoint, LoadMeter(), NOTHING), config.fp8_block, cuts)
@@ -232,9 +245,9 @@ def load_model(
         if head is not None and own is not None:
             files.enter_context(head.target_folder.checkpoint)
         for part in [decoder_part(config, own)] if head is None else head.find(own):
-            part = replace(part, layout=place.part_of(part.layout))
+            whole, part = part.layout, replace(part, layout=place.part_of(part.layout))
             if own is not None:
-                fill = checkpoint_fill(own, config, part.layout, place.device, meter)
+                fill = checkpoint_fill(own, config, part.layout, place.device, meter, whole)
             build = partial(build_model, config, part, builder, fill, positions, at_once=at_once, meter=meter)
             if head is None:
                 made.append(build())

@@ -7,13 +7,14 @@ straight to its rows, so that loading never holds a part and the whole at the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.linear.eight_bits import int8_rows, magnitudes, multiplies_int8
+from spd.kernels.linear.few_bits import GroupedWeight
 from spd.kernels.linear.skinny_linear import SCALE_ROWS, AnyWeight, ScaledWeight, plain_weight
 from spd.runtime.layers.base import Communicator
 from spd.runtime.layers.linear import (
@@ -22,6 +23,7 @@ from spd.runtime.layers.linear import (
     AnyLinear,
     Around,
     Gate,
+    GroupedLinear,
     Int8Linear,
     Linear,
     NativeLinear,
@@ -31,14 +33,20 @@ from spd.runtime.layers.linear import (
 from spd.runtime.layers.sharded import AnyEmbedding, ShardedEmbedding, ShardedHead, SummedLinear
 from spd.runtime.models.destinations import Destination, Shard
 from spd.runtime.models.layouts import LayerLayout
-from spd.runtime.models.weight_form import BLOCK, WIDE, WeightForm
+from spd.runtime.models.weight_form import BLOCK, WIDE, PackedSpec, WeightForm, part_name
 from spd.runtime.models.weights import ModelLayout, scale_name, scale_shape
 
 Fill = Callable[[Mapping[str, Tensor]], None]
 """Writes every view from its namesake, wherever that comes from."""
 
-Tensors = dict[str, Tensor]
-"""A block's tensors by the names that its layout gives them."""
+
+class Tensors(dict[str, Tensor]):
+    """A block's tensors by the names that its layout gives them; of a matrix in codes the codes."""
+
+    def __init__(self, found: Mapping[str, Tensor]) -> None:
+        super().__init__(found)
+        self.grouped: dict[str, GroupedWeight] = {}
+        """Matrices in codes, with what stands beside these."""
 
 
 LayerTensors = tuple[Tensors, Tensors]
@@ -89,16 +97,46 @@ class WeightSpace:
     def block(self, destinations: Mapping[str, Destination], prefix: str = "") -> Tensors:
         """Allocate what is described; the checkpoint's names begin with `prefix`.
 
-        A matrix that stays FP8 has float32 scales of its parts' blocks beside it, as NAME_scales.
+        A matrix that stays FP8 has float32 scales of its parts' blocks beside it, as NAME_scales; one in
+        codes is among the `grouped`.
         """
+        form = self.place.form
+        packed = {n: form.stays_packed(each, prefix) for n, each in destinations.items()} if prefix else {}
         fp8 = {n for n, each in destinations.items() if prefix and self.place.form.stays_fp8(each, prefix)}
-        made = {n: self._tensor(each, prefix) for n, each in destinations.items() if n not in fp8}
+        plain = {
+            n: self._tensor(each, prefix)
+            for n, each in destinations.items()
+            if n not in fp8 and packed.get(n) is None
+        }
+        made = Tensors(plain)
+        for name, spec in packed.items():
+            if spec is not None:
+                made.grouped[name] = self._codes(destinations[name], prefix, spec)
+                made[name] = made.grouped[name].codes
         for name in (name for name in destinations if name in fp8):
             made[name] = self._tensor(destinations[name], prefix, torch.float8_e4m3fn)
             parts = destinations[name].parts
             shapes = {scale_name(part.name): scale_shape(part.shape, (BLOCK, BLOCK)) for part in parts}
             made[f"{name}_scales"] = self._tensor(Destination.of(shapes, exact=True), prefix)
         return made
+
+    def _codes(self, destination: Destination, prefix: str, spec: PackedSpec) -> GroupedWeight:
+        (rows, columns), device = destination.shape, self.place.device
+        groups = -(-columns // (spec.group or columns))
+        scale = torch.float32 if spec.wide_scales else torch.bfloat16
+        kept = {
+            "": torch.empty(rows, columns // 2 if spec.paired else columns, dtype=torch.uint8, device=device)
+        }
+        kept["scales"] = torch.empty(rows, groups, dtype=scale, device=device)
+        if spec.zeros:
+            kept["zeros"] = torch.empty(rows, groups, dtype=torch.uint8, device=device)
+        row = 0
+        for part in destination.parts:
+            for which, whole in kept.items():
+                named = prefix + part.name
+                self._views[part_name(named, which) if which else named] = whole[row : row + part.shape[0]]
+            row += part.shape[0]
+        return GroupedWeight(spec.kind, kept[""], kept["scales"], kept.get("zeros"), spec.group or columns)
 
     def _tensor(self, destination: Destination, prefix: str, dtype: torch.dtype | None = None) -> Tensor:
         dtype = torch.float32 if destination.exact else dtype or self.place.dtype
@@ -126,9 +164,11 @@ class LayerBuilder:
         """Products that want a workspace: all but the heads'."""
 
     def linear(
-        self, weight: AnyWeight, bias: Tensor | None = None, around: Around = ALONE
+        self, weight: AnyWeight | GroupedWeight, bias: Tensor | None = None, around: Around = ALONE
     ) -> Linear | SkinnyLinear | NativeLinear:
         """A product by weight [N, K] in this builder's form, with what stands around it in its layer."""
+        if isinstance(weight, GroupedWeight):
+            return GroupedLinear(weight, bias, around, self.dtype)
         if self.kernels.native is not None:
             return NativeLinear(plain_weight(weight, self.dtype), bias, self.kernels.native, around)
         if self.kernels.facts.folds_norms:
@@ -168,6 +208,8 @@ class LayerBuilder:
         """The fused matrix `name` that reads the block's norm."""
         weight, bias, norm = tensors[name], tensors.get(f"{name}_bias"), tensors["norm"]
         around = Around(self.epsilon, norm, self.fold_norms, gate)
+        if (grouped := tensors.grouped.get(name)) is not None:
+            return self.linear(grouped, bias, replace(around, folded=False))
         if (scales := tensors.get(f"{name}_scales")) is not None:
             return self.linear(ScaledWeight(weight, scales, norm), bias, around)
         if self.fold_norms:
@@ -177,9 +219,11 @@ class LayerBuilder:
     def matrix(self, tensors: Tensors, name: str, *, cut: bool = False) -> AnyLinear:
         return self.linear(self._kept(tensors, name, cut=cut), tensors.get(f"{name}_bias"))
 
-    def _kept(self, tensors: Tensors, name: str, *, cut: bool = False) -> AnyWeight:
+    def _kept(self, tensors: Tensors, name: str, *, cut: bool = False) -> AnyWeight | GroupedWeight:
         """A matrix in the form that weights are kept in; cut: ranks have parts of its rows."""
         weight = tensors[name]
+        if (grouped := tensors.grouped.get(name)) is not None:
+            return grouped
         if (scales := tensors.get(f"{name}_scales")) is not None:
             return ScaledWeight(weight, scales)
         return self._rounded(weight, cut) if self.form.kind == "int8" else weight
@@ -196,6 +240,10 @@ class LayerBuilder:
         FP8 rows that would leave their block behind are multiplied out first.
         """
         if name not in tensors:
+            return
+        if (grouped := tensors.grouped.get(name)) is not None:  # rows have scales of their own
+            for each in grouped.parts:
+                reorder_heads(each[part], order)
             return
         if (scales := tensors.get(f"{name}_scales")) is not None:
             spread = scales.repeat_interleave(SCALE_ROWS, 0)[: tensors[name].shape[0]]
@@ -218,8 +266,11 @@ class LayerBuilder:
                 tensors[f"{name}_scales"] = scales[[first // SCALE_ROWS for first in groups]]
             else:
                 tensors[name] = ScaledWeight(tensors[name], scales).plain(self.dtype)
+        if (grouped := tensors.grouped.get(name)) is not None:
+            tensors.grouped[name] = grouped.arranged(order)
+            tensors[name] = tensors.grouped[name].codes
         for each in (name, f"{name}_bias"):
-            if each in tensors:
+            if each in tensors and each not in tensors.grouped:
                 rows = tensors[each]
                 kind = torch.uint8 if rows.dtype == torch.float8_e4m3fn else rows.dtype
                 tensors[each] = rows.view(kind)[order].view(rows.dtype)
@@ -232,8 +283,10 @@ class LayerBuilder:
             return self.linear(weight, bias, around)
         return SummedLinear(self.linear(weight), bias, around, self.ranks, self.kernels)
 
-    def stacked(self, tensors: Tensors, name: str, count: int, *, cut: bool) -> AnyWeight:
+    def stacked(self, tensors: Tensors, name: str, count: int, *, cut: bool) -> AnyWeight | GroupedWeight:
         """The experts' matrices [E, N, K] in the form that weights are kept in."""
+        if (grouped := tensors.grouped.get(name)) is not None:
+            return grouped.stacked(count)
         weight = tensors[name].view(count, -1, tensors[name].shape[1])
         if (scales := tensors.get(f"{name}_scales")) is not None:
             return ScaledWeight(weight, scales.view(count, -1, scales.shape[1]))

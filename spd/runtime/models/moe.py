@@ -7,6 +7,7 @@ from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.experts.moe import gate_chosen
+from spd.kernels.linear.few_bits import GroupedWeight
 from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
 from spd.kernels.native.library import NativeLibrary
 from spd.runtime.layers.base import ForwardBatch, Residual
@@ -48,7 +49,9 @@ class NativeExperts:
 class RoutedExperts:
     """Experts that only compute the rows that go to them; gate_up [E, 2 I, K], down [E, K, I]."""
 
-    def __init__(self, gate_up: AnyWeight, down: AnyWeight, kernels: Kernels) -> None:
+    def __init__(
+        self, gate_up: AnyWeight | GroupedWeight, down: AnyWeight | GroupedWeight, kernels: Kernels
+    ) -> None:
         self.gate_up, self.down, self.kernels = gate_up, down, kernels
 
     def onto(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
@@ -131,6 +134,7 @@ def _experts(tensors: Tensors, count: int, build: LayerBuilder) -> Experts:
     merges = small and build.kernels.facts.merges_experts
     gate_up, down = (build.stacked(tensors, name, count, cut=name == names[1]) for name in names)
     if (native := build.kernels.native) is not None:
+        assert not isinstance(gate_up, GroupedWeight) and not isinstance(down, GroupedWeight)
         return NativeExperts(plain_weight(gate_up, build.dtype), plain_weight(down, build.dtype), native)
     if merges and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         merged = down.transpose(0, 1).flatten(1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from typing import Literal
 
 from spd.runtime.models.destinations import Destination
@@ -17,19 +17,78 @@ VECTOR = 32
 """Columns that torch's int8 product reads at a time."""
 
 
+PARTS = ("scales", "zeros")
+"""What stands beside the codes of a matrix in few bits."""
+
+
+def part_name(name: str, part: str) -> str:
+    """Of scales or zeros of a checkpoint's matrix: no tensor of a file is called so."""
+    return f"{name}#{part}"
+
+
+@dataclass(frozen=True)
+class PackedSpec:
+    """How one stored matrix is kept in codes; group: columns that share a scale, None for a whole row."""
+
+    kind: Literal["int4", "int8", "e2m1", "e4m3"]
+    group: int | None
+    zeros: bool = False
+    """Whether there are zero points; matrices below each other need not agree."""
+    wide_scales: bool = True
+    """Scales take float32; bfloat16 holds them else."""
+
+    @property
+    def paired(self) -> bool:
+        """Whether two codes are in a byte."""
+        return self.kind in ("int4", "e2m1")
+
+    def bytes_of(self, rows: int, columns: int) -> int:
+        groups = -(-columns // (self.group or columns))
+        beside = rows * groups * ((4 if self.wide_scales else 2) + self.zeros)
+        return rows * columns // (2 if self.paired else 1) + beside
+
+
 @dataclass(frozen=True)
 class WeightForm:
     """How the matrices of a model's layers are kept; embeddings, heads, routers and vectors never change.
 
     int8: rounded at load, with a scale a row; `widened` says that their values are kept in the run's dtype
     nevertheless, `vectors` that only rows of whole vectors are not. fp8: as the checkpoint stores the tensors
-    named in `stored` (None: every one), with a scale a block.
+    named in `stored` (None: every one), with a scale a block. packed: matrices named in `packed` as codes.
     """
 
-    kind: Literal["wide", "int8", "fp8"] = "wide"
+    kind: Literal["wide", "int8", "fp8", "packed"] = "wide"
     widened: bool = False
     vectors: bool = False
     stored: Set[str] | None = None
+    packed: Mapping[str, PackedSpec] = field(default_factory=dict, hash=False)
+
+    @property
+    def words(self) -> str:
+        """What most of the matrices are kept in."""
+        kinds = [spec.kind for spec in self.packed.values()]
+        return max(dict.fromkeys(kinds), key=kinds.count, default=self.kind)
+
+    def stays_packed(self, destination: Destination, prefix: str) -> PackedSpec | None:
+        """How a destination, its parts' names below `prefix`, is kept as codes; None where it is not.
+
+        All of its parts must be stored in the same codes and groups. A rank's columns are whole groups.
+        """
+        if self.kind != "packed" or not destination.multiplied or not destination.parts:
+            return None
+        specs = [self.packed.get(prefix + part.name) for part in destination.parts]
+        first, columns = specs[0], destination.shape[1]
+        if first is None or (first.paired and columns % 2):
+            return None
+        for spec, part in zip(specs, destination.parts, strict=True):
+            if spec is None or (spec.kind, spec.group) != (first.kind, first.group):
+                return None
+            edges = (edge for pair in part.cut.ranges for edge in pair) if part.cut and part.cut.dim else ()
+            if any(edge % (spec.group or 2) for edge in edges):
+                return None
+        found = [spec for spec in specs if spec is not None]
+        zeros, wide = any(spec.zeros for spec in found), any(spec.wide_scales for spec in found)
+        return PackedSpec(first.kind, first.group, zeros, wide)
 
     def stays_fp8(self, destination: Destination, prefix: str) -> bool:
         """Whether a destination, its parts' names below `prefix`, is kept as FP8 blocks.
@@ -54,6 +113,8 @@ class WeightForm:
         if not table and self.stays_fp8(destination, prefix):
             groups = sum(-(-part.shape[0] // GROUP) for part in destination.parts)
             return destination.size + 4 * groups * -(-destination.shape[1] // BLOCK)
+        if not table and (spec := self.stays_packed(destination, prefix)) is not None:
+            return spec.bytes_of(*destination.shape)
         if not table and self.stays_int8(destination):
             return destination.size + 4 * destination.shape[0]
         return destination.size * (4 if destination.exact else DTYPE_BYTES[dtype])

@@ -15,6 +15,7 @@ from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint, check_tensors
 from spd.formats.json_file import shown
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import is_mtp_tensor
+from spd.formats.quantized import UNUSED
 from spd.runtime.models.destinations import Cut, Destination, Shape, Shard
 from spd.runtime.models.layouts import AttentionLayout, DeltaLayout, GqaLayout, LayerLayout
 
@@ -183,7 +184,12 @@ def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayo
     if config.fp8_block is not None:
         expected |= stored_scales(checkpoint, expected, config.fp8_block)
         dtypes += [FP8_DTYPE, "F8_E8M0"]
-    unexpected = check_tensors(checkpoint, expected, ignorable=is_ignorable, dtypes=dtypes)
+    how, kinds = config.quantization, dict[str, tuple[str, ...]]()
+    if how is not None:
+        expected, kinds = how.stored(expected, checkpoint.tensors)
+    unexpected = check_tensors(checkpoint, expected, ignorable=is_ignorable, dtypes=dtypes, kinds=kinds)
+    if how is not None:
+        unexpected = [name for name in unexpected if not name.endswith(UNUSED)]
     return [name for name in unexpected if not is_mtp_tensor(name, config.num_layers)]
 
 

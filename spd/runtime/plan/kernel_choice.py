@@ -9,12 +9,14 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 
 from spd.errors import IncompatibleError, ResourceError
+from spd.formats.checkpoint import FLOAT_DTYPES
 from spd.formats.folder import ModelFolder
 from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig
+from spd.formats.quantized import CODES, Quantization
 from spd.kernels.native.build import DTYPE_FLAGS, LARGEST_HEAD, NativeUnavailable, obstacle
 from spd.runtime.models.layouts import DeltaLayout, LayerLayout
-from spd.runtime.models.weight_form import BLOCK, WIDE, WeightForm, int8_form
+from spd.runtime.models.weight_form import BLOCK, WIDE, PackedSpec, WeightForm, int8_form
 from spd.runtime.models.weights import FP8_DTYPE
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
@@ -106,6 +108,8 @@ def choose_form(
     """
     if wishes.quantize == "int8":
         return _int8(model, folder, machine, kernels, dtype)
+    if model.quantization is not None:
+        return _packed(model.quantization, model, folder, wishes, kernels)
     if model.fp8_block is None:
         return WIDE, AS_STORED
     hindrance = _fp8_obstacle(model.fp8_block, wishes.tp, machine, kernels, dtype)
@@ -118,13 +122,40 @@ def choose_form(
     return WeightForm("fp8", stored=frozenset(names)), why
 
 
+def _packed(
+    how: Quantization, model: ModelConfig, folder: ModelFolder, wishes: EngineConfig, kernels: str
+) -> tuple[WeightForm, str]:
+    """Codes as they are stored, where these kernels multiply them."""
+    if wishes.load == "dummy":
+        return WIDE, AS_STORED
+    if kernels != "torch":
+        return WIDE, f"{how.method} weights are multiplied out: these kernels know none"
+    tensors, packed, ordered = folder.checkpoint.tensors, dict[str, PackedSpec](), 0
+    for name in tensors:
+        stem, _, last = name.rpartition(".")
+        scheme = how.scheme_of(stem) if last in CODES else None
+        if scheme is None or scheme.codes != last or tensors[name].dtype in FLOAT_DTYPES:
+            continue
+        if scheme.reordered:
+            ordered += 1
+            continue
+        scales = tensors.get(f"{stem}.{'scales' if last == 'qweight' else 'weight_scale'}")
+        narrow = scales is not None and (scales.dtype == "BF16" or scheme.layout == "mxfp4")
+        packed[f"{stem}.weight"] = PackedSpec(scheme.kind, scheme.group, not scheme.symmetric, not narrow)
+    why = f"{how.method} weights are multiplied as stored, activations are not rounded"
+    if ordered:
+        why += f"; {ordered} with act-order are multiplied out"
+    return (WeightForm("packed", packed=packed), why) if packed else (WIDE, why)
+
+
 def _int8(
     model: ModelConfig, folder: ModelFolder, machine: Machine, kernels: str, dtype: str
 ) -> tuple[WeightForm, str]:
-    if model.fp8_block is not None:
+    if model.fp8_block is not None or model.quantization is not None:
+        what = "FP8 blocks" if model.quantization is None else f"{model.quantization.method} weights"
         raise IncompatibleError(
             f"--quantize int8, but the weights of {folder.path.name} are quantized already",
-            reason=["quantization_config in config.json speaks of FP8 blocks."],
+            reason=[f"quantization_config in config.json speaks of {what}."],
             fix=["leave --quantize out"],
         )
     asked = "--quantize int8: a scale a row, made at load"

@@ -430,7 +430,8 @@ def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, Engi
         (shape.form, shape.draft_form) == (WIDE, WIDE),
     )
     models = (shape.target, shape.draft, shape.mtp.config if shape.mtp else None)
-    if rows and wide and all(model is None or model.fp8_block is None for model in models):
+    stored = (model.fp8_block or model.quantization for model in models if model is not None)
+    if rows and wide and not any(stored):
         yield "--quantize int8", replace(shape, form=rows, draft_form=rows)
     if shape.dtype == "float32":
         yield "--dtype bfloat16", replace(shape, dtype="bfloat16")

@@ -101,9 +101,9 @@ class EnginePlan:
 
     @property
     def weights(self) -> str:
-        """The form that the matrices of the target's layers are kept in: a dtype, int8 or fp8."""
+        """What the matrices of the target's layers are kept in: a dtype, int8, fp8, or a kind of codes."""
         form = self.shape.form
-        return self.shape.dtype if form.kind == "wide" or form.widened else form.kind
+        return self.shape.dtype if form.kind == "wide" or form.widened else form.words
 
     def weight_words(self) -> str:
         """The dtype, and the form of the weights where it is another."""

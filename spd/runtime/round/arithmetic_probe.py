@@ -110,8 +110,7 @@ def summed_alike(product: Linear, widths: Sequence[int]) -> tuple[int, ...]:
 
     Another order shows in one rounded result of ten thousand, but in one of ten of what rounding took away.
     """
-    size, dtype = product.weight.shape[1], product.weight.dtype
-    x = torch.randn(WIDEST, size, generator=torch.Generator().manual_seed(0)).to(product.weight.device, dtype)
+    x = product.rows(WIDEST)
     whole = product.product(x, WIDEST)
     lost = product.lost(x, whole)
     if lost is None:

@@ -1,0 +1,394 @@
+"""How checkpoints store matrices in few bits: which modules, in which tensors, in which order of bits.
+
+A scheme describes a stored matrix W [out, in]; nothing is computed here (`spd.runtime.load.packed_weights`
+unpacks). Codes are packed into words low first. The header decides whether a matrix is quantized, for ignore
+lists often miss modules of an MTP head, or name fused ones; the configuration says how it is stored.
+
+- pack: `weight_packed` I32 [out, in * bits / 32], codes along in, value + 2**(bits - 1); `weight_scale`
+  [out, groups]; `weight_zero_point` I32 [out * bits / 32, groups], codes along out. W = (q - z) * s.
+- gptq: `qweight` I32 [in * bits / 32, out], codes along in; `qzeros` I32 [groups, out * bits / 32], codes
+  along out, of zero - `offset`; `scales` [groups, out]; `g_idx` I32 [in], the group of each column of W.
+- awq: `qweight` I32 [in, out / 8], `qzeros` I32 [groups, out / 8], in `AWQ_ORDER`; `scales` [groups, out].
+- int8: `weight` I8 [out, in]; `weight_scale` [out, 1] or [1].
+- fp8: `weight` F8_E4M3 [out, in]; `weight_scale`, a multiplier: [1], [out, 1], or one a block.
+- nvfp4: `weight_packed` U8 [out, in / 2], E2M1, even columns low; `weight_scale` F8_E4M3 [out, in / 16];
+  `weight_global_scale` [1]: W = e2m1 * (scale / global). As ModelOpt writes it: `weight`, `weight_scale_2` =
+  1 / global. mxfp4: the same with groups of 32 and `weight_scale` U8, the exponent + 127.
+
+Source: compressed-tensors 0.20, AutoAWQ 0.2, AutoGPTQ and gptqmodel 7, NVIDIA ModelOpt, and published files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from spd.errors import CheckpointError
+from spd.formats.block_config import is_fp8_blocks
+from spd.formats.checkpoint import FLOAT_DTYPES, TensorMeta, text_name
+from spd.formats.json_file import Fields, shown
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which nibble of a word holds each of eight neighbouring columns."""
+NVFP4_GROUP, MXFP4_GROUP = 16, 32
+MAX_GROUP, MAX_RULES, MAX_PATTERN = 1 << 16, 1 << 17, 1000
+FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Where older tools wrote what `config.json` lacks: ModelOpt, AutoGPTQ, AutoAWQ."""
+METHODS = "compressed-tensors, gptq, awq, modelopt, and fp8 with weight_block_size"
+UNUSED = (
+    *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale"),
+    *(".k_scale", ".v_scale", ".q_scale", ".weight_shape", ".weight_g_idx"),
+)
+"""Scales of activations and caches, which stay in the run's dtype here; a shape that the model knows."""
+PACKED = dict.fromkeys(("pack", "nvfp4", "mxfp4"), "weight_packed")
+PACKED |= dict.fromkeys(("gptq", "awq"), "qweight")
+"""By layout the tensor that holds the codes, where it is not `weight`."""
+CODES = frozenset({"weight", *PACKED.values()})
+_NESTED = re.compile(r"[*+}]\)*[*+{]|\([^()]*[*+{|][^()]*\)[*+{]")
+"""Repetitions of repetitions, which can take for ever to match."""
+
+
+Shape = tuple[int, ...]
+StoredTensor = tuple[tuple[Shape, ...], tuple[str, ...]]
+"""The shapes that a tensor may have, and dtypes."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one matrix is stored. group: columns that share a scale, None for all of a row."""
+
+    layout: str
+    bits: int
+    group: int | None = None
+    symmetric: bool = True
+    block_rows: int | None = None  # of FP8 blocks
+    offset: int = 0  # what stored zero points lack
+    reordered: bool = False  # columns of a group are not neighbours
+
+    @property
+    def codes(self) -> str:
+        """The tensor that holds the codes, by its last name."""
+        return PACKED.get(self.layout, "weight")
+
+    @property
+    def kind(self) -> Literal["int4", "int8", "e2m1", "e4m3"]:
+        """What a code is when it is kept in memory."""
+        if self.layout == "fp8":
+            return "e4m3"
+        if "fp4" in self.layout:
+            return "e2m1"
+        return "int4" if self.bits <= 4 else "int8"
+
+    def tensors(self, shape: Shape) -> dict[str, StoredTensor]:
+        """What stores a matrix of a shape [out, in], by last names."""
+        rows, columns = shape
+        groups, word = -(-columns // (self.group or columns)), ("I32",)
+        across, along = -(-rows * self.bits // 32), -(-columns * self.bits // 32)
+        scale: StoredTensor = (((rows, groups),), FLOAT_DTYPES)
+        found: dict[str, StoredTensor]
+        if self.layout == "pack":
+            found = {"weight_packed": (((rows, along),), word), "weight_scale": scale}
+            return found if self.symmetric else {**found, "weight_zero_point": (((across, groups),), word)}
+        if self.layout in ("gptq", "awq"):
+            codes = (along, rows) if self.layout == "gptq" else (columns, across)
+            found = {"qweight": ((codes,), word), "qzeros": (((groups, across),), word)}
+            found["scales"] = (((groups, rows),), FLOAT_DTYPES)
+            return found | ({"g_idx": (((columns,),), word)} if self.layout == "gptq" else {})
+        one: tuple[Shape, ...] = ((1,), (), (1, 1))
+        if self.layout in ("int8", "fp8"):
+            every: tuple[Shape, ...] = (*one, (rows, 1), (rows,))
+            if self.block_rows is not None:
+                every = ((-(-rows // self.block_rows), groups),)
+            dtype = "I8" if self.layout == "int8" else "F8_E4M3"
+            return {"weight": (((rows, columns),), (dtype,)), "weight_scale": (every, FLOAT_DTYPES)}
+        if self.layout == "mxfp4":
+            return {"weight_packed": (((rows, columns // 2),), ("U8",)), "weight_scale": (scale[0], ("U8",))}
+        last = "weight_global_scale" if self.layout == "nvfp4" else "weight_scale_2"
+        codes_of = {self.codes: (((rows, columns // 2),), ("U8",)), "weight_scale": (scale[0], ("F8_E4M3",))}
+        return codes_of | {last: (one, FLOAT_DTYPES)}
+
+
+class Rule(NamedTuple):
+    """What holds for the modules that are named or match; None: they are not quantized."""
+
+    scheme: Scheme | None
+    names: frozenset[str] = frozenset()
+    patterns: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    every: bool = False
+
+    def holds(self, module: str) -> bool:
+        if self.every or not self.names.isdisjoint(called := _spellings(module)):
+            return True
+        if any(part in name for part in self.parts for name in called):
+            return True
+        return any(re.match(pattern, name) for pattern in self.patterns for name in called)
+
+
+def _spellings(module: str) -> tuple[str, ...]:
+    """A module's name in a text model, and inside models that see images too."""
+    inner = module.removeprefix("model.")
+    return module, f"model.language_model.{inner}", f"language_model.{module}"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a folder says of its quantized matrices: the first rule that holds for a module counts."""
+
+    method: str
+    rules: tuple[Rule, ...]
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        return next((rule.scheme for rule in self.rules if rule.holds(module)), None)
+
+    def found(self, name: str, shape: Shape, tensors: Mapping[str, TensorMeta]) -> tuple[str, Scheme] | None:
+        """The module and the scheme of a matrix `name` by a checkpoint's headers; None: stored as it is.
+
+        Raises CheckpointError for codes that nothing describes, and for a group that does not divide a row.
+        """
+        module = name.removesuffix(".weight")
+        stored = tensors.get(name)
+        if module == name or len(shape) != 2 or (stored is not None and stored.dtype in FLOAT_DTYPES):
+            return None
+        scheme = self.scheme_of(module)
+        if scheme is None:
+            for last in dict.fromkeys(PACKED.values()):
+                if (meta := tensors.get(f"{module}.{last}")) is not None:
+                    why = "holds codes, but quantization_config has no scheme for it"
+                    raise CheckpointError(f"{meta.shard}: tensor {shown(meta.name)}: {why}")
+            return None
+        if scheme.symmetric and (meta := tensors.get(f"{module}.weight_zero_point")) is not None:
+            why = "a zero point, but quantization_config calls the weights symmetric"
+            raise CheckpointError(f"{meta.shard}: tensor {shown(meta.name)}: {why}")
+        meta = tensors.get(f"{module}.{scheme.codes}")
+        if meta is not None and scheme.group and shape[1] % scheme.group and scheme.block_rows is None:
+            why = f"groups of {scheme.group} do not divide {shape[1]} columns"
+            raise CheckpointError(f"{meta.shard}: tensor {shown(meta.name)}: {why}")
+        return module, scheme
+
+    def stored(
+        self, expected: Mapping[str, Shape], tensors: Mapping[str, TensorMeta]
+    ) -> tuple[dict[str, Shape], dict[str, tuple[str, ...]]]:
+        """Names and shapes of what stores the expected tensors, and dtypes of those that are no floats."""
+        shapes: dict[str, Shape] = {}
+        dtypes: dict[str, tuple[str, ...]] = {}
+        for name, shape in expected.items():
+            quantized = self.found(name, shape, tensors)
+            if quantized is None:
+                shapes[name] = shape
+                continue
+            module, scheme = quantized
+            for last, (allowed, kinds) in scheme.tensors(shape).items():
+                meta = tensors.get(f"{module}.{last}")
+                there = meta is not None and meta.shape in allowed
+                shapes[f"{module}.{last}"] = meta.shape if meta is not None and there else allowed[0]
+                dtypes[f"{module}.{last}"] = kinds
+        return shapes, dtypes
+
+
+def read_quantization(fields: Fields) -> Quantization | None:
+    """What `config.json` says; None where nothing is quantized. Raises CheckpointError naming the field."""
+    inner = fields.fields("quantization_config")
+    if inner is None or is_fp8_blocks(inner):
+        return None
+    method = inner.get("quant_method")
+    reader = _READERS.get(str(method))
+    advice = _INSTEAD.get(str(method), "a copy in one of those")
+    why = f"quantized weights ({shown(method)}) are not supported ({METHODS} are): use {advice}"
+    if reader is None:
+        raise fields.refused("quantization_config", why)
+    return Quantization(str(method), tuple(reader(inner)))
+
+
+_INSTEAD = {
+    "bitsandbytes": "the checkpoint that it was made of, with --quantize int8",
+    "exl3": "a GPTQ or compressed-tensors copy of the same model",
+    "exl2": "a GPTQ or compressed-tensors copy of the same model",
+    "mxfp4": "a compressed-tensors copy (mxfp4-pack-quantized)",
+}
+
+
+def with_quantization(fields: Fields, folder: Path) -> Fields:
+    """`config.json` with what older tools wrote into a file of its own."""
+    if "quantization_config" in fields or "compression_config" in fields:
+        return fields
+    name = next((name for name in FILES if (folder / name).is_file()), None)
+    if name is None:
+        return fields
+    found = Fields.of(folder / name)
+    inner = dict((found.fields("quantization") or found).values)
+    inner.setdefault("quant_method", ("modelopt", "gptq", "awq")[FILES.index(name)])
+    if inner["quant_method"] == "modelopt" and inner.get("quant_algo") is None:
+        return fields
+    return Fields(fields.where, {**fields.values, "quantization_config": inner})
+
+
+def _strings(fields: Fields, key: str) -> tuple[str, ...]:
+    value = fields.get(key)
+    value = [] if value is None else value
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise fields.refused(key, f"{shown(value)} is not a list of names")
+    fields.require(len(value) <= MAX_RULES, key, f"names more than {MAX_RULES:,} modules")
+    return tuple(value)
+
+
+def _pattern(fields: Fields, key: str, text: str) -> str:
+    """A regular expression that can be matched in little time."""
+    try:
+        fine = len(text) <= MAX_PATTERN and not _NESTED.search(text)
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        fine = False
+    fields.require(fine, key, f"{shown(text)} is no pattern that can be matched in little time")
+    return text
+
+
+def _named(fields: Fields, key: str, scheme: Scheme | None) -> Rule:
+    """Modules by their names, or `re:` and a pattern."""
+    names = _strings(fields, key)
+    patterns = tuple(_pattern(fields, key, name[3:]) for name in names if name.startswith("re:"))
+    return Rule(scheme, frozenset(text_name(f"{name}.").rstrip(".") for name in names), patterns)
+
+
+def _compressed(fields: Fields) -> Iterator[Rule]:
+    for key, what in (("transform_config", "rotations of weights"), ("sparsity_config", "sparse weights")):
+        inner = fields.fields(key)
+        harmless = inner is None or not inner.values or inner.get("format") == "dense"
+        harmless = harmless or not (inner and (inner.get("config_groups") or inner.get("format")))
+        fields.require(harmless, key, f"{what} are not supported: use a copy without them")
+    fields.choice("quantization_status", ("compressed",), "compressed")
+    yield _named(fields, "ignore", None)
+    groups = fields.nested("config_groups")
+    rules = [_group(groups.nested(name), fields) for name in groups.values]
+    for rule in rules:
+        yield rule._replace(every=False)
+    yield from (rule for rule in rules if rule.every)
+
+
+FORMATS = tuple(f"{name}-quantized" for name in ("pack", "int", "float", "naive", "nvfp4-pack", "mxfp4-pack"))
+"""What compressed-tensors calls its layouts."""
+
+
+def _group(group: Fields, whole: Fields) -> Rule:
+    """One of `config_groups`; a class of modules is all of them, for only matrices are asked for."""
+    weights = group.nested("weights")
+    bits, kind = weights.integer("num_bits", 1, 16, 8), weights.choice("type", ("int", "float"), "int")
+    kept = group.text("format", whole.text("format", "pack-quantized"))
+    strategy = weights.text("strategy", "tensor")
+    size = weights.optional_integer("group_size", -1, MAX_GROUP)
+    symmetric = weights.boolean("symmetric", True)
+    if (activations := group.fields("input_activations")) is not None and kind == "int":
+        eight = activations.integer("num_bits", 1, 16, 8) >= 8
+        why = "activations of fewer than 8 bits are not supported: use a W4A16 copy"
+        activations.require(eight, "num_bits", why)
+    group.require(kept in FORMATS, "format", f"{shown(kept)} is not supported ({', '.join(FORMATS)} are)")
+    ordered = weights.get("actorder") in ("group", True)
+    scheme = Scheme("pack", bits, size if strategy == "group" else None, symmetric, reordered=ordered)
+    if kept in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
+        scheme = Scheme(kept[:5], 4, NVFP4_GROUP if kept[:5] == "nvfp4" else MXFP4_GROUP)
+    elif kind == "float":
+        weights.require(bits == 8, "num_bits", f"{bits}: floats of 8 bits are supported in this format")
+        scheme = Scheme("fp8", 8)
+        if strategy == "block":
+            rows, columns = _block(weights)
+            scheme = Scheme("fp8", 8, columns, block_rows=rows)
+    elif kept != "pack-quantized":
+        weights.require(bits == 8 and symmetric, "num_bits", "int-quantized weights are symmetric, of 8 bits")
+        scheme = Scheme("int8", 8)
+    weights.require(scheme.bits <= 8, "num_bits", f"{bits} is more than 8")
+    strategies = ("tensor", "channel", "group", "block", "tensor_group")
+    weights.require(strategy in strategies, "strategy", f"{shown(strategy)} is not supported")
+    targets = _named(group, "targets", scheme)
+    classes = {"Linear", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear"}
+    return targets._replace(every=not classes.isdisjoint(targets.names))
+
+
+def _block(weights: Fields) -> tuple[int, int]:
+    block = weights.get("block_structure")
+    if not isinstance(block, list) or len(block) != 2:
+        raise weights.refused("block_structure", f"{shown(block)} is not a list of rows and columns")
+    rows, columns = (Fields(weights.where, {"block_structure": size}) for size in block)
+    return rows.integer("block_structure", 1, MAX_GROUP), columns.integer("block_structure", 1, MAX_GROUP)
+
+
+def _size(fields: Fields, *keys: str) -> int | None:
+    """Columns that share a scale; None for all of a row, which files write as -1."""
+    key = next((key for key in keys if key in fields), keys[0])
+    size = fields.integer(key, -1, MAX_GROUP, 128)
+    fields.require(size != 0, key, "0 columns share no scale")
+    return None if size < 0 else size
+
+
+def _gptq(fields: Fields) -> Iterator[Rule]:
+    kept = fields.text("checkpoint_format", "gptq")
+    advice = "use a copy in gptq or gptq_v2"
+    fields.require(
+        kept in ("gptq", "gptq_v2"), "checkpoint_format", f"{shown(kept)} is not supported: {advice}"
+    )
+    bits = fields.integer("bits", 2, 8, 4)
+    fields.require(bits in (2, 3, 4, 8), "bits", f"{bits} is not supported (2, 3, 4, 8 are)")
+    ordered, symmetric = fields.boolean("desc_act", False), fields.boolean("sym", True)
+    offset = int(kept == "gptq")
+    scheme = Scheme("gptq", bits, _size(fields, "group_size"), symmetric, offset=offset, reordered=ordered)
+    changes = fields.fields("dynamic")
+    for pattern in changes.values if changes else ():
+        assert changes is not None
+        text = _pattern(fields, "dynamic", pattern.removeprefix("+:").removeprefix("-:"))
+        if pattern.startswith("-:"):
+            yield Rule(None, patterns=(text,))
+            continue
+        own = changes.nested(pattern)
+        group = _size(own, "group_size") if "group_size" in own else scheme.group
+        other = replace(scheme, bits=own.integer("bits", 2, 8, bits), group=group)
+        other = replace(
+            other, symmetric=own.boolean("sym", symmetric), reordered=own.boolean("desc_act", ordered)
+        )
+        yield Rule(other, patterns=(text,))
+    yield Rule(scheme, every=True)
+
+
+def _awq(fields: Fields) -> Iterator[Rule]:
+    version = fields.text("version", "gemm").lower()
+    why = f"{shown(version)} is not supported (gemm is): use a copy in gemm"
+    fields.require(version == "gemm", "version", why)
+    key = "bits" if "bits" in fields else "w_bit"
+    bits = fields.integer(key, 1, 8, 4)
+    fields.require(bits == 4, key, f"{bits} is not supported (4 is)")
+    fields.require(fields.boolean("zero_point", True), "zero_point", "false is not supported (true is)")
+    yield Rule(None, parts=_strings(fields, "modules_to_not_convert"))
+    yield Rule(Scheme("awq", 4, _size(fields, "group_size", "q_group_size"), symmetric=False), every=True)
+
+
+_ALGORITHMS = {
+    "FP8": Scheme("fp8", 8),
+    "NVFP4": Scheme("modelopt-nvfp4", 4, NVFP4_GROUP),
+    "W4A16_NVFP4": Scheme("modelopt-nvfp4", 4, NVFP4_GROUP),
+}
+
+
+def _modelopt(fields: Fields) -> Iterator[Rule]:
+    known = (*_ALGORITHMS, "MIXED_PRECISION")
+    algorithm = fields.choice("quant_algo", known)
+    skipped = (*_strings(fields, "exclude_modules"), *_strings(fields, "ignore"))
+    yield Rule(None, patterns=tuple(map(_glob, skipped)))
+    if algorithm != "MIXED_PRECISION":
+        yield Rule(_ALGORITHMS[algorithm], every=True)
+        return
+    layers = fields.nested("quantized_layers")
+    by_algorithm: dict[str, set[str]] = {}
+    for module in layers.values:
+        own = layers.nested(module).choice("quant_algo", tuple(_ALGORITHMS))
+        by_algorithm.setdefault(own, set()).add(text_name(f"{module}.").rstrip("."))
+    for each, names in by_algorithm.items():
+        yield Rule(_ALGORITHMS[each], frozenset(names))
+
+
+def _glob(text: str) -> str:
+    """A name with * for anything, and all below it, as a pattern."""
+    return ".*".join(map(re.escape, text.split("*"))) + r"(\..*|$)"
+
+
+_READERS = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}

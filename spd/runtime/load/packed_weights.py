@@ -1,0 +1,215 @@
+"""Matrices that a checkpoint stores in few bits: unpacked byte by byte, then kept packed or multiplied out.
+
+`spd.formats.quantized` describes the layouts. A matrix that is kept packed has views NAME (codes),
+NAME#scales and NAME#zeros; any other view of a quantized matrix is filled with its values, rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spd.errors import CheckpointError
+from spd.formats.checkpoint import Checkpoint
+from spd.formats.json_file import shown
+from spd.formats.quantized import AWQ_ORDER, Quantization, Scheme
+from spd.kernels.linear.few_bits import MIDDLE, CodeKind, paired, unpaired, values
+from spd.runtime.load.progress import LoadMeter
+from spd.runtime.models.builder import Fill
+from spd.runtime.models.destinations import Cut, Cuts
+from spd.runtime.models.weight_form import PARTS, part_name
+
+STRIP = 2**22
+"""Codes of odd widths that are unpacked at a time: each takes eight bytes several times meanwhile."""
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A stored matrix: codes uint8 [N, K], scales float32 and zeros uint8 or None [N, groups].
+
+    order: the group of each column where those of a group are not neighbours.
+    """
+
+    kind: CodeKind
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int
+    order: Tensor | None = None
+
+    def plain(self) -> Tensor:
+        """Float32 [N, K]."""
+        if self.order is None:
+            return values(self.kind, self.codes, self.scales, self.zeros, self.group)
+        zeros = None if self.zeros is None else self.zeros[:, self.order]
+        return values(self.kind, self.codes, self.scales[:, self.order], zeros, 1)
+
+    def cut(self, cut: Cut) -> Unpacked:
+        """A rank's part; columns are cut between groups."""
+        assert self.order is None
+        per_group = cut
+        if cut.dim and self.scales.shape[1] > 1:
+            ranges = tuple((first // self.group, end // self.group) for first, end in cut.ranges)
+            per_group = Cut(1, ranges)
+        whole = cut.dim == 1 and self.scales.shape[1] == 1
+
+        def part(tensor: Tensor) -> Tensor:
+            return tensor if whole else torch.cat(per_group.of(tensor), per_group.dim)
+
+        zeros, codes = (
+            None if self.zeros is None else part(self.zeros),
+            torch.cat(cut.of(self.codes), cut.dim),
+        )
+        group = codes.shape[1] if whole else self.group
+        return Unpacked(self.kind, codes, part(self.scales), zeros, group)
+
+
+def unpacking_fill(
+    checkpoint: Checkpoint,
+    fill: Fill,
+    how: Quantization,
+    shapes: Mapping[str, tuple[int, ...]],
+    meter: LoadMeter,
+    cuts: Cuts,
+) -> Fill:
+    """`fill` for what is stored as it is; what is stored in few bits is unpacked, a matrix at a time.
+
+    shapes: of whole matrices, by name. Raises CheckpointError.
+    """
+
+    def unpacked(views: Mapping[str, Tensor]) -> None:
+        rest = dict(views)
+        for name, view in views.items():
+            found = None if name not in shapes else how.found(name, shapes[name], checkpoint.tensors)
+            if found is None:
+                continue
+            whole, cut = unpack(checkpoint, *found, shapes[name]), cuts.get(name)
+            own = {part: rest.pop(part_name(name, part), None) for part in PARTS}
+            del rest[name]
+            if view.dtype == torch.uint8:
+                keep_packed(checkpoint, name, whole if cut is None else whole.cut(cut), view, own)
+            else:
+                plain = whole.plain()
+                view.copy_(plain if cut is None else torch.cat(cut.of(plain), cut.dim))
+            meter.advance(view.nbytes + sum(each.nbytes for each in own.values() if each is not None))
+        fill(rest)
+
+    return unpacked
+
+
+def keep_packed(
+    checkpoint: Checkpoint, name: str, stored: Unpacked, view: Tensor, own: Mapping[str, Tensor | None]
+) -> None:
+    """Write a matrix as codes into a view uint8, with its scales and zeros in views of their own."""
+    if stored.order is not None:
+        why = "columns of a group are not neighbours, though quantization_config says so"
+        raise CheckpointError(f"{checkpoint.folder}: tensor {shown(name)}: {why}")
+    view.copy_(paired(stored.codes) if stored.kind in ("int4", "e2m1") else stored.codes)
+    scales, zeros = own["scales"], own["zeros"]
+    assert scales is not None
+    scales.copy_(stored.scales)
+    if zeros is not None:
+        zeros.copy_(torch.tensor(MIDDLE[stored.kind]) if stored.zeros is None else stored.zeros)
+
+
+def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: tuple[int, ...]) -> Unpacked:
+    """A stored matrix [N, K]. Raises CheckpointError."""
+    stored = {last: checkpoint.read(f"{module}.{last}") for last in scheme.tensors(shape)}
+    rows, columns = shape
+    group, codes, zeros, order = scheme.group or columns, stored[scheme.codes], None, None
+    if scheme.layout == "pack":
+        codes, scales = unpacked_words(codes, scheme.bits, columns), stored["weight_scale"].float()
+        if not scheme.symmetric:
+            zeros = unpacked_words(stored["weight_zero_point"].t(), scheme.bits, rows).t()
+        if (name := f"{module}.weight_g_idx") in checkpoint.tensors:
+            order = checkpoint.read(name).long()
+    elif scheme.layout in ("gptq", "awq"):
+        codes, scales, zeros = _by_columns(stored, scheme, shape)
+        order = stored["g_idx"].long() if "g_idx" in stored else None
+    else:
+        codes, scales = _floats_or_bytes(stored, scheme, rows)
+    if order is not None:
+        order = _checked_order(checkpoint, module, order, group, scales.shape[1])
+    if zeros is None and scheme.kind == "int4":  # offset binary of fewer bits
+        codes = codes + (MIDDLE["int4"] - (1 << (scheme.bits - 1)))
+    elif zeros is None and scheme.kind == "int8" and scheme.layout == "pack":
+        codes = codes + (MIDDLE["int8"] - (1 << (scheme.bits - 1)))
+    elif zeros is not None and scheme.layout == "gptq" and scheme.symmetric:
+        _check_symmetric(checkpoint, module, zeros, scheme)
+        zeros = None
+        codes = codes + (MIDDLE[scheme.kind] - (1 << (scheme.bits - 1)))
+    return Unpacked(scheme.kind, codes, scales, zeros, group, order)
+
+
+def _check_symmetric(checkpoint: Checkpoint, module: str, zeros: Tensor, scheme: Scheme) -> None:
+    """See that zero points say nothing. Raises CheckpointError."""
+    if bool((zeros != 1 << (scheme.bits - 1)).any()):
+        meta = checkpoint.meta(f"{module}.qzeros")
+        why = "zero points differ, but quantization_config calls the weights symmetric"
+        raise CheckpointError(f"{meta.shard}: tensor {shown(meta.name)}: {why}")
+
+
+def _checked_order(
+    checkpoint: Checkpoint, module: str, order: Tensor, group: int, groups: int
+) -> Tensor | None:
+    """The group of each column; None where groups are neighbours, in order."""
+    if bool((order < 0).any()) or bool((order >= groups).any()):
+        last = "g_idx" if f"{module}.g_idx" in checkpoint.tensors else "weight_g_idx"
+        meta = checkpoint.meta(f"{module}.{last}")
+        why = f"names a group beyond the {groups} of them"
+        raise CheckpointError(f"{meta.shard}: tensor {shown(meta.name)}: {why}")
+    return None if torch.equal(order, torch.arange(len(order)) // group) else order
+
+
+def _by_columns(
+    stored: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and zeros of GPTQ and AutoAWQ, whose tensors stand [in, out]."""
+    rows, columns = shape
+    zeros = unpacked_words(stored["qzeros"], scheme.bits, rows)
+    if scheme.layout == "gptq":
+        codes = unpacked_words(stored["qweight"].t(), scheme.bits, columns)
+        zeros = (zeros + scheme.offset) & ((1 << scheme.bits) - 1)
+    else:
+        order = torch.arange(rows) // 8 * 8 + torch.tensor(AWQ_ORDER).repeat(rows // 8 + 1)[:rows]
+        codes, zeros = unpacked_words(stored["qweight"], 4, rows)[:, order].t(), zeros[:, order]
+    return codes.contiguous(), stored["scales"].t().float(), zeros.t()
+
+
+def _floats_or_bytes(stored: Mapping[str, Tensor], scheme: Scheme, rows: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of layouts that pack no words."""
+    codes, scales = stored[scheme.codes].view(torch.uint8), stored["weight_scale"]
+    if scheme.layout == "int8":
+        codes = codes ^ 128  # two's complement to offset binary
+    if scheme.kind != "e2m1":
+        scales = scales.float().reshape(-1, 1) if scheme.block_rows is None else scales.float()
+        if scheme.block_rows is not None:
+            scales = scales.repeat_interleave(scheme.block_rows, 0)[:rows]
+        return codes, scales.expand(rows, -1)
+    codes = unpaired(codes)
+    if scheme.layout == "mxfp4":
+        return codes, torch.exp2(scales.float() - 127)
+    if scheme.layout == "nvfp4":
+        return codes, scales.float() / stored["weight_global_scale"].float().reshape(1, 1)
+    return codes, scales.float() * stored["weight_scale_2"].float().reshape(1, 1)
+
+
+def unpacked_words(words: Tensor, bits: int, count: int) -> Tensor:
+    """The first `count` codes of each row of words int32 [R, W], dense, low first: uint8 [R, count]."""
+    words = torch.empty(words.shape, dtype=torch.int32).copy_(words)  # rows behind each other
+    if bits in (4, 8):
+        codes = words.view(torch.uint8)  # words are little-endian, as the file and the processor are
+        return (unpaired(codes) if bits == 4 else codes)[:, :count].contiguous()
+    first = torch.arange(count) * bits
+    word, shift = first // 32, first % 32
+    following = (word + 1).clamp(max=max(0, words.shape[1] - 1))
+    codes = torch.empty(words.shape[0], count, dtype=torch.uint8)
+    step = max(1, STRIP // max(1, count))
+    for row in range(0, words.shape[0], step):
+        wide = words[row : row + step].long() & 0xFFFFFFFF
+        both = wide[:, word] >> shift | wide[:, following] << (32 - shift)
+        codes[row : row + step] = (both & ((1 << bits) - 1)).to(torch.uint8)
+    return codes

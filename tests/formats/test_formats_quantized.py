@@ -1,0 +1,99 @@
+"""What configurations say of quantized matrices: rules, ignore lists, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spd.errors import CheckpointError
+from spd.formats.json_file import Fields
+from spd.formats.quantized import Quantization, Scheme, read_quantization
+from tests.recipes.packed_twin import compressed, of_gptq, of_groups
+
+
+def read(config: dict[str, Any]) -> Quantization:
+    found = read_quantization(Fields("config.json", {"quantization_config": config}))
+    assert found is not None
+    return found
+
+
+def test_ignore_lists_take_names_and_patterns_with_and_without_a_wrapper() -> None:
+    names = [
+        "model.language_model.layers.0.mlp.up_proj",
+        "lm_head",
+        r"re:.*self_attn\.[qk]_proj$",
+        "re:mtp.*",
+    ]
+    found = read({**of_groups(4, 64), "ignore": names})
+    for module in ("model.layers.0.mlp.up_proj", "lm_head", "model.layers.3.self_attn.k_proj", "mtp.fc"):
+        assert found.scheme_of(module) is None
+    assert found.scheme_of("model.layers.1.mlp.up_proj") == Scheme("pack", 4, 64)
+    assert found.scheme_of("model.layers.3.self_attn.o_proj") == Scheme("pack", 4, 64)
+
+
+def test_named_targets_come_before_classes() -> None:
+    both = of_groups(4, 32)
+    eight = of_groups(8, -1)["config_groups"]["group_0"]
+    both["config_groups"]["group_1"] = {**eight, "targets": [r"re:.*down_proj"]}
+    found = read(both)
+    assert found.scheme_of("model.layers.0.mlp.down_proj") == Scheme("pack", 8)
+    assert found.scheme_of("model.layers.0.mlp.up_proj") == Scheme("pack", 4, 32)
+
+
+def test_gptqs_exclusions_and_overrides() -> None:
+    dynamic = {r"-:.*\.mlp\..*": {}, r"+:.*\.o_proj": {"bits": 8, "group_size": 64}}
+    found = read(of_gptq(dynamic=dynamic))
+    assert found.scheme_of("model.layers.0.mlp.up_proj") is None
+    assert found.scheme_of("model.layers.0.self_attn.o_proj") == Scheme("gptq", 8, 64, offset=1)
+    assert found.scheme_of("model.layers.0.self_attn.q_proj") == Scheme("gptq", 4, 32, offset=1)
+
+
+def test_modelopt_mixes_by_names() -> None:
+    layers = {"model.language_model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}}
+    layers["model.layers.0.self_attn.q_proj"] = {"quant_algo": "FP8"}
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    found = read({**config, "exclude_modules": ["lm_head", "model.layers.9*"]})
+    assert found.scheme_of("model.layers.0.mlp.up_proj") == Scheme("modelopt-nvfp4", 4, 16)
+    assert found.scheme_of("model.layers.0.self_attn.q_proj") == Scheme("fp8", 8)
+    assert found.scheme_of("model.layers.1.mlp.up_proj") is None
+    all_layers = read({**config, "quant_algo": "FP8", "exclude_modules": ["model.layers.9*"]})
+    assert all_layers.scheme_of("model.layers.90.mlp.up_proj") is None
+    assert all_layers.scheme_of("model.layers.8.mlp.up_proj") == Scheme("fp8", 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        *(
+            ({"quant_method": name}, f"quantized weights ('{name}') are not supported")
+            for name in ("bitsandbytes", "exl3", "quark", "torchao", "mxfp4", "fp8", "hqq")
+        ),
+        ({**of_groups(4, 32), "transform_config": {"config_groups": {"a": {}}}}, "rotations of weights"),
+        ({**of_groups(4, 32), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
+        ({**of_groups(4, 32), "quantization_status": "frozen"}, "'frozen' is not supported"),
+        (compressed("marlin-24"), "'marlin-24' is not supported"),
+        (of_groups(12, 32), "12 is more than 8"),
+        (of_gptq(checkpoint_format="gptq_p"), "'gptq_p' is not supported: use a copy in gptq or gptq_v2"),
+        (of_gptq(bits=5), "5 is not supported (2, 3, 4, 8 are)"),
+        (of_gptq(group_size=0), "0 columns share no scale"),
+        (of_gptq(dynamic={r"-:(a+)+$": {}}), "no pattern that can be matched in little time"),
+        (of_gptq(dynamic={r"-:(": {}}), "no pattern that can be matched in little time"),
+        ({"quant_method": "awq", "version": "gemv"}, "use a copy in gemm"),
+        ({"quant_method": "awq", "bits": 3}, "3 is not supported (4 is)"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'W4A8_AWQ' is not supported"),
+        ({**of_groups(4, 32), "ignore": [3]}, "is not a list of names"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read(config)
+    assert caught.value.message.startswith("config.json: ") and words in caught.value.message
+    assert "\n" not in caught.value.message and caught.value.exit_code == 4
+
+
+def test_activations_of_four_bits_are_refused() -> None:
+    config = of_groups(4, 32)
+    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 4, "type": "int", "dynamic": True}
+    with pytest.raises(CheckpointError, match="activations of fewer than 8 bits are not supported"):
+        read(config)

@@ -1,0 +1,211 @@
+"""Matrices stored in few bits: read as their definitions say, refused in every other form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spd.errors import CheckpointError, IncompatibleError
+from spd.formats.checkpoint import Checkpoint
+from spd.formats.json_file import Fields
+from spd.formats.quantized import Scheme, read_quantization
+from spd.runtime import SamplingParams
+from spd.runtime.load import packed_weights
+from spd.runtime.load.packed_weights import unpack, unpacked_words
+from spd.runtime.plan.memory import tensor_bytes
+from tests.helpers import PROPOSERS, accepted, assert_same, make_engine, random_prompts, run_all
+from tests.recipes import packed_twin
+from tests.recipes.packed_twin import WAYS, Stored, write_twins
+
+SIZES = {"hidden": 64, "intermediate": 128, "dtype": "bfloat16"}
+Tiny = Callable[..., Path]
+
+
+def scheme(way: str) -> Scheme:
+    found = read_quantization(Fields("config.json", {"quantization_config": WAYS[way][0]}))
+    own = None if found is None else found.scheme_of("model.layers.0.mlp.up_proj")
+    assert own is not None
+    return own
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [8, 40, 72])
+def test_every_value(way: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "STRIP", 500)
+    shape = rows, 192
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(rows)) * 0.1
+    stored: Stored = WAYS[way][1](weight)
+    save_file({f"a.b.{last}": each for last, each in stored.tensors.items()}, tmp_path / "model.safetensors")
+    own = scheme(way)
+    with Checkpoint.open(tmp_path) as checkpoint, torch.inference_mode():
+        found = unpack(checkpoint, "a.b", own, shape)
+    assert torch.equal(found.plain(), stored.values)
+    assert (found.order is None) == (way != "gptq-order")
+    assert (stored.values - weight).abs().mean() < 0.3 * weight.abs().mean(), "it stands for the weight"
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("count", [1, 7, 33, 100])
+def test_words_of_every_width(bits: int, count: int) -> None:
+    codes = torch.randint(0, 1 << bits, (5, count), generator=torch.Generator().manual_seed(count))
+    assert torch.equal(unpacked_words(packed_twin.words(codes, bits), bits, count), codes.to(torch.uint8))
+
+
+def spoken(folder: Path, **wishes: Any) -> list[list[int]]:
+    params = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, seed=1)]
+    engine = make_engine(folder, **{"dtype": "float32", "kernels": "torch", **wishes})
+    return [run.output for run in run_all(engine, random_prompts(2, 30, 256), params)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_twin_speaks_as_its_dequantised_copy(way: str, tiny: Tiny, tmp_path: Path) -> None:
+    source = tiny("qwen3", **SIZES)
+    twin, plain = write_twins(source, tmp_path, way)
+    prompts = random_prompts(2, 30, 256)
+    params = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, seed=1)]
+    told, same = (
+        [
+            run.output
+            for run in run_all(make_engine(folder, dtype="float32", kernels="torch"), prompts, params)
+        ]
+        for folder in (twin, plain)
+    )
+    assert told == same
+
+
+def test_codes_stay_packed_and_are_counted(tiny: Tiny, tmp_path: Path) -> None:
+    twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, "w4-32")
+    engine, wide = (make_engine(each, kernels="torch", dtype="bfloat16") for each in (twin, plain))
+    assert engine.plan.weights == "int4" and "as stored" in engine.plan.weight_words()
+    assert engine.plan.need.weights < wide.plan.need.weights
+    config, form = engine.plan.model.config, engine.plan.shape.form
+    layers = tensor_bytes(config, "bfloat16", form), tensor_bytes(config, "bfloat16")
+    matrices = sum(
+        tensor.numel()
+        for name, tensor in load_file(plain / "model.safetensors").items()
+        if tensor.dim() == 2 and "proj" in name
+    )
+    assert layers[1] - layers[0] == matrices * 2 - matrices // 2 - matrices // 32 * 2
+
+
+@pytest.mark.parametrize("way", ["w4-32-zeros", "nvfp4"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_experts_and_latent_attention(family: str, way: str, tiny: Tiny, tmp_path: Path) -> None:
+    """Rows in another order for interleaved rotation, experts below each other."""
+    twin, plain = write_twins(tiny(family, **SIZES), tmp_path, way)
+    assert spoken(twin) == spoken(plain)
+
+
+def refusal(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        make_engine(folder)
+    return "\n".join((caught.value.message, *caught.value.reason))
+
+
+UP = "model.layers.1.mlp.up_proj."
+
+
+@pytest.mark.parametrize(
+    ("way", "last", "change", "words"),
+    [
+        ("w4-32", "weight_packed", lambda t: t[:, 1:].contiguous(), "shape is [128, 7], expected [128, 8]"),
+        ("w4-32", "weight_packed", lambda t: t.long(), "dtype I64 is not supported here (I32 are)"),
+        ("w4-32", "weight_scale", None, "weight_scale': is missing"),
+        ("w4-32-zeros", "weight_zero_point", None, "weight_zero_point': is missing"),
+        ("gptq", "qzeros", lambda t: t + 1, "calls the weights symmetric"),
+        ("gptq", "g_idx", lambda t: t + 1, "names a group beyond the 2 of them"),
+        ("gptq", "g_idx", lambda t: t.flip(0), "columns of a group are not neighbours"),
+        ("awq", "qzeros", lambda t: t[1:].contiguous(), "shape is [1, 16], expected [2, 16]"),
+        ("fp8-block", "weight_scale", lambda t: t[1:].contiguous(), "expected [4, 2]"),
+        ("nvfp4", "weight_global_scale", None, "weight_global_scale': is missing"),
+    ],
+)
+def test_wrong_tensors(way: str, last: str, change: Any, words: str, tiny: Tiny, tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensor = tensors.pop(UP + last)
+        if change is not None:
+            tensors[UP + last] = change(tensor)
+
+    said = refusal(write_twins(tiny("qwen3", **SIZES), tmp_path, way)[0], spoil)
+    assert words in said and UP in said
+
+
+def test_zero_points_beside_symmetric_weights(tiny: Tiny, tmp_path: Path) -> None:
+    twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path, "w4-32")
+    said = refusal(
+        twin, lambda t: t.update({UP + "weight_zero_point": torch.zeros(16, 2, dtype=torch.int32)})
+    )
+    assert "calls the weights symmetric" in said and "model.safetensors" in said
+
+
+def changed(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= changes
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def test_groups_that_do_not_divide(tiny: Tiny, tmp_path: Path) -> None:
+    twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path, "gptq")
+    said = refusal(changed(twin, group_size=48), lambda t: None)
+    assert "groups of 48 do not divide 64 columns" in said and "qweight" in said
+
+
+def test_codes_without_a_scheme_and_matrices_that_are_ignored_in_vain(tiny: Tiny, tmp_path: Path) -> None:
+    twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, "gptq")
+    said = refusal(changed(twin, dynamic={r"-:.*up_proj": {}}), lambda t: None)
+    assert "holds codes, but quantization_config has no scheme for it" in said
+    twin, plain = write_twins(
+        tiny("qwen3", **SIZES), tmp_path / "mixed", "gptq", keep=("lm_head", "embed", "o_proj")
+    )
+    assert spoken(twin) == spoken(plain), "the header says that o_proj is not quantized"
+
+
+def test_quantize_int8_beside_quantized_weights(tiny: Tiny, tmp_path: Path) -> None:
+    twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path, "awq")
+    with pytest.raises(IncompatibleError, match="quantized already"):
+        make_engine(twin, quantize="int8")
+
+
+def test_what_older_tools_wrote_beside_the_configuration(tiny: Tiny, tmp_path: Path) -> None:
+    twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, "modelopt-nvfp4")
+    config = json.loads((twin / "config.json").read_text())
+    inner = config.pop("quantization_config")
+    (twin / "config.json").write_text(json.dumps(config))
+    del inner["quant_method"]
+    (twin / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": inner}))
+    assert spoken(twin) == spoken(plain)
+
+
+@pytest.mark.parametrize("name", ["weight_packed", "input_scale", "k_scale"])
+def test_scales_of_activations_are_not_needed(name: str, tiny: Tiny, tmp_path: Path, caplog: Any) -> None:
+    twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path, "w4-32")
+    tensors = load_file(twin / "model.safetensors")
+    tensors[f"model.layers.0.other.{name}"] = torch.ones(1)
+    save_file(tensors, twin / "model.safetensors", metadata={"format": "pt"})
+    make_engine(twin)
+    assert ("1 tensors" in caplog.text) == (name == "weight_packed")
+
+
+@pytest.mark.parametrize("spec", ["ngram", "draft"])
+def test_speculation_is_invisible(spec: str, tiny: Tiny, tmp_path: Path) -> None:
+    twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path, "w4-64")
+    work = (
+        random_prompts(3, 30, 256),
+        [SamplingParams(max_tokens=40, temperature=t, seed=3) for t in (0, 0.8, 1)],
+    )
+    plain = run_all(make_engine(twin, spec="off"), *work)
+    wishes = dict(PROPOSERS[spec], **({"draft_model": twin} if spec == "draft" else {}))
+    runs = run_all(make_engine(twin, **wishes), *work)
+    assert_same(runs, plain)
+    assert accepted(runs) > 0
