@@ -29,7 +29,7 @@ else:
 
 TYPED = frozenset(
     {"continue", "dry-run", "file", "force", "help", "json", "jsonl", "messages", "output", "prompt-ids"}
-    | {"pull", "resume", "version", "yes"}
+    | {"pull", "resume", "version", "yes", "host", "detach", "status", "stop", "no-server"}
 )
 """Options that no file may set."""
 PROJECT = frozenset(

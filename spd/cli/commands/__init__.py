@@ -67,6 +67,17 @@ COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
                 'spd generate --json "Hello" | jq .metrics.speculative_decoding',
             ),
         ),
+        "serve": Command(
+            "commands.serve:serve",
+            "commands.serve:ServeOptions",
+            "Serve a model over HTTP on this machine, and keep it warm for spd generate and spd chat.",
+            (
+                "spd serve",
+                "spd serve Qwen/Qwen3-4B --detach --idle 15m",
+                "spd serve --status",
+                "curl http://127.0.0.1:7373/v1/models",
+            ),
+        ),
         "bench": Command(
             "bench:bench",
             "bench:BenchOptions",

@@ -140,7 +140,7 @@ class ThinkingSplitter:
             self.part, self._fresh = "thinking" if self._inside else "answer", self._inside
         if self.part == "thinking":
             thought, tag, rest = self._held.partition(CLOSING)
-            keep = 0 if tag or final else _tail_of(CLOSING, thought)
+            keep = 0 if tag or final else tail_of(CLOSING, thought)
             self._held = rest if tag else thought[len(thought) - keep :]
             parts.append((True, self._without_first_newlines(thought[: len(thought) - keep])))
             if tag:
@@ -157,7 +157,7 @@ class ThinkingSplitter:
         return text
 
 
-def _tail_of(tag: str, text: str) -> int:
+def tail_of(tag: str, text: str) -> int:
     """Length of the longest end of `text` that begins `tag`."""
     return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
 

@@ -99,7 +99,7 @@ class EngineThread:
     `build` makes the engine in the thread and tells how far it is; `on_ready` is called there too, before
     others learn that loading has ended. While idle the thread captures rounds that requests with the
     `expected` parameters will run; an order waits for one capture at most. Where a step fails all that run
-    are told, and the thread ends, or `goes_on` with the next request.
+    are told, and the thread ends, or `goes_on` with the next request; `short`: see `drive`.
     """
 
     def __init__(
@@ -109,11 +109,13 @@ class EngineThread:
         on_ready: Callable[[], None] = lambda: None,
         *,
         goes_on: bool,
+        short: Callable[[ResourceError], None] | None = None,
     ) -> None:
         self.progress: LoadProgress | None = None
         self.failure: BaseException | None = None
         """Why there is no engine."""
         self._build, self._expected, self._on_ready, self._goes_on = build, expected, on_ready, goes_on
+        self._short = short
         self._engine: Engine | None = None
         self.ready, self._leave = threading.Event(), threading.Event()
         """Whether loading has ended, well or not; whether it is to end."""
@@ -248,7 +250,7 @@ class EngineThread:
         """Carry out orders until there are no more; why there are none."""
         while True:
             try:
-                for events in drive(engine.step, partial(self._take_orders, engine)):
+                for events in drive(engine.step, partial(self._take_orders, engine), self._short):
                     self._deliver(events)
                 return EngineError("the engine was closed")
             except BaseException as error:
@@ -256,6 +258,9 @@ class EngineThread:
                     failed = f"the engine failed: {error}"
                     return error if isinstance(error, EngineError) else EngineError(failed)
                 self._broken = True
+                for name in self._listeners:
+                    with suppress(Exception):  # it may be what failed
+                        engine.abort(name)
                 self._tell_all(error)
 
     def _take_orders(self, engine: Engine) -> bool:

@@ -31,7 +31,7 @@ from spd.runtime.engine.sequence import NO_SLOT, RequestChecks, Sequence
 from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.plan import make_plan
-from spd.runtime.round.limits import PAGE_SIZE, mask_width
+from spd.runtime.round.limits import NUM_RESERVED, PAGE_SIZE, mask_width
 from spd.runtime.round.out_of_memory import OutOfMemory, is_out_of_memory
 from spd.runtime.round.round_queue import RoundQueue, RoundResult
 from spd.runtime.round.rows import EMPTY_SLOT, SlotView
@@ -113,6 +113,16 @@ class Engine:
         self._scheduler.add(sequence)
         # What an earlier request of this id has left is not for this one.
         self._ready = [event for event in self._ready if event.request_id != request.id]
+
+    def check(self, request: Request) -> None:
+        """Refuse what `add` would refuse, from any thread: a grammar is compiled here, not between rounds."""
+        self._checks.sequence(request)
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Pages of the cache that requests hold, and all that they can hold."""
+        free, most = self._pages.num_available, self._pages.num_pages - NUM_RESERVED
+        return most - free, most
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its event with finish_reason "abort" comes with the next step."""

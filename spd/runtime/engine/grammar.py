@@ -7,6 +7,7 @@ with and without speculation. No torch here. Source: llguidance's Python interfa
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -186,18 +187,21 @@ def _bit(token: int) -> int:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary, and keeps the latest."""
+    """Compiles grammars for one vocabulary, in any thread, and keeps the latest."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.folder, self.vocab_size = folder, vocab_size
         self._tokenizer: Any = None
         self._kept = lru_cache(KEPT)(self._read)
+        self._lock = threading.Lock()
 
     def compile(self, text: GrammarText, ends: Collection[int]) -> Grammar:
         """A grammar at its beginning. Raises UsageError for one that cannot be read."""
         if len(text.text.encode("utf-8", "replace")) > MAX_BYTES:
             raise _refused(text.kind, f"it is longer than {MAX_BYTES // 1024} KiB")
-        matcher = self._kept(text.kind, text.text).deep_copy()
+        kept = self._kept(text.kind, text.text)
+        with self._lock:
+            matcher = kept.deep_copy()
         return GuidedText(matcher, self._tokenizer.eos_tokens, ends, text.after)
 
     def _read(self, kind: str, text: str) -> Any:

@@ -1,0 +1,236 @@
+"""Each path answers in the API's form, streamed and whole alike, with the text of the engine alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from spd.cli.commands.serve import ServeOptions
+from spd.cli.text.job import plan_settings
+from spd.cli.text.prompt import Asked
+from spd.runtime import Engine, SamplingParams
+from tests.cli.serve.conftest import Served
+
+QUESTION = "What does os.path.join do?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    """What an engine of one slot, without speculation, says to messages."""
+    settings = plan_settings(ServeOptions(concurrency=1, threads=1, spec="off").as_generate())
+    engine = Engine(settings.config)
+
+    def say(content: str, **params: Any) -> str:
+        asked = Asked(messages=({"role": "user", "content": content},), variables={})
+        wanted = SamplingParams(**{"temperature": 0.7, **params})
+        request, _ = settings.request("x", asked, settings.fit(asked, wanted), wanted, None)
+        return engine.generate([request])[0].text
+
+    yield say
+    engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_many_clients_get_the_text_that_one_engine_gives_alone(
+    served: Served, alone: Any, temperature: float
+) -> None:
+    """Eight at once over four slots, streamed and whole, with and without drafts, while others leave."""
+    wanted = {seed: (f"Explain example {seed}.", seed, 40 + seed) for seed in range(8)}
+    found: dict[tuple[int, bool], str] = {}
+
+    def ask(seed: int, stream: bool) -> None:
+        content, seed, tokens = wanted[seed]
+        fields = {"seed": seed, "max_tokens": tokens, "temperature": temperature}
+        speculative = [{"draft_max": 1}, {"spec": "off"}, {}, {"draft_max": 3}][seed % 4]
+        if stream:
+            messages = [{"role": "user", "content": content}]
+            events = served.stream(messages=messages, speculative=speculative, **fields)
+            text = "".join(e["choices"][0]["delta"].get("content", "") for e in events)
+        else:
+            answer = served.chat(content, speculative=speculative, **fields)
+            text = answer["choices"][0]["message"]["content"]
+        found[seed, stream] = text
+
+    threads = [threading.Thread(target=ask, args=(s, b)) for s in wanted for b in (True, False)]
+    threads += [threading.Thread(target=leave, args=(served, seed)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for seed, (content, _, tokens) in wanted.items():
+        text = alone(content, seed=seed, max_tokens=tokens, temperature=temperature)
+        assert found[seed, True] == found[seed, False] == text
+
+
+def leave(served: Served, seed: int) -> None:
+    """Ask for a long text, and go when it begins."""
+    import socket
+
+    body = json.dumps({"messages": MESSAGES, "max_tokens": 2000, "seed": seed, "stream": True})
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall((head + body).encode())
+        connection.recv(300)
+
+
+def test_a_whole_answer(served: Served) -> None:
+    answer = served.chat(temperature=0, max_tokens=20, n=2, logprobs=True, top_logprobs=3)
+    assert answer["object"] == "chat.completion" and answer["model"] == "demo"
+    first, second = answer["choices"]
+    assert first["message"]["content"] == second["message"]["content"]
+    assert first["finish_reason"] == "length" and first["message"]["role"] == "assistant"
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == 40 and usage["total_tokens"] == usage["prompt_tokens"] + 40
+    details = usage["completion_tokens_details"]
+    assert 0 < details["accepted_draft_tokens"] <= details["draft_tokens"]
+    assert answer["metrics"]["speculative_decoding"]["method"] == "mtp"
+    entries = first["logprobs"]["content"]
+    assert len(entries) == 20 and all(len(entry["top_logprobs"]) == 3 for entry in entries)
+    assert b"".join(bytes(e["bytes"]) for e in entries).decode() == first["message"]["content"]
+
+
+def test_a_stream_says_what_the_whole_says(served: Served) -> None:
+    fields = {"seed": 5, "temperature": 0.8, "max_tokens": 30, "n": 2, "logprobs": True}
+    whole = served.chat(**fields)
+    events = served.stream(**fields, stream_options={"include_usage": True})
+    assert events[-1]["choices"] == [] and events[-1]["usage"] | {"x": 0} != {"x": 0}
+    for field in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert events[-1]["usage"][field] == whole["usage"][field]
+    for choice in whole["choices"]:
+        own = [e["choices"][0] for e in events[:-1] if e["choices"][0]["index"] == choice["index"]]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        said = "".join(one["delta"].get("content", "") for one in own)
+        assert said == choice["message"]["content"]
+        entries = [entry for one in own if one["logprobs"] for entry in one["logprobs"]["content"]]
+        assert entries == choice["logprobs"]["content"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+
+
+def test_seeds_of_choices_differ_and_repeat(served: Served) -> None:
+    first, second = (served.chat(seed=3, n=2, temperature=1, max_tokens=30)["choices"] for _ in range(2))
+    assert first == second
+    assert first[0]["message"] != first[1]["message"]
+
+
+def test_stop_bias_and_limits_reach_the_engine(served: Served) -> None:
+    plain = served.chat(temperature=0, max_tokens=24)["choices"][0]["message"]["content"]
+    stopped = served.chat(temperature=0, max_tokens=24, stop=plain[10:16])["choices"][0]
+    assert stopped["message"]["content"] == plain[:10] and stopped["finish_reason"] == "stop"
+    answer = served.chat(temperature=0, max_completion_tokens=3, max_tokens=3)
+    assert answer["usage"]["completion_tokens"] == 3
+    token = served.send("POST", "/tokenize", {"prompt": " the"})[1]["tokens"][0]
+    biased = served.chat(temperature=0, max_tokens=4, logit_bias={str(token): 100})
+    assert biased["choices"][0]["message"]["content"] == " the" * 4
+
+
+def test_completions(served: Served) -> None:
+    body = {"prompt": ["def read(", "import "], "max_tokens": 6, "temperature": 0, "echo": True}
+    status, answer = served.send("POST", "/v1/completions", body)
+    assert status == 200 and answer["object"] == "text_completion"
+    assert [c["text"][:7] for c in answer["choices"]] == ["def rea", "import "]
+    events = served.stream("/v1/completions", prompt="def read(", temperature=0, max_tokens=6)
+    text = "".join(event["choices"][0]["text"] for event in events)
+    assert "def read(" + text == answer["choices"][0]["text"]
+    ids = served.send("POST", "/tokenize", {"prompt": "def read("})[1]["tokens"]
+    status, again = served.send(
+        "POST", "/v1/completions", {"prompt": ids, "max_tokens": 6, "temperature": 0, "logprobs": 2}
+    )
+    choice = again["choices"][0]
+    assert choice["text"] == text and "".join(choice["logprobs"]["tokens"]) == text
+    assert choice["logprobs"]["text_offset"][0] == 0 and len(choice["logprobs"]["top_logprobs"][0]) == 2
+
+
+def test_structured_output(served: Served) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 22]}},
+        "required": ["ok", "n"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    said = served.chat(response_format=wanted, max_tokens=60)["choices"][0]
+    value = json.loads(said["message"]["content"])
+    assert isinstance(value["ok"], bool) and value["n"] in (1, 22) and said["finish_reason"] == "stop"
+    refused = served.send(
+        "POST",
+        "/v1/chat/completions",
+        {
+            "messages": MESSAGES,
+            "response_format": {**wanted, "json_schema": {"name": "x", "schema": {"type": 3}}},
+        },
+    )
+    assert refused[0] == 400 and refused[1]["error"]["code"] == "grammar"
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "What it does.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 8}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("get_weather", "get_time")
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
+def test_calls_that_have_to_come(served: Served, choice: Any, stream: bool) -> None:
+    fields = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 150, "parallel_tool_calls": False}
+    for seed in range(3):
+        if stream:
+            deltas = [e["choices"][0] for e in served.stream(seed=seed, **fields)]
+            pieces = [call for one in deltas for call in one["delta"].get("tool_calls", ())]
+            names = [call["function"]["name"] for call in pieces if "name" in call["function"]]
+            arguments = "".join(call["function"]["arguments"] for call in pieces)
+            reason = deltas[-1]["finish_reason"]
+            assert not any(one["delta"].get("content") for one in deltas)
+        else:
+            said = served.chat(seed=seed, **fields)["choices"][0]
+            calls = said["message"]["tool_calls"]
+            assert said["message"]["content"] is None
+            names = [call["function"]["name"] for call in calls]
+            arguments, reason = calls[0]["function"]["arguments"], said["finish_reason"]
+        assert len(names) == 1 and names[0] in (
+            ("get_weather", "get_time") if choice == "required" else ("get_time",)
+        )
+        assert list(json.loads(arguments)) == ["city"]
+        assert reason == ("tool_calls" if choice == "required" else "stop")
+
+
+def test_a_template_without_tools_refuses_calls_that_may_come(served: Served) -> None:
+    status, answer = served.send("POST", "/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS})
+    assert status == 400 and answer["error"]["param"] == "tools"
+    assert served.chat(tools=TOOLS, tool_choice="none")["choices"][0]["message"]["content"]
+
+
+def test_the_rest(served: Served) -> None:
+    assert served.send("GET", "/health")[1]["status"] == "ok"
+    _, models = served.send("GET", "/v1/models")
+    assert models["data"][0]["id"] == "demo" and served.send("GET", "/v1/models/demo")[0] == 200
+    assert served.send("GET", "/v1/models/other")[0] == 404
+    ids = served.send("POST", "/tokenize", {"messages": MESSAGES})[1]
+    text = served.send("POST", "/detokenize", {"tokens": ids["tokens"]})[1]["prompt"]
+    assert text == f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    figures = served.send("GET", "/metrics")[1]
+    named = dict(line.rsplit(" ", 1) for line in figures.splitlines() if not line.startswith("#"))
+    assert int(named["spd_generation_tokens_total"]) > 100 and named["spd_requests_running"] == "0"
+    assert int(named['spd_spec_decode_num_accepted_tokens_per_pos_total{position="0"}']) > 0
+
+
+def test_a_prompt_that_was_seen_is_cached(served: Served) -> None:
+    system = {"role": "system", "content": "Be exact about every function. " * 30}
+    first, second = (served.chat(messages=[system, *MESSAGES], max_tokens=2)["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prompt_tokens_details"]["cached_tokens"] >= 64
