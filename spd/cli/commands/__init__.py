@@ -68,8 +68,8 @@ COMMAND_TABLE: Mapping[str, Command] = MappingProxyType(
             ),
         ),
         "serve": Command(
-            "commands.serve:serve",
-            "commands.serve:ServeOptions",
+            "serve:serve",
+            "serve:ServeOptions",
             "Serve a model over HTTP on this machine, and keep it warm for spd generate and spd chat.",
             (
                 "spd serve",

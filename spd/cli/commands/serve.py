@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from functools import partial
 
 import typer
 
-from spd.cli.help import FIRST
 from spd.cli.options import (
-    AdvancedOptions,
-    CommonOptions,
-    ContextOption,
+    EngineOptions,
     GenerateOptions,
-    MemoryOption,
-    ModelOptions,
     Session,
-    SpeculationOptions,
+    advanced,
+    argument,
+    first,
     model_names,
+    option,
+    parse_size,
 )
 from spd.errors import UsageError
 
-_first = functools.partial(typer.Option, rich_help_panel=FIRST)
-_server = functools.partial(typer.Option, rich_help_panel="Server")
+_server = partial(option, "Server")
 PORT = 7373
 
 
@@ -38,35 +35,33 @@ def parse_seconds(text: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ServeOptions(
-    MemoryOption, AdvancedOptions, CommonOptions, SpeculationOptions, ContextOption, ModelOptions
-):
+class ServeOptions(EngineOptions):
     """Everything `spd serve` takes."""
 
-    model_argument: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", autocompletion=model_names, help="A folder, org/name, or demo. Default: demo."
-        ),
-    ] = None
-    host: Annotated[
-        str, _first(metavar="HOST", help="Listen there; beyond this machine with a key only.")
-    ] = "127.0.0.1"
-    port: Annotated[int, _first(metavar="PORT", help=f"0: a free one. Default: {PORT}.")] = PORT
-    api_key: Annotated[
-        str | None,
-        _first(metavar="KEY", envvar="SPD_API_KEY", help="Clients have to send it. Better in SPD_API_KEY."),
-    ] = None
-    concurrency: Annotated[
-        int | None, _server(metavar="N", help="Requests that decode together. Default: 8.")
-    ] = None
-    detach: Annotated[bool, _server("--detach", help="Serve in the background; return when ready.")] = False
-    idle: Annotated[
-        float | None,
-        _server(parser=parse_seconds, metavar="TIME", help="End after such a time without requests: 15m."),
-    ] = None
-    status: Annotated[bool, _server("--status", help="Tell which servers run, and end.")] = False
-    stop: Annotated[bool, _server("--stop", help="Stop servers: of MODEL, or all of yours.")] = False
+    model_argument: str | None = argument(
+        "MODEL", "A folder, org/name, or demo. Default: demo.", None, autocompletion=model_names
+    )
+    host: str = first("127.0.0.1", "HOST", "Listen there; beyond this machine with a key only.")
+    port: int = first(PORT, "PORT", f"0: a free one. Default: {PORT}.")
+    api_key: str | None = first(
+        None, "KEY", "Clients have to send it. Better in SPD_API_KEY.", envvar="SPD_API_KEY"
+    )
+    concurrency: int | None = _server(None, "N", "Requests that decode together. Default: 8.")
+    detach: bool = _server(False, None, "Serve in the background; return when ready.")
+    idle: float | None = _server(
+        None, "TIME", "End after such a time without requests: 15m.", parser=parse_seconds
+    )
+    status: bool = _server(False, None, "Tell which servers run, and end.")
+    stop: bool = _server(False, None, "Stop servers: of MODEL, or all of yours.")
+    ctx: int | None = option(
+        "Model and drafts",
+        None,
+        "N",
+        "Context in tokens, such as 8k. Default: the model's.",
+        parser=parse_size,
+    )
+    pull: bool = option("Model and drafts", False, None, "Download org/name if it is not in the cache.")
+    memory_fraction: float = advanced(0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9.")
     typed: frozenset[str] = frozenset()
     """Names of these fields that stood on the command line."""
 
