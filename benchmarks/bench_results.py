@@ -1,4 +1,4 @@
-"""The README's `spd bench` results: each name is one command line, kept without its single passes.
+"""The `spd bench` results of docs/measurements.md: a name is a command line; its single passes are left out.
 
     python -m benchmarks.bench_results demo [-- --repetitions 3 --threads 1]
 

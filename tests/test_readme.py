@@ -1,4 +1,4 @@
-"""The README says what the program says: its first two commands, its option names, its listed output."""
+"""README and guide say what the program says: the first two commands, option names, links."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
+GUIDES = (ROOT / "docs" / "guide.md", ROOT / "docs" / "mtp.md")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -26,9 +29,15 @@ def test_it_opens_with_the_two_commands() -> None:
         assert len(commands) == 1 and "venv" in commands[0], "one command each, from nothing"
 
 
-def test_every_option_it_names_exists() -> None:
+COMMANDS = (
+    *("chat", "generate", "inspect", "bench", "compare", "explain", "verify", "convert-mtp"),
+    *("pull", "ls", "rm", "doctor"),
+)
+
+
+def test_every_option_they_name_exists() -> None:
     known = {"--help", "--version"}
-    for command in ("chat", "generate", "inspect", "bench", "compare", "explain", "verify", "convert-mtp"):
+    for command in COMMANDS:
         done = subprocess.run(
             [sys.executable, "-m", "spd", command, "--help"],
             capture_output=True,
@@ -38,13 +47,17 @@ def test_every_option_it_names_exists() -> None:
             check=True,
         )
         known |= set(re.findall(r"--[a-z][a-z-]+", done.stdout))
-    section = README[README.index("## Use") :]
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", section[: section.index("\n## ", 5)]))
-    assert named and named <= known, named - known
+    before, _, rest = README.partition("\n## Install\n")  # which names options of pipx and uv
+    pages = [before, rest[rest.index("\n## ") :], *(path.read_text("utf-8") for path in GUIDES)]
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", "\n".join(pages)))
+    assert len(named) > 30 and named <= known, named - known
 
 
-def test_the_tree_is_the_folder() -> None:
-    listed = set(re.findall(r"^([\w.]+/) ", block("tree"), re.MULTILINE))
-    assert listed
-    for name in listed:
-        assert (ROOT / name).is_dir(), name
+@pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDES], ids=lambda page: page.name)
+def test_what_they_link_to_is_there(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150

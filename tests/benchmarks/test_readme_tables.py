@@ -1,4 +1,4 @@
-"""The README's tables are those of the result files."""
+"""The tables of README and docs/measurements.md are those of the result files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import readme_tables
-from benchmarks.readme_tables import BLOCK, README, TABLES, with_tables
+from benchmarks.readme_tables import BLOCK, PAGES, TABLES, with_tables
 
 SPREAD = {"median": 10234.5, "low": 1.0, "high": 2.0, "values": [1.0, 2.0], "half_width": 0.1234}
 LENGTH = {"value": 5.4321, "error": 0.0567}
@@ -37,11 +37,14 @@ KERNELS = {"paged_attention 1 slots 32768": {"rows": {"1": [12.3, 0.5964, 4.5]}}
 SUITE = {"probes": {"kernel_table": {"status": "ok", "result": {"cases": KERNELS}}}}
 
 
-def test_the_readme_is_current() -> None:
-    """To write it anew: `python -m benchmarks.readme_tables --write`."""
-    text = README.read_text(encoding="utf-8")
-    assert {match[2] for match in BLOCK.finditer(text)} == set(TABLES)
-    assert with_tables(text) == text
+MEASUREMENTS = PAGES[1]
+
+
+def test_the_pages_are_current() -> None:
+    """To write them anew: `python -m benchmarks.readme_tables --write`."""
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    assert {match[2] for text in texts for match in BLOCK.finditer(text)} == set(TABLES)
+    assert [with_tables(text) for text in texts] == texts
 
 
 def test_another_result_is_another_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,13 +53,25 @@ def test_another_result_is_another_table(tmp_path: Path, monkeypatch: pytest.Mon
     result["entries"]["spd-ngram"] = result["entries"]["spd-plain"]
     del result["entries"]["vllm-draft"]
     (tmp_path / "cpu_peers.json").write_text(json.dumps(result))
-    made = with_tables(README.read_text(encoding="utf-8"), tmp_path)
+    made = with_tables(MEASUREMENTS.read_text(encoding="utf-8"), tmp_path)
     assert "| spd | 123.4 |" in made and "| tokens/s, k = 4 | plain | draft | n-gram |" in made
     assert next(line for line in made.splitlines() if line.startswith("| vLLM-CPU")).count("|  |") >= 1
-    monkeypatch.setattr(readme_tables, "README", tmp_path / "README.md")
-    (tmp_path / "README.md").write_text(made)
+    monkeypatch.setattr(readme_tables, "PAGES", (tmp_path / "measurements.md",))
+    (tmp_path / "measurements.md").write_text(made)
     assert readme_tables.main([]) == 1, "made of other results"
     assert readme_tables.main(["--write"]) == 0 and readme_tables.main([]) == 0
+
+
+def test_the_readme_s_rows_are_of_four_files(tmp_path: Path) -> None:
+    for name in TABLES["headline"].files.split():
+        (tmp_path / name).write_bytes((readme_tables.RESULTS / name).read_bytes())
+    assert TABLES["headline"].text(tmp_path).count("\n") == 6
+    equal = json.loads((tmp_path / name).read_text())
+    next(iter(equal["cells"].values()))["differ"] = 3
+    (tmp_path / name).write_text(json.dumps(equal))
+    assert ": 3 of 1,016,064 tokens changed" in TABLES["headline"].text(tmp_path)
+    (tmp_path / name).unlink()
+    assert "Not measured yet" in TABLES["headline"].text(tmp_path)
 
 
 SHOWN: list[tuple[str, str, dict[str, Any], str]] = [

@@ -218,7 +218,7 @@ def test_every_exit_code_is_told_and_tried() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     codes = {kind.exit_code for kind in kinds if issubclass(kind, errors.SpdError)}
     assert {getattr(error, "exit_code", 1) for error, _ in ERRORS} == codes == set(range(1, 10))
-    told = (ROOT / "README.md").read_text().partition("Exit codes: ")[2].partition("\n\n")[0]
+    told = (ROOT / "docs" / "guide.md").read_text().partition("Exit codes: ")[2].partition("\n\n")[0]
     assert [int(number) for number in re.findall(r"\b\d+\b", told)] == [*range(10), 130, 141, 143]
 
 
