@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from spd.kernels.dispatch import load_kernels
-from spd.runtime import SamplingParams
+from spd.runtime import Request, SamplingParams
 from tests.gpu.gpu_helpers import DEVICE, Work, every_kind, gpu_engine, likely_stop, outputs, run_work, story
 from tests.gpu.test_gpu_rounds import check_case, spoke
-from tests.helpers import Run, random_prompts
+from tests.helpers import Run, random_prompts, run_requests
 from tests.kernels.test_kernels_recurrent import Prompt, Shape, check_chunks, check_passes, check_windows
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
@@ -106,3 +106,26 @@ def test_pages_that_run_short(hybrid: Path, work: Work) -> None:
         with gpu_engine(hybrid, **WISHES, **wishes) as engine:
             told.append(outputs(run_work(engine, long, 1)))
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("spec", ["off", "mtp", "mtp+ngram"])
+def test_a_next_turn_goes_on_from_a_checkpoint(hybrid: Path, spec: str, lag: int) -> None:
+    """A hit gives the text of a miss from pinned copies, and prefills the new tokens only."""
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8, seed=3)
+    drafted = {} if spec == "off" else {"draft_max": 4}
+    for length in (40, 64, 300):
+        told = []
+        for sharing in (True, False):
+            with gpu_engine(hybrid, **WISHES, spec=spec, prefix_sharing=sharing, lag=lag, **drafted) as engine:
+                prompt = random_prompts(1, length, 256, seed=length)[0]
+                first = run_requests(engine, [Request("first", prompt, params)])[0]
+                spans = (("prompt", length), ("generated", 20), ("prompt", 3))
+                turn = Request("next", (*prompt, *first.tokens, 7, 8, 9), params, spans)
+                later = run_requests(engine, [turn, Request("again", prompt, params)])
+                cached = [run.metrics.cached_tokens for run in later]
+                assert cached == ([length + 19, length - 1] if sharing else [0, 0])
+                places = engine._parts.states.places if sharing else {}
+                assert all(part.is_pinned() for parts in places.values() for part in parts)
+                told.append([first.output, *(run.output for run in later)])
+        assert told[0] == told[1]
