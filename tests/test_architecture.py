@@ -202,6 +202,39 @@ def test_planted_violations_are_seen(module: str, source: str) -> None:
     assert any(line.startswith(module + " ") for line in violations(planted))
 
 
+FACADE = {
+    "spd.runtime",
+    "spd.runtime.engine.driver",
+    "spd.runtime.engine.request",
+    "spd.runtime.lab",
+    "spd.runtime.plan.config",
+    "spd.runtime.plan.memory",
+    "spd.runtime.ranks.follower",
+    "spd.runtime.ranks.rendezvous",
+}
+"""All of the runtime that the command line may import; ten modules at most."""
+
+
+def seen_by_cli(tree: list[tuple[str, ast.Module, str]]) -> set[str]:
+    """Modules of the runtime that the command line imports, wherever and for whatever."""
+    known = {module for module, _, _ in tree}
+    return {
+        name
+        for module, parsed, _ in tree
+        for name in imports(parsed)
+        if names(module, "spd.cli") and names(name, "spd.runtime") and name in known
+    }
+
+
+def test_the_command_line_sees_the_runtime_through_a_facade() -> None:
+    tree = list(modules())
+    assert seen_by_cli(tree) <= FACADE and len(FACADE) <= 10
+    planted = "def f():\n    from spd.runtime.engine.scheduler import Scheduler"
+    assert "spd.runtime.engine.scheduler" in seen_by_cli(
+        [*tree, ("spd.cli.bad", ast.parse(planted), planted)]
+    )
+
+
 def oversized(tree: list[tuple[str, ast.Module, str]]) -> list[str]:
     """Files and functions above the limits."""
     found = []

@@ -38,7 +38,7 @@ from spd.runtime.plan.config import METHODS, split_spec
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
     from spd.runtime import EngineConfig
-    from spd.runtime.lab.sweep import Load, Settings, Sweep
+    from spd.runtime.lab import Load, Settings, Sweep
 
 SCHEMA = "spd.bench/1"
 
@@ -120,8 +120,7 @@ def bench(session: Session, options: BenchOptions) -> int:
 def _open_sweep(
     session: Session, options: BenchOptions, configs: Sequence[EngineConfig], settings: Settings
 ) -> Sweep:
-    from spd.runtime.lab.prompt_set import encode_questions
-    from spd.runtime.lab.sweep import Sweep
+    from spd.runtime.lab import Sweep, encode_questions
 
     lengths: list[int | None] = [None]
     if options.prompt_tokens is not None:
@@ -134,7 +133,7 @@ def _open_sweep(
 
 
 def _settings(options: BenchOptions) -> Settings:
-    from spd.runtime.lab.sweep import Settings
+    from spd.runtime.lab import Settings
 
     check_least(
         ("-n", options.max_tokens, 2),
@@ -150,7 +149,7 @@ def _settings(options: BenchOptions) -> Settings:
 
 
 def _loads(options: BenchOptions) -> list[Load]:
-    from spd.runtime.lab.sweep import Load
+    from spd.runtime.lab import Load
 
     slots = [int(n) for n in numbers(options.concurrency, "--concurrency", "int", 1, 1024)]
     if options.rate is None:
@@ -306,7 +305,7 @@ def _fail(failure: SpdError, session: Session, options: BenchOptions) -> int:
 
 def is_slower(row: dict[str, Any], threshold: float) -> bool:
     """Whether a row is slower than plain decoding by more than a share, and that is no noise."""
-    from spd.runtime.lab.rows import verdict
+    from spd.runtime.lab import verdict
 
     ratio = row["speed_up"]
     return ratio is not None and verdict(ratio) == "slower" and ratio["median"] < 1 - threshold
@@ -315,8 +314,7 @@ def is_slower(row: dict[str, Any], threshold: float) -> bool:
 def bench_result(options: BenchOptions, sweep: Sweep, *, interrupted: bool) -> dict[str, Any]:
     """The object of `spd bench --json`; its schema is shipped in `spd/runtime/lab/schemas`."""
     from spd.cli.text.report import versions
-    from spd.runtime.lab.machine import describe_machine
-    from spd.runtime.lab.rows import make_rows
+    from spd.runtime.lab import describe_machine, make_rows
 
     samples = list(sweep.samples)
     return {

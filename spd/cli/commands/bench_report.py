@@ -122,7 +122,7 @@ def load_label(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str
 
 
 def _figures(row: Mapping[str, Any]) -> list[str]:
-    from spd.runtime.lab.rows import verdict
+    from spd.runtime.lab import verdict
 
     speed, ratio = row["tokens_per_second"], row["speed_up"]
     rate, ttft = row["acceptance_rate"], row["ttft_ms"]
@@ -192,7 +192,7 @@ def best_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
     A ratio that noise alone would give counts only where no row is faster beyond it.
     """
-    from spd.runtime.lab.rows import verdict
+    from spd.runtime.lab import verdict
 
     paired = [row for row in _whole(rows) if row["speed_up"] is not None]
     sure = [row for row in paired if verdict(row["speed_up"]) == "faster"]
@@ -204,7 +204,7 @@ def _whole(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _advice(best: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    from spd.runtime.lab.rows import verdict
+    from spd.runtime.lab import verdict
 
     ratio, judged = best["speed_up"]["median"], verdict(best["speed_up"])
     flags = f"{_flags(best, rows)} at T {best['temperature']:g}"

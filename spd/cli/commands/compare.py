@@ -16,7 +16,7 @@ from spd.errors import CheckFailedError, UsageError
 from spd.formats.files import read_input
 
 if TYPE_CHECKING:
-    from spd.runtime.lab.rows import Comparison
+    from spd.runtime.lab import Comparison
 
 
 SCHEMA = "spd.compare/1"
@@ -33,7 +33,7 @@ class CompareOptions(CommonOptions):
 
 def compare(session: Session, options: CompareOptions) -> int:
     """Compare results of spd bench with the first of them; exits 6 if a row became slower."""
-    from spd.runtime.lab.rows import compare as compare_results
+    from spd.runtime.lab import compare_results
 
     if len(options.files) < 2:
         raise UsageError("one result has nothing to be compared with", fix=["spd compare A.json B.json"])
@@ -103,7 +103,7 @@ SCHEMA_PREFIX = "spd.bench/"
 
 def read_result(path: Path) -> dict[str, Any]:
     """The object that `spd bench -o FILE` wrote. Raises NotFoundError and UsageError naming the file."""
-    from spd.runtime.lab.rows import compare
+    from spd.runtime.lab import compare_results as compare
 
     fix = "spd bench -o FILE writes one"
     try:

@@ -87,7 +87,7 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
 
 def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the target's last decoder layer, which a module's layer repeats."""
-    from spd.runtime.models import family_layout
+    from spd.runtime import family_layout
 
     return family_layout(config).layers[-1].tensors()
 
@@ -171,7 +171,7 @@ def _write(
 def _cast(plan: HeadPlan, dtype: str) -> Cast:
     import torch
 
-    from spd.runtime.load.fp8_blocks import cast_pieces
+    from spd.runtime import cast_pieces
 
     wanted, block = getattr(torch, dtype), plan.head.config.fp8_block
     return lambda checkpoint, meta: cast_pieces(checkpoint, meta, wanted, block)

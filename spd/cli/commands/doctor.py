@@ -17,7 +17,7 @@ from spd.cli.text.output import Sink, check_writable, is_terminal, to_json, writ
 from spd.cli.text.progress import loading
 
 if TYPE_CHECKING:
-    from spd.runtime.lab.diagnostics import Finding
+    from spd.runtime.lab import Finding
 
 MARKS = {"ok": "✓", "warning": "!", "failed": "✗"}
 PLAIN_MARKS = {"ok": "[ok]", "warning": "[!]", "failed": "[x]"}
@@ -38,7 +38,7 @@ class DoctorOptions(CommonOptions):
 
 def doctor(session: Session, options: DoctorOptions) -> int:
     """Check this machine and try it out: compile, time, compare; exits 1 if a check failed."""
-    from spd.runtime.lab.diagnostics import FAILED, Step, steps
+    from spd.runtime.lab import FAILED, Step, steps
 
     if options.bug_report is not None:
         check_writable(options.bug_report)
@@ -96,7 +96,7 @@ def redacted(text: str, home: Path, host: str) -> str:
 
 def terminal(color: bool) -> Finding:
     """Encoding and colour of the streams."""
-    from spd.runtime.lab.diagnostics import OK, WARNING, Finding
+    from spd.runtime.lab import OK, WARNING, Finding
 
     on_terminal = is_terminal(sys.stdout)
     encoding = (getattr(sys.stdout, "encoding", None) or "none").lower()
@@ -140,7 +140,7 @@ def _lines(mark: str, name: str, finding: Finding) -> list[str]:
 
 
 def _summary(done: dict[str, Finding]) -> str:
-    from spd.runtime.lab.diagnostics import FAILED, WARNING
+    from spd.runtime.lab import FAILED, WARNING
 
     counts = []
     for status, word in ((FAILED, "problem"), (WARNING, "warning")):

@@ -15,7 +15,7 @@ from spd.errors import IncompatibleError
 
 if TYPE_CHECKING:
     from spd.runtime import Engine
-    from spd.runtime.lab.explain import Explanation, Trace, TraceHeader
+    from spd.runtime.lab import Explanation, Trace, TraceHeader
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -28,8 +28,7 @@ class ExplainOptions(CommonOptions):
 
 def explain(session: Session, options: ExplainOptions) -> int:
     """Say in words what a trace shows: costs, acceptance, the best K, and what to try next."""
-    from spd.runtime.lab.explain import explain as explain_traces
-    from spd.runtime.lab.explain import read_traces
+    from spd.runtime.lab import explain_traces, read_traces
 
     sink = Sink.stdout()
     traces = read_traces(options.files)
@@ -64,7 +63,7 @@ def _way(trace: Trace) -> str:
 
 def explanation_text(found: Explanation, columns: int | None) -> str:
     """The table of prospects, acceptance by position, and the paragraph, for a terminal or for none."""
-    from spd.runtime.lab.explain import paragraph
+    from spd.runtime.lab import paragraph
 
     chosen = [p for p in (found.plain, *found.own, *found.ngram) if _is_shown(p.k, p.method, found)]
     best = found.best
@@ -107,6 +106,6 @@ def _is_shown(k: int, method: str, found: Explanation) -> bool:
 
 def trace_header(engine: Engine, model: str, temperature: float, prompt_ids: tuple[int, ...]) -> TraceHeader:
     """The first line of a trace file."""
-    from spd.runtime.lab.explain import TraceHeader
+    from spd.runtime.lab import TraceHeader
 
     return TraceHeader(model, temperature, engine.plan.as_dict(), prompt_ids)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from spd.formats.checkpoint import Checkpoint
     from spd.formats.folder import ModelFolder
     from spd.formats.model_config import ModelConfig
-    from spd.runtime.plan.drafter_choice import Drafter
+    from spd.runtime import Drafter
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PROBE = ({"role": "user", "content": "Hello"},)
@@ -116,9 +116,7 @@ def describe(name: str, folder: ModelFolder) -> dict[str, Any]:
 
 def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     """Names that the architecture does not use. Raises one CheckpointError for all that it lacks."""
-    from spd.runtime.models import family_layout
-    from spd.runtime.models.eagle3 import check_eagle3
-    from spd.runtime.models.weights import check_weights
+    from spd.runtime import check_eagle3, check_weights, family_layout
 
     if config.eagle3 is not None:
         return check_eagle3(config, checkpoint)
@@ -128,7 +126,7 @@ def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
 def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
     """The MTP head that the checkpoint holds, or lost; None where nothing speaks of one."""
     from spd.formats.mtp import declared_modules
-    from spd.runtime.models.mtp_weights import check_source, module_position_size
+    from spd.runtime import check_source, module_position_size
 
     declared, source = declared_modules(folder.fields), folder.mtp_source()
     if source is None:
@@ -158,7 +156,7 @@ def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:
 def eagle3_facts(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, Any] | None:
     """How an EAGLE-3 head reads its target; None for a model."""
     from spd.formats.eagle3 import EMBEDDING
-    from spd.runtime.models.eagle3 import shares_head
+    from spd.runtime import shares_head
 
     head = config.eagle3
     if head is None:
@@ -227,7 +225,7 @@ def unfit(
     folder: ModelFolder, target: dict[str, Any], draft: ModelFolder, drafter: dict[str, Any]
 ) -> SpdError | None:
     """A pair's refusal: a head's by what it was made for, a model's by its tokenizer; None if it fits."""
-    from spd.runtime.plan.drafter_choice import check_target
+    from spd.runtime import check_target
 
     if draft.config.eagle3 is None:
         return mismatch(target, drafter)
@@ -408,7 +406,7 @@ def choose(
 
 
 def _try(folder: ModelFolder, draft: ModelFolder | None, method: str) -> tuple[Drafter | None, str | None]:
-    from spd.runtime.plan.drafter_choice import choose_drafter
+    from spd.runtime import choose_drafter
 
     try:
         config = EngineConfig(model=folder, draft_model=draft, spec=method)
@@ -446,9 +444,8 @@ def needs(choice: Choice) -> dict[str, Any]:
 
     Where a pair cannot run, of the target with whatever it would choose alone.
     """
-    from spd.runtime.plan.machine import foreseen_machine
+    from spd.runtime import drafts_up_to, foreseen_machine, outline
     from spd.runtime.plan.memory import at_context, checkpoint_bytes, fitted, measure
-    from spd.runtime.plan.plan import drafts_up_to, outline
 
     machine, config = foreseen_machine(), choice.config
     if choice.drafter is None:
@@ -502,7 +499,7 @@ def speculation_lines(found: Mapping[str, Any]) -> list[str]:
 
 def need_lines(need: Mapping[str, Any]) -> list[str]:
     """The memory of a run, whether it is there, and that of other contexts."""
-    from spd.runtime.plan.kernel_choice import AS_STORED
+    from spd.runtime import AS_STORED
     from spd.runtime.plan.memory import show_size
 
     parts = " + ".join(

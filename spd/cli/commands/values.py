@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from spd.errors import UsageError
 
 if TYPE_CHECKING:
-    from spd.runtime.lab.prompt_set import Prompt
+    from spd.runtime.lab import Prompt
 
 EACH = 2
 """Prompts of each of spd's own categories."""
@@ -57,7 +57,7 @@ def check_least(*given: tuple[str, float | None, int]) -> None:
 
 def chosen_prompts(path: Path | None, category: str | None = None) -> tuple[Prompt, ...]:
     """The prompts asked for: of a file all, of spd's own a few of each category."""
-    from spd.runtime.lab.prompt_set import OWN, choose, read_prompts
+    from spd.runtime.lab import OWN, choose, read_prompts
 
     categories = split(category, "--category") if category is not None else None
     return choose(read_prompts(path or OWN), categories, EACH if path is None else None)

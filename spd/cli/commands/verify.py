@@ -19,7 +19,7 @@ from spd.runtime.plan.config import METHODS, WEIGHT_WISHES
 if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
     from spd.runtime import EngineConfig
-    from spd.runtime.lab.replay import Replay
+    from spd.runtime.lab import Replay
 
 SCHEMA = "spd.verify/1"
 SEED = 0
@@ -136,9 +136,8 @@ def _examine(
 ) -> dict[str, Any]:
     """Run every check that the settings allow, and write down what came of it."""
     from spd.cli.text.report import versions
-    from spd.runtime.lab.machine import describe_machine
-    from spd.runtime.lab.prompt_set import encode_questions
-    from spd.runtime.lab.replay import law_test, make_requests, replay
+    from spd.runtime.lab import describe_machine, encode_questions, law_test, make_requests
+    from spd.runtime.lab import replay_requests as replay
 
     check = session.guard.check
     prompts = chosen_prompts(options.prompts)
@@ -186,7 +185,7 @@ def _examine(
 
 def faults(certificate: dict[str, Any], result: Replay) -> list[str]:
     """What was found that must not be, in words; a near-tie counts where equal bits are promised."""
-    from spd.runtime.lab.replay import promised_equal
+    from spd.runtime.lab import promised_equal
 
     found = []
     wrong = [d for d in result.differences if not d.near_tie or promised_equal(result.plans)]

@@ -18,8 +18,8 @@ from spd.cli.text.output import Console, as_line, columns_of, is_terminal, raw_s
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from spd.runtime.lab import sweep
-    from spd.runtime.load.progress import LoadProgress
+    from spd.runtime import LoadProgress
+    from spd.runtime.lab import SweepProgress
 
 
 DELAY = 0.5
@@ -156,7 +156,7 @@ class Ticker:
     ) -> None:
         self.write("")
 
-    def show(self, progress: sweep.Progress) -> None:
+    def show(self, progress: SweepProgress) -> None:
         """How far it has come: `128 of 400 · 0:41 left · code`."""
         if progress.total:
             left = "" if progress.left is None else f" · {clock(progress.left)} left"

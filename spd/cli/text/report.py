@@ -15,10 +15,9 @@ from spd.cli.text.structured import parted
 
 if TYPE_CHECKING:
     from spd.formats.tokenizer import Tokenizer
-    from spd.runtime import Engine, EnginePlan, Request, RequestMetrics
+    from spd.runtime import Engine, EnginePlan, Request, RequestMetrics, SamplingParams
     from spd.runtime.engine.driver import Gathered
     from spd.runtime.engine.request import TokenLogprob
-    from spd.runtime.round.sampling_params import SamplingParams
 
 SCHEMA = "spd.generate/1"
 

@@ -17,7 +17,7 @@ from spd.errors import UsageError
 
 if TYPE_CHECKING:
     from spd.formats.model_config import GenerationConfig
-    from spd.runtime.round.sampling_params import SamplingParams
+    from spd.runtime import SamplingParams
 
 BUILT_IN = (("temperature", 0.7), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0))
 FLAGS = ("temperature", "top_p", "max_tokens", "stop", "seed", "ignore_eos", "logprobs")
@@ -38,8 +38,8 @@ def resolve_sampling(
     options: SamplingOptions, model: GenerationConfig, vocab_size: int, *, logprobs: int | None = None
 ) -> Resolved:
     """Flags, then generation_config.json, then built-in values. Raises UsageError."""
+    from spd.runtime import SamplingParams
     from spd.runtime.engine.request import SEED_BITS
-    from spd.runtime.round.sampling_params import SamplingParams
 
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}

@@ -1,1 +1,48 @@
-"""Measurements, explanations and checks; imported by the command line only."""
+"""Measuring, explaining and examining: what the command line asks for, imported when first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "FAILED": "diagnostics",
+    "Finding": "diagnostics",
+    "OK": "diagnostics",
+    "Step": "diagnostics",
+    "WARNING": "diagnostics",
+    "steps": "diagnostics",
+    "Explanation": "explain",
+    "Trace": "explain",
+    "TraceHeader": "explain",
+    "explain_traces": "explain:explain",
+    "paragraph": "explain",
+    "read_traces": "explain",
+    "describe_machine": "machine",
+    "OWN": "prompt_set",
+    "Prompt": "prompt_set",
+    "choose": "prompt_set",
+    "encode_questions": "prompt_set",
+    "read_prompts": "prompt_set",
+    "Replay": "replay",
+    "law_test": "replay",
+    "make_requests": "replay",
+    "promised_equal": "replay",
+    "replay_requests": "replay:replay",
+    "Comparison": "rows",
+    "compare_results": "rows:compare",
+    "make_rows": "rows",
+    "verdict": "rows",
+    "Load": "sweep",
+    "Settings": "sweep",
+    "Sweep": "sweep",
+    "SweepProgress": "sweep:Progress",
+}
+"""Names by the module that holds them, and what they are called there where that is a module's name here."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), attribute or name)
