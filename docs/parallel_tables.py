@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spd.formats.model_config import ModelConfig, read_model_config
+from spd.formats.folder import ModelFolder
+from spd.formats.model_config import ModelConfig
 from spd.runtime.models import family_layout
 from spd.runtime.models.layouts import LayerLayout
 from spd.runtime.plan import rank_choice as cost
@@ -39,7 +40,7 @@ def _config(architecture: str, **fields: Any) -> ModelConfig:
     }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(whole))
-        return read_model_config(Path(folder))
+        return ModelFolder(Path(folder)).config
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:

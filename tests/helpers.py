@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from spd.formats.checkpoint import Checkpoint
+from spd.formats.folder import ModelFolder
+from spd.formats.model_config import ModelConfig
 from spd.runtime import Engine, EngineConfig, Request, RequestMetrics, RoundRecord, SamplingParams
 from tests.recipes.tiny import VARIANTS, write_tiny
 
@@ -97,6 +99,11 @@ class Run:
     def drafts(self) -> list[tuple[list[int], int]]:
         """(drafts, accepted) of each round."""
         return [(record.draft, record.accepted) for record in self.rounds]
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """What a folder's `config.json` says."""
+    return ModelFolder(folder).config
 
 
 def make_engine(model: Path, **wishes: Any) -> Engine:

@@ -21,7 +21,6 @@ from benchmarks.gpu_suite.graph_timer import free_memory
 from benchmarks.gpu_suite.room import needed_bytes, plan_anyway, usable_bytes
 from benchmarks.gpu_suite.round_times import Load, Recorder, measure_load, with_engine
 from spd.formats.folder import ModelFolder
-from spd.formats.model_config import read_model_config
 from spd.formats.mtp import FAMILIES, MtpLayout, MtpSource
 from spd.runtime import Engine, EngineConfig
 from spd.runtime.models import family_layout
@@ -155,7 +154,7 @@ def write_hollow(model: Published, parent: Path) -> Path:
     folder = parent / model.name.replace(" ", "-").replace(",", "")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(model.config)), encoding="utf-8")
-    config = read_model_config(folder)
+    config = ModelFolder(folder).config
     layout, code = family_layout(config), CODES[config.dtype]
     matrices = {
         prefix + name
@@ -323,7 +322,7 @@ def run(
 
                 def rounds(wishes: dict[str, Any] = wishes) -> dict[str, Any]:
                     eager = EngineConfig(**{**wishes, "graphs": False})
-                    vocab = read_model_config(wishes["model"]).vocab_size
+                    vocab = ModelFolder(wishes["model"]).config.vocab_size
                     touched = with_engine(eager, partial(touched_experts, load=few, vocab=vocab))
                     free_memory()
                     work = partial(measure_model, load=load, rate=rate, touched=touched)

@@ -191,22 +191,6 @@ def _counted(fields: Fields, experts: str, per_token: str, other: str = "") -> t
     return count, fields.integer(per_token, 1, count)
 
 
-def _grouped(fields: Fields, count: int, per_token: int) -> tuple[int, int]:
-    """Groups of experts, and how many of them a token may take its experts from."""
-    groups = fields.integer("n_group", 1, count, 1)
-    kept = fields.integer("topk_group", 1, groups, 1)
-    fields.require(count % groups == 0, "n_group", f"{groups} does not divide {count} experts")
-    enough = kept * (count // groups) >= per_token
-    fields.require(enough, "topk_group", f"{kept} groups hold fewer than {per_token} experts")
-    return groups, kept
-
-
-def _after_dense(fields: Fields, num_layers: int, default: int) -> list[bool]:
-    dense = fields.integer("first_k_dense_replace", 0, 1 << 16, default)
-    every = fields.integer("moe_layer_freq", 1, 1 << 16, 1)
-    return [layer >= dense and layer % every == 0 for layer in range(num_layers)]
-
-
 def _experts(
     fields: Fields, count: int, sparse: Iterable[bool], router: RouterConfig, shared: str, **names: Any
 ) -> ExpertsConfig:
@@ -216,34 +200,38 @@ def _experts(
     return ExpertsConfig(count, inner, beside, tuple(sparse), router, **names)
 
 
-def deepseek_v2_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
-    """Softmax scores; the best experts of all, or of the groups with the best single expert."""
-    if "n_routed_experts" not in fields:
+def deepseek_experts(fields: Fields, num_layers: int, *, corrected: bool) -> ExpertsConfig | None:
+    """Softmax scores; the best experts of all, or of the groups with the best single expert (DeepSeek-V2).
+
+    corrected: sigmoid scores with a learned correction, the groups with the best two experts (DeepSeek-V3).
+    """
+    if not corrected and "n_routed_experts" not in fields:
         return None
-    fields.choice("scoring_func", ("softmax",), "softmax")
+    scoring, methods = "sigmoid" if corrected else "softmax", ["greedy", "group_limited_greedy"]
+    if corrected:
+        methods = ["noaux_tc"]
+    fields.choice("scoring_func", (scoring,), scoring)
     count, per_token = _counted(fields, "n_routed_experts", "num_experts_per_tok")
-    method = fields.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
-    groups, kept = (1, 1) if method == "greedy" else _grouped(fields, count, per_token)
-    why = "true: no DeepSeek-V2 divides by the sum, and codes disagree"
-    fields.require(not fields.boolean("norm_topk_prob", False), "norm_topk_prob", why)
-    scale = fields.number("routed_scaling_factor", 0.0, 1e6, 1.0)
-    router = RouterConfig(per_token, False, False, False, scale, groups, kept)
-    return _experts(fields, count, _after_dense(fields, num_layers, 0), router, "n_shared_experts")
-
-
-def deepseek_v3_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
-    """Sigmoid scores with a learned correction; the groups with the best two experts."""
-    fields.choice("scoring_func", ("sigmoid",), "sigmoid")
-    fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
-    count, per_token = _counted(fields, "n_routed_experts", "num_experts_per_tok")
-    groups, kept = _grouped(fields, count, per_token)
+    groups = kept = 1
+    if fields.choice("topk_method", methods, methods[0]) != "greedy":
+        groups = fields.integer("n_group", 1, count, 1)
+        kept = fields.integer("topk_group", 1, groups, 1)
+        fields.require(count % groups == 0, "n_group", f"{groups} does not divide {count} experts")
+        enough = kept * (count // groups) >= per_token
+        fields.require(enough, "topk_group", f"{kept} groups hold fewer than {per_token} experts")
     why = f"{groups} groups of {count} experts hold one each, two are needed"
-    fields.require(count // groups >= 2, "n_group", why)
+    fields.require(not corrected or count // groups >= 2, "n_group", why)
+    normalised = fields.boolean("norm_topk_prob", corrected)
+    why = "true: no DeepSeek-V2 divides by the sum, and codes disagree"
+    fields.require(corrected or not normalised, "norm_topk_prob", why)
     scale = fields.number("routed_scaling_factor", 0.0, 1e6, 1.0)
-    normalised = fields.boolean("norm_topk_prob", True)
-    router = RouterConfig(per_token, True, True, normalised, scale, groups, kept, group_best=2)
-    default = 3 if fields.get("model_type") == "deepseek_v3" else 1
-    return _experts(fields, count, _after_dense(fields, num_layers, default), router, "n_shared_experts")
+    best = 2 if corrected else 1
+    router = RouterConfig(per_token, corrected, corrected, normalised, scale, groups, kept, best)
+    default = 0 if not corrected else 3 if fields.get("model_type") == "deepseek_v3" else 1
+    first = fields.integer("first_k_dense_replace", 0, 1 << 16, default)
+    every = fields.integer("moe_layer_freq", 1, 1 << 16, 1)
+    sparse = [layer >= first and layer % every == 0 for layer in range(num_layers)]
+    return _experts(fields, count, sparse, router, "n_shared_experts")
 
 
 def qwen3_experts(fields: Fields, num_layers: int) -> ExpertsConfig:

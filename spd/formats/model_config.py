@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from spd.errors import CheckpointError
@@ -91,7 +92,7 @@ _GEMMA3 = SlidingRule(4096, period=6)
 _ERNIE = _Family("ernie4_5", 131072, "use_bias", "use_bias", theta=500_000.0, epsilon=1e-5)
 _QWEN35 = _Family("qwen3_5_text", 32768, partial=0.25, interleaved=False)
 _HYBRID = blocks.hybrid_experts
-_DEEPSEEK2, _DEEPSEEK3 = blocks.deepseek_v2_experts, blocks.deepseek_v3_experts
+_DEEPSEEK2, _DEEPSEEK3 = (partial(blocks.deepseek_experts, corrected=each) for each in (False, True))
 _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", 2048, "mlp_bias"),
     "MistralForCausalLM": _Family("mistral", 131072, bias=None, sliding=SlidingRule(4096, listed=False)),
@@ -140,15 +141,6 @@ REFUSED_ARCHITECTURES = {
 _DTYPES = [prefix + name for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32")]
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """Read and check `config.json` of a model folder.
-
-    Raises `CheckpointError` naming the file, the field and the accepted values.
-    Source: `LlamaConfig` and `Qwen3Config` of Hugging Face transformers, versions 4 and 5.
-    """
-    return model_config_of(Fields.of(folder / FILE_NAME))
-
-
 def refuse_head(config: ModelConfig, folder: Path) -> None:
     """Raise CheckpointError for an EAGLE-3 head where a model is wanted."""
     if config.eagle3 is not None:
@@ -161,22 +153,21 @@ def _drafts_only(what: str, folder: Path, option: str) -> CheckpointError:
 
 
 def model_config_of(fields: Fields) -> ModelConfig:
-    """As `read_model_config`, from a configuration that stands inside another file."""
+    """What `config.json` says, or a configuration inside another file; text's part of what sees images too.
+
+    Raises `CheckpointError` naming the file, the field and the accepted values.
+    Source: `LlamaConfig` and `Qwen3Config` of Hugging Face transformers, versions 4 and 5.
+    """
     if head := read_eagle3(fields):
         return replace(_decoder_config(head[1]), architecture=EAGLE3, eagle3=head[0])
-    return _decoder_config(_text_of(fields))
-
-
-def _text_of(fields: Fields) -> Fields:
-    """The part that speaks of text, where an architecture sees images too."""
     names = fields.get("architectures")
     wrapper = WRAPPERS.get(str(names[0])) if isinstance(names, list) and len(names) == 1 else None
-    if wrapper is None:
-        return fields
-    fields.choice("model_type", wrapper[:1], wrapper[0])
-    inner = fields.nested("text_config")
-    around = {key: fields.values[key] for key in _OUTSIDE if key in fields}
-    return Fields(inner.where, {**inner.values, **around, "architectures": [wrapper[1]]})
+    if wrapper is not None:
+        fields.choice("model_type", wrapper[:1], wrapper[0])
+        inner = fields.nested("text_config")
+        around = {key: fields.values[key] for key in _OUTSIDE if key in fields}
+        fields = Fields(inner.where, {**inner.values, **around, "architectures": [wrapper[1]]})
+    return _decoder_config(fields)
 
 
 def _decoder_config(fields: Fields) -> ModelConfig:

@@ -23,11 +23,11 @@ from benchmarks.gpu_suite.round_times import Recorder, RoundTimes, Span, describ
 from benchmarks.gpu_suite.sparse_cases import experts_case, latent_case, other_experts, sparse_cases
 from benchmarks.gpu_suite.speculation import acceptance_rate, gain, mean_length, reference_length
 from benchmarks.summaries import median_interval
-from spd.formats.model_config import read_model_config
 from spd.kernels.dispatch import load_kernels
 from spd.runtime.engine.metrics import RequestMetrics
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
+from tests.helpers import read_model_config
 
 TINY = shapes.Shape("tiny", hidden=8, layers=3, heads=4, kv_heads=2, intermediate=16, vocab=100, head_dim=4)
 

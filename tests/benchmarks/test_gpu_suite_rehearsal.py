@@ -28,11 +28,11 @@ from benchmarks.gpu_suite.room import needed_bytes, plan_anyway
 from benchmarks.gpu_suite.shapes import Shape
 from benchmarks.gpu_suite.sparse_models import write_hollow
 from benchmarks.gpu_suite.speculation import REFERENCE_LENGTH
-from spd.formats.model_config import read_model_config
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
 from spd.runtime import Engine
 from spd.runtime.plan.memory import tensor_bytes
+from tests.helpers import read_model_config
 
 TARGET = Shape("target", 64, 2, 4, 2, 96, vocab=300, head_dim=16)
 DRAFT = Shape("draft", 32, 1, 2, 2, 48, vocab=300, tied=True, head_dim=16)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from spd.formats.demo import demo_draft_folder, demo_folder
-from spd.formats.model_config import read_model_config
 from spd.runtime import EngineConfig
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 from spd.runtime.plan import machine
 from spd.runtime.plan.plan import make_plan
+from tests.helpers import read_model_config
 from tests.json_schema import faults
 from tests.recipes.mtp_folders import write_hollow
 from tests.recipes.tiny_hybrid import write_tiny_hybrid

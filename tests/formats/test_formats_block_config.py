@@ -9,9 +9,10 @@ import pytest
 
 from spd.errors import CheckpointError
 from spd.formats.block_config import ExpertsConfig, LatentConfig, RouterConfig
-from spd.formats.model_config import ModelConfig, read_model_config
+from spd.formats.model_config import ModelConfig
 from spd.formats.rope_config import RopeConfig
 from tests.formats.formats_helpers import write_json
+from tests.helpers import read_model_config
 
 DEEPSEEK_V3: dict[str, Any] = {
     **{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False},

@@ -9,8 +9,9 @@ import pytest
 
 from spd.errors import CheckpointError
 from spd.formats.eagle3 import ARCHITECTURE, Eagle3Config
-from spd.formats.model_config import ModelConfig, read_model_config
+from spd.formats.model_config import ModelConfig
 from tests.formats.formats_helpers import LLAMA, refused, write_json
+from tests.helpers import read_model_config
 
 # A Llama-3.1-8B head as its authors published it: no mark but draft_vocab_size.
 FIRST: dict[str, Any] = {

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from spd.errors import CheckpointError
-from spd.formats.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, read_model_config
+from spd.formats.model_config import SUPPORTED_ARCHITECTURES, ModelConfig
 from spd.formats.rope_config import RopeConfig
 from tests.formats.formats_helpers import LLAMA, QWEN3, refused, write_json
+from tests.helpers import read_model_config
 
 
 def read(folder: Path, config: object) -> ModelConfig:

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from spd.formats.folder import ModelFolder
-from spd.formats.model_config import read_model_config
 from spd.formats.mtp import (
     FAMILIES,
     MtpSource,
@@ -28,6 +27,7 @@ from spd.formats.mtp import (
     verifier_hash,
 )
 from tests.formats.formats_helpers import QWEN3, refused, write_json
+from tests.helpers import read_model_config
 
 HIDDEN, VOCAB, LAYERS = 8, 32, 2
 LAYER = {"input_layernorm.weight": (HIDDEN,), "mlp.down_proj.weight": (HIDDEN, 12)}

@@ -17,9 +17,10 @@ import safetensors
 from spd.errors import CheckpointError, SpdError
 from spd.formats.chat_template import ChatTemplate
 from spd.formats.checkpoint import Checkpoint, read_shard_header
-from spd.formats.model_config import read_generation_config, read_model_config
+from spd.formats.model_config import read_generation_config
 from spd.formats.tokenizer import Tokenizer
 from tests.formats.formats_helpers import entry, refused, shard_bytes, write_shard
+from tests.helpers import read_model_config
 
 
 def header_of(tmp_path: Path, content: bytes) -> tuple:

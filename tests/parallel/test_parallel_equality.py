@@ -12,13 +12,12 @@ import torch
 from spd import demo_folder
 from spd.errors import IncompatibleError, SpdError, UsageError
 from spd.formats.checkpoint import Checkpoint
-from spd.formats.model_config import read_model_config
 from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.load.loader import read_part
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.weights import cuts_of
-from tests.helpers import Damped, Run, make_engine, random_prompts, run_all
+from tests.helpers import Damped, Run, make_engine, random_prompts, read_model_config, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_dense import write_dense

@@ -13,7 +13,6 @@ import torch
 
 from spd.errors import IncompatibleError
 from spd.formats.checkpoint import Checkpoint
-from spd.formats.model_config import read_model_config
 from spd.kernels.native.build import obstacle
 from spd.runtime import Request, SamplingParams
 from spd.runtime.load.loader import read_part
@@ -22,7 +21,15 @@ from spd.runtime.models.destinations import Cut, Shard
 from spd.runtime.models.gated_delta import _by_kind
 from spd.runtime.models.layouts import DeltaLayout, LayerLayout
 from spd.runtime.models.weights import cuts_of
-from tests.helpers import Run, make_engine, next_turn, random_prompts, run_all, run_requests
+from tests.helpers import (
+    Run,
+    make_engine,
+    next_turn,
+    random_prompts,
+    read_model_config,
+    run_all,
+    run_requests,
+)
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.runtime.test_runtime_hybrid import FAULTS, FORMS, SPARSE
 

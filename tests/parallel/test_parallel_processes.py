@@ -16,13 +16,12 @@ import pytest
 
 from spd import demo_folder
 from spd.formats.chat_template import isolated
-from spd.formats.model_config import read_model_config
 from spd.kernels.native.build import obstacle
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.plan.rank_choice import draw_exchange, pass_exchange
 from spd.runtime.ranks import crew
 from spd.runtime.round.arithmetic_probe import bucket_for
-from tests.helpers import INTERPRETED, make_engine, random_prompts, run_all
+from tests.helpers import INTERPRETED, make_engine, random_prompts, read_model_config, run_all
 from tests.parallel.process_ranks import count_traffic, damped, most_memory, nothing_is_left, pids
 
 PROMPTS = [*random_prompts(1, 75, 256), *random_prompts(1, 20, 256, seed=1)]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import ModelFolder
-from spd.formats.model_config import read_model_config
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import SamplingParams
 from spd.runtime.load import loader
@@ -24,7 +23,7 @@ from spd.runtime.models.builder import Fill, LayerBuilder, Place, WeightSpace, f
 from spd.runtime.models.decoder import Decoder, build_layer
 from spd.runtime.models.destinations import Destination
 from spd.runtime.plan.memory import tensor_bytes
-from tests.helpers import make_engine, random_prompts, run_all
+from tests.helpers import make_engine, random_prompts, read_model_config, run_all
 
 WAYS: dict[str, tuple[Callable[[Checkpoint, LoadMeter], Fill], bool]] = {
     "direct": (direct_fill, False),

@@ -14,13 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from spd.errors import CheckpointError
 from spd.formats.folder import ModelFolder
-from spd.formats.model_config import read_model_config
 from spd.runtime import Engine, EngineConfig, SamplingParams
 from spd.runtime.lab.sweep import floor_of
 from spd.runtime.models import eagle3
 from spd.runtime.plan.plan import make_plan
 from spd.runtime.plan.rank_choice import streamed_bytes
-from tests.helpers import Run, make_engine, random_prompts, run_all
+from tests.helpers import Run, make_engine, random_prompts, read_model_config, run_all
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 
 Tensors = dict[str, torch.Tensor]

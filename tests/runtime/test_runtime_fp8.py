@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.demo import demo_folder
-from spd.formats.model_config import read_model_config
 from spd.runtime import SamplingParams
 from spd.runtime.load import fp8_blocks
 from spd.runtime.load.fp8_blocks import scaling_fill
@@ -21,7 +20,7 @@ from spd.runtime.load.loader import direct_fill, threaded_fill
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors, stored_scales
-from tests.helpers import make_engine, random_prompts, run_all
+from tests.helpers import make_engine, random_prompts, read_model_config, run_all
 from tests.recipes.fp8_twin import quantize, write_twin
 from tests.runtime.demo_logits import demo_logits, relative_error
 

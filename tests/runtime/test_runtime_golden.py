@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from spd.formats.checkpoint import Checkpoint
-from spd.formats.model_config import SUPPORTED_ARCHITECTURES, read_model_config
+from spd.formats.model_config import SUPPORTED_ARCHITECTURES
 from spd.runtime import SamplingParams
 from spd.runtime.round.rows import SlotView
-from tests.helpers import make_engine, random_prompts, run_all
+from tests.helpers import make_engine, random_prompts, read_model_config, run_all
 from tests.recipes.tiny import LLAMA, VARIANTS
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.demo import demo_folder
-from spd.formats.model_config import read_model_config
 from spd.kernels.linear.eight_bits import int8_linear, int8_rows, multiplies_int8
 from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
 from spd.runtime.layers.linear import Int8Linear
 from spd.runtime.models.moe import RoutedExperts
 from spd.runtime.models.weight_form import WeightForm
 from spd.runtime.plan.memory import tensor_bytes
-from tests.helpers import Damped, make_engine, random_prompts, run_all
+from tests.helpers import Damped, make_engine, random_prompts, read_model_config, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.demo_logits import demo_logits, relative_error

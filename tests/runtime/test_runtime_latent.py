@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from spd.formats.block_config import LatentConfig
-from spd.formats.model_config import ModelConfig, read_model_config
+from spd.formats.model_config import ModelConfig
 from spd.formats.rope_config import RopeConfig
 from spd.runtime.layers.base import LayerCache, Residual
 from spd.runtime.layers.rotary import inverse_frequencies
@@ -21,7 +21,7 @@ from spd.runtime.models.families import deepseek
 from spd.runtime.models.weights import expected_tensors, scale_shape
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import SlotRows, SlotView
-from tests.helpers import make_engine
+from tests.helpers import make_engine, read_model_config
 
 pytestmark = pytest.mark.usefixtures("every_trial")
 

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 
 from spd.errors import CheckpointError, IncompatibleError, ResourceError, SpdError
 from spd.formats.checkpoint import Checkpoint
-from spd.formats.model_config import read_model_config
 from spd.kernels.linear.skinny_linear import ScaledWeight
 from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
 from spd.runtime.load import loader
@@ -28,7 +27,7 @@ from spd.runtime.load.dummy_weights import dummy_fill
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Cut
 from spd.runtime.models.weights import expected_tensors
-from tests.helpers import cut_when_read, make_engine, random_prompts, run_all
+from tests.helpers import cut_when_read, make_engine, random_prompts, read_model_config, run_all
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from spd.formats.model_config import read_model_config
 from spd.runtime.lab.rows import make_rows
 from spd.runtime.lab.sweep import Floor, floor_of, measure_read_rate
 from spd.runtime.models.weight_form import WIDE
+from tests.helpers import read_model_config
 from tests.runtime.measuring.measuring_helpers import DRAFT, PLAIN, make_sample
 
 
