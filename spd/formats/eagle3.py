@@ -77,20 +77,17 @@ def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
 
     Raises CheckpointError naming the field for a head that cannot be run.
     """
-    if fields.get("speculators_model_type") != MODEL_TYPE:
+    speculators, layer = fields.get("speculators_model_type") == MODEL_TYPE, fields
+    if speculators:
+        layer = fields.nested("transformer_layer_config")
+        kind = layer.text("model_type", "llama")
+        why = f"{shown(kind)}: EAGLE-3 heads with llama's layer are supported"
+        layer.require(kind == "llama", "model_type", why)
+    else:  # whatever model_type says: trainers write the target's there
         names = fields.get("architectures")
         named = isinstance(names, list) and any(name in ARCHITECTURES for name in names)
-        is_head = named or (names == ["LlamaForCausalLM"] and "draft_vocab_size" in fields)
-        return _checked(fields, fields, normed_residual=False) if is_head else None
-    layer = fields.nested("transformer_layer_config")
-    kind = layer.text("model_type", "llama")
-    why = f"{shown(kind)}: EAGLE-3 heads with llama's layer are supported"
-    layer.require(kind == "llama", "model_type", why)
-    return _checked(fields, layer, normed_residual=True)
-
-
-def _checked(fields: Fields, layer: Fields, *, normed_residual: bool) -> tuple[Eagle3Config, Fields]:
-    """Of a head whose layer is a Llama's, whatever model_type says: trainers write the target's there."""
+        if not named and (names != ["LlamaForCausalLM"] or "draft_vocab_size" not in fields):
+            return None
     one = layer.integer("num_hidden_layers", 1, 1024, 1) == 1
     layer.require(one, "num_hidden_layers", "EAGLE-3 heads of one layer are supported")
     nested = fields.fields("eagle_config") or Fields(f"{fields.where}: eagle_config", {})
@@ -106,7 +103,7 @@ def _checked(fields: Fields, layer: Fields, *, normed_residual: bool) -> tuple[E
         draft_vocab_size=fields.optional_integer("draft_vocab_size", 1, vocab_size),
         listed_layers=listed,
         num_aux=len(listed) if listed else 3,
-        norm_before_residual=fields.boolean("norm_before_residual", normed_residual),
+        norm_before_residual=fields.boolean("norm_before_residual", speculators),
         norm_before_fc=fields.boolean("norm_before_fc", nested.boolean("norm_before_fc", False)),
         fc_norm=fields.boolean("fc_norm", False),
         norm_output=fields.boolean("norm_output", False),

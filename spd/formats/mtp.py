@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import eq
@@ -196,24 +196,18 @@ def find_mtp(architecture: str, names: Collection[str], num_layers: int | None) 
     own = [family for family in FAMILIES if architecture in family.architectures]
     by_names = {family.glue["projection"]: family for family in (*reversed(FAMILIES), *own)}
     for family in reversed(by_names.values()):
-        found = _modules(family, names, num_layers)
-        if found:
+        # Without a target's layers beside the head any layer would do.
+        stems = [*family.glue.values(), *(() if num_layers is None else (family.layer,))]
+        pattern = re.compile("|".join(re.sub(r"\\\{[il]\\\}", r"(\\d+)", re.escape(stem)) for stem in stems))
+        matches = [match for name in names if (match := pattern.match(name))]
+        numbers = {int(match[match.lastindex]) if match.lastindex else 0 for match in matches}
+        least = num_layers if family.numbers_layers and num_layers is not None else 0
+        if found := {number for number in numbers if least <= number < MAX_LAYERS}:
             first = (min(found) if num_layers is None else num_layers) if family.numbers_layers else 0
             layout = MtpLayout(family, max(found) - first + 1, first)
             tables = (key for key, copy in family.tables.items() if layout.named(copy, 0) in names)
             return replace(layout, own=tuple(tables))
     return None
-
-
-def _modules(family: MtpFamily, names: Iterable[str], num_layers: int | None) -> set[int]:
-    """Numbers of the modules that have any tensor; {l} where the family numbers layers, else {i}."""
-    own = [*family.glue.values(), *(() if num_layers is None else (family.layer,))]  # else any layer would do
-    sources = [re.escape(each).replace(r"\{l\}", r"(\d+)").replace(r"\{i\}", r"(\d+)") for each in own]
-    pattern = re.compile("|".join(sources))
-    matches = [match for name in names if (match := pattern.match(name))]
-    found = {int(match[match.lastindex]) if match.lastindex else 0 for match in matches}
-    first = num_layers if family.numbers_layers and num_layers is not None else 0
-    return {number for number in found if first <= number < MAX_LAYERS}
 
 
 def declared_modules(fields: Fields) -> int:
@@ -392,7 +386,11 @@ def plan_head(source: ModelFolder, name: str, layer_tensors: Callable[[ModelConf
         why = f"{len(bare)} FP8 tensors of the MTP head have no scales; first: {bare[0]}"
         scales = listed([name + SCALE_SUFFIX for name in bare])
         raise CheckpointError(f"{checkpoint.folder}: {why}", reason=scales)
-    tables = {name for m in range(layout.modules) for name in head.copies(m)}
+    # What a copy may equal: the target's embedding serves as head too where it is tied.
+    embedding, output = (checkpoint.tensors.get(name) for name in TABLES)
+    equals = {"embedding": embedding, "head": output or embedding}
+    copies = layout.family.tables.items()
+    tables = {layout.named(name, m): equals[key] for key, name in copies for m in range(layout.modules)}
     metas = [meta for meta in checkpoint.tensors.values() if layout.owns(meta.name)]
     kept = [meta for meta in metas if meta.name.removesuffix(SCALE_SUFFIX) in needed]
     return HeadPlan(
@@ -401,7 +399,7 @@ def plan_head(source: ModelFolder, name: str, layer_tensors: Callable[[ModelConf
         (inner or fields).values,
         layout.modules if is_head else declared_modules(fields),
         tuple(meta for meta in kept if meta.name not in tables),
-        tuple((meta, _table(checkpoint, layout, meta)) for meta in kept if meta.name in tables),
+        tuple((meta, tables[meta.name]) for meta in kept if meta.name in tables),
         tuple(meta.name for meta in metas if meta not in kept),
     )
 
@@ -423,18 +421,6 @@ def _own_head(source: ModelFolder, name: str) -> tuple[MtpSource, Checkpoint]:
 
     checkpoint = Checkpoint.open(source.path, wanted)
     return MtpSource(source, find(checkpoint.tensors), config, name), checkpoint
-
-
-def _table(checkpoint: Checkpoint, layout: MtpLayout, copy: TensorMeta) -> TensorMeta | None:
-    """The target's table that a copy may equal: the embedding serves as head too where it is tied."""
-    heads = {layout.named(layout.family.tables["head"], m) for m in range(layout.modules)}
-    embedding, head = (checkpoint.tensors.get(name) for name in TABLES)
-    return (head or embedding) if copy.name in heads else embedding
-
-
-def config_to_write(plan: HeadPlan) -> dict[str, Any]:
-    names = (plan.head.verifier, plan.head.verifier_sha256, plan.head.layout.modules)
-    return head_config(plan.raw_config, *names, quantized=plan.quantized)
 
 
 def differing_copies(plan: HeadPlan) -> list[TensorMeta]:

@@ -141,8 +141,7 @@ def _write(
     session: Session, plan: HeadPlan, options: ConvertOptions, report: Report, destination: Path
 ) -> Report:
     """Write the folder: weights, config, manifest; then it gets its name."""
-    from spd.formats.model_config import FILE_NAME
-    from spd.formats.mtp import config_to_write, differing_copies, outputs
+    from spd.formats.mtp import differing_copies, head_config, outputs
     from spd.formats.writer import open_stage, write_json, write_tensors
 
     own = differing_copies(plan)
@@ -155,7 +154,8 @@ def _write(
 
         digests = write_tensors(stage / WEIGHTS, outputs(plan, tensors, cast), show)
         plan.checkpoint.check_unchanged()
-        write_json(stage / FILE_NAME, config_to_write(plan))
+        told = (plan.head.verifier, plan.head.verifier_sha256, plan.head.layout.modules)
+        write_json(stage / "config.json", head_config(plan.raw_config, *told, quantized=plan.quantized))
         manifest = {
             "schema": "spd.manifest/1",
             "spd": __version__,
