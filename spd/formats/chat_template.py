@@ -58,10 +58,21 @@ class ChatTemplate:
             path = folder / "chat_template.jinja"
             return cls(str(path), {"default": read_text(path, TEMPLATE_LIMIT)}, special)
         own = Fields.of(folder / "chat_template.json") if "chat_template.json" in names else None
-        for fields in (own, config.fields):
-            if fields is not None and "chat_template" in fields:
-                return cls(f"{fields.where}: chat_template", _templates_of(fields), special)
-        return None
+        fields = next((each for each in (own, config.fields) if each and "chat_template" in each), None)
+        if fields is None:
+            return None
+        value, key = fields.get("chat_template"), "chat_template"
+        entries = {"default": value} if isinstance(value, str) else value
+        if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+            entries = {entry.get("name"): entry.get("template") for entry in value}
+        texts = [*entries, *entries.values()] if isinstance(entries, dict) else [None]
+        if not isinstance(entries, dict) or not all(isinstance(text, str) for text in texts):
+            raise fields.refused(key, "is neither a string nor a list of named templates")
+        why = f"has no template named default, only {shown(sorted(entries))}"
+        fields.require("default" in entries, key, why)
+        longest = max(map(len, entries.values()))
+        fields.require(longest <= TEMPLATE_LIMIT, key, f"is longer than {TEMPLATE_LIMIT:,} characters")
+        return cls(f"{fields.where}: {key}", entries, special)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
@@ -82,23 +93,6 @@ class ChatTemplate:
         if reply["error"] == "refused":
             raise IncompatibleError(f"the chat template refuses these messages: {one_line(reply['message'])}")
         raise CheckpointError(f"{self._where}{line}: {one_line(reply['message'])}")
-
-
-def _templates_of(fields: Fields) -> dict[str, str]:
-    """By name; there is one named default."""
-    value = fields.get("chat_template")
-    entries = {"default": value} if isinstance(value, str) else value
-    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
-        entries = {entry.get("name"): entry.get("template") for entry in value}
-    texts = [*entries, *entries.values()] if isinstance(entries, dict) else [None]
-    if not isinstance(entries, dict) or not all(isinstance(text, str) for text in texts):
-        raise fields.refused("chat_template", "is neither a string nor a list of named templates")
-    why = f"has no template named default, only {shown(sorted(entries))}"
-    fields.require("default" in entries, "chat_template", why)
-    longest = max(map(len, entries.values()))
-    why = f"is longer than {TEMPLATE_LIMIT:,} characters"
-    fields.require(longest <= TEMPLATE_LIMIT, "chat_template", why)
-    return entries
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,10 @@ TORCH_NAMES = {
     **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "U8": "uint8", "BOOL": "bool"},
 }
 """What torch calls the dtypes of a checkpoint that it can hold."""
-DTYPE_BITS = {
-    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8},
-    **{"F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
-    **{"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32},
-    **{"I64": 64, "U64": 64, "F64": 64, "C64": 64},
-}
+_CODES = "F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16 BF16"
+_CODES += " I32 U32 F32 I64 U64 F64 C64"
+DTYPE_BITS = {"BOOL": 8, **{code: int(re.findall(r"\d+", code)[0]) for code in _CODES.split()}}
+"""Bits of an element, which each code says first."""
 
 SHARD_NAME = re.compile(r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)\.)[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
 """Of a file that stays in its folder, under POSIX and Windows rules."""
@@ -367,14 +365,14 @@ def check_tensors(
 def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:
     """Read and check the header of one safetensors file; no tensor data is touched.
 
-    Raises `CheckpointError` naming the file and the tensor.
+    The data of all tensors must fill the file: no overlap, no gap, no remainder. Raises `CheckpointError`
+    naming the file and the tensor.
     """
     with open_regular_file(path) as file:
         identity = _identity(os.fstat(file.fileno()))
         size = identity[0]
         if size < 8:
-            why = f"header too small: the file has {size} bytes and needs at least 8"
-            raise CheckpointError(f"{path}: {why}")
+            raise CheckpointError(f"{path}: header too small: the file has {size} bytes and needs at least 8")
         length = int.from_bytes(_bytes_at(file, 0, 8, path), "little")
         if length > HEADER_LIMIT:
             why = f"header too large: {length} bytes, at most {HEADER_LIMIT} are allowed"
@@ -389,8 +387,18 @@ def read_shard_header(path: Path) -> tuple[Identity, list[TensorMeta]]:
     texts = metadata.values() if isinstance(metadata, dict) else [None]
     if metadata is not None and not all(isinstance(value, str) for value in texts):
         raise CheckpointError(f"{path}: __metadata__: is not an object of strings")
-    tensors = [_tensor(path, name, entry, 8 + length) for name, entry in header.items()]
-    _check_layout(path, tensors, 8 + length, size)
+    position = 8 + length
+    tensors = [_tensor(path, name, entry, position) for name, entry in header.items()]
+    for meta in sorted(tensors, key=lambda meta: (meta.offset, meta.nbytes, meta.name)):
+        if meta.offset != position:
+            gap = f"leaves a gap of {meta.offset - position} bytes"
+            what = "overlaps the tensor before it" if meta.offset < position else gap
+            raise CheckpointError(f"{path}: tensor {shown(meta.name)}: data_offsets: {what}")
+        position += meta.nbytes
+    if position > size:
+        raise CheckpointError(f"{path}: is truncated: {position - size} bytes of tensor data are missing")
+    if position < size:
+        raise CheckpointError(f"{path}: has {size - position} bytes after the last tensor")
     return identity, tensors
 
 
@@ -429,17 +437,3 @@ def _are_sizes(values: list[object]) -> bool:
         if type(value) is not int or not 0 <= value <= MAX_NUMBER:
             return False
     return True
-
-
-def _check_layout(path: Path, tensors: Iterable[TensorMeta], position: int, end: int) -> None:
-    """The data of all tensors must fill a file from `position` to `end`: no overlap, no gap, no remainder."""
-    for meta in sorted(tensors, key=lambda meta: (meta.offset, meta.nbytes, meta.name)):
-        if meta.offset != position:
-            gap = f"leaves a gap of {meta.offset - position} bytes"
-            what = "overlaps the tensor before it" if meta.offset < position else gap
-            raise CheckpointError(f"{path}: tensor {shown(meta.name)}: data_offsets: {what}")
-        position += meta.nbytes
-    if position > end:
-        raise CheckpointError(f"{path}: is truncated: {position - end} bytes of tensor data are missing")
-    if position < end:
-        raise CheckpointError(f"{path}: has {end - position} bytes after the last tensor")

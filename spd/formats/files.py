@@ -55,24 +55,19 @@ def open_output(path: Path, *, append: bool = False) -> int:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0), 0o666)
     try:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            lock(descriptor, path)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fix = ["wait for it, or give another name"]
+                raise UsageError(f"{path}: another process is writing it", fix=fix) from None
+            except OSError:
+                pass  # a file system without locks
             if not append:
                 os.ftruncate(descriptor, 0)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def lock(descriptor: int, path: Path) -> None:
-    """Lock what is open until it is closed. Raises UsageError where it is locked already."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fix = ["wait for it, or give another name"]
-        raise UsageError(f"{path}: another process is writing it", fix=fix) from None
-    except OSError:
-        pass  # a file system without locks
 
 
 def write_whole(path: Path, text: str, mode: int = 0o666) -> None:

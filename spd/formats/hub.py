@@ -61,11 +61,16 @@ def resolve_model(reference: str, revision: str | None = None) -> Path:
     if is_demo or os.path.lexists(path) or not _REPOSITORY.fullmatch(reference):
         if revision is not None:
             raise UsageError(f"{reference}: a revision belongs to a model named org/name, not to a folder")
-        if not is_demo:
-            return _local_folder(path)
-        folder = demo_folder(reference)
-        if not (folder / "config.json").is_file():
+        folder = demo_folder(reference) if is_demo else path
+        if is_demo and not (folder / "config.json").is_file():
             raise NotFoundError(f"{reference}: this installation of spd lacks its embedded model ({folder})")
+        if not os.path.lexists(folder) and folder.suffix.lower() != ".gguf":
+            raise NotFoundError(f"{folder}: there is no such folder")
+        if not (folder / "config.json").exists():
+            from spd.formats.checkpoint import not_a_model
+
+            if wrong := not_a_model(folder):
+                raise wrong
         return folder
     return _cached_snapshot(reference, revision)
 
@@ -106,16 +111,6 @@ def list_cached_models() -> list[str]:
     names = [name for name in _names(cache) if name.startswith("models--")]
     kept = [name for name in names if _names(cache / name / "snapshots")]
     return sorted(name[8:].replace("--", "/", 1) for name in kept)
-
-
-def _local_folder(path: Path) -> Path:
-    from spd.formats.checkpoint import not_a_model
-
-    if not os.path.lexists(path) and path.suffix.lower() != ".gguf":
-        raise NotFoundError(f"{path}: there is no such folder")
-    if not (path / "config.json").exists() and (wrong := not_a_model(path)):
-        raise wrong
-    return path
 
 
 def _cached_snapshot(name: str, revision: str | None) -> Path:

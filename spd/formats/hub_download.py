@@ -73,7 +73,8 @@ def look_up(name: str, revision: str | None = None) -> RemoteModel:
             raise IncompatibleError(f"{name}: the repository has no config.json, so it is no model folder")
         wanted = [file for file in offered.values() if file.rfilename in SMALL_FILES]
         wanted += _weights(name, commit, offered, list(every))
-        missing = sum(file.size or 0 for file in wanted if not _cached(name, commit, file).is_file())
+        there = cached_folder(name) / "snapshots" / commit
+        missing = sum(file.size or 0 for file in wanted if not (there / file.rfilename).is_file())
     return RemoteModel(name, revision, commit, tuple(wanted), missing)
 
 
@@ -104,7 +105,7 @@ def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
 
 def _fetch(name: str, commit: str, file: RepoSibling, report: Callable[[int], None]) -> Path:
     """Where a file lies in the cache; what was not there is downloaded and checked."""
-    path = _cached(name, commit, file)
+    path = cached_folder(name) / "snapshots" / commit / file.rfilename
     if not path.is_file():
         folder, meter, hub = cache_folder(), _meter(report), constants.ENDPOINT
         hf_hub_download(
@@ -112,10 +113,6 @@ def _fetch(name: str, commit: str, file: RepoSibling, report: Callable[[int], No
         )
         _check_hash(name, file, path)
     return path
-
-
-def _cached(name: str, commit: str, file: RepoSibling) -> Path:
-    return cached_folder(name) / "snapshots" / commit / file.rfilename
 
 
 def _weights(

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from spd.errors import CheckpointError
 
@@ -119,7 +119,11 @@ def parse_json(text: str, where: str) -> object:
         raise CheckpointError(f"{where}: holds more than {MAX_CONTAINERS:,} lists and objects")
     try:
         value: object = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
-        if _deeper_than(value, MAX_DEPTH):
+        level: list[Any] = [[value]]  # all of one depth at a time: a call for each would take long
+        for _ in range(MAX_DEPTH + 2):
+            inner = (node.values() if isinstance(node, dict) else node for node in level)
+            level = [child for each in inner for child in each if type(child) in (dict, list)]
+        if level:
             raise RecursionError
     except json.JSONDecodeError as error:
         why = f"is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
@@ -134,15 +138,6 @@ def parse_json(text: str, where: str) -> object:
         except UnicodeEncodeError:
             raise CheckpointError(f"{where}: holds half of a surrogate pair") from None
     return value
-
-
-def _deeper_than(value: object, limit: int) -> bool:
-    level = [value] if isinstance(value, dict | list) else []
-    while level and limit >= 0:
-        inner = (node.values() if isinstance(node, dict) else node for node in level)
-        level = [child for each in inner for child in each if type(child) in (dict, list)]
-        limit -= 1
-    return bool(level)
 
 
 class Fields:

@@ -123,4 +123,5 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS + CPU_SECONDS_PER_INPUT_BYTE * len(line))
         result = render(environment, **json.loads(line), limit=OUTPUT_CHARACTERS + len(line))
         signal.setitimer(signal.ITIMER_PROF, 0.0)  # no answer may arrive from a process about to end
-        print(json.dumps(result), flush=True)
+        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.flush()
