@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spd.errors import ResourceError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.eagle3 import Eagle3Config
-from spd.formats.model_config import ModelConfig, read_model_config
+from spd.formats.model_config import ModelConfig
 from spd.kernels.attention.paged_attention import KV_BLOCK
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams, make_plan
 from spd.runtime.engine import assembly
@@ -33,7 +33,7 @@ from spd.runtime.plan.memory import (
     at_context,
     largest,
     measure,
-    num_pages,
+    pages_a_slot,
     refusal,
     remedies,
     show_size,
@@ -43,11 +43,12 @@ from spd.runtime.proposers.head import HeadProposer
 from spd.runtime.round.arithmetic_probe import WIDEST
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.kv_cache import KvCache
+from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.out_of_memory import OutOfMemory, is_out_of_memory, memory_phase
 from spd.runtime.round.round import Round
 from spd.runtime.round.sampling_params import SamplerClass
-from tests.helpers import make_engine, random_prompts, run_all
+from tests.helpers import make_engine, random_prompts, read_model_config, run_all
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
@@ -138,7 +139,8 @@ def test_an_engine_holds_what_its_plan_counts(tiny: Shelf) -> None:
     runner = engine._parts.runner
     caches = [runner.cache, engine._parts.proposer.runners[0].cache]  # type: ignore[union-attr]
     held = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
-    assert engine.plan.need.caches == held and engine.plan.shape.num_pages == num_pages(500, 3)
+    assert engine.plan.need.caches == held
+    assert engine.plan.shape.num_pages == NUM_RESERVED + 3 * pages_a_slot(500)
     config = read_model_config(tiny("tied"))
     packed_head = config.vocab_size * config.hidden_size * 4
     assert engine.plan.need.weights == tensor_bytes(config, "float32") + packed_head
@@ -239,7 +241,7 @@ def test_pages_give_way_before_an_automatic_context(tiny: Shelf, monkeypatch: py
     wishes = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32", kernels="torch", slots=4)
     pretend_free(monkeypatch, 2**40)
     whole = make_plan(wishes)
-    assert (whole.shape.ctx, whole.shape.num_pages) == (8192, num_pages(8192, 4))
+    assert (whole.shape.ctx, whole.shape.num_pages) == (8192, NUM_RESERVED + 4 * pages_a_slot(8192))
     pretend_free(monkeypatch, total_of(whole))
     fewer = make_plan(wishes)
     assert fewer.shape.ctx == 8192 and 130 <= fewer.shape.num_pages < whole.shape.num_pages

@@ -35,22 +35,18 @@ def scaling_fill(
 
     def scaled(views: Mapping[str, Tensor]) -> None:
         fill(views)
-        stored = {
-            name: view
+        shapes = {
+            name: checkpoint.tensors[name].shape
             for name, view in views.items()
             if checkpoint.tensors[name].dtype == FP8_DTYPE and view.dtype != torch.float8_e4m3fn
         }
         scales = {
-            scale_name(name): torch.empty(
-                scale_shape(checkpoint.tensors[name].shape, block), device=view.device
-            )
-            for name, view in stored.items()
+            name: torch.empty(scale_shape(shape, block), device=views[name].device)
+            for name, shape in shapes.items()
         }
-        fill_scales(scales)
-        for name, view in stored.items():
-            scale_blocks(
-                view, scales[scale_name(name)], block, cuts.get(name), checkpoint.tensors[name].shape
-            )
+        fill_scales({scale_name(name): view for name, view in scales.items()})
+        for name, shape in shapes.items():
+            scale_blocks(views[name], scales[name], block, cuts.get(name), shape)
 
     return scaled
 

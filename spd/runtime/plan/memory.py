@@ -86,14 +86,18 @@ class EngineShape:
     @property
     def num_pages(self) -> int:
         """Pages of each cache, the reserved ones included."""
-        if self.pages is not None:
-            return NUM_RESERVED + self.pages
-        return NUM_RESERVED + fewest_pages(self.ctx) if self.squeezed else num_pages(self.ctx, self.slots)
+        wanted = fewest_pages(self.ctx) if self.squeezed else self.slots * pages_a_slot(self.ctx)
+        return NUM_RESERVED + (wanted if self.pages is None else self.pages)
 
     @property
     def mtp_modules(self) -> int:
         """Modules of an MTP head that are used: no more than there are drafts."""
         return 0 if self.mtp is None else min(self.mtp.layout.modules, self.model_drafts)
+
+    @property
+    def draft_shard(self) -> Shard | None:
+        """The first rank's part of what drafts; None where that is whole."""
+        return Shard(0, self.draft_tp) if self.draft_tp > 1 else None
 
 
 @dataclass(frozen=True)
@@ -155,11 +159,6 @@ def pages_a_slot(ctx: int) -> int:
     return -(-(ctx + PAGE_SIZE) // ATTENTION_BLOCK) * (ATTENTION_BLOCK // PAGE_SIZE)
 
 
-def num_pages(ctx: int, slots: int) -> int:
-    """Pages for every slot at full length, and the reserved ones."""
-    return NUM_RESERVED + slots * pages_a_slot(ctx)
-
-
 def fewest_pages(ctx: int) -> int:
     """Pages that one request at full length needs: with fewer it could never end."""
     return -(-ctx // PAGE_SIZE)
@@ -176,17 +175,21 @@ def position_size(config: ModelConfig, ranks: int = 1) -> int:
     return sum(math.prod(shape) for layer in layers for shape in layer.attention.cache)
 
 
+def recurrent_blocks(config: ModelConfig, ranks: int) -> list[DeltaLayout]:
+    """A model's recurrent layers, or the first rank's part of them."""
+    blocks = [layer.attention for layer in rank_layout(config, ranks).layers]
+    return [block for block in blocks if isinstance(block, DeltaLayout)]
+
+
 def state_bytes(config: ModelConfig, ranks: int = 1) -> int:
     """Bytes of one slot's states in all recurrent layers, on one of `ranks`; rings stand beside them."""
-    blocks = [layer.attention for layer in rank_layout(config, ranks).layers]
-    return sum(4 * math.prod(block.state_shape) for block in blocks if isinstance(block, DeltaLayout))
+    return sum(4 * math.prod(block.state_shape) for block in recurrent_blocks(config, ranks))
 
 
 def slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
     """Bytes that recurrent layers keep of one slot on a rank: states, and rings of the rows behind them."""
     width, depth = DTYPE_BYTES[shape.dtype], ring_depth(shape.draft_max)
-    blocks = [layer.attention for layer in rank_layout(config, ranks).layers]
-    kept = [each for block in blocks if isinstance(block, DeltaLayout) for each in block.slot_shapes(depth)]
+    kept = [each for block in recurrent_blocks(config, ranks) for each in block.slot_shapes(depth)]
     return sum(math.prod(sizes) * (4 if exact else width) for sizes, exact in kept)
 
 
@@ -195,17 +198,12 @@ def checkpoint_bytes(shape: EngineShape) -> int:
     width, total = DTYPE_BYTES[shape.dtype], 0
     for config, ranks in ((shape.target, shape.tp), (shape.draft, shape.draft_tp)):
         if config is not None:
-            blocks = [layer.attention for layer in rank_layout(config, ranks).layers]
-            deltas = [block for block in blocks if isinstance(block, DeltaLayout)]
-            inputs = sum((block.delta.kernel - 1) * block.channels for block in deltas)
+            inputs = sum((each.delta.kernel - 1) * each.channels for each in recurrent_blocks(config, ranks))
             captured = 0 if config.eagle3 is None else config.hidden_size
             total += state_bytes(config, ranks) + page_bytes(config, shape.dtype, ranks)
             total += (inputs + captured) * width
     if shape.mtp is not None and (modules := shape.mtp_modules):
-        config = shape.mtp.config
-        shard = Shard(0, shape.draft_tp) if shape.draft_tp > 1 else None
-        rows = PAGE_SIZE * module_position_size(config, shape.mtp.layout.family, shard)
-        total += modules * (rows + config.hidden_size) * width
+        total += modules * (_mtp_page_size(shape, shape.mtp) + shape.mtp.config.hidden_size) * width
     return total
 
 
@@ -258,11 +256,15 @@ def _aux_states(shape: EngineShape, draft: ModelConfig) -> int:
     return (_states(shape, 1) * draft.hidden_size + streams + own) * DTYPE_BYTES[shape.dtype]
 
 
+def _mtp_page_size(shape: EngineShape, mtp: MtpSource) -> int:
+    """Elements of one page of an MTP module's cache."""
+    return PAGE_SIZE * module_position_size(mtp.config, mtp.layout.family, shape.draft_shard)
+
+
 def _mtp_head(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
     """Bytes of an MTP head's weights, and of its cache and states."""
     config, modules, width = mtp.config, shape.mtp_modules, DTYPE_BYTES[shape.dtype]
-    shard = Shard(0, shape.draft_tp) if shape.draft_tp > 1 else None
-    positions = shape.num_pages * PAGE_SIZE * module_position_size(config, mtp.layout.family, shard)
+    positions, shard = shape.num_pages * _mtp_page_size(shape, mtp), shape.draft_shard
     states = _states(shape, modules) * config.hidden_size
     weights = sum(module_bytes(mtp, i, shape.dtype, shape.draft_form, shard) for i in range(modules))
     if shape.draft_tp != shape.tp:  # tables of its own, since the target's are divided among other ranks
@@ -425,10 +427,8 @@ def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, Engi
         yield "--spec off", replace(shape, draft_max=0)
     if shape.keep_laws:
         yield "--verify coupled", replace(shape, keep_laws=False)
-    rows, wide = (
-        int8_form(shape.kernels, shape.on_cpu, shape.dtype),
-        (shape.form, shape.draft_form) == (WIDE, WIDE),
-    )
+    rows = int8_form(shape.kernels, shape.on_cpu, shape.dtype)
+    wide = (shape.form, shape.draft_form) == (WIDE, WIDE)
     models = (shape.target, shape.draft, shape.mtp.config if shape.mtp else None)
     stored = (model.fp8_block or model.quantization for model in models if model is not None)
     if rows and wide and not any(stored):
