@@ -6,8 +6,9 @@ Each family has its own keys for the same facts. Source: the configurations of `
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from spd.formats.json_file import Fields, shown
@@ -29,6 +30,20 @@ class SlidingRule:
     period: int | None = None
     """Of so many layers the last sees everything; None: all slide. `sliding_window_pattern` overrides it."""
     listed: bool = True  # whether the code follows `layer_types`, or they may only say what it does anyway
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What embeddings, the sums of blocks, scores (None: as the head's size says) and logits are
+    multiplied by."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    scores: float | None = None
+    logits: float = 1.0
+
+
+PLAIN = Scales()
 
 
 @dataclass(frozen=True)
@@ -100,7 +115,8 @@ def read_sliding(fields: Fields, num_layers: int, rule: SlidingRule | None) -> t
     that contradict the rest.
     """
     slides = _listed(fields, num_layers, KINDS if rule else KINDS[:1])
-    window = fields.optional_integer("sliding_window", 1 if rule else 0, MAX_POSITIONS)
+    least = 1 if rule and not rule.switched else 0  # transformers writes 0 for a window that is switched off
+    window = fields.optional_integer("sliding_window", least, MAX_POSITIONS)
     if rule is None:
         # Without the switch a window counts as used: only Qwen writes windows that it then leaves off.
         used = fields.boolean("use_sliding_window", window is not None) and window is not None
@@ -108,12 +124,12 @@ def read_sliding(fields: Fields, num_layers: int, rule: SlidingRule | None) -> t
         return ()
     if "sliding_window" not in fields.values:
         window = rule.window
-    if rule.switched and not fields.boolean("use_sliding_window", False):
+    if rule.switched and not (window and fields.boolean("use_sliding_window", False)):
         window = None
     first, period = 0, 0
     if rule.switched and window is not None:
         first = fields.integer("max_window_layers", 0, MAX_PERIOD, 28)
-    elif rule.period is not None and window is not None:
+    elif rule.period is not None and window is not None and slides is None:
         period = fields.integer("sliding_window_pattern", 1, MAX_PERIOD, rule.period)
     layers = range(1, num_layers + 1)
     usual = [
@@ -125,6 +141,38 @@ def read_sliding(fields: Fields, num_layers: int, rule: SlidingRule | None) -> t
     known = window is not None or not any(slides)
     fields.require(known, "layer_types", "names sliding_attention, but there is no sliding_window")
     return tuple(window if slide else None for slide in slides) if any(slides) else ()
+
+
+StillRule = Callable[[Fields, int, tuple[int | None, ...]], tuple[bool, ...]]
+"""Which layers know no positions, of their number and sliding windows."""
+
+
+def listed_still(fields: Fields, num_layers: int, sliding: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """Of `smollm3`: a list, 0 for a layer that does not turn, or every few layers one."""
+    turns, key = fields.get("no_rope_layers"), "no_rope_layers"
+    if turns is None:
+        every = fields.integer("no_rope_layer_interval", 1, MAX_PERIOD, 4)
+        turns = [int((layer + 1) % every != 0) for layer in range(num_layers)]
+    if not isinstance(turns, list) or len(turns) < num_layers or any(turn not in (0, 1) for turn in turns):
+        raise fields.refused(key, f"is not a list of {num_layers} zeros and ones, one a layer")
+    return tuple(not turn for turn in turns[:num_layers])
+
+
+def global_still(fields: Fields, num_layers: int, sliding: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """Of `exaone4` and `cohere2`: where layers slide those that see everything do not turn."""
+    return tuple(window is None for window in sliding)
+
+
+def granite_scales(fields: Fields) -> Scales:
+    """Of `granite` and `granitemoe`: logits are divided, the rest is multiplied."""
+    number = partial(fields.number, low=1e-6, high=1e6, default=1.0)
+    embedding, residual = number("embedding_multiplier"), number("residual_multiplier")
+    return Scales(embedding, residual, number("attention_multiplier"), 1 / number("logits_scaling"))
+
+
+def cohere_scales(fields: Fields) -> Scales:
+    """Of `cohere2`."""
+    return Scales(logits=fields.number("logit_scale", 1e-6, 1e6, 0.0625))
 
 
 def _listed(
@@ -244,6 +292,25 @@ def qwen3_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
     router = RouterConfig(per_token, False, False, fields.boolean("norm_topk_prob", False))
     return ExpertsConfig(count, fields.integer("moe_intermediate_size", 1, 1 << 20), 0, sparse, router)
+
+
+def qwen2_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+    """Of `qwen2_moe`: as Qwen3's, with a gated shared expert."""
+    shared = fields.integer("shared_expert_intermediate_size", 0, 1 << 20, 5632)
+    names: dict[str, Any] = {"shared_name": "shared_expert", "shared_gated": True}
+    return replace(qwen3_experts(fields, num_layers), shared_size=shared, **names)
+
+
+def mixtral_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+    """Every layer's are as wide as an MLP, their weights sum to 1."""
+    count, per_token = _counted(fields, "num_local_experts", "num_experts_per_tok", "num_experts")
+    router = RouterConfig(per_token, False, False, True)
+    inner = fields.integer("intermediate_size", 1, 1 << 20)
+    return ExpertsConfig(count, inner, 0, (True,) * num_layers, router)
+
+
+granite_experts = mixtral_experts
+"""Of `granitemoe`: the softmax of the chosen logits alone is that of all, divided by its sum."""
 
 
 def hybrid_experts(fields: Fields, num_layers: int) -> ExpertsConfig:

@@ -77,10 +77,20 @@ _WRAPPED |= {"language_model.lm_head.": "lm_head."}
 """What stands before the names of a text model's tensors inside one that sees images too, and without it."""
 
 
+_EXPERTS = {".w1.weight": ".gate_proj.weight", ".w3.weight": ".up_proj.weight"}
+_EXPERTS |= {".w2.weight": ".down_proj.weight", ".router.layer.weight": ".gate.weight"}
+_EXPERTS |= {".input_linear.weight": ".experts.gate_up_proj", ".output_linear.weight": ".experts.down_proj"}
+"""Names of Mixtral's and Granite's experts inside their block, and what others call the same."""
+
+
 def text_name(name: str) -> str:
     """A tensor's name as a checkpoint of the text model alone has it."""
     wrapped = next(filter(name.startswith, _WRAPPED), "")
-    return _WRAPPED.get(wrapped, "") + name.removeprefix(wrapped)
+    name = _WRAPPED.get(wrapped, "") + name.removeprefix(wrapped)
+    if ".block_sparse_moe." not in name:
+        return name
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    return next((name.replace(old, new) for old, new in _EXPERTS.items() if name.endswith(old)), name)
 
 
 def unpacked(name: str, meta: TensorMeta) -> Iterator[tuple[str, TensorMeta]]:

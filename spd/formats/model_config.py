@@ -18,7 +18,15 @@ from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.eagle3 import Eagle3Config, read_eagle3
 from spd.formats.json_file import Fields, names_in, shown
 from spd.formats.quantized import Quantization, read_quantization
-from spd.formats.rope_config import RopeConfig, read_local_rope, read_rope, read_rotary_dim
+from spd.formats.rope_config import (
+    GROWTH,
+    RopeConfig,
+    read_growth,
+    read_local_rope,
+    read_rope,
+    read_rotary_dim,
+    with_plain_base,
+)
 
 FILE_NAME, GENERATION = "config.json", "generation_config.json"
 MTP_HEAD = "MTPSpeculator"
@@ -62,8 +70,12 @@ class ModelConfig:
     local_rope: RopeConfig | None = None  # of layers that slide, where they rotate in another way
     query_scalar: float | None = None
     """Scores are divided by its square root; None: by that of the head's size."""
+    query_growth: tuple[float, int] | None = None  # see `read_growth`
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    still: tuple[bool, ...] = ()
+    """Which layers know no positions; empty where every one turns."""
+    scales: blocks.Scales = blocks.PLAIN
     delta: blocks.DeltaConfig | None = None  # of recurrent layers, which stand between those that attend
     eagle3: Eagle3Config | None = None
     """Of an EAGLE-3 head, which is no model by itself: how it reads its target."""
@@ -85,6 +97,15 @@ class _Family:
     caps: tuple[float | None, float | None] | None = None  # Gemma: of scores and logits, if no key says so
     epsilon: float = 1e-6  # of norms, when the key is absent
     interleaved: bool | None = None  # how recurrent layers' projections are stored; None: there are none
+    biased: bool = False  # what an absent key of the attention's biases counts as
+    tied: bool = False  # what an absent `tie_word_embeddings` counts as
+    head_dim: int | None = None  # of an absent key; None: hidden_size divided among the heads
+    epsilon_key: str = "rms_norm_eps"
+    still: blocks.StillRule | None = None  # None: every layer turns
+    scales: Callable[[Fields], blocks.Scales] | None = None
+    ntk_alpha: bool = False  # whether "dynamic" with `alpha` is a larger base, the same at every length
+    grows: bool = False  # whether queries grow with their position
+    plain_local: bool = False  # layers that slide turn by the same base, never stretched
 
 
 _SWITCHED = SlidingRule(4096, switched=True)
@@ -118,11 +139,69 @@ _FAMILIES = {
         _ERNIE, model_type="ernie4_5_moe", mlp_bias=None, experts=blocks.ernie_experts
     ),
 }
+_GRANITE = _Family("granite", 2048, "mlp_bias", scales=blocks.granite_scales)
+_FAMILIES |= {
+    "SmolLM3ForCausalLM": _Family(
+        "smollm3", 32768, "mlp_bias", theta=2e6, tied=True, still=blocks.listed_still
+    ),
+    "Olmo3ForCausalLM": _Family(
+        "olmo3", 2048, theta=5e5, sliding=SlidingRule(4096, period=4), plain_local=True, epsilon=1e-5
+    ),
+    "GraniteForCausalLM": _GRANITE,
+    "GraniteMoeForCausalLM": replace(
+        _GRANITE, model_type="granitemoe", mlp_bias=None, experts=blocks.granite_experts
+    ),
+    "SeedOssForCausalLM": _Family("seed_oss", 524288, "mlp_bias", biased=True, head_dim=128),
+    "Ministral3ForCausalLM": _Family(
+        "ministral3",
+        262144,
+        bias=None,
+        sliding=SlidingRule(listed=False),
+        epsilon=1e-5,
+        head_dim=128,
+        grows=True,
+    ),
+    "Glm4ForCausalLM": _Family("glm4", 131072, biased=True, partial=0.5, epsilon=1.5625e-7, head_dim=128),
+    "Exaone4ForCausalLM": _Family(
+        "exaone4",
+        2048,
+        bias=None,
+        sliding=SlidingRule(4096, period=4),
+        epsilon=1e-5,
+        still=blocks.global_still,
+    ),
+    "Cohere2ForCausalLM": _Family(
+        "cohere2",
+        8192,
+        sliding=SlidingRule(4096, period=4),
+        epsilon=1e-5,
+        epsilon_key="layer_norm_eps",
+        tied=True,
+        still=blocks.global_still,
+        scales=blocks.cohere_scales,
+    ),
+    "HunYuanDenseV1ForCausalLM": _Family("hunyuan_v1_dense", 2048, epsilon=1e-5, ntk_alpha=True),
+    "MixtralForCausalLM": _Family(
+        "mixtral",
+        131072,
+        bias=None,
+        theta=1e6,
+        sliding=SlidingRule(listed=False),
+        epsilon=1e-5,
+        experts=blocks.mixtral_experts,
+    ),
+    "Qwen2MoeForCausalLM": _Family(
+        "qwen2_moe", 32768, bias="qkv_bias", biased=True, sliding=_SWITCHED, experts=blocks.qwen2_experts
+    ),
+}
 WRAPPERS = {
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "Qwen3_5ForCausalLM"),
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
+    "Mistral3ForConditionalGeneration": ("mistral3", "Ministral3ForCausalLM"),
 }
 """Architectures that see images too, their model types, and what their `text_config` is of."""
+_OTHER_TEXTS = {("Mistral3ForConditionalGeneration", "mistral"): "MistralForCausalLM"}
+"""What it is of where it has another model type."""
 _OUTSIDE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
 """What holds for the text's part too where it stands beside it."""
 MROPE = ("mrope_section", "mrope_interleaved")
@@ -134,7 +213,6 @@ REFUSED_ARCHITECTURES = {
     "GlmMoeDsaForCausalLM": "its sparse-attention indexer is not supported",
     "Glm4MoeLiteForCausalLM": "latent attention in this family is not supported",
     "Gemma3ForConditionalGeneration": "images are not supported; a text-only Gemma3ForCausalLM is",
-    "Mistral3ForConditionalGeneration": "images are not supported; a text-only MistralForCausalLM is",
 }
 """Architectures close to supported ones, and why they are not."""
 
@@ -161,12 +239,14 @@ def model_config_of(fields: Fields) -> ModelConfig:
     if head := read_eagle3(fields):
         return replace(_decoder_config(head[1]), architecture=EAGLE3, eagle3=head[0])
     names = fields.get("architectures")
-    wrapper = WRAPPERS.get(str(names[0])) if isinstance(names, list) and len(names) == 1 else None
+    outer = str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
+    wrapper = WRAPPERS.get(outer)
     if wrapper is not None:
         fields.choice("model_type", wrapper[:1], wrapper[0])
         inner = fields.nested("text_config")
         around = {key: fields.values[key] for key in _OUTSIDE if key in fields}
-        fields = Fields(inner.where, {**inner.values, **around, "architectures": [wrapper[1]]})
+        text = _OTHER_TEXTS.get((outer, str(inner.get("model_type"))), wrapper[1])
+        fields = Fields(inner.where, {**inner.values, **around, "architectures": [text]})
     return _decoder_config(fields)
 
 
@@ -189,14 +269,18 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     latent = blocks.read_latent(fields) if family.latent else None
     experts = family.experts(fields, num_layers) if family.experts else None
     inner = experts.intermediate_size if experts else None  # where every layer has experts
-    head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(fields, hidden_size, num_heads)
+    head_dim = family.head_dim or hidden_size // num_heads
+    head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(fields, num_heads, head_dim)
     rotary_dim = read_rotary_dim(fields, family.partial, head_dim) if family.partial is not None else None
     local_theta, caps = family.local_theta, family.caps or (None, None)
+    if family.plain_local:
+        local_theta = fields.number("rope_theta", 1.0, 1e12, family.theta)
+    ignored = (*(("partial_rotary_factor",) if rotary_dim else ()), *(MROPE if delta else ()))
     rope = read_rope(
-        fields,
+        with_plain_base(fields, family.theta, head_dim) if family.ntk_alpha else fields,
         family.theta,
         max_positions,
-        ignored=(*(("partial_rotary_factor",) if rotary_dim else ()), *(MROPE if delta else ())),
+        ignored=(*ignored, *(GROWTH if family.grows else ())),
         long_dim=rotary_dim if family.longrope else None,
         by_kind=local_theta is not None,
     )
@@ -213,9 +297,9 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         vocab_size=vocab_size,
         max_positions=min(max_positions, rope.max_positions or max_positions),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1, family.epsilon),
-        tie_embeddings=fields.boolean("tie_word_embeddings", family.caps is not None),
-        attention_bias=fields.boolean(family.bias, False) if family.bias else False,
+        rms_norm_eps=fields.number(family.epsilon_key, 1e-12, 0.1, family.epsilon),
+        tie_embeddings=fields.boolean("tie_word_embeddings", family.tied or family.caps is not None),
+        attention_bias=fields.boolean(family.bias, family.biased) if family.bias else False,
         mlp_bias=fields.boolean(family.mlp_bias, False) if family.mlp_bias else False,
         rope=rope,
         dtype=_dtype(fields),
@@ -230,6 +314,9 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         quantization=quantization,
         sliding=sliding,
         local_rope=read_local_rope(fields, local_theta, max_positions) if local_theta else None,
+        query_growth=read_growth(fields) if family.grows else None,
+        still=family.still(fields, num_layers, sliding) if family.still else (),
+        scales=family.scales(fields) if family.scales else blocks.PLAIN,
         query_scalar=fields.number("query_pre_attn_scalar", 1e-6, 1e9, 256) if family.caps else None,
         attention_softcap=_softcap(fields, "attn_logit_softcapping", caps[0]) if family.caps else None,
         logit_softcap=_softcap(fields, "final_logit_softcapping", caps[1]) if family.caps else None,
@@ -262,6 +349,8 @@ def _refuse_unsupported(fields: Fields, family: _Family) -> None:
         fields.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     else:
         fields.choice("hidden_act", ("silu", "swish"), "silu")
+    for key in ("attention_out_bias", "use_cla"):
+        fields.require(not fields.boolean(key, False), key, "true is not supported")
 
 
 def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
@@ -269,10 +358,11 @@ def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
     return fields.optional_number(key, 1e-3, 1e6) if key in fields.values else default
 
 
-def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
+def _head_dim(fields: Fields, num_heads: int, default: int) -> int:
+    hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
     divides = "head_dim" in fields or hidden_size % num_heads == 0
     fields.require(divides, "num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
-    head_dim = fields.integer("head_dim", 2, MAX_HEAD_DIM, hidden_size // num_heads)
+    head_dim = fields.integer("head_dim", 2, MAX_HEAD_DIM, default)
     fields.require(head_dim % 2 == 0, "head_dim", f"{head_dim} is odd: rotary embedding needs pairs")
     return head_dim
 

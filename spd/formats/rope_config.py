@@ -100,6 +100,38 @@ def read_rope(
     return rope
 
 
+GROWTH = ("llama_4_scaling_beta", "max_position_embeddings")
+"""What stands in `rope_parameters` of a family whose queries grow, and is not about turning."""
+
+
+def read_growth(fields: Fields) -> tuple[float, int] | None:
+    """(b, n) where a query at position p counts 1 + b ln(1 + floor(p / n)) times; None where it does not."""
+    nested = fields.fields("rope_parameters")
+    if nested is None or "llama_4_scaling_beta" not in nested:
+        return None
+    period = nested.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
+    return nested.number("llama_4_scaling_beta", 0.0, 1e3), period
+
+
+def with_plain_base(fields: Fields, theta: float, head_dim: int) -> Fields:
+    """The same configuration with "dynamic" and a fixed `alpha` written as the base that they stand for.
+
+    Source: `hunyuan_v1_dense` of Hugging Face transformers 5.
+    """
+    changed = dict(fields.values)
+    for key in ("rope_scaling", "rope_parameters"):
+        nested = fields.fields(key)
+        if nested is None or "alpha" not in nested:
+            continue
+        fields.require(
+            "dynamic" in (nested.get("type"), nested.get("rope_type")), key, "alpha without dynamic"
+        )
+        alpha = nested.number("alpha", 1.0, 1e6)
+        base = nested.number("rope_theta", 1.0, 1e12, _theta(fields, theta))
+        changed |= {"rope_theta": base * alpha ** (head_dim / max(head_dim - 2, 1)), key: None}
+    return Fields(fields.where, changed)
+
+
 def read_local_rope(fields: Fields, theta: float, max_positions: int) -> RopeConfig:
     """How layers that slide turn, where they do so by a base of their own; theta: of an absent key."""
     theta = fields.number("rope_local_base_freq", 1.0, 1e12, theta)

@@ -3,7 +3,41 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spd.runtime.engine.async_engine import AsyncEngine as AsyncEngine
+    from spd.runtime.engine.engine import Engine as Engine
+    from spd.runtime.engine.grammar import GrammarCompiler as GrammarCompiler
+    from spd.runtime.engine.metrics import RequestMetrics as RequestMetrics
+    from spd.runtime.engine.metrics import RoundRecord as RoundRecord
+    from spd.runtime.engine.request import Completion as Completion
+    from spd.runtime.engine.request import Event as Event
+    from spd.runtime.engine.request import Request as Request
+    from spd.runtime.engine.request import TokenLogprob as TokenLogprob
+    from spd.runtime.load.fp8_blocks import cast_pieces as cast_pieces
+    from spd.runtime.load.progress import LoadProgress as LoadProgress
+    from spd.runtime.load.progress import Progress as Progress
+    from spd.runtime.models import family_layout as family_layout
+    from spd.runtime.models.eagle3 import check_eagle3 as check_eagle3
+    from spd.runtime.models.eagle3 import shares_head as shares_head
+    from spd.runtime.models.mtp_weights import check_source as check_source
+    from spd.runtime.models.mtp_weights import module_position_size as module_position_size
+    from spd.runtime.models.weights import check_weights as check_weights
+    from spd.runtime.plan.config import EngineConfig as EngineConfig
+    from spd.runtime.plan.drafter_choice import Drafter as Drafter
+    from spd.runtime.plan.drafter_choice import check_target as check_target
+    from spd.runtime.plan.drafter_choice import choose_drafter as choose_drafter
+    from spd.runtime.plan.kernel_choice import AS_STORED as AS_STORED
+    from spd.runtime.plan.machine import foreseen_machine as foreseen_machine
+    from spd.runtime.plan.plan import EnginePlan as EnginePlan
+    from spd.runtime.plan.plan import drafts_up_to as drafts_up_to
+    from spd.runtime.plan.plan import make_plan as make_plan
+    from spd.runtime.plan.plan import outline as outline
+    from spd.runtime.ranks.crew import start_rank as start_rank
+    from spd.runtime.ranks.watch import LEADERLESS as LEADERLESS
+    from spd.runtime.ranks.watch import SILENCE as SILENCE
+    from spd.runtime.round.sampling_params import SamplingParams as SamplingParams
 
 _HOMES = {
     "AsyncEngine": "engine.async_engine",
@@ -14,7 +48,7 @@ _HOMES = {
     "make_plan": "plan.plan",
     "Event": "engine.request",
     "Request": "engine.request",
-    "SamplingParams": "engine.request",
+    "SamplingParams": "round.sampling_params",
     "TokenLogprob": "engine.request",
     "RequestMetrics": "engine.metrics",
     "RoundRecord": "engine.metrics",

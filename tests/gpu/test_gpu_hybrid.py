@@ -117,7 +117,8 @@ def test_a_next_turn_goes_on_from_a_checkpoint(hybrid: Path, spec: str, lag: int
     for length in (40, 64, 300):
         told = []
         for sharing in (True, False):
-            with gpu_engine(hybrid, **WISHES, spec=spec, prefix_sharing=sharing, lag=lag, **drafted) as engine:
+            wishes = {**WISHES, **drafted, "spec": spec, "prefix_sharing": sharing, "lag": lag}
+            with gpu_engine(hybrid, **wishes) as engine:
                 prompt = random_prompts(1, length, 256, seed=length)[0]
                 first = run_requests(engine, [Request("first", prompt, params)])[0]
                 spans = (("prompt", length), ("generated", 20), ("prompt", 3))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.recipes.tiny import LLAMA, QWEN3, write_json, write_tensors, write_tiny
+from tests.recipes.tiny import LLAMA, QWEN3, drawn, write_json, write_tensors, write_tiny
 
 Tensors = dict[str, torch.Tensor]
 WINDOW = 24
@@ -25,6 +25,7 @@ GEMMA = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 
@@ -66,6 +67,91 @@ def fused(tensors: Tensors) -> Tensors:
     return found
 
 
+def renamed(**names: str) -> Callable[[Tensors], Tensors]:
+    """Parts of names, by what stands for them; None in place of one takes the tensor away."""
+
+    def change(tensors: Tensors) -> Tensors:
+        found: Tensors = {}
+        for name, tensor in tensors.items():
+            for old, new in names.items():
+                name = name.replace(f".{old}.", f".{new}.")
+            if ".none." not in name:
+                found[name] = tensor
+        return found
+
+    return change
+
+
+def with_post_norms_alone(tensors: Tensors) -> Tensors:
+    """Two norms a layer, both behind a block."""
+    names = {
+        "post_attention_layernorm": "post_feedforward_layernorm",
+        "input_layernorm": "post_attention_layernorm",
+    }
+    found = renamed(**names)(tensors)
+    return {name: t * 0.4 if "layernorm" in name else t for name, t in found.items()}
+
+
+def with_whole_norms(tensors: Tensors) -> Tensors:
+    """As above; one norm over all heads of queries, and of keys."""
+    found = with_post_norms_alone(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            norm = name.replace("_proj", "_norm")
+            found[norm] = drawn(norm, tensor.shape[:1], 0.2, 1.4)
+    return found
+
+
+def with_glm4_norms(tensors: Tensors) -> Tensors:
+    """Four norms a layer; gate and up in one tensor."""
+    found = without_output_bias(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith("input_layernorm.weight"):
+            for number, behind in enumerate(("post_self_attn_layernorm", "post_mlp_layernorm")):
+                found[name.replace("input_layernorm", behind)] = tensor.roll(number + 1) * 0.4
+    both = fused({name: t for name, t in found.items() if "mlp" in name})
+    return {**{name: t for name, t in found.items() if ".mlp." not in name}, **both}
+
+
+def with_shared_expert(tensors: Tensors) -> Tensors:
+    """Biases of queries, keys and values, no norms of heads, and a gated expert for every row."""
+    found = renamed(q_norm="none", k_norm="none")(without_output_bias(tensors))
+    for name in [name for name in found if name.endswith("mlp.gate.weight")]:
+        stem, hidden = name.removesuffix("gate.weight"), found[name].shape[1]
+        found[f"{stem}shared_expert_gate.weight"] = drawn(f"{stem}sg", (1, hidden), 0.2)
+        for part, shape in (("gate", (48, hidden)), ("up", (48, hidden)), ("down", (hidden, 48))):
+            own = f"{stem}shared_expert.{part}_proj.weight"
+            found[own] = drawn(own, shape, 1.2 / shape[1] ** 0.5)
+    return found
+
+
+MIXTRAL = {
+    **{"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    **{"q_norm": "none", "k_norm": "none"},
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+SPARSE = {"architecture": "Qwen3MoeForCausalLM", "tie": False, "extra": EXPERTS}
+
+
+def packed_experts(tensors: Tensors) -> Tensors:
+    """Every expert in two tensors, under Granite's names."""
+    found = renamed(q_norm="none", k_norm="none")(tensors)
+    for name in [name for name in found if name.endswith("mlp.gate.weight")]:
+        stem = name.removesuffix("mlp.gate.weight")
+        own = [f"{stem}mlp.experts.{i}." for i in range(found[name].shape[0])]
+        each = {part: [found.pop(f"{e}{part}_proj.weight") for e in own] for part in ("gate", "up", "down")}
+        block = f"{stem}block_sparse_moe."
+        first = torch.cat((torch.stack(each["gate"]), torch.stack(each["up"])), 1)
+        found[f"{block}router.layer.weight"] = found.pop(name)
+        found[f"{block}input_linear.weight"] = first
+        found[f"{block}output_linear.weight"] = torch.stack(each["down"])
+    return found
+
+
+GRANITE = {
+    **{"embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+    **{"attention_multiplier": 0.2, "attention_bias": False},
+}
 PHI3 = {
     "architectures": ["Phi3ForCausalLM"],
     "model_type": "phi3",
@@ -126,6 +212,124 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
         },
         with_gemma_norms,
     ),
+    "smollm3": (
+        {"architecture": LLAMA},
+        {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "model_type": "smollm3",
+            "no_rope_layers": [1, 0, 1, 0],
+            "pad_token_id": 0,
+        },
+        unchanged,
+    ),
+    "olmo3": (
+        {"architecture": LLAMA, "tie": False, "rope": {"rope_theta": 5e5, **YARN}},
+        {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "sliding_window": WINDOW},
+        with_whole_norms,
+    ),
+    "granite": (
+        {"architecture": LLAMA},
+        {**GRANITE, "architectures": ["GraniteForCausalLM"], "model_type": "granite"},
+        unchanged,
+    ),
+    "granite_moe": (
+        SPARSE,
+        {
+            **GRANITE,
+            "architectures": ["GraniteMoeForCausalLM"],
+            "model_type": "granitemoe",
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+        },
+        packed_experts,
+    ),
+    "seed_oss": (
+        {"architecture": LLAMA, "attention_bias": True, "tie": False},
+        {
+            "architectures": ["SeedOssForCausalLM"],
+            "model_type": "seed_oss",
+            "attention_bias": True,
+            "attention_out_bias": False,
+        },
+        without_output_bias,
+    ),
+    "ministral3": (
+        {"architecture": LLAMA, "tie": False},
+        {
+            "architectures": ["Ministral3ForCausalLM"],
+            "model_type": "ministral3",
+            "rope_theta": None,
+            "rope_parameters": {
+                **{**YARN, "original_max_position_embeddings": 64, "rope_theta": 1e4},
+                **{"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0},
+            },
+        },
+        unchanged,
+    ),
+    "glm4": (
+        {"architecture": LLAMA, "attention_bias": True, "tie": False},
+        {
+            "architectures": ["Glm4ForCausalLM"],
+            "model_type": "glm4",
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            "pad_token_id": 0,
+        },
+        with_glm4_norms,
+    ),
+    "exaone4": (
+        {"architecture": QWEN3, "tie": False},
+        {
+            "architectures": ["Exaone4ForCausalLM"],
+            "model_type": "exaone4",
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": 2,
+        },
+        with_post_norms_alone,
+    ),
+    "cohere2": (
+        {"architecture": LLAMA},
+        {
+            "architectures": ["Cohere2ForCausalLM"],
+            "model_type": "cohere2",
+            "sliding_window": WINDOW,
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 0.7,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "pad_token_id": 0,
+        },
+        renamed(post_attention_layernorm="none"),
+    ),
+    "hunyuan": (
+        {
+            "architecture": QWEN3,
+            "rope": {"rope_theta": 1e4, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        },
+        {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"},
+        renamed(q_norm="query_layernorm", k_norm="key_layernorm"),
+    ),
+    "mixtral": (
+        SPARSE,
+        {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": 8,
+            "intermediate_size": 32,
+        },
+        renamed(**MIXTRAL),
+    ),
+    "qwen2_moe": (
+        {**SPARSE, "attention_bias": True},
+        {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "model_type": "qwen2_moe",
+            "qkv_bias": True,
+            "shared_expert_intermediate_size": 48,
+            "norm_topk_prob": False,
+        },
+        with_shared_expert,
+    ),
     "gemma3_listed": (
         {"architecture": QWEN3},
         {
@@ -152,7 +356,7 @@ def write_dense(folder: Path, family: str, **options: Any) -> Path:
     write_tiny(folder, **{"layers": 4, **shape, **options})
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    for key in ("attention_bias", "mlp_bias"):
+    for key in ("attention_bias", "mlp_bias", *(("num_experts",) if "num_local_experts" in keys else ())):
         config.pop(key, None)
     write_json(path, {**config, **keys, **extra})
     write_tensors(folder, change(load_file(folder / "model.safetensors")))

@@ -83,6 +83,11 @@ class RotaryRows:
     positions: Tensor | None
     local: RotaryRows | None = None
 
+    def still(self) -> RotaryRows:
+        """As many rows that do not turn: one angle of 0 for all."""
+        cos, sin = torch.ones_like(self.cos[:1]), torch.zeros_like(self.sin[:1])
+        return RotaryRows(cos, sin, None if self.positions is None else torch.zeros_like(self.positions))
+
 
 class RotaryTable:
     """cos and sin [M, D] for every position below a limit; the sine's first half is negated.

@@ -137,6 +137,8 @@ def build_model(
     if at_once:
         allocated.extend(space.layer(each, layout.prefix.format(i)) for i, each in enumerate(layout.layers))
     _filled(space, fill, layout)
+    if layout.logit_scale != 1.0:
+        tables["final_norm"].mul_(layout.logit_scale)
     tables |= given or {}
     if target is None:
         tables.setdefault("head", tables["embedding"])
@@ -167,7 +169,14 @@ def build_model(
         return made
     scale = layout.embedding_scale
     scale = None if scale is None else float(torch.tensor(scale, dtype=place.dtype))
-    return Decoder(parts, builder, embedding_scale=scale, logit_softcap=config.logit_softcap)
+    return Decoder(
+        parts,
+        builder,
+        embedding_scale=scale,
+        logit_softcap=config.logit_softcap,
+        centred=layout.centred_stream,
+        stream_unit=layout.residual_scale,
+    )
 
 
 def _rotary(config: ModelConfig, layout: ModelLayout, place: Place, positions: int) -> RotaryTable:
@@ -235,7 +244,7 @@ def load_model(
     Raises CheckpointError with every missing or mis-shaped tensor in one message.
     """
     config, meter = folder.config if head is None else head.config, meter or LoadMeter()
-    builder, made = LayerBuilder(place, config.rms_norm_eps), list[Decoder]()
+    builder, made = LayerBuilder(place, config.rms_norm_eps / config.scales.residual**2), list[Decoder]()
     on_cuda = torch.device(place.device).type == "cuda"
     # What is rounded at load would be there twice, and whole.
     at_once = on_cuda and head is None and load != "dummy" and place.form.kind != "int8"

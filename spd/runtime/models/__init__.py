@@ -26,6 +26,18 @@ FAMILIES = {
     "MiMoForCausalLM": "spd.runtime.models.families.mimo",
     "Ernie4_5ForCausalLM": "spd.runtime.models.families.ernie4_5",
     "Ernie4_5_MoeForCausalLM": "spd.runtime.models.families.ernie4_5",
+    "SmolLM3ForCausalLM": "spd.runtime.models.families.smollm3",
+    "Olmo3ForCausalLM": "spd.runtime.models.families.olmo3",
+    "GraniteForCausalLM": "spd.runtime.models.families.granite",
+    "GraniteMoeForCausalLM": "spd.runtime.models.families.granite",
+    "SeedOssForCausalLM": "spd.runtime.models.families.seed_oss",
+    "Ministral3ForCausalLM": "spd.runtime.models.families.ministral3",
+    "Glm4ForCausalLM": "spd.runtime.models.families.glm4",
+    "Exaone4ForCausalLM": "spd.runtime.models.families.exaone4",
+    "Cohere2ForCausalLM": "spd.runtime.models.families.cohere2",
+    "HunYuanDenseV1ForCausalLM": "spd.runtime.models.families.hunyuan",
+    "MixtralForCausalLM": "spd.runtime.models.families.mixtral",
+    "Qwen2MoeForCausalLM": "spd.runtime.models.families.qwen2_moe",
 }
 HEADS = {"LlamaForCausalLMEagle3": "spd.runtime.models.eagle3"}
 """What drafts for a model, and is none."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from spd.kernels.attention.paged_attention import Scores
 from spd.kernels.attention.rotary_store import RotatedRows
+from spd.kernels.linear.rms_norm import rms_norm
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attended
 from spd.runtime.layers.linear import AnyLinear
 from spd.runtime.layers.rotary import RotaryRows
@@ -28,7 +29,7 @@ class Attention:
             for name in ("qkv", "qkv_bias", "q_norm", "k_norm"):
                 build.reorder(tensors, name, turned, order)
         self.qkv = build.matrix(tensors, "qkv") if layout.reads_pairs else build.after_norm(tensors, "qkv")
-        self.output = build.summed(tensors, "output")
+        self.output = build.summed(tensors, "output", centred=layout.centred_output)
         self.parts = [layout.widest, layout.num_heads * layout.head_dim]
         """Columns of queries, keys and values, and of gates behind them."""
         self.pair_norms = (tensors["norm"], tensors["state_norm"]) if layout.reads_pairs else None
@@ -37,8 +38,18 @@ class Attention:
         if layout.qk_norm:
             heads = (("q_norm", layout.num_heads), ("k_norm", layout.num_kv_heads))
             self.qk_weight = torch.cat([tensors[name].expand(count, -1) for name, count in heads])
-            if self.kernels.facts.float32_norms:
-                self.qk_weight = self.qk_weight.float()
+        self.query_factor: Tensor | None = None
+        """Of norms behind the rotation: their scales [D] meet in products of queries and keys alone."""
+        if layout.late_norms and self.qk_weight is not None:
+            self.query_factor = (tensors["q_norm"].float() * tensors["k_norm"].float()).to(build.dtype)
+            self.qk_weight = torch.ones_like(self.qk_weight)
+        self.whole_norms: list[Tensor] | None = None
+        """Scales of one norm over all query heads, and of one over all key heads."""
+        self.ranks = build.ranks
+        if layout.whole_norms:
+            self.whole_norms = [tensors["q_norm"], tensors["k_norm"]]
+        if self.qk_weight is not None and self.kernels.facts.float32_norms:
+            self.qk_weight = self.qk_weight.float()
 
     def __call__(
         self,
@@ -54,14 +65,25 @@ class Attention:
         """
         if self.layout.local_rope and rotary.local is not None:
             rotary = rotary.local
+        if self.layout.still:
+            rotary = rotary.still()
         kernels, pools, scores = self.kernels, cache.pools, self.scores
         rows = RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots)
         given = (self.qk_weight, self.epsilon, pools, self.layout.num_heads)
         qkv, gates = self.qkv(stream, batch).x, None
         if self.layout.gated:
             qkv, gates = (part.contiguous() for part in torch.split(qkv, self.parts, dim=1))
+        if self.whole_norms is not None:
+            qkv = self._normed_whole(qkv, *self.whole_norms)
+        query = kernels.rotary_store(qkv, rows, *given)
+        if self.query_factor is not None:
+            query = query * self.query_factor
+        if self.layout.query_growth is not None:
+            slope, period = self.layout.query_growth
+            grown = 1 + slope * torch.log1p(torch.floor(batch.positions.float() / period))
+            query = query * grown.to(query.dtype)[:, None, None]
         mixed = attended(
-            kernels.rotary_store(qkv, rows, *given),
+            query,
             batch,
             lambda windows: kernels.paged_attention(windows, pools, batch.plan, scores),
             lambda chunk, *where: kernels.prefill_attention(chunk, pools, *where, scores, batch.first_key),
@@ -69,6 +91,23 @@ class Attention:
         if gates is not None:
             mixed = mixed * gates.sigmoid()
         return self.output(Residual(mixed), batch, stream if onto is None else onto)
+
+    def _normed_whole(self, qkv: Tensor, query_scale: Tensor, key_scale: Tensor) -> Tensor:
+        """qkv [T, N] with all query heads normalised together, and all key heads, over every rank's."""
+        sizes = [query_scale.shape[0], key_scale.shape[0]]
+        *parts, value = torch.split(qkv, [*sizes, sizes[1]], dim=1)
+        scales = (query_scale, key_scale)
+        if self.ranks is None:
+            normed = [rms_norm(x, scale, self.epsilon) for x, scale in zip(parts, scales, strict=True)]
+            return torch.cat([*normed, value], 1)
+        squares = torch.stack([x.float().square().sum(1) for x in parts], 1)
+        widths = self.ranks.size * torch.tensor(sizes, device=qkv.device)
+        factors = (self.ranks.sum(squares) / widths + self.epsilon).rsqrt()
+        normed = [
+            ((x.float() * factor[:, None]).to(qkv.dtype) * scale).to(qkv.dtype)
+            for x, factor, scale in zip(parts, factors.unbind(1), scales, strict=True)
+        ]
+        return torch.cat([*normed, value], 1)
 
     def products(self) -> tuple[AnyLinear, ...]:
         """The block's matrices in the order in which they run."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from spd.errors import IncompatibleError
 from spd.kernels.dispatch import Kernels
 from spd.kernels.linear.eight_bits import int8_rows, magnitudes, multiplies_int8
 from spd.kernels.linear.few_bits import GroupedWeight
@@ -205,8 +206,10 @@ class LayerBuilder:
             share_workspace(self.skinny, rows)
 
     def after_norm(self, tensors: Tensors, name: str, gate: Gate | None = None) -> AnyLinear:
-        """The fused matrix `name` that reads the block's norm."""
-        weight, bias, norm = tensors[name], tensors.get(f"{name}_bias"), tensors["norm"]
+        """The fused matrix `name` that reads the block's norm, or the stream itself where there is none."""
+        weight, bias, norm = tensors[name], tensors.get(f"{name}_bias"), tensors.get("norm")
+        if norm is None:
+            return self.linear(self._kept(tensors, name), bias, Around(gate=gate))
         around = Around(self.epsilon, norm, self.fold_norms, gate)
         if (grouped := tensors.grouped.get(name)) is not None:
             return self.linear(grouped, bias, replace(around, folded=False))
@@ -275,13 +278,29 @@ class LayerBuilder:
                 kind = torch.uint8 if rows.dtype == torch.float8_e4m3fn else rows.dtype
                 tensors[each] = rows.view(kind)[order].view(rows.dtype)
 
-    def summed(self, tensors: Tensors, name: str) -> AnyLinear:
-        """The matrix `name` at a block's end, of whose columns a rank has its own."""
+    def summed(self, tensors: Tensors, name: str, *, centred: bool = False) -> AnyLinear:
+        """The matrix `name` at a block's end, of whose columns a rank has its own.
+
+        centred: what it makes of any row has a mean of 0.
+        """
+        if centred:
+            self._centre(tensors, name)
         around, bias = Around(self.epsilon, post_norm=tensors.get("post_norm")), tensors.get(f"{name}_bias")
         weight = self._kept(tensors, name, cut=True)
         if self.ranks is None:
             return self.linear(weight, bias, around)
         return SummedLinear(self.linear(weight), bias, around, self.ranks, self.kernels)
+
+    def _centre(self, tensors: Tensors, name: str) -> None:
+        """Take the mean of every column out of a matrix [N, K], and of its bias. Raises IncompatibleError."""
+        if name in tensors.grouped:
+            raise IncompatibleError("packed weights cannot be centred, which layer norms of this model need")
+        if (scales := tensors.pop(f"{name}_scales", None)) is not None:
+            tensors[name] = ScaledWeight(tensors[name], scales).plain(self.dtype)
+        for each in (name, f"{name}_bias"):
+            if each in tensors:
+                wide = tensors[each].float()
+                tensors[each] = (wide - wide.mean(0)).to(tensors[each].dtype)
 
     def stacked(self, tensors: Tensors, name: str, count: int, *, cut: bool) -> AnyWeight | GroupedWeight:
         """The experts' matrices [E, N, K] in the form that weights are kept in."""

@@ -50,12 +50,17 @@ class DecoderLayer:
     mlp: MlpBlock
     layout: MixerLayout
     """Of the first: it says what the cache holds."""
+    parallel: bool = False
+    """Both read the stream before the layer."""
 
     def __call__(
         self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
     ) -> Residual:
         """The stream [T, hidden] with both blocks added; writes the rows' cache entries."""
-        return self.mlp(self.attention(stream, rotary, batch, cache), batch)
+        attended = self.attention(stream, rotary, batch, cache)
+        if self.parallel and isinstance(self.mlp, GatedMlp):
+            return self.mlp(stream, batch, attended)
+        return self.mlp(attended, batch)
 
     def products(self) -> tuple[AnyLinear, ...]:
         """The layer's matrices in the order in which they run."""
@@ -75,13 +80,15 @@ BLOCKS: dict[type, Any] = {
 def build_layer(layout: LayerLayout, tensors: LayerTensors, build: LayerBuilder) -> DecoderLayer:
     """One layer. The tensors belong to it from then on: they are changed, or packed and worthless."""
     made: list[Any] = []
+    if layout.parallel:
+        tensors[1]["norm"] = tensors[0]["norm"]
     for block, own in zip((layout.attention, layout.mlp), tensors, strict=True):
         for name, destination in block.destinations().items():
             if (scales := own.get(f"{name}_scales")) is not None:
                 own[f"{name}_scales"] = joined_scales(scales, [part.shape[0] for part in destination.parts])
         made.append(BLOCKS[type(block)](block, own, build))
     attention, mlp = made
-    return DecoderLayer(attention, mlp, layout.attention)
+    return DecoderLayer(attention, mlp, layout.attention, layout.parallel)
 
 
 @dataclass(frozen=True)
@@ -133,12 +140,16 @@ class Decoder:
         *,
         embedding_scale: float | None = None,
         logit_softcap: float | None = None,
+        centred: bool = False,
+        stream_unit: float = 1.0,
     ) -> None:
+        """centred: embeddings lose their mean; stream_unit: what 1 in the stream stands for, to a head."""
         self.embedding, self.layers, self.head = parts.embedding, parts.layers, parts.head
         self.final_norm = parts.tables.get("final_norm")
         self.rotary, self.heads = parts.rotary, parts.heads
         self.epsilon, self.kernels = build.epsilon, build.kernels
         self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
+        self.centred, self.stream_unit = centred, stream_unit
         self.caches = [layer.layout for layer in self.layers]
         """For each layer, what tells the shapes of its cache."""
         kinds = [(type(layer.attention), type(layer.mlp)) for layer in self.layers]
@@ -172,7 +183,9 @@ class Decoder:
         hidden = self.normed(stream, self.final_norm)
         if reader is None:
             return ModelOutput.of(hidden)
-        return ModelOutput(hidden, reader.fuse([streams[passed] for passed in reader.layers], batch))
+        read = [streams[passed] for passed in reader.layers]
+        read = read if self.stream_unit == 1.0 else [each * self.stream_unit for each in read]
+        return ModelOutput(hidden, reader.fuse(read, batch))
 
     def settle(self, segments: Segments, caches: list[LayerCache]) -> None:
         """Write the states of recurrent layers as of one row, which is fed again: it is nothing yet."""
@@ -195,6 +208,10 @@ class Decoder:
 
     def _embed(self, batch: ForwardBatch) -> Residual:
         ids, table = looked_up(self.embedding, batch.token_ids)
+        if self.centred:
+            wide = table[ids].float()
+            table = (wide - wide.mean(-1, keepdim=True)).to(table.dtype)
+            ids = torch.arange(ids.shape[0], device=ids.device)
         if self.head.carries_squares and batch.chunk_start is None:
             return Residual(*self.kernels.embed(ids, table, self.embedding_scale))
         x = table[ids]

@@ -15,6 +15,14 @@ from spd.formats.rope_config import RotaryDims
 from spd.runtime.models.destinations import NOTHING, Cut, Cuts, Destination, Shape, Shard, fused
 
 
+def _norms(before: str | None, behind: str | None, hidden: int, exact: bool) -> dict[str, Destination]:
+    """The norms of a stream around a block, by their names in a layer; None where there is none."""
+    names = {"norm": before, "post_norm": behind}
+    return {
+        key: Destination.of({f"{name}.weight": (hidden,)}, exact=exact) for key, name in names.items() if name
+    }
+
+
 @dataclass(frozen=True)
 class GqaLayout:
     """Grouped-query attention: fused queries, keys and values, then the output."""
@@ -36,10 +44,24 @@ class GqaLayout:
     """The window of positions that a row sees; None: all up to its own."""
     local_rope: bool = False
     """Whether it turns as the model's sliding layers do, where they turn in another way."""
+    still: bool = False
+    """Queries and keys do not turn: the layer knows no positions."""
+    query_growth: tuple[float, int] | None = None
+    """(b, n): a query at position p counts 1 + b ln(1 + floor(p / n)) times."""
+    late_norms: bool = False
+    """The norms of heads stand behind the rotation."""
+    whole_norms: bool = False
+    """One norm over all query heads together, and one over all key heads, before they are rotated."""
     centred_norms: bool = False
     """Scales of norms are stored as their distance from 1."""
-    post_norm: bool = False
+    pre_norm: str | None = "input_layernorm"
+    """The norm before the block; None: there is none."""
+    post_norm: str | None = None
     """A norm behind the block, before the sum."""
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    """Names of the norms of queries and keys."""
+    centred_output: bool = False
+    """What is added to the stream has a mean of 0: later norms subtract the stream's mean anyway."""
     fused_qkv: bool = False
     """Queries, keys and values are one tensor in the checkpoint too."""
     reads_pairs: bool = False
@@ -77,18 +99,19 @@ class GqaLayout:
         if self.fused_qkv:
             qkv = {"qkv_proj": query + 2 * key}
         exact = self.centred_norms
-        found = {"norm": Destination.of({"input_layernorm.weight": (hidden,)}, exact=exact)}
-        if self.post_norm:
-            found["post_norm"] = Destination.of({"post_attention_layernorm.weight": (hidden,)}, exact=exact)
+        found = _norms(self.pre_norm, self.post_norm, hidden, exact)
         if self.reads_pairs:
             found["state_norm"] = Destination.of({"hidden_norm.weight": (hidden,)})
         width = 2 * hidden if self.reads_pairs else hidden
         cuts = self._cuts()
         found |= fused("qkv", block, qkv, width, biased=self.qkv_bias, cuts=cuts)
         found |= fused("output", block, {"o_proj": hidden}, query, biased=self.output_bias, cuts=cuts)
-        if self.qk_norm:
-            for name in ("q_norm", "k_norm"):
-                found[name] = Destination.of({f"{block}.{name}.weight": (size,)}, exact=exact)
+        for own, name in zip(("q_norm", "k_norm"), self.head_norms, strict=True):
+            if self.qk_norm:
+                found[own] = Destination.of({f"{block}.{name}.weight": (size,)}, exact=exact)
+            elif self.whole_norms:
+                rows = {f"{block}.{name}.weight": (query if own == "q_norm" else key,)}
+                found[own] = Destination.of(rows, cut=cuts.get(f"{own[0]}_proj"))
         return found
 
     @property
@@ -304,8 +327,12 @@ class MlpLayout:
     """gelu in its form with tanh in the gate, not silu."""
     centred_norms: bool = False
     """Scales of norms are stored as their distance from 1."""
-    post_norm: bool = False
-    """A norm behind the block, before the sum; the one before it then has another name."""
+    pre_norm: str | None = "post_attention_layernorm"
+    """The norm before the block; None: there is none, or attention's where both read the same stream."""
+    post_norm: str | None = None
+    """A norm behind the block, before the sum."""
+    centred_output: bool = False
+    """As of `GqaLayout`."""
     fused_gate_up: bool = False
     """Gate and up are one tensor in the checkpoint too."""
     shard: Shard | None = None
@@ -326,12 +353,8 @@ class MlpLayout:
         return {"gate_proj": rows, "up_proj": rows, "gate_up_proj": both, "down_proj": columns}
 
     def destinations(self) -> dict[str, Destination]:
-        shape, exact = (self.hidden_size,), self.centred_norms
-        before = "pre_feedforward_layernorm" if self.post_norm else "post_attention_layernorm"
-        found = {"norm": Destination.of({f"{before}.weight": shape}, exact=exact)}
-        if self.post_norm:
-            found["post_norm"] = Destination.of({"post_feedforward_layernorm.weight": shape}, exact=exact)
-        return found | self.matrices()
+        norms = _norms(self.pre_norm, self.post_norm, self.hidden_size, self.centred_norms)
+        return norms | self.matrices()
 
     def matrices(self) -> dict[str, Destination]:
         """The destinations without the norm before them."""
@@ -423,10 +446,12 @@ class LayerLayout:
 
     attention: MixerLayout
     mlp: FeedForwardLayout
+    parallel: bool = False
+    """Both blocks read the stream before the layer, by one norm."""
 
     def sharded(self, shard: Shard) -> LayerLayout:
         """A rank's part of both blocks. Raises IncompatibleError where there is none."""
-        return LayerLayout(self.attention.sharded(shard), self.mlp.sharded(shard))
+        return replace(self, attention=self.attention.sharded(shard), mlp=self.mlp.sharded(shard))
 
     def destinations(self) -> Iterator[Destination]:
         """Everything that is allocated for the layer."""

@@ -70,11 +70,11 @@ class GatedMlp:
 
     def __init__(self, layout: MlpLayout, tensors: Tensors, build: LayerBuilder) -> None:
         self.gate_up = build.after_norm(tensors, "gate_up", "gelu" if layout.gelu else "silu")
-        self.down = build.summed(tensors, "down")
+        self.down = build.summed(tensors, "down", centred=layout.centred_output)
 
-    def __call__(self, stream: Residual, batch: ForwardBatch) -> Residual:
-        """The stream [T, hidden] with this block added."""
-        return self.down(self.gate_up(stream, batch), batch, stream)
+    def __call__(self, stream: Residual, batch: ForwardBatch, onto: Residual | None = None) -> Residual:
+        """The stream [T, hidden], or `onto`, with this block of the stream added."""
+        return self.down(self.gate_up(stream, batch), batch, stream if onto is None else onto)
 
     def products(self) -> tuple[AnyLinear, ...]:
         """The block's matrices in the order in which they run."""

@@ -34,6 +34,12 @@ class ModelLayout:
     """The scales of the last norm are stored as their distance from 1."""
     embedding_scale: float | None = None
     """What embeddings are multiplied by."""
+    residual_scale: float = 1.0
+    """What blocks add is multiplied by; the stream is kept divided by it, which norms do not see."""
+    logit_scale: float = 1.0
+    """What logits are multiplied by, with the scales of the last norm."""
+    centred_stream: bool = False
+    """Norms subtract the mean: the stream is kept without one."""
     tables: Callable[[Shard | None], dict[str, Destination]] | None = None
     """What stands outside the layers, or a rank's part of it, where that is not a decoder's."""
     shard: Shard | None = None
@@ -124,10 +130,11 @@ def table_destinations(config: ModelConfig, layout: ModelLayout) -> dict[str, De
     if layout.tables is not None:
         return layout.tables(layout.shard)
     rows, hidden = config.vocab_size, config.hidden_size
+    exact = layout.centred_norm or layout.logit_scale != 1.0
     tables = {"embedding": table_of_ids(EMBEDDING, rows, hidden, layout.shard)}
     if not config.tie_embeddings:
         tables["head"] = table_of_ids(HEAD, rows, hidden, layout.shard)
-    return {**tables, "final_norm": Destination.of({FINAL_NORM: (hidden,)}, exact=layout.centred_norm)}
+    return {**tables, "final_norm": Destination.of({FINAL_NORM: (hidden,)}, exact=exact)}
 
 
 def table_of_ids(name: str, rows: int, columns: int, shard: Shard | None) -> Destination:

@@ -21,8 +21,14 @@ def layout(config: ModelConfig) -> ModelLayout:
         scale=None if config.query_scalar is None else config.query_scalar**-0.5,
         softcap=config.attention_softcap,
         centred_norms=True,
-        post_norm=True,
+        post_norm="post_attention_layernorm",
     )
-    mlp = replace(llama.mlp(config), gelu=True, centred_norms=True, post_norm=True)
+    mlp = replace(
+        llama.mlp(config),
+        gelu=True,
+        centred_norms=True,
+        pre_norm="pre_feedforward_layernorm",
+        post_norm="post_feedforward_layernorm",
+    )
     layers = llama.layers(config, attention, mlp)
     return replace(layers, centred_norm=True, embedding_scale=math.sqrt(config.hidden_size))

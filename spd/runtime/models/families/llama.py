@@ -20,6 +20,8 @@ def attention(config: ModelConfig) -> GqaLayout:
         RotaryDims(config.head_dim, config.rotary_dim or config.head_dim),
         qkv_bias=config.attention_bias,
         output_bias=config.attention_bias,
+        scale=config.scales.scores,
+        query_growth=config.query_growth,
     )
 
 
@@ -37,14 +39,21 @@ def layers(config: ModelConfig, attention: AttentionLayout, dense: MlpLayout | N
     sparse = MoeLayout(config.hidden_size, experts, dense.centred_norms) if experts else dense
     chosen = experts.sparse_layers if experts else (False,) * config.num_layers
 
-    def attending(sliding: int | None) -> AttentionLayout:
-        if sliding is None or not isinstance(attention, GqaLayout):
+    def attending(sliding: int | None, still: bool) -> AttentionLayout:
+        if not isinstance(attention, GqaLayout):
             return attention
-        return replace(attention, sliding=sliding, local_rope=local)
+        return replace(attention, sliding=sliding, local_rope=local and sliding is not None, still=still)
 
     windows = config.sliding or (None,) * config.num_layers
-    kinds = zip(windows, chosen, strict=True)
-    return ModelLayout(tuple(LayerLayout(attending(w), sparse if of else dense) for w, of in kinds))
+    kinds = zip(windows, config.still or (False,) * config.num_layers, chosen, strict=True)
+    scales = config.scales
+    unit = scales.embedding / scales.residual
+    return ModelLayout(
+        tuple(LayerLayout(attending(w, still), sparse if of else dense) for w, still, of in kinds),
+        embedding_scale=None if unit == 1.0 else unit,
+        residual_scale=scales.residual,
+        logit_scale=scales.logits,
+    )
 
 
 def layout(config: ModelConfig) -> ModelLayout:

@@ -1,0 +1,82 @@
+"""Folders of models that see images too, saved by `transformers` as they are: their text is golden."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spd.runtime import SamplingParams
+from spd.runtime.round.rows import SlotView
+from tests.helpers import make_engine, random_prompts, run_all
+from tests.recipes.tiny import write_tokenizer
+
+SMALL = {
+    **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 320},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 512},
+    **{"bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256, "tie_word_embeddings": False},
+}
+GROWING = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.2},
+}
+VISION = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"head_dim": 8, "image_size": 28, "patch_size": 14, "model_type": "pixtral"},
+}
+WRAPPED: dict[str, list[dict[str, Any]]] = {
+    "Mistral3ForConditionalGeneration": [
+        {"text_config": {**SMALL, "model_type": "mistral"}, "vision_config": VISION},
+        {
+            "text_config": {**SMALL, "model_type": "ministral3", "rope_parameters": GROWING},
+            "vision_config": VISION,
+        },
+    ],
+}
+"""Configurations by class."""
+CASES = [(name, config) for name, configs in WRAPPED.items() for config in configs]
+
+
+def shaken(model: Any) -> None:
+    """Weights that speak: greedy text does not repeat itself."""
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        if weight.dim() < 2:
+            weight.copy_(1 + 0.2 * torch.randn(weight.shape, generator=generator))
+        else:
+            std = 0.05 if "embed_tokens" in name else 1.4 / weight.shape[-1] ** 0.5
+            weight.copy_(std * torch.randn(weight.shape, generator=generator))
+
+
+@pytest.mark.parametrize(("name", "config"), CASES)
+def test_text_of_a_saved_wrapper_equals_transformers(
+    tmp_path: Path, name: str, config: dict[str, Any]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    made = getattr(transformers, name)
+    facts = made.config_class(**{"tie_word_embeddings": False, **config}, architectures=[name])
+    prompt = random_prompts(1, 90, 250, seed=3)[0]
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        reference = made(facts).eval()
+        shaken(reference)
+        reference.save_pretrained(tmp_path)
+        expected = reference(input_ids=ids).logits[0]
+        write_tokenizer(tmp_path, 320, 512)
+        engine = make_engine(tmp_path)
+        runner, view = engine._parts.runner, SlotView(90, list(range(2, 10)))
+        table = runner.page_row(view.pages, 8)[None]
+        found = []
+        for start, stop in ((0, 64), (64, 90)):
+            out = runner.forward_prompt(ids, start, stop, table, view.pages, chunked=stop == 64)
+            found.append(runner.logits(out.hidden)[0])
+        assert (torch.cat(found) - expected).abs().max() < 1e-4
+        mask = torch.ones_like(ids)
+        options = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": 256}
+        whole = reference.generate(input_ids=ids, attention_mask=mask, **options)
+    run = run_all(engine, [prompt], [SamplingParams(max_tokens=64)])[0]
+    assert run.tokens == whole[0, 90:].tolist()
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [name]
