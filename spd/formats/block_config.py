@@ -105,6 +105,8 @@ class ExpertsConfig:
     router: RouterConfig
     correction: str = "gate.e_score_correction_bias"  # the correction's name inside the MLP
     shared_name: str = "shared_experts"
+    clamped: tuple[float, float] | None = None
+    """(limit, alpha) of gates that are clamped; such experts have biases, and so has their router."""
     shared_gated: bool = False  # what the shared one gives is scaled by the sigmoid of a gate of its own
 
 
@@ -307,6 +309,14 @@ def mixtral_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     router = RouterConfig(per_token, False, False, True)
     inner = fields.integer("intermediate_size", 1, 1 << 20)
     return ExpertsConfig(count, inner, 0, (True,) * num_layers, router)
+
+
+def gpt_oss_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+    """As Mixtral's, clamped."""
+    limits = fields.number("swiglu_limit", 1e-3, 1e6, 7.0), fields.number("swiglu_alpha", 1e-3, 1e3, 1.702)
+    even = fields.integer("hidden_size", 1, 1 << 20) % 2 == 0
+    fields.require(even, "hidden_size", "is odd")
+    return replace(mixtral_experts(fields, num_layers), clamped=limits)
 
 
 granite_experts = mixtral_experts

@@ -180,6 +180,16 @@ _FAMILIES |= {
         still=blocks.global_still,
         scales=blocks.cohere_scales,
     ),
+    "GptOssForCausalLM": _Family(
+        "gpt_oss",
+        131072,
+        biased=True,
+        theta=150_000.0,
+        sliding=SlidingRule(128, period=2),
+        epsilon=1e-5,
+        head_dim=64,
+        experts=blocks.gpt_oss_experts,
+    ),
     "HunYuanDenseV1ForCausalLM": _Family("hunyuan_v1_dense", 2048, epsilon=1e-5, ntk_alpha=True),
     "MixtralForCausalLM": _Family(
         "mixtral",

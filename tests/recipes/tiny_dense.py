@@ -148,6 +148,30 @@ def packed_experts(tensors: Tensors) -> Tensors:
     return found
 
 
+def with_sinks(tensors: Tensors) -> Tensors:
+    """gpt-oss: sinks, biases everywhere, experts packed with inputs before outputs, gate and up in turn."""
+    found = renamed(q_norm="none", k_norm="none")(tensors)
+    for name in [name for name in found if name.endswith("mlp.gate.weight")]:
+        stem = name.removesuffix("mlp.gate.weight")
+        router = found.pop(name)
+        count = router.shape[0]
+        each = {
+            part: torch.stack([found.pop(f"{stem}mlp.experts.{i}.{part}_proj.weight") for i in range(count)])
+            for part in ("gate", "up", "down")
+        }
+        both = torch.stack((each["gate"] * 2, each["up"] * 2), 2).flatten(1, 2)
+        block = f"{stem}mlp.experts."
+        found[f"{stem}mlp.router.weight"] = router
+        found[f"{stem}mlp.router.bias"] = drawn(f"{stem}router.bias", (count,), 0.5)
+        found[f"{block}gate_up_proj"] = both.mT.contiguous()
+        found[f"{block}down_proj"] = each["down"].mT.contiguous()
+        for part, width in (("gate_up", both.shape[1]), ("down", each["down"].shape[1])):
+            found[f"{block}{part}_proj_bias"] = drawn(f"{block}{part}", (count, width), 0.3)
+        found[f"{stem}self_attn.sinks"] = drawn(f"{stem}sinks", (4,), 1.0, 1.0)
+        found[f"{stem}self_attn.o_proj.bias"] = drawn(f"{stem}o", (router.shape[1],), 0.1)
+    return found
+
+
 GRANITE = {
     **{"embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
     **{"attention_multiplier": 0.2, "attention_bias": False},
@@ -300,6 +324,20 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
             "pad_token_id": 0,
         },
         renamed(post_attention_layernorm="none"),
+    ),
+    "gpt_oss": (
+        {**SPARSE, "attention_bias": True, "heads": 4},
+        {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "attention_bias": True,
+            "sliding_window": WINDOW,
+            "num_local_experts": 8,
+            "intermediate_size": 32,
+            "rope_theta": 1e4,
+            "rope_scaling": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+        with_sinks,
     ),
     "hunyuan": (
         {

@@ -47,6 +47,8 @@ class Scores:
     scale: float
     sliding: int | None = None  # how many positions a row sees, its own among them
     softcap: float | None = None
+    sinks: Tensor | None = None
+    """float32 [H], torch form only: of each head a score that every row sees, whose value is nothing."""
 
 
 @dataclass(frozen=True)
@@ -231,10 +233,10 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Sc
     hidden as zeros, and rows that see one come to NaN.
     """
     run: Callable[[Tensor, Tensor], Tensor]
-    if scores.softcap is None:
+    if scores.softcap is None and scores.sinks is None:
         run = partial(F.scaled_dot_product_attention, query, attn_mask=bias, scale=scores.scale)
     else:
-        run = partial(capped_attention, query, bias=bias, scale=scores.scale, softcap=scores.softcap)
+        run = partial(capped_attention, query, bias=bias, scores=scores)
     if query.device.type == "cpu" and surely_finite(out := run(keys, values)):
         return out
     wild = keys.isnan().any(-1).unsqueeze(2)
@@ -242,23 +244,27 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Sc
     return out.masked_fill((wild & (bias == 0)).any(-1, keepdim=True), math.nan)
 
 
-def capped_attention(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float, softcap: float
-) -> Tensor:
-    """Attend query [1, K, R, D] to keys and values [1, K, C, D] with capped scores; returns [1, K, R, D].
+def capped_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: Scores) -> Tensor:
+    """Attend query [1, K, R, D] to keys and values [1, K, C, D], capped or with sinks; returns [1, K, R, D].
 
     bias [1, 1, R, C] is added to the capped scores. In float32, a `KV_PART` at a time: a product over all
     keys would be summed in an order that their number decides.
     """
-    wide = query.float()
+    wide, cap = query.float(), scores.softcap
     blocks = [slice(at, at + KV_PART) for at in range(0, keys.shape[2], KV_PART)]
-    scores = [
-        ((wide @ keys[:, :, block].float().mT) * (scale / softcap)).tanh_() * softcap + bias[..., block]
-        for block in blocks
-    ]
-    peak = torch.stack([block.amax(-1, keepdim=True) for block in scores]).amax(0)
+    made = []
+    for block in blocks:
+        score = (wide @ keys[:, :, block].float().mT) * (scores.scale / (cap or 1.0))
+        made.append((score if cap is None else score.tanh_() * cap) + bias[..., block])
+    peak = torch.stack([block.amax(-1, keepdim=True) for block in made]).amax(0)
     total, mixed = torch.zeros_like(peak), torch.zeros_like(wide)
-    for block, score in zip(blocks, scores, strict=True):
+    if scores.sinks is not None:
+        heads, rows = query.shape[1:3]
+        sinks = scores.sinks.view(1, heads, -1, 1)
+        sinks = sinks.repeat_interleave(rows // sinks.shape[2], 2)
+        peak = torch.maximum(peak, sinks)
+        total = (sinks - peak).exp()
+    for block, score in zip(blocks, made, strict=True):
         weights = score.sub_(peak).exp_()
         total += weights.sum(-1, keepdim=True)
         mixed += weights @ values[:, :, block].float()

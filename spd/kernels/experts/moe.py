@@ -5,7 +5,8 @@ A row's result does not depend on the other rows or on where they go. Rows that 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +89,47 @@ def experts(
 
     Torch form: each chosen expert for its own rows, always as many of them at a time. Asks the host.
     """
-    tile, pairs = MANY_ROWS if chunk else FEW_ROWS, dict[int, list[int]]()
+
+    def through(rows: Tensor, expert: int) -> Tensor:
+        return expert_linear(silu_mul(expert_linear(rows, gate_up, expert)), down, expert)
+
+    return by_expert(x, ids, weights, MANY_ROWS if chunk else FEW_ROWS, through)
+
+
+class ClampedExperts(NamedTuple):
+    """Experts with biases whose gates and inputs are clamped, in the run's dtype.
+
+    An expert is down((up + 1) * gate * sigmoid(alpha * gate)), gate at most `limit`, up from -limit to limit.
+    """
+
+    gate_up: Tensor  # [E, 2 * I, K], the gate first
+    gate_up_bias: Tensor  # [E, 2 * I]
+    down: Tensor  # [E, K, I]
+    down_bias: Tensor  # [E, K]
+    limit: float
+    alpha: float
+
+
+def clamped_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, of: ClampedExperts, *, chunk: bool = False
+) -> Tensor:
+    """As `experts`, which see for the rest. Source: gpt-oss of Hugging Face transformers 5."""
+
+    def through(rows: Tensor, expert: int) -> Tensor:
+        made = F.linear(rows, of.gate_up[expert], of.gate_up_bias[expert])
+        gate, up = made.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=of.limit), up.clamp(-of.limit, of.limit)
+        inner = (up + 1) * (gate * (gate * of.alpha).sigmoid())
+        return F.linear(inner, of.down[expert], of.down_bias[expert])
+
+    return by_expert(x, ids, weights, MANY_ROWS if chunk else FEW_ROWS, through)
+
+
+def by_expert(
+    x: Tensor, ids: Tensor, weights: Tensor, tile: int, through: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+    """The weighted sum of what `through` makes of rows [tile, K] by an expert's number, of every row [T, K]."""
+    pairs = dict[int, list[int]]()
     for pair, expert in enumerate(ids.flatten().tolist()):
         pairs.setdefault(expert, []).append(pair)
     order: list[int] = []
@@ -99,10 +140,7 @@ def experts(
         tiles += [expert] * (len(own) // tile)
     where = torch.tensor(order, device=x.device)
     rows = torch.split(x.index_select(0, where // ids.shape[1]), tile)
-    made = [
-        expert_linear(silu_mul(expert_linear(some, gate_up, expert)), down, expert)
-        for some, expert in zip(rows, tiles, strict=True)
-    ]
+    made = [through(some, expert) for some, expert in zip(rows, tiles, strict=True)]
     out = x.new_empty(ids.numel(), x.shape[1]).index_copy_(0, where, torch.cat(made))
     return torch.bmm(weights.unsqueeze(1), out.view(*ids.shape, -1).float()).squeeze(1).to(x.dtype)
 

@@ -21,7 +21,7 @@ class Attention:
     def __init__(self, layout: GqaLayout, tensors: Tensors, build: LayerBuilder) -> None:
         self.layout, self.epsilon, self.kernels = layout, build.epsilon, build.kernels
         scale = layout.head_dim**-0.5 if layout.scale is None else layout.scale
-        self.scores = Scores(scale, layout.sliding, layout.softcap)
+        self.scores = Scores(scale, layout.sliding, layout.softcap, tensors.get("sinks"))
         if layout.gated:
             build.arrange(tensors, "qkv", _gates_last(layout))
         if (order := layout.rotary.order) is not None:

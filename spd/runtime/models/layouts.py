@@ -48,6 +48,8 @@ class GqaLayout:
     """Queries and keys do not turn: the layer knows no positions."""
     query_growth: tuple[float, int] | None = None
     """(b, n): a query at position p counts 1 + b ln(1 + floor(p / n)) times."""
+    sinks: bool = False
+    """Each head has a score that every row sees, whose value is nothing."""
     late_norms: bool = False
     """The norms of heads stand behind the rotation."""
     whole_norms: bool = False
@@ -106,6 +108,9 @@ class GqaLayout:
         cuts = self._cuts()
         found |= fused("qkv", block, qkv, width, biased=self.qkv_bias, cuts=cuts)
         found |= fused("output", block, {"o_proj": hidden}, query, biased=self.output_bias, cuts=cuts)
+        if self.sinks:
+            own_heads = None if self.shard is None else self.shard.rows(self.num_heads)
+            found["sinks"] = Destination.of({f"{block}.sinks": (self.num_heads,)}, exact=True, cut=own_heads)
         for own, name in zip(("q_norm", "k_norm"), self.head_norms, strict=True):
             if self.qk_norm:
                 found[own] = Destination.of({f"{block}.{name}.weight": (size,)}, exact=exact)
@@ -400,6 +405,8 @@ class MoeLayout:
         )
 
     def destinations(self) -> dict[str, Destination]:
+        if self.experts.clamped is not None:
+            return self._clamped()
         hidden, inner, experts = self.hidden_size, self.experts.intermediate_size, self.experts
         count = experts.num_experts
         found = {
@@ -423,6 +430,37 @@ class MoeLayout:
         found["experts_gate_up"] = Destination.of(first, cut=rows)
         found["experts_down"] = Destination.of(last, cut=columns)
         return found | (self.shared.matrices() if self.shared else {})
+
+    def _clamped(self) -> dict[str, Destination]:
+        """Experts [E, K, 2 * I], columns of gate and up in turn, and [E, I, K], with their biases.
+
+        What a checkpoint packs is named as if it were gate and up below each other: here halves of the rows.
+        """
+        hidden, inner, count = self.hidden_size, self.experts.intermediate_size, self.experts.num_experts
+        columns, rows, block = None, None, "mlp.experts"
+        if self.shard is not None:
+            columns, rows = self.shard.columns(2 * inner), self.shard.rows(inner)
+        each = [f"{block}.{expert}" for expert in range(count)]
+        first = {
+            f"{own}.{half}_proj.weight": (hidden // 2, 2 * inner) for own in each for half in ("gate", "up")
+        }
+        last = {f"{own}.down_proj.weight": (inner, hidden) for own in each}
+        biases = {"gate_up": (count, 2 * inner), "down": (count, hidden)}
+        return {
+            **_norms("post_attention_layernorm", None, hidden, exact=False),
+            "router": Destination.of({"mlp.router.weight": (count, hidden)}, exact=True),
+            "router_bias": Destination.of({"mlp.router.bias": (count,)}, exact=True),
+            "experts_gate_up": replace(Destination.of(first, cut=columns), wide=True),
+            "experts_down": replace(Destination.of(last, cut=rows), wide=True),
+            **{
+                f"experts_{name}_bias": Destination.of(
+                    {f"{block}.{name}_proj_bias": shape},
+                    exact=True,
+                    cut=columns if name == "gate_up" else None,
+                )
+                for name, shape in biases.items()
+            },
+        }
 
     @property
     def widest(self) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
-from spd.kernels.experts.moe import gate_chosen
+from spd.kernels.experts.moe import ClampedExperts, clamped_experts, gate_chosen
 from spd.kernels.linear.few_bits import GroupedWeight
 from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
 from spd.kernels.native.library import NativeLibrary
@@ -61,7 +61,27 @@ class RoutedExperts:
         return Residual(stream.x + self.kernels.experts(*case, chunk=batch.chunk_start is not None))
 
 
-Experts = MergedExperts | NativeExperts | RoutedExperts
+class BiasedExperts:
+    """Clamped experts with biases, of gate_up [E * K, 2 * I] and down [E * I, K] as they are stored."""
+
+    def __init__(self, layout: MoeLayout, tensors: Tensors, build: LayerBuilder) -> None:
+        assert layout.experts.clamped is not None
+        count, limits = layout.experts.num_experts, layout.experts.clamped
+        gate_up, down = (tensors[name].view(count, -1, tensors[name].shape[1]) for name in EXPERT_NAMES)
+        biases = [tensors[f"{name}_bias"].to(build.dtype) for name in EXPERT_NAMES]
+        if build.ranks is not None and build.ranks.rank:
+            biases[1].zero_()  # of the ranks' sum it is a part once
+        rows = torch.cat((gate_up[..., 0::2], gate_up[..., 1::2]), -1).mT.contiguous()
+        bias = torch.cat((biases[0][:, 0::2], biases[0][:, 1::2]), -1)
+        self.of = ClampedExperts(rows, bias, down.mT.contiguous(), biases[1], *limits)
+
+    def onto(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
+        made = clamped_experts(x, *chosen, self.of, chunk=batch.chunk_start is not None)
+        return Residual(stream.x + made)
+
+
+EXPERT_NAMES = ("experts_gate_up", "experts_down")
+Experts = MergedExperts | NativeExperts | RoutedExperts | BiasedExperts
 """All routed experts of a layer; `onto` adds the weighed sum of what they make of x [T, K] to a stream."""
 
 
@@ -95,7 +115,12 @@ class MoeMlp:
             gate_up = build.after_norm(tensors, "gate_up", "silu")
             self.shared = gate_up, build.matrix(tensors, "down", cut=True)
         self.shared_gate = tensors.get("shared_gate")
-        self.experts = _experts(tensors, layout.experts.num_experts, build)
+        self.router_bias = tensors.get("router_bias")
+        self.experts: Experts
+        if layout.experts.clamped is not None:
+            self.experts = BiasedExperts(layout, tensors, build)
+        else:
+            self.experts = _experts(tensors, layout.experts.num_experts, build)
 
     def products(self) -> tuple[AnyLinear, ...]:
         """The block's matrices in the order in which they run, but for the experts'."""
@@ -119,7 +144,10 @@ class MoeMlp:
         return whole if self.ranks is None else added(stream, self.ranks.sum(whole.x), self.kernels)
 
     def _route(self, x: Tensor, tile: int) -> Chosen:
-        chosen: Chosen = self.kernels.route(self._logits(x, self.router, tile), self.correction, self.rule)
+        logits = self._logits(x, self.router, tile)
+        if self.router_bias is not None:  # torch's form, whose logits are one part
+            logits = logits + self.router_bias
+        chosen: Chosen = self.kernels.route(logits, self.correction, self.rule)
         return chosen
 
     def _logits(self, x: Tensor, weight: Tensor, tile: int) -> Tensor:
@@ -129,7 +157,7 @@ class MoeMlp:
 
 def _experts(tensors: Tensors, count: int, build: LayerBuilder) -> Experts:
     """Of gate_up [E * 2 I, K] and down [E * K, I]."""
-    names = ("experts_gate_up", "experts_down")
+    names = EXPERT_NAMES
     small = sum(tensors[name].nbytes for name in names) <= SMALL_EXPERTS
     merges = small and build.kernels.facts.merges_experts
     gate_up, down = (build.stacked(tensors, name, count, cut=name == names[1]) for name in names)

@@ -15,7 +15,7 @@ from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig
 from spd.formats.quantized import CODES, Quantization
 from spd.kernels.native.build import DTYPE_FLAGS, LARGEST_HEAD, NativeUnavailable, obstacle
-from spd.runtime.models.layouts import DeltaLayout, LayerLayout
+from spd.runtime.models.layouts import DeltaLayout, GqaLayout, LayerLayout, MoeLayout
 from spd.runtime.models.weight_form import BLOCK, WIDE, PackedSpec, WeightForm, int8_form
 from spd.runtime.models.weights import FP8_DTYPE
 from spd.runtime.plan.config import EngineConfig
@@ -44,12 +44,29 @@ def native_obstacle(machine: Machine, dtype: str, quantize: str, layers: Iterabl
     return obstacle()
 
 
+def torch_alone(layers: Iterable[LayerLayout]) -> str | None:
+    """What of a model has no kernels but torch's."""
+    for layer in layers:
+        if isinstance(layer.attention, GqaLayout) and layer.attention.sinks:
+            return "attention with sinks is torch's alone"
+        if isinstance(layer.mlp, MoeLayout) and layer.mlp.experts.clamped is not None:
+            return "experts with biases and clamped gates are torch's alone"
+    return None
+
+
 def choose_kernels(
     wish: str, machine: Machine, dtype: str, quantize: str, layers: Iterable[LayerLayout]
 ) -> tuple[str, str]:
     """The form of the kernels and why. Raises ResourceError, IncompatibleError for what cannot be."""
+    layers = list(layers)
     if wish == "torch":
         return wish, "asked for"
+    if (only := torch_alone(layers)) is not None:
+        if wish == "auto":
+            return "torch", only
+        raise IncompatibleError(
+            f"--kernels {wish} cannot run this model", reason=[f"{only}."], fix=["--kernels auto"]
+        )
     if wish == "native" or (wish == "auto" and machine.on_cpu):
         why_not = native_obstacle(machine, dtype, quantize, layers)
         return _native(wish, why_not, dtype, compiled=not machine.foreseen)

@@ -16,7 +16,7 @@ from spd.formats.mtp import MtpSource
 from spd.kernels.attention.attention_chunks import num_chunks
 from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
-from spd.runtime.models.layouts import DeltaLayout
+from spd.runtime.models.layouts import DeltaLayout, GqaLayout
 from spd.runtime.models.mtp_weights import module_bytes, module_position_size
 from spd.runtime.models.weight_form import DTYPE_BYTES, WIDE, WeightForm, int8_form
 from spd.runtime.models.weights import ModelLayout, destinations
@@ -290,7 +290,7 @@ def _workspace(
     history     slots x vocabulary x 9 bytes: token counts, prompt marks, biases
     attention   rows x heads x chunks of the context x (head size + 2) x 4 bytes, of split softmax sums;
                 in torch's form also a mask of rows x positions for each head of a group and each sliding
-                window, and float32 scores where they are capped
+                window, and float32 scores where they are capped or have sinks
     activations rows of a window or a prompt chunk x (4 hidden + MLP + 2 attention) elements, and a part of
                 hidden from every rank
     rotary      2 x positions x head size elements, twice for layers that slide
@@ -307,7 +307,8 @@ def _workspace(
     attention = rows * num_heads * num_chunks(context) * (head_dim + 2) * 4
     if shape.kernels == "torch":
         attention += widest * (num_heads // kv_heads) * context * (width + 1) * len(layout.sliding)
-        if model.attention_softcap is not None:
+        sinks = any(isinstance(block, GqaLayout) and block.sinks for block in layout.attending)
+        if model.attention_softcap is not None or sinks:
             attention += widest * num_heads * context * 4 * 2
     inner = max(layer.mlp.widest + 2 * layer.attention.widest for layer in layers)
     gathered = ranks + 2 if ranks > 1 else 0
