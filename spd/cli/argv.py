@@ -229,7 +229,7 @@ def _shared_after_command(words: list[str]) -> list[str]:
         else:
             break
     if words and end >= len(words):
-        raise UsageError(f"there is no command behind {words[0]}", fix=["spd --help lists them"])
+        raise UsageError(f"no command follows {words[0]}", fix=["spd --help lists them"])
     if not end or words[end].startswith("-"):
         return words
     return [words[end], *words[:end], *words[end + 1 :]]

@@ -1,4 +1,4 @@
-"""The end of a program whose engine is lost while its main thread hangs or waits, and so never hears it."""
+"""Ends the program when its engine is lost while the main thread hangs or waits and cannot be told."""
 
 from __future__ import annotations
 

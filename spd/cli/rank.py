@@ -34,7 +34,7 @@ def main() -> None:
 
         status = serve(spec, lambda status: _leave(spec, status))
     finally:
-        os._exit(status)  # threads inside a library would outlive the interpreter's end
+        os._exit(status)  # threads inside a library would keep the process alive
 
 
 def _watch_parent() -> None:

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 DEMOS = ("demo", "demo-hybrid")
-"""Their names, which are models wherever one is asked for. They have one tokenizer."""
+"""Their names, accepted wherever a model is named. They share a tokenizer."""
 
 
 def demo_folder(name: str = "demo") -> Path:

@@ -1,4 +1,4 @@
-"""Files that a user names: read up to a bound, written under a lock, or whole by way of one beside them."""
+"""Files that a user names: read up to a limit, written under a lock, or replaced whole by a rename."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def open_output(path: Path, *, append: bool = False) -> int:
 
 
 def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a text file by way of one beside it that cannot be foreseen, so that it is never half there."""
+    """Write a text file through a temporary one with an unpredictable name, so it is never incomplete."""
     spare = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     descriptor = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:

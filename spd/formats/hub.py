@@ -86,7 +86,7 @@ def is_repository_name(reference: str) -> bool:
 
 
 def check_repository_name(name: str, revision: str | None = None) -> None:
-    """Refuse what is no name of a model on the hub, and no branch, tag or commit.
+    """Refuse an invalid model name on the hub, and an invalid branch, tag or commit.
 
     Raises `UsageError` and `CheckpointError`.
     """

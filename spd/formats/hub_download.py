@@ -210,8 +210,8 @@ def _refusal(name: str, error: Exception) -> errors.SpdError | None:
         fix = ["check the name, ORG/NAME; for a private model: hf auth login"]
         return NotFoundError(why, reason=[said], fix=fix, code="no_repository")
     if isinstance(error, hub_errors.OfflineModeIsEnabled):
-        why = f"{name}: not downloaded, because of --offline or HF_HUB_OFFLINE"
-        return NetworkError(why, fix=["leave --offline out", "unset HF_HUB_OFFLINE"], code="offline")
+        why = f"{name}: not downloaded, because HF_HUB_OFFLINE is set"
+        return NetworkError(why, fix=["unset HF_HUB_OFFLINE"], code="offline")
     if gated or (isinstance(error, hub_errors.HfHubHTTPError) and status in (401, 403)):
         lack = "this token has no access" if get_token() else "no token is set"
         why = f"{name} {'is gated' if gated else 'refuses access'} and {lack}"

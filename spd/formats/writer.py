@@ -1,4 +1,4 @@
-"""Writing a folder that is whole or not there: staged beside its name, renamed at the very end.
+"""Write a folder completely or not at all: build it under a temporary name, rename it at the end.
 
 The stage has a name that cannot be foreseen, and only its owner writes there. Whatever ends a run takes it
 away, but for a kill, which leaves a folder `.spd-*`.

@@ -278,7 +278,7 @@ def test_a_context_that_fills_up_is_said_once(talk: Callable, script: Any) -> No
     ("argv", "stdin", "code", "words"),
     [
         ([], b"", 2, "standard input is empty"),
-        ([], None, 2, "standard output is none"),
+        ([], None, 2, "standard output is not one"),
         (["-c"], b"Hi\n", 3, "no chat is saved"),
         (["-c", ".x"], b"Hi\n", 2, "not a name"),
         (["-f", "/nowhere"], b"Hi\n", 3, "no file"),

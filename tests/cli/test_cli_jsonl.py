@@ -395,7 +395,7 @@ def test_a_line_that_is_far_too_long_is_refused_in_its_place(answers: Lines, tmp
 def test_only_a_file_is_gone_on_with(answers: Lines, tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to("/dev/zero")
     ran, _ = answers(prompts(1), "-o", tmp_path / "out", "--resume")
-    refused(ran, 2, "out: is not a file to go on with")
+    refused(ran, 2, "out: cannot be continued")
 
 
 @pytest.mark.parametrize("more", [(), ("--resume",), ("--resume", "-f", "LINES")])

@@ -250,7 +250,7 @@ def test_a_budget_a_shape_and_speculation(spd_run: Callable, thinker: Path) -> N
         (["--schema", SCHEMA, "-n", 60, "--stop", '"a"'], "schema was complete: a stop text or token came"),
         (["--grammar", "/[a-z]{90}/", "--ctx", 64], "before the regex was complete: the context is full"),
         (["--grammar", "/[a-z]+/", "-n", 6], None),
-        (["-n", 1], "the reply ended in its thinking, without an answer: -n 1 was reached"),
+        (["-n", 1], "the reply ended while thinking, without an answer: -n 1 was reached"),
     ],
 )
 def test_what_ended_early_says_so(

@@ -67,7 +67,7 @@ def test_the_law_of_a_rule_that_promises_one(
     )
     ran = run(*words)
     told = ran.json
-    assert ran.code == 6 and "the law of the first tokens differs (p = " in ran.err
+    assert ran.code == 6 and "first tokens differ in distribution (p = " in ran.err
     assert not told["law"]["passed"] and not told["passed"] and faults(told, "verify") == []
 
 
@@ -78,7 +78,7 @@ def test_the_law_says_where_it_was_tested(run: Callable[..., Any], monkeypatch: 
     assert faults(told, "verify") == [] and told["untested"] == [] and told["temperatures"] == [0.0]
     assert told["law"] == told["law"] | {"temperatures": [0.5, 0.9], "prompts": ["file/1", "file/2"]}
     assert "16 tokens of 2 texts compared at T 0: " in ran.text and ran.text.endswith("\npassed\n")
-    assert "law of the first tokens of file/1, file/2 at T 0.5, 0.9:\n" in ran.text
+    assert "distribution of the first tokens of file/1, file/2 at T 0.5, 0.9:\n" in ran.text
 
 
 def test_settings_held_against_each_other(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ class Editor:
         app._on_resize = self._resize
 
     def _resize(self) -> None:
-        """Draw anew from where the prompt begins now that the terminal has broken its rows anew.
+        """Redraw from the start of the prompt after the terminal has rewrapped its rows.
 
         Row by row, because tmux keeps a screen that is erased as a whole among the rows above.
         """

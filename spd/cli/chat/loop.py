@@ -74,7 +74,7 @@ class Chat:
 
         terminal = self._sink.is_terminal and not self._session.dumb_terminal
         if options.show_drafts and not terminal:
-            self._session.console.note("--show-drafts marks tokens on a terminal only; this output is none")
+            self._session.console.note("--show-drafts colours tokens on a terminal, and this is not one")
         return Look(
             terminal=self._sink.is_terminal,
             styled=terminal,
@@ -116,7 +116,7 @@ class Chat:
                 write_error(error, self._console, as_json=False)
         if not (said or interactive):
             raise UsageError(
-                "nothing to talk about: standard input is empty",
+                "no messages: standard input is empty",
                 fix=["spd chat in a terminal", "spd chat < messages.txt, one message a line"],
                 code="no_prompt",
             )

@@ -33,7 +33,7 @@ class MessageSource(Protocol):
         """Take the news that is not shown yet."""
 
     def wake(self) -> None:
-        """Show the status anew; may be called from any thread."""
+        """Redraw the status; may be called from any thread."""
 
     def keep(self, typed: bytes) -> None:
         """Take keys that were typed while a reply came, for the next message."""

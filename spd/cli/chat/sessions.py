@@ -43,7 +43,7 @@ class SessionStore:
         return [name for _, name in sorted(found, reverse=True)]
 
     def path(self, name: str) -> Path:
-        """Where a chat lies. Raises UsageError for a name that is none."""
+        """The path of a saved chat. Raises UsageError for an invalid name."""
         if not _NAME.fullmatch(name):
             raise UsageError(
                 f"{name[:60]!r} is not a name for a chat",
@@ -208,7 +208,7 @@ def _checked(
 def _unreadable(path: Path, why: str) -> IncompatibleError:
     return IncompatibleError(
         f"{path}: {why}",
-        fix=["mend the file or move it away; -c NAME begins another chat"],
+        fix=["repair the file or move it away; -c NAME starts another chat"],
         code="session_unreadable",
     )
 

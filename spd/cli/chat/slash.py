@@ -1,4 +1,4 @@
-"""Slash commands: what a person tells the chat and not the model.
+"""Slash commands, which go to the chat and not to the model.
 
 Each is a method of `Commands`, found by its name; its first line is what /help shows.
 """
@@ -39,7 +39,7 @@ class Commands:
         return sorted("/" + name[3:] for name in vars(cls) if name.startswith("do_"))
 
     def run(self, line: str) -> None:
-        """Run what was typed. Raises UsageError for what is no command, and what the command raises."""
+        """Run a typed command. Raises UsageError for an unknown command, and what the command raises."""
         word, _, rest = line.strip().partition(" ")
         name = ALIASES.get(word.lower(), word.lower())
         known = self.names()
@@ -81,14 +81,14 @@ class Commands:
         self._chat.reply_to(last)
 
     def do_more(self, rest: str) -> None:
-        """let a reply that was cut short go on"""
+        """continue a reply that was cut short"""
         turn = self._last()
         if turn.reply is None or turn.finish not in ("length", "abort") or not turn.reply_ids:
-            raise UsageError("the last reply is not cut short", fix=["/regen for another one"])
+            raise UsageError("the last reply was not cut short", fix=["/regen for another one"])
         self._chat.reply(more=True)
 
     def do_edit(self, rest: str) -> None:
-        """write the last message anew; /edit reply changes the reply"""
+        """rewrite the last message; /edit reply rewrites the reply"""
         turn = self._last()
         if rest == "reply":
             changed = self._chat.source.read(turn.reply or "")
@@ -108,7 +108,7 @@ class Commands:
         self._chat.tell(*f"system  {self._chat.conversation.system or '(none)'}".splitlines())
 
     def do_set(self, rest: str) -> None:
-        """change how replies are drawn: /set temperature=0.5 top_p=0.9; alone it shows"""
+        """change sampling parameters: /set temperature=0.5 top_p=0.9; alone it shows"""
         words = words_of(rest)
         self._chat.set_sampling(read_settings(words, "/set"))
         self._chat.tell(*self._chat.model.shown("params"))
@@ -127,7 +127,7 @@ class Commands:
             raise UsageError(f"/spec {rest}: is not a method", fix=[f"/spec {known} [K]"])
         self._chat.reload(spec=method, draft_max=int(words[1]) if words[1:] else None)
 
-    do_spec.__doc__ = f"load with another speculation: /spec {'|'.join(METHODS)}|mtp,ngram [K]"
+    do_spec.__doc__ = f"reload with another drafter: /spec {'|'.join(METHODS)}|mtp,ngram [K]"
 
     def do_model(self, rest: str) -> None:
         """load another model and go on with this chat: /model NAME"""

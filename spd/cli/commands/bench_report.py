@@ -152,7 +152,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
     if differences:
         first = differences[0]
         lines.append(
-            f"DIFFERENT: {len(differences)} texts are not those of plain decoding; the first: prompt "
+            f"DIFFERENT: {len(differences)} texts differ from plain decoding; the first: prompt "
             f"{first['prompt']}, T {first['temperature']:g}, token {first['position']}"
         )
     elif _is_imposed(result):
@@ -168,7 +168,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
     if result["rows"]:
         ranks = any(row["tp"] > 1 for row in result["rows"])
         columns = "draft ms: a token · verify ms: a round" if ranks else "len: tokens a round · TTFT: ms"
-        lines.append(f"±: where a second run's median lies, 95 % · {columns}")
+        lines.append(f"±: 95 % interval for a second run's median · {columns}")
     return lines
 
 

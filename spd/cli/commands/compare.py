@@ -42,7 +42,7 @@ def compare(session: Session, options: CompareOptions) -> int:
     comparisons = [compare_results(results[0], result) for result in results[1:]]
     if not any(comparison.changes for comparison in comparisons):
         raise UsageError(
-            "no row of these results is of the same work",
+            "no rows of these results measure the same work",
             reason=["Rows match by model, prompts, -n, temperature, load, method and settings."],
             fix=["measure with the same options: spd bench --help"],
         )

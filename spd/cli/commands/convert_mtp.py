@@ -111,12 +111,12 @@ def _destination(options: ConvertOptions, source: Path) -> Path | None:
     if options.dry_run or not (destination.exists() or destination.is_symlink()):
         return destination
     if not destination.is_dir() or destination.is_symlink():
-        raise UsageError(f"{destination}: is there and no folder", fix=["name another folder"])
+        raise UsageError(f"{destination}: exists and is not a folder", fix=["name another folder"])
     if not any(destination.iterdir()):
         return destination
     if not is_head_folder(ModelFolder(destination)) and not (destination / MANIFEST).exists():
         raise UsageError(
-            f"{destination}: is there and holds no MTP head, so --force does not replace it either",
+            f"{destination}: exists and holds no MTP head, so --force does not replace it either",
             fix=["name another folder"],
         )
     if not options.force:

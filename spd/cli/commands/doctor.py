@@ -102,7 +102,7 @@ def terminal(color: bool) -> Finding:
     encoding = (getattr(sys.stdout, "encoding", None) or "none").lower()
     facts = {"stdout": on_terminal, "stderr": is_terminal(sys.stderr), "encoding": encoding, "color": color}
     words = (
-        "standard output is a terminal" if on_terminal else "standard output is no terminal",
+        "standard output is a terminal" if on_terminal else "standard output is not a terminal",
         encoding,
         "colour" if color else "no colour",
     )

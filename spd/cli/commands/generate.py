@@ -120,7 +120,7 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
     failure = EngineError(
         delivery.reply.error or "the model failed while generating",
         reason=["What came before the fault was printed."],
-        fix=[fix if job.grammar is None else "a grammar that leaves a way on, or a larger -n"],
+        fix=[fix if job.grammar is None else "a grammar that always allows a next token, or a larger -n"],
     )
     if not options.json:
         raise failure

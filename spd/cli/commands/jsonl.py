@@ -103,7 +103,7 @@ def resume(path: Path, lines: Sequence[BatchLine], sink: Sink) -> Done:
         sink.open()  # locked from here on
         if not path.is_file():
             raise UsageError(
-                f"{path}: is not a file to go on with", fix=["leave --resume out, or give another -o FILE"]
+                f"{path}: cannot be continued", fix=["leave --resume out, or give another -o FILE"]
             )
         with path.open("r+b") as file:
             whole = 0
@@ -124,7 +124,7 @@ def resume(path: Path, lines: Sequence[BatchLine], sink: Sink) -> Done:
 
 
 def _entry(raw: bytes) -> dict[str, Any]:
-    """A line of an output, empty if it is none."""
+    """Read a line of an output file; empty if it is not valid."""
     try:
         entry = json.loads(raw)
     except (ValueError, RecursionError):
@@ -224,7 +224,7 @@ class Batch:
             self.open[request.id] = Open(line, request, inside, Gathered())
 
     def _short(self, error: ResourceError) -> None:
-        self.session.console.note(f"{error.message}: the lines that ran then have failed")
+        self.session.console.note(f"{error.message}: the lines running at that time failed")
 
     def _take(self, event: Event) -> None:
         one = self.open.get(event.request_id)
@@ -254,7 +254,7 @@ class Batch:
         self.finished[self.places.pop(line.number)] = answer
 
     def _flush(self, ticker: Ticker) -> None:
-        """Write every answer whose turn it is."""
+        """Write every answer that is next in the order of the input."""
         while self.done.lines in self.finished:
             answer = self.finished.pop(self.done.lines)
             if self.sink.is_terminal:

@@ -1,6 +1,6 @@
 """`spd pull`, `spd ls`, `spd rm`: models in the Hugging Face cache, which other tools share.
 
-Downloading happens here and nowhere else, and only when it was asked for.
+Downloads happen here only, and only on request.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def rm(session: Session, options: RemoveOptions) -> None:
         return
     if not options.yes:
         if not is_terminal(sys.stdin):
-            raise UsageError("spd cannot ask: standard input is no terminal", fix=["spd rm -y NAME"])
+            raise UsageError("spd cannot ask: standard input is not a terminal", fix=["spd rm -y NAME"])
         if not _agrees(f"remove {total} from {cache_folder()}?"):
             tell("nothing was removed")
             return

@@ -74,7 +74,7 @@ def verify(session: Session, options: VerifyOptions) -> int:
     failure = CheckFailedError(
         "; ".join(certificate["faults"]),
         reason=["The text is not the one that was promised."],
-        fix=["--against with one setting at a time finds which of them it is; please report it"],
+        fix=["--against with one setting at a time shows which one is at fault; please report it"],
     )
     write_error(failure, session.console, as_json=False)  # the answer is on stdout already
     return failure.exit_code
@@ -193,7 +193,7 @@ def faults(certificate: dict[str, Any], result: Replay) -> list[str]:
         found.append(f"{len(wrong)} of {result.texts} texts differ")
     law = certificate["law"]
     if law is not None and not law["passed"]:
-        found.append(f"the law of the first tokens differs (p = {law['probability']:.1e}, {law['worst']})")
+        found.append(f"first tokens differ in distribution (p = {law['probability']:.1e}, {law['worst']})")
     return found
 
 
@@ -234,12 +234,12 @@ def _words(certificate: dict[str, Any]) -> list[str]:
     law = certificate["law"]
     if law is not None:
         lines += [
-            f"law of the first tokens of {', '.join(law['prompts'])} at {_at(law['temperatures'])}:",
+            f"distribution of the first tokens of {', '.join(law['prompts'])} at {_at(law['temperatures'])}:",
             f"  p = {law['probability']:.2g} at worst in {law['tests']} tests of {law['draws']} draws",
-            f"  (a right program fails with a chance of {law['false_alarm']:g})",
+            f"  (a correct program fails with probability {law['false_alarm']:g})",
         ]
     if not certificate["drafts_accepted"] and plans["candidate"]["spec"] != "off":
-        lines.append("no draft was accepted, so little was put to the test")
+        lines.append("no draft was accepted, so this tested little")
     verdict = "passed" if certificate["passed"] else "FAILED"
     untested = certificate["untested"]
     return [

@@ -89,7 +89,7 @@ def first_token(vocabulary: Vocabulary) -> int:
         if token_id is not None:
             return token_id
     raise UsageError(
-        "the prompt is empty, and this model has no token to begin with", fix=['spd generate --raw "text"']
+        "the prompt is empty, and there is no beginning-of-text token", fix=['spd generate --raw "text"']
     )
 
 

@@ -102,7 +102,7 @@ def is_terminal(stream: IO[Any] | None) -> bool:
 
 
 def columns_of(stream: IO[Any] | None) -> int | None:
-    """How wide a stream's terminal is now; None where it is none."""
+    """The current width of a stream's terminal; None if it is not a terminal."""
     if stream is None or not is_terminal(stream):
         return None
     with suppress(OSError, ValueError, AttributeError):
@@ -242,7 +242,7 @@ class Sink:
 
     @property
     def columns(self) -> int | None:
-        """How wide its terminal is now; None where it is none."""
+        """The current width of its terminal; None if it is not a terminal."""
         return columns_of(sys.stdout) if self._terminal else None
 
     @property

@@ -62,7 +62,7 @@ def reply_fields(
 def early_end(fields: Mapping[str, Any], lacks: str | None, request: Request) -> str | None:
     """What a reply lacks because it ended early, and why it did; None where it lacks nothing."""
     if lacks is None and fields["reasoning"] is not None and not fields["text"]:
-        lacks = "the reply ended in its thinking, without an answer"
+        lacks = "the reply ended while thinking, without an answer"
     finish, most = fields["finish_reason"], request.params.max_tokens
     if lacks is None or finish not in ("stop", "length"):
         return None

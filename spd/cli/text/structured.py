@@ -109,7 +109,7 @@ def note_thinking(console: Console, think: str, vocabulary: Vocabulary) -> None:
     """Say that a chat template cannot be asked for thinking or for none, where it is asked."""
     template = vocabulary.template
     if think in ("on", "off") and template is not None and SWITCH not in template.default:
-        console.note(f"this chat template has no {SWITCH}: it cannot be asked for thinking or for none")
+        console.note(f"this chat template has no {SWITCH}: thinking cannot be switched on or off")
 
 
 class ThinkingSplitter:

@@ -14,7 +14,7 @@ _PASTED = re.compile(
 
 
 def fit_lines(text: str, columns: int | None) -> str:
-    """Text whose lines fit so many columns; None is no terminal, where nothing is broken."""
+    """Wrap text to `columns`; None stands for no terminal, where nothing is wrapped."""
     if columns is None:
         return text
     return "\n".join(wrap_line(line, columns) for line in text.split("\n"))

@@ -53,7 +53,7 @@ PLANNED_CHUNKS = 128
 class ChunkList:
     """Chunks to attend, on the device: items [0, count)."""
 
-    last: Tensor  # [S] int32: the last valid position, -1 where there is none
+    last: Tensor  # [S] int32: the last valid position, -1 if none
     items: Tensor  # [S * max_chunks] int32: slot << 16 | chunk
     count: Tensor  # [1] int32
 

@@ -123,7 +123,7 @@ def library_path(folder: Callable[[], Path], chosen: str | None = None, *, dtype
 
 
 def read_kept(place: Path) -> bytes:
-    """What was kept in a file, empty where it is none. Raises OSError; ValueError where others may write."""
+    """Read a kept file; empty if there is none. Raises OSError, and ValueError if others may write it."""
     with open(place, "rb", opener=lambda path, _: os.open(path, os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         for path, status in ((place, found), (place.parent, place.parent.stat())):
@@ -177,7 +177,7 @@ def _key(compiler: str, flags: Sequence[str]) -> str:
 
 
 def _compile(compiler: str, flags: Sequence[str]) -> bytes:
-    """Make the library in a folder of its own. The compiler stands there, and not where the user does.
+    """Make the library in a folder of its own. The compiler runs there, not where the user is.
 
     So relative paths in its environment lead to nothing, and what it leaves when it is killed is swept up.
     """

@@ -132,7 +132,7 @@ class Engine:
 
     @property
     def plain_round_seconds(self) -> float | None:
-        """Seconds of a round without drafts, as measured of late; None where there has been none."""
+        """Recently measured seconds of a round without drafts; None before the first one."""
         return medians(self._draft_length.times.verify).get(0)
 
     @property

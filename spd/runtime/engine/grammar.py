@@ -1,6 +1,6 @@
 """Structured output: which tokens a grammar allows after each draft, and where a text has to end.
 
-`llguidance` parses and walks; it is imported when the first grammar is asked for. A budget of thinking is a
+`llguidance` parses and walks; it is imported with the first grammar. A budget of thinking is a
 grammar, too: it allows everything until it is spent, then the end of thinking only, so it cuts the same text
 with and without speculation. No torch here. Source: llguidance's Python interface, version 1.9.
 """

@@ -184,7 +184,7 @@ class EngineMetrics:
     requests: dict[str, int] = field(default_factory=dict)
     """By how they ended."""
     finished: OrderedDict[str, RequestMetrics] = field(default_factory=OrderedDict)
-    """By their ids: the latest `KEPT`, whose counters can still be asked for."""
+    """The latest `KEPT` requests by id; their counters can still be read."""
 
     def add(self, name: str, one: RequestMetrics, reason: str) -> None:
         """A request has ended."""

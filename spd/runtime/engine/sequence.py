@@ -239,7 +239,7 @@ class RequestChecks:
         if length >= self.plan.shape.ctx:
             raise IncompatibleError(
                 f"prompt is {length:,} tokens but the context is {self.plan.shape.ctx:,}",
-                fix=[f"--ctx N above {length}", "--overflow truncate-left to drop the oldest tokens"],
+                fix=[f"--ctx N above {length}", "a shorter prompt"],
                 code="context_overflow",
             )
         end = () if request.thinking is None else (request.thinking.end,)

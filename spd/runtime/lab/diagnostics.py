@@ -357,7 +357,7 @@ def compile_cache() -> Finding:
 
 
 def demo_plan() -> Finding:
-    """What would be done with the demo if nothing were asked for."""
+    """The plan for the demo with default options."""
     from spd.formats.demo import demo_folder
     from spd.runtime.plan.config import EngineConfig
     from spd.runtime.plan.plan import make_plan

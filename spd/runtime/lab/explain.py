@@ -238,7 +238,7 @@ def explain(traces: Sequence[Trace]) -> Explanation:
 
 
 def _without_copies(trace: Trace) -> list[RoundRecord]:
-    """A trace's rounds without those for which lookup beside a model drafted alone, while text was copied."""
+    """A trace's rounds, without those in which lookup drafted alone while text was copied."""
     most = MAX_DRAFT if trace.header is None else trace.header.plan.get("model_drafts", MAX_DRAFT)
     return [record for record in trace.rounds if record.k <= most]
 

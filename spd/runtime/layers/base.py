@@ -36,7 +36,7 @@ class ModelOutput(NamedTuple):
 
     @classmethod
     def of(cls, hidden: Tensor) -> ModelOutput:
-        """Of a model whose hidden states are what a head would read."""
+        """The output of a model whose hidden states are also what a head reads."""
         return cls(hidden, hidden)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> ModelOutput:

@@ -15,7 +15,7 @@ DUMMY_BIAS = 0.02
 DUMMY_LOGITS = 3.0
 """Standard deviation of a dummy model's logits: far from uniform, far from certain."""
 DUMMY_DOWN = 4.0
-"""How much louder an MLP, which sees one token, is than attention, whose average over all tokens would
+"""How much larger an MLP's output is than attention's, whose average over all tokens would
 else make a model say one token for ever."""
 
 FP8_STRIP = 2**24

@@ -221,7 +221,7 @@ def read_tensors(
                     if advance is not None:
                         advance(nbytes)
         finally:
-            stopping.set()  # also when the caller was interrupted: no thread outlives this call
+            stopping.set()  # also if the caller was interrupted: every thread ends with this call
         for reader in readers:
             reader.result()
     checkpoint.check_unchanged()

@@ -1,4 +1,4 @@
-"""Architecture names and the family files that know them. Imports a family only when it is asked for."""
+"""Architecture names and the family files that know them. Imports a family only when it is needed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": "spd.runtime.models.families.qwen2_moe",
 }
 HEADS = {"LlamaForCausalLMEagle3": "spd.runtime.models.eagle3"}
-"""What drafts for a model, and is none."""
+"""Heads that draft for a model and are no models themselves."""
 
 
 def family_layout(config: ModelConfig) -> ModelLayout:

@@ -87,7 +87,7 @@ def layer_prefix(checkpoint: Checkpoint) -> str:
 
 
 def shares_head(config: ModelConfig, checkpoint: Checkpoint) -> bool:
-    """Whether the head that makes logits is the target's: there is none, and nothing that renames ids."""
+    """Whether the target's output head is used: the checkpoint has none of its own and maps no ids."""
     assert config.eagle3 is not None
     known = config.eagle3.draft_vocab_size in (None, config.vocab_size)
     return HEAD not in checkpoint.tensors and known and not own_embedding(config)

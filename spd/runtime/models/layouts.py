@@ -71,7 +71,7 @@ class GqaLayout:
     gated: bool = False
     """What attention gives is scaled by the sigmoid of gates, which stand beside each head's queries."""
     shard: Shard | None = None
-    """Whose heads these are, of `whole` query and key heads."""
+    """The rank that has these heads, of `whole` query and key heads; None: all heads."""
     whole: tuple[int, int] = (0, 0)
 
     def sharded(self, shard: Shard) -> GqaLayout:
@@ -149,7 +149,7 @@ class LatentLayout:
     scale: float
     bias: bool = False
     shard: Shard | None = None
-    """Whose heads these are; what all heads share is there whole."""
+    """The rank that has these heads; what all heads share is on every rank."""
 
     def sharded(self, shard: Shard) -> LatentLayout:
         """A rank's heads. The output reads its own columns, and makes a part of the sum."""
@@ -341,7 +341,7 @@ class MlpLayout:
     fused_gate_up: bool = False
     """Gate and up are one tensor in the checkpoint too."""
     shard: Shard | None = None
-    """Whose width this is."""
+    """The rank that has this part of the width; None: all of it."""
 
     def sharded(self, shard: Shard) -> MlpLayout:
         """A rank's width. The last matrix reads its own columns, and makes a part of the sum."""
@@ -384,7 +384,7 @@ class MoeLayout:
     centred_norms: bool = False
     """Scales of norms are stored as their distance from 1."""
     shard: Shard | None = None
-    """Whose width of every expert this is."""
+    """The rank that has this part of every expert's width; None: all of it."""
 
     def sharded(self, shard: Shard) -> MoeLayout:
         """A rank's width of every expert, the shared one too; every rank routes all rows by itself."""

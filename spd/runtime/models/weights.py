@@ -43,7 +43,7 @@ class ModelLayout:
     tables: Callable[[Shard | None], dict[str, Destination]] | None = None
     """What stands outside the layers, or a rank's part of it, where that is not a decoder's."""
     shard: Shard | None = None
-    """Whose part of the model this is; None: the whole."""
+    """The rank that has this part of the model; None: the whole model."""
     prefix: str = "model.layers.{}."
     """What stands before the names of a layer's tensors, {} for its number."""
     shift: int = 0
@@ -85,7 +85,7 @@ class HeadRules:
     """What heads do differently from each other."""
 
     masked: int = -1
-    """The slot whose embedding is zero; -1 where none is."""
+    """The slot with a zero embedding; -1 if there is none."""
     hidden_first: bool = False
     """Of token and state side by side, the state comes first."""
     recycles_normed: bool = False

@@ -1,6 +1,6 @@
-"""Whose arithmetic runs a model: Triton's on a GPU, C's on a CPU with the instructions, torch's elsewhere.
+"""Which kernels run a model: Triton's on a GPU, C's on a CPU that has the instructions, torch's elsewhere.
 
-And which form its weights are kept in: what was asked, what is stored, and what those kernels know.
+And the form in which its weights are kept: from the request, the stored form, and what those kernels know.
 """
 
 from __future__ import annotations

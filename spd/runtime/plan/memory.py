@@ -38,7 +38,7 @@ LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
 GRAPH_BYTES = 2**29
 """Kept free for captured graphs and their private pools."""
 CHECKPOINTS, SHARE_OF_CHECKPOINTS = 8, 8
-"""Of recurrent states, beside two a slot; and their part of what may be used, one in so many, at most."""
+"""Checkpoints of recurrent states besides two a slot; they take at most 1 / the second of usable memory."""
 WORTH_NAMING = 0.01
 """Share of the whole below which a remedy is not mentioned, unless it suffices."""
 
@@ -64,7 +64,7 @@ class EngineShape:
     keep_laws: bool = False
     """Whether what each draft was drawn from is kept until it is verified."""
     model_drafts: int = 0
-    """Of `draft_max`, those that a draft model or a head makes at most: lookup beside it may make more."""
+    """The most tokens that a draft model or head drafts; lookup may draft up to `draft_max`."""
     mtp: MtpSource | None = None
     head_embedding: bool = False
     """Whether an EAGLE-3 head holds embeddings, which may not be the target's."""
@@ -113,7 +113,7 @@ class MemoryNeed:
     workspace: int
     graphs: int
     checkpoints: int = 0
-    """On the host: beside a GPU not of its memory."""
+    """On the host; with a GPU, not part of its memory."""
 
     @property
     def total(self) -> int:

@@ -199,10 +199,9 @@ def _graphs(wish: bool | None, machine: Machine, kernels: str) -> bool:
 
 
 def _draft_lengths(config: EngineConfig, method: str, adaptive: bool) -> tuple[str, int, int]:
-    """What `spec` comes to, the most tokens that a model or a head drafts, and the most that are drafted.
+    """Resolve `spec`; return it, the most tokens that a model or head drafts, and the most drafted by any.
 
-    Lookup beside a model copies more at a time than the model drafts, where k follows what is accepted: the
-    model keeps to its usual number then.
+    With adaptive k and two drafters, lookup may draft more tokens at once than the model's default maximum.
     """
     usual, asked = METHODS[method].draft_max, config.draft_max
     if method == "off" or asked == 0:

@@ -12,7 +12,7 @@ TAIL_ROWS = {name: facts.tail_rows for name, facts in FACTS.items()}
 CHUNK = {name: facts.chunk for name, facts in FACTS.items()}
 """Positions of a prompt chunk, by the form of the kernels."""
 CATCH_UP = 16
-"""Tokens that a drafter's cache may miss before it is brought up in one pass, beside a round's drafts."""
+"""Tokens that a drafter's cache may lack, besides a round's drafts, before one pass adds them."""
 WORD = 32
 """Token ids a word of a mask."""
 
@@ -31,7 +31,7 @@ def state_depth(chunk: int, draft_max: int, modules: int) -> int:
 
 
 def ring_depth(draft_max: int) -> int:
-    """Rows that recurrent layers keep of a slot beside its state.
+    """Rows of a slot that recurrent layers keep in addition to its state.
 
     One pass applies those of the pass before it while it writes its own; one that brings a drafter up has
     most.

@@ -310,7 +310,7 @@ class ModelRunner:
         return [self._write_alone(*each) for each in zip(parts, rings, strict=True)]
 
     def _write_alone(self, part: PromptPart, ring: HeadStates | None) -> Tensor:
-        """One pass for each whole chunk, and for each `tail_rows` of what is none."""
+        """Run one pass for each whole chunk and one for each `tail_rows` rows outside chunks."""
         table, made = self.page_table_of(part.view), []
         for run in part.runs:
             chunked, last = run.kind == "chunk", min(run.end, part.end)

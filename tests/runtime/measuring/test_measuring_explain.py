@@ -164,7 +164,7 @@ def test_plain_decoding_is_carried_over_where_no_plain_round_was_seen() -> None:
 
 
 CASES = {
-    "a useless drafter": (make_trace(4, 0.0), "acceptance: hardly a draft is right", "--spec off"),
+    "a useless drafter": (make_trace(4, 0.0), "acceptance: few drafts are right", "--spec off"),
     "a poor drafter": (
         make_trace(4, 0.15, verify=(5.0, 1.5)),
         "acceptance: even a free drafter",
