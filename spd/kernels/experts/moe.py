@@ -128,7 +128,7 @@ def clamped_experts(
 def by_expert(
     x: Tensor, ids: Tensor, weights: Tensor, tile: int, through: Callable[[Tensor, int], Tensor]
 ) -> Tensor:
-    """The weighted sum of what `through` makes of rows [tile, K] by an expert's number, of every row [T, K]."""
+    """Sum, weighted, what `through` makes of every row [T, K] by its experts, `tile` rows at a time."""
     pairs = dict[int, list[int]]()
     for pair, expert in enumerate(ids.flatten().tolist()):
         pairs.setdefault(expert, []).append(pair)
