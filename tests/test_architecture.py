@@ -211,6 +211,7 @@ FACADE = {
     "spd.runtime.plan.memory",
     "spd.runtime.ranks.follower",
     "spd.runtime.ranks.rendezvous",
+    "spd.runtime.round.sampling_params",
 }
 """All of the runtime that the command line may import; ten modules at most."""
 

@@ -270,12 +270,9 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
     max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS, family.max_positions)
-    delta: blocks.DeltaConfig | None = None
-    sliding: tuple[int | None, ...] = ()
-    if family.interleaved is not None:
-        delta = blocks.read_delta(fields, num_layers, interleaved=family.interleaved)
-    else:
-        sliding = blocks.read_sliding(fields, num_layers, family.sliding)
+    mixed = family.interleaved
+    delta = None if mixed is None else blocks.read_delta(fields, num_layers, interleaved=mixed)
+    sliding = () if delta else blocks.read_sliding(fields, num_layers, family.sliding)
     latent = blocks.read_latent(fields) if family.latent else None
     experts = family.experts(fields, num_layers) if family.experts else None
     inner = experts.intermediate_size if experts else None  # where every layer has experts

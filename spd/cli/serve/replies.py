@@ -15,9 +15,8 @@ from spd.cli.text.structured import ThinkingSplitter
 if TYPE_CHECKING:
     from spd.cli.serve.wishes import Wish
     from spd.formats.tokenizer import Tokenizer
-    from spd.runtime import Event, RequestMetrics
+    from spd.runtime import EnginePlan, Event, RequestMetrics
     from spd.runtime.engine.request import TokenLogprob
-    from spd.runtime.plan.plan import EnginePlan
 
 IMPOSSIBLE = -9999.0
 """What the API says for the logarithm of nothing."""

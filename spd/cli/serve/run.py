@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from spd.cli.commands.serve import ServeOptions
     from spd.cli.options import Session
     from spd.cli.text.job import Settings
-    from spd.runtime import Engine
-    from spd.runtime.load.progress import Progress
+    from spd.runtime import Engine, Progress
 
 HEADER_SECONDS = 20.0
 """For which a client may take to send a request's head."""

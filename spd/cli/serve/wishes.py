@@ -21,7 +21,7 @@ from spd.runtime.round.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, MA
 
 if TYPE_CHECKING:
     from spd.cli.text.job import Settings
-    from spd.runtime.round.sampling_params import SamplingParams
+    from spd.runtime import SamplingParams
 
 MAX_MESSAGES = 100_000
 COMPLETION_TOKENS = 16
