@@ -36,23 +36,22 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
   bfloat16; elsewhere torch multiplies the rounded values in the run's dtype, which saves no memory.
   Weights that are quantized already are refused.
 - **Rotary embedding**: {ropes}.
-  LongRoPE stands for its original context, where its short factors hold: beyond it every earlier position
-  would have to turn anew, so `--ctx` ends there.
+  LongRoPE works up to the model's original context, with its short factors. Beyond it every earlier position
+  would have to be rotated again, so `--ctx` ends there.
 - **Layers**: {kinds},
-  by `layer_types` or by the keys that came before them. Where layers slide the cache still keeps every
-  position, so that a prefix is found and a replay repeated whatever the windows are; blocks of keys that a
-  window has left behind are not read.
+  by `layer_types` or by the older keys. With sliding windows the cache still keeps every position, so prefixes
+  are found and replays repeated whatever the windows are; blocks of keys outside a window are not read.
 - **Recurrent layers** (gated DeltaNet): a state a slot in float32, whatever the weights are, and the rows of
-  the last rounds beside it. A prompt goes on from the latest copy of a state that was kept of its beginning,
-  in the host's memory: at the end of a turn, of a prompt, and on the way. With `--tp N` each rank holds the
-  states of its own value heads, which N must divide; a key head that several ranks read stands on each of
-  them.
+  the latest rounds. A prompt continues from the latest saved copy of a state for its beginning. Copies are kept
+  in the host's memory: at the end of a turn, at the end of a prompt, and along a long one. With `--tp N` each
+  rank holds the states of its own value heads, whose number N must divide; a key head that several ranks read
+  is on each of them.
 - **Draft models**: any of these with the target's tokenizer.
 - **EAGLE-3 heads**: folders given as `--draft-model`, for any of these targets, that say
   {eagle3} or the type `eagle3` of `speculators`: one Llama layer, with
   the target's vocabulary or a part of it. Tensors are safetensors here, too: the first published heads
-  are pickles, which spd does not open; the refusal names the command that converts one. A head drafts as
-  far as the context goes, beyond the length that it was trained for: `--draft-ctx N` ends it there.
+  are pickles, which spd does not open; the refusal names the command that converts one. A head drafts up
+  to the end of the context, even beyond its training length; `--draft-ctx N` sets an earlier end.
 """
 
 
