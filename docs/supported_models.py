@@ -39,13 +39,13 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
   LongRoPE works up to the model's original context, with its short factors. Beyond it every earlier position
   would have to be rotated again, so `--ctx` ends there.
 - **Layers**: {kinds},
-  by `layer_types` or by the older keys. With sliding windows the cache still keeps every position, so prefixes
-  are found and replays repeated whatever the windows are; blocks of keys outside a window are not read.
+  by `layer_types` or by the older keys. With sliding windows the cache still keeps every position, so that
+  prefixes are found and replays repeated whatever the windows are; keys outside a window are not read.
 - **Recurrent layers** (gated DeltaNet): a state a slot in float32, whatever the weights are, and the rows of
-  the latest rounds. A prompt continues from the latest saved copy of a state for its beginning. Copies are kept
-  in the host's memory: at the end of a turn, at the end of a prompt, and along a long one. With `--tp N` each
-  rank holds the states of its own value heads, whose number N must divide; a key head that several ranks read
-  is on each of them.
+  the latest rounds. A prompt continues from the latest saved copy of a state for its beginning. Copies are
+  kept in the host's memory: at the end of a turn, at the end of a prompt, and along a long one. With
+  `--tp N` each rank holds the states of its own value heads, whose number N must divide; a key head that
+  several ranks read is on each of them.
 - **Draft models**: any of these with the target's tokenizer.
 - **EAGLE-3 heads**: folders given as `--draft-model`, for any of these targets, that say
   {eagle3} or the type `eagle3` of `speculators`: one Llama layer, with
