@@ -191,7 +191,7 @@ def test_a_model_that_is_not_there_says_which_file_names_it(own: Write, spd_run:
 
 def test_flags_need_a_command(spd_run: Callable) -> None:
     for argv in (["-vv"], ["-q", "--color", "never"]):
-        refused(spd_run(*argv), 2, f"no command behind {argv[0]}", "spd --help")
+        refused(spd_run(*argv), 2, f"no command follows {argv[0]}", "spd --help")
     assert spd_run("--json").json["error"]["exit"] == 2
 
 

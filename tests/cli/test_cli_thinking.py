@@ -72,7 +72,7 @@ def test_a_pipe_gets_the_answer(
     if how == ["--raw"]:
         thinking, answer = None, text
     lost = thinking is not None and not answer
-    assert ran.code == 0 and ("ended in its thinking, without an answer" in ran.err) == lost, ran
+    assert ran.code == 0 and ("ended while thinking, without an answer" in ran.err) == lost, ran
     if how == ["--json"]:
         assert (ran.json["reasoning"], ran.json["text"]) == (thinking and thinking.strip("\n"), answer)
     else:
