@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 GUIDES = (ROOT / "docs" / "guide.md", ROOT / "docs" / "mtp.md")
+PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -53,11 +54,12 @@ def test_every_option_they_name_exists() -> None:
     assert len(named) > 30 and named <= known, named - known
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *GUIDES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_they_link_to_is_there(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 150
+def test_readme_and_architecture_are_short() -> None:
+    for name in ("README.md", "ARCHITECTURE.md"):
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 150, name
