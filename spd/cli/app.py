@@ -173,7 +173,9 @@ def _explain(error: Exception, console: Console) -> SpdError:
         return error
     if isinstance(error, typer.TyperException):
         message = error.format_message()
-        return UsageError(message[:1].lower() + message[1:].rstrip("."))
+        unquoted = "unexpected extra" in message and console.help == "spd generate --help"
+        fix = ['quote the prompt: spd generate "several words"', console.help] if unquoted else []
+        return UsageError(message[:1].lower() + message[1:].rstrip("."), fix=fix)
     if os.strerror(errno.EMFILE) in str(error):  # torch's errors have no number
         return ResourceError("too many open files", fix=["ulimit -n 1024"])
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

@@ -161,7 +161,7 @@ def _converted(path: Path, key: str, value: object, param: Any) -> Any:
 
 def _fault(path: Path, words: str, fix: Sequence[str]) -> UsageError:
     words = words if len(words) <= 300 else f"{words[:297]}..."
-    return UsageError(f"{path}: {words}", fix=fix or [f"correct {path}"], code="config")
+    return UsageError(f"{path}: {words}", fix=fix or [f"edit {path}"], code="config")
 
 
 def _close(word: str, known: Iterable[str], command: str = "") -> list[str]:

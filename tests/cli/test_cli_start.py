@@ -161,7 +161,7 @@ def test_help_cuts_no_name_at_any_width(
         (["generat"], "generate"),
         (["generate", "--temprature", "1"], "--temperature"),
         (["generate", "--json=1", "x"], "--json"),
-        (["generate", "a", "b"], "unexpected extra argument"),
+        (["generate", "a", "b"], "quote the prompt"),
         (["generate", "-m"], "requires an argument"),
         (["completions"], "SHELL"),
         (["completions", "tcsh"], "'bash'"),

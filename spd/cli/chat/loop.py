@@ -74,7 +74,9 @@ class Chat:
 
         terminal = self._sink.is_terminal and not self._session.dumb_terminal
         if options.show_drafts and not terminal:
-            self._session.console.note("--show-drafts colours tokens on a terminal, and this is not one")
+            self._session.console.note(
+                "--show-drafts marks tokens on a terminal only, and this output is not one"
+            )
         return Look(
             terminal=self._sink.is_terminal,
             styled=terminal,

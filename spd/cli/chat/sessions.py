@@ -68,6 +68,12 @@ class SessionStore:
             raise _unreadable(path, str(error)) from None
         return parse_session(lines, path)
 
+    def first_words(self, name: str) -> str:
+        """The first message of a chat; empty where there is none, or the file cannot be read."""
+        with suppress(NotFoundError, IncompatibleError):
+            return next((turn.user for turn in self.load(name).turns), "")
+        return ""
+
     def save(self, name: str, conversation: Conversation) -> None:
         """Write a chat so that at any moment the old or the new file is whole. Raises ResourceError."""
         path = self.path(name)
@@ -208,7 +214,7 @@ def _checked(
 def _unreadable(path: Path, why: str) -> IncompatibleError:
     return IncompatibleError(
         f"{path}: {why}",
-        fix=["repair the file or move it away; -c NAME starts another chat"],
+        fix=["edit the file or move it away; -c NAME begins another chat"],
         code="session_unreadable",
     )
 

@@ -168,8 +168,9 @@ class Commands:
         if rest:
             self._chat.load(rest)
             return
-        names = self._chat.store.names()
-        self._chat.tell(*([f"  {name}" for name in names] or ["no chat is saved"]))
+        store = self._chat.store
+        lines = [f"  {name}  {_short(store.first_words(name))}".rstrip() for name in store.names()]
+        self._chat.tell(*(lines or ["no chat is saved"]))
 
     def _last(self) -> Turn:
         turns = self._chat.conversation.turns

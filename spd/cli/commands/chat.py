@@ -64,7 +64,7 @@ def chat(session: Session, options: ChatOptions) -> int:
     interactive = is_terminal(sys.stdin)
     if interactive and not sink.is_terminal:
         raise UsageError(
-            "spd chat needs a terminal on both sides, and standard output is none",
+            "spd chat needs a terminal on both sides, and standard output is not one",
             fix=['spd generate "your prompt"', "spd chat < messages.txt, one message a line"],
             code="no_terminal",
         )

@@ -90,7 +90,7 @@ def _table(comparison: Comparison, threshold: float, columns: int | None) -> str
         ]
         for row, change in zip(rows, comparison.changes, strict=True)
     ]
-    header = ["category", "T", "load", "method", "tok/s", "then", "change", "verdict"]
+    header = ["category", "T", "load", "method", "before", "after", "change", "verdict"]
     text = "".join(f"not under the same conditions: {each}\n" for each in comparison.conditions)
     text += render_table(header, body, columns=columns) if body else ""
     for count, where in ((comparison.only_before, "first"), (comparison.only_after, "second")):

@@ -22,7 +22,9 @@ FILES = {"bash": "spd.bash", "zsh": "_spd", "fish": "spd.fish", "powershell": "s
 class CompletionOptions(CommonOptions):
     """Everything `spd completions` takes."""
 
-    shell: Literal["bash", "zsh", "fish", "powershell"] = argument("SHELL", "Whose script.")
+    shell: Literal["bash", "zsh", "fish", "powershell"] = argument(
+        "SHELL", "The shell whose script is printed."
+    )
 
 
 def completions(session: Session, options: CompletionOptions) -> None:

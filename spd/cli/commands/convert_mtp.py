@@ -89,7 +89,8 @@ def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the target's last decoder layer, which a module's layer repeats."""
     from spd.runtime import family_layout
 
-    return family_layout(config).layers[-1].tensors()
+    shapes: dict[str, tuple[int, ...]] = family_layout(config).layers[-1].tensors()
+    return shapes
 
 
 def _destination(options: ConvertOptions, source: Path) -> Path | None:

@@ -118,9 +118,12 @@ def check_names(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
     """Names that the architecture does not use. Raises one CheckpointError for all that it lacks."""
     from spd.runtime import check_eagle3, check_weights, family_layout
 
+    unused: list[str]
     if config.eagle3 is not None:
-        return check_eagle3(config, checkpoint)
-    return check_weights(checkpoint, config, family_layout(config))
+        unused = check_eagle3(config, checkpoint)
+    else:
+        unused = check_weights(checkpoint, config, family_layout(config))
+    return unused
 
 
 def mtp_facts(folder: ModelFolder) -> dict[str, Any] | None:

@@ -60,4 +60,5 @@ def chosen_prompts(path: Path | None, category: str | None = None) -> tuple[Prom
     from spd.runtime.lab import OWN, choose, read_prompts
 
     categories = split(category, "--category") if category is not None else None
-    return choose(read_prompts(path or OWN), categories, EACH if path is None else None)
+    chosen: tuple[Prompt, ...] = choose(read_prompts(path or OWN), categories, EACH if path is None else None)
+    return chosen
