@@ -286,6 +286,8 @@ def _deliver(
     if threshold is not None:
         slower = sum(is_slower(row, threshold) for row in result["rows"])
         failures += [f"{slower} rows are slower than plain decoding"] if slower else []
+    if not result["rows"]:
+        failures.append("nothing was measured: every reply ended at its first token")
     if unsaved is not None and (interrupted or not failures):
         return _fail(unsaved, session, options)
     if not failures or interrupted:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.options import CommonOptions, Session, argument, model_names, printed
@@ -89,7 +90,7 @@ def describe(name: str, folder: ModelFolder) -> dict[str, Any]:
         "model": name,
         "folder": str(folder),
         "architecture": config.architecture,
-        "parameters": sum(_product(meta.shape) for meta in checkpoint.tensors.values()),
+        "parameters": sum(prod(meta.shape) for meta in checkpoint.tensors.values()),
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "heads": config.num_heads,
@@ -345,13 +346,6 @@ def _template_words(template: dict[str, Any]) -> str:
     if not template["present"]:
         return "none: use --raw"
     return "renders" if template["renders"] else f"does not render: {template['error']}"
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def _count(number: int) -> str:
