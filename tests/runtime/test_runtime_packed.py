@@ -20,6 +20,7 @@ from spd.runtime.load import packed_weights
 from spd.runtime.load.packed_weights import unpack, unpacked_words
 from spd.runtime.plan.memory import tensor_bytes
 from tests.helpers import PROPOSERS, accepted, assert_same, make_engine, random_prompts, run_all
+from tests.kernels.forms import needs_compiled
 from tests.recipes import packed_twin
 from tests.recipes.packed_twin import WAYS, Stored, write_twins
 
@@ -197,15 +198,26 @@ def test_scales_of_activations_are_not_needed(name: str, tiny: Tiny, tmp_path: P
     assert ("1 tensors" in caplog.text) == (name == "weight_packed")
 
 
+@needs_compiled
+@pytest.mark.parametrize("way", ["w4-32", "w4--1-zeros", "w8-32", "fp8-block", "nvfp4", "mxfp4"])
+def test_c_kernels_speak_as_the_dequantised_copy(way: str, tiny: Tiny, tmp_path: Path) -> None:
+    """By the packed codes, in float32."""
+    twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, way)
+    engine = make_engine(twin, dtype="float32", kernels="native")
+    assert engine.plan.weights in ("int4", "int8", "e2m1", "e4m3")
+    assert spoken(twin, kernels="native") == spoken(plain, kernels="native")
+
+
 @pytest.mark.parametrize("spec", ["ngram", "draft"])
-def test_speculation_is_invisible(spec: str, tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_compiled)])
+def test_speculation_is_invisible(spec: str, kernels: str, tiny: Tiny, tmp_path: Path) -> None:
     twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path, "w4-64")
     work = (
         random_prompts(3, 30, 256),
         [SamplingParams(max_tokens=40, temperature=t, seed=3) for t in (0, 0.8, 1)],
     )
-    plain = run_all(make_engine(twin, spec="off"), *work)
+    plain = run_all(make_engine(twin, spec="off", kernels=kernels, dtype="bfloat16"), *work)
     wishes = dict(PROPOSERS[spec], **({"draft_model": twin} if spec == "draft" else {}))
-    runs = run_all(make_engine(twin, **wishes), *work)
+    runs = run_all(make_engine(twin, kernels=kernels, dtype="bfloat16", **wishes), *work)
     assert_same(runs, plain)
     assert accepted(runs) > 0

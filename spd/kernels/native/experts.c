@@ -2,7 +2,7 @@
 
 #include <math.h>
 
-#include "product.h"
+#include "codes.h"
 
 typedef struct {
     const element *x;
@@ -113,7 +113,8 @@ void spd_route(const float *logits, const float *correction, int64_t *ids, float
 }
 
 typedef struct {
-    const element *x, *gate_up, *down, *residual;
+    const element *x, *residual;
+    const Weight *gate_up, *down;
     const int64_t *ids, *place, *start, *used;
     const float *weights;
     Left *left;
@@ -140,13 +141,13 @@ static void multiply_experts(const void *work, Share *share, int member)
     const Experts *o = work;
     long deep = parts(o->second ? o->inner : o->depth, DEPTH);
     long blocks = o->second ? column_blocks(o->depth, TO_FLOAT) : column_blocks(2 * o->inner, SILU);
-    const element *packed = o->second ? o->down : o->gate_up;
+    const Weight *packed = o->second ? o->down : o->gate_up;
     tiles_begin(SIDE, SIDE);
     for (long i; (i = take(share, member)) >= 0;) {
         long e = o->used[i / blocks], block = i % blocks, first = o->start[e], count = o->start[e + 1] - first;
         const Ending gated = {0, 0, o->made + first * o->inner, 2 * o->inner, o->inner, SILU};
         const Ending plain = {0, 0, o->sums + first * o->depth, o->depth, o->depth, TO_FLOAT};
-        multiply(o->left + (first / SIDE + e) * deep * TILE, count, packed + (e * blocks + block) * deep * 2 * TILE, deep,
+        multiply_weight(o->left + (first / SIDE + e) * deep * TILE, count, packed, e * blocks + block,
             o->second ? &plain : &gated, block);
     }
     tiles_end();
@@ -171,7 +172,7 @@ static void add_pairs(const void *work, Share *share, int member)
    behind the other. The room: lists [pairs + experts * 3 + 1] int64, pairs = rows * per_token; left
    [(pairs / 16 + experts + 1) * parts(max(depth, inner), 32) * 512]; made [pairs][inner] and sums
    float32 [pairs][depth]. Each expert takes its own rows, in order. */
-void spd_experts(const element *x, const int64_t *ids, const float *weights, const element *gate_up, const element *down,
+void spd_experts(const element *x, const int64_t *ids, const float *weights, const Weight *gate_up, const Weight *down,
     const element *residual, element *out, long rows, long depth, long inner, long experts, long per_token, int64_t *lists,
     Left *left, element *made, float *sums, int threads)
 {
@@ -186,7 +187,7 @@ void spd_experts(const element *x, const int64_t *ids, const float *weights, con
         next[e] = start[e];
     }
     for (long p = 0; p < pairs; p++) place[p] = next[ids[p]]++;
-    Experts o = {x, gate_up, down, residual, ids, place, start, used, weights, left, made, out, sums, depth, inner,
+    Experts o = {x, residual, gate_up, down, ids, place, start, used, weights, left, made, out, sums, depth, inner,
         per_token, 0};
     for (; o.second < 2; o.second++) {
         long size = o.second ? inner : depth;

@@ -254,8 +254,8 @@ class NativeLibrary(CompiledLibrary):
         )
         lists, sums = torch.empty(pairs + 3 * count + 1, dtype=torch.int64), torch.empty(pairs, depth)
         self.library.spd_experts(
-            x.data_ptr(), ids.data_ptr(), weights.data_ptr(), gate_up.tiles.data_ptr(),
-            down.tiles.data_ptr(), stream.data_ptr(), out.data_ptr(), rows, depth, inner, count, per_token,
+            x.data_ptr(), ids.data_ptr(), weights.data_ptr(), gate_up.address, down.address,
+            stream.data_ptr(), out.data_ptr(), rows, depth, inner, count, per_token,
             lists.data_ptr(), self.room((pairs // SIDE + count + 1) * tiles_of(max(depth, inner), DEPTH)),
             made.data_ptr(), sums.data_ptr(), self.threads,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 /* Products with a packed weight, with what stands before and after them in a layer. */
 
-#include "product.h"
+#include "codes.h"
 
 typedef struct {
     const element *weight;
@@ -39,7 +39,63 @@ void spd_pack(const element *weight, element *packed, long width, long depth, in
 }
 
 typedef struct {
-    const element *x, *weight;
+    const uint8_t *codes, *zeros;
+    const void *scales;
+    uint8_t *packed, *packed_zeros;
+    void *packed_scales;
+    long width, depth, groups;
+    int gated, kind, wide;
+} CodePacking;
+
+/* The row of a weight that column `column` of a block's side has, or -1. */
+static long row_of(const CodePacking *p, long block, int side, int column)
+{
+    long half = p->width / 2, row = p->gated ? block * SIDE + column : block * WIDTH + side * SIDE + column;
+    return row >= (p->gated ? half : p->width) ? -1 : row + (p->gated && side ? half : 0);
+}
+
+static void pack_codes(const void *work, Share *share, int member)
+{
+    const CodePacking *p = work;
+    long steps = parts(p->depth, DEPTH), size = step_bytes(p->kind);
+    int paired = is_paired(p->kind), scale = p->wide ? 4 : 2;
+    for (long block; (block = take(share, member)) >= 0;) {
+        uint8_t *to = p->packed + block * steps * size;
+        memset(to, 0, (size_t)(steps * size));
+        for (int side = 0; side < 2; side++)
+            for (int column = 0; column < SIDE; column++) {
+                long row = row_of(p, block, side, column);
+                for (long g = 0; g < p->groups; g++) {
+                    long at = (block * p->groups + g) * WIDTH + side * SIDE + column, from = row * p->groups + g;
+                    uint8_t *place = (uint8_t *)p->packed_scales + at * scale;
+                    if (row < 0) memset(place, 0, (size_t)scale);
+                    else memcpy(place, (const uint8_t *)p->scales + from * scale, (size_t)scale);
+                    if (p->zeros) p->packed_zeros[at] = row < 0 ? 0 : p->zeros[from];
+                }
+                for (long d = 0; row >= 0 && d < p->depth; d++) {
+                    uint8_t *lane = to + d / DEPTH * size + column * 4;
+                    int j = (int)(d % DEPTH) / 2, second = (int)d % 2;
+                    if (paired) {
+                        int code = p->codes[(row * p->depth + d) / 2] >> 4 * (d % 2) & 15, n = j % 2 * 2 + side;
+                        lane[j / 2 * LANES + 2 * second + n / 2] |= (uint8_t)(code << 4 * (n % 2));
+                    } else lane[j * LANES + 2 * side + second] = p->codes[row * p->depth + d];
+                }
+            }
+    }
+}
+
+/* Lay codes [width][depth], two in a byte where a kind has four bits, with scales and zeros [width][groups] out as
+   codes.h says; see `spd_pack`. */
+void spd_pack_codes(const uint8_t *codes, const void *scales, const uint8_t *zeros, uint8_t *packed, void *packed_scales,
+    uint8_t *packed_zeros, long width, long depth, long groups, int gated, int kind, int wide, int threads)
+{
+    const CodePacking p = {codes, zeros, scales, packed, packed_zeros, packed_scales, width, depth, groups, gated, kind, wide};
+    share_out(pack_codes, &p, column_blocks(width, gated ? SILU : TO_ELEMENT), threads);
+}
+
+typedef struct {
+    const element *x;
+    const Weight *weight;
     const float *norm, *bias;
     const element *residual;
     void *out;
@@ -70,7 +126,7 @@ static void multiply_blocks(const void *work, Share *share, int member)
         long apart = i / blocks * p->out_head;
         void *to = p->kind == TO_FLOAT ? (void *)((float *)p->out + apart) : (void *)((element *)p->out + apart);
         const Ending ending = {p->bias, p->residual, to, p->width, p->out_row, p->kind};
-        multiply(p->scratch + i / blocks * room, rows, p->weight + i * steps * 2 * TILE, steps, &ending, i % blocks);
+        multiply_weight(p->scratch + i / blocks * room, rows, p->weight, i, &ending, i % blocks);
     }
     tiles_end();
 }
@@ -80,7 +136,7 @@ static void multiply_blocks(const void *work, Share *share, int member)
    `kind`; or with a gate half as wide. Rows and heads lie `x_row`, `x_head`, `out_row`, `out_head` apart; a
    residual is laid out like out and comes with one head. scratch: heads * parts(rows, 16) * parts(depth, 32) * 512
    elements. */
-void spd_linear(const element *x, const float *norm, float epsilon, const element *weight, const float *bias,
+void spd_linear(const element *x, const float *norm, float epsilon, const Weight *weight, const float *bias,
     const element *residual, void *out, long rows, long heads, long depth, long width, long x_row, long x_head,
     long out_row, long out_head, int kind, Left *scratch, int threads)
 {

@@ -6,11 +6,13 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from spd.kernels.linear.few_bits import GroupedWeight
 from spd.kernels.native.build import NativeUnavailable
 
 SIDE, DEPTH = 16, 32
@@ -20,6 +22,7 @@ POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes
 SIGNATURES: dict[str, Sequence[type]] = {
     "spd_init": (),
     "spd_pack": (POINTER,) * 2 + (LONG,) * 2 + (INT,) * 2,
+    "spd_pack_codes": (*(POINTER,) * 6, *(LONG,) * 3, *(INT,) * 4),
     "spd_linear": (POINTER, POINTER, FLOAT, *(POINTER,) * 4, *(LONG,) * 8, INT, POINTER, INT),
     "spd_norm": (POINTER, POINTER, FLOAT, POINTER, POINTER, LONG, LONG, INT),
     "spd_rotary_store": (*(POINTER,) * 6, FLOAT, *(POINTER,) * 3, *(LONG,) * 5, INT),
@@ -47,15 +50,48 @@ class Ending(IntEnum):
     GELU = 3
 
 
+CODES = ("int4", "int8", "e2m1", "e4m3")
+"""Kinds of codes, numbered from 1."""
+
+
+class Weight(ctypes.Structure):
+    """A packed weight as the C files know it: codes.h."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("tiles", "scales", "zeros")),
+        *((name, LONG) for name in ("group", "groups", "steps")),
+        *((name, INT) for name in ("kind", "wide")),
+    )
+
+
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [N, K], or one for each of some heads or experts, as tiles; gated: see `Ending.SILU`."""
+    """A weight [N, K], or one for each of some heads or experts, as tiles; gated: see `Ending.SILU`.
+
+    Of a weight in codes the tiles are codes, with scales and perhaps zeros of groups of so many columns.
+    """
 
     tiles: Tensor
     width: int
     depth: int
     gated: bool
     count: int = 1
+    kind: int = 0
+    group: int = 0
+    groups: int = 0
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+
+    @cached_property
+    def described(self) -> Weight:
+        """What is handed to C: it points into these tensors."""
+        wide = self.scales is not None and self.scales.dtype == torch.float32
+        parts = (address(each) for each in (self.tiles, self.scales, self.zeros))
+        return Weight(*parts, self.group, self.groups, tiles_of(self.depth, DEPTH), self.kind, int(wide))
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.described)
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -103,6 +139,28 @@ class CompiledLibrary:
             self.library.spd_pack(source.data_ptr(), own.data_ptr(), width, depth, int(gated), self.threads)
         return PackedWeight(tiles, width, depth, gated, every.shape[0])
 
+    def pack_codes(self, weight: GroupedWeight, *, gated: bool = False) -> PackedWeight:
+        """A weight [N, K] in codes, or several [E, N, K]; groups are 16, multiples of 32, or a whole row."""
+        (width, depth), groups = weight.shape[-2:], weight.scales.shape[-1]
+        group = weight.group if groups > 1 else tiles_of(depth, DEPTH) * DEPTH
+        every = weight if len(weight.shape) == 3 else weight.each(lambda part: part[None])
+        blocks = tiles_of(width // 2, SIDE) if gated else tiles_of(width, 2 * SIDE)
+        count, kind = every.shape[0], 1 + CODES.index(weight.kind)
+        step = SIDE * DEPTH if weight.kind in ("int4", "e2m1") else 2 * SIDE * DEPTH
+        tiles = torch.empty(count, blocks * tiles_of(depth, DEPTH) * step, dtype=torch.uint8)
+        beside = [
+            torch.empty(count, blocks * groups * 2 * SIDE, dtype=each.dtype) for each in every.parts[1:]
+        ]
+        for number in range(count):
+            own = [part.contiguous() for part in every.expert(number).parts]
+            to = [tiles[number], *(each[number] for each in beside)]
+            sources, targets = ([each.data_ptr() for each in parts] for parts in (own, to))
+            self.library.spd_pack_codes(
+                *[*sources, None][:3], *[*targets, None][:3], width, depth, groups, int(gated), kind,
+                int(weight.scales.dtype == torch.float32), self.threads,
+            )  # fmt: skip
+        return PackedWeight(tiles, width, depth, gated, count, kind, group, groups, *beside)
+
     def linear(
         self,
         x: Tensor,
@@ -125,7 +183,7 @@ class CompiledLibrary:
         scratch = self.room(tiles_of(rows, SIDE) * tiles_of(weight.depth, DEPTH))
         x = x.contiguous()
         self._linear(
-            x.data_ptr(), address(norm), epsilon, weight.tiles.data_ptr(), address(bias),
+            x.data_ptr(), address(norm), epsilon, weight.address, address(bias),
             address(residual), y.data_ptr(), rows, 1, weight.depth, weight.width, weight.depth, 0, width,
             0, ending, scratch, self.threads,
         )  # fmt: skip
@@ -147,7 +205,7 @@ class CompiledLibrary:
         assert x.stride(2) == 1 and heads == weight.count
         y = torch.empty(rows, heads, weight.width, dtype=self.dtype)
         self._linear(
-            x.data_ptr(), None, 0.0, weight.tiles.data_ptr(), None, None, y.data_ptr(), rows, heads, depth,
+            x.data_ptr(), None, 0.0, weight.address, None, None, y.data_ptr(), rows, heads, depth,
             weight.width, x.stride(0), x.stride(1), y.stride(0), y.stride(1), Ending.ROUNDED,
             self.room(heads * tiles_of(rows, SIDE) * tiles_of(depth, DEPTH)), self.threads,
         )  # fmt: skip

@@ -165,7 +165,7 @@ class Linear(AnyHead):
         rest: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, -y, self.weight, self.bias, "add")
         return rest
 
-    def rows(self, count: int) -> Tensor:
+    def example(self, count: int) -> Tensor:
         """Random rows [count, K], always the same, such as it is given."""
         x = torch.randn(count, self.weight.shape[1], generator=torch.Generator().manual_seed(0))
         return x.to(self.weight.device, self.weight.dtype)
@@ -200,7 +200,7 @@ class GroupedLinear(Linear):
     def _apply(self, x: Tensor) -> Tensor:
         return grouped_linear(x, self.grouped, self.bias)
 
-    def rows(self, count: int) -> Tensor:
+    def example(self, count: int) -> Tensor:
         x = torch.randn(count, self.grouped.shape[1], generator=torch.Generator().manual_seed(0))
         return x.to(self.grouped.device, self.dtype)
 
@@ -265,10 +265,15 @@ class NativeLinear(AnyHead):
     """C's form, by packed weights. A row's bits do not depend on the number of rows."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, library: NativeLibrary, around: Around = ALONE
+        self,
+        weight: Tensor | GroupedWeight,
+        bias: Tensor | None,
+        library: NativeLibrary,
+        around: Around = ALONE,
     ) -> None:
         gate, norm, post_norm = around.gate, around.norm, around.post_norm
-        self.weight, self.library = library.pack(weight, gated=gate is not None), library
+        pack = library.pack_codes if isinstance(weight, GroupedWeight) else library.pack
+        self.weight, self.library = pack(weight, gated=gate is not None), library  # type: ignore[arg-type]
         self.ending = Ending.ROUNDED if gate is None else Ending[gate.upper()]
         self.bias, self.norm, self.post_norm = (
             None if vector is None else vector.float().contiguous() for vector in (bias, norm, post_norm)

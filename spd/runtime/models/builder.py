@@ -168,10 +168,12 @@ class LayerBuilder:
         self, weight: AnyWeight | GroupedWeight, bias: Tensor | None = None, around: Around = ALONE
     ) -> Linear | SkinnyLinear | NativeLinear:
         """A product by weight [N, K] in this builder's form, with what stands around it in its layer."""
+        if self.kernels.native is not None:
+            if not isinstance(weight, GroupedWeight):
+                weight = plain_weight(weight, self.dtype)
+            return NativeLinear(weight, bias, self.kernels.native, around)
         if isinstance(weight, GroupedWeight):
             return GroupedLinear(weight, bias, around, self.dtype)
-        if self.kernels.native is not None:
-            return NativeLinear(plain_weight(weight, self.dtype), bias, self.kernels.native, around)
         if self.kernels.facts.folds_norms:
             self.skinny.append(SkinnyLinear(weight, bias, self.kernels, around))
             return self.skinny[-1]

@@ -10,6 +10,7 @@ from spd.kernels.experts.moe import ClampedExperts, clamped_experts, gate_chosen
 from spd.kernels.linear.few_bits import GroupedWeight
 from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
 from spd.kernels.native.library import NativeLibrary
+from spd.kernels.native.products import PackedWeight
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import AnyLinear, Linear, in_tiles, normed
 from spd.runtime.layers.sharded import added
@@ -37,10 +38,10 @@ class MergedExperts:
 
 
 class NativeExperts:
-    """Experts in packed weights for C kernels, gated [E, 2 I, K] and plain [E, K, I]."""
+    """Experts in packed weights of C kernels, gated [E, 2 I, K] and plain [E, K, I]."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, library: NativeLibrary) -> None:
-        self.gate_up, self.down, self.library = library.pack(gate_up, gated=True), library.pack(down), library
+    def __init__(self, gate_up: PackedWeight, down: PackedWeight, library: NativeLibrary) -> None:
+        self.gate_up, self.down, self.library = gate_up, down, library
 
     def onto(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
         return Residual(self.library.experts(x, *chosen, self.gate_up, self.down, stream.x))
@@ -162,8 +163,13 @@ def _experts(tensors: Tensors, count: int, build: LayerBuilder) -> Experts:
     merges = small and build.kernels.facts.merges_experts
     gate_up, down = (build.stacked(tensors, name, count, cut=name == names[1]) for name in names)
     if (native := build.kernels.native) is not None:
-        assert not isinstance(gate_up, GroupedWeight) and not isinstance(down, GroupedWeight)
-        return NativeExperts(plain_weight(gate_up, build.dtype), plain_weight(down, build.dtype), native)
+        gated, plain = (
+            native.pack_codes(each, gated=each is gate_up)
+            if isinstance(each, GroupedWeight)
+            else native.pack(plain_weight(each, build.dtype), gated=each is gate_up)
+            for each in (gate_up, down)
+        )
+        return NativeExperts(gated, plain, native)
     if merges and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         merged = down.transpose(0, 1).flatten(1)
         return MergedExperts(Linear(gate_up.flatten(0, 1)), Linear(merged), count)

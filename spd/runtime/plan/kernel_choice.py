@@ -145,23 +145,23 @@ def _packed(
     """Codes as they are stored, where these kernels multiply them."""
     if wishes.load == "dummy":
         return WIDE, AS_STORED
-    if kernels != "torch":
+    if kernels == "triton":
         return WIDE, f"{how.method} weights are multiplied out: these kernels know none"
-    tensors, packed, ordered = folder.checkpoint.tensors, dict[str, PackedSpec](), 0
+    tensors, packed, odd = folder.checkpoint.tensors, dict[str, PackedSpec](), 0
     for name in tensors:
         stem, _, last = name.rpartition(".")
         scheme = how.scheme_of(stem) if last in CODES else None
         if scheme is None or scheme.codes != last or tensors[name].dtype in FLOAT_DTYPES:
             continue
-        if scheme.reordered:
-            ordered += 1
+        if scheme.reordered or ((scheme.group or 32) % 32 and scheme.group != 16):
+            odd += 1
             continue
         scales = tensors.get(f"{stem}.{'scales' if last == 'qweight' else 'weight_scale'}")
         narrow = scales is not None and (scales.dtype == "BF16" or scheme.layout == "mxfp4")
         packed[f"{stem}.weight"] = PackedSpec(scheme.kind, scheme.group, not scheme.symmetric, not narrow)
     why = f"{how.method} weights are multiplied as stored, activations are not rounded"
-    if ordered:
-        why += f"; {ordered} with act-order are multiplied out"
+    if odd:
+        why += f"; {odd} with act-order or odd groups are multiplied out"
     return (WeightForm("packed", packed=packed), why) if packed else (WIDE, why)
 
 

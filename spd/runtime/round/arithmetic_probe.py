@@ -110,7 +110,7 @@ def summed_alike(product: Linear, widths: Sequence[int]) -> tuple[int, ...]:
 
     Another order shows in one rounded result of ten thousand, but in one of ten of what rounding took away.
     """
-    x = product.rows(WIDEST)
+    x = product.example(WIDEST)
     whole = product.product(x, WIDEST)
     lost = product.lost(x, whole)
     if lost is None:

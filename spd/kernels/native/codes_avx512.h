@@ -1,0 +1,88 @@
+/* Products with codes of four bits by AVX512-BF16: codes become pairs of bfloat16 in registers. */
+
+/* Numbers by code, twice, for a look-up takes five bits; or by code minus zero point, modulo 32. */
+static inline __m512i numbers_of(const Weight *w)
+{
+    static const float e2m1[SIDE] = {OF_E2M1}, int4[SIDE] = {OF_INT4};
+    bf16 table[DEPTH];
+    for (int i = 0; i < DEPTH; i++) {
+        float x = w->kind == E2M1 ? e2m1[i % SIDE] : w->zeros ? (i < SIDE ? i : i - 2 * SIDE) : int4[i % SIDE] - 8;
+        uint32_t bits;
+        memcpy(&bits, &x, sizeof bits);
+        table[i] = (bf16)(bits >> 16);
+    }
+    return _mm512_loadu_si512(table);
+}
+
+/* Zero points of 16 columns, each twice. */
+static inline __m512i zeros_of(const uint8_t *p)
+{
+    __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm512_or_si512(x, _mm512_slli_epi32(x, 16));
+}
+
+/* Of `count` rows from a on, with codes of one block: c [count][32]. */
+static inline __attribute__((always_inline)) void codes_rows(const bf16 *a, const int count, const Weight *w,
+    const int zeroed, const uint8_t *codes, long at, long groups, float *c)
+{
+    const __m512i table = numbers_of(w), low = _mm512_set1_epi16(15);
+    const int halved = w->group < DEPTH;
+    memset(c, 0, (size_t)count * WIDTH * sizeof *c);
+    for (long g = 0; g < groups; g++) {
+        long k = g * w->group / DEPTH, last = parts((g + 1) * w->group, DEPTH);
+        int from = halved && g % 2 ? 4 : 0, to = halved && g % 2 == 0 ? 4 : 8;
+        __m512 sums[8][2];
+        __m512i zeros[2];
+        for (int side = 0; zeroed && side < 2; side++) zeros[side] = zeros_of(w->zeros + (at + g) * WIDTH + side * SIDE);
+#pragma GCC unroll 8
+        for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+        for (last = last < w->steps ? last : w->steps; k < last; k++)
+            for (int z = from; z < to; z++) {
+                const uint8_t *lane = codes + (k * 8 + z) * LANES;
+                __m512i x = _mm512_loadu_si512(lane);
+                _mm_prefetch((const char *)lane + 4096, _MM_HINT_T0);
+#pragma GCC unroll 4
+                for (int n = 0; n < 4; n++) {
+                    __m512i code = _mm512_srli_epi16(x, 4 * (unsigned)n);
+                    if (zeroed) code = _mm512_sub_epi16(_mm512_and_si512(code, low), zeros[n % 2]);
+                    __m512i pairs = _mm512_permutexvar_epi16(code, table);
+#pragma GCC unroll 8
+                    for (int r = 0; r < count; r++) {
+                        int32_t pair;
+                        memcpy(&pair, a + k * TILE + r * DEPTH + 4 * z + n / 2 * 2, sizeof pair);
+                        sums[r][n % 2] = _mm512_dpbf16_ps(
+                            sums[r][n % 2], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)pairs);
+                    }
+                }
+            }
+#pragma GCC unroll 2
+        for (int side = 0; side < 2; side++) {
+            vec scale = scales_of(w, at + g, side);
+#pragma GCC unroll 8
+            for (int r = 0; r < count; r++) {
+                float *to = c + r * WIDTH + side * SIDE; /* registers are full */
+                _mm512_storeu_ps(to, vfma(sums[r][side], scale, _mm512_loadu_ps(to)));
+            }
+        }
+    }
+}
+
+/* Rows `top` on, `count` of them, of a left side: c [count][32]. at: the block's first group. */
+static void codes_product(const bf16 *left, long top, long count, const Weight *w, const uint8_t *codes, long at,
+    long groups, float *c)
+{
+    for (long r = 0; r < count;) {
+        long room = SIDE - (top + r) % SIDE, rest = count - r < room ? count - r : room;
+        const bf16 *a = left + left_row(top + r, w->steps);
+        float *to = c + r * WIDTH;
+#define ROWS(n) \
+    if (rest >= n) { \
+        if (w->zeros) codes_rows(a, n, w, 1, codes, at, groups, to); \
+        else codes_rows(a, n, w, 0, codes, at, groups, to); \
+        r += n; \
+        continue; \
+    }
+        ROWS(8) ROWS(4) ROWS(2) ROWS(1)
+#undef ROWS
+    }
+}
