@@ -142,8 +142,8 @@ class ModelOptions(CommonOptions):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _model(
         "auto", "TYPE", "auto, bfloat16, float16 or float32."
     )
-    quantize: Literal["none", "int8"] = _model(
-        "none", "FORM", "int8: round the layers' weights at load. Changes the text."
+    quantize: Literal["none", "int8", "int4"] = _model(
+        "none", "FORM", "int8, int4: round the layers' weights at load. Changes the text."
     )
     kernels: Literal["auto", "torch", "native", "triton"] = advanced(
         "auto", "SET", "auto, torch, native or triton."

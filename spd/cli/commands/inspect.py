@@ -42,7 +42,9 @@ class InspectOptions(CommonOptions):
         None, "MODEL", "Check it as a draft model.", "--draft", "--draft-model", autocompletion=model_names
     )
     revision: str | None = printed(None, "REV", "Branch, tag or commit in the cache.")
-    quantize: Literal["none", "int8"] = printed("none", "FORM", "Count what it needs with --quantize int8.")
+    quantize: Literal["none", "int8", "int4"] = printed(
+        "none", "FORM", "Count what it needs with --quantize int8 or int4."
+    )
     tp: int = printed(1, "N", "Tell the memory of one of N ranks.")
     draft_tp: int | None = printed(None, "N", "Ranks that share the drafter.")
     json: bool = printed(False, None, "One JSON object.")

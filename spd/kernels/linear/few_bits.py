@@ -18,6 +18,11 @@ MIDDLE = {"int4": 8, "int8": 128}
 """The zero point of integers where none is kept."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes by the lower three bits of a code; the fourth is the sign."""
+INT4_GROUP = 64
+"""Columns that share a scale where weights are rounded at load."""
+INT4_SHARES = (1.0, 0.93, 0.87, 0.81, 8 / 7)
+"""Of the scale that reaches a group's furthest value with -8: smaller ones cut that off and err less
+elsewhere, the last reaches it with 7."""
 STRIP = 2**24
 """Values that are made at a time, in float32."""
 
@@ -116,6 +121,38 @@ def values(kind: CodeKind, codes: Tensor, scales: Tensor, zeros: Tensor | None, 
     elif kind in MIDDLE:
         made -= MIDDLE[kind]
     return made.mul_(scales.float().repeat_interleave(group, -1)[..., :width])
+
+
+def int4_groups(weight: Tensor) -> GroupedWeight:
+    """weight [..., N, K] as symmetric codes of four bits, a bfloat16 scale for each `INT4_GROUP` columns.
+
+    Of several scales that is taken whose rounding errs least, by squares. Equal groups give equal bits: their
+    squares are added in pairs, whatever stands beside them.
+    """
+    (*_, columns), rows = weight.shape, weight.flatten(0, -2)
+    codes = torch.empty(rows.shape[0], columns // 2, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(rows.shape[0], columns // INT4_GROUP, dtype=torch.bfloat16, device=weight.device)
+    step = max(1, STRIP // columns)
+    for first in range(0, rows.shape[0], step):
+        part = slice(first, first + step)
+        groups = rows[part].float().view(-1, INT4_GROUP).t().contiguous()
+        most, least = groups.amax(0), groups.amin(0)
+        # -8 lies furthest from the middle: a negative scale gives it to the larger side.
+        reach = torch.where(most > -least, most, least) / -8
+        best, error = torch.ones_like(reach), torch.full_like(reach, float("inf"))
+        for share in INT4_SHARES:
+            scale = (reach * share).bfloat16().float()
+            scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+            rest = (groups / scale).round_().clamp_(-8, 7).mul_(scale).sub_(groups).square_()
+            while rest.shape[0] > 1:
+                rest = rest[: rest.shape[0] // 2] + rest[rest.shape[0] // 2 :]
+            better = rest[0] < error
+            best, error = torch.where(better, scale, best), torch.where(better, rest[0], error)
+        whole = (groups / best).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
+        codes[part] = paired(whole.t().reshape(-1, columns))
+        scales[part] = best.view(-1, columns // INT4_GROUP)
+    shape = weight.shape[:-1]
+    return GroupedWeight("int4", codes.view(*shape, -1), scales.view(*shape, -1), None, INT4_GROUP)
 
 
 def grouped_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:

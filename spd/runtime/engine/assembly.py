@@ -134,7 +134,7 @@ def _drafters(
 
 def _meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
     """Counts the bytes that are read: weights that are rounded at load are read as they are."""
-    shape, rounded = plan.shape, plan.wishes.quantize == "int8"
+    shape, rounded = plan.shape, plan.wishes.quantize != "none"
     form, draft_form = (WIDE, WIDE) if rounded else (shape.form, shape.draft_form)
     total = tensor_bytes(shape.target, shape.dtype, form, shape.tp)
     if shape.draft is not None:

@@ -247,7 +247,7 @@ def load_model(
     builder, made = LayerBuilder(place, config.rms_norm_eps / config.scales.residual**2), list[Decoder]()
     on_cuda = torch.device(place.device).type == "cuda"
     # What is rounded at load would be there twice, and whole.
-    at_once = on_cuda and head is None and load != "dummy" and place.form.kind != "int8"
+    at_once = on_cuda and head is None and load != "dummy" and place.form.kind not in ("int8", "int4")
     fill = dummy_fill(place.device, head is None and config.tie_embeddings, meter)
     with ExitStack() as files:
         own = None if load == "dummy" else files.enter_context(folder.checkpoint)

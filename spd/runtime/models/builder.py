@@ -15,7 +15,7 @@ from torch import Tensor
 from spd.errors import IncompatibleError
 from spd.kernels.dispatch import Kernels
 from spd.kernels.linear.eight_bits import int8_rows, magnitudes, multiplies_int8
-from spd.kernels.linear.few_bits import GroupedWeight
+from spd.kernels.linear.few_bits import INT4_GROUP, GroupedWeight, int4_groups
 from spd.kernels.linear.skinny_linear import SCALE_ROWS, AnyWeight, ScaledWeight, plain_weight
 from spd.runtime.layers.base import Communicator
 from spd.runtime.layers.linear import (
@@ -217,9 +217,14 @@ class LayerBuilder:
             return self.linear(grouped, bias, replace(around, folded=False))
         if (scales := tensors.get(f"{name}_scales")) is not None:
             return self.linear(ScaledWeight(weight, scales, norm), bias, around)
+        if self.form.kind == "int4":  # rounded before a norm is folded in
+            kept = self._grouped(weight)
+            if isinstance(kept, GroupedWeight):
+                return self.linear(kept, bias, replace(around, folded=False))
+            weight = kept
         if self.fold_norms:
             fold_norm(weight, norm)
-        return self.linear(self._kept(tensors, name), bias, around)
+        return self.linear(self._rounded(weight, False) if self.form.kind == "int8" else weight, bias, around)
 
     def matrix(self, tensors: Tensors, name: str, *, cut: bool = False) -> AnyLinear:
         return self.linear(self._kept(tensors, name, cut=cut), tensors.get(f"{name}_bias"))
@@ -231,7 +236,16 @@ class LayerBuilder:
             return grouped
         if (scales := tensors.get(f"{name}_scales")) is not None:
             return ScaledWeight(weight, scales)
+        if self.form.kind == "int4":
+            return self._grouped(weight)
         return self._rounded(weight, cut) if self.form.kind == "int8" else weight
+
+    def _grouped(self, weight: Tensor) -> Tensor | GroupedWeight:
+        """Int4 groups of weight [..., N, K], or their values; a row that groups do not divide stays."""
+        if weight.shape[-1] % INT4_GROUP:
+            return weight
+        groups = int4_groups(weight)
+        return groups.plain(self.dtype) if self.form.widened else groups
 
     def _rounded(self, weight: Tensor, cut: bool) -> ScaledWeight:
         """Int8 rows of weight [..., N, K]; parts of rows have the scales of the whole ones."""
@@ -311,6 +325,8 @@ class LayerBuilder:
         weight = tensors[name].view(count, -1, tensors[name].shape[1])
         if (scales := tensors.get(f"{name}_scales")) is not None:
             return ScaledWeight(weight, scales.view(count, -1, scales.shape[1]))
+        if self.form.kind == "int4":
+            return self._grouped(weight)
         if self.form.kind != "int8":
             return weight
         rows = self._rounded(weight, cut)

@@ -13,6 +13,8 @@ BLOCK = 128
 """Rows and columns of the FP8 blocks that kernels know."""
 GROUP = 16
 """Rows that share a scale in memory: a block repeats its own."""
+INT4_GROUP = 64
+"""Columns that share a scale where weights are rounded to four bits at load."""
 VECTOR = 32
 """Columns that torch's int8 product reads at a time."""
 
@@ -52,12 +54,13 @@ class PackedSpec:
 class WeightForm:
     """How the matrices of a model's layers are kept; embeddings, heads, routers and vectors never change.
 
-    int8: rounded at load, with a scale a row; `widened` says that their values are kept in the run's dtype
-    nevertheless, `vectors` that only rows of whole vectors are not. fp8: as the checkpoint stores the tensors
-    named in `stored` (None: every one), with a scale a block. packed: matrices named in `packed` as codes.
+    int8: rounded at load, with a scale a row; int4: with a scale for `INT4_GROUP` columns. `widened` says
+    that their values are kept in the run's dtype nevertheless, `vectors` that only whole vectors are not.
+    fp8: as the checkpoint stores the tensors named in `stored` (None: every one), with a scale a block.
+    packed: the matrices named in `packed` as codes.
     """
 
-    kind: Literal["wide", "int8", "fp8", "packed"] = "wide"
+    kind: Literal["wide", "int8", "int4", "fp8", "packed"] = "wide"
     widened: bool = False
     vectors: bool = False
     stored: Set[str] | None = None
@@ -108,6 +111,11 @@ class WeightForm:
             return False
         return not self.vectors or destination.shape[1] % VECTOR == 0
 
+    def stays_int4(self, destination: Destination) -> bool:
+        """Whether a layer's destination is kept as int4."""
+        divides = destination.multiplied and destination.shape[1] % INT4_GROUP == 0
+        return self.kind == "int4" and not self.widened and divides
+
     def bytes_of(self, destination: Destination, prefix: str, dtype: str, *, table: bool = False) -> int:
         """Bytes that a destination is kept in, scales included; table: it stands outside the layers."""
         if not table and self.stays_fp8(destination, prefix):
@@ -115,6 +123,8 @@ class WeightForm:
             return destination.size + 4 * groups * -(-destination.shape[1] // BLOCK)
         if not table and (spec := self.stays_packed(destination, prefix)) is not None:
             return spec.bytes_of(*destination.shape)
+        if not table and self.stays_int4(destination):
+            return PackedSpec("int4", INT4_GROUP, wide_scales=False).bytes_of(*destination.shape)
         if not table and self.stays_int8(destination):
             return destination.size + 4 * destination.shape[0]
         return destination.size * (4 if destination.exact else DTYPE_BYTES[dtype])
@@ -122,6 +132,11 @@ class WeightForm:
 
 WIDE = WeightForm()
 """Every matrix in the run's dtype."""
+
+
+def int4_form(kernels: str) -> WeightForm:
+    """How int4 groups are kept by the kernels of a form: Triton's multiply wide weights."""
+    return WeightForm("int4", widened=kernels == "triton")
 
 
 def int8_form(kernels: str, on_cpu: bool, dtype: str) -> WeightForm | None:

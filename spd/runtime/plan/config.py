@@ -42,7 +42,7 @@ NGRAM_MIN, LONG_MATCH = 3, 5
 VERIFY_RULES = ("coupled", "rejection", "block")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KERNELS = ("auto", "torch", "native", "triton")
-QUANTIZE = ("none", "int8")
+QUANTIZE = ("none", "int8", "int4")
 MAX_DRAFT = 31
 """Drafts a round at most: one tile of 32 rows holds the window."""
 

@@ -16,7 +16,15 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.quantized import CODES, Quantization
 from spd.kernels.native.build import DTYPE_FLAGS, LARGEST_HEAD, NativeUnavailable, obstacle
 from spd.runtime.models.layouts import DeltaLayout, GqaLayout, LayerLayout, MoeLayout
-from spd.runtime.models.weight_form import BLOCK, WIDE, PackedSpec, WeightForm, int8_form
+from spd.runtime.models.weight_form import (
+    BLOCK,
+    INT4_GROUP,
+    WIDE,
+    PackedSpec,
+    WeightForm,
+    int4_form,
+    int8_form,
+)
 from spd.runtime.models.weights import FP8_DTYPE
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
@@ -35,8 +43,8 @@ def native_obstacle(machine: Machine, dtype: str, quantize: str, layers: Iterabl
         return "they are a CPU's"
     if dtype not in DTYPE_FLAGS:
         return f"they multiply {' and '.join(DTYPE_FLAGS)}, not {dtype}"
-    if quantize != "none":
-        return f"they know no {quantize} weights"
+    if quantize == "int8":
+        return "they know no int8 rows"
     blocks = (layer.attention for layer in layers)
     largest = max((block.heads[2] for block in blocks if not isinstance(block, DeltaLayout)), default=0)
     if largest > LARGEST_HEAD:
@@ -123,8 +131,17 @@ def choose_form(
 
     Reads the headers of a checkpoint whose configuration speaks of FP8 blocks, and of no other.
     """
+    if wishes.quantize != "none":
+        _check_wide(model, folder, wishes.quantize)
+    if wishes.quantize == "int4":
+        asked = f"--quantize int4: a scale for {INT4_GROUP} columns, made at load"
+        form = int4_form(kernels)
+        return (
+            form,
+            f"{asked}, kept as {dtype}, for these kernels want wide weights" if form.widened else asked,
+        )
     if wishes.quantize == "int8":
-        return _int8(model, folder, machine, kernels, dtype)
+        return _int8(machine, kernels, dtype)
     if model.quantization is not None:
         return _packed(model.quantization, model, folder, wishes, kernels)
     if model.fp8_block is None:
@@ -165,16 +182,18 @@ def _packed(
     return (WeightForm("packed", packed=packed), why) if packed else (WIDE, why)
 
 
-def _int8(
-    model: ModelConfig, folder: ModelFolder, machine: Machine, kernels: str, dtype: str
-) -> tuple[WeightForm, str]:
+def _check_wide(model: ModelConfig, folder: ModelFolder, quantize: str) -> None:
+    """Raise IncompatibleError for a model whose weights are quantized already."""
     if model.fp8_block is not None or model.quantization is not None:
         what = "FP8 blocks" if model.quantization is None else f"{model.quantization.method} weights"
         raise IncompatibleError(
-            f"--quantize int8, but the weights of {folder.path.name} are quantized already",
+            f"--quantize {quantize}, but the weights of {folder.path.name} are quantized already",
             reason=[f"quantization_config in config.json speaks of {what}."],
             fix=["leave --quantize out"],
         )
+
+
+def _int8(machine: Machine, kernels: str, dtype: str) -> tuple[WeightForm, str]:
     asked = "--quantize int8: a scale a row, made at load"
     form = int8_form(kernels, machine.on_cpu, dtype)
     if form is not None:

@@ -18,7 +18,7 @@ from spd.runtime.models import family_layout
 from spd.runtime.models.destinations import Shard
 from spd.runtime.models.layouts import DeltaLayout, GqaLayout
 from spd.runtime.models.mtp_weights import module_bytes, module_position_size
-from spd.runtime.models.weight_form import DTYPE_BYTES, WIDE, WeightForm, int8_form
+from spd.runtime.models.weight_form import DTYPE_BYTES, WIDE, WeightForm, int4_form, int8_form
 from spd.runtime.models.weights import ModelLayout, destinations
 from spd.runtime.plan.config import METHODS, EngineConfig
 from spd.runtime.round.limits import (
@@ -431,9 +431,11 @@ def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, Engi
     rows = int8_form(shape.kernels, shape.on_cpu, shape.dtype)
     wide = (shape.form, shape.draft_form) == (WIDE, WIDE)
     models = (shape.target, shape.draft, shape.mtp.config if shape.mtp else None)
-    stored = (model.fp8_block or model.quantization for model in models if model is not None)
+    stored = [model.fp8_block or model.quantization for model in models if model is not None]
     if rows and wide and not any(stored):
         yield "--quantize int8", replace(shape, form=rows, draft_form=rows)
+    if wide and not any(stored) and not (few := int4_form(shape.kernels)).widened:
+        yield "--quantize int4", replace(shape, form=few, draft_form=few)
     if shape.dtype == "float32":
         yield "--dtype bfloat16", replace(shape, dtype="bfloat16")
     if shape.graphs:
