@@ -355,11 +355,15 @@ class HeadPlan:
 
     @property
     def quantized(self) -> bool:
-        """Whether tensors are stored with scales beside them."""
-        return any(tensor.name.endswith(SCALE_SUFFIX) for tensor in self.tensors)
+        """Whether matrices are stored in another form than floats."""
+        return any(tensor.dtype not in FLOAT_DTYPES for tensor in self.tensors)
 
     def cast(self, dtype: str) -> HeadPlan:
-        """The plan with its tensors in another dtype, scales used up."""
+        """The plan with its tensors in another dtype, scales used up. Raises IncompatibleError."""
+        how = self.head.config.quantization
+        if how is not None and self.quantized:
+            why = f"--dtype {dtype}, but the head is stored in {how.method} weights"
+            raise IncompatibleError(why, fix=["leave --dtype out: they are written as they are stored"])
         kept = (tensor for tensor in self.tensors if not tensor.name.endswith(SCALE_SUFFIX))
         return replace(self, dtype=dtype, tensors=tuple(kept))
 

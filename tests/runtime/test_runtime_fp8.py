@@ -148,8 +148,8 @@ def test_a_vector_stored_as_fp8_is_refused(twin: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"quant_method": "awq"}, "awq"),
-        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "exl3"}, "exl3"),
+        ({"quant_method": "compressed-tensors"}, "config_groups"),
         ({"weight_block_size": None}, "fp8"),
         ({"weight_block_size": [128]}, "weight_block_size"),
         ({"weight_block_size": [0, 128]}, "weight_block_size"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from tests.helpers import PROPOSERS, accepted, assert_same, make_engine, random_
 from tests.kernels.forms import needs_compiled
 from tests.recipes import packed_twin
 from tests.recipes.packed_twin import WAYS, Stored, write_twins
+from tests.recipes.tiny_mtp import write_tiny_mtp
 
 SIZES = {"hidden": 64, "intermediate": 128, "dtype": "bfloat16"}
 Tiny = Callable[..., Path]
@@ -221,3 +224,42 @@ def test_speculation_is_invisible(spec: str, kernels: str, tiny: Tiny, tmp_path:
     runs = run_all(make_engine(twin, kernels=kernels, dtype="bfloat16", **wishes), *work)
     assert_same(runs, plain)
     assert accepted(runs) > 0
+
+
+@needs_compiled
+@pytest.mark.parametrize("kept", [(), ("mtp_layers",)])
+def test_mtp_heads_in_codes_and_left_as_they_were(kept: tuple[str, ...], tmp_path: Path) -> None:
+    """The projection is unpacked; that modules of a head are not quantized no ignore list needs to say."""
+    source = write_tiny_mtp(tmp_path / "source", family="mimo", kind="copy", variant="qwen3", **SIZES)
+    twin, plain = write_twins(source, tmp_path, "w4-32", keep=(*packed_twin.NEVER, *kept))
+    names = load_file(twin / "model.safetensors")
+    assert any("mtp_layers" in name and name.endswith("weight_packed") for name in names) == (not kept)
+    work = (
+        random_prompts(3, 30, 256),
+        [SamplingParams(max_tokens=40, temperature=t, seed=3) for t in (0, 0.8, 1)],
+    )
+    wishes = {"kernels": "native", "dtype": "float32"}
+    off = run_all(make_engine(twin, spec="off", **wishes), *work)
+    runs, same = (run_all(make_engine(each, **wishes, **PROPOSERS["mtp"]), *work) for each in (twin, plain))
+    assert_same(runs, off)
+    assert accepted(runs) == accepted(same)
+
+
+def convert(*words: object) -> int:
+    return subprocess.run([sys.executable, "-m", "spd", "convert-mtp", *map(str, words), "-q"]).returncode
+
+
+def test_a_head_in_codes_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
+    source = write_tiny_mtp(tmp_path / "source", family="mimo", kind="copy", variant="qwen3", **SIZES)
+    twin, _ = write_twins(source, tmp_path, "w4-32")
+    head = tmp_path / "head"
+    assert convert(twin, head) == 0
+    config = json.loads((head / "config.json").read_text())["transformer_layer_config"]
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    work = random_prompts(2, 30, 256), [SamplingParams(max_tokens=30)] * 2
+    own, apart = (
+        run_all(make_engine(twin, **more, **PROPOSERS["mtp"]), *work) for more in ({}, {"mtp": head})
+    )
+    assert_same(apart, own)
+    assert accepted(apart) == accepted(own)
+    assert convert(twin, tmp_path / "cast", "--dtype", "bfloat16") == IncompatibleError.exit_code
