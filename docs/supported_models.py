@@ -22,12 +22,23 @@ A folder is what Hugging Face's `save_pretrained` writes: `config.json`, `tokeni
 file or shards with an index. Nothing in it is executed. An unknown value of a known key is refused by name,
 and so is a folder in which a tensor is missing or has another shape. Tensors that are not used are named.
 
-- **Tensors**: {dtypes}; {fp8} where `quantization_config` describes blocks with scales. Other quantized
-  weights are refused. Blocks of 128 x 128 are multiplied as stored by Triton's kernels (on a GPU of
+- **Tensors**: {dtypes}; {fp8} where `quantization_config` describes blocks with scales. Blocks of 128 x 128 are multiplied as stored by Triton's kernels (on a GPU of
   compute capability 8.9 or higher, in bfloat16), and otherwise multiplied out into the run's dtype. Rounding
   to FP8 moves a weight by at most a sixteenth of itself (or a 1,024th of its block's scale where that is
   more): the logits of the demo's twin in such blocks are off by 3.5 % of their spread, by 4.0 % with scales
   that are powers of two.
+- **Quantized checkpoints**: compressed-tensors (`pack-quantized` of 1 to 8 bits, symmetric or with zero
+  points, by groups or rows; `int-quantized` of 8 bits; `float-quantized` by tensor, row or block;
+  `nvfp4-pack-quantized`, `mxfp4-pack-quantized`), GPTQ (v1 and v2, 2, 3, 4 and 8 bits, `dynamic`), AutoAWQ's
+  `gemm`, ModelOpt's FP8 and NVFP4, mixed too. Activations are never rounded: W8A8 and W4A4 releases run as
+  W8A16 and W4A16. On a CPU the codes stay packed in memory (groups of 16, of a multiple of 32, or a whole
+  row), experts too; GPTQ with act-order, other groups, embeddings, heads and what stands outside the layers
+  are multiplied out, and on a GPU everything is. MTP layers may be stored in the same way or left as they
+  were, whatever the ignore list says. GGUF, bitsandbytes, EXL3, rotated or sparse weights and planar GPTQ
+  are refused by name.
+- **`--quantize int4`**: as int8 below, with a bfloat16 scale for 64 columns that is chosen to err least.
+  Rows of another length stay as they are. The demo's logits move by 11 % of their own spread. Kept
+  packed on a CPU; Triton's kernels multiply the rounded values in the run's dtype, which saves no memory.
 - **`--quantize int8`**: the matrices of the layers, experts too, of the target, the draft model and the
   MTP layers; a scale a row, its largest magnitude over 127 rounded to bfloat16, so that each weight is
   off by at most half a step of its row. Embeddings, heads, routers, MTP projections and the matrix that
