@@ -163,8 +163,10 @@ def _session(console: Console, guard: SignalGuard, rendezvous: str | None) -> Se
     """What a command gets; chats are kept where the XDG rules say."""
     home = os.environ.get("XDG_STATE_HOME", "")
     state = Path(home) if os.path.isabs(home) else Path("~/.local/state").expanduser()
+    own = os.environ.get("XDG_RUNTIME_DIR", "")
+    runtime = Path(own) / "spd" if os.path.isabs(own) else Path(f"/tmp/spd-{os.getuid()}")
     dumb = os.environ.get("TERM") in ("dumb", None)
-    return Session(console, guard, state / "spd", dumb_terminal=dumb, rendezvous=rendezvous)
+    return Session(console, guard, state / "spd", runtime, dumb_terminal=dumb, rendezvous=rendezvous)
 
 
 def _explain(error: Exception, console: Console) -> SpdError:

@@ -127,7 +127,7 @@ SHARED_VALUES = ("--color",)
 
 FLAGS = (SHARED_FLAGS - {"-vv"}) | {"-h", "--help", "-V", "--version", "--adaptive", "--no-adaptive", "--raw"}
 FLAGS |= {"--no-save", "-y", "--yes", "--pull", "--show-drafts", "--stats", "--no-stats", "--dry-run"}
-FLAGS |= {"--ignore-eos", "--quick", "--force", "--jsonl", "--resume"}
+FLAGS |= {"--ignore-eos", "--quick", "--force", "--jsonl", "--resume", "--detach", "--status", "--no-server"}
 """Options that take no value."""
 
 VALUE_SHORTS = frozenset("mfnsorc")
@@ -173,7 +173,8 @@ def prepare(argv: Sequence[str]) -> Invocation:
             if not named or named[0].startswith("-") or "/" in named[0]:  # a model, never a chat's name
                 args.append("--continue=")  # the latest
                 continue
-        follows = not equals and _takes_value(canonical) and position < len(words)
+        alone = equals or (command, canonical) == ("serve", "--stop")  # which takes a text elsewhere
+        follows = not alone and _takes_value(canonical) and position < len(words)
         if follows:
             value = words[position]
             position += 1

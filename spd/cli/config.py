@@ -29,7 +29,7 @@ else:
 
 TYPED = frozenset(
     {"continue", "dry-run", "file", "force", "help", "json", "jsonl", "messages", "output", "prompt-ids"}
-    | {"pull", "resume", "version", "yes", "host", "detach", "status", "stop", "no-server"}
+    | {"pull", "resume", "version", "yes", "host", "detach", "status", "no-server"}
 )
 """Options that no file may set."""
 PROJECT = frozenset(
@@ -103,7 +103,7 @@ def _options_of(name: str) -> dict[str, Any]:
         option[2:]: param
         for param in command.commands[name].params
         for option in param.opts
-        if option.startswith("--")
+        if option.startswith("--") and (name, option) != ("serve", "--stop")  # a text elsewhere
     }
 
 

@@ -110,6 +110,8 @@ class Session:
     console: Console
     guard: SignalGuard
     state_folder: Path
+    runtime_folder: Path = Path("/nonexistent")
+    """Where servers of this user are found."""
     dumb_terminal: bool = False
     rendezvous: str | None = None
     """Where the ranks meet that torchrun has started."""
@@ -258,6 +260,7 @@ class GenerateOptions(ReplyOptions):
     trace: Path | None = printed(None, "FILE", "One JSON line a round, for spd explain.")
     resume: bool = printed(False, None, "With --jsonl -o FILE: go on behind what FILE holds.")
     concurrency: int | None = advanced(None, "N", "Lines of --jsonl that decode together. Default: 8.")
+    no_server: bool = advanced(False, None, "Load the model here, though a server has it.")
 
 
 def read_settings(words: Sequence[str], flag: str = "--set") -> dict[str, Any]:

@@ -26,9 +26,11 @@ from spd.cli.text.progress import loading
 from spd.errors import EngineError
 
 if TYPE_CHECKING:
+    from spd.cli.serve.local import Line
     from spd.cli.text.job import Job, Settings
     from spd.cli.text.reply import Delivery
     from spd.runtime import Engine
+    from spd.runtime.engine.driver import Gathered
 
 
 def generate(session: Session, options: GenerateOptions) -> int:
@@ -39,14 +41,19 @@ def generate(session: Session, options: GenerateOptions) -> int:
             check_writable(path)
     sink = Sink.stdout() if options.output is None else Sink(options.output, append=options.resume)
     from spd.cli.commands.models import ensure_models
-    from spd.cli.text.job import plan_job
 
     with closing(sink):
+        if server := _server(session, options):
+            from spd.cli.serve.client import generate_warm
+
+            return generate_warm(session, options, sink, server)
         ensure_models(session, options)
         if options.jsonl:
             from spd.cli.commands.jsonl import generate_lines
 
             return generate_lines(session, options, sink)
+        from spd.cli.text.job import plan_job
+
         job = plan_job(options)
         if options.dry_run:
             _show_prompt(session, options, job, sink)
@@ -55,6 +62,15 @@ def generate(session: Session, options: GenerateOptions) -> int:
             return _run(session, options, job, sink, None)
         with closing(TraceFile(options.trace)) as trace:
             return _run(session, options, job, sink, trace)
+
+
+def _server(session: Session, options: GenerateOptions) -> Line | None:
+    """A connection to a server that can answer; nothing is imported where no server has ever run."""
+    if options.no_server or not session.runtime_folder.exists():
+        return None
+    from spd.cli.serve.client import find_server
+
+    return find_server(session, options)
 
 
 def _show_prompt(session: Session, options: GenerateOptions, job: Job, sink: Sink) -> None:
@@ -93,7 +109,7 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
         header = trace_header(engine, options.model, job.sampling.params.temperature, tuple(job.ids))
         trace.write_record(header)
         engine.trace = trace.write_record
-    _say_before(session, options, job, engine)
+    say_before(session.console, options, job, engine)
     delivery = Delivery(
         sink,
         engine,
@@ -114,13 +130,18 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
     with session.guard.hold():
         _finish(session, options, delivery)
     engine.close()
-    if delivery.reply.finish_reason != "error":
+    return outcome(session, options, delivery.reply, job.grammar is not None)
+
+
+def outcome(session: Session, options: GenerateOptions, reply: Gathered, held: bool) -> int:
+    """The exit status for a reply that has ended, which a grammar held or none. Raises EngineError."""
+    if reply.finish_reason != "error":
         return 0
     fix = "--dtype float32, or run it again with -vv and report what it prints"
     failure = EngineError(
-        delivery.reply.error or "the model failed while generating",
+        reply.error or "the model failed while generating",
         reason=["What came before the fault was printed."],
-        fix=[fix if job.grammar is None else "a grammar that always allows a next token, or a larger -n"],
+        fix=["a grammar that always allows a next token, or a larger -n" if held else fix],
     )
     if not options.json:
         raise failure
@@ -144,12 +165,12 @@ def _finish(session: Session, options: GenerateOptions, delivery: Delivery) -> N
         tell(stats_line(delivery.metrics))
 
 
-def _say_before(session: Session, options: GenerateOptions, job: Job, engine: Engine) -> None:
+def say_before(console: Console, options: GenerateOptions, job: Job, engine: Engine) -> None:
     """Notes about limits that the user may not expect, and the plan of a verbose run."""
     room, wanted = engine.plan.shape.ctx - len(job.ids), job.sampling.params.max_tokens
     if wanted is not None and wanted > room:
-        session.console.note(f"the context leaves room for {room:,} tokens, fewer than -n {wanted:,}")
-    say_plan(session.console, options, engine, job)
+        console.note(f"the context leaves room for {room:,} tokens, fewer than -n {wanted:,}")
+    say_plan(console, options, engine, job)
 
 
 def say_plan(console: Console, options: GenerateOptions, engine: Engine, run: Settings) -> None:

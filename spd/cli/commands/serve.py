@@ -81,6 +81,12 @@ def serve(session: Session, options: ServeOptions) -> int:
             code="conflict_two_models",
         )
     options = dataclasses.replace(options, model=options.model_argument or options.model)
+    if options.status or options.stop or options.detach:
+        from spd.cli.serve import control
+
+        if options.status:
+            return control.show_status(session, options)
+        return control.stop(session, options) if options.stop else control.detach(session, options)
     from spd.cli.serve.run import run
 
     return run(session, options)

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
+import logging
 import os
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from spd.cli.serve.http import LOOPBACK, build
+from spd.cli.serve.local import identity, runtime_folder, socket_name
 from spd.cli.serve.service import Service
+from spd.cli.serve.warm import WarmFront
 from spd.cli.signals import Interrupted
 from spd.cli.text.job import plan_settings
 from spd.cli.text.output import tell
 from spd.cli.text.progress import loading
+from spd.formats.folder import ModelFolder
 from spd.errors import UsageError
 from spd.runtime.engine.driver import EngineThread
 
@@ -40,11 +46,17 @@ DRAIN_SECONDS = 30
 
 def run(session: Session, options: ServeOptions) -> int:
     """Load and serve until a signal comes or time runs out."""
+    from spd.runtime import make_plan
+
     check_address(options)
     listener = listen(options.host, options.port)
     with listener:
         settings = plan_settings(options.as_generate())
         settings.vocabulary.need_tokenizer()
+        folder = runtime_folder(session.runtime_folder, create=True)
+        assert folder is not None
+        made_of = identity(settings.config)
+        solo = make_plan(dataclasses.replace(settings.config, slots=1))
         thread = load(session, options, settings)
         try:
             service = Service(settings, [options.model], thread)
@@ -52,11 +64,15 @@ def run(session: Session, options: ServeOptions) -> int:
             app = build(service, key=options.api_key, loopback=loopback)
             port = listener.getsockname()[1]
             host = f"[{options.host}]" if ":" in options.host else options.host
-            if not session.console.quiet:
-                plan = service.plan
-                what = f"{service.slots} at once, context {plan.shape.ctx:,}, drafts: {plan.spec}"
-                tell(f"serving {options.model} at http://{host}:{port}/v1 ({what})")
-            received = Server(app, service, options.idle).run_until_signal(listener)
+            plan = service.plan
+            what = f"{service.slots} at once, context {plan.shape.ctx:,}, drafts: {plan.spec}"
+            words = f"serving {options.model} at http://{host}:{port}/v1 ({what})"
+            server = Server(app, service, options.idle)
+            server.warm = WarmFront(service, solo, made_of, server.drain, f"http://{host}:{port}/v1")
+            server.words = None if session.console.quiet else words
+            assert isinstance(settings.config.model, ModelFolder)
+            server.path = folder / socket_name(settings.config.model, os.getpid())
+            received = server.run_until_signal(listener)
         finally:
             thread.close(5.0)
     if received == signal.SIGINT:
@@ -154,6 +170,7 @@ class Server(uvicorn.Server):
     """A server that ends as the rest of spd does: the first signal lets replies end, the second does not."""
 
     def __init__(self, app: Any, service: Service, idle: float | None) -> None:
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else every malformed request is told
         config = uvicorn.Config(
             app,
             http=TimedProtocol,
@@ -172,6 +189,26 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service, self._idle = service, idle
         self._received: int | None = None
+        self.warm: WarmFront | None = None
+        self.path = Path()
+        """Where the command line finds it."""
+        self.words: str | None = None
+        """Said when it listens."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.warm is not None:
+            self.servers.append(await self.warm.listen(self.path))
+        if self.words is not None:
+            tell(self.words)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.warm is not None:
+            self.path.unlink(missing_ok=True)
+        await super().shutdown(sockets)
+        ends = time.monotonic() + DRAIN_SECONDS
+        while self._service.open and time.monotonic() < ends:  # those of the command line
+            await asyncio.sleep(0.05)
 
     def run_until_signal(self, *listeners: socket.socket) -> int | None:
         """Serve; returns the signal that ended it, None where none did."""

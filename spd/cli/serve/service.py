@@ -126,7 +126,7 @@ class Service:
             ids = self.settings.fit(asked, wish.params)
             for choice in range(wish.n):
                 params = wish.params_of(choice)
-                request, inside = self.settings.request(self._name(), asked, ids, params, wish.grammar)
+                request, inside = self.settings.request(self.name(), asked, ids, params, wish.grammar)
                 request = dataclasses.replace(request, draft_max=wish.draft_max)
                 prepared.append(Prepared(request, inside))
         self.engine.check(prepared[0].request)
@@ -143,7 +143,8 @@ class Service:
         """Count a call that was refused."""
         self.counters.refused[status] = self.counters.refused.get(status, 0) + 1
 
-    def _name(self) -> str:
+    def name(self) -> str:
+        """An id that no other request has."""
         self._calls += 1
         return f"{self._prefix}-{self._calls}-{secrets.token_hex(2)}"
 

@@ -1,0 +1,227 @@
+"""`spd generate` through a server prints what it prints alone; servers start, tell, drain and stop."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+QUESTION = "What does os.path.join do?"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A runtime folder of one's own."""
+    folder = tmp_path_factory.mktemp("runtime")
+    folder.chmod(0o700)
+    return folder
+
+
+def environment(home: Path) -> dict[str, str]:
+    """That of every process here."""
+    return {**os.environ, "XDG_RUNTIME_DIR": str(home), "SPD_CONFIG": os.devnull}
+
+
+def spd(home: Path, *words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    command = [sys.executable, "-m", "spd", *words]
+    return subprocess.run(
+        command, env=environment(home), capture_output=True, text=True, input=stdin, timeout=120, check=False
+    )
+
+
+def start(home: Path, *words: str) -> tuple[subprocess.Popen[str], int]:
+    """A server that is ready, and its port."""
+    command = [sys.executable, "-m", "spd", "serve", "--port", "0", "--threads", "1", *words]
+    process = subprocess.Popen(command, env=environment(home), stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    found = re.search(r":(\d+)/v1", line)
+    assert found, line
+    return process, int(found[1])
+
+
+@pytest.fixture(scope="module")
+def server(home: Path) -> Iterator[int]:
+    """A server of the demo in a process of its own; its port."""
+    process, port = start(home)
+    yield port
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert not list((home / "spd").glob("*.sock"))
+
+
+COMMANDS: list[list[str]] = [
+    ["--temperature", "0", "-n", "20", QUESTION],
+    ["--temperature", "0.8", "--seed", "5", "-n", "60", "-s", "Be terse", QUESTION],
+    ["--raw", "--seed", "1", "-n", "12", "def read("],
+    ["--prompt-ids", "460,854,10", "-n", "6", "--temperature", "0"],
+    ["--stop", "path", "--temperature", "0", "-n", "40", QUESTION],
+    ["--schema", '{"type": "boolean"}', "--seed", "1", "-n", "20", QUESTION],
+    ["--json", "--logprobs", "2", "--seed", "3", "--temperature", "1", "-n", "9", QUESTION],
+    ["--json", "--set", "top_k=5", "--seed", "3", "--temperature", "1", "-n", "9", QUESTION],
+    ["--temperature", "900", QUESTION],
+    ["--think", "5", QUESTION],
+    ["--schema", '{"type": "flower"}', QUESTION],
+    ["-n", "4000", "--temperature", "0", "word " * 4050],
+    ["word " * 9000],
+    ["--json", "--logprobs", "99", QUESTION],
+    [],
+]
+
+
+@pytest.mark.parametrize("number", range(len(COMMANDS)))
+def test_the_same_bytes_and_status(home: Path, server: int, number: int) -> None:
+    words = ["generate", "--threads", "1", *COMMANDS[number]]
+    warm = spd(home, *words, stdin="")
+    alone = spd(home, *words, "--no-server", stdin="")
+    assert warm.returncode == alone.returncode
+    assert warm.stderr == alone.stderr
+    if "--json" in words and not alone.returncode:
+        assert timeless(json.loads(warm.stdout)) == timeless(json.loads(alone.stdout))
+    else:
+        assert warm.stdout == alone.stdout
+
+
+def timeless(shown: dict[str, Any]) -> dict[str, Any]:
+    """A reply without times, and without what follows from them: how many drafts there were."""
+    shown["timings"] = sorted(shown["timings"])
+    shown["metrics"] = sorted(shown["metrics"]["speculative_decoding"])
+    shown["plan"].pop("memory_budget_bytes")
+    return shown
+
+
+def test_it_says_so_and_imports_no_torch(home: Path, server: int) -> None:
+    code = (
+        "import sys; from spd.cli.app import main; "
+        f"main(['generate', '-v', '--threads', '1', '-n', '3', {QUESTION!r}]); "
+        "print({'torch', 'tokenizers', 'starlette'} & set(sys.modules), file=sys.stderr)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert f"server  http://127.0.0.1:{server}/v1" in ran.stderr
+    assert ran.stderr.rstrip().endswith("set()")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [(["--spec", "off"], "spec"), (["--ctx", "512"], "ctx"), (["--dtype", "float32"], "dtype")],
+)
+def test_another_engine_is_not_used(home: Path, server: int, words: list[str], why: str) -> None:
+    ran = spd(home, "generate", "-v", "--threads", "1", "-n", "2", *words, QUESTION)
+    assert ran.returncode == 0 and f"not used: another {why}" in ran.stderr
+    assert "spec" not in why or "spec=off" in ran.stderr
+
+
+def test_ctrl_c_ends_the_request_and_keeps_what_came(home: Path, server: int) -> None:
+    words = ["generate", "--threads", "1", "--json", "--ignore-eos", "-n", "4000", QUESTION]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spd", *words],
+        env=environment(home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    ends = time.monotonic() + 30
+    while health(server)["running"] == 0 and time.monotonic() < ends:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT
+    shown = json.loads(out)
+    assert shown["finish_reason"] == "abort" and shown["text"]
+    assert health(server)["running"] == 0
+
+
+def health(port: int) -> dict[str, Any]:
+    """What a server says of itself."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", "/health")
+    shown: dict[str, Any] = json.loads(connection.getresponse().read())
+    connection.close()
+    return shown
+
+
+def test_status(home: Path, server: int) -> None:
+    ran = spd(home, "serve", "--status")
+    assert ran.returncode == 0
+    assert ran.stdout.startswith(f"demo · http://127.0.0.1:{server}/v1 · pid ")
+    assert spd(home, "serve", "--status", "demo-hybrid").returncode == 3
+
+
+def test_a_folder_that_others_can_reach_is_refused(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "spd").mkdir(mode=0o755)
+    (tmp_path / "spd" / "x.sock").touch()
+    for words in (["generate", QUESTION], ["serve"], ["serve", "--status"]):
+        ran = spd(tmp_path, *words)
+        assert ran.returncode == 5 and "not a folder of yours alone" in ran.stderr
+
+
+def test_a_killed_server_leaves_nothing_that_stops_the_next(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    process, port = start(tmp_path)
+    process.kill()
+    process.wait(10)
+    assert len(list((tmp_path / "spd").glob("*.sock"))) == 1
+    again, _ = start(tmp_path, "--port", str(port))
+    assert spd(tmp_path, "serve", "--status").stdout.count("\n") == 1
+    assert len(list((tmp_path / "spd").glob("*.sock"))) == 1
+    assert spd(tmp_path, "serve", "--stop").returncode == 0
+    assert again.wait(20) == 0
+
+
+def test_a_signal_lets_replies_end(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    process, port = start(tmp_path)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 700, "ignore_eos": True}
+    connection.request("POST", "/v1/chat/completions", json.dumps({**body, "stream": True}))
+    response = connection.getresponse()
+    response.readline()
+    process.send_signal(signal.SIGTERM)
+    rest = response.read().decode()
+    assert '"finish_reason":"length"' in rest and rest.endswith("data: [DONE]\n\n")
+    assert process.wait(30) == 0
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=2)
+
+
+def test_idle_time_ends_a_server(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    process, _ = start(tmp_path, "--idle", "1s")
+    assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--host", "0.0.0.0"], "there is no key"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--port", "99999"], "out of range"),
+        (["--port", "-1"], "out of range"),
+        (["--idle", "soon"], "not a time"),
+        (["--host", "192.0.2.1", "--api-key", "k"], "cannot listen"),
+        (["demo", "-m", "demo-hybrid"], "given twice"),
+    ],
+)
+def test_what_is_refused_before_loading(home: Path, words: list[str], why: str) -> None:
+    ran = spd(home, "serve", *words)
+    assert ran.returncode == 2 and why in ran.stderr
