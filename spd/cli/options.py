@@ -260,7 +260,7 @@ class GenerateOptions(ReplyOptions):
     trace: Path | None = printed(None, "FILE", "One JSON line a round, for spd explain.")
     resume: bool = printed(False, None, "With --jsonl -o FILE: go on behind what FILE holds.")
     concurrency: int | None = advanced(None, "N", "Lines of --jsonl that decode together. Default: 8.")
-    no_server: bool = advanced(False, None, "Load the model here, though a server has it.")
+    no_server: bool = printed(False, None, "Load the model here, though a server has it.")
 
 
 def read_settings(words: Sequence[str], flag: str = "--set") -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_think_needs_a_value() -> None:
     assert caught.value.fix == ("--think on|off|hide|N",)
 
 
-LIMITS = {"generate": 48, "chat": 42, "bench": 34, "verify": 26, "inspect": 10}
+LIMITS = {"generate": 49, "chat": 42, "bench": 34, "verify": 26, "inspect": 10}
 ADVANCED = {"--kernels", "--graphs", "--lag", "--memory-fraction", "--threads", "--tp", "--draft-tp"}
 
 

@@ -26,8 +26,8 @@ from spd.cli.signals import Interrupted
 from spd.cli.text.job import plan_settings
 from spd.cli.text.output import tell
 from spd.cli.text.progress import loading
-from spd.formats.folder import ModelFolder
 from spd.errors import UsageError
+from spd.formats.folder import ModelFolder
 from spd.runtime.engine.driver import EngineThread
 
 if TYPE_CHECKING:

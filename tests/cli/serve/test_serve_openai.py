@@ -1,0 +1,105 @@
+"""The official client, in an interpreter of its own: chat, streams, tools, structure, typed errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.serve.conftest import Served
+
+SCRIPT = """
+import json, sys, openai
+client = openai.OpenAI(base_url=sys.argv[1], api_key="unused", max_retries=0)
+assert [m.id for m in client.models.list()] == ["demo"]
+messages = [{"role": "user", "content": "What does os.path.join do?"}]
+ask = lambda **f: client.chat.completions.create(model="demo", messages=messages, **{"max_tokens": 24, **f})
+
+whole = ask(temperature=0, logprobs=True, top_logprobs=2)
+text = whole.choices[0].message.content
+assert text.startswith("Join") and whole.usage.completion_tokens == 24
+assert whole.usage.prompt_tokens_details.cached_tokens is not None
+assert len(whole.choices[0].logprobs.content) == 24
+assert len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
+chunks = list(ask(temperature=0, stream=True, stream_options={"include_usage": True}))
+assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+assert chunks[-1].usage.completion_tokens == 24
+
+tool = {"type": "function", "function": {"name": "get_weather", "description": "Weather.", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"],
+    "additionalProperties": False}}}
+called = ask(tools=[tool], tool_choice="required", max_tokens=200, seed=1, parallel_tool_calls=False)
+message = called.choices[0].message
+assert called.choices[0].finish_reason == "tool_calls"
+call = message.tool_calls[0]
+assert call.function.name == "get_weather" and list(json.loads(call.function.arguments)) == ["city"]
+with client.chat.completions.stream(
+    model="demo", messages=messages, tools=[tool], tool_choice="required", max_tokens=200, seed=1,
+    parallel_tool_calls=False,
+) as stream:
+    events = [event.type for event in stream]
+    final = stream.get_final_completion().choices[0].message.tool_calls[0]
+assert "tool_calls.function.arguments.delta" in events
+assert final.function.arguments == call.function.arguments
+answered = client.chat.completions.create(model="demo", max_tokens=8, messages=[
+    *messages, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}])
+assert answered.choices[0].message.role == "assistant"
+
+import pydantic, typing
+class Answer(pydantic.BaseModel):
+    ok: bool
+    kind: typing.Literal["a", "bc"]
+parsed = client.chat.completions.parse(
+    model="demo", messages=messages, response_format=Answer, max_tokens=80, logit_bias={})
+assert isinstance(parsed.choices[0].message.parsed, Answer)
+
+for fields, kind in (
+    ({"temperature": -1}, openai.BadRequestError),
+    ({"max_tokens": "x"}, openai.BadRequestError),
+    ({"messages": [{"role": "user", "content": "word " * 9000}]}, openai.BadRequestError),
+    ({"model": "gpt-x"}, openai.NotFoundError),
+):
+    try:
+        client.chat.completions.create(**{"model": "demo", "messages": messages, **fields})
+    except kind as error:
+        assert error.body["message"] and error.type == "invalid_request_error", error.body
+    else:
+        raise AssertionError(fields)
+
+stream = ask(stream=True, max_tokens=3000, extra_body={"ignore_eos": True})
+next(iter(stream))
+stream.close()
+completed = client.completions.create(model="demo", prompt="def read(", max_tokens=6, temperature=0)
+assert completed.choices[0].text and completed.object == "text_completion"
+print("all held")
+"""
+
+
+def interpreter() -> str | None:
+    """One that has the package: this, or the one that is named."""
+    named = os.environ.get("OPENAI_PYTHON", "")
+    if importlib.util.find_spec("openai"):
+        return sys.executable
+    if Path(named).exists() and not subprocess.run([named, "-c", "import openai"], check=False).returncode:
+        return named
+    return None
+
+
+@pytest.mark.openai
+def test_the_official_client(served: Served) -> None:
+    python = interpreter()
+    if python is None:
+        pytest.skip("no interpreter has the openai package; OPENAI_PYTHON names one")
+    command = [python, "-c", SCRIPT, f"http://127.0.0.1:{served.port}/v1"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.stdout == "all held\n", ran.stderr
+    for _ in range(500):
+        if not served.service.open:
+            break
+        time.sleep(0.01)
+    assert served.service.open == 0
