@@ -337,6 +337,7 @@ def test_cli_loads_nothing_heavy() -> None:
     code = (
         "import sys; import spd.cli.app; "
         "heavy = {'torch', 'triton', 'numpy', 'tokenizers', 'safetensors', 'huggingface_hub', 'jinja2'}; "
+        "heavy |= {'starlette', 'uvicorn', 'h11', 'anyio', 'asyncio'}; "
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -198,7 +198,10 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.warm is not None:
-            self.servers.append(await self.warm.listen(self.path))
+            try:
+                self.servers.append(await self.warm.listen(self.path))
+            except OSError as error:  # a path too long for a socket, for one
+                tell(f"spd generate will not find this server: {self.path}: {error.strerror or error}")
         if self.words is not None:
             tell(self.words)
 

@@ -179,6 +179,14 @@ def test_bodies(served: Served, number: int) -> None:
     assert found == status and answer["error"]["message"]
 
 
+def test_depth_is_limited_in_fields_that_are_not_read(served: Served) -> None:
+    for depth, status in ((90, 200), (150, 400)):
+        inner = "[" * depth + "]" * depth
+        body = f'{{"messages": {json.dumps(M)}, "max_tokens": 1, "metadata": {{"a": {inner}}}}}'
+        found, answer = served.send("POST", "/v1/chat/completions", body)
+        assert found == status and (status == 200 or "nested" in answer["error"]["message"])
+
+
 HEADS: list[tuple[str, dict[str, str], str]] = [
     ("rebinding", {"Host": "evil.example"}, "403"),
     ("rebinding with a port", {"Host": "evil.example:7373"}, "403"),
