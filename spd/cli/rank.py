@@ -46,7 +46,7 @@ def _watch_parent() -> None:
 
 def _leave(spec: dict[str, Any], status: int) -> None:
     """End this process, and before it a rank 0 that is its parent and cannot be woken: with its error."""
-    from spd.runtime import LEADERLESS
+    from spd.runtime.lab import LEADERLESS
 
     if status == LEADERLESS and os.getppid() == spec.get("leader"):
         with suppress(OSError):
@@ -57,7 +57,7 @@ def _leave(spec: dict[str, Any], status: int) -> None:
 
 
 def _lost_leader() -> str:
-    from spd.runtime import SILENCE
+    from spd.runtime.lab import SILENCE
 
     return f"error: rank 0: {SILENCE}\n"
 
@@ -66,7 +66,7 @@ def stand_by(rank: int, argv: list[str], rendezvous: Rendezvous, local: str) -> 
     """Serve rank 0's engines under torchrun until it has ended; returns the exit status."""
     from spd.cli.text.output import write_stderr
     from spd.errors import EngineError
-    from spd.runtime import LEADERLESS, start_rank
+    from spd.runtime.lab import LEADERLESS, start_rank
     from spd.runtime.ranks.rendezvous import END
 
     if not any(word in COMMANDS for word in argv):

@@ -87,7 +87,7 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
 
 def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the target's last decoder layer, which a module's layer repeats."""
-    from spd.runtime import family_layout
+    from spd.runtime.lab import family_layout
 
     shapes: dict[str, tuple[int, ...]] = family_layout(config).layers[-1].tensors()
     return shapes
@@ -172,7 +172,7 @@ def _write(
 def _cast(plan: HeadPlan, dtype: str) -> Cast:
     import torch
 
-    from spd.runtime import cast_pieces
+    from spd.runtime.lab import cast_pieces
 
     wanted, block = getattr(torch, dtype), plan.head.config.fp8_block
     return lambda checkpoint, meta: cast_pieces(checkpoint, meta, wanted, block)

@@ -18,8 +18,7 @@ from spd.cli.text.output import Console, as_line, columns_of, is_terminal, raw_s
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from spd.runtime import LoadProgress
-    from spd.runtime.lab import SweepProgress
+    from spd.runtime.lab import LoadProgress, SweepProgress
 
 
 DELAY = 0.5
