@@ -77,6 +77,18 @@ METHODS = ("ngram", "draft", "self", "draft+ngram")
 BFLOAT16 = {"dtype": "bfloat16"}
 FAMILIES = ("mistral", "qwen2", "gemma2", "gemma3", "phi3")
 """Whose layers slide or cap, over prompts that are longer than their windows."""
+LOOKED_UP = (
+    "olmo3",
+    "ministral3",
+    "exaone4",
+    "cohere2",
+    "hunyuan",
+    "granite_moe",
+    "gpt_oss",
+    "gemma4",
+    "gemma4_moe",
+)
+"""Whose attention, norms or caches are their own: beside lookup, in a batch and behind a lag."""
 SPARSE = ("deepseek_v3", "deepseek_v2_lite", "glm4_moe", "qwen3_moe", "ernie4_5_moe")
 """Of latent attention and routed experts."""
 EVERY_LAG = (0, 1, 2)
@@ -99,11 +111,12 @@ ROWS: list[Any] = [
         for family in FAMILIES
         for method, k, lag, slots in (("ngram", 3, 0, 1), ("draft", 1, 1, 1), ("draft", 5, 2, 3))
     ),
+    *((f"{family}/ngram", 3, (1,), {"slots": 3}) for family in LOOKED_UP),
     *(
         pytest.param(f"{family}/{method}", k, (lag,), {"dtype": dtype, "slots": slots}, marks=SLOW)
-        for family in SPARSE
+        for family in (*SPARSE, *LOOKED_UP)
         for dtype in ("float32", "bfloat16")
-        for method in ("ngram", "draft", "self")
+        for method in ("ngram", *(("draft",) if family in SPARSE else ()), "self")
         for k, lag, slots in ((1, 2, 3), (2, 0, 1), (3, 1, 4), (4, 0, 4), (4, 2, 2))
     ),
 ]

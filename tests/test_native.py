@@ -27,7 +27,12 @@ from tests.recipes.tiny_mtp import write_tiny_mtp
 
 needs_native = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernels here: {obstacle()}")
 EVERY = sorted(VARIANTS)
-SHAPES = [*(f"tiny-{name}" for name in EVERY), *sorted(FAMILIES)]
+TORCH_ALONE = {
+    "gpt_oss": "attention with sinks is torch's alone",
+    "gemma4_moe": "experts with gelu gates are torch's alone",
+}
+"""Families without C kernels, and what the plan says."""
+SHAPES = [*(f"tiny-{name}" for name in EVERY), *sorted(FAMILIES.keys() - TORCH_ALONE.keys())]
 BFLOAT16 = {"dtype": "bfloat16"}
 NATIVE = {dtype: {"dtype": dtype, "kernels": "native"} for dtype in ("bfloat16", "float32")}
 each_dtype = pytest.mark.parametrize("dtype", NATIVE)
@@ -76,6 +81,14 @@ def test_logits_of_every_family(model: Callable[..., Path], shape: str) -> None:
     assert 0 < off <= 2 * allowed, (off, allowed)
     close = logits_of(make_engine(folder, **NATIVE["float32"]), prompt)
     assert 0 < (close - exact).norm() / exact.norm() < 5e-6
+
+
+@pytest.mark.parametrize("shape", TORCH_ALONE)
+def test_a_family_without_c_kernels_falls_back_and_says_why(model: Callable[..., Path], shape: str) -> None:
+    plan = make_plan(EngineConfig(model=model(shape)))
+    assert (plan.shape.kernels, plan.kernels_reason) == ("torch", TORCH_ALONE[shape])
+    with pytest.raises(IncompatibleError, match="cannot run this model"):
+        make_plan(EngineConfig(model=model(shape), kernels="native"))
 
 
 def company(engine: Engine, requests: list[Request]) -> list[list[int]]:

@@ -47,6 +47,19 @@ PLAIN = Scales()
 
 
 @dataclass(frozen=True)
+class Gemma4Config:
+    """What Gemma 4 has besides: of layers that see everything, of shared caches, of embeddings of layers."""
+
+    head_dim: int  # of layers that see everything, and their key heads
+    kv_heads: int
+    key_is_value: bool  # there values are made of what keys are made of
+    shared: int  # the last layers, which read the cache of an earlier one of their kind
+    double_wide: bool  # the MLPs of these are twice as wide
+    per_layer: int  # width of each layer's own embedding of a token; 0: there is none
+    per_layer_vocab: int
+
+
+@dataclass(frozen=True)
 class LatentConfig:
     """Latent attention: keys and values are products of one small vector a token, which is what is kept.
 
@@ -309,6 +322,54 @@ def mixtral_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     router = RouterConfig(per_token, False, False, True)
     inner = fields.integer("intermediate_size", 1, 1 << 20)
     return ExpertsConfig(count, inner, 0, (True,) * num_layers, router)
+
+
+def read_gemma4(fields: Fields, layers: int, heads: int, sliding: tuple[int | None, ...]) -> Gemma4Config:
+    """Of `gemma4_text`. Raises CheckpointError, also where a shared layer has none to read from."""
+    kinds = sliding or (None,) * layers
+    key_is_value = fields.boolean("attention_k_eq_v", False)
+    own = fields.integer("num_key_value_heads", 1, heads, heads)
+    wide = _of_wide_layers(fields, kinds)
+    kv_heads = wide.integer("num_key_value_heads", 1, heads, own) if key_is_value else own
+    fields.require(heads % kv_heads == 0, "num_global_key_value_heads", f"does not divide {heads} heads")
+    size = wide.integer("head_dim", 2, 1024, 512)
+    fields.require(size % 2 == 0, "global_head_dim", f"{size} is odd: rotary embedding needs pairs")
+    shared = fields.integer("num_kv_shared_layers", 0, layers - 1, 0)
+    why = "a layer that shares has none of its kind before it"
+    fields.require(set(kinds) == set(kinds[: layers - shared]), "num_kv_shared_layers", why)
+    fields.require(kinds[-1] is None, "layer_types", "the last layer is not full_attention")
+    fields.require("rope_parameters" in fields, "rope_parameters", "is missing")
+    return Gemma4Config(
+        size,
+        kv_heads,
+        key_is_value,
+        shared,
+        fields.boolean("use_double_wide_mlp", False),
+        fields.integer("hidden_size_per_layer_input", 0, 1 << 16, 256),
+        fields.integer("vocab_size_per_layer_input", 1, 1 << 24, 262_144),
+    )
+
+
+def _of_wide_layers(fields: Fields, kinds: tuple[int | None, ...]) -> Fields:
+    """Heads of layers that see everything: under keys of their own, or layer by layer, in all alike."""
+    each = fields.fields("per_layer_config")
+    if each is None:
+        keys = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+        return Fields(fields.where, {key: fields.get(old) for key, old in keys.items()})
+    wide = [str(layer) for layer, window in enumerate(kinds) if window is None]
+    alike = all(each.values.get(layer) == each.values.get(wide[0]) for layer in wide)
+    why = "differs among layers of a kind, which is not supported"
+    fields.require(alike and set(each.values) == set(wide), "per_layer_config", why)
+    return each.nested(wide[0])
+
+
+def gemma4_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
+    """Softmax scores of all experts, whose weights sum to 1 before each is scaled."""
+    if not fields.boolean("enable_moe_block", False):
+        return None
+    count, per_token = _counted(fields, "num_experts", "top_k_experts")
+    router = RouterConfig(per_token, False, False, True)
+    return _experts(fields, count, (True,) * num_layers, router, "n_shared_experts")
 
 
 def gpt_oss_experts(fields: Fields, num_layers: int) -> ExpertsConfig:

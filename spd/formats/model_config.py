@@ -76,6 +76,7 @@ class ModelConfig:
     still: tuple[bool, ...] = ()
     """Which layers know no positions; empty where every one turns."""
     scales: blocks.Scales = blocks.PLAIN
+    gemma4: blocks.Gemma4Config | None = None
     delta: blocks.DeltaConfig | None = None  # of recurrent layers, which stand between those that attend
     eagle3: Eagle3Config | None = None
     """Of an EAGLE-3 head, which is no model by itself: how it reads its target."""
@@ -105,6 +106,7 @@ class _Family:
     scales: Callable[[Fields], blocks.Scales] | None = None
     ntk_alpha: bool = False  # whether "dynamic" with `alpha` is a larger base, the same at every length
     grows: bool = False  # whether queries grow with their position
+    gemma4: bool = False  # whether layers have the keys of `read_gemma4`
     plain_local: bool = False  # layers that slide turn by the same base, never stretched
 
 
@@ -180,6 +182,17 @@ _FAMILIES |= {
         still=blocks.global_still,
         scales=blocks.cohere_scales,
     ),
+    "Gemma4ForCausalLM": _Family(
+        "gemma4_text",
+        131072,
+        theta=1e6,
+        sliding=SlidingRule(512, period=6),
+        local_theta=1e4,
+        caps=(None, None),
+        experts=blocks.gemma4_experts,
+        head_dim=256,
+        gemma4=True,
+    ),
     "GptOssForCausalLM": _Family(
         "gpt_oss",
         131072,
@@ -208,10 +221,14 @@ WRAPPERS = {
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "Qwen3_5ForCausalLM"),
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
     "Mistral3ForConditionalGeneration": ("mistral3", "Ministral3ForCausalLM"),
+    "Gemma4ForConditionalGeneration": ("gemma4", "Gemma4ForCausalLM"),
+    "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", "Gemma4ForCausalLM"),
 }
 """Architectures that see images too, their model types, and what their `text_config` is of."""
 _OTHER_TEXTS = {("Mistral3ForConditionalGeneration", "mistral"): "MistralForCausalLM"}
 """What it is of where it has another model type."""
+_UNIFIED = ("gemma4_unified_text",)
+"""Model types of texts that are another's in all that counts here."""
 _OUTSIDE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
 """What holds for the text's part too where it stands beside it."""
 MROPE = ("mrope_section", "mrope_interleaved")
@@ -256,7 +273,8 @@ def model_config_of(fields: Fields) -> ModelConfig:
         inner = fields.nested("text_config")
         around = {key: fields.values[key] for key in _OUTSIDE if key in fields}
         text = _OTHER_TEXTS.get((outer, str(inner.get("model_type"))), wrapper[1])
-        fields = Fields(inner.where, {**inner.values, **around, "architectures": [text]})
+        named = {"model_type": _FAMILIES[text].model_type} if inner.get("model_type") in _UNIFIED else {}
+        fields = Fields(inner.where, {**inner.values, **around, **named, "architectures": [text]})
     return _decoder_config(fields)
 
 
@@ -323,6 +341,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         local_rope=read_local_rope(fields, local_theta, max_positions) if local_theta else None,
         query_growth=read_growth(fields) if family.grows else None,
         still=family.still(fields, num_layers, sliding) if family.still else (),
+        gemma4=blocks.read_gemma4(fields, num_layers, num_heads, sliding) if family.gemma4 else None,
         scales=family.scales(fields) if family.scales else blocks.PLAIN,
         query_scalar=fields.number("query_pre_attn_scalar", 1e-6, 1e9, 256) if family.caps else None,
         attention_softcap=_softcap(fields, "attn_logit_softcapping", caps[0]) if family.caps else None,
@@ -350,7 +369,7 @@ def _architecture(fields: Fields) -> str:
 def _refuse_unsupported(fields: Fields, family: _Family) -> None:
     whole = family.partial is not None or fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) == 1.0
     fields.require(whole, "partial_rotary_factor", "rotating a part of the head is not supported")
-    both_ways = fields.boolean("use_bidirectional_attention", False)
+    both_ways = fields.get("use_bidirectional_attention") not in (None, False, "vision")
     fields.require(not both_ways, "use_bidirectional_attention", "attending to later tokens is not supported")
     if family.caps is not None:  # Gemma's code reads a key of its own and leaves the usual one alone
         fields.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")

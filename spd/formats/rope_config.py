@@ -10,7 +10,7 @@ from typing import Any, Literal
 from spd.formats.block_config import KINDS, MAX_POSITIONS
 from spd.formats.json_file import Fields, shown
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    share: float = (
+        1.0  # proportional: of the pairs of a head that turn, the first ones; the others stand still
+    )
     short_factor: tuple[float, ...] = ()  # longrope: divides each angle, up to the original context
 
     @property
@@ -46,6 +49,7 @@ _NUMBERS: dict[RopeKind, dict[str, float]] = {
         **{"attention_factor": 1e-6, "mscale": 0.0, "mscale_all_dim": 0.0},
     },
     "longrope": {"factor": 1e-6, "attention_factor": 1e-6},
+    "proportional": {},
 }
 """The numbers that each kind reads, and the least of each; a million is the most."""
 _OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
@@ -158,10 +162,10 @@ def _rope_of(
     for key in fields.values:
         fields.require(key in _KNOWN_KEYS, shown(key), "is not a known rope parameter")
     fields.require(_theta(fields, theta) == theta, "rope_theta", f"disagrees with rope_theta {theta:g}")
-    whole = fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) == 1.0
+    kind, share = _kind(fields, long is not None), fields.number("partial_rotary_factor", 0.0, 1.0, 1.0)
+    whole = share == 1.0 or kind == "proportional"
     fields.require(whole, "partial_rotary_factor", "rotating a part of the head is not supported")
-    kind = _kind(fields, long is not None)
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"share": share}
     key, default = "original_max_position_embeddings", max_positions if kind == "yarn" else None
     if kind == "longrope" and long is not None:
         more["original_max_positions"] = original = fields.integer(key, 2, MAX_POSITIONS, long[1])

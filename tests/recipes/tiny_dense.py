@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,61 @@ def with_sinks(tensors: Tensors) -> Tensors:
     return found
 
 
+def with_sides(tensors: Tensors, sparse: bool = False) -> Tensors:
+    """Gemma 4: every second layer wider, the last two without keys of their own, embeddings of layers."""
+    found = {n: t + 1 if n.endswith("norm.weight") else t for n, t in with_gemma_norms(tensors).items()}
+    width, hidden, experts = 12, 64, 8
+
+    def draw(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> None:
+        found[name] = drawn(name, shape, std, mean)
+
+    for layer in range(4):
+        stem, wide, shares = f"model.layers.{layer}.", bool(layer % 2), layer > 1
+        size = 32 if wide else 16
+        if wide:
+            for name, rows in (("q", 4), ("k", 1), ("v", 1)):
+                draw(f"{stem}self_attn.{name}_proj.weight", (rows * size, hidden), hidden**-0.5)
+            draw(f"{stem}self_attn.o_proj.weight", (hidden, 4 * size), 1.5 / (4 * size) ** 0.5)
+            draw(f"{stem}self_attn.k_norm.weight", (size,), 0.2, 1.4)
+        draw(f"{stem}self_attn.q_norm.weight", (size,), 0.1, 1.4 * size**-0.5)
+        for name in (*(("k_proj", "v_proj", "k_norm") if shares else ()), *(("v_proj",) if wide else ())):
+            found.pop(f"{stem}self_attn.{name}.weight", None)
+        if shares:
+            for name, shape in (("gate", (256, hidden)), ("up", (256, hidden)), ("down", (hidden, 256))):
+                draw(f"{stem}mlp.{name}_proj.weight", shape, 1.4 / shape[1] ** 0.5)
+        draw(f"{stem}layer_scalar", (1,), 0.05, 0.9)
+        draw(f"{stem}per_layer_input_gate.weight", (width, hidden), 0.2)
+        draw(f"{stem}per_layer_projection.weight", (hidden, width), 0.4)
+        draw(f"{stem}post_per_layer_input_norm.weight", (hidden,), 0.05, 0.4)
+        if sparse:
+            draw(f"{stem}router.scale", (hidden,), 0.1, 1.0)
+            draw(f"{stem}router.proj.weight", (experts, hidden), 1.5)
+            draw(f"{stem}router.per_expert_scale", (experts,), 0.2, 1.0)
+            draw(f"{stem}experts.gate_up_proj", (experts, 64, hidden), 1.2 / hidden**0.5)
+            draw(f"{stem}experts.down_proj", (experts, hidden, 32), 1.5 / 32**0.5)
+            for name in (
+                "pre_feedforward_layernorm_2",
+                "post_feedforward_layernorm_1",
+                "post_feedforward_layernorm_2",
+            ):
+                draw(f"{stem}{name}.weight", (hidden,), 0.1, 0.8)
+    draw("model.embed_tokens_per_layer.weight", (320, 4 * width), 0.3)
+    draw("model.per_layer_model_projection.weight", (4 * width, hidden), 2.0)
+    draw("model.per_layer_projection_norm.weight", (width,), 0.1, 1.0)
+    return found
+
+
+GEMMA4 = {
+    **{"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "sliding_window": WINDOW},
+    **{"hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 8.0, "global_head_dim": 32},
+    **{"num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 2},
+    **{"use_double_wide_mlp": True, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 320},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 200.0},
+    },
+}
 GRANITE = {
     **{"embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
     **{"attention_multiplier": 0.2, "attention_bias": False},
@@ -324,6 +380,18 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Te
             "pad_token_id": 0,
         },
         renamed(post_attention_layernorm="none"),
+    ),
+    "gemma4": ({"architecture": QWEN3, "rope_style": "parameters"}, GEMMA4, with_sides),
+    "gemma4_moe": (
+        {"architecture": QWEN3, "rope_style": "parameters"},
+        {
+            **GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+        },
+        partial(with_sides, sparse=True),
     ),
     "gpt_oss": (
         {**SPARSE, "attention_bias": True, "heads": 4},

@@ -27,6 +27,15 @@ VISION = {
     **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
     **{"head_dim": 8, "image_size": 28, "patch_size": 14, "model_type": "pixtral"},
 }
+GEMMA4 = {
+    **{**SMALL, "num_hidden_layers": 4, "tie_word_embeddings": True, "sliding_window": 24},
+    **{"num_kv_shared_layers": 2, "global_head_dim": 16, "hidden_size_per_layer_input": 6},
+    **{"vocab_size_per_layer_input": 320, "layer_types": ["sliding_attention", "full_attention"] * 2},
+}
+GEMMA4_VISION = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "head_dim": 8},
+}
 WRAPPED: dict[str, list[dict[str, Any]]] = {
     "Mistral3ForConditionalGeneration": [
         {"text_config": {**SMALL, "model_type": "mistral"}, "vision_config": VISION},
@@ -34,6 +43,25 @@ WRAPPED: dict[str, list[dict[str, Any]]] = {
             "text_config": {**SMALL, "model_type": "ministral3", "rope_parameters": GROWING},
             "vision_config": VISION,
         },
+    ],
+    "Gemma4ForConditionalGeneration": [
+        {
+            "text_config": {**GEMMA4, "model_type": "gemma4_text"},
+            "vision_config": GEMMA4_VISION,
+            "audio_config": None,
+            "tie_word_embeddings": True,
+        }
+    ],
+    "Gemma4UnifiedForConditionalGeneration": [
+        {
+            "text_config": {
+                **{**GEMMA4, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+                "model_type": "gemma4_unified_text",
+            },
+            "vision_config": {},
+            "audio_config": None,
+            "tie_word_embeddings": True,
+        }
     ],
 }
 """Configurations by class."""
@@ -65,8 +93,9 @@ def test_text_of_a_saved_wrapper_equals_transformers(
         shaken(reference)
         reference.save_pretrained(tmp_path)
         expected = reference(input_ids=ids).logits[0]
-        write_tokenizer(tmp_path, 320, 512)
-        engine = make_engine(tmp_path)
+    write_tokenizer(tmp_path, 320, 512)
+    engine = make_engine(tmp_path)
+    with torch.inference_mode():
         runner, view = engine._parts.runner, SlotView(90, list(range(2, 10)))
         table = runner.page_row(view.pages, 8)[None]
         found = []

@@ -76,6 +76,8 @@ class ForwardBatch:
     states: HeadStates | None = None
     segments: Segments | None = None
     """What of the rows recurrent layers read; None where a model has none."""
+    per_layer: Tensor | None = None
+    """What layers have of the rows' tokens [T, layers, P], where they have embeddings of their own."""
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return _llama3(inverse, rope)
     if rope.kind == "yarn":
         return _yarn(inverse, rope, head_dim)
+    if rope.kind == "proportional":
+        inverse[int(rope.share * head_dim // 2) :] = 0.0
     if rope.kind == "longrope":
         return 1.0 / (torch.tensor(rope.short_factor) * rope.theta**exponents)
     return inverse

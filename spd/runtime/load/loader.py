@@ -31,7 +31,7 @@ from spd.runtime.models.builder import Fill, LayerBuilder, LayerTensors, Place, 
 from spd.runtime.models.decoder import Decoder, Parts, build_layer
 from spd.runtime.models.destinations import NOTHING, Cut, Cuts
 from spd.runtime.models.head_model import HeadModel, aux_states
-from spd.runtime.models.layouts import PLAIN_NORM
+from spd.runtime.models.layouts import PLAIN_NORM, GqaLayout
 from spd.runtime.models.weights import (
     HeadPart,
     HeadRules,
@@ -159,8 +159,10 @@ def build_model(
         del tensors  # packed, and not needed twice
         if at_once and meter is not None:
             meter.advance(nbytes, "pack")
-    sizes = layout.attending[0].heads
-    heads = AttentionHeads(*sizes, first_key=layout.shift, sliding=layout.sliding)
+    heads = tuple(
+        AttentionHeads(*sizes, first_key=layout.shift, sliding=layout.windows(sizes))
+        for sizes in dict.fromkeys(block.heads for block in layout.attending)
+    )
     parts = Parts(tables, embedding, head, layers, _rotary(config, layout, place, positions), heads)
     if target is not None:
         made = HeadModel(part.rules, parts, builder, ids)
@@ -182,11 +184,14 @@ def build_model(
 def _rotary(config: ModelConfig, layout: ModelLayout, place: Place, positions: int) -> RotaryTable:
     # Kernels round the rotated head once, so that they can use exact tables.
     exact = torch.float32 if place.kernels.facts.exact_rotary else place.dtype
-    dims = layout.attending[0].rotary
-    turning = partial(RotaryTable, dims=dims, max_positions=positions, dtype=exact)
-    table = turning(config.rope, device=place.device, shift=layout.shift)
+    first = layout.attending[0].rotary
+    local = [block.rotary for block in layout.attending if isinstance(block, GqaLayout) and block.local_rope]
+    whole = [block.rotary for block in layout.attending if block.rotary not in local] or [first]
+    turning = partial(RotaryTable, max_positions=positions, dtype=exact)
+    table = turning(config.rope, dims=whole[0], device=place.device, shift=layout.shift)
     if config.local_rope is not None:
-        table.local = turning(config.local_rope, device=place.device, shift=layout.shift)
+        dims = (local or [first])[0]
+        table.local = turning(config.local_rope, dims=dims, device=place.device, shift=layout.shift)
     return table
 
 

@@ -28,6 +28,7 @@ FAMILIES = {
     "Ernie4_5_MoeForCausalLM": "spd.runtime.models.families.ernie4_5",
     "SmolLM3ForCausalLM": "spd.runtime.models.families.smollm3",
     "Olmo3ForCausalLM": "spd.runtime.models.families.olmo3",
+    "Gemma4ForCausalLM": "spd.runtime.models.families.gemma4",
     "GptOssForCausalLM": "spd.runtime.models.families.gpt_oss",
     "GraniteForCausalLM": "spd.runtime.models.families.granite",
     "GraniteMoeForCausalLM": "spd.runtime.models.families.granite",

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from spd.kernels.attention.paged_attention import Scores
-from spd.kernels.attention.rotary_store import RotatedRows
+from spd.kernels.attention.rotary_store import RotatedRows, apply_rotary
 from spd.kernels.linear.rms_norm import rms_norm
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attended
-from spd.runtime.layers.linear import AnyLinear
+from spd.runtime.layers.linear import AnyLinear, unscaled_norm
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models.builder import LayerBuilder, Tensors
 from spd.runtime.models.layouts import GqaLayout
@@ -36,7 +36,8 @@ class Attention:
         """Of a token and a state, where what is read is both side by side, normed already."""
         self.qk_weight: Tensor | None = None
         if layout.qk_norm:
-            heads = (("q_norm", layout.num_heads), ("k_norm", layout.num_kv_heads))
+            heads = [("q_norm", layout.num_heads), ("k_norm", layout.num_kv_heads)]
+            heads = heads[: 1 if layout.reads is not None else 2]
             self.qk_weight = torch.cat([tensors[name].expand(count, -1) for name, count in heads])
         self.query_factor: Tensor | None = None
         """Of norms behind the rotation: their scales [D] meet in products of queries and keys alone."""
@@ -75,7 +76,11 @@ class Attention:
             qkv, gates = (part.contiguous() for part in torch.split(qkv, self.parts, dim=1))
         if self.whole_norms is not None:
             qkv = self._normed_whole(qkv, *self.whole_norms)
-        query = kernels.rotary_store(qkv, rows, *given)
+        if self.layout.reads is not None:
+            query = self._turned(qkv, rows)
+        else:
+            qkv = self._valued(qkv) if self.layout.value_norm else qkv
+            query = kernels.rotary_store(qkv, rows, *given)
         if self.query_factor is not None:
             query = query * self.query_factor
         if self.layout.query_growth is not None:
@@ -85,12 +90,31 @@ class Attention:
         mixed = attended(
             query,
             batch,
-            lambda windows: kernels.paged_attention(windows, pools, batch.plan, scores),
+            lambda windows: kernels.paged_attention(windows, pools, self._plan(batch), scores),
             lambda chunk, *where: kernels.prefill_attention(chunk, pools, *where, scores, batch.first_key),
         )
         if gates is not None:
             mixed = mixed * gates.sigmoid()
         return self.output(Residual(mixed), batch, stream if onto is None else onto)
+
+    def _plan(self, batch: ForwardBatch) -> object:
+        """What was prepared for heads of this layer's shape."""
+        return batch.plan[self.layout.heads] if isinstance(batch.plan, dict) else batch.plan
+
+    def _turned(self, query: Tensor, rows: RotatedRows) -> Tensor:
+        """Queries [T, H, D] of [T, H * D], normed and rotated: keys are another layer's."""
+        heads = query.view(query.shape[0], self.layout.num_heads, -1)
+        if self.qk_weight is not None:
+            heads = rms_norm(heads, self.qk_weight, self.epsilon)
+        return apply_rotary(heads, *rows.own()).to(query.dtype)
+
+    def _valued(self, qkv: Tensor) -> Tensor:
+        """Queries, keys and values [T, (H + 2 K) * D], values normed, of [T, N] with values or without."""
+        size, keys = self.layout.head_dim, self.layout.num_kv_heads
+        turned = (self.layout.num_heads + keys) * size
+        value = qkv[:, turned - keys * size : turned] if self.layout.key_is_value else qkv[:, turned:]
+        normed = unscaled_norm(value.reshape(qkv.shape[0], keys, size), self.epsilon)
+        return torch.cat((qkv[:, :turned], normed.flatten(1)), 1)
 
     def _normed_whole(self, qkv: Tensor, query_scale: Tensor, key_scale: Tensor) -> Tensor:
         """qkv [T, N] with all query heads normalised together, and all key heads, over every rank's."""

@@ -7,7 +7,7 @@ while it runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,12 +33,14 @@ from spd.runtime.models.layouts import (
     MixerLayout,
     MlpLayout,
     MoeLayout,
+    SideLayout,
 )
 from spd.runtime.models.moe import GatedMlp, MoeMlp
+from spd.runtime.models.side_mlp import LayerEmbeddings, SideMlp
 
 AttentionBlock = Attention | LatentAttention | GatedDelta
 """A layer's first block: it writes the rows' cache entries, then reads the pages; or a state and rings."""
-MlpBlock = GatedMlp | MoeMlp
+MlpBlock = GatedMlp | MoeMlp | SideMlp
 """A layer's second block: each row by itself."""
 
 
@@ -73,6 +75,7 @@ BLOCKS: dict[type, Any] = {
     DeltaLayout: GatedDelta,
     MlpLayout: GatedMlp,
     MoeLayout: MoeMlp,
+    SideLayout: SideMlp,
 }
 """What runs a block, by its description: made of that, of its tensors and of a builder."""
 
@@ -89,6 +92,11 @@ def build_layer(layout: LayerLayout, tensors: LayerTensors, build: LayerBuilder)
         made.append(BLOCKS[type(block)](block, own, build))
     attention, mlp = made
     return DecoderLayer(attention, mlp, layout.attention, layout.parallel)
+
+
+def _shape(layout: MixerLayout) -> object:
+    """What layers of a kind may differ in besides: the shape of their heads, and whose cache they read."""
+    return (layout.heads, layout.reads is None) if isinstance(layout, GqaLayout) else None
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,8 @@ class Parts:
     head: AnyHead
     layers: list[DecoderLayer]
     rotary: RotaryTable
-    heads: AttentionHeads
+    heads: tuple[AttentionHeads, ...]
+    """Of every shape that layers have."""
 
 
 class Decoder:
@@ -146,13 +155,18 @@ class Decoder:
         """centred: embeddings lose their mean; stream_unit: what 1 in the stream stands for, to a head."""
         self.embedding, self.layers, self.head = parts.embedding, parts.layers, parts.head
         self.final_norm = parts.tables.get("final_norm")
-        self.rotary, self.heads = parts.rotary, parts.heads
+        self.rotary, self.heads, self.every_heads = parts.rotary, parts.heads[0], parts.heads
+        self.layer_embeddings: LayerEmbeddings | None = None
+        if "embed_tokens_per_layer" in parts.tables:
+            self.layer_embeddings = LayerEmbeddings(parts.tables, build, len(parts.layers))
         self.epsilon, self.kernels = build.epsilon, build.kernels
         self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
         self.centred, self.stream_unit = centred, stream_unit
         self.caches = [layer.layout for layer in self.layers]
         """For each layer, what tells the shapes of its cache."""
-        kinds = [(type(layer.attention), type(layer.mlp)) for layer in self.layers]
+        self.reads = [layout.reads if isinstance(layout, GqaLayout) else None for layout in self.caches]
+        """For each layer the one whose cache it reads; None: its own."""
+        kinds = [(type(layer.attention), type(layer.mlp), _shape(layer.layout)) for layer in self.layers]
         self.varied_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
         """How many of the first layers there must be for one of every kind."""
         self.vocab_size, self.hidden_size = self.embedding.shape
@@ -173,10 +187,12 @@ class Decoder:
         """
         rotary = self.rotary_rows(batch)
         stream = self._embed(batch)
+        if self.layer_embeddings is not None:
+            batch = replace(batch, per_layer=self.layer_embeddings(batch.token_ids, stream.x, batch))
         reader = self.reader if len(caches) >= len(self.layers) else None
         streams = {0: stream.x} if reader is not None and 0 in reader.layers else {}
-        for passed, (layer, cache) in enumerate(zip(self.layers, caches, strict=False), 1):
-            stream = layer(stream, rotary, batch, cache)
+        for passed, (layer, own, source) in enumerate(zip(self.layers, caches, self.reads, strict=False), 1):
+            stream = layer(stream, rotary, batch, own if source is None else caches[source])
             if reader is not None and passed in reader.layers:
                 streams[passed] = stream.x
         assert self.final_norm is not None

@@ -48,6 +48,12 @@ class GqaLayout:
     """Queries and keys do not turn: the layer knows no positions."""
     query_growth: tuple[float, int] | None = None
     """(b, n): a query at position p counts 1 + b ln(1 + floor(p / n)) times."""
+    reads: int | None = None
+    """The number of the layer whose cache it reads, with keys and values of which it makes none itself."""
+    value_norm: bool = False
+    """Each value head is normalised, without scales."""
+    key_is_value: bool = False
+    """Values are what keys are made of, before their norm."""
     sinks: bool = False
     """Each head has a score that every row sees, whose value is nothing."""
     late_norms: bool = False
@@ -100,6 +106,10 @@ class GqaLayout:
         block, qkv = "self_attn", {"q_proj": query * (1 + self.gated), "k_proj": key, "v_proj": key}
         if self.fused_qkv:
             qkv = {"qkv_proj": query + 2 * key}
+        if self.reads is not None:
+            del qkv["k_proj"]
+        if self.reads is not None or self.key_is_value:
+            del qkv["v_proj"]
         exact = self.centred_norms
         found = _norms(self.pre_norm, self.post_norm, hidden, exact)
         if self.reads_pairs:
@@ -112,7 +122,7 @@ class GqaLayout:
             own_heads = None if self.shard is None else self.shard.rows(self.num_heads)
             found["sinks"] = Destination.of({f"{block}.sinks": (self.num_heads,)}, exact=True, cut=own_heads)
         for own, name in zip(("q_norm", "k_norm"), self.head_norms, strict=True):
-            if self.qk_norm:
+            if self.qk_norm and (own == "q_norm" or self.reads is None):
                 found[own] = Destination.of({f"{block}.{name}.weight": (size,)}, exact=exact)
             elif self.whole_norms:
                 rows = {f"{block}.{name}.weight": (query if own == "q_norm" else key,)}
@@ -121,8 +131,8 @@ class GqaLayout:
 
     @property
     def cache(self) -> tuple[Shape, ...]:
-        """What one position holds in each of the layer's pools: keys and values."""
-        return ((self.num_kv_heads, self.head_dim),) * 2
+        """What one position holds in each of the layer's pools: keys and values, or nothing of its own."""
+        return () if self.reads is not None else ((self.num_kv_heads, self.head_dim),) * 2
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -473,9 +483,65 @@ class MoeLayout:
         return 3 * experts.shared_size + 2 * each * min(experts.num_experts, 4 * experts.router.per_token)
 
 
+@dataclass(frozen=True)
+class SideLayout:
+    """Gemma 4's second block: the gated MLP, experts beside it, then the layer's own embedding of the token.
+
+    The stream behind it is multiplied by a number.
+    """
+
+    mlp: MlpLayout
+    experts: ExpertsConfig | None
+    per_layer: int
+    """Elements of that embedding; 0: there is none."""
+    index: int
+    """The layer's number."""
+
+    def sharded(self, shard: Shard) -> SideLayout:
+        """A rank's width of MLP and experts; the layer's embedding is there whole."""
+        routed = (
+            None if self.experts is None else MoeLayout(self.mlp.hidden_size, self.experts).sharded(shard)
+        )
+        return replace(self, mlp=self.mlp.sharded(shard), experts=routed.experts if routed else None)
+
+    def destinations(self) -> dict[str, Destination]:
+        hidden, found = self.mlp.hidden_size, self.mlp.destinations()
+        found["scalar"] = Destination.of({"layer_scalar": (1,)}, exact=True)
+        if self.per_layer:
+            shapes = {"per_layer_input_gate": (self.per_layer, hidden)}
+            shapes |= {"per_layer_projection": (hidden, self.per_layer)}
+            for name, shape in shapes.items():
+                found[name] = Destination.of({f"{name}.weight": shape})
+            found["side_norm"] = Destination.of({"post_per_layer_input_norm.weight": (hidden,)})
+        if self.experts is None:
+            return found
+        routed = MoeLayout(hidden, self.experts, shard=self.mlp.shard).destinations()
+        for name in ("experts_gate_up", "experts_down"):
+            parts = [part._replace(name=part.name.removeprefix("mlp.")) for part in routed[name].parts]
+            found[name] = replace(routed[name], parts=tuple(parts), wide=True)
+        count = self.experts.num_experts
+        exact: dict[str, tuple[str, Shape]] = {
+            "router_scale": ("router.scale", (hidden,)),
+            "router": ("router.proj.weight", (count, hidden)),
+            "expert_scale": ("router.per_expert_scale", (count,)),
+        }
+        for key, (name, own) in exact.items():
+            found[key] = Destination.of({name: own}, exact=True)
+        norms = {"before": "pre_feedforward_layernorm_2", "behind": "post_feedforward_layernorm_2"}
+        for key, name in {**norms, "joined": "post_feedforward_layernorm"}.items():
+            found[f"{key}_norm"] = Destination.of({f"{name}.weight": (hidden,)})
+        return found
+
+    @property
+    def widest(self) -> int:
+        """Elements a row of the intermediate results."""
+        routed = 0 if self.experts is None else MoeLayout(self.mlp.hidden_size, self.experts).widest
+        return self.mlp.widest + routed + 3 * self.per_layer
+
+
 AttentionLayout = GqaLayout | LatentLayout
 MixerLayout = AttentionLayout | DeltaLayout
-FeedForwardLayout = MlpLayout | MoeLayout
+FeedForwardLayout = MlpLayout | MoeLayout | SideLayout
 
 
 @dataclass(frozen=True)

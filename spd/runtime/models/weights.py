@@ -38,6 +38,8 @@ class ModelLayout:
     """What blocks add is multiplied by; the stream is kept divided by it, which norms do not see."""
     logit_scale: float = 1.0
     """What logits are multiplied by, with the scales of the last norm."""
+    per_layer: tuple[int, int] | None = None
+    """Of embeddings that every layer has: how many ids, and elements a layer."""
     centred_stream: bool = False
     """Norms subtract the mean: the stream is kept without one."""
     tables: Callable[[Shard | None], dict[str, Destination]] | None = None
@@ -64,6 +66,12 @@ class ModelLayout:
     def recurrent(self) -> bool:
         """Whether a layer keeps states."""
         return len(self.attending) < len(self.layers)
+
+    def windows(self, heads: tuple[int, int, int]) -> tuple[int | None, ...]:
+        """Every sliding window of layers with heads of a shape; None is a layer without one."""
+        blocks = [block for block in self.attending if block.heads == heads]
+        windows = (block.sliding if isinstance(block, GqaLayout) else None for block in blocks)
+        return tuple(dict.fromkeys(windows))
 
     @property
     def sliding(self) -> tuple[int | None, ...]:
@@ -134,6 +142,12 @@ def table_destinations(config: ModelConfig, layout: ModelLayout) -> dict[str, De
     tables = {"embedding": table_of_ids(EMBEDDING, rows, hidden, layout.shard)}
     if not config.tie_embeddings:
         tables["head"] = table_of_ids(HEAD, rows, hidden, layout.shard)
+    if layout.per_layer is not None:
+        ids, width = layout.per_layer
+        every = len(layout.layers) * width
+        shapes = {"embed_tokens_per_layer": (ids, every), "per_layer_model_projection": (every, hidden)}
+        for key, shape in {**shapes, "per_layer_projection_norm": (width,)}.items():
+            tables[key] = Destination.of({f"model.{key}.weight": shape})
     return {**tables, "final_norm": Destination.of({FINAL_NORM: (hidden,)}, exact=exact)}
 
 

@@ -15,7 +15,7 @@ from spd.formats.hub import own_cache
 from spd.formats.model_config import ModelConfig
 from spd.formats.quantized import CODES, Quantization
 from spd.kernels.native.build import DTYPE_FLAGS, LARGEST_HEAD, NativeUnavailable, obstacle
-from spd.runtime.models.layouts import DeltaLayout, GqaLayout, LayerLayout, MoeLayout
+from spd.runtime.models.layouts import DeltaLayout, GqaLayout, LayerLayout, MoeLayout, SideLayout
 from spd.runtime.models.weight_form import (
     BLOCK,
     INT4_GROUP,
@@ -45,6 +45,9 @@ def native_obstacle(machine: Machine, dtype: str, quantize: str, layers: Iterabl
         return f"they multiply {' and '.join(DTYPE_FLAGS)}, not {dtype}"
     if quantize == "int8":
         return "they know no int8 rows"
+    layers = list(layers)
+    if (only := torch_alone(layers)) is not None:
+        return only
     blocks = (layer.attention for layer in layers)
     largest = max((block.heads[2] for block in blocks if not isinstance(block, DeltaLayout)), default=0)
     if largest > LARGEST_HEAD:
@@ -59,6 +62,8 @@ def torch_alone(layers: Iterable[LayerLayout]) -> str | None:
             return "attention with sinks is torch's alone"
         if isinstance(layer.mlp, MoeLayout) and layer.mlp.experts.clamped is not None:
             return "experts with biases and clamped gates are torch's alone"
+        if isinstance(layer.mlp, SideLayout) and layer.mlp.experts is not None:
+            return "experts with gelu gates are torch's alone"
     return None
 
 

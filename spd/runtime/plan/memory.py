@@ -299,21 +299,28 @@ def _workspace(
     width, widest = DTYPE_BYTES[shape.dtype], max(shape.chunk, rows)
     layout = rank_layout(model, ranks)
     layers = set(layout.layers)
-    num_heads, kv_heads, head_dim = layout.attending[0].heads
+    shapes = {block.heads for block in layout.attending}
     logits = sampled * model.vocab_size * 4 * LOGIT_COPIES[shape.kernels]
     history = shape.slots * model.vocab_size * 9
     rotary = 1 if model.local_rope is None else 2
     context = pages_a_slot(positions) * PAGE_SIZE
-    attention = rows * num_heads * num_chunks(context) * (head_dim + 2) * 4
+    attention = sum(heads * (size + 2) for heads, _, size in shapes) * rows * num_chunks(context) * 4
     if shape.kernels == "torch":
-        attention += widest * (num_heads // kv_heads) * context * (width + 1) * len(layout.sliding)
+        groups = sum(heads // keys for heads, keys, _ in shapes)
+        attention += widest * groups * context * (width + 1) * len(layout.sliding)
         sinks = any(isinstance(block, GqaLayout) and block.sinks for block in layout.attending)
         if model.attention_softcap is not None or sinks:
-            attention += widest * num_heads * context * 4 * 2
+            attention += widest * max(heads for heads, *_ in shapes) * context * 4 * 2
     inner = max(layer.mlp.widest + 2 * layer.attention.widest for layer in layers)
     gathered = ranks + 2 if ranks > 1 else 0
     activations = widest * ((4 + gathered) * model.hidden_size + inner) * width
-    return logits + history + attention + activations + rotary * 2 * positions * head_dim * width
+    return (
+        logits
+        + history
+        + attention
+        + activations
+        + rotary * 2 * positions * max(size for *_, size in shapes) * width
+    )
 
 
 def largest(fits: Callable[[int], bool], most: int, step: int) -> int:

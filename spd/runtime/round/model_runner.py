@@ -122,7 +122,9 @@ class ModelRunner:
             seconds = seconds_of(window, buckets)
         self.buckets, self.row_counts = buckets, worth_running(buckets, seconds)
         if self.device == "cpu":
-            self.context_parts = admitted_parts(model.heads, self.dtype, self.cache.page_size, self.buckets)
+            given = (self.dtype, self.cache.page_size, self.buckets)
+            every = [set(admitted_parts(heads, *given)) for heads in model.every_heads]
+            self.context_parts = tuple(sorted(set.intersection(*every)))
         if alone and self.dtype == torch.float32 and model.max_positions >= most:
             self.tile = admitted_tile(lambda first, rows, tile: run(end - most, first, rows, tile=tile))
 
@@ -222,7 +224,11 @@ class ModelRunner:
                 in_order = bool(pages) and pages == list(range(pages[0], pages[0] + count))
                 first_pages.append(pages[0] if in_order else None)
         windows = Windows(positions, given.rows.valid, given.page_table, bounds, first_pages)
-        return self.kernels.plan_attention(windows, self.model.heads, self.cache.page_size, self.dtype)
+        plans: dict[object, object] = {}
+        for heads in self.model.every_heads:
+            plan = self.kernels.plan_attention(windows, heads, self.cache.page_size, self.dtype)
+            plans[heads.num_heads, heads.num_kv_heads, heads.head_dim] = plan
+        return plans if len(plans) > 1 else plan
 
     def logits(self, hidden: Tensor, views: Sequence[SlotView] = ()) -> Tensor:
         """Float32 logits [..., V] of hidden [..., hidden].
