@@ -6,6 +6,7 @@ change the model. Nothing a folder brings (`auto_map`, custom code) is ever impo
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -358,12 +359,42 @@ def _architecture(fields: Fields) -> str:
         raise fields.refused(key, f"{shown(names)} does not name one architecture ({supported})")
     name, refusal = shown(names[0]), REFUSED_ARCHITECTURES.get(names[0])
     fields.require(refusal is None, key, f"{name}: {refusal}")
-    fields.require(names[0] in _FAMILIES, key, f"{name} is not supported ({supported})")
+    fields.require(names[0] in _FAMILIES, key, f"{name} is not supported ({_prospect(fields)}{supported})")
     expected = _FAMILIES[names[0]].model_type
     model_type = fields.text("model_type", expected)
     why = f"{shown(model_type)} does not belong to {names[0]} ({expected} does)"
     fields.require(model_type == expected, "model_type", why)
     return names[0]
+
+
+_PIECES = {
+    **dict.fromkeys(("mamba_num_heads", "mamba_d_state", "ssm_state_size", "state_size"), "Mamba layers"),
+    **dict.fromkeys(("conv_L_cache", "conv_dim"), "short convolutions"),
+    **dict.fromkeys(("index_topk", "index_n_heads", "indexer_types"), "a sparse-attention indexer"),
+    **dict.fromkeys(("hc_mult", "hc_count"), "hyper-connections"),
+    **dict.fromkeys(
+        ("linear_attn_config", "wkv_version", "head_size_a"), "another recurrence than DeltaNet's"
+    ),
+    **dict.fromkeys(("is_encoder_decoder", "encoder_layers"), "an encoder"),
+}
+"""Keys that speak of what no supported architecture has, and what that is."""
+
+
+def _prospect(fields: Fields) -> str:
+    """What would help, as far as a configuration of an unknown architecture tells: parts of a sentence."""
+    name = str(fields.get("architectures")).strip("[]'")
+    inner = fields.get("text_config")
+    text = inner if isinstance(inner, dict) else fields.values
+    found = dict.fromkeys(piece for key, piece in _PIECES.items() if text.get(key))
+    words = [f"missing: {', '.join(found)}"] if found else []
+    close = difflib.get_close_matches(name, SUPPORTED_ARCHITECTURES, 1, 0.6)
+    words += [f"nearest: {each}" for each in close]
+    kinds = {family.model_type: known for known, family in _FAMILIES.items()}
+    if isinstance(inner, dict):
+        known = kinds.get(str(inner.get("model_type")))
+        part = f"is that of {known}, which runs without images" if known else "is of no supported type either"
+        words.append(f"its text_config {part}")
+    return "".join(f"{each}; " for each in words)
 
 
 def _refuse_unsupported(fields: Fields, family: _Family) -> None:

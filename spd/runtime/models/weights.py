@@ -67,16 +67,9 @@ class ModelLayout:
         """Whether a layer keeps states."""
         return len(self.attending) < len(self.layers)
 
-    def windows(self, heads: tuple[int, int, int]) -> tuple[int | None, ...]:
-        """Every sliding window of layers with heads of a shape; None is a layer without one."""
-        blocks = [block for block in self.attending if block.heads == heads]
-        windows = (block.sliding if isinstance(block, GqaLayout) else None for block in blocks)
-        return tuple(dict.fromkeys(windows))
-
-    @property
-    def sliding(self) -> tuple[int | None, ...]:
-        """Every sliding window that a layer has; None is a layer without one."""
-        blocks = (layer.attention for layer in self.layers)
+    def windows(self, heads: tuple[int, int, int] | None = None) -> tuple[int | None, ...]:
+        """Every sliding window of a layer, with heads of a shape or of any; None is a layer without one."""
+        blocks = [block for block in self.attending if heads in (None, block.heads)]
         windows = (block.sliding if isinstance(block, GqaLayout) else None for block in blocks)
         return tuple(dict.fromkeys(windows))
 

@@ -307,7 +307,7 @@ def _workspace(
     attention = sum(heads * (size + 2) for heads, _, size in shapes) * rows * num_chunks(context) * 4
     if shape.kernels == "torch":
         groups = sum(heads // keys for heads, keys, _ in shapes)
-        attention += widest * groups * context * (width + 1) * len(layout.sliding)
+        attention += widest * groups * context * (width + 1) * len(layout.windows())
         sinks = any(isinstance(block, GqaLayout) and block.sinks for block in layout.attending)
         if model.attention_softcap is not None or sinks:
             attention += widest * max(heads for heads, *_ in shapes) * context * 4 * 2

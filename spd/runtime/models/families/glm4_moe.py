@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6: half of each head rotates, queries, keys and values have biases, experts as DeepSeek-V3's."""
+"""GLM-4.5, 4.6, with experts as DeepSeek-V3's, and Seed-OSS: queries, keys and values have biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Llama (2, 3.x), Mistral: the shared blocks as they are. Other dense families start from these."""
+"""Llama (2, 3.x), Mistral, Ministral 3, Mixtral, SmolLM3, Granite: the shared blocks, as configured.
+
+Other families start from these.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (dense): queries, keys and values have a bias, the output has none."""
+"""Qwen2, Qwen2.5, dense or with routed experts: queries, keys and values have a bias, the output has none."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from spd.runtime.models.weights import ModelLayout
 
 def layout(config: ModelConfig) -> ModelLayout:
     """Every layer alike but for its sliding window, if it is switched on."""
-    return llama.layers(config, replace(llama.attention(config), qkv_bias=True))
+    return llama.layers(config, replace(llama.attention(config), qkv_bias=True, output_bias=False))
