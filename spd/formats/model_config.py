@@ -352,14 +352,15 @@ def _decoder_config(fields: Fields) -> ModelConfig:
 
 def _architecture(fields: Fields) -> str:
     names, key = fields.get("architectures"), "architectures"
-    supported = f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
     if names == [MTP_HEAD]:
         raise _drafts_only("an MTP head", Path(fields.where).parent, "--mtp")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise fields.refused(key, f"{shown(names)} does not name one architecture ({supported})")
+        raise _unknown(fields, f"{shown(names)} does not name one architecture")
     name, refusal = shown(names[0]), REFUSED_ARCHITECTURES.get(names[0])
     fields.require(refusal is None, key, f"{name}: {refusal}")
-    fields.require(names[0] in _FAMILIES, key, f"{name} is not supported ({_prospect(fields)}{supported})")
+    if names[0] not in _FAMILIES:
+        prospect = _prospect(fields)
+        raise _unknown(fields, f"{name} is not supported" + (f" ({prospect})" if prospect else ""))
     expected = _FAMILIES[names[0]].model_type
     model_type = fields.text("model_type", expected)
     why = f"{shown(model_type)} does not belong to {names[0]} ({expected} does)"
@@ -387,14 +388,22 @@ def _prospect(fields: Fields) -> str:
     text = inner if isinstance(inner, dict) else fields.values
     found = dict.fromkeys(piece for key, piece in _PIECES.items() if text.get(key))
     words = [f"missing: {', '.join(found)}"] if found else []
-    close = difflib.get_close_matches(name, SUPPORTED_ARCHITECTURES, 1, 0.6)
-    words += [f"nearest: {each}" for each in close]
+    stems = {known.split("For")[0]: known for known in SUPPORTED_ARCHITECTURES}
+    close = difflib.get_close_matches(name.split("For")[0], stems, 1, 0.5)
+    words += [f"nearest: {stems[each]}" for each in close]
     kinds = {family.model_type: known for known, family in _FAMILIES.items()}
     if isinstance(inner, dict):
         known = kinds.get(str(inner.get("model_type")))
         part = f"is that of {known}, which runs without images" if known else "is of no supported type either"
         words.append(f"its text_config {part}")
-    return "".join(f"{each}; " for each in words)
+    return "; ".join(words)
+
+
+def _unknown(fields: Fields, why: str) -> CheckpointError:
+    """The error for an architecture that is none of those supported, with all of these behind it."""
+    error = fields.refused("architectures", why)
+    error.reason = (f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}",)
+    return error
 
 
 def _refuse_unsupported(fields: Fields, family: _Family) -> None:

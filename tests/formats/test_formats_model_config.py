@@ -192,8 +192,15 @@ def test_what_must_be_there(tmp_path: Path, field: str) -> None:
 def test_quantization_and_architecture_name_what_they_found(tmp_path: Path) -> None:
     with refused(CheckpointError, "quantization_config", "'exl3'"):
         read(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "exl3"}})
-    with refused(CheckpointError, "'GPT2LMHeadModel'", *SUPPORTED_ARCHITECTURES):
+    with refused(CheckpointError, "'GPT2LMHeadModel'") as caught:
         read(tmp_path, {**LLAMA, "architectures": ["GPT2LMHeadModel"]})
+    assert all(name in caught.value.reason[0] for name in SUPPORTED_ARCHITECTURES)
+    nemotron = {"architectures": ["NemotronHForCausalLM"], "mamba_num_heads": 4}
+    with refused(CheckpointError, "missing: Mamba layers"):
+        read(tmp_path, {**LLAMA, **nemotron})
+    sees = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": {"model_type": "qwen3"}}
+    with refused(CheckpointError, "nearest: Qwen3ForCausalLM", "runs without images"):
+        read(tmp_path, {**LLAMA, **sees})
 
 
 def test_sliding_window_switched_off_is_accepted(tmp_path: Path) -> None:
