@@ -464,6 +464,8 @@ def write_dense(folder: Path, family: str, **options: Any) -> Path:
     config = json.loads(path.read_text(encoding="utf-8"))
     for key in ("attention_bias", "mlp_bias", *(("num_experts",) if "num_local_experts" in keys else ())):
         config.pop(key, None)
+    if "layer_norm_eps" in keys:
+        config.pop("rms_norm_eps")
     write_json(path, {**config, **keys, **extra})
     write_tensors(folder, change(load_file(folder / "model.safetensors")))
     return folder
