@@ -298,9 +298,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     head_dim = family.head_dim or hidden_size // num_heads
     head_dim = latent.nope_dim + latent.rope_dim if latent else _head_dim(fields, num_heads, head_dim)
     rotary_dim = read_rotary_dim(fields, family.partial, head_dim) if family.partial is not None else None
-    local_theta, caps = family.local_theta, family.caps or (None, None)
-    if family.plain_local:
-        local_theta = fields.number("rope_theta", 1.0, 1e12, family.theta)
+    local_theta, caps = _local_theta(fields, family), family.caps or (None, None)
     ignored = (*(("partial_rotary_factor",) if rotary_dim else ()), *(MROPE if delta else ()))
     rope = read_rope(
         with_plain_base(fields, family.theta, head_dim) if family.ntk_alpha else fields,
@@ -417,6 +415,11 @@ def _refuse_unsupported(fields: Fields, family: _Family) -> None:
         fields.choice("hidden_act", ("silu", "swish"), "silu")
     for key in ("attention_out_bias", "use_cla"):
         fields.require(not fields.boolean(key, False), key, "true is not supported")
+
+
+def _local_theta(fields: Fields, family: _Family) -> float | None:
+    """The base of layers that slide, where they turn in another way."""
+    return fields.number("rope_theta", 1.0, 1e12, family.theta) if family.plain_local else family.local_theta
 
 
 def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
