@@ -134,7 +134,7 @@ def host_share(
     """
     engine = engine_of(model, slots, **wishes)
     inside = Clocks()
-    run = device(engine._parts.queue, written)
+    run = device(engine._device, written)
 
     def timed(*args: Any) -> Any:
         began = Clocks.now()
@@ -142,7 +142,7 @@ def host_share(
         inside.add(began)
         return result
 
-    engine._parts.queue.round.run = timed  # type: ignore[method-assign]
+    engine._device.round.run = timed  # type: ignore[method-assign]
     for request in requests(slots):
         engine.add(request)
     costs: list[Clocks] = []

@@ -159,7 +159,7 @@ def _bits_per_byte(folder: Path, texts: tuple[str, ...]) -> float:
     from spd.runtime.round.rows import SlotView
 
     engine = make_engine(folder, dtype="bfloat16", ctx=512)
-    runner, tokenizer = engine._parts.runner, engine.tokenizer
+    runner, tokenizer = engine._device.runner, engine.tokenizer
     assert tokenizer is not None
     view = SlotView(512, list(range(2, 10)))
     table = runner.page_row(view.pages, 8)[None]

@@ -50,7 +50,7 @@ def engine_on_cpu(model: Path, graphs: bool | None = None, **wishes: Any) -> Eng
     shape = dataclasses.replace(engine.plan.shape, kernels="triton", graphs=graphs is not False)
     engine.plan = dataclasses.replace(engine.plan, shape=shape)
     if graphs is not False:
-        engine._parts.queue.captured = Through(engine._parts.queue.round)
+        engine._device.captured = Through(engine._device.round)
     return engine
 
 
@@ -60,7 +60,7 @@ def things() -> Iterator[dict[str, Any]]:
     engine = engine_on_cpu(demo_folder(), spec="draft", draft_model=demo_folder(), draft_max=2)
     engine.add(Request("r", (5, 6, 7), SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)))
     events = [event for _ in range(4) for event in engine.step()]
-    parts = engine._parts
+    parts = engine._device
     yield {
         "engine": engine,
         "state": parts.state,
@@ -142,9 +142,9 @@ def test_names_are_looked_at(things: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "engine._parts.nothing.length",
+        "engine._device.nothing.length",
         "engine._scheduler.running()[0].sheets",
-        "patch.setattr(engine._parts, 'nothing', 1)",
+        "patch.setattr(engine._device, 'nothing', 1)",
         "run.metrics.accepted_by_place",
         "[one.x for one in captured.taken]",
     ],

@@ -324,7 +324,7 @@ def test_an_adversarial_drafter_changes_nothing(
     pairs: Pairs, plain: Callable[..., list[Run]], kind: str
 ) -> None:
     engine = pairs.get("ngram").engine(4, lag=1)
-    state, source = engine._parts.state, random.Random(0)
+    state, source = engine._device.state, random.Random(0)
 
     def bad(k: int, *_: Any) -> int:
         if kind == "out of range":
@@ -336,7 +336,7 @@ def test_an_adversarial_drafter_changes_nothing(
         state.num_drafts.fill_(source.randrange(k + 1) if kind == "random length" else k)
         return 0
 
-    engine._parts.proposer.draft = bad  # type: ignore[union-attr, method-assign]
+    engine._device.proposer.draft = bad  # type: ignore[union-attr, method-assign]
     runs = outputs(engine, matrix_params())
     assert [run.output for run in runs] == [run.output for run in plain("ngram")]
 
@@ -363,20 +363,20 @@ def test_many_rounds_without_drafts_then_drafting(target: Path) -> None:
 def test_not_finite_logits_end_one_request_only(target: Path, pairs: Pairs) -> None:
     alone = [run_one(target, p, SamplingParams(max_tokens=20)) for p in PROMPTS[:3]]
     engine = pairs.get("draft").engine(3, slots=3)
-    honest = engine._parts.runner.logits
+    honest = engine._device.runner.logits
 
     def poisoned(hidden: torch.Tensor, views: Any = ()) -> torch.Tensor:
         logits = honest(hidden, views)
-        if engine._parts.state.length[1] > len(PROMPTS[1]) + 6:
+        if engine._device.state.length[1] > len(PROMPTS[1]) + 6:
             logits[1] = float("nan")
         return logits
 
-    engine._parts.runner.logits = poisoned  # type: ignore[method-assign]
+    engine._device.runner.logits = poisoned  # type: ignore[method-assign]
     runs = run_all(engine, PROMPTS[:3], [SamplingParams(max_tokens=20)] * 3)
     assert runs[1].finish_reason == "error"
     assert 6 < len(runs[1].tokens) < 20 and runs[1].tokens == alone[1].tokens[: len(runs[1].tokens)]
     assert [runs[i].output for i in (0, 2)] == [alone[i].output for i in (0, 2)]
-    engine._parts.runner.logits = honest  # type: ignore[method-assign]
+    engine._device.runner.logits = honest  # type: ignore[method-assign]
     again = run_all(engine, [PROMPTS[1]], [SamplingParams(max_tokens=20)])[0]
     assert again.output == alone[1].output
 

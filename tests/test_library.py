@@ -242,7 +242,7 @@ def test_a_consumer_that_fails_or_a_loop_that_ends_holds_up_no_other(target: Pat
         closing: Any = asyncio.new_event_loop()
         closing.close()
         closing.is_closed = lambda: False  # it closes right after it was looked at
-        spd.runtime.engine.async_engine._tell((closing, asyncio.Queue()), EngineError("gone"))
+        spd.runtime.engine.async_engine._tell(closing, asyncio.Queue(), EngineError("gone"))
         del closing.is_closed
         assert asyncio.run(works(engine)) == alone[2].tokens
         assert engine.engine._scheduler.by_id == {}
@@ -266,7 +266,7 @@ def test_a_failed_engine_tells_everyone_and_stays_failed(
 ) -> None:
     async def main() -> None:
         engine = AsyncEngine(config(target))
-        monkeypatch.setattr(engine.engine._parts.queue, "launch", lambda *_: 1 // 0)
+        monkeypatch.setattr(engine.engine._device, "launch", lambda *_: 1 // 0)
         results = await asyncio.gather(*map(engine.generate, REQUESTS), return_exceptions=True)
         assert len(results) == 6 and all(isinstance(error, EngineError) for error in results), results
         with pytest.raises(EngineError, match="division"):

@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def logits_of(engine: Engine, prompt: tuple[int, ...]) -> Tensor:
-    runner, ids = engine._parts.runner, torch.tensor([prompt])
+    runner, ids = engine._device.runner, torch.tensor([prompt])
     view = SlotView(len(prompt), list(range(2, 10)))
     table = runner.page_row(view.pages, len(view.pages))[None]
     with torch.inference_mode():
@@ -147,7 +147,7 @@ def test_prompts_go_through_one_pass_together(model: Callable[..., Path]) -> Non
     """As many as a chunk holds, one of them on pages that another writes in the same pass."""
     folder = model("tiny-qwen3")
     engine = make_engine(folder, **BFLOAT16, slots=6, ctx=512)
-    runner, honest, passes = engine._parts.runner, engine._parts.runner.write, []
+    runner, honest, passes = engine._device.runner, engine._device.runner.write, []
 
     def counted(parts: Any) -> list[Tensor]:
         passes.append([(part.begin, part.end) for part in parts])
@@ -185,7 +185,7 @@ def test_the_target_alone_decides(model: Callable[..., Path]) -> None:
     plain = make_engine(target, **BFLOAT16)
     speculated = make_engine(target, **BFLOAT16, spec="draft", draft_model=draft, draft_max=2)
     assert (speculated.plan.shape.kernels, speculated.plan.draft_kernels) == ("native", "torch")
-    assert speculated._parts.proposer.runners[0].kernels.name == "torch"  # type: ignore[union-attr]
+    assert speculated._device.proposer.runners[0].kernels.name == "torch"  # type: ignore[union-attr]
     prompts, params = [p for p, _ in asked], [q for _, q in asked]
     expected = [run.tokens for run in run_all(plain, prompts, params)]
     assert [run.tokens for run in run_all(speculated, prompts, params)] == expected
@@ -268,13 +268,13 @@ def test_a_pass_that_broke_off_leaves_no_pages_behind(
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     expected = run_all(make_engine(folder, **BFLOAT16, ctx=320), [prompt], [params])[0].tokens
     engine = make_engine(folder, **BFLOAT16, ctx=320, slots=2)
-    runner, honest = engine._parts.runner, engine._parts.runner._forward
+    runner, honest = engine._device.runner, engine._device.runner._run
 
     def failing(*given: Any) -> Tensor:
-        runner._forward = honest  # type: ignore[method-assign]
+        runner._run = honest  # type: ignore[method-assign]
         raise error
 
-    runner._forward = failing  # type: ignore[method-assign]
+    runner._run = failing  # type: ignore[method-assign]
     engine.add(Request("first", prompt, params))
     with pytest.raises(BaseException):  # noqa: B017
         engine.step()
@@ -289,7 +289,7 @@ def test_a_pass_that_broke_off_leaves_no_pages_behind(
 def test_a_pass_that_always_breaks_off_is_said_once(model: Callable[..., Path], dtype: str) -> None:
     """Requests end with an error; aborting them and closing does not raise it again."""
     engine = make_engine(model("tiny-qwen3"), dtype=dtype, slots=2)
-    runner = engine._parts.runner
+    runner = engine._device.runner
 
     def failing(*given: Any) -> list[Tensor]:
         raise RuntimeError("always")
@@ -310,13 +310,13 @@ def test_a_pass_that_always_breaks_off_is_said_once(model: Callable[..., Path], 
 def test_short_prompts_fill_no_more_than_a_chunk(model: Callable[..., Path]) -> None:
     """What windows are filled up with counts as rows of a pass."""
     engine = make_engine(model("tiny-qwen3"), **BFLOAT16, slots=40)
-    runner, honest, widths = engine._parts.runner, engine._parts.runner._forward, []
+    runner, honest, widths = engine._device.runner, engine._device.runner._run, []
 
-    def counted(given: Any) -> Any:
-        widths.append(given.rows.token_ids.numel())
-        return honest(given)
+    def counted(batch: Any) -> Any:
+        widths.append(batch.num_slots * batch.width)
+        return honest(batch)
 
-    runner._forward = counted  # type: ignore[method-assign]
+    runner._run = counted  # type: ignore[method-assign]
     prompts = random_prompts(40, 5, 250)
     run_all(engine, prompts, [SamplingParams(max_tokens=2, ignore_eos=True)] * 40)
     assert max(widths) == runner.chunk

@@ -75,7 +75,7 @@ class Recorder:
     @classmethod
     def of(cls, engine: Engine) -> Recorder:
         """Start noting; for the engine's whole life."""
-        recorder, queue = cls(), engine._parts.queue
+        recorder, queue = cls(), engine._device
         launch = queue.launch
 
         def noted(*arguments: Any, **named: Any) -> Any:

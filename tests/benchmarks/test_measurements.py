@@ -112,7 +112,7 @@ def test_the_host_says_the_same_behind_what_the_device_wrote(tiny: Callable[...,
     runs = []
     for device in (recording, replaying):
         engine = make_engine(tiny("qwen3"), spec="ngram", draft_max=3, slots=3, lag=1)
-        engine._parts.queue.round.run = device(engine._parts.queue, written)
+        engine._device.round.run = device(engine._device, written)
         if device is replaying:  # only the record can say it
             engine._device.write = lambda *given: None  # type: ignore[method-assign]
         runs.append(run_all(engine, prompts, [params] * 3))

@@ -27,7 +27,7 @@ def test_first_requests_capture_nothing(method: str, params: SamplingParams) -> 
     with gpu_engine(demo_folder(), graphs=False, **wishes) as engine:
         told = [run_work(engine, some) for some in (work, work[:1])]
     with gpu_engine(demo_folder(), **wishes) as engine:
-        captured = engine._parts.queue.captured
+        captured = engine._device.captured
         assert captured is not None
         count = engine.capture_ahead([params])
         shapes = set(captured.captured)
@@ -42,7 +42,7 @@ def test_what_adaptive_lengths_try_first_is_captured() -> None:
     """Of a request alone, with the target as drafter: its rounds are over before any time is judged."""
     wishes = {**method_wishes("draft", demo_folder()), "draft_max": 3, "adaptive": True}
     with gpu_engine(demo_folder(), dtype="bfloat16", lag=1, **wishes) as engine:
-        captured = engine._parts.queue.captured
+        captured = engine._device.captured
         assert captured is not None and engine.capture_ahead([GREEDY]) == 9
         params = SamplingParams(max_tokens=12, ignore_eos=True)
         assert run_work(engine, [(demo_prompts()[1], params)])[0].metrics.draft_n > 0

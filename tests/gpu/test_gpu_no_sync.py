@@ -78,7 +78,7 @@ def test_steady_rounds_wait_for_nothing(method: str, graphs: bool, logprobs: int
 def test_one_that_waits_is_seen() -> None:
     with gpu_engine(demo_folder(), dtype="bfloat16", slots=2, graphs=False, lag=1) as engine:
         start(engine)
-        state, honest = engine._parts.state, engine._parts.runner.forward
+        state, honest = engine._device.state, engine._device.runner.forward
 
         def asking(*args: Any) -> Any:
             state.length.max().item()
@@ -86,7 +86,7 @@ def test_one_that_waits_is_seen() -> None:
 
         with waiting_is_an_error():
             engine.step()
-            engine._parts.runner.forward = asking  # type: ignore[method-assign]
+            engine._device.runner.forward = asking  # type: ignore[method-assign]
             with pytest.raises(RuntimeError, match="synchroniz"):
                 engine.step()
 

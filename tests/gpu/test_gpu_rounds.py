@@ -49,7 +49,7 @@ def check_case(
                 told = told or story(runs)
                 assert story(runs) == told, (graphs, lag)
             if graphs:
-                captured = engine._parts.queue.captured
+                captured = engine._device.captured
                 assert captured is not None and captured.captured
     return runs
 

@@ -20,7 +20,7 @@ from spd.kernels.native.build import obstacle
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.plan.rank_choice import draw_exchange, pass_exchange
 from spd.runtime.ranks import crew
-from spd.runtime.round.arithmetic_probe import bucket_for
+from spd.runtime.round.model_runner import bucket_for
 from tests.helpers import INTERPRETED, make_engine, random_prompts, read_model_config, run_all
 from tests.parallel.process_ranks import count_traffic, damped, most_memory, nothing_is_left, pids
 
@@ -73,11 +73,11 @@ def check_traffic(
 ) -> None:
     """A prompt of one token has no prefill: its rounds are all that is exchanged."""
     config, small, k = read_model_config(target), read_model_config(draft), engine.plan.shape.draft_max
-    buckets = engine._parts.runner.buckets
+    buckets = engine._device.runner.buckets
     assert buckets is not None
     rows = bucket_for(k + 1, buckets)
     verifying = pass_exchange(config.num_layers, config.hidden_size, rows, 4) + draw_exchange(k + 1)
-    narrow = engine._parts.proposer.runners[0].buckets  # type: ignore[union-attr]
+    narrow = engine._device.proposer.runners[0].buckets  # type: ignore[union-attr]
     first, later = bucket_for(2, narrow), bucket_for(1, narrow)
     drafting = pass_exchange(small.num_layers, small.hidden_size, first, 4) + draw_exchange(1) * k
     drafting += pass_exchange(small.num_layers, small.hidden_size, later, 4) * (k - 1)

@@ -80,9 +80,9 @@ class ThreadCrew:
         try:
             ranks = self.ranks(rank)
             plan = pickle.loads(pickle.dumps(self.plan))  # a rank reads the folder itself
-            parts = assemble(plan, usable_vocab, None, ranks)
+            own = assemble(plan, usable_vocab, None, ranks)
             orders = self._queues[rank - 1]
-            obey(parts.queue, lambda: pickle.loads(orders.get()), Pulse())
+            obey(own, lambda: pickle.loads(orders.get()), Pulse())
         except BaseException as error:
             self.failures.append(error)
             for meeting in (*self._meetings, self._share):

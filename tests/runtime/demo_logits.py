@@ -17,7 +17,7 @@ def demo_logits(folder: Path, **wishes: Any) -> Tensor:
     """Float32 logits [T, V] of a text by the demo in a folder, each row less its mean."""
     engine = make_engine(folder, ctx=512, **wishes)
     ids = tuple(engine.tokenizer.encode("def total(values):\n    result = 0\n    for value in values:\n"))
-    view = engine._parts.runner
+    view = engine._device.runner
     pages = list(range(NUM_RESERVED, NUM_RESERVED + view.pages_per_block))
     table = view.page_row(pages, len(pages))[None]
     with torch.inference_mode():

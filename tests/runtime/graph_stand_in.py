@@ -134,8 +134,8 @@ class StandIn(CapturedRounds):
     """Captures by running once and noting everything; replays by running again and comparing."""
 
     def __init__(self, engine: Engine, tape: Tape) -> None:
-        super().__init__(engine._parts.queue.round, capture=self.capture_by_watching)
-        self.parts, self.tape = engine._parts, tape
+        super().__init__(engine._device.round, capture=self.capture_by_watching)
+        self.parts, self.tape = (engine._device.round, engine._device.states), tape
         self.views: Sequence[SlotView] = ()
         self.rounds = self.replays = self.counted = 0
         self.order: list[RoundShape] = []

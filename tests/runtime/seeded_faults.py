@@ -377,8 +377,7 @@ def occupants_look_alike(patch: Patch) -> None:
     def changed(self: Engine) -> None:
         slots, oldest = self._scheduler.slots, self._scheduler.in_flight[0]
         present = [slots[sequence.slot] or sequence for sequence in oldest.sequences]
-        epochs = [sequence.epoch for sequence in present]
-        self._scheduler.in_flight[0] = oldest._replace(sequences=present, epochs=epochs)
+        self._scheduler.in_flight[0] = oldest._replace(sequences=present)
         read(self)
 
     patch.setattr(Engine, "_read_oldest", changed)

@@ -11,7 +11,8 @@ from torch import Tensor
 from spd.kernels.attention.paged_attention import KV_BLOCK, AttentionHeads, MaskPlan, Scores, paged_attention
 from spd.kernels.attention.rotary_store import Pools
 from spd.runtime.round import arithmetic_probe
-from spd.runtime.round.arithmetic_probe import admitted_parts, context_for
+from spd.runtime.round.arithmetic_probe import admitted_parts
+from spd.runtime.round.model_runner import context_for
 
 pytestmark = pytest.mark.usefixtures("every_trial")
 

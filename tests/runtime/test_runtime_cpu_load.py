@@ -116,7 +116,7 @@ def test_a_changing_number_changes_no_text(monkeypatch: pytest.MonkeyPatch, thre
         with monkeypatch.context() as patch:
             patch.setattr(FollowedThreads, "follow", follow if changing else lambda self: None)
             engine = Engine(config)
-            assert engine._parts.threads._counts == (1, 2)
+            assert engine._device.threads._counts == (1, 2)
             requests = [
                 Request(str(i), PROMPT[i:], SamplingParams(max_tokens=40, temperature=0.9 * (i % 2), seed=i))
                 for i in range(8)
@@ -142,7 +142,7 @@ def test_other_threads_stay(monkeypatch: pytest.MonkeyPatch, threads: None, wish
     """`--threads` is obeyed whatever the load; in torch's form their number depends on the machine alone."""
     monkeypatch.setattr(plan, "usable_cpus", lambda: (0, 1))
     engine = Engine(EngineConfig(model=demo_folder(), slots=1, ctx=256, spec="off", **wishes))
-    assert engine._parts.threads._counts == (2,) and not engine.plan.threads_follow
+    assert engine._device.threads._counts == (2,) and not engine.plan.threads_follow
 
 
 @pytest.mark.parametrize(("most", "counts"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (16, (8, 12, 15, 16))])

@@ -34,9 +34,9 @@ def test_catching_up_leaves_a_new_slots_prompt_alone(
     engine.add(Request("new", new, params))
     for _ in range(passes):
         engine.step()
-    proposer, sequence = engine._parts.proposer, engine._scheduler.slots[1]
+    proposer, sequence = engine._device.proposer, engine._scheduler.slots[1]
     assert isinstance(proposer, DraftModelProposer) and sequence is not None
-    assert engine._parts.queue.behind == ROUNDS and sequence.length == length + 1
+    assert engine._device.behind == ROUNDS and sequence.length == length + 1
     views = [SlotView(s.length, s.pages) for s in engine._scheduler.running()]
     for slot, first in ((0, len(old) - 1), (1, length - 1)):
         pages = list(views[slot].pages)

@@ -104,7 +104,7 @@ def test_a_copy_of_the_target_s_embeddings_is_not_kept_twice(pair: tuple[Path, P
         for name, head in heads.items()
     }
     for name, engine in engines.items():
-        target, head = engine._parts.runner.model, engine._parts.proposer.runners[0].model  # type: ignore
+        target, head = engine._device.runner.model, engine._device.proposer.runners[0].model  # type: ignore
         assert (head.embedding is target.embedding) == (name == "same")
     assert story(run_all(engines["same"], PROMPTS, PARAMS)) == story(drafted(pair))
     assert story(run_all(engines["other"], PROMPTS, PARAMS)) != story(drafted(pair))

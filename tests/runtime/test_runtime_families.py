@@ -43,7 +43,7 @@ def test_logits_and_greedy_text_equal_transformers(dense: Shelf, family: str) ->
     prompt = random_prompts(1, length, 256, seed=len(family))[0]
     ids, mask = torch.tensor([prompt]), torch.ones(1, length, dtype=torch.long)
     engine = make_engine(folder, ctx=LONG_ORIGINAL if family == "phi3_long" else 1024)
-    runner, found = engine._parts.runner, []
+    runner, found = engine._device.runner, []
     view = SlotView(length, list(range(2, 18)))  # whole blocks of 512
     table = runner.page_row(view.pages, len(view.pages))[None]
     chunks = length // 64 * 64

@@ -57,7 +57,7 @@ def test_logits_and_greedy_text_equal_transformers(
 
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).logits[0]
-        runner = engine._parts.runner
+        runner = engine._device.runner
         view = SlotView(len(prompt), list(range(2, 10)))
         table = runner.page_row(view.pages, 8)[None]
         ids = torch.tensor([prompt])

@@ -100,13 +100,13 @@ def test_requests_without_a_grammar_wait_for_none(target: Path) -> None:
     engine = make_engine(target, slots=2, lag=2)
     free, bound = requests(1.0)[3], requests(1.0)[0]
     rounds: list[tuple[bool, bool]] = []
-    launch = engine._parts.queue.launch
+    launch = engine._device.launch
 
     def spy(*args: Any) -> Any:
-        rounds.append(tuple(engine._parts.state.active.tolist()))  # type: ignore[arg-type]
+        rounds.append(tuple(engine._device.state.active.tolist()))  # type: ignore[arg-type]
         return launch(*args)
 
-    engine._parts.queue.launch = spy  # type: ignore[method-assign]
+    engine._device.launch = spy  # type: ignore[method-assign]
     run_requests(engine, [free, bound])
     assert all(first for first, _ in rounds[:30])
     assert 8 <= sum(second for _, second in rounds[:30]) <= 11

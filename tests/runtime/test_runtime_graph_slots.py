@@ -90,7 +90,7 @@ def test_a_part_is_made_of_the_same_memory_and_of_nothing_wider(
     """A proposer that keeps another tensor by slots, and does not narrow it, is found here."""
     engine = make_engine(target, **methods[method], slots=SLOTS)
     run_requests(engine, requests())  # what is made at first use is there
-    whole = engine._parts.queue.round
+    whole = engine._device.round
     kept = {path: tensor for path, tensor in tensors_in(whole) if tensor.numel()}
     part = {path: tensor for path, tensor in tensors_in(narrowed(whole, 4)) if tensor.numel()}
     assert part.keys() == kept.keys() and len(part) > 30

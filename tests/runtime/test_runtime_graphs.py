@@ -47,7 +47,7 @@ def watched_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tu
         with monkeypatch.context() as patch:
             patch.setattr(assembly, "load_kernels", lambda *args: tape.wrap(load_kernels(*args)))
             engine = two_slots(model, **wishes)
-        engine._parts.queue.captured = stand_in = StandIn(engine, tape)
+        engine._device.captured = stand_in = StandIn(engine, tape)
         return engine, stand_in
 
     yield make
@@ -211,7 +211,7 @@ def step_into(engine: Engine, steps: int) -> None:
 
 
 def snapshot(engine: Engine) -> dict[str, Tensor]:
-    return {path: tensor.clone() for path, tensor in tensors_in(engine._parts)}
+    return {path: tensor.clone() for path, tensor in tensors_in(engine._device)}
 
 
 @pytest.mark.parametrize("method", ["off", "ngram", "draft", "block"])
@@ -224,7 +224,7 @@ def test_preparing_a_shape_leaves_everything_as_it_was(
     step_into(engine, 5)
     assert len(engine._scheduler.in_flight) == 2
     before, views = snapshot(engine), captured.views
-    row = int(engine._parts.state.counter) % RING_DEPTH
+    row = int(engine._device.state.counter) % RING_DEPTH
     unread = [(row - 1) % RING_DEPTH, (row - 2) % RING_DEPTH]
     captured._capture = lambda program: (lambda: None, None)  # as a real capture, it runs nothing
     fresh = SamplerClass(True, True, True, False, True)
@@ -233,9 +233,9 @@ def test_preparing_a_shape_leaves_everything_as_it_was(
     for shape in shapes:
         assert shape not in captured.captured
         captured._prepare(shape, views)
-    assert int(engine._parts.state.active.sum()) == 2
+    assert int(engine._device.state.active.sum()) == 2
     for path, tensor in snapshot(engine).items():
-        if path.startswith("parts.queue.rows["):
+        if path.startswith("parts.rows["):
             continue  # the ring and the times again, row by row
         kept, old = tensor, before[path]
         if path.endswith((".ring", ".times")):
@@ -267,25 +267,25 @@ def test_preparing_in_the_middle_changes_no_text(
 
 
 def replace_lengths(engine: Engine, captured: StandIn) -> None:
-    engine._parts.state.length = engine._parts.state.length.clone()
+    engine._device.state.length = engine._device.state.length.clone()
 
 
 def replace_pool(engine: Engine, captured: StandIn) -> None:
-    cache = engine._parts.runner.cache
+    cache = engine._device.runner.cache
     key, value = cache.layers[1].pools
     cache.layers[1] = dataclasses.replace(cache.layers[1], pools=(key.clone(), value))
 
 
 def move_seed(engine: Engine, captured: StandIn) -> None:
-    engine._parts.sampler.seed.set_(engine._parts.sampler.seed.clone())  # type: ignore[call-overload]
+    engine._device.sampler.seed.set_(engine._device.sampler.seed.clone())  # type: ignore[call-overload]
 
 
 def change_host_value(engine: Engine, captured: StandIn) -> None:
-    engine._parts.state.max_len -= 1
+    engine._device.state.max_len -= 1
 
 
 def change_number_of_calls(engine: Engine, captured: StandIn) -> None:
-    honest, state = captured.round._commit, engine._parts.state
+    honest, state = captured.round._commit, engine._device.state
 
     def more(*args: Any) -> None:
         captured.round.kernels.mark_time(state.times, state.counter, 1, False)
@@ -322,7 +322,7 @@ def test_planted_faults_are_seen(
 
 def keep_one_a_launch(engine: Engine, captured: StandIn) -> None:
     """In a list of the queue's, around the program."""
-    queue, kept = engine._parts.queue, list[Tensor]()
+    queue, kept = engine._device, list[Tensor]()
     honest = queue.launch
 
     def hoarding(*args: Any) -> Any:
@@ -357,7 +357,7 @@ def keep_one_a_reading(engine: Engine, captured: StandIn) -> None:
 
 def grow_one_a_launch(engine: Engine, captured: StandIn) -> None:
     """A tensor in the place of a smaller one."""
-    queue, kept = engine._parts.queue, torch.zeros(0)
+    queue, kept = engine._device, torch.zeros(0)
     honest = queue.launch
 
     def hoarding(*args: Any) -> Any:

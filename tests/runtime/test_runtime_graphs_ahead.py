@@ -133,14 +133,14 @@ def test_nothing_that_is_kept_changes(target: Path, watched_engine: Make, method
     engine, captured = watched_engine(target, slots=2, lag=2, **wishes)
     assert engine.capture_ahead([GREEDY])
     run_all(engine, random_prompts(2, 70, 256), [PENALTIES] * 2)
-    before, launched = graphs.snapshot(engine), engine._parts.queue.launched
-    row = int(engine._parts.state.counter) % RING_DEPTH
+    before, launched = graphs.snapshot(engine), engine._device.launched
+    row = int(engine._device.state.counter) % RING_DEPTH
     captured._capture = lambda program: (lambda: None, None)  # as a real capture, it runs nothing
     assert engine.capture_ahead([NOISY, SamplingParams(logprobs=2)]) > 0
-    assert engine._parts.queue.launched == launched and not engine.has_work
+    assert engine._device.launched == launched and not engine.has_work
     for path, tensor in graphs.snapshot(engine).items():
         kept, old = tensor, before[path]
-        if path.startswith("parts.queue.rows["):
+        if path.startswith("parts.rows["):
             continue  # the ring and the times again, row by row
         if path.endswith((".ring", ".times")):  # the row that the next round writes
             others = [i for i in range(RING_DEPTH) if i != row]
@@ -154,7 +154,7 @@ def test_nothing_that_is_kept_changes(target: Path, watched_engine: Make, method
 
 def test_without_graphs_nothing_is_done(target: Path) -> None:
     engine = make_engine(target, slots=2)
-    assert engine.capture_ahead([GREEDY]) == 0 and engine._parts.queue.captured is None
+    assert engine.capture_ahead([GREEDY]) == 0 and engine._device.captured is None
 
 
 def failing_after(count: int) -> Callable[[Any], Any]:
@@ -175,13 +175,13 @@ def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(target: Pat
     prompts, wishes = random_prompts(2, 9, 256), wishes_of("ngram", target, 2)
     plain = [run.output for run in run_all(make_engine(target, slots=2), prompts, [GREEDY] * 2)]
     engine = make_engine(target, slots=2, **wishes)
-    queue = engine._parts.queue
+    queue = engine._device
     queue.captured = captured = CapturedRounds(queue.round, failing_after(2))
     captured.pool = object()
     assert engine.capture_ahead([GREEDY]) == 2
     assert captured.captured == {} and captured.pool is None
     assert engine.capture_ahead([GREEDY]) == 0 == engine.capture_ahead([NOISY]), "nor is it tried again"
-    state = engine._parts.state
+    state = engine._device.state
     assert not state.active.any() and int(state.counter) == 0
     assert [run.output for run in run_all(engine, prompts, [GREEDY] * 2)] == plain
     assert len(captured.captured) == 2
@@ -189,7 +189,7 @@ def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(target: Pat
 
 def test_ranks_that_run_out_of_memory_say_so(target: Path) -> None:
     engine = make_engine(target, spec="off")
-    queue = engine._parts.queue
+    queue = engine._device
     queue.captured, queue.alone = CapturedRounds(queue.round, failing_after(0)), False
     with pytest.raises(ResourceError, match="while capturing a round"):
         engine.capture_ahead([GREEDY])

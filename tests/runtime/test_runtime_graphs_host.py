@@ -43,13 +43,13 @@ STATE_READS: dict[str, Callable[[RoundState], object]] = {
 def test_what_a_round_asks_is_seen(target: Path, what: str) -> None:
     """The watch over all rounds here notices what is asked in the middle of one, be it eager or captured."""
     engine = graphs.two_slots(target, spec="ngram", ngram_min=1, draft_max=2)
-    honest, state = engine._parts.queue.round._commit, engine._parts.state
+    honest, state = engine._device.round._commit, engine._device.state
 
     def curious(*args: Any) -> None:
         STATE_READS[what](state)
         honest(*args)
 
-    engine._parts.queue.round._commit = curious  # type: ignore[method-assign]
+    engine._device.round._commit = curious  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match=rf"waits for the device: ([A-Za-z.]+\.)?{re.escape(what)}[. ]"):
         run_all(engine, graphs.PROMPTS[:1], [SamplingParams(max_tokens=4)])
 

@@ -211,7 +211,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mtp", [False, True])
 def test_the_plan_counts_what_is_kept_of_slots(hybrid: Shelf, mtp: bool) -> None:
     engine = make_engine(hybrid(mtp=mtp), slots=3, spec="mtp" if mtp else "off", draft_max=4 if mtp else None)
-    kept = [pool for layer in engine._parts.runner.cache.layers for pool in layer.pools]
+    kept = [pool for layer in engine._device.runner.cache.layers for pool in layer.pools]
     assert sum(pool.nbytes for pool in kept) == engine.plan.need.cache + engine.plan.need.states
 
 

@@ -16,7 +16,7 @@ from spd.errors import ResourceError
 from spd.kernels.native.build import obstacle
 from spd.runtime import Engine, Event, Request, SamplingParams
 from spd.runtime.engine import scheduler
-from spd.runtime.engine.page_table import Checkpoints, page_hashes
+from spd.runtime.engine.page_table import Checkpoints, TextHashes
 from spd.runtime.engine.scheduler import Scheduler
 from spd.runtime.plan import plan as plans
 from spd.runtime.plan.memory import checkpoint_bytes
@@ -71,8 +71,8 @@ def same(found: list[Run], fresh: list[Run]) -> None:
 
 def poison(engine: Engine) -> None:
     """Leave no numbers in any slot of an idle engine: nothing of a former owner may be read."""
-    proposer = engine._parts.proposer
-    for runner in (engine._parts.runner, *getattr(proposer, "runners", ())):
+    proposer = engine._device.proposer
+    for runner in (engine._device.runner, *getattr(proposer, "runners", ())):
         for layer, paged in zip(runner.cache.layers, runner.cache.paged, strict=True):
             for pool in () if paged else layer.pools:
                 pool.fill_(float("nan"))
@@ -140,7 +140,7 @@ def test_a_chat_writes_what_is_new_and_no_more(hybrid: Shelf, form: str, method:
     assert {run.finish_reason for run in runs} == {"stop", "length"} or count < 10
     held = [len(one.prompt_ids) + len(run.tokens) - 1 for one, run in zip(requests, runs, strict=True)]
     assert [run.metrics.cached_tokens for run in runs] == [0, *held[:-1]]
-    store, plan = again._parts.states, again.plan
+    store, plan = again._device.states, again.plan
     assert 1 < len(store.places) <= plan.shape.checkpoints
     for place in store.places.values():
         assert sum(copy.nbytes for copy in place) == checkpoint_bytes(plan.shape)
@@ -153,7 +153,7 @@ def test_memory_stays_as_it_is_over_many_turns(hybrid: Shelf) -> None:
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     for number in range(engine.plan.shape.checkpoints):
         run_all(engine, random_prompts(1, 9, 256, seed=number), [params])
-    store = engine._parts.states
+    store = engine._device.states
     where = [copy.data_ptr() for place in sorted(store.places) for copy in store.places[place]]
     assert len(store.places) == engine.plan.shape.checkpoints
     for number in range(12):
@@ -338,18 +338,17 @@ def test_a_request_ends_once_where_its_last_copy_broke_off(
 
 
 def kept_of(kept: Checkpoints, tokens: list[int], spans: Spans, end: int) -> int | None:
-    runs = program_runs(spans, 8)
-    return kept.keep(tokens, runs, page_hashes(tokens, runs, 4, end), end)
+    return kept.keep(TextHashes(tokens, program_runs(spans, 8), 4), end)
 
 
 def found_of(kept: Checkpoints, tokens: list[int], spans: Spans, pages: int, most: int) -> int | None:
-    runs = program_runs(spans, 8)
-    found = kept.find(tokens, runs, page_hashes(tokens, runs, 4, len(tokens))[:pages], most)
+    text = TextHashes(tokens, program_runs(spans, 8), 4)
+    found = kept.find(text, min(most, 4 * pages + 3))
     return None if found is None else found.end
 
 
 def test_the_last_checkpoint_of_the_same_text_is_found() -> None:
-    kept, text = Checkpoints(4, 4), list(range(30))
+    kept, text = Checkpoints(4), list(range(30))
     whole: Spans = (("prompt", 30),)
     assert [kept_of(kept, text, whole, end) for end in (8, 24, 26)] == [3, 2, 1]
     assert kept_of(kept, text, whole, 24) is None and len(kept) == 3
@@ -363,7 +362,7 @@ def test_the_last_checkpoint_of_the_same_text_is_found() -> None:
 
 
 def test_what_is_taken_back_is_not_found_and_its_place_is_free() -> None:
-    kept, whole = Checkpoints(2, 4), (("prompt", 30),)
+    kept, whole = Checkpoints(2), (("prompt", 30),)
     text, other = list(range(30)), list(range(1, 31))
     assert kept_of(kept, text, whole, 5) == 1
     assert kept_of(kept, other, whole, 5) == 0
@@ -430,7 +429,7 @@ def one_token_off(patch: pytest.MonkeyPatch) -> None:
     """Kept under the position before: a token is applied twice."""
     keep = Checkpoints.keep
     patch.setattr(
-        Checkpoints, "keep", lambda self, t, r, h, end: keep(self, t, r, h, end - 1 if end % 64 > 1 else end)
+        Checkpoints, "keep", lambda self, text, end: keep(self, text, end - 1 if end % 64 > 1 else end)
     )
 
 

@@ -34,7 +34,7 @@ damped = Damped(loud=2)
 
 def products(engine: Engine) -> list[Any]:
     """Every matrix of the target's layers that is multiplied, experts included."""
-    layers = engine._parts.runner.model.layers  # type: ignore[attr-defined]
+    layers = engine._device.runner.model.layers  # type: ignore[attr-defined]
     return [p for layer in layers for p in layer.products()]
 
 
@@ -162,7 +162,7 @@ def test_an_engine_holds_what_its_plan_counts(variant: str, tiny: Callable[..., 
     """Every tensor of the layers, by the byte; without the caches, tables and packed copies."""
     folder = tiny(variant)
     engine = make_engine(folder, dtype="bfloat16", quantize="int8")
-    model: Any = engine._parts.runner.model
+    model: Any = engine._device.runner.model
     held = {t.untyped_storage().data_ptr(): t for _, t in tensors_in(list(model.layers))}
     int8 = sum(t.untyped_storage().nbytes() for t in held.values() if t.dtype == torch.int8)
     config = read_model_config(folder)

@@ -107,7 +107,7 @@ def naive(x: torch.Tensor, tensors: dict[str, torch.Tensor], config: ModelConfig
 @pytest.mark.parametrize("variant", ["deepseek_v3", "deepseek_v3_lite", "deepseek_v3_bias"])
 def test_the_absorbed_form_is_the_naive_one(tiny: Callable[..., Path], variant: str) -> None:
     folder = tiny(variant)
-    config, runner = read_model_config(folder), make_engine(folder)._parts.runner
+    config, runner = read_model_config(folder), make_engine(folder)._device.runner
     stored = load_file(folder / "model.safetensors")
     prefix = "model.layers.0."
     tensors = {name.removeprefix(prefix): t for name, t in stored.items() if name.startswith(prefix)}
@@ -158,7 +158,7 @@ def test_a_row_has_the_same_bits_in_every_window(
         monkeypatch.setattr(moe, "SMALL_EXPERTS", 0)
     # Wide enough that products of few rows could take another path: K above 320.
     folder = tiny(variant, hidden=384, intermediate=448, layers=2)
-    runner = make_engine(folder, dtype=dtype, kernels=kernels, slots=4)._parts.runner
+    runner = make_engine(folder, dtype=dtype, kernels=kernels, slots=4)._device.runner
     assert runner.buckets is None or runner.buckets[0] <= 16, "else every window has one size"
     generator = torch.Generator().manual_seed(3)
     texts = torch.randint(256, (4, LENGTH + 20), generator=generator).tolist()
@@ -185,7 +185,7 @@ def test_a_row_has_the_same_bits_in_every_window(
 
 
 def test_pools_hold_one_vector_a_position(tiny: Callable[..., Path]) -> None:
-    runner = make_engine(tiny("deepseek_v3"))._parts.runner
+    runner = make_engine(tiny("deepseek_v3"))._device.runner
     shapes = {tuple(pool.shape[2:]) for layer in runner.cache.layers for pool in layer.pools}
     assert shapes == {(40,)} and all(isinstance(layer, LayerCache) for layer in runner.cache.layers)
 

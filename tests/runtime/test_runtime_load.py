@@ -191,7 +191,7 @@ def spread_as(tensor: torch.Tensor, deviation: float) -> bool:
 
 def products_of(engine: Engine) -> list[torch.Tensor]:
     """The matrices of the target's layers as they are kept, widened."""
-    layers = engine._parts.runner.model.layers  # type: ignore[attr-defined]
+    layers = engine._device.runner.model.layers  # type: ignore[attr-defined]
     kept = [p.weight for layer in layers for p in layer.products()]
     plain = [w.plain(torch.float32) if isinstance(w, ScaledWeight) else w for w in kept]
     return [w.to_dense() if w.is_mkldnn else w for w in plain]

@@ -136,8 +136,8 @@ def test_weights_are_counted_to_the_byte(variant: str, tiny: Shelf) -> None:
 
 def test_an_engine_holds_what_its_plan_counts(tiny: Shelf) -> None:
     engine = make_engine(tiny("tied"), spec="draft", draft_model=tiny("tied", layers=1), slots=3, ctx=500)
-    runner = engine._parts.runner
-    caches = [runner.cache, engine._parts.proposer.runners[0].cache]  # type: ignore[union-attr]
+    runner = engine._device.runner
+    caches = [runner.cache, engine._device.proposer.runners[0].cache]  # type: ignore[union-attr]
     held = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
     assert engine.plan.need.caches == held
     assert engine.plan.shape.num_pages == NUM_RESERVED + 3 * pages_a_slot(500)
@@ -158,9 +158,9 @@ def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
             target, tmp_path / "head", hidden_size=96, norm_before_fc=True
         )
     engine = make_engine(target, **wishes)
-    proposer, plan = engine._parts.proposer, engine.plan
+    proposer, plan = engine._device.proposer, engine.plan
     assert isinstance(proposer, HeadProposer)
-    caches = [runner.cache for runner in (engine._parts.runner, *proposer.runners)]
+    caches = [runner.cache for runner in (engine._device.runner, *proposer.runners)]
     pools = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
     states = sum(t.nbytes for t in (*proposer.rings, *proposer.page_states))
     shape = plan.shape
@@ -446,12 +446,12 @@ def test_no_memory_while_capturing(tiny: Shelf) -> None:
     def capture(program: Callable[[], Any]) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    engine._parts.queue.captured = CapturedRounds(engine._parts.queue.round, capture)
+    engine._device.captured = CapturedRounds(engine._device.round, capture)
     engine.add(Request("a", (1, 2, 3), SamplingParams(max_tokens=4)))
     with pytest.raises(ResourceError, match="out of memory on cpu while capturing a round"):
         engine.step()
     assert [(e.request_id, e.finish_reason) for e in engine.step()] == [("a", "error")]
-    engine._parts.queue.captured = None
+    engine._device.captured = None
     assert_still_right(engine, tiny("qwen3"), ctx=128)
 
 
@@ -485,7 +485,7 @@ def test_pages_are_cleared_where_no_memory_is_left() -> None:
 
 def test_a_shape_is_captured_again_after_it_failed(tiny: Shelf) -> None:
     engine = make_engine(tiny("qwen3"), spec="off", ctx=128)
-    captured = CapturedRounds(engine._parts.queue.round, fail(MemoryError())(lambda program: (program, None)))
+    captured = CapturedRounds(engine._device.round, fail(MemoryError())(lambda program: (program, None)))
     views = engine_views(engine)
     shape = RoundShape(0, 0, SamplerClass(), None, len(views))
     with pytest.raises(OutOfMemory):

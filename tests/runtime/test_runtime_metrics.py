@@ -168,7 +168,7 @@ def test_logprobs_are_the_models_own_at_every_kind_of_token(target: Path, spec: 
     )
     kinds = [drafted for one in done for drafted in one.drafted]
     assert any(kinds) and not all(kinds)
-    runner = engine._parts.runner
+    runner = engine._device.runner
     for prompt, one in zip(PROMPTS, done, strict=True):
         text = (*prompt, *one.token_ids)
         pages = list(range(2, 2 + runner.pages_per_block * 2))

@@ -113,7 +113,7 @@ def unmasked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def before_the_norm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's states are captured before its final norm."""
-    honest, scales = HeadProposer._keep, engine._parts.runner.model.final_norm  # type: ignore[attr-defined]
+    honest, scales = HeadProposer._keep, engine._device.runner.model.final_norm  # type: ignore[attr-defined]
 
     def keep(self: HeadProposer, stream: int, states: Tensor, *rest: Any) -> Tensor:
         return honest(self, stream, states / scales if stream == 0 else states, *rest)
@@ -158,8 +158,8 @@ def stale(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def modules_of(engine: Engine) -> list[HeadModel]:
-    proposer = engine._parts.proposer
-    assert isinstance(proposer, HeadProposer) and isinstance(engine._parts.runner.model, Decoder)
+    proposer = engine._device.proposer
+    assert isinstance(proposer, HeadProposer) and isinstance(engine._device.runner.model, Decoder)
     return [runner.model for runner in proposer.runners]  # type: ignore[misc]
 
 

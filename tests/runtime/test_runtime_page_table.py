@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from spd.runtime.engine.page_table import PageTable, Tail, page_hashes
+from spd.runtime.engine.page_table import PageTable, Tail, TextHashes
 from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.spans import Run
 from tests.page_checks import check_table
@@ -198,7 +198,7 @@ RUNS = [Run(0, 12, "tile")]
 
 
 def hashes(tokens: list[int] = TOKENS, runs: list[Run] = RUNS, end: int = 12) -> list[bytes]:
-    return page_hashes(tokens, runs, 4, end)
+    return TextHashes(tokens, runs, 4).pages(end)
 
 
 @pytest.mark.parametrize(("end", "pages"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (11, 2), (12, 3)])
@@ -216,7 +216,7 @@ def test_hashes_differ_from_the_first_changed_token_on() -> None:
 
 def test_hashes_tell_ids_apart_that_read_alike() -> None:
     texts = [[1, 23, 4, 5], [12, 3, 4, 5], [1, 2, 34, 5], [1, 2, 3, 45]]
-    assert len({page_hashes(text, RUNS, 4, 4)[0] for text in texts}) == 4
+    assert len({TextHashes(text, RUNS, 4).before(4) for text in texts}) == 4
 
 
 def test_equal_pages_at_other_places_have_other_hashes() -> None:
@@ -244,4 +244,4 @@ def test_hashes_depend_on_the_programs_that_wrote_the_page() -> None:
 
 def test_hashes_do_not_depend_on_what_comes_later() -> None:
     longer = [Run(0, 30, "tile")]
-    assert page_hashes([*TOKENS, *range(18)], longer, 4, 12) == hashes()
+    assert TextHashes([*TOKENS, *range(18)], longer, 4).pages(12) == hashes()

@@ -19,11 +19,11 @@ from spd.runtime.round.arithmetic_probe import (
     WIDEST,
     admitted_buckets,
     admitted_tile,
-    bucket_for,
     seconds_of,
     summed_alike,
     worth_running,
 )
+from spd.runtime.round.model_runner import bucket_for
 from spd.runtime.round.rows import PromptPart, SlotView
 from spd.runtime.round.spans import Run
 from tests.helpers import make_engine, run_all
@@ -152,7 +152,7 @@ def test_only_the_rows_of_slots_that_have_some_are_run(
 ) -> None:
     """One request where eight could be, and three: no pass has more rows than their windows fill up to."""
     engine = make_engine(tiny("qwen3"), spec=spec, draft_max=width - 1, slots=8)
-    runner, seen = engine._parts.runner, []
+    runner, seen = engine._device.runner, []
     model, forward = runner.model, runner.model.forward
 
     def spy(batch: object, caches: object) -> Tensor:
@@ -200,7 +200,7 @@ def test_texts_depend_neither_on_row_counts_nor_on_empty_slots(
     wishes: dict[str, Any] = {} if spec == "off" else {"draft_max": draft_max}
     wishes |= {"draft_model": target} if spec == "draft" else {}
     engine = make_engine(target, spec=spec, slots=6, lag=lag, **wishes)
-    runner = engine._parts.runner
+    runner = engine._device.runner
     assert runner.buckets is not None
     for counts in (runner.row_counts, runner.buckets, (WIDEST,)):
         runner.row_counts = counts
@@ -211,7 +211,7 @@ def test_texts_depend_neither_on_row_counts_nor_on_empty_slots(
 def test_a_prompt_is_written_alike_by_wide_tiles(tiny: Callable[..., Path], variant: str) -> None:
     """In float32, where wide tiles are tried: every entry of the cache, and the states of the last rows."""
     engine = make_engine(tiny(variant), slots=1)
-    runner = engine._parts.runner
+    runner = engine._device.runner
     ids, view = torch.randint(256, (1, 61)), SlotView(61, range(2, 2 + runner.pages_per_block))
     written = []
     for tile in (WIDEST, TILES[-1]):

@@ -166,12 +166,12 @@ def test_logits_that_are_not_finite(target: Path, methods: Methods, rule: str, w
     params = [SamplingParams(max_tokens=16, temperature=0.8, seed=i, ignore_eos=True) for i in range(3)]
     alone = run_all(engine_of(target, rule, **methods["draft"]), PROMPTS[:3], params)
     engine = engine_of(target, rule, **methods["draft"])
-    runner = engine._parts.runner if who == "runner" else engine._parts.proposer.runners[0]  # type: ignore[union-attr]
+    runner = engine._device.runner if who == "runner" else engine._device.proposer.runners[0]  # type: ignore[union-attr]
     honest = runner.logits
 
     def poisoned(hidden: Tensor, views: Any = ()) -> Tensor:
         logits = honest(hidden, views)
-        if engine._parts.state.length[1] > len(PROMPTS[1]) + 6:
+        if engine._device.state.length[1] > len(PROMPTS[1]) + 6:
             logits[1] = float("nan")
         return logits
 
@@ -191,8 +191,8 @@ def test_what_is_planned(target: Path, methods: Methods) -> None:
     coupled = make_engine(target, adaptive=None, **methods["draft"])
     block = engine_of(target, "block", slots=1, **methods["draft"])
     assert (coupled.plan.adaptive, block.plan.adaptive, block.plan.wishes.verify) == (True, False, "block")
-    kept = block._parts.sampler.draft_laws
+    kept = block._device.sampler.draft_laws
     assert kept is not None and kept.shape == (1, 3, 320)
     assert block.plan.need.workspace - coupled.plan.need.workspace == kept.numel() * 4
-    assert coupled._parts.sampler.draft_laws is None
-    assert engine_of(target, "block", **methods["ngram"])._parts.sampler.draft_laws is None
+    assert coupled._device.sampler.draft_laws is None
+    assert engine_of(target, "block", **methods["ngram"])._device.sampler.draft_laws is None

@@ -50,7 +50,7 @@ class SchedulerModel(RuleBasedStateMachine):
     )
     def start(self, slots: int, spare: int, lag: int, sharing: bool, places: int) -> None:
         self.table = PageTable(NUM_RESERVED + CTX // PAGE + spare)
-        kept = Checkpoints(places, PAGE) if places and sharing else None
+        kept = Checkpoints(places) if places and sharing else None
         self.scheduler = Scheduler(slots, self.table, PAGE, BLOCK, CTX, sharing=sharing, checkpoints=kept)
         self.saved: dict[
             int, list[int]
@@ -143,7 +143,7 @@ class SchedulerModel(RuleBasedStateMachine):
             for sequence in live:
                 sequence.in_flight += k + 1
                 self.widths.setdefault(sequence, []).append(k + 1)
-            self.scheduler.in_flight.append(EnqueuedRound(None, (), (), []))
+            self.scheduler.in_flight.append(EnqueuedRound(None, (), []))
             self.rounds.append([(sequence, sequence.epoch) for sequence in live])
         while self.rounds and (len(self.rounds) > self.lag or not launched):
             self.read(data)
@@ -213,12 +213,12 @@ def test_pages_stay_until_no_round_can_touch_them() -> None:
     prefilled(scheduler, one)
     free = scheduler.pages.num_available
     for _ in range(2):
-        scheduler.in_flight.append(EnqueuedRound(None, (), (), []))
+        scheduler.in_flight.append(EnqueuedRound(None, (), []))
     scheduler.round_over()
     one.finish_reason = "stop"
     scheduler.retire(one)
     assert scheduler.pages.num_available == free, "a round on its way may still write there"
-    scheduler.in_flight.append(EnqueuedRound(None, (), (), []))  # enqueued after the end: its rows are masked
+    scheduler.in_flight.append(EnqueuedRound(None, (), []))  # enqueued after the end: its rows are masked
     scheduler.round_over()
     assert scheduler.pages.num_available == 12
 

@@ -140,7 +140,7 @@ def test_the_same_text_with_every_drafter(
 
 def logits_of(engine: Engine, ids: tuple[int, ...]) -> torch.Tensor:
     """Float32 logits [T, V] of a window."""
-    view = engine._parts.runner
+    view = engine._device.runner
     pages = list(range(NUM_RESERVED, NUM_RESERVED + view.pages_per_block))
     table = view.page_row(pages, len(pages))[None]
     with torch.inference_mode():
@@ -184,7 +184,7 @@ def test_every_kept_matrix_bit_for_bit(tiny: Callable[..., Path], tmp_path: Path
 
 
 def layers_of(engine: Engine) -> list[Any]:
-    return engine._parts.runner.model.layers  # type: ignore[attr-defined,no-any-return]
+    return engine._device.runner.model.layers  # type: ignore[attr-defined,no-any-return]
 
 
 def dense(product: Any) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,7 +21,6 @@ from spd.runtime.models.weight_form import WIDE
 from spd.runtime.plan.memory import pages_a_slot, remedies, show_size, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers import Parts, build_proposer
-from spd.runtime.proposers.base import Proposer
 from spd.runtime.ranks.groups import Ranks
 from spd.runtime.round.cpu_load import FollowedThreads, fewer_threads
 from spd.runtime.round.graphs import CapturedRounds
@@ -39,30 +37,16 @@ from spd.runtime.round.synthetic_acceptance import ImposedAcceptance
 from spd.runtime.round.transfer import use_device
 
 
-@dataclass(frozen=True)
-class Assembly:
-    """The device side of one engine."""
-
-    state: RoundState
-    runner: ModelRunner
-    sampler: Sampler
-    proposer: Proposer | None
-    queue: RoundQueue
-    states: StateStore
-    threads: FollowedThreads
-
-
 def open_device(
     plan: EnginePlan, usable_vocab: int, progress: Progress | None, rendezvous: str | None
-) -> tuple[Assembly, RoundQueue]:
-    """Load everything that a plan names, on all its ranks; this one's parts, and what orders all of them.
+) -> RoundQueue:
+    """Load everything that a plan names, on all its ranks; returns what gives orders to all of them.
 
     Raises ResourceError where memory runs out.
     """
     try:
         if plan.shape.tp == 1:
-            parts = assemble(plan, usable_vocab, progress)
-            return parts, parts.queue
+            return assemble(plan, usable_vocab, progress)
         from spd.runtime.ranks.leader import lead
 
         return lead(plan, usable_vocab, progress, rendezvous)
@@ -148,7 +132,7 @@ def _meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
 
 def assemble(
     plan: EnginePlan, usable_vocab: int, progress: Progress | None = None, ranks: Ranks | None = None
-) -> Assembly:
+) -> RoundQueue:
     """Load and allocate everything that the plan names, or this rank's part of it.
 
     Raises OutOfMemory naming the phase.
@@ -176,12 +160,9 @@ def assemble(
         imposed = ImposedAcceptance(plan.wishes.synthetic_acceptance, shape.draft_max, plan.device)
     share = None if ranks is None or ranks.share is None or not drafters else ranks.share.broadcast
     round_ = Round(state, runner, sampler, proposer, kernels, imposed, plan.wishes.verify, share)
-    captured, states = (
-        CapturedRounds(round_) if shape.graphs else None,
-        StateStore([runner, *drafters], proposer),
-    )
-    queue = RoundQueue(round_, captured, states, threads, shape.draft_ctx, alone=ranks is None)
-    return Assembly(state, runner, sampler, proposer, queue, states, threads)
+    captured = CapturedRounds(round_) if shape.graphs else None
+    states = StateStore([runner, *drafters], proposer)
+    return RoundQueue(round_, captured, states, threads, shape.draft_ctx, alone=ranks is None)
 
 
 def _threads(plan: EnginePlan, kernels: Kernels) -> FollowedThreads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
+from functools import partial
 
 from spd.runtime.engine.driver import Answer, EngineThread, Gathered
 from spd.runtime.engine.engine import Engine
@@ -64,11 +65,7 @@ class AsyncEngine:
         Raises what `Engine.add` raises, and EngineError where the engine has failed or is closed.
         """
         loop, answers = asyncio.get_running_loop(), asyncio.Queue[Answer]()
-
-        def listener(answer: Answer) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nothing listens any more
-                loop.call_soon_threadsafe(answers.put_nowait, answer)
-
+        listener = partial(_tell, loop, answers)
         self._thread.submit(request, listener)
         try:
             while True:
@@ -87,3 +84,8 @@ class AsyncEngine:
         async for event in self.stream(request):
             gathered.take(event)
         return gathered.completion(request.id, self.engine.metrics(request.id))
+
+
+def _tell(loop: asyncio.AbstractEventLoop, answers: asyncio.Queue[Answer], answer: Answer) -> None:
+    with suppress(RuntimeError):  # the loop is closed: nothing listens any more
+        loop.call_soon_threadsafe(answers.put_nowait, answer)

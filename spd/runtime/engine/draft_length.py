@@ -1,22 +1,21 @@
 """How many tokens to draft in the next round: a fixed k, or the k that promises the most tokens a second.
 
-Two things are estimated for every k of the plan, k = 0 among them. Tokens of a round: how likely the first
-draft is accepted, from the latest drafts of each request and of all, and how much likelier a further one is
-once those before it were. Seconds of a round: medians of the latest measured times of verifying and of
-drafting, kept apart for 1, 2 to 3, 4 to 7 requests and so on; an untimed k lies on the line through its
-neighbours. The rule (`DraftLength.choose`) takes the k with the most tokens a second. Only what is run is
-measured: the first rounds are at the largest k; while drafting pays, 0 and the neighbours of the best k are
-timed now and then; while it does not, a few drafts are tried, ever more seldom. k = 0 is run once it has
-seemed best for a few rounds, because the drafter then has to catch up. Where lookup beside a model finds that
-text is copied, it may draft alone, more than the model would. Nothing here changes the text. No torch.
+Two things are estimated for every k of the plan, 0 among them. Tokens of a round: how likely the first draft
+is accepted, of late, and how much likelier a further one is once those before it were. Seconds of a round:
+medians of the latest times of verifying and drafting, kept apart for 1, 2 to 3, 4 to 7 requests and so on.
+The k with the most tokens a second is run. Only what is run is measured: the first rounds are at the largest
+k; while drafting pays, 0 and the neighbours of the best k are timed now and then; while it does not, a few
+drafts are tried, ever more seldom. k = 0 is run once it has seemed best for a few rounds: the drafter then
+has to catch up. Where lookup beside a model finds that text is copied, it may draft alone, more than the
+model. Nothing here changes the text. No torch.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 DECAY = 0.96  # what earlier rounds weigh after one more, in acceptance
 STEADINESS = 5.0  # drafts that a rate counts for against those just accepted: fewer, and they come in runs
@@ -83,26 +82,27 @@ class Acceptance:
         """The first draft's chance; `prior`, that of all requests, counts as `PRIOR` drafts."""
         return (self.accepted + PRIOR * prior) / (self.tried + PRIOR)
 
+    def take(self, accepted: float, tried: float, share: float = 1.0) -> None:
+        """Count drafts; what was counted before weighs `share` of what it did."""
+        self.accepted = share * self.accepted + accepted
+        self.tried = share * self.tried + tried
 
-def _latest() -> dict[int, deque[float]]:
-    return defaultdict(lambda: deque(maxlen=SAMPLES))
+
+_latest: Callable[[], dict[int, deque[float]]] = partial(defaultdict, partial(deque, maxlen=SAMPLES))
 
 
 @dataclass
 class RoundTimes:
     """Rounds of about as many requests: the latest times in seconds, and when another k is tried."""
 
-    verify: dict[int, deque[float]] = field(default_factory=_latest)
-    """By k."""
-    draft: dict[int, deque[float]] = field(default_factory=_latest)
-    """By the number of draft forwards."""
+    verify: dict[int, deque[float]] = field(default_factory=_latest)  # by k
+    draft: dict[int, deque[float]] = field(default_factory=_latest)  # by the number of draft forwards
     gaps: deque[float] = field(default_factory=lambda: deque([0.0], SAMPLES))
     """Between rounds: the least of them is what the host takes whatever k is, and writes no prompt."""
     begun: bool = False  # whether the first trials were ordered
     trials: deque[int] = field(default_factory=deque)  # the k of the next rounds, to be measured
     plain_best: int = 0  # rounds in a row since which plain ones seem best
-    until_timing: int = TIME_FIRST  # rounds with drafts before another k than the best is timed
-    timings: int = 0
+    drafting: int = 0  # rounds in which drafts seemed best
     until_probe: int = PROBE_EVERY  # rounds without drafts before some are tried
     probe_gap: int = PROBE_EVERY
 
@@ -172,8 +172,7 @@ class DraftLength:
 
     def _tokens_a_second(self, maximum: int) -> dict[int, float]:
         """What a round brings, by the values of k up to `maximum`."""
-        rate = self.rate
-        rates = [one.rate(rate) for one, _ in self.present] or [rate]
+        rates = [one.rate(self.rate) for one, _ in self.present] or [self.rate]
         tokens = expected_tokens(rates, [most for _, most in self.present] or [maximum], maximum)
         costs = self.times.costs(k for k in self.tiers if k <= maximum)
         return {k: tokens[k] / cost for k, cost in costs.items()}
@@ -183,17 +182,17 @@ class DraftLength:
         times = self.times
         if best:
             times.until_probe = times.probe_gap = PROBE_EVERY
-            times.until_timing -= 1
-            if times.until_timing <= 0:
+            times.drafting += 1
+            timings, due_in = divmod(times.drafting - TIME_FIRST, TIME_EVERY)
+            if timings >= 0 and not due_in:
                 at = choices.index(best)
                 others = list(dict.fromkeys((0, *choices[at + 1 : at + 2], choices[at - 1])))
-                times.trials.extend([others[times.timings % len(others)]] * ENOUGH)
-                times.timings, times.until_timing = times.timings + 1, TIME_EVERY
+                times.trials.extend([others[timings % len(others)]] * ENOUGH)
             return
         times.until_probe -= 1
         if times.until_probe <= 0:  # each probe costs a round of all: they become fewer
             times.until_probe = times.probe_gap = min(2 * times.probe_gap, PROBE_SELDOM)
-            self._fade(PROBE_MEMORY / max(self.overall.tried, PROBE_MEMORY))
+            self.overall.take(0.0, 0.0, PROBE_MEMORY / max(self.overall.tried, PROBE_MEMORY))
             able = sum(most > 0 for _, most in self.present) or 1
             times.trials.extend([self._probe_k] * -(-PROBE_OUTCOMES // able))
 
@@ -220,8 +219,7 @@ class DraftLength:
         """Pairs of k and the next k that are nearly sure to come: of the largest and 0; alone the second."""
         if not self.adaptive:
             return {(0, self.maximum), (self.maximum, self.maximum)}
-        near = {0, *self.tiers[-2 if alone else -1 :]}
-        near |= {self.copying} if alone and self.copying else set()
+        near = {0, *self.tiers[-2 if alone else -1 :], *([self.copying] if alone else ())}
         return {(k, next_k) for k in near for next_k in near}
 
     def observe_cost(
@@ -232,7 +230,7 @@ class DraftLength:
         `gap` seconds lay between it and the round before. Comes before its slots' outcomes.
         """
         if 0 < k <= self.maximum:
-            self._fade(DECAY)
+            self.overall.take(0.0, 0.0, DECAY)
         self.times.gaps.append(gap)
         self.times.verify[k].append(verify_seconds)
         self.times.draft[forwards].append(draft_seconds)
@@ -253,15 +251,9 @@ class DraftLength:
             return
         could = accepted + (accepted < drafted or not drafted)
         told = foretold(could)
-        self.overall.accepted += accepted - told
-        self.overall.tried += could - told
+        self.overall.take(accepted - told, could - told)
         if own is not None:
-            own.accepted = DECAY * own.accepted + accepted - told
-            own.tried = DECAY * own.tried + could - told
-
-    def _fade(self, share: float) -> None:
-        self.overall.accepted *= share
-        self.overall.tried *= share
+            own.take(accepted - told, could - told, DECAY)
 
 
 def medians(times: Mapping[int, deque[float]]) -> dict[int, float]:

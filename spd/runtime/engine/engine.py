@@ -69,17 +69,17 @@ class Engine:
         self._checks = RequestChecks(plan)
         self.tokenizer: Tokenizer | None = self._checks.tokenizer
         self.eos_ids, self.usable_vocab = self._checks.eos_ids, self._checks.usable_vocab
-        self._parts, self._device = open_device(plan, self.usable_vocab, progress, config.rendezvous)
+        self._device = open_device(plan, self.usable_vocab, progress, config.rendezvous)
         self._pages = PageTable(shape.num_pages)
-        sizes = PAGE_SIZE, self._parts.runner.pages_per_block, shape.ctx
-        kept = Checkpoints(shape.checkpoints, PAGE_SIZE) if shape.checkpoints else None
+        sizes = PAGE_SIZE, self._device.runner.pages_per_block, shape.ctx
+        kept = Checkpoints(shape.checkpoints) if shape.checkpoints else None
         share = plan.shares_prefixes
         self._scheduler = Scheduler(shape.slots, self._pages, *sizes, sharing=share, checkpoints=kept)
         self._ready: list[Event] = []
         self.totals = EngineMetrics()
         self._draft_length = DraftLength(shape.model_drafts, plan.adaptive, plan.draft_tiers, plan.copying)
-        self._epochs: list[int] = []
-        """Of the latest round's sequences."""
+        self._gathered: list[Sequence] = []
+        """The latest round's sequences; what follows from them:"""
         self._needs = SamplerClass()
         self._logprobs: int | None = None
         """The most that any request of the round wants."""
@@ -97,7 +97,7 @@ class Engine:
         Those that requests with such parameters, at least so many together, are nearly sure to run; others
         are captured when they are. 0 once all are there, while anything runs, and where none is captured.
         """
-        captured = self._parts.queue.captured
+        captured = self._device.captured
         if captured is None or self.has_work:
             return 0
         shapes = captured.usual(self._draft_length.usual_pairs, params, together)[:most]
@@ -254,7 +254,7 @@ class Engine:
                 self._arm(sequence)
             written.append((sequence, rows))
             # A pass, or a part of one that others share.
-            passes += rows / self.plan.shape.chunk if self._parts.runner.merges else rows > 0
+            passes += rows / self.plan.shape.chunk if self._device.runner.merges else rows > 0
             if scheduler.busy and passes >= (most if scheduler.more_could_join or not stalls else 1):
                 break
         if rows := sum(count for _, count in written):
@@ -289,7 +289,7 @@ class Engine:
         runs = scheduler.prefill_runs(sequence)
         run = next((run for run in runs if run.start <= start < run.end), None)
         if run is not None:
-            rows = self.plan.shape.chunk if run.kind == "chunk" else self._parts.runner.tail_rows
+            rows = self.plan.shape.chunk if run.kind == "chunk" else self._device.runner.tail_rows
             end = min(start + rows, run.end, *(stop for stop in sequence.stops if stop > start))
             self._device.write(sequence.slot, sequence.pages, start, end, runs)
         scheduler.wrote(sequence, end)
@@ -330,7 +330,7 @@ class Engine:
 
     def _gather(self, live: list[Sequence]) -> None:
         """Note what follows from the sequences of a round, where one came or went."""
-        self._epochs, most = [sequence.epoch for sequence in live], self.plan.shape.draft_max
+        self._gathered, most = live, self.plan.shape.draft_max
         self._needs = reduce(or_, (sequence.needs for sequence in live), SamplerClass())
         wanted = (sequence.request.params.logprobs for sequence in live)
         self._logprobs = max((one for one in wanted if one is not None), default=None)
@@ -342,7 +342,7 @@ class Engine:
         decoding = self._scheduler.decoding()
         if not any(s.bound < s.length_limit or not s.in_flight for s in decoding):
             return False
-        if [sequence.epoch for sequence in decoding] != self._epochs:
+        if decoding != self._gathered:
             self._gather(decoding)
         k, next_k = self._k, self._draft_length.choose()
         rows = k + 1 + next_k  # fed at most, and drafted beyond what is committed
@@ -356,7 +356,7 @@ class Engine:
             views[sequence.slot] = SlotView(reach, sequence.pages)
             sequence.in_flight += k + 1
         ticket = self._device.launch(k, views, self._needs, self._logprobs, next_k)
-        self._scheduler.in_flight.append(EnqueuedRound(ticket, live, self._epochs, []))
+        self._scheduler.in_flight.append(EnqueuedRound(ticket, live, []))
         if self._needs.grammar:
             for sequence in live:
                 if sequence.grammar is not None:
@@ -375,8 +375,8 @@ class Engine:
         draft, verify, rest = result.seconds
         self._draft_length.observe_cost(result.k, verify + rest, draft, result.draft_forwards, result.gap)
         now = time.perf_counter()
-        for sequence, epoch in zip(oldest.sequences, oldest.epochs, strict=True):
-            if sequence.epoch == epoch and scheduler.slots[sequence.slot] is sequence:
+        for sequence in oldest.sequences:
+            if scheduler.slots[sequence.slot] is sequence:  # none leaves its slot in between but for good
                 self._apply(sequence, result.rows[sequence.slot], result, now)
 
     def _apply(self, sequence: Sequence, row: list[int], result: RoundResult, now: float) -> None:
@@ -421,7 +421,7 @@ class Engine:
             draft_forwards=result.draft_forwards,
             k=result.k,
             match=emission.match if draft_ids else 0,
-            other_load=round(self._parts.threads.other_load, 2),
+            other_load=round(self._device.threads.other_load, 2),
         )
 
     def _stop(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
@@ -457,7 +457,7 @@ def arm(device: RoundQueue, sequence: Sequence, drafts: Listed[int], rule: str) 
     rule: what decides about drafts. Raises GrammarError for a grammar that cannot go on.
     """
     if sequence.grammar is not None:
-        words = mask_width(device.round.sampler.vocab_size)
+        words = mask_width(device.sampler.vocab_size)
         rows = torch.empty(len(drafts) + 1, words, dtype=torch.int32)
         legal = sequence.grammar.masks(drafts, rows)
         # Where drafts are tested by their probability the one that a mask forbids has to fail its test:

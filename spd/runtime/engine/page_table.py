@@ -20,27 +20,35 @@ ROOT = b"spd page"
 """What the first page of all is chained to."""
 
 
-def page_hashes(
-    tokens: Sequence[int], runs: Sequence[Run], page_size: int, end: int, known: Sequence[bytes] = ()
-) -> list[bytes]:
-    """Chained SHA-256 of every full page within the first `end` positions; `known`: of the first of them."""
-    hashes = list(known)
-    for start in range(len(hashes) * page_size, end - page_size + 1, page_size):
-        hashes.append(chained_hash(hash_before(hashes, len(hashes)), tokens, runs, start, start + page_size))
-    return hashes
+class TextHashes:
+    """Chained SHA-256 of what stands before positions of a text: its tokens, and what wrote each of them."""
 
+    def __init__(
+        self, tokens: Sequence[int], runs: Sequence[Run], page_size: int, known: list[bytes] | None = None
+    ) -> None:
+        """known: hashes at the ends of its first full pages, to which those that are asked for are added."""
+        self.tokens, self.runs, self.page_size = tokens, runs, page_size
+        self.known = [] if known is None else known
 
-def hash_before(hashes: Sequence[bytes], page: int) -> bytes:
-    """The hash of all that stands before a page, where all pages before it are full."""
-    return hashes[page - 1] if page else ROOT
+    def before(self, end: int) -> bytes:
+        """The hash of everything before position `end`."""
+        page, rest = divmod(end, self.page_size)
+        for start in range(len(self.known) * self.page_size, end - rest, self.page_size):
+            self.known.append(self._chained(start, start + self.page_size))
+        return self._chained(end - rest, end) if rest else self.known[page - 1] if page else ROOT
 
+    def pages(self, end: int) -> list[bytes]:
+        """The hash at the end of every full page within the first `end` positions."""
+        count = end // self.page_size
+        self.before(count * self.page_size)
+        return self.known[:count]
 
-def chained_hash(parent: bytes, tokens: Sequence[int], runs: Sequence[Run], start: int, stop: int) -> bytes:
-    """The hash of positions start to stop of one page, after what `parent` is the hash of."""
-    state = hashlib.sha256(parent)
-    state.update(",".join(map(str, tokens[start:stop])).encode())
-    state.update(repr(kinds_in(runs, start, stop)).encode())
-    return state.digest()
+    def _chained(self, start: int, stop: int) -> bytes:
+        """Of positions `start` to `stop` of one page, and of all before."""
+        state = hashlib.sha256(self.known[start // self.page_size - 1] if start else ROOT)
+        state.update(",".join(map(str, self.tokens[start:stop])).encode())
+        state.update(repr(kinds_in(self.runs, start, stop)).encode())
+        return state.digest()
 
 
 class Tail(NamedTuple):
@@ -61,9 +69,8 @@ class PageTable:
         self._free = set(range(NUM_RESERVED, num_pages))
         self._users: dict[int, int] = {}
         self._page_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
         self._tails: dict[bytes, Tail] = {}  # by the hash of what stands before
-        self._before: dict[int, bytes] = {}
+        self._key_of: dict[int, bytes] = {}  # in one of these two
         self._idle: OrderedDict[int, None] = OrderedDict()  # published or tails, unused; oldest first
 
     @property
@@ -121,17 +128,16 @@ class PageTable:
             raise ValueError(f"page {page} is not in use")
         if digest not in self._page_of and not self.is_published(page):
             self._page_of[digest] = page
-            self._hash_of[page] = digest
+            self._key_of[page] = digest
 
     def keep_tail(self, before: bytes, tail: Tail) -> None:
         """Keep a used page for a sequence that goes on from it; the latest of those after the same pages."""
-        if tail.page in self._hash_of:
+        if self.is_published(tail.page):
             return
-        older = self._tails.get(before)
-        if older is not None:
-            self.forget(older.page)
+        if before in self._tails:
+            self.forget(self._tails[before].page)
         self._tails[before] = tail
-        self._before[tail.page] = before
+        self._key_of[tail.page] = before
 
     def find_tail(self, before: bytes) -> Tail | None:
         """What is kept after `before`, if it is not in use."""
@@ -142,11 +148,11 @@ class PageTable:
         """Take what was found into use: it is not found again."""
         del self._idle[tail.page]
         self._users[tail.page] = 1
-        del self._tails[self._before.pop(tail.page)]
+        del self._tails[self._key_of.pop(tail.page)]
 
     def is_published(self, page: int) -> bool:
         """Whether others may find this page, or go on in it."""
-        return page in self._hash_of or page in self._before
+        return page in self._key_of
 
     def release(self, pages: Sequence[int]) -> None:
         """Give up one use of each page; the last use frees it, or keeps it idle if published."""
@@ -161,10 +167,9 @@ class PageTable:
 
     def forget(self, page: int) -> None:
         """Let a page be found no more, if it could be: what it was published for is not in it."""
-        if page in self._hash_of:
-            del self._page_of[self._hash_of.pop(page)]
-        elif page in self._before:
-            del self._tails[self._before.pop(page)]
+        if (key := self._key_of.pop(page, None)) is not None:
+            full = self._page_of.get(key) == page
+            del (self._page_of if full else self._tails)[key]
         if page in self._idle:
             del self._idle[page]
             self._free.add(page)
@@ -180,49 +185,34 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-    """Owns the numbers of `places` places for recurrent states; `page_size` in positions.
+    """Owns the numbers of `places` places for recurrent states.
 
     Pages hold every position, a state only one: a sequence that finds another's pages goes on from the last
-    checkpoint within them. It is found under the chained hash of the tokens before it and of what wrote them,
-    up to exactly its position, which no chunk contains. The least recently used place is taken for another.
+    checkpoint within them. It is found under the hash of everything up to exactly its position, which no
+    chunk contains. The least recently used place is taken for another.
     """
 
-    def __init__(self, places: int, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, places: int) -> None:
         self._free = list(range(places))
         self._kept: OrderedDict[bytes, Checkpoint] = OrderedDict()  # by digest, least recently used first
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def _digest(self, tokens: Sequence[int], runs: Sequence[Run], hashes: Sequence[bytes], end: int) -> bytes:
-        page, rest = divmod(end, self.page_size)
-        before = hash_before(hashes, page)
-        return chained_hash(before, tokens, runs, end - rest, end) if rest else before
-
-    def find(
-        self, tokens: Sequence[int], runs: Sequence[Run], hashes: Sequence[bytes], most: int
-    ) -> Checkpoint | None:
-        """The last checkpoint of these tokens up to position `most`; hashes: of full pages that are there."""
-        for kept in sorted(self._kept.values(), key=lambda each: -each.end):
-            there = kept.end <= most and kept.end // self.page_size <= len(hashes)
-            if there and kept.digest == self._digest(tokens, runs, hashes, kept.end):
-                return kept
-        return None
+    def find(self, text: TextHashes, most: int) -> Checkpoint | None:
+        """The last checkpoint of a text up to position `most`."""
+        there = (kept for kept in self._kept.values() if kept.end <= most)
+        ordered = sorted(there, key=lambda kept: -kept.end)
+        return next((kept for kept in ordered if kept.digest == text.before(kept.end)), None)
 
     def use(self, checkpoint: Checkpoint) -> int:
         """The place that it is copied from; all others are older now."""
         self._kept.move_to_end(checkpoint.digest)
         return checkpoint.place
 
-    def keep(
-        self, tokens: Sequence[int], runs: Sequence[Run], hashes: Sequence[bytes], end: int
-    ) -> int | None:
-        """The place to copy the states as of `end` to; None where a copy is kept already.
-
-        hashes: of all full pages before.
-        """
-        digest = self._digest(tokens, runs, hashes, end)
+    def keep(self, text: TextHashes, end: int) -> int | None:
+        """The place to copy the states as of `end` to; None where a copy is kept already."""
+        digest = text.before(end)
         if digest in self._kept:
             self._kept.move_to_end(digest)
             return None

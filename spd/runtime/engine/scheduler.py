@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from spd.errors import UsageError
-from spd.runtime.engine.page_table import Checkpoints, PageTable, Tail, chained_hash, hash_before, page_hashes
+from spd.runtime.engine.page_table import Checkpoints, PageTable, Tail, TextHashes
 from spd.runtime.engine.sequence import NO_SLOT, Sequence
 from spd.runtime.round.spans import Run, clip_runs, extend_tile, reusable_prefix
 
@@ -29,8 +29,6 @@ class EnqueuedRound(NamedTuple):
     ticket: Any
     """What its outcome is read by."""
     sequences: Listed[Sequence]
-    epochs: Listed[int]
-    """Theirs: one that has another by now is in another stay."""
     pages: list[int]
     """Given up since it was enqueued: it may touch them, and they are free afterwards."""
 
@@ -115,31 +113,31 @@ class Scheduler:
                 self.slots[sequence.slot] = self.prefilling = sequence
         return self.prefilling
 
+    def _text(self, sequence: Sequence) -> TextHashes:
+        return TextHashes(
+            sequence.tokens(), self.prefill_runs(sequence), self.page_size, known=sequence.hashes
+        )
+
     def _take_pages(self, sequence: Sequence, lookahead: int) -> bool:
         """Shared pages for what is known of its tokens, own ones for the rest; nothing if too few."""
-        size, runs, kept = self.page_size, self.prefill_runs(sequence), self.checkpoints
-        if self.sharing and not sequence.hashes:
-            sequence.hashes = page_hashes(sequence.tokens(), runs, size, sequence.prefill_end)
-        shared = self.pages.match(sequence.hashes)
-        cached = len(shared) * size
+        size, end, text, kept = self.page_size, sequence.prefill_end, self._text(sequence), self.checkpoints
+        shared = self.pages.match(text.pages(end)) if self.sharing else []
+        found = cached = len(shared) * size
         # Back to where neither a page nor a chunk is cut: a later span's chunks may start inside a page.
-        while (whole := reusable_prefix(runs, cached) // size * size) < cached:
+        while (whole := reusable_prefix(text.runs, cached) // size * size) < cached:
             cached = whole
-        checkpoint, matched = None, cached
+        matched, checkpoint, tail = cached, None, None
         if kept is not None:
-            hashes = sequence.hashes[: len(shared)]
-            checkpoint = kept.find(sequence.tokens(), runs, hashes, sequence.prefill_end)
+            checkpoint = kept.find(text, min(end, found + size - 1))
             cached = 0 if checkpoint is None else checkpoint.end // size * size
         self.pages.release(shared[cached // size :])
         sequence.pages = shared[: cached // size]
-        before = hash_before(sequence.hashes, cached // size)
-        tail = self._find_tail(sequence, before, cached, runs) if self.sharing and kept is None else None
-        if tail is not None:
+        if kept is None and self.sharing and (tail := self._find_tail(text, cached, end)) is not None:
             self.pages.take_tail(tail)
             sequence.pages.append(tail.page)
         if not self.grow(sequence, sequence.length + lookahead):
             if tail is not None:
-                self.pages.keep_tail(before, tail)
+                self.pages.keep_tail(text.before(cached), tail)
             self.pages.release(sequence.pages[::-1])
             sequence.pages = []
             return False
@@ -149,6 +147,13 @@ class Scheduler:
             sequence.prefilled = checkpoint.end if checkpoint else 0
             sequence.stops = self._stops(sequence, matched)
         return True
+
+    def _find_tail(self, text: TextHashes, start: int, end: int) -> Tail | None:
+        """The page that goes on at `start`, if all that it holds is the text's own, and before `end`."""
+        tail = self.pages.find_tail(text.before(start))
+        if tail is None or start + tail.positions > end:
+            return None
+        return tail if tail.digest == text.before(start + tail.positions) else None
 
     def _stops(self, sequence: Sequence, matched: int) -> tuple[int, ...]:
         """Where a prefill pauses for a checkpoint: its end, that of the pages it found, and of a message.
@@ -173,19 +178,10 @@ class Scheduler:
         """The place to copy its states as of `end` to; None where none are kept, or these already."""
         if self.checkpoints is None or not end:
             return None
-        tokens, runs = sequence.tokens(), self.prefill_runs(sequence)
-        hashes = page_hashes(tokens, runs, self.page_size, end, sequence.hashes)
-        place = self.checkpoints.keep(tokens, runs, hashes, end)
+        place = self.checkpoints.keep(self._text(sequence), end)
         if place is not None:
             self._undo.append(partial(self.checkpoints.forget, place))
         return place
-
-    def _find_tail(self, sequence: Sequence, before: bytes, start: int, runs: Listed[Run]) -> Tail | None:
-        """The page that goes on where the shared ones end, if all that it holds is the sequence's own."""
-        tail = self.pages.find_tail(before)
-        if tail is None or (end := start + tail.positions) > sequence.prefill_end:
-            return None
-        return tail if tail.digest == chained_hash(before, sequence.tokens(), runs, start, end) else None
 
     def prefill_runs(self, sequence: Sequence) -> list[Run]:
         """Which program writes, or wrote, which position that a prefill covers: tiles, after the prompt."""
@@ -199,7 +195,8 @@ class Scheduler:
         first = sequence.prefilled // self.page_size
         sequence.prefilled = end
         last = end // self.page_size
-        for page, digest in zip(sequence.pages[first:last], sequence.hashes[first:last], strict=False):
+        hashes = sequence.hashes if self.sharing else []
+        for page, digest in zip(sequence.pages[first:last], hashes[first:last], strict=False):
             self.pages.publish(page, digest)
             self._undo.append(partial(self.pages.forget, page))
         if end == sequence.prefill_end:
@@ -262,14 +259,12 @@ class Scheduler:
     def _vacate(self, sequence: Sequence, *, publish: bool) -> None:
         """Free a slot and its pages; publish those that hold committed tokens only."""
         if publish and self.sharing and sequence is not self.prefilling:
-            tokens, runs, end = sequence.tokens(), self.prefill_runs(sequence), sequence.prefill_end
-            hashes = page_hashes(tokens, runs, self.page_size, end, sequence.hashes)
-            for page, digest in zip(sequence.pages, hashes, strict=False):
+            text, end = self._text(sequence), sequence.prefill_end
+            for page, digest in zip(sequence.pages, text.pages(end), strict=False):
                 self.pages.publish(page, digest)
             if (held := end % self.page_size) and self.checkpoints is None:
-                before = hash_before(hashes, len(hashes))
-                digest = chained_hash(before, tokens, runs, end - held, end)
-                self.pages.keep_tail(before, Tail(sequence.pages[len(hashes)], held, digest))
+                last = Tail(sequence.pages[end // self.page_size], held, text.before(end))
+                self.pages.keep_tail(text.before(end - held), last)
         if sequence is self.prefilling:
             self.prefilling = None
         sequence.active = False

@@ -49,7 +49,7 @@ class Sequence:
     epoch: int = 0
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
-    """Of the full pages that a prefill will have written."""
+    """Of the full pages that a prefill will have written; see `TextHashes`."""
     prefilled: int = 0
     """Positions whose cache is there; all but the last token's before it may decode."""
     checkpoint: int | None = None

@@ -78,7 +78,7 @@ class AnyLinear(Protocol):
 
 
 class AnyHead(Protocol):
-    """The product that makes logits of hidden states, and perhaps draws from them itself."""
+    """The product that makes logits of hidden states."""
 
     carries_squares: bool = False
     """Whether this form's products want a row's sum of squares beside the residual stream."""
@@ -86,16 +86,6 @@ class AnyHead(Protocol):
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Float32 logits [T, V] of hidden [T, hidden]."""
         ...
-
-    def sample(
-        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """Tokens [T] and whether each is finite, by a head fused with the draw; None where there is none.
-
-        hidden [T, hidden] of S slots with T / S rows each; seed, first, temperature [S]: row r of a slot
-        draws the token at position first + step + r.
-        """
-        return None
 
 
 def can_prepack(weight: Tensor) -> bool:
@@ -255,6 +245,11 @@ class SkinnyLinear(AnyHead):
     def sample(
         self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Tokens [T] and whether each is finite: the head's product fused with the draw.
+
+        hidden [T, hidden] of S slots with T / S rows each; seed, first, temperature [S]: row r of a slot
+        draws the token at position first + step + r.
+        """
         drawn: tuple[Tensor, Tensor] = self.kernels.head_sample(
             hidden, self.weight, usable_vocab, seed, first, step, temperature, self.ids
         )

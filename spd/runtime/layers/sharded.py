@@ -59,13 +59,6 @@ class ShardedEmbedding:
 AnyEmbedding = Tensor | ShardedEmbedding
 
 
-def looked_up(embedding: AnyEmbedding, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and a table in which they can be looked up by a kernel: the table itself where it is whole."""
-    if isinstance(embedding, Tensor):
-        return ids, embedding
-    return torch.arange(ids.shape[0], device=ids.device), embedding.rows(ids)
-
-
 class ShardedHead(AnyHead):
     """Logits of a rank's own ids, gathered; or only the best of each rank, where no more is asked.
 

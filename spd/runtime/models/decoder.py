@@ -18,9 +18,9 @@ from spd.kernels.linear.eight_bits import joined_scales
 from spd.kernels.linear.rms_norm import rms_norm
 from spd.kernels.recurrent.short_conv import Segments
 from spd.runtime.layers.base import ForwardBatch, LayerCache, ModelOutput, Residual
-from spd.runtime.layers.linear import AnyHead, AnyLinear, normed
+from spd.runtime.layers.linear import AnyHead, AnyLinear, SkinnyLinear, normed
 from spd.runtime.layers.rotary import RotaryRows, RotaryTable
-from spd.runtime.layers.sharded import AnyEmbedding, ShardedHead, looked_up
+from spd.runtime.layers.sharded import AnyEmbedding, ShardedHead
 from spd.runtime.models.attention import Attention
 from spd.runtime.models.builder import LayerBuilder, LayerTensors, Tensors
 from spd.runtime.models.gated_delta import GatedDelta
@@ -134,6 +134,13 @@ class Parts:
     rotary: RotaryTable
     heads: tuple[AttentionHeads, ...]
     """Of every shape that layers have."""
+
+
+def looked_up(embedding: AnyEmbedding, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and a table in which they can be looked up by a kernel: the table itself where it is whole."""
+    if isinstance(embedding, Tensor):
+        return ids, embedding
+    return torch.arange(ids.shape[0], device=ids.device), embedding.rows(ids)
 
 
 class Decoder:
@@ -251,8 +258,7 @@ class Decoder:
 
     def sample(
         self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """What the head draws, see `AnyHead`; capped logits are left to the sampler."""
-        if self.logit_softcap is not None:
-            return None
+    ) -> tuple[Tensor, Tensor]:
+        """What a head draws that can, see `SkinnyLinear`."""
+        assert isinstance(self.head, SkinnyLinear)
         return self.head.sample(self._shown(hidden), usable_vocab, seed, first, step, temperature)

@@ -18,10 +18,10 @@ from spd.kernels.linear.rms_norm import rms_norm
 from spd.kernels.sampling.sampling import NEGATIVE_INFINITY
 from spd.runtime.layers.base import ForwardBatch, LayerCache, ModelOutput, Residual
 from spd.runtime.layers.linear import AnyLinear
-from spd.runtime.layers.sharded import SummedLinear, looked_up
+from spd.runtime.layers.sharded import SummedLinear
 from spd.runtime.models.attention import Attention
 from spd.runtime.models.builder import LayerBuilder, Tensors
-from spd.runtime.models.decoder import AuxStates, Decoder, Parts
+from spd.runtime.models.decoder import AuxStates, Decoder, Parts, looked_up
 from spd.runtime.models.weights import HeadRules
 
 

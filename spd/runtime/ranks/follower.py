@@ -61,8 +61,8 @@ def _follow(line: Line, spec: dict[str, Any], own_host: str, pulse: Any) -> None
     (plan, usable_vocab, place) = line.connection.recv()
     plan = replace(plan, device=spec["device"])
     ranks = open_ranks(open_store(place), spec["rank"], plan, own_host, pulse)
-    parts = assemble(plan, usable_vocab, lambda _: pulse.beat(), ranks)
-    obey(parts.queue, line.connection.recv, pulse)
+    queue = assemble(plan, usable_vocab, lambda _: pulse.beat(), ranks)
+    obey(queue, line.connection.recv, pulse)
 
 
 def obey(queue: Any, receive: Callable[[], Any], pulse: Any) -> None:

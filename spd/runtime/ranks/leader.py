@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spd.errors import EngineError
-from spd.runtime.engine.assembly import Assembly, assemble
+from spd.runtime.engine.assembly import assemble
 from spd.runtime.load.progress import LoadProgress, Progress
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.ranks.crew import Crew
@@ -62,11 +62,8 @@ class LeadingQueue:
 
 def lead(
     plan: EnginePlan, usable_vocab: int, progress: Progress | None, rendezvous: str | None = None
-) -> tuple[Assembly, Any]:
-    """Start the ranks that a plan names, or meet them, and load this one's part beside them.
-
-    Returns that part, and what gives orders to all: a `LeadingQueue`.
-    """
+) -> Any:
+    """Start the ranks that a plan names, or meet them, and load this one's part; returns a `LeadingQueue`."""
     crew = Crew(plan, None if rendezvous is None else Rendezvous.parse(rendezvous))
 
     def heard(news: LoadProgress) -> None:
@@ -77,10 +74,10 @@ def lead(
 
     try:
         ranks = crew.open(usable_vocab)
-        parts = crew.guard(lambda: assemble(plan, usable_vocab, heard, ranks))
+        own = crew.guard(lambda: assemble(plan, usable_vocab, heard, ranks))
     except BaseException:
         crew.close()
         raise
-    queue = LeadingQueue(parts.queue, crew)
+    queue = LeadingQueue(own, crew)
     weakref.finalize(queue, crew.close)
-    return parts, queue
+    return queue

@@ -141,17 +141,6 @@ def admitted_tile(rows: Callable[[int, int, int], Pass]) -> int:
     return admitted
 
 
-def bucket_for(rows: int, buckets: tuple[int, ...], tile: int = WIDEST) -> int:
-    """The smallest padded number of rows: a bucket, or whole tiles of the widest and a bucket.
-
-    Beyond the widest bucket, rows of wider tiles are whole multiples of it: no other number was tried.
-    """
-    whole, rest = divmod(rows, WIDEST)
-    if rest and whole and tile > WIDEST:
-        return (whole + 1) * WIDEST
-    return whole * WIDEST + (next(b for b in buckets if b >= rest) if rest else 0)
-
-
 @torch.inference_mode()
 def admitted_parts(
     heads: AttentionHeads, dtype: torch.dtype, page_size: int, widths: tuple[int, ...]
@@ -185,9 +174,3 @@ def admitted_parts(
 
     whole_pages = [part for part in PARTS if part % page_size == 0]
     return tuple(part for part in whole_pages if all(agrees(part, width) for width in widths))
-
-
-def context_for(bound: int, parts: tuple[int, ...]) -> int:
-    """The fewest positions to attend that reach `bound`: whole blocks, and perhaps a part of one."""
-    whole, rest = divmod(bound, KV_BLOCK)
-    return whole * KV_BLOCK + (next((part for part in parts if part >= rest), KV_BLOCK) if rest else 0)

@@ -51,19 +51,14 @@ class OtherLoad:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.cpus = usable_cpus()
-        self._busy, self._own, self._clock = busy, own, clock
+        self._busy, self._own, self.clock = busy, own, clock
         self.read()
 
     def read(self) -> float:
         """CPUs, from 0 to all that this process may use."""
-        at, others = self._clock(), self._busy(self.cpus) - self._own()
-        before, self._last = getattr(self, "_last", (at, others)), (at, others)
+        at, others = self.clock(), self._busy(self.cpus) - self._own()
+        before, self.last = getattr(self, "last", (at, others)), (at, others)
         return min(max(0.0, (others - before[1]) / max(at - before[0], 1e-3)), float(len(self.cpus)))
-
-    @property
-    def age(self) -> float:
-        """Seconds since the last reading."""
-        return self._clock() - self._last[0]
 
 
 def fewer_threads(most: int) -> tuple[int, ...]:
@@ -83,9 +78,10 @@ class FollowedThreads:
 
     def follow(self) -> None:
         """Look at the load if it is time to, and use the threads that have a CPU of their own."""
-        if self._load.age < WINDOW:
+        age = self._load.clock() - self._load.last[0]
+        if age < WINDOW:
             return
-        if self._load.age > 3 * WINDOW:  # no rounds ran meanwhile: what others did then may be over
+        if age > 3 * WINDOW:  # no rounds ran meanwhile: what others did then may be over
             self._load.read()
             return
         self.other_load = self._load.read()

@@ -17,7 +17,7 @@ from spd.kernels.dispatch import Kernels
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import Rows, kv_slots
 from spd.runtime.layers.base import ForwardBatch, HeadStates, ModelOutput
-from spd.runtime.layers.linear import Linear
+from spd.runtime.layers.linear import Linear, SkinnyLinear
 from spd.runtime.models.decoder import Decoder
 from spd.runtime.round.arithmetic_probe import (
     CANDIDATES,
@@ -28,8 +28,6 @@ from spd.runtime.round.arithmetic_probe import (
     admitted_buckets,
     admitted_parts,
     admitted_tile,
-    bucket_for,
-    context_for,
     seconds_of,
     summed_alike,
     worth_running,
@@ -43,6 +41,23 @@ from spd.runtime.round.transfer import to_device
 def _spread(rows: Tensor, present: Tensor, slots: int) -> Tensor:
     """Rows [P, ...] of the slots int64 [P] among zeros: [slots, ...]."""
     return rows.new_zeros(slots, *rows.shape[1:]).index_copy_(0, present, rows)
+
+
+def bucket_for(rows: int, buckets: tuple[int, ...], tile: int = WIDEST) -> int:
+    """The smallest padded number of rows: a bucket, or whole tiles of the widest and a bucket.
+
+    Beyond the widest bucket, rows of wider tiles are whole multiples of it: no other number was tried.
+    """
+    whole, rest = divmod(rows, WIDEST)
+    if rest and whole and tile > WIDEST:
+        return (whole + 1) * WIDEST
+    return whole * WIDEST + (next(b for b in buckets if b >= rest) if rest else 0)
+
+
+def context_for(bound: int, parts: tuple[int, ...]) -> int:
+    """The fewest positions to attend that reach `bound`: whole blocks, and perhaps a part of one."""
+    whole, rest = divmod(bound, KV_BLOCK)
+    return whole * KV_BLOCK + (next((part for part in parts if part >= rest), KV_BLOCK) if rest else 0)
 
 
 class ModelRunner:
@@ -60,6 +75,10 @@ class ModelRunner:
     ) -> None:
         """alone: whether no other rank has to run passes of the same shapes."""
         self.model, self.cache, self.chunk, self.device = model, cache, chunk, device
+        self.draws = model.part is not None or (
+            isinstance(model.head, SkinnyLinear) and model.logit_softcap is None
+        )
+        """Whether tokens can be drawn without whole logits; capped ones are left to the sampler."""
         self.kernels, self.dtype = kernels, cache.dtype
         self.merges = kernels.facts.rows_alike
         """Whether prompts of several slots may go through one pass: any rows beside a row leave its bits."""
@@ -158,15 +177,11 @@ class ModelRunner:
         if self.cache.recurrent:
             own = torch.arange(slots, device=self.device) if present is None else present
             given = given.windows(own, self.cache.applied, keeps=keeps)
-        made = self._forward(given).each(lambda t: t[: slots * width].view(slots, width, -1))
+        made = self._run(self._batch(given)).each(lambda t: t[: slots * width].view(slots, width, -1))
         return made if present is None else made.each(lambda t: _spread(t, present, len(views)))
 
     def _of_prompt(self, given: SlotRows, slot: int, begin: int) -> SlotRows:
         return given.prompt(slot, begin, self.cache.applied) if self.cache.recurrent else given
-
-    def _forward(self, given: SlotRows) -> ModelOutput:
-        """Hidden states [T, hidden] of all windows' rows, and of those that fill up a bucket."""
-        return self._run(self._batch(given, self.tile))
 
     def _present(self, views: Sequence[SlotView]) -> Tensor | None:
         """The slots that have rows, int64; None where all are to be run: that all have some, or a GPU's."""
@@ -175,8 +190,10 @@ class ModelRunner:
         present = [slot for slot, view in enumerate(views) if view.bound]
         return to_device(present, torch.long, self.device) if 0 < len(present) < len(views) else None
 
-    def _batch(self, given: SlotRows, tile: int, chunk_start: int | None = None) -> ForwardBatch:
-        rows = given.rows
+    def _batch(
+        self, given: SlotRows, tile: int | None = None, chunk_start: int | None = None
+    ) -> ForwardBatch:
+        rows, tile = given.rows, tile or self.tile
         slots, width = rows.token_ids.shape
         ids, positions, places = (t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots))
         if self.buckets is not None and chunk_start is None:
@@ -261,11 +278,13 @@ class ModelRunner:
         *,
         noise: bool = True,
     ) -> tuple[Tensor, Tensor] | None:
-        """Tokens [S, R] and whether each is finite, by the model's own drawing head; None without one.
+        """Tokens [S, R] and whether each is finite, by a head that draws; None where there is none.
 
         hidden [S, R, hidden]; seed, first, temperature [S]: row r draws the token at first + step + r.
         Without `noise` no temperature is above 0.
         """
+        if not self.draws:
+            return None
         if (head := self.model.part) is not None:
             part = self._scores(hidden, self.model.part_logits)
             warmth = temperature if noise else None
@@ -274,8 +293,8 @@ class ModelRunner:
         slots, rows = hidden.shape[:2]
         # The last row of every window reshapes to a view with gaps, which kernels do not read.
         flat = hidden.reshape(slots * rows, -1).contiguous()
-        drawn = self.model.sample(flat, usable_vocab, seed, first, step, temperature)
-        return None if drawn is None else (drawn[0].view(slots, rows), drawn[1].view(slots, rows))
+        tokens, finite = self.model.sample(flat, usable_vocab, seed, first, step, temperature)
+        return tokens.view(slots, rows), finite.view(slots, rows)
 
     def admit(self, slot: int, start: int) -> None:
         """A slot begins: of its text nothing is known but pages, and states as of `start`."""
@@ -338,7 +357,7 @@ class ModelRunner:
             own = self.prompt_rows(part.token_ids, part.begin, part.end, table)
             given = self._of_prompt(SlotRows(own, table, [part.view], ring), part.slot, part.begin)
             windows.append(given.folded(MERGED_WIDTH, self.trash_slot))
-        made = self._forward(joined(windows)).states
+        made = self._run(self._batch(joined(windows))).states
         each = torch.split(made, [window.rows.token_ids.numel() for window in windows])
         return [own[None, : part.end - part.begin] for own, part in zip(each, parts, strict=True)]
 
@@ -362,9 +381,9 @@ class ModelRunner:
         rows = self.prompt_rows(token_ids, begin, end, page_table)
         given = self._of_prompt(SlotRows(rows, page_table, [SlotView(end, pages)], states), slot, begin)
         if chunked:
-            made = self._run(self._batch(given, end - begin, chunk_start=begin))
+            batch = self._batch(given, end - begin, chunk_start=begin)
         elif self.kernels.facts.tries_rows and end - begin > WIDEST:
-            made = self._forward(given.folded(WIDEST, self.trash_slot))
+            batch = self._batch(given.folded(WIDEST, self.trash_slot))
         else:
-            made = self._forward(given)
-        return made.each(lambda tensor: tensor[None, : end - begin])
+            batch = self._batch(given)
+        return self._run(batch).each(lambda tensor: tensor[None, : end - begin])

@@ -146,7 +146,8 @@ class RoundQueue:
     ) -> None:
         """reach: positions up to which is drafted; alone: whether this is the only rank."""
         self.round, self.captured, self.states, self.threads = round_, captured, states, threads
-        self.state, self.reach, self.alone = round_.state, reach, alone
+        self.state, self.runner, self.sampler = round_.state, round_.runner, round_.sampler
+        self.proposer, self.reach, self.alone = round_.proposer, reach, alone
         self.copies = HostCopies(self.state) if self.state.device != "cpu" else None
         self.rows = list(zip(self.state.ring.unbind(), self.state.times.unbind(), strict=True))
         """Of the ring, with their times."""
@@ -183,7 +184,7 @@ class RoundQueue:
 
         Its pages hold `prefilled` positions already, but for what comes from a checkpoint's place.
         """
-        runner, proposer = self.round.runner, self.round.proposer
+        proposer = self.proposer
         if checkpoint is not None or (prefilled and proposer is not None and proposer.captures):
             self.flush()  # it wants what is kept of the pages that the slot begins with
         if checkpoint is not None:
@@ -191,8 +192,8 @@ class RoundQueue:
         self._ids = ids = to_device(tokens, torch.long, self.state.device)
         least = prompt_length + params.min_tokens
         self.state.admit(slot, ids, length_limit, least, stop_ids, self.reach, draft_max, active=False)
-        self.round.sampler.admit(slot, params, ids[:prompt_length], ids[prompt_length:])
-        runner.admit(slot, prefilled)
+        self.sampler.admit(slot, params, ids[:prompt_length], ids[prompt_length:])
+        self.runner.admit(slot, prefilled)
         if proposer is not None:
             proposer.admit(slot, prefilled, SlotView(len(ids), pages))
         self.show_pages(slot, pages)
@@ -200,11 +201,11 @@ class RoundQueue:
     def show_pages(self, slot: int, pages: list[int]) -> None:
         """Upload a slot's page numbers."""
         table = self.state.page_table
-        table[slot] = self.round.runner.page_row(pages, table.shape[1])
+        table[slot] = self.runner.page_row(pages, table.shape[1])
 
     def allow(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
         """Masks int32 [R, words] for a slot's next round, and its drafts, of which `legal` are allowed."""
-        self.round.sampler.allow(slot, rows)
+        self.sampler.allow(slot, rows)
         if drafts:  # rounds that it did not take part in may have overwritten them
             self.state.draft[slot, : len(drafts)] = to_device(drafts, torch.long, self.state.device)
         self.state.num_drafts[slot].fill_(legal)
@@ -223,17 +224,17 @@ class RoundQueue:
         page = page_of(pages, held)
         if place is not None:
             self.states.save(place, slot, held, page)
-        elif page != TRASH_PAGE and self.round.proposer is not None:
-            self.round.proposer.leave(slot, held, page)
+        elif page != TRASH_PAGE and self.proposer is not None:
+            self.proposer.leave(slot, held, page)
         self.state.retire(slot)
         self.last_views[slot] = EMPTY_SLOT
 
     def clear(self, pages: list[int]) -> None:
         """Zero pages that may hold values that are not finite."""
         self.flush()
-        self.round.runner.cache.clear(pages)
-        if self.round.proposer is not None:
-            self.round.proposer.clear(pages)
+        self.runner.cache.clear(pages)
+        if self.proposer is not None:
+            self.proposer.clear(pages)
 
     # -- prompts ---------------------------------------------------------------------------------
 
@@ -244,7 +245,7 @@ class RoundQueue:
         rows = sum(filled_rows(each.end - each.begin) for each in (*self.unwritten, part))
         recurrent = any(each.cache.recurrent for each in self.states.runners)
         again = recurrent and any(each.slot == slot for each in self.unwritten)
-        if again or rows > self.round.runner.chunk:
+        if again or rows > self.runner.chunk:
             self.flush()
         self.unwritten.append(part)
 
@@ -256,9 +257,9 @@ class RoundQueue:
     def flush(self) -> None:
         """Enqueue what is still to be written of prompts."""
         if self.unwritten:
-            states = self.round.runner.write(self.unwritten)
-            if self.round.proposer is not None:
-                self.round.proposer.prefill(self.unwritten, states)
+            states = self.runner.write(self.unwritten)
+            if self.proposer is not None:
+                self.proposer.prefill(self.unwritten, states)
         for each in self.unsaved:
             self.states.save(*each)
         self.unwritten, self.unsaved = [], []  # and not before: what broke off is still to be written
@@ -272,7 +273,7 @@ class RoundQueue:
         self.threads.follow()
         if self.unwritten or self.unsaved:
             self.flush()
-        proposer, forwards = self.round.proposer, 0
+        proposer, forwards = self.proposer, 0
         if proposer is not None:
             known = zip(views, self.last_views, strict=True)
             self.last_views = [view if view.bound else last for view, last in known]
@@ -301,7 +302,7 @@ class RoundQueue:
     @torch.inference_mode()
     def _catch_up(self) -> None:
         """Bring the proposer's cache up, before it drafts or others may find what is on its pages."""
-        proposer, views = self.round.proposer, self.last_views
+        proposer, views = self.proposer, self.last_views
         if proposer is not None and self.behind and any(view.bound for view in views):
             proposer.catch_up(self.behind, views)
         self.behind = 0
