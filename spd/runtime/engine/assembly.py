@@ -49,7 +49,8 @@ def open_device(
             return assemble(plan, usable_vocab, progress)
         from spd.runtime.ranks.leader import lead
 
-        return lead(plan, usable_vocab, progress, rendezvous)
+        queue: RoundQueue = lead(plan, usable_vocab, progress, rendezvous)
+        return queue
     except Exception as error:
         if not is_out_of_memory(error):
             raise
