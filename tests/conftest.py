@@ -18,6 +18,7 @@ from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import TinyShelf
 from tests.interpreted_dot import install
 from tests.known_trials import tried_once
+from tests.lanes import choose
 from tests.pairs import Pairs
 from tests.recipes.medium import write_medium, write_medium_draft
 
@@ -55,6 +56,12 @@ def keep_threads() -> Iterator[None]:
 def _interrupts_are_heard() -> None:
     """A shell starts background jobs with SIGINT ignored, which spd and its children would respect."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before `-m` is heard."""
+    choose(items)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

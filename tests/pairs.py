@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spd.formats.demo import demo_folder
 from spd.runtime import Engine
 from tests.helpers import Damped, TinyShelf, make_engine
 from tests.recipes.tiny import VARIANTS
@@ -80,6 +81,8 @@ class Pairs:
             spec = f"{pair.speculation['spec']}+ngram"
             return Pair(pair.model, {**pair.speculation, "spec": spec, "ngram_min": 2}, pair.reference)
         folder = self.folder / name
+        if name == "demo":
+            return Pair(demo_folder(), {"spec": "mtp"})
         if name in EAGLES:
             target, head = folder / "target", folder / "head"
             write_tiny_pair(target, head, kind="copy", **EAGLES[name])

@@ -1,7 +1,8 @@
-"""What a drafter's cache holds while some slots wait for their masks: the text, with any drafter."""
+"""What drafters keep is of the text, whatever came between: pauses, turns, matches, masks, few pages."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,92 @@ from typing import Any
 import pytest
 import torch
 
-from spd.runtime import Engine, Request, SamplingParams
+from spd.runtime import Engine, Request, RoundRecord, SamplingParams
 from spd.runtime.engine.request import GrammarText
 from spd.runtime.proposers.arbitrated import ArbitratedProposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.round.kv_cache import KvCache
+from spd.runtime.round.limits import CATCH_UP
 from spd.runtime.round.round_queue import RoundQueue
 from spd.runtime.round.rows import SlotView
-from tests.helpers import next_turn, random_prompts, run_requests
-from tests.pairs import COPYING, Pair, Pairs, damped
-from tests.test_invisible import VOCAB
+from tests.helpers import (
+    Run,
+    assert_same,
+    make_engine,
+    next_turn,
+    random_prompts,
+    run_all,
+    run_one,
+    run_requests,
+)
+from tests.pairs import COPYING, LENGTHS, Pair, Pairs, damped
+from tests.prompt_lookup import match_length
+from tests.runtime.eagle3_reference import PlainEagle3
+from tests.runtime.test_runtime_mtp import compared
+from tests.test_invisible import FEW, PROMPTS, VOCAB, decided, outputs
+
+K = 3
+"""What a model drafts at most."""
+
+
+# -- a turn and the next -------------------------------------------------------------------------------
+
+
+SHARERS = ("off", "draft+ngram", "deepseek_v3/ngram", "three", "ngram", "draft", "eagle", "gemma2/ngram")
+
+
+@pytest.mark.covers(count=4)
+@pytest.mark.parametrize("name", [*SHARERS, "one", "deepseek", "speculators"])
+def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
+    """Also where the reply goes on from the reply: what a turn generated is found under its own kind."""
+    common, pair = random_prompts(1, 150, VOCAB, seed=9)[0], pairs.get(name)
+    params = SamplingParams(temperature=0.8, max_tokens=30, seed=4, ignore_eos=True)
+    prompts = [common, (*common, 1, 2, 3), common[:140], common[:129], common[:100] + (9,) * 60]
+    engine, alone = (pair.engine(4, ctx=500, prefix_sharing=sharing) for sharing in (True, False))
+    shared, fresh = ([run_all(one, [p], [params])[0] for p in prompts] for one in (engine, alone))
+    assert [run.metrics.cached_tokens for run in shared] == [0, 128, 128, 128, 64]
+    assert all(run.metrics.cached_tokens == 0 for run in fresh)
+    assert_same(shared, fresh)
+    assert_same(shared[:1], [run_one(pair.model, common, params, ctx=500)])
+    assert [run.drafts for run in shared] == [run.drafts for run in fresh]
+    engine = pair.engine(4, ctx=500)
+    long = SamplingParams(temperature=0.8, max_tokens=80, seed=4, ignore_eos=True)
+    turn = next_turn(common, run_all(engine, [common], [long])[0].tokens, params)
+    found, again = (run_requests(one, [turn])[0] for one in (engine, alone))
+    assert found.output == again.output and found.drafts == again.drafts
+    assert found.metrics.cached_tokens == 150 + 80 - 1
+
+
+@pytest.mark.covers(1)
+@pytest.mark.parametrize(
+    "lengths",
+    [(K,), (0,), LENGTHS, (COPYING,), (K, COPYING, COPYING, COPYING)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "name",
+    ["self", "draft+ngram", "one+ngram", "three", "eagle+ngram", "draft", "one", "three+ngram", "eagle"],
+)
+def test_drafts_after_any_rounds_are_those_of_a_fresh_start(
+    pairs: Pairs, name: str, lengths: tuple[int, ...]
+) -> None:
+    """A next turn that finds the pages drafts as one that writes them anew: nothing in them is stale."""
+    pair, prompt = pairs.get(name), random_prompts(1, 30, VOCAB, seed=5)[0]
+    full_of_noise = random_prompts(1, 150, VOCAB, seed=7)
+    for count in (26, 33, 40):
+        engine = pair.changing(lengths)
+        run_all(engine, full_of_noise, [SamplingParams(max_tokens=20, ignore_eos=True)])
+        params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.5, logit_bias=FEW)
+        reply = run_all(engine, [prompt], [params])[0].tokens
+        turn = next_turn(prompt, reply, SamplingParams(max_tokens=30, ignore_eos=True))
+        engine._draft_length.choose = lambda: K  # type: ignore[method-assign]
+        found = run_requests(engine, [turn])
+        fresh = run_requests(pair.changing((K,), prefix_sharing=False), [turn])
+        assert found[0].metrics.cached_tokens == len(prompt) + count - 1
+        assert found[0].output == fresh[0].output and decided(found) == decided(fresh)
+
+
+# -- slots that wait for their masks -------------------------------------------------------------------
 
 BOUND = GrammarText("regex", "(abcdef){30,60}!")
 LOOSE = GrammarText("regex", "([a-f]{2}xyz){10,60}!")
@@ -105,3 +182,220 @@ def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str, lengt
         assert found.drafts == fresh.drafts and found.output == fresh.output
         compared += len(found.rounds)
     assert compared > 20
+
+
+# -- lookup beside a model -----------------------------------------------------------------------------
+
+
+def test_a_batch_equals_each_alone_and_pages_run_short(pairs: Pairs) -> None:
+    work = [
+        (
+            prompt,
+            SamplingParams(temperature=0.8 * (i % 2), max_tokens=60 + 7 * i, seed=i, logit_bias=FEW),
+        )
+        for i, prompt in enumerate(random_prompts(6, 60, VOCAB, seed=4))
+    ]
+    gave_way = 0
+    for name, sizes in (("draft", (None, 6)), ("three", (5,)), ("eagle", (7,))):
+        pair = pairs.get(f"{name}+ngram")
+        alone = [run.output for run in outputs(pair.plain(prefix_sharing=False), work)]
+        for pages in sizes:
+            engine = pair.changing(slots=4, lag=2 if pages else 1, cache_pages=pages)
+            assert [run.output for run in outputs(engine, work)] == alone
+            gave_way += engine._scheduler.preemptions
+    assert gave_way, "the test saw nothing"
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_model_that_is_always_right_stays_so(pairs: Pairs, changes: bool, lag: int) -> None:
+    """Its cache holds the text, and not what it would have drafted itself where lookup did.
+
+    Several together, so that slots differ in who drafted and how much was accepted.
+    """
+    prompts = random_prompts(5, 40, VOCAB, seed=8)
+    params = [
+        SamplingParams(temperature=(0.0, 0.9)[i % 2], max_tokens=60, seed=i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    pair, wishes = pairs.get("self+ngram"), {"slots": 3, "lag": lag, "ngram_min": 1}
+    engine = pair.changing(**wishes) if changes else pair.engine(K, **wishes)
+    rounds = [record for run in run_all(engine, prompts, params) for record in run.rounds if record.draft]
+    wrong = [record for record in rounds if record.accepted < len(record.draft)]
+    assert sum(not record.match for record in rounds) > 20
+    assert len(wrong) > 20 and all(record.match for record in wrong)
+
+
+def test_rounds_without_drafts_tell_of_matches(pairs: Pairs) -> None:
+    """At every lag the same ones, which are the lengths of the real matches at the round's first token."""
+    told_of: list[list[int]] = []
+    for lag in (0, 2):
+        engine = pairs.get("one+ngram").changing((0,), lag=lag)
+        outcomes: list[tuple[Any, ...]] = []
+        note = outcomes.append
+        engine._draft_length.observe = lambda *outcome, note=note: note(outcome)  # type: ignore[method-assign]
+        prompt, params = PROMPTS[0], SamplingParams(max_tokens=40, temperature=0.5, seed=3, logit_bias=FEW)
+        (run,) = run_all(engine, [prompt], [params])
+        text, seen = [*prompt, *run.tokens], [outcome[-1] for outcome in outcomes]
+        sizes = [match_length(text[: record.position], 8) for record in run.rounds]
+        assert seen == [size if size >= 2 else 0 for size in sizes[1:]]
+        told_of.append(seen)
+    assert told_of[0] == told_of[1] and 3 < sum(size > 0 for size in told_of[0]) < len(told_of[0])
+
+
+def test_the_cache_is_brought_up_before_too_much_is_missing(
+    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long lookup drafts alone: what is missing stays within the rings of states."""
+    asked: list[int] = []
+    real = ArbitratedProposer.catch_up
+
+    def watched(self: ArbitratedProposer, tokens: int, views: Any) -> None:
+        asked.append(tokens)
+        real(self, tokens, views)
+
+    monkeypatch.setattr(ArbitratedProposer, "catch_up", watched)
+    behind: list[int] = []
+    launch = RoundQueue.launch
+
+    def counted(self: RoundQueue, k: int, *rest: Any) -> Any:
+        ticket = launch(self, k, *rest)
+        behind.append(self.behind)
+        return ticket
+
+    monkeypatch.setattr(RoundQueue, "launch", counted)
+    engine = pairs.get("one+ngram").changing((COPYING,) * 9 + (0,) * 40 + (K,))
+    run_all(engine, PROMPTS[:1], [SamplingParams(max_tokens=120, ignore_eos=True)])
+    assert len(asked) > 6 and max(asked) <= CATCH_UP and max(behind) <= CATCH_UP
+    assert {1 + COPYING + 1, CATCH_UP} <= set(asked), asked
+
+
+def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules that test a draft's probability find certainty there, and the model's own law elsewhere."""
+    seen = {True: 0, False: 0}
+    real = ArbitratedProposer.draft
+
+    def checked(self: ArbitratedProposer, k: int, *rest: Any) -> None:
+        laws, state = self.sampler.draft_laws, self.lookup.state
+        assert laws is not None
+        before = laws.clone()
+        real(self, k, *rest)
+        for slot in range(state.slots):
+            if not state.active[slot]:
+                assert torch.equal(laws[slot], before[slot])
+                continue
+            law, drafts = laws[slot, :k], state.draft[slot, :k]
+            found = bool(state.match[slot])
+            seen[found] += 1
+            assert law.sum(-1) == pytest.approx([1.0] * k, abs=1e-4)
+            assert (law.gather(-1, drafts[:, None]) == 1).all() == found
+
+    monkeypatch.setattr(ArbitratedProposer, "draft", checked)
+    prompts = random_prompts(4, 24, VOCAB, seed=2)
+    params = [
+        SamplingParams(temperature=1.1, max_tokens=12 + 9 * i, seed=i, logit_bias=FEW) for i in range(4)
+    ]
+    run_all(pairs.get("draft+ngram").engine(K, slots=3, verify="rejection", adaptive=None), prompts, params)
+    assert min(seen.values()) > 3, seen
+
+
+def test_rules_that_test_drafts_by_their_probability(pairs: Pairs) -> None:
+    """A greedy text is the plain one, a request the same in any company; a match's drafts are certain."""
+    pair = pairs.get("draft+ngram")
+    prompts = random_prompts(4, 24, VOCAB, seed=2)
+    greedy = [SamplingParams(max_tokens=20, ignore_eos=True, logit_bias=FEW)] * 4
+    drawn = [
+        SamplingParams(temperature=0.9, max_tokens=16 + 5 * i, seed=40 + i, logit_bias=FEW) for i in range(4)
+    ]
+    plain = [run.output for run in run_all(pair.plain(), prompts, greedy)]
+    for rule in ("rejection", "block"):
+        how: dict[str, Any] = {"verify": rule, "adaptive": None}
+        assert [run.output for run in run_all(pair.engine(K, **how), prompts, greedy)] == plain
+        alone = [run_all(pair.engine(K, **how), [p], [q])[0] for p, q in zip(prompts, drawn, strict=True)]
+        together = run_all(pair.engine(K, slots=4, lag=2, **how), prompts, drawn)
+        assert [run.output for run in together] == [run.output for run in alone]
+        assert decided(together) == decided(alone)
+        assert any(r.match for run in alone for r in run.rounds)
+
+
+# -- heads, against their definition -------------------------------------------------------------------
+
+
+def assert_the_reference_s(headed: Pair, prompts: list[tuple[int, ...]], runs: list[Run]) -> None:
+    """Every draft must be the reference's."""
+    assert headed.reference is not None
+    wrong, seen, _ = compared(headed.reference(), list(zip(prompts, runs, strict=True)))
+    assert seen > 10 and wrong == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["three", "eagle", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one", "speculators"))],
+)
+def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> None:
+    """Pauses shorter and longer than a catch-up, between rounds of every length."""
+    headed, prompts = pairs.get(name), PROMPTS[1:5]
+    greedy = [SamplingParams(max_tokens=60, ignore_eos=True)] * 4
+    plain = run_all(make_engine(headed.model), prompts, greedy)
+    for slots, lag in ((1, 0), (3, 2)):
+        engine = headed.engine(4, adaptive=True, slots=slots, lag=lag)
+        source = random.Random(slots)
+        pauses = [[0] * n + [source.choice((1, 2, 3, 4)) for _ in range(2)] for n in (1, 3, 18, 5, 35, 2) * 9]
+        ks = iter([k for pause in pauses for k in pause])
+        engine._draft_length.choose = lambda ks=ks: next(ks)  # type: ignore[method-assign, misc]
+        runs = run_all(engine, prompts, greedy)
+        assert_the_reference_s(headed, prompts, runs)
+        assert [run.tokens for run in runs] == [run.tokens for run in plain]
+
+
+@pytest.mark.parametrize("name", ["one", "three", "eagle", "speculators"])
+def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
+    """A text that ends while the head lags behind leaves what a later prompt can draft from."""
+    engine = pairs.get(name).engine(3, ctx=400, adaptive=True)
+    engine._draft_length.choose = lambda: 0  # type: ignore[method-assign]
+    greedy = SamplingParams(max_tokens=70, ignore_eos=True)
+    first = run_all(engine, [PROMPTS[0]], [greedy])[0]
+    engine._draft_length.choose = lambda: 3  # type: ignore[method-assign]
+    turn = next_turn(PROMPTS[0], first.tokens, greedy, said=())
+    run = run_requests(engine, [turn])[0]
+    assert run.metrics.cached_tokens == len(turn.prompt_ids) - 1
+    assert_the_reference_s(pairs.get(name), [turn.prompt_ids], [run])
+
+
+@pytest.mark.parametrize("name", ["three", "eagle"])
+def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
+    prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in (70, 130, 9, 200, 64, 30)]
+    greedy = [SamplingParams(max_tokens=50 + 9 * i, ignore_eos=True) for i in range(6)]
+    alone = run_all(make_engine(pairs.get(name).model, ctx=320), prompts, greedy)
+    engine = pairs.get(name).engine(4, ctx=320, slots=5, lag=1, cache_pages=6)
+    runs = run_all(engine, prompts, greedy)
+    assert [run.output for run in runs] == [run.output for run in alone]
+    assert sum(run.metrics.preemptions for run in runs) > 1
+    assert_the_reference_s(pairs.get(name), prompts, runs)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("name", ["three", "eagle"])
+def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str) -> None:
+    """A law over the target's ids for each draft, with nothing for those that a head does not know."""
+    pair = pairs.get(name)
+    assert pair.reference is not None
+    engine, plain = pair.engine(3, verify=rule), pair.reference()
+    state, laws = engine._parts.state, engine._parts.sampler.draft_laws
+    known = set(plain.said.tolist() if isinstance(plain, PlainEagle3) else range(320))
+    assert laws is not None
+    seen = 0
+
+    def look(record: RoundRecord) -> None:
+        nonlocal seen
+        for draft, law in zip(state.draft[0, : state.num_drafts[0]].tolist(), laws[0], strict=False):
+            assert law.sum() == pytest.approx(1, abs=1e-5) and law[draft] > 0
+            possible = set(law.nonzero().flatten().tolist())
+            assert possible <= known and len(possible) > len(known) // 2
+            seen += 1
+
+    engine.trace = look
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=2, ignore_eos=True)
+    list(engine.stream([Request("r", PROMPTS[1], params)]))
+    metrics = engine.metrics("r")
+    assert seen > 20 and 0 < metrics.draft_n_accepted < metrics.draft_n

@@ -96,7 +96,7 @@ def test_text_of_a_saved_wrapper_equals_transformers(
     write_tokenizer(tmp_path, 320, 512)
     engine = make_engine(tmp_path)
     with torch.inference_mode():
-        runner, view = engine._parts.runner, SlotView(90, list(range(2, 10)))
+        runner, view = engine._device.runner, SlotView(90, list(range(2, 10)))
         table = runner.page_row(view.pages, 8)[None]
         found = []
         for start, stop in ((0, 64), (64, 90)):
