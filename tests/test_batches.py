@@ -6,13 +6,14 @@ The default lane runs a pairwise covering array on a tiny model; the slow lane e
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
 import random
 import resource
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.engine.request import GrammarText
 from spd.runtime.plan.memory import pages_a_slot
 from tests.helpers import PROPOSERS, Run, make_engine, random_prompts, run_requests
+from tests.lanes import covering
 from tests.page_checks import check_pages
 from tests.recipes.demo_corpus import question_answers
 from tests.recipes.tiny import VARIANTS, write_tiny
@@ -60,31 +62,23 @@ KINDS = 7
 """Different requests; larger batches repeat them."""
 
 
-def covering_array(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[Case]:
-    """Few combinations in which every two values of two factors meet: greedy, the same every time."""
-    source, names = random.Random(seed), list(factors)
-    pairs = {
-        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
-    }
+def combined(factors: dict[str, Sequence[Any]]) -> list[Case]:
+    return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
 
-    def met(case: Case) -> set[tuple[Any, ...]]:
-        return {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)} & pairs
 
-    cases = []
-    while pairs:
-        a, x, b, y = min(pairs, key=repr)
-        tries = [{n: source.choice(factors[n]) for n in names} | {a: x, b: y} for _ in range(60)]
-        best = max(tries, key=lambda case: len(met(case)))
-        pairs -= met(best)
-        cases.append(best)
-    return cases
+@functools.cache
+def pairwise(*sizes: int) -> list[Case]:
+    """Few combinations in which every two values of two factors meet."""
+    every = combined({**FACTORS, "size": sizes})
+    keys: list[dict[str, Hashable]] = [dict(case) for case in every]
+    return [every[i] for i in covering(keys, 2)]
 
 
 def test_the_array_holds_every_pair(say: Callable[[str], None]) -> None:
-    cases = covering_array(FACTORS)
+    cases = pairwise(*FACTORS["size"])
     for a, b in itertools.combinations(FACTORS, 2):
         assert {(c[a], c[b]) for c in cases} == set(itertools.product(FACTORS[a], FACTORS[b]))
-    total = len(list(itertools.product(*FACTORS.values())))
+    total = len(combined(FACTORS))
     assert len(cases) < total / 20
     say(f"{len(cases)} of {total:,} combinations hold every pair")
 
@@ -191,9 +185,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return made
 
 
-def test_every_pair_equals_solo(bench: Bench) -> None:
+@pytest.mark.parametrize("sizes", [(1, 2, 7), pytest.param((1, 2, 7, 32), marks=pytest.mark.slow)], ids=str)
+def test_every_pair_equals_solo(bench: Bench, sizes: tuple[int, ...]) -> None:
     accepted, interrupted = Counter[str](), 0
-    for case in covering_array(FACTORS):
+    for case in pairwise(*sizes):
         runs = bench.check(case)
         accepted[case["method"]] += sum(run.metrics.draft_n_accepted for run in runs)
         interrupted += sum(run.metrics.preemptions for run in runs)
@@ -240,8 +235,7 @@ def check_all(bench: Bench, cases: list[Case], request: pytest.FixtureRequest, n
 def test_every_combination_equals_solo_on_the_demo(feature: str, request: pytest.FixtureRequest) -> None:
     long = [tuple(itertools.islice(itertools.cycle(p), 70 + i)) for i, p in enumerate(demo_prompts(KINDS))]
     bench = Bench(demo_folder(), DEMO_DRAFTS, long, 16, ctx=256)
-    every = itertools.product(*({**FACTORS, "feature": (feature,)}).values())
-    check_all(bench, [dict(zip(FACTORS, values, strict=True)) for values in every], request, feature)
+    check_all(bench, combined({**FACTORS, "feature": (feature,)}), request, feature)
 
 
 @pytest.mark.slow
@@ -250,8 +244,8 @@ def test_pairs_equal_solo_on_the_0_35_b(medium: Path, request: pytest.FixtureReq
     prompts = [random_prompts(1, 66 + 9 * i, 8000, seed=i)[0] for i in range(KINDS)]
     bench = Bench(medium, {"draft": medium / "draft"}, prompts, 8, ctx=192)
     bench.parity, bench.squeezed = 9, 9
-    factors = {**FACTORS, "size": (9, 33), "method": ("off", "ngram", "draft")}
-    check_all(bench, covering_array(factors), request, "0.35 B")
+    cases = [case for case in pairwise(9, 33) if case["method"] in ("off", "ngram", "draft")]
+    check_all(bench, cases, request, "0.35 B")
 
 
 @pytest.mark.slow

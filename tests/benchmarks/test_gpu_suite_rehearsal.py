@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu_suite import batches, lane, peers_gpu, sparse_models
+from benchmarks.gpu_suite import batches, lane
 from benchmarks.gpu_suite import kernel_cases as kernels
 from benchmarks.gpu_suite import recurrent_cases as recurrent
 from benchmarks.gpu_suite import round_cases as rounds
 from benchmarks.gpu_suite import round_times as times
 from benchmarks.gpu_suite import sparse_cases as sparse
-from benchmarks.gpu_suite.compiled_loop import CompiledLoop
 from benchmarks.gpu_suite.digest import digest
-from benchmarks.gpu_suite.end_to_end import config_of, run_draft, run_plain
+from benchmarks.gpu_suite.end_to_end import config_of, run_plain
 from benchmarks.gpu_suite.graph_timer import Once
 from benchmarks.gpu_suite.kernel_table import cases, run_case
 from benchmarks.gpu_suite.room import needed_bytes, plan_anyway
 from benchmarks.gpu_suite.shapes import Shape
-from benchmarks.gpu_suite.sparse_models import write_hollow
 from benchmarks.gpu_suite.speculation import REFERENCE_LENGTH
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
 from spd.runtime import Engine
-from spd.runtime.plan.memory import tensor_bytes
-from tests.helpers import read_model_config
 
 TARGET = Shape("target", 64, 2, 4, 2, 96, vocab=300, head_dim=16)
 DRAFT = Shape("draft", 32, 1, 2, 2, 48, vocab=300, tied=True, head_dim=16)
@@ -106,8 +100,7 @@ def test_every_kind_of_case_meets_its_contract_and_no_kernel_is_left_out(form: s
     assert watched.called == set(operation_stems()) - NOT_IN_THE_TABLE
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-def test_every_round_is_noted_in_order(lag: int, tmp_path: Path) -> None:
+def test_every_round_is_noted_in_order(tmp_path: Path) -> None:
     def work(engine: Engine) -> tuple[times.Span, times.Recorder, bool]:
         recorder = times.Recorder.of(engine)
         times.start(engine, [(1, 2, 3), (4, 5)], times.GREEDY, 3)
@@ -115,7 +108,7 @@ def test_every_round_is_noted_in_order(lag: int, tmp_path: Path) -> None:
         times.stop(engine, 2)
         return span, recorder, engine.has_work
 
-    config = config_of(tmp_path, TARGET, ctx=64, slots=2, lag=lag, **CPU)
+    config = config_of(tmp_path, TARGET, ctx=64, slots=2, lag=2, **CPU)
     span, recorder, left = times.with_engine(config, work)
     assert (span.rounds, span.tokens, len(span.records), left) == (5, 10, 5, False)
     marks = [t for one in recorder.rounds for t in (one.began, one.committed, one.ended)]
@@ -144,21 +137,7 @@ def test_plain_rounds_of_a_tiny_model() -> None:
     assert "host reads: 0 in 4 rounds" in digest({"probes": {"plain": {"status": "ok", "result": report}}})
 
 
-def test_drafted_rounds_of_tiny_models() -> None:
-    *_, report = run_draft([(TARGET, DRAFT)], SMALL, 1e9, **CPU)
-    pair = report["pairs"]["draft > target"]
-    assert pair["acceptance"] == "imposed" and set(pair["k"]) == set("1234567")
-    four = pair["k"]["4"]
-    assert four["length"] == pytest.approx(3.08) and 1 <= four["tokens_a_round"] <= 5
-    assert [pair["k"][k]["drafts_a_round"] for k in "1234567"] == [1, 2, 3, 4, 5, 6, 7]
-    assert four["speedup"] == pytest.approx(3.08 * pair["plain"]["wall_us"] / four["wall_us"])
-    assert len(four["bytes"]) == 8 and four["floor_us"] == pytest.approx(1e-3 * sum(four["bytes"].values()))
-    assert four["share_of_ceiling"] == pytest.approx(four["floor_us"] / four["wall_us"])
-    text = digest({"probes": {"draft": {"status": "ok", "result": report}}})
-    assert "draft > target k=4 reads" in text and "draft > target k=4:" in text and "imposed 3.08" in text
-
-
-@pytest.mark.parametrize(("room", "groups"), [(None, 1), (2.5, 2), (1.5, 3), (0.5, 0)])
+@pytest.mark.parametrize(("room", "groups"), [(None, 1), (1.5, 3), (0.5, 0)])
 def test_kinds_take_turns_and_without_room_for_all_still_have_ratios(
     room: float | None, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,58 +160,13 @@ def test_kinds_take_turns_and_without_room_for_all_still_have_ratios(
     assert case["plain"]["tokens_a_second"] == pytest.approx(1e6 / case["plain"]["round_us"])
     intervals = {name: one["interval_95"] for name, one in case.items() if "_over_" in name}
     paired = {"auto_over_plain", "fixed_over_plain"}
-    within = {1: paired | {"auto_over_fixed"}, 2: paired, 3: set()}[groups]
+    within = {1: paired | {"auto_over_fixed"}, 3: set()}[groups]
     assert {name for name, interval in intervals.items() if interval} == within and len(intervals) == 3
     assert all(
         interval is None or interval[0] <= case[name]["median"] <= interval[1]
         for name, interval in intervals.items()
     )
     assert ("no room for all at once: plain" in text) == (groups > 1) and "nan" not in text
-
-
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_compiled_loop_is_the_same_model_as_transformers(
-    compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    shape = replace(TARGET, layers=10 if compiled else 2)  # more than Dynamo would compile each for itself
-    model = peers_gpu.random_transformer(shape, "cpu", torch.float32)
-    counters.clear()
-    loop = CompiledLoop(shape, 64, "cpu", torch.float32, compiled)
-    named = model.state_dict()
-    with torch.no_grad():
-        loop.model.embedding.copy_(named["model.embed_tokens.weight"])
-        loop.model.head.copy_(named["lm_head.weight"])
-        for index, block in enumerate(loop.model.layers):
-            prefix = f"model.layers.{index}."
-            for ours, theirs in (
-                ("qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-                ("out", ("self_attn.o_proj",)),
-                ("gate_up", ("mlp.gate_proj", "mlp.up_proj")),
-                ("down", ("mlp.down_proj",)),
-            ):
-                parts = [named[f"{prefix}{name}.weight"] for name in theirs]
-                getattr(block, ours).copy_(torch.cat(parts))
-    monkeypatch.setattr(peers_gpu, "PROMPT", 11)
-    prompt = list(times.random_prompt(11, TARGET.vocab, 0))
-    found = loop.generate(prompt, 20)
-    ids = torch.tensor([prompt])
-    wanted = model.generate(ids, do_sample=False, max_new_tokens=20)[0, 11:].tolist()
-    assert found == wanted and len(set(found)) > 5
-    assert counters["stats"]["unique_graphs"] == (3 if compiled else 0), "one layer is compiled for all"
-
-
-def test_assisted_generation_accepts_every_draft() -> None:
-    pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    target = peers_gpu.random_transformer(TARGET, "cpu", torch.float32)
-    assistant = peers_gpu.random_transformer(DRAFT, "cpu", torch.float32)
-    rounds = []
-    target.register_forward_hook(lambda *given: rounds.append(1))
-    peers_gpu.assisted_contender(target, assistant)(20)
-    # The first forward also reads the prompt: 4 rounds of K + 1 tokens.
-    assert len(rounds) == 20 // (peers_gpu.K + 1)
 
 
 LANE = {
@@ -251,6 +185,7 @@ def test_of_no_gpu(): assert False
 }
 
 
+@pytest.mark.slow
 def test_the_gpu_lane_counts_and_names_what_failed(tmp_path: Path) -> None:
     files = [tmp_path / f"test_{name}.py" for name in LANE]
     for file, text in zip(files, LANE.values(), strict=True):
@@ -264,34 +199,3 @@ def test_the_gpu_lane_counts_and_names_what_failed(tmp_path: Path) -> None:
     assert [Path(name).name for name in sorted(found["failed"])] == [f"test_{end}" for end in named]
     assert "assert 3 < 3" in str(found["why"]) and "nothing_at_all" in str(found["why"])
     assert {"test_gpu_texts.py", "test_kernels_skinny_linear.py"} < {path.name for path in lane.test_files()}
-
-
-CONFIG = {
-    **{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 300},
-    **{"num_key_value_heads": 4, "torch_dtype": "float32", "max_position_embeddings": 512},
-    **{"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
-    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    **{"num_hidden_layers": 2, "head_dim": 16},
-}
-
-
-def test_rounds_of_a_tiny_sparse_model(tmp_path: Path) -> None:
-    model = sparse_models.V2_LITE
-    config = {key: CONFIG.get(key, value) for key, value in model.config.items()}
-    tiny = replace(model, name="tiny", config=config)
-    *_, report = sparse_models.run([tiny], SMALL, 1e9, **CPU)
-    found = report["models"]["tiny"]
-    assert set(found) == {"k=0", "k=1", "k=3"} and not any("error" in row for row in found.values())
-    assert found["k=0"]["tokens_a_round"] == 1 < found["k=3"]["tokens_a_round"]
-    assert found["k=0"]["touched_experts"] == 2 and 2 <= found["k=3"]["touched_experts"] <= 8
-    assert found["k=3"]["floor_us"] > found["k=1"]["floor_us"] > found["k=0"]["floor_us"]
-    # By hand: everything but the embedding table and six of eight experts, then the latents so far.
-    unread = 300 * 64 + 6 * 3 * 64 * 32
-    latents = 2 * (32 + 8) * found["k=0"]["context"]
-    parsed = read_model_config(write_hollow(tiny, tmp_path))
-    exact = tensor_bytes(parsed, "float32") + 4 * (latents - unread)
-    assert found["k=0"]["floor_us"] == pytest.approx(1e-3 * exact)
-    parts = {"target head": 4 * 300 * 64, "target keys and values": 4 * latents}
-    rest = exact - sum(parts.values())
-    assert found["k=0"]["bytes"] == pytest.approx({"target layers": rest, **parts})
-    assert found["k=3"]["bytes"]["drafts"] == pytest.approx(3 * found["k=1"]["bytes"]["drafts"])

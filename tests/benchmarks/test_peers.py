@@ -13,10 +13,8 @@ import pytest
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import compare
 from benchmarks.peers.agreement import agreement, figures
-from benchmarks.peers.llama_worker import first_tokens
-from benchmarks.peers.protocol import Chunk, Speculation, imposed_rates
+from benchmarks.peers.protocol import Speculation
 from benchmarks.peers.worker import Entry
-from benchmarks.summaries import paired_ratio, summarize
 from tests.recipes.medium import write_medium, write_medium_draft
 
 Runs = Callable[..., tuple[int, Any]]
@@ -126,23 +124,3 @@ def test_the_real_worker_answers_and_speculation_changes_nothing(checkpoint: Pat
     assert entries["spd-plain"]["tokens_per_step"]["median"] == 1 < steps
     assert entries["spd-draft"]["acceptance"]["acceptance_length"] == pytest.approx(steps, abs=0.35)
     assert report["verify_over_decode"]["rows"] == 3 and report["verify_over_decode"]["ratio"]["median"] > 0
-
-
-def test_statistics() -> None:
-    found = summarize([3.0, 1.0, 2.0])
-    assert (found.median, found.low, found.high, found.values) == (2.0, 1.0, 3.0, (3.0, 1.0, 2.0))
-    # Pairs first, medians after: a slow round must cancel.
-    assert paired_ratio([10.0, 1.0, 30.0], [5.0, 0.5, 15.0]).values == (2.0, 2.0, 2.0)
-    with pytest.raises(ValueError, match="nothing was measured"):
-        summarize([])
-
-
-def test_imposed_rates_sum_to_the_length() -> None:
-    rates = imposed_rates(2.5, 3)
-    assert 1 + sum(rates) == pytest.approx(2.5) and rates == sorted(rates, reverse=True)
-
-
-def test_tokens_that_were_asked_for_beyond_those_wanted_are_cut() -> None:
-    chunks = [Chunk(0.1, 3), Chunk(0.2, 2), Chunk(0.3, 2), Chunk(0.4, 1)]
-    assert first_tokens(chunks, 6) == [Chunk(0.1, 3), Chunk(0.2, 2), Chunk(0.3, 1)]
-    assert first_tokens(chunks, 5) == chunks[:2] and first_tokens(chunks, 99) == chunks

@@ -13,13 +13,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from benchmarks.peers import llama_worker
 from benchmarks.peers.protocol import Speculation, WorkerOptions
-from benchmarks.peers.untied import read_config
-from spd.formats.demo import demo_draft_folder, demo_folder
+from spd.formats.demo import demo_draft_folder
 
 
 def options(**given: Any) -> WorkerOptions:
@@ -102,18 +99,6 @@ def test_vllm_is_stepped_and_its_counters_are_read(vllm_worker: Any) -> None:
     assert vllm_worker.speculative_config(options(eagle3=Path("h"))) == head
     plain = vllm_worker.VllmEngine(options())
     assert "speculative_config" not in plain.llm.given and plain.run([[1]], 2, 1, None).speculation is None
-
-
-def test_vllm_reads_a_tied_latent_checkpoint_as_an_untied_copy(vllm_worker: Any) -> None:
-    engine = vllm_worker.VllmEngine(options(model=demo_folder()))
-    copy = Path(engine.llm.given["model"])
-    assert not read_config(copy)["tie_word_embeddings"] and (copy / "tokenizer.json").is_file()
-    tied, untied = (load_file(folder / "model.safetensors") for folder in (demo_folder(), copy))
-    assert torch.equal(untied.pop("lm_head.weight"), tied["model.embed_tokens.weight"])
-    assert untied.keys() == tied.keys() and all(torch.equal(untied[name], tied[name]) for name in tied)
-    engine.copy.cleanup()
-    dense = vllm_worker.VllmEngine(options())
-    assert dense.llm.given["model"] == str(demo_draft_folder())
 
 
 class Completions(BaseHTTPRequestHandler):
