@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,22 @@ needs_compiled = pytest.mark.skipif(obstacle() is not None, reason=f"no C kernel
 COMPILED = [pytest.param(name, marks=needs_compiled) for name in HERE]
 EVERY = ["torch", "triton", *COMPILED]
 PAGE = 64
+
+
+def thinned(rows: Sequence[tuple[Any, ...]], kept: Sequence[int], *forms: Any) -> list[Any]:
+    """(form, *row) of forms, all where none is given; of Triton's, the default lane has only `kept` rows.
+
+    The interpreter is hundreds of times slower than the others.
+    """
+    found = []
+    for form in forms or EVERY:
+        name, marks = (form, ()) if isinstance(form, str) else (form.values[0], form.marks)
+        for place, row in enumerate(rows):
+            left_out = (pytest.mark.slow,) if name == "triton" and place not in kept else ()
+            found.append(pytest.param(name, *row, marks=(*marks, *left_out)))
+    return found
+
+
 ROUNDED = 2.0**-8
 """Half a unit in the last place of bfloat16, as a share of the value."""
 

@@ -49,6 +49,7 @@ def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], s
     assert different.float().mean() <= share
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("one_hot", [False, True], ids=["sampled", "one-hot"])
 @pytest.mark.parametrize("k", [0, 1, 2, 5])

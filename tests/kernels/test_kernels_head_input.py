@@ -18,6 +18,7 @@ PAGE, PAGES, DEPTH, SIZE, VOCAB, EPSILON = 4, 9, 7, 24, 11, 0.05
 FORMS = "linear.head_input"
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("hidden_first", [False, True])
 @pytest.mark.parametrize("masked", [-1, 0, 5])
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from spd.runtime.round.sampling_params import SamplerClass
 from tests.kernels.skinny_cases import SMALL, sample_operands
 
 
+@pytest.mark.covers(count=6)
 @pytest.mark.parametrize(
     ("vocab", "k", "usable", "every"),
     [

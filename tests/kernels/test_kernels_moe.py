@@ -16,7 +16,7 @@ from torch import Tensor
 from spd.kernels.experts import moe
 from spd.kernels.linear.eight_bits import block_scales, int8_rows
 from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
-from tests.kernels.forms import EVERY, ROUNDED, Form, normal
+from tests.kernels.forms import EVERY, ROUNDED, Form, normal, thinned
 
 # -- routing -------------------------------------------------------------------------------------------
 
@@ -57,8 +57,14 @@ def by_hand(rule: Any, logits: Tensor, correction: Tensor | None) -> tuple[list[
     return chosen, [scores[e] / total * rule.scale for e in chosen]
 
 
-@pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize(("rule", "count", "k", "rows"), ROUTED, ids=str)
+@pytest.mark.parametrize(
+    ("form", "rule", "count", "k", "rows", "corrected"),
+    thinned(
+        [(*row, corrected) for row in ROUTED for corrected in (False, True)], (1, 3, 8, 12, 15, 18, 21, 23)
+    ),
+    indirect=["form"],
+    ids=str,
+)
 def test_routing(form: Form, rule: tuple[Any, ...], count: int, k: int, rows: int, corrected: bool) -> None:
     """The experts of a loop in their order, weights in float32; a row alone is the row among others."""
     given, dtype = rule_of(rule), form.dtypes[-1]
@@ -157,18 +163,24 @@ def routed(rows: int, count: int, per_token: int, device: str) -> tuple[Tensor, 
     return ids.contiguous(), normal(rows, per_token, seed=4).abs().to(device)
 
 
-@pytest.mark.parametrize("form", EVERY[1:], indirect=True)
-@pytest.mark.parametrize("kind", ["plain", "int8", "fp8"])
+SIZES = [
+    (5, 48, 32, 1, 2),
+    (4, 144, 80, 23, 3),
+    (2, 1, 1, 1, 1),
+    (3, 33, 7, 3, 2),
+    (6, 256, 64, 70, 3),
+    (32, 96, 32, 7, 8),
+]
+EXPERTS = [
+    *(("plain", *sizes) for sizes in SIZES),
+    *((kind, *SIZES[i]) for kind in ("int8", "fp8") for i in (1, 3)),
+]
+
+
 @pytest.mark.parametrize(
-    ("count", "k", "n", "rows", "per_token"),
-    [
-        (5, 48, 32, 1, 2),
-        (4, 144, 80, 23, 3),
-        (2, 1, 1, 1, 1),
-        (3, 33, 7, 3, 2),
-        (6, 256, 64, 70, 3),
-        (32, 96, 32, 7, 8),
-    ],
+    ("form", "kind", "count", "k", "n", "rows", "per_token"),
+    thinned(EXPERTS, (0, 1, 3, 6, 9), *EVERY[1:]),
+    indirect=["form"],
 )
 def test_experts(form: Form, kind: str, count: int, k: int, n: int, rows: int, per_token: int) -> None:
     """The weighed sum of what they make of their rows, onto the stream; a row's bits are its own."""

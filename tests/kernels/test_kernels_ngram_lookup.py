@@ -89,6 +89,7 @@ def random_text(rng: random.Random, most: int = WIDTH - 20) -> list[int]:
     return text
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("seed", range(16))
 def test_drafts_equal_a_plain_search(op: Any, device: str, seed: int) -> None:
     rng = random.Random(seed)
@@ -177,6 +178,7 @@ def test_a_long_row_walks_all_its_blocks(device: str) -> None:
         assert lookup(op, device, [text, [1, 1]], 4, (3, 8), width=width) == [text[end + 1 : end + 5], []]
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_match_takes_the_place_of_drafts(op: Any, device: str, seed: int) -> None:
     """Of every slot apart: silent ones keep all, those without a match their drafts."""

@@ -6,6 +6,7 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from spd.kernels.native.library import NativeLibrary
@@ -45,6 +46,7 @@ def test_two_callers_at_once(native: NativeLibrary) -> None:
         native.threads = usual
 
 
+@pytest.mark.covers(count=2)
 def test_a_forked_child_computes(native: NativeLibrary) -> None:
     """It has none of its parent's threads, even where they were at work."""
     x, packed, usual = noise(4, DEPTH).to(native.dtype), native.pack(noise(WIDTH, DEPTH)), native.threads
