@@ -156,12 +156,12 @@ LOOKED_UP = (
 LAGS, TYPES = (0, 1, 2), ("float32", "bfloat16")
 CELLS = [
     *table(["temperatures"], 2, name=METHODS, k=(1, 2, 4, 8), lag=LAGS),
-    *table(["some"], 2, name=HEADS, k=(1, 2, 3, 4), lag=LAGS),
+    *table(["some"], 2, name=HEADS, k=(1, 2, 3, 4), lag=LAGS, dtype=TYPES),
     *table(["some"], 1, name=("ngram", "draft", "draft+ngram"), k=(1, 4, 8), lag=LAGS, dtype=TYPES[1:]),
     *table(
         *(["some"], 1),
         name=[f"{family}/{method}" for family in WINDOWED for method in ("ngram", "draft")],
-        **{"k": (1, 3, 5), "lag": LAGS, "slots": (1, 3)},
+        **{"k": (1, 3, 5), "lag": LAGS, "slots": (1, 3), "dtype": TYPES},
     ),
     *table(
         *(["some"], 1),

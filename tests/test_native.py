@@ -116,6 +116,7 @@ def mixed_params(i: int) -> SamplingParams:
 
 
 @needs_native
+@pytest.mark.covers(1)
 @each_dtype
 @pytest.mark.parametrize("shape", ["tiny-qwen3", "gemma2", "phi3", "tiny-deepseek_v3"])
 def test_texts_in_any_company(model: Callable[..., Path], shape: str, dtype: str) -> None:

@@ -12,11 +12,9 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.gpu_suite import shapes
-from benchmarks.gpu_suite import sparse_cases as sparse_cases_module
 from benchmarks.gpu_suite.graph_timer import Once
 from benchmarks.gpu_suite.kernel_cases import Bench
 from benchmarks.gpu_suite.kernel_table import eight_over_one, run_case
-from benchmarks.gpu_suite.sparse_cases import experts_case, latent_case
 from benchmarks.gpu_suite.speculation import acceptance_rate, gain, mean_length, reference_length
 from benchmarks.summaries import median_interval
 from spd.kernels.dispatch import load_kernels
@@ -124,24 +122,3 @@ def test_shares_and_ratios_of_the_table() -> None:
         raise RuntimeError("no such kernel")
 
     assert run_case(broken, bench) == {"error": "RuntimeError: no such kernel"}
-
-
-@torch.inference_mode()
-def test_bytes_are_those_of_the_experts_that_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Timed(Once):
-        def microseconds(self, calls: Any) -> float:
-            return 1.0
-
-    bench = Bench(load_kernels("torch"), Timed("cpu"), torch.float32, 1e6)
-    one = 3 * 32 * 48 * 4
-    rows = experts_case(bench, 4, 2, 48, 32, "wide", (1,))
-    assert rows["1"][1] == pytest.approx(2 * one)
-    assert experts_case(bench, 4, 4, 48, 32, "wide", (2,))["2"][1] == pytest.approx(4 * one)
-    assert latent_case(bench, 2, 16, 8, 2, 128, (1,))["1"][1] == pytest.approx(2 * 128 * 24 * 4)
-    assert bench.notes == []
-    monkeypatch.setattr(sparse_cases_module, "CACHE_BYTES", 0)
-    rows = latent_case(bench, 2, 16, 8, 2, 300, (1, 4))
-    for width in (1, 4):
-        partials = 2 * 3 * width * 2 * 16 * 4  # three chunks for each of two slots, and two heads
-        assert rows[str(width)][1] == pytest.approx(2 * 300 * 24 * 4 + 2 * partials)
-    assert len(bench.notes) == 2

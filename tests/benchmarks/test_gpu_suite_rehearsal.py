@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu_suite import batches, lane
+from benchmarks.gpu_suite import batches
 from benchmarks.gpu_suite import kernel_cases as kernels
 from benchmarks.gpu_suite import recurrent_cases as recurrent
 from benchmarks.gpu_suite import round_cases as rounds
@@ -167,35 +167,3 @@ def test_kinds_take_turns_and_without_room_for_all_still_have_ratios(
         for name, interval in intervals.items()
     )
     assert ("no room for all at once: plain" in text) == (groups > 1) and "nan" not in text
-
-
-LANE = {
-    "good": """
-import pytest
-@pytest.mark.gpu
-def test_right(): pass
-@pytest.mark.gpu
-@pytest.mark.skip
-def test_left_out(): pass
-def test_of_no_gpu(): assert False
-""",
-    "bad": "import pytest\n@pytest.mark.gpu\ndef test_wrong(): assert 3 < 3",
-    "broken": "import nothing_at_all",
-    "dying": "import os, pytest\n@pytest.mark.gpu\ndef test_dies(): os.kill(os.getpid(), 9)",
-}
-
-
-@pytest.mark.slow
-def test_the_gpu_lane_counts_and_names_what_failed(tmp_path: Path) -> None:
-    files = [tmp_path / f"test_{name}.py" for name in LANE]
-    for file, text in zip(files, LANE.values(), strict=True):
-        file.write_text(text)
-    found: dict[str, Any] = {}
-    with pytest.raises(AssertionError, match="failed: "):
-        for found in lane.run(files):  # noqa: B007
-            pass
-    assert (found["passed"], found["skipped"], found["files"], found["of"]) == (1, 1, 4, 4)
-    named = ["bad.py::test_wrong", "broken.py", "dying.py ended with status -9 in test_dies"]
-    assert [Path(name).name for name in sorted(found["failed"])] == [f"test_{end}" for end in named]
-    assert "assert 3 < 3" in str(found["why"]) and "nothing_at_all" in str(found["why"])
-    assert {"test_gpu_texts.py", "test_kernels_skinny_linear.py"} < {path.name for path in lane.test_files()}

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from benchmarks.peers import llama_worker
-from benchmarks.peers.protocol import Speculation, WorkerOptions
+from benchmarks.peers.protocol import WorkerOptions
 from spd.formats.demo import demo_draft_folder
 
 
@@ -99,50 +95,3 @@ def test_vllm_is_stepped_and_its_counters_are_read(vllm_worker: Any) -> None:
     assert vllm_worker.speculative_config(options(eagle3=Path("h"))) == head
     plain = vllm_worker.VllmEngine(options())
     assert "speculative_config" not in plain.llm.given and plain.run([[1]], 2, 1, None).speculation is None
-
-
-class Completions(BaseHTTPRequestHandler):
-    """A llama-server that counts up, token by token."""
-
-    asked: ClassVar[list[dict[str, Any]]] = []
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(body)
-        self.send_response(200)
-        self.end_headers()
-        for i in range(body["n_predict"]):
-            self.say({"content": "x", "tokens": [sum(body["prompt"]) + i], "stop": False})
-        timings = {"draft_n": 6, "draft_n_accepted": 4}
-        self.say({"content": "", "tokens": [1, 2, 3], "stop": True, "timings": timings})
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def say(self, event: dict[str, Any]) -> None:
-        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[int]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Completions) as running:
-        thread = threading.Thread(target=running.serve_forever)
-        thread.start()
-        yield running.server_address[1]
-        running.shutdown()
-        thread.join()
-
-
-def test_llama_streams_and_its_drafts_are_counted(server: int) -> None:
-    engine = llama_worker.LlamaEngine(options(ngram=True), port=server)
-    result = engine.run([[1, 2], [5]], 9, 2, None)
-    assert [one.token_ids for one in result.requests] == [list(range(3, 12)), list(range(5, 14))]
-    # 8 tokens after the first of each, 4 of them drafts: 4 rounds each.
-    assert result.speculation == Speculation(8, 12, 8, ())
-    alone = engine.generate([1], 9)
-    assert alone.extra["tokens_per_step"] == 2.0 and len(alone.chunks) == 9
-    body = Completions.asked[-1]
-    assert body["ignore_eos"] and not body["cache_prompt"] and body["temperature"] == 0
-    plain = llama_worker.LlamaEngine(options(), port=server)
-    assert plain.generate([1], 4).extra == {} and plain.run([[1]], 4, 1, [0.0]).speculation is None

@@ -99,6 +99,7 @@ def without_head(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.covers(count=4)
 @pytest.mark.parametrize(
     ("method", "ranks", "groups"),
     [

@@ -137,6 +137,7 @@ def test_short_contexts_open(ctx: int) -> None:
     assert len(done.token_ids) == 3
 
 
+@pytest.mark.covers(count=1)
 @pytest.mark.parametrize("wishes", [{"threads": 2}, {"kernels": "torch", "dtype": "float32"}])
 def test_other_threads_stay(monkeypatch: pytest.MonkeyPatch, threads: None, wishes: dict[str, Any]) -> None:
     """`--threads` is obeyed whatever the load; in torch's form their number depends on the machine alone."""

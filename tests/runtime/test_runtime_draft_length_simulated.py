@@ -112,6 +112,7 @@ def best_of(count: int, rate: float, *, waves: bool) -> tuple[float, float]:
     return speeds[0], max(speeds)
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("waves", [False, True])
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.63, 0.9])
 @pytest.mark.parametrize("count", [1, 4, 16])

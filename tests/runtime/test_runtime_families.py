@@ -15,7 +15,6 @@ from tests.helpers import Damped, make_engine, random_prompts, run_all, run_one
 from tests.recipes.tiny_dense import FAMILIES, LONG_ORIGINAL, write_dense
 
 Shelf = Callable[..., Path]
-SPECULATED = ("mistral", "qwen2", "gemma2", "gemma3", "phi3")
 
 damped = Damped(loud=2)
 
@@ -75,22 +74,3 @@ def test_interrupted_texts_are_the_same_under_windows(dense: Shelf, method: str)
     runs = run_all(make_engine(target, **wishes), prompts, params)
     assert [run.output for run in runs] == [run.output for run in alone]
     assert sum(run.metrics.preemptions for run in runs) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", SPECULATED)
-def test_speculation_changes_no_token_long(dense: Shelf, family: str) -> None:
-    """Every k, lag and batch, in both types, over texts that leave whole blocks behind."""
-    target = dense(family, residual_gain=damped, seed=3, max_positions=2048)
-    draft = dense(family, residual_gain=damped, seed=3, max_positions=2048, layers=2)
-    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (5, 60, 500, 640)]
-    params = [SamplingParams(temperature=0.3 * i, max_tokens=80, seed=i) for i in range(4)]
-    for dtype in ("float32", "bfloat16"):
-        shared = {"dtype": dtype, "ctx": 1024}
-        plain = [run_one(target, p, q, **shared) for p, q in zip(prompts, params, strict=True)]
-        for k in (1, 2, 4, 8):
-            for lag, slots in ((0, 4), (2, 2)):
-                for wishes in ({"spec": "ngram", "ngram_min": 1}, {"spec": "draft", "draft_model": draft}):
-                    engine = make_engine(target, draft_max=k, lag=lag, slots=slots, **wishes, **shared)
-                    runs = run_all(engine, prompts, params)
-                    assert [r.output for r in runs] == [r.output for r in plain], (dtype, k, lag, wishes)

@@ -124,6 +124,7 @@ def check_family(target: Path, draft: Path, elsewhere: Path, rule: str, method: 
     assert drafted > 1000 and 50 < accepted < 0.9 * drafted
 
 
+@pytest.mark.covers(count=3)
 @pytest.mark.parametrize(
     ("family", "rule"), [(family, RULES[i % 2]) for i, family in enumerate(DENSE + OTHERS)]
 )

@@ -522,6 +522,7 @@ RUNNING = [
 ]
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("spec", ["off", "ngram", "draft"])
 @pytest.mark.parametrize(("where", "owner", "name", "after"), RUNNING, ids=[entry[0] for entry in RUNNING])

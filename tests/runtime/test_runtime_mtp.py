@@ -34,7 +34,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "glm4": {"family": "glm4", "variant": "glm4_moe"},
 }
 BY_LIBRARY = ("deepseek_v3", "deepseek_v3_2", "glm4")
-SHORT = {("deepseek", 4), ("mimo3", 4), ("ernie", 2), ("mtp", 1), ("deepseek_v3", 3), ("glm4", 2)}
+SHORT = {("deepseek", 1), ("mimo3", 4), ("ernie", 2), ("deepseek_v3", 3)}
 
 Shelf = Callable[..., Path]
 Texts = list[tuple[tuple[int, ...], Run]]

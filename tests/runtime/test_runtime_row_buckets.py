@@ -185,6 +185,7 @@ def test_the_least_of_a_bucket_s_times_counts() -> None:
     assert seconds_of(window, (2, 4, 32), lambda: now[0]) == {2: 2.0, 4: 4.0}
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("draft_max", [1, 3])
 @pytest.mark.parametrize("spec", ["off", "ngram", "draft", "mtp"])

@@ -97,7 +97,7 @@ def generate(
 SLOW = pytest.mark.slow
 CASES = [
     ("dense", "draft", "int8"),
-    ("latent", "mtp", "fp8"),
+    pytest.param("latent", "mtp", "fp8", marks=SLOW),
     pytest.param("dense", "draft", "fp8", marks=SLOW),
     pytest.param("latent", "mtp", "int8", marks=SLOW),
     *(pytest.param(t, "ngram", w, marks=SLOW) for t in ("dense", "latent") for w in ("int8", "fp8")),
