@@ -63,24 +63,26 @@ def requests() -> list[Request]:
     return found
 
 
+@pytest.mark.covers(1)
+@pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("method", ["off", "ngram", "draft", "block", "mtp", "mtp+ngram", "block+ngram"])
 def test_texts_and_drafts_are_those_of_whole_rounds(
     target: Path,
     methods: dict[str, dict[str, Any]],
     watched_engine: Callable[..., tuple[Engine, StandIn]],
     method: str,
+    lag: int,
 ) -> None:
     wishes = {**methods[method], "slots": SLOTS}
     whole = run_requests(make_engine(target, **wishes), requests())
-    for lag in (0, 2):
-        engine, captured = watched_engine(target, lag=lag, **wishes)
-        runs = run_requests(engine, requests())
-        assert graphs.story(runs) == graphs.story(whole)
-        if not lag:  # who reads later finds, without a GPU's copies, those of a later round
-            for run, one in zip(runs, whole, strict=True):
-                assert run.logprobs == pytest.approx(one.logprobs, abs=1e-5)
-        assert {shape.slots for shape in captured.captured} == {1, 4, SLOTS}
-        assert captured.replays > len(captured.captured)
+    engine, captured = watched_engine(target, lag=lag, **wishes)
+    runs = run_requests(engine, requests())
+    assert graphs.story(runs) == graphs.story(whole)
+    if not lag:  # what is read later finds, without a GPU's copies, those of a later round
+        for run, one in zip(runs, whole, strict=True):
+            assert run.logprobs == pytest.approx(one.logprobs, abs=1e-5)
+    assert {shape.slots for shape in captured.captured} == {1, 4, SLOTS}
+    assert captured.replays > len(captured.captured)
 
 
 @pytest.mark.parametrize("method", ["ngram", "block", "mtp", "mtp+ngram", "block+ngram"])

@@ -6,16 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from spd.kernels.dispatch import load_kernels
 from spd.kernels.recurrent import delta_rule as torch_form
 from spd.kernels.recurrent.delta_rule import DeltaMemory
-from spd.kernels.recurrent.short_conv import Segments
 from spd.runtime import SamplingParams
-from tests.helpers import INTERPRETED, make_engine, random_prompts, run_all
-from tests.kernels.test_kernels_recurrent import Layer, Shape
+from tests.helpers import make_engine, random_prompts, run_all
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
 DRAFTS = (0, 1, 4, 8)
@@ -110,51 +106,3 @@ def test_a_second_look_would_be_seen(hybrid: Path, monkeypatch: pytest.MonkeyPat
     passes.clear()
     run_all(engine, random_prompts(1, 20, 256), [SamplingParams(max_tokens=6, ignore_eos=True)])
     assert all(read == 1 for read, _ in moved(passes, 4)) and max(moved(passes, 4))[1] > 4
-
-
-class Interpreted:
-    """Counts how often Triton's interpreter loads and stores each element of a tensor."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, tensor: Tensor) -> None:
-        from triton.runtime.interpreter import InterpreterBuilder as Builder
-
-        self.loads, self.stores = torch.zeros(tensor.numel()), torch.zeros(tensor.numel())
-        first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        load, store = Builder.create_masked_load, Builder.create_masked_store
-
-        def count(counts: Tensor, pointers: Any, mask: Any) -> None:
-            places = pointers.data[mask.data].astype("int64")
-            places = places[(places >= first) & (places < end)]
-            each = torch.from_numpy((places - first) // tensor.element_size())
-            counts.index_add_(0, each, torch.ones(len(each)))
-
-        def loading(builder: Any, pointers: Any, mask: Any, *more: Any) -> Any:
-            count(self.loads, pointers, mask)
-            return load(builder, pointers, mask, *more)
-
-        def storing(builder: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
-            count(self.stores, pointers, mask)
-            return store(builder, pointers, value, mask, *more)
-
-        patch.setattr(Builder, "create_masked_load", loading)
-        patch.setattr(Builder, "create_masked_store", storing)
-
-
-@INTERPRETED[0]
-@INTERPRETED[1]
-@pytest.mark.parametrize("k", DRAFTS)
-def test_the_gpu_s_kernel_loads_and_stores_each_element_once(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With accepted drafts to apply first, in two slots of three."""
-    layer = Layer(Shape(4, 2, 16, 40), load_kernels("triton"), torch.float32, 3)
-    x = layer.inputs(2 * (10 + k))
-    layer.run(x[:20], (0, 0, 10, 0, 10), (2, 10, 10, 0, 10))
-    layer.run(x[:6], (0, 0, 3, 10, 10), (2, 3, 3, 10, 10))  # a window: its state is as of before it
-    counted = Interpreted(monkeypatch, layer.memory.state)
-    runs = torch.tensor([(0, 0, k + 1, 12, 12), (2, k + 1, k + 1, 13, 13)])
-    rows, width = Segments(runs.T.contiguous(), layer.applied), layer.shape.channels
-    gates = x[:, width + layer.shape.heads * layer.shape.size :]
-    mixed = x[: 2 * (k + 1), :width].float()
-    layer.kernels.delta_rule(mixed, gates[: 2 * (k + 1)], layer.rate, layer.step_bias, layer.memory, rows)
-    for counts in (counted.loads, counted.stores):
-        each = counts.view(3, -1)
-        assert (each[[0, 2]] == 1).all() and not each[1].any()
