@@ -86,7 +86,7 @@ def test_texts_match_and_are_the_same_however_they_are_made(target: Path, temper
     for wishes in METHODS.values():
         wishes = {**wishes, "draft_model": target} if "draft" in wishes["spec"] else wishes
         first: list[Run] = []
-        for lag in (0, 1, 2):
+        for lag in (0, 2) if temperature else (0, 1):
             runs = run_requests(make_engine(target, slots=4, lag=lag, **wishes), requests(temperature))
             assert [run.output for run in runs] == [run.output for run in plain.values()], (wishes, lag)
             first = first or runs

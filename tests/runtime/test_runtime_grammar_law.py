@@ -118,6 +118,6 @@ def test_texts_match_whatever_the_lag_and_the_neighbours(tiny: Callable[..., Pat
     for run, request in zip(alone[:3], asked, strict=False):
         assert run.finish_reason == "length" or fits(request.id, run.text)
     assert sum(run.metrics.draft_n_accepted for run in alone[:3]) > 0
-    for lag in (0, 1, 2):
+    for lag in (0, 2):
         together = run_requests(make_engine(target, slots=4, lag=lag, **wishes), asked)
         assert [run.output for run in together] == [run.output for run in alone], lag
