@@ -22,11 +22,11 @@ A folder is what Hugging Face's `save_pretrained` writes: `config.json`, `tokeni
 file or shards with an index. Nothing in it is executed. An unknown value of a known key is refused by name,
 and so is a folder in which a tensor is missing or has another shape. Tensors that are not used are named.
 
-- **Tensors**: {dtypes}; {fp8} where `quantization_config` describes blocks with scales. Blocks of 128 x 128 are multiplied as stored by Triton's kernels (on a GPU of
-  compute capability 8.9 or higher, in bfloat16), and otherwise multiplied out into the run's dtype. Rounding
-  to FP8 moves a weight by at most a sixteenth of itself (or a 1,024th of its block's scale where that is
-  more): the logits of the demo's twin in such blocks are off by 3.5 % of their spread, by 4.0 % with scales
-  that are powers of two.
+- **Tensors**: {dtypes}; {fp8} where `quantization_config` describes blocks with scales. Blocks of 128 x 128
+  are multiplied as stored by Triton's kernels (on a GPU of compute capability 8.9 or higher, in bfloat16),
+  and otherwise multiplied out into the run's dtype. Rounding to FP8 moves a weight by at most a sixteenth of
+  itself (or a 1,024th of its block's scale where that is more): the logits of the demo's twin in such blocks
+  are off by 3.5 % of their spread, by 4.0 % with scales that are powers of two.
 - **Quantized checkpoints**: compressed-tensors (`pack-quantized` of 1 to 8 bits, symmetric or with zero
   points, by groups or rows; `int-quantized` of 8 bits; `float-quantized` by tensor, row or block;
   `nvfp4-pack-quantized`, `mxfp4-pack-quantized`), GPTQ (v1 and v2, 2, 3, 4 and 8 bits, `dynamic`), AutoAWQ's
