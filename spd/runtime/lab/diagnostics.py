@@ -38,6 +38,8 @@ SUPPORTED: Mapping[str, tuple[str, str | None]] = MappingProxyType(
         "jinja2": ("3.1.6", None),
         "llguidance": ("1.9", "2"),
         "prompt_toolkit": ("3.0.48", None),
+        "starlette": ("1.0", None),
+        "uvicorn": ("0.40", None),
     }
 )
 """Versions that the package asks for: at least the first, below the second."""

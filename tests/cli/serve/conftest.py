@@ -99,8 +99,8 @@ def serving(*, waiting: int = 64, key: str | None = None, **options: Any) -> Ite
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """One server for a file's tests."""
-    with serving() as one:
+    """One server for a file's tests; it drafts however busy the machine is."""
+    with serving(adaptive=False) as one:
         yield one
 
 
