@@ -381,7 +381,7 @@ def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str)
     pair = pairs.get(name)
     assert pair.reference is not None
     engine, plain = pair.engine(3, verify=rule), pair.reference()
-    state, laws = engine._parts.state, engine._parts.sampler.draft_laws
+    state, laws = engine._device.state, engine._device.sampler.draft_laws
     known = set(plain.said.tolist() if isinstance(plain, PlainEagle3) else range(320))
     assert laws is not None
     seen = 0

@@ -64,7 +64,7 @@ def things() -> Iterator[dict[str, Any]]:
     yield {
         "engine": engine,
         "state": parts.state,
-        "captured": parts.queue.captured,
+        "captured": parts.captured,
         "run": Run(metrics=engine.metrics("r")),
         "record": RoundRecord("r", 0, 0, "draft", [], [], 0, [], {}, 0, 0),
         "event": events[0],
@@ -136,7 +136,7 @@ def test_names_are_looked_at(things: dict[str, Any]) -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr != "_sleep"
     }
-    assert private == {"_parts", "_scheduler", "_draft_length"}
+    assert private == {"_device", "_scheduler", "_draft_length"}
 
 
 @pytest.mark.parametrize(

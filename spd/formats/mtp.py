@@ -355,8 +355,8 @@ class HeadPlan:
 
     @property
     def quantized(self) -> bool:
-        """Whether matrices are stored in another form than floats."""
-        return any(tensor.dtype not in FLOAT_DTYPES for tensor in self.tensors)
+        """Whether matrices are written in another form than floats."""
+        return any(self.dtype_of(tensor) not in FLOAT_DTYPES for tensor in self.tensors)
 
     def cast(self, dtype: str) -> HeadPlan:
         """The plan with its tensors in another dtype, scales used up. Raises IncompatibleError."""

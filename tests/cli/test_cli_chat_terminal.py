@@ -395,7 +395,7 @@ def test_escape_stops_a_reply_and_other_keys_do_not(terminal: Start, tmp_path: P
 
 def test_a_dumb_terminal_gets_plain_lines(terminal: Start) -> None:
     chat = terminal("--show-drafts", pieces=["**a**"], TERM="dumb")
-    assert b"--show-drafts colours tokens on a terminal" in chat.seen
+    assert b"--show-drafts marks tokens on a terminal only" in chat.seen
     chat.type("Hi\n")
     chat.wait("**a**")
     chat.leave()

@@ -135,7 +135,7 @@ class StandIn(CapturedRounds):
 
     def __init__(self, engine: Engine, tape: Tape) -> None:
         super().__init__(engine._device.round, capture=self.capture_by_watching)
-        self.parts, self.tape = (engine._device.round, engine._device.states), tape
+        self.parts, self.tape = (vars(engine._device.round), engine._device.states), tape
         self.views: Sequence[SlotView] = ()
         self.rounds = self.replays = self.counted = 0
         self.order: list[RoundShape] = []

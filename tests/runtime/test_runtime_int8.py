@@ -197,8 +197,8 @@ def test_what_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
     twin = write_twin(tiny("qwen3"), tmp_path / "twin")
     with pytest.raises(IncompatibleError, match="quantized already"):
         make_plan(EngineConfig(model=twin, device="cpu", quantize="int8"))
-    with pytest.raises(UsageError, match="--quantize int4 is not known"):
-        EngineConfig(model=twin, quantize="int4")
+    with pytest.raises(UsageError, match="--quantize int3 is not known"):
+        EngineConfig(model=twin, quantize="int3")
 
 
 def test_torch_reads_no_rows_that_end_within_a_vector() -> None:

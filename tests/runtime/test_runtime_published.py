@@ -12,7 +12,7 @@ from spd.kernels.dispatch import load_kernels
 from spd.kernels.linear.skinny_linear import ScaledWeight
 from spd.runtime import EngineConfig
 from spd.runtime.models import family_layout
-from spd.runtime.models.builder import LayerBuilder, Place
+from spd.runtime.models.builder import LayerBuilder, Place, Tensors
 from spd.runtime.models.mtp_weights import check_source, module_bytes
 from spd.runtime.models.weights import check_weights
 from spd.runtime.plan.machine import Machine
@@ -149,7 +149,7 @@ def test_fp8_rows_keep_their_blocks_in_another_order() -> None:
             for head in range(2)
             for i in range(width)
         ]
-        tensors = {"inputs": weight, "inputs_scales": scales}
+        tensors = Tensors({"inputs": weight, "inputs_scales": scales})
         expected = ScaledWeight(weight, scales).plain(torch.float32)[order]
         builder.arrange(tensors, "inputs", order)
         assert ("inputs_scales" in tensors) == stays

@@ -331,7 +331,7 @@ def bottleneck(e: Explanation) -> str:
         if costs.host > LARGE_HOST * e.now.round_ms and length * plain > e.now.round_ms - costs.host:
             return "the host: without its gaps between rounds it would pay"
         if length - 1 < 0.1:
-            return "acceptance: hardly a draft is right"
+            return "acceptance: few drafts are right"
         if length * plain > e.now.round_ms - costs.draft_ms(k):
             return "drafting: with a free drafter it would pay"
         if length * plain > e.now.round_ms - (costs.verify_ms(k + 1) - costs.verify_ms(1)):

@@ -44,7 +44,7 @@ def native_obstacle(machine: Machine, dtype: str, quantize: str, layers: Iterabl
     if dtype not in DTYPE_FLAGS:
         return f"they multiply {' and '.join(DTYPE_FLAGS)}, not {dtype}"
     if quantize == "int8":
-        return "they know no int8 rows"
+        return "they know no int8 weights"
     layers = list(layers)
     if (only := torch_alone(layers)) is not None:
         return only

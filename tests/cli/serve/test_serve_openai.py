@@ -85,7 +85,11 @@ def interpreter() -> str | None:
     named = os.environ.get("OPENAI_PYTHON", "")
     if importlib.util.find_spec("openai"):
         return sys.executable
-    if Path(named).exists() and not subprocess.run([named, "-c", "import openai"], check=False).returncode:
+    if (
+        named
+        and Path(named).exists()
+        and not subprocess.run([named, "-c", "import openai"], check=False).returncode
+    ):
         return named
     return None
 
