@@ -6,6 +6,7 @@ Whatever can be refused is refused before torch is imported and weights are read
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -117,20 +118,27 @@ def _run(session: Session, options: GenerateOptions, job: Job, sink: Sink, trace
         Thoughts(session.console, hidden=options.think == "hide"),
         streaming=not options.json,
     )
+    deliver(session, options, delivery, lambda: _finish(session, options, delivery))
+    engine.close()
+    return outcome(session, options, delivery.reply, job.grammar is not None)
+
+
+def deliver(
+    session: Session, options: GenerateOptions, delivery: Delivery, finish: Callable[[], None]
+) -> None:
+    """Run a reply to its end and `finish` it, an interrupted one too; a failed one ends its text."""
     try:
         delivery.run(session.guard)
     except Interrupted:
         delivery.give_up()
-        _finish(session, options, delivery)
+        finish()
         raise
     except Exception:
         if not options.json:
             delivery.finish_text()
         raise
     with session.guard.hold():
-        _finish(session, options, delivery)
-    engine.close()
-    return outcome(session, options, delivery.reply, job.grammar is not None)
+        finish()
 
 
 def outcome(session: Session, options: GenerateOptions, reply: Gathered, held: bool) -> int:

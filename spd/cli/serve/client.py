@@ -12,7 +12,6 @@ from spd import errors
 from spd.cli.chat.view import Thoughts
 from spd.cli.options import GenerateOptions, Session
 from spd.cli.serve.local import ANSWER_SECONDS, Line, identity, runtime_folder, sockets
-from spd.cli.signals import Interrupted
 from spd.cli.text.output import Sink, tell
 from spd.errors import EngineError, SpdError
 from spd.runtime.engine.request import Event
@@ -118,20 +117,9 @@ def generate_warm(session: Session, options: GenerateOptions, sink: Sink, line: 
         request: Any = SimpleNamespace(id="")
         inside = engine.begun["inside"]
         delivery = Delivery(sink, engine, request, inside, thoughts, streaming=not options.json)
-        try:
-            delivery.run(session.guard)
-        except Interrupted:
-            delivery.give_up()
-            _finish(session, options, delivery, engine.end)
-            raise
-        except Exception:
-            if not options.json:
-                delivery.finish_text()
-            raise
-        with session.guard.hold():
-            _finish(session, options, delivery, engine.end)
-        from spd.cli.commands.generate import outcome
+        from spd.cli.commands.generate import deliver, outcome
 
+        deliver(session, options, delivery, lambda: _finish(session, options, delivery, engine.end))
         return outcome(session, options, delivery.reply, grammar is not None)
 
 
