@@ -60,11 +60,8 @@ TORCH_FREE = {
     "spd.runtime.models.weights",
     "spd.runtime.models.layouts",
     "spd.runtime.models.families.llama",
-    "spd.runtime.models.families.qwen3",
     "spd.runtime.models.families.deepseek",
-    "spd.runtime.models.families.glm4_moe",
-    "spd.runtime.models.families.mimo",
-    "spd.runtime.models.families.ernie4_5",
+    "spd.runtime.models.families.variants",
     "spd.runtime.models.eagle3",
 }
 READ_ENVIRONMENT = {"spd.cli.app", "spd.formats.hub"}

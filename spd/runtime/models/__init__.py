@@ -1,57 +1,56 @@
-"""Architecture names and the family files that know them. Imports a family only when it is needed."""
+"""Architecture names and what their families make of a configuration."""
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 
 from spd.errors import IncompatibleError
 from spd.formats.model_config import ModelConfig
+from spd.runtime.models import eagle3
+from spd.runtime.models.families import deepseek, gemma, gemma4, llama, qwen3_5, variants
 from spd.runtime.models.weights import ModelLayout
 
-FAMILIES = {
-    "LlamaForCausalLM": "spd.runtime.models.families.llama",
-    "MistralForCausalLM": "spd.runtime.models.families.llama",
-    "Phi3ForCausalLM": "spd.runtime.models.families.phi3",
-    "Qwen2ForCausalLM": "spd.runtime.models.families.qwen2",
-    "Qwen3ForCausalLM": "spd.runtime.models.families.qwen3",
-    "Qwen3MoeForCausalLM": "spd.runtime.models.families.qwen3",
-    "Gemma2ForCausalLM": "spd.runtime.models.families.gemma",
-    "Gemma3ForCausalLM": "spd.runtime.models.families.gemma",
-    "DeepseekV2ForCausalLM": "spd.runtime.models.families.deepseek",
-    "DeepseekV3ForCausalLM": "spd.runtime.models.families.deepseek",
-    "Glm4MoeForCausalLM": "spd.runtime.models.families.glm4_moe",
-    "Qwen3NextForCausalLM": "spd.runtime.models.families.qwen3_5",
-    "Qwen3_5ForCausalLM": "spd.runtime.models.families.qwen3_5",
-    "Qwen3_5MoeForCausalLM": "spd.runtime.models.families.qwen3_5",
-    "MiMoForCausalLM": "spd.runtime.models.families.mimo",
-    "Ernie4_5ForCausalLM": "spd.runtime.models.families.ernie4_5",
-    "Ernie4_5_MoeForCausalLM": "spd.runtime.models.families.ernie4_5",
-    "SmolLM3ForCausalLM": "spd.runtime.models.families.llama",
-    "Olmo3ForCausalLM": "spd.runtime.models.families.olmo3",
-    "Gemma4ForCausalLM": "spd.runtime.models.families.gemma4",
-    "GptOssForCausalLM": "spd.runtime.models.families.gpt_oss",
-    "GraniteForCausalLM": "spd.runtime.models.families.llama",
-    "GraniteMoeForCausalLM": "spd.runtime.models.families.llama",
-    "SeedOssForCausalLM": "spd.runtime.models.families.glm4_moe",
-    "Ministral3ForCausalLM": "spd.runtime.models.families.llama",
-    "Glm4ForCausalLM": "spd.runtime.models.families.glm4",
-    "Exaone4ForCausalLM": "spd.runtime.models.families.olmo3",
-    "Cohere2ForCausalLM": "spd.runtime.models.families.cohere2",
-    "HunYuanDenseV1ForCausalLM": "spd.runtime.models.families.hunyuan",
-    "MixtralForCausalLM": "spd.runtime.models.families.llama",
-    "Qwen2MoeForCausalLM": "spd.runtime.models.families.qwen2",
+FAMILIES: dict[str, Callable[[ModelConfig], ModelLayout]] = {
+    "LlamaForCausalLM": llama.layout,
+    "MistralForCausalLM": llama.layout,
+    "Phi3ForCausalLM": variants.phi3,
+    "Qwen2ForCausalLM": variants.qwen2,
+    "Qwen3ForCausalLM": variants.qwen3,
+    "Qwen3MoeForCausalLM": variants.qwen3,
+    "Gemma2ForCausalLM": gemma.layout,
+    "Gemma3ForCausalLM": gemma.layout,
+    "DeepseekV2ForCausalLM": deepseek.layout,
+    "DeepseekV3ForCausalLM": deepseek.layout,
+    "Glm4MoeForCausalLM": variants.glm4_moe,
+    "Qwen3NextForCausalLM": qwen3_5.layout,
+    "Qwen3_5ForCausalLM": qwen3_5.layout,
+    "Qwen3_5MoeForCausalLM": qwen3_5.layout,
+    "MiMoForCausalLM": variants.qwen2,
+    "Ernie4_5ForCausalLM": variants.ernie4_5,
+    "Ernie4_5_MoeForCausalLM": variants.ernie4_5,
+    "SmolLM3ForCausalLM": llama.layout,
+    "Olmo3ForCausalLM": variants.olmo3,
+    "Gemma4ForCausalLM": gemma4.layout,
+    "GptOssForCausalLM": variants.gpt_oss,
+    "GraniteForCausalLM": llama.layout,
+    "GraniteMoeForCausalLM": llama.layout,
+    "SeedOssForCausalLM": variants.glm4_moe,
+    "Ministral3ForCausalLM": llama.layout,
+    "Glm4ForCausalLM": variants.glm4,
+    "Exaone4ForCausalLM": variants.olmo3,
+    "Cohere2ForCausalLM": variants.cohere2,
+    "HunYuanDenseV1ForCausalLM": variants.hunyuan,
+    "MixtralForCausalLM": llama.layout,
+    "Qwen2MoeForCausalLM": variants.qwen2,
 }
-HEADS = {"LlamaForCausalLMEagle3": "spd.runtime.models.eagle3"}
-"""Heads that draft for a model and are no models themselves."""
 
 
 def family_layout(config: ModelConfig) -> ModelLayout:
     """What the configuration's family makes of it. Raises IncompatibleError if the family is unknown."""
-    known = FAMILIES | HEADS
+    known = {**FAMILIES, "LlamaForCausalLMEagle3": eagle3.layout}  # a head, and no model itself
     if config.architecture not in known:
         raise IncompatibleError(
             f"architecture {config.architecture} is not supported",
             reason=["known architectures: " + ", ".join(sorted(FAMILIES))],
         )
-    found: ModelLayout = importlib.import_module(known[config.architecture]).layout(config)
-    return found
+    return known[config.architecture](config)
