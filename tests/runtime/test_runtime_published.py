@@ -151,7 +151,7 @@ def test_fp8_rows_keep_their_blocks_in_another_order() -> None:
         ]
         tensors = Tensors({"inputs": weight, "inputs_scales": scales})
         expected = ScaledWeight(weight, scales).plain(torch.float32)[order]
-        builder.arrange(tensors, "inputs", order)
+        builder.reorder(tensors, "inputs", order)
         assert ("inputs_scales" in tensors) == stays
         found = tensors["inputs"]
         plain = ScaledWeight(found, tensors["inputs_scales"]).plain(torch.float32) if stays else found

@@ -69,10 +69,6 @@ class GroupedWeight:
         """One of several weights."""
         return self.each(lambda part: part[number])
 
-    def arranged(self, order: list[int]) -> GroupedWeight:
-        """Its rows in another order."""
-        return self.each(lambda part: part[order])
-
     def stacked(self, count: int) -> GroupedWeight:
         """Rows [E * N, K] as so many weights."""
         return self.each(lambda part: part.view(count, -1, part.shape[-1]))

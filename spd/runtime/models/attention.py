@@ -23,11 +23,11 @@ class Attention:
         scale = layout.head_dim**-0.5 if layout.scale is None else layout.scale
         self.scores = Scores(scale, layout.sliding, layout.softcap, tensors.get("sinks"))
         if layout.gated:
-            build.arrange(tensors, "qkv", _gates_last(layout))
+            build.reorder(tensors, "qkv", _gates_last(layout))
         if (order := layout.rotary.order) is not None:
             turned = slice((layout.num_heads + layout.num_kv_heads) * layout.head_dim)
-            for name in ("qkv", "qkv_bias", "q_norm", "k_norm"):
-                build.reorder(tensors, name, turned, order)
+            for name in ("qkv", "q_norm", "k_norm"):
+                build.reorder(tensors, name, order, turned)
         self.qkv = build.matrix(tensors, "qkv") if layout.reads_pairs else build.after_norm(tensors, "qkv")
         self.output = build.summed(tensors, "output", centred=layout.centred_output)
         self.parts = [layout.widest, layout.num_heads * layout.head_dim]

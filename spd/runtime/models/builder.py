@@ -101,51 +101,46 @@ class WeightSpace:
         A matrix that stays FP8 has float32 scales of its parts' blocks beside it, as NAME_scales; one in
         codes is among the `grouped`.
         """
-        form = self.place.form
-        packed = {n: form.stays_packed(each, prefix) for n, each in destinations.items()} if prefix else {}
-        fp8 = {n for n, each in destinations.items() if prefix and self.place.form.stays_fp8(each, prefix)}
-        plain = {
-            n: self._tensor(each, prefix)
-            for n, each in destinations.items()
-            if n not in fp8 and packed.get(n) is None
-        }
-        made = Tensors(plain)
-        for name, spec in packed.items():
-            if spec is not None:
-                made.grouped[name] = self._codes(destinations[name], prefix, spec)
+        form, made = self.place.form, Tensors({})
+        for name, each in destinations.items():
+            if prefix and (spec := form.stays_packed(each, prefix)) is not None:
+                made.grouped[name] = self._codes(each, prefix, spec)
                 made[name] = made.grouped[name].codes
-        for name in (name for name in destinations if name in fp8):
-            made[name] = self._tensor(destinations[name], prefix, torch.float8_e4m3fn)
-            parts = destinations[name].parts
-            shapes = {scale_name(part.name): scale_shape(part.shape, (BLOCK, BLOCK)) for part in parts}
-            made[f"{name}_scales"] = self._tensor(Destination.of(shapes, exact=True), prefix)
+            elif prefix and form.stays_fp8(each, prefix):
+                made[name] = self._tensor(each, prefix, torch.float8_e4m3fn)
+                shapes = {
+                    scale_name(part.name): scale_shape(part.shape, (BLOCK, BLOCK)) for part in each.parts
+                }
+                made[f"{name}_scales"] = self._tensor(Destination.of(shapes, exact=True), prefix)
+            else:
+                made[name] = self._tensor(each, prefix)
         return made
 
     def _codes(self, destination: Destination, prefix: str, spec: PackedSpec) -> GroupedWeight:
-        (rows, columns), device = destination.shape, self.place.device
+        rows, columns = destination.shape
         groups = -(-columns // (spec.group or columns))
-        scale = torch.float32 if spec.wide_scales else torch.bfloat16
-        kept = {
-            "": torch.empty(rows, columns // 2 if spec.paired else columns, dtype=torch.uint8, device=device)
-        }
-        kept["scales"] = torch.empty(rows, groups, dtype=scale, device=device)
-        if spec.zeros:
-            kept["zeros"] = torch.empty(rows, groups, dtype=torch.uint8, device=device)
-        row = 0
-        for part in destination.parts:
-            for which, whole in kept.items():
-                named = prefix + part.name
-                self._views[part_name(named, which) if which else named] = whole[row : row + part.shape[0]]
-            row += part.shape[0]
-        return GroupedWeight(spec.kind, kept[""], kept["scales"], kept.get("zeros"), spec.group or columns)
+
+        def empty(width: int, dtype: torch.dtype, part: str = "") -> Tensor:
+            whole = torch.empty(rows, width, dtype=dtype, device=self.place.device)
+            return self._viewed(whole, destination, prefix, part)
+
+        codes = empty(columns // 2 if spec.paired else columns, torch.uint8)
+        scales = empty(groups, torch.float32 if spec.wide_scales else torch.bfloat16, "scales")
+        zeros = empty(groups, torch.uint8, "zeros") if spec.zeros else None
+        return GroupedWeight(spec.kind, codes, scales, zeros, spec.group or columns)
 
     def _tensor(self, destination: Destination, prefix: str, dtype: torch.dtype | None = None) -> Tensor:
         dtype = torch.float32 if destination.exact else dtype or self.place.dtype
         whole = torch.empty(destination.shape, dtype=dtype, device=self.place.device)
+        return self._viewed(whole, destination, prefix)
+
+    def _viewed(self, whole: Tensor, destination: Destination, prefix: str, part: str = "") -> Tensor:
+        """Keep which rows are each checkpoint tensor's, or belong to a part of it beside its codes."""
         row = 0
-        for part in destination.parts:
-            self._views[prefix + part.name] = whole[row : row + part.shape[0]]
-            row += part.shape[0]
+        for each in destination.parts:
+            name = prefix + each.name
+            self._views[part_name(name, part) if part else name] = whole[row : row + each.shape[0]]
+            row += each.shape[0]
         return whole
 
 
@@ -209,90 +204,66 @@ class LayerBuilder:
 
     def after_norm(self, tensors: Tensors, name: str, gate: Gate | None = None) -> AnyLinear:
         """The fused matrix `name` that reads the block's norm, or the stream itself where there is none."""
-        weight, bias, norm = tensors[name], tensors.get(f"{name}_bias"), tensors.get("norm")
+        bias, norm, rounds = tensors.get(f"{name}_bias"), tensors.get("norm"), self.form.kind == "int8"
+        if norm is not None and rounds:
+            fold_norm(tensors[name], norm)
+        kept = self._kept(tensors, name)
         if norm is None:
-            return self.linear(self._kept(tensors, name), bias, Around(gate=gate))
-        around = Around(self.epsilon, norm, self.fold_norms, gate)
-        if (grouped := tensors.grouped.get(name)) is not None:
-            return self.linear(grouped, bias, replace(around, folded=False))
-        if (scales := tensors.get(f"{name}_scales")) is not None:
-            return self.linear(ScaledWeight(weight, scales, norm), bias, around)
-        if self.form.kind == "int4":  # rounded before a norm is folded in
-            kept = self._grouped(weight)
-            if isinstance(kept, GroupedWeight):
-                return self.linear(kept, bias, replace(around, folded=False))
-            weight = kept
-        if self.fold_norms:
-            fold_norm(weight, norm)
-        return self.linear(self._rounded(weight, False) if self.form.kind == "int8" else weight, bias, around)
+            return self.linear(kept, bias, Around(gate=gate))
+        folded = self.fold_norms and not isinstance(kept, GroupedWeight)
+        if isinstance(kept, ScaledWeight) and not rounds:
+            kept = replace(kept, columns=norm)
+        elif isinstance(kept, Tensor) and folded:
+            fold_norm(kept, norm)
+        return self.linear(kept, bias, Around(self.epsilon, norm, folded, gate))
 
     def matrix(self, tensors: Tensors, name: str, *, cut: bool = False) -> AnyLinear:
         return self.linear(self._kept(tensors, name, cut=cut), tensors.get(f"{name}_bias"))
 
     def _kept(self, tensors: Tensors, name: str, *, cut: bool = False) -> AnyWeight | GroupedWeight:
-        """A matrix in the form that weights are kept in; cut: ranks have parts of its rows."""
-        weight = tensors[name]
+        """A matrix [N, K] in the form that weights are kept in; a row that int4 groups do not divide is wide.
+
+        cut: ranks have parts of its rows; int8 scales are those of the whole ones.
+        """
+        weight, kind = tensors[name], self.form.kind
         if (grouped := tensors.grouped.get(name)) is not None:
             return grouped
         if (scales := tensors.get(f"{name}_scales")) is not None:
             return ScaledWeight(weight, scales)
-        if self.form.kind == "int4":
-            return self._grouped(weight)
-        return self._rounded(weight, cut) if self.form.kind == "int8" else weight
-
-    def _grouped(self, weight: Tensor) -> Tensor | GroupedWeight:
-        """Int4 groups of weight [..., N, K], or their values; a row that groups do not divide stays."""
-        if weight.shape[-1] % INT4_GROUP:
+        if kind == "int4" and weight.shape[1] % INT4_GROUP == 0:
+            groups = int4_groups(weight)
+            return groups.plain(self.dtype) if self.form.widened else groups
+        if kind != "int8":
             return weight
-        groups = int4_groups(weight)
-        return groups.plain(self.dtype) if self.form.widened else groups
+        return int8_rows(
+            weight, self.ranks.gather(magnitudes(weight)).amax(dim=0) if cut and self.ranks else None
+        )
 
-    def _rounded(self, weight: Tensor, cut: bool) -> ScaledWeight:
-        """Int8 rows of weight [..., N, K]; parts of rows have the scales of the whole ones."""
-        if not cut or self.ranks is None:
-            return int8_rows(weight)
-        return int8_rows(weight, self.ranks.gather(magnitudes(weight)).amax(dim=0))
+    def reorder(self, tensors: Tensors, name: str, order: list[int], part: slice = slice(None)) -> None:
+        """Reorder rows of `name`, or of a part of them, within each head of len(order); its bias' too.
 
-    def reorder(self, tensors: Tensors, name: str, part: slice, order: list[int]) -> None:
-        """Reorder a part of the rows of `name`, if it is there, within each head.
-
-        FP8 rows that would leave their block behind are multiplied out first.
+        FP8 rows take their scales along; those that would leave a group behind are multiplied out first.
         """
-        if name not in tensors:
-            return
         if (grouped := tensors.grouped.get(name)) is not None:  # rows have scales of their own
             for each in grouped.parts:
                 reorder_heads(each[part], order)
-            return
-        if (scales := tensors.get(f"{name}_scales")) is not None:
-            spread = scales.repeat_interleave(SCALE_ROWS, 0)[: tensors[name].shape[0]]
-            moved = spread[part].clone()
-            reorder_heads(moved, order)
-            if not torch.equal(moved, spread[part]):
-                tensors[name] = ScaledWeight(tensors[name], scales).plain(self.dtype)
-                del tensors[f"{name}_scales"]
-        reorder_heads(tensors[name][part], order)
-
-    def arrange(self, tensors: Tensors, name: str, order: list[int]) -> None:
-        """Put the rows of `name`, and of its bias if there is one, in another order.
-
-        FP8 rows that move by whole groups take their scales along; others are multiplied out first.
-        """
-        groups = order[::SCALE_ROWS]
-        if (scales := tensors.pop(f"{name}_scales", None)) is not None:
-            together = [first + row for first in groups for row in range(SCALE_ROWS)]
-            if order == together and not any(first % SCALE_ROWS for first in groups):
-                tensors[f"{name}_scales"] = scales[[first // SCALE_ROWS for first in groups]]
+        elif (scales := tensors.get(f"{name}_scales")) is not None:
+            rows = tensors[name].shape[0]
+            spread = scales.repeat_interleave(SCALE_ROWS, 0)[:rows]
+            reorder_heads(spread[part], order)
+            moved = spread[::SCALE_ROWS].contiguous()
+            if torch.equal(moved.repeat_interleave(SCALE_ROWS, 0)[:rows], spread):
+                tensors[f"{name}_scales"] = moved
             else:
-                tensors[name] = ScaledWeight(tensors[name], scales).plain(self.dtype)
-        if (grouped := tensors.grouped.get(name)) is not None:
-            tensors.grouped[name] = grouped.arranged(order)
-            tensors[name] = tensors.grouped[name].codes
-        for each in (name, f"{name}_bias"):
-            if each in tensors and each not in tensors.grouped:
-                rows = tensors[each]
-                kind = torch.uint8 if rows.dtype == torch.float8_e4m3fn else rows.dtype
-                tensors[each] = rows.view(kind)[order].view(rows.dtype)
+                self._widen(tensors, name)
+        for each_name in (name, f"{name}_bias"):
+            if each_name in tensors and each_name not in tensors.grouped:
+                reorder_heads(tensors[each_name][part], order)
+
+    def _widen(self, tensors: Tensors, name: str) -> None:
+        """Multiply a matrix in FP8 out."""
+        if (scales := tensors.pop(f"{name}_scales", None)) is not None:
+            tensors[name] = ScaledWeight(tensors[name], scales).plain(self.dtype)
 
     def summed(self, tensors: Tensors, name: str, *, centred: bool = False) -> AnyLinear:
         """The matrix `name` at a block's end, of whose columns a rank has its own.
@@ -311,8 +282,7 @@ class LayerBuilder:
         """Take the mean of every column out of a matrix [N, K], and of its bias. Raises IncompatibleError."""
         if name in tensors.grouped:
             raise IncompatibleError("packed weights cannot be centred, which layer norms of this model need")
-        if (scales := tensors.pop(f"{name}_scales", None)) is not None:
-            tensors[name] = ScaledWeight(tensors[name], scales).plain(self.dtype)
+        self._widen(tensors, name)
         for each in (name, f"{name}_bias"):
             if each in tensors:
                 wide = tensors[each].float()
@@ -320,18 +290,19 @@ class LayerBuilder:
 
     def stacked(self, tensors: Tensors, name: str, count: int, *, cut: bool) -> AnyWeight | GroupedWeight:
         """The experts' matrices [E, N, K] in the form that weights are kept in."""
-        if (grouped := tensors.grouped.get(name)) is not None:
-            return grouped.stacked(count)
-        weight = tensors[name].view(count, -1, tensors[name].shape[1])
-        if (scales := tensors.get(f"{name}_scales")) is not None:
-            return ScaledWeight(weight, scales.view(count, -1, scales.shape[1]))
-        if self.form.kind == "int4":
-            return self._grouped(weight)
-        if self.form.kind != "int8":
-            return weight
-        rows = self._rounded(weight, cut)
-        stays = self.kernels.facts.any_int8 or multiplies_int8(weight.device, self.dtype, weight.shape[-1])
-        return rows if stays else rows.plain(self.dtype)
+        kept = self._kept(tensors, name, cut=cut)
+        if isinstance(kept, GroupedWeight):
+            return kept.stacked(count)
+        if isinstance(kept, Tensor):
+            return kept.view(count, -1, kept.shape[1])
+        each = (
+            kept.values.view(count, -1, kept.shape[1]),
+            kept.scales.view(count, -1, *kept.scales.shape[1:]),
+        )
+        multiplied = self.form.kind != "int8" or self.kernels.facts.any_int8
+        if multiplied or multiplies_int8(kept.device, self.dtype, kept.shape[1]):
+            return ScaledWeight(*each)
+        return ScaledWeight(*each).plain(self.dtype)
 
 
 def fold_norm(weight: Tensor, norm: Tensor) -> None:

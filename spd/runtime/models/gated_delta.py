@@ -19,8 +19,8 @@ class GatedDelta:
         self.layout, self.kernels, self.epsilon = layout, build.kernels, build.epsilon
         if layout.delta.interleaved:
             order, gates = _by_kind(layout.delta)
-            build.arrange(tensors, "inputs", order)
-            build.arrange(tensors, "gates", gates)
+            build.reorder(tensors, "inputs", order)
+            build.reorder(tensors, "gates", gates)
         self.inputs, self.gates = build.after_norm(tensors, "inputs"), build.after_norm(tensors, "gates")
         self.output = build.summed(tensors, "output")
         self.taps = tensors["conv"].squeeze(1).t().contiguous()

@@ -29,9 +29,8 @@ class LatentAttention:
         if order is not None:
             head = [*range(latent.nope_dim), *(latent.nope_dim + i for i in order)]
             queries = "query" if "query" in tensors else "down"
-            build.reorder(tensors, queries, slice(layout.query_rows), head)
-            for name in ("down", "down_bias"):
-                build.reorder(tensors, name, slice(-latent.rope_dim, None), order)
+            build.reorder(tensors, queries, head, slice(layout.query_rows))
+            build.reorder(tensors, "down", order, slice(-latent.rope_dim, None))
         self.latent, self.num_heads, self.scale = latent, layout.num_heads, layout.scale
         self.kernels, native = build.kernels, build.kernels.native
         self.query_norm, self.query = tensors.get("query_norm"), None
