@@ -6,6 +6,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +17,7 @@ import torch
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import ModelConfig
+from spd.kernels.dispatch import Kernels
 from spd.runtime import Engine, EngineConfig, Request, RequestMetrics, RoundRecord, SamplingParams
 from tests.recipes.tiny import VARIANTS, write_tiny
 
@@ -41,6 +43,13 @@ class Damped:
 
     def __call__(self, layer: int) -> float:
         return 1.0 if layer < self.loud else self.soft
+
+
+def with_operations(kernels: Kernels, **operations: Callable[..., Any]) -> Kernels:
+    """A copy of a set of kernels with other operations in place of some."""
+    changed = copy(kernels)
+    vars(changed).update(operations)
+    return changed
 
 
 INTERPRETED = [

@@ -6,11 +6,9 @@ A case builds operands as a round has them, times the operation at several sizes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +16,6 @@ from torch import Tensor
 
 from benchmarks.gpu_suite.graph_timer import Call, Timer
 from benchmarks.gpu_suite.shapes import Shape
-from spd.kernels import launch
 from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import Kernels
@@ -94,22 +91,8 @@ def linear_case(
     return found
 
 
-@contextmanager
-def overlapping(when: int) -> Iterator[None]:
-    """Launch as with another `launch.OVERLAP`, which no engine changes."""
-    try:
-        with mock.patch.object(launch, "OVERLAP", when):
-            launch.overlap.cache_clear()
-            yield
-    finally:
-        launch.overlap.cache_clear()
-
-
 def layer_case(bench: Bench, shape: Shape, rows: Sequence[int]) -> Rows:
-    """A layer's products one after another, by when each lets the next kernel begin (see `launch.OVERLAP`).
-
-    In the rival's column of `AT_ONCE` stands the time with `AFTER_PRODUCTS`.
-    """
+    """A layer's products one after another."""
     kernels, found = bench.kernels, Rows()
     sizes = {kind: size for kind, size in shape.weights().items() if kind != "head"}
     nbytes = sum(2 * n * k for n, k in sizes.values())
@@ -134,13 +117,7 @@ def layer_case(bench: Bench, shape: Shape, rows: Sequence[int]) -> Rows:
             inner = kernels.norm_gate_up(x, squares, EPSILON, w["gate_up"], None, workspaces["gate_up"])
             kernels.linear_residual(inner, w["down"], None, residual, workspaces["down"])
 
-        calls = [partial(layer, weights) for weights in layers]
-        with overlapping(launch.AFTER_PRODUCTS):
-            after = bench.row(calls, nbytes)
-        with overlapping(launch.AT_ONCE):
-            at_once = bench.row(calls, nbytes)
-        found[f"{count} after products"] = after
-        found[f"{count} at once"] = [*at_once[:2], after[0]]
+        found[str(count)] = bench.row([partial(layer, weights) for weights in layers], nbytes)
     return found
 
 

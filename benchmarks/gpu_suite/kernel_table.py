@@ -146,7 +146,7 @@ def _measured(cases: Mapping[str, Case]) -> Iterator[dict[str, Any]]:
     report = {
         "read_bytes_per_second": read_rate,
         "columns": "us, share of the read rate (prefill: TFLOP/s; delta_chunks: tokens/s), us of torch "
-        "(head_sample: bare head; layer's products at once: after products; delta_chunks: a step a token)",
+        "(head_sample: bare head; delta_chunks: a step a token)",
         "cases": found,
     }
     for name, case in cases.items():

@@ -80,11 +80,11 @@ def draft_verify_case(bench: Bench, slots: int, k: int, vocab: int) -> Rows:
     draft = torch.randint(vocab, (slots, k), device=device)
     positions = (torch.arange(k + 1, device=device) + 1000).expand(slots, k + 1).contiguous()
     told = (draft, bench.integers(slots, fill=k), bench.integers(slots, fill=7), positions)
-    for name in ("rejection_verify", "block_verify"):
-        ours, torchs = getattr(bench.kernels, name), getattr(draft_verify, name)
+    for name in ("rejection", "block"):
         for kind, laws in (("drawn", drafter), ("certain", None)):
-            given = (target, laws, *told)
-            found[f"{name} {kind}"] = bench.row([partial(ours, *given)], None, [partial(torchs, *given)])
+            given = (target, laws, *told, name == "block")
+            ours, torchs = (partial(form.verify_drafts, *given) for form in (bench.kernels, draft_verify))
+            found[f"{name} {kind}"] = bench.row([ours], None, [torchs])
     return found
 
 

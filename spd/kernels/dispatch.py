@@ -1,17 +1,16 @@
 """Which form of every operation runs: the torch reference, its Triton twin, or on CPU one compiled from C.
 
-A new kernel is one pair of files and one line here. The native form takes from C what stands in
-`NATIVE`, and torch's references for the rest.
+A new kernel is one pair of files and one line here. The native form takes from C what its library has, and
+torch's references for the rest.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from spd.kernels.native.library import NativeLibrary
@@ -43,84 +42,52 @@ FACTS: Mapping[str, Facts] = {
 }
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """Every operation in one form, with the stem of its files; contracts stand with the torch references."""
-
-    name: str
-    facts: Facts
-    embed: Annotated[Operation, "linear.rows"]
-    norm_linear: Annotated[Operation, "linear.skinny_linear"]
-    norm_gate_up: Annotated[Operation, "linear.skinny_linear"]
-    linear: Annotated[Operation, "linear.skinny_linear"]
-    linear_residual: Annotated[Operation, "linear.skinny_linear"]
-    rms_norm_rows: Annotated[Operation, "linear.rows"]
-    norm_residual: Annotated[Operation, "linear.rows"]
-    head_logits: Annotated[Operation, "linear.skinny_linear"]
-    head_sample: Annotated[Operation, "linear.skinny_linear"]
-    rotary_store: Annotated[Operation, "attention.rotary_store"]
-    plan_attention: Annotated[Operation, "attention.paged_attention"]
-    paged_attention: Annotated[Operation, "attention.paged_attention"]
-    prefill_attention: Annotated[Operation, "attention.paged_attention"]
-    latent_store: Annotated[Operation, "latent.mla_attention"]
-    head_linear: Annotated[Operation, "latent.mla_attention"]
-    mla_attention: Annotated[Operation, "latent.mla_attention"]
-    mla_prefill: Annotated[Operation, "latent.mla_attention"]
-    router_logits: Annotated[Operation, "experts.moe"]
-    route: Annotated[Operation, "experts.moe"]
-    experts: Annotated[Operation, "experts.moe"]
-    experts_onto: Annotated[Operation, "experts.moe"]
-    short_conv: Annotated[Operation, "recurrent.short_conv"]
-    delta_rule: Annotated[Operation, "recurrent.delta_rule"]
-    delta_chunks: Annotated[Operation, "recurrent.delta_chunks"]
-    gated_norm: Annotated[Operation, "recurrent.delta_rule"]
-    sample_rows: Annotated[Operation, "sampling.sampling"]
-    row_laws: Annotated[Operation, "sampling.sampling"]
-    rejection_verify: Annotated[Operation, "sampling.draft_verify"]
-    block_verify: Annotated[Operation, "sampling.draft_verify"]
-    round_window: Annotated[Operation, "round.window"]
-    round_commit: Annotated[Operation, "round.commit"]
-    mark_time: Annotated[Operation, "round.window"]
-    ngram_lookup: Annotated[Operation, "round.ngram_lookup"]
-    committed_window: Annotated[Operation, "round.window"]
-    draft_step: Annotated[Operation, "round.window"]
-    head_input: Annotated[Operation, "linear.head_input"]
-    keep_states: Annotated[Operation, "linear.head_input"]
-    native: NativeLibrary | None = None
-    """Of the native form: its products, which take weights that it packed."""
-    token_tiles: Mapping[str, int] = field(default_factory=dict)
-    """Of the Triton form: by the dtype that weights are kept in, how wide tiles of tokens may be."""
-
-
-NATIVE = (
-    "rms_norm_rows",
-    "rotary_store",
-    "plan_attention",
-    "paged_attention",
-    "prefill_attention",
-    "latent_store",
-    "head_linear",
-    "mla_attention",
-    "mla_prefill",
-    "router_logits",
-    "route",
-    "short_conv",
-    "delta_rule",
-    "delta_chunks",
-    "gated_norm",
-    "sample_rows",
-    "ngram_lookup",
-)
-"""The operations that the native form has of its own."""
-
-TILED = ("norm_linear", "norm_gate_up", "linear", "linear_residual", "head_logits", "head_sample")
+TILED = ("linear", "norm_linear", "norm_gate_up", "linear_residual", "head_logits", "head_sample")
 """The Triton form's operations that take `token_tiles`."""
+OPERATIONS = {
+    "linear.rows": ("embed", "rms_norm_rows", "norm_residual"),
+    "linear.skinny_linear": TILED,
+    "linear.head_input": ("head_input", "keep_states"),
+    "attention.rotary_store": ("rotary_store",),
+    "attention.paged_attention": ("plan_attention", "paged_attention", "prefill_attention"),
+    "latent.mla_attention": ("latent_store", "head_linear", "mla_attention", "mla_prefill"),
+    "experts.moe": ("router_logits", "route", "experts", "experts_onto"),
+    "recurrent.short_conv": ("short_conv",),
+    "recurrent.delta_rule": ("delta_rule", "delta_chunks", "gated_norm"),
+    "sampling.sampling": ("sample_rows", "row_laws"),
+    "sampling.draft_verify": ("verify_drafts",),
+    "round.window": ("round_window", "committed_window", "draft_step", "mark_time"),
+    "round.commit": ("round_commit",),
+    "round.ngram_lookup": ("ngram_lookup",),
+}
+"""By STEM: `spd.kernels.STEM` holds an operation's torch form, `spd.kernels.STEM_triton` its twin."""
+SUFFIX = {"torch": "", "native": "", "triton": "_triton"}
+PACKED = ("linear", "experts")
+"""What the C library has under these names takes weights that it packed: layers ask for it there."""
+
+
+class Kernels:
+    """Every operation in one form, by its name; contracts stand with the torch references."""
+
+    def __init__(
+        self,
+        name: str,
+        operations: Mapping[str, Operation],
+        native: NativeLibrary | None = None,
+        token_tiles: Mapping[str, int] | None = None,
+    ) -> None:
+        """native: the native form's products; token_tiles: by the dtype of weights, how wide they may be."""
+        self.name, self.facts, self.native, self.token_tiles = name, FACTS[name], native, token_tiles or {}
+        self.__dict__.update(operations)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Operation: ...
 
 
 def operation_stems() -> dict[str, str]:
-    """Each operation's STEM: `spd.kernels.STEM` holds its torch form, `spd.kernels.STEM_triton` its twin."""
-    hints = get_type_hints(Kernels, globalns={**globals(), "NativeLibrary": Any}, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+    """Each operation's stem."""
+    return {name: stem for stem, names in OPERATIONS.items() for name in names}
 
 
 def load_kernels(
@@ -134,25 +101,24 @@ def load_kernels(
     dtype: "bfloat16" or "float32", of which the native form is. Imports triton for its own only. Raises
     NativeUnavailable.
     """
+    found = {
+        operation: getattr(importlib.import_module(f"spd.kernels.{stem}{SUFFIX[name]}"), operation)
+        for operation, stem in operation_stems().items()
+    }
     if name == "native":
         from spd.kernels.native.library import open_library
 
         assert cache is not None
         library = open_library(cache, dtype)
-        own = {operation: getattr(library, operation) for operation in NATIVE}
-        return replace(load_kernels("torch"), name=name, facts=FACTS[name], native=library, **own)
+        own = [each for each in found if each not in PACKED and hasattr(library, each)]
+        return Kernels(name, found | {each: getattr(library, each) for each in own}, library)
     if name == "triton":
         from triton import knobs
 
         knobs.language.default_fp_fusion = True  # also where Triton's own default is another, or is warned of
-    suffix = {"torch": "", "triton": "_triton"}[name]
-    found = {
-        operation: getattr(importlib.import_module(f"spd.kernels.{stem}{suffix}"), operation)
-        for operation, stem in operation_stems().items()
-    }
-    if name == "triton" and token_tiles:
+    if token_tiles:
         import torch
 
         widest = {getattr(torch, kind): tile for kind, tile in token_tiles.items()}
         found |= {operation: partial(found[operation], widest=widest) for operation in TILED}
-    return Kernels(name, FACTS[name], token_tiles=token_tiles or {}, **found)
+    return Kernels(name, found, token_tiles=token_tiles)

@@ -8,14 +8,6 @@ from typing import Any
 
 import torch
 
-NEVER, AFTER_PRODUCTS, AT_ONCE = 0, 1, 2
-OVERLAP = AFTER_PRODUCTS
-"""When a dense product lets the next kernel begin, on devices that can.
-
-At once hides more of a kernel's beginning behind the end of the one before, but takes its room: the GPU suite
-times both.
-"""
-
 
 @dataclass(frozen=True)
 class Device:
@@ -54,6 +46,6 @@ def overlap(device: torch.device) -> dict[str, Any]:
     Such a kernel has the constant PDL and waits, in every program, before it touches anything that
     another kernel reads or writes. Source: programmatic dependent launch, compute capability 9.0.
     """
-    if OVERLAP and device_facts(device).capability >= (9, 0):
-        return {"PDL": OVERLAP, "launch_pdl": True}
-    return {"PDL": NEVER}
+    if device_facts(device).capability >= (9, 0):
+        return {"PDL": 1, "launch_pdl": True}
+    return {"PDL": 0}

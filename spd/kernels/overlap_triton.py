@@ -21,24 +21,11 @@ def wait(PDL: tl.constexpr):
 
 @triton.jit
 def release(PDL: tl.constexpr):
-    """Let the next kernel be launched: it waits for this one before it reads what it writes."""
-    if PDL:
-        cuda.gdc_launch_dependents()
+    """Let the next kernel be launched: it waits for this one before it reads what it writes.
 
-
-@triton.jit
-def release_first(PDL: tl.constexpr):
-    """As `release`, before anything else, where the launch says AT_ONCE: the next kernel may be launched as
-    soon as all programs of this one have begun, and fetches its weights while the last of them end.
+    A dense product does so behind its loop: earlier, the next one's programs would take its room.
     """
-    if PDL == 2:
-        cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def release_after(PDL: tl.constexpr):
-    """As `release`, after a product, where it was not done before it."""
-    if PDL == 1:
+    if PDL:
         cuda.gdc_launch_dependents()
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from spd.formats.block_config import RouterConfig
-from spd.kernels import launch
 from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import Kernels, load_kernels
@@ -24,7 +23,6 @@ from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
 from spd.kernels.recurrent.delta_rule import DeltaMemory
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import ENDED, Places, RoundWindow, Rows
-from spd.kernels.sampling import draft_verify_triton
 from spd.kernels.sampling.sampling import SamplingTensors
 from spd.runtime.layers.base import HeadStates
 from spd.runtime.round.state import RoundState
@@ -94,16 +92,6 @@ def head(name: str, dtype: torch.dtype, rows: int = 4, ops: Kernels = OPS) -> La
     }
 
 
-def at_once(call: Callable[[], Any]) -> None:
-    """With products that let the next kernel begin at once."""
-    usual = launch.OVERLAP
-    launch.OVERLAP = launch.AT_ONCE
-    launch.overlap.cache_clear()
-    call()
-    launch.OVERLAP = usual
-    launch.overlap.cache_clear()
-
-
 def products(capability: tuple[int, int]) -> Launches:
     """Of an 8B and a 0.6B model; an 8B's in eight bits and for up to 64 rows, its head, the row kernels."""
     big, found = (4096, 6144, 4096, 12288), {}
@@ -114,8 +102,6 @@ def products(capability: tuple[int, int]) -> Launches:
         found |= dense("8b", BF16, big, kind=kind) | dense("8b_wide", BF16, big, 64, kind, ops=WIDE)
     found |= head("8b_wide_bf16", BF16, 64, WIDE)
     found["9b_bf16"] = dense("9b", BF16, (3584, 8192, 4096, 14336), gelu=True)["9b_bf16"]
-    for name in ("qkv_8b_bf16", "8b_bf16", "sample_8b_bf16"):
-        found[f"{name}_at_once"] = partial(at_once, found[name])
     x, norm = of(BF16, 4, 4096), of(BF16, 4096)
     return found | {
         "8b": lambda: OPS.embed(of(I64, 4), of(BF16, VOCAB, 4096)),
@@ -208,8 +194,8 @@ def draws() -> Launches:
         found[f"law_{name}"] = partial(OPS.row_laws, logits, draft, given[-1], steps, VOCAB)
     for law, probabilities in (("sampled", of(F32, 2, 3, VOCAB)), ("one_hot", None)):
         for rule in ("rejection", "block"):
-            call = getattr(draft_verify_triton, f"{rule}_verify")
-            found[f"{rule}_{law}"] = partial(call, logits, probabilities, *verify)
+            given = (logits, probabilities, *verify, rule == "block")
+            found[f"{rule}_{law}"] = partial(OPS.verify_drafts, *given)
     return found
 
 

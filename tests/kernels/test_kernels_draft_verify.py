@@ -22,7 +22,7 @@ from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
 
 VOCAB = 3
 LIMIT_OF_ERROR = 1e-12
-RULES = ["rejection_verify", "block_verify"]
+RULES = ["rejection", "block"]
 Text = tuple[int, ...]
 Law = dict[Text, Tensor]
 Patch = pytest.MonkeyPatch
@@ -107,9 +107,10 @@ def masses(setting: Setting, p: Law, q: Law, patch: Patch) -> tuple[dict[Text, f
 
     patch.setattr(draft_verify, "acceptance_uniforms", lambda *_: script)
     patch.setattr(draft_verify, "draw_last", draw_last)
-    tokens, accepted = getattr(draft_verify, setting.rule)(
+    tokens, accepted = draft_verify.verify_drafts(
         target, None if setting.one_hot else laws, draft, torch.full((slots,), real),
         torch.zeros(slots, dtype=torch.long), torch.arange(k + 1).expand(slots, -1),
+        setting.rule == "block",
     )  # fmt: skip
     weight = torch.tensor([mass for (_, mass), _, _ in plan], dtype=torch.float64)
     weight = weight * drawn["law"].gather(1, last[:, None])[:, 0]
@@ -212,7 +213,7 @@ def _uncapped(right: Callable[..., tuple[Tensor, Tensor]], *arguments: Tensor) -
 MUTANTS: dict[str, tuple[Mutation, Setting]] = {
     "the target's row for the residual": (
         _weights(lambda right, p, q, x, n, a, s: right(p, q, x, a, a, s)),
-        Setting("rejection_verify", 2, 2, False),
+        Setting("rejection", 2, 2, False),
     ),
     "the residual is not clamped": (
         _weights(
@@ -222,11 +223,11 @@ MUTANTS: dict[str, tuple[Mutation, Setting]] = {
                 right(p, q, x, n, a, s),
             )
         ),
-        Setting("rejection_verify", 2, 2, False),
+        Setting("rejection", 2, 2, False),
     ),
     "the residual comes from the next row": (
         _weights(lambda right, p, q, x, n, a, s: right(p.roll(-1, 1), q, x, n, a, s)),
-        Setting("rejection_verify", 2, 2, False),
+        Setting("rejection", 2, 2, False),
     ),
     "the bonus comes from the last row": (
         _weights(
@@ -234,41 +235,41 @@ MUTANTS: dict[str, tuple[Mutation, Setting]] = {
                 (a == n)[:, None], p[:, -1], right(p, q, x, n, a, s)
             )
         ),
-        Setting("rejection_verify", 3, 2, False),
+        Setting("rejection", 3, 2, False),
     ),
     "a drawn draft is taken for certain": (
         lambda patch: patch.setattr(draft_verify, "draft_ratios", lambda p, q, x: _ratio(p, None, x)),
-        Setting("rejection_verify", 2, 2, False),
+        Setting("rejection", 2, 2, False),
     ),
     "a certain draft is taken for drawn": (
         lambda patch: patch.setattr(
             draft_verify, "draft_ratios", lambda p, q, x: _ratio(p, torch.full_like(p[:, 1:], 0.5), x)
         ),
-        Setting("rejection_verify", 2, 2, True),
+        Setting("rejection", 2, 2, True),
     ),
     "a draft after a rejected one is accepted": (
         _passed(lambda passed: passed.flip(-1).cumsum(dim=-1).flip(-1) > 0),
-        Setting("rejection_verify", 2, 2, False),
+        Setting("rejection", 2, 2, False),
     ),
     "a block ends at its first failure": (
         _passed(lambda passed: passed.long().cumprod(dim=-1) > 0),
-        Setting("block_verify", 3, 3, False),
+        Setting("block", 3, 3, False),
     ),
     "a block's residual is not scaled": (
         _weights(lambda right, p, q, x, n, a, s: right(p, q, x, n, a, torch.ones_like(s))),
-        Setting("block_verify", 3, 3, False),
+        Setting("block", 3, 3, False),
     ),
     "a block's joint ratio is capped at the end only": (
         _chances(_uncapped),
-        Setting("block_verify", 3, 3, False),
+        Setting("block", 3, 3, False),
     ),
     "a block's inner prefixes pass by the joint ratio": (
         _chances(lambda right, *arguments: (right(*arguments)[1][:, 1:], right(*arguments)[1])),
-        Setting("block_verify", 3, 3, False),
+        Setting("block", 3, 3, False),
     ),
     "a shorter block is taken for a whole one": (
         _chances(lambda right, p, q, x, n: right(p, q, x, torch.full_like(n, x.shape[1]))),
-        Setting("block_verify", 3, 2, False),
+        Setting("block", 3, 2, False),
     ),
 }  # fmt: skip
 
@@ -295,9 +296,9 @@ def statistic_of_first_tokens(rule: str, draft_stream: int) -> float:
     draft = torch.stack(
         [(q.log() + gumbel(seed, positions[:, i], draft_stream, 4)).argmax(-1) for i in range(2)], dim=1
     )
-    tokens, accepted = getattr(draft_verify, rule)(
-        p.expand(count, 3, 4), q.expand(count, 2, 4), draft, torch.full((count,), 2), seed, positions
-    )
+    laws = (p.expand(count, 3, 4), q.expand(count, 2, 4))
+    given = (*laws, draft, torch.full((count,), 2), seed, positions)
+    tokens, accepted = draft_verify.verify_drafts(*given, rule == "block")
     assert (accepted == 0).float().mean() > 0.3
     expected = p.double() * count
     observed = torch.bincount(tokens[:, 0], minlength=4).double()

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from spd.kernels.sampling import draft_verify_triton
 
-RULES = ["rejection_verify", "block_verify"]
+RULES = ["rejection", "block"]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of log(0)
 
 Arguments = tuple[Tensor, "Tensor | None", Tensor, Tensor, Tensor, Tensor]
@@ -58,8 +58,9 @@ def test_kernels_do_as_the_reference(rule: str, one_hot: bool, k: int, device: s
     for vocab in (1, 2, 3, 17, 1003):
         slots = 6 if device == "cpu" else 2000
         arguments = random_arguments(slots, k, vocab, vocab + k, one_hot, device)
-        found = getattr(draft_verify_triton, rule)(*arguments)
-        assert_same(found, getattr(draft_verify, rule)(*arguments), 0.0 if device == "cpu" else 1e-3)
+        found = draft_verify_triton.verify_drafts(*arguments, rule == "block")
+        expected = draft_verify.verify_drafts(*arguments, rule == "block")
+        assert_same(found, expected, 0.0 if device == "cpu" else 1e-3)
         lengths |= set(found[1].tolist())
     assert len(lengths) > min(k, 2)
 
@@ -70,14 +71,13 @@ def test_equal_laws_and_rounded_ones(rule: str, device: str) -> None:
     target, laws, draft, _, seed, positions = random_arguments(5, 3, 300, 8, False, device)
     assert laws is not None
     real = torch.full_like(seed, 3)
-    found = getattr(draft_verify_triton, rule)(
-        target, target[:, :3].contiguous(), draft, real, seed, positions
-    )
+    same = (target, target[:, :3].contiguous(), draft, real, seed, positions)
+    found = draft_verify_triton.verify_drafts(*same, rule == "block")
     assert found[1].tolist() == [3] * 5
     above = (target[:, :3] * 4).contiguous()  # exceeds the target everywhere: residuals of nothing
     arguments = (target, above, draft, real, seed, positions)
-    found = getattr(draft_verify_triton, rule)(*arguments)
-    assert_same(found, getattr(draft_verify, rule)(*arguments), 0.0)
+    found = draft_verify_triton.verify_drafts(*arguments, rule == "block")
+    assert_same(found, draft_verify.verify_drafts(*arguments, rule == "block"), 0.0)
     rows = target.gather(1, found[1][:, None, None].expand(-1, 1, 300))[:, 0]
     last = found[0].gather(1, found[1][:, None])
     assert (rows.gather(1, last) > 0).all()
@@ -89,9 +89,9 @@ def test_a_draft_its_drafter_could_not_draw_is_rejected(rule: str, device: str) 
     assert laws is not None
     laws.scatter_(-1, draft[..., None], 0.0)
     arguments = (target, laws, draft, torch.full_like(seed, 2), seed, positions)
-    found = getattr(draft_verify_triton, rule)(*arguments)
+    found = draft_verify_triton.verify_drafts(*arguments, rule == "block")
     assert found[1].tolist() == [0] * 3
-    assert_same(found, getattr(draft_verify, rule)(*arguments), 0.0)
+    assert_same(found, draft_verify.verify_drafts(*arguments, rule == "block"), 0.0)
 
 
 def test_a_blocks_residual_is_scaled(device: str) -> None:
@@ -108,18 +108,18 @@ def test_a_blocks_residual_is_scaled(device: str) -> None:
         seed,
         torch.arange(3, device=device).expand(slots, 3),
     )
-    tokens, accepted = draft_verify_triton.block_verify(*arguments)
+    tokens, accepted = draft_verify_triton.verify_drafts(*arguments, True)
     assert 4 <= int((accepted == 1).sum()) < slots
     assert (tokens[accepted == 1, 1] == 1).all()
-    assert_same((tokens, accepted), draft_verify.block_verify(*arguments), 0.0)
+    assert_same((tokens, accepted), draft_verify.verify_drafts(*arguments, True), 0.0)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_slot_is_the_same_alone_and_among_others(rule: str, device: str) -> None:
     arguments = random_arguments(4, 3, 1003, 21, False, device)
-    tokens, accepted = getattr(draft_verify_triton, rule)(*arguments)
+    tokens, accepted = draft_verify_triton.verify_drafts(*arguments, rule == "block")
     for slot in range(4):
         alone = [a[slot : slot + 1].contiguous() for a in arguments if a is not None]
-        found = getattr(draft_verify_triton, rule)(*alone)
+        found = draft_verify_triton.verify_drafts(*alone, rule == "block")
         assert torch.equal(found[0], tokens[slot : slot + 1])
         assert torch.equal(found[1], accepted[slot : slot + 1])

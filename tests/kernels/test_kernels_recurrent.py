@@ -18,8 +18,7 @@ from torch import Tensor
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.native.library import NativeLibrary
 from spd.kernels.recurrent import delta_rule as torch_form
-from spd.kernels.recurrent.delta_chunks import CHUNK
-from spd.kernels.recurrent.delta_rule import DeltaMemory
+from spd.kernels.recurrent.delta_rule import CHUNK, DeltaMemory
 from spd.kernels.recurrent.short_conv import Segments, short_conv
 
 pytest.importorskip("triton")

@@ -28,10 +28,7 @@ SHOWN_BY = {
     "delta_chunks": ("recurrent", "test_how_many_chunks_a_call_holds_changes_no_bit"),
     "sample_rows": SAME,
     "row_laws": ("row_laws", SAME[1]),
-    **dict.fromkeys(
-        ("rejection_verify", "block_verify"),
-        ("draft_verify_triton", "test_a_slot_is_the_same_alone_and_among_others"),
-    ),
+    "verify_drafts": ("draft_verify_triton", "test_a_slot_is_the_same_alone_and_among_others"),
     "round_window": ("round_window", SLOT),
     "round_commit": ("round_commit", SLOT),
     "ngram_lookup": ("ngram_lookup", "test_drafts_equal_a_plain_search"),

@@ -23,6 +23,7 @@ from spd.runtime.round.round import Round
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RoundState
+from tests.helpers import with_operations
 
 ONLY_TORCH_ASKS = {"ngram_lookup": (4,)}
 """Arguments that hold the host's upper bounds, by their place; kernels in torch's form alone read them."""
@@ -86,7 +87,7 @@ class Tape:
     def wrap(self, kernels: Kernels) -> Kernels:
         """The operations, each saying with what it was called."""
         every = {name: self._proxy(name, getattr(kernels, name)) for name in operation_stems()}
-        return dataclasses.replace(kernels, **every)
+        return with_operations(kernels, **every)
 
     def _proxy(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

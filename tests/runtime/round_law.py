@@ -8,7 +8,6 @@ arbitrarily correlated drafter give it. No randomness decides anything.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections import defaultdict
@@ -32,6 +31,7 @@ from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplerClass, SamplingParams
 from spd.runtime.round.state import RoundState
+from tests.helpers import with_operations
 from tests.runtime.target_law import (
     DRAFT_LAWS,
     PROMPT,
@@ -214,7 +214,7 @@ class Enumeration:
         shuffle_pages(state)
         self.script = script or Script()
         self.runner = RememberingRunner(state, table, self.script, case.head)
-        kernels = dataclasses.replace(load_kernels("torch"), sample_rows=self.script.sample_rows)
+        kernels = with_operations(load_kernels("torch"), sample_rows=self.script.sample_rows)
         self.sampler = Sampler(state, VOCAB, VOCAB, kernels)
         self.sampler.admit(0, params, torch.tensor(PROMPT))
         for tensor in (*self.sampler.numbers.values(), self.sampler.top_k, self.sampler.bias):

@@ -22,7 +22,7 @@ from spd.runtime.round.limits import TRASH_PAGE
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplerClass
 from spd.runtime.round.state import RING_DEPTH, RoundState
-from tests.helpers import Damped, Run, few_programs, make_engine, random_prompts, run_all
+from tests.helpers import Damped, Run, few_programs, make_engine, random_prompts, run_all, with_operations
 from tests.recipes.fp8_twin import write_twin
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
@@ -308,7 +308,7 @@ def take_a_copy(engine: Engine, captured: StandIn) -> None:
         state.tokens = state.tokens.clone()
         return honest(state, *rest)
 
-    changed = dataclasses.replace(captured.round.kernels, round_window=of_a_copy)
+    changed = with_operations(captured.round.kernels, round_window=of_a_copy)
     captured.round.kernels = changed
 
 

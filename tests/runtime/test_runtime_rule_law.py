@@ -130,24 +130,24 @@ MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
     ),
     "what is kept knows no bias": (draft_row(lambda t: {"bias": None}), with_params(BIASED)),
     "what is kept is of another step": (
-        fault.operation("block_verify", lambda a: {"draft_probs": a.draft_probs.roll(1, 1)}),
+        fault.operation("verify_drafts", lambda a: {"draft_probs": a.draft_probs.roll(1, 1)}),
         TWO,
     ),
     "what is kept is a neighbour's": (
-        fault.operation("block_verify", lambda a: {"draft_probs": a.draft_probs.roll(7, 0)}),
+        fault.operation("verify_drafts", lambda a: {"draft_probs": a.draft_probs.roll(7, 0)}),
         TWO,
     ),
     "what is kept is of an earlier round": (kept_of_the_first_drafting, RuleCase((1, 1), seed=5)),
     "a certain draft is taken for drawn": (
-        fault.operation("block_verify", lambda a: {"draft_probs": torch.full_like(a.target[:, 1:], 1 / 3)}),
+        fault.operation("verify_drafts", lambda a: {"draft_probs": torch.full_like(a.target[:, 1:], 1 / 3)}),
         CERTAIN,
     ),
     "drafts that do not count are tested": (
-        fault.operation("rejection_verify", lambda a: {"num_drafts": torch.full_like(a.num_drafts, 2)}),
+        fault.operation("verify_drafts", lambda a: {"num_drafts": torch.full_like(a.num_drafts, 2)}),
         dataclasses.replace(CERTAIN, rule="rejection"),
     ),
     "rows are tested against the next one's law": (
-        fault.operation("rejection_verify", lambda a: {"target": a.target.roll(-1, 1)}),
+        fault.operation("verify_drafts", lambda a: {"target": a.target.roll(-1, 1)}),
         dataclasses.replace(TWO, rule="rejection"),
     ),
     "a block is tested one by one": (

@@ -143,7 +143,7 @@ MUTANTS: dict[str, tuple[fault.Mutation, Callable[..., None]]] = {
         lambda t, m: test_a_request_is_the_same_alone_and_among_others(t, m, "ngram", "block"),
     ),
     "what is kept is a neighbour's": (
-        fault.operation("block_verify", lambda a: {"draft_probs": a.draft_probs.roll(1, 0)}),
+        fault.operation("verify_drafts", lambda a: {"draft_probs": a.draft_probs.roll(1, 0)}),
         lambda t, m: test_a_request_is_the_same_alone_and_among_others(t, m, "draft", "block"),
     ),
 }

@@ -15,7 +15,16 @@ from spd import kernels
 from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
 from spd.runtime import SamplingParams
 from spd.runtime.engine import assembly
-from tests.helpers import INTERPRETED, Damped, Run, few_programs, make_engine, random_prompts, run_all
+from tests.helpers import (
+    INTERPRETED,
+    Damped,
+    Run,
+    few_programs,
+    make_engine,
+    random_prompts,
+    run_all,
+    with_operations,
+)
 from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
@@ -100,7 +109,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, co
         found = load_kernels(form, *cache)
         if form == "torch":
             return found
-        return dataclasses.replace(found, **{name: count(name, getattr(found, name)) for name in OPERATIONS})
+        return with_operations(found, **{name: count(name, getattr(found, name)) for name in OPERATIONS})
 
     monkeypatch.setattr(assembly, "load_kernels", load)
     few_programs(monkeypatch)

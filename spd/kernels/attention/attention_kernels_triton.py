@@ -61,21 +61,10 @@ def tanh(x):
     do_not_specialize_on_alignment=["positions", "valid"],
 )
 def plan_attention_kernel(
-    positions,
-    valid,
-    last,
-    items,
-    count,
-    slots,
-    queries,
-    max_chunks,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SMALL: tl.constexpr,
-    LARGE: tl.constexpr,
-    FROM: tl.constexpr,
-    SLIDING: tl.constexpr,
-):
+    positions, valid, last, items, count, slots, queries, max_chunks,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
+    FROM: tl.constexpr, SLIDING: tl.constexpr,
+):  # fmt: skip
     """One slot's items. Large chunks of all slots come first, so that no program ends on one."""
     FEW: tl.constexpr = FROM // SMALL
     slot = tl.program_id(0)

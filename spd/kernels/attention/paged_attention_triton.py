@@ -106,7 +106,7 @@ def plan_attention(
         raise ValueError(f"pages of {page_size} positions: a power of two from 16 on is needed")
     (slots, width), device = windows.positions.shape, windows.positions.device
     capacity = windows.page_table.shape[1] * page_size
-    max_chunks = num_chunks(capacity, SMALL_CHUNK, LARGE_CHUNK, LARGE_FROM)
+    max_chunks = num_chunks(capacity)
     results = slots * max_chunks * heads.num_heads * width
 
     def empty(dtype: torch.dtype, size: int) -> Tensor:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton form of `rows`, and the best of a draw: one launch each, every tensor contiguous."""
+"""Triton form of `rows`: one launch each, every tensor contiguous."""
 
 from __future__ import annotations
 
@@ -10,27 +10,11 @@ from torch import Tensor
 
 from spd.kernels.launch import ceil_div, overlap, power_of_two
 from spd.kernels.overlap_triton import release, wait
-from spd.kernels.sampling.philox_triton import NO_RANK, rank_is_finite, rank_token
 
 COPY_BLOCK = 2048
 """Values that a program of a part of a row moves."""
 WARPS = 8
 """Of a program that holds a whole row of the stream."""
-
-
-@triton.jit
-def choose_kernel(ranks, token, finite, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One program a row: the best of its tiles [T, tiles]."""
-    wait(PDL)
-    release(PDL)
-    row = tl.program_id(0)
-    best = tl.full((BLOCK,), NO_RANK, dtype=tl.int64)
-    for start in range(0, tiles, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        best = tl.maximum(best, tl.load(ranks + row * tiles + at, mask=at < tiles, other=NO_RANK))
-    chosen = tl.max(best, 0)
-    tl.store(token + row, rank_token(chosen))
-    tl.store(finite + row, rank_is_finite(chosen))
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from spd.kernels.linear.skinny_product_triton import (
     row_begins,
     rows_of_weight,
 )
-from spd.kernels.overlap_triton import prefetch, release_after, release_first, wait
+from spd.kernels.overlap_triton import prefetch, release, wait
 from spd.kernels.sampling.philox import STREAM_TARGET
 from spd.kernels.sampling.philox_triton import (
     NO_RANK,
@@ -125,7 +125,6 @@ def linear_kernel(
     """y = x Wᵀ, scaled by the norm where there are squares, plus bias, plus residual; squares of y."""
     first = tl.program_id(1) * BLOCK_N
     weight_rows = rows_of_weight(w, first, n, k, BLOCK_N)
-    release_first(PDL)
     prefetch_weights(weight_rows, k, BLOCK_K, SPLIT_K, PDL)
     wait(PDL)
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -142,7 +141,7 @@ def linear_kernel(
         weight_rows, scale, columns, x, first, row_t, rows, n, k,
         GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
     )  # fmt: skip
-    release_after(PDL)
+    release(PDL)
     if SPLIT_K > 1:
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         hand_in(total, partials, tile, row_t, rows, SPLIT_K, tl.program_id(2), BLOCK_N, BLOCK_T)
@@ -180,7 +179,6 @@ def gate_up_kernel(
     if bias is not None:
         gate_shift = tl.load(bias + row_n, mask=row_n < n, other=0.0)
         up_shift = tl.load(bias + n + row_n, mask=row_n < n, other=0.0)
-    release_first(PDL)
     prefetch_weights(rows_of_weight(w, first, n, k, BLOCK_N), k, BLOCK_K, SPLIT_K, PDL)
     prefetch_weights(rows_of_weight(w, n + first, 2 * n, k, BLOCK_N), k, BLOCK_K, SPLIT_K, PDL)
     wait(PDL)
@@ -189,7 +187,7 @@ def gate_up_kernel(
         w, scale, columns, x, first, row_t, rows, n, k,
         GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
     )  # fmt: skip
-    release_after(PDL)
+    release(PDL)
     if SPLIT_K > 1:
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         slot = tl.program_id(2) * 2
@@ -230,7 +228,6 @@ def head_kernel(
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
     weight_rows = rows_of_weight(w, first, n, k, BLOCK_N)
-    release_first(PDL)
     prefetch_weights(weight_rows, k, BLOCK_K, 1, PDL)
     wait(PDL)
     if logits is None:
@@ -244,7 +241,7 @@ def head_kernel(
         weight_rows, scale, columns, x, first, row_t, rows, n, k,
         GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
     )  # fmt: skip
-    release_after(PDL)
+    release(PDL)
     if logits is not None:
         mask = (row_t[None, :] < rows) & (row_n[:, None] < n)
         tl.store(row_begins(logits, row_t, n) + row_n[:, None], score, mask=mask)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from spd.kernels.launch import ceil_div, device_facts, overlap, power_of_two
-from spd.kernels.linear.rows_triton import choose_kernel
 from spd.kernels.linear.skinny_config import (
     CROWDED_TILE,
     NARROW,
@@ -34,6 +33,7 @@ from spd.kernels.linear.skinny_kernels_triton import (
     linear_kernel,
 )
 from spd.kernels.linear.skinny_linear import AnyWeight, LinearWorkspace, ScaledWeight
+from spd.kernels.sampling.philox_triton import choose_kernel
 
 PARTS_BLOCK = 128
 """Partial sums of squares a program holds for every row."""

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton twins of `delta_rule` and `gated_norm`.
+"""Triton twins of `delta_rule`, `delta_chunks` and `gated_norm`.
 
 A program holds a block of columns of one head's state in registers from the first token to apply to the last
 row: the state is read once and written once. One loop body serves tokens from the ring and rows of the pass,
-and no product is fused with a sum but by name, so that both give the same bits.
+and no product is fused with a sum but by name, so that both give the same bits. Of a prompt's chunk the
+systems are solved side by side, then a state walks over them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from torch import Tensor
 
 from spd.kernels.launch import ceil_div, overlap, power_of_two
 from spd.kernels.overlap_triton import release, wait
-from spd.kernels.recurrent.delta_rule import NORM_EPSILON, DeltaMemory
+from spd.kernels.recurrent.delta_rule import CHUNK, NORM_EPSILON, DeltaMemory
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.recurrent.short_conv_triton import run_of
 
 STATE_COLUMNS = 32
-"""Of one program: with 128 rows, 32 registers a thread of four warps."""
+"""Of one program: with 128 rows, 32 registers a thread of four warps; more would leave processors idle."""
+PART = 32
+"""Columns of keys and rows of a state that a product takes at once."""
+PRECISION = tl.constexpr("tf32x3")
+"""Of products: float32's in effect, on the matrix units."""
 
 
 @triton.jit
@@ -119,6 +124,143 @@ def delta_rule(
         enable_fp_fusion=False,
         **overlap(mixed.device),
     )
+    return out
+
+
+@triton.jit
+def rows_of(source, within, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns first to first + ROWS, of WIDTH, of rows of float32 values at source [L]; else zeros."""
+    i = first + tl.arange(0, ROWS)
+    return tl.load(source[:, None] + i[None, :], mask=within[:, None] & (i < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def gates_of(raw_gates, row, gate_stride, head, within, rate, bias, H: tl.constexpr):
+    """Of rows [L]: the logarithm of the decay since before the chunk, and how much is corrected."""
+    said = raw_gates + row * gate_stride + head
+    correct = tl.load(said, mask=within, other=0.0).to(tl.float32)
+    step = tl.load(said + H, mask=within, other=0.0).to(tl.float32)
+    decay = log_decay(step, tl.load(rate + head), tl.load(bias + head))
+    return tl.cumsum(tl.where(within, decay, 0.0), 0), tl.where(within, tl.sigmoid(correct), 0.0)
+
+
+@triton.jit(do_not_specialize=["G", "gate_stride"], do_not_specialize_on_alignment=["raw_gates"])
+def delta_solve_kernel(
+    mixed, raw_gates, rate, bias, solved, table, applied, G, gate_stride, scale,
+    H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    L: tl.constexpr, PART: tl.constexpr, EPSILON: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one run, one head: how rows read each other, and the inverse of how they write."""
+    wait(PDL)
+    release(PDL)
+    run, chunk, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _, first, count, _, _, _ = run_of(table, applied, run, G)
+    if chunk * L >= count:
+        return
+    t = tl.arange(0, L)
+    row, within = first + chunk * L + t, chunk * L + t < count
+    total, correct = gates_of(raw_gates, row, gate_stride, head, within, rate, bias, H)
+    fade = tl.exp(tl.where(t[:, None] >= t[None, :], total[:, None] - total[None, :], float("-inf")))
+    source = mixed + row * (2 * HK * WIDTH + H * SIZE) + head // (H // HK) * WIDTH
+    asked, system = tl.zeros((L, L), tl.float32), tl.zeros((L, L), tl.float32)
+    query_square, key_square = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
+    for part in range(0, ROWS, PART):
+        query = rows_of(source, within, part, PART, WIDTH)
+        key = rows_of(source + HK * WIDTH, within, part, PART, WIDTH)
+        query_square += tl.sum(query * query, 1)
+        key_square += tl.sum(key * key, 1)
+        asked = tl.dot(query, tl.trans(key), asked, input_precision=PRECISION)
+        system = tl.dot(key, tl.trans(key), system, input_precision=PRECISION)
+    key_unit = tl.rsqrt(key_square + EPSILON)
+    fade *= key_unit[None, :]
+    at = solved + ((run * tl.num_programs(1) + chunk) * H + head) * (2 * L * L) + t[:, None] * L + t[None, :]
+    tl.store(at, asked * fade * (tl.rsqrt(query_square + EPSILON) * scale)[:, None])
+    system = tl.where(t[:, None] > t[None, :], system * fade * (key_unit * correct)[:, None], 0.0)
+    inverse = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
+    for step in range(0, L - 1):
+        of_row = tl.sum(tl.where(t[None, :] == step, system, 0.0), 1)
+        line = tl.sum(tl.where(t[:, None] == step, inverse, 0.0), 0)
+        inverse -= of_row[:, None] * line[None, :]
+    tl.store(at + L * L, inverse)
+
+
+@triton.jit(do_not_specialize=["G", "gate_stride", "chunks"], do_not_specialize_on_alignment=["raw_gates"])
+def delta_chunks_kernel(
+    mixed, raw_gates, rate, bias, state, solved, out, table, applied, G, gate_stride, scale, chunks,
+    H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, L: tl.constexpr, PART: tl.constexpr, EPSILON: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One run, one head, COLUMNS of its state's columns, which one chunk after another reads and writes."""
+    wait(PDL)
+    release(PDL)
+    run, head = tl.program_id(0), tl.program_id(1)
+    slot, first, count, start, _, _ = run_of(table, applied, run, G)
+    if count == 0:
+        return
+    j, t = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, L)
+    part_at = state + (slot * H + head) * (WIDTH * SIZE) + tl.arange(0, PART)[:, None] * SIZE + j[None, :]
+    at = solved + (run * chunks * H + head) * (2 * L * L) + t[:, None] * L + t[None, :]
+    for chunk in range(0, tl.cdiv(count, L)):
+        row, within = first + chunk * L + t, chunk * L + t < count
+        total, correct = gates_of(raw_gates, row, gate_stride, head, within, rate, bias, H)
+        source = mixed + row * (2 * HK * WIDTH + H * SIZE)
+        query_at = source + head // (H // HK) * WIDTH
+        written_rows = tl.where((start > 0) | (chunk > 0), WIDTH, 0)  # what lies there before is another's
+        known, read = tl.zeros((L, COLUMNS), tl.float32), tl.zeros((L, COLUMNS), tl.float32)
+        query_square, key_square = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
+        for part in range(0, ROWS, PART):
+            query = rows_of(query_at, within, part, PART, WIDTH)
+            key = rows_of(query_at + HK * WIDTH, within, part, PART, WIDTH)
+            held = (part + tl.arange(0, PART) < written_rows)[:, None] & (j < SIZE)[None, :]
+            now = tl.load(part_at + part * SIZE, mask=held, other=0.0)
+            query_square += tl.sum(query * query, 1)
+            key_square += tl.sum(key * key, 1)
+            known = tl.dot(key, now, known, input_precision=PRECISION)
+            read = tl.dot(query, now, read, input_precision=PRECISION)
+        faded, key_unit = tl.exp(total), tl.rsqrt(key_square + EPSILON)
+        given = within[:, None] & (j < SIZE)[None, :]
+        value_at = (source + 2 * HK * WIDTH + head * SIZE)[:, None] + j[None, :]
+        wrong = tl.load(value_at, mask=given, other=0.0) - known * (key_unit * faded)[:, None]
+        written = tl.dot(tl.load(at + L * L), wrong * correct[:, None], input_precision=PRECISION)
+        read *= (tl.rsqrt(query_square + EPSILON) * scale * faded)[:, None]
+        read = tl.dot(tl.load(at), written, read, input_precision=PRECISION)
+        tl.store(out + ((row * H + head) * SIZE)[:, None] + j[None, :], read, mask=given)
+        last = tl.sum(tl.where(t == L - 1, total, 0.0), 0)
+        written *= (key_unit * tl.exp(last - total))[:, None]
+        tl.debug_barrier()  # other threads hold these parts of the state in the loop above
+        for part in range(0, ROWS, PART):
+            key = rows_of(query_at + HK * WIDTH, within, part, PART, WIDTH)
+            i = part + tl.arange(0, PART)
+            now = tl.load(
+                part_at + part * SIZE, mask=(i < written_rows)[:, None] & (j < SIZE)[None, :], other=0.0
+            )
+            now = tl.dot(tl.trans(key), written, now * tl.exp(last), input_precision=PRECISION)
+            tl.store(part_at + part * SIZE, now, mask=(i < WIDTH)[:, None] & (j < SIZE)[None, :])
+        tl.debug_barrier()
+        at += H * (2 * L * L)
+
+
+def delta_chunks(
+    mixed: Tensor, raw_gates: Tensor, rate: Tensor, bias: Tensor, memory: DeltaMemory, rows: Segments
+) -> Tensor:
+    """See the torch form."""
+    assert raw_gates.stride(1) == 1
+    (heads, width, size), key_heads = memory.state.shape[1:], memory.keys.shape[2]
+    out = torch.zeros((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
+    columns, runs = min(STATE_COLUMNS, max(16, power_of_two(size))), rows.table.shape[1]
+    chunks = ceil_div(mixed.shape[0], CHUNK)
+    solved = torch.empty((runs, chunks, heads, 2, CHUNK, CHUNK), dtype=torch.float32, device=mixed.device)
+    rows_of_state = power_of_two(width)
+    shape = {
+        **{"H": heads, "HK": key_heads, "WIDTH": width, "SIZE": size, "ROWS": rows_of_state, "L": CHUNK},
+        **{"PART": max(16, min(PART, rows_of_state)), "EPSILON": NORM_EPSILON, "num_warps": 4},
+        **overlap(mixed.device),
+    }
+    given = (mixed, raw_gates, rate, bias)
+    where = (rows.table, rows.applied, runs, raw_gates.stride(0), width**-0.5)
+    delta_solve_kernel[(runs, chunks, heads)](*given, solved, *where, **shape)
+    grid = (runs, heads, ceil_div(size, columns))
+    delta_chunks_kernel[grid](*given, memory.state, solved, out, *where, chunks, COLUMNS=columns, **shape)
     return out
 
 

@@ -64,12 +64,11 @@ def commit_kernel(
     ring, counter, accepted, times, match, draft_stride, sampled_stride, finite_stride, tokens_stride,
     stop_stride, generated_stride, ring_stride, slot_stride, depth, k, stops, max_k, now,
     ROWS: tl.constexpr, STOPS: tl.constexpr, COUNTED: tl.constexpr, GIVEN: tl.constexpr,
-    TIMED: tl.constexpr, TIMER: tl.constexpr, LOOKED_UP: tl.constexpr,
+    TIMER: tl.constexpr, LOOKED_UP: tl.constexpr,
 ):  # fmt: skip
     """Lane i is row i of the slot's window."""
     s = tl.program_id(0).to(tl.int64)
-    if TIMED:
-        write_time(times, counter, depth, now, s == 0, _COMMITTED, _NUM_TIMES, TIMER)
+    write_time(times, counter, depth, now, s == 0, _COMMITTED, _NUM_TIMES, TIMER)
     row = tl.arange(0, ROWS)
     inside = row <= k
     samples = tl.load(sampled + s * sampled_stride + row, mask=inside, other=0)
@@ -114,14 +113,11 @@ def round_commit(
     draft, length, stops, ring = window.draft, state.length, state.stop_ids, state.ring
     slots, k = draft.shape
     timer, now = timer_and_now(commit_kernel)
-    inputs = (draft, window.num_drafts, sampled, finite)
-    slot = (state.tokens, length, state.length_limit, stops, state.active)
     counts, given = length if generated is None else generated, length if accepted is None else accepted
-    outputs = (counts, ring, state.counter, given, state.times, state.match if looked_up else length)
     commit_kernel[(slots,)](
-        *inputs,
-        *slot,
-        *outputs,
+        *(draft, window.num_drafts, sampled, finite),
+        *(state.tokens, length, state.length_limit, stops, state.active),
+        *(counts, ring, state.counter, given, state.times, state.match if looked_up else length),
         *(rows.stride(0) for rows in (draft, sampled, finite, state.tokens, stops)),
         0 if generated is None else generated.stride(0),
         *(ring.stride(0), ring.stride(1), ring.shape[0]),
@@ -130,7 +126,6 @@ def round_commit(
         STOPS=power_of_two(stops.shape[1]),
         COUNTED=generated is not None,
         GIVEN=accepted is not None,
-        TIMED=True,
         TIMER=timer,
         LOOKED_UP=looked_up,
         num_warps=1,

@@ -76,12 +76,11 @@ def window_kernel(
     tokens, length, draft, num_drafts, active, length_limit, page_table, out_ids, out_positions,
     out_valid, out_slots, out_draft, out_count, times, counter, draft_cap, tokens_stride, draft_stride,
     table_stride, table_width, k, usable_vocab, max_len, trash_slot, depth, now,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, TIMED: tl.constexpr, TIMER: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, TIMER: tl.constexpr,
 ):  # fmt: skip
     """Lane i is row i of the slot's window; draft i - 1 stands in it."""
     s = tl.program_id(0).to(tl.int64)
-    if TIMED:
-        write_time(times, counter, depth, now, s == 0, _BEGAN, _NUM_TIMES, TIMER)
+    write_time(times, counter, depth, now, s == 0, _BEGAN, _NUM_TIMES, TIMER)
     row = tl.arange(0, ROWS)
     inside = row <= k
     drafted = (row >= 1) & inside
@@ -130,7 +129,7 @@ def round_window(state: RoundTensors, k: int, places: Places, usable_vocab: int)
     clock = (state.times, state.counter)
     strides = (tokens.stride(0), draft.stride(0), table.stride(0), table.shape[1])
     sizes = (k, usable_vocab, places.limit, places.trash_slot, state.times.shape[0], now)
-    constants = {"PAGE": places.page_size, "ROWS": power_of_two(k + 1), "TIMED": True, "TIMER": timer}
+    constants = {"PAGE": places.page_size, "ROWS": power_of_two(k + 1), "TIMER": timer}
     outputs = (*rows, window.draft, window.num_drafts)
     window_kernel[(slots,)](
         *inputs, *outputs, *clock, state.draft_cap, *strides, *sizes, **constants, num_warps=1
@@ -176,21 +175,9 @@ def committed_kernel(
     begin = tl.load(first + s) if BOUNDED else 0
     tl.store(out_ids + at, ids, mask=inside)
     store_rows(
-        out_positions,
-        out_valid,
-        out_slots,
-        at,
-        positions,
-        inside,
-        tl.load(active + s) != 0,
-        begin,
-        tl.load(draft_limit + s),
-        page_table + s * table_stride,
-        table_width,
-        limit,
-        trash_slot,
-        PAGE,
-    )
+        out_positions, out_valid, out_slots, at, positions, inside, tl.load(active + s) != 0, begin,
+        tl.load(draft_limit + s), page_table + s * table_stride, table_width, limit, trash_slot, PAGE,
+    )  # fmt: skip
 
 
 def committed_window(
@@ -237,21 +224,9 @@ def step_kernel(
     tl.store(num_drafts_out + s, tl.where(live, room, 0), mask=step == k - 1)
     row = tl.arange(0, 1)
     store_rows(
-        out_positions,
-        out_valid,
-        out_slots,
-        s + row,
-        size + step + row,
-        row == 0,
-        live,
-        0,
-        draft_end,
-        page_table + s * table_stride,
-        table_width,
-        limit,
-        trash_slot,
-        PAGE,
-    )
+        out_positions, out_valid, out_slots, s + row, size + step + row, row == 0, live, 0, draft_end,
+        page_table + s * table_stride, table_width, limit, trash_slot, PAGE,
+    )  # fmt: skip
 
 
 def draft_step(state: RoundTensors, sampled: Tensor, step: int, k: int, places: Places) -> Rows:

@@ -21,52 +21,38 @@ NUM_STREAMS = 4
 NO_TOKEN = -1
 
 
-def rejection_verify(
+def verify_drafts(
     target: Tensor,
     draft_probs: Tensor | None,
     draft: Tensor,
     num_drafts: Tensor,
     seed: Tensor,
     positions: Tensor,
+    by_block: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Accept drafts one by one with probability min(1, p / q): (tokens [S, R], accepted [S]), int64.
+    """Accept drafts one by one with probability min(1, p / q), or `by_block` the longest prefix that passes.
 
     target [S, R, V], the target's processed probabilities in each of the R = k + 1 rows; draft_probs
     [S, k, V], exactly those each draft was drawn from with STREAM_DRAFT, or None where a draft was not
     drawn at all (all probability on it); draft int64 [S, k], ids of the vocabulary; num_drafts int64 [S],
     how many of the k are real; seed int64 [S]; positions int64 [S, R], absolute ones of the tokens
-    decided. Row s of tokens holds the accepted drafts, the recovered or bonus token, and NO_TOKEN beyond.
-    A draft of probability 0 under the target is never accepted. Source: Leviathan et al. 2023; Chen et
-    al. 2023.
+    decided. Returns (tokens [S, R], accepted [S]), int64: the accepted drafts, the recovered or bonus token,
+    and NO_TOKEN beyond. A draft of probability 0 under the target is never accepted. A block has at least as
+    many tokens in expectation, the same where drafts were not drawn. Source: Leviathan et al. 2023; Chen et
+    al. 2023; Sun et al. 2024, "Block verification accelerates speculative decoding".
     """
-    chances = draft_ratios(target, draft_probs, draft).clamp(max=1)
-    real = torch.arange(draft.shape[1], device=draft.device) < num_drafts.unsqueeze(-1)
-    passed = (acceptance_uniforms(seed, positions[:, :-1]) < chances) & real
-    accepted = passed.long().cumprod(dim=-1).sum(dim=-1)
-    weights = last_token_weights(
-        target, draft_probs, draft, num_drafts, accepted, torch.ones_like(target[:, 0, 0])
-    )
-    return emit(draft, accepted, num_drafts, weights, seed, positions), accepted
-
-
-def block_verify(
-    target: Tensor,
-    draft_probs: Tensor | None,
-    draft: Tensor,
-    num_drafts: Tensor,
-    seed: Tensor,
-    positions: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Accept the longest prefix of drafts that passes as a block: arguments as in `rejection_verify`.
-
-    At least as many tokens as one by one in expectation, the same where drafts were not drawn.
-    Source: Sun et al. 2024, "Block verification accelerates speculative decoding".
-    """
-    chances, joint = block_chances(target, draft_probs, draft, num_drafts)
     number = torch.arange(1, draft.shape[1] + 1, device=draft.device)
+    joint = torch.ones_like(target[:, :, 0])
+    if by_block:
+        chances, joint = block_chances(target, draft_probs, draft, num_drafts)
+    else:
+        chances = draft_ratios(target, draft_probs, draft).clamp(max=1)
     passed = acceptance_uniforms(seed, positions[:, :-1]) < chances
     passed = passed & (number <= num_drafts.unsqueeze(-1))
-    accepted = torch.cat((draft.new_zeros(draft.shape[0], 1), number * passed), dim=1).amax(dim=-1)
+    if by_block:
+        accepted = torch.cat((draft.new_zeros(draft.shape[0], 1), number * passed), dim=1).amax(dim=-1)
+    else:
+        accepted = passed.long().cumprod(dim=-1).sum(dim=-1)
     scale = joint.gather(1, accepted.unsqueeze(-1)).squeeze(-1)
     weights = last_token_weights(target, draft_probs, draft, num_drafts, accepted, scale)
     return emit(draft, accepted, num_drafts, weights, seed, positions), accepted

@@ -6,8 +6,6 @@ The block rule needs sums over the vocabulary first; each block's is stored and 
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -159,14 +157,13 @@ def emit_kernel(draft, accepted, ranks, tokens, drafts, blocks, BLOCKS: tl.const
     tl.store(tokens + slot * (drafts + 1) + rows, tl.where(rows == at, last, drafted), mask=rows <= drafts)
 
 
-def _verify(
+def verify_drafts(
     target: Tensor,
     draft_probs: Tensor | None,
     draft: Tensor,
     num_drafts: Tensor,
     seed: Tensor,
     positions: Tensor,
-    *,
     by_block: bool,
 ) -> tuple[Tensor, Tensor]:
     """Probabilities are float32."""
@@ -189,7 +186,3 @@ def _verify(
     last_token_kernel[slots, blocks](*laws, seed, positions, accepted, scales, ranks, *sizes, **wide)
     emit_kernel[(slots,)](draft, accepted, ranks, tokens, drafts, blocks, ROWS=MAX_ROWS, **row)
     return tokens, accepted
-
-
-rejection_verify = partial(_verify, by_block=False)
-block_verify = partial(_verify, by_block=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spd.kernels.overlap_triton import release, wait
 from spd.kernels.sampling.philox import MULTIPLIERS, WEYL
 
 MULTIPLIER_0, MULTIPLIER_1 = map(tl.constexpr, MULTIPLIERS)
@@ -142,3 +143,18 @@ def rank_is_finite(rank):
 
 NO_RANK = tl.constexpr(-(2**63))
 """Below every rank: for ids beyond the vocabulary."""
+
+
+@triton.jit
+def choose_kernel(ranks, token, finite, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program a row: the best of its tiles [T, tiles]."""
+    wait(PDL)
+    release(PDL)
+    row = tl.program_id(0)
+    best = tl.full((BLOCK,), NO_RANK, dtype=tl.int64)
+    for start in range(0, tiles, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        best = tl.maximum(best, tl.load(ranks + row * tiles + at, mask=at < tiles, other=NO_RANK))
+    chosen = tl.max(best, 0)
+    tl.store(token + row, rank_token(chosen))
+    tl.store(finite + row, rank_is_finite(chosen))

@@ -23,14 +23,13 @@ from spd.kernels.sampling.philox_triton import (
     KEY_OF_MINUS_INFINITY,
     MAGNITUDE,
     NO_RANK,
+    choose_kernel,
     draw_rank,
     gumbel_of,
     interleave4,
     key_value,
     order_key,
     random_bits4,
-    rank_is_finite,
-    rank_token,
     scaled_logit,
 )
 from spd.kernels.sampling.sampling import SamplingSteps, SamplingTensors
@@ -214,15 +213,6 @@ def law_kernel(
     tl.store(processed + row * vocab_size + ids, tl.where(sound, law, float("nan")), mask=ids < vocab_size)
 
 
-@triton.jit
-def choose_kernel(ranks, sampled, finite, blocks, BLOCKS: tl.constexpr):
-    """The token of a row's greatest rank, and whether its logit is finite."""
-    row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
-    rank = tl.max(tl.load(ranks + row * blocks + block, mask=block < blocks, other=NO_RANK))
-    tl.store(sampled + row, rank_token(rank))
-    tl.store(finite + row, rank_is_finite(rank))
-
-
 def sample_rows(
     logits: Tensor,
     draft: Tensor,
@@ -256,7 +246,7 @@ def sample_rows(
         )  # fmt: skip
     sampled = torch.empty(slots, rows_per_slot, dtype=torch.int64, device=device)
     finite = torch.empty(slots, rows_per_slot, dtype=torch.bool, device=device)
-    choose_kernel[(rows,)](ranks, sampled, finite, blocks, BLOCKS=power_of_two(blocks), num_warps=1)
+    choose_kernel[(rows,)](ranks, sampled, finite, blocks, BLOCK=power_of_two(blocks), PDL=0, num_warps=1)
     return sampled, finite
 
 

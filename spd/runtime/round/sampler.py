@@ -138,9 +138,9 @@ class Sampler:
         against the laws that are kept, and are certain where none are.
         """
         laws = self.kernels.row_laws(logits, draft, self.tensors(needs), needs, self.usable_vocab)
-        decide = self.kernels.block_verify if by_block else self.kernels.rejection_verify
         kept = None if self.draft_laws is None else self.draft_laws[:, : draft.shape[1]]
-        tokens, accepted = decide(laws, kept, draft, num_drafts, self.seed, self._positions(logits))
+        given = (laws, kept, draft, num_drafts, self.seed, self._positions(logits), by_block)
+        tokens, accepted = self.kernels.verify_drafts(*given)
         finite = laws.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1) > 0
         return tokens, finite, accepted
 
