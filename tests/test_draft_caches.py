@@ -12,7 +12,7 @@ import torch
 
 from spd.runtime import Engine, Request, RoundRecord, SamplingParams
 from spd.runtime.engine.request import GrammarText
-from spd.runtime.proposers.arbitrated import ArbitratedProposer
+from spd.runtime.proposers.base import ModelProposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import CATCH_UP
@@ -146,12 +146,11 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
         ticket = launch(self, k, views, needs, top, next_k)
         proposer = self.round.proposer
         assert proposer is not None
-        model = proposer.model if isinstance(proposer, ArbitratedProposer) else proposer
-        assert isinstance(model, DraftModelProposer)
+        assert isinstance(proposer, DraftModelProposer)
         for slot, view in enumerate(views) if 0 < next_k <= proposer.most_drafts else ():
             count = int(self.state.length[slot]) - 1
             if view.bound and self.state.occupied[slot]:
-                caches = model.runners[0].cache, self.round.runner.cache
+                caches = proposer.runners[0].cache, self.round.runner.cache
                 own, theirs = (entries(cache, view, count) for cache in caches)
                 torch.testing.assert_close(own, theirs, atol=1e-4, rtol=1e-4)
                 compared[0] += 1
@@ -248,13 +247,13 @@ def test_the_cache_is_brought_up_before_too_much_is_missing(
 ) -> None:
     """However long lookup drafts alone: what is missing stays within the rings of states."""
     asked: list[int] = []
-    real = ArbitratedProposer.catch_up
+    real = ModelProposer.catch_up
 
-    def watched(self: ArbitratedProposer, tokens: int, views: Any) -> None:
+    def watched(self: ModelProposer, tokens: int, views: Any) -> None:
         asked.append(tokens)
         real(self, tokens, views)
 
-    monkeypatch.setattr(ArbitratedProposer, "catch_up", watched)
+    monkeypatch.setattr(ModelProposer, "catch_up", watched)
     behind: list[int] = []
     launch = RoundQueue.launch
 
@@ -273,9 +272,9 @@ def test_the_cache_is_brought_up_before_too_much_is_missing(
 def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules that test a draft's probability find certainty there, and the model's own law elsewhere."""
     seen = {True: 0, False: 0}
-    real = ArbitratedProposer.draft
+    real = ModelProposer.draft
 
-    def checked(self: ArbitratedProposer, k: int, *rest: Any) -> None:
+    def checked(self: ModelProposer, k: int, *rest: Any) -> None:
         laws, state = self.sampler.draft_laws, self.lookup.state
         assert laws is not None
         before = laws.clone()
@@ -290,7 +289,7 @@ def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: p
             assert law.sum(-1) == pytest.approx([1.0] * k, abs=1e-4)
             assert (law.gather(-1, drafts[:, None]) == 1).all() == found
 
-    monkeypatch.setattr(ArbitratedProposer, "draft", checked)
+    monkeypatch.setattr(ModelProposer, "draft", checked)
     prompts = random_prompts(4, 24, VOCAB, seed=2)
     params = [
         SamplingParams(temperature=1.1, max_tokens=12 + 9 * i, seed=i, logit_bias=FEW) for i in range(4)

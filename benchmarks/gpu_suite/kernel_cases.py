@@ -19,6 +19,7 @@ from benchmarks.gpu_suite.shapes import Shape
 from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import Kernels
+from spd.kernels.linear.skinny_linear import Draw, Norm
 from spd.runtime.layers.linear import SkinnyLinear, share_workspace
 
 PAGE = 64
@@ -82,9 +83,9 @@ def linear_case(
             if kind == "head":
                 return partial(kernels.head_logits, x, w)
             if kind in ("out", "down"):
-                return partial(kernels.linear_residual, x, w, None, residual, workspace)
-            normed = kernels.norm_linear if kind == "qkv" else kernels.norm_gate_up
-            return partial(normed, x, squares, EPSILON, w, None, workspace)
+                return partial(kernels.linear, x, w, None, workspace, None, residual)
+            normed = kernels.linear if kind == "qkv" else kernels.norm_gate_up
+            return partial(normed, x, w, None, workspace, Norm(squares, EPSILON))
 
         rival = [partial(torch.mm, x, w.t(), out=y) for w in weights]
         found[str(count)] = bench.row([call(w) for w in weights], weights[0].nbytes, rival)
@@ -112,10 +113,11 @@ def layer_case(bench: Bench, shape: Shape, rows: Sequence[int]) -> Rows:
             w: dict[str, Tensor], x: Tensor = x, mixed: Tensor = mixed, squares: Tensor = squares,
             residual: Tensor = residual,
         ) -> None:  # fmt: skip
-            kernels.norm_linear(x, squares, EPSILON, w["qkv"], None, workspaces["qkv"])
-            kernels.linear_residual(mixed, w["out"], None, residual, workspaces["out"])
-            inner = kernels.norm_gate_up(x, squares, EPSILON, w["gate_up"], None, workspaces["gate_up"])
-            kernels.linear_residual(inner, w["down"], None, residual, workspaces["down"])
+            norm = Norm(squares, EPSILON)
+            kernels.linear(x, w["qkv"], None, workspaces["qkv"], norm)
+            kernels.linear(mixed, w["out"], None, workspaces["out"], None, residual)
+            inner = kernels.norm_gate_up(x, w["gate_up"], None, workspaces["gate_up"], norm)
+            kernels.linear(inner, w["down"], None, workspaces["down"], None, residual)
 
         found[str(count)] = bench.row([partial(layer, weights) for weights in layers], nbytes)
     return found
@@ -131,8 +133,8 @@ def draw_case(bench: Bench, vocab: int, hidden: int, rows: Sequence[int]) -> Row
         x = bench.normal(count, hidden)
         bare = [partial(kernels.head_logits, x, w) for w in weights]
         for temperature in (0.0, 0.8):
-            given = (vocab, seed, first, 0, torch.full((1,), temperature, device=x.device))
-            calls = [partial(kernels.head_sample, x, w, *given) for w in weights]
+            draw = Draw(seed, first, 0, torch.full((1,), temperature, device=x.device), vocab)
+            calls = [partial(kernels.head_sample, x, w, draw) for w in weights]
             found[f"{count} T={temperature}"] = bench.row(calls, weights[0].nbytes, bare)
     return found
 

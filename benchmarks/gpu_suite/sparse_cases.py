@@ -106,8 +106,8 @@ def eight_bit_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int])
         def calls(
             weights: Sequence[Tensor | ScaledWeight], x: Tensor = x, r: Tensor = residual
         ) -> list[Call]:
-            given = (None, r, product.workspace)
-            return [partial(kernels.linear_residual, x, weight, *given) for weight in weights]
+            given = (None, product.workspace, None, r)
+            return [partial(kernels.linear, x, weight, *given) for weight in weights]
 
         found[str(count)] = bench.row(calls(narrow), _bytes(narrow[0]), calls(wide))
     return found

@@ -42,7 +42,7 @@ FACTS: Mapping[str, Facts] = {
 }
 
 
-TILED = ("linear", "norm_linear", "norm_gate_up", "linear_residual", "head_logits", "head_sample")
+TILED = ("linear", "norm_gate_up", "head_logits", "head_sample")
 """The Triton form's operations that take `token_tiles`."""
 OPERATIONS = {
     "linear.rows": ("embed", "rms_norm_rows", "norm_residual"),

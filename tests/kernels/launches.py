@@ -19,7 +19,7 @@ from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Window
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import Kernels, load_kernels
 from spd.kernels.linear.head_input import PairNorms
-from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
+from spd.kernels.linear.skinny_linear import AnyWeight, Draw, Norm, ScaledWeight
 from spd.kernels.recurrent.delta_rule import DeltaMemory
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import ENDED, Places, RoundWindow, Rows
@@ -68,23 +68,23 @@ def dense(
         return weight_of(dtype, kind, n, k, normed=normed)
 
     def onto(k: int) -> Any:
-        return ops.linear_residual(of(dtype, rows, k), weight(hidden, k), None, of(dtype, rows, hidden))
+        return ops.linear(of(dtype, rows, k), weight(hidden, k), None, residual=of(dtype, rows, hidden))
 
     squares = of(F32, rows, hidden // (64 if hidden >= 2048 else 32))
-    normed = (of(dtype, rows, hidden), squares, 1e-6)
+    x, norm = of(dtype, rows, hidden), Norm(squares, 1e-6)
     name = "_".join(filter(None, (name, NAMES[kind] if kind else "", NAMES[dtype])))
     return {
         f"out_{name}": lambda: onto(out),
         f"down_{name}": lambda: onto(inner),
-        f"qkv_{name}": lambda: ops.norm_linear(*normed, weight(qkv, hidden, True), None),
-        name: lambda: ops.norm_gate_up(*normed, weight(2 * inner, hidden, True), None, None, gelu),
+        f"qkv_{name}": lambda: ops.linear(x, weight(qkv, hidden, True), None, None, norm),
+        name: lambda: ops.norm_gate_up(x, weight(2 * inner, hidden, True), None, None, norm, gelu),
     }
 
 
 def head(name: str, dtype: torch.dtype, rows: int = 4, ops: Kernels = OPS) -> Launches:
     """An 8B model's head: its logits, its draw, and the draw of a head that knows some ids only."""
     x, table, slots = of(dtype, rows, 4096), of(dtype, VOCAB, 4096), of(I64, rows)
-    draw = (x, table, VOCAB, slots, slots, 1, of(F32, rows))
+    draw = (x, table, Draw(slots, slots, 1, of(F32, rows), VOCAB))
     return {
         f"logits_{name}": lambda: ops.head_logits(x, table),
         f"sample_{name}": lambda: ops.head_sample(*draw),

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from benchmarks.gpu_suite import noise_triton
 from spd.kernels.linear import skinny_linear as reference
 from spd.kernels.linear import skinny_linear_triton as twin
+from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.sampling import sampling_triton
 from spd.kernels.sampling.sampling import SamplingTensors
 from spd.runtime.round.sampling_params import SamplerClass
@@ -36,6 +37,7 @@ def test_sample_is_the_draw_from_the_stored_logits(
         for slots, window in ((1, 1), (5, 1), (5, 4)):
             o, keys = sample_operands(slots, window, device, dtype, vocab, k)
             logits, known = twin.head_logits(o.x, o.weight, config=SMALL), ()
+            draw = Draw(*keys, usable)
             if every:
                 generator = torch.Generator().manual_seed(vocab)
                 ids = torch.randperm(every, generator=generator)[:vocab].sort().values
@@ -43,7 +45,7 @@ def test_sample_is_the_draw_from_the_stored_logits(
                 known = (ids.to(device),)
                 logits = torch.full((slots * window, every), float("-inf"), device=device)
                 logits[:, known[0]] = twin.head_logits(o.x, o.weight, config=SMALL)
-            token, finite = twin.head_sample(o.x, o.weight, usable, *keys, *known, config=SMALL)
+            token, finite = twin.head_sample(o.x, o.weight, draw, *known, config=SMALL)
             logits = logits[:, :usable].view(slots, window, usable)
             seed, first, step, heat = keys
             positions = first[:, None] + step + torch.arange(window, device=device)
@@ -53,7 +55,7 @@ def test_sample_is_the_draw_from_the_stored_logits(
             score = torch.where(heat > 0, logits / heat + noise, logits)
             assert token.dtype == torch.int64 and torch.equal(token, score.argmax(-1).flatten())
             assert finite.dtype == torch.bool and finite.all()
-            plain, plain_finite = reference.head_sample(o.x, o.weight, usable, *keys, *known)
+            plain, plain_finite = reference.head_sample(o.x, o.weight, draw, *known)
             assert torch.equal(plain_finite, finite)
             if dtype == torch.float32:
                 assert torch.equal(plain, token)
@@ -70,7 +72,7 @@ def test_sample_is_the_full_samplers_draw(device: str) -> None:
     logits = twin.head_logits(o.x, o.weight).view(5, 2, -1)
     positions = first[:, None] + step + torch.arange(2, device=device)
     drawn = sampling_triton.sample_rows(logits, none[:, None], positions, tensors, steps, 70)
-    for full, fused in zip(drawn, twin.head_sample(o.x, o.weight, 70, *keys), strict=True):
+    for full, fused in zip(drawn, twin.head_sample(o.x, o.weight, Draw(*keys, 70)), strict=True):
         assert torch.equal(full.flatten(), fused)
 
 
@@ -79,7 +81,7 @@ def test_ties_go_to_the_lowest_id_across_tiles(device: str) -> None:
     o.weight[:] = o.weight[5]
     x = o.x * (o.x @ o.weight[5]).sign().unsqueeze(1)
     o.weight[:3] = -o.weight[:3]
-    token, finite = twin.head_sample(x, o.weight, 77, seed, first, step, 0 * heat, config=SMALL)
+    token, finite = twin.head_sample(x, o.weight, Draw(seed, first, step, 0 * heat, 77), config=SMALL)
     assert token.tolist() == [3] * 4 and finite.all()
 
 
@@ -96,8 +98,8 @@ def test_rows_without_finite_logits_are_told(device: str) -> None:
     x[5, 0] = 1.0
     for temperature in (0.0, 0.7):
         keys = (seed, first, step, torch.full_like(heat, temperature))
-        token, finite = twin.head_sample(x, weight, 61, *keys, config=SMALL)
+        token, finite = twin.head_sample(x, weight, Draw(*keys, 61), config=SMALL)
         assert finite.tolist() == [True, False, False, False, True, True]
-        assert torch.equal(finite, reference.head_sample(x, weight, 61, *keys)[1])
+        assert torch.equal(finite, reference.head_sample(x, weight, Draw(*keys, 61))[1])
         assert token.min() >= 0 and token.max() < 61
-        assert not twin.head_sample(x, weight, 77, *keys, config=SMALL)[1].any()
+        assert not twin.head_sample(x, weight, Draw(*keys, 77), config=SMALL)[1].any()

@@ -16,7 +16,7 @@ RECURRENT = ("recurrent", "test_passes_of_the_triton_form_are_single_steps")
 
 SHOWN_BY = {
     "embed": ("skinny_linear", "test_a_row_of_a_table_is_the_same_alone_and_among_others"),
-    **dict.fromkeys(("norm_linear", "norm_gate_up", "linear", "linear_residual", "rms_norm_rows"), PLACE),
+    **dict.fromkeys(("linear", "norm_gate_up", "rms_norm_rows"), PLACE),
     **dict.fromkeys(("norm_residual", "head_logits", "head_sample"), PLACE),
     **dict.fromkeys(("rotary_store", "latent_store"), ("rotary_store", ROW)),
     **dict.fromkeys(("plan_attention", "paged_attention", "mla_attention"), ("attention", ROW)),

@@ -28,7 +28,7 @@ from spd.kernels.linear import skinny_linear as reference
 from spd.kernels.linear import skinny_linear_triton as twin
 from spd.kernels.linear.eight_bits import block_scales, int8_rows
 from spd.kernels.linear.skinny_config import LinearConfig, config_for, paired, with_tile, workspace_sizes
-from spd.kernels.linear.skinny_linear import AnyWeight, LinearWorkspace, ScaledWeight
+from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, ScaledWeight
 from spd.kernels.linear.skinny_product_triton import row_begins
 from spd.runtime.lab.tile_questions import ask
 from spd.runtime.load.token_tiles import KINDS, SHOWN
@@ -88,13 +88,14 @@ def test_products(
         for bias, pair_bias in biases:
             shift, pair_shift = (0.0 if b is None else b.double() for b in (bias, pair_bias))
             gate, up = (normed @ pair.T + pair_shift).chunk(2, dim=-1)
-            before, after = (o.x, o.squares, EPSILON), {"gelu": rows == SHAPES[0][2] and kind == "plain"}
+            norm, after = Norm(o.squares, EPSILON), {"gelu": rows == SHAPES[0][2] and kind == "plain"}
+            onto = {"residual": o.residual}
             acted = F.gelu(gate, approximate="tanh") if after["gelu"] else F.silu(gate)
             table: list[tuple[str, tuple[Any, ...], dict[str, Any], Tensor]] = [
-                ("norm_linear", (*before, o.fed, bias), {}, normed @ fed.T + shift),
-                ("norm_gate_up", (*before, o.pair, pair_bias), {}, F.silu(gate) * up),
-                ("norm_gate_up", (*before, o.pair, pair_bias), after, acted * up),
-                ("linear_residual", (o.x, o.weight, bias, o.residual), {}, residual + x @ weight.T + shift),
+                ("linear", (o.x, o.fed, bias), {"norm": norm}, normed @ fed.T + shift),
+                ("norm_gate_up", (o.x, o.pair, pair_bias, None, norm), {}, F.silu(gate) * up),
+                ("norm_gate_up", (o.x, o.pair, pair_bias, None, norm), after, acted * up),
+                ("linear", (o.x, o.weight, bias), onto, residual + x @ weight.T + shift),
                 ("head_logits", (o.x, o.weight), {}, x @ weight.T),
             ]
             if kind == "plain":
@@ -105,8 +106,9 @@ def test_products(
                 if name == "head_logits" and kind != "plain":
                     given = (o.x.float(), o.weight)
                 plain = getattr(reference, name)(*given, **more)
-                if name == "linear_residual":
+                if name == "linear":
                     (found, squares), (plain, _) = found, plain
+                if more is onto:
                     assert squares.dtype == torch.float32 and squares.shape[0] == rows
                     sums = found.float().square().sum(1)
                     torch.testing.assert_close(squares.sum(1), sums, rtol=1e-5, atol=1e-6)
@@ -118,7 +120,7 @@ def test_products(
 
 def test_squares_have_a_part_for_every_tile(device: str) -> None:
     o = Operands(40, 72, 5, torch.float32, device)
-    y, squares = twin.linear_residual(o.x, o.weight, None, o.residual, config=SMALL)
+    y, squares = twin.linear(o.x, o.weight, None, residual=o.residual, config=SMALL)
     parts = [part.square().sum(1) for part in y.tensor_split((16, 32), dim=1)]
     torch.testing.assert_close(squares, torch.stack(parts, dim=1))
 
@@ -221,8 +223,9 @@ def test_a_row_of_a_table_is_the_same_alone_and_among_others(
 def test_many_parts_of_squares(device: str) -> None:
     """More parts than a program holds at once."""
     o = Operands(20, 300, 3, torch.float32, device, parts=300)
-    plain = reference.norm_linear(o.x, o.squares, EPSILON, o.weight, None)
-    torch.testing.assert_close(twin.norm_linear(o.x, o.squares, EPSILON, o.weight, None, config=SMALL), plain)
+    norm = Norm(o.squares, EPSILON)
+    plain, _ = reference.linear(o.x, o.weight, None, None, norm)
+    torch.testing.assert_close(twin.linear(o.x, o.weight, None, None, norm, config=SMALL)[0], plain)
 
 
 def operations(
@@ -240,23 +243,22 @@ def operations(
 
     def sample(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         t = len(x)
-        return twin.head_sample(x, o.weight, o.weight.shape[0] - 1, seed[:t], first[:t], 2, heat[:t])
+        return twin.head_sample(x, o.weight, Draw(seed[:t], first[:t], 2, heat[:t], o.weight.shape[0] - 1))
 
-    def normed(
-        form: Callable[..., Tensor], weight: AnyWeight, bias: Tensor | None
-    ) -> Callable[..., tuple[Tensor]]:
-        return lambda x, _: (form(x, squares_of(x, 3), EPSILON, weight, bias, workspace, config=config),)
+    def normed(form: Callable[..., Any], weight: AnyWeight, bias: Tensor | None) -> Callable[..., Any]:
+        given = (weight, bias, workspace)
+        return lambda x, _: form(x, *given, Norm(squares_of(x, 3), EPSILON), config=config)
 
     bias, pair_bias = (o.bias, o.pair_bias) if isinstance(o.weight, Tensor) else (None, None)
     found: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
-        "norm_linear": normed(twin.norm_linear, o.fed, bias),
-        "norm_gate_up": normed(twin.norm_gate_up, o.pair, pair_bias),
-        "linear_residual": lambda x, r: twin.linear_residual(x, o.weight, bias, r, workspace, config=config),
+        "normed linear": lambda x, _: normed(twin.linear, o.fed, bias)(x, _)[:1],
+        "norm_gate_up": lambda x, _: (normed(twin.norm_gate_up, o.pair, pair_bias)(x, _),),
+        "linear": lambda x, r: twin.linear(x, o.weight, bias, workspace, residual=r, config=config),
         "head_logits": lambda x, _: (twin.head_logits(x, o.weight, config=config),),
     }
     if bias is not None:
         found |= {
-            "linear": lambda x, _: (twin.linear(x, o.weight, bias, workspace, config=config),),
+            "plain linear": lambda x, _: twin.linear(x, o.weight, bias, workspace, config=config)[:1],
             "rms_norm_rows": lambda x, _: (rows_twin.rms_norm_rows(x, squares_of(x, 3), o.scale, EPSILON),),
             "norm_residual": lambda x, r: rows_twin.norm_residual(r, o.tail.float(), EPSILON, r * 0.5),
             "head_sample": sample,
@@ -302,11 +304,11 @@ def test_workspace_suffices_and_is_left_as_it_was_found(n: int, k: int, device: 
     workspace = LinearWorkspace(
         torch.empty(partials, device=device), torch.zeros(counters, dtype=torch.int32, device=device)
     )
-    squares = squares_of(x, 2)
+    norm = Norm(squares_of(x, 2), EPSILON)
     for _ in range(2):
-        assert torch.equal(twin.linear(x, weight, None, workspace), twin.linear(x, weight, None))
-        shared = twin.norm_gate_up(x, squares, EPSILON, weight, None, workspace)
-        assert torch.equal(shared, twin.norm_gate_up(x, squares, EPSILON, weight, None))
+        assert torch.equal(twin.linear(x, weight, None, workspace)[0], twin.linear(x, weight, None)[0])
+        shared = twin.norm_gate_up(x, weight, None, workspace, norm)
+        assert torch.equal(shared, twin.norm_gate_up(x, weight, None, None, norm))
         assert not workspace.counters.any()
 
 
@@ -398,15 +400,13 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
     squares = [squares_of(x, parts) for parts in (128, 64, 8, 3)]
 
     def products(rows: slice) -> list[torch.Tensor]:
-        part, sums = x[rows].contiguous(), squares[-1][rows].contiguous()
-        new, partial = ops.linear_residual(part, weight, None, residual[rows].contiguous())
+        part, norms = x[rows].contiguous(), [Norm(s[rows].contiguous(), EPSILON) for s in squares]
         found = [
-            *(ops.norm_linear(part, s[rows].contiguous(), EPSILON, weight, None) for s in squares),
-            new,
-            partial,
+            *(ops.linear(part, weight, None, None, norm)[0] for norm in norms),
+            *ops.linear(part, weight, None, residual=residual[rows].contiguous()),
             ops.head_logits(part, weight),
         ]
-        return found if n % 2 else [*found, ops.norm_gate_up(part, sums, EPSILON, weight, None)]
+        return found if n % 2 else [*found, ops.norm_gate_up(part, weight, None, None, norms[-1])]
 
     alone = [torch.cat(parts) for parts in zip(*(products(slice(i, i + 1)) for i in range(130)), strict=True)]
     for rows in (2, 5, 16, 17, 31, 32, 33, 40, 64, 65, 100, 128, 130):
@@ -425,9 +425,9 @@ def test_a_captured_graph_follows_its_inputs() -> None:
     workspace = LinearWorkspace(torch.empty(1 << 18, device="cuda"), counters)
 
     def step() -> tuple[Tensor, ...]:
-        y, squares = twin.linear_residual(o.x, square, None, o.residual, workspace, config=SPLIT)
-        hidden = twin.norm_linear(y, squares, EPSILON, square, None, workspace, config=SPLIT)
-        return hidden, *twin.head_sample(hidden, o.weight, 77, *keys, config=SMALL)
+        y, squares = twin.linear(o.x, square, None, workspace, residual=o.residual, config=SPLIT)
+        hidden, _ = twin.linear(y, square, None, workspace, Norm(squares, EPSILON), config=SPLIT)
+        return hidden, *twin.head_sample(hidden, o.weight, Draw(*keys, 77), config=SMALL)
 
     step()
     graph = torch.cuda.CUDAGraph()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import load_kernels
+from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.round.commit import FAILED, FULL, GOING_ON, STOPPED, Emission, read_emission
 from spd.kernels.round.window import Rows
 from spd.kernels.sampling import sampling
@@ -113,22 +114,12 @@ class RememberingRunner:
     def logits(self, hidden: Tensor, views: object = ()) -> Tensor:
         return self.table[hidden]
 
-    def sample(
-        self,
-        hidden: Tensor,
-        usable_vocab: int,
-        seed: Tensor,
-        first: Tensor,
-        step: int,
-        temperature: Tensor,
-        *,
-        noise: bool,
-    ) -> tuple[Tensor, Tensor] | None:
+    def sample(self, hidden: Tensor, draw: Draw, *, noise: bool) -> tuple[Tensor, Tensor] | None:
         if not self.head:
             return None
         assert noise
-        positions = first.unsqueeze(-1) + step + torch.arange(hidden.shape[1])
-        drawn = self.script.draw(self.table[hidden] / temperature.view(-1, 1, 1), positions)
+        positions = draw.first.unsqueeze(-1) + draw.step + torch.arange(hidden.shape[1])
+        drawn = self.script.draw(self.table[hidden] / draw.temperature.view(-1, 1, 1), positions)
         return drawn, torch.ones_like(drawn, dtype=torch.bool)
 
 

@@ -103,7 +103,7 @@ class RuleEnumeration(Enumeration):
             own = target_table(len(PROMPT) + sum(k + 1 for k in case.ks) + 1, case.seed + 50, case.masked)
             own = own if case.drafter == "stranger" else table
             runner = RememberingRunner(state, own, self.script, head=False)
-            proposer = DraftModelProposer(state, self.round.kernels, runner, sampler, state.max_len)  # type: ignore[arg-type]
+            proposer = DraftModelProposer(sampler, [runner], state.max_len)  # type: ignore[arg-type]
             state.draft_limit.fill_(state.max_len)
             sampler.keep_draft_laws()
             assert sampler.draft_laws is not None
@@ -217,7 +217,7 @@ def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor,
     if drawn:
         own = 6 * target_table(len(PROMPT) + k + 3, 77, False).float()
         runner = RememberingRunner(state, own, setting.script, head=False)
-        proposer = DraftModelProposer(state, kernels, runner, sampler, state.max_len)  # type: ignore[arg-type]
+        proposer = DraftModelProposer(sampler, [runner], state.max_len)  # type: ignore[arg-type]
         state.draft_limit.fill_(state.max_len)
         sampler.keep_draft_laws()
     rounds = Round(state, setting.runner, sampler, proposer, kernels, None, rule)  # type: ignore[arg-type]

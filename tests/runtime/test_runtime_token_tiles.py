@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from spd.runtime.lab import smoke, tile_questions
 from spd.runtime.lab.tile_questions import ask
 from spd.runtime.load import token_tiles
 from spd.runtime.load.token_tiles import KINDS, Widest, keep_answer, read_answer, widest_tiles
-from tests.helpers import INTERPRETED, few_programs, make_engine, random_prompts, run_all
+from tests.helpers import INTERPRETED, few_programs, make_engine, random_prompts, run_all, with_operations
 
 SMALL = ((48, 160), (64, 96), (40, 32))
 CPU, BOUND = torch.device("cpu"), {"gpu": "one", "driver": "1.2"}
@@ -35,7 +34,7 @@ def test_tiles_follow_the_rows_as_far_as_was_shown() -> None:
     assert {token_tile(64, f16, int8, {int8: 64}), token_tile(64, bf16, bf16, {})} == {16}
 
 
-@pytest.mark.parametrize("operation", ["linear_residual", "norm_gate_up", "head_logits"])
+@pytest.mark.parametrize("operation", ["linear", "norm_gate_up", "head_logits"])
 def test_a_tile_that_changes_a_bit_is_left_out(operation: str) -> None:
     """Stand-in kernels that give other bits for int8 from tiles of 64 on, and for bfloat16 from 32 on."""
     plain = load_kernels("torch")
@@ -48,7 +47,7 @@ def test_a_tile_that_changes_a_bit_is_left_out(operation: str) -> None:
             last.view(-1)[-1].add_(off)
             return found
 
-        return replace(plain, **{operation: lying})
+        return with_operations(plain, **{operation: lying})
 
     assert ask(load, CPU, shapes=SMALL) == {"bfloat16": 16, "int8": 32, "float8_e4m3fn": 64}
 
@@ -121,7 +120,7 @@ def test_an_engine_has_the_tiles_of_its_plan(
         kernels = engine._device.runner.kernels
         assert kernels.token_tiles == widest == engine.plan.as_dict()["token_tiles"]
         assert engine.plan.token_tiles_reason == "asked"
-        keywords = getattr(kernels.norm_linear, "keywords", {})
+        keywords = getattr(kernels.linear, "keywords", {})
         assert keywords == ({"widest": {torch.float16: 64}} if widest else {})
         runs.append(run_all(engine, random_prompts(1, 20, 300), params)[0].output)
     assert runs[0] == runs[1]

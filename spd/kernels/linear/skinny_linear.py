@@ -13,6 +13,7 @@ The torch forms below also serve prompt chunks of hundreds of rows on a GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +80,23 @@ class ScaledWeight:
 AnyWeight = Tensor | ScaledWeight
 
 
+class Norm(NamedTuple):
+    """A norm before a product: the rows' squares float32 [T, P], and its epsilon."""
+
+    squares: Tensor
+    epsilon: float
+
+
+class Draw(NamedTuple):
+    """What tokens of S slots' windows are drawn with: row r of slot s at position first[s] + step + r."""
+
+    seed: Tensor  # int64 [S]
+    first: Tensor  # int64 [S]
+    step: int
+    temperature: Tensor  # float32 [S]; at 0 the likeliest token is taken
+    usable_vocab: int  # ids below it may be drawn
+
+
 def plain_weight(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
     """The weight as a tensor."""
     return weight.plain(dtype) if isinstance(weight, ScaledWeight) else weight
@@ -91,58 +109,45 @@ def _normed(x: Tensor, squares: Tensor, epsilon: float) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: AnyWeight, bias: Tensor | None, workspace: LinearWorkspace | None = None
-) -> Tensor:
-    """x [T, K] times weight [N, K], plus bias [N]: [T, N] in x's type, summed in float32."""
-    return F.linear(x, plain_weight(weight, x.dtype), bias)
-
-
-def norm_linear(
     x: Tensor,
-    squares: Tensor,
-    epsilon: float,
     weight: AnyWeight,
     bias: Tensor | None,
     workspace: LinearWorkspace | None = None,
-) -> Tensor:
-    """The root-mean-square norm of x [T, K], its weight folded into weight [N, K], then `linear`: [T, N].
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """x [T, K] times weight [N, K], plus bias [N]: [T, N] in x's type, summed in float32.
 
-    Equals (x Wᵀ) * rsqrt(sum(squares) / K + epsilon) + bias. Source: Zhang & Sennrich 2019.
+    With norm, (x Wᵀ) * rsqrt(sum(squares) / K + epsilon) + bias: the root-mean-square norm of x, its own
+    weight folded into W. With residual [T, N] that stream plus it, and its squares [T, P] come second; not in
+    place. Source: Zhang & Sennrich 2019.
     """
-    return F.linear(_normed(x, squares, epsilon), plain_weight(weight, x.dtype), bias)
+    if norm is not None:
+        x = _normed(x, *norm)
+    if residual is None:
+        return F.linear(x, plain_weight(weight, x.dtype), bias), None
+    y = torch.addmm(residual, x, plain_weight(weight, x.dtype).t())
+    y = y if bias is None else y + bias
+    return y, sum_of_squares(y)
 
 
 def norm_gate_up(
     x: Tensor,
-    squares: Tensor,
-    epsilon: float,
     weight: AnyWeight,
     bias: Tensor | None,
-    workspace: LinearWorkspace | None = None,
+    workspace: LinearWorkspace | None,
+    norm: Norm,
     gelu: bool = False,
 ) -> Tensor:
-    """silu(gate) * up for `norm_linear` by weight [2 * I, K], gate rows first: [T, I], rounded once.
+    """silu(gate) * up for a normed `linear` by weight [2 * I, K], gate rows first: [T, I], rounded once.
 
     With gelu that function instead, as in `gelu_mul`.
     """
+    both, _ = linear(x, weight, bias, workspace, norm)
     if gelu:
-        return gelu_mul(norm_linear(x, squares, epsilon, weight, bias))
-    gate, up = norm_linear(x, squares, epsilon, weight, bias).float().chunk(2, dim=-1)
+        return gelu_mul(both)
+    gate, up = both.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
-
-
-def linear_residual(
-    x: Tensor,
-    weight: AnyWeight,
-    bias: Tensor | None,
-    residual: Tensor,
-    workspace: LinearWorkspace | None = None,
-) -> tuple[Tensor, Tensor]:
-    """residual [T, N] + `linear`: (the new residual stream [T, N], its squares [T, P]); not in place."""
-    y = torch.addmm(residual, x, plain_weight(weight, x.dtype).t())
-    if bias is not None:
-        y = y + bias
-    return y, sum_of_squares(y)
 
 
 def head_logits(x: Tensor, weight: AnyWeight) -> Tensor:
@@ -153,27 +158,18 @@ def head_logits(x: Tensor, weight: AnyWeight) -> Tensor:
     return F.linear(x, weight).float()
 
 
-def head_sample(
-    x: Tensor,
-    weight: AnyWeight,
-    usable_vocab: int,
-    seed: Tensor,
-    first: Tensor,
-    step: int,
-    temperature: Tensor,
-    ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def head_sample(x: Tensor, weight: AnyWeight, draw: Draw, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draw a token for every row of x [T, K] from the logits of weight [V, K]'s first `usable_vocab` rows.
 
     With ids int64 [V], ascending, row v stands for the token ids[v], and those from `usable_vocab` on are
     left out.
 
-    The rows are S slots' windows of T / S rows; row r of slot s draws the token at absolute position
-    first[s] + step + r: the largest of logit / temperature + noise where temperature[s] > 0, of the
-    logits where it is 0; ties go to the lowest id. The noise is the emitted draw's: Gumbel, keyed by
-    seed[s] and the position. seed, first int64 [S]; temperature float32 [S]. Returns (token int64 [T],
-    finite bool [T]): whether the token's own logit is finite and none of the row's is NaN.
+    The rows are S slots' windows of T / S rows. A draw is the largest of logit / temperature + noise where
+    the temperature is above 0, of the logits where it is 0; ties go to the lowest id. The noise is the
+    emitted draw's: Gumbel, keyed by seed and position. Returns (token int64 [T], finite bool [T]): whether
+    the token's own logit is finite and none of the row's is NaN.
     """
+    seed, first, step, temperature, usable_vocab = draw
     slots, rows = seed.shape[0], x.shape[0] // seed.shape[0]
     heat = temperature.repeat_interleave(rows).unsqueeze(-1)
     positions = first.unsqueeze(-1) + step + torch.arange(rows, device=x.device)

@@ -32,7 +32,7 @@ from spd.kernels.linear.skinny_kernels_triton import (
     head_kernel,
     linear_kernel,
 )
-from spd.kernels.linear.skinny_linear import AnyWeight, LinearWorkspace, ScaledWeight
+from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, ScaledWeight
 from spd.kernels.sampling.philox_triton import choose_kernel
 
 PARTS_BLOCK = 128
@@ -112,18 +112,18 @@ def _workspace(
     return given.partials, given.counters
 
 
-def _product(
+def linear(
     x: Tensor,
     weight: AnyWeight,
     bias: Tensor | None,
-    squares: Tensor | None,
-    epsilon: float,
-    residual: Tensor | None,
-    workspace: LinearWorkspace | None,
+    workspace: LinearWorkspace | None = None,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+    *,
     config: LinearConfig | None = None,
     widest: Widest = NARROW,
 ) -> tuple[Tensor, Tensor | None]:
-    """y, and its squares where there is a residual."""
+    """The norm's factor meets the float32 sums; squares have a part for each tile of the weight's rows."""
     rows, k = x.shape
     n = weight.shape[0]
     config = config or _config(weight, x, widest)
@@ -132,6 +132,7 @@ def _product(
     squares_out = None
     if residual is not None:
         squares_out = torch.empty(rows, tiles, dtype=torch.float32, device=x.device)
+    squares, epsilon = (None, 0.0) if norm is None else norm
     partials, counters = _workspace(workspace, n, rows, config, x.device)
     outputs = (y, bias, squares, residual, squares_out, partials, counters)
     linear_kernel[(ceil_div(rows, config.block_t), tiles, config.split_k)](
@@ -143,36 +144,12 @@ def _product(
     return y, squares_out
 
 
-def linear(
-    x: Tensor,
-    weight: AnyWeight,
-    bias: Tensor | None,
-    workspace: LinearWorkspace | None = None,
-    **choices: Any,
-) -> Tensor:
-    return _product(x, weight, bias, None, 0.0, None, workspace, **choices)[0]
-
-
-def norm_linear(
-    x: Tensor,
-    squares: Tensor,
-    epsilon: float,
-    weight: AnyWeight,
-    bias: Tensor | None,
-    workspace: LinearWorkspace | None = None,
-    **choices: Any,
-) -> Tensor:
-    """The factor meets the float32 sums."""
-    return _product(x, weight, bias, squares, epsilon, None, workspace, **choices)[0]
-
-
 def norm_gate_up(
     x: Tensor,
-    squares: Tensor,
-    epsilon: float,
     weight: AnyWeight,
     bias: Tensor | None,
-    workspace: LinearWorkspace | None = None,
+    workspace: LinearWorkspace | None,
+    norm: Norm,
     gelu: bool = False,
     *,
     config: LinearConfig | None = None,
@@ -185,27 +162,13 @@ def norm_gate_up(
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     partials, counters = _workspace(workspace, 2 * n, rows, config, x.device)
     gate_up_kernel[(ceil_div(rows, config.block_t), ceil_div(2 * n, config.block_n), config.split_k)](
-        *(*operands_of(weight), x, y, bias, squares, partials, counters, rows, n, k, epsilon),
+        *(*operands_of(weight), x, y, bias, norm.squares, partials, counters, rows, n, k, norm.epsilon),
         GELU=gelu,
-        **_sums_of(config, squares),
+        **_sums_of(config, norm.squares),
         **launch_of(config, weight, 2),
         enable_fp_fusion=_fuses(x),
     )
     return y
-
-
-def linear_residual(
-    x: Tensor,
-    weight: AnyWeight,
-    bias: Tensor | None,
-    residual: Tensor,
-    workspace: LinearWorkspace | None = None,
-    **choices: Any,
-) -> tuple[Tensor, Tensor]:
-    """Squares have a part for each tile of the weight's rows."""
-    y, squares = _product(x, weight, bias, None, 0.0, residual, workspace, **choices)
-    assert squares is not None
-    return y, squares
 
 
 def _head(
@@ -238,11 +201,7 @@ def head_logits(
 def head_sample(
     x: Tensor,
     weight: AnyWeight,
-    usable_vocab: int,
-    seed: Tensor,
-    first: Tensor,
-    step: int,
-    temperature: Tensor,
+    draw: Draw,
     ids: Tensor | None = None,
     *,
     config: LinearConfig | None = None,
@@ -251,11 +210,11 @@ def head_sample(
     """The logits are the very bits that `head_logits` stores."""
     rows, device = x.shape[0], x.device
     config = unsplit(config or _config(weight, x, widest, most=TILES[-1] if ids is None else CROWDED_TILE))
-    n = usable_vocab if ids is None else weight.shape[0]
+    n = draw.usable_vocab if ids is None else weight.shape[0]
     tiles = ceil_div(n, config.block_n)
     ranks = torch.empty(rows, tiles, dtype=torch.int64, device=device)
-    draw = (ranks, seed, first, step, temperature, rows // seed.shape[0], ids, usable_vocab)
-    _head(x, weight, n, None, draw, config)
+    window = rows // draw.seed.shape[0]
+    _head(x, weight, n, None, (ranks, *draw[:4], window, ids, draw.usable_vocab), config)
     token = torch.empty(rows, dtype=torch.int64, device=device)
     finite = torch.empty(rows, dtype=torch.bool, device=device)
     block = min(power_of_two(tiles), CHOICE_BLOCK)

@@ -20,7 +20,7 @@ from spd.runtime.models.mtp_weights import module_bytes, module_parts
 from spd.runtime.models.weight_form import WIDE
 from spd.runtime.plan.memory import pages_a_slot, remedies, show_size, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan
-from spd.runtime.proposers import Parts, build_proposer
+from spd.runtime.proposers import build_proposer
 from spd.runtime.ranks.groups import Ranks
 from spd.runtime.round.cpu_load import FollowedThreads, fewer_threads
 from spd.runtime.round.graphs import CapturedRounds
@@ -153,7 +153,7 @@ def assemble(
     drafters = _drafters(plan, place, runner.model, usable_vocab, apart, meter)
     state = RoundState(shape.slots, shape.ctx, shape.draft_max, pages_a_slot(shape.ctx), plan.device)
     sampler = Sampler(state, plan.model.config.vocab_size, usable_vocab, kernels)
-    proposer = build_proposer(Parts(plan, kernels, state, sampler, drafters))
+    proposer = build_proposer(plan, sampler, drafters)
     if plan.wishes.verify != "coupled" and proposer is not None and proposer.draws:
         sampler.keep_draft_laws()
     imposed = None

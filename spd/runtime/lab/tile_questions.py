@@ -13,7 +13,7 @@ from torch import Tensor
 from spd.kernels.dispatch import Kernels, load_kernels
 from spd.kernels.linear.eight_bits import block_scales, int8_rows
 from spd.kernels.linear.skinny_config import TILES
-from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
+from spd.kernels.linear.skinny_linear import AnyWeight, Norm, ScaledWeight
 from spd.runtime.load.token_tiles import KINDS, Widest, bound_to, keep_answer
 from spd.runtime.plan.kernel_choice import FP8_CAPABILITY, OLDEST_CAPABILITY
 
@@ -95,7 +95,7 @@ def _products(
         return wide
 
     (n, k), (both, inner), head = shapes
-    yield "linear_residual", (draw(ASKED_ROWS, k), weight(n, k), None, draw(ASKED_ROWS, n))
-    squares = draw(ASKED_ROWS, 65).float().square() * inner / 65
-    yield "norm_gate_up", (draw(ASKED_ROWS, inner), squares, 1e-6, weight(both, inner), None)
+    yield "linear", (draw(ASKED_ROWS, k), weight(n, k), None, None, None, draw(ASKED_ROWS, n))
+    norm = Norm(draw(ASKED_ROWS, 65).float().square() * inner / 65, 1e-6)
+    yield "norm_gate_up", (draw(ASKED_ROWS, inner), weight(both, inner), None, None, norm)
     yield "head_logits", (draw(ASKED_ROWS, head[1]), weight(*head))

@@ -28,7 +28,7 @@ from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
 from spd.kernels.linear.rms_norm import rms_norm
 from spd.kernels.linear.silu_mul import gelu_mul, silu_mul
 from spd.kernels.linear.skinny_config import config_for, workspace_sizes
-from spd.kernels.linear.skinny_linear import AnyWeight, LinearWorkspace, ScaledWeight
+from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, ScaledWeight
 from spd.kernels.native.library import NativeLibrary
 from spd.kernels.native.products import Ending
 from spd.runtime.layers.base import ForwardBatch, Residual
@@ -222,18 +222,18 @@ class SkinnyLinear(AnyHead):
             if around.norm is not None:
                 x = unscaled_norm(x, around.epsilon)
             if isinstance(self.weight, ScaledWeight):  # multiplied as in a window; workspaces are windows'
-                return around.ended(kernels.linear(x.contiguous(), self.weight, self.bias), onto)
+                return around.ended(kernels.linear(x.contiguous(), self.weight, self.bias)[0], onto)
             return around.ended(F.linear(x, self.weight, self.bias), onto)
-        given = (self.weight, self.bias)
+        given = (x, self.weight, self.bias, self.workspace)
+        norm = None
         if around.norm is not None:
-            rows = (x, stream.squares, around.epsilon)
+            assert stream.squares is not None
+            norm = Norm(stream.squares, around.epsilon)
             if around.gate is not None:
-                gelu = around.gate == "gelu"
-                return Residual(kernels.norm_gate_up(*rows, *given, self.workspace, gelu))
-            return Residual(kernels.norm_linear(*rows, *given, self.workspace))
+                return Residual(kernels.norm_gate_up(*given, norm, around.gate == "gelu"))
         if onto is not None and around.post_norm is None:
-            return Residual(*kernels.linear_residual(x, *given, onto.x, self.workspace))
-        y = kernels.linear(x, *given, self.workspace)
+            return Residual(*kernels.linear(*given, norm, onto.x))
+        y, _ = kernels.linear(*given, norm)
         if onto is None:
             return around.ended(y, onto)
         return Residual(*kernels.norm_residual(y, around.post_norm, around.epsilon, onto.x))
@@ -242,17 +242,9 @@ class SkinnyLinear(AnyHead):
         scores: Tensor = self.kernels.head_logits(hidden, self.weight)
         return scores
 
-    def sample(
-        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens [T] and whether each is finite: the head's product fused with the draw.
-
-        hidden [T, hidden] of S slots with T / S rows each; seed, first, temperature [S]: row r of a slot
-        draws the token at position first + step + r.
-        """
-        drawn: tuple[Tensor, Tensor] = self.kernels.head_sample(
-            hidden, self.weight, usable_vocab, seed, first, step, temperature, self.ids
-        )
+    def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+        """Tokens [T] of hidden [T, hidden] and whether each is finite: the product fused with the draw."""
+        drawn: tuple[Tensor, Tensor] = self.kernels.head_sample(hidden, self.weight, draw, self.ids)
         return drawn
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
+from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
 from spd.kernels.sampling.sampling import NEGATIVE_INFINITY, scale
 from spd.runtime.layers.base import Communicator, ForwardBatch, Residual
@@ -95,33 +96,26 @@ class ShardedHead(AnyHead):
         known, total = self.ids
         return known[self.first : self.first + own], total
 
-    def choose(
-        self,
-        part: Tensor,
-        usable_vocab: int,
-        seed: Tensor,
-        first: Tensor,
-        step: int,
-        temperature: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def choose(self, part: Tensor, draw: Draw, *, noise: bool) -> tuple[Tensor, Tensor]:
         """Tokens [S, R] and whether each is finite, from part [S, R, ids]: the best of every rank's best.
 
-        The draw of `sample_rows` for requests with nothing but a temperature, in its bits; None: all are
-        greedy. Row r of a slot draws the token at first + step + r; ties go to the lowest id.
+        The draw of `sample_rows` for requests with nothing but a temperature, in its bits; without noise all
+        are greedy. Ties go to the lowest id.
         """
         own = part.shape[-1]
         tokens, every_id = self._tokens(own, part.device)
-        if self.ids is not None or usable_vocab < self.first + own:
-            part = torch.where(tokens < usable_vocab, part, NEGATIVE_INFINITY)
+        if self.ids is not None or draw.usable_vocab < self.first + own:
+            part = torch.where(tokens < draw.usable_vocab, part, NEGATIVE_INFINITY)
         scores = part
-        if temperature is not None:
-            part = scale(part, temperature)
-            positions = first.unsqueeze(-1) + step + torch.arange(part.shape[1], device=part.device)
+        if noise:
+            part = scale(part, draw.temperature)
+            rows = torch.arange(part.shape[1], device=part.device)
+            positions = draw.first.unsqueeze(-1) + draw.step + rows
             # Of all ids, since a logarithm's bits may depend on where in its row an element lies.
-            noise = gumbel(seed.unsqueeze(-1).expand_as(positions), positions, STREAM_TARGET, every_id)
-            noise = noise[..., tokens]
-            greedy = (temperature <= 0).view(-1, 1, 1)
-            scores = torch.where(greedy, part, part + noise)
+            seeds = draw.seed.unsqueeze(-1).expand_as(positions)
+            own_noise = gumbel(seeds, positions, STREAM_TARGET, every_id)[..., tokens]
+            greedy = (draw.temperature <= 0).view(-1, 1, 1)
+            scores = torch.where(greedy, part, part + own_noise)
         best = scores.argmax(dim=-1, keepdim=True)
         told = torch.cat((scores.gather(-1, best), part.gather(-1, best)), dim=-1).view(torch.int32)
         every = self.ranks.gather(torch.cat((told, tokens[best].int()), dim=-1))

@@ -16,6 +16,7 @@ from torch import Tensor
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.linear.eight_bits import joined_scales
 from spd.kernels.linear.rms_norm import rms_norm
+from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.recurrent.short_conv import Segments
 from spd.runtime.layers.base import ForwardBatch, LayerCache, ModelOutput, Residual
 from spd.runtime.layers.linear import AnyHead, AnyLinear, SkinnyLinear, normed
@@ -256,9 +257,7 @@ class Decoder:
         assert self.part is not None
         return self.part.part(self._shown(hidden), tile)
 
-    def sample(
-        self, hidden: Tensor, usable_vocab: int, seed: Tensor, first: Tensor, step: int, temperature: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
         """What a head draws that can, see `SkinnyLinear`."""
         assert isinstance(self.head, SkinnyLinear)
-        return self.head.sample(self._shown(hidden), usable_vocab, seed, first, step, temperature)
+        return self.head.sample(self._shown(hidden), draw)

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from spd.kernels.dispatch import Kernels
 from spd.kernels.round.window import Places, RoundWindow, Rows
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import PromptPart, SlotView
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplerClass
-from spd.runtime.round.state import RoundState
 
 
 class Proposer(Protocol):
@@ -91,31 +89,44 @@ class Lookup(Proposer, Protocol):
         ...
 
 
+class Beside(NamedTuple):
+    """Prompt lookup that takes a model's place where its match is long: each slot keeps the drafts of one.
+
+    In a run of copied text, in which the model would only be in the way, the host asks for more drafts than
+    the model makes: lookup makes those alone, and what the model's cache misses is brought up once it drafts
+    again.
+    """
+
+    lookup: Lookup
+    most_drafts: int
+    """Of the model."""
+    watches: bool
+    """Whether lookup may draft alone, so that matches matter where no model drafts."""
+
+
 class ModelProposer(Proposer):
     """Drafts by models with caches of their own, one forward a token.
 
     The runners draft one token each, in turn; the last one drafts all that follow. The first forward of each
     feeds the committed tokens that its cache lacks, or everything that the round may have committed where
-    `refeeds`. A draft's own row is fed by the forward that drafts the next.
+    `refeeds`: heads read new states of it, and beside lookup others' drafts were verified. A draft's own row
+    is fed by the forward that drafts the next.
     """
 
     draws = True
-    by_slot: tuple[str, ...] = ("state", "sampler")
+    by_slot: tuple[str, ...] = ("state", "sampler", "lookup")
 
     def __init__(
-        self,
-        state: RoundState,
-        kernels: Kernels,
-        runners: Sequence[ModelRunner],
-        sampler: Sampler,
-        limit: int,
-        *,
-        refeeds: bool,
+        self, sampler: Sampler, runners: Sequence[ModelRunner], limit: int, beside: Beside | None = None
     ) -> None:
         """limit: positions that the models take."""
-        self.state, self.kernels, self.runners, self.sampler = state, kernels, list(runners), sampler
-        self.refeeds, first = refeeds, self.runners[0]
+        self.state, self.kernels, self.sampler = sampler.state, sampler.kernels, sampler
+        self.runners, first, self.lookup = list(runners), runners[0], None
+        self.refeeds = self.captures or beside is not None
         self.places = Places(first.cache.page_size, limit, first.trash_slot)
+        if beside is not None:
+            self.lookup, self.most_drafts, self.watches = beside
+            self.looks_up = True
 
     def _window(self, width: int, ahead: int, slots: Tensor) -> Rows:
         """The last `width` committed tokens of slots bool [S], from where the prefill ended, and drafts."""
@@ -143,6 +154,16 @@ class ModelProposer(Proposer):
             self._run(module, rows, views)
 
     def draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
+        """Propose k tokens a slot: what followed a long match, else the models'; 0: only look for a match."""
+        drafts = self.lookup is None or 0 < k <= self.most_drafts
+        if drafts:
+            self._draft(k, window, views, needs)
+        if self.lookup is not None:
+            self.lookup.look_up(k, views, over=drafts)
+            if drafts:
+                self.sampler.make_certain(k)
+
+    def _draft(self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplerClass) -> None:
         """Propose k tokens a slot, fewer where the models' context ends."""
         # After the prefill the last prompt token is fed too, though the round committed one token only.
         # A request that ended in this round is fed as well: later ones find its pages.

@@ -10,30 +10,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from spd.kernels.dispatch import Kernels
 from spd.kernels.round.window import Rows
 from spd.runtime.proposers.base import ModelProposer
-from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import PromptPart, SlotView
-from spd.runtime.round.sampler import Sampler
-from spd.runtime.round.state import RoundState
 
 
 class DraftModelProposer(ModelProposer):
     """Drafts by a small model, with the target's noise on the draft's own distribution."""
-
-    def __init__(
-        self,
-        state: RoundState,
-        kernels: Kernels,
-        runner: ModelRunner,
-        sampler: Sampler,
-        limit: int,
-        *,
-        alone: bool = True,
-    ) -> None:
-        """alone: whether only its own drafts are verified."""
-        super().__init__(state, kernels, [runner], sampler, limit, refeeds=not alone)
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
         """See `Proposer`."""

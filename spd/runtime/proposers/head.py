@@ -18,36 +18,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spd.kernels.dispatch import Kernels
 from spd.kernels.round.window import RoundWindow, Rows
 from spd.runtime.layers.base import HeadStates
-from spd.runtime.proposers.base import ModelProposer
+from spd.runtime.proposers.base import Beside, ModelProposer
 from spd.runtime.round.kv_cache import zero_rows
+from spd.runtime.round.limits import state_depth
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import PromptPart, SlotView
 from spd.runtime.round.sampler import Sampler
-from spd.runtime.round.state import RoundState
 
 
 class HeadProposer(ModelProposer):
     """Drafts with one runner a module; `limit` positions at most. An EAGLE-3 head is one module."""
 
     captures = True
-    by_slot = ("state", "sampler", "rings")
+    by_slot = (*ModelProposer.by_slot, "rings")
 
     def __init__(
-        self,
-        state: RoundState,
-        kernels: Kernels,
-        runners: Sequence[ModelRunner],
-        sampler: Sampler,
-        limit: int,
-        depth: int,
+        self, sampler: Sampler, runners: Sequence[ModelRunner], limit: int, beside: Beside | None = None
     ) -> None:
-        super().__init__(state, kernels, runners, sampler, limit, refeeds=True)
-        self.depth = depth
+        super().__init__(sampler, runners, limit, beside)
+        state = self.state
+        self.depth = state_depth(runners[0].chunk, state.max_draft, len(runners))
         first = self.runners[0]
-        ring = (state.slots, depth + 1, first.model.hidden_size)
+        ring = (state.slots, self.depth + 1, first.model.hidden_size)
         page = (first.cache.num_pages, first.model.hidden_size)
         self.rings, self.page_states = (
             [torch.zeros(shape, dtype=first.dtype, device=state.device) for _ in self.runners]

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from spd.kernels.attention.paged_attention import KV_BLOCK, Windows
 from spd.kernels.dispatch import Kernels
+from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import Rows, kv_slots
 from spd.runtime.layers.base import ForwardBatch, HeadStates, ModelOutput
@@ -267,33 +268,18 @@ class ModelRunner:
             flat = torch.cat((flat, flat.new_zeros(extra, flat.shape[1])))
         return scores(flat, self.tile)[:rows].view(*hidden.shape[:-1], -1)
 
-    def sample(
-        self,
-        hidden: Tensor,
-        usable_vocab: int,
-        seed: Tensor,
-        first: Tensor,
-        step: int,
-        temperature: Tensor,
-        *,
-        noise: bool = True,
-    ) -> tuple[Tensor, Tensor] | None:
-        """Tokens [S, R] and whether each is finite, by a head that draws; None where there is none.
+    def sample(self, hidden: Tensor, draw: Draw, *, noise: bool) -> tuple[Tensor, Tensor] | None:
+        """Tokens [S, R] of hidden [S, R, hidden] and whether each is finite, by a head that draws.
 
-        hidden [S, R, hidden]; seed, first, temperature [S]: row r draws the token at first + step + r.
-        Without `noise` no temperature is above 0.
+        None where there is none. Without `noise` no temperature is above 0.
         """
         if not self.draws:
             return None
-        if (head := self.model.part) is not None:
-            part = self._scores(hidden, self.model.part_logits)
-            warmth = temperature if noise else None
-            found: tuple[Tensor, Tensor] = head.choose(part, usable_vocab, seed, first, step, warmth)
-            return found
+        if self.model.part is not None:
+            return self.model.part.choose(self._scores(hidden, self.model.part_logits), draw, noise=noise)
         slots, rows = hidden.shape[:2]
         # The last row of every window reshapes to a view with gaps, which kernels do not read.
-        flat = hidden.reshape(slots * rows, -1).contiguous()
-        tokens, finite = self.model.sample(flat, usable_vocab, seed, first, step, temperature)
+        tokens, finite = self.model.sample(hidden.reshape(slots * rows, -1).contiguous(), draw)
         return tokens.view(slots, rows), finite.view(slots, rows)
 
     def admit(self, slot: int, start: int) -> None:

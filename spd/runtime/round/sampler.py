@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from spd.kernels.dispatch import Kernels
+from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.sampling.draft_verify import STREAM_DRAFT, row_stream
 from spd.kernels.sampling.philox import STREAM_TARGET
 from spd.kernels.sampling.sampling import SamplingTensors
@@ -158,15 +159,9 @@ class Sampler:
         """
         if needs.truncation or needs.penalties or needs.bias or needs.min_length or needs.grammar:
             return None
-        return runner.sample(
-            hidden,
-            min(self.usable_vocab, runner.model.vocab_size),
-            self.seed,
-            self.state.length,
-            step,
-            self.numbers["temperature"],
-            noise=needs.noise,
-        )
+        keys = (self.seed, self.state.length, step, self.numbers["temperature"])
+        draw = Draw(*keys, min(self.usable_vocab, runner.model.vocab_size))
+        return runner.sample(hidden, draw, noise=needs.noise)
 
     def draw_draft(self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplerClass) -> Tensor:
         """A drafter's tokens [S, 1] from its hidden [S, 1, hidden]: bias, temperature, the target's noise.
