@@ -25,7 +25,7 @@ STEPS = {
 }
 
 
-def one_slots_sampling(bench: Bench, vocab: int) -> sampling.SamplingTensors:
+def one_slots_sampling(bench: Bench, vocab: int, steps: SamplerClass) -> sampling.SamplingTensors:
     """Parameters of one slot, and what it has seen and written."""
     device = bench.timer.device
 
@@ -47,24 +47,26 @@ def one_slots_sampling(bench: Bench, vocab: int) -> sampling.SamplingTensors:
         stop_ids=bench.integers(1, 24, fill=-1),
         length=bench.integers(1, fill=1000),
         min_length=bench.integers(1),
+        steps=steps,
+        usable_vocab=vocab,
     )
 
 
 def sampling_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
     """One slot's rows by the separate sampler, and their laws, against the torch forms."""
     found, device = Rows(), bench.timer.device
-    tensors = one_slots_sampling(bench, vocab)
     for count in rows:
         logits = 3 * torch.randn(1, count, vocab, device=device)
         draft = torch.randint(vocab, (1, count - 1), device=device)
         positions = (torch.arange(count, device=device) + 1000)[None]
         for name, steps in STEPS.items():
-            given = (logits, draft, positions, tensors, steps, vocab)
+            tensors = one_slots_sampling(bench, vocab, steps)
+            given = (logits, draft, positions, tensors)
             calls = [partial(bench.kernels.sample_rows, *given)]
             found[f"{count} {name}"] = bench.row(
                 calls, logits.nbytes, [partial(sampling.sample_rows, *given)]
             )
-            laws = (logits, draft, tensors, steps, vocab)
+            laws = (logits, draft, tensors)
             found[f"{count} law {name}"] = bench.row(
                 [partial(bench.kernels.row_laws, *laws)], logits.nbytes, [partial(sampling.row_laws, *laws)]
             )

@@ -6,7 +6,7 @@ A case is named for the reader; what it launches is compiled as Triton would com
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +23,9 @@ from spd.kernels.linear.skinny_linear import AnyWeight, Draw, Norm, ScaledWeight
 from spd.kernels.recurrent.delta_rule import DeltaMemory
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import ENDED, Places, RoundWindow, Rows
-from spd.kernels.sampling.sampling import SamplingTensors
 from spd.runtime.layers.base import HeadStates
 from spd.runtime.round.state import RoundState
-from tests.kernels.sampling_cases import EVERY_STEP, PLAIN, random_case
+from tests.kernels.sampling_cases import EVERY_STEP, PLAIN, each, random_case
 
 Launches = dict[str, Callable[[], Any]]
 BF16, F16, F32, I64, BOOL = torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool
@@ -174,14 +173,13 @@ def draws() -> Launches:
     """Sampling and verification over an 8B vocabulary, with all steps and with as few as can be."""
     case = random_case(2, 3, 64, 0, "cpu")
     wide = {"bias": F32, "in_prompt": BOOL, "generated": torch.int32}
-    tensors = {f.name: getattr(case.tensors, f.name).to("meta") for f in fields(SamplingTensors)}
-    tensors |= {name: of(dtype, 2, VOCAB) for name, dtype in wide.items()}
-    tensors |= {"mask": of(torch.int32, 2, 4, VOCAB // 32), "stop_ids": of(I64, 2, 24)}
+    other: dict[str, Any] = {name: of(dtype, 2, VOCAB) for name, dtype in wide.items()}
+    other |= {"mask": of(torch.int32, 2, 4, VOCAB // 32), "stop_ids": of(I64, 2, 24), "usable_vocab": VOCAB}
+    tensors = replace(each(case.tensors, lambda tensor: tensor.to("meta")), **other)
     logits, draft, positions = of(F32, 2, 4, VOCAB), of(I64, 2, 3), of(I64, 2, 4)
-    given = (logits, draft, positions, SamplingTensors(**tensors))
     verify = (draft, of(I64, 2), of(I64, 2), positions)
     found: Launches = {
-        name: partial(OPS.sample_rows, *given, steps, VOCAB)
+        name: partial(OPS.sample_rows, logits, draft, positions, replace(tensors, steps=steps))
         for name, steps in (
             ("greedy", replace(PLAIN, noise=False)),
             ("noise", PLAIN),
@@ -191,7 +189,7 @@ def draws() -> Launches:
         )
     }
     for name, steps in (("plain", PLAIN), ("truncated", EVERY_STEP)):
-        found[f"law_{name}"] = partial(OPS.row_laws, logits, draft, given[-1], steps, VOCAB)
+        found[f"law_{name}"] = partial(OPS.row_laws, logits, draft, replace(tensors, steps=steps))
     for law, probabilities in (("sampled", of(F32, 2, 3, VOCAB)), ("one_hot", None)):
         for rule in ("rejection", "block"):
             given = (logits, probabilities, *verify, rule == "block")

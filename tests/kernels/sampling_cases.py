@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,12 @@ EVERY_STEP = Steps(grammar=True)
 PLAIN = Steps(truncation=False, penalties=False, bias=False, min_length=False)
 
 
+def each(tensors: SamplingTensors, change: Callable[[Tensor], Tensor]) -> SamplingTensors:
+    """All of them changed alike."""
+    held = {name: value for name, value in vars(tensors).items() if isinstance(value, Tensor)}
+    return replace(tensors, **{name: change(value) for name, value in held.items()})
+
+
 @dataclass(frozen=True)
 class Case:
     logits: Tensor
@@ -39,18 +45,21 @@ class Case:
     tensors: SamplingTensors
     usable_vocab: int
 
+    def with_steps(self, steps: Steps) -> SamplingTensors:
+        return replace(self.tensors, steps=steps, usable_vocab=self.usable_vocab)
+
     def arguments(self, steps: Steps) -> tuple[Any, ...]:
-        return self.logits, self.draft, self.positions, self.tensors, steps, self.usable_vocab
+        return self.logits, self.draft, self.positions, self.with_steps(steps)
 
     def only(self, slots: list[int], rows: slice = slice(None)) -> Case:
         """Some slots, and of k = 0 windows some rows, in an order of their own."""
-        tensors = {f.name: getattr(self.tensors, f.name)[slots] for f in fields(SamplingTensors)}
-        tensors["mask"] = tensors["mask"][:, rows].contiguous()
+        tensors = each(self.tensors, lambda tensor: tensor[slots])
+        assert tensors.mask is not None
         return Case(
             self.logits[slots][:, rows].contiguous(),
             self.draft[slots],
             self.positions[slots][:, rows],
-            SamplingTensors(**tensors),
+            replace(tensors, mask=tensors.mask[:, rows].contiguous()),
             self.usable_vocab,
         )
 
@@ -85,6 +94,8 @@ def random_case(slots: int, k: int, vocab: int, seed: int, device: str, coarse: 
         stop_ids=torch.randint(-1, vocab, (slots, 5), generator=g),
         length=torch.randint(1, 20, (slots,), generator=g),
         min_length=torch.randint(1, 24, (slots,), generator=g),
+        steps=EVERY_STEP,
+        usable_vocab=vocab,
         # A row more than there are, of which some allow everything.
         mask=torch.randint(-(2**31), 2**31, (slots, k + 2, -(-vocab // 32)), generator=g, dtype=torch.int32)
         | -chance(0.3, slots, k + 2, 1).int(),
@@ -92,8 +103,7 @@ def random_case(slots: int, k: int, vocab: int, seed: int, device: str, coarse: 
     # Few different ids, so that windows repeat a draft.
     draft = torch.randint(min(vocab, 3), (slots, k), generator=g)
     positions = torch.randint(2**20, (slots, 1), generator=g) + torch.arange(k + 1)
-    moved = {f.name: getattr(tensors, f.name).to(device) for f in fields(SamplingTensors)}
-    tensors = SamplingTensors(**moved)
+    tensors = each(tensors, lambda tensor: tensor.to(device))
     return Case(
         logits.to(device), draft.to(device), positions.to(device), tensors, max(1, vocab - vocab // 9)
     )
@@ -112,7 +122,7 @@ def assert_drawn_alike(draw: Callable[..., tuple[Tensor, Tensor]], case: Case, s
     assert finite.dtype == torch.bool
     assert torch.equal(finite, expected_finite)
     if not torch.equal(sampled, expected):
-        scores = process_rows(case.logits, case.draft, case.tensors, steps, case.usable_vocab)
+        scores = process_rows(case.logits, case.draft, case.with_steps(steps))
         seed = case.tensors.seed.unsqueeze(-1).expand_as(case.positions)
         noisy = scores + gumbel(seed, case.positions, STREAM_TARGET, scores.shape[-1])
         scores = torch.where((case.tensors.temperature > 0).view(-1, 1, 1) & steps.noise, noisy, scores)

@@ -65,13 +65,12 @@ def test_sample_is_the_full_samplers_draw(device: str) -> None:
     o, keys = sample_operands(5, 2, device, torch.float16)
     seed, first, step, heat = keys
     one, none = torch.ones(5, device=device), torch.zeros(5, dtype=torch.int64, device=device)
-    tensors = SamplingTensors(
-        heat, one, 0 * one, one, 0 * one, 0 * one, none, seed, None, None, None, none[:, None], none, none
-    )
-    steps = SamplerClass(noise=True)
+    history = (None, None, None, none[:, None], none, none)
+    numbers = (heat, one, 0 * one, one, 0 * one, 0 * one, none, seed)
+    tensors = SamplingTensors(*numbers, *history, SamplerClass(noise=True), 70)
     logits = twin.head_logits(o.x, o.weight).view(5, 2, -1)
     positions = first[:, None] + step + torch.arange(2, device=device)
-    drawn = sampling_triton.sample_rows(logits, none[:, None], positions, tensors, steps, 70)
+    drawn = sampling_triton.sample_rows(logits, none[:, None], positions, tensors)
     for full, fused in zip(drawn, twin.head_sample(o.x, o.weight, Draw(*keys, 70)), strict=True):
         assert torch.equal(full.flatten(), fused)
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 
 
 def laws_of(case: Case, steps: Steps, module: object = sampling_triton) -> Tensor:
-    law: Tensor = module.row_laws(case.logits, case.draft, case.tensors, steps, case.usable_vocab)  # type: ignore[attr-defined]
+    law: Tensor = module.row_laws(case.logits, case.draft, case.with_steps(steps))  # type: ignore[attr-defined]
     return law
 
 

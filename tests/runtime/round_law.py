@@ -25,7 +25,6 @@ from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.round.commit import FAILED, FULL, GOING_ON, STOPPED, Emission, read_emission
 from spd.kernels.round.window import Rows
 from spd.kernels.sampling import sampling
-from spd.kernels.sampling.sampling import SamplingSteps, SamplingTensors
 from spd.runtime.layers.base import ModelOutput
 from spd.runtime.round.round import Round
 from spd.runtime.round.rows import SlotView
@@ -63,19 +62,10 @@ class Script:
         self.processed, self.positions = processed, positions
         return self.samples
 
-    def sample_rows(
-        self,
-        logits: Tensor,
-        draft: Tensor,
-        positions: Tensor,
-        tensors: SamplingTensors,
-        steps: SamplingSteps,
-        usable_vocab: int,
-        *stream: int,
-    ) -> tuple[Tensor, Tensor]:
+    def sample_rows(self, *given: Any) -> tuple[Tensor, Tensor]:
         """The real processing around the scripted draw."""
         with mock.patch.object(sampling, "draw_rows", lambda p, at, *_: self.draw(p, at)):
-            return sampling.sample_rows(logits, draft, positions, tensors, steps, usable_vocab, *stream)
+            return sampling.sample_rows(*given)
 
 
 def shuffle_pages(state: RoundState) -> None:

@@ -217,15 +217,20 @@ def kv_one_off(patch: Patch) -> None:
 # -- the sampler -------------------------------------------------------------------------------------
 
 
+def without(tensors: SamplingTensors, **step: bool) -> SamplingTensors:
+    steps: Any = tensors.steps
+    return dataclasses.replace(tensors, steps=dataclasses.replace(steps, **step))
+
+
 def first_row_only(**step: bool) -> Mutation:
     """A step of the processing that verify rows do not get."""
 
     def apply(patch: Patch) -> None:
         process = sampling.process_rows
 
-        def changed(logits: Tensor, draft: Tensor, tensors: Any, steps: Any, usable: int) -> Tensor:
-            cheap = process(logits, draft, tensors, dataclasses.replace(steps, **step), usable)
-            return torch.cat((process(logits, draft, tensors, steps, usable)[:, :1], cheap[:, 1:]), dim=1)
+        def changed(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
+            cheap = process(logits, draft, without(tensors, **step))
+            return torch.cat((process(logits, draft, tensors)[:, :1], cheap[:, 1:]), dim=1)
 
         patch.setattr(sampling, "process_rows", changed)
 

@@ -79,9 +79,11 @@ def test_ids_beyond_the_vocabulary_change_no_law(rule: str) -> None:
 
 def target_rows(**step: bool) -> Mutation:
     """A step of the processing that the tested rows do not get."""
-    return fault.operation(
-        "row_laws", lambda a: {"steps": dataclasses.replace(a.steps, **step)} if a.draft.shape[1] else {}
-    )
+
+    def changed(a: Any) -> dict[str, object]:
+        return {"tensors": fault.without(a.tensors, **step)} if a.draft.shape[1] else {}
+
+    return fault.operation("row_laws", changed)
 
 
 def draft_row(change: Any) -> Mutation:

@@ -51,12 +51,12 @@ def needs_of(slots: Sequence[tuple[Sequence[int], SamplingParams]]) -> SamplerCl
 
 def process(sampler: Sampler, logits: Tensor, draft: Tensor, needs: SamplerClass) -> Tensor:
     """A sampler's logits [S, R, V] as tokens are drawn from them."""
-    return process_rows(logits, draft, sampler.tensors(needs), needs, sampler.usable_vocab)
+    return process_rows(logits, draft, sampler.tensors(needs))
 
 
 def draw(sampler: Sampler, processed: Tensor, positions: Tensor, needs: SamplerClass) -> Tensor:
     """Tokens [S, R] of processed logits."""
-    return draw_rows(processed, positions, sampler.tensors(needs), needs)
+    return draw_rows(processed, positions, sampler.tensors(needs))
 
 
 def count(sampler: Sampler, tokens: Tensor) -> None:

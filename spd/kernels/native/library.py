@@ -27,7 +27,7 @@ from spd.kernels.recurrent.delta_rule import DeltaMemory
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import RoundTensors
 from spd.kernels.sampling.philox import STREAM_TARGET
-from spd.kernels.sampling.sampling import SamplingSteps, SamplingTensors, adjust_rows
+from spd.kernels.sampling.sampling import SamplingTensors, adjust_rows
 
 
 @dataclass(frozen=True)
@@ -157,17 +157,16 @@ class NativeLibrary(CompiledLibrary):
         draft: Tensor,
         positions: Tensor,
         tensors: SamplingTensors,
-        steps: SamplingSteps,
-        usable_vocab: int,
         stream: int = STREAM_TARGET,
     ) -> tuple[Tensor, Tensor]:
         """See `spd.kernels.sampling.sampling`; bias, penalties, minimum length and masks are torch's."""
+        steps = tensors.steps
         if steps.bias or steps.penalties or steps.min_length or steps.grammar:
-            logits = adjust_rows(logits, draft, tensors, steps, usable_vocab)
+            logits = adjust_rows(logits, draft, tensors)
         logits, positions, (slots, width, vocab) = logits.contiguous(), positions.contiguous(), logits.shape
         tokens = torch.empty(slots, width, dtype=torch.int64)
         finite = torch.empty(slots, width, dtype=torch.bool)
-        usable = min(usable_vocab, vocab)
+        usable = min(tensors.usable_vocab, vocab)
         bytes_each = tiles_of(16 * usable, 64) * 64
         self.library.spd_sample(
             logits.data_ptr(), tensors.temperature.data_ptr(), tensors.top_p.data_ptr(),

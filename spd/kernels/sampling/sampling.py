@@ -67,64 +67,54 @@ class SamplingTensors:
     stop_ids: Tensor  # int64 [S, N], -1 where unused
     length: Tensor  # int64 [S]: committed tokens, the prompt's too; the first row's token comes at this index
     min_length: Tensor  # int64 [S]: no stop id is drawn at an index below it
+    steps: SamplingSteps
+    usable_vocab: int  # ids from here on are never drawn
     mask: Tensor | None = None
     """Int32 [S, >= R, words]: bit v & 31 of word v >> 5 says whether token v may be drawn in a row."""
 
 
 def sample_rows(
-    logits: Tensor,
-    draft: Tensor,
-    positions: Tensor,
-    tensors: SamplingTensors,
-    steps: SamplingSteps,
-    usable_vocab: int,
-    stream: int = STREAM_TARGET,
+    logits: Tensor, draft: Tensor, positions: Tensor, tensors: SamplingTensors, stream: int = STREAM_TARGET
 ) -> tuple[Tensor, Tensor]:
     """Draw the token of every row: (sampled int64 [S, R], finite bool [S, R]).
 
     logits float32 [S, R, V] for the R = k + 1 rows of draft int64 [S, k]; positions int64 [S, R], absolute
-    positions of the tokens being drawn; ids from usable_vocab on are never drawn; stream: of the noise.
-    finite: the drawn token's processed logit is a finite number; a NaN anywhere in a processed row makes
-    it False.
+    positions of the tokens being drawn; stream: of the noise. finite: the drawn token's processed logit is a
+    finite number; a NaN anywhere in a processed row makes it False.
     """
-    processed = process_rows(logits, draft, tensors, steps, usable_vocab)
-    sampled = draw_rows(processed, positions, tensors, steps, stream)
+    processed = process_rows(logits, draft, tensors)
+    sampled = draw_rows(processed, positions, tensors, stream)
     return sampled, processed.gather(-1, sampled.unsqueeze(-1)).squeeze(-1).isfinite()
 
 
-def row_laws(
-    logits: Tensor, draft: Tensor, tensors: SamplingTensors, steps: SamplingSteps, usable_vocab: int
-) -> Tensor:
+def row_laws(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
     """The law that `sample_rows` draws each row's token from: [S, R, V], of the logits' type.
 
     Arguments as there. All of it lies on the likeliest token, ties to the lowest id, where no noise is
     drawn; a row that holds NaN or whose likeliest token is not finite is NaN throughout.
     """
-    processed = process_rows(logits, draft, tensors, steps, usable_vocab)
+    processed = process_rows(logits, draft, tensors)
     highest, likeliest = processed.max(dim=-1, keepdim=True)
     certain = torch.zeros_like(processed).scatter_(-1, likeliest, 1.0)
     certain = torch.where(highest.isfinite(), certain, float("nan"))
-    if not steps.noise:
+    if not tensors.steps.noise:
         return certain
     return torch.where(tensors.temperature.view(-1, 1, 1) > 0, processed.softmax(dim=-1), certain)
 
 
-def process_rows(
-    logits: Tensor, draft: Tensor, tensors: SamplingTensors, steps: SamplingSteps, usable_vocab: int
-) -> Tensor:
+def process_rows(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
     """The target's processed logits [S, R, V] for the R = k + 1 rows of draft [S, k]."""
-    logits = adjust_rows(logits, draft, tensors, steps, usable_vocab)
-    if steps.noise:
+    logits = adjust_rows(logits, draft, tensors)
+    if tensors.steps.noise:
         logits = scale(logits, tensors.temperature)
-    if steps.truncation:
+    if tensors.steps.truncation:
         logits = truncate(logits, tensors.top_k, tensors.top_p, tensors.min_p)
     return logits
 
 
-def adjust_rows(
-    logits: Tensor, draft: Tensor, tensors: SamplingTensors, steps: SamplingSteps, usable_vocab: int
-) -> Tensor:
+def adjust_rows(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
     """What is done to single logits [S, R, V] before temperature and truncation."""
+    steps, usable_vocab = tensors.steps, tensors.usable_vocab
     if usable_vocab < logits.shape[-1]:
         logits = logits.clone()
         logits[..., usable_vocab:] = NEGATIVE_INFINITY
@@ -140,14 +130,10 @@ def adjust_rows(
 
 
 def draw_rows(
-    processed: Tensor,
-    positions: Tensor,
-    tensors: SamplingTensors,
-    steps: SamplingSteps,
-    stream: int = STREAM_TARGET,
+    processed: Tensor, positions: Tensor, tensors: SamplingTensors, stream: int = STREAM_TARGET
 ) -> Tensor:
     """Token ids [S, R] at absolute positions [S, R] from processed logits [S, R, V]."""
-    if not steps.noise:
+    if not tensors.steps.noise:
         return processed.argmax(dim=-1)
     seed = tensors.seed.unsqueeze(-1).expand_as(positions)
     noise = gumbel(seed, positions, stream, processed.shape[-1])

@@ -32,7 +32,7 @@ from spd.kernels.sampling.philox_triton import (
     random_bits4,
     scaled_logit,
 )
-from spd.kernels.sampling.sampling import SamplingSteps, SamplingTensors
+from spd.kernels.sampling.sampling import SamplingTensors
 from spd.kernels.sampling.truncation_triton import find_thresholds, is_kept, row_highest
 
 BLOCK = 2048
@@ -214,15 +214,10 @@ def law_kernel(
 
 
 def sample_rows(
-    logits: Tensor,
-    draft: Tensor,
-    positions: Tensor,
-    tensors: SamplingTensors,
-    steps: SamplingSteps,
-    usable_vocab: int,
-    stream: int = STREAM_TARGET,
+    logits: Tensor, draft: Tensor, positions: Tensor, tensors: SamplingTensors, stream: int = STREAM_TARGET
 ) -> tuple[Tensor, Tensor]:
     """Every tensor but draft and positions lies dense."""
+    steps = tensors.steps
     slots, rows_per_slot, vocab_size = logits.shape
     rows, blocks = slots * rows_per_slot, ceil_div(vocab_size, BLOCK)
     grid, device = (rows, blocks), logits.device
@@ -232,17 +227,17 @@ def sample_rows(
         "NOISE": steps.noise, "BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False
     }  # fmt: skip
     if steps.truncation and steps.noise:
-        processed, highest = processed_rows(logits, draft, tensors, steps, usable_vocab)
+        processed, highest = processed_rows(logits, draft, tensors)
         thresholds = find_thresholds(processed, highest, rows_per_slot, tensors)
         kept_draw_kernel[grid](
             processed, thresholds, positions, tensors.temperature, tensors.min_p, tensors.seed, ranks,
             *where, **noise,
         )  # fmt: skip
     else:
-        flags, numbers, history = _parameters(logits, tensors, steps)
+        flags, numbers, history = _parameters(logits, tensors)
         draw_kernel[grid](
             logits, draft, positions, *numbers, tensors.seed, *history, ranks, rows_per_slot,
-            draft.stride(0), *_mask_strides(tensors), *where[1:], usable_vocab, **flags, **noise,
+            draft.stride(0), *_mask_strides(tensors), *where[1:], tensors.usable_vocab, **flags, **noise,
         )  # fmt: skip
     sampled = torch.empty(slots, rows_per_slot, dtype=torch.int64, device=device)
     finite = torch.empty(slots, rows_per_slot, dtype=torch.bool, device=device)
@@ -250,12 +245,11 @@ def sample_rows(
     return sampled, finite
 
 
-def row_laws(
-    logits: Tensor, draft: Tensor, tensors: SamplingTensors, steps: SamplingSteps, usable_vocab: int
-) -> Tensor:
+def row_laws(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
     """Every tensor but draft lies dense."""
+    steps = tensors.steps
     slots, rows_per_slot, vocab_size = logits.shape
-    processed, highest = processed_rows(logits, draft, tensors, steps, usable_vocab)
+    processed, highest = processed_rows(logits, draft, tensors)
     rows, blocks = highest.shape
     truncation = steps.truncation and steps.noise
     thresholds = find_thresholds(processed, highest, rows_per_slot, tensors) if truncation else highest
@@ -270,9 +264,7 @@ def row_laws(
     return processed.view(slots, rows_per_slot, vocab_size)
 
 
-def processed_rows(
-    logits: Tensor, draft: Tensor, tensors: SamplingTensors, steps: SamplingSteps, usable_vocab: int
-) -> tuple[Tensor, Tensor]:
+def processed_rows(logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> tuple[Tensor, Tensor]:
     """Rows before truncation, float32 [S R, V], and order keys whose maximum is each row's highest.
 
     int32 [S R, blocks]; see `sampling.process_rows`.
@@ -281,11 +273,11 @@ def processed_rows(
     rows, blocks = slots * rows_per_slot, ceil_div(vocab_size, BLOCK)
     processed = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits.device)
     highest = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
-    flags, numbers, history = _parameters(logits, tensors, steps)
+    flags, numbers, history = _parameters(logits, tensors)
     process_kernel[rows, blocks](
         logits, draft, *numbers, *history, processed, highest, rows_per_slot, draft.stride(0),
-        *_mask_strides(tensors), vocab_size, usable_vocab, **flags, NOISE=steps.noise, BLOCK=BLOCK,
-        num_warps=WARPS, enable_fp_fusion=False,
+        *_mask_strides(tensors), vocab_size, tensors.usable_vocab, **flags, NOISE=tensors.steps.noise,
+        BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return processed, highest
 
@@ -295,10 +287,10 @@ def _mask_strides(tensors: SamplingTensors) -> tuple[int, int]:
 
 
 def _parameters(
-    logits: Tensor, tensors: SamplingTensors, steps: SamplingSteps
+    logits: Tensor, tensors: SamplingTensors
 ) -> tuple[dict[str, Any], tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Which steps look at a slot's history, its numbers, and its history; absent tensors are never read."""
-    own = tensors
+    own, steps = tensors, tensors.steps
     flags = {
         "STOPS": own.stop_ids.shape[1],
         "BIAS": steps.bias and own.bias is not None,

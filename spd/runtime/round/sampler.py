@@ -108,8 +108,11 @@ class Sampler:
             self.mask = torch.full(shape, -1, dtype=torch.int32, device=self.state.device)
         self.mask[slot, : rows.shape[0]] = upload(rows, self.state.device)
 
-    def tensors(self, needs: SamplerClass) -> SamplingTensors:
-        """The parameters and histories of all slots, as far as these steps read them."""
+    def tensors(self, needs: SamplerClass, usable_vocab: int | None = None) -> SamplingTensors:
+        """The parameters and histories of all slots, as far as these steps read them.
+
+        usable_vocab: of a drafter, where it knows fewer ids.
+        """
         state, counts = self.state, self.counts if needs.penalties else None
         return SamplingTensors(
             **self.numbers,
@@ -121,12 +124,14 @@ class Sampler:
             stop_ids=state.stop_ids,
             length=state.length,
             min_length=state.min_length,
+            steps=needs,
+            usable_vocab=usable_vocab or self.usable_vocab,
             mask=self.mask if needs.grammar else None,
         )
 
     def sample(self, logits: Tensor, draft: Tensor, needs: SamplerClass) -> tuple[Tensor, Tensor]:
         """The target's tokens [S, R] from its logits [S, R, V], and whether each is finite."""
-        given = (logits, draft, self._positions(logits), self.tensors(needs), needs, self.usable_vocab)
+        given = (logits, draft, self._positions(logits), self.tensors(needs))
         drawn: tuple[Tensor, Tensor] = self.kernels.sample_rows(*given)
         return drawn
 
@@ -138,7 +143,7 @@ class Sampler:
         logits [S, R, V]; tokens as in `draft_verify`, by its block rule or one by one. Drafts are tested
         against the laws that are kept, and are certain where none are.
         """
-        laws = self.kernels.row_laws(logits, draft, self.tensors(needs), needs, self.usable_vocab)
+        laws = self.kernels.row_laws(logits, draft, self.tensors(needs))
         kept = None if self.draft_laws is None else self.draft_laws[:, : draft.shape[1]]
         given = (laws, kept, draft, num_drafts, self.seed, self._positions(logits), by_block)
         tokens, accepted = self.kernels.verify_drafts(*given)
@@ -176,17 +181,17 @@ class Sampler:
                 return drawn[0]
         logits = runner.logits(hidden)
         nothing, vocab_size = self.state.draft[:, :0], logits.shape[-1]
-        usable, tensors = min(self.usable_vocab, vocab_size), self.tensors(wanted)
+        usable = min(self.usable_vocab, vocab_size)
+        tensors = self.tensors(wanted, usable)
         if tensors.bias is not None and tensors.bias.shape[1] != vocab_size:  # padded otherwise
             bias = pad(tensors.bias, (0, vocab_size - tensors.bias.shape[1])).contiguous()
             tensors = replace(tensors, bias=bias)
         stream = STREAM_TARGET if self.draft_laws is None else row_stream(STREAM_DRAFT, step)
         sampled: Tensor
-        sampled, finite = self.kernels.sample_rows(
-            logits, nothing, self._positions(logits) + step, tensors, wanted, usable, stream
-        )
+        positions = self._positions(logits) + step
+        sampled, finite = self.kernels.sample_rows(logits, nothing, positions, tensors, stream)
         if self.draft_laws is not None:
-            laws = self.kernels.row_laws(logits, nothing, tensors, wanted, usable)
+            laws = self.kernels.row_laws(logits, nothing, tensors)
             # What no law of its own drew, since its logits are broken, is certain.
             laws = torch.where(finite.unsqueeze(-1), laws, 0).scatter_add_(
                 -1, sampled.unsqueeze(-1), (~finite).unsqueeze(-1).to(laws.dtype)
