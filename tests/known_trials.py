@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
-from spd.runtime.models import moe
 from spd.runtime.round.model_runner import ModelRunner
 
 honest = ModelRunner._try_arithmetic
-FOUND = ("buckets", "row_counts", "context_parts", "tile")
+FOUND = ("buckets", "context_parts", "tile")
 KNOWN: dict[Any, tuple[Any, ...]] = {}
 """What was found, by all that a trial depends on."""
 
@@ -40,7 +39,7 @@ def tried_once(runner: ModelRunner, alone: bool) -> None:
     if not alone:
         return honest(runner, alone)
     around = runner.dtype, runner.device, runner.chunk, runner.cache.page_size, torch.get_num_threads()
-    key = around, moe.SMALL_EXPERTS, structure(runner.kernels), structure(runner.model)
+    key = around, structure(runner.kernels), structure(runner.model)
     if key not in KNOWN:
         honest(runner, alone)
         KNOWN[key] = tuple(getattr(runner, name) for name in FOUND)

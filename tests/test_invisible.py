@@ -20,7 +20,7 @@ from spd.kernels.attention.rotary_store import RotatedRows
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual
 from spd.runtime.layers.rotary import RotaryRows
-from spd.runtime.models import decoder, layouts, moe
+from spd.runtime.models import decoder, layouts
 from spd.runtime.models.latent_attention import LATENT_EPSILON, LatentAttention
 from tests.helpers import Run, accepted, assert_same, drafted, make_engine, random_prompts, run_all, run_one
 from tests.lanes import covering
@@ -246,15 +246,6 @@ def test_every_parameter_shows(known: Callable[[Cell], list[Run]], pairs: Pairs,
 
 
 # -- other forms of the same layers --------------------------------------------------------------------
-
-
-def test_a_chosen_form_of_experts_too(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts that are too large to be computed for every row."""
-    monkeypatch.setattr(moe, "SMALL_EXPERTS", 0)
-    pair, work = pairs.get("qwen3_moe/draft"), temperatures(12)[::4]
-    speculated = outputs(pair.engine(3, slots=4), work)
-    assert_same(speculated, outputs(pair.plain(), work))
-    assert 0 < accepted(speculated) < drafted(speculated)
 
 
 class NaiveLatentAttention(LatentAttention):

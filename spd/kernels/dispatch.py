@@ -32,11 +32,10 @@ class Facts(NamedTuple):
     exact_rotary: bool = False  # cosines and sines are float32, for a rotated head is rounded once
     gathers_rotary: bool = False  # cosines and sines come as the rows' own
     any_int8: bool = False  # products take int8 weights of every shape
-    merges_experts: bool = False  # few small experts run as one product
 
 
 FACTS: Mapping[str, Facts] = {
-    "torch": Facts(64, 32, tries_rows=True, gathers_rotary=True, merges_experts=True),
+    "torch": Facts(64, 32, tries_rows=True, gathers_rotary=True),
     "native": Facts(256, 256, rows_alike=True, needs_squares=False, float32_norms=True),
     "triton": Facts(256, 64, host_free=True, folds_norms=True, exact_rotary=True, any_int8=True),
 }

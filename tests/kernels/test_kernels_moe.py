@@ -150,12 +150,6 @@ def by_definition(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down
     return out
 
 
-def merged(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """All experts as one MLP, as a layer with small ones computes them."""
-    every = F.linear(x, gate_up.flatten(0, 1)).view(x.shape[0], gate_up.shape[0], -1)
-    return F.linear(moe.gate_chosen(every, ids, weights), down.transpose(0, 1).flatten(1))
-
-
 def routed(rows: int, count: int, per_token: int, device: str) -> tuple[Tensor, Tensor]:
     """Ids and weights: more rows than a tile choose the first expert, and none the last of several."""
     ids = normal(rows, max(per_token, count - 1), seed=3).argsort(-1)[:, :per_token].to(device)
@@ -218,9 +212,9 @@ def test_experts(form: Form, kind: str, count: int, k: int, n: int, rows: int, p
         assert torch.equal(crowd[0][:1], alone[0])
 
 
-# -- torch's three ways --------------------------------------------------------------------------------
+# -- torch's two ways --------------------------------------------------------------------------------
 
-WAYS = pytest.mark.parametrize("way", [merged, moe.experts, partial(moe.experts, chunk=True)])
+WAYS = pytest.mark.parametrize("way", [moe.experts, partial(moe.experts, chunk=True)])
 both_types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 

@@ -56,8 +56,8 @@ def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
         found = KNOWN.get(key) or FRESH.get(own)
         if found is None:
             honest(runner, alone)
-            found = FRESH[own] = runner.buckets, runner.row_counts, runner.context_parts
-        runner.buckets, runner.row_counts, runner.context_parts = found
+            found = FRESH[own] = runner.buckets, runner.context_parts
+        runner.buckets, runner.context_parts = found
 
     for kept in (KNOWN, FRESH):
         kept.clear()  # another family, other widths

@@ -19,9 +19,7 @@ from spd.runtime.round.arithmetic_probe import (
     WIDEST,
     admitted_buckets,
     admitted_tile,
-    seconds_of,
     summed_alike,
-    worth_running,
 )
 from spd.runtime.round.model_runner import bucket_for
 from spd.runtime.round.rows import PromptPart, SlotView
@@ -133,22 +131,6 @@ def test_rows_are_padded_to_what_was_tried(tile: int, rows: tuple[int, ...], pad
     assert [bucket_for(count, (2, 5, 8, 32), tile) for count in rows] == padded
 
 
-@pytest.mark.parametrize(
-    ("seconds", "kept"),
-    [
-        ({2: 1.0, 5: 2.0, 8: 3.0}, (2, 5, 8, 32)),
-        ({2: 4.0, 5: 3.0, 8: 3.5}, (5, 8, 32)),  # five rows take less than two
-        ({2: 4.0, 5: 3.9, 8: 3.5}, (8, 32)),
-        ({2: 1.0, 5: 0.99, 8: 1.0}, (2, 5, 8, 32)),  # as fast is not faster
-        ({}, (2, 5, 8, 32)),  # nothing is known
-    ],
-)
-def test_row_counts_that_a_larger_one_outruns_are_not_run(
-    seconds: dict[int, float], kept: tuple[int, ...]
-) -> None:
-    assert worth_running((2, 5, 8, 32), seconds) == kept
-
-
 @pytest.mark.parametrize(("spec", "width"), [("off", 1), ("ngram", 4)])
 def test_only_the_rows_of_slots_that_have_some_are_run(
     tiny: Callable[..., Path], spec: str, width: int, monkeypatch: pytest.MonkeyPatch
@@ -173,19 +155,8 @@ def test_only_the_rows_of_slots_that_have_some_are_run(
         seen.clear(), scored.clear()
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
         run_all(engine, [tuple(range(40 + i, 60 + i)) for i in range(count)], [params] * count)
-        most = bucket_for(count * width, runner.row_counts)
+        most = bucket_for(count * width, runner.buckets)
         assert seen and max(seen[-4:]) <= most and max(scored[-4:]) <= most
-
-
-def test_the_least_of_a_bucket_s_times_counts() -> None:
-    """By a clock of which one run of 2 rows took long: what else runs on a machine adds to a time."""
-    now, slow = [0.0], iter([10.0] + [0.0] * 99)
-
-    def window(first: int, rows: int, blocks: int) -> tuple[Tensor, Tensor]:
-        now[0] += rows + (next(slow) if rows == 2 else 0)
-        return ROWS, ROWS
-
-    assert seconds_of(window, (2, 4, 32), lambda: now[0]) == {2: 2.0, 4: 4.0}
 
 
 @pytest.mark.covers(2)
@@ -195,7 +166,7 @@ def test_the_least_of_a_bucket_s_times_counts() -> None:
 def test_texts_depend_neither_on_row_counts_nor_on_empty_slots(
     tiny: Callable[..., Path], spec: str, draft_max: int, lag: int
 ) -> None:
-    """Two requests in six slots, by the fewest, all and the widest row counts: each as alone and plain."""
+    """Two requests in six slots, by all row counts and by the widest alone: each as alone and plain."""
     target = demo_folder() if spec == "mtp" else tiny("qwen3")
     prompts = [tuple(range(40 + i, 60 + i)) for i in range(2)]
     params = [SamplingParams(temperature=t, seed=5, max_tokens=12, ignore_eos=True) for t in (0.0, 0.8)]
@@ -206,8 +177,8 @@ def test_texts_depend_neither_on_row_counts_nor_on_empty_slots(
     engine = make_engine(target, spec=spec, slots=6, lag=lag, **wishes)
     runner = engine._device.runner
     assert runner.buckets is not None
-    for counts in (runner.row_counts, runner.buckets, (WIDEST,)):
-        runner.row_counts = counts
+    for counts in (runner.buckets, (WIDEST,)):
+        runner.buckets = counts
         assert [run.tokens for run in run_all(engine, prompts, params)] == alone
 
 

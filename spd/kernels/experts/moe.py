@@ -153,16 +153,3 @@ def experts_onto(
     made = experts(x.float(), ids, weights, gate_up, down)
     y = (stream.float() + made).to(stream.dtype)
     return y, sum_of_squares(y)
-
-
-def gate_chosen(gate_up: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """silu(gate) * up of every expert, weighed: gate_up [T, E, 2 * I] to [T, E * I], 0 of those not in ids.
-
-    ids int64 [T, k], weights float32 [T, k]. Whatever an expert makes of a row that does not go to it, were
-    it not finite, leaves no trace.
-    """
-    rows, count, _ = gate_up.shape
-    weight = weights.new_zeros(rows, count).scatter_(1, ids, weights)
-    chosen = torch.zeros_like(weight, dtype=torch.bool).scatter_(1, ids, True)
-    inner = silu_mul(gate_up).mul_(weight.unsqueeze(-1))  # in float32, rounded once
-    return inner.masked_fill_(~chosen.unsqueeze(-1), 0).flatten(1)

@@ -474,10 +474,7 @@ class MoeLayout:
 
     @property
     def widest(self) -> int:
-        """Elements a row of the intermediate results: of the shared and of every chosen expert, in float32.
-
-        Few small experts are all computed: see `spd.kernels.experts.moe`.
-        """
+        """Elements a row of the intermediate results: of the shared and of chosen experts, in float32."""
         experts = self.experts
         each = 3 * experts.intermediate_size + 2 * self.hidden_size
         return 3 * experts.shared_size + 2 * each * min(experts.num_experts, 4 * experts.router.per_token)

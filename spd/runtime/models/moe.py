@@ -6,35 +6,19 @@ import torch
 from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
-from spd.kernels.experts.moe import ClampedExperts, clamped_experts, gate_chosen
+from spd.kernels.experts.moe import ClampedExperts, clamped_experts
 from spd.kernels.linear.few_bits import GroupedWeight
 from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
 from spd.kernels.native.library import NativeLibrary
 from spd.kernels.native.products import PackedWeight
 from spd.runtime.layers.base import ForwardBatch, Residual
-from spd.runtime.layers.linear import AnyLinear, Linear, in_tiles, normed
+from spd.runtime.layers.linear import AnyLinear, in_tiles, normed
 from spd.runtime.layers.sharded import added
 from spd.runtime.models.builder import LayerBuilder, Tensors
 from spd.runtime.models.layouts import MlpLayout, MoeLayout
 
-SMALL_EXPERTS = 8 * 2**20
-"""Bytes of all experts of a layer up to which torch's form computes every one for every row: two products
-cost less than sorting rows and many small ones, and nothing depends on where rows go."""
-
-
 Chosen = tuple[Tensor, Tensor]
 """For each row the experts int64 [T, k] that it goes to, and their weights float32 [T, k]."""
-
-
-class MergedExperts:
-    """Small experts as one wide MLP, of which a row takes its part: gate_up [E * 2 I, K], down [K, E * I]."""
-
-    def __init__(self, gate_up: AnyLinear, down: AnyLinear, count: int) -> None:
-        self.gate_up, self.down, self.count = gate_up, down, count
-
-    def onto(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
-        every = self.gate_up(Residual(x), batch).x.view(x.shape[0], self.count, -1)
-        return self.down(Residual(gate_chosen(every, *chosen)), batch, stream)
 
 
 class NativeExperts:
@@ -82,7 +66,7 @@ class BiasedExperts:
 
 
 EXPERT_NAMES = ("experts_gate_up", "experts_down")
-Experts = MergedExperts | NativeExperts | RoutedExperts | BiasedExperts
+Experts = NativeExperts | RoutedExperts | BiasedExperts
 """All routed experts of a layer; `onto` adds the weighed sum of what they make of x [T, K] to a stream."""
 
 
@@ -158,19 +142,15 @@ class MoeMlp:
 
 def _experts(tensors: Tensors, count: int, build: LayerBuilder) -> Experts:
     """Of gate_up [E * 2 I, K] and down [E * K, I]."""
-    names = EXPERT_NAMES
-    small = sum(tensors[name].nbytes for name in names) <= SMALL_EXPERTS
-    merges = small and build.kernels.facts.merges_experts
-    gate_up, down = (build.stacked(tensors, name, count, cut=name == names[1]) for name in names)
-    if (native := build.kernels.native) is not None:
-        gated, plain = (
-            native.pack_codes(each, gated=each is gate_up)
-            if isinstance(each, GroupedWeight)
-            else native.pack(plain_weight(each, build.dtype), gated=each is gate_up)
-            for each in (gate_up, down)
-        )
-        return NativeExperts(gated, plain, native)
-    if merges and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-        merged = down.transpose(0, 1).flatten(1)
-        return MergedExperts(Linear(gate_up.flatten(0, 1)), Linear(merged), count)
-    return RoutedExperts(gate_up, down, build.kernels)
+    gate_up, down = (
+        build.stacked(tensors, name, count, cut=name == EXPERT_NAMES[1]) for name in EXPERT_NAMES
+    )
+    if (native := build.kernels.native) is None:
+        return RoutedExperts(gate_up, down, build.kernels)
+    gated, plain = (
+        native.pack_codes(each, gated=each is gate_up)
+        if isinstance(each, GroupedWeight)
+        else native.pack(plain_weight(each, build.dtype), gated=each is gate_up)
+        for each in (gate_up, down)
+    )
+    return NativeExperts(gated, plain, native)

@@ -105,29 +105,20 @@ class WeightForm:
             return False
         return self.stored is None or all(prefix + part.name in self.stored for part in destination.parts)
 
-    def stays_int8(self, destination: Destination) -> bool:
-        """Whether a layer's destination is kept as int8."""
-        if self.kind != "int8" or self.widened or not destination.multiplied:
-            return False
-        return not self.vectors or destination.shape[1] % VECTOR == 0
-
-    def stays_int4(self, destination: Destination) -> bool:
-        """Whether a layer's destination is kept as int4."""
-        divides = destination.multiplied and destination.shape[1] % INT4_GROUP == 0
-        return self.kind == "int4" and not self.widened and divides
-
     def bytes_of(self, destination: Destination, prefix: str, dtype: str, *, table: bool = False) -> int:
         """Bytes that a destination is kept in, scales included; table: it stands outside the layers."""
+        (rows, *columns), size = destination.shape, destination.size
         if not table and self.stays_fp8(destination, prefix):
             groups = sum(-(-part.shape[0] // GROUP) for part in destination.parts)
-            return destination.size + 4 * groups * -(-destination.shape[1] // BLOCK)
+            return size + 4 * groups * -(-columns[0] // BLOCK)
         if not table and (spec := self.stays_packed(destination, prefix)) is not None:
             return spec.bytes_of(*destination.shape)
-        if not table and self.stays_int4(destination):
-            return PackedSpec("int4", INT4_GROUP, wide_scales=False).bytes_of(*destination.shape)
-        if not table and self.stays_int8(destination):
-            return destination.size + 4 * destination.shape[0]
-        return destination.size * (4 if destination.exact else DTYPE_BYTES[dtype])
+        if not table and destination.multiplied and not self.widened:
+            if self.kind == "int4" and columns[0] % INT4_GROUP == 0:
+                return PackedSpec("int4", INT4_GROUP, wide_scales=False).bytes_of(*destination.shape)
+            if self.kind == "int8" and (columns[0] % VECTOR == 0 or not self.vectors):
+                return size + 4 * rows
+        return size * (4 if destination.exact else DTYPE_BYTES[dtype])
 
 
 WIDE = WeightForm()

@@ -16,7 +16,7 @@ from spd.formats.json_file import shown
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import is_mtp_tensor
 from spd.formats.quantized import UNUSED
-from spd.runtime.models.destinations import Cut, Destination, Shape, Shard
+from spd.runtime.models.destinations import Cut, Destination, Part, Shape, Shard
 from spd.runtime.models.layouts import AttentionLayout, DeltaLayout, GqaLayout, LayerLayout
 
 if TYPE_CHECKING:
@@ -170,23 +170,20 @@ def destinations(config: ModelConfig, layout: ModelLayout) -> Iterator[tuple[str
             yield layout.prefix.format(index), destination
 
 
+def parts_of(config: ModelConfig, layout: ModelLayout) -> dict[str, Part]:
+    """What a model, or a rank's part of it, takes of each tensor that must be there, by its full name."""
+    found = destinations(config, layout)
+    return {prefix + part.name: part for prefix, destination in found for part in destination.parts}
+
+
 def cuts_of(config: ModelConfig, layout: ModelLayout) -> dict[str, Cut]:
     """What a rank takes of tensors that it does not take whole."""
-    return {
-        prefix + part.name: part.cut
-        for prefix, destination in destinations(config, layout)
-        for part in destination.parts
-        if part.cut is not None
-    }
+    return {name: part.cut for name, part in parts_of(config, layout).items() if part.cut is not None}
 
 
-def expected_tensors(config: ModelConfig, layout: ModelLayout) -> dict[str, tuple[int, ...]]:
+def expected_tensors(config: ModelConfig, layout: ModelLayout) -> dict[str, Shape]:
     """Shapes of every tensor that must be there."""
-    return {
-        prefix + part.name: part.shape
-        for prefix, destination in destinations(config, layout)
-        for part in destination.parts
-    }
+    return {name: part.shape for name, part in parts_of(config, layout).items()}
 
 
 def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayout) -> list[str]:

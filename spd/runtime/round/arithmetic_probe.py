@@ -12,9 +12,7 @@ attended only if it was seen to give the whole block's bits, for every number of
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,11 +36,6 @@ CANDIDATES = (2, 4, 5, 6, 8, 12, 16)
 """Not 1: a single row is a matrix-vector product, which libraries sum in another order. 5 and 6: products of
 up to 6 rows pass over packed bfloat16 weights once, of 7 and 8 twice (oneDNN 3.12)."""
 PROBED_LAYERS = 4
-FASTER = 0.95
-"""A wider bucket is taken for fewer rows if it needs at most so much of their own bucket's time."""
-TIMED, TIMED_WIDEST = 4, 8
-"""How often each bucket of at most so many rows is timed, in turn with the others. The least time counts:
-whatever else runs on the machine adds to one."""
 
 Pass = tuple[Tensor, Tensor]
 """Hidden states [T, H] and logits [T, V] of rows of one fixed text."""
@@ -74,34 +67,6 @@ def admitted_buckets(window: Window) -> tuple[int, ...]:
         return all(_same(window(i, width, 1 + i // width % 2), whole, i) for i in firsts)
 
     return (*filter(agrees, CANDIDATES), WIDEST)
-
-
-def seconds_of(
-    window: Window, buckets: Sequence[int], clock: Callable[[], float] = time.perf_counter
-) -> dict[int, float]:
-    """The least seconds that the rows of each narrow bucket took; see `admitted_buckets`."""
-    best = {width: math.inf for width in buckets if width <= TIMED_WIDEST}
-    for _ in range(TIMED):
-        for width in best:
-            began = clock()
-            window(0, width, 1)
-            best[width] = min(best[width], clock() - began)
-    return best
-
-
-def worth_running(buckets: Sequence[int], seconds: Mapping[int, float]) -> tuple[int, ...]:
-    """Of the buckets those that no larger one outruns, as far as their seconds are known.
-
-    For models of one rank only: ranks that work together have to come to the same numbers.
-    """
-    kept: list[int] = []
-    fastest = math.inf
-    for width in sorted(buckets, reverse=True):
-        needed = seconds.get(width)
-        if needed is None or fastest > FASTER * needed:
-            kept.append(width)
-        fastest = min(fastest, needed or math.inf)
-    return tuple(reversed(kept))
 
 
 @torch.inference_mode()

@@ -29,9 +29,7 @@ from spd.runtime.round.arithmetic_probe import (
     admitted_buckets,
     admitted_parts,
     admitted_tile,
-    seconds_of,
     summed_alike,
-    worth_running,
 )
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
@@ -90,8 +88,6 @@ class ModelRunner:
         self.trash_slot = TRASH_PAGE * cache.page_size
         self.buckets: tuple[int, ...] | None = None
         """Row counts that give the same bits; None where every number does by construction."""
-        self.row_counts: tuple[int, ...] = ()
-        """Those of `buckets` that are worth running, for all rows of a pass together."""
         self.tile = sys.maxsize if kernels.facts.rows_alike else WIDEST
         """Rows of a product at most; see `admitted_tile`."""
         if kernels.facts.tries_rows:
@@ -100,11 +96,11 @@ class ModelRunner:
     def _try_arithmetic(self, alone: bool) -> None:
         """Run one fixed text through the first layers in windows of every shape; see `arithmetic_probe`."""
         model, most = self.model, TILES[-1]
-        self.buckets = self.row_counts = (WIDEST,)
+        self.buckets = (WIDEST,)
         end = min(KV_BLOCK, model.max_positions)
         if end < WIDEST:
             return
-        self.buckets = self.row_counts = (*CANDIDATES, WIDEST)  # none is rounded while they are tried
+        self.buckets = (*CANDIDATES, WIDEST)  # none is rounded while they are tried
         generator = torch.Generator().manual_seed(0)
         pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * self.pages_per_block))
         layers = model.caches[: max(PROBED_LAYERS, model.varied_layers)]
@@ -134,13 +130,11 @@ class ModelRunner:
             return run(end - WIDEST, first, rows, blocks * KV_BLOCK)
 
         buckets = admitted_buckets(window)
-        seconds: dict[int, float] = {}
         if alone:
             products = {p.weight.shape: p for p in model.products() if isinstance(p, Linear)}
             for product in products.values():  # one of each shape
                 buckets = summed_alike(product, buckets)
-            seconds = seconds_of(window, buckets)
-        self.buckets, self.row_counts = buckets, worth_running(buckets, seconds)
+        self.buckets = buckets
         if self.device == "cpu":
             given = (self.dtype, self.cache.page_size, self.buckets)
             every = [set(admitted_parts(heads, *given)) for heads in model.every_heads]
@@ -198,7 +192,7 @@ class ModelRunner:
         slots, width = rows.token_ids.shape
         ids, positions, places = (t.reshape(-1) for t in (rows.token_ids, rows.positions, rows.kv_slots))
         if self.buckets is not None and chunk_start is None:
-            extra = bucket_for(slots * width, self.row_counts, tile) - slots * width
+            extra = bucket_for(slots * width, self.buckets, tile) - slots * width
             if extra:
                 # The last row again, which touches no expert that is not touched; it keeps nothing.
                 ids, positions = (torch.cat((t, t[-1:].expand(extra))) for t in (ids, positions))
@@ -263,7 +257,7 @@ class ModelRunner:
         """What a head says of hidden [..., hidden], in a bucket's rows."""
         flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         rows = flat.shape[0]
-        extra = 0 if self.buckets is None else bucket_for(rows, self.row_counts, self.tile) - rows
+        extra = 0 if self.buckets is None else bucket_for(rows, self.buckets, self.tile) - rows
         if extra:
             flat = torch.cat((flat, flat.new_zeros(extra, flat.shape[1])))
         return scores(flat, self.tile)[:rows].view(*hidden.shape[:-1], -1)
