@@ -100,7 +100,7 @@ def products(capability: tuple[int, int]) -> Launches:
     for kind in (None, torch.int8, FP8)[: 3 if capability >= (8, 9) else 2]:
         found |= dense("8b", BF16, big, kind=kind) | dense("8b_wide", BF16, big, 64, kind, ops=WIDE)
     found |= head("8b_wide_bf16", BF16, 64, WIDE)
-    found["9b_bf16"] = dense("9b", BF16, (3584, 8192, 4096, 14336), gelu=True)["9b_bf16"]
+    found["gelu_9b_bf16"] = dense("9b", BF16, (3584, 8192, 4096, 14336), gelu=True)["9b_bf16"]
     x, norm = of(BF16, 4, 4096), of(BF16, 4096)
     return found | {
         "8b": lambda: OPS.embed(of(I64, 4), of(BF16, VOCAB, 4096)),

@@ -143,6 +143,7 @@ def law_error(setting: Setting, patch: Patch) -> float:
     return max(abs(got[text] - wanted[text]) for text in {*got, *wanted})
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("one_hot", [False, True], ids=["sampled", "one-hot"])
 @pytest.mark.parametrize("k", [1, 2, 3])

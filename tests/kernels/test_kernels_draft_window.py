@@ -73,28 +73,13 @@ def committed(op: Any, state: dict[str, torch.Tensor], slots: int, width: int, l
     return window
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 9, 17])
-@pytest.mark.parametrize("slots", [1, 7])
-def test_committed_window_equals_its_definition(op: Any, device: str, slots: int, width: int) -> None:
-    for seed in range(6):
-        for limit in (MAX_LEN - 4, 40):
-            state = make_state(seed, slots, device)
-            lists = {name: tensor.tolist() for name, tensor in state.items()}
-            expected = []
-            for s in range(slots):
-                positions = [lists["length"][s] - width + i for i in range(width)]
-                tokens = [lists["tokens"][s][max(0, p)] for p in positions]
-                expected.append((tokens, *expected_rows(lists, s, positions, limit)))
-            assert_window(committed(op, state, slots, width, limit), expected)
-
-
 @pytest.mark.parametrize("ahead", [0, 1, 4])
-@pytest.mark.parametrize("width", [1, 3, 8])
+@pytest.mark.parametrize("width", [1, 3, 8, 17])
 def test_drafts_follow_the_committed_tokens_from_a_first_position_on(
     op: Any, device: str, width: int, ahead: int
 ) -> None:
     seen = 0
-    for seed in range(6):
+    for seed in range(4):
         state = make_state(seed, 5, device)
         first = (state["length"] - 3 + torch.arange(7, device=device) % 4).clamp(min=0)
         lists = {name: tensor.tolist() for name, tensor in {**state, "first": first}.items()}
@@ -116,7 +101,8 @@ def test_drafts_follow_the_committed_tokens_from_a_first_position_on(
     assert seen
 
 
-@pytest.mark.parametrize("k", [1, 2, 5, WIDE])
+@pytest.mark.covers(2)
+@pytest.mark.parametrize("k", [1, 5, WIDE])
 @pytest.mark.parametrize("slots", [1, 7])
 def test_steps_equal_their_definition(op: Any, device: str, slots: int, k: int) -> None:
     for seed in range(4):
@@ -147,19 +133,3 @@ def test_a_slot_does_not_see_its_neighbours(op: Any, device: str) -> None:
         alone = committed(op, {name: tensor[s : s + 1] for name, tensor in state.items()}, 1, 3, MAX_LEN)
         for name in Rows.__dataclass_fields__:
             assert torch.equal(getattr(alone, name)[0], getattr(together, name)[s])
-
-
-def test_every_kind_of_row_is_among_the_random_ones() -> None:
-    """Before the text, beyond the draft's limit, of a silent slot, cut by the limit, past the table."""
-    seen = set()
-    for seed in range(6):
-        state = make_state(seed, 6, "cpu")
-        for s in range(6):
-            first, last = int(state["length"][s]) - 9, int(state["length"][s]) + 4
-            live = bool(state["active"][s])
-            seen |= {"silent"} if not live else set()
-            seen |= {"before"} if live and first < 0 < int(state["draft_limit"][s]) else set()
-            seen |= {"beyond"} if live and last - 5 >= int(state["draft_limit"][s]) else set()
-            seen |= {"inside"} if live and first >= 0 and last < int(state["draft_limit"][s]) else set()
-            seen |= {"past the table"} if last >= PAGE * PAGES else set()
-    assert len(seen) == 5, seen

@@ -87,7 +87,7 @@ def test_rows_of_a_product_in_any_company(native: NativeLibrary, case: tuple) ->
         return native.linear(rows, packed, None, Ending.FLOAT32)
 
     whole, usual = scores(x), native.threads
-    for count in (*range(1, 36), 47, 64, 257):
+    for count in (1, 2, 5, 15, 16, 17, 32, 33, 64, 257):
         for first in (0, 5, 300 - count if count < 295 else 0):
             own = slice(first, first + count)
             assert torch.equal(scores(x[own]), whole[own] if first + count <= 300 else whole[first:]), count

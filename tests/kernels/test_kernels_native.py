@@ -25,6 +25,7 @@ pytestmark = needs_compiled
 SHAPES = [(1, 1), (16, 32), (33, 31), (100, 50), (64, 96), (130, 320), (512, 1040)]
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize(("width", "depth"), SHAPES)
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 32, 47, 70])
 def test_products(native: NativeLibrary, width: int, depth: int, rows: int) -> None:
@@ -64,7 +65,7 @@ def test_rows_of_a_product_in_any_company(native: NativeLibrary, width: int, dep
             return native.linear(rows, packed, None, ending, norm=norm, epsilon=1e-6)
 
         every = product(x)
-        for count in (*range(1, 34), 48, 49, 69):
+        for count in (1, 2, 5, 15, 16, 17, 31, 32, 33, 49, 69):
             assert torch.equal(product(x[:count]), every[:count]), count
             assert torch.equal(product(x[70 - count :]), every[70 - count :]), count
         wild = x.clone()

@@ -16,7 +16,7 @@ import triton.language as tl  # noqa: E402
 
 from benchmarks.gpu_suite import noise_triton  # noqa: E402
 from spd.kernels.sampling import philox_triton  # noqa: E402
-from spd.kernels.sampling.philox_triton import draw_rank, gumbel4, interleave4, rank_is_finite, rank_token  # noqa: E402
+from spd.kernels.sampling.philox_triton import draw_rank, rank_is_finite, rank_token  # noqa: E402
 
 
 def keys_and_places(device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,24 +57,6 @@ def test_uniforms_are_clamped_at_both_ends(device: str) -> None:
 
 
 @triton.jit
-def tile_kernel(seed, position, out, GROUPS: tl.constexpr, ROWS: tl.constexpr):
-    row = tl.arange(0, ROWS)
-    lane0, lane1, lane2, lane3 = gumbel4(
-        tl.load(seed + row)[None, :], tl.load(position + row)[None, :], 0, tl.arange(0, GROUPS)[:, None]
-    )
-    token = tl.arange(0, 4 * GROUPS)
-    tl.store(out + row[None, :] * 4 * GROUPS + token[:, None], interleave4(lane0, lane1, lane2, lane3))
-
-
-def test_a_tile_of_rows_holds_each_rows_noise(device: str) -> None:
-    """Groups [G, 1] against rows [1, T], as a fused kernel asks for it, equal one row at a time."""
-    seed, position = (values.flatten()[:4].clone() for values in keys_and_places(device))
-    tile = torch.empty(4, 32, device=device)
-    tile_kernel[(1,)](seed, position, tile, GROUPS=8, ROWS=4)
-    assert torch.equal(tile, noise_triton.gumbel(seed, position, philox.STREAM_TARGET, 32))
-
-
-@triton.jit
 def rank_kernel(score, ids, rank, token, finite, size, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     inside = at < size
@@ -101,24 +83,3 @@ def test_ranks_order_scores_then_ids(device: str) -> None:
     assert (rank > philox_triton.NO_RANK.value).all()
     assert torch.equal(token, ids.long())
     assert torch.equal(finite, score.isfinite())
-
-
-@triton.jit
-def scale_kernel(logit, temperature, noise, out, size, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
-    inside = at < size
-    heat = tl.load(temperature + at, mask=inside, other=1.0)
-    scaled = philox_triton.scaled_logit(tl.load(logit + at, mask=inside, other=0.0), heat)
-    noisy = philox_triton.noisy_logit(scaled, tl.load(noise + at, mask=inside, other=0.0), heat)
-    tl.store(out + at, noisy, mask=inside)
-
-
-def test_temperature_and_noise_are_one_division_and_one_sum(device: str) -> None:
-    generator = torch.Generator().manual_seed(2)
-    logit, noise = (9 * torch.randn(2, 3000, generator=generator)).to(device)
-    temperature = (3 * torch.rand(3000, generator=generator) - 0.5).clamp(min=0).to(device)
-    found = torch.empty(3000, device=device)
-    scale_kernel[(1,)](logit, temperature, noise, found, 3000, SIZE=4096, enable_fp_fusion=False)
-    assert (temperature == 0).any()
-    expected = torch.where(temperature > 0, logit / temperature + noise, logit)
-    assert torch.equal(found, expected)

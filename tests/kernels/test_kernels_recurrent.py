@@ -17,9 +17,8 @@ from torch import Tensor
 
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.native.library import NativeLibrary
-from spd.kernels.recurrent import delta_rule as torch_form
 from spd.kernels.recurrent.delta_rule import CHUNK, DeltaMemory
-from spd.kernels.recurrent.short_conv import Segments, short_conv
+from spd.kernels.recurrent.short_conv import Segments
 
 pytest.importorskip("triton")
 BFLOAT16 = torch.bfloat16
@@ -174,29 +173,6 @@ def test_passes_of_the_native_form_are_single_steps(native: NativeLibrary, shape
     check_passes(native, native.dtype, shape)
 
 
-@ALL_SHAPES
-def test_forms_meet_their_contract(
-    shape: Shape, native: NativeLibrary, dtypes: tuple[torch.dtype, ...], device: str
-) -> None:
-    """Against the torch form in float32, of the same rounded inputs."""
-    if shape.heads * shape.size > 100:
-        dtypes = ()  # the interpreter is slow
-
-    def error(kernels: Any, dtype: torch.dtype, device: str = "cpu") -> float:
-        layer = Layer(shape, kernels, dtype, 1, device=device)
-        x = layer.inputs(33)
-        exact = Layer(shape, load_kernels("torch"), torch.float32, 1, device=device)
-        wanted = torch.cat(
-            [exact.run(x[:20].float(), (0, 0, 20, 0, 18)), exact.run(x[20:].float(), (0, 0, 13, 20, 20))]
-        )
-        made = torch.cat([layer.run(x[:20], (0, 0, 20, 0, 18)), layer.run(x[20:], (0, 0, 13, 20, 20))])
-        return float((made.float() - wanted).abs().max() / wanted.abs().max())
-
-    assert error(native, native.dtype) < (1e-5 if native.dtype == torch.float32 else 2**-8)
-    for dtype in dtypes:
-        assert error(load_kernels("triton"), dtype, device) < (1e-5 if dtype == torch.float32 else 2**-10)
-
-
 def naive(x: Tensor, layer: Layer) -> Tensor:
     """The published recurrence of a whole text at once, in float64."""
     s, x = layer.shape, x.double()
@@ -227,10 +203,22 @@ def naive(x: Tensor, layer: Layer) -> Tensor:
 
 
 @ALL_SHAPES
-def test_the_torch_form_is_the_published_recurrence(shape: Shape) -> None:
-    layer = Layer(shape, load_kernels("torch"), torch.float32, 1)
-    x = layer.inputs(25)
-    assert (layer.run(x, (0, 0, 25, 0, 25)).double() - naive(x, layer)).abs().max() < 1e-4
+def test_forms_are_the_published_recurrence(
+    shape: Shape, native: NativeLibrary, dtypes: tuple[torch.dtype, ...], device: str
+) -> None:
+    """Against float64, of the same rounded inputs, in two passes of which the second applies rows again."""
+
+    def error(kernels: Any, dtype: torch.dtype, device: str = "cpu") -> float:
+        layer = Layer(shape, kernels, dtype, 1, device=device)
+        x = layer.inputs(33)
+        made = torch.cat([layer.run(x[:20], (0, 0, 20, 0, 18)), layer.run(x[20:], (0, 0, 13, 20, 20))])
+        wanted = naive(x, layer)
+        return float((made.double() - wanted).abs().max() / wanted.abs().max())
+
+    assert error(load_kernels("torch"), torch.float32) < 1e-5
+    assert error(native, native.dtype) < (1e-5 if native.dtype == torch.float32 else 2**-8)
+    for dtype in dtypes if shape.heads * shape.size < 100 else ():  # the interpreter is slow
+        assert error(load_kernels("triton"), dtype, device) < (1e-5 if dtype == torch.float32 else 2**-10)
 
 
 def test_threads_change_no_bit(native: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +231,7 @@ def test_threads_change_no_bit(native: NativeLibrary, monkeypatch: pytest.Monkey
     assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
 
 
-@pytest.mark.parametrize("k", [0, 1, 4, 8])
+@pytest.mark.parametrize("k", [0, 4])
 def test_a_round_reads_and_writes_each_state_once(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter, element by element; the state of a slot that begins is not read."""
     if torch.cuda.is_available():
@@ -330,6 +318,7 @@ class Prompt:
         return torch.cat(made), layer.memory.state[slot].clone()
 
 
+@pytest.mark.covers(2)
 @FORMS
 @pytest.mark.parametrize("regime", ["usual", "slow", "mixed"])
 @pytest.mark.parametrize("shape", CHUNKED, ids=str)
@@ -374,10 +363,6 @@ def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape, form: str, de
     assert layer.memory.state[1].isnan().all() and all(ring.isnan().all() for ring in layer.memory[1:])
 
 
-def test_chunks_of_the_native_form_are_single_steps() -> None:
-    assert NativeLibrary.delta_chunks is NativeLibrary.delta_rule
-
-
 FAULTS: dict[str, Callable[[Layer], None]] = {
     "a state of the slot's former owner is read": lambda layer: layer.applied.fill_(1),
     "a committed token is applied never": lambda layer: layer.applied.add_(1),
@@ -399,8 +384,3 @@ def test_planted_faults_are_seen(fault: str) -> None:
     FAULTS[fault](layer)
     made = layer.run(x[begin:], (0, 0, 12 - begin, begin, begin))
     assert not torch.equal(made, wanted[begin:])
-
-
-def test_the_references_are_those_named() -> None:
-    kernels = load_kernels("torch")
-    assert kernels.short_conv is short_conv and kernels.delta_rule is torch_form.delta_rule

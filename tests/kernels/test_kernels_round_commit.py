@@ -15,7 +15,6 @@ from spd.kernels.round.commit import (
     FULL,
     GOING_ON,
     STOPPED,
-    emission_max_k,
     emission_width,
     read_emission,
 )
@@ -157,20 +156,21 @@ def check(
     return met, expected
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 4, 7, 12, 31])
+@pytest.mark.covers(2)
+@pytest.mark.parametrize("k", [0, 1, 4, 7, 31])
 @pytest.mark.parametrize("slots", [1, 3, 17])
 def test_commit_equals_its_definition(op: Any, device: str, slots: int, k: int) -> None:
     met = set()
-    for seed in range(8 if slots < 17 else 3):
+    for seed in range(5 if slots < 17 else 3):
         met |= check(op, make_state(seed, slots, k, device), slots, k)[0]
     if (slots, k) == (17, 7):  # of every kind
         ends = {f"reason {reason}" for reason in (GOING_ON, STOPPED, FULL, FAILED)}
         assert met == ends | {"silent", "stop inside", "bad inside", "accepted some", "counted twice", "all"}
 
 
-@pytest.mark.parametrize("k", [0, 3, 7])
+@pytest.mark.parametrize("k", [0, 3])
 def test_acceptance_may_come_from_another_rule(op: Any, device: str, k: int) -> None:
-    for seed in range(6):
+    for seed in range(3):
         given = [random.Random(seed + s).randint(0, k) for s in range(5)]
         accepted = torch.tensor(given, device=device)
         check(op, make_state(seed, 5, k, device), 5, k, given, accepted=accepted)
@@ -180,7 +180,7 @@ def test_without_counts(op: Any, device: str) -> None:
     check(op, make_state(3, 5, 4, device), 5, 4, unchanged="generated", generated=None)
 
 
-@pytest.mark.parametrize("stops", [1, 24, 40])
+@pytest.mark.parametrize("stops", [1, 40])
 def test_any_number_of_stop_ids(op: Any, device: str, stops: int) -> None:
     """The last one counts, and what pads the kernel's lanes, id 0, is none."""
     for last, reason in ((0, STOPPED), (5, GOING_ON)):
@@ -229,7 +229,7 @@ def test_the_commit_is_marked(op: Any, device: str) -> None:
     assert (state["times"] != -5).nonzero().tolist() == [[1, COMMITTED]]
 
 
-@pytest.mark.parametrize("slack", [0, 1, 4])
+@pytest.mark.parametrize("slack", [0, 1])
 def test_what_the_host_reads(op: Any, device: str, slack: int) -> None:
     """An emission says everything by itself, in a ring wider than needed too."""
     k = 3
@@ -246,9 +246,3 @@ def test_what_the_host_reads(op: Any, device: str, slack: int) -> None:
         assert bool(expected["active"][s]) <= (emission.reason == GOING_ON)
         ends = emission.reason in (STOPPED, FAILED)
         assert ends or emission.committed in (0, emission.accepted + 1)
-
-
-def test_width_and_capacity_belong_together() -> None:
-    assert [emission_width(k) for k in (0, 1, 4)] == [8, 10, 16]
-    for k in range(40):
-        assert emission_max_k(emission_width(k)) == k == emission_max_k(emission_width(k) + 1)

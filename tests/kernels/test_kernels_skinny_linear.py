@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +21,6 @@ from spd.kernels.dispatch import load_kernels
 from spd.kernels.launch import Device, device_facts
 from spd.kernels.linear import rows as rows_reference
 from spd.kernels.linear import rows_triton as rows_twin
-from spd.kernels.linear import skinny_kernels_triton
 from spd.kernels.linear import skinny_linear as reference
 from spd.kernels.linear import skinny_linear_triton as twin
 from spd.kernels.linear.eight_bits import block_scales, int8_rows
@@ -118,16 +115,9 @@ def test_products(
                     torch.testing.assert_close(plain.double(), right, rtol=1e-4, atol=1e-4 * size)
 
 
-def test_squares_have_a_part_for_every_tile(device: str) -> None:
-    o = Operands(40, 72, 5, torch.float32, device)
-    y, squares = twin.linear(o.x, o.weight, None, residual=o.residual, config=SMALL)
-    parts = [part.square().sum(1) for part in y.tensor_split((16, 32), dim=1)]
-    torch.testing.assert_close(squares, torch.stack(parts, dim=1))
-
-
 @pytest.mark.parametrize(
     ("h", "parts", "rows"),
-    [(16, 1, 5), (80, 3, 5), (5000, 200, 3), (1, 1, 1), (33, 2, 1), (2049, 3, 1), (2, 1, 3), (300, 3, 5)],
+    [(16, 1, 5), (5000, 200, 3), (1, 1, 1), (33, 2, 1), (300, 3, 5)],
 )
 def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dtype, ...]) -> None:
     """Embeddings, and norms before and behind a block."""
@@ -159,7 +149,7 @@ def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dt
 
 
 @pytest.mark.parametrize("form", COMPILED, indirect=True)
-@pytest.mark.parametrize("size", [8, 48, 64, 1000])
+@pytest.mark.parametrize("size", [8, 1000])
 def test_norms_of_the_native_form(form: Form, size: int) -> None:
     """Rows of any size, one or many, alone and onto a stream."""
     x, scales, residual = (normal(rows, size, seed=rows).to(form.dtypes[0]) for rows in (9, 1, 10))
@@ -174,15 +164,7 @@ def test_norms_of_the_native_form(form: Form, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "a", "b", "rows"),
-    [
-        (5, 24, 16, 1),
-        (5, 72, 100, 19),
-        (5, 1, 1, 1),
-        (5, 67, 33, 2),
-        (4, 32, 128, 9),
-        (3, 24, 40, 9),
-        (16, 128, 512, 9),
-    ],
+    [(5, 72, 100, 19), (5, 1, 1, 1), (5, 67, 33, 2), (3, 24, 40, 9), (16, 128, 512, 9)],
 )
 def test_each_head_has_its_own_product(form: Form, heads: int, a: int, b: int, rows: int) -> None:
     if form.name == "triton" and a * b > 8000:
@@ -203,21 +185,6 @@ def test_each_head_has_its_own_product(form: Form, heads: int, a: int, b: int, r
             assert dtype != torch.float32 or (found - right).abs().max() < 1e-3
         for row in {0, rows // 2, rows - 1} if form.name != "torch" else ():
             assert torch.equal(form.ops.head_linear(x[row : row + 1], kept)[0], found[row])
-
-
-@pytest.mark.parametrize("h", [1, 33, 5000])
-@pytest.mark.parametrize("scale", [None, 5.656854])
-def test_a_row_of_a_table_is_the_same_alone_and_among_others(
-    h: int, scale: float | None, device: str
-) -> None:
-    """Its squares too, which the next norm divides by."""
-    table = Operands(11, h, 1, torch.float16, device).weight
-    table[4] = float("inf")
-    ids = torch.tensor([10, 4, 10, 0, 7], device=device)
-    among = rows_twin.embed(ids, table, scale)
-    for row in range(5):
-        for one, every in zip(rows_twin.embed(ids[row : row + 1], table, scale), among, strict=True):
-            assert torch.equal(one[0], every[row])
 
 
 def test_many_parts_of_squares(device: str) -> None:
@@ -317,19 +284,6 @@ def test_a_workspace_that_is_too_small_is_refused(device: str) -> None:
     small = LinearWorkspace(torch.empty(10, device=device), torch.zeros(64, dtype=torch.int32, device=device))
     with pytest.raises(ValueError, match="too small for 17 rows"):
         twin.linear(o.x, o.weight, None, small, config=SPLIT)
-
-
-def test_the_number_of_rows_does_not_choose_the_program() -> None:
-    """Triton would compile one row apart from five, and sixteen apart from both, unless told not to."""
-    kernels = [
-        node
-        for node in ast.parse(Path(skinny_kernels_triton.__file__).read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
-    ]
-    counted = [k for k in kernels if "rows" in [argument.arg for argument in k.args.args]]
-    assert [k.name for k in counted] == ["linear_kernel", "gate_up_kernel", "head_kernel"]
-    for kernel in counted:
-        assert ast.unparse(kernel.decorator_list[0]).startswith("triton.jit(do_not_specialize=['rows'")
 
 
 @pytest.mark.parametrize("facts", [*DEVICES.values(), Device()], ids=lambda facts: str(facts.capability))

@@ -149,29 +149,27 @@ def test_certain_drafts_under_a_rule(pair: Pairs, tmp_path: Path, family: str, r
 
 MUTANTS: dict[str, tuple[Mutation, str, str]] = {
     "rows are tested against the next one's law": (
-        fault.operation("rejection_verify", lambda a: {"target": a.target.roll(-1, 1)}),
+        fault.operation("verify_drafts", lambda a: {"target": a.target.roll(-1, 1)}),
         "rejection",
         "draft",
     ),
     "what is kept is of another step": (
-        fault.operation("block_verify", lambda a: {"draft_probs": a.draft_probs.roll(1, 1)}),
+        fault.operation("verify_drafts", lambda a: {"draft_probs": a.draft_probs.roll(1, 1)}),
         "block",
         "draft",
     ),
     "what is kept is a neighbour's": (
-        fault.operation("rejection_verify", lambda a: {"draft_probs": a.draft_probs.roll(1, 0)}),
+        fault.operation("verify_drafts", lambda a: {"draft_probs": a.draft_probs.roll(1, 0)}),
         "rejection",
         "draft",
     ),
     "what is kept is sharper than what was drawn": (
-        fault.operation("block_verify", lambda a: {"draft_probs": a.draft_probs.square()}),
+        fault.operation("verify_drafts", lambda a: {"draft_probs": a.draft_probs.square()}),
         "block",
         "draft",
     ),
     "a certain draft is taken for one in four": (
-        fault.operation(
-            "rejection_verify", lambda a: {"draft_probs": torch.full_like(a.target[:, 1:], 0.25)}
-        ),
+        fault.operation("verify_drafts", lambda a: {"draft_probs": torch.full_like(a.target[:, 1:], 0.25)}),
         "rejection",
         "ngram",
     ),

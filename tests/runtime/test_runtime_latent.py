@@ -183,6 +183,3 @@ def test_pools_hold_one_vector_a_position(tiny: Callable[..., Path]) -> None:
     runner = make_engine(tiny("deepseek_v3"))._device.runner
     shapes = {tuple(pool.shape[2:]) for layer in runner.cache.layers for pool in layer.pools}
     assert shapes == {(40,)} and all(isinstance(layer, LayerCache) for layer in runner.cache.layers)
-
-
-# -- what is refused -------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from spd import kernels
 from spd.kernels.dispatch import Kernels, load_kernels, operation_stems
 from spd.runtime import SamplingParams
 from spd.runtime.engine import assembly
+from spd.runtime.plan import memory
 from tests.helpers import (
     INTERPRETED,
     Damped,
@@ -86,7 +87,7 @@ def counts() -> Counts:
 
 @pytest.fixture(autouse=True)
 def _counted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, counts: Counts) -> None:
-    """Count what runs; and a GPU of one processor, for the interpreter runs idle programs too."""
+    """Count what runs; with small chunks and a GPU of one processor, for the interpreter's sake."""
     from triton.runtime.interpreter import InterpretedFunction
 
     counts.tests.add(request.node.nodeid)
@@ -112,6 +113,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, co
         return with_operations(found, **{name: count(name, getattr(found, name)) for name in OPERATIONS})
 
     monkeypatch.setattr(assembly, "load_kernels", load)
+    monkeypatch.setattr(memory, "CHUNK", {"torch": 64, "triton": 64})
     few_programs(monkeypatch)
 
 
@@ -137,6 +139,11 @@ def both(
     return first, second
 
 
+def tally(runs: list[Run]) -> tuple[int, int]:
+    """Drafts that were accepted, of how many."""
+    return sum(run.metrics.draft_n_accepted for run in runs), sum(run.metrics.draft_n for run in runs)
+
+
 def assert_same(first: list[Run], second: list[Run]) -> None:
     assert [run.output for run in second] == [run.output for run in first]
     # Float32 in both, and logits well apart: even the drafts are the same.
@@ -152,10 +159,7 @@ METHODS = ("off", "ngram", "draft", "draft+ngram")
 
 @pytest.mark.parametrize(
     ("method", "count"),
-    [
-        *(("ngram", 6), ("draft", 10)),
-        *(pytest.param(method, 16, marks=SLOW) for method in METHODS),
-    ],
+    [("draft", 7), *(pytest.param(method, 16, marks=SLOW) for method in METHODS)],
 )
 def test_every_method(
     target: Path, methods: Methods, no_host_reads: HostWatch, method: str, count: int
@@ -167,9 +171,7 @@ def test_every_method(
     assert_same(first, second)
     assert no_host_reads.rounds > 1
     if method == "draft":
-        accepted, drafted = (
-            sum(getattr(run.metrics, n) for run in first) for n in ("draft_n_accepted", "draft_n")
-        )
+        accepted, drafted = tally(first)
         assert 0 < accepted < drafted
 
 
@@ -193,18 +195,12 @@ def test_rules_that_test_a_drafts_probability(
     assert sum(run.metrics.draft_n for run in first) > 0
 
 
-@SLOW
-def test_one_slot(target: Path, methods: Methods) -> None:
-    params = [SamplingParams(max_tokens=6, temperature=0.8, seed=3)]
-    assert_same(*both(target, PROMPT, params, **methods["draft"]))
-
-
 def test_every_step_of_sampling(target: Path, methods: Methods) -> None:
     """Two slots: truncation, penalties, a bias, a minimum length, stops and log-probabilities."""
     params = [
-        SamplingParams(max_tokens=8, temperature=0.9, top_p=0.8, top_k=40, min_p=0.01, frequency_penalty=0.3),
+        SamplingParams(max_tokens=6, temperature=0.9, top_p=0.8, top_k=40, min_p=0.01, frequency_penalty=0.3),
         SamplingParams(
-            max_tokens=8,
+            max_tokens=6,
             repetition_penalty=1.3,
             logit_bias=((5, 3.0), (6, -50.0)),
             min_tokens=4,
@@ -219,38 +215,20 @@ def test_every_step_of_sampling(target: Path, methods: Methods) -> None:
     assert second[1].logprobs == pytest.approx(first[1].logprobs, abs=1e-4)
 
 
-def test_a_prompt_of_more_than_a_chunk(
-    target: Path, methods: Methods, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A whole chunk and a tail; chunks are smaller here than they are, for the interpreter's sake."""
-    from spd.runtime.plan import memory
-
-    monkeypatch.setattr(memory, "CHUNK", {"torch": 64, "triton": 64})
-    prompt = random_prompts(1, 70, 97, seed=4)
-    first, second = both(target, prompt, [SamplingParams(max_tokens=2)], ctx=128, **methods["off"])
-    assert_same(first, second)
-
-
-def test_a_family_that_slides_and_caps(
-    tmp_path: Path, methods: Methods, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_that_slides_and_caps(tmp_path: Path, methods: Methods) -> None:
     """Gemma 2: windows shorter than the prompt, capped scores and logits, norms behind blocks, gelu."""
-    from spd.runtime.plan import memory
-
-    monkeypatch.setattr(memory, "CHUNK", {"torch": 64, "triton": 64})
     shape = {**SHAPE, "residual_gain": damped}
     folder = write_dense(tmp_path / "target", "gemma2", layers=2, **shape)
     draft = {**methods["draft"], "draft_model": write_dense(tmp_path / "draft", "gemma2", layers=1, **shape)}
     prompts = [random_prompts(1, n, 97, seed=n)[0] for n in (66, 30)]
-    params = [SamplingParams(max_tokens=5, temperature=t, seed=3) for t in (0.0, 0.8)]
+    params = [SamplingParams(max_tokens=4, temperature=t, seed=3) for t in (0.0, 0.8)]
     first, second = both(folder, prompts, params, slots=2, **draft)
     assert_same(first, second)
     assert sum(run.metrics.draft_n_accepted for run in first) > 0
 
 
-@pytest.mark.parametrize(
-    "method", ["draft", pytest.param("off", marks=SLOW), pytest.param("ngram", marks=SLOW)]
-)
+@SLOW
+@pytest.mark.parametrize("method", ("draft", "off", "ngram"))
 def test_latent_attention_and_experts(tiny: Callable[..., Path], methods: Methods, method: str) -> None:
     """A DeepSeek-V3: a dense layer, then experts with a shared one; its prompt has no whole chunk."""
     target = tiny("deepseek_v3", layers=2, residual_gain=damped, **LATENT_SHAPE)
@@ -260,55 +238,40 @@ def test_latent_attention_and_experts(tiny: Callable[..., Path], methods: Method
     assert_same(first, second)
 
 
-def test_a_prompt_chunk_of_latents(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from spd.runtime.plan import memory
-
-    monkeypatch.setattr(memory, "CHUNK", {"torch": 64, "triton": 64})
-    target = tiny("deepseek_v2", layers=2, residual_gain=damped, **LATENT_SHAPE)
-    prompt = random_prompts(1, 70, 97, seed=4)
-    first, second = both(target, prompt, [SamplingParams(max_tokens=3)], ctx=128, spec="off")
-    assert_same(first, second)
-
-
-def test_an_mtp_head_of_two_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mtp_head_of_two_modules(tmp_path: Path) -> None:
     """A chunk of the prompt and its tail through the modules, then rounds of three drafts."""
-    from spd.runtime.plan import memory
-
-    monkeypatch.setattr(memory, "CHUNK", {"torch": 64, "triton": 64})
     shape = {"layers": 2, **SHAPE}
     target = write_tiny_mtp(tmp_path / "head", family="mimo", modules=2, kind="copy", **shape)
-    prompt, params = random_prompts(1, 70, 97, seed=4), [SamplingParams(max_tokens=7)]
+    prompt, params = random_prompts(1, 66, 97, seed=4), [SamplingParams(max_tokens=6)]
     first, second = both(target, prompt, params, ctx=192, spec="mtp", draft_max=3)
     assert_same(first, second)
     assert sum(len(record.draft) for record in second[0].rounds) > 3
 
 
 def test_a_deepseek_head(tmp_path: Path) -> None:
-    """Latent attention and experts in the head too, beyond its one module."""
+    """Latent attention and experts, in the head too, beyond its one module; a chunk of the prompt."""
     shape = {"layers": 2, **LATENT_SHAPE}
     target = write_tiny_mtp(tmp_path / "head", family="deepseek", variant="deepseek_v3", kind="copy", **shape)
-    params = [SamplingParams(max_tokens=6, temperature=0.8, seed=3)]
-    first, second = both(target, PROMPT, params, spec="mtp", draft_max=2)
+    prompt, params = (
+        random_prompts(1, 66, 97, seed=4),
+        [SamplingParams(max_tokens=5, temperature=0.8, seed=3)],
+    )
+    first, second = both(target, prompt, params, spec="mtp", draft_max=2)
     assert_same(first, second)
     assert sum(len(record.draft) for record in second[0].rounds) > 2
 
 
-def test_a_hybrid_and_its_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hybrid_and_its_head(tmp_path: Path) -> None:
     """A recurrent layer: a chunk of a prompt, tails, and windows some of whose drafts are rejected."""
-    from spd.runtime.plan import memory
-
-    monkeypatch.setattr(memory, "CHUNK", {"torch": 64, "triton": 64})
     sizes = {"num_hidden_layers": 2, "full_attention_interval": 2, "num_attention_heads": 2}
     sizes |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_value_head_dim": 16}
     folder = write_tiny_hybrid(tmp_path, mtp=True, agreeing=True, **sizes)
-    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (70, 9)]
-    params = [SamplingParams(max_tokens=8, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8)]
+    prompts = [random_prompts(1, n, 256, seed=n)[0] for n in (66, 9)]
+    params = [SamplingParams(max_tokens=6, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8)]
     first, second = both(folder, prompts, params, slots=2, spec="mtp", draft_max=2)
     assert_same(first, second)
-    accepted, proposed = (
-        sum(getattr(run.metrics, n) for run in first) for n in ("draft_n_accepted", "draft_n")
-    )
-    assert 0 < accepted < proposed
+    accepted, drafted = tally(first)
+    assert 0 < accepted < drafted
 
 
 EAGLES: dict[str, dict[str, Any]] = {
@@ -321,7 +284,7 @@ EAGLES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("ids", "layers", "count"),
-    [("few", 1, 6), pytest.param("some", 3, 16, marks=SLOW), pytest.param("all", 2, 16, marks=SLOW)],
+    [("few", 1, 4), pytest.param("some", 3, 16, marks=SLOW), pytest.param("all", 2, 16, marks=SLOW)],
 )
 def test_an_eagle3_head(
     tmp_path: Path,
@@ -348,11 +311,9 @@ def test_an_eagle3_head(
     params = [SamplingParams(max_tokens=count, temperature=temperature, seed=3) for temperature in (0.0, 0.8)]
     first, second = both(tmp_path / "target", PROMPT * 2, params, **wishes)
     assert_same(first, second)
-    assert any(drawn) == (ids != "all") and no_host_reads.rounds > 2
-    accepted, proposed = (
-        sum(getattr(run.metrics, n) for run in first) for n in ("draft_n_accepted", "draft_n")
-    )
-    assert accepted < proposed and (accepted > 0 or ids == "few")
+    assert any(drawn) == (ids != "all") and no_host_reads.rounds > 1
+    accepted, drafted = tally(first)
+    assert accepted < drafted and (accepted > 0 or ids == "few")
 
 
 def test_a_lookup_in_parts(target: Path, methods: Methods, monkeypatch: pytest.MonkeyPatch) -> None:
