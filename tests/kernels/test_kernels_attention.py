@@ -409,23 +409,6 @@ def test_more_rows_than_a_tile(form: Form, count: int) -> None:
         check(form, cache, [Window(start, count)], count)
 
 
-@alike
-@pytest.mark.usefixtures("small")
-def test_a_window_longer_than_the_context_changes_no_bit(form: Form) -> None:
-    windows = [Window(0, 5), Window(60, 5), Window(195, 5)]
-    for dtype in form.dtypes:
-        cache = make_cache(form, dtype, 3, 200, 3, 1, 16, 32)
-        query = random_query(cache, 3, 5)
-        whole, wide, cut = (attend(form, cache.like(sliding), windows, query) for sliding in (None, 200, 199))
-        assert torch.equal(wide, whole) and torch.equal(cut[:2], whole[:2])
-        assert torch.equal(cut[2, :4], whole[2, :4]) and not torch.equal(cut[2, 4], whole[2, 4])
-        cache = make_cache(form, dtype, 1, 220, 2, 1, 16, 64)
-        query = random_query(cache, 150)
-        whole, wide, cut = (prefill(form, cache.like(sliding), 70, query) for sliding in (None, 220, 219))
-        assert torch.equal(wide, whole)
-        assert torch.equal(cut[:-1], whole[:-1]) and not torch.equal(cut[-1], whole[-1])
-
-
 # -- Triton's ------------------------------------------------------------------------------------------
 
 
@@ -499,33 +482,6 @@ def test_one_key_takes_all_the_weight(form: Form) -> None:
         cache.keys[0, 3] = one
         out = attend(form, cache, [Window(298, 2)], query)
         assert torch.equal(out[0], cache.values[0, 3].expand(2, 1, 16))
-
-
-@triton
-def test_a_captured_graph_follows_the_device(form: Form) -> None:
-    """Lengths and rows that change after capture: the replay is what a fresh call gives."""
-    if form.device == "cpu":
-        pytest.skip("graphs need CUDA")
-    cache = make_cache(form, torch.bfloat16, 2, 700, 4, 2, 64, 64)
-    pools, table = cache.paged(form, [Window(0, 700)] * 2, [0, 1], seed=3)
-    positions = torch.zeros(2, 3, dtype=torch.long, device=form.device)
-    valid = torch.ones(2, 3, dtype=torch.bool, device=form.device)
-    query = random_query(cache, 2, 3)
-
-    def run() -> Tensor:
-        plan = twin.plan_attention(Windows(positions, valid, table, (), ()), cache.heads, 64, torch.bfloat16)
-        out: Tensor = twin.paged_attention(query, pools, plan, Scores(0.125))
-        return out
-
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    for starts, active in (((5, 600), (True, True)), ((127, 30), (True, False)), ((511, 380), (True, True))):
-        positions.copy_(torch.tensor([[start + i for i in range(3)] for start in starts]))
-        valid.copy_(torch.tensor(active)[:, None].expand(2, 3))
-        graph.replay()
-        assert torch.equal(out, run())
 
 
 @pytest.mark.parametrize("facts", [*DEVICES.values(), Device()], ids=lambda facts: str(facts.capability))

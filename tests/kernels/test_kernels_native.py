@@ -223,12 +223,6 @@ def test_where_amx_is_refused_the_other_instructions_run(
     assert len(asked) == 2 and compiled
 
 
-def test_no_rows(native: NativeLibrary) -> None:
-    """Nothing of nothing."""
-    packed = native.pack(noise(40, 64))
-    assert native.linear(torch.empty(0, 64, dtype=native.dtype), packed, None).shape == (0, 40)
-
-
 def test_a_library_is_made_once(tmp_path: Path, compiled: list[int]) -> None:
     """The second asking compiles nothing; other instructions make another library."""
     first = library_path(lambda: tmp_path)

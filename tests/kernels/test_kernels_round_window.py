@@ -76,14 +76,15 @@ def expected_window(state: dict[str, torch.Tensor], k: int, table_limit: bool = 
     return found
 
 
-def run(op: Any, state: dict[str, torch.Tensor], k: int, **clock: torch.Tensor) -> RoundWindow:
-    """The window, and that nothing it read was written."""
+def run(op: Any, state: dict[str, torch.Tensor], k: int) -> RoundWindow:
+    """The window, and that nothing it read was written; the beginning is marked in the round's row."""
     before = {name: tensor.clone() for name, tensor in state.items()}
     device = state["length"].device
-    usual = {"times": torch.zeros(3, NUM_TIMES, dtype=torch.int64, device=device)}
-    usual |= {"counter": torch.zeros(1, dtype=torch.int64, device=device)}
-    given = SimpleNamespace(**state, draft_cap=torch.full_like(state["length"], 2**40), **(usual | clock))
+    times, counter = torch.full((3, NUM_TIMES), -5, device=device), torch.tensor([4], device=device)
+    cap = torch.full_like(state["length"], 2**40)
+    given = SimpleNamespace(**state, draft_cap=cap, times=times, counter=counter)
     window: RoundWindow = op.round_window(given, k, Places(PAGE, MAX_LEN, TRASH), VOCAB)
+    assert (times != -5).nonzero().tolist() == [[1, BEGAN]] and counter.tolist() == [4]
     for name, tensor in before.items():
         assert torch.equal(tensor, state[name]), name
     return window
@@ -110,25 +111,6 @@ def test_pages_beyond_32_bits_keep_their_place(op: Any, device: str) -> None:
     window = run(op, state, 2)
     offset = (window.positions[:, 0] % PAGE).tolist()
     assert window.kv_slots[:, 0].tolist() == [(2**31 - 1) * PAGE + n for n in offset]
-
-
-def test_a_slot_does_not_see_its_neighbours(op: Any, device: str) -> None:
-    state = make_state(5, 7, 4, device)
-    together = run(op, state, 4)
-    for s in range(7):
-        alone = run(op, {name: tensor[s : s + 1] for name, tensor in state.items()}, 4)
-        for name in RoundWindow.__dataclass_fields__:
-            assert torch.equal(getattr(alone, name)[0], getattr(together, name)[s])
-
-
-def test_the_beginning_is_marked(op: Any, device: str) -> None:
-    state = make_state(2, 3, 2, device)
-    times = torch.full((3, NUM_TIMES), -5, device=device)
-    counter = torch.tensor([4], device=device)
-    window = run(op, state, 2, times=times, counter=counter)
-    assert window.num_drafts.tolist() == expected_window(state, 2)["num_drafts"]
-    marked = (times != -5).nonzero().tolist()
-    assert marked == [[1, BEGAN]] and counter.tolist() == [4]
 
 
 # -- the clock

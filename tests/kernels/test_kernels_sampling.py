@@ -198,24 +198,3 @@ def test_nothing_that_varies_chooses_the_program() -> None:
         else:  # in the interpreter
             free = set(kernel.kwargs["do_not_specialize"] or ())
         assert free == varying & set(kernel.arg_names), name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("truncation", [False, True])
-def test_a_captured_graph_follows_its_inputs(truncation: bool) -> None:
-    steps = replace(EVERY_STEP, truncation=truncation)
-    case, other = (random_case(6, 3, 5003, seed, "cuda") for seed in (31, 32))
-    sampling_triton.sample_rows(*case.arguments(steps))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        sampled, finite = sampling_triton.sample_rows(*case.arguments(steps))
-    for source in (case, other):
-        expected, expected_finite = sampling_triton.sample_rows(*source.arguments(steps))
-        for name in ("logits", "draft", "positions"):
-            getattr(case, name).copy_(getattr(source, name))
-        for name, value in vars(case.tensors).items():
-            if isinstance(value, Tensor):
-                value.copy_(getattr(source.tensors, name))
-        graph.replay()
-        assert torch.equal(sampled, expected)
-        assert torch.equal(finite, expected_finite)
