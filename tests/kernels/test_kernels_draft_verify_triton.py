@@ -55,8 +55,8 @@ def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], s
 @pytest.mark.parametrize("k", [0, 1, 2, 5])
 def test_kernels_do_as_the_reference(rule: str, one_hot: bool, k: int, device: str) -> None:
     lengths = set()
-    for vocab in (1, 2, 3, 17, 1003):
-        slots = 6 if device == "cpu" else 2000
+    for vocab in (1, 2, 17, 600):
+        slots = 5 if device == "cpu" else 2000
         arguments = random_arguments(slots, k, vocab, vocab + k, one_hot, device)
         found = draft_verify_triton.verify_drafts(*arguments, rule == "block")
         expected = draft_verify.verify_drafts(*arguments, rule == "block")
@@ -68,13 +68,13 @@ def test_kernels_do_as_the_reference(rule: str, one_hot: bool, k: int, device: s
 @pytest.mark.parametrize("rule", RULES)
 def test_equal_laws_and_rounded_ones(rule: str, device: str) -> None:
     """Where draft and target agree all is accepted; where rounding leaves no residual, the row is drawn."""
-    target, laws, draft, _, seed, positions = random_arguments(5, 3, 300, 8, False, device)
+    target, laws, draft, _, seed, positions = random_arguments(3, 2, 300, 8, False, device)
     assert laws is not None
-    real = torch.full_like(seed, 3)
-    same = (target, target[:, :3].contiguous(), draft, real, seed, positions)
+    real = torch.full_like(seed, 2)
+    same = (target, target[:, :2].contiguous(), draft, real, seed, positions)
     found = draft_verify_triton.verify_drafts(*same, rule == "block")
-    assert found[1].tolist() == [3] * 5
-    above = (target[:, :3] * 4).contiguous()  # exceeds the target everywhere: residuals of nothing
+    assert found[1].tolist() == [2] * 3
+    above = (target[:, :2] * 4).contiguous()  # exceeds the target everywhere: residuals of nothing
     arguments = (target, above, draft, real, seed, positions)
     found = draft_verify_triton.verify_drafts(*arguments, rule == "block")
     assert_same(found, draft_verify.verify_drafts(*arguments, rule == "block"), 0.0)
@@ -96,7 +96,7 @@ def test_a_draft_its_drafter_could_not_draw_is_rejected(rule: str, device: str) 
 
 def test_a_blocks_residual_is_scaled(device: str) -> None:
     """After one draft of joint ratio 1/2, half the row exceeds the drafter's at token 1 only."""
-    slots = 24
+    slots = 12
     target = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [1.0, 0.0, 0.0]], device=device)
     laws = torch.tensor([[1.0, 0.0, 0.0], [0.3, 0.1, 0.6]], device=device)
     seed = torch.arange(slots, device=device)
@@ -109,7 +109,7 @@ def test_a_blocks_residual_is_scaled(device: str) -> None:
         torch.arange(3, device=device).expand(slots, 3),
     )
     tokens, accepted = draft_verify_triton.verify_drafts(*arguments, True)
-    assert 4 <= int((accepted == 1).sum()) < slots
+    assert 2 <= int((accepted == 1).sum()) < slots
     assert (tokens[accepted == 1, 1] == 1).all()
     assert_same((tokens, accepted), draft_verify.verify_drafts(*arguments, True), 0.0)
 

@@ -269,14 +269,6 @@ def without_drafts(generated: Tensor, draft: Tensor) -> Tensor:
     return generated.unsqueeze(1).repeat(1, draft.shape[1] + 1, 1)
 
 
-def one_draft_too_many(generated: Tensor, draft: Tensor) -> Tensor:
-    counts = without_drafts(generated, draft)
-    for i in range(draft.shape[1]):
-        ones = counts.new_ones(len(draft), draft.shape[1] + 1 - i, 1)
-        counts[:, i:].scatter_add_(2, draft[:, i, None, None].expand_as(ones).contiguous(), ones)
-    return counts
-
-
 def hide(early: Callable[[Tensor], Tensor]) -> Mutation:
     """The mask of min_tokens, with row i taken for row early(i)."""
 

@@ -148,21 +148,6 @@ def test_certain_drafts_under_a_rule(pair: Pairs, tmp_path: Path, family: str, r
 
 
 MUTANTS: dict[str, tuple[Mutation, str, str]] = {
-    "rows are tested against the next one's law": (
-        fault.operation("verify_drafts", lambda a: {"target": a.target.roll(-1, 1)}),
-        "rejection",
-        "draft",
-    ),
-    "what is kept is of another step": (
-        fault.operation("verify_drafts", lambda a: {"draft_probs": a.draft_probs.roll(1, 1)}),
-        "block",
-        "draft",
-    ),
-    "what is kept is a neighbour's": (
-        fault.operation("verify_drafts", lambda a: {"draft_probs": a.draft_probs.roll(1, 0)}),
-        "rejection",
-        "draft",
-    ),
     "what is kept is sharper than what was drawn": (
         fault.operation("verify_drafts", lambda a: {"draft_probs": a.draft_probs.square()}),
         "block",

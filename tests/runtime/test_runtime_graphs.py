@@ -220,13 +220,13 @@ def snapshot(engine: Engine) -> dict[str, Tensor]:
     return {path: tensor.clone() for path, tensor in tensors_in(engine._device)}
 
 
-@pytest.mark.parametrize("method", ["off", "ngram", "draft", "block"])
+@pytest.mark.parametrize("method", ["ngram", "block", "mtp"])
 def test_preparing_a_shape_leaves_everything_as_it_was(
-    target: Path, methods: Methods, watched_engine: Watched, method: str
+    speculated: dict[str, tuple[Path, dict[str, Any]]], watched_engine: Watched, method: str
 ) -> None:
     """Silent slots write to the page that swallows, and to the ring's row that the next round writes."""
-    k = 0 if method == "off" else 3
-    engine, captured = watched_engine(target, lag=2, **methods[method], **({"draft_max": k} if k else {}))
+    k, (target, wishes) = 3, speculated[method]
+    engine, captured = watched_engine(target, lag=2, **wishes, draft_max=k)
     step_into(engine, 5)
     assert len(engine._scheduler.in_flight) == 2
     before, views = snapshot(engine), captured.views
@@ -251,25 +251,27 @@ def test_preparing_a_shape_leaves_everything_as_it_was(
         elif ".pools[" in path:
             assert not torch.equal(kept[TRASH_PAGE], torch.zeros_like(kept[TRASH_PAGE])), "nothing ran"
             kept, old = kept[TRASH_PAGE + 1 :], old[TRASH_PAGE + 1 :]
+        elif ".page_states[" in path:
+            kept, old = kept[TRASH_PAGE + 1 :], old[TRASH_PAGE + 1 :]
+        elif ".rings[" in path:  # their last row swallows
+            kept, old = kept[:, :-1], old[:, :-1]
         assert torch.equal(kept, old), path
 
 
-@pytest.mark.parametrize("method", ["draft", "block"])
 def test_preparing_in_the_middle_changes_no_text(
-    target: Path, methods: Methods, watched_engine: Watched, method: str
+    target: Path, methods: Methods, watched_engine: Watched
 ) -> None:
     """Every round is prepared anew, as if none had been captured: nothing else may happen."""
-    wishes = {**methods[method], "draft_max": 3}
+    wishes = {**methods["block"], "draft_max": 3}
     eager = story(run_batch(two_slots(target, **wishes)))
-    for lag in (0, 2):
-        engine, captured = watched_engine(target, lag=lag, **wishes)
+    engine, captured = watched_engine(target, lag=2, **wishes)
 
-        def forgetful(shape: RoundShape, views: Sequence[SlotView], captured: StandIn = captured) -> Any:
-            captured.captured.clear()
-            return StandIn.run(captured, shape, views)
+    def forgetful(shape: RoundShape, views: Sequence[SlotView]) -> Any:
+        captured.captured.clear()
+        return StandIn.run(captured, shape, views)
 
-        captured.run = forgetful  # type: ignore[method-assign]
-        assert story(run_batch(engine)) == eager
+    captured.run = forgetful  # type: ignore[method-assign]
+    assert story(run_batch(engine)) == eager
 
 
 def replace_lengths(engine: Engine, captured: StandIn) -> None:
@@ -361,37 +363,17 @@ def keep_one_a_reading(engine: Engine, captured: StandIn) -> None:
     engine._read_oldest = hoarding  # type: ignore[method-assign]
 
 
-def grow_one_a_launch(engine: Engine, captured: StandIn) -> None:
-    """A tensor in the place of a smaller one."""
-    queue, kept = engine._device, torch.zeros(0)
-    honest = queue.launch
-
-    def hoarding(*args: Any) -> Any:
-        nonlocal kept
-        kept = torch.cat((kept, torch.zeros(9)))
-        return honest(*args)
-
-    queue.launch = hoarding  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        (keep_one_a_launch, "more tensors last"),
-        (keep_one_a_round, "more tensors last"),
-        (keep_one_a_reading, "more tensors last"),
-        (grow_one_a_launch, "more (tensors|bytes) last"),
-    ],
+    ("fault", "lag"), [(keep_one_a_launch, 0), (keep_one_a_round, 2), (keep_one_a_reading, 1)]
 )
 def test_tensors_that_come_to_last_are_seen(
-    target: Path, watched_engine: Watched, fault: Callable[[Engine, StandIn], None], words: str, lag: int
+    target: Path, watched_engine: Watched, fault: Callable[[Engine, StandIn], None], lag: int
 ) -> None:
     engine, captured = watched_engine(target, lag=lag)
     step_into(engine, 2 * lag + 3)
     assert captured.counted > 0
     fault(engine, captured)
-    with pytest.raises(AssertionError, match=words):
+    with pytest.raises(AssertionError, match="more tensors last"):
         for _ in range(3):
             engine.step()
 

@@ -22,6 +22,7 @@ from tests.runtime.round_law import (
 from tests.runtime.target_law import DRAFT_LAWS
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("draft_law", DRAFT_LAWS)
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
 @pytest.mark.parametrize("k", [0, 1, 2, 3])
@@ -34,6 +35,7 @@ def test_rounds_in_a_row_have_the_targets_law(ks: tuple[int, ...]) -> None:
     check_law(Case(ks, seed=11), "random", "only-zeros-match")
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("limit", [1, 2, 3, 5])
 @pytest.mark.parametrize("stops", [(), (2,), (0, 1)])
 def test_texts_cut_by_stop_ids_and_limits_have_the_targets_cut_law(
@@ -69,6 +71,7 @@ def test_ids_beyond_the_vocabulary_change_no_law(ks: tuple[int, ...]) -> None:
     check_law(Case(ks, seed=6, odd_drafts=True), "random", "equal")
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("params", [PLAIN, STOPS_AND_LIMIT], ids=["plain", "stops-and-limit"])
 @pytest.mark.parametrize("odd_drafts", [False, True], ids=["known", "odd"])
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])

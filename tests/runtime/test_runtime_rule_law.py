@@ -40,6 +40,7 @@ by_rule = pytest.mark.parametrize("rule", RULES)
 by_draft = pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "certain"])
 
 
+@pytest.mark.covers(2)
 @by_rule
 @by_draft
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
@@ -48,6 +49,7 @@ def test_one_round_has_the_targets_law(k: int, masked: bool, drawn: bool, rule: 
     check_rule(RuleCase((k,), seed=k, masked=masked, rule=rule, drawn=drawn))
 
 
+@pytest.mark.covers(2)
 @by_rule
 @by_draft
 @pytest.mark.parametrize("ks", [(1, 1), (0, 2), (2, 1), (1, 1, 1)])
@@ -55,6 +57,7 @@ def test_rounds_in_a_row_have_the_targets_law(ks: tuple[int, ...], drawn: bool, 
     check_rule(RuleCase(ks, seed=11, rule=rule, drawn=drawn))
 
 
+@pytest.mark.covers(2)
 @by_rule
 @by_draft
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -147,10 +150,6 @@ MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
     "drafts that do not count are tested": (
         fault.operation("verify_drafts", lambda a: {"num_drafts": torch.full_like(a.num_drafts, 2)}),
         dataclasses.replace(CERTAIN, rule="rejection"),
-    ),
-    "rows are tested against the next one's law": (
-        fault.operation("verify_drafts", lambda a: {"target": a.target.roll(-1, 1)}),
-        dataclasses.replace(TWO, rule="rejection"),
     ),
     "a block is tested one by one": (
         lambda patch: patch.setattr(

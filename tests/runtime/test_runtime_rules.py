@@ -138,14 +138,6 @@ MUTANTS: dict[str, tuple[fault.Mutation, Callable[..., None]]] = {
         fault.operation("row_laws", greedy_rows_draw),
         lambda t, m: test_greedy_texts_are_the_plain_ones(t, m, "draft", "block"),
     ),
-    "noise by slot": (
-        fault.seed_of_slot,
-        lambda t, m: test_a_request_is_the_same_alone_and_among_others(t, m, "ngram", "block"),
-    ),
-    "what is kept is a neighbour's": (
-        fault.operation("verify_drafts", lambda a: {"draft_probs": a.draft_probs.roll(1, 0)}),
-        lambda t, m: test_a_request_is_the_same_alone_and_among_others(t, m, "draft", "block"),
-    ),
 }
 
 
