@@ -77,7 +77,7 @@ def experts_case(
         weights = torch.rand(number, per_token, device=device)
         touched = len(set(ids.flatten().tolist()))
         turns = other_experts(ids, count, bench.timer.copies(touched * each))
-        calls = [partial(kernels.experts_onto, x, one, weights, gate_up, down, stream) for one in turns]
+        calls = [partial(kernels.experts, x, one, weights, gate_up, down, stream) for one in turns]
         found[str(number)] = bench.row(calls, touched * each)
     return found
 

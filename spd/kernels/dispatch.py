@@ -50,7 +50,7 @@ OPERATIONS = {
     "attention.rotary_store": ("rotary_store",),
     "attention.paged_attention": ("plan_attention", "paged_attention", "prefill_attention"),
     "latent.mla_attention": ("latent_store", "head_linear", "mla_attention", "mla_prefill"),
-    "experts.moe": ("router_logits", "route", "experts", "experts_onto"),
+    "experts.moe": ("router_logits", "route", "experts"),
     "recurrent.short_conv": ("short_conv",),
     "recurrent.delta_rule": ("delta_rule", "delta_chunks", "gated_norm"),
     "sampling.sampling": ("sample_rows", "row_laws"),

@@ -148,10 +148,10 @@ def test_other_text_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_product_that_is_off_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    from spd.kernels.native.products import CompiledLibrary
+    from spd.kernels.native.library import NativeLibrary
     from spd.runtime.layers.linear import Linear
 
-    for place, name in ((Linear, "product"), (CompiledLibrary, "linear")):
+    for place, name in ((Linear, "product"), (NativeLibrary, "linear")):
         honest = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *given, honest=honest: honest(*given) + 9)
     monkeypatch.setattr(smoke, "SIZE", 256)

@@ -161,7 +161,7 @@ def experts(capability: tuple[int, int]) -> Launches:
         rule = RouterConfig(8, corrected, corrected, True, 1.0, groups, kept, 2)
         chosen = OPS.route(parts, correction, rule)
         gate_up = weight_of(BF16, kind, count, 2 * inner, hidden)
-        OPS.experts_onto(x, *chosen, gate_up, weight_of(BF16, kind, count, hidden, inner), x)
+        OPS.experts(x, *chosen, gate_up, weight_of(BF16, kind, count, hidden, inner), x)
 
     found: Launches = {"30b": partial(layer, 128, 2048, 768, 1, 1)}
     if capability >= (8, 9):

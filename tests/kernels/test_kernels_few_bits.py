@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.linear.few_bits import GroupedWeight, decoded, grouped_linear, paired, unpaired
-from spd.kernels.native.library import NativeLibrary
-from spd.kernels.native.products import Ending
+from spd.kernels.native.library import Ending, NativeLibrary
 from tests.kernels.forms import assert_rounded, needs_compiled, noise
 
 KINDS = ("int4", "int8", "e2m1", "e4m3")

@@ -16,8 +16,7 @@ from torch import Tensor
 from spd.kernels.linear.rms_norm import rms_norm
 from spd.kernels.native import build, library
 from spd.kernels.native.build import NativeUnavailable, library_path
-from spd.kernels.native.library import NativeLibrary
-from spd.kernels.native.products import AmxRefused, Ending
+from spd.kernels.native.library import AmxRefused, Ending, NativeLibrary
 from tests.kernels.forms import assert_rounded, needs_compiled, noise
 
 pytestmark = needs_compiled
@@ -183,28 +182,6 @@ def test_the_compiler_takes_nothing_from_the_working_folder(
         monkeypatch.setenv(name, f":.:{os.environ.get(name, '')}")
     assert NativeLibrary(library_path(lambda: tmp_path / "cache")).instructions
     assert not (tmp_path / "run").exists()
-
-
-def test_what_killed_programs_left_is_swept_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[int]
-) -> None:
-    """Folders of the compiler that are old, and nothing else; the compiler's own files lie inside."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for name in ("spd-kernels-old", "spd-kernels-young", "spd-kernels-strange", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "x.s").write_text("")
-    (tmp_path / "spd-kernels-link").symlink_to(tmp_path / "other")
-    (tmp_path / "spd-kernels-file").write_text("")
-    if os.geteuid() == 0:
-        os.chown(tmp_path / "spd-kernels-strange", 1, 1)
-    for path in tmp_path.iterdir():
-        if not path.name.endswith("young"):
-            os.utime(path, (0, 0), follow_symlinks=False)
-    library_path(lambda: tmp_path / "cache")
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left >= {"spd-kernels-young", "spd-kernels-link", "other"} and "spd-kernels-old" not in left
-    assert (tmp_path / "other" / "x.s").exists()
-    assert os.geteuid() or "spd-kernels-strange" in left
 
 
 def test_where_amx_is_refused_the_other_instructions_run(

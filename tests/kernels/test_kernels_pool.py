@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from spd.kernels.native.library import NativeLibrary
-from spd.kernels.native.products import Ending
+from spd.kernels.native.library import Ending, NativeLibrary
 from tests.kernels.forms import needs_compiled, noise
 
 pytestmark = needs_compiled

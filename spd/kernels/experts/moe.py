@@ -78,11 +78,13 @@ def experts(
     weights: Tensor,
     gate_up: AnyWeight | GroupedWeight,
     down: AnyWeight | GroupedWeight,
+    stream: Tensor | None = None,
     *,
     chunk: bool = False,
-) -> Tensor:
-    """The weighted sum of what each row's experts make of it, x [T, K] to [T, K] in x's dtype.
+) -> tuple[Tensor, Tensor | None]:
+    """The weighted sum of what each row's experts make of it, x [T, K] to [T, K] in x's dtype, and None.
 
+    With stream [T, K], of a window, it is added before it is rounded: the new stream and its squares [T, P].
     ids int64 [T, k] in [0, E), weights float32 [T, k]; gate_up [E, 2 * I, K] with the gate first, down
     [E, K, I]: an expert is down(silu(gate(x)) * up(x)). chunk: whether the rows are a prompt chunk, which
     has one size and a program of its own.
@@ -93,7 +95,12 @@ def experts(
     def through(rows: Tensor, expert: int) -> Tensor:
         return expert_linear(silu_mul(expert_linear(rows, gate_up, expert)), down, expert)
 
-    return by_expert(x, ids, weights, MANY_ROWS if chunk else FEW_ROWS, through)
+    if stream is None:
+        return by_expert(x, ids, weights, MANY_ROWS if chunk else FEW_ROWS, through), None
+    assert not isinstance(gate_up, GroupedWeight) and not isinstance(down, GroupedWeight)
+    gate_up, down = (plain_weight(weight, torch.float32).float() for weight in (gate_up, down))
+    y = (stream.float() + by_expert(x.float(), ids, weights, FEW_ROWS, through)).to(stream.dtype)
+    return y, sum_of_squares(y)
 
 
 class ClampedExperts(NamedTuple):
@@ -143,13 +150,3 @@ def by_expert(
     made = [through(some, expert) for some, expert in zip(rows, tiles, strict=True)]
     out = x.new_empty(ids.numel(), x.shape[1]).index_copy_(0, where, torch.cat(made))
     return torch.bmm(weights.unsqueeze(1), out.view(*ids.shape, -1).float()).squeeze(1).to(x.dtype)
-
-
-def experts_onto(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: AnyWeight, down: AnyWeight, stream: Tensor
-) -> tuple[Tensor, Tensor]:
-    """stream [T, K] + `experts` of a window, rounded once: (the new stream, its squares [T, P])."""
-    gate_up, down = (plain_weight(weight, torch.float32).float() for weight in (gate_up, down))
-    made = experts(x.float(), ids, weights, gate_up, down)
-    y = (stream.float() + made).to(stream.dtype)
-    return y, sum_of_squares(y)

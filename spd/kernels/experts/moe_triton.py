@@ -272,8 +272,23 @@ def _product_config(n: int, k: int, weight: AnyWeight, *, pair: bool) -> LinearC
     return paired(config, n) if pair else config
 
 
-def _made(x: Tensor, ids: Tensor, gate_up: AnyWeight, down: AnyWeight) -> Tensor:
-    """float32 [T * k, K]: what each row's experts make of it."""
+def _operands(weight: AnyWeight) -> tuple[Tensor, Tensor | None, int]:
+    """Values, scales, and how far the scales of two experts lie apart."""
+    values, scales, _ = operands_of(weight)
+    return values, scales, 0 if scales is None else scales.stride(0)
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: AnyWeight,
+    down: AnyWeight,
+    stream: Tensor | None = None,
+    *,
+    chunk: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """A prompt chunk runs the same programs."""
     count, double, k = gate_up.shape
     n, pairs, device = double // 2, ids.numel(), x.device
     lists = torch.empty(count, pairs, dtype=torch.int32, device=device)
@@ -296,47 +311,16 @@ def _made(x: Tensor, ids: Tensor, gate_up: AnyWeight, down: AnyWeight) -> Tensor
         **launch_of(config, down),
         enable_fp_fusion=fuses,
     )
-    return made
-
-
-def _operands(weight: AnyWeight) -> tuple[Tensor, Tensor | None, int]:
-    """Values, scales, and how far the scales of two experts lie apart."""
-    values, scales, _ = operands_of(weight)
-    return values, scales, 0 if scales is None else scales.stride(0)
-
-
-def _summed(
-    made: Tensor, weights: Tensor, dtype: torch.dtype, stream: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """The rows' weighted sums, onto the stream where there is one, and the squares of that."""
-    rows, per_token = weights.shape
-    n = made.shape[1]
-    block = min(power_of_two(n), SUM_BLOCK)
-    y = torch.empty(rows, n, dtype=dtype, device=made.device)
-    squares = None
+    block = min(power_of_two(k), SUM_BLOCK)
+    y, squares = torch.empty(x.shape[0], k, dtype=x.dtype, device=device), None
     if stream is not None:
-        squares = torch.empty(rows, ceil_div(n, block), dtype=torch.float32, device=made.device)
-    sum_experts_kernel[(rows, ceil_div(n, block))](
-        *(made, weights, stream, y, squares, n),
-        PER_TOKEN=per_token,
+        squares = torch.empty(x.shape[0], ceil_div(k, block), dtype=torch.float32, device=device)
+    sum_experts_kernel[(x.shape[0], ceil_div(k, block))](
+        *(made, weights, stream, y, squares, k),
+        PER_TOKEN=ids.shape[1],
         BLOCK=block,
         num_warps=4,
         enable_fp_fusion=False,
-        **overlap(made.device),
+        **overlap(device),
     )
-    return y, squares
-
-
-def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: AnyWeight, down: AnyWeight, *, chunk: bool = False
-) -> Tensor:
-    """A prompt chunk runs the same program."""
-    return _summed(_made(x, ids, gate_up, down), weights, x.dtype, None)[0]
-
-
-def experts_onto(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: AnyWeight, down: AnyWeight, stream: Tensor
-) -> tuple[Tensor, Tensor]:
-    y, squares = _summed(_made(x, ids, gate_up, down), weights, x.dtype, stream)
-    assert squares is not None
     return y, squares

@@ -13,7 +13,6 @@ import shutil
 import stat
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -50,8 +49,6 @@ DTYPE_FLAGS: dict[str, tuple[str, ...]] = {"bfloat16": (), "float32": ("-DSPD_FL
 """By what a library's elements are: weights, the cache, and what goes from layer to layer."""
 PATIENCE = 300
 """Seconds that the compiler is given."""
-FOLDER, STALE = "spd-kernels-", 3600
-"""How a folder's name begins in which the compiler works; seconds after which its program was killed."""
 HASH = hashlib.sha256().digest_size
 LARGEST = 16 << 20  # bytes that are read of a kept file; a library has below a hundred thousand
 
@@ -106,7 +103,6 @@ def library_path(folder: Callable[[], Path], chosen: str | None = None, *, dtype
     assert compiler is not None
     flags = (*FLAGS, *OWN_FLAGS[chosen or instructions(dtype) or ""], *DTYPE_FLAGS[dtype])
     try:
-        _sweep()
         name = f"native-{_key(compiler, flags)}.so"
         try:
             return _in_memory(_read(folder() / name))
@@ -157,15 +153,6 @@ def _in_memory(made: bytes) -> Path:
     return Path(f"/proc/self/fd/{descriptor}")
 
 
-def _sweep() -> None:
-    """Remove folders in which this user's compiler worked for programs that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
-        with suppress(OSError):
-            found = folder.lstat()
-            if found.st_uid == os.geteuid() and found.st_mtime < time.time() - STALE:
-                shutil.rmtree(folder)
-
-
 def _key(compiler: str, flags: Sequence[str]) -> str:
     """Names what a library is made of."""
     found = os.stat(compiler)
@@ -177,12 +164,9 @@ def _key(compiler: str, flags: Sequence[str]) -> str:
 
 
 def _compile(compiler: str, flags: Sequence[str]) -> bytes:
-    """Make the library in a folder of its own. The compiler runs there, not where the user is.
-
-    So relative paths in its environment lead to nothing, and what it leaves when it is killed is swept up.
-    """
+    """Make the library in a folder of its own, where relative paths in the environment lead to nothing."""
     sources = [str(Path(__file__).with_name(name)) for name in SOURCES]
-    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder:
+    with tempfile.TemporaryDirectory(prefix="spd-kernels-") as folder:
         made = Path(folder, "native.so")
         command = ["env", f"TMPDIR={folder}", compiler, *flags, *sources, "-o", str(made), *LIBRARIES]
         done = subprocess.run(

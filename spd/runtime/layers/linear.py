@@ -29,8 +29,7 @@ from spd.kernels.linear.rms_norm import rms_norm
 from spd.kernels.linear.silu_mul import gelu_mul, silu_mul
 from spd.kernels.linear.skinny_config import config_for, workspace_sizes
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, ScaledWeight
-from spd.kernels.native.library import NativeLibrary
-from spd.kernels.native.products import Ending
+from spd.kernels.native.library import Ending, NativeLibrary
 from spd.runtime.layers.base import ForwardBatch, Residual
 
 PACK_ROWS = 16

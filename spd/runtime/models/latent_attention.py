@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.attention.rotary_store import RotatedRows
-from spd.kernels.native.products import PackedWeight
+from spd.kernels.native.library import PackedWeight
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attended
 from spd.runtime.layers.linear import AnyLinear, in_tiles, normed
 from spd.runtime.layers.rotary import RotaryRows

@@ -9,8 +9,7 @@ from spd.kernels.dispatch import Kernels
 from spd.kernels.experts.moe import ClampedExperts, clamped_experts
 from spd.kernels.linear.few_bits import GroupedWeight
 from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
-from spd.kernels.native.library import NativeLibrary
-from spd.kernels.native.products import PackedWeight
+from spd.kernels.native.library import NativeLibrary, PackedWeight
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import AnyLinear, in_tiles, normed
 from spd.runtime.layers.sharded import added
@@ -42,8 +41,8 @@ class RoutedExperts:
     def onto(self, x: Tensor, chosen: Chosen, stream: Residual, batch: ForwardBatch) -> Residual:
         case = (x, *chosen, self.gate_up, self.down)
         if stream.squares is not None:
-            return Residual(*self.kernels.experts_onto(*case, stream.x))
-        return Residual(stream.x + self.kernels.experts(*case, chunk=batch.chunk_start is not None))
+            return Residual(*self.kernels.experts(*case, stream.x))
+        return Residual(stream.x + self.kernels.experts(*case, chunk=batch.chunk_start is not None)[0])
 
 
 class BiasedExperts:
