@@ -35,12 +35,15 @@ def place(dtype: torch.dtype = torch.float16) -> Place:
     return Place(dtype, "cpu", load_kernels("torch"))
 
 
-def build(folder: Path, way: str = "direct", meter: LoadMeter | None = None, **how: object) -> Decoder:
+def build(
+    folder: Path, way: str = "direct", meter: LoadMeter | None = None, *, fold_norms: bool = False
+) -> Decoder:
     """A decoder in float16, which nothing packs: its weights can be looked at."""
     fill, at_once = WAYS[way]
     config, meter = read_model_config(folder), meter or LoadMeter()
     with Checkpoint.open(folder) as checkpoint, torch.inference_mode():
-        builder = LayerBuilder(place(), config.rms_norm_eps, **how)  # type: ignore[arg-type]
+        builder = LayerBuilder(place(), config.rms_norm_eps)
+        builder.fold_norms |= fold_norms
         part, filled = decoder_part(config), fill(checkpoint, meter)
         return build_model(config, part, builder, filled, 64, at_once=at_once, meter=meter)
 

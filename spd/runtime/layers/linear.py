@@ -120,7 +120,7 @@ class Linear(AnyHead):
     """Torch's form, with W packed once and never changed."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, around: Around = ALONE) -> None:
-        self.bias, self.around = bias, around
+        self.bias, self.around, self.columns, self.dtype = bias, around, weight.shape[1], weight.dtype
         self.packed = can_prepack(weight)
         if self.packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
@@ -156,8 +156,8 @@ class Linear(AnyHead):
 
     def example(self, count: int) -> Tensor:
         """Random rows [count, K], always the same, such as it is given."""
-        x = torch.randn(count, self.weight.shape[1], generator=torch.Generator().manual_seed(0))
-        return x.to(self.weight.device, self.weight.dtype)
+        x = torch.randn(count, self.columns, generator=torch.Generator().manual_seed(0))
+        return x.to(self.weight.device, self.dtype)
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         return self.product(hidden, tile).float()
@@ -168,13 +168,10 @@ class Int8Linear(Linear):
 
     def __init__(self, weight: ScaledWeight, bias: Tensor | None = None, around: Around = ALONE) -> None:
         super().__init__(weight.values, bias, around)
-        self.rows = weight
+        self.rows, self.dtype = weight, torch.bfloat16
 
     def _apply(self, x: Tensor) -> Tensor:
         return int8_linear(x, self.rows, self.bias)
-
-    def lost(self, x: Tensor, y: Tensor) -> None:
-        """This product does not say."""
 
 
 class GroupedLinear(Linear):
@@ -184,14 +181,10 @@ class GroupedLinear(Linear):
         self, weight: GroupedWeight, bias: Tensor | None, around: Around, dtype: torch.dtype
     ) -> None:
         self.weight, self.bias, self.around, self.packed = weight.codes, bias, around, False
-        self.grouped, self.dtype = weight, dtype
+        self.grouped, self.columns, self.dtype = weight, weight.shape[1], dtype
 
     def _apply(self, x: Tensor) -> Tensor:
         return grouped_linear(x, self.grouped, self.bias)
-
-    def example(self, count: int) -> Tensor:
-        x = torch.randn(count, self.grouped.shape[1], generator=torch.Generator().manual_seed(0))
-        return x.to(self.grouped.device, self.dtype)
 
     def lost(self, x: Tensor, y: Tensor) -> Tensor | None:
         if self.dtype == torch.float32:

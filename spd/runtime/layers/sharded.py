@@ -14,13 +14,15 @@ from spd.runtime.layers.base import Communicator, ForwardBatch, Residual
 from spd.runtime.layers.linear import AnyHead, AnyLinear, Around
 
 
+def squared(x: Tensor, kernels: Kernels, scale: float | None = None) -> Residual:
+    """Rows x [T, N], times scale, as a stream that carries its squares."""
+    return Residual(*kernels.embed(torch.arange(x.shape[0], device=x.device), x, scale))
+
+
 def added(stream: Residual, y: Tensor, kernels: Kernels) -> Residual:
     """The stream [T, N] plus y [T, N], rounded alone before, with squares where it has them."""
     x = stream.x + y
-    if stream.squares is None:
-        return Residual(x)
-    every = torch.arange(x.shape[0], device=x.device)
-    return Residual(*kernels.embed(every, x, None))
+    return Residual(x) if stream.squares is None else squared(x, kernels)
 
 
 class SummedLinear:

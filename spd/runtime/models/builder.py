@@ -152,10 +152,10 @@ class LayerBuilder:
     columns. With `ranks` layouts and tensors are one rank's part.
     """
 
-    def __init__(self, place: Place, epsilon: float, *, fold_norms: bool = False) -> None:
+    def __init__(self, place: Place, epsilon: float) -> None:
         self.place, self.kernels, self.epsilon = place, place.kernels, epsilon
         self.dtype, self.form, self.ranks = place.dtype, place.form, place.ranks
-        self.fold_norms = fold_norms or place.kernels.facts.folds_norms or place.form.kind == "int8"
+        self.fold_norms = place.kernels.facts.folds_norms or place.form.kind == "int8"
         self.skinny: list[SkinnyLinear] = []
         """Products that want a workspace: all but the heads'."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from spd.formats.model_config import ModelConfig
@@ -18,7 +17,7 @@ from spd.kernels.linear.rms_norm import rms_norm
 from spd.kernels.sampling.sampling import NEGATIVE_INFINITY
 from spd.runtime.layers.base import ForwardBatch, LayerCache, ModelOutput, Residual
 from spd.runtime.layers.linear import AnyLinear
-from spd.runtime.layers.sharded import SummedLinear
+from spd.runtime.layers.sharded import SummedLinear, squared
 from spd.runtime.models.attention import Attention
 from spd.runtime.models.builder import LayerBuilder, Tensors
 from spd.runtime.models.decoder import AuxStates, Decoder, Parts, looked_up
@@ -81,10 +80,8 @@ class HeadModel(Decoder):
     def _stream(self, state: Tensor, attention: Attention, batch: ForwardBatch) -> Residual:
         """The residual stream that begins with a state, with squares where sums over ranks go by them."""
         summed = isinstance(attention.output, SummedLinear)
-        if batch.chunk_start is None and self.head.carries_squares and summed:
-            every = torch.arange(state.shape[0], device=state.device)
-            return Residual(*self.kernels.embed(every, state, None))
-        return Residual(state)
+        carries = batch.chunk_start is None and self.head.carries_squares and summed
+        return squared(state, self.kernels) if carries else Residual(state)
 
     def products(self) -> Iterable[object]:
         return *self.layer.products(), *([self.projection] if self.projection else []), self.head

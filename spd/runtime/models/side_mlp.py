@@ -13,6 +13,7 @@ from spd.kernels.linear.rms_norm import rms_norm
 from spd.kernels.linear.silu_mul import gelu_mul
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import AnyLinear, in_tiles
+from spd.runtime.layers.sharded import squared
 from spd.runtime.models.builder import LayerBuilder, Tensors
 from spd.runtime.models.layouts import SideLayout
 from spd.runtime.models.moe import EXPERT_NAMES, GatedMlp
@@ -89,10 +90,7 @@ class SideMlp:
             gate, projection = self.side
             opened = torch.cat((gate(Residual(x), batch).x, batch.per_layer[:, self.index]), 1)
             x = x + rms_norm(projection(Residual(gelu_mul(opened)), batch).x, self.side_norm, self.epsilon)
-        if stream.squares is None:
-            return Residual(x * self.scalar)
-        every = torch.arange(x.shape[0], device=x.device)
-        return Residual(*self.kernels.embed(every, x, self.scalar))
+        return Residual(x * self.scalar) if stream.squares is None else squared(x, self.kernels, self.scalar)
 
     def products(self) -> tuple[AnyLinear, ...]:
         """The block's matrices in the order in which they run, but for the experts'."""
