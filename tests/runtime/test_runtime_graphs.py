@@ -88,11 +88,11 @@ def speculated(
 ) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Targets, and what drafts for them: the methods above, and heads of either kind that are often right.
 
-    A DeepSeek-V3 of a dense layer and one of experts with an MTP layer; a Llama beside an EAGLE-3 head.
+    A dense model with an MTP layer, for torch's experts ask the host; a Llama beside an EAGLE-3 head.
     """
     folder = tmp_path_factory.mktemp("heads")
     shape: dict[str, Any] = {"layers": 2, "vocab": 256, "tokenizer": False, "seed": 5}
-    headed = write_tiny_mtp(folder / "mtp", family="deepseek", variant="deepseek_v3", kind="copy", **shape)
+    headed = write_tiny_mtp(folder / "mtp", family="mimo", kind="copy", **shape)
     options: dict[str, Any] = {"aux": (1, 2), "draft_vocab": 200, "target_options": shape}
     head = write_tiny_pair(folder / "eagle3", folder / "head", kind="copy", **options)
     return {
