@@ -123,11 +123,6 @@ def test_pairs_are_those_that_come(name: str) -> None:
     assert len(came) == 7
 
 
-def test_without_graphs_nothing_is_done(target: Path) -> None:
-    engine = make_engine(target, slots=2)
-    assert engine.capture_ahead([GREEDY]) == 0 and engine._device.captured is None
-
-
 def failing_after(count: int) -> Callable[[Any], Any]:
     """A capture that runs out of memory after so many."""
     left = [count]

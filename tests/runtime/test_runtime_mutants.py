@@ -211,7 +211,6 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "emissions of failures": lambda _: check_emissions(Case((2,), STOPS_AND_LIMIT, 2, masked=True)),
     "text, greedy": lambda m: same_text(m, GREEDY, "target", "stranger"),
     "text, sampled": lambda m: same_text(m, SAMPLED, "target", "shallow"),
-    "text, mixed": lambda m: same_text(m, MIXED, "target", "shallow"),
     "text, late reading": late_reading,
     "text, pauses": lambda m: same_text(m, MIXED, "shallow", "ngram", lag=1, lengths=PAUSES),
     "text of a batch": text_of_batch,
