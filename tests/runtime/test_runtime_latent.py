@@ -140,6 +140,7 @@ def row_hidden(
     return runner.forward(runner._prompt_rows(ids, positions, table), table, views).hidden
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize(
     ("dtype", "kernels"), [("float32", "torch"), ("bfloat16", "torch"), ("bfloat16", "auto")]
 )
