@@ -31,14 +31,14 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
   points, by groups or rows; `int-quantized` of 8 bits; `float-quantized` by tensor, row or block;
   `nvfp4-pack-quantized`, `mxfp4-pack-quantized`), GPTQ (v1 and v2, 2, 3, 4 and 8 bits, `dynamic`), AutoAWQ's
   `gemm`, ModelOpt's FP8 and NVFP4, mixed too. Activations are never rounded: W8A8 and W4A4 releases run as
-  W8A16 and W4A16. On a CPU the codes stay packed in memory (groups of 16, of a multiple of 32, or a whole
-  row), experts too; GPTQ with act-order, other groups, embeddings, heads and what stands outside the layers
-  are multiplied out, and on a GPU everything is. MTP layers may be stored in the same way or left as they
-  were, whatever the ignore list says. GGUF, bitsandbytes, EXL3, rotated or sparse weights and planar GPTQ
-  are refused by name.
+  W8A16 and W4A16. The codes stay packed in memory, experts' too, in groups of 16, 32, 64, a multiple of 128
+  or a whole row. Multiplied out are GPTQ with act-order, other groups, embeddings, heads, what stands
+  outside the layers, and on a GPU everything in float16. MTP layers may be stored in the same way or left
+  as they were, whatever the ignore list says. GGUF, bitsandbytes, EXL3, rotated or sparse weights and planar
+  GPTQ are refused by name.
 - **`--quantize int4`**: as int8 below, with a bfloat16 scale for 64 columns that is chosen to err least.
   Rows of another length stay as they are. The demo's logits move by 11 % of their own spread. Kept
-  packed on a CPU; Triton's kernels multiply the rounded values in the run's dtype, which saves no memory.
+  packed, but on a GPU in float16: there the rounded values are multiplied, which saves no memory.
 - **`--quantize int8`**: the matrices of the layers, experts too, of the target, the draft model and the
   MTP layers; a scale a row, its largest magnitude over 127 rounded to bfloat16, so that each weight is
   off by at most half a step of its row. Embeddings, heads, routers, MTP projections and the matrix that

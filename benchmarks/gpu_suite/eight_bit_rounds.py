@@ -1,8 +1,8 @@
 """Probe: speculation changes no token of the demo in any form of its weights; see `spd_rounds`.
 
-The demo is a DeepSeek-V3-shaped model with an MTP layer. It runs as stored, rounded to int8, and as its twin
-in FP8 blocks; alone and in batches of 16, captured and eager, up to two rounds behind. Each form's full
-settings compare more than 100,000 tokens.
+The demo is a DeepSeek-V3-shaped model with an MTP layer. It runs as stored, rounded to int8 and int4, and as
+its twin in FP8 blocks; alone and in batches of 16, captured and eager, up to two rounds behind. Each form's
+full settings compare more than 100,000 tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from benchmarks.gpu_suite.round_settings import Setting
 from benchmarks.gpu_suite.spd_rounds import RUNS, assert_complete, compare, demo_prompts
 from spd.formats.demo import demo_draft_folder, demo_folder
 
-FORMS: dict[str, dict[str, Any]] = {"fp8": {}, "int8": {"quantize": "int8"}, "bfloat16": {}}
+FORMS: dict[str, dict[str, Any]] = {
+    "fp8": {},
+    "int8": {"quantize": "int8"},
+    "int4": {"quantize": "int4"},
+    "bfloat16": {},
+}
 """Those that nothing else runs first: a probe that is stopped keeps what came before."""
 _SHORT: dict[str, Any] = {"requests": 6, "tokens": 48}
 SETTINGS = (

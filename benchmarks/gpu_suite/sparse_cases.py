@@ -17,7 +17,9 @@ from benchmarks.gpu_suite.kernel_cases import PAGE, Bench, Case, Rows
 from spd.kernels.attention.attention_chunks import num_chunks
 from spd.kernels.attention.paged_attention import AttentionHeads, Windows
 from spd.kernels.linear.eight_bits import block_scales, int8_rows
-from spd.kernels.linear.skinny_linear import ScaledWeight
+from spd.kernels.linear.few_bits import TiledWeight, int4_groups, tiled
+from spd.kernels.linear.skinny_linear import AnyWeight, ScaledWeight
+from spd.kernels.linear.skinny_linear_triton import operands_of
 from spd.runtime.layers.linear import SkinnyLinear, share_workspace
 
 CACHE_BYTES = 50 << 20
@@ -97,15 +99,13 @@ def eight_bit_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int])
     kernels, found = bench.kernels, Rows()
     copies = bench.timer.copies(n * k)
     wide = bench.normal(copies, n, k, scale=k**-0.5).unbind()
-    narrow = [_eight_bits(weight, kind) for weight in wide]
+    narrow = [_few_bits(weight, kind) for weight in wide]
     product = SkinnyLinear(wide[0], None, kernels)
     share_workspace([product, SkinnyLinear(narrow[0], None, kernels)], max(rows))
     for count in rows:
         x, residual = bench.normal(count, k), bench.normal(count, n)
 
-        def calls(
-            weights: Sequence[Tensor | ScaledWeight], x: Tensor = x, r: Tensor = residual
-        ) -> list[Call]:
+        def calls(weights: Sequence[AnyWeight], x: Tensor = x, r: Tensor = residual) -> list[Call]:
             given = (None, product.workspace, None, r)
             return [partial(kernels.linear, x, weight, *given) for weight in weights]
 
@@ -113,7 +113,9 @@ def eight_bit_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int])
     return found
 
 
-def _eight_bits(weight: Tensor, kind: str) -> ScaledWeight:
+def _few_bits(weight: Tensor, kind: str) -> ScaledWeight | TiledWeight:
+    if kind == "int4":
+        return tiled(int4_groups(weight))
     if kind == "int8":
         return int8_rows(weight)
     n, k = weight.shape
@@ -125,14 +127,13 @@ def _eight_bits(weight: Tensor, kind: str) -> ScaledWeight:
 def _stacked(bench: Bench, kind: str, count: int, n: int, k: int) -> Tensor | ScaledWeight:
     if kind == "wide":
         return bench.normal(count, n, k, scale=k**-0.5)
-    made = [_eight_bits(bench.normal(n, k, scale=k**-0.5), kind) for _ in range(count)]
+    made = [_few_bits(bench.normal(n, k, scale=k**-0.5), kind) for _ in range(count)]
+    assert all(isinstance(each, ScaledWeight) for each in made)
     return ScaledWeight(torch.stack([m.values for m in made]), torch.stack([m.scales for m in made]))
 
 
-def _bytes(weight: Tensor | ScaledWeight) -> int:
-    if isinstance(weight, ScaledWeight):
-        return weight.values.nbytes + weight.scales.nbytes
-    return weight.nbytes
+def _bytes(weight: AnyWeight) -> int:
+    return sum(part.nbytes for part in operands_of(weight) if part is not None)
 
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -156,7 +157,7 @@ def sparse_cases() -> dict[str, Case]:
         found[f"experts {name}"] = partial(experts_case, kind="wide", rows=(1, 8, 16, 64), **sizes)
     v3: dict[str, Any] = {"count": 256, "per_token": 8, "hidden": 7168, "inner": 2048}
     found["experts DeepSeek-V3 fp8"] = partial(experts_case, kind="fp8", rows=(1, 8, 16), **v3)
-    for kind in ("int8", "fp8"):
+    for kind in ("int8", "fp8", "int4"):
         for n, k in ((4096, 12288), (24576, 4096), (7168, 18432)):
             found[f"{kind} {n}x{k}"] = partial(eight_bit_case, kind=kind, n=n, k=k, rows=(1, 4, 8))
     return found

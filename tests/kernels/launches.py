@@ -18,6 +18,7 @@ from spd.formats.block_config import RouterConfig
 from spd.kernels.attention.paged_attention import AttentionHeads, Scores, Windows
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import Kernels, load_kernels
+from spd.kernels.linear.few_bits import TiledWeight
 from spd.kernels.linear.head_input import PairNorms
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, Norm, ScaledWeight
 from spd.kernels.recurrent.delta_rule import DeltaMemory
@@ -31,6 +32,9 @@ Launches = dict[str, Callable[[], Any]]
 BF16, F16, F32, I64, BOOL = torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool
 FP8 = torch.float8_e4m3fn
 NAMES = {BF16: "bf16", F16: "fp16", torch.int8: "i8", FP8: "fp8"}
+CODED = ("int4 128", "int4 64", "int4 32", "e2m1 32", "e2m1 16", "int8 128", "e4m3 128")
+"""Kinds and groups of codes, those of four-bit integers with zeros."""
+Kind = torch.dtype | str | None
 VOCAB = 151936
 OPS = load_kernels("triton")
 WIDE = load_kernels("triton", None, {"bfloat16": 64, "int8": 64, "float8_e4m3fn": 64})
@@ -40,11 +44,18 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def weight_of(dtype: torch.dtype, kind: torch.dtype | None, *shape: int, normed: bool = False) -> AnyWeight:
-    """A weight [..., N, K] in eight bits of a kind, or in the dtype."""
+def weight_of(dtype: torch.dtype, kind: Kind, *shape: int, normed: bool = False) -> AnyWeight:
+    """A weight [..., N, K] in eight bits of a kind, in codes with zeros, or in the dtype."""
     if kind is None:
         return of(dtype, *shape)
     *experts, n, k = shape
+    if isinstance(kind, str):
+        code, group = kind.split()
+        scales = of(BF16, *experts, n, k // int(group))
+        zeros = of(torch.uint8, *scales.shape) if code == "int4" else None
+        codes = of(torch.uint8, *experts, n, k // 2 if code in ("int4", "e2m1") else k)
+        columns = of(dtype, k) if normed else None
+        return TiledWeight(code, codes, scales, zeros, int(group), columns, torch.Size(shape))  # type: ignore[arg-type]
     if kind == torch.int8:
         return ScaledWeight(of(kind, *shape), of(F32, *experts, n))
     scales = of(F32, *experts, -(-n // 16), -(-k // 128))
@@ -56,7 +67,7 @@ def dense(
     dtype: torch.dtype,
     sizes: tuple[int, ...],
     rows: int = 4,
-    kind: torch.dtype | None = None,
+    kind: Kind = None,
     gelu: bool = False,
     ops: Kernels = OPS,
 ) -> Launches:
@@ -71,7 +82,7 @@ def dense(
 
     squares = of(F32, rows, hidden // (64 if hidden >= 2048 else 32))
     x, norm = of(dtype, rows, hidden), Norm(squares, 1e-6)
-    name = "_".join(filter(None, (name, NAMES[kind] if kind else "", NAMES[dtype])))
+    name = "_".join(filter(None, (name, NAMES.get(kind, kind) if kind else "", NAMES[dtype])))
     return {
         f"out_{name}": lambda: onto(out),
         f"down_{name}": lambda: onto(inner),
@@ -99,6 +110,8 @@ def products(capability: tuple[int, int]) -> Launches:
         found |= layers | head(f"8b_{NAMES[dtype]}", dtype)
     for kind in (None, torch.int8, FP8)[: 3 if capability >= (8, 9) else 2]:
         found |= dense("8b", BF16, big, kind=kind) | dense("8b_wide", BF16, big, 64, kind, ops=WIDE)
+    for code in CODED:
+        found |= dense("8b", BF16, big, kind=code)
     found |= head("8b_wide_bf16", BF16, 64, WIDE)
     found["gelu_9b_bf16"] = dense("9b", BF16, (3584, 8192, 4096, 14336), gelu=True)["9b_bf16"]
     x, norm = of(BF16, 4, 4096), of(BF16, 4096)
@@ -151,9 +164,7 @@ def attention() -> Launches:
 def experts(capability: tuple[int, int]) -> Launches:
     """A layer of Qwen3-30B-A3B in bfloat16, and one of DeepSeek-V3 in FP8."""
 
-    def layer(
-        count: int, hidden: int, inner: int, groups: int, kept: int, kind: torch.dtype | None = None
-    ) -> None:
+    def layer(count: int, hidden: int, inner: int, groups: int, kept: int, kind: Kind = None) -> None:
         x = of(BF16, 32, hidden)
         parts = OPS.router_logits(x, of(F32, count, hidden))
         correction = None if kind is None else of(F32, count)
@@ -166,6 +177,8 @@ def experts(capability: tuple[int, int]) -> Launches:
     found: Launches = {"30b": partial(layer, 128, 2048, 768, 1, 1)}
     if capability >= (8, 9):
         found["v3"] = partial(layer, 256, 7168, 2048, 8, 4, kind=FP8)
+    for code in CODED:
+        found[f"30b_{code}"] = partial(layer, 128, 2048, 768, 1, 1, kind=code)
     return found
 
 

@@ -27,15 +27,17 @@ SOURCES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "spd/kerne
 MODULES = ["tests.kernels.launches"]
 NOTHING = "-"
 FEW = (
-    "fp16|wide|i8|fp8|0.6b|v3|odd|one_hot|ids|down|7168|commit_8|commit_32|many|lookup_2048|sliding|logits"
+    "fp16|wide|i8|fp8|int4 (64|32)|e2m1 32|int8 |e4m3 |out_8b_(int4|e2m1)|0.6b|v3|odd|one_hot|ids|down|7168"
+    "|commit_8|commit_32|many|lookup_2048|sliding|logits"
     "|gelu|greedy|noise|^truncated|every_step$|law_plain|rejection|kept|^plain_"
 )
 """What the default lane leaves out: every kernel is compiled, and not in each of its forms."""
 RECORDED = ROOT / "benchmarks/results/compiled_kernels.json"
 OF_TRITON_3_5 = """
-abs add arange atomic_add cdiv ceil constexpr cumsum debug_barrier div_rn dot exp exp2 float32 float64
-floor fma full inline_asm_elementwise int32 int64 join load log max maximum min minimum num_programs permute
-program_id reshape rsqrt sigmoid split static_range store sum trans uint32 uint64 where zeros
+abs add arange atomic_add bfloat16 cdiv ceil constexpr cumsum debug_barrier div_rn dot exp exp2 float16
+float32 float64 floor fma full inline_asm_elementwise int16 int32 int64 join load log max maximum min minimum
+num_programs permute program_id reshape rsqrt sigmoid split static_range store sum trans uint32 uint8 uint64
+where zeros
 """
 """Names of `triton.language` that kernels use, each there in 3.5, which torch 2.9 brings."""
 KNOWN_SPILLS = {120: {"gate_up_8b_wide_bf16": 16, "linear_qkv_8b_wide_fp8_bf16": 16}}

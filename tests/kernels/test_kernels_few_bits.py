@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spd.kernels.linear.few_bits import GroupedWeight, decoded, grouped_linear, paired, unpaired
+from spd.kernels.experts import moe
+from spd.kernels.linear import skinny_linear as reference
+from spd.kernels.linear.few_bits import GroupedWeight, decoded, grouped_linear, paired, tiled, unpaired
+from spd.kernels.linear.skinny_config import LinearConfig
+from spd.kernels.linear.skinny_linear import Norm
 from spd.kernels.native.library import Ending, NativeLibrary
-from tests.kernels.forms import assert_rounded, needs_compiled, noise
+from tests.kernels.forms import assert_rounded, near, needs_compiled, noise
+from tests.kernels.skinny_cases import Operands
 
 KINDS = ("int4", "int8", "e2m1", "e4m3")
 CASES = [
@@ -95,6 +101,61 @@ def test_rows_of_a_product_in_any_company(native: NativeLibrary, case: tuple) ->
         assert torch.equal(scores(x), whole)
     finally:
         native.threads = usual
+
+
+TILED = [
+    ("int4", 70, 256, 64, True),
+    ("int4", 34, 320, 128, False),
+    ("e2m1", 48, 80, 16, False),
+    ("e2m1", 33, 160, 32, False),
+    ("int4", 40, 136, 136, True),
+    ("int8", 32, 128, 64, True),
+    ("e4m3", 40, 200, 128, False),
+]
+"""Every kind and group, with halves of a step beyond K, parts of K, and a last group that is partial."""
+
+
+@pytest.mark.parametrize("case", TILED, ids=str)
+def test_tiled_products(case: tuple, device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Triton's products by codes against float64, and a row's bits in any company."""
+    twin = pytest.importorskip("spd.kernels.linear.skinny_linear_triton")
+    kept = drawn(*case)
+    assert torch.equal(tiled(kept).plain(torch.float32), kept.plain(torch.float32))
+    for dtype in dtypes:
+        o = Operands(*kept.shape, 17, dtype, device)
+        factors = replace(kept.each(lambda part: part.to(device)), columns=o.scale)
+        normed = (o.x.double() * torch.rsqrt(o.x.double().square().mean(-1, keepdim=True) + 1e-5)).cpu()
+        plain = kept.plain(torch.float64)
+        fed = plain * o.scale.double().cpu()
+        weight, norm = tiled(factors), Norm(o.squares, 1e-5)
+        found = twin.linear(o.x, weight, None, norm=norm)[0]
+        near(found.cpu(), normed @ fed.T, reference.linear(o.x, weight, None, norm=norm)[0].cpu())
+        for count in (1, 16):
+            alone = twin.linear(o.x[:count], weight, None, norm=Norm(o.squares[:count], 1e-5))[0]
+            assert torch.equal(alone, found[:count])
+        if kept.shape[0] % 2 == 0:
+            gate, up = (normed @ fed.T).chunk(2, dim=-1)
+            made = reference.norm_gate_up(o.x, weight, None, None, norm).cpu()
+            near(twin.norm_gate_up(o.x, weight, None, None, norm).cpu(), F.silu(gate) * up, made)
+        bare = tiled(replace(factors, columns=None))
+        split = LinearConfig(block_n=16, block_k=bare.step, split_k=2)
+        y, _ = twin.linear(o.x, bare, o.bias, residual=o.residual, config=split)
+        right = o.residual.double().cpu() + o.x.double().cpu() @ plain.T + o.bias.double().cpu()
+        near(y.cpu(), right, reference.linear(o.x, bare, o.bias, residual=o.residual)[0].cpu())
+
+
+@pytest.mark.parametrize("kind", ["int4", "e2m1"])
+def test_tiled_experts(kind: str, device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Triton's experts in codes are those of the same numbers."""
+    twin = pytest.importorskip("spd.kernels.experts.moe_triton")
+    gate_up, down = drawn(kind, 64, 64, 32, kind == "int4", count=3), drawn(kind, 64, 32, 32, False, count=3)
+    x = noise(9, 64).to(device, dtypes[0])
+    ids = (torch.arange(18).view(9, 2) * 5 % 3).to(device)
+    weights = torch.rand(9, 2, generator=torch.Generator().manual_seed(1)).to(device)
+    both = [tiled(each.each(lambda part: part.to(device))) for each in (gate_up, down)]
+    found = twin.experts(x, ids, weights, *both)[0]
+    right = moe.experts(x.float(), ids, weights, *(each.plain(torch.float32) for each in both))[0]
+    near(found.cpu(), right.double().cpu(), found.cpu(), slack=8)
 
 
 @needs_compiled

@@ -21,7 +21,16 @@ from spd.runtime import SamplingParams
 from spd.runtime.load import packed_weights
 from spd.runtime.load.packed_weights import unpack, unpacked_words
 from spd.runtime.plan.memory import tensor_bytes
-from tests.helpers import PROPOSERS, accepted, assert_same, make_engine, random_prompts, run_all
+from tests.helpers import (
+    INTERPRETED,
+    PROPOSERS,
+    accepted,
+    assert_same,
+    few_programs,
+    make_engine,
+    random_prompts,
+    run_all,
+)
 from tests.kernels.forms import needs_compiled
 from tests.recipes import packed_twin
 from tests.recipes.packed_twin import WAYS, Stored, write_twins
@@ -61,10 +70,10 @@ def test_words_of_every_width(bits: int, count: int) -> None:
     assert torch.equal(unpacked_words(packed_twin.words(codes, bits), bits, count), codes.to(torch.uint8))
 
 
-def spoken(folder: Path, **wishes: Any) -> list[list[int]]:
-    params = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, seed=1)]
+def spoken(folder: Path, count: int = 40, **wishes: Any) -> list[list[int]]:
+    params = [SamplingParams(max_tokens=count), SamplingParams(max_tokens=count, temperature=0.8, seed=1)]
     engine = make_engine(folder, **{"dtype": "float32", "kernels": "torch", **wishes})
-    return [run.output for run in run_all(engine, random_prompts(2, 30, 256), params)]
+    return [run.output for run in run_all(engine, random_prompts(2, min(30, 2 * count), 256), params)]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -201,14 +210,30 @@ def test_scales_of_activations_are_not_needed(name: str, tiny: Tiny, tmp_path: P
     assert ("1 tensors" in caplog.text) == (name == "weight_packed")
 
 
+def speak_alike(family: str, way: str, kernels: str, count: int, tiny: Tiny, to: Path) -> None:
+    """By packed codes as by the dequantised copy, in float32."""
+    twin, plain = write_twins(tiny(family, **SIZES), to, way)
+    engine = make_engine(twin, dtype="float32", kernels=kernels)
+    assert engine.plan.weights in ("int4", "int8", "e2m1", "e4m3")
+    assert spoken(twin, count, kernels=kernels) == spoken(plain, count, kernels="torch")
+
+
 @needs_compiled
 @pytest.mark.parametrize("way", ["w4-32", "w4--1-zeros", "w8-32", "fp8-block", "nvfp4", "mxfp4"])
 def test_c_kernels_speak_as_the_dequantised_copy(way: str, tiny: Tiny, tmp_path: Path) -> None:
-    """By the packed codes, in float32."""
-    twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, way)
-    engine = make_engine(twin, dtype="float32", kernels="native")
-    assert engine.plan.weights in ("int4", "int8", "e2m1", "e4m3")
-    assert spoken(twin, kernels="native") == spoken(plain, kernels="native")
+    speak_alike("qwen3", way, "native", 40, tiny, tmp_path)
+
+
+@INTERPRETED[0]
+@INTERPRETED[1]
+@pytest.mark.parametrize(
+    ("family", "way"), [("qwen3", "w4--1-zeros"), pytest.param("qwen3_moe", "nvfp4", marks=pytest.mark.slow)]
+)
+def test_triton_kernels_speak_as_the_dequantised_copy(
+    family: str, way: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_programs(monkeypatch)
+    speak_alike(family, way, "triton", 3, tiny, tmp_path)
 
 
 @pytest.mark.parametrize("spec", ["ngram", "draft"])

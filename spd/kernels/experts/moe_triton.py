@@ -16,9 +16,9 @@ from torch import Tensor
 from spd.kernels.experts.moe import RoutingRule
 from spd.kernels.launch import ceil_div, device_facts, overlap, power_of_two
 from spd.kernels.linear.skinny_config import TOKEN_TILE, LinearConfig, config_for, paired, unsplit
-from spd.kernels.linear.skinny_linear import AnyWeight
+from spd.kernels.linear.skinny_linear import AnyWeight, step_of
 from spd.kernels.linear.skinny_linear_triton import launch_of, operands_of
-from spd.kernels.linear.skinny_product_triton import gate_and_up, product, rows_of_weight
+from spd.kernels.linear.skinny_product_triton import gate_and_up, product, row_width, rows_of_weight
 from spd.kernels.overlap_triton import release, wait
 
 ROUTER = LinearConfig(block_n=16, block_k=32, split_k=8, warps=4, stages=3)
@@ -142,18 +142,21 @@ def list_rows_kernel(ids, lists, counts, pairs, BLOCK: tl.constexpr, PDL: tl.con
 
 @triton.jit(do_not_specialize=["pairs", "per_token"])
 def experts_gate_up_kernel(
-    w, scale, scale_stride, x, lists, counts, inner, pairs, per_token, n, k,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    w, scale, zero, scale_stride, x, lists, counts, inner, pairs, per_token, n, k,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """inner [pairs, n] = silu(gate) * up of each pair's row of x by its expert's w [2 * n, k]."""
     expert = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK_N
     row_n = first + tl.arange(0, BLOCK_N)
-    own = w + expert * (2 * n) * k
+    own = w + expert * (2 * n) * row_width(k, BLOCK_K, CODE)
     scales = scale
     if scale is not None:
         scales = scale + expert * scale_stride
+    zeros = zero
+    if zero is not None:
+        zeros = zero + expert * scale_stride
     wait(PDL)
     count = tl.load(counts + expert)
     for start in range(0, count, BLOCK_T):
@@ -161,8 +164,8 @@ def experts_gate_up_kernel(
         pair = tl.load(lists + expert * pairs + place, mask=place < count, other=pairs)
         row_t = tl.where(place < count, pair // per_token, pairs)
         gate, up = gate_and_up(
-            own, scales, None, x, first, row_t, pairs, n, k,
-            GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
+            own, scales, zeros, None, x, first, row_t, pairs, n, k,
+            GROUP_N, GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
         )  # fmt: skip
         value = gate / (1.0 + tl.exp(-gate)) * up
         mask = (place[None, :] < count) & (row_n[:, None] < n)
@@ -173,26 +176,30 @@ def experts_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def experts_down_kernel(
-    w, scale, scale_stride, inner, lists, counts, made, pairs, n, k,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    w, scale, zero, scale_stride, inner, lists, counts, made, pairs, n, k,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """made float32 [pairs, n] = inner [pairs, k] by each pair's expert's w [n, k]."""
     expert = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK_N
     row_n = first + tl.arange(0, BLOCK_N)
-    weight_rows = rows_of_weight(w + expert * n * k, first, n, k, BLOCK_N)
+    width = row_width(k, BLOCK_K, CODE)
+    weight_rows = rows_of_weight(w + expert * n * width, first, n, width, BLOCK_N)
     scales = scale
     if scale is not None:
         scales = scale + expert * scale_stride
+    zeros = zero
+    if zero is not None:
+        zeros = zero + expert * scale_stride
     wait(PDL)
     count = tl.load(counts + expert)
     for start in range(0, count, BLOCK_T):
         place = start + tl.arange(0, BLOCK_T)
         pair = tl.load(lists + expert * pairs + place, mask=place < count, other=pairs)
         total = product(
-            weight_rows, scales, None, inner, first, pair, pairs, n, k,
-            GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
+            weight_rows, scales, zeros, None, inner, first, pair, pairs, n, k,
+            GROUP_N, GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
         )  # fmt: skip
         mask = (place[None, :] < count) & (row_n[:, None] < n)
         tl.store(made + pair[None, :].to(tl.int64) * n + row_n[:, None], total, mask=mask)
@@ -268,14 +275,15 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
 def _product_config(n: int, k: int, weight: AnyWeight, *, pair: bool) -> LinearConfig:
     """As a dense weight's of this shape, but K whole and tiles tall: many experts fill a device anyway."""
     values = operands_of(weight)[0]
-    config = unsplit(config_for(max(n, 2048), k, values.element_size(), device_facts(values.device)))
+    facts = device_facts(values.device)
+    config = unsplit(config_for(max(n, 2048), k, values.element_size(), facts, step_of(weight)))
     return paired(config, n) if pair else config
 
 
-def _operands(weight: AnyWeight) -> tuple[Tensor, Tensor | None, int]:
-    """Values, scales, and how far the scales of two experts lie apart."""
-    values, scales, _ = operands_of(weight)
-    return values, scales, 0 if scales is None else scales.stride(0)
+def _operands(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+    """Values, scales, zeros, and how far the scales of two experts lie apart."""
+    values, scales, zeros, _ = operands_of(weight)
+    return values, scales, zeros, 0 if scales is None else scales.stride(0)
 
 
 def experts(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
-from spd.kernels.linear.skinny_linear import SCALE_COLUMNS, SCALE_ROWS, AnyWeight, ScaledWeight
+from spd.kernels.linear.skinny_linear import SCALE_COLUMNS, SCALE_ROWS, AnyWeight, ScaledWeight, plain_weight
 
 INT8_LARGEST = 127
 BLOCK = 128
@@ -68,7 +68,7 @@ def expert_linear(x: Tensor, weights: AnyWeight | GroupedWeight, expert: int) ->
     if isinstance(weights, GroupedWeight):
         return grouped_linear(x, weights.expert(expert))
     if not isinstance(weights, ScaledWeight):
-        return F.linear(x, weights[expert])
+        return F.linear(x, plain_weight(weights, x.dtype)[expert])
     return int8_linear(x, ScaledWeight(weights.values[expert], weights.scales[expert]))
 
 

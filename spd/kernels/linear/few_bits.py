@@ -89,6 +89,59 @@ class GroupedWeight:
         return whole.view(self.shape)
 
 
+@dataclass(frozen=True)
+class TiledWeight:
+    """A `GroupedWeight` [..., N, K] as tiles on a matrix unit read it, made by `tiled`.
+
+    codes: uint8 [..., N, K]; or two of four bits in a byte, in whole steps of `step` columns: byte j of one
+    holds those of columns j, in its low half, and j + step / 2.
+    """
+
+    kind: CodeKind
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int
+    columns: Tensor | None
+    shape: torch.Size
+
+    @property
+    def step(self) -> int:
+        """Columns that a tile takes at a time."""
+        return tile_step(self.kind, self.group)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.codes.device
+
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """The weight [..., N, K] in a dtype, each value rounded once."""
+        codes, width = self.codes, self.shape[-1]
+        if self.kind in ("int4", "e2m1"):
+            steps = codes.view(*codes.shape[:-1], -1, self.step // 2)
+            codes = torch.stack((steps & 15, steps >> 4), dim=-2).flatten(-3)[..., :width]
+        made = values(self.kind, codes, self.scales, self.zeros, self.group)
+        return (made if self.columns is None else made * self.columns.float()).to(dtype)
+
+
+def tile_step(kind: CodeKind, group: int) -> int:
+    """Columns of a step: two halves of at most a group each, or a group of at most 128."""
+    return 2 * min(64, group) if kind in ("int4", "e2m1") else min(128, group)
+
+
+def tiled(weight: GroupedWeight) -> TiledWeight:
+    """A weight laid out for tiles. Groups are of 16, 32, 64, a multiple of 128, or all columns."""
+    width, codes = weight.shape[-1], weight.codes
+    group = weight.group if weight.group < width else -(-width // 128) * 128
+    if weight.kind in ("int4", "e2m1"):
+        step = tile_step(weight.kind, group)
+        whole = F.pad(unpaired(codes), (0, -width % step))
+        steps = whole.view(*whole.shape[:-1], -1, 2, step // 2)
+        codes = (steps[..., 0, :] | steps[..., 1, :] << 4).flatten(-2)
+    return TiledWeight(weight.kind, codes, weight.scales, weight.zeros, group, weight.columns, weight.shape)
+
+
 def unpaired(codes: Tensor) -> Tensor:
     """Codes uint8 [..., K] of two in a byte [..., K / 2]."""
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)

@@ -49,8 +49,8 @@ SUMS_APART = (10, 11)
 step: for 64 wide rows that takes more registers than there are, so attention has tiles of half as many."""
 
 
-def config_for(n: int, k: int, itemsize: int, device: Device) -> LinearConfig:
-    """The choices for a weight [n, k] of `itemsize` bytes a value on a device.
+def config_for(n: int, k: int, itemsize: int, device: Device, step: int | None = None) -> LinearConfig:
+    """The choices for a weight [n, k] of `itemsize` bytes a value, `step` columns at a time, on a device.
 
     Measured on an H200 with bfloat16 weights: tiles of 64 rows, narrower ones for short weights, 256 bytes
     of a row a step (128 of eight-bit values: not measured); K in parts only where there are fewer than
@@ -58,6 +58,7 @@ def config_for(n: int, k: int, itemsize: int, device: Device) -> LinearConfig:
     """
     block_n = max(16, min(64 if n >= 2048 else 32, 1 << max(0, n - 1).bit_length()))
     block_k = max(16, min(128 if itemsize == 1 else 256 // itemsize, 1 << max(0, k - 1).bit_length()))
+    block_k = step or block_k
     tiles = -(-n // block_n)
     split_k = 1 if tiles >= PROGRAMS // 2 else max(1, min(PROGRAMS // tiles, 4, k // (4 * block_k)))
     if split_k > 1 or tiles > PROGRAMS:

@@ -18,8 +18,10 @@ import triton.language as tl
 from spd.kernels.linear.skinny_product_triton import (
     gate_and_up,
     part_of_k,
+    per_byte,
     product,
     row_begins,
+    row_width,
     rows_of_weight,
 )
 from spd.kernels.overlap_triton import prefetch, release, wait
@@ -38,14 +40,16 @@ STREAM = tl.constexpr(STREAM_TARGET)
 
 
 @triton.jit
-def prefetch_weights(weight_rows, k, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr):
+def prefetch_weights(
+    weight_rows, k, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, CODE: tl.constexpr, PDL: tl.constexpr
+):
     """Bring the first columns of this part into L2 while the previous kernel ends: weights come from none."""
     if PDL:
         LINE: tl.constexpr = 128 // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
-        LINES: tl.constexpr = 4 * BLOCK_K // LINE
+        LINES: tl.constexpr = tl.cdiv(4 * BLOCK_K // per_byte(CODE), LINE)
         begin, _ = part_of_k(k, BLOCK_K, SPLIT_K)
-        line = tl.minimum(begin + tl.arange(0, LINES) * LINE, k - 1)
-        prefetch(weight_rows + line[None, :])
+        line = begin // per_byte(CODE) + tl.arange(0, LINES) * LINE
+        prefetch(weight_rows + tl.minimum(line, row_width(k, BLOCK_K, CODE) - 1)[None, :])
 
 
 @triton.jit
@@ -116,16 +120,16 @@ def last_to_arrive(counters, tile, SPLIT_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
-    w, scale, columns, x, y, bias, squares, residual, squares_out, partials, counters, rows, n, k,
+    w, scale, zero, columns, x, y, bias, squares, residual, squares_out, partials, counters, rows, n, k,
     epsilon,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = x Wᵀ, scaled by the norm where there are squares, plus bias, plus residual; squares of y."""
     first = tl.program_id(1) * BLOCK_N
-    weight_rows = rows_of_weight(w, first, n, k, BLOCK_N)
-    prefetch_weights(weight_rows, k, BLOCK_K, SPLIT_K, PDL)
+    weight_rows = rows_of_weight(w, first, n, row_width(k, BLOCK_K, CODE), BLOCK_N)
+    prefetch_weights(weight_rows, k, BLOCK_K, SPLIT_K, CODE, PDL)
     wait(PDL)
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
@@ -138,8 +142,8 @@ def linear_kernel(
     if residual is not None:
         stream = tl.load(row_begins(residual, row_t, n) + row_n[:, None], mask=mask, other=0.0)
     total = product(
-        weight_rows, scale, columns, x, first, row_t, rows, n, k,
-        GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
+        weight_rows, scale, zero, columns, x, first, row_t, rows, n, k,
+        GROUP_N, GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
     )  # fmt: skip
     release(PDL)
     if SPLIT_K > 1:
@@ -164,10 +168,10 @@ def linear_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_up_kernel(
-    w, scale, columns, x, y, bias, squares, partials, counters, rows, n, k, epsilon,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_P: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+    w, scale, zero, columns, x, y, bias, squares, partials, counters, rows, n, k, epsilon,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_P: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [T, n] = silu(gate) * up of the normed x; weight rows 0..n are the gate's, n..2n the other's.
 
@@ -179,13 +183,14 @@ def gate_up_kernel(
     if bias is not None:
         gate_shift = tl.load(bias + row_n, mask=row_n < n, other=0.0)
         up_shift = tl.load(bias + n + row_n, mask=row_n < n, other=0.0)
-    prefetch_weights(rows_of_weight(w, first, n, k, BLOCK_N), k, BLOCK_K, SPLIT_K, PDL)
-    prefetch_weights(rows_of_weight(w, n + first, 2 * n, k, BLOCK_N), k, BLOCK_K, SPLIT_K, PDL)
+    width = row_width(k, BLOCK_K, CODE)
+    prefetch_weights(rows_of_weight(w, first, n, width, BLOCK_N), k, BLOCK_K, SPLIT_K, CODE, PDL)
+    prefetch_weights(rows_of_weight(w, n + first, 2 * n, width, BLOCK_N), k, BLOCK_K, SPLIT_K, CODE, PDL)
     wait(PDL)
     partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
     gate, up = gate_and_up(
-        w, scale, columns, x, first, row_t, rows, n, k,
-        GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
+        w, scale, zero, columns, x, first, row_t, rows, n, k,
+        GROUP_N, GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
     )  # fmt: skip
     release(PDL)
     if SPLIT_K > 1:
@@ -214,9 +219,10 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["rows", "step", "window"])
 def head_kernel(
-    w, scale, columns, x, logits, ranks, seed, position, step, temperature, window, ids, usable, rows, n, k,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    w, scale, zero, columns, x, logits, ranks, seed, position, step, temperature, window, ids, usable,
+    rows, n, k,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store logits [T, n], or where there are none the rank of each tile's draw [T, tiles].
 
@@ -227,8 +233,8 @@ def head_kernel(
     first = tl.program_id(1) * BLOCK_N
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
-    weight_rows = rows_of_weight(w, first, n, k, BLOCK_N)
-    prefetch_weights(weight_rows, k, BLOCK_K, 1, PDL)
+    weight_rows = rows_of_weight(w, first, n, row_width(k, BLOCK_K, CODE), BLOCK_N)
+    prefetch_weights(weight_rows, k, BLOCK_K, 1, CODE, PDL)
     wait(PDL)
     if logits is None:
         slot = row_t // window
@@ -238,8 +244,8 @@ def head_kernel(
             token = tl.load(ids + row_n, mask=known, other=0).to(tl.int32)
             known = known & (token < usable)
     score = product(
-        weight_rows, scale, columns, x, first, row_t, rows, n, k,
-        GROUP_N, GROUP_K, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
+        weight_rows, scale, zero, columns, x, first, row_t, rows, n, k,
+        GROUP_N, GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
     )  # fmt: skip
     release(PDL)
     if logits is not None:

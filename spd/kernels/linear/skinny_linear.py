@@ -5,7 +5,8 @@ row of x as stored, however many. Their sum over P, divided by K, is the mean sq
 its reader one factor a row. The norm's own weight is folded into the matrix that follows it when weights
 are loaded: W' = W * norm_weight. Weights are [N, K], contiguous, as checkpoints store them.
 
-Where a contract says weight, a `ScaledWeight` will do: eight bits a value, and scales.
+Where a contract says weight, a `ScaledWeight` will do: eight bits a value, and scales; or a `TiledWeight`:
+codes of four or eight bits, with scales of groups.
 
 The torch forms below also serve prompt chunks of hundreds of rows on a GPU.
 """
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spd.kernels.linear.few_bits import TiledWeight
 from spd.kernels.linear.rows import sum_of_squares
 from spd.kernels.linear.silu_mul import gelu_mul
 from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
@@ -77,7 +79,12 @@ class ScaledWeight:
         return (weight if self.columns is None else weight * self.columns.float()).to(dtype)
 
 
-AnyWeight = Tensor | ScaledWeight
+AnyWeight = Tensor | ScaledWeight | TiledWeight
+
+
+def step_of(weight: AnyWeight) -> int | None:
+    """Columns that a product must take at a time; None where any number will do."""
+    return weight.step if isinstance(weight, TiledWeight) else None
 
 
 class Norm(NamedTuple):
@@ -99,7 +106,7 @@ class Draw(NamedTuple):
 
 def plain_weight(weight: AnyWeight, dtype: torch.dtype) -> Tensor:
     """The weight as a tensor."""
-    return weight.plain(dtype) if isinstance(weight, ScaledWeight) else weight
+    return weight if isinstance(weight, Tensor) else weight.plain(dtype)
 
 
 def _normed(x: Tensor, squares: Tensor, epsilon: float) -> Tensor:

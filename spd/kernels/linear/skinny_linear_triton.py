@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.launch import ceil_div, device_facts, overlap, power_of_two
+from spd.kernels.linear.few_bits import TiledWeight
 from spd.kernels.linear.skinny_config import (
     CROWDED_TILE,
     NARROW,
@@ -32,7 +33,7 @@ from spd.kernels.linear.skinny_kernels_triton import (
     head_kernel,
     linear_kernel,
 )
-from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, ScaledWeight
+from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, ScaledWeight, step_of
 from spd.kernels.sampling.philox_triton import choose_kernel
 
 PARTS_BLOCK = 128
@@ -43,10 +44,10 @@ CHOICE_BLOCK = 2048
 
 @cache
 def _cached_config(
-    n: int, k: int, itemsize: int, device: torch.device, tile: int, pair: bool
+    n: int, k: int, itemsize: int, step: int | None, device: torch.device, tile: int, pair: bool
 ) -> LinearConfig:
     facts = device_facts(device)
-    config = config_for(n, k, itemsize, facts)
+    config = config_for(n, k, itemsize, facts, step)
     return with_tile(paired(config, n) if pair else config, tile, itemsize, facts)
 
 
@@ -57,14 +58,17 @@ def _config(
     values = operands_of(weight)[0]
     most = min(most, CROWDED_TILE if pair and values.element_size() == 1 else most)
     tile = min(most, token_tile(x.shape[0], x.dtype, values.dtype, widest))
-    return _cached_config(*weight.shape, values.element_size(), weight.device, tile, pair)
+    n, k = weight.shape
+    return _cached_config(n, k, values.element_size(), step_of(weight), weight.device, tile, pair)
 
 
-def operands_of(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The first arguments of every product's kernel: values, scales, factors of the columns."""
+def operands_of(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The first arguments of every product's kernel: values or codes, scales, zeros, columns' factors."""
     if isinstance(weight, ScaledWeight):
-        return weight.values, weight.scales, weight.columns
-    return weight, None, None
+        return weight.values, weight.scales, None, weight.columns
+    if isinstance(weight, TiledWeight):
+        return weight.codes, weight.scales, weight.zeros, weight.columns
+    return weight, None, None, None
 
 
 def _fuses(x: Tensor) -> bool:
@@ -75,10 +79,15 @@ def _fuses(x: Tensor) -> bool:
 
 def launch_of(config: LinearConfig, weight: AnyWeight, matrices: int = 1) -> dict[str, Any]:
     """Constants and options of a product's kernel, whose tile is of rows of so many matrices together."""
-    rows, columns = weight.groups if isinstance(weight, ScaledWeight) else (1, 0)
+    code, rows, columns = None, 1, 0
+    if isinstance(weight, ScaledWeight):
+        rows, columns = weight.groups
+    elif isinstance(weight, TiledWeight):
+        code, columns = weight.kind, weight.group
     return {
         "GROUP_N": rows,
         "GROUP_K": columns,
+        "CODE": code,
         "BLOCK_N": config.block_n // matrices,
         "BLOCK_T": config.block_t,
         "BLOCK_K": config.block_k,

@@ -4,12 +4,22 @@
 Weights of eight bits become the tokens' type on their way to the matrix unit, which is exact, and their
 scales meet the float32 sums: after the loop where a row has one scale, after each step where it has one for
 each GROUP_K columns (a multiple of the step, and one for GROUP_N rows together).
+
+CODE says what the bytes of a `TiledWeight` stand for; None: the weights are numbers. Byte j of a step of
+four-bit codes holds columns j and j + BLOCK_K / 2: each half is a tile of its own, so nothing is shuffled.
+GROUP_K is such a half, or a multiple of the step.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.constexpr_function
+def per_byte(code):
+    """Codes in a byte."""
+    return 2 if code in ("int4", "e2m1") else 1
 
 
 @triton.jit
@@ -59,14 +69,119 @@ def part_of_k(k, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr):
 
 
 @triton.jit
-def scale_rows(scale, first, n, k, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the scales of a tile's weight rows begin [BLOCK_N], as `rows_of_weight`."""
-    row = tl.minimum(first + tl.arange(0, BLOCK_N), n - 1)
-    if GROUP_K == 0:
-        at = scale + row
+def rows_scales(kept, row, k, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr):
+    """Where the scales, or zeros, of weight rows begin; None where there are none."""
+    if kept is not None:
+        if GROUP_K == 0:
+            kept += row
+        else:
+            kept += row // GROUP_N * tl.cdiv(k, GROUP_K)
+    return kept
+
+
+@triton.jit
+def scale_rows(kept, first, n, k, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`rows_scales` of a tile [BLOCK_N], as `rows_of_weight`."""
+    return rows_scales(kept, tl.minimum(first + tl.arange(0, BLOCK_N), n - 1), k, GROUP_N, GROUP_K)
+
+
+@triton.jit
+def row_width(k, BLOCK_K: tl.constexpr, CODE: tl.constexpr):
+    """Elements from a weight row to the next: codes of four bits are two a byte, in whole steps."""
+    if per_byte(CODE) == 2:
+        width = tl.cdiv(k, BLOCK_K) * (BLOCK_K // 2)
     else:
-        at = scale + row // GROUP_N * tl.cdiv(k, GROUP_K)
-    return at
+        width = k
+    return width
+
+
+@triton.jit
+def lifted(codes, DTYPE: tl.constexpr):
+    """Codes below 128 plus a constant of a 16-bit type: differences are exact, and nothing is converted."""
+    if tl.bfloat16 == DTYPE:
+        number = (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    elif tl.float16 == DTYPE:
+        number = (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
+    else:
+        number = codes.to(tl.float32)
+    return number
+
+
+@triton.jit
+def numbers(codes, zeros, CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """What codes uint8 [N, K] stand for, exact in a type; zeros uint8 [N, 1], or None for the middle."""
+    if CODE == "int4":
+        if zeros is None:
+            zeros = tl.full((1, 1), 8, tl.uint8)
+        number = lifted(codes, DTYPE) - lifted(zeros, DTYPE)
+    elif CODE == "int8":
+        number = codes.to(tl.float32)
+        if zeros is None:
+            number -= 128.0
+        else:
+            number -= zeros.to(tl.float32)
+    elif CODE == "e2m1":
+        twice = (0xC8643210 >> ((codes & 7).to(tl.uint32) * 4)) & 15  # each magnitude's double in four bits
+        number = twice.to(tl.float32) * 0.5
+        number = tl.where((codes & 8) != 0, -number, number)
+    else:
+        size = (codes & 127).to(tl.int32)
+        number = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        number = tl.where(size < 8, size.to(tl.float32) * 0.001953125, number)  # below 2**-6 no leading 1
+        number = tl.where(codes >= 128, -number, number)
+    return number.to(DTYPE)
+
+
+@triton.jit
+def of_group(kept, group, k, GROUP_K: tl.constexpr):
+    """A group's scales or zeros [BLOCK_N, 1]; zeros beyond the last group, which has no columns."""
+    if kept is not None:
+        inside = tl.full((1,), group, tl.int32) < tl.cdiv(k, GROUP_K)
+        kept = tl.load(kept + group, mask=inside, other=0)[:, None]
+    return kept
+
+
+@triton.jit
+def load_step(
+    x, columns, row_t, rows, start, k, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, CODE: tl.constexpr
+):
+    """A step's tokens in two halves for codes of four bits; whole, twice, for others."""
+    if per_byte(CODE) == 2:
+        HALF: tl.constexpr = BLOCK_K // 2
+        column = start + tl.arange(0, HALF)
+        tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
+        others = load_tokens(x, columns, row_t, rows, column + HALF, k, EVEN_K)
+    else:
+        tokens = load_tokens(x, columns, row_t, rows, start + tl.arange(0, BLOCK_K), k, EVEN_K)
+        others = tokens
+    return tokens, others
+
+
+@triton.jit
+def take_codes(
+    total, weight_rows, scales, zeros, tokens, others, start, k,
+    GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, CODE: tl.constexpr,
+):  # fmt: skip
+    """total [BLOCK_N, BLOCK_T] plus a step of codes times tokens: each group's sum is scaled, in order."""
+    DTYPE: tl.constexpr = tokens.dtype
+    group = start // GROUP_K
+    zero = of_group(zeros, group, k, GROUP_K)
+    scale = of_group(scales, group, k, GROUP_K).to(tl.float32)
+    if per_byte(CODE) == 2:
+        byte = start // 2 + tl.arange(0, BLOCK_K // 2)
+        codes = tl.load(weight_rows + byte[None, :], eviction_policy="evict_first")
+        part = tl.dot(numbers(codes & 15, zero, CODE, DTYPE), tokens, input_precision="ieee")
+        if GROUP_K < BLOCK_K:
+            total += part * scale
+            zero = of_group(zeros, group + 1, k, GROUP_K)
+            scale = of_group(scales, group + 1, k, GROUP_K).to(tl.float32)
+            part = tl.dot(numbers(codes >> 4, zero, CODE, DTYPE), others, input_precision="ieee")
+        else:
+            part = tl.dot(numbers(codes >> 4, zero, CODE, DTYPE), others, part, input_precision="ieee")
+    else:
+        codes = load_weights(weight_rows, start + tl.arange(0, BLOCK_K), k, EVEN_K)
+        part = tl.dot(numbers(codes, zero, CODE, DTYPE), tokens, input_precision="ieee")
+    return total + part * scale
 
 
 @triton.jit
@@ -92,67 +207,86 @@ def scaled(total, scales, GROUP_K: tl.constexpr):
 
 @triton.jit
 def product(
-    weight_rows, scale, columns, x, first, row_t, rows, n, k,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
+    weight_rows, scale, zero, columns, x, first, row_t, rows, n, k,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_T]: weight rows times tokens row_t, over this part of K."""
     begin, end = part_of_k(k, BLOCK_K, SPLIT_K)
-    scales = scale
-    if scale is not None:
-        scales = scale_rows(scale, first, n, k, GROUP_N, GROUP_K, BLOCK_N)
+    scales = scale_rows(scale, first, n, k, GROUP_N, GROUP_K, BLOCK_N)
+    zeros = scale_rows(zero, first, n, k, GROUP_N, GROUP_K, BLOCK_N)
     total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for start in range(begin, end, BLOCK_K):
-        column = start + tl.arange(0, BLOCK_K)
-        weights = load_weights(weight_rows, column, k, EVEN_K)
-        tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
-        total = take(total, weights, tokens, scales, start, GROUP_K)
+        if CODE is None:
+            column = start + tl.arange(0, BLOCK_K)
+            weights = load_weights(weight_rows, column, k, EVEN_K)
+            tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
+            total = take(total, weights, tokens, scales, start, GROUP_K)
+        else:
+            tokens, others = load_step(x, columns, row_t, rows, start, k, BLOCK_K, EVEN_K, CODE)
+            total = take_codes(
+                total, weight_rows, scales, zeros, tokens, others, start, k, GROUP_K, BLOCK_K, EVEN_K, CODE
+            )
     return scaled(total, scales, GROUP_K)
 
 
 @triton.jit
 def gate_and_up(
-    w, scale, columns, x, first, row_t, rows, n, k,
-    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
+    w, scale, zero, columns, x, first, row_t, rows, n, k,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCK_N, BLOCK_T] each: gate rows from `first` on, and the up rows n below them.
 
     A tile that is too short for the matrix unit alone is multiplied with its partner, as one.
     """
     begin, end = part_of_k(k, BLOCK_K, SPLIT_K)
+    width = row_width(k, BLOCK_K, CODE)
     if BLOCK_N >= 64:
-        gate_rows = rows_of_weight(w, first, n, k, BLOCK_N)
-        up_rows = rows_of_weight(w, n + first, 2 * n, k, BLOCK_N)
-        gate_scales = scale
-        up_scales = scale
-        if scale is not None:
-            gate_scales = scale_rows(scale, first, n, k, GROUP_N, GROUP_K, BLOCK_N)
-            up_scales = scale_rows(scale, n + first, 2 * n, k, GROUP_N, GROUP_K, BLOCK_N)
+        gate_rows = rows_of_weight(w, first, n, width, BLOCK_N)
+        up_rows = rows_of_weight(w, n + first, 2 * n, width, BLOCK_N)
+        gate_scales = scale_rows(scale, first, n, k, GROUP_N, GROUP_K, BLOCK_N)
+        gate_zeros = scale_rows(zero, first, n, k, GROUP_N, GROUP_K, BLOCK_N)
+        up_scales = scale_rows(scale, n + first, 2 * n, k, GROUP_N, GROUP_K, BLOCK_N)
+        up_zeros = scale_rows(zero, n + first, 2 * n, k, GROUP_N, GROUP_K, BLOCK_N)
         gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         for start in range(begin, end, BLOCK_K):
-            column = start + tl.arange(0, BLOCK_K)
-            tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
-            weights = load_weights(gate_rows, column, k, EVEN_K)
-            gate = take(gate, weights, tokens, gate_scales, start, GROUP_K)
-            weights = load_weights(up_rows, column, k, EVEN_K)
-            up = take(up, weights, tokens, up_scales, start, GROUP_K)
+            tokens, others = load_step(x, columns, row_t, rows, start, k, BLOCK_K, EVEN_K, CODE)
+            if CODE is None:
+                column = start + tl.arange(0, BLOCK_K)
+                weights = load_weights(gate_rows, column, k, EVEN_K)
+                gate = take(gate, weights, tokens, gate_scales, start, GROUP_K)
+                weights = load_weights(up_rows, column, k, EVEN_K)
+                up = take(up, weights, tokens, up_scales, start, GROUP_K)
+            else:
+                gate = take_codes(
+                    gate, gate_rows, gate_scales, gate_zeros, tokens, others, start, k,
+                    GROUP_K, BLOCK_K, EVEN_K, CODE,
+                )  # fmt: skip
+                up = take_codes(
+                    up, up_rows, up_scales, up_zeros, tokens, others, start, k, GROUP_K, BLOCK_K, EVEN_K, CODE
+                )
         gate = scaled(gate, gate_scales, GROUP_K)
         up = scaled(up, up_scales, GROUP_K)
     else:
         lane = tl.arange(0, 2 * BLOCK_N)
         row = tl.minimum(first + lane % BLOCK_N, n - 1) + lane // BLOCK_N * n
-        both_rows = w + row[:, None].to(tl.int64) * k
-        scales = scale
-        if scale is not None:
-            scales += row if GROUP_K == 0 else row // GROUP_N * tl.cdiv(k, GROUP_K)
+        both_rows = w + row[:, None].to(tl.int64) * width
+        scales = rows_scales(scale, row, k, GROUP_N, GROUP_K)
+        zeros = rows_scales(zero, row, k, GROUP_N, GROUP_K)
         both = tl.zeros((2 * BLOCK_N, BLOCK_T), dtype=tl.float32)
         for start in range(begin, end, BLOCK_K):
-            column = start + tl.arange(0, BLOCK_K)
-            weights = load_weights(both_rows, column, k, EVEN_K)
-            tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
-            both = take(both, weights, tokens, scales, start, GROUP_K)
+            if CODE is None:
+                column = start + tl.arange(0, BLOCK_K)
+                weights = load_weights(both_rows, column, k, EVEN_K)
+                tokens = load_tokens(x, columns, row_t, rows, column, k, EVEN_K)
+                both = take(both, weights, tokens, scales, start, GROUP_K)
+            else:
+                tokens, others = load_step(x, columns, row_t, rows, start, k, BLOCK_K, EVEN_K, CODE)
+                both = take_codes(
+                    both, both_rows, scales, zeros, tokens, others, start, k, GROUP_K, BLOCK_K, EVEN_K, CODE
+                )
         both = scaled(both, scales, GROUP_K)
         gate, up = tl.split(tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_T)), (1, 2, 0)))
     return gate, up

@@ -28,7 +28,7 @@ from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
 from spd.kernels.linear.rms_norm import rms_norm
 from spd.kernels.linear.silu_mul import gelu_mul, silu_mul
 from spd.kernels.linear.skinny_config import config_for, workspace_sizes
-from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, ScaledWeight
+from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, ScaledWeight, step_of
 from spd.kernels.native.library import Ending, NativeLibrary
 from spd.runtime.layers.base import ForwardBatch, Residual
 
@@ -201,7 +201,7 @@ class SkinnyLinear(AnyHead):
     def __init__(
         self, weight: AnyWeight, bias: Tensor | None, kernels: Kernels, around: Around = ALONE
     ) -> None:
-        self.weight = weight if isinstance(weight, ScaledWeight) else weight.contiguous()
+        self.weight = weight.contiguous() if isinstance(weight, Tensor) else weight
         self.bias, self.kernels, self.around = bias, kernels, around
         self.ids: Tensor | None = None
         """Of a head of some ids the token that each row stands for, int64 and ascending."""
@@ -213,9 +213,10 @@ class SkinnyLinear(AnyHead):
         if batch.chunk_start is not None:
             if around.norm is not None:
                 x = unscaled_norm(x, around.epsilon)
-            if isinstance(self.weight, ScaledWeight):  # multiplied as in a window; workspaces are windows'
-                return around.ended(kernels.linear(x.contiguous(), self.weight, self.bias)[0], onto)
-            return around.ended(F.linear(x, self.weight, self.bias), onto)
+            if isinstance(self.weight, Tensor):
+                return around.ended(F.linear(x, self.weight, self.bias), onto)
+            # Multiplied as in a window; workspaces are windows'.
+            return around.ended(kernels.linear(x.contiguous(), self.weight, self.bias)[0], onto)
         given = (x, self.weight, self.bias, self.workspace)
         norm = None
         if around.norm is not None:
@@ -275,8 +276,8 @@ def share_workspace(products: Sequence[SkinnyLinear], rows: int) -> None:
     """Give products that run in turn one workspace, for up to `rows` rows."""
     sizes = []
     for weight in (product.weight for product in products):
-        (n, k), values = weight.shape, weight.values if isinstance(weight, ScaledWeight) else weight
-        config = config_for(n, k, values.element_size(), device_facts(weight.device))
+        (n, k), itemsize = weight.shape, weight.element_size() if isinstance(weight, Tensor) else 1
+        config = config_for(n, k, itemsize, device_facts(weight.device), step_of(weight))
         sizes.append(workspace_sizes(n, rows, config))
     partials, counters = (max(column) for column in zip(*sizes, strict=True))
     device = products[0].weight.device

@@ -15,7 +15,7 @@ from torch import Tensor
 from spd.errors import IncompatibleError
 from spd.kernels.dispatch import Kernels
 from spd.kernels.linear.eight_bits import int8_rows, magnitudes, multiplies_int8
-from spd.kernels.linear.few_bits import INT4_GROUP, GroupedWeight, int4_groups
+from spd.kernels.linear.few_bits import INT4_GROUP, GroupedWeight, int4_groups, tiled
 from spd.kernels.linear.skinny_linear import SCALE_ROWS, AnyWeight, ScaledWeight, plain_weight
 from spd.runtime.layers.base import Communicator
 from spd.runtime.layers.linear import (
@@ -167,11 +167,12 @@ class LayerBuilder:
             if not isinstance(weight, GroupedWeight):
                 weight = plain_weight(weight, self.dtype)
             return NativeLinear(weight, bias, self.kernels.native, around)
-        if isinstance(weight, GroupedWeight):
-            return GroupedLinear(weight, bias, around, self.dtype)
         if self.kernels.facts.folds_norms:
+            weight = tiled(weight) if isinstance(weight, GroupedWeight) else weight
             self.skinny.append(SkinnyLinear(weight, bias, self.kernels, around))
             return self.skinny[-1]
+        if isinstance(weight, GroupedWeight):
+            return GroupedLinear(weight, bias, around, self.dtype)
         if isinstance(weight, ScaledWeight) and multiplies_int8(weight.device, self.dtype, weight.shape[-1]):
             return Int8Linear(weight, bias, around)
         return Linear(plain_weight(weight, self.dtype), bias, around)
@@ -210,9 +211,10 @@ class LayerBuilder:
         kept = self._kept(tensors, name)
         if norm is None:
             return self.linear(kept, bias, Around(gate=gate))
-        folded = self.fold_norms and not isinstance(kept, GroupedWeight)
-        if isinstance(kept, ScaledWeight) and not rounds:
-            kept = replace(kept, columns=norm)
+        packed = isinstance(kept, GroupedWeight)  # norms do not fold into codes
+        folded = self.kernels.facts.folds_norms or (self.fold_norms and not packed)
+        if packed or (isinstance(kept, ScaledWeight) and not rounds):
+            kept = replace(kept, columns=norm) if folded else kept
         elif isinstance(kept, Tensor) and folded:
             fold_norm(kept, norm)
         return self.linear(kept, bias, Around(self.epsilon, norm, folded, gate))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from spd.kernels.dispatch import Kernels
 from spd.kernels.experts.moe import ClampedExperts, clamped_experts
-from spd.kernels.linear.few_bits import GroupedWeight
+from spd.kernels.linear.few_bits import GroupedWeight, tiled
 from spd.kernels.linear.skinny_linear import AnyWeight, plain_weight
 from spd.kernels.native.library import NativeLibrary, PackedWeight
 from spd.runtime.layers.base import ForwardBatch, Residual
@@ -144,6 +144,8 @@ def _experts(tensors: Tensors, count: int, build: LayerBuilder) -> Experts:
     gate_up, down = (
         build.stacked(tensors, name, count, cut=name == EXPERT_NAMES[1]) for name in EXPERT_NAMES
     )
+    if build.kernels.facts.folds_norms:
+        gate_up, down = (tiled(each) if isinstance(each, GroupedWeight) else each for each in (gate_up, down))
     if (native := build.kernels.native) is None:
         return RoutedExperts(gate_up, down, build.kernels)
     gated, plain = (

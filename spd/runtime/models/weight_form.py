@@ -15,6 +15,8 @@ GROUP = 16
 """Rows that share a scale in memory: a block repeats its own."""
 INT4_GROUP = 64
 """Columns that share a scale where weights are rounded to four bits at load."""
+STEP = 128
+"""Columns of four bits that kernels read at a time, at most."""
 VECTOR = 32
 """Columns that torch's int8 product reads at a time."""
 
@@ -45,9 +47,11 @@ class PackedSpec:
         return self.kind in ("int4", "e2m1")
 
     def bytes_of(self, rows: int, columns: int) -> int:
+        """Of a matrix; codes of four bits may be kept in whole steps: two groups or `STEP` columns each."""
         groups = -(-columns // (self.group or columns))
         beside = rows * groups * ((4 if self.wide_scales else 2) + self.zeros)
-        return rows * columns // (2 if self.paired else 1) + beside
+        step = min(STEP, 2 * (self.group or columns))
+        return (rows * -(-columns // step) * step // 2 if self.paired else rows * columns) + beside
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,9 @@ WIDE = WeightForm()
 """Every matrix in the run's dtype."""
 
 
-def int4_form(kernels: str) -> WeightForm:
-    """How int4 groups are kept by the kernels of a form: Triton's multiply wide weights."""
-    return WeightForm("int4", widened=kernels == "triton")
+def int4_form(kernels: str, dtype: str) -> WeightForm:
+    """How int4 groups are kept: wide where float16 could overflow before the norm's scales."""
+    return WeightForm("int4", widened=kernels == "triton" and dtype == "float16")
 
 
 def int8_form(kernels: str, on_cpu: bool, dtype: str) -> WeightForm | None:

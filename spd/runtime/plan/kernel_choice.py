@@ -19,6 +19,7 @@ from spd.runtime.models.layouts import DeltaLayout, GqaLayout, LayerLayout, MoeL
 from spd.runtime.models.weight_form import (
     BLOCK,
     INT4_GROUP,
+    STEP,
     WIDE,
     PackedSpec,
     WeightForm,
@@ -33,6 +34,7 @@ OLDEST_CAPABILITY = (8, 0)
 """Of a GPU that multiplies bfloat16 and has the shared memory that the kernels count on."""
 AS_STORED = "as the dtype says"
 """Why weights are wide that were not quantized."""
+FLOAT16_OVERFLOWS = "float16 could overflow before the norm's scales"
 FP8_CAPABILITY = (8, 9)
 """The first devices whose compilers convert float8_e4m3fn."""
 
@@ -140,15 +142,12 @@ def choose_form(
         _check_wide(model, folder, wishes.quantize)
     if wishes.quantize == "int4":
         asked = f"--quantize int4: a scale for {INT4_GROUP} columns, made at load"
-        form = int4_form(kernels)
-        return (
-            form,
-            f"{asked}, kept as {dtype}, for these kernels want wide weights" if form.widened else asked,
-        )
+        form = int4_form(kernels, dtype)
+        return form, f"{asked}, kept as {dtype}: {FLOAT16_OVERFLOWS}" if form.widened else asked
     if wishes.quantize == "int8":
         return _int8(machine, kernels, dtype)
     if model.quantization is not None:
-        return _packed(model.quantization, model, folder, wishes, kernels)
+        return _packed(model.quantization, folder, wishes, kernels, dtype)
     if model.fp8_block is None:
         return WIDE, AS_STORED
     hindrance = _fp8_obstacle(model.fp8_block, wishes.tp, machine, kernels, dtype)
@@ -162,20 +161,20 @@ def choose_form(
 
 
 def _packed(
-    how: Quantization, model: ModelConfig, folder: ModelFolder, wishes: EngineConfig, kernels: str
+    how: Quantization, folder: ModelFolder, wishes: EngineConfig, kernels: str, dtype: str
 ) -> tuple[WeightForm, str]:
     """Codes as they are stored, where these kernels multiply them."""
     if wishes.load == "dummy":
         return WIDE, AS_STORED
-    if kernels == "triton":
-        return WIDE, f"{how.method} weights are multiplied out: these kernels know none"
+    if kernels == "triton" and dtype == "float16":
+        return WIDE, f"{how.method} weights are multiplied out: {FLOAT16_OVERFLOWS}"
     tensors, packed, odd = folder.checkpoint.tensors, dict[str, PackedSpec](), 0
     for name in tensors:
         stem, _, last = name.rpartition(".")
         scheme = how.scheme_of(stem) if last in CODES else None
         if scheme is None or scheme.codes != last or tensors[name].dtype in FLOAT_DTYPES:
             continue
-        if scheme.reordered or ((scheme.group or 32) % 32 and scheme.group != 16):
+        if scheme.reordered or ((scheme.group or STEP) not in (16, 32, 64) and (scheme.group or STEP) % STEP):
             odd += 1
             continue
         scales = tensors.get(f"{stem}.{'scales' if last == 'qweight' else 'weight_scale'}")
@@ -216,7 +215,7 @@ def _fp8_obstacle(block: tuple[int, int], tp: int, machine: Machine, kernels: st
     if block != (BLOCK, BLOCK):
         return f"kernels know blocks of {BLOCK} x {BLOCK}, these are {block[0]} x {block[1]}"
     if dtype == "float16":
-        return "float16 could overflow before the norm's scales"
+        return FLOAT16_OVERFLOWS
     if not machine.on_cpu and machine.capability < FP8_CAPABILITY:
         return "this GPU (sm_{}{}) has no FP8".format(*machine.capability)
     return None

@@ -441,7 +441,7 @@ def _otherwise(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, Engi
     stored = [model.fp8_block or model.quantization for model in models if model is not None]
     if rows and wide and not any(stored):
         yield "--quantize int8", replace(shape, form=rows, draft_form=rows)
-    if wide and not any(stored) and not (few := int4_form(shape.kernels)).widened:
+    if wide and not any(stored) and not (few := int4_form(shape.kernels, shape.dtype)).widened:
         yield "--quantize int4", replace(shape, form=few, draft_form=few)
     if shape.dtype == "float32":
         yield "--dtype bfloat16", replace(shape, dtype="bfloat16")
