@@ -1,35 +1,23 @@
 """What `config.json` says of sliding windows, latent attention, routed experts, and weights in FP8 blocks.
 
-Each family has its own keys for the same facts. Source: the configurations of `deepseek_v2`, `deepseek_v3`,
-`glm4_moe`, `qwen3_moe`, `ernie4_5_moe` and others in Hugging Face transformers 5, and the published files.
+Each family has its own keys for the same facts; `model_config` says what an absent one counts as. Source:
+the configurations of `deepseek_v3`, `qwen3_moe`, `ernie4_5_moe` and others in Hugging Face transformers 5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from spd.formats.json_file import Fields, shown
 
 MAX_POSITIONS = 1 << 27
-MAX_PERIOD, MAX_RANK, MAX_EXPERTS, MAX_BLOCK = 1024, 1 << 16, 1 << 14, 1 << 16
+MAX_PERIOD, MAX_RANK, MAX_EXPERTS, MAX_WIDTH = 1024, 1 << 16, 1 << 14, 1 << 20
 KINDS = ("full_attention", "sliding_attention")
 LINEAR = "linear_attention"
 MAX_TAPS, MAX_DELTA_DIM = 16, 256
 """What the C kernels have room for: inputs of a convolution, elements of a head."""
-
-
-@dataclass(frozen=True)
-class SlidingRule:
-    """How a family's code chooses the layers that slide."""
-
-    window: int | None = None  # what an absent `sliding_window` counts as; null is no window
-    switched: bool = False  # whether `use_sliding_window` turns it on, from layer `max_window_layers` on
-    period: int | None = None
-    """Of so many layers the last sees everything; None: all slide. `sliding_window_pattern` overrides it."""
-    listed: bool = True  # whether the code follows `layer_types`, or they may only say what it does anyway
 
 
 @dataclass(frozen=True)
@@ -123,71 +111,65 @@ class ExpertsConfig:
     shared_gated: bool = False  # what the shared one gives is scaled by the sigmoid of a gate of its own
 
 
-def read_sliding(fields: Fields, num_layers: int, rule: SlidingRule | None) -> tuple[int | None, ...]:
+@dataclass(frozen=True)
+class ExpertKeys:
+    """Where a family's configuration says what of its experts."""
+
+    count: tuple[str, ...]  # keys that say how many there are
+    per_token: str = "num_experts_per_tok"
+    width: str = "moe_intermediate_size"
+    shared_count: str | None = None  # of shared experts, each as wide as a routed one
+    shared_width: int | None = None  # what an absent width of one gated shared expert counts as
+    normalised: bool | None = None  # what an absent `norm_topk_prob` counts as; None: always normalised
+    switch: str | None = None  # a key without which there are no experts
+    sparse: Callable[[Fields, int], list[bool]] | None = None  # which layers have experts; None: all
+    router: RouterConfig = RouterConfig(0, sigmoid=False, corrected=False, normalised=True)
+    correction: str = ExpertsConfig.correction
+    clamped: bool = False
+
+
+def read_sliding(fields: Fields, num_layers: int, slides: bool) -> tuple[int | None, ...]:
     """Each layer's window, None where it sees everything; empty where no layer slides.
 
-    rule: None refuses windows. Raises CheckpointError for kinds of layers that are unknown, and for lists
+    slides: False refuses windows. Raises CheckpointError for kinds of layers that are unknown, and for lists
     that contradict the rest.
     """
-    slides = _listed(fields, num_layers, KINDS if rule else KINDS[:1])
-    least = 1 if rule and not rule.switched else 0  # transformers writes 0 for a window that is switched off
-    window = fields.optional_integer("sliding_window", least, MAX_POSITIONS)
-    if rule is None:
-        # Without the switch a window counts as used: only Qwen writes windows that it then leaves off.
-        used = fields.boolean("use_sliding_window", window is not None) and window is not None
-        fields.require(not used, "sliding_window", f"{window}: sliding window attention is not supported")
-        return ()
-    if "sliding_window" not in fields.values:
-        window = rule.window
-    if rule.switched and not (window and fields.boolean("use_sliding_window", False)):
-        window = None
-    first, period = 0, 0
-    if rule.switched and window is not None:
-        first = fields.integer("max_window_layers", 0, MAX_PERIOD, 28)
-    elif rule.period is not None and window is not None and slides is None:
-        period = fields.integer("sliding_window_pattern", 1, MAX_PERIOD, rule.period)
-    layers = range(1, num_layers + 1)
-    usual = [
-        window is not None and layer > first and not (period and layer % period == 0) for layer in layers
-    ]
-    agrees = rule.listed or slides in (None, usual)
-    fields.require(agrees, "layer_types", "is not what this architecture does with its sliding_window")
-    slides = usual if slides is None else slides
-    known = window is not None or not any(slides)
+    listed = _listed(fields, num_layers, KINDS if slides else KINDS[:1])
+    switched = "use_sliding_window" in fields
+    window = fields.optional_integer("sliding_window", 0 if switched else 1, MAX_POSITIONS)
+    if switched and not fields.boolean("use_sliding_window", False):
+        window = None  # transformers writes 0 for a window that is switched off
+    fields.require(slides or window is None, "sliding_window", f"{window}: sliding windows are not supported")
+    if listed is None:
+        first = fields.integer("max_window_layers", 0, MAX_PERIOD, 0)
+        period = fields.optional_integer("sliding_window_pattern", 1, MAX_PERIOD) or num_layers + 1
+        layers = range(1, num_layers + 1)
+        listed = [bool(window) and layer > first and layer % period != 0 for layer in layers]
+    known = bool(window) or not any(listed)
     fields.require(known, "layer_types", "names sliding_attention, but there is no sliding_window")
-    return tuple(window if slide else None for slide in slides) if any(slides) else ()
+    return tuple(window if slide else None for slide in listed) if any(listed) else ()
 
 
-StillRule = Callable[[Fields, int, tuple[int | None, ...]], tuple[bool, ...]]
-"""Which layers know no positions, of their number and sliding windows."""
-
-
-def listed_still(fields: Fields, num_layers: int, sliding: tuple[int | None, ...]) -> tuple[bool, ...]:
-    """Of `smollm3`: a list, 0 for a layer that does not turn, or every few layers one."""
+def read_still(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Which layers do not turn: a list, 0 for such a layer, or every few layers one; empty where all turn."""
     turns, key = fields.get("no_rope_layers"), "no_rope_layers"
     if turns is None:
-        every = fields.integer("no_rope_layer_interval", 1, MAX_PERIOD, 4)
-        turns = [int((layer + 1) % every != 0) for layer in range(num_layers)]
+        every = fields.optional_integer("no_rope_layer_interval", 1, MAX_PERIOD)
+        return tuple(layer % every == 0 for layer in range(1, num_layers + 1)) if every else ()
     if not isinstance(turns, list) or len(turns) < num_layers or any(turn not in (0, 1) for turn in turns):
         raise fields.refused(key, f"is not a list of {num_layers} zeros and ones, one a layer")
     return tuple(not turn for turn in turns[:num_layers])
 
 
-def global_still(fields: Fields, num_layers: int, sliding: tuple[int | None, ...]) -> tuple[bool, ...]:
-    """Of `exaone4` and `cohere2`: where layers slide those that see everything do not turn."""
-    return tuple(window is None for window in sliding)
-
-
-def granite_scales(fields: Fields) -> Scales:
-    """Of `granite` and `granitemoe`: logits are divided, the rest is multiplied."""
+def read_scales(fields: Fields) -> Scales:
+    """In the keys of `granite`, which divides its logits, and of `cohere2`, which multiplies them."""
     number = partial(fields.number, low=1e-6, high=1e6, default=1.0)
-    embedding, residual = number("embedding_multiplier"), number("residual_multiplier")
-    return Scales(embedding, residual, number("attention_multiplier"), 1 / number("logits_scaling"))
-
-
-def cohere_scales(fields: Fields) -> Scales:
-    """Of `cohere2`."""
-    return Scales(logits=fields.number("logit_scale", 1e-6, 1e6, 0.0625))
+    return Scales(
+        number("embedding_multiplier"),
+        number("residual_multiplier"),
+        fields.optional_number("attention_multiplier", 1e-6, 1e6),
+        number("logit_scale") / number("logits_scaling"),
+    )
 
 
 def _listed(
@@ -246,82 +228,105 @@ def read_delta(fields: Fields, num_layers: int, *, interleaved: bool) -> DeltaCo
     )
 
 
-def _counted(fields: Fields, experts: str, per_token: str, other: str = "") -> tuple[int, int]:
-    """Experts, under either of two keys, and how many a token takes."""
-    renamed = fields.optional_integer(other, 1, MAX_EXPERTS)
-    count = fields.integer(experts, 1, MAX_EXPERTS, renamed)
-    fields.require(renamed in (None, count), other, f"{renamed} disagrees with {experts} {count}")
-    return count, fields.integer(per_token, 1, count)
-
-
-def _experts(
-    fields: Fields, count: int, sparse: Iterable[bool], router: RouterConfig, shared: str, **names: Any
-) -> ExpertsConfig:
-    """shared: the key that counts the shared experts, each as wide as a routed one."""
-    inner = fields.integer("moe_intermediate_size", 1, 1 << 20)
-    beside = inner * fields.integer(shared, 0, 1024, 0)
-    return ExpertsConfig(count, inner, beside, tuple(sparse), router, **names)
-
-
-def deepseek_experts(fields: Fields, num_layers: int, *, corrected: bool) -> ExpertsConfig | None:
-    """Softmax scores; the best experts of all, or of the groups with the best single expert (DeepSeek-V2).
-
-    corrected: sigmoid scores with a learned correction, the groups with the best two experts (DeepSeek-V3).
-    """
-    if not corrected and "n_routed_experts" not in fields:
+def read_experts(fields: Fields, num_layers: int, keys: ExpertKeys) -> ExpertsConfig | None:
+    """The experts of a family; None where the configuration has none. Raises CheckpointError."""
+    if keys.switch is not None and not fields.get(keys.switch):
         return None
-    scoring, methods = "sigmoid" if corrected else "softmax", ["greedy", "group_limited_greedy"]
-    if corrected:
-        methods = ["noaux_tc"]
+    named = [key for key in keys.count if key in fields] or [keys.count[0]]
+    count, other = (fields.integer(key, 1, MAX_EXPERTS) for key in (named[0], named[-1]))
+    fields.require(other == count, named[-1], f"{other} disagrees with {named[0]} {count}")
+    width, shared = fields.integer(keys.width, 1, MAX_WIDTH), 0
+    if keys.shared_count is not None:
+        shared = width * fields.integer(keys.shared_count, 0, 1024, 0)
+    elif keys.shared_width is not None:
+        shared = fields.integer("shared_expert_intermediate_size", 0, MAX_WIDTH, keys.shared_width)
+    router = replace(keys.router, per_token=fields.integer(keys.per_token, 1, count))
+    if keys.normalised is not None:
+        router = replace(router, normalised=fields.boolean("norm_topk_prob", keys.normalised))
+    limits = None
+    if keys.clamped:
+        limits = (
+            fields.number("swiglu_limit", 1e-3, 1e6, 7.0),
+            fields.number("swiglu_alpha", 1e-3, 1e3, 1.702),
+        )
+    gated = keys.shared_width is not None
+    return ExpertsConfig(
+        count,
+        width,
+        shared,
+        tuple(keys.sparse(fields, num_layers) if keys.sparse else [True] * num_layers),
+        _deepseek_router(fields, count, router) if keys.shared_count == "n_shared_experts" else router,
+        keys.correction,
+        "shared_expert" if gated else "shared_experts",
+        limits,
+        gated,
+    )
+
+
+def _deepseek_router(fields: Fields, count: int, router: RouterConfig) -> RouterConfig:
+    """Experts are chosen of all, or of the groups with the best one (DeepSeek-V2) or two experts (V3)."""
+    scoring, methods = "softmax", ["greedy", "group_limited_greedy"]
+    if router.corrected:
+        scoring, methods = "sigmoid", ["noaux_tc"]
     fields.choice("scoring_func", (scoring,), scoring)
-    count, per_token = _counted(fields, "n_routed_experts", "num_experts_per_tok")
     groups = kept = 1
     if fields.choice("topk_method", methods, methods[0]) != "greedy":
         groups = fields.integer("n_group", 1, count, 1)
         kept = fields.integer("topk_group", 1, groups, 1)
         fields.require(count % groups == 0, "n_group", f"{groups} does not divide {count} experts")
-        enough = kept * (count // groups) >= per_token
-        fields.require(enough, "topk_group", f"{kept} groups hold fewer than {per_token} experts")
+        enough = kept * (count // groups) >= router.per_token
+        fields.require(enough, "topk_group", f"{kept} groups hold fewer than {router.per_token} experts")
     why = f"{groups} groups of {count} experts hold one each, two are needed"
-    fields.require(not corrected or count // groups >= 2, "n_group", why)
-    normalised = fields.boolean("norm_topk_prob", corrected)
+    fields.require(not router.corrected or count // groups >= 2, "n_group", why)
     why = "true: no DeepSeek-V2 divides by the sum, and codes disagree"
-    fields.require(corrected or not normalised, "norm_topk_prob", why)
+    fields.require(router.corrected or not router.normalised, "norm_topk_prob", why)
     scale = fields.number("routed_scaling_factor", 0.0, 1e6, 1.0)
-    best = 2 if corrected else 1
-    router = RouterConfig(per_token, corrected, corrected, normalised, scale, groups, kept, best)
-    default = 0 if not corrected else 3 if fields.get("model_type") == "deepseek_v3" else 1
-    first = fields.integer("first_k_dense_replace", 0, 1 << 16, default)
+    return replace(router, scale=scale, groups=groups, groups_kept=kept)
+
+
+def _deepseek_sparse(fields: Fields, num_layers: int) -> list[bool]:
+    first = fields.integer("first_k_dense_replace", 0, 1 << 16, 0)
     every = fields.integer("moe_layer_freq", 1, 1 << 16, 1)
-    sparse = [layer >= first and layer % every == 0 for layer in range(num_layers)]
-    return _experts(fields, count, sparse, router, "n_shared_experts")
+    return [layer >= first and layer % every == 0 for layer in range(num_layers)]
 
 
-def qwen3_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
-    """Softmax scores of all experts; transformers 5 writes their number as num_local_experts."""
-    count, per_token = _counted(fields, "num_experts", "num_experts_per_tok", "num_local_experts")
-    step = fields.integer("decoder_sparse_step", 1, 1 << 16, 1)
-    dense = fields.get("mlp_only_layers") or []
+def _qwen_sparse(fields: Fields, num_layers: int) -> list[bool]:
+    step, dense = fields.integer("decoder_sparse_step", 1, 1 << 16, 1), fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise fields.refused("mlp_only_layers", f"{shown(dense)} is not a list of layers")
-    sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
-    router = RouterConfig(per_token, False, False, fields.boolean("norm_topk_prob", False))
-    return ExpertsConfig(count, fields.integer("moe_intermediate_size", 1, 1 << 20), 0, sparse, router)
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
 
 
-def qwen2_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
-    """Of `qwen2_moe`: as Qwen3's, with a gated shared expert."""
-    shared = fields.integer("shared_expert_intermediate_size", 0, 1 << 20, 5632)
-    names: dict[str, Any] = {"shared_name": "shared_expert", "shared_gated": True}
-    return replace(qwen3_experts(fields, num_layers), shared_size=shared, **names)
+def _ernie_sparse(fields: Fields, num_layers: int) -> list[bool]:
+    fields.require(not fields.boolean("use_bias", False), "use_bias", "true: experts have no biases here")
+    first = fields.integer("moe_layer_start_index", 0, 1 << 16, 1)
+    last = fields.integer("moe_layer_end_index", -1, 1 << 16, -1)
+    every = fields.integer("moe_layer_interval", 1, 1 << 16, 1)
+    layers = range(first, num_layers if last == -1 else last + 1)
+    return [layer in layers and (layer + 1) % every == 0 for layer in range(num_layers)]
 
 
-def mixtral_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
-    """Every layer's are as wide as an MLP, their weights sum to 1."""
-    count, per_token = _counted(fields, "num_local_experts", "num_experts_per_tok", "num_experts")
-    router = RouterConfig(per_token, False, False, True)
-    inner = fields.integer("intermediate_size", 1, 1 << 20)
-    return ExpertsConfig(count, inner, 0, (True,) * num_layers, router)
+_ROUTED = "n_routed_experts"
+DEEPSEEK2 = ExpertKeys(
+    (_ROUTED,), shared_count="n_shared_experts", normalised=False, switch=_ROUTED, sparse=_deepseek_sparse
+)
+_SIGMOID = RouterConfig(0, sigmoid=True, corrected=True, normalised=True, group_best=2)
+DEEPSEEK3 = replace(DEEPSEEK2, normalised=True, switch=None, router=_SIGMOID)
+QWEN3 = ExpertKeys(("num_experts", "num_local_experts"), normalised=False, sparse=_qwen_sparse)
+QWEN2 = replace(QWEN3, shared_width=5632)
+HYBRID = replace(QWEN3, shared_width=512, normalised=True)
+MIXTRAL = ExpertKeys(("num_local_experts", "num_experts"), width="intermediate_size")
+"""Of `granitemoe`, too: the softmax of the chosen logits alone is that of all, divided by its sum."""
+GPT_OSS = replace(MIXTRAL, clamped=True)
+GEMMA4 = ExpertKeys(("num_experts",), "top_k_experts", switch="enable_moe_block")
+ERNIE = ExpertKeys(
+    ("moe_num_experts",),
+    "moe_k",
+    shared_count="moe_num_shared_experts",
+    sparse=_ernie_sparse,
+    router=RouterConfig(0, sigmoid=False, corrected=True, normalised=True),
+    correction="moe_statics.e_score_correction_bias",
+)
 
 
 def read_gemma4(fields: Fields, layers: int, heads: int, sliding: tuple[int | None, ...]) -> Gemma4Config:
@@ -363,49 +368,6 @@ def _of_wide_layers(fields: Fields, kinds: tuple[int | None, ...]) -> Fields:
     return each.nested(wide[0])
 
 
-def gemma4_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
-    """Softmax scores of all experts, whose weights sum to 1 before each is scaled."""
-    if not fields.boolean("enable_moe_block", False):
-        return None
-    count, per_token = _counted(fields, "num_experts", "top_k_experts")
-    router = RouterConfig(per_token, False, False, True)
-    return _experts(fields, count, (True,) * num_layers, router, "n_shared_experts")
-
-
-def gpt_oss_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
-    """As Mixtral's, clamped."""
-    limits = fields.number("swiglu_limit", 1e-3, 1e6, 7.0), fields.number("swiglu_alpha", 1e-3, 1e3, 1.702)
-    even = fields.integer("hidden_size", 1, 1 << 20) % 2 == 0
-    fields.require(even, "hidden_size", "is odd")
-    return replace(mixtral_experts(fields, num_layers), clamped=limits)
-
-
-granite_experts = mixtral_experts
-"""Of `granitemoe`: the softmax of the chosen logits alone is that of all, divided by its sum."""
-
-
-def hybrid_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
-    """Of `qwen3_next` and `qwen3_5_moe`: as Qwen3's, but weights sum to 1, and the shared one is gated."""
-    plain = qwen3_experts(fields, num_layers)
-    router = replace(plain.router, normalised=fields.boolean("norm_topk_prob", True))
-    shared = fields.integer("shared_expert_intermediate_size", 0, 1 << 20, 512)
-    return replace(plain, router=router, shared_size=shared, shared_name="shared_expert", shared_gated=True)
-
-
-def ernie_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
-    """Softmax scores with a learned correction."""
-    count, per_token = _counted(fields, "moe_num_experts", "moe_k")
-    biased = fields.boolean("use_bias", False)
-    fields.require(not biased, "use_bias", "true: biases of experts are not supported")
-    first = fields.integer("moe_layer_start_index", 0, 1 << 16, 1)
-    last = fields.integer("moe_layer_end_index", -1, 1 << 16, -1)
-    every = fields.integer("moe_layer_interval", 1, 1 << 16, 1)
-    layers = range(first, num_layers if last == -1 else last + 1)
-    sparse = [layer in layers and (layer + 1) % every == 0 for layer in range(num_layers)]
-    router, correction = RouterConfig(per_token, False, True, True), "moe_statics.e_score_correction_bias"
-    return _experts(fields, count, sparse, router, "moe_num_shared_experts", correction=correction)
-
-
 _FP8 = {"fmt": ("e4m3", "float8_e4m3fn"), "activation_scheme": ("dynamic",), "scale_fmt": ("float", "ue8m0")}
 """What else is said of FP8 blocks, the first where nothing is."""
 
@@ -424,8 +386,5 @@ def read_fp8_block(fields: Fields) -> tuple[int, int] | None:
         return None
     for key, known in _FP8.items():
         inner.choice(key, known, known[0])
-    block = inner.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2:
-        raise inner.refused("weight_block_size", f"{shown(block)} is not a list of rows and columns")
-    rows, columns = (Fields(inner.where, {"weight_block_size": size}) for size in block)
-    return rows.integer("weight_block_size", 1, MAX_BLOCK), columns.integer("weight_block_size", 1, MAX_BLOCK)
+    rows, columns = inner.numbers("weight_block_size", 2, 1, MAX_RANK)
+    return int(rows), int(columns)

@@ -200,6 +200,13 @@ class Fields:
         """As `number`, `None` when absent."""
         return self.number(key, low, high) if key in self else None
 
+    def numbers(self, key: str, count: int, low: float, high: float) -> tuple[float, ...]:
+        """A list of so many numbers, each in [low, high]."""
+        values = self.get(key)
+        if not isinstance(values, list) or len(values) != count:
+            raise self.refused(key, f"is not a list of {count} numbers")
+        return tuple(Fields(self.where, {key: value}).number(key, low, high) for value in values)
+
     def boolean(self, key: str, default: bool) -> bool:
         value = self._present(key, default)
         if not isinstance(value, bool):
@@ -215,7 +222,8 @@ class Fields:
     def choice(self, key: str, known: Collection[str], default: str | None = None) -> str:
         """A string that is among `known`; any other one is refused by name."""
         value = self.text(key, default)
-        self.require(value in known, key, f"{shown(value)} is not supported ({', '.join(known)} are)")
+        those = f"{', '.join(known)} {'is' if len(known) == 1 else 'are'}"
+        self.require(value in known, key, f"{shown(value)} is not supported ({those})")
         return value
 
     def token_ids(self, key: str, end: int) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,9 +28,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    share: float = (
-        1.0  # proportional: of the pairs of a head that turn, the first ones; the others stand still
-    )
+    share: float = 1.0  # proportional: of a head's pairs the first ones turn, the others stand still
     short_factor: tuple[float, ...] = ()  # longrope: divides each angle, up to the original context
 
     @property
@@ -53,159 +50,106 @@ _NUMBERS: dict[RopeKind, dict[str, float]] = {
 }
 """The numbers that each kind reads, and the least of each; a million is the most."""
 _OPTIONAL = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
+_BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+"""Keys that may stand beside the others, too."""
+ROTARY_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""How the three positions of an image's part are laid out: a token of text has one."""
 _KNOWN_KEYS = {
-    *("rope_type", "type", "rope_theta", "original_max_position_embeddings", "truncate"),
-    *("partial_rotary_factor", "finetuned", "short_factor", "long_factor"),
+    *("rope_type", "type", "truncate", "finetuned", "short_factor", "long_factor", "alpha", *_BESIDE),
+    *("llama_4_scaling_beta", "max_position_embeddings", *ROTARY_OF_IMAGES),
     *(key for numbers in _NUMBERS.values() for key in numbers),
 }
 
 
-def read_rotary_dim(fields: Fields, default: float, head_dim: int) -> int:
-    """The dimensions of a head that rotate, from a share of it; both spellings as for `read_rope`."""
-    share = fields.number("partial_rotary_factor", 0.0, 1.0, default)
-    if nested := fields.fields("rope_parameters"):
-        share = nested.number("partial_rotary_factor", 0.0, 1.0, share)
+def rope_fields(fields: Fields, kind: str = KINDS[0]) -> Fields:
+    """How layers of a kind turn, in one spelling, with what is said beside it.
+
+    Version 5 writes `rope_parameters`, perhaps for each kind; version 4 `rope_theta` and `rope_scaling`.
+    """
+    found, old = fields.fields("rope_parameters"), fields.fields("rope_scaling")
+    if found is None or not found.values:
+        found = old or Fields(fields.where, {})
+    if kind in found and set(found.values) <= set(KINDS):
+        found = found.nested(kind)
+    said = {
+        key: value for key, value in (old.values if old else {}).items() if key not in ("type", "rope_type")
+    }
+    agrees = all(found.get(key) == value for key, value in said.items())
+    fields.require(agrees, "rope_scaling", "disagrees with rope_parameters")
+    beside = {key: fields.get(key) for key in _BESIDE if key in fields and key not in found}
+    return Fields(found.where, {**found.values, **beside})
+
+
+def read_local_rope(fields: Fields, base: str, max_positions: int, head_dim: int) -> RopeConfig:
+    """How layers that slide turn, where they do so in another way; base: the key of theirs."""
+    nested = fields.fields("rope_parameters")
+    part = nested.fields(KINDS[1]) if nested else None
+    own = {"rope_theta": fields.get(base), **(part.values if part else {})}
+    return read_rope(Fields(part.where if part else fields.where, own), max_positions, head_dim)
+
+
+def read_rope(rope: Fields, max_positions: int, head_dim: int, *, partly: bool = False) -> RopeConfig:
+    """What `rope_fields` found, every number in range. Raises CheckpointError naming the key.
+
+    head_dim: the dimensions that turn; partly: whether `read_rotary_dim` has counted them.
+    """
+    for key in rope.values:
+        rope.require(key in _KNOWN_KEYS, shown(key), "is not a known rope parameter")
+    theta, kind = rope.number("rope_theta", 1.0, 1e12), _kind(rope)
+    if kind == "dynamic":
+        # A fixed `alpha` is a larger base. Source: `hunyuan_v1_dense` of Hugging Face transformers 5.
+        theta *= rope.number("alpha", 1.0, 1e6) ** (head_dim / max(head_dim - 2, 1))
+        return RopeConfig("default", theta)
+    share = rope.number("partial_rotary_factor", 0.0, 1.0, 1.0)
+    whole = partly or share == 1.0 or kind == "proportional"
+    rope.require(whole, "partial_rotary_factor", "rotating a part of the head is not supported")
+    more: dict[str, Any] = {"share": share} if kind == "proportional" else {}
+    key, default = "original_max_position_embeddings", None if kind == "llama3" else max_positions
+    if kind in ("llama3", "yarn", "longrope"):
+        more["original_max_positions"] = rope.integer(key, 1, MAX_POSITIONS, default)
+    if kind == "longrope":
+        more["factor"] = max_positions / more["original_max_positions"]
+        for name in ("long_factor", "short_factor"):  # the long ones are checked, and not used
+            more["short_factor"] = rope.numbers(name, head_dim // 2, 1e-3, 1e6)
+    for key, least in _NUMBERS[kind].items():
+        if key in rope or key not in _OPTIONAL:
+            more[key] = rope.number(key, least, 1e6, more.get(key))
+    if kind == "yarn":
+        more["truncate"] = rope.boolean("truncate", True)
+        rope.require(theta > 1.0, "rope_theta", "yarn needs a base above 1")
+    found = RopeConfig(kind, theta, **more)
+    for upper, lower in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
+        high, low = getattr(found, upper), getattr(found, lower)
+        rope.require(high > low, upper, f"{high:g} is not above {lower} {low:g}")
+    return found
+
+
+def _kind(rope: Fields) -> RopeKind | Literal["dynamic"]:
+    """Under its new key or its old one; "su" is what longrope was called first."""
+    names: dict[str, RopeKind | Literal["dynamic"]] = {name: name for name in _NUMBERS}
+    names["su"] = "longrope"
+    if "alpha" in rope:
+        names["dynamic"] = "dynamic"
+    scaled = any(key in rope for key in _KNOWN_KEYS.difference(_BESIDE, ROTARY_OF_IMAGES))
+    key = "type" if "type" in rope and "rope_type" not in rope else "rope_type"
+    return names[rope.choice(key, names, None if scaled else "default")]
+
+
+def read_rotary_dim(rope: Fields, head_dim: int) -> int:
+    """The dimensions of a head that turn, by their share of it."""
+    share = rope.number("partial_rotary_factor", 0.0, 1.0)
     rotated = int(head_dim * share)
     even = rotated >= 2 and rotated % 2 == 0
-    fields.require(even, "partial_rotary_factor", f"{share:g} of {head_dim} is no even number above 0")
+    rope.require(even, "partial_rotary_factor", f"{share:g} of {head_dim} is no even number above 0")
     return rotated
 
 
-def read_rope(
-    fields: Fields,
-    theta: float,
-    max_positions: int,
-    *,
-    ignored: Collection[str] = (),
-    long_dim: int | None = None,
-    by_kind: bool = False,
-) -> RopeConfig:
-    """Both spellings: `rope_theta` with `rope_scaling` (version 4), `rope_parameters` (version 5).
-
-    theta: of an absent key; ignored: keys of the new spelling that change nothing here; long_dim: how many
-    dimensions turn in a family that knows longrope, whose factors are half as many; by_kind: whether the
-    new spelling may be written for each kind of layers.
-    """
-    theta = _theta(fields, theta)
-    old, new = fields.fields("rope_scaling"), fields.fields("rope_parameters")
-    if by_kind:
-        new = _by_kind(fields, KINDS[0]) or new
-    original = fields.integer("original_max_position_embeddings", 2, MAX_POSITIONS, max_positions)
-    long = None if long_dim is None else (long_dim, original)
-    kept = {key: value for key, value in new.values.items() if key not in ignored} if new else {}
-    if new is None or not kept:
-        return _rope_of(old, theta, max_positions, long)
-    new = Fields(new.where, kept)
-    agrees = "rope_theta" not in fields or _theta(new, theta) == theta
-    new.require(agrees, "rope_theta", f"disagrees with rope_theta {theta:g} beside it")
-    rope = _rope_of(new, _theta(new, theta), max_positions, long)
-    if old and old.values and _rope_of(old, rope.theta, max_positions, long) != rope:
-        raise fields.refused("rope_scaling", "disagrees with rope_parameters")
-    return rope
-
-
-GROWTH = ("llama_4_scaling_beta", "max_position_embeddings")
-"""What stands in `rope_parameters` of a family whose queries grow, and is not about turning."""
-
-
-def read_growth(fields: Fields) -> tuple[float, int] | None:
+def read_growth(rope: Fields) -> tuple[float, int] | None:
     """(b, n) where a query at position p counts 1 + b ln(1 + floor(p / n)) times; None where it does not."""
-    nested = fields.fields("rope_parameters")
-    if nested is None or "llama_4_scaling_beta" not in nested:
+    if "llama_4_scaling_beta" not in rope:
         return None
-    period = nested.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
-    return nested.number("llama_4_scaling_beta", 0.0, 1e3), period
-
-
-def with_plain_base(fields: Fields, theta: float, head_dim: int) -> Fields:
-    """The same configuration with "dynamic" and a fixed `alpha` written as the base that they stand for.
-
-    Source: `hunyuan_v1_dense` of Hugging Face transformers 5.
-    """
-    changed = dict(fields.values)
-    for key in ("rope_scaling", "rope_parameters"):
-        nested = fields.fields(key)
-        if nested is None or "alpha" not in nested:
-            continue
-        fields.require(
-            "dynamic" in (nested.get("type"), nested.get("rope_type")), key, "alpha without dynamic"
-        )
-        alpha = nested.number("alpha", 1.0, 1e6)
-        base = nested.number("rope_theta", 1.0, 1e12, _theta(fields, theta))
-        changed |= {"rope_theta": base * alpha ** (head_dim / max(head_dim - 2, 1)), key: None}
-    return Fields(fields.where, changed)
-
-
-def read_local_rope(fields: Fields, theta: float, max_positions: int) -> RopeConfig:
-    """How layers that slide turn, where they do so by a base of their own; theta: of an absent key."""
-    theta = fields.number("rope_local_base_freq", 1.0, 1e12, theta)
-    part = _by_kind(fields, KINDS[1])
-    return _rope_of(part, _theta(part, theta) if part else theta, max_positions)
-
-
-def _theta(fields: Fields, default: float) -> float:
-    return fields.number("rope_theta", 1.0, 1e12, default)
-
-
-def _by_kind(fields: Fields, kind: str) -> Fields | None:
-    """`rope_parameters` of one kind of layers, where they are written for each kind."""
-    nested = fields.fields("rope_parameters")
-    return nested.fields(kind) if nested is not None and set(nested.values) <= set(KINDS) else None
-
-
-def _rope_of(
-    fields: Fields | None, theta: float, max_positions: int, long: tuple[int, int] | None = None
-) -> RopeConfig:
-    """One object; long: turning dimensions and original positions of a family that knows longrope."""
-    if fields is None or not fields.values:
-        return RopeConfig("default", theta)
-    for key in fields.values:
-        fields.require(key in _KNOWN_KEYS, shown(key), "is not a known rope parameter")
-    fields.require(_theta(fields, theta) == theta, "rope_theta", f"disagrees with rope_theta {theta:g}")
-    kind, share = _kind(fields, long is not None), fields.number("partial_rotary_factor", 0.0, 1.0, 1.0)
-    whole = share == 1.0 or kind == "proportional"
-    fields.require(whole, "partial_rotary_factor", "rotating a part of the head is not supported")
-    more: dict[str, Any] = {"share": share}
-    key, default = "original_max_position_embeddings", max_positions if kind == "yarn" else None
-    if kind == "longrope" and long is not None:
-        more["original_max_positions"] = original = fields.integer(key, 2, MAX_POSITIONS, long[1])
-        more |= {"short_factor": _short_factors(fields, long[0] // 2), "factor": max_positions / original}
-    elif kind in ("llama3", "yarn"):
-        more["original_max_positions"] = fields.integer(key, 1, MAX_POSITIONS, default)
-    for key, least in _NUMBERS[kind].items():
-        if key in fields or key not in _OPTIONAL:
-            more[key] = fields.number(key, least, 1e6, more.get(key))
-    if kind == "yarn":
-        more["truncate"] = fields.boolean("truncate", True)
-        fields.require(theta > 1.0, "rope_theta", "yarn needs a base above 1")
-    rope = RopeConfig(kind, theta, **more)
-    for upper, lower in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
-        high, low = getattr(rope, upper), getattr(rope, lower)
-        fields.require(high > low, upper, f"{high:g} is not above {lower} {low:g}")
-    return rope
-
-
-def _kind(fields: Fields, knows_long: bool) -> RopeKind:
-    """Under its new key (`rope_type`) or its old one; "su" is what longrope was called first."""
-    names: dict[str, RopeKind] = {name: name for name in _NUMBERS if knows_long or name != "longrope"}
-    names |= {"su": "longrope"} if knows_long else {}
-    key = "rope_type" if "rope_type" in fields or "type" not in fields else "type"
-    kind = names[fields.choice(key, names)]
-    old = fields.get("type")
-    agrees = old is None or names.get(fields.text("type")) == kind
-    fields.require(agrees, "type", f"{shown(old)} disagrees with rope_type {kind}")
-    return kind
-
-
-def _short_factors(fields: Fields, count: int) -> tuple[float, ...]:
-    factors: list[object] = []
-    for key in ("long_factor", "short_factor"):
-        values = fields.get(key)
-        if not isinstance(values, list) or len(values) != count:
-            raise fields.refused(key, f"is not a list of {count} numbers")
-        factors = values
-    each = [Fields(fields.where, {"short_factor": value}) for value in factors]
-    return tuple(factor.number("short_factor", 1e-3, 1e6) for factor in each)
+    period = rope.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
+    return rope.number("llama_4_scaling_beta", 0.0, 1e3), period
 
 
 @dataclass(frozen=True)
