@@ -10,20 +10,20 @@ become errors. Classes that `tokenizer_config.json` names are never imported.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
+import math
 import os
 import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tokenizers
 
@@ -39,20 +39,11 @@ MAX_ID = (1 << 24) - 1
 PIECE = 1 << 16
 """Characters that are encoded at a time to see how long a text is."""
 FILE_LIMIT = 64_000_000  # bytes; the largest published ones have about 35 million
-# Of a vocabulary. Published ones have up to 262 thousand tokens of 2 million characters, the longest of some
-# hundred, and 515 thousand merges. The library takes up to 250 bytes for a character.
-MAX_TOKENS, MAX_CHARACTERS, MAX_TOKEN = 1_000_000, 4_000_000, 10_000
-MAX_ADDED = 10_000_000  # bytes of all added tokens as the normalizer leaves them; published: 1 million
+MAX_CHARACTERS = 4_000_000  # of a vocabulary; published: 2 million. The library takes up to 250 bytes for one
 MAX_PART = 20_000  # characters of JSON of a normalizer and so on; published: 3,000
-# What one byte may become. Published: T5's map of characters, a pattern and Metaspace, 33 x 4 x 5.
-MAX_ENCODED, MAX_DECODED = 4000, 64
-_GROWTH = {"BertNormalizer": 18, "ByteLevel": 3, "Lowercase": 2, "Metaspace": 5}
+MAX_GROWTH = 1000  # of a text by one part; published: T5's map of characters and a pattern, 33 x 4
+_GROWTH = {"BertNormalizer": 18, "ByteLevel": 3, "Lowercase": 2, "Metaspace": 5, "Precompiled": 33}
 _GROWTH |= {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11}
-_OTHERS = (
-    "BPEDecoder BertPreTokenizer ByteFallback CTC CharDelimiterSplit Digits FixedLength Fuse Nmt Precompiled "
-    "Prepend Punctuation Replace Sequence Split Strip StripAccents UnicodeScripts Whitespace WhitespaceSplit "
-    "WordPiece"
-)
 PROBE_SECONDS = 3.0
 MAX_AROUND = 1000  # tokens around a text; published post-processors put one or two there
 # Runs of one kind of character ended by another: what makes a careless pattern backtrack.
@@ -62,7 +53,6 @@ _PROBES = tuple(
 # Descriptor 2 belongs to the whole process: one thread at a time may borrow it.
 _STDERR_LOCK = threading.Lock()
 
-Result = TypeVar("Result")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -112,7 +102,6 @@ class Tokenizer:
         self._library = library
         self._where = where
         self._lock = threading.Lock()
-        self._stuck = False
         # Names given in tokenizer_config.json are special even where tokenizer.json forgets to say so.
         names = (*config.roles.values(), *config.additional)
         named = [name for name in names if self.token_to_id(name) is not None]
@@ -153,14 +142,16 @@ class Tokenizer:
             raise CheckpointError(f"{path}: is missing")
         text = read_text(path, FILE_LIMIT)
         highest = _check_content(str(path), parse_json(text, str(path)))
-        with quiet_library():
-            library = _checked(str(path), partial(tokenizers.Tokenizer.from_str, text))
+        with _calling(str(path)):
+            library = tokenizers.Tokenizer.from_str(text)
             # Truncation would cut prompts in silence, padding would lengthen them.
             library.no_truncation()
             library.no_padding()
-            _checked(f"{path}: post_processor", partial(_check_post_processor, library))
-            _checked(f"{path}: pre_tokenizer", partial(_probe, library), PROBE_SECONDS)
-            _checked(f"{path}: post_processor", partial(library.encode, "a"))
+        with _calling(f"{path}: pre_tokenizer"):
+            _probe(library)
+        with _calling(f"{path}: post_processor"):
+            _check_post_processor(library)
+            library.encode("a")
         return cls(library, highest, config, str(path))
 
     def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
@@ -172,7 +163,7 @@ class Tokenizer:
         """
         ids = self._encode(text, parse_special)
         if not parse_special and not self._forbidden_ids.isdisjoint(ids):
-            ids = self._encode_in_pieces(text)
+            raise IncompatibleError(f"{self._where}: turns plain text into special tokens")
         return [*self._prefix, *ids, *self._suffix] if add_special else ids
 
     def bounded(self, text: str, context: int, *, cut: bool = False) -> str:
@@ -218,34 +209,14 @@ class Tokenizer:
         return (self._library.id_to_token(token_id) if 0 <= token_id <= MAX_ID else None) or ""
 
     def _encode(self, text: str, parse_special: bool) -> list[int]:
-        if self._stuck:
-            raise IncompatibleError(f"{self._where}: an earlier text did not come back from the tokenizer")
-        seconds = 30 + len(text) / 10_000
         try:
-            with self._lock, quiet_library():
-                self._library.encode_special_tokens = not parse_special
-                # Of the encoding calls only this one lets go of the interpreter, so that a clock can run.
-                call = partial(self._library.encode_batch_fast, [text], add_special_tokens=False)
-                ids: list[int] = within(seconds, call)[0].ids
-                return ids
-        except TimeoutError:
-            self._stuck = True
-            why = f"takes more than {seconds:.0f} s to encode this text"
-            raise IncompatibleError(f"{self._where}: {why}") from None
-        except (TypeError, UnicodeEncodeError):
+            text.encode()
+        except UnicodeEncodeError:
             raise UsageError("the text is not Unicode: it holds half of a surrogate pair") from None
-        except Exception as error:
-            raise IncompatibleError(f"{self._where}: cannot encode this text: {one_line(error)}") from None
-
-    def _encode_in_pieces(self, text: str) -> list[int]:
-        """Plain text through a vocabulary that holds special tokens as ordinary words: cut inside each."""
-        names = [name for name in self.special_tokens if len(name) > 1 and name in text]
-        names.sort(key=len, reverse=True)
-        cuts = "|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names) or "(?!)"
-        pieces = re.split(cuts, text)
-        ids = [token_id for piece in pieces for token_id in self._encode(piece, parse_special=False)]
-        if not self._forbidden_ids.isdisjoint(ids):
-            raise IncompatibleError(f"{self._where}: turns plain text into special tokens")
+        with self._lock, _calling(f"{self._where}: cannot encode this text", IncompatibleError):
+            self._library.encode_special_tokens = not parse_special
+            # Of the encoding calls only this one lets go of the interpreter.
+            ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def _read_surroundings(self, config: TokenizerConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -325,29 +296,22 @@ def _read_decoder(library: tokenizers.Tokenizer, where: str) -> tuple[Callable[[
 def _check_content(where: str, file: Any) -> int:
     """Refuse bombs by their keys; returns the highest id. Raises `CheckpointError`."""
     try:
-        model, parts = file["model"], ("normalizer", "pre_tokenizer", "decoder", "post_processor")
+        model = file["model"]
         ids = model["vocab"]
         ids = ids if isinstance(ids, dict) else {pair[0]: at for at, pair in enumerate(ids)}
-        sizes = [*map(len, ids), 0]
-        normalized, split, decoded = (_growth(f"{where}: {key}", file.get(key)) for key in parts[:3])
-        added = sum(len(token["content"].encode()) for token in file.get("added_tokens") or ())
-        longer = normalized * split
         faults = [
-            ("normalizer", longer > MAX_ENCODED, f"may make a text {MAX_ENCODED:,} times as long"),
-            ("decoder", decoded > MAX_DECODED, f"may make a token {MAX_DECODED} times as long"),
-            ("added_tokens", added * normalized > MAX_ADDED, f"come to more than {MAX_ADDED:,} bytes"),
-            ("model: vocab", len(ids) > MAX_TOKENS, f"has more than {MAX_TOKENS:,} tokens"),
-            ("model: vocab", sum(sizes) > MAX_CHARACTERS, f"has more than {MAX_CHARACTERS:,} characters"),
-            ("model: vocab", max(sizes) > MAX_TOKEN, f"has a token of more than {MAX_TOKEN:,} characters"),
-            ("model: merges", len(model.get("merges", ())) > MAX_TOKENS, f"are more than {MAX_TOKENS:,}"),
+            ("model: vocab", sum(map(len, ids)) > MAX_CHARACTERS, f"has over {MAX_CHARACTERS:,} characters"),
             ("model: dropout", bool(model.get("dropout")), "makes encoding random, null is expected"),
         ]
-        texts = {key: json.dumps(file.get(key)) for key in parts}
-        texts |= {f"model: {key}": value for key, value in model.items() if isinstance(value, str)}
-        for key, text in texts.items():
-            faults.append((key, len(text) > MAX_PART, f"has more than {MAX_PART:,} characters"))
-            # Groups that call groups that call groups are compiled without end.
-            faults.append((key, r"\g" in text, r"calls a group of its pattern by \g"))
+        for key in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+            part, text = file.get(key), json.dumps(file.get(key))
+            large = len(text) > MAX_PART and "precompiled_charsmap" not in text
+            faults += [
+                (key, _growth(part) > MAX_GROWTH, f"may make a text {MAX_GROWTH:,} times as long"),
+                (key, large, f"has more than {MAX_PART:,} characters"),
+                # Groups that call groups that call groups are compiled without end.
+                (key, r"\g" in text, r"calls a group of its pattern by \g"),
+            ]
         highest: int = max(ids.values(), default=-1)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: is no tokenizer: {one_line(repr(error))}") from None
@@ -357,43 +321,35 @@ def _check_content(where: str, file: Any) -> int:
     return highest
 
 
-def _growth(where: str, step: Any) -> float:
-    """How many times as long a step may make a text. Raises `CheckpointError` for one that is unknown."""
+def _growth(step: Any) -> float:
+    """How many times as long a normalizer, pre-tokenizer or decoder may make a text."""
     if step is None:
         return 1.0
-    kind = step["type"]
-    if kind not in _GROWTH and kind not in _OTHERS.split():
-        raise CheckpointError(f"{where}: {shown(kind)} is not supported here")
-    growth = float(_GROWTH.get(kind, 1))
-    if kind in ("Replace", "Prepend"):
-        growth += len(step["content" if kind == "Replace" else "prepend"].encode())
-    if kind == "Precompiled":  # the size of a trie, the trie, and texts that end with a zero
-        data = base64.b64decode(step.pop("precompiled_charsmap"), validate=True)
-        size = int.from_bytes(data[:4], "little")
-        if size % 4 or not 0 < size <= len(data) - 4:
-            # The library would abort.
-            raise CheckpointError(f"{where}: precompiled_charsmap: has a wrong size")
-        growth = float(max(map(len, data[4 + size :].split(bytes(1)))))
-    for name in ("normalizers", "pretokenizers", "decoders"):
-        for inner in step.get(name, ()):
-            growth *= _growth(where, inner)
-    return growth
+    growth = _GROWTH.get(step["type"], 1.0) + sum(len(step.get(key, "")) for key in ("content", "prepend"))
+    inner = (step.get(name, ()) for name in ("normalizers", "pretokenizers", "decoders"))
+    return math.prod(map(_growth, chain.from_iterable(inner)), start=growth)
 
 
-def _checked(where: str, call: Callable[[], Result], seconds: float | None = None) -> Result:
-    try:
-        return within(seconds, call)
-    except TimeoutError:
-        raise CheckpointError(f"{where}: needs more than {PROBE_SECONDS:g} s for a short text") from None
-    except Exception as error:
-        message = one_line(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")
-        raise CheckpointError(f"{where}: {message}") from None
+def _probe(library: tokenizers.Tokenizer) -> None:
+    """Encode texts that expose careless patterns, for a few seconds at most."""
+    panics: list[BaseException] = []
 
+    def run() -> None:
+        for probe in _PROBES:
+            try:
+                library.encode_batch_fast([probe], add_special_tokens=False)
+            except Exception:
+                pass  # a character outside the vocabulary is no fault of the file
+            except BaseException as panic:
+                panics.append(panic)
 
-def _probe(tokenizer: tokenizers.Tokenizer) -> None:
-    for probe in _PROBES:
-        with suppress(Exception):  # a character outside the vocabulary is no fault of the file
-            tokenizer.encode_batch_fast([probe], add_special_tokens=False)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS)
+    if thread.is_alive():
+        raise ValueError(f"needs more than {PROBE_SECONDS:g} s for a short text")
+    if panics:
+        raise panics[0]
 
 
 def _check_post_processor(tokenizer: tokenizers.Tokenizer) -> None:
@@ -408,54 +364,29 @@ def _check_post_processor(tokenizer: tokenizers.Tokenizer) -> None:
             raise ValueError("repeats the text")
 
 
-class LibraryPanic(Exception):
-    """The tokenizer library gave up where it did not expect to."""
-
-
-def within(seconds: float | None, call: Callable[[], Result]) -> Result:
-    """What `call` returns or raises, in a thread of its own; a `TimeoutError` leaves that behind.
-
-    A panic of the library, which is no `Exception`, becomes a `LibraryPanic`. The clock is of use only for
-    calls that release the interpreter lock (of the library `encode_batch_fast` does, `encode` does not).
-    """
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except Exception as error:
-            future.set_exception(error)
-        except BaseException as panic:
-            future.set_exception(LibraryPanic(str(panic)))
-
-    threading.Thread(target=run, daemon=True).start()
-    if not wait([future], seconds).done:
-        raise TimeoutError
-    return future.result()
-
-
 @contextmanager
-def quiet_library() -> Iterator[None]:
-    """Keep the library from writing a panic's stack to the terminal: it becomes one line of ours instead.
+def _calling(where: str, kind: type[SpdError] = CheckpointError) -> Iterator[None]:
+    """Make what the library raises inside the block a refusal of one line that begins with `where`.
 
-    The library writes to descriptor 2 itself, so that is where it is caught; what else arrives there
+    A panic is no `Exception`, and the library writes its stack to descriptor 2 itself. What arrives there
     meanwhile is passed on afterwards unless there was an error.
     """
     with _STDERR_LOCK, tempfile.TemporaryFile() as caught:
         try:
             saved = os.dup(2)
         except OSError:  # there is no standard error
-            yield
-            return
+            saved = os.open(os.devnull, os.O_WRONLY)
         os.dup2(caught.fileno(), 2)
         try:
             yield
-        except (SpdError, LibraryPanic):
-            caught.truncate(0)
+        except (KeyboardInterrupt, SystemExit):
             raise
+        except BaseException as error:
+            caught.truncate(0)
+            message = one_line(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")
+            raise kind(f"{where}: {message}") from None
         finally:
             os.dup2(saved, 2)
             os.close(saved)
             caught.seek(0)
-            while chunk := caught.read(65536):
-                os.write(2, chunk)
+            os.write(2, caught.read())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import json
 import os
 import time
@@ -13,7 +12,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, processors
 
 from spd.errors import CheckpointError, IncompatibleError, UsageError
 from spd.formats import tokenizer as module
@@ -203,18 +202,6 @@ def test_special_tokens_are_text_unless_asked(opened: dict[str, Tokenizer], name
     assert tokenizer.encode(text) == ids  # asking leaves nothing behind
 
 
-def test_special_tokens_that_are_words_of_the_model(tmp_path: Path) -> None:
-    pieces = [("<unk>", 0.0), ("</s>", -1.0), ("▁", -2.0), *((c, -3.0) for c in "</s>abc")]
-    library = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
-    library.pre_tokenizer = pre_tokenizers.Metaspace()
-    library.decoder = decoders.Metaspace()
-    library.add_special_tokens(["<unk>", "</s>"])
-    tokenizer = Tokenizer.open(write(tmp_path, library, eos_token="</s>", unk_token="<unk>"))
-    assert 1 in library.encode("a</s>b").ids and 1 in tokenizer.encode("a</s>b", parse_special=True)
-    assert 1 not in tokenizer.encode("a</s>b</s>")
-    assert tokenizer.encode("a☃")[-1] == 0  # the unknown token is no injection
-
-
 def test_plain_text_that_cannot_be_kept_apart_is_refused(tmp_path: Path) -> None:
     library = byte_level()
     library.add_special_tokens(["a"])  # now the ordinary letter is the special token
@@ -383,32 +370,12 @@ def test_standard_error_is_left_as_it_was(tmp_path: Path, capfd) -> None:
     assert capfd.readouterr().err == "still here"
 
 
-def test_a_pattern_that_is_slow_on_some_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
-    tokenizer = Tokenizer.open(changed(tmp_path, set_regex("q*q*[bc](?<!b)(?<!c)")))
-    assert tokenizer.encode("fine")
-    within = module.within
-    monkeypatch.setattr(module, "within", lambda seconds, call: within(0.1, call))
-    with refused(IncompatibleError, "tokenizer.json", "encode", seconds=3):
-        tokenizer.encode("q" * 1000 + "b")
-    with refused(IncompatibleError, "tokenizer.json", "earlier", seconds=1):
-        tokenizer.encode("fine")
-
-
 def test_a_pattern_that_panics_on_some_text(tmp_path: Path, capfd) -> None:
     tokenizer = Tokenizer.open(changed(tmp_path, set_regex("(q+)+$")))
     with refused(IncompatibleError, "tokenizer.json", "retry-limit"):
         tokenizer.encode("q" * 60 + "b")
     assert capfd.readouterr() == ("", "")
     assert tokenizer.decode(tokenizer.encode("fine")) == "fine"
-
-
-def test_interrupts_pass_through() -> None:
-    def interrupted() -> None:
-        _thread.interrupt_main()
-        time.sleep(2)
-
-    with pytest.raises(KeyboardInterrupt):
-        module.within(None, interrupted)
 
 
 def test_a_template_processor_with_its_tokens(tmp_path: Path) -> None:
