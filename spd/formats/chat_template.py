@@ -1,8 +1,8 @@
 """Chat messages to a prompt: the model's own Jinja2 template, rendered in a limited child process.
 
-The child (`template_worker`) reads and writes lines of JSON. A killed or dead one is started anew by the next
-request; it ends by itself when this process does, because its input ends. `encode_chat` keeps what people
-write plain text: a typed <|im_end|> does not end a message, while the same string in the template does.
+The child (`template_worker`) reads and writes lines of JSON. One that a limit ended is started anew by the
+next request; it ends by itself when this process does, because its input ends. `encode_chat` keeps what
+people write plain text: a typed <|im_end|> does not end a message, while the same string in the template does.
 """
 
 from __future__ import annotations
@@ -26,10 +26,6 @@ from spd.formats.json_file import Fields, names_in, one_line, read_text, shown
 from spd.formats.tokenizer import Tokenizer, TokenizerConfig, read_tokenizer_config
 
 TEMPLATE_LIMIT = 1_000_000  # bytes; the longest published template is below 50 kB
-# The worker's own limit is CPU time, which a busy machine does not use up; this clock is for the rest.
-WALL_SECONDS = 5.0
-WALL_SECONDS_PER_INPUT_BYTE = 1e-6
-START_SECONDS = 30.0  # generous: a loaded machine may take long to start an interpreter
 REPLY_LIMIT = 1 << 30  # bytes
 # Noncharacters of Unicode, reserved for use inside a program; then the private use area.
 _MARKS = (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF900))
@@ -192,16 +188,28 @@ class TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, source: str, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """The worker's answer (see `template_worker.render`), or {"error": "limit"} when it had to be killed.
+        """The worker's answer (see `template_worker.render`), or {"error": "limit"} where a limit ended it.
 
         Raises `EngineError` when the worker cannot be started, `UsageError` for what is not JSON.
         """
         request = _as_json({"source": source, "variables": dict(variables)}).encode()
+        reply: dict[str, Any] | None = None
         with self._lock:
             process = self._process
             if process is None or process.poll() is not None:
                 process = self._start()
-            reply = _exchange(process, request, WALL_SECONDS + WALL_SECONDS_PER_INPUT_BYTE * len(request))
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                with suppress(OSError, ValueError):
+                    process.stdin.write(request + b"\n")
+                    process.stdin.flush()
+                    reply = json.loads(process.stdout.readline(REPLY_LIMIT))
+            finally:
+                # Also where an interrupt came: the answer still to come must not meet another question.
+                if reply is None or reply.get("error") == "memory":
+                    _end(process)
+        if reply is None and process.returncode > 0:
+            raise EngineError(f"the chat template worker ended with status {process.returncode}")
         return reply or {"error": "limit", "message": "takes too much time or memory", "line": None}
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -216,28 +224,7 @@ class TemplateProcess:
         except OSError as error:
             raise EngineError(f"cannot start the chat template worker: {error.strerror or error}") from None
         weakref.finalize(self, _end, process)
-        if _exchange(process, b'{"source": "", "variables": {}}', START_SECONDS) is None:
-            raise EngineError(f"cannot start the chat template worker: {shown(sys.executable)} ended at once")
         return process
-
-
-def _exchange(process: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, Any] | None:
-    """Send a line, read the reply; `None` when the worker died, or was killed because it took too long."""
-    assert process.stdin is not None and process.stdout is not None
-    reply: dict[str, Any] | None = None
-    clock = threading.Timer(seconds, process.kill)  # which ends writing and reading alike
-    clock.start()
-    try:
-        with suppress(OSError, ValueError):
-            process.stdin.write(request + b"\n")
-            process.stdin.flush()
-            reply = json.loads(process.stdout.readline(REPLY_LIMIT))
-    finally:
-        clock.cancel()
-        # Also where an interrupt came: the answer still to come must not meet another question.
-        if reply is None or reply.get("error") == "memory":
-            _end(process)
-    return reply
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,8 +1,8 @@
 """The child process that renders chat templates: Jinja2 in its sandbox, under hard limits.
 
 A template is a program from an untrusted folder. Inside one process nothing stops `'a' * 10**10` or a
-filter that pads to a gigabyte, so the kernel does: CPU time by a timer, memory by a resource limit. The
-parent kills what outlives them. Requests and replies are JSON, a line each.
+filter that pads to a gigabyte, so the kernel does: CPU time by a timer, memory by a resource limit.
+Requests and replies are JSON, a line each.
 """
 
 from __future__ import annotations
