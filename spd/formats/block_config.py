@@ -291,9 +291,8 @@ def _deepseek_sparse(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _qwen_sparse(fields: Fields, num_layers: int) -> list[bool]:
-    step, dense = fields.integer("decoder_sparse_step", 1, 1 << 16, 1), fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise fields.refused("mlp_only_layers", f"{shown(dense)} is not a list of layers")
+    step, key = fields.integer("decoder_sparse_step", 1, 1 << 16, 1), "mlp_only_layers"
+    dense = fields.integers(key, 0, 1 << 16) if key in fields else []
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
 
 
@@ -386,5 +385,5 @@ def read_fp8_block(fields: Fields) -> tuple[int, int] | None:
         return None
     for key, known in _FP8.items():
         inner.choice(key, known, known[0])
-    rows, columns = inner.numbers("weight_block_size", 2, 1, MAX_RANK)
-    return int(rows), int(columns)
+    rows, columns = inner.integers("weight_block_size", 1, MAX_RANK, 2)
+    return rows, columns

@@ -1,8 +1,8 @@
 """Chat messages to a prompt: the model's own Jinja2 template, rendered in a limited child process.
 
 The child (`template_worker`) reads and writes lines of JSON. One that a limit ended is started anew by the
-next request; it ends by itself when this process does, because its input ends. `encode_chat` keeps what
-people write plain text: a typed <|im_end|> does not end a message, while the same string in the template does.
+next request; it ends by itself when this process does, because its input ends. `encode_chat` keeps what is
+written in messages plain text: <|im_end|> there does not end a message, while the same in the template does.
 """
 
 from __future__ import annotations

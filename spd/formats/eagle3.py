@@ -124,10 +124,9 @@ def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
 
 def _listed(fields: Fields, key: str, added: int) -> tuple[int, ...] | None:
     """An ascending list of layers, `added` to each; None where there is none or it is empty."""
-    value = fields.get(key)
-    if value is None or value == []:
+    if not fields.get(key):
         return None
-    if not isinstance(value, list) or len(value) > MOST_AUX or not all(type(i) is int for i in value):
-        raise fields.refused(key, f"{shown(value)} is not a list of at most {MOST_AUX} layers")
+    value = fields.integers(key, 0, 1024)
+    fields.require(len(value) <= MOST_AUX, key, f"names more than {MOST_AUX} layers")
     fields.require(value == sorted(set(value)), key, f"{shown(value)} is not ascending")
     return tuple(i + added for i in value)

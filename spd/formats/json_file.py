@@ -200,6 +200,19 @@ class Fields:
         """As `number`, `None` when absent."""
         return self.number(key, low, high) if key in self else None
 
+    def integers(self, key: str, low: int, high: int, count: int | None = None) -> list[int]:
+        """A list of whole numbers in [low, high], of any length or `count` of them."""
+        values = self.get(key)
+        if isinstance(values, list) and len(values) == (len(values) if count is None else count):
+            for value in values:  # no generator: a header has hundreds of thousands of short lists
+                if type(value) is not int or not low <= value <= high:
+                    break
+            else:
+                return values
+        some = "" if count is None else f"{count} "
+        why = f"{shown(values)} is not a list of {some}whole numbers from {low} to {high}"
+        raise self.refused(key, why)
+
     def numbers(self, key: str, count: int, low: float, high: float) -> tuple[float, ...]:
         """A list of so many numbers, each in [low, high]."""
         values = self.get(key)

@@ -293,7 +293,7 @@ def _group(group: Fields, whole: Fields) -> Rule:
         weights.require(bits == 8, "num_bits", f"{bits}: floats of 8 bits are supported in this format")
         scheme = Scheme("fp8", 8)
         if strategy == "block":
-            rows, columns = _block(weights)
+            rows, columns = weights.integers("block_structure", 1, MAX_GROUP, 2)
             scheme = Scheme("fp8", 8, columns, block_rows=rows)
     elif kept != "pack-quantized":
         weights.require(bits == 8 and symmetric, "num_bits", "int-quantized weights are symmetric, of 8 bits")
@@ -304,14 +304,6 @@ def _group(group: Fields, whole: Fields) -> Rule:
     targets = _named(group, "targets", scheme)
     classes = {"Linear", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear"}
     return targets._replace(every=not classes.isdisjoint(targets.names))
-
-
-def _block(weights: Fields) -> tuple[int, int]:
-    block = weights.get("block_structure")
-    if not isinstance(block, list) or len(block) != 2:
-        raise weights.refused("block_structure", f"{shown(block)} is not a list of rows and columns")
-    rows, columns = (Fields(weights.where, {"block_structure": size}) for size in block)
-    return rows.integer("block_structure", 1, MAX_GROUP), columns.integer("block_structure", 1, MAX_GROUP)
 
 
 def _size(fields: Fields, *keys: str) -> int | None:

@@ -96,7 +96,6 @@ def test_bounds_of_a_checkpoint_hold_exactly(tmp_path: Path, monkeypatch: pytest
     index = tmp_path / "model.safetensors.index.json"
     header = int.from_bytes((tmp_path / names[0]).read_bytes()[:8], "little")
     for module, bound, value, words in (
-        (checkpoint, "MAX_SHARDS", 3, "names 3 shards, at most 2"),
         (checkpoint, "INDEX_LIMIT", index.stat().st_size, "index.json"),
         (checkpoint, "HEADER_LIMIT", header, "header too large"),
     ):

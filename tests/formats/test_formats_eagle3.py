@@ -131,7 +131,7 @@ def test_speculators(tmp_path: Path) -> None:
         ({IDS: [2, 2, 3]}, (IDS, "not ascending")),
         ({IDS: "2"}, (IDS, "not a list")),
         ({IDS: [2, True]}, (IDS, "not a list")),
-        ({IDS: list(range(17))}, (IDS, "at most 16")),
+        ({IDS: list(range(17))}, (IDS, "more than 16")),
         ({"layer_types": ["sliding_attention"]}, ("layer_types", "not supported")),
         ({"norm_output": 1}, ("norm_output", "not true or false")),
     ],
